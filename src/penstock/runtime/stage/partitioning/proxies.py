@@ -108,6 +108,8 @@ for _each in IN_PLACE:
 _QUESTIONS = {"isinstance", "type", "hasattr", "getattr", "callable", "is_tensor", "id"}
 _MISSING = object()
 _CHECKPOINT = inspect.unwrap(checkpoint).__code__
+_IMPORT = ("<frozen importlib._bootstrap>", "_find_and_load")
+"""Python's function that runs the code of a module for the first time."""
 
 
 class KindTest(NamedTuple):
@@ -130,17 +132,26 @@ def watching(recorder: Recorder) -> Iterator[None]:
                 _look(test, frame, recorder)
         return on_line
 
+    def on_import(frame: FrameType, event: str, _: Any) -> Any:
+        if event == "return":
+            recorder.resume()
+        return on_import
+
     def on_call(frame: FrameType, event: str, _: Any) -> Any:
         code = frame.f_code
-        if code is _CHECKPOINT and not recorder.is_suspended:  # by whatever name the user has imported it
+        if recorder.is_suspended:
+            return None
+        if (code.co_filename, code.co_name) == _IMPORT:  # a module's own code is no part of the forward
+            recorder.suspend()
+            return on_import
+        if code is _CHECKPOINT:  # by whatever name the user has imported it
             recorder.refuse_at(
                 "recomputes activations (torch.utils.checkpoint), which is the schedule's part: penstock.passes",
                 line_of(frame),
             )
         if not is_users(code.co_filename):
             return None
-        if not recorder.is_suspended:
-            recorder.reads.enter(frame)
+        recorder.reads.enter(frame)
         if code not in known:
             known[code] = _tests_in(code)
         return on_line if known[code] else None

@@ -150,6 +150,9 @@ class Recorder(fx.Tracer):
         before = {module: snapshot_of(module) for module in self._opened if module is not entry}
         self._layers = {module: snapshot_of(module) for module in model.modules() if module not in self._opened}
         generators = random.getstate()
+        if self._example is not None:
+            with _SizesByValues():  # at the first op torch imports its compiler, which takes minutes while watched
+                torch.zeros(1)
         try:
             with ExitStack() as stack:
                 stack.enter_context(torch.enable_grad())
@@ -333,11 +336,18 @@ class Recorder(fx.Tracer):
     @contextmanager
     def suspended(self) -> Iterator[None]:
         """Nothing inside is recorded."""
-        self._concrete += 1
+        self.suspend()
         try:
             yield
         finally:
-            self._concrete -= 1
+            self.resume()
+
+    def suspend(self) -> None:
+        """Nothing is recorded until `resume` is called as often as this."""
+        self._concrete += 1
+
+    def resume(self) -> None:
+        self._concrete -= 1
 
     @property
     def is_suspended(self) -> bool:
