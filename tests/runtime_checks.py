@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -51,6 +51,11 @@ def assert_equal_values(pipe: ps.Pipeline, plain: nn.Module) -> None:
     want = {n: p.detach() for n, p in plain.named_parameters()}
     got = {n: p.detach() for n, p in pipe.named_parameters()}
     assert not differences({n: want[n] for n in got}, got)
+
+
+def named_as(stages: Sequence[nn.Module]) -> nn.Module:
+    """A module whose parameters are called as those of a pipeline that was given these stages."""
+    return nn.ModuleList(stages) if len(stages) > 1 else stages[0]
 
 
 def sequential(ranks: int, extra: int = 1, **options: Any) -> nn.Sequential:
@@ -104,7 +109,7 @@ def a_learning_rate_schedule_works_on_ranks_without_parameters(ranks: int) -> No
         pipe.step(x, y)
         own_rate.step()
     assert own_rate.get_last_lr() == rate.get_last_lr() == [0.0125]
-    assert_equal_values(pipe, nn.ModuleList(plain))
+    assert_equal_values(pipe, named_as(plain))
 
 
 @check
@@ -243,7 +248,7 @@ def stages_built_by_functions_with_named_ties(ranks: int) -> None:
             optimizer.step()
             optimizer.zero_grad()
             pipe.step(x, y)
-            assert_equal_values(pipe, nn.ModuleList(plain))
+            assert_equal_values(pipe, named_as(plain))
         last = pipe._local.model.stages.get(ranks - 1)
         if ranks > 1 and last is not None:
             table = dict(last.named_parameters())[f"{ranks - 1}.layers.2.weight"]

@@ -55,8 +55,9 @@ def test_the_page_is_the_table() -> None:
 def test_every_row_refuses_something_and_none_what_has_one_of_its_features() -> None:
     on_gpu = [FeatureCombination(FAMILIES["amdp"], 2, device="cuda", one_process=True)]
     scaled = [FeatureCombination(FAMILIES[name], scales_loss=True) for name in ("1f1b", "amdp", "distmm")]
+    skipping = [FeatureCombination(FAMILIES["amdp"], skips_updates=True)]
     assert refusal_of(scaled[0]) is None
-    used = {refusal_of(cell) for cell in CELLS + on_gpu + scaled} - {None}
+    used = {refusal_of(cell) for cell in CELLS + on_gpu + scaled + skipping} - {None}
     words = "whose lowest stage", "several pipelines", "that they share"
     branching = {row for row in REFUSALS if any(word in row.other for word in words)}
     assert used == set(REFUSALS) - branching, "the library has no schedule for the others"

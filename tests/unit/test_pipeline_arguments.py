@@ -179,9 +179,9 @@ def test_an_unknown_keyword_was_a_plain_type_error() -> None:
         (lambda: ps.runtime.DelegateOptions(nums=1), RuntimeFailure, "'nums'; did you mean num="),
         (lambda: ps.Pipeline([lin()], None, least_gain=1), RuntimeFailure, r"give AdaptOptions\(least_gain=...\)"),
         (
-            lambda: ps.PrecisionOptions(None, 1.0, None, 2),
+            lambda: ps.PrecisionOptions(None, 1.0, None, False, 2),
             RuntimeFailure,
-            "given 4 arguments .* leave the others out",
+            "given 5 arguments .* leave the others out",
         ),
         (lambda: ps.split(lin(), stages=2), ps.runtime.PartitionError, "'stages'; did you mean num_stages="),
         (lambda: ps.split(num_stages=2), ps.runtime.PartitionError, "split needs model="),

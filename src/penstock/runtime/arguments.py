@@ -67,6 +67,8 @@ class PrecisionOptions:
             Until the update, `.grad` is multiplied by the scale. None, or one with `enabled=False`: no scaling.
         clip_norm: the largest norm that the whole model's gradient may have at an update. If updates are ops of the
             schedule, it limits the gradient of each stage separately. None: no clipping.
+        skip_not_finite: True leaves an update out if a gradient is not finite in some process, as a scaler does. All
+            processes leave it out: weights and `num_updates` stay, and `StepResult.skipped` is True.
 
     Raises:
         RuntimeFailure: a value of another type, or a norm below 0.
@@ -81,6 +83,7 @@ class PrecisionOptions:
     autocast: torch.dtype | None = None
     clip_norm: float | None = None
     scaler: torch.amp.GradScaler | None = None
+    skip_not_finite: bool = False
 
     __repr__ = short_repr
 
@@ -92,6 +95,8 @@ class PrecisionOptions:
             require_value(fits, "clip_norm", self.clip_norm, "a number, at least 0, or None")
         fits = self.scaler is None or isinstance(self.scaler, torch.amp.GradScaler)
         require_value(fits, "scaler", self.scaler, "a torch.amp.GradScaler(device), or None")
+        fits = isinstance(self.skip_not_finite, bool)
+        require_value(fits, "skip_not_finite", self.skip_not_finite, "True or False")
 
     @property
     def enabled_scaler(self) -> torch.amp.GradScaler | None:

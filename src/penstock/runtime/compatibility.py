@@ -41,6 +41,7 @@ class FeatureCombination:
         one_process: whether all ranks of a pipeline are in this process.
         tied: by name the stages that share a parameter, ascending. dispatch: how ranks pick ops.
         scales_loss: whether losses are scaled (see `PrecisionOptions.scaler`).
+        skips_updates: whether updates with gradients that are not finite are left out without a scaler.
     """
 
     schedule: Schedule
@@ -50,6 +51,7 @@ class FeatureCombination:
     tied: Mapping[str, Sequence[int]] = field(default_factory=dict)
     dispatch: Dispatch = Dispatch.FROZEN
     scales_loss: bool = False
+    skips_updates: bool = False
 
     @property
     def has_updates(self) -> bool:
@@ -149,6 +151,14 @@ REFUSALS = (
         lambda c: c.has_updates and c.scales_loss,
     ),
     Refusal(
+        UPDATES,
+        "updates that are left out (`PrecisionOptions(skip_not_finite=)`)",
+        "whether a gradient is finite in every process decides about an update. Such an update is made by each stage "
+        "as soon as its own gradients are there, while others still compute theirs",
+        "use a schedule without updates as ops, or have the optimizer's own step leave out what is not finite",
+        lambda c: c.has_updates and c.skips_updates,
+    ),
+    Refusal(
         "several stages that feed no other, whose outputs ops of the user's compare",
         LOSS_SCALING,
         "the loss is part of these ops, which give gradients themselves, and nothing is there to be multiplied",
@@ -204,7 +214,7 @@ def require_dense(
 ) -> None:
     """Raises RuntimeFailure, the same on every rank, where an embedding gives sparse gradients to what takes none."""
     mine = [
-        f"{path}.weight"
+        f"{path}.weight".removeprefix(".")
         for stage in stages.values()
         for path, module in stage.named_modules()
         if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse

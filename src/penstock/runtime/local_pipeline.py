@@ -132,6 +132,7 @@ class LocalPipeline:
             "seed": given.seed,
             "autocast": str(given.precision.autocast),
             "clip_norm": given.precision.clip_norm,
+            "skip_not_finite": given.precision.skip_not_finite,
             "scaler": None if scaler is None else scaler.state_dict(),
             "tied": [list(group) for group in parallel.tied],
             "ops": sorted(given.ops),
@@ -151,6 +152,7 @@ class LocalPipeline:
             one_process=not apart,
             dispatch=chosen,
             scales_loss=scaler is not None,
+            skips_updates=given.precision.skip_not_finite,
         )
         require_compatible(self._combination)
         self.start = start_of(schedule, chosen, self.costs, adapt)
@@ -208,6 +210,7 @@ class LocalPipeline:
             parallel.one_copy_steps,
             late,
             given.precision.enabled_scaler,
+            given.precision.skip_not_finite,
         )
         self._made.callback(self.optimizer_state.close)
         require_same(place.everyone.gather(facts_of(self.optimizer_state.optimizer)), _SAME)

@@ -502,7 +502,7 @@ class Pipeline:
             state.count_updates(update)
         elif update:
             with self._updating(f"the update of step {self._num_steps}"):
-                return replace(result, grad_norm=state.update(norm))
+                return replace(result, grad_norm=state.update(norm), skipped=state.skipped)
         elif norm is not None:
             with self._local.mesh.waiting():
                 norm()

@@ -193,6 +193,11 @@ def match(reader: Reader, expected: Mapping[str, Kind], *, prefix: str = "") -> 
         _list("of another type", differing(1)),
     ]
     if any(differences):
+        if {f"{prefix}0.{name.removeprefix(prefix)}" for name in wanted} == held.keys():
+            raise CheckpointError(
+                f"checkpoint {reader.path} is of one stage and was written by an earlier version, which put '0.' "
+                "before all names: load it with that version, and save it from two stages or more"
+            )
         raise CheckpointError(
             f"checkpoint {reader.path} is of another model ({len(held)} tensors, {len(wanted)} wanted): build the "
             f"model it was written with, or choose another checkpoint\n{'; '.join(filter(None, differences))}"

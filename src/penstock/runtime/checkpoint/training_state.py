@@ -247,7 +247,7 @@ class TrainingState:
             CheckpointError: gradients have been divided by the scale, and wait for an update.
         """
         scaling = self._trained.scaling
-        if scaling is None:
+        if scaling is None or scaling.scale is None:
             return {}
         if scaling.has_divided:
             raise CheckpointError(
@@ -301,7 +301,7 @@ class TrainingState:
         """The numbers with which loss scaling goes on; None where it begins, or there is none."""
         if scaler is not None and not is_scaler_state(scaler):
             raise CheckpointError(f"checkpoint {source.path}: {scaler!r:.60} are not the numbers of a loss scaler")
-        scales = self._trained.scaling is not None
+        scales = self._trained.scaling is not None and self._trained.scaling.scale is not None
         if scales != (scaler is not None) and any(name.startswith(GRADIENTS) for name in names):
             was, now = ("multiplied", "does not scale") if scaler is not None else ("not multiplied", "scales")
             raise CheckpointError(

@@ -91,6 +91,8 @@ class StepResult:
         window_losses: the loss of each update's window, one number per window. If updates are not ops, there is one
             window.
         grad_norm: the gradient norm before clipping. None without clipping, or if the step did not update.
+        skipped: True if a gradient was not finite in some process, and all processes therefore left the update out.
+            See `scaler` and `skip_not_finite` of `ps.PrecisionOptions`.
 
     Examples:
         >>> import torch, penstock as ps
@@ -105,6 +107,7 @@ class StepResult:
     losses: Tensor
     window_losses: Tensor
     grad_norm: Tensor | None = None
+    skipped: bool = False
 
     __repr__ = short_repr
 

@@ -7,6 +7,9 @@
 The numbers are those of a `torch.amp.GradScaler`: its scale, its factors, and how many updates in a row had no
 overflow. It does not scale or step anything itself, because of several processes only one may find an overflow.
 
+Without a scaler (`PrecisionOptions(skip_not_finite=True)`) nothing is scaled. The question is the same, and so are
+the updates that are left out.
+
 References:
     Micikevicius et al., "Mixed Precision Training" (ICLR 2018), section 3.2.
 """
@@ -33,22 +36,22 @@ class LossScaling:
     """What losses are multiplied by, and whether gradients are divided by it yet.
 
     Args:
-        scaler: whose numbers count, and are kept up to date.
+        scaler: whose numbers count, and are kept up to date. None: nothing is scaled.
         everyone: all processes of the run, which leave out the same updates.
 
     Attributes:
         has_divided: whether the gradients that are there were divided by the scale.
     """
 
-    def __init__(self, scaler: torch.amp.GradScaler, everyone: Peers) -> None:
+    def __init__(self, scaler: torch.amp.GradScaler | None, everyone: Peers) -> None:
         self._scaler, self._everyone = scaler, everyone
         self.has_divided = False
         self._are_finite = True
 
     @property
-    def scale(self) -> float:
-        """What the loss is multiplied by in the next step; a number of float32."""
-        return float(_float32(self._scaler.get_scale()))
+    def scale(self) -> float | None:
+        """What the loss is multiplied by in the next step; a number of float32. None: it stays as it is."""
+        return None if self._scaler is None else float(_float32(self._scaler.get_scale()))
 
     def begin(self) -> None:
         """A step begins. Raises RuntimeFailure where its gradients can't be added to those that are there."""
@@ -66,15 +69,18 @@ class LossScaling:
             return self._are_finite
         gradients = [local(g) for g in {id(p.grad): p.grad for p in parameters}.values() if g is not None]
         overflows = sum(not _is_finite(gradient) for gradient in gradients)
-        factor = _float32(1.0 / self.scale)
-        for gradient in gradients:
-            gradient.mul_(factor)
+        if (scale := self.scale) is not None:
+            factor = _float32(1.0 / scale)
+            for gradient in gradients:
+                gradient.mul_(factor)
         counted = self._everyone.sum(torch.tensor([float(overflows)], dtype=torch.float64))
-        self.has_divided, self._are_finite = True, not counted.item()
+        self.has_divided, self._are_finite = scale is not None, not counted.item()
         return self._are_finite
 
     def updated(self) -> None:
         """The update was made, or left out: sets the scale of the next step."""
+        if self._scaler is None:
+            return
         state = self.state()
         scale, in_a_row = state["scale"], 0
         if not self._are_finite:
@@ -91,13 +97,13 @@ class LossScaling:
         Args:
             state: the numbers to go on with; those at hand where not given.
         """
-        if state is not None:
+        if state is not None and self._scaler is not None:
             self._scaler.load_state_dict(dict(state))
         self.has_divided, self._are_finite = False, True
 
     def state(self) -> dict[str, Any]:
-        """The scaler's numbers."""
-        return self._scaler.state_dict()
+        """The scaler's numbers; none without a scaler."""
+        return {} if self._scaler is None else self._scaler.state_dict()
 
 
 def is_scaler_state(state: Any) -> bool:

@@ -40,14 +40,15 @@ class OptimizerState:
         model: as this process holds it. num_updates: so far.
         clip_norm: see `ps.Pipeline`.
         replicas: what there is of other replicas. updating: the updates that are ops; None where there are none.
-        scaling: what losses are multiplied by; None where they are not.
+        scaling: what losses are multiplied by, and whether gradients are finite; None where nobody asks.
+        skipped: the last update was left out, as some gradient was not finite.
         agreement: tells whether all that hold a parameter begin a step alike.
 
     Args:
         schedule: with its REDUCE ops, where there are replicas.
         one_copy_steps: see `ParallelOptions`.
         late: what is injected into links between replicas.
-        scaler: see `PrecisionOptions`.
+        scaler, skip_not_finite: see `PrecisionOptions`.
     """
 
     def __init__(
@@ -60,11 +61,13 @@ class OptimizerState:
         one_copy_steps: bool,
         late: LateRing | None = None,
         scaler: torch.amp.GradScaler | None = None,
+        skip_not_finite: bool = False,
     ) -> None:
         self.clip_norm, self.num_updates = clip_norm, 0
-        self.scaling = None
+        self.scaling, self.skipped = None, False
         if scaler is not None:
             require_scalable(scaler, model.dtypes)
+        if scaler is not None or skip_not_finite:
             self.scaling = LossScaling(scaler, mesh.everyone)
         self._name, self._windows = schedule.name, schedule.windows
         self.model, self._mesh, self._one_copy_steps = model, mesh, one_copy_steps
@@ -158,7 +161,7 @@ class OptimizerState:
     def update(self, begun: Callable[[], Tensor] | None = None) -> Tensor | None:
         """Clips, runs the optimizer and clears the gradients; returns the norm where clipping is on.
 
-        Where losses are scaled, a gradient that is not finite in some process leaves the update out in all of them.
+        With `scaling`, a gradient that is not finite in some process leaves the update out in all of them.
 
         Args:
             begun: the norm, where `begin_norm` began to work it out.
@@ -167,7 +170,8 @@ class OptimizerState:
             RuntimeFailure: updates are ops of the schedule, and have run.
         """
         self.require_updates_apart()
-        if self.scaling is not None and not self.scaling.divide(self.model.parameters):
+        self.skipped = self.scaling is not None and not self.scaling.divide(self.model.parameters)
+        if self.skipped and self.scaling is not None:
             self.scaling.updated()
             self.zero_grad()
             return None

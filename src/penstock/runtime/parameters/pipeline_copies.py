@@ -54,7 +54,7 @@ def build_copies(
         for stage in range(len(hosts)):
             if set(placement.hosts(pipeline, stage)) & set(ranks):
                 if stage not in built:
-                    built[stage] = build_stage(sources[stage], stage)
+                    built[stage] = build_stage(sources[stage], stage, len(sources))
                 found[pipeline, stage] = built[stage]
     return found
 

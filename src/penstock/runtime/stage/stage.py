@@ -35,6 +35,9 @@ def gathers_unseen(module: nn.Module) -> bool:
     return isinstance(module, (*GATHERS, *fused))
 
 
+WHOLE = ""
+"""The name of a layer that is the whole model."""
+
 Copy = tuple[int, int]
 """(pipeline, stage): a copy of a stage."""
 
@@ -45,7 +48,8 @@ class Stage(nn.Module):
     So `named_parameters()` gives the same names as the model does.
 
     Args:
-        layers: for each name in the whole model ("layers.3", or "3" for the fourth of a sequential) its layer.
+        layers: for each name in the whole model ("layers.3", or "3" for the fourth of a sequential) its layer. The
+            name "" stands for the whole model, whose parameters then keep their own names.
         indices: each layer's number in the whole model. Its random seed is made from that number.
         calling: how a layer is called with the output of the layer before it.
 
@@ -77,6 +81,16 @@ class Stage(nn.Module):
     def in_order(self) -> tuple[nn.Module, ...]:
         """The layers, in the order in which they run."""
         return self._layers
+
+    def get_submodule(self, target: str) -> nn.Module:
+        """The module at a path in the whole model."""
+        whole = self._modules.get(WHOLE)
+        return super().get_submodule(target) if whole is None else whole.get_submodule(target)
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """The state of the layers, by names in the whole model."""
+        whole = self._modules.get(WHOLE)
+        return super().state_dict(*args, **kwargs) if whole is None else whole.state_dict(*args, **kwargs)
 
     def replace(self, old: nn.Module, new: nn.Module) -> None:
         """Replaces a module with another one, wherever in the stage it is."""
@@ -127,7 +141,7 @@ def require_stage(module: nn.Module, what: str) -> None:
 def place_at(root: nn.Module, path: str, module: nn.Module) -> None:
     """Registers a module under a dotted path, within folder modules that may hold nothing else."""
     holder, last = holder_of(root, path)
-    holder.add_module(last, module)
+    holder._modules[last] = module  # add_module takes no empty name
 
 
 def holder_of(root: nn.Module, path: str) -> tuple[nn.Module, str]:

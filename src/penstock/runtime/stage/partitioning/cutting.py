@@ -27,7 +27,15 @@ from penstock.runtime.stage.partitioning.program import LayerCall, ModelTracer, 
 from penstock.runtime.stage.partitioning.source_line import Untraceable, attribute_line
 from penstock.runtime.stage.partitioning.traced_stage import TracedStage
 from penstock.runtime.stage.split_backward import is_compiled
-from penstock.runtime.stage.stage import GATHERS, Stage, StageSource, require_stage, with_arguments, with_one_argument
+from penstock.runtime.stage.stage import (
+    GATHERS,
+    WHOLE,
+    Stage,
+    StageSource,
+    require_stage,
+    with_arguments,
+    with_one_argument,
+)
 from penstock.runtime.tensors.pytree import device_of, flatten
 from penstock.runtime.tensors.rng import restored
 
@@ -533,7 +541,7 @@ def stages_of(
         more = beside_layers(model)
         if more and num_stages == 1:
             own = type(model).forward is not nn.Sequential.forward or "forward" in model.__dict__
-            return [Stage({"0": model}, [0], with_arguments if own else with_one_argument)]
+            return [Stage({WHOLE: model}, [0], with_arguments if own else with_one_argument)]
         if more:
             return list(split(model, num_stages, costs=costs))
         names, layers = zip(*model._modules.items(), strict=True)  # named_children leaves out repeated layers
@@ -571,8 +579,9 @@ def beside_layers(model: nn.Sequential) -> list[str]:
     return found
 
 
-def build_stage(source: Stage | StageSource, index: int) -> Stage:
-    """The stage itself; a bare module becomes a stage of one layer named by the stage's number.
+def build_stage(source: Stage | StageSource, index: int, num_stages: int) -> Stage:
+    """The stage itself; a bare module becomes a stage of one layer named by the stage's number. The only stage of a
+    model has no name before those of its parameters, which are then called as in any other number of stages.
 
     Raises:
         RuntimeFailure: its function returned no module, or one that cannot be a stage.
@@ -583,7 +592,7 @@ def build_stage(source: Stage | StageSource, index: int) -> Stage:
     if isinstance(module, Stage):
         return module
     require_stage(module, f"stage {index}")
-    return Stage({str(index): module}, [index], with_arguments)
+    return Stage({str(index) if num_stages > 1 else WHOLE: module}, [index], with_arguments)
 
 
 @contextmanager
