@@ -28,7 +28,7 @@ from penstock.data import Batches, Corpus, MaskedText, open_corpus, validation_b
 from penstock.models import BERTConfig, BERTLoss, CrossEntropy, GPTConfig
 from penstock.models.stage import bert_stage, gpt_stage
 from penstock.runtime import MuonAdamW, Stage
-from penstock.runtime.stage.microbatches import split
+from penstock.runtime.stage.batch_rules import split
 from penstock.train.settings import learning_rate
 from penstock.train.tasks.bert import masked_batches
 

@@ -30,7 +30,9 @@ from penstock.simulation import Blocking, Timeline, footprint, simulate
 
 if TYPE_CHECKING:
     from penstock.runtime import (
+        WHOLE,
         AdaptOptions,
+        BatchRules,
         ParallelOptions,
         Pipeline,
         PrecisionOptions,
@@ -47,6 +49,7 @@ point_from_old_modules()
 
 __all__ = [
     "AdaptOptions",
+    "BatchRules",
     "Blocking",
     "Branch",
     "CostError",
@@ -68,6 +71,7 @@ __all__ = [
     "StepResult",
     "Timeline",
     "TransportOptions",
+    "WHOLE",
     "breadth_first",
     "build",
     "check",

@@ -50,7 +50,7 @@ def parameters(thing: Any) -> set[str]:
         return set(inspect.get_annotations(thing))
     if dataclasses.is_dataclass(thing):
         return {each.name for each in dataclasses.fields(thing) if each.init and not each.name.startswith("_")}
-    return set(inspect.signature(thing).parameters) - {"self"}
+    return set(inspect.signature(thing).parameters) - {"self"} if callable(thing) else set()
 
 
 def described(text: str) -> set[str]:

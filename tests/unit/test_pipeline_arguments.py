@@ -266,9 +266,9 @@ def test_a_gpu_that_is_not_there_was_an_assertion_of_torch() -> None:
 
 def test_a_pipeline_takes_few_arguments_and_values_for_the_rest() -> None:
     names = inspect.signature(ps.Pipeline).parameters
-    assert len(names) <= 13
+    assert len(names) <= 14
     assert {"links", "depth", "zero", "sharding"}.isdisjoint(names)
-    for kind in (ps.PrecisionOptions, ps.ParallelOptions, ps.TransportOptions, ps.AdaptOptions):
+    for kind in (ps.PrecisionOptions, ps.ParallelOptions, ps.TransportOptions, ps.AdaptOptions, ps.BatchRules):
         assert kind() == kind()
         assert kind.__doc__
         with pytest.raises(dataclasses.FrozenInstanceError):

@@ -151,7 +151,7 @@ def test_a_tensor_of_a_class_of_its_own_became_a_plain_one_on_the_wire() -> None
     [
         (torch.zeros(3, 8), "a batch of 3 samples can't be cut into 4 microbatches"),
         ([torch.zeros(1, 8)] * 3, "3 inputs given as a list, the schedule runs 4 microbatches"),
-        ((torch.zeros(4, 8), torch.zeros(5, 8)), "the inputs have .* samples in dimension 0"),
+        ((torch.zeros(4, 8), torch.zeros(5, 8)), r"inputs\[1\] has shape \(5, 8\), 5 in dimension 0"),
         (torch.tensor(1.0), "samples in dimension 0"),
     ],
 )
@@ -178,7 +178,7 @@ def test_a_microbatch_without_samples_made_every_gradient_nan() -> None:
     [
         (torch.zeros(8, 8), torch.zeros(4, 8), "the targets have 4 samples and the inputs 8"),
         (torch.zeros(8, 8), torch.zeros(9, 8), "the targets have 9 samples and the inputs 8"),
-        (torch.zeros(8, 8), (torch.zeros(8), torch.zeros(4)), "the targets have .4, 8. samples in dimension 0"),
+        (torch.zeros(8, 8), (torch.zeros(8), torch.zeros(4)), r"targets\[1\] has shape \(4,\), 4 in dimension 0"),
         ([torch.zeros(2, 8)] * 4, torch.zeros(4, 8), "the targets have 4 samples and the inputs 8"),
         ([torch.zeros(n, 8) for n in (1, 3, 2, 2)], torch.zeros(8, 8), "microbatch 0 has 1 samples and 2 targets"),
         (torch.zeros(8, 8), [torch.zeros(1, 8)] * 4, "microbatch 0 has 2 samples and 1 targets"),
@@ -487,7 +487,7 @@ def test_a_batch_that_torch_cannot_cut_ended_in_an_error_about_strides() -> None
     strided = torch.nested.nested_tensor([torch.ones(n, 8) for n in (1, 2, 3, 4)])
     for given, kind in ((x.to_sparse(), "sparse_coo"), (x.to_sparse_csr(), "sparse_csr"), (nested, "nested")):
         for run in (pipe.step, pipe.evaluate):
-            with pytest.raises(RuntimeFailure, match=rf"inputs hold a tensor of layout {kind}.*give a list with one"):
+            with pytest.raises(RuntimeFailure, match=rf"inputs is a tensor of layout {kind}.*give a list with one"):
                 run(given, y)
     with pytest.raises(RuntimeFailure, match=r"layout=torch\.jagged"):
         pipe.step(strided, y)

@@ -30,6 +30,7 @@ from penstock.runtime.mesh.process_mesh import device_mesh
 from penstock.runtime.migrate import Placed
 from penstock.runtime.parameters.muon import MuonAdamW, leave_to_adamw
 from penstock.runtime.pipeline import Pipeline
+from penstock.runtime.stage.batch_rules import WHOLE, BatchRules
 from penstock.runtime.stage.partitioning import Split, split
 from penstock.runtime.stage.registered_ops import OpCall
 from penstock.runtime.stage.stage import Stage
@@ -55,8 +56,10 @@ __all__ = [
     "Split",
     "Stage",
     "AdaptOptions",
+    "BatchRules",
     "StepResult",
     "TransportOptions",
+    "WHOLE",
     "device_mesh",
     "emulate",
     "partition",

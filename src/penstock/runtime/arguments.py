@@ -19,6 +19,7 @@ from penstock.runtime.option_values import is_amount, is_number, require_value
 from penstock.runtime.parameters.given_optimizer import require_steps_alone
 from penstock.runtime.parameters.optimizer_state import GivenOptimizer
 from penstock.runtime.parameters.shared_tensors import Parallelize
+from penstock.runtime.stage.batch_rules import BatchRules
 from penstock.runtime.stage.registered_ops import OpFunction
 from penstock.runtime.stage.stage import StageSource
 from penstock.runtime.transport.choose import TransportOptions
@@ -218,6 +219,7 @@ class PipelineArguments:
     parallel: ParallelOptions
     transport: TransportOptions
     adapt: AdaptOptions | None
+    batch: BatchRules | None = None
 
 
 def require_norm(max_norm: Any) -> None:

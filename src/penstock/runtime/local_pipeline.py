@@ -9,7 +9,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import replace
 from typing import Any
@@ -49,8 +49,9 @@ from penstock.runtime.parameters.given_optimizer import facts_of
 from penstock.runtime.parameters.local_model import LocalModel
 from penstock.runtime.parameters.optimizer_state import OptimizerState
 from penstock.runtime.parameters.pipeline_copies import digest_of, form_of
+from penstock.runtime.stage.batch_rules import BatchRules, rules_of, uncut
 from penstock.runtime.stage.host_memory import SavedTensors
-from penstock.runtime.stage.microbatches import Microbatches, ReplicaBatches, cut_for, num_entries
+from penstock.runtime.stage.microbatches import Microbatches, ReplicaBatches, cut_for
 from penstock.runtime.stage.ops import StepSettings
 from penstock.runtime.stage.partitioning import Split
 from penstock.runtime.stage.partitioning.cutting import beside_layers, stages_of
@@ -141,6 +142,7 @@ class LocalPipeline:
             "adapt": adapt is not None,
             "sharding": parallel.sharding,
             "batches": parallel.batches,
+            "batch": _rules_in_words(given.batch),
         }
         require_same(place.everyone.gather(facts), _SAME)
         check_once(schedule, place.everyone)
@@ -458,8 +460,9 @@ class LocalPipeline:
         """This replica's part of a batch, cut; `fewer`: a small one into fewer microbatches than the schedule has."""
         schedule = self.running.schedule
         num = schedule.num_microbatches
+        rules = rules_of(self._given.model, self._given.batch, inputs)
         if self.own_batches is not None:
-            return self.own_batches.cut(inputs, targets, loss_fn, windows, num, fewer)
+            return self.own_batches.cut(inputs, targets, loss_fn, windows, num, fewer, rules)
         if inputs is None:
             raise RuntimeFailure(
                 "no inputs were given; every process gives the whole batch, or, with "
@@ -467,8 +470,9 @@ class LocalPipeline:
                 "with the last one its targets"
             )
         if fewer:
-            num = max(1, min(num, num_entries(inputs) // self.mesh.num_replicas))
-        return cut_for(schedule, inputs, targets, loss_fn, windows, num, *self.mesh.part, self.is_told)
+            inputs = uncut(inputs, "inputs", rules.inputs)
+            num = max(1, min(num, (inputs.most or num) // self.mesh.num_replicas))
+        return cut_for(schedule, inputs, targets, loss_fn, windows, num, *self.mesh.part, self.is_told, rules)
 
     def _said_by_all(self, facts: dict[str, Any]) -> list[dict[str, Any]]:
         """What every process says of the batch that it was given."""
@@ -551,6 +555,15 @@ def _name_of(function: Any) -> str | None:
     """What a function is called, or the class of an object that is called."""
     known = getattr(function, "func", function)  # of a partial
     return None if known is None else getattr(known, "__qualname__", type(known).__qualname__)
+
+
+def _rules_in_words(given: Any) -> str:
+    """Rules as text that is the same in every process, with functions by name."""
+    if isinstance(given, Mapping):
+        return str({str(key): _rules_in_words(rule) for key, rule in given.items()})
+    if isinstance(given, BatchRules):
+        return f"inputs={_rules_in_words(given.inputs)}, targets={_rules_in_words(given.targets)}"
+    return str(_name_of(given)) if callable(given) else str(given)
 
 
 def _form_of(model: nn.Module | Sequence[StageSource]) -> str | None:

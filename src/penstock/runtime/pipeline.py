@@ -44,6 +44,7 @@ from penstock.runtime.mesh.peers import require_same
 from penstock.runtime.mesh.process_mesh import device_mesh_of, end_groups
 from penstock.runtime.parameters.given_optimizer import kept_groups, require_alike
 from penstock.runtime.parameters.optimizer_state import GivenOptimizer, gradient_bytes
+from penstock.runtime.stage.batch_rules import BatchRules
 from penstock.runtime.stage.branches import has_many_ends, is_plain
 from penstock.runtime.stage.microbatches import NO_LOSS, Microbatches
 from penstock.runtime.stage.ops import Purpose, StepSettings
@@ -97,6 +98,7 @@ class Pipeline:
         adapt: how to measure links while training, and switch to what is faster; see `AdaptOptions`. None: not at
             all. Over a mesh, all replicas and shards switch together, and nodes change places if a link between them
             is late. After that this process holds other parameters, and `optimizer` updates those.
+        batch: how each tensor of a batch is cut, where its samples are not in dimension 0; see `BatchRules`.
 
     Close a pipeline with `close()`, or use it in a `with` block. If making one fails, nothing is left behind.
 
@@ -140,11 +142,13 @@ class Pipeline:
         parallel: ParallelOptions | None = None,
         transport: TransportOptions | str | None = None,
         adapt: AdaptOptions | None = None,
+        batch: BatchRules | None = None,
     ) -> None:
         options = {
             "precision": (precision, PrecisionOptions),
             "parallel": (parallel, ParallelOptions),
             "adapt": (adapt, AdaptOptions),
+            "batch": (batch, BatchRules),
         }
         require_arguments(model, schedule, loss_fn, optimizer, seed, timeout, ops, options)
         self._given = given = PipelineArguments(
@@ -159,6 +163,7 @@ class Pipeline:
             parallel or ParallelOptions(),
             TransportOptions.of(transport),
             adapt,
+            batch,
         )
         self._num_steps, self._seed, self._loss_fn = 0, seed, loss_fn
         self._num_forwards = 0
@@ -388,7 +393,8 @@ class Pipeline:
         Args:
             inputs: the whole batch, unless `ParallelOptions.batches` says that each replica gives its part. A tensor,
                 or a tuple (positional arguments) or dict (keyword arguments) of tensors, with the samples in
-                dimension 0; it is cut into microbatches. Or a list with one such entry per microbatch.
+                dimension 0 or where `BatchRules` say; it is cut into microbatches. Or a list with one such entry per
+                microbatch.
             targets: the targets, in the same form. Each goes to `loss_fn` with its microbatch's output.
             update: False only adds to the gradients, as several `backward` calls would; call `update()` later. If
                 updates are ops, False leaves the last window open, and the next step's first window adds to it.

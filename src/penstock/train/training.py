@@ -14,7 +14,7 @@ import torch
 from penstock.runtime import Pipeline, RuntimeFailure
 from penstock.runtime.checkpoint import CheckpointError
 from penstock.runtime.execute.step_result import sum_in_order
-from penstock.runtime.stage.microbatches import split
+from penstock.runtime.stage.batch_rules import split
 from penstock.schedule import count_mismatch
 from penstock.train.asynchronous import Passes
 from penstock.train.tasks.task import Example, TaskBatches

@@ -72,8 +72,9 @@ def weights_of(targets: Sequence[Any], loss_fn: LossFn) -> list[float] | None:
 
 
 def sizes_of(cut: Sequence[Any]) -> list[float]:
-    """Samples of each microbatch."""
-    return [float(_size(value)) for value in cut]
+    """Samples of each microbatch: those that a `Cut` knows, or the extent of its first tensor."""
+    known: list[float] | None = getattr(cut, "sizes", None)
+    return known if known is not None else [float(_size(value)) for value in cut]
 
 
 def _size(value: Any) -> int:

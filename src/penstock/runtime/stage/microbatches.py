@@ -21,15 +21,15 @@ from math import lcm
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from penstock.runtime.errors import RuntimeFailure
 from penstock.runtime.mesh.process_mesh import ProcessMesh
+from penstock.runtime.stage.batch_rules import PLAIN, BatchRules, Cut, CutTensor, Listed, Uncut, rules_at, uncut
 from penstock.runtime.stage.branches import loss_stage, starts_of
 from penstock.runtime.stage.loss_weights import LossFn, adds_up, shares_of, sizes_of, weigh, weights_of
 from penstock.runtime.tensors.aliases import storage_of
 from penstock.runtime.tensors.digest import batch_digest
-from penstock.runtime.tensors.pytree import DTYPES, flatten, unflatten
+from penstock.runtime.tensors.pytree import DTYPES, flatten
 from penstock.schedule import Schedule
 
 Signature = tuple[tuple[tuple[int, ...], torch.dtype], ...]
@@ -117,88 +117,6 @@ def _dealt(values: Sequence[Any], replica: int, num_replicas: int) -> list[Any]:
     return list(values[replica * size : (replica + 1) * size])
 
 
-class CutTensor(Sequence[Tensor]):
-    """A tensor's microbatches, as even as possible, the larger ones first; cut where one is first asked for, as most
-    ranks of a pipeline ask for none.
-    """
-
-    def __init__(self, tensor: Tensor, num: int) -> None:
-        self._tensor, self._num = tensor, num
-        self._parts: Sequence[Tensor] | None = None
-
-    def __len__(self) -> int:
-        return self._num
-
-    def __getitem__(self, place: Any) -> Any:
-        if self._parts is None:
-            self._parts = self._tensor.tensor_split(self._num)
-        return self._parts[place]
-
-    @property
-    def signatures(self) -> list[Signature]:
-        """Of each part."""
-        (size, *rest), dtype = self._tensor.shape, self._tensor.dtype
-        least, larger = divmod(size, self._num)
-        if not larger:
-            return [(((least, *rest), dtype),)] * self._num
-        return [(((least + (m < larger), *rest), dtype),) for m in range(self._num)]
-
-
-def _num_samples(leaves: Sequence[Tensor], what: str) -> int:
-    for leaf in leaves:
-        if leaf.is_nested or leaf.layout is not torch.strided:
-            kind = "nested" if leaf.is_nested else str(leaf.layout).removeprefix("torch.").strip("_")
-            raise RuntimeFailure(
-                f"the {what} hold a tensor of layout {kind}, which torch can't cut along dimension 0; give a list "
-                f"with one entry per microbatch{', each with layout=torch.jagged' * leaf.is_nested}"
-            )
-    sizes = {leaf.shape[0] if leaf.dim() else 0 for leaf in leaves}
-    if len(sizes) != 1 or 0 in sizes:
-        raise RuntimeFailure(
-            f"the {what} have {sorted(sizes)} samples in dimension 0; every tensor needs the same number, above 0"
-        )
-    return sizes.pop()
-
-
-def split(value: Any, num_microbatches: int, what: str) -> Sequence[Any]:
-    """Cuts a batch along dimension 0, as evenly as possible, the larger microbatches first.
-
-    A list is taken as cut already, one entry per microbatch.
-
-    Raises:
-        RuntimeFailure: fewer samples than microbatches, a list of another length, or tensors that disagree.
-    """
-    if isinstance(value, list):
-        if len(value) != num_microbatches:
-            raise RuntimeFailure(
-                f"{len(value)} {what} given as a list, the schedule runs {num_microbatches} microbatches; "
-                "give one entry per microbatch, or what is to be cut: a tensor, a tuple of positional arguments or a "
-                "dict of keyword arguments"
-            )
-        return value
-    leaves, skeleton = flatten(value)
-    if not leaves:
-        raise RuntimeFailure(f"the {what} hold no tensor; give tensors with the samples in dimension 0")
-    num_samples = _num_samples(leaves, what)
-    if num_samples < num_microbatches:
-        raise RuntimeFailure(
-            f"a batch of {num_samples} samples can't be cut into {num_microbatches} microbatches; "
-            f"give at least {num_microbatches} samples or build a schedule with fewer microbatches"
-        )
-    if skeleton == 0 and type(value) is Tensor:
-        return CutTensor(value, num_microbatches)
-    parts = [leaf.tensor_split(num_microbatches) for leaf in leaves]
-    return [unflatten([p[m] for p in parts], skeleton) for m in range(num_microbatches)]
-
-
-def num_entries(value: Any) -> int:
-    """Into how many microbatches a batch can be cut at most: its samples, or the entries of a list."""
-    if isinstance(value, list):
-        return len(value)
-    leaves, _ = flatten(value)
-    return max(1, _num_samples(leaves, "inputs")) if leaves else 1
-
-
 def cut_for(
     schedule: Schedule,
     inputs: Any,
@@ -209,6 +127,7 @@ def cut_for(
     replica: int = 0,
     num_replicas: int = 1,
     digested: bool = False,
+    rules: BatchRules = PLAIN,
 ) -> Microbatches:
     """A batch, cut for the stages that it goes into and for the one with the loss; see `cut_batch`.
 
@@ -216,13 +135,14 @@ def cut_for(
         num: microbatches; the schedule's where not given.
         replica, num_replicas: the batch is cut for so many pipelines, and this one's part returned.
         digested: whether other processes are to have the same batch.
+        rules: how each tensor is cut.
     """
     graph, num = schedule.graph, num or schedule.num_microbatches
     starts = {stage: graph.microbatches_of(stage, num) * num_replicas for stage in starts_of(graph)}
     count = graph.microbatches_of(loss_stage(graph), num) * num_replicas
     counts = [each * num_replicas for each in graph.num_microbatches]
     windows = [range(w.start * num_replicas, w.stop * num_replicas) for w in windows]
-    whole = cut_batch(inputs, targets, count, loss_fn, windows, starts, counts, digested)
+    whole = cut_batch(inputs, targets, count, loss_fn, windows, starts, counts, digested, rules)
     return whole.of_replica(replica, num_replicas)
 
 
@@ -235,6 +155,7 @@ def cut_batch(
     starts: Mapping[int, int] | None = None,
     counts: Sequence[int] = (),
     digested: bool = False,
+    rules: BatchRules = PLAIN,
 ) -> Microbatches:
     """Cuts inputs and targets and weighs the microbatches.
 
@@ -244,6 +165,7 @@ def cut_batch(
         windows: the microbatches that each update gathers; all of them in one where not given.
         starts: of the stages that the batch goes into the number of microbatches; stage 0 where not given.
         counts: of all stages, where they differ.
+        rules: how each tensor is cut.
 
     Raises:
         RuntimeFailure: inputs that cannot be cut, or not for all stages at the same samples, or not given for just
@@ -251,27 +173,39 @@ def cut_batch(
     """
     windows = tuple(windows) or (range(num_microbatches),)
     starts = starts or {0: num_microbatches}
-    given = inputs_by_stage(inputs, list(starts))
-    cut = {stage: split(value, starts[stage], "inputs") for stage, value in given.items()}
-    if len(given) > 1 or counts:
-        _require_alike(given, counts)
-    first = next(iter(given))
-    cut_inputs = cut[first]
-    if starts[first] != num_microbatches:
-        cut_inputs = split(given[first], num_microbatches, "inputs")
-    if isinstance(given[first], list):
-        _require_samples(cut_inputs, loss_fn)
-    cut_targets = [None] * num_microbatches if targets is None else split(targets, num_microbatches, "targets")
+    sources = _sources(inputs, list(starts), rules)
+    cut = {stage: source.cut(starts[stage]) for stage, source in sources.items()}
+    if len(sources) > 1 or counts:
+        _require_alike(sources, counts)
+    (first, source), *_ = sources.items()
+    cut_inputs = cut[first] if starts[first] == num_microbatches else source.cut(num_microbatches)
+    weighed_by = cut_inputs
+    cut_targets: Sequence[Any] = [None] * num_microbatches
+    values = [each.value for each in sources.values()]
     if targets is not None:
-        _require_matching(given[first], cut_inputs, targets, cut_targets)
-    digest = batch_digest(*given.values(), targets) if digested else 0
-    weighed = partial(weigh, cut_inputs, cut_targets, loss_fn if targets is not None else None, windows)
-    overlap = partial(_overlap, [*given.values(), *([] if targets is None else [targets])])
+        target = uncut(targets, "targets", rules.targets)
+        values.append(target.value)
+        cut_targets = by_target = target.cut(num_microbatches)
+        _require_matching(cut_inputs, by_target)
+        if cut_inputs.sizes is None and not cut_inputs.is_listed and by_target.sizes is not None:
+            weighed_by = by_target
+    _require_samples(weighed_by, loss_fn)
+    digest = batch_digest(*values) if digested else 0
+    weighed = partial(weigh, weighed_by, cut_targets, loss_fn if targets is not None else None, windows)
+    overlap = partial(_overlap, values)
     signatures = _signatures(list(cut.values()))
     batch = Microbatches(cut, cut_targets, weighed, signatures, digest, windows, overlap=overlap)
     if not digested or len(windows) > 1:
         _ = batch.scales  # before the step, on every rank: some window may weigh nothing
     return batch
+
+
+def _sources(inputs: Any, starts: Sequence[int], rules: BatchRules) -> dict[int, Uncut | Listed]:
+    """By stage, what goes into each of the stages that no other feeds."""
+    if len(starts) == 1:
+        return {starts[0]: uncut(inputs, "inputs", rules.inputs)}
+    given = inputs_by_stage(inputs, starts)
+    return {stage: uncut(value, "inputs", rules_at(rules.inputs, stage), (stage,)) for stage, value in given.items()}
 
 
 def _overlap(parts: Sequence[Any]) -> frozenset[int]:
@@ -280,11 +214,11 @@ def _overlap(parts: Sequence[Any]) -> frozenset[int]:
     return frozenset(address for address, num in found.items() if num > 1 and address)
 
 
-def _require_samples(cut: Sequence[Any], loss_fn: LossFn) -> None:
+def _require_samples(cut: Cut, loss_fn: LossFn) -> None:
     """Raises RuntimeFailure for a microbatch without samples, of which a loss that is a mean makes no number, and
     where tensors of other sizes than the first would give microbatches other weights.
     """
-    if loss_fn is None or adds_up(loss_fn) or callable(getattr(loss_fn, "weight", None)):
+    if cut.sizes is not None or loss_fn is None or adds_up(loss_fn) or callable(getattr(loss_fn, "weight", None)):
         return
     for m, size in enumerate(sizes_of(cut)):
         if not size:
@@ -316,46 +250,47 @@ def _signatures(cut: Sequence[Sequence[Any]]) -> list[Signature]:
     ]
 
 
-def _require_matching(inputs: Any, cut_inputs: Sequence[Any], targets: Any, cut_targets: Sequence[Any]) -> None:
-    """Raises RuntimeFailure where samples have no target, or targets no sample; what was cut already on both sides is
-    its user's.
+def _require_matching(cut_inputs: Cut, cut_targets: Cut) -> None:
+    """Raises RuntimeFailure where samples have no target, or targets no sample. Where both are lists, or a function
+    cut either, that is up to their user.
     """
-    if isinstance(inputs, list) and isinstance(targets, list):
+    unknown = [cut.is_listed for cut in (cut_inputs, cut_targets) if cut.sizes is None]
+    if len(unknown) > 1 or False in unknown or cut_inputs.sizes == cut_targets.sizes:
         return
-    if isinstance(inputs, Tensor) and isinstance(targets, Tensor) and targets.dim() and len(inputs) == len(targets):
-        return  # cut at the same samples
-    sizes = [_sizes(value) for value in cut_inputs]
-    if not isinstance(targets, list):
-        num_targets, num = _num_samples(flatten(targets)[0], "targets"), sum(max(size, default=0) for size in sizes)
+    sizes = _sizes(cut_inputs)
+    if cut_targets.sizes is not None:
+        num_targets, num = int(sum(cut_targets.sizes)), sum(max(size, default=0) for size in sizes)
         if num_targets != num:
             raise RuntimeFailure(
-                f"the targets have {num_targets} samples and the inputs {num}; give as many, or lists with one "
-                "entry of each per microbatch"
+                f"the targets have {num_targets} samples and the inputs {num}; give as many, lists with one entry "
+                "of each per microbatch, or the rules by which each is cut: batch=ps.BatchRules(inputs=, targets=)"
             )
-    for m, (size, value) in enumerate(zip(sizes, cut_targets, strict=True)):
-        if other := sorted(_sizes(value) - size):
+    for m, (size, target) in enumerate(zip(sizes, _sizes(cut_targets), strict=True)):
+        if other := sorted(target - size):
             raise RuntimeFailure(
                 f"microbatch {m} has {max(size, default=0)} samples and {other[0]} targets; cut both at the same "
                 "samples, or give tensors, which are"
             )
 
 
-def _sizes(value: Any) -> set[int]:
-    """The extents of tensors in dimension 0; of numbers none."""
-    return {leaf.shape[0] for leaf in flatten(value)[0] if leaf.dim()}
+def _sizes(cut: Cut) -> list[set[int]]:
+    """By microbatch, its samples; of what was cut already the extents of tensors in dimension 0."""
+    if cut.sizes is not None:
+        return [{int(size)} for size in cut.sizes]
+    return [{leaf.shape[0] for leaf in flatten(value)[0] if leaf.dim()} for value in cut]
 
 
-def _require_alike(given: Mapping[int, Any], counts: Sequence[int]) -> None:
+def _require_alike(sources: Mapping[int, Uncut | Listed], counts: Sequence[int]) -> None:
     """Raises RuntimeFailure where stages would cut the batch at different samples, and join what does not match."""
     differ = len(set(counts)) > 1
     sizes = {}
-    for stage, value in given.items():
-        if not isinstance(value, list):
-            sizes[stage] = _num_samples(flatten(value)[0], "inputs")
+    for stage, source in sources.items():
+        if source.num_samples is not None:
+            sizes[stage] = source.num_samples
         elif differ:
             raise RuntimeFailure(
                 f"stages work on {_listed(sorted(set(counts)))} microbatches, and the inputs of stage {stage} are a "
-                "list, cut already; give tensors, which are cut for every stage"
+                "list, cut already, or have no dimension with samples; give tensors, which are cut for every stage"
             )
     if len(set(sizes.values())) > 1:
         raise RuntimeFailure(
@@ -393,6 +328,8 @@ def inputs_by_stage(inputs: Any, starts: Sequence[int]) -> dict[int, Any]:
 
 Facts = dict[str, Any]
 """What a process says of what it was given."""
+BY_SAMPLES, BY_LIST, BY_FUNCTIONS = "samples", "list", "functions"
+"""How a process's batch was cut."""
 
 
 class ReplicaBatches:
@@ -429,12 +366,20 @@ class ReplicaBatches:
         self._needs = {"inputs": hosts(self._start), "targets": hosts(loss_stage(schedule.graph))}
 
     def cut(
-        self, inputs: Any, targets: Any, loss_fn: LossFn, windows: Sequence[range], num: int, fewer: bool = False
+        self,
+        inputs: Any,
+        targets: Any,
+        loss_fn: LossFn,
+        windows: Sequence[range],
+        num: int,
+        fewer: bool = False,
+        rules: BatchRules = PLAIN,
     ) -> Microbatches:
         """This replica's microbatches. Every process of the mesh must call it.
 
         Args:
             num: microbatches of a replica. fewer: whether a small batch may be cut into fewer.
+            rules: how each tensor is cut.
 
         Raises:
             RuntimeFailure: in every process, what is wrong in any of them.
@@ -444,7 +389,7 @@ class ReplicaBatches:
         if changing := self._changing():
             mine["changing"] = changing
         try:
-            batch = self._own(inputs, targets, num, fewer)
+            batch = self._own(inputs, targets, num, fewer, rules)
             mine |= self._facts(batch, inputs, targets, loss_fn)
         except Exception as error:
             mine["error"] = str(error) if isinstance(error, RuntimeFailure) else f"{type(error).__name__}: {error}"
@@ -468,16 +413,16 @@ class ReplicaBatches:
         into: Mapping[int, Sequence[Any]] = {self._start: cut_inputs}
         return Microbatches(into, cut_targets, lambda: scales, signatures, 0, windows, self._mesh.replica)
 
-    def _own(self, inputs: Any, targets: Any, num: int, fewer: bool) -> Microbatches | None:
+    def _own(self, inputs: Any, targets: Any, num: int, fewer: bool, rules: BatchRules) -> Microbatches | None:
         """What this process was given, cut; None where that is nothing."""
-        given = inputs if inputs is not None else targets
-        if given is None:
+        if inputs is None and targets is None:
             return None
-        num = max(1, min(num, num_entries(given))) if fewer else num
-        if inputs is None:  # targets are cut as inputs would be
-            cut = cut_batch(targets, None, num, None)
-            return Microbatches({}, cut.inputs[0], list, [], 0, (range(num),))
-        return cut_batch(inputs, targets, num, None)
+        into = None if inputs is None else uncut(inputs, "inputs", rules.inputs)
+        source = uncut(targets, "targets", rules.targets) if into is None else into
+        num = min(num, source.most or num) if fewer else num
+        if into is None:
+            return Microbatches({}, source.cut(num), list, [], 0, (range(num),))
+        return cut_batch(into, targets, num, None, rules=rules)
 
     def _facts(self, batch: Microbatches | None, inputs: Any, targets: Any, loss_fn: LossFn) -> Facts:
         facts: Facts = {"needs": [name for name, needed in self._needs.items() if needed]}
@@ -485,25 +430,19 @@ class ReplicaBatches:
             return facts
         facts["num"] = len(batch)
         if inputs is not None:
-            if isinstance(inputs, list):
-                _require_samples(batch.inputs[0], loss_fn)
+            cut = batch.inputs[0]
+            assert isinstance(cut, Cut)
+            _require_samples(cut, loss_fn)
             signatures = [
                 [(list(shape), str(dtype).removeprefix("torch.")) for shape, dtype in batch.signature(m)]
                 for m in range(len(batch))
             ]
-            facts["inputs"] = {
-                "digest": batch_digest(inputs),
-                "sizes": sizes_of(batch.inputs[0]),
-                "signatures": signatures,
-                "cut": isinstance(inputs, list),
-            }
+            facts["inputs"] = {"digest": batch_digest(inputs), "signatures": signatures, **_sizes_said(cut)}
         if targets is not None:
-            facts["targets"] = {
-                "digest": batch_digest(targets),
-                "sizes": sizes_of(batch.targets),
-                "weights": weights_of(batch.targets, loss_fn),
-                "cut": isinstance(targets, list),
-            }
+            cut = batch.targets
+            assert isinstance(cut, Cut)
+            weights = weights_of(cut, loss_fn)
+            facts["targets"] = {"digest": batch_digest(targets), "weights": weights, **_sizes_said(cut)}
         return facts
 
     def _require_complete(self, everyone: Sequence[Facts], scored: bool) -> int:
@@ -540,13 +479,22 @@ class ReplicaBatches:
             if given:
                 found[name] = given[0][name]
         inputs, targets = found["inputs"], found.get("targets")
-        if targets is not None and not (inputs["cut"] and targets["cut"]) and inputs["sizes"] != targets["sizes"]:
+        if targets is None:
+            return {"weights": inputs["sizes"], "signatures": inputs["signatures"]}
+        by = {inputs["cut"], targets["cut"]}
+        if BY_FUNCTIONS not in by and by != {BY_LIST} and inputs["sizes"] != targets["sizes"]:
             raise RuntimeFailure(
                 f"replica {replica} was given microbatches of {_listed_sizes(inputs['sizes'])} samples and of "
                 f"{_listed_sizes(targets['sizes'])} targets; give as many of both"
             )
-        weights = None if targets is None else targets["weights"]
-        return {"weights": inputs["sizes"] if weights is None else weights, "signatures": inputs["signatures"]}
+        sizes = targets["sizes"] if inputs["cut"] == BY_FUNCTIONS != targets["cut"] else inputs["sizes"]
+        weights = sizes if targets["weights"] is None else targets["weights"]
+        return {"weights": weights, "signatures": inputs["signatures"]}
+
+
+def _sizes_said(cut: Cut) -> Facts:
+    by = BY_SAMPLES if cut.sizes is not None else BY_LIST if cut.is_listed else BY_FUNCTIONS
+    return {"sizes": sizes_of(cut), "cut": by}
 
 
 def why_inputs_differ(changing: Collection[int]) -> str:

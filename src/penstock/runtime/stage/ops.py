@@ -47,7 +47,7 @@ from penstock.runtime.tensors.aliases import (
     views_of,
 )
 from penstock.runtime.tensors.message import Payload
-from penstock.runtime.tensors.pytree import flatten, unflatten
+from penstock.runtime.tensors.pytree import flatten, require_no_mask, unflatten
 from penstock.runtime.tensors.rng import mix
 
 
@@ -465,6 +465,7 @@ class StageRunner:
         leaves, skeleton = flatten(output)
         outputs = [leaf for leaf in leaves if leaf.requires_grad]
         if self._num_targets:
+            require_no_mask(skeleton, self.index)
             own = self._own_memory
             leaves, skeleton, outputs = share(leaves, skeleton, own, self.index, self._num_targets)
             if has_views(skeleton):

@@ -18,10 +18,11 @@ import torch
 from torch import Tensor
 
 from penstock.runtime.errors import RuntimeFailure
+from penstock.runtime.tensors.block_mask import HeldMask, is_block_mask
 from penstock.runtime.tensors.dtensor import whole
 
 Skeleton = Any
-"""An int (index of a tensor) or a list ["tuple" | "list" | "dict" | "const" | what `_kind_of` gives, ...]."""
+"""An int (index of a tensor) or [kind, ...]: "tuple", "list", "dict", "const", "mask" or what `_kind_of` gives."""
 
 _CONSTANTS = (bool, int, float, str, type(None))
 """Of these classes alone: what comes of an Enum or a numpy number in another process is none any more."""
@@ -54,6 +55,8 @@ def _flatten(value: Any, leaves: list[Tensor]) -> Skeleton:
     kind = type(value)
     if kind in _CONSTANTS:
         return ["const", value]
+    if is_block_mask(value):
+        return ["mask", HeldMask(value)]
     how = "; torch.as_tensor makes a tensor of it" if kind.__module__ == "numpy" else ""
     how = f"; give dict(...) of the {kind.__name__}" if isinstance(value, Mapping) and kind is not dict else how
     if plain := next((each.__name__ for each in _CONSTANTS if isinstance(value, each)), ""):
@@ -71,6 +74,8 @@ def unflatten(leaves: list[Tensor], skeleton: Skeleton) -> Any:
     kind, inside = skeleton
     if kind == "const":
         return inside
+    if kind == "mask":
+        return inside.on(leaves[0].device if leaves else None)
     if kind == "dict":
         return {key: unflatten(leaves, v) for key, v in inside}
     items = [unflatten(leaves, v) for v in inside]
@@ -84,7 +89,7 @@ def num_leaves(skeleton: Skeleton) -> int:
     if isinstance(skeleton, int):
         return skeleton + 1
     kind, inside = skeleton
-    if kind == "const":
+    if kind in ("const", "mask"):
         return 0
     return max((num_leaves(each[1] if kind == "dict" else each) for each in inside), default=0)
 
@@ -94,11 +99,24 @@ def shifted(skeleton: Skeleton, by: int) -> Skeleton:
     if isinstance(skeleton, int):
         return skeleton + by
     kind, inside = skeleton
-    if kind == "const":
+    if kind in ("const", "mask"):
         return skeleton
     if kind == "dict":
         return [kind, [[key, shifted(each, by)] for key, each in inside]]
     return [kind, [shifted(each, by) for each in inside]]
+
+
+def require_no_mask(skeleton: Skeleton, stage: int) -> None:
+    """Raises RuntimeFailure for a BlockMask in what a stage passes on: its function can't travel."""
+    if isinstance(skeleton, int) or skeleton[0] == "const":
+        return
+    if skeleton[0] == "mask":
+        raise RuntimeFailure(
+            f"stage {stage} returned a BlockMask, whose mask_mod is a function and can't pass between stages; return "
+            "the tensors that it is made of, such as document numbers, and call create_block_mask in the next stage"
+        )
+    for each in skeleton[1]:
+        require_no_mask(each[1] if skeleton[0] == "dict" else each, stage)
 
 
 def device_of(value: Any) -> torch.device:

@@ -21,7 +21,7 @@ from penstock.models import CrossEntropy
 from penstock.rank_environment import rank_of
 from penstock.runtime import Pipeline, Split
 from penstock.runtime import split as cut_model
-from penstock.runtime.stage.microbatches import split
+from penstock.runtime.stage.batch_rules import split
 from penstock.runtime.stage.module_state import untouched
 from penstock.runtime.stage.stage import GATHERS, with_arguments
 from penstock.schedule import Schedule

@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset, default_collate
 
 from penstock.rank_environment import rank_of
-from penstock.runtime.stage.microbatches import split
+from penstock.runtime.stage.batch_rules import split
 from penstock.runtime.tensors.digest import batch_digest
 from penstock.runtime.tensors.pytree import flatten
 from penstock.runtime.tensors.rng import mix
