@@ -29,22 +29,15 @@ def library_schedules(draw: st.DrawFn, max_ranks: int = 5, max_microbatches: int
         p += p % 2
     if name in ("chimera", "hanayo", "bitpipe", "vchimera"):
         options["backward"] = draw(st.sampled_from(["whole", "split"]))
-    elif name == "dualpipe":
-        n = max(n + n % 2, 2 * p)
-        options["overlap"] = draw(st.booleans())
-    elif name == "dualpipe-v":
-        n = max(n, 2 * p)
+    elif name in ("dualpipe", "dualpipe-v"):
         options["overlap"] = draw(st.booleans())
     elif name == "looped-bfs":
         options["num_stages"] = p * draw(st.integers(1, 3))
     elif name == "amdp":
         options["f"], options["b"] = draw(st.sampled_from([(1.0, 1.0), (1.0, 2.0), (2.0, 3.0)]))
     elif name == "interleaved-1f1b":
-        n = p * draw(st.integers(1, max(1, max_microbatches // p)))
         options["num_stages"] = p * draw(st.integers(1, 3))
         options["backward"] = draw(st.sampled_from(["whole", "split"]))
-    elif name == "zb-h2":
-        n = max(n, 2 * p - 1)
     elif name == "zb":
         counts = draw(st.lists(st.integers(1, n + 2), min_size=p, max_size=p))
         options["warmup"] = sorted(counts, reverse=True)

@@ -201,7 +201,7 @@ MISUSE = {
     "simulate zb --ranks 4 --microbatches 0": "zb needs at least 1 of microbatches, got 0",
     "simulate 1f1b --ranks 4 --microbatches 4 --warmup 1": "1f1b has no option 'warmup'",
     "simulate zb --ranks 2 --microbatches 4 --warmup 3,x": "--warmup 3,x: whole numbers are needed, like 7,5,3,1",
-    "simulate interleaved-1f1b --ranks 4 --microbatches 6": "interleaved-1f1b needs microbatches in a multiple",
+    "simulate interleaved-1f1b --ranks 4 --microbatches 6 --stages 6": "interleaved-1f1b needs stages in a multiple",
     "simulate none.json": "none.json: No such file or directory",
     "simulate none.json --ranks 4": "--ranks is for library schedules; the file none.json says it itself",
     "simulate s.yaml": "s.yaml: schedules are read from .json, .txt or .csv",

@@ -77,15 +77,12 @@ def test_zb_h1(p: int, n: int) -> None:
 @pytest.mark.parametrize("p", RANKS)
 @pytest.mark.parametrize("n", MICROBATCHES)
 def test_zb_h2(p: int, n: int) -> None:
-    if n < 2 * p - 1:
-        with pytest.raises(ps.ScheduleError, match=f"zb-h2 over {p} ranks needs at least {2 * p - 1} microbatches"):
-            ps.build("zb-h2", p, n)
-        return
     schedule = ps.build("zb-h2", p, n)
     timeline = timed(schedule, 1, 1, 1)
-    assert timeline.span == 3 * n
-    assert timeline.makespan == 3 * n + p - 1
-    assert max(peak_in_flight(schedule)) == 2 * p - 1
+    assert timeline.makespan == 3 * n + p - 1 + max(0, p - n)
+    assert max(peak_in_flight(schedule)) == min(2 * p - 1, n)
+    if n >= 2 * p - 1:
+        assert timeline.span == 3 * n
     assert schedule.max_in_flight == 2 * p - 1
 
 
@@ -191,14 +188,6 @@ def test_bug_a_hundred_billion_microbatches_were_counted_out_one_by_one(name: st
 def test_counts_are_at_least_one(name: str, p: int, n: int, what: str) -> None:
     with pytest.raises(ps.ScheduleError, match=f"{name} needs at least 1 of {what}, got"):
         ps.build(name, p, n)
-
-
-def test_microbatches_must_divide_for_interleaved() -> None:
-    with pytest.raises(ps.ScheduleError) as caught:
-        ps.build("interleaved-1f1b", 4, 10)
-    assert (
-        str(caught.value) == "interleaved-1f1b needs microbatches in a multiple of the 4 ranks, got 10; use 8 or 12"
-    )
 
 
 def test_a_limit_that_a_fixed_schedule_does_not_meet() -> None:

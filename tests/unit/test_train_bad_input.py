@@ -28,7 +28,6 @@ SMALL = (
 BAD: dict[str, tuple[str, list[str]]] = {
     "unknown schedule": ("--schedule zbv", ["no schedule named 'zbv'", "did you mean zb-v"]),
     "missing schedule file": ("--schedule nowhere.json", ["nowhere.json", "No such file"]),
-    "microbatches for interleaved": ("--schedule interleaved-1f1b --stages 8 --microbatches 6", ["6", "4"]),
     "stages not a multiple": ("--schedule interleaved-1f1b --stages 6", ["6", "4"]),
     "stages of 1f1b": ("--stages 8", ["1f1b", "stages"]),
     "option of no schedule": ("--option colour=red", ["1f1b has no option 'colour'"]),

@@ -9,10 +9,10 @@ nothing overlaps them.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Literal
 
-from penstock.library.options import at_least, whole_multiple, yes_or_no
+from penstock.library.options import whole_multiple, yes_or_no
 from penstock.schedule import Op, Placement, Schedule, v_shape
 from penstock.schedule.pairs import of_steps
 
@@ -31,16 +31,15 @@ def dualpipe(num_ranks: int, num_microbatches: int, overlap: bool = False) -> Sc
 
     Bubble (p/2 - 1)(f + i - w) where w <= i <= f <= i + w; peak p + 1 activations. The bubble in the authors'
     README counts an F beside a B as one op of its own length. The gradients of the two copies of a stage add up.
-    Needs an even p, an even N and N >= 2p.
+    Needs an even p. With an odd N, or N < 2p, it is the order of the next N that is neither, with some microbatches
+    missing; its bubble is longer.
 
     Args:
         overlap: whether forwards and backwards are pairs where the original overlaps them.
     """
     yes_or_no("dualpipe", "overlap", overlap)
     whole_multiple("dualpipe", "ranks", num_ranks, "pipelines", 2)
-    whole_multiple("dualpipe", "microbatches", num_microbatches, "pipelines", 2)
-    at_least(f"dualpipe over {num_ranks} ranks", "microbatches", num_microbatches, 2 * num_ranks)
-    last = num_ranks - 1
+    last, made = num_ranks - 1, max(num_microbatches + num_microbatches % 2, 2 * num_ranks)
     rows = []
     for rank in range(num_ranks):
 
@@ -48,10 +47,11 @@ def dualpipe(num_ranks: int, num_microbatches: int, overlap: bool = False) -> Sc
             down = (side == "near") == (rank < num_ranks // 2)
             return (rank, lambda k: 2 * k) if down else (last - rank, lambda k: 2 * k + 1)
 
-        rows.append(_eight_phases(hosted, min(rank, last - rank), num_ranks // 2, num_microbatches // 2, overlap))
+        rows.append(_eight_phases(hosted, min(rank, last - rank), num_ranks // 2, made // 2, overlap))
     down = tuple(range(num_ranks))
     pipelines = tuple(m % 2 for m in range(num_microbatches))
-    order, pairs = of_steps(rows)
+    missing = (made - num_microbatches) // 2 * 2  # an even number, so that even microbatches still go down
+    order, pairs = of_steps(_only(rows, range(missing, missing + num_microbatches)))
     return Schedule("dualpipe", Placement((down, down[::-1])), order, pipelines, pairs=pairs)
 
 
@@ -63,8 +63,8 @@ def dualpipe_v(num_ranks: int, num_microbatches: int, overlap: bool = False) -> 
         rank 0 | 0F0 0F1 0F2 .   3F0 3I0 3W0 3F1 0F3 3B1 ...
         rank 1 | .   1F0 2F0 1F1 2F1 1F2 2B0 2F2 1B0 1F3 ...
 
-    Bubble (p - 1)(f + i - w) in stage times where w <= i <= f <= i + w; peak 2p + 1 stage activations. Needs
-    N >= 2p, odd or even, as nothing runs the other way.
+    Bubble (p - 1)(f + i - w) in stage times where w <= i <= f <= i + w and N >= 2p; peak 2p + 1 stage activations.
+    With a smaller N it is the order of 2p with the first microbatches missing, and the bubble is longer.
 
     With `overlap`, as torch writes it (OVERLAP_F_B):
 
@@ -75,16 +75,23 @@ def dualpipe_v(num_ranks: int, num_microbatches: int, overlap: bool = False) -> 
         overlap: whether forwards and backwards are pairs where the original overlaps them.
     """
     yes_or_no("dualpipe-v", "overlap", overlap)
-    at_least(f"dualpipe-v over {num_ranks} ranks", "microbatches", num_microbatches, 2 * num_ranks)
+    made = max(num_microbatches, 2 * num_ranks)
     rows = []
     for rank in range(num_ranks):
 
         def hosted(side: Side, rank: int = rank) -> tuple[int, Callable[[int], int]]:
             return (rank if side == "near" else 2 * num_ranks - 1 - rank), lambda k: k
 
-        rows.append(_eight_phases(hosted, rank, num_ranks, num_microbatches, overlap))
-    order, pairs = of_steps(rows)
+        rows.append(_eight_phases(hosted, rank, num_ranks, made, overlap))
+    order, pairs = of_steps(_only(rows, range(made - num_microbatches, made)))
     return Schedule("dualpipe-v", v_shape(num_ranks), order, (0,) * num_microbatches, pairs=pairs)
+
+
+def _only(rows: Iterable[Iterable[Sequence[Op]]], kept: range) -> list[list[list[Op]]]:
+    """The rows without the ops of microbatches that are not kept; those of `kept` are numbered from 0."""
+    return [
+        [[Op(kind, stage, kept.index(m)) for kind, stage, m in step if m in kept] for step in row] for row in rows
+    ]
 
 
 def _eight_phases(

@@ -38,10 +38,9 @@ def zb_h2(num_ranks: int, num_microbatches: int) -> Schedule:
         rank 1 | .  F0 F1 F2 I0 F3 I1 F4 I2 ...
         rank 2 | .  .  F0 I0 F1 I1 F2 I2 F3 ...
 
-    Makespan is (p - 1)f above the busy time; peak 2p - 1 activations. Needs N >= 2p - 1.
-    The order is the greedy one (I, then F, then W) under that peak.
+    Makespan is (p - 1)f above the busy time where N >= p, (2p - N - 1)f where N is smaller; peak min(2p - 1, N)
+    activations. The order is the greedy one (I, then F, then W) under that peak.
     """
-    at_least(f"zb-h2 over {num_ranks} ranks", "microbatches", num_microbatches, 2 * num_ranks - 1)
     warmup = [2 * (num_ranks - rank) - 1 for rank in range(num_ranks)]
     return greedy("zb-h2", num_ranks, num_microbatches, warmup, 2 * num_ranks - 1)
 
