@@ -61,7 +61,7 @@ def test_a_memory_limit_is_a_number_above_0(limit: float) -> None:
         ("F0 F1", "F0 F" + "9" * 5000, "line 3, column 13: 'F999"),
         ("F0 F1", "F0 -1F1", "line 3, column 13: '-1F1' is not an op"),
         ("rank 1 |", "rank 0 |", "line 4, column 1: rank 0 is given twice"),
-        ("rank 1 |", "rank 2 |", "line 1, column 1: the header says 2 ranks, the rows are for ranks [0, 2]"),
+        ("rank 1 |", "rank 2 |", "line 4, column 1: the header says 2 ranks, the rows are for ranks [0, 2]"),
         ("rank 1 |", "rank one |", "line 4, column 1: expected 'pipeline K: ...' or 'rank R | ...' (or"),
         ("2 ranks,", "3 ranks,", "line 1, column 1: the header says 3 ranks, the rows are for ranks [0, 1]"),
         ("2 ranks,", "two ranks,", "line 1, column 1: expected 'schedule NAME: R ranks, S stages, N microbatches'"),
@@ -138,11 +138,11 @@ def test_rows_alone_are_a_schedule() -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("rank 0 | 0F0 1F0\nrank 1 | 1F0", "line 2, column 1: stage 1 stands on ranks 0 and 1: rows alone"),
+        ("rank 0 | 0F0 1F0\nrank 1 | 1F0", "line 2, column 10: stage 1 stands on ranks 0 and 1: rows alone"),
         ("rank 0 | 0F0 2F0", "the cells name stages [0, 2]: stages are numbered from 0"),
         (
             "rank 0 | F0\nrank 1 | 2F0",
-            "the cells name stages [2]: stages are numbered from 0, and each has an op; where",
+            "line 2, column 10: there are only 2 stages, 0 to 1; where one cell names its stage, as 2F0 does, all do",
         ),
         ("rank 0 | F0\nrank 2 | F0", "there are rows of 2 ranks, the rows are for ranks [0, 2]"),
         ("rank 0 | F0 X", "line 1, column 13"),

@@ -14,6 +14,13 @@ def name_of(op: Op) -> str:
     return f"{op.short()} of stage {op.stage}"
 
 
+def only(count: int, noun: str) -> str:
+    """Says how many stages or microbatches there are, where an op names another."""
+    if count == 1:
+        return f"there is only 1 {noun}, {noun} 0"
+    return f"there are only {count} {noun}{'es' if noun.endswith('h') else 's'}, 0 to {count - 1}"
+
+
 def spot_of(schedule: Schedule, rank: int, step: int) -> str:
     """The row around one op, with an arrow under it."""
     cells = cell_texts(schedule, rank)

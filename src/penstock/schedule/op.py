@@ -83,7 +83,10 @@ def parse_op(text: str, default_stage: int | None = None) -> Op:
     """
     match = _OP.fullmatch(text)
     if match is None:
-        raise ValueError(f"{text[:40]!r} is not an op: write [stage]KIND<microbatch>, like F0 or 2F0")
+        near = text[:40].strip(",;").upper().replace("O", "0")
+        meant = _OP.fullmatch(near) if near != text else None
+        hint = f"did you mean {near}?" if meant and meant["kind"] in KINDS else "like F0 or 2F0"
+        raise ValueError(f"{text[:40]!r} is not an op: write [stage]KIND<microbatch>, {hint}")
     stage = match["stage"]
     if stage is None:
         if default_stage is None:

@@ -4,24 +4,33 @@
     rank 1 | F0 B0 F1 B1
 
 A grid written by hand needs only its rows. Ranks and microbatches are counted. A stage lies on the rank whose row has
-its ops; if no cell names a stage, stage r lies on rank r. Rows without a rank's name belong to ranks 0, 1, 2 and so
+its ops; if cells name no stage, stage r lies on rank r. Rows without a rank's name belong to ranks 0, 1, 2 and so
 on. Several pipelines need the lines above the rows.
+
+Most cells say how many stages and microbatches there are, and where the stages lie. A cell with another number is a
+typing mistake, such as `0F33` if there are four microbatches.
 """
 
 from __future__ import annotations
 
+import itertools
 import re
-from collections.abc import Mapping
-from typing import NoReturn
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from typing import NamedTuple, NoReturn
 
+from penstock.schedule.error_context import only
 from penstock.schedule.errors import ScheduleError
 from penstock.schedule.microbatch_order import MicrobatchOrder, ungrouped
-from penstock.schedule.op import Op, parse_op
+from penstock.schedule.op import KINDS, RECOMPUTE, Op, parse_op
 from penstock.schedule.pairs import JOIN, of_steps
 from penstock.schedule.placement import Placement
 from penstock.schedule.schedule import Schedule
 from penstock.schedule.stage_graph import Needs, Registered, StageGraph
 from penstock.schedule.updates import NEWEST, Updates
+
+_UNNAMED_STAGE = -1
+_SHOWN_EACH_SIDE = 60
 
 UNNAMED = "grid"
 """The name of a schedule whose grid has no header line."""
@@ -86,8 +95,27 @@ def parse(text: str) -> Schedule:
     """
     if not isinstance(text, str):
         raise ScheduleError(f"a grid of text is needed here, got {type(text).__name__}", rule="text")
+    try:
+        return _schedule(text)
+    except ScheduleError as error:
+        if error.line is None or error.column is None or not text.strip():
+            raise
+        spot = _spot(text.splitlines()[error.line - 1], error.column - 1)
+        raise ScheduleError(f"{error}\n{spot}", rule=error.rule, line=error.line, column=error.column) from None
+
+
+def _spot(line: str, at: int) -> str:
+    """The line around a place, with an arrow under it."""
+    begin, end = max(0, at - _SHOWN_EACH_SIDE), at + _SHOWN_EACH_SIDE
+    lead = ("... " if begin else "") + line[begin:at]
+    shown = (lead + line[at:end]).replace("\t", " ") + (" ..." if len(line) > end else "")
+    word = re.match(r"\S*", line[at:end])
+    return f"  {shown}\n  {' ' * len(lead)}{'^' * max(1, len(word[0] if word else ''))}"
+
+
+def _schedule(text: str) -> Schedule:
     head: re.Match[str] | None = None
-    is_first = True
+    is_first, top = True, 1
     pipelines: dict[int, tuple[int, ...]] = {}
     mine: dict[int, list[int]] = {}
     rows: dict[int, tuple[int, str, int]] = {}
@@ -104,7 +132,7 @@ def parse(text: str) -> Schedule:
         if not line or line.startswith("#"):
             continue
         if is_first:
-            is_first, head = False, _HEAD.fullmatch(line)
+            is_first, top, head = False, number, _HEAD.fullmatch(line)
             if head is not None:
                 continue
             if old := re.search(r"memory limit (\S+)", line):
@@ -179,39 +207,41 @@ def parse(text: str) -> Schedule:
     rows.update(enumerate(unnamed))
     if head is None:
         if not rows:
-            _fail(1, 1, "the text holds no 'schedule NAME: ...' line and no row")
+            _fail(top, 1, "the text holds no 'schedule NAME: ...' line and no row")
+        cells = list(_cells(rows))
         if not pipelines:
-            pipelines, mine = {0: _hosts_of(rows)}, {0: []}
+            pipelines, mine = {0: _hosts_of(cells, len(rows))}, {0: []}
         name, num_ranks, num_stages = UNNAMED, len(rows), len(next(iter(pipelines.values())))
-        num_microbatches = _num_microbatches(rows)
+        num_microbatches = _num_microbatches(cells)
     else:
         name, num_ranks, num_stages = head["name"], int(head["ranks"]), int(head["stages"])
         num_microbatches = int(head["mbs"])
     if sorted(rows) != list(range(num_ranks)):
         says = "the header says" if head is not None else "there are rows of"
-        _fail(1, 1, f"{says} {num_ranks} ranks, the rows are for ranks {sorted(rows)}")
+        where = next((rows[rank][0] for rank in sorted(rows) if rank >= num_ranks), top)
+        _fail(where, 1, f"{says} {num_ranks} ranks, the rows are for ranks {sorted(rows)}")
     if not pipelines:
         example = " ".join(str(stage % max(1, num_ranks)) for stage in range(min(num_stages, 16)))
-        _fail(1, 1, f"no line says where stages lie; add one below, like 'pipeline 0: stages on ranks {example}'")
+        _fail(top, 1, f"no line says where stages lie; add one below, like 'pipeline 0: stages on ranks {example}'")
     if sorted(pipelines) != list(range(len(pipelines))):
-        _fail(1, 1, f"pipelines must be numbered from 0, got {sorted(pipelines)}")
+        _fail(top, 1, f"pipelines must be numbered from 0, got {sorted(pipelines)}")
     for k, ranks in pipelines.items():
         if len(ranks) != num_stages:
-            _fail(1, 1, f"the header says {num_stages} stages, pipeline {k} places {len(ranks)}")
+            _fail(top, 1, f"the header says {num_stages} stages, pipeline {k} places {len(ranks)}")
         if max(ranks) >= num_ranks:
-            _fail(1, 1, f"pipeline {k} names rank {max(ranks)}, but there are {num_ranks} ranks")
+            _fail(top, 1, f"pipeline {k} names rank {max(ranks)}, but there are {num_ranks} ranks")
     if any(max(ranks) >= num_ranks for _, ranks in shared):
-        _fail(1, 1, f"a shared stage names a rank that is not there: there are {num_ranks} ranks")
+        _fail(top, 1, f"a shared stage names a rank that is not there: there are {num_ranks} ranks")
     placement = Placement(tuple(pipelines[k] for k in range(len(pipelines))), tuple(shared))
     if edges is None and (counts or registered or needs):
-        _fail(1, 1, "a line describes a stage graph, but there is no 'edges A>B ...' line; add one")
+        _fail(top, 1, "a line describes a stage graph, but there is no 'edges A>B ...' line; add one")
     graph = None if edges is None else StageGraph(num_stages, edges, counts, tuple(registered), tuple(needs))
     pipeline_of = [0] * num_microbatches
     if len(pipelines) > 1 or mine[0]:
         listed = sorted(m for found in mine.values() for m in found)
         if listed != list(range(num_microbatches)):
             _fail(
-                1,
+                top,
                 1,
                 f"each of the {num_microbatches} microbatches must be in one pipeline's list, as in 'pipeline 0: "
                 f"stages on ranks 0 1, microbatches 0 2', got {listed}",
@@ -224,41 +254,72 @@ def parse(text: str) -> Schedule:
     return Schedule(name, placement, order, tuple(pipeline_of), limit, graph, updates, tuple(orders), pairs)
 
 
-def _hosts_of(rows: Mapping[int, tuple[int, str, int]]) -> tuple[int, ...]:
-    """The rank of each stage, read off rows without a header: stage r on rank r, or where its cells stand."""
-    cells = {
-        rank: [cell for cell in text.replace(JOIN, " ").split() if cell[0] != "."]
-        for rank, (_, text, _) in rows.items()
-    }
-    if not any(cell[0].isdigit() for row in cells.values() for cell in row):
-        return tuple(range(len(rows)))
-    hosts: dict[int, int] = {}
-    for rank, row in sorted(cells.items()):
-        for stage in {int(found[0]) for cell in row if (found := re.match(r"[0-9]{1,7}", cell))}:
-            if hosts.setdefault(stage, rank) != rank:
-                _fail(
-                    rows[rank][0],
-                    1,
-                    f"stage {stage} stands on ranks {hosts[stage]} and {rank}: rows alone do not say "
-                    "which pipelines there are; head them with 'schedule NAME: R ranks, S stages, N microbatches' "
-                    "and a line like 'pipeline 0: stages on ranks 0 1, microbatches 0 2' for each",
-                )
+class _Cell(NamedTuple):
+    """An op of a row without a header, and its place in the text. Its stage is `_UNNAMED_STAGE` if it names none."""
+
+    rank: int
+    line: int
+    column: int
+    op: Op
+
+
+def _cells(rows: Mapping[int, tuple[int, str, int]]) -> Iterator[_Cell]:
+    """The ops of all rows, rank after rank."""
+    for rank, (line, text, offset) in sorted(rows.items()):
+        for found in re.finditer(r"[^\s+]+", text):
+            if found[0][0] != ".":
+                try:
+                    yield _Cell(rank, line, offset + found.start(), parse_op(found[0], _UNNAMED_STAGE))
+                except ValueError as error:
+                    _fail(line, offset + found.start(), str(error))
+
+
+def _hosts_of(cells: Sequence[_Cell], num_ranks: int) -> tuple[int, ...]:
+    """The rank of each stage, read off rows without a header: stage r on rank r, or where most of its cells stand."""
+    named = Counter((cell.op.stage, cell.rank) for cell in cells if cell.op.stage != _UNNAMED_STAGE)
+    all_named = 2 * named.total() > len(cells)
+    if all_named:
+        num_stages = _num_counted(Counter(stage for stage, _ in named.elements()))
+        hosts = {stage: rank for (stage, rank), _ in reversed(named.most_common()) if stage < num_stages}
+    else:
+        hosts = dict(enumerate(range(num_ranks)))
+    for rank, line, column, (_, stage, _) in cells:
+        if stage not in (_UNNAMED_STAGE, *hosts):
+            hint = "" if all_named else "; where one cell names its stage, as 2F0 does, all do"
+            _fail(line, column, f"{only(max(1, len(hosts)), 'stage')}{hint}")
+        if all_named and hosts.get(stage, rank) != rank and 2 * named[stage, rank] >= named[stage, hosts[stage]]:
+            _fail(
+                line,
+                column,
+                f"stage {stage} stands on ranks {hosts[stage]} and {rank}: rows alone do not say "
+                "which pipelines there are; head them with 'schedule NAME: R ranks, S stages, N microbatches' "
+                "and a line like 'pipeline 0: stages on ranks 0 1, microbatches 0 2' for each",
+            )
     if sorted(hosts) != list(range(len(hosts))):
         _fail(
-            1,
-            1,
-            f"the cells name stages {sorted(hosts)}: stages are numbered from 0, and each has an op; where one cell "
-            "names its stage, as 2F0 does, all do",
+            cells[0].line, 1, f"the cells name stages {sorted(hosts)}: stages are numbered from 0, with ops in each"
         )
     return tuple(hosts[stage] for stage in range(len(hosts)))
 
 
-def _num_microbatches(rows: Mapping[int, tuple[int, str, int]]) -> int:
-    """One more than the last microbatch of a forward."""
-    found = [
-        int(m) for _, text, _ in rows.values() for m in re.findall(r"(?:^|[\s+0-9])F([0-9]{1,7})(?=[\s+]|$)", text)
-    ]
-    return max(found, default=-1) + 1
+def _num_microbatches(cells: Sequence[_Cell]) -> int:
+    """One more than the last microbatch that enough cells name."""
+    plain = [cell for cell in cells if cell.op.kind in (*KINDS, RECOMPUTE)]
+    num = _num_counted(Counter(cell.op.microbatch for cell in plain))
+    for cell in plain:
+        if cell.op.microbatch >= num:
+            _fail(cell.line, cell.column, only(num, "microbatch"))
+    return num
+
+
+def _num_counted(cells_of: Counter[int]) -> int:
+    """How many of the numbers from 0 on are meant, by how many cells name each: those that half as many cells name as
+    the number that most do. A number that fewer name, or that stands beyond a gap and no more name, is a mistake.
+    """
+    most = max(cells_of.values(), default=0)
+    num = next(number for number in itertools.count() if not cells_of[number] or 2 * cells_of[number] < most)
+    beyond = [number + 1 for number, count in cells_of.items() if 2 * count > most and number <= cells_of.total()]
+    return max([num, min(1, most), *beyond])
 
 
 def _updates(line: int, match: re.Match[str]) -> Updates:

@@ -24,6 +24,7 @@ far ahead of the lower one's use of its messages.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -32,7 +33,7 @@ from penstock.renamed import refuse_old
 from penstock.schedule.async_ops import activations_added, rows_of, walk_memory
 from penstock.schedule.columns import edges_of, numbered
 from penstock.schedule.dependencies import predecessors
-from penstock.schedule.error_context import error_at, name_of, spot_of
+from penstock.schedule.error_context import error_at, name_of, only, spot_of
 from penstock.schedule.errors import ScheduleError
 from penstock.schedule.liveness import UntimedRun, peak_in_flight, run_untimed
 from penstock.schedule.op import (
@@ -172,11 +173,12 @@ def _misplaced(schedule: Schedule, rank: int, step: int) -> ScheduleError | None
     graph, op = schedule.graph, schedule.op_at(rank, step)
     registered = graph.registered_of.get((op.kind, op.stage))
     if op.kind not in BUILT_IN and registered is None:
-        known = ", ".join(KINDS)
-        message = f"kind {op.kind!r} is not one of {known}, and is not registered for stage {op.stage}"
+        message = f"kind {op.kind!r} is not one of {', '.join(KINDS)}, and is not registered for stage {op.stage}"
+        if glued := re.fullmatch(r"([FBIWR][0-9]+)([0-9]*[FBIWR])", op.kind):
+            message += f"; put a space between {glued[1]} and {glued[2]}{op.microbatch}"
         return error_at(schedule, "kind", rank, step, op, message)
     if not 0 <= op.stage < schedule.num_stages:
-        return error_at(schedule, "range", rank, step, op, f"stages go from 0 to {schedule.num_stages - 1}")
+        return error_at(schedule, "range", rank, step, op, only(schedule.num_stages, "stage"))
     if op.kind == UPDATE:
         num_ops = num_updates_of(schedule, rank, step, op)
     elif registered:
@@ -194,7 +196,7 @@ def _misplaced(schedule: Schedule, rank: int, step: int) -> ScheduleError | None
         num_ops = graph.microbatches_of(op.stage, schedule.num_microbatches)
     if not 0 <= op.microbatch < num_ops:
         numbers = registered or op.kind == UPDATE
-        rule = f"{'its number goes' if numbers else 'microbatches go'} from 0 to {num_ops - 1}"
+        rule = f"its number goes from 0 to {num_ops - 1}" if numbers else only(num_ops, "microbatch")
         return error_at(schedule, "range", rank, step, op, rule)
     hosts = schedule.hosts(op)
     if rank not in hosts:
@@ -336,6 +338,8 @@ def _missing(schedule: Schedule, op: Op, near: tuple[int, int] | None, what: str
     """`near` is the spot of an op of the same stage and microbatch, None where there is none."""
     rank, step = (schedule.rank_of(op.stage, op.microbatch), None) if near is None else near
     what = what or f"{name_of(op)} is missing{'' if near else ', and so is its backward'}"
+    if not any(other.microbatch == op.microbatch for row in schedule.order for other in row):
+        what += f", as no row has an op of microbatch {op.microbatch} (the schedule has {schedule.num_microbatches})"
     beside = "" if near is None else f", beside step {step}"
     text = (
         f"rank {rank}{beside}: {what}; each stage runs F and its backward once for every microbatch (rule: coverage)"
