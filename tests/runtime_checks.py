@@ -207,7 +207,11 @@ def a_batch_refused_on_every_rank_does_no_harm(ranks: int) -> None:
     model = sequential(ranks, dropout=0.0)
     pipe = build(model, ps.build("1f1b", ranks, 4))
     x, y = batches(4, 8)[0]
-    refused = [(x[:3], "a batch of 3 samples"), ([x, x], "2 inputs given as a list"), ((), "hold no tensor")]
+    refused = [
+        (x[:3], "samples and the inputs 3"),
+        ([x, x], "2 inputs given as a list"),
+        ((), "hold no tensor"),
+    ]
     for inputs, said in refused:
         with pytest.raises(RuntimeFailure, match=said):
             pipe.step(inputs, y)

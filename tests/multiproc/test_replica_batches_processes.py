@@ -26,9 +26,9 @@ def test_one_process_s_mistake_is_an_error_in_all_and_the_next_step_works() -> N
     wanted = [
         ["process 1 has the first stage of replica 1", "given no inputs"],
         ["process 3 has the last stage of replica 1", "given no targets"],
-        ["process 0", "3 samples can't be cut into 4 microbatches"],
+        ["process 0 cut its batch into 3 microbatches", "process 3 into 4"],
         ["replica 0", "2, 2, 2, 2 samples", "2, 2, 2, 1 targets"],
-        ["process 0", "2 inputs given as a list"],
+        ["process 0 cut its batch into 2 microbatches", "process 3 into 4"],
         ["process 0", "targets hold no tensor"],
         ["True"],
     ]

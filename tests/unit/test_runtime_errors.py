@@ -149,7 +149,7 @@ def test_a_tensor_of_a_class_of_its_own_became_a_plain_one_on_the_wire() -> None
 @pytest.mark.parametrize(
     ("inputs", "said"),
     [
-        (torch.zeros(3, 8), "a batch of 3 samples can't be cut into 4 microbatches"),
+        (torch.zeros(0, 8), r"inputs has shape \(0, 8\), 0 in dimension 0"),
         ([torch.zeros(1, 8)] * 3, "3 inputs given as a list, the schedule runs 4 microbatches"),
         ((torch.zeros(4, 8), torch.zeros(5, 8)), r"inputs\[1\] has shape \(5, 8\), 5 in dimension 0"),
         (torch.tensor(1.0), "samples in dimension 0"),

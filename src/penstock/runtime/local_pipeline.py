@@ -30,6 +30,7 @@ from penstock.runtime.compatibility import (
     require_dense,
     require_no_sums,
     require_runnable,
+    why_never_fewer,
     why_nodes_stay,
 )
 from penstock.runtime.errors import RuntimeFailure
@@ -49,7 +50,8 @@ from penstock.runtime.parameters.given_optimizer import facts_of
 from penstock.runtime.parameters.local_model import LocalModel
 from penstock.runtime.parameters.optimizer_state import OptimizerState
 from penstock.runtime.parameters.pipeline_copies import digest_of, form_of
-from penstock.runtime.stage.batch_rules import BatchRules, rules_of, uncut
+from penstock.runtime.stage.batch_rules import BatchRules, Listed, Uncut, rules_of, uncut
+from penstock.runtime.stage.branches import is_plain
 from penstock.runtime.stage.host_memory import SavedTensors
 from penstock.runtime.stage.microbatches import Microbatches, ReplicaBatches, cut_for
 from penstock.runtime.stage.ops import StepSettings
@@ -66,6 +68,7 @@ from penstock.runtime.transport.failover import Failover, guard
 from penstock.runtime.transport.link_conditions import Conditions, LateRing
 from penstock.runtime.transport.nccl import has_spare_queue
 from penstock.runtime.transport.wiring import Wiring
+from penstock.schedule import check
 from penstock.schedule.send_recv import remove_communication
 from penstock.schedule.staleness import why_none_is_predicted
 
@@ -455,24 +458,79 @@ class LocalPipeline:
         targets: Any,
         loss_fn: Callable[..., Tensor] | None,
         windows: Sequence[range],
-        fewer: bool = False,
+        trains: bool = False,
     ) -> Microbatches:
-        """This replica's part of a batch, cut; `fewer`: a small one into fewer microbatches than the schedule has."""
-        schedule = self.running.schedule
+        """This replica's part of a batch, cut. A small one is cut into fewer microbatches than the schedule has.
+
+        Raises:
+            RuntimeFailure: a small batch of a schedule of which a step runs all microbatches; see `why_never_fewer`.
+        """
+        schedule, mesh = self.running.schedule, self.mesh
         num = schedule.num_microbatches
+        why = self._why_never_fewer() if trains else None
         rules = rules_of(self._given.model, self._given.batch, inputs)
         if self.own_batches is not None:
-            return self.own_batches.cut(inputs, targets, loss_fn, windows, num, fewer, rules)
-        if inputs is None:
+            fewer = is_plain(schedule) and why is None
+            batch = self.own_batches.cut(inputs, targets, loss_fn, windows, num, fewer, rules)
+        elif inputs is None:
             raise RuntimeFailure(
                 "no inputs were given; every process gives the whole batch, or, with "
                 'ps.ParallelOptions(batches="replica"), those with the first stage their replica\'s inputs and those '
                 "with the last one its targets"
             )
-        if fewer:
-            inputs = uncut(inputs, "inputs", rules.inputs)
-            num = max(1, min(num, (inputs.most or num) // self.mesh.num_replicas))
-        return cut_for(schedule, inputs, targets, loss_fn, windows, num, *self.mesh.part, self.is_told, rules)
+        else:
+            if is_plain(schedule):
+                inputs = uncut(inputs, "inputs", rules.inputs)
+                num = self._num_for(inputs, targets, trains, why)
+            batch = cut_for(schedule, inputs, targets, loss_fn, windows, num, *mesh.part, self.is_told, rules)
+        if trains:
+            self.running_for(batch)
+        return batch
+
+    def _num_for(self, inputs: Uncut | Listed, targets: Any, trains: bool, why: str | None) -> int:
+        """The microbatches of each replica, for a batch that may be small."""
+        schedule, replicas = self.running.schedule, self.mesh.num_replicas
+        most, num = inputs.most, schedule.num_microbatches
+        if not 0 < most < num * replicas:
+            return num
+        fits = targets is None or (isinstance(targets, list) and len(targets) == most)
+        if trains and isinstance(inputs, Listed) and not fits:
+            return num  # a list of another length is rather a mistake than a small batch
+        if most < replicas:
+            raise RuntimeFailure(
+                f"a batch of {most} samples can't be cut for {replicas} replicas; give each at least one sample, or "
+                "leave the batch out: DataLoader(drop_last=True)"
+            )
+        if why is not None:
+            raise RuntimeFailure(
+                f"a batch of {most} samples can't be cut into {num * replicas} microbatches, and {schedule.name} "
+                f"{why}, so that a step can't run fewer; give at least {num * replicas} samples, leave the batch "
+                "out (DataLoader(drop_last=True)), or build a schedule with fewer microbatches"
+            )
+        return most // replicas
+
+    def _why_never_fewer(self) -> str | None:
+        return why_never_fewer(self.running.schedule, self.mesh.num_replicas)
+
+    def running_for(self, batch: Microbatches) -> ActivePlan:
+        """What a training step of a batch runs: of a small batch, the ops of its microbatches alone.
+
+        Raises:
+            RuntimeFailure: a pipeline of the schedule has none of these microbatches.
+        """
+        now, num = self.running, len(batch)
+        if num >= now.schedule.num_microbatches or self._why_never_fewer() is not None:
+            return now
+        if num not in now.fewer:
+            small = without_reductions(now.schedule, self.mesh).first_microbatches(num)
+            if not all(small.pipeline_microbatches):
+                raise RuntimeFailure(
+                    f"a batch of {num} microbatches leaves a pipeline of {now.schedule.name} without one; give more "
+                    "samples, or leave the batch out: DataLoader(drop_last=True)"
+                )
+            check(small)
+            now.fewer[num] = self._activated(replace(now.configuration, schedule=with_reductions(small, self.mesh)))
+        return now.fewer[num]
 
     def _said_by_all(self, facts: dict[str, Any]) -> list[dict[str, Any]]:
         """What every process says of the batch that it was given."""

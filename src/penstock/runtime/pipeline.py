@@ -389,6 +389,8 @@ class Pipeline:
         """Runs the schedule once over a batch, and then the optimizer.
 
         If updates are ops of the schedule, they run at their places instead, and all have run when the step ends.
+        If the batch has fewer samples than the schedule has microbatches, fewer microbatches run, unless updates or
+        other ops were placed for all of them. Adapting does not measure such a step.
 
         Args:
             inputs: the whole batch, unless `ParallelOptions.batches` says that each replica gives its part. A tensor,
@@ -428,7 +430,7 @@ class Pipeline:
             local.require_own_layers()
             local.require_own_parameters()
             local.model.require_trainable()
-        batch = local.cut(inputs, targets, self._loss_fn, windows)
+        batch = local.cut(inputs, targets, self._loss_fn, windows, trains=True)
         with failure.noted(), local.mesh.waiting():
             local.optimizer_state.begin(rates, update)
         failure.has_failed |= not local.optimizer_state.replicas.can_unshard
@@ -461,7 +463,7 @@ class Pipeline:
         with restored_after_step(local.model.device, local.waits_in_ops), local.mesh.waiting():
             if self._agent is not None and local.transport is not None:
                 local.transport.crossings()  # those of an evaluation
-            seed, now = mix(self._seed, self._num_steps), local.running
+            seed, now = mix(self._seed, self._num_steps), local.running_for(batch)
             begin = perf_counter_ns()
             away = now.away if local.offloads else frozenset()
             scaling = local.optimizer_state.scaling
@@ -476,7 +478,7 @@ class Pipeline:
                 local.model.require_own_gradients()
             local.optimizer_state.gather()
         end = perf_counter_ns()
-        if self._agent is not None:
+        if self._agent is not None and now is local.running:
             seen = local.choice.link_events(local.transport), local.choice.counters(local.transport)
             self._agent.ended([measured_of(worker, begin, end, *seen) for worker in workers])
         local.notices.note(local.devices.little_deferred())
@@ -495,7 +497,8 @@ class Pipeline:
             with mesh.waiting():
                 norm = state.begin_norm() if update else state.begin_no_norm()
         try:
-            return self._result(batch, self._agent, update), norm
+            usual = self._local.running_for(batch) is self._local.running
+            return self._result(batch, self._agent if usual else None, update), norm
         except Exception as error:
             if norm is not None and not isinstance(error, DeadlineExceeded | PeerLost):
                 norm()  # all ranks began it
@@ -634,7 +637,7 @@ class Pipeline:
             require_plain_modes(self._local.model.device, purpose.value)
             self._local.require_own_layers()
         loss_fn = self._loss_fn if purpose is Purpose.EVALUATE else None
-        batch = self._local.cut(inputs, targets, loss_fn, (), fewer=is_plain(self.schedule))
+        batch = self._local.cut(inputs, targets, loss_fn, ())
         self._local.optimizer_state.agreement.begin()
         num = len(batch) if is_plain(self.schedule) else self.schedule.num_microbatches
         self._num_forwards += 1

@@ -278,6 +278,25 @@ class Schedule:
             pairs=(),
         )
 
+    def first_microbatches(self, num: int) -> Schedule:
+        """Only the ops of the first `num` microbatches, each rank's in the same order, for a smaller batch.
+
+        F0 F1 F2 F3 B0 B1 B2 B3  ->  F0 F1 B0 B1        (num = 2)
+        """
+        rows = tuple(tuple(op for op in row if op.microbatch < num) for row in self.order)
+        orders = (
+            replace(order, microbatches=tuple(m for m in order.microbatches if m < num))
+            for order in self.microbatch_orders
+        )
+        pairs = (pair for pair in self.pairs if max(pair.forward.microbatch, pair.backward.microbatch) < num)
+        return replace(
+            self,
+            order=rows,
+            microbatch_pipeline=self.microbatch_pipeline[:num],
+            microbatch_orders=tuple(orders),
+            pairs=tuple(pairs),
+        )
+
     def __str__(self) -> str:
         return to_text(self)
 

@@ -131,6 +131,8 @@ class ActivePlan:
     rank: int
     tags: Tags
     _forwards: dict[int, StepPlan] = field(default_factory=dict)
+    fewer: dict[int, ActivePlan] = field(default_factory=dict, compare=False, repr=False)
+    """By number of microbatches, what smaller batches ran."""
 
     @property
     def schedule(self) -> Schedule:

@@ -1,0 +1,24 @@
+"""Batches with rules, and batches smaller than the number of microbatches, one process a rank."""
+
+from __future__ import annotations
+
+import pytest
+
+import input_runs
+from processes import run_ranks
+from tiers import others_nightly
+
+pytestmark = [pytest.mark.multiproc, pytest.mark.usefixtures("one_thread")]
+
+
+@pytest.mark.parametrize("name", others_nightly(["1f1b", "zb-h1"], ["1f1b"]))
+def test_gradients_are_those_of_a_plain_loop_over_fewer_microbatches(name: str) -> None:
+    outcomes = run_ranks(2, input_runs.over_processes, name)
+    assert [o.code for o in outcomes] == [0] * 2, "\n".join(o.text[-2000:] for o in outcomes)
+    assert [o.value for o in outcomes] == [[]] * 2
+
+
+def test_replicas_are_given_whole_batches_or_their_parts() -> None:
+    outcomes = run_ranks(4, input_runs.over_replicas)
+    assert [o.code for o in outcomes] == [0] * 4, "\n".join(o.text[-2000:] for o in outcomes)
+    assert [o.value for o in outcomes] == [[]] * 4
