@@ -7,6 +7,7 @@ both clocks right, the shortest one each way takes its own time and no more:
     shortest back  = way - (clock of b - clock of a)        the two differ by
 
 Clocks that break no message's order are left alone: there the way need not be the same in both directions.
+If no shift of clocks mends the order, but every op ends after its message was sent, ranges hold the wait for it.
 """
 
 from __future__ import annotations
@@ -47,6 +48,9 @@ def aligned(table: Steps) -> Steps:
     start, end = table.start - offset[:, worker], table.end - offset[:, worker]
     first = start.min(axis=1, keepdims=True)
     together = replace(table, start=start - first, end=end - first)
+    shortest_way = float(_ways(together, sent).min(initial=0.0))
+    if shortest_way < -_tolerance(table, sent) and (waiting := _without_waits(table, sent)) is not None:
+        return waiting
     _require_chain(together, sent)
     largest = np.abs(offset - offset.mean(axis=1, keepdims=True)).max()
     note = f"clocks of ranks were brought together, by up to {largest:.3g} ms"
@@ -75,13 +79,36 @@ def _ways(table: Steps, sent: Messages) -> Array:
     return ways
 
 
+def _tolerance(table: Steps, sent: Messages) -> float:
+    """Ms by which a message may still arrive too early."""
+    usual = float(np.median(table.end[:, sent.producer] - table.start[:, sent.producer]))
+    return max(LEAST, WRONG * usual)
+
+
+def _without_waits(table: Steps, sent: Messages) -> Steps | None:
+    """The steps with ops that begin when their message was sent; None where one would have no time left."""
+    if (sent.receive != NONE).any():
+        return None
+    start = table.start.copy()
+    for producer, consumer in zip(sent.producer, sent.consumer):
+        start[:, consumer] = np.maximum(start[:, consumer], table.end[:, producer])
+    own = table.end - start
+    for kind, stage in set(zip(table.kind[sent.consumer].tolist(), table.stage[sent.consumer].tolist())):
+        alike = own[:, (table.kind == kind) & (table.stage == stage)]
+        if alike.min() <= WRONG * np.median(alike) - 2 * LEAST:
+            return None
+    start = np.minimum(start, table.end)
+    waits = int((start > table.start + LEAST).sum())
+    note = f"{waits} ops begin before their message was sent: their ranges hold the wait for it, which is left out"
+    return replace(table, start=start, trace=table.trace.with_note(note))
+
+
 def _require_chain(table: Steps, sent: Messages) -> None:
     """Raises TraceError where messages arrive before they were sent whatever the clocks."""
     ways = _ways(table, sent)
     step, message = np.unravel_index(int(np.argmin(ways)), ways.shape)
     shortest = float(ways[step, message])
-    usual = float(np.median(table.end[:, sent.producer] - table.start[:, sent.producer]))
-    if shortest < -max(LEAST, WRONG * usual):
+    if shortest < -_tolerance(table, sent):
         raise TraceError(
             f"{table.trace.name}, step {int(table.steps[step])}: {table.named(int(sent.consumer[message]))} starts "
             f"{-shortest:.6g} ms before {table.named(int(sent.producer[message]))} has ended, which it needs, and no "

@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from penstock.analyze.effects import Effects
+from penstock.analyze.messages import BACKWARDS
 from penstock.analyze.replayed_run import ReplayedRun
 from penstock.analyze.step_network import groups
 from penstock.analyze.whole import Steps
@@ -21,7 +22,7 @@ from penstock.cost import Costs, Links
 from penstock.engine.network import Array
 from penstock.formats.traces.run_trace import NONE, Scope
 from penstock.library import build
-from penstock.schedule import Op, Placement, Schedule, ScheduleError, check
+from penstock.schedule import Op, Placement, Schedule, ScheduleError, check, declare_order
 
 NAMED = ("1f1b", "gpipe", "zb-h1", "zb-h2", "zb-v", "interleaved-1f1b", "looped-bfs", "v-half", "v-min", "mllm")
 """Library schedules in which a recorded order is looked up."""
@@ -116,7 +117,11 @@ def fitted(run: ReplayedRun, effects: Effects) -> FittedPipelines | None:
     shared = tuple((stage, ranks) for stage, ranks in enumerate(hosts) if len(ranks) > 1)
     placement = Placement((tuple(ranks[0] for ranks in hosts),), shared)
     schedule = Schedule.of("recorded", placement, orders.pop(), num_microbatches)
+    ops = (op for row in schedule.order for op in row)
+    backwards = [op.microbatch for op in ops if op.stage == num_stages - 1 and op.kind in BACKWARDS]
     try:
+        if backwards != sorted(backwards):  # torch's looped BFS runs the last microbatch's first
+            schedule = declare_order(schedule, backward=list(dict.fromkeys(backwards)))
         check(schedule)
     except ScheduleError:
         return None

@@ -160,12 +160,16 @@ def _pipelines(run: ReplayedRun, fit: FittedPipelines) -> Iterator[WhatIf]:
     hinted = longest(lambda k, d: min(runs(fit.schedule, own[k, d], each) for each in ("frozen", "hinted")))
     what = "whatever op is ready first (hinted dispatch), where that is faster"
     yield _after(run, "dispatch", what, before - hinted)
-    ordered = longest(lambda k, d: order_microbatches(fit.schedule, own[k, d], links=fit.links).makespan)
-    yield _after(run, "order", "each replica's microbatches in the best order, their lengths known", before - ordered)
+    has_own_order = bool(fit.schedule.microbatch_orders)
+    if not has_own_order:
+        ordered = longest(lambda k, d: order_microbatches(fit.schedule, own[k, d], links=fit.links).makespan)
+        what = "each replica's microbatches in the best order, their lengths known"
+        yield _after(run, "order", what, before - ordered)
     if len(replicas) > 1:
         dealt = {k: _dealt(fit, k) for k in steps}
         moved = longest(lambda k, d: runs(fit.schedule, dealt[k][d]))
         yield _after(run, "assignment", "microbatches dealt out to replicas by their work", before - moved)
+    if len(replicas) > 1 and not has_own_order:
         both = longest(lambda k, d: order_microbatches(fit.schedule, dealt[k][d], links=fit.links).makespan)
         yield _after(
             run,

@@ -131,7 +131,7 @@ def _require_microbatches(trace: RunTrace) -> None:
     shown = ", ".join(names[:8]) + (f" and {len(names) - 8} more" if len(names) > 8 else "")
     help_ = (
         "a pipeline's forwards and backwards with their microbatches are needed: name them, like forward-compute, or "
-        "say by --pattern what names mean, or wrap each in torch.profiler.record_function('F stage microbatch')"
+        "say by --pattern what names mean, or wrap each in torch.profiler.record_function(f'PP:{stage}F{microbatch}')"
     )
     if not len(trace):
         raise TraceError(f"{trace.name} has no ops; {help_}")

@@ -31,7 +31,7 @@ def analyze(
         str | None,
         typer.Option(
             "--framework",
-            help="Whose names the ops have: penstock, torchtitan, megatron or deepspeed. [found by the names]",
+            help="Whose names ops have: torchtitan (torch), ranges, stacks, megatron, deepspeed, penstock. [found]",
         ),
     ] = None,
     pattern: Annotated[
@@ -77,7 +77,7 @@ def analyze(
     ] = None,
     json: Json = False,
 ) -> None:
-    """Replay a run of Megatron, TorchTitan, DeepSpeed or Penstock, and say what slowed it, on a page too."""
+    """Replay a run of torch, Megatron, TorchTitan, DeepSpeed or Penstock, and say what slowed it, on a page too."""
     # Imported here, as only this verb needs them.
     from penstock.analyze import analyze_trace
     from penstock.analyze.analysis_page import to_page

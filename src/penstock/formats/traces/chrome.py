@@ -15,27 +15,18 @@ from bisect import bisect_right
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from penstock.formats.native import FORMAT
-from penstock.formats.traces.name_patterns import PRESETS, NamePattern, Names, preset_for
+from penstock.formats.traces.name_patterns import PRESETS, NamePattern, Names, kinds_named, preset_for
 from penstock.formats.traces.op_names import kind_named
+from penstock.formats.traces.profile_ranges import CPU, GPU, RECEIVE, ProfileEvent, ops_inside, pairs_divided
 from penstock.formats.traces.run_trace import NONE, RunTrace, Scope, TracedOp, TraceError, trace_of
 
 _STEP = re.compile(r"ProfilerStep#(\d+)")
+_PIPELINE = re.compile(r"(?:^|[^a-z])(?:pp|pipe[a-z]*)(?:$|[^a-z])", re.IGNORECASE)
+"""In the description of a process group: mesh_pp, PIPELINE_MODEL_PARALLEL_GROUP."""
 _RANK = re.compile(r"rank[-_ ]?(\d+)", re.IGNORECASE)
-CPU, GPU = "user_annotation", "gpu_user_annotation"
-
-
-class _Event(NamedTuple):
-    """One event; `worker` is the number of its process among all of the job."""
-
-    name: str
-    worker: int
-    start: float
-    end: float
-    category: str
-    args: dict[str, Any]
 
 
 def read_chrome(
@@ -60,23 +51,17 @@ def read_chrome(
         TraceError: no such format, names that no pattern matches, or two jobs.
     """
     events, said = [], []
-    for path in paths:
-        found, info = _events(path)
+    for path, number in zip(paths, _numbers(paths)):
+        found, info = _events(path, number)
         events += found
         said.append((path, {each.worker for each in found}, info))
     _require_one_job(said)
+    events = pairs_divided(events)
     names = {event.name for event in events}
     if not patterns:
         preset = preset or preset_for(names)
         if preset is None:
-            annotations = [event for event in events if event.category in (CPU, GPU) and not _STEP.match(event.name)]
-            counted = Counter(event.name for event in annotations or events)
-            shown = ", ".join(repr(each) for each, _ in counted.most_common(5))
-            raise TraceError(
-                f"{name}: no names of forwards and backwards that Megatron, TorchTitan, DeepSpeed or Penstock give; "
-                f"there are {shown or 'no events at all'}. Say by --pattern what names mean, or annotate each op by "
-                "torch.profiler.record_function('PP:0F3') for stage 0, forward, microbatch 3"
-            )
+            raise _nameless(name, events)
         if preset not in PRESETS:
             raise TraceError(f"preset {preset!r}: there are {', '.join(PRESETS)}")
         patterns = PRESETS[preset]
@@ -84,17 +69,55 @@ def read_chrome(
     matched = [event for event in events if reader.matches(event.name)]
     if not matched:
         raise TraceError(f"{name}: no name of {len(names)} matches; names are like {sorted(names)[:3]}")
-    on_gpu = [event for event in matched if event.category == GPU]
-    notes = [f"read as {preset}'s names"] if preset else []
+    of_messages = _message_tracks(events)
+    on_gpu = [event for event in matched if event.category == GPU and (event.worker, event.track) not in of_messages]
+    notes = [f"read by the preset {preset}"] if preset else []
     if on_gpu:
         matched = on_gpu
         notes.append("times are those of the GPU's annotations")
     steps = _steps(events, bool(on_gpu))
-    rows = _located(matched, reader, steps, num_ranks, num_microbatches, name)
+    matched = ops_inside(matched, events, reader)
+    pipelines = [] if num_ranks else _pipelines(said, name)
+    said_sizes = [_float(path, "world_size in distributedInfo", info.get("world_size")) for path, _, info in said]
+    if (absent := int(max(said_sizes)) - len({event.worker for event in events})) > 0:
+        notes.append(f"{absent} of the job's {int(max(said_sizes))} processes have no file here and are left out")
+    rows = _located(matched, reader, steps, pipelines, num_ranks, num_microbatches, name)
     return trace_of(name, rows, kind_named, notes)
 
 
-def _events(path: Path) -> tuple[list[_Event], dict[str, Any]]:
+def _nameless(name: str, events: Sequence[ProfileEvent]) -> TraceError:
+    """What to add to the recording of a profile in which no known names are."""
+    annotations = [event for event in events if event.category in (CPU, GPU) and not _STEP.match(event.name)]
+    counted = Counter(event.name for event in annotations or events)
+    shown = ", ".join(repr(each) for each, _ in counted.most_common(5))
+    there = kinds_named(set(counted))
+    lacks = "forwards and backwards" if not there else "backwards" if "F" in there else "forwards"
+    of_torch = any(RECEIVE.fullmatch(each) for each in counted)
+    return TraceError(
+        f"{name}: no names of {lacks} that torch, Megatron, TorchTitan, DeepSpeed or Penstock give; there are "
+        f"{shown or 'no events at all'}. "
+        + ("torch's Schedule1F1B gives its ops no names. " if of_torch and not there else "")
+        + "Record with torch.profiler.profile(..., with_stack=True), which names the functions of torch's schedules. "
+        'Or name each op: run forwards under `with torch.profiler.record_function(f"Forward {m}"):` and backwards '
+        'under `with torch.profiler.record_function(f"Backward {m}"):`, where m is the microbatch; where a process '
+        'has several stages, f"PP:{stage}F{m}" and f"PP:{stage}B{m}". For other names say by --pattern what they mean'
+    )
+
+
+def _message_tracks(events: Iterable[ProfileEvent]) -> set[tuple[int, Any]]:
+    """The streams of GPUs, as worker and track, that run only NCCL's kernels: ranges are annotated there too."""
+    kernels = {(event.worker, event.track, event.name[:4]) for event in events if event.category == "kernel"}
+    return {key[:2] for key in kernels} - {key[:2] for key in kernels if key[2] != "nccl"}
+
+
+def _numbers(paths: Sequence[Path]) -> list[int | None]:
+    """The number at the end of each file's name, where these count from 0: of files that say no rank."""
+    found = [re.findall(r"\d+", path.name.partition(".json")[0])[-1:] for path in paths]
+    numbers = [int(each[0]) for each in found if each]
+    return [*numbers] if sorted(numbers) == list(range(len(paths))) else [None] * len(paths)
+
+
+def _events(path: Path, number: int | None) -> tuple[list[ProfileEvent], dict[str, Any]]:
     """Complete events of a file, in milliseconds, and what it says of its job."""
     value = _json(path)
     events = value.get("traceEvents") if isinstance(value, dict) else value
@@ -109,7 +132,7 @@ def _events(path: Path) -> tuple[list[_Event], dict[str, Any]]:
         _float(path, "baseTimeNanoseconds", value.get("baseTimeNanoseconds")) / 1e6 if isinstance(value, dict) else 0
     )
     events = [event for event in events if isinstance(event, dict) and _names_track(event)]
-    worker_of = _workers(path, events, info)
+    worker_of = _workers(path, events, info, number)
     found = []
     open_: defaultdict[tuple[Any, Any], list[dict[str, Any]]] = defaultdict(list)
     for event in events:
@@ -134,9 +157,8 @@ def _events(path: Path) -> tuple[list[_Event], dict[str, Any]]:
         if worker is None or category == "message":
             continue
         args = start.get("args")
-        found.append(
-            _Event(str(start.get("name", "")), worker, begin, end, category, args if isinstance(args, dict) else {})
-        )
+        args = args if isinstance(args, dict) else {}
+        found.append(ProfileEvent(str(start.get("name", "")), worker, begin, end, category, args, track))
     return found, info
 
 
@@ -162,7 +184,9 @@ def _json(path: Path) -> Any:
         raise TraceError(f"{path.name} is no trace: its lists lie too deep in one another") from None
 
 
-def _workers(path: Path, events: Iterable[dict[str, Any]], info: dict[str, Any]) -> dict[Any, int]:
+def _workers(
+    path: Path, events: Iterable[dict[str, Any]], info: dict[str, Any], number: int | None
+) -> dict[Any, int]:
     """The number of the process that each pid of a file is. A file of one rank has it in its head or its name."""
     events = list(events)
     names = {
@@ -179,6 +203,7 @@ def _workers(path: Path, events: Iterable[dict[str, Any]], info: dict[str, Any])
     rank = info.get("rank")
     if rank is None and (in_name := _RANK.findall(path.name)):
         rank = int(in_name[-1])
+    rank = number if rank is None else rank
     return dict.fromkeys(pids, int(_float(path, "the rank in distributedInfo", rank)))
 
 
@@ -204,7 +229,31 @@ def _require_one_job(said: Sequence[tuple[Path, set[int], dict[str, Any]]]) -> N
         )
 
 
-def _steps(events: Iterable[_Event], gpu: bool) -> dict[int, list[tuple[float, int]]]:
+def _pipelines(said: Sequence[tuple[Path, set[int], dict[str, Any]]], name: str) -> list[tuple[int, ...]]:
+    """The processes of each pipeline, in the order of ranks, as process groups of the files say; none if they don't.
+
+    Raises:
+        TraceError: a pipeline has a process whose file is not given.
+    """
+    given = {worker for _, workers, _ in said for worker in workers}
+    found: set[tuple[int, ...]] = set()
+    for _, _, info in said:
+        listed = info.get("pg_config")
+        groups = [each for each in listed if isinstance(each, dict)] if isinstance(listed, list) else []
+        for group in groups:
+            ranks = group.get("ranks")
+            if isinstance(ranks, list) and (len(groups) == 1 or _PIPELINE.search(str(group.get("pg_desc")))):
+                found.add(tuple(each for each in ranks if isinstance(each, int)))
+    for ranks in sorted(found):
+        if absent := sorted(set(ranks) - given):
+            raise TraceError(
+                f"{name}: the pipeline of processes {', '.join(map(str, ranks))} has no file of "
+                f"{', '.join(map(str, absent))}: give the files of all its processes, or the folder that holds them"
+            )
+    return sorted(found - {()}) if set().union(*found) >= given else []
+
+
+def _steps(events: Iterable[ProfileEvent], gpu: bool) -> dict[int, list[tuple[float, int]]]:
     """Where steps begin, by worker, as (ms, number)."""
     found: defaultdict[tuple[int, bool], list[tuple[float, int]]] = defaultdict(list)
     for event in events:
@@ -216,9 +265,10 @@ def _steps(events: Iterable[_Event], gpu: bool) -> dict[int, list[tuple[float, i
 
 
 def _located(
-    events: Sequence[_Event],
+    events: Sequence[ProfileEvent],
     reader: Names,
     steps: dict[int, list[tuple[float, int]]],
+    pipelines: Sequence[Sequence[int]],
     num_ranks: int | None,
     num_microbatches: int | None,
     name: str,
@@ -230,7 +280,7 @@ def _located(
     for event, found in said:
         if found is not None and found.numbers["stage"] is not None:
             ops[event.worker].add((found.numbers["stage"], found.numbers["microbatch"]))
-    place = _places(workers, ops, num_ranks, name)
+    place = _places(workers, ops, pipelines, num_ranks, name)
     count: Counter[tuple[Any, ...]] = Counter()
     rows = []
     for event, found in said:
@@ -278,9 +328,13 @@ def _located(
 
 
 def _places(
-    workers: Sequence[int], ops: dict[int, set[tuple[int, int | None]]], num_ranks: int | None, name: str
+    workers: Sequence[int],
+    ops: dict[int, set[tuple[int, int | None]]],
+    pipelines: Sequence[Sequence[int]],
+    num_ranks: int | None,
+    name: str,
 ) -> dict[int, tuple[int, int]]:
-    """Replica and rank of each worker: by the stages it has, else by its number.
+    """Replica and rank of each worker: by the stages it has, by its pipeline's process group, else by its number.
 
     Workers that run the same stages for other microbatches are no replicas: their pipelines go in both directions.
     """
@@ -303,6 +357,8 @@ def _places(
             else:
                 found[worker] = 0, 0
         return found
+    if pipelines:
+        return {worker: (replica, rank) for replica, each in enumerate(pipelines) for rank, worker in enumerate(each)}
     ranks = len(workers) if num_ranks is None else num_ranks
     if len(workers) % ranks:
         raise TraceError(

@@ -53,6 +53,14 @@ class NamePattern(NamedTuple):
         return cls(rest, op) if equals and re.fullmatch(r"[A-Za-z_-]+", op) else cls(text)
 
 
+_ALONE = r"(?<![\s./:])"
+"""Nothing stands before it: such short names would otherwise be the ends of many."""
+_SEPARATED = r"[ _.:,;=#/|@()\[\]-]*"
+_STAGE = rf"(?i:s|stage){_SEPARATED}(?P<stage>\d+)"
+_OP = r"(?i:(?P<op>forward|fwd|f|backward|bwd|b|i|w|dgrad|wgrad))"
+_MICROBATCH = rf"(?i:(?:mb|microbatch|micro_batch){_SEPARATED})?(?P<microbatch>\d+){_SEPARATED}"
+_OPTIMIZER = NamePattern(r"Optimizer\.step#\w+\.step", "optimizer")
+
 PRESETS: Mapping[str, tuple[NamePattern, ...]] = {
     "penstock": (NamePattern(r"(?P<op>F|B|I|W|R|U) (?P<microbatch>\d+)"),),
     "torchtitan": (
@@ -60,13 +68,25 @@ PRESETS: Mapping[str, tuple[NamePattern, ...]] = {
         NamePattern(r"PP:(?P<stage>\d+)(?P<op>REDUCE_GRAD)"),
         NamePattern(r"Forward (?P<microbatch>\d+)", "F"),
         NamePattern(r"Backward (?P<microbatch>\d+)", "B"),
-        NamePattern(r"Optimizer\.step#\w+\.step", "optimizer"),
+        _OPTIMIZER,
     ),
     "megatron": (
         NamePattern(r"(?P<op>(?:forward|backward)-(?:compute|send|recv))"),
         NamePattern(r"(?P<op>forward_step|backward_step)"),
         NamePattern(r"(?P<op>params-all-gather|grads-reduce-scatter|all-grads-sync|optimizer|optimizer-clip-main-grad"
                     r"|layernorm-grads-all-reduce|embedding-grads-all-reduce)"),
+    ),
+    "ranges": (
+        NamePattern(rf"{_ALONE}(?:{_STAGE}{_SEPARATED})?{_OP}{_SEPARATED}{_MICROBATCH}"),
+        NamePattern(rf"{_ALONE}{_OP}{_SEPARATED}{_MICROBATCH}{_SEPARATED}{_STAGE}"),
+        NamePattern(rf"{_ALONE}(?P<stage>\d+){_OP}(?P<microbatch>\d+)"),
+        _OPTIMIZER,
+    ),
+    "stacks": (
+        NamePattern(r"forward_one_chunk", "F"),
+        NamePattern(r"backward_one_chunk", "B"),
+        NamePattern(r"backward_weight_one_chunk", "W"),
+        _OPTIMIZER,
     ),
     "deepspeed": (
         NamePattern(r"_exec_(?P<op>forward_pass|backward_pass)"),
@@ -75,7 +95,8 @@ PRESETS: Mapping[str, tuple[NamePattern, ...]] = {
     ),
 }  # fmt: skip
 """Names that the frameworks give. TorchTitan's are torch's own; Megatron's are its timers and functions (a profile
-with stacks names those), DeepSpeed's the functions of its pipeline engine."""
+with stacks names those), DeepSpeed's the functions of its pipeline engine. `ranges` are for people who name ops
+themselves: F3, stage 1 bwd mb 2. `stacks` are functions of torch's stages, as `Schedule1F1B` names no op."""
 
 
 class ParsedName(NamedTuple):
@@ -131,10 +152,20 @@ def _number(value: Any) -> int | None:
 def preset_for(names: set[str]) -> str | None:
     """The preset that knows forwards and backwards among these names; the one that knows most."""
     best, most = None, 0
-    for preset, patterns in PRESETS.items():
-        reader = Names(patterns)
-        said = [found for name in names if (found := reader.read(name, {})) is not None]
-        letters = {kind.kind for found in said if (kind := kind_named(found.op)).scope is Scope.COMPUTE}
-        if "F" in letters and letters & {"B", "I"} and len(said) > most:
-            best, most = preset, len(said)
+    for preset in PRESETS:
+        known, letters = _known(preset, names)
+        if "F" in letters and letters & {"B", "I"} and known > most:
+            best, most = preset, known
     return best
+
+
+def kinds_named(names: set[str]) -> set[str]:
+    """Penstock's letters of the ops that any preset knows among these names."""
+    return set().union(*(_known(preset, names)[1] for preset in PRESETS))
+
+
+def _known(preset: str, names: set[str]) -> tuple[int, set[str]]:
+    """How many of the names a preset knows, and the letters of the ops of microbatches among them."""
+    reader = Names(PRESETS[preset])
+    kinds = [kind_named(found.op) for name in names if (found := reader.read(name, {})) is not None]
+    return len(kinds), {kind.kind for kind in kinds if kind.scope is Scope.COMPUTE}
