@@ -33,7 +33,7 @@ from own_loop import seeded
 from penstock.library.registry import SCHEDULES
 from penstock.runtime.tensors.dtensor import whole
 from penstock.runtime.tensors.rng import mix
-from plain_loop import call, cut, seed_devices, weights
+from plain_loop import call, cut, named_as, seed_devices, weights
 
 D = 4
 """The width of every model."""
@@ -382,9 +382,7 @@ def _stage(case: Case, num_stages: int, stage: int) -> nn.Module:
 
 def as_module(model: Any) -> nn.Module:
     """With the names that a pipeline gives to parameters."""
-    if isinstance(model, Scaled) and model.whole:
-        return nn.ModuleList([model])  # one stage
-    return model if isinstance(model, nn.Module) else nn.ModuleList(model)
+    return model if isinstance(model, nn.Module) else named_as(model)
 
 
 def batch_of(case: Case, step: int) -> tuple[Any, Any]:

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 import penstock as ps
 import penstock.runtime.stage.split_backward.prepared_module as slot_module
 from penstock.runtime.tensors.rng import mix
-from plain_loop import cut, differences, seed_devices, weights
+from plain_loop import cut, differences, named_as, seed_devices, weights
 from runtime_cases import W, mlp
 from waiting import PATIENCE
 
@@ -115,7 +115,7 @@ def wrong(
     torch.manual_seed(5)
     stages = model_of(schedule.num_stages, tied)
     plain = copy.deepcopy(stages)
-    whole = nn.ModuleList(plain)
+    whole = named_as(plain)
     optimizer = SGD(whole.parameters())
     found: list[str] = []
     before, slot_module.MERGE_WORK = slot_module.MERGE_WORK, merge

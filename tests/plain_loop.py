@@ -116,10 +116,19 @@ def weights(inputs: Any, targets: Any, num: int, loss_fn: Callable[..., Tensor])
     return [count / sum(counts) if sum(counts) else 0.0 for count in counts]
 
 
+def named_as(model: Model) -> nn.Module:
+    """A module whose parameters have the names that a pipeline gives them: a list's stages are numbered, and the only
+    stage of a model has its own names.
+    """
+    if isinstance(model, nn.Sequential):
+        return model
+    stages = list(model)
+    return nn.ModuleList(stages) if len(stages) > 1 else stages[0]
+
+
 def gradients(model: Model) -> dict[str, Tensor | None]:
-    """Copies of the gradients by name; a list's stages are numbered."""
-    module = model if isinstance(model, nn.Sequential) else nn.ModuleList(model)
-    return {n: None if p.grad is None else p.grad.clone() for n, p in module.named_parameters()}
+    """Copies of the gradients by name."""
+    return {n: None if p.grad is None else p.grad.clone() for n, p in named_as(model).named_parameters()}
 
 
 def differences(want: dict[str, Tensor | None], got: dict[str, Tensor | None]) -> list[str]:

@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 import penstock as ps
 import penstock.runtime.stage.split_backward.prepared_module as slot_module
 from packed import packed
-from plain_loop import Model, differences, gradients, plain_step
+from plain_loop import Model, differences, gradients, named_as, plain_step
 from waiting import PATIENCE
 
 W = 8
@@ -76,7 +76,7 @@ def compare(name: str, schedule: ps.Schedule, dispatch: str, defer: bool) -> lis
 def plain_case(made: Case, num_microbatches: int) -> Plain:
     """The case by the plain loop, on a copy of its model."""
     plain = copy.deepcopy(made.model)
-    module = plain if isinstance(plain, nn.Sequential) else nn.ModuleList(plain)
+    module = named_as(plain)
     names = dict(module.named_parameters())
     losses, sums = [], []
     for number, (inputs, targets) in enumerate(made.steps, start=1):

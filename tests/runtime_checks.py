@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -15,7 +15,7 @@ from torch import Tensor, nn
 import penstock as ps
 from packed import packed
 from penstock.runtime import RuntimeFailure
-from plain_loop import differences, gradients, plain_evaluate, plain_step
+from plain_loop import differences, gradients, named_as, plain_evaluate, plain_step
 from runtime_cases import Do, Tokens, batches, language_model, lin, mlp, token_steps
 from waiting import PATIENCE
 
@@ -51,11 +51,6 @@ def assert_equal_values(pipe: ps.Pipeline, plain: nn.Module) -> None:
     want = {n: p.detach() for n, p in plain.named_parameters()}
     got = {n: p.detach() for n, p in pipe.named_parameters()}
     assert not differences({n: want[n] for n in got}, got)
-
-
-def named_as(stages: Sequence[nn.Module]) -> nn.Module:
-    """A module whose parameters are called as those of a pipeline that was given these stages."""
-    return nn.ModuleList(stages) if len(stages) > 1 else stages[0]
 
 
 def sequential(ranks: int, extra: int = 1, **options: Any) -> nn.Sequential:

@@ -159,7 +159,7 @@ def test_ranks_could_load_different_checkpoints(tmp_path: Path) -> None:
         "saved names": "process 1 saves the state of a and process 0 that of nothing",
         "nothing": "nowhere: no checkpoint there",
         "damaged": "rank-00001.safetensors is not what was written: its checksum differs",
-        "optimizer": "holds AdamW with 1 parameter groups, this run has SGD with 1",
+        "optimizer": "holds AdamW, this run has SGD",
     }
     for key, words in wanted.items():
         assert words in first[key], (key, first[key])

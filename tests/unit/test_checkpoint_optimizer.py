@@ -11,7 +11,14 @@ import torch
 from torch import Tensor, nn
 from torch.optim import SGD, Adagrad, Adam, AdamW, NAdam, Optimizer, RAdam, RMSprop
 
-from penstock.runtime.checkpoint import CheckpointError, Reader, optimizer_tensors, stage_optimizer, write
+from penstock.runtime.checkpoint import (
+    CheckpointError,
+    Reader,
+    merged_meta,
+    optimizer_tensors,
+    stage_optimizer,
+    write,
+)
 
 pytestmark = pytest.mark.unit
 
@@ -70,10 +77,12 @@ def test_training_continues_bit_for_bit_on_other_ranks(tmp_path: Path, kind: str
     train(straight, optimizers, range(4))
     names = {parameter: name for name, parameter in straight.named_parameters()}
     tensors: dict[str, Tensor] = {f"model/{name}": each for name, each in straight.named_parameters()}
+    metas = []
     for optimizer in optimizers:
         state, meta = optimizer_tensors(optimizer, names)
         tensors |= state
-    reader = Reader(write(tmp_path, 4, tensors, {"optimizer": meta}))
+        metas.append(meta)
+    reader = Reader(write(tmp_path, 4, tensors, {"optimizer": merged_meta(metas)}))
     train(straight, optimizers, range(4, 8))
 
     resumed = layers()
@@ -214,7 +223,7 @@ def test_errors(tmp_path: Path) -> None:
         optimizer_tensors(adam, {parameter: "a"})
     del adam.state["all"]
     reader = Reader(write(tmp_path, 1, {}, {"optimizer": optimizer_tensors(adam, {parameter: "a"})[1]}))
-    with pytest.raises(CheckpointError, match="holds Adam with 1 parameter groups, this run has SGD with 1"):
+    with pytest.raises(CheckpointError, match="holds Adam, this run has SGD"):
         stage_optimizer(SGD([parameter], lr=1.0), {parameter: "a"}, reader)()
     with pytest.raises(CheckpointError, match="holds no optimizer"):
         stage_optimizer(adam, {parameter: "a"}, Reader(write(tmp_path, 2, {}, {})))
@@ -245,22 +254,13 @@ def test_options_and_state_of_another_kind_are_refused(tmp_path: Path) -> None:
         ("lr", float("nan")),
         ("betas", 0.9),
         ("betas", {"list": []}),
-        ("betas", {"tuple": [0.9]}),
         ("fused", "x"),
-        ("lr", -1.0),
         ("eps", None),
         ("lr", True),
     ]
     for step, (key, value) in enumerate(cases):
         forged = {**meta, "groups": [meta["groups"][0] | {key: value}]}
         reader = Reader(write(tmp_path, step, tensors, {"optimizer": forged}))
-        with pytest.raises(CheckpointError, match=f"option '{key}' of parameter group 0 is|Adam does not take"):
+        with pytest.raises(CheckpointError, match=f"option '{key}' of parameter group 0 is"):
             stage_optimizer(adam, {parameter: "a"}, reader)
-    reader = Reader(write(tmp_path, 9, {"optimizer/a/exp_avg": torch.zeros(3)}, {"optimizer": meta}))
-    with pytest.raises(CheckpointError, match="optimizer/a has exp_avg, and the optimizer keeps exp_avg, exp"):
-        stage_optimizer(adam, {parameter: "a"}, reader)
-    state = {f"optimizer/a/{key}": torch.zeros(3) for key in ("exp_avg", "exp_avg_sq", "step")}
-    reader = Reader(write(tmp_path, 10, state, {"optimizer": meta}))
-    with pytest.raises(CheckpointError, match=r"a/exp_avg is \(3,\) of .*, and the optimizer keeps \(2,\)"):
-        stage_optimizer(adam, {parameter: "a"}, reader)
     assert repr(adam.state_dict()) == before

@@ -199,12 +199,13 @@ def refusals() -> dict[str, tuple[Callable[[], ps.Pipeline], str]]:
 
     sgd = torch.optim.SGD
     return {
-        "optimizer": (lambda: pipeline(model(Scaled()), optimizer=sgd), "holds AdamW with 1 parameter groups"),
+        "optimizer": (lambda: pipeline(model(Scaled()), optimizer=sgd), "holds AdamW, this run has SGD"),
         "groups": (
             lambda: pipeline(
-                model(Scaled()), optimizer=lambda p: torch.optim.AdamW([{"params": p[:1]}, {"params": p[1:]}])
+                model(Scaled()),
+                optimizer=lambda p: torch.optim.AdamW([{"params": p[:1]}, {"params": p[1:], "weight_decay": 0.0}]),
             ),
-            "with 1 parameter groups, this run has AdamW with 2",
+            "were in one parameter group, and are in two groups with another weight_decay here",
         ),
         "extra": (lambda: pipeline(model(Fails())), r"1 \(Fails\) does not take its extra state: ValueError: not"),
         "no extra": (lambda: pipeline(model(nn.Identity())), "has extra state of 1, and no module here"),

@@ -15,13 +15,20 @@ folder           names of checkpoints, and renames    codec, optimizer  values a
 from penstock.runtime.checkpoint.codec import AS_JSON, digests_of, names_by_base, pack
 from penstock.runtime.checkpoint.folder import candidates, complete, latest, set_aside
 from penstock.runtime.checkpoint.format import JSON, VERSION
-from penstock.runtime.checkpoint.optimizer import optimizer_tensors, stage_optimizer
+from penstock.runtime.checkpoint.optimizer import (
+    ATTRIBUTES,
+    members_of,
+    merged_meta,
+    optimizer_tensors,
+    stage_optimizer,
+)
 from penstock.runtime.checkpoint.reader import Kind, Reader, TensorSource, load_packed, match
 from penstock.runtime.checkpoint.writer import UNWRITTEN, export, write
 from penstock.runtime.errors import CheckpointError, DamagedCheckpointError
 
 __all__ = [
     "AS_JSON",
+    "ATTRIBUTES",
     "JSON",
     "UNWRITTEN",
     "VERSION",
@@ -37,6 +44,8 @@ __all__ = [
     "latest",
     "load_packed",
     "match",
+    "members_of",
+    "merged_meta",
     "names_by_base",
     "optimizer_tensors",
     "pack",

@@ -3,34 +3,43 @@
     optimizer/layers.3.qkv.weight/exp_avg      a state tensor
     optimizer/layers.3.qkv.weight/calls#json   any other plain data, see `codec.py`
     optimizer/layers.3.qkv.weight/calls#0      a tensor inside it
+    optimizer/layers.3.qkv.weight/muon:step    state in an optimizer that lies in an attribute of this one
 
-The options of the parameter groups are the same on all ranks and small: they are the meta.
+The options of the parameter groups are small: they are the meta, with the names of each group's parameters. So a load
+gives each parameter the options that it had, whatever the order of the groups and the processes that hold them.
 """
 
 from __future__ import annotations
 
-import inspect
 import json
 import math
 from collections import defaultdict, deque
-from collections.abc import Callable, Mapping, Set
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence, Set
 from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
-from torch.nn import Parameter
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from penstock.runtime.checkpoint.codec import pack
+from penstock.runtime.checkpoint.codec import digests_of, names_by_base, pack
 from penstock.runtime.checkpoint.format import JSON
 from penstock.runtime.checkpoint.reader import TensorSource, load_packed
-from penstock.runtime.errors import CheckpointError
+from penstock.runtime.errors import CheckpointError, listed
+from penstock.runtime.parameters.optimizer_attributes import (
+    attributes_of,
+    optimizers_in,
+    set_attribute,
+)
 from penstock.runtime.tensors.dtensor import local, own_shard
 
 PREFIX = "optimizer/"
 ON_HOST = ("step", "mu_product")  # 0-dim state that torch keeps in host memory unless capturable or fused
-FACTORED = ("Adafactor", "LBFGS")  # those of torch.optim whose state has other shapes than the parameter
+ATTRIBUTES = "@"
+"""In place of a parameter's name, in the names of attributes."""
+_STATEFUL = "save it by itself, with pipe.save(..., stateful=...)"
+_KERNELS = ("foreach", "fused", "capturable")
+"""Options that change no update, and may differ between processes."""
 DATA = (Tensor, np.ndarray, np.generic, Mapping, Set, list, tuple, deque, bytes, bytearray, complex)
 """What an optimizer may count on finding among its options again."""
 
@@ -41,37 +50,166 @@ def optimizer_tensors(optimizer: Optimizer, names: Mapping[Tensor, str]) -> tupl
     The tensors are the optimizer's own, not copies. Functions and other objects among the options are left out.
 
     Raises `CheckpointError` for a parameter without a name, state of no parameter, state that is no plain data, and
-    data that would be left out without a word: whole tensors and collections among the options, and what the
-    optimizer's own `state_dict` has besides. So too for one tensor that changes and is state of several parameters.
+    data that would be left out without a word: whole tensors and collections among the options, what the optimizer's
+    own `state_dict` has besides, and attributes that are no plain data. So too for one tensor that changes and is
+    state of several parameters.
     """
+    tensors, digests = _attributes(optimizer, names)
+    every, taken = optimizers_in(optimizer), set[int]()
+    known = {path.partition(".")[0] for path in (*digests, *every)}
+    metas: dict[str, Any] = {}
+    for path, one in reversed(every.items()):  # one may show the state of those within it as its own
+        found, metas[path] = _tensors_of(one, names, _mark(path), taken, known)
+        tensors |= found
+    return tensors, {**metas.pop(""), "inside": metas, "attributes": digests}
+
+
+def merged_meta(metas: Iterable[JSON]) -> JSON:
+    """The meta of all processes' optimizers as one; None without any.
+
+    Raises:
+        CheckpointError: an attribute differs between processes.
+    """
+    first, *others = [meta for meta in metas if meta is not None] or [None]
+    for meta in others:
+        for path, digest in meta["attributes"].items():
+            if first["attributes"].setdefault(path, digest) != digest:
+                raise CheckpointError(
+                    f"attribute {path} of {first['class']} differs between processes, and a checkpoint has one: keep "
+                    f"it in the state of each parameter, in a dict with parameters as keys, or {_STATEFUL}"
+                )
+        for path, each in {"": meta, **meta["inside"]}.items():
+            known = first["inside"].setdefault(path, each) if path else first
+            for group, members in zip(each["groups"], each["members"], strict=True):
+                if (group, members) not in zip(known["groups"], known["members"], strict=True):
+                    known["groups"].append(group)
+                    known["members"].append(members)
+    return first
+
+
+def _attributes(optimizer: Optimizer, names: Mapping[Tensor, str]) -> tuple[dict[str, Tensor], dict[str, str]]:
+    """What an optimizer and those within it keep in attributes, as tensors. And by attribute a digest of what all
+    processes must have alike; empty for what goes by parameter.
+
+        optimizer/@/num_steps#json           data
+        optimizer/layers.3.bias/@average     an entry of a dict whose keys are parameters, or (@@) their ids
+    """
+    by_id = {id(p): name for p, name in names.items()}
     tensors: dict[str, Tensor] = {}
+    digests: dict[str, str] = {}
+    for path, value in _stateful(optimizer, by_id).items():
+        what = f"attribute {path} of {type(optimizer).__name__}"
+        own = [id(tensor) in by_id for tensor in _tensors_in(value)]
+        if any(own) and not _is_keyed(value, by_id):
+            raise CheckpointError(
+                f"{what} holds tensors beside parameters, which a checkpoint would not bring back: keep them in the "
+                f"state of a parameter, or in a dict with parameters as keys, or {_STATEFUL}"
+            )
+        entries = [(f"{PREFIX}{ATTRIBUTES}/{path}", value)]
+        if is_keyed := _is_keyed(value, by_id):
+            marks = ["@@" if isinstance(key, int) else "@" for key in value]
+            bases = [f"{PREFIX}{by_id[_id_of(key)]}/{mark}{path}" for key, mark in zip(value, marks, strict=True)]
+            entries = list(zip(bases, value.values(), strict=True))
+        found: dict[str, Tensor] = {}
+        for base, each in entries:
+            found |= {base: each} if is_keyed and isinstance(each, Tensor) else pack(base, each, what)
+        digests |= {path: ""} if is_keyed else digests_of({path: found})
+        tensors |= found
+    return tensors, digests
+
+
+def _stateful(optimizer: Optimizer, by_id: Container[int]) -> dict[str, Any]:
+    """By path the attributes that are state, of an optimizer and those within it: neither parameters alone, nor what
+    torch has of processes and devices.
+    """
+    every = optimizers_in(optimizer)
+    found: dict[str, Any] = {}
+    for path, one in every.items():
+        for name, value in attributes_of(one).items():
+            tensors = list(_tensors_in(value))
+            is_whole = tensors and all(id(tensor) in by_id for tensor in tensors)
+            is_told = isinstance(value, Tensor | nn.Module | torch.Generator)  # stored, or refused
+            of_torch = type(value).__module__.startswith("torch") and not is_told
+            is_state = any(value is each.state for each in every.values())
+            of_model = isinstance(value, nn.Module) and not tensors
+            if _is_keyed(value, by_id) or not (is_whole or of_torch or of_model):
+                found |= {} if is_state else {_mark(path) + name: value}
+    return found
+
+
+def _is_keyed(value: Any, by_id: Container[int]) -> bool:
+    """Whether a value is a dict whose keys are parameters, or ids of them; so is an empty one."""
+    return isinstance(value, dict) and all(_id_of(key) in by_id for key in value)
+
+
+def _id_of(key: Any) -> int:
+    return key if isinstance(key, int) else id(key)
+
+
+def _tensors_in(value: Any) -> Iterator[Tensor]:
+    """The tensors in data and modules."""
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, nn.Module):
+        yield from value.parameters()
+    elif isinstance(value, Mapping):
+        for each in (*value.keys(), *value.values()):
+            yield from _tensors_in(each)
+    elif isinstance(value, Set | list | tuple | deque):
+        for each in value:
+            yield from _tensors_in(each)
+
+
+def _mark(path: str) -> str:
+    """What the keys of the state of an optimizer within another begin with."""
+    return f"{path}:" if path else ""
+
+
+def _tensors_of(
+    optimizer: Optimizer, names: Mapping[Tensor, str], mark: str, taken: set[int], known: Set[str]
+) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """The state and meta of one optimizer.
+
+    Args:
+        taken: the ids of tensors of the state of others within it. known: attributes that are stored besides.
+    """
     kind = type(optimizer).__name__
     if other := [key for key in optimizer.state if not isinstance(key, Tensor)]:
         raise CheckpointError(
             f"{kind} keeps state under {other[0]!r:.60}, which is no parameter, and a checkpoint goes by "
             "their names: keep it in the state of a parameter, or in a parameter group"
         )
-    if others := sorted(map(str, optimizer.state_dict().keys() - {"state", "param_groups"})):
+    if others := sorted(map(str, optimizer.state_dict().keys() - {"state", "param_groups"} - known)):
         raise CheckpointError(
             f"the state dict of {kind} has {', '.join(others)} besides the state of its parameters and its parameter "
             "groups, which a checkpoint would not bring back: keep it in the state of a parameter, or as a number in "
             "a parameter group"
         )
+    tensors: dict[str, Tensor] = {}
     holders: dict[int, str] = {}
+    of_others = set(taken)
     for parameter in (each for group in optimizer.param_groups for each in group["params"]):
         name = _name(names, parameter)
         for key, value in optimizer.state.get(parameter, {}).items():
             if not isinstance(key, str) or "/" in key or "#" in key:
                 raise CheckpointError(f"{kind}'s state of {name} has the key {key!r}: keys are text without / and #")
             if isinstance(value, Tensor):
+                if id(value) in of_others:
+                    continue
                 _require_own_memory(value, f"the state {key!r} of {name}", holders)
-                tensors[f"{PREFIX}{name}/{key}"] = value
+                tensors[f"{PREFIX}{name}/{mark}{key}"] = value
+                taken.add(id(value))
             else:
-                tensors |= pack(f"{PREFIX}{name}/{key}", value, f"{kind}'s state {key!r} of {name}")
+                tensors |= pack(f"{PREFIX}{name}/{mark}{key}", value, f"{kind}'s state {key!r} of {name}")
     groups = [
         _options(group, f"{kind}'s parameter group {place}") for place, group in enumerate(optimizer.param_groups)
     ]
-    return tensors, {"class": kind, "groups": groups}
+    return tensors, {"class": kind, "groups": groups, "members": members_of(optimizer, names)}
+
+
+def members_of(optimizer: Optimizer, names: Mapping[Tensor, str]) -> list[list[str]]:
+    """The names of the parameters of each group here."""
+    return [sorted({_name(names, p) for p in group["params"]}) for group in optimizer.param_groups]
 
 
 def _require_own_memory(value: Tensor, what: str, holders: dict[int, str]) -> None:
@@ -92,83 +230,192 @@ def _require_own_memory(value: Tensor, what: str, holders: dict[int, str]) -> No
         )
 
 
-def stage_optimizer(optimizer: Optimizer, names: Mapping[Tensor, str], reader: TensorSource) -> Callable[[], None]:
+def stage_optimizer(
+    optimizer: Optimizer,
+    names: Mapping[Tensor, str],
+    reader: TensorSource,
+    others: Sequence[Mapping[str, list[list[str]]]] = (),
+) -> Callable[[], None]:
     """Reads the state that the optimizer's parameters had in the checkpoint, and its groups' options.
 
     A parameter without state in the checkpoint has none afterwards. State keeps its dtype and goes to the
-    parameter's device. Groups are matched by their index.
+    parameter's device. A group gets the options that its parameters had, see `_matched`.
+
+    Args:
+        others: by path in the optimizer of each process, the names of the parameters of each group there.
 
     Returns:
         What puts all of it in place, and cannot fail.
 
     Raises:
-        CheckpointError: a checkpoint without an optimizer or of another one, another number of groups, options of
-            another kind, or state that does not fit a parameter; also damage. Nothing is changed then.
+        CheckpointError: a checkpoint without an optimizer or of another one, parameters in other groups, or options
+            of another kind; also damage. Nothing is changed then.
     """
-    groups = _read_groups(optimizer, reader)
-    keys: dict[str, list[str]] = defaultdict(list)
+    every, what = optimizers_in(optimizer), f"checkpoint {reader.path}"
+    metas = _read_metas(optimizer, every, reader)
+    marks = sorted((_mark(path) for path in every if path), key=len, reverse=True)
+    keys: dict[tuple[str, str], list[str]] = defaultdict(list)
     for full in reader.names():
         if full.startswith(PREFIX):
             name, _, key = full[len(PREFIX) :].rpartition("/")
-            keys[name].append(key)
-    found: list[tuple[Tensor, dict[str, Any]]] = []
-    for place, (group, options) in enumerate(zip(optimizer.param_groups, groups)):
-        kept_on_host = not (options.get("capturable") or options.get("fused"))
-        patterns: dict[torch.dtype, dict[str, Any] | None] = {}  # of a complex parameter, state is complex too
-        for parameter in group["params"]:
-            if parameter.dtype not in patterns:
-                what = f"checkpoint {reader.path}: parameter group {place}"
-                patterns[parameter.dtype] = _pattern(optimizer, group, options, parameter, what)
-            pattern = patterns[parameter.dtype]
-            # Tied parameters are stored once, and each updates a state of its own: each is read for itself.
-            name = _name(names, parameter)
-            state = _read_state(reader, name, keys, parameter, kept_on_host)
-            if state and pattern is not None:
-                _require_like(f"checkpoint {reader.path}: {PREFIX}{name}", state, pattern, parameter)
-            found.append((parameter, state))
+            mark = next((mark for mark in (*marks, ATTRIBUTES) if key.startswith(mark)), "")
+            keys[name, mark].append(key[len(mark) :])
+    options: list[tuple[dict[str, Any], dict[str, Any]]] = []
+    found: list[tuple[Optimizer, Tensor, dict[str, Any]]] = []
+    values = _read_attributes(every, names, reader, metas[""].get("attributes", {}), keys)
+    for path, one in every.items():
+        members = [each[path] for each in others if path in each]
+        groups = _matched(metas[path], one, names, members, what)
+        options += zip(one.param_groups, groups, strict=True)
+        for group, chosen in zip(one.param_groups, groups, strict=True):
+            kept_on_host = not (chosen.get("capturable") or chosen.get("fused"))
+            for parameter in group["params"]:
+                # Tied parameters are stored once, and each updates a state of its own: each is read for itself.
+                name = _name(names, parameter)
+                state = _read_state(reader, name, _mark(path), keys, parameter, kept_on_host)
+                found.append((one, parameter, state))
 
     def put() -> None:
-        for group, options in zip(optimizer.param_groups, groups):
-            _set_options(group, options)
-        for parameter, state in found:
-            optimizer.state.pop(parameter, None)
+        for group, chosen in options:
+            _set_options(group, chosen)
+        for one, parameter, state in found:
+            one.state.pop(parameter, None)
             if state:
-                optimizer.state[parameter] = state
+                one.state[parameter] = state
+        for one, name, value in values:
+            set_attribute(one, name, value)
 
     return put
 
 
-def _read_groups(optimizer: Optimizer, reader: TensorSource) -> list[dict[str, Any]]:
-    """The options of each group as they are to be."""
+def _read_attributes(
+    every: Mapping[str, Optimizer],
+    names: Mapping[Tensor, str],
+    reader: TensorSource,
+    stored: Mapping[str, str],
+    keys: Mapping[tuple[str, str], list[str]],
+) -> list[tuple[Optimizer, str, Any]]:
+    """Of each attribute the optimizer, its name there, and the value that it is to have."""
+    values: dict[str, Any] = {path: {} for path in stored}
+    stepped = {p for one in every.values() for group in one.param_groups for p in group["params"]}
+    device = next((p.device for p in stepped), None)
+    for base, parts in names_by_base(reader.names(), f"{PREFIX}{ATTRIBUTES}/").items():
+        values[base.removeprefix(f"{PREFIX}{ATTRIBUTES}/")] = load_packed(reader, base, parts, device)
+    for parameter in stepped:
+        for key, value in _read_state(reader, _name(names, parameter), ATTRIBUTES, keys, parameter, False).items():
+            values.setdefault(key.lstrip("@"), {})[id(parameter) if key.startswith("@") else parameter] = value
+    found = []
+    for path, value in values.items():
+        at, _, name = path.rpartition(":")
+        found.append((every[at], name, value))
+    return found
+
+
+def _read_metas(
+    optimizer: Optimizer, every: Mapping[str, Optimizer], reader: TensorSource
+) -> dict[str, dict[str, Any]]:
+    """By path the meta of an optimizer and those within it."""
     meta = reader.meta.get("optimizer") if isinstance(reader.meta, dict) else None
-    kind = type(optimizer).__name__
     if not isinstance(meta, dict) or not isinstance(meta.get("groups"), list):
         raise CheckpointError(f"checkpoint {reader.path} holds no optimizer: load the model alone, or choose another")
-    if meta.get("class") != kind or len(meta["groups"]) != len(optimizer.param_groups):
+    metas = {"": meta, **meta.get("inside", {})}
+    for path in metas.keys() | every.keys():
+        kind, known = (type(every[path]).__name__ if path in every else "none"), metas.get(path, {})
+        if known.get("class", "none") != kind:
+            where = f" at {path} of {type(optimizer).__name__}" if path else ""
+            raise CheckpointError(
+                f"checkpoint {reader.path} holds {known.get('class', 'no optimizer')}{where}, this run has {kind}: "
+                "use the optimizer it was written with, which makes all optimizers within it at once"
+            )
+    return metas
+
+
+def _matched(
+    meta: Mapping[str, Any],
+    optimizer: Optimizer,
+    names: Mapping[Tensor, str],
+    others: Sequence[list[list[str]]],
+    what: str,
+) -> list[dict[str, Any]]:
+    """The options of each group as they are to be: those that its parameters had, in whatever group that was.
+
+        stored    0 a.weight b.weight, decay 0.1    1 a.bias b.bias, decay 0
+        here      0 a.bias                          1 a.weight                  gets 1 and 0
+                  0 a.weight a.bias                                             refused, as a.bias has moved
+
+    Args:
+        others: of each process the names of its groups' parameters. A group that is empty here has those of another
+            process with as many groups.
+    """
+    stored, mine, kind = meta["groups"], members_of(optimizer, names), type(optimizer).__name__
+    members = meta.get("members")
+    if members is None and len(stored) != len(mine):
         raise CheckpointError(
-            f"checkpoint {reader.path} holds {meta.get('class')} with {len(meta['groups'])} parameter groups, this "
-            f"run has {kind} with {len(optimizer.param_groups)}: use the optimizer it was written with"
+            f"{what} holds {kind} with {len(stored)} parameter groups, this run has {len(mine)}, and an earlier "
+            "version did not store which parameters they had: use the optimizer it was written with"
         )
-    groups = []
-    for place, (stored, group) in enumerate(zip(meta["groups"], optimizer.param_groups)):
-        if not isinstance(stored, dict):
-            raise CheckpointError(f"checkpoint {reader.path}: parameter group {place} holds no options")
-        options = {}
-        for key, value in stored.items():
-            try:
-                options[key] = _decode(value)
-            except (TypeError, KeyError, ValueError, RecursionError):
+    if not all(isinstance(each, dict) for each in stored):
+        raise CheckpointError(f"{what} has a parameter group that holds no options")
+    home: dict[str, int] = {}
+    for place, those in enumerate(members or ()):
+        home |= {name: place for name in those if name not in home}
+    chosen: list[dict[str, Any]] = []
+    users: dict[int, int] = {}
+    for number, own in enumerate(mine):
+        known = own or next((each[number] for each in others if len(each) == len(mine) and each[number]), [])
+        places = [home[name] for name in known if name in home] if members is not None else [number]
+        if known and not places:
+            raise CheckpointError(
+                f"{what}: no parameter group there has {listed(known)}, which are parameter group {number} here: use "
+                "the groups it was written with"
+            )
+        first = places[0] if places else 0
+        if moved := [name for name in known if _plain(stored[home.get(name, first)]) != _plain(stored[first])]:
+            options = _differing(stored[first], stored[home[moved[0]]])
+            stays = next(name for name in known if name in home)
+            raise CheckpointError(
+                f"{what}: parameter group {number} has {listed(moved)} beside {stays} here, which had another "
+                f"{listed(options)}: use the groups it was written with"
+            )
+        if places and own and members is not None:
+            before = users.setdefault(first, number)
+            now = [_options(optimizer.param_groups[k], what) for k in (before, number)]
+            if options := _differing(*now):
                 raise CheckpointError(
-                    f"checkpoint {reader.path}: option {key!r} of parameter group {place} is {value!r:.60}, which no "
-                    "optimizer wrote"
-                ) from None
-            if key in group and not _is_like(options[key], group[key]):
-                raise CheckpointError(
-                    f"checkpoint {reader.path}: option {key!r} of parameter group {place} is {options[key]!r:.60}, "
-                    f"and {kind} has {group[key]!r:.60} here: use the optimizer it was written with"
+                    f"{what}: {mine[before][0]} and {own[0]} were in one parameter group, and are in two groups with "
+                    f"another {listed(options)} here: use the groups it was written with"
                 )
-        groups.append(options)
-    return groups
+        alike = places or all(_plain(each) == _plain(stored[0]) for each in stored)
+        chosen.append(_decoded(stored[first] if alike else {}, optimizer.param_groups[number], kind, number, what))
+    return chosen
+
+
+def _plain(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Options that decide about updates."""
+    return {key: value for key, value in options.items() if key not in _KERNELS}
+
+
+def _differing(one: Mapping[str, Any], other: Mapping[str, Any]) -> list[str]:
+    """The names of options that are not alike."""
+    return sorted(key for key in _plain({**one, **other}) if one.get(key) != other.get(key))
+
+
+def _decoded(stored: Mapping[str, Any], group: Mapping[str, Any], kind: str, place: int, what: str) -> dict[str, Any]:
+    """The stored options of a group as they are to be."""
+    options = {}
+    for key, value in stored.items():
+        try:
+            options[key] = _decode(value)
+        except (TypeError, KeyError, ValueError, RecursionError):
+            raise CheckpointError(
+                f"{what}: option {key!r} of parameter group {place} is {value!r:.60}, which no optimizer wrote"
+            ) from None
+        if key in group and not _is_like(options[key], group[key]):
+            raise CheckpointError(
+                f"{what}: option {key!r} of parameter group {place} is {options[key]!r:.60}, and {kind} has "
+                f"{group[key]!r:.60} here: use the optimizer it was written with"
+            )
+    return options
 
 
 def _is_like(value: Any, current: Any) -> bool:
@@ -184,72 +431,25 @@ def _is_like(value: Any, current: Any) -> bool:
     return isinstance(value, str) == isinstance(current, str)
 
 
-def _pattern(
-    optimizer: Optimizer, group: Mapping[str, Any], options: Mapping[str, Any], parameter: Tensor, what: str
-) -> dict[str, Any] | None:
-    """The state that one of torch's own optimizers would have of four numbers of a parameter's type.
-
-    It is that with these options; None for other optimizers, and where a state has other shapes than its parameter.
-    Raises CheckpointError for options that the optimizer does not take.
-    """
-    kind = type(optimizer)
-    if not kind.__module__.startswith("torch.optim.") or kind.__name__ in FACTORED:
-        return None
-    known = inspect.signature(kind).parameters.keys() - {"params"}
-    like = local(parameter.detach())
-
-    def state_with(values: Mapping[str, Any]) -> dict[str, Any]:
-        one = Parameter(torch.zeros(2, 2, dtype=like.dtype, device=like.device))
-        made: Any = kind
-        optimizer = made([one], **{key: value for key, value in values.items() if key in known})
-        one.grad = torch.zeros_like(one)
-        optimizer.step()
-        return dict(optimizer.state[one])
-
-    try:
-        state_with(group)
-    except Exception:  # as it is here it takes no such step, so nothing can be said
-        return None
-    try:
-        return state_with(options)
-    except Exception as error:
-        raise CheckpointError(
-            f"{what} has options that {kind.__name__} does not take: {type(error).__name__}: {error}"
-        ) from None
-
-
-def _require_like(what: str, state: Mapping[str, Any], pattern: Mapping[str, Any], parameter: Tensor) -> None:
-    if state.keys() != pattern.keys():
-        raise CheckpointError(
-            f"{what} has {', '.join(sorted(state)) or 'nothing'}, and the optimizer keeps "
-            f"{', '.join(sorted(pattern)) or 'nothing'}: use the one it was written with"
-        )
-    for key, value in state.items():
-        wanted = pattern[key]
-        if type(value) is not type(wanted) and not isinstance(value, Tensor):
-            raise CheckpointError(f"{what}/{key} is {value!r:.60}, and the optimizer keeps a {type(wanted).__name__}")
-        if isinstance(value, Tensor) and isinstance(wanted, Tensor):
-            shape = parameter.shape if wanted.dim() else wanted.shape
-            if value.shape != shape or value.is_floating_point() != wanted.is_floating_point():
-                raise CheckpointError(
-                    f"{what}/{key} is {tuple(value.shape)} of {value.dtype}, and the optimizer keeps {tuple(shape)} "
-                    f"of {wanted.dtype}: use the one it was written with"
-                )
-
-
 def _read_state(
-    reader: TensorSource, name: str, keys: Mapping[str, list[str]], parameter: Tensor, kept_on_host: bool
+    reader: TensorSource,
+    name: str,
+    mark: str,
+    keys: Mapping[tuple[str, str], list[str]],
+    parameter: Tensor,
+    kept_on_host: bool,
 ) -> dict[str, Any]:
-    """What a parameter had."""
+    """What a parameter had, under keys that begin with a mark, by the rest of these."""
     state: dict[str, Any] = {}
-    for key in keys.get(name, ()):
+    there = keys.get((name, mark), ())
+    for key in there:
         base, _, part = key.rpartition("#")
         if not base:
-            full = f"{PREFIX}{name}/{key}"
+            full = f"{PREFIX}{name}/{mark}{key}"
             state[key] = _place(key, reader.load([full])[full], parameter, kept_on_host)
         elif part == "json":
-            full = f"{PREFIX}{name}/{base}"
-            inner = [f"{PREFIX}{name}/{each}" for each in keys[name] if each.rpartition("#")[0] == base]
+            full = f"{PREFIX}{name}/{mark}{base}"
+            inner = [f"{PREFIX}{name}/{mark}{each}" for each in there if each.rpartition("#")[0] == base]
             state[base] = load_packed(reader, full, inner, parameter.device)
     return state
 

@@ -30,6 +30,7 @@ from penstock.runtime.checkpoint import (
     export,
     latest,
     match,
+    merged_meta,
     set_aside,
     write,
 )
@@ -85,6 +86,7 @@ class ChosenCheckpoint(NamedTuple):
     paths: list[Path]
     expected: dict[str, Kind]
     extra_names: set[tuple[str, str]]
+    members: list[dict[str, list[list[str]]]]
 
 
 def save(
@@ -127,7 +129,8 @@ def save(
     writes = share.writes | extra_to_write(extra, [part[1] for part in parts], me)
     writes |= to_write(states, [part[2] for part in parts], [part[3] for part in parts], me)
     content = {**meta, COUNTERS: {**counters, **scaler}}
-    content |= next(({OPTIMIZER: part[0]} for part in parts if part[0] is not None), {})
+    optimizer = merged_meta(part[0] for part in parts)
+    content |= {} if optimizer is None else {OPTIMIZER: optimizer}
     path, error = None, None
     try:
         path = write(
@@ -240,10 +243,10 @@ def _choose(
         error = CheckpointError(f"{directory}: no checkpoint there; give a checkpoint or a folder of them")
     given = paths[0].name if paths and paths[0] == directory else None
     call = {"checkpoint": given, "stateful": sorted(map(str, stateful)), "fallback": fallback}
-    mine = ([path.name for path in paths], call, state.expected(), state.extra_names())
+    mine = ([path.name for path in paths], call, state.expected(), state.extra_names(), state.members())
     parts = _agree(peers, mine, error if is_wrong or peers.here[0] == 0 else None)
     names = parts[0][0]
-    for process, (own, other, _, _) in enumerate(parts):
+    for process, (own, other, *_) in enumerate(parts):
         if own and other != parts[0][1]:
             key = next(key for key in call if other[key] != parts[0][1][key])
             raise CheckpointError(
@@ -252,7 +255,8 @@ def _choose(
             )
     parent = directory if parts[0][1]["checkpoint"] is None else directory.parent
     expected = {name: kind for part in parts for name, kind in part[2].items()}
-    return ChosenCheckpoint([parent / name for name in names], expected, {name for part in parts for name in part[3]})
+    extra_names = {name for part in parts for name in part[3]}
+    return ChosenCheckpoint([parent / name for name in names], expected, extra_names, [part[4] for part in parts])
 
 
 def _load_one(
@@ -285,7 +289,8 @@ def _load_one(
             loaded.notices.append(
                 f"{path} has the state of {', '.join(users.left)}, which was not loaded: give load(..., stateful=...)"
             )
-        staged = state.stage(reader, loaded.counters["num_updates"], reader.meta[COUNTERS])
+        num_updates = loaded.counters["num_updates"]
+        staged = state.stage(reader, num_updates, reader.meta[COUNTERS], chosen.members)
         loaded.notices.extend(staged.notices)
         return loaded, staged, users
 

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from penstock.runtime.checkpoint import VERSION, CheckpointError, Kind
+from penstock.runtime.checkpoint import VERSION, CheckpointError, Kind, merged_meta
 from penstock.runtime.checkpoint.format import num_bytes_of
 from penstock.runtime.checkpoint.training_state import MODEL, TrainingState
 from penstock.runtime.errors import RuntimeFailure
@@ -104,15 +104,19 @@ def hand_over(giver: OptimizerState, taker: OptimizerState, peers: Peers) -> int
     held, meta = before.held()
     parts = peers.gather(({name: (tuple(t.shape), t.dtype) for name, t in held.items()}, meta))
     known: dict[str, Kind] = {name: kind for kinds, _ in parts for name, kind in kinds.items()}
-    meta = next((each for _, each in parts if each is not None), None)
-    wanted = peers.gather((after.wanted(known), after.expected()))
-    inventories = [StateInventory(kinds, *each) for (kinds, _), each in zip(parts, wanted, strict=True)]
+    try:
+        meta = merged_meta(each for _, each in parts)
+    except CheckpointError as error:
+        raise RuntimeFailure(f"the pipeline before can't be handed over: {error}") from error
+    wanted = peers.gather((after.wanted(known), after.expected(), after.members()))
+    inventories = [StateInventory(kinds, *each[:2]) for (kinds, _), each in zip(parts, wanted, strict=True)]
     _require_shapes(inventories, known)
     came = _exchange(sendings(inventories), held, known, peers)
     mine = {name: came[name] if name in came else held[name] for name in after.wanted(known)}
     staged, said = None, None
     try:
-        staged = after.stage(ReceivedState(mine, meta), giver.num_updates, before.scaler())
+        members = [each[2] for each in wanted]
+        staged = after.stage(ReceivedState(mine, meta), giver.num_updates, before.scaler(), members)
         staged.trial.give()
     except CheckpointError as error:
         said = str(error)

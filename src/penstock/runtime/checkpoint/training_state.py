@@ -14,7 +14,7 @@ A tied parameter is stored once, under the name it has in its lowest stage.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import reduce
 from operator import add
 from typing import Any, NamedTuple
@@ -26,11 +26,13 @@ from torch.nn import Parameter
 
 from penstock.runtime.checkpoint import (
     AS_JSON,
+    ATTRIBUTES,
     CheckpointError,
     DamagedCheckpointError,
     Kind,
     TensorSource,
     load_packed,
+    members_of,
     names_by_base,
     optimizer_tensors,
     pack,
@@ -38,6 +40,7 @@ from penstock.runtime.checkpoint import (
 )
 from penstock.runtime.checkpoint.user_state import StateToGive, StateTrial
 from penstock.runtime.parameters.loss_scaling import is_scaler_state
+from penstock.runtime.parameters.optimizer_attributes import optimizers_in
 from penstock.runtime.parameters.optimizer_state import OptimizerState
 from penstock.runtime.parameters.scheduled_updates import GRADIENTS
 from penstock.runtime.parameters.scheduled_updates import PREFIX as ASYNCHRONOUS
@@ -192,7 +195,9 @@ class TrainingState:
 
     def _writes(self, name: str) -> bool:
         kind, _, rest = name.partition("/")
-        return (rest.rpartition("/")[0] if kind == "optimizer" else rest) in self._answers
+        of_optimizer = rest.rpartition("/")[0]
+        # Every process writes attributes of the optimizer, which are alike: the first one counts.
+        return of_optimizer in {*self._answers, ATTRIBUTES} if kind == "optimizer" else rest in self._answers
 
     def _require_all_known(self) -> None:
         """Raises CheckpointError for what a module's state dict has and goes by no name here."""
@@ -212,8 +217,7 @@ class TrainingState:
     def wanted(self, names: Iterable[str]) -> list[str]:
         """Of the names of all that is held anywhere those that `stage` reads here."""
         names = list(names)
-        stepped = [p for group in self.optimizer.param_groups for p in group["params"]] if self.optimizer else []
-        optimizer = {self._names[p] for p in stepped}
+        optimizer = {ATTRIBUTES, *(name for those in self.members().values() for each in those for name in each)}
         mine = {
             stage_name for stage in self._model.copies.here.values() for stage_name, _ in stage.named_parameters()
         }
@@ -233,6 +237,11 @@ class TrainingState:
     def expected(self) -> dict[str, Kind]:
         """Stored name -> shape and type of the model's parameters and buffers in this process."""
         return {name: _kind(tensor) for name, tensor in self._tensors}
+
+    def members(self) -> dict[str, list[list[str]]]:
+        """By path of an optimizer here, the names of the parameters of each of its groups."""
+        every = {} if self.optimizer is None else optimizers_in(self.optimizer)
+        return {path: members_of(one, self._names) for path, one in every.items()}
 
     def extra_names(self) -> list[tuple[str, str]]:
         """Name and holder of each module here that has extra state."""
@@ -256,11 +265,18 @@ class TrainingState:
             )
         return {SCALER: scaling.state()}
 
-    def stage(self, source: TensorSource, num_updates: int, counters: Mapping[str, Any]) -> StagedState:
+    def stage(
+        self,
+        source: TensorSource,
+        num_updates: int,
+        counters: Mapping[str, Any],
+        members: Sequence[Mapping[str, list[list[str]]]],
+    ) -> StagedState:
         """Reads all that is loaded here and finds it right, and changes nothing.
 
         Args:
             counters: with the numbers of loss scaling, as `scaler` gives them.
+            members: of every process.
 
         Raises:
             CheckpointError: something is damaged or does not fit.
@@ -288,7 +304,9 @@ class TrainingState:
                 _require_takes(source, name, here, own)
                 values.append((here, own))
         self._require_constants(source, there)
-        optimizer = None if self.optimizer is None else stage_optimizer(self.optimizer, self._names, source)
+        optimizer = None
+        if self.optimizer is not None:
+            optimizer = stage_optimizer(self.optimizer, self._names, source, members)
         extras = self._stage_extras(source, there, notices)
         if self._updating is None:
             gradients, put = self._stage_gradients(source, names), None

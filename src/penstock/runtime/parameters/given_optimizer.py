@@ -1,7 +1,10 @@
 """The optimizer that a user gave: made over this process's parameters, and restored if making a pipeline fails.
 
-a class, or a function    optimizer_of --> called with the parameters that are stepped here
-an optimizer              optimizer_of --> its groups keep only those of their parameters that are stepped here
+a class, or a function    called with the parameters of this process's stages
+an optimizer              as it is
+both                      optimizer_of --> its groups keep only those of their parameters that are stepped here
+
+So a function makes the same groups on every replica, whichever parameters each of them steps (zero1).
 """
 
 from __future__ import annotations
@@ -12,19 +15,21 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn import Parameter
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from penstock.runtime.errors import RuntimeFailure
+from penstock.runtime.parameters.optimizer_attributes import optimizers_in
 from penstock.runtime.tensors.dtensor import is_sharded
 
 
 @contextmanager
 def kept_groups(optimizer: object) -> Iterator[None]:
     """A given optimizer has the parameters that it had where what comes in here fails."""
-    groups = optimizer.param_groups if isinstance(optimizer, Optimizer) else []
+    every = optimizers_in(optimizer).values() if isinstance(optimizer, Optimizer) else ()
+    groups = [group for one in every for group in one.param_groups]
     before = [list(group["params"]) for group in groups]
     try:
         yield
@@ -38,10 +43,12 @@ def optimizer_of(
     given: Callable[[list[Parameter]], Optimizer] | Optimizer | None,
     parameters: list[Parameter],
     stand_ins: Mapping[int, Sequence[Parameter]] | None = None,
+    dealt: Sequence[Parameter] | None = None,
 ) -> Optimizer | None:
     """The optimizer over this process's parameters.
 
     Args:
+        dealt: those that a function is called with, of which `parameters` are stepped here; the same where not given.
         stand_ins: by the id of a parameter that a given optimizer has, those that it is to have instead.
     """
     if given is None:
@@ -49,21 +56,21 @@ def optimizer_of(
     if isinstance(given, Optimizer):
         if given.state and stand_ins:
             raise RuntimeFailure("the optimizer has stepped already; give a new one, or a function that makes one")
-        own = {id(p) for p in parameters}
-        for group in given.param_groups:
-            named = [one for p in group["params"] for one in (stand_ins or {}).get(id(p), (p,))]
+        optimizer = given
+    else:
+        stand_ins = None
+        # A rank whose stages have no parameters: the user's learning-rate schedule still wants an optimizer.
+        optimizer = made_by(given, list(parameters if dealt is None else dealt) or [Parameter(torch.zeros(0))])
+    own = {id(p) for p in parameters}
+    for one in optimizers_in(optimizer).values():
+        for group in one.param_groups:
+            named = [each for p in group["params"] for each in (stand_ins or {}).get(id(p), (p,))]
             group["params"] = [p for p in named if id(p) in own]
-        step_mixed_groups_singly(given)
-        return given
-    if parameters:
-        made = made_by(given, parameters)
-        step_mixed_groups_singly(made)
-        return made
-    # A rank whose stages have no parameters: the user's learning-rate schedule still wants an optimizer.
-    empty = made_by(given, [Parameter(torch.zeros(0))])
-    for group in empty.param_groups:
-        group["params"] = []
-    return empty
+        if optimizer is not given:  # some make state for all parameters at once
+            for p in [p for p in one.state if isinstance(p, Tensor) and id(p) not in own]:
+                del one.state[p]
+        step_mixed_groups_singly(one)
+    return optimizer
 
 
 def facts_of(optimizer: Optimizer | None) -> dict[str, object]:
@@ -174,9 +181,10 @@ def goes_on_as(before: Optimizer | None, after: Optimizer | None) -> Optimizer |
     """
     if before is None or after is None:
         return after
-    for mine, theirs in zip(before.param_groups, after.param_groups, strict=True):
-        mine["params"] = theirs["params"]
-    before.state = after.state
+    for one, other in zip(optimizers_in(before).values(), optimizers_in(after).values(), strict=True):
+        for mine, theirs in zip(one.param_groups, other.param_groups, strict=True):
+            mine["params"] = theirs["params"]
+        one.state = other.state
     return before
 
 
@@ -186,11 +194,12 @@ def require_alike(before: Optimizer | None, after: Optimizer | None) -> str:
         return "one of them has an optimizer"
     if before is None or after is None:
         return ""
-    one, other = len(before.param_groups), len(after.param_groups)
-    if (type(before), one) == (type(after), other):
-        return ""
-    was, would_be = f"{type(before).__name__} with {one} groups", f"{type(after).__name__} with {other}"
-    return f"its optimizer was {was}, and would be {would_be}"
+    forms = [
+        [f"{type(one).__name__} with {len(one.param_groups)} groups" for one in optimizers_in(each).values()]
+        for each in (before, after)
+    ]
+    was, would_be = (" and ".join(form) for form in forms)
+    return "" if was == would_be else f"its optimizer was {was}, and would be {would_be}"
 
 
 Made = Callable[[list[nn.Parameter]], Optimizer]

@@ -114,7 +114,8 @@ class OptimizerState:
             return self.updating.make_optimizer(given, self._mesh.everyone)
         model = self.model
         stepped = model.owned() if self._one_copy_steps else model.parameters
-        return optimizer_of(given, self.replicas.sharding.owned(stepped), model.stand_ins())
+        sharding = self.replicas.sharding
+        return optimizer_of(given, sharding.owned(stepped), model.stand_ins(), sharding.dealt(stepped))
 
     def begin(self, rates: Sequence[float] | None, update: bool) -> None:
         """Starts a step. `rates` and `update` as in `Pipeline.step`."""

@@ -17,6 +17,11 @@ Copies are built where they run, and what processes were given is compared befor
 
 A function makes a stage where it runs alone, so only those who run a stage can compare it. The parameters of a
 module are compared wherever it is given. One without parameters may stand in for a stage that other processes run.
+
+Functions that draw from torch's generator draw what they draw in one process, which calls them one after the other:
+
+    rank 0    stage 0 from state s0 -> s1
+    rank 1    stage 1 from state s0, as all build at once; once s1 is known, again from s1 -> s2
 """
 
 from __future__ import annotations
@@ -25,6 +30,7 @@ import hashlib
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -40,21 +46,32 @@ from penstock.runtime.stage.partitioning.cutting import build_stage
 from penstock.runtime.stage.recompute import Place, copy_of
 from penstock.runtime.stage.stage import Copy, Stage, StageSource
 from penstock.runtime.tensors.dtensor import is_sharded, local, memory
+from penstock.runtime.tensors.rng import generator_states, set_generator_states
 from penstock.schedule import Placement
 from penstock.schedule.updates import OWNER
 
 
+class Draws(NamedTuple):
+    """States of the generators before and after the function of a stage was called, which drew from them."""
+
+    before: dict[str, bytes]
+    after: dict[str, bytes]
+
+
 def build_copies(
-    sources: Sequence[Stage | StageSource], placement: Placement, ranks: Sequence[int]
+    sources: Sequence[Stage | StageSource], placement: Placement, ranks: Sequence[int], drawn: dict[int, Draws]
 ) -> dict[Copy, Stage]:
-    """The copies that `ranks` host; those of one stage are one module."""
+    """The copies that `ranks` host; those of one stage are one module. Notes in `drawn` which functions drew."""
     built: dict[int, Stage] = {}
     found: dict[Copy, Stage] = {}
     for pipeline, hosts in enumerate(placement.pipelines):
         for stage in range(len(hosts)):
             if set(placement.hosts(pipeline, stage)) & set(ranks):
                 if stage not in built:
+                    before = generator_states()
                     built[stage] = build_stage(sources[stage], stage, len(sources))
+                    if (after := generator_states()) != before:
+                        drawn[stage] = Draws(before, after)
                 found[pipeline, stage] = built[stage]
     return found
 
@@ -333,9 +350,15 @@ def build_alike(sources: Sequence[Stage | StageSource], placement: Placement, me
     """
     found: dict[Copy, Stage] = {}
     forms: dict[str, list[str]] = {}
+    drawn: dict[int, Draws] = {}
     error: Exception | None = None
+    begun = generator_states()
     try:
-        found = build_copies(sources, placement, mesh.pipeline.here)
+        found = build_copies(sources, placement, mesh.pipeline.here, drawn)
+    except Exception as failure:  # the others would wait for this process
+        error = failure
+    error = _draw_in_order(sources, found, begun, drawn, mesh.pipeline) or error
+    try:
         forms = _forms_of(sources, {stage: one for (_, stage), one in found.items()})
     except Exception as failure:  # the others would wait for this process
         error = failure
@@ -350,6 +373,42 @@ def build_alike(sources: Sequence[Stage | StageSource], placement: Placement, me
         if len({each[subject] for each, _ in gathered if subject in each}) > 1:
             _refuse(subject, mesh.everyone.gather(forms.get(subject)))
     return found
+
+
+def _draw_in_order(
+    sources: Sequence[Stage | StageSource],
+    found: dict[Copy, Stage],
+    begun: dict[str, bytes],
+    drawn: Mapping[int, Draws],
+    peers: Peers,
+) -> Exception | None:
+    """Builds those stages here once more that drew from another state of the generators than they would in one
+    process. Generators are then as they would be there. Every process of a pipeline must call it.
+
+    Args:
+        begun: the states before anything was built; those of the first process count.
+
+    Returns:
+        The error of a function; the others wait for this process until the end.
+    """
+    error: Exception | None = None
+    told = peers.gather((begun, list(drawn)))
+    state: dict[str, bytes] = told[0][0]
+    those = sorted({stage for _, stages in told for stage in stages})
+    for stage in those:
+        after = drawn[stage].after if stage in drawn else None
+        if stage in drawn and drawn[stage].before != state and error is None:
+            set_generator_states(state)
+            try:
+                again = build_stage(sources[stage], stage, len(sources))
+                found |= {key: again for key in found if key[1] == stage}
+            except Exception as failure:
+                error = failure
+            after = generator_states()
+        state = next(each for each in peers.gather(after) if each is not None)
+    if those:
+        set_generator_states(state)
+    return error
 
 
 def _forms_of(sources: Sequence[Stage | StageSource], stages: Mapping[int, Stage]) -> dict[str, list[str]]:

@@ -118,10 +118,6 @@ class ScheduledUpdates:
         tie, _, _ = twins_of(ties.stages)[edge.slot - len(ties) - self._windows.num_pipelines]
         return ties[tie].name
 
-    def masters(self) -> list[Parameter]:
-        """What the optimizer of this process steps."""
-        return self.replicas.sharding.owned(m for weights in self.weights.values() for m in weights.masters.values())
-
     def stand_ins(self) -> dict[int, list[Parameter]]:
         """By the id of a parameter of the model given, its masters here."""
         found: dict[int, list[Parameter]] = {}
@@ -143,7 +139,9 @@ class ScheduledUpdates:
         Raises:
             RuntimeFailure: the rule has no formula for it; or, in every process, one lacks what the rule predicts.
         """
-        optimizer = optimizer_of(given, self.masters(), self.stand_ins())
+        masters = [master for weights in self.weights.values() for master in weights.masters.values()]
+        sharding = self.replicas.sharding
+        optimizer = optimizer_of(given, sharding.owned(masters), self.stand_ins(), sharding.dealt(masters))
         self.rule.require(optimizer)
         if self._needs:
             self._require_predictable(optimizer, everyone)

@@ -87,6 +87,10 @@ class ReplicaParameters(ABC):
     def owned(self, parameters: Iterable[Parameter]) -> list[Parameter]:
         """Of some parameters what this replica steps: those, or the parts that it keeps of them."""
 
+    def dealt(self, parameters: Iterable[Parameter]) -> list[Parameter]:
+        """Of some parameters what an optimizer is made of on every replica, before each keeps what it steps."""
+        return self.owned(parameters)
+
     def tells(self, parameter: Tensor) -> bool:
         """Whether this replica is the one that tells a tensor, and what the optimizer keeps of it."""
         return self._replica == 0
@@ -183,6 +187,9 @@ class OwnedParameters(ReplicaParameters):
 
     def owned(self, parameters: Iterable[Parameter]) -> list[Parameter]:
         return [p for p in parameters if self._owner.get(id(p)) in (None, self._replica)]
+
+    def dealt(self, parameters: Iterable[Parameter]) -> list[Parameter]:
+        return list(parameters)
 
     def tells(self, parameter: Tensor) -> bool:
         return self._owner.get(id(parameter), 0) == self._replica

@@ -44,6 +44,23 @@ def seed_generators(seed: int, device: torch.device) -> None:
         torch.cuda.default_generators[index].manual_seed(seed)
 
 
+def generator_states() -> dict[str, bytes]:
+    """By kind of device the state of the generator that this process draws from."""
+    states = {"cpu": torch.get_rng_state()}
+    if torch.cuda.is_initialized():
+        states["cuda"] = torch.cuda.get_rng_state()
+    return {kind: bytes(state.numpy()) for kind, state in states.items()}
+
+
+def set_generator_states(states: dict[str, bytes]) -> None:
+    """Draws go on from where `generator_states` found them, in this process or another."""
+    for kind, state in states.items():
+        if kind == "cpu":
+            torch.set_rng_state(torch.frombuffer(bytearray(state), dtype=torch.uint8))
+        elif torch.cuda.is_initialized():
+            torch.cuda.set_rng_state(torch.frombuffer(bytearray(state), dtype=torch.uint8))
+
+
 MOST_SECONDS = 60.0
 """Seconds that an op waits for one of another thread to end."""
 _drawing = threading.RLock()
