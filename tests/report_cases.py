@@ -26,6 +26,20 @@ from penstock.report.run_story import (
 )
 
 COSTS = ps.Costs.uniform(4, f=10, i=10, w=10)
+CROPPED = """() => {
+  const shown = (each) => each.getClientRects().length > 0;
+  const name = (each) =>
+    `${each.tagName} ${each.className.baseVal ?? each.className}: ${each.textContent.slice(0, 60)}`;
+  const wide = [...document.querySelectorAll("body *")].filter((each) => shown(each) && !each.closest("svg")
+    && each.tagName !== "CANVAS" && each.scrollWidth > each.clientWidth + 1 && each.clientWidth);
+  const texts = [...document.querySelectorAll("svg text")].filter(shown).filter((each) => {
+    const box = each.getBoundingClientRect(), svg = each.closest("svg").getBoundingClientRect();
+    return box.left < svg.left - 1 || box.right > svg.right + 1
+      || box.bottom > svg.bottom + 1 || box.top < svg.top - 1;
+  });
+  return [...wide, ...texts].map(name);
+}"""
+"""The elements of a page that are cut off, in a browser."""
 LATE = "2:3=latency:steps:0ms/0ms,1600ms/60ms,6s/0ms"
 
 

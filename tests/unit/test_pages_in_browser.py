@@ -15,24 +15,10 @@ from penstock.formats.traces import read_trace
 from penstock.report import to_page as report_page
 from penstock.train.compare.result import Comparison, ComparisonRow, SimulatedResult, TrainingResult
 from penstock.train.compare.run import to_page as compare_page
-from report_cases import story_of
+from report_cases import CROPPED, story_of
 from trace_samples import study_sample
 
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("browser")]
-
-CROPPED = """() => {
-  const shown = (each) => each.getClientRects().length > 0;
-  const name = (each) =>
-    `${each.tagName} ${each.className.baseVal ?? each.className}: ${each.textContent.slice(0, 60)}`;
-  const wide = [...document.querySelectorAll("body *")].filter((each) => shown(each) && !each.closest("svg")
-    && each.tagName !== "CANVAS" && each.scrollWidth > each.clientWidth + 1 && each.clientWidth);
-  const texts = [...document.querySelectorAll("svg text")].filter(shown).filter((each) => {
-    const box = each.getBoundingClientRect(), svg = each.closest("svg").getBoundingClientRect();
-    return box.left < svg.left - 1 || box.right > svg.right + 1
-      || box.bottom > svg.bottom + 1 || box.top < svg.top - 1;
-  });
-  return [...wide, ...texts].map(name);
-}"""
 
 COLORS = """() => [...document.querySelectorAll("svg")].map((svg) => {
   const found = {};

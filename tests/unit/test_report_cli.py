@@ -71,7 +71,7 @@ def test_a_log_that_gzip_has_been_over_is_read(run: Path, given: str, capsys: py
     ("arguments", "code", "message"),
     [
         (["nowhere"], 2, "no such folder"),
-        (["."], 2, "has no control.jsonl"),
+        (["."], 2, "has no metrics.jsonl and no control.jsonl"),
         (["slow", "--out", "page.svg"], 2, "a name that ends with .html"),
         (["slow", "--out", "nowhere/page.html"], 2, "No such file"),
         (["broken"], 1, "line 1 of the log is not JSON"),

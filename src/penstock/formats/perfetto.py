@@ -12,7 +12,7 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from penstock.schedule import Op
+from penstock.schedule import Op, Schedule, parse_op
 from penstock.schedule.dependencies import predecessors
 from penstock.simulation import Message, TimedOp, Timeline
 
@@ -76,6 +76,49 @@ def to_perfetto(timelines: Timeline | Sequence[Timeline]) -> bytes:
     ]
     value = {"displayTimeUnit": "ms", "metadata": {"penstock": meta}, "traceEvents": events}
     return json.dumps(value, separators=(",", ":")).encode()
+
+
+def from_perfetto(data: bytes, schedule: Schedule) -> list[Timeline]:
+    """The timelines of a trace that `to_perfetto` made, without their messages.
+
+    Args:
+        data: the trace, not gzipped.
+        schedule: whose ops it shows; timelines with others are left out.
+
+    Raises:
+        ValueError: another trace.
+
+    Examples:
+        >>> import penstock as ps
+        >>> timeline = ps.simulate(ps.build("1f1b", 2, 2))
+        >>> [read] = ps.formats.perfetto.from_perfetto(ps.formats.to_perfetto(timeline), timeline.schedule)
+        >>> read.makespan == timeline.makespan
+        True
+    """
+    known = {op for row in schedule.order for op in row}
+    found = []
+    try:
+        trace = json.loads(data)
+        slices = [event for event in trace["traceEvents"] if event["ph"] == "X" and "op" in event["args"]]
+        for place, meta in enumerate(trace["metadata"]["penstock"]):
+            first = 1 + place * schedule.num_ranks
+            ops = [
+                TimedOp(
+                    each["pid"] - first,
+                    parse_op(each["args"]["op"]),
+                    each["ts"] / 1e3,
+                    (each["ts"] + each["dur"]) / 1e3,
+                )
+                for each in slices
+                if first <= each["pid"] < first + schedule.num_ranks
+            ]
+            ops.sort(key=lambda timed: (timed.rank, timed.start))
+            if known.issuperset(timed.op for timed in ops):
+                held = (0.0,) * schedule.num_ranks
+                found.append(Timeline(schedule, tuple(ops), (), held, meta["source"], meta["dispatch"]))
+    except (KeyError, TypeError) as error:
+        raise ValueError(f"no trace of Penstock's: {error!r}") from None
+    return found
 
 
 def messages_of(timeline: Timeline) -> list[Message]:

@@ -1,6 +1,7 @@
-"""The report of a run under control: its story as plain values, and as one self-contained HTML page."""
+"""The report of a run: its record and the story of its links as plain values, and as one self-contained HTML page."""
 
 from penstock.report.page import to_page
+from penstock.report.run_record import RunRecord
 from penstock.report.run_story import RunStory
 
-__all__ = ["RunStory", "to_page"]
+__all__ = ["RunRecord", "RunStory", "to_page"]

@@ -1,9 +1,9 @@
-"""The pictures of a report: iteration times, links by iteration, memory, where the time goes, before and after."""
+"""The pictures of a report: metrics by step, memory, timelines; iteration times, links, where the time goes."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from statistics import median
 
@@ -11,16 +11,19 @@ from penstock.draw.charts.axis import Axis
 from penstock.draw.charts.figure import Figure
 from penstock.draw.charts.groups import bar_chart
 from penstock.draw.charts.heat import MOST_COLUMNS, heat_map
-from penstock.draw.charts.lines import line_chart
+from penstock.draw.charts.lines import averaged, line_chart
 from penstock.draw.charts.parts import Bars, Level, Line, Mark
 from penstock.draw.charts.stacked import stacked_chart
 from penstock.draw.report_page import timelines
 from penstock.draw.scale import percent, short
-from penstock.report.run_story import RunMemory, RunStory
+from penstock.report.run_record import RunRecord
+from penstock.report.run_story import RunMemory, RunStory, TitledTimeline
 from penstock.report.words import way_name
 
 LEFT, RIGHT, NARROW_LEFT, NARROW_RIGHT = 84.0, 930.0, 58.0, 344.0
 """Pixels between which charts over iterations lie, so that one stands above the other."""
+MOST_POINTS = 200
+"""Points of a line over steps."""
 MOST_OPS = 8000
 """Ops of timelines that a page holds; more would make it slow."""
 
@@ -33,6 +36,37 @@ def ends(story: RunStory) -> tuple[float, float]:
 def sides(width: int) -> tuple[float, float]:
     """Where charts over iterations begin and end, in pixels."""
     return (LEFT, RIGHT) if width > RIGHT else (NARROW_LEFT, NARROW_RIGHT)
+
+
+def curve(record: RunRecord, metrics: Mapping[str, str], y: Axis, width: int, levels: Sequence[Level] = ()) -> Figure:
+    """Metrics over the steps of a run, each a line with a name. Neighbours of many steps are averaged."""
+    lines = [
+        Line(name, *averaged([step for step, _ in known], [value for _, value in known], MOST_POINTS))
+        for metric, name in metrics.items()
+        if (known := record.known(metric))
+    ]
+    return line_chart(
+        lines,
+        x=Axis(record.noun, low=record.steps[0] - 0.5, high=record.steps[-1] + 0.5),
+        y=y,
+        levels=levels,
+        left=sides(width)[0],
+        right=sides(width)[1],
+        width=width,
+        height=300,
+        label=f"{y.label} over {record.noun}s: {', '.join(line.name for line in lines)}",
+    )
+
+
+def held_by(rows: Sequence[str], parts: Mapping[str, Sequence[float]], width: int) -> Figure:
+    """Memory by process, in MiB, made of parts that are given in bytes."""
+    return stacked_chart(
+        rows,
+        [Bars(name, [value / 2**20 for value in values]) for name, values in parts.items() if any(values)],
+        x=Axis("MiB"),
+        width=min(width, 760),
+        label=f"Memory in MiB: {', '.join(parts)}",
+    )
 
 
 def iteration_times(story: RunStory, width: int) -> Figure:
@@ -155,8 +189,8 @@ def _number(decision: int) -> str:
     return f"{decision}:" if decision else "start:"
 
 
-def before_and_after(story: RunStory) -> str | None:
-    """The timelines to show, on one time axis; None where there are none, or too many ops."""
-    if not story.shown or sum(len(each.timeline.ops) for each in story.shown) > MOST_OPS:
+def one_above_the_other(shown: Sequence[TitledTimeline]) -> str | None:
+    """Timelines on one time axis; None where there are none, or too many ops."""
+    if not shown or sum(len(each.timeline.ops) for each in shown) > MOST_OPS:
         return None
-    return timelines([each.timeline for each in story.shown], [each.title for each in story.shown])
+    return timelines([each.timeline for each in shown], [each.title for each in shown])

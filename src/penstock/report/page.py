@@ -1,17 +1,27 @@
-"""A run's story as one self-contained HTML page: it loads nothing, and says everything without its script too."""
+"""A run as one self-contained HTML page: it loads nothing, and says everything without its script too.
+
+Every run has its record: loss, rate, speed and bubble by step, memory, one of the last steps, notices. A run whose
+links were watched has the story of these links and of what was decided, too.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from html import escape
 from importlib.resources import files
+from statistics import median
+from typing import Any, NamedTuple
 
+from penstock.draw.charts.axis import Axis
 from penstock.draw.charts.figure import Figure
+from penstock.draw.charts.parts import Level
 from penstock.draw.report_page import NARROW, WIDTH, PageNumber, both, inline, section, table, whole_page
 from penstock.draw.scale import percent, short
 from penstock.report import figures
+from penstock.report.run_record import RunRecord
 from penstock.report.run_story import DecisionOutcome, RunStory
-from penstock.report.words import alarms, headline, link_name, more, reaction, seconds, times
+from penstock.report.words import alarms, headline, link_name, more, reaction, seconds, sentence, times, words_of
 
 _MEASURED = (
     "Measured: the median iteration since what the change answers began, and with it. Saved: measured iterations "
@@ -21,23 +31,165 @@ MOST_ROWS = 400
 """Iterations that the table at the end lists."""
 
 
-def to_page(story: RunStory) -> str:
+def to_page(story: RunStory | None, record: RunRecord | None = None) -> str:
     """The report as one HTML page that loads nothing.
 
     Args:
-        story: all that it says.
+        story: of the run's links; None if they were not watched.
+        record: of the run's steps; None if it has none, as a rehearsal. One of the two is needed.
+
+    Raises:
+        ValueError: neither is given.
     """
+    told = story or record
+    if told is None:
+        raise ValueError("a page of nothing: give the story of a run, or its record")
+    first, *others = sentences(story, record)
+    script = "" if story is None else files("penstock.report").joinpath("report.js").read_text(encoding="utf-8")
     return whole_page(
-        title=f"{story.name}: run report",
-        name=story.name,
-        headline=headline(story),
-        more=more(story),
-        numbers=_numbers(story),
-        facts=story.facts,
-        sections=_sections(story),
-        data=story.to_json(),
-        script=files("penstock.report").joinpath("report.js").read_text(encoding="utf-8"),
+        title=f"{told.name}: run report",
+        name=told.name,
+        headline=first,
+        more=others,
+        numbers=[*_of_steps(record), *([] if story is None else _numbers(story))],
+        facts=told.facts,
+        sections=[
+            *([] if record is None else _steps(record)),
+            *([] if story is None else _sections(story)),
+            *([] if record is None else _end(record, with_table=story is None or record.noun == "step")),
+        ],
+        data=to_json(story, record),
+        script=script,
     )
+
+
+def to_json(story: RunStory | None, record: RunRecord | None = None) -> dict[str, Any]:
+    """What the page says, without its timelines, as a JSON object."""
+    value: dict[str, Any] = {} if story is None else story.to_json()
+    if record is None:
+        return value
+    return {"name": record.name, "facts": dict(record.facts), **value, "run": record.to_json()}
+
+
+def sentences(story: RunStory | None, record: RunRecord | None = None) -> list[str]:
+    """The headline, and the sentences below it."""
+    of_steps = [] if record is None else words_of(record)
+    if story is None:
+        return of_steps
+    learned = record is not None and record.noun == "step"  # the story counts iterations itself
+    return [headline(story), *(of_steps if learned else ()), *more(story)]
+
+
+class Curve(NamedTuple):
+    """A section of the page with metrics over steps: by name of a metric, the name of its line."""
+
+    title: str
+    label: str
+    metrics: Mapping[str, str]
+    note: str = ""
+    from_zero: bool = True
+    show: Callable[[float], str] = short
+
+
+CURVES = (
+    Curve("Loss", "loss", {"loss": "training", "validation_loss": "validation"}, from_zero=False),
+    Curve("Learning rate", "learning rate", {"lr": "learning rate"}, show=lambda rate: f"{rate:.3g}"),
+    Curve("Speed", "tokens a second", {"tokens_per_second": "tokens/s"}, "Of all processes together, measured."),
+    Curve("Speed", "samples a second", {"samples_per_second": "samples/s"}, "Of all processes together, measured."),
+    Curve(
+        "Bubbles",
+        "share of all ranks' time",
+        {"bubble": "measured"},
+        "The time in which ranks ran no op, measured in each {}. Simulated: one of the last, with its own op times.",
+        show=percent,
+    ),
+)
+
+
+def _of_steps(record: RunRecord | None) -> list[PageNumber]:
+    """The few numbers of a run's steps that matter, large."""
+    if record is None:
+        return []
+    found = []
+    if (loss := record.last("loss")) is not None:
+        found.append(PageNumber(f"{loss:.3f}", f"training loss in step {record.steps[-1]:,}"))
+    if (loss := record.last("validation_loss")) is not None:
+        found.append(PageNumber(f"{loss:.3f}", "validation loss"))
+    for unit in ("tokens", "samples"):
+        if known := record.known(f"{unit}_per_second"):
+            found.append(PageNumber(f"{median(value for _, value in known):,.4g}", f"{unit} a second, in the median"))
+    measured, simulated = record.bubbles
+    if measured is not None and simulated is not None:
+        found.append(
+            PageNumber(percent(measured), f"bubbles in one of the last steps; simulated {percent(simulated)}")
+        )
+    if peaks := record.ended.get("peak_memory"):
+        found.append(PageNumber(f"{max(peaks) / 2**20:,.0f} MiB", "held by the fullest process"))
+    return found
+
+
+def _steps(record: RunRecord) -> list[str]:
+    """Loss, learning rate, speed and bubbles by step; memory; one of the last steps."""
+    found = []
+    for each in CURVES:
+        if not any(record.known(metric) for metric in each.metrics):
+            if each.title == "Loss" and "loss" in record.columns:
+                found.append(section("Loss", "<p>No step has a finite loss.</p>"))
+            continue
+        values = [value for metric in each.metrics for _, value in record.known(metric)]
+        low = 0.95 * min(values) if not each.from_zero and min(values) > 0 else None
+        simulated = record.bubbles[1] if each.title == "Bubbles" else None
+        levels = [] if simulated is None else [Level(simulated, f"simulated {percent(simulated)}")]
+        axis = Axis(each.label, low=low, show=each.show)
+        drawn = inline(partial(figures.curve, record, each.metrics, axis, levels=levels))
+        many = -(-len(record.steps) // figures.MOST_POINTS)
+        note = each.note.format(record.noun) + (
+            f" Each point is the mean of {many} {record.noun}s." if many > 1 else ""
+        )
+        found.append(section(each.title, drawn, note))
+    return [*found, *_memory_of(record), *_one_step(record)]
+
+
+def _memory_of(record: RunRecord) -> list[str]:
+    peaks, state = record.ended.get("peak_memory"), record.ended.get("state")
+    found = ""
+    if peaks:
+        one = "rank" if len(peaks) == record.ended.get("num_ranks") else "process"
+        names = [f"{one} {number}" for number in range(len(peaks))]
+        found += inline(partial(figures.held_by, names, {"at most": peaks}))
+    if state:
+        names = [f"rank {number}" for number in range(len(state))]
+        found += inline(partial(figures.held_by, names, {name: [row[name] for row in state] for name in state[0]}))
+    note = "Above: the most that each process held at any time. Below: what of it is for weights."
+    return [section("Memory of processes", found, note if peaks and state else "")] if found else []
+
+
+def _one_step(record: RunRecord) -> list[str]:
+    noun = "pass" if record.ended.get("updating") else record.noun
+    drawn = figures.one_above_the_other(record.shown)
+    if drawn is not None:
+        note = "One of the last, measured; and simulated with the op times that were measured."
+        return [section(f"One {noun}", drawn, note)]
+    why = "It has too many ops to be drawn here; timeline.html has them." if record.ended else "Written when it ends."
+    return [section(f"One {noun}", f"<p>{why}</p>")]
+
+
+def _end(record: RunRecord, with_table: bool) -> list[str]:
+    """Notices, what the model wrote, and every step as a row."""
+    found = []
+    if notices := record.ended.get("notices"):
+        found.append(section("Notices", "".join(f"<p>{escape(sentence(str(each)))}</p>" for each in notices)))
+    if record.text:
+        found.append(section("What the model wrote", f'<p class="r-text">{escape(record.text)}</p>'))
+    if not with_table:
+        return found
+    named = [(metric, name) for each in CURVES for metric, name in each.metrics.items() if metric in record.columns]
+    rows = [
+        (str(step), *(_maybe(record.columns[metric][place], lambda value: f"{value:,.4g}") for metric, _ in named))
+        for place, step in enumerate(record.steps[:MOST_ROWS])
+    ]
+    head = (record.noun, *({"loss": "training loss", "bubble": "bubbles"}.get(m, name) for m, name in named))
+    return [*found, _folded(f"All {record.noun}s as a table", head, rows, len(record.steps), f"{record.noun}s")]
 
 
 def _numbers(story: RunStory) -> list[PageNumber]:
@@ -78,7 +230,7 @@ def _sections(story: RunStory) -> list[str]:
     found.append(section("Decisions", said, f"{escape(alarms(story))}. {_MEASURED}"))
     if story.faults or story.counters:
         found.append(section("Faults", _faults(story)))
-    timelines = figures.before_and_after(story)
+    timelines = figures.one_above_the_other(story.shown)
     if timelines is not None:
         found.append(section("Before and after", timelines, _source(story)))
     if any(each.shares is not None for each in story.ran):
@@ -210,12 +362,14 @@ def _rows(story: RunStory) -> str:
         for each in shown
     ]
     head = ("iteration", "runs", "measured ms", "simulated ms", "kept ms", "slowest link")
-    more_rows = len(story.iterations) - len(shown)
-    left = f'<p class="r-note">{times(more_rows, "more iteration")} in the JSON.</p>' if more_rows else ""
-    return (
-        f"<section><details><summary>All iterations as a table</summary>{table(head, rows, (), 'Iterations')}{left}"
-        "</details></section>"
-    )
+    return _folded("All iterations as a table", head, rows, len(story.iterations), "Iterations")
+
+
+def _folded(title: str, head: Sequence[str], rows: Sequence[Sequence[str]], count: int, label: str) -> str:
+    """A table that is folded away, and how many of its `count` rows are left out."""
+    rest = count - len(rows)
+    left = f'<p class="r-note">{times(rest, f"more {head[0]}")} in the JSON.</p>' if rest else ""
+    return f"<section><details><summary>{title}</summary>{table(head, rows, (), label)}{left}</details></section>"
 
 
 def _worst(delays: Sequence[float | None], story: RunStory) -> str:

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from penstock.dispatch import Dispatch
 from penstock.draw.scale import percent, short
+from penstock.report.run_record import RunRecord
 from penstock.report.run_story import DecisionOutcome, LatePeriod, RunStory
 
 DONE = {
@@ -52,7 +53,7 @@ def times(count: int, noun: str) -> str:
 def headline(story: RunStory) -> str:
     """The one sentence that the page begins with."""
     parts = [_broken(story), _late(story), _answer(story), _saved(story)]
-    return _sentence("; ".join(part for part in parts if part))
+    return sentence("; ".join(part for part in parts if part))
 
 
 def more(story: RunStory) -> list[str]:
@@ -68,7 +69,24 @@ def more(story: RunStory) -> list[str]:
     found.append(alarms(story))
     if story.error is not None:
         found.append(f"Simulated and measured iteration time differ by {percent(story.error)} in the median")
-    return [*(_sentence(each) for each in found), *(_sentence(each) for each in story.unanswered)]
+    return [*(sentence(each) for each in found), *(sentence(each) for each in story.unanswered)]
+
+
+def words_of(record: RunRecord) -> list[str]:
+    """The sentences on the steps of a run that learns; the first says what became of its loss."""
+    ended, known = record.ended, [loss for _, loss in record.known("loss")]
+    ran = times(record.steps[-1], "step") + (f" of {ended['schedule']}" if "schedule" in ended else "")
+    if record.asked is not None and record.steps[-1] < record.asked:
+        ran += f", {record.asked:,} were asked for"
+    became = f"training loss went from {known[0]:.3f} to {known[-1]:.3f}" if known else "no loss was finite"
+    found = [sentence(f"{became} in {ran}")]
+    if not ended:
+        found.append("The run has not ended, or was killed: memory, a timeline and notices come with its end.")
+    elif ended.get("interrupted"):
+        found.append("It was interrupted.")
+    if "unit" in ended:
+        found.append(sentence(", ".join([f"The loss is {ended['loss']:.3f} {ended['unit']}", *ended["beside"]])))
+    return found
 
 
 def alarms(story: RunStory) -> str:
@@ -196,5 +214,6 @@ def _is_nothing(story: RunStory) -> bool:
     return story.lost < NOTHING * story.total
 
 
-def _sentence(text: str) -> str:
+def sentence(text: str) -> str:
+    """A text with a capital and a full stop."""
     return text[:1].upper() + text[1:] + "."

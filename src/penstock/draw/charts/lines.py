@@ -6,6 +6,7 @@ import math
 from collections.abc import Sequence
 from html import escape
 from itertools import pairwise
+from statistics import fmean
 
 from penstock.cost import CostError
 from penstock.draw.charts.axis import Axis, Scale, laid, level_axis, upright
@@ -151,6 +152,14 @@ def _path(line: Line, run: Sequence[tuple[float, float]], across: Scale, rise: S
     for (_, before), (a, b) in pairwise(points):
         drawn += f"H{num(a)}" + (f"V{num(b)}" if b != before else "")
     return drawn
+
+
+def averaged(x: Sequence[float], y: Sequence[float], most: int) -> tuple[list[float], list[float]]:
+    """A line of at most `most` points: the means of neighbours, each at the last of them."""
+    size = -(-len(x) // most) or 1
+    starts = range(0, len(x), size)
+    ends = [x[min(start + size, len(x)) - 1] for start in starts]
+    return ends, [fmean(y[start : start + size]) for start in starts]
 
 
 def thinned(points: Sequence[tuple[float, float]], apart: float = 0.5) -> list[tuple[float, float]]:

@@ -17,6 +17,7 @@ from pathlib import Path
 
 from penstock.cost import Costs
 from penstock.draw.chart import Axis, Bars, Figure, Line, bar_chart, line_chart, save_chart
+from penstock.draw.charts.lines import averaged
 from penstock.draw.report_page import PageNumber, inline, section, table, timelines, whole_page
 from penstock.draw.scale import percent, short
 from penstock.formats.files import write_whole
@@ -220,11 +221,7 @@ def _loss_chart(found: Comparison, name: str, width: int) -> Figure:
 
 def _line(row: ComparisonRow, x: Sequence[float]) -> Line:
     assert row.trained is not None
-    losses = row.trained.losses
-    size = -(-len(losses) // MOST_POINTS)
-    parts = [losses[start : start + size] for start in range(0, len(losses), size)]
-    ends = [x[min(start + size, len(x)) - 1] for start in range(0, len(x), size)]
-    return Line(row.name, ends, [sum(part) / len(part) for part in parts])
+    return Line(row.name, *averaged(x, row.trained.losses, MOST_POINTS))
 
 
 Say = Callable[[str], None]
