@@ -284,13 +284,13 @@ def why_never_fewer(schedule: Schedule, num_replicas: int = 1) -> str | None:
     """Why a step always runs all microbatches of a schedule, in words; None where a smaller batch runs fewer."""
     graph, own = schedule.graph, {REDUCE} if num_replicas > 1 else set()
     if schedule.updates is not None:
-        return "has its updates in the order, each behind a fixed number of microbatches"
+        return f"{schedule.name} has its updates in the order, each behind a fixed number of microbatches"
     if not is_plain(schedule) or graph.num_microbatches:
-        return "has stages that branch, or that work on different numbers of microbatches"
+        return f"{schedule.name} has stages that branch, or that work on different numbers of microbatches"
     if kinds := sorted({registered.kind for registered in graph.registered} - own):
-        return f"has ops of kind {', '.join(kinds)}, which were placed for all its microbatches"
+        return f"{schedule.name} has ops of kind {', '.join(kinds)}, which were placed for all its microbatches"
     if any(need.after[0] not in own for need in graph.needs):
-        return "has ops that wait for others of certain numbers"
+        return f"{schedule.name} has ops that wait for others of certain numbers"
     return None
 
 

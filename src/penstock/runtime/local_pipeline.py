@@ -9,7 +9,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import replace
 from typing import Any
@@ -37,7 +37,15 @@ from penstock.runtime.errors import RuntimeFailure
 from penstock.runtime.execute.executors import StepExecutor
 from penstock.runtime.execute.gang import lockstep_of
 from penstock.runtime.execute.launched_ops import MOST_LAUNCHED_OPS
-from penstock.runtime.execute.plan import ActivePlan, StepPlan, activate, dispatch_of, require_switchable, start_of
+from penstock.runtime.execute.plan import (
+    ActivePlan,
+    StepPlan,
+    activate,
+    dispatch_of,
+    require_switchable,
+    start_of,
+    with_fewer,
+)
 from penstock.runtime.execute.step_failure import StepFailure
 from penstock.runtime.execute.step_result import Notices
 from penstock.runtime.execute.torch_backend import TorchDevices
@@ -50,10 +58,10 @@ from penstock.runtime.parameters.given_optimizer import facts_of
 from penstock.runtime.parameters.local_model import LocalModel
 from penstock.runtime.parameters.optimizer_state import OptimizerState
 from penstock.runtime.parameters.pipeline_copies import digest_of, form_of
-from penstock.runtime.stage.batch_rules import BatchRules, Listed, Uncut, rules_of, uncut
+from penstock.runtime.stage.batch_rules import in_words, rules_of, uncut
 from penstock.runtime.stage.branches import is_plain
 from penstock.runtime.stage.host_memory import SavedTensors
-from penstock.runtime.stage.microbatches import Microbatches, ReplicaBatches, cut_for
+from penstock.runtime.stage.microbatches import Microbatches, ReplicaBatches, cut_for, num_for
 from penstock.runtime.stage.ops import StepSettings
 from penstock.runtime.stage.partitioning import Split
 from penstock.runtime.stage.partitioning.cutting import beside_layers, stages_of
@@ -68,7 +76,6 @@ from penstock.runtime.transport.failover import Failover, guard
 from penstock.runtime.transport.link_conditions import Conditions, LateRing
 from penstock.runtime.transport.nccl import has_spare_queue
 from penstock.runtime.transport.wiring import Wiring
-from penstock.schedule import check
 from penstock.schedule.send_recv import remove_communication
 from penstock.schedule.staleness import why_none_is_predicted
 
@@ -145,7 +152,7 @@ class LocalPipeline:
             "adapt": adapt is not None,
             "sharding": parallel.sharding,
             "batches": parallel.batches,
-            "batch": _rules_in_words(given.batch),
+            "batch": None if given.batch is None else [in_words(given.batch.inputs), in_words(given.batch.targets)],
         }
         require_same(place.everyone.gather(facts), _SAME)
         check_once(schedule, place.everyone)
@@ -467,7 +474,7 @@ class LocalPipeline:
         """
         schedule, mesh = self.running.schedule, self.mesh
         num = schedule.num_microbatches
-        why = self._why_never_fewer() if trains else None
+        why = why_never_fewer(schedule, mesh.num_replicas) if trains else None
         rules = rules_of(self._given.model, self._given.batch, inputs)
         if self.own_batches is not None:
             fewer = is_plain(schedule) and why is None
@@ -481,55 +488,20 @@ class LocalPipeline:
         else:
             if is_plain(schedule):
                 inputs = uncut(inputs, "inputs", rules.inputs)
-                num = self._num_for(inputs, targets, trains, why)
+                num = num_for(inputs, targets, schedule, mesh.num_replicas, trains, why)
             batch = cut_for(schedule, inputs, targets, loss_fn, windows, num, *mesh.part, self.is_told, rules)
         if trains:
             self.running_for(batch)
         return batch
 
-    def _num_for(self, inputs: Uncut | Listed, targets: Any, trains: bool, why: str | None) -> int:
-        """The microbatches of each replica, for a batch that may be small."""
-        schedule, replicas = self.running.schedule, self.mesh.num_replicas
-        most, num = inputs.most, schedule.num_microbatches
-        if not 0 < most < num * replicas:
-            return num
-        fits = targets is None or (isinstance(targets, list) and len(targets) == most)
-        if trains and isinstance(inputs, Listed) and not fits:
-            return num  # a list of another length is rather a mistake than a small batch
-        if most < replicas:
-            raise RuntimeFailure(
-                f"a batch of {most} samples can't be cut for {replicas} replicas; give each at least one sample, or "
-                "leave the batch out: DataLoader(drop_last=True)"
-            )
-        if why is not None:
-            raise RuntimeFailure(
-                f"a batch of {most} samples can't be cut into {num * replicas} microbatches, and {schedule.name} "
-                f"{why}, so that a step can't run fewer; give at least {num * replicas} samples, leave the batch "
-                "out (DataLoader(drop_last=True)), or build a schedule with fewer microbatches"
-            )
-        return most // replicas
-
-    def _why_never_fewer(self) -> str | None:
-        return why_never_fewer(self.running.schedule, self.mesh.num_replicas)
-
     def running_for(self, batch: Microbatches) -> ActivePlan:
-        """What a training step of a batch runs: of a small batch, the ops of its microbatches alone.
-
-        Raises:
-            RuntimeFailure: a pipeline of the schedule has none of these microbatches.
-        """
+        """What a training step of a batch runs: of a small batch, the ops of its microbatches alone."""
         now, num = self.running, len(batch)
-        if num >= now.schedule.num_microbatches or self._why_never_fewer() is not None:
+        usual = num >= now.schedule.num_microbatches
+        if usual or why_never_fewer(now.schedule, self.mesh.num_replicas) is not None:
             return now
         if num not in now.fewer:
-            small = without_reductions(now.schedule, self.mesh).first_microbatches(num)
-            if not all(small.pipeline_microbatches):
-                raise RuntimeFailure(
-                    f"a batch of {num} microbatches leaves a pipeline of {now.schedule.name} without one; give more "
-                    "samples, or leave the batch out: DataLoader(drop_last=True)"
-                )
-            check(small)
-            now.fewer[num] = self._activated(replace(now.configuration, schedule=with_reductions(small, self.mesh)))
+            now.fewer[num] = self._activated(with_fewer(now.configuration, num, self.mesh))
         return now.fewer[num]
 
     def _said_by_all(self, facts: dict[str, Any]) -> list[dict[str, Any]]:
@@ -613,15 +585,6 @@ def _name_of(function: Any) -> str | None:
     """What a function is called, or the class of an object that is called."""
     known = getattr(function, "func", function)  # of a partial
     return None if known is None else getattr(known, "__qualname__", type(known).__qualname__)
-
-
-def _rules_in_words(given: Any) -> str:
-    """Rules as text that is the same in every process, with functions by name."""
-    if isinstance(given, Mapping):
-        return str({str(key): _rules_in_words(rule) for key, rule in given.items()})
-    if isinstance(given, BatchRules):
-        return f"inputs={_rules_in_words(given.inputs)}, targets={_rules_in_words(given.targets)}"
-    return str(_name_of(given)) if callable(given) else str(given)
 
 
 def _form_of(model: nn.Module | Sequence[StageSource]) -> str | None:

@@ -104,7 +104,7 @@ def test_schedules_that_always_run_all_their_microbatches_say_why(schedule: Any,
     with ps.Pipeline(model(2), made, loss_fn=MSE, optimizer=torch.optim.SGD, ops=ops) as pipe:
         x = torch.randn(3, 8)
         with pytest.raises(
-            ps.RuntimeFailure, match=rf"3 samples can't be cut into 4 microbatches, and {why}.*drop_last"
+            ps.RuntimeFailure, match=rf"3 samples can't be cut into 4 microbatches, nor into fewer: {why}.*drop_last"
         ):
             pipe.step(x, x)
         pipe.step(*[torch.randn(4, 8)] * 2)

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from penstock.models.dividing import ParallelError
 from penstock.models.huggingface.anatomy import Anatomy, DecoderError, examine, has_routers
+from penstock.models.huggingface.batch_rules import ModelStages
 from penstock.models.huggingface.compare import require_equal, sample_batch, small_model
 from penstock.models.huggingface.export import write_folder
 from penstock.models.huggingface.layers import TARGETS, ModelLayer, build_layers
@@ -278,8 +279,8 @@ class Decoder:
         """
         parts = partition(self.costs(), num_stages) if cut is None else self._parts(num_stages, cut)
         if isinstance(self._source, ModelSource):
-            return [self.stage(part) for part in parts]
-        return [lambda part=part: self.stage(part) for part in parts]  # type: ignore[misc]
+            return ModelStages([self.stage(part) for part in parts], self.pictures)
+        return ModelStages([lambda part=part: self.stage(part) for part in parts], self.pictures)
 
     def export(self, target: Path, checkpoint: Reader, tokenizer: Path | None = None) -> Path:
         """Writes a checkpoint of it as a folder that `from_pretrained` opens; of adapters that of `PeftModel`.

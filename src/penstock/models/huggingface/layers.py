@@ -111,7 +111,7 @@ class EmbeddingLayer(ModelLayer):
 
     def _checked(self, given: Tensor | Value) -> Value:
         """With the tokens by name. Raises DecoderError for what does not fit the model."""
-        value = {TOKENS: given} if isinstance(given, Tensor) else dict(given)
+        value = {TOKENS: given} if isinstance(given, Tensor) else {k: v for k, v in given.items() if v is not None}
         if "labels" in value:
             raise DecoderError(
                 "labels are among the inputs; take them apart with inputs, targets = inputs_and_targets(batch) and "

@@ -18,6 +18,8 @@ from penstock.dispatch import Dispatch, lower
 from penstock.runtime.adapt import AdaptOptions
 from penstock.runtime.errors import RuntimeFailure
 from penstock.runtime.mesh.peers import Peers
+from penstock.runtime.mesh.process_mesh import ProcessMesh
+from penstock.runtime.parameters.data_parallel import with_reductions, without_reductions
 from penstock.runtime.transport.channel import ExpectedMessages, Tags, expected_by_channel
 from penstock.runtime.transport.choose import TransportChoice
 from penstock.runtime.transport.wiring import Wiring, wire
@@ -197,6 +199,22 @@ def activate(
         rank,
         tags,
     )
+
+
+def with_fewer(configuration: Configuration, num: int, mesh: ProcessMesh) -> Configuration:
+    """The configuration with the ops of the first `num` microbatches alone, in the same order.
+
+    Raises:
+        RuntimeFailure: a pipeline of the schedule has none of these microbatches.
+    """
+    small = without_reductions(configuration.schedule, mesh).first_microbatches(num)
+    if not all(small.pipeline_microbatches):
+        raise RuntimeFailure(
+            f"a batch of {num} microbatches leaves a pipeline of {small.name} without one; give more samples, or "
+            "leave the batch out: DataLoader(drop_last=True)"
+        )
+    check(small)
+    return replace(configuration, schedule=with_reductions(small, mesh))
 
 
 def require_free(adapts: bool) -> None:

@@ -20,20 +20,15 @@ from functools import cached_property, partial
 from math import lcm
 from typing import Any
 
-import torch
-
 from penstock.runtime.errors import RuntimeFailure
 from penstock.runtime.mesh.process_mesh import ProcessMesh
-from penstock.runtime.stage.batch_rules import PLAIN, BatchRules, Cut, CutTensor, Listed, Uncut, rules_at, uncut
+from penstock.runtime.stage.batch_rules import PLAIN, BatchRules, Cut, CutTensor, Signature, Uncut, rules_at, uncut
 from penstock.runtime.stage.branches import loss_stage, starts_of
 from penstock.runtime.stage.loss_weights import LossFn, adds_up, shares_of, sizes_of, weigh, weights_of
 from penstock.runtime.tensors.aliases import storage_of
 from penstock.runtime.tensors.digest import batch_digest
 from penstock.runtime.tensors.pytree import DTYPES, flatten
 from penstock.schedule import Schedule
-
-Signature = tuple[tuple[tuple[int, ...], torch.dtype], ...]
-"""Shapes and types of what goes into a microbatch: what stage outputs' shapes are expected to follow from."""
 
 NO_LOSS = (
     "this pipeline has no loss_fn; give one to ps.Pipeline to {}, a function of the output and the targets. If the "
@@ -115,6 +110,33 @@ class Microbatches:
 def _dealt(values: Sequence[Any], replica: int, num_replicas: int) -> list[Any]:
     size = len(values) // num_replicas
     return list(values[replica * size : (replica + 1) * size])
+
+
+def num_for(
+    inputs: Uncut, targets: Any, schedule: Schedule, num_replicas: int, trains: bool, why_never_fewer: str | None
+) -> int:
+    """The microbatches of each replica, fewer than the schedule's for a small batch.
+
+    Args:
+        why_never_fewer: why a step can't run fewer; None if it can.
+
+    Raises:
+        RuntimeFailure: a small batch of which no fewer microbatches can be made.
+    """
+    most, num = inputs.most, schedule.num_microbatches
+    if not 0 < most < num * num_replicas:
+        return num
+    fits = targets is None or (isinstance(targets, list) and len(targets) == most)
+    if trains and inputs.is_listed and not fits:
+        return num  # a list of another length is rather a mistake than a small batch
+    why = f"{num_replicas} replicas need a sample each" if most < num_replicas else why_never_fewer
+    if why is not None:
+        raise RuntimeFailure(
+            f"a batch of {most} samples can't be cut into {num * num_replicas} microbatches, nor into fewer: {why}; "
+            f"give at least {num * num_replicas} samples, leave the batch out (DataLoader(drop_last=True)), or build "
+            "a schedule with fewer microbatches"
+        )
+    return most // num_replicas
 
 
 def cut_for(
@@ -200,7 +222,7 @@ def cut_batch(
     return batch
 
 
-def _sources(inputs: Any, starts: Sequence[int], rules: BatchRules) -> dict[int, Uncut | Listed]:
+def _sources(inputs: Any, starts: Sequence[int], rules: BatchRules) -> dict[int, Uncut]:
     """By stage, what goes into each of the stages that no other feeds."""
     if len(starts) == 1:
         return {starts[0]: uncut(inputs, "inputs", rules.inputs)}
@@ -280,7 +302,7 @@ def _sizes(cut: Cut) -> list[set[int]]:
     return [{leaf.shape[0] for leaf in flatten(value)[0] if leaf.dim()} for value in cut]
 
 
-def _require_alike(sources: Mapping[int, Uncut | Listed], counts: Sequence[int]) -> None:
+def _require_alike(sources: Mapping[int, Uncut], counts: Sequence[int]) -> None:
     """Raises RuntimeFailure where stages would cut the batch at different samples, and join what does not match."""
     differ = len(set(counts)) > 1
     sizes = {}

@@ -59,11 +59,6 @@ class HeldMask:
         """The mask, on a device; where it is if that is None."""
         return self._mask if device in (None, self._mask.kv_num_blocks.device) else self._mask.to(device)
 
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, HeldMask) and other._mask is self._mask
-
-    __hash__ = object.__hash__
-
     def __repr__(self) -> str:
         mask = self._mask
         tensors = (mask.kv_num_blocks, mask.kv_indices, mask.full_kv_num_blocks, mask.full_kv_indices)

@@ -22,7 +22,7 @@ from penstock.runtime.tensors.block_mask import HeldMask, is_block_mask
 from penstock.runtime.tensors.dtensor import whole
 
 Skeleton = Any
-"""An int (index of a tensor) or [kind, ...]: "tuple", "list", "dict", "const", "mask" or what `_kind_of` gives."""
+"""An int (index of a tensor) or [kind, ...]: "tuple", "list", "dict", "const", "mask" or what `kind_of` gives."""
 
 _CONSTANTS = (bool, int, float, str, type(None))
 """Of these classes alone: what comes of an Enum or a numpy number in another process is none any more."""
@@ -47,7 +47,7 @@ def _flatten(value: Any, leaves: list[Tensor]) -> Skeleton:
         leaves.append(value)
         return len(leaves) - 1
     if isinstance(value, tuple):
-        return [_kind_of(type(value)), [_flatten(v, leaves) for v in value]]
+        return [kind_of(type(value)), [_flatten(v, leaves) for v in value]]
     if isinstance(value, list):
         return ["list", [_flatten(v, leaves) for v in value]]
     if isinstance(value, dict) and all(isinstance(key, str) for key in value):
@@ -125,11 +125,11 @@ def device_of(value: Any) -> torch.device:
     return leaves[0].device if leaves else torch.device("cpu")
 
 
-def _kind_of(of: type[tuple[Any, ...]]) -> str:
-    """ "tuple", or of a named tuple also its module, its name and its fields. Any of them may have a space."""
+def kind_of(of: type[Any]) -> str:
+    """ "list", "tuple", or of a named tuple also its module, name and fields. Any of them may have a space."""
     fields = getattr(of, "_fields", None)
     if fields is None or not hasattr(of, "_make"):
-        return "tuple"
+        return "list" if issubclass(of, list) else "tuple"
     kind = "\0".join(("tuple", of.__module__, of.__qualname__, *fields))
     _NAMED_TUPLES[kind] = of
     return kind
