@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -79,7 +80,10 @@ def plain_step(
         batch = zip(cut(inputs, num_microbatches), cut(targets, num_microbatches), strict=True)
         for m, (x, target) in enumerate(batch):
             with torch.autocast(first_tensor(x).device.type, autocast) if autocast else nullcontext():
-                loss = loss_fn(call(model, x, mix(mix(seed, step), m)), target) * scales[m]
+                output = call(model, x, mix(mix(seed, step), m))
+                loss = loss_fn(output, target)
+            # Not 0 times a mean over nothing, which is no number.
+            loss = loss * scales[m] if scales[m] else (first_tensor(output).nan_to_num() * 0).sum().to(loss.dtype)
             if loss.requires_grad:
                 loss.backward()
             total = loss.detach().clone() if total is None else total + loss.detach()
@@ -101,7 +105,8 @@ def plain_evaluate(
         for x, target, scale in zip(
             cut(inputs, num_microbatches), cut(targets, num_microbatches), scales, strict=True
         ):
-            total = total + loss_fn(call(model, x, None), target) * scale
+            loss = loss_fn(call(model, x, None), target)
+            total = total + (loss * scale if scale else torch.zeros_like(loss))
     for module, training in modes:
         module.training = training
     return total
@@ -109,8 +114,12 @@ def plain_evaluate(
 
 def weights(inputs: Any, targets: Any, num: int, loss_fn: Callable[..., Tensor]) -> list[float]:
     """Each microbatch's share of the batch's loss."""
+    if getattr(loss_fn, "adds_up", False) or setting(loss_fn, "reduction") == "sum":
+        return [1.0] * num
     if callable(getattr(loss_fn, "weight", None)):
         counts = [float(loss_fn.weight(target)) for target in cut(targets, num)]
+    elif of_torch(loss_fn):
+        counts = [counted(loss_fn, target) for target in cut(targets, num)]
     else:
         counts = [float(len(first_tensor(x))) for x in cut(inputs, num)]
     return [count / sum(counts) if sum(counts) else 0.0 for count in counts]
@@ -124,6 +133,37 @@ def named_as(model: Model) -> nn.Module:
         return model
     stages = list(model)
     return nn.ModuleList(stages) if len(stages) > 1 else stages[0]
+
+
+def of_torch(loss_fn: Any) -> bool:
+    """Whether torch wrote what the loss computes."""
+    if isinstance(loss_fn, nn.Module):
+        return type(loss_fn).forward.__module__ == "torch.nn.modules.loss"
+    function = loss_fn.func if isinstance(loss_fn, partial) else loss_fn
+    return getattr(function, "__module__", "") == "torch.nn.functional"
+
+
+def setting(loss_fn: Any, name: str) -> Any:
+    """A setting of torch's losses."""
+    keywords = loss_fn.keywords if isinstance(loss_fn, partial) else {}
+    defaults = {"reduction": "mean", "ignore_index": -100, "weight": None}
+    return keywords.get(name, getattr(loss_fn, name, defaults[name]))
+
+
+def counted(loss_fn: Any, target: Tensor) -> float:
+    """What a mean of torch's divides by."""
+    name = getattr(getattr(loss_fn, "func", loss_fn), "__name__", type(loss_fn).__name__)
+    if isinstance(loss_fn, nn.CrossEntropyLoss | nn.NLLLoss) or name in ("cross_entropy", "nll_loss"):
+        if target.is_floating_point():
+            return float(target.select(1, 0).numel())
+        weight, found = setting(loss_fn, "weight"), 0.0
+        for label in target.flatten().tolist():
+            if label != setting(loss_fn, "ignore_index"):
+                found += 1.0 if weight is None else weight[label].item()
+        return found
+    if setting(loss_fn, "reduction") == "batchmean" or name.lower().startswith("multilabel"):
+        return float(len(target))
+    return float(target.numel())
 
 
 def gradients(model: Model) -> dict[str, Tensor | None]:

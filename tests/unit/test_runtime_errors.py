@@ -86,17 +86,22 @@ def test_an_output_that_can_not_travel(value: Any) -> None:
     assert caught.value.__notes__ == ["in F0 of stage 0 on rank 0"]
 
 
-def weighs_by(sizes: list[int], others: list[int], told: bool = False) -> float:
+class OwnMean(nn.MSELoss):
+    """A mean that does not say over what."""
+
+    def forward(self, output: Tensor, target: Tensor) -> Tensor:
+        return super().forward(output, target)
+
+
+class WeighedMean(OwnMean):
+    def weight(self, target: Tensor) -> int:
+        return len(target)
+
+
+def weighs_by(sizes: list[int], others: list[int], loss_fn: nn.Module) -> float:
     """The loss of microbatches of so many samples, the first tensor of which has other sizes."""
-
-    class Loss(nn.MSELoss):
-        if told:
-
-            def weight(self, target: Tensor) -> int:
-                return len(target)
-
     torch.manual_seed(0)
-    pipe = pipeline([Do(lambda ls, other, x: ls[0](x) + other.mean(), lin()), lin()], loss_fn=Loss())
+    pipe = pipeline([Do(lambda ls, other, x: ls[0](x) + other.mean(), lin()), lin()], loss_fn=loss_fn)
     inputs = [(torch.ones(other, 8), torch.randn(size, 8)) for other, size in zip(others, sizes, strict=True)]
     targets = [torch.zeros(size, 8) for size in sizes]
     return pipe.step(inputs, targets, update=False).loss.item()
@@ -107,10 +112,11 @@ def test_microbatches_weighed_by_the_first_tensor_whatever_the_others_have() -> 
         r"first tensor of each .* has 3, 3, 3, 3 entries in dimension 0, and another 1, 2, 2, 3, .*weight\(targets\)"
     )
     with pytest.raises(RuntimeFailure, match=said):
-        weighs_by([1, 2, 2, 3], [3, 3, 3, 3])
-    want = weighs_by([1, 2, 2, 3], [3, 3, 3, 3], told=True)
-    assert weighs_by([1, 2, 2, 3], [2, 4, 4, 6]) == want
-    weighs_by([2, 2, 2, 2], [3, 3, 3, 3])
+        weighs_by([1, 2, 2, 3], [3, 3, 3, 3], OwnMean())
+    want = weighs_by([1, 2, 2, 3], [3, 3, 3, 3], WeighedMean())
+    assert weighs_by([1, 2, 2, 3], [3, 3, 3, 3], nn.MSELoss()) == want
+    assert weighs_by([1, 2, 2, 3], [2, 4, 4, 6], OwnMean()) == want
+    weighs_by([2, 2, 2, 2], [3, 3, 3, 3], OwnMean())
 
 
 class Mode(StrEnum):
@@ -163,14 +169,20 @@ def test_a_batch_that_can_not_be_cut(inputs: Any, said: str) -> None:
 def test_a_microbatch_without_samples_made_every_gradient_nan() -> None:
     model, schedule = [nn.Linear(4, 4), nn.Linear(4, 4)], ps.build("1f1b", 2, 4)
     xs = [torch.randn(size, 4) for size in (2, 0, 3, 2)]
-    with ps.Pipeline(model, schedule, loss_fn=nn.MSELoss()) as pipe:
-        for call in (pipe.step, pipe.evaluate):
-            with pytest.raises(RuntimeFailure, match="microbatch 1 of the inputs has no samples"):
-                call(xs, xs)
-        assert len(pipe.predict(xs)) == 4
-    with ps.Pipeline(model, schedule, loss_fn=nn.MSELoss(reduction="sum")) as pipe:
-        assert pipe.step(xs, xs, update=False).losses[1] == 0
-        assert all(p.grad is not None and p.grad.isfinite().all() for p in pipe.parameters())
+    for loss_fn in (nn.MSELoss(), OwnMean(), nn.MSELoss(reduction="sum")):
+        with ps.Pipeline(model, schedule, loss_fn=loss_fn) as pipe:
+            found = pipe.step(xs, xs, update=False)
+            whole = torch.cat(xs)
+            want = loss_fn(model[1](model[0](whole)), whole)
+            assert found.losses[1] == 0
+            assert torch.allclose(found.loss, want)
+            assert torch.allclose(pipe.evaluate(xs, xs).loss, want)
+            for p, gradient in zip(
+                pipe.parameters(), torch.autograd.grad(want, list(pipe.parameters())), strict=True
+            ):
+                assert p.grad is not None
+                assert torch.allclose(p.grad, gradient, atol=1e-6)
+            pipe.zero_grad()
 
 
 @pytest.mark.parametrize(

@@ -236,6 +236,8 @@ class ContrastiveLoss:
         0.0
     """
 
+    by_microbatch = True
+
     def __call__(self, logits: Tensor, targets: Tensor | None = None) -> Tensor:
         """Logits[P, B, B] and each sample's partner int64[B] (its own number where None) to a scalar."""
         num_pairs, size, _ = logits.shape

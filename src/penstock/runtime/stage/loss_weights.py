@@ -5,19 +5,28 @@ fewer tokens, has less weight:
 
     loss = sum_m  weight_m / sum(weights) * loss_m
 
-Where updates are ops of the schedule, the weights of each update's window sum to 1.
+Where updates are ops of the schedule, the weights of each update's window sum to 1. A microbatch weighs as much as
+its mean is over. The first line that fits the loss says how much that is:
 
-If a loss has a method `weight(targets)`, that says what the loss averages over, such as tokens. Otherwise a
-microbatch weighs as much as it has samples. A loss with `adds_up = True` has already divided by the size of the whole
-batch, so its values are added up as they are. The same holds for torch's losses with `reduction="sum"`.
+    loss_fn.adds_up = True, or reduction="sum"    nothing: the values are shares of the batch's loss, and are added up
+    a method loss_fn.weight(targets)              what the method counts, such as tokens
+    torch's own losses                            elements, samples, or the class weights of targets that count
+    any other                                     samples
+
+Torch's own losses are its modules, and functions of `torch.nn.functional`, bare or with keywords by
+`functools.partial`. A subclass with a forward of its own may be a mean over anything, so it is not one of them.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
 
 from penstock.runtime.errors import RuntimeFailure
 from penstock.runtime.tensors.pytree import flatten
@@ -62,13 +71,72 @@ def shares_of(weights: Sequence[Sequence[float]], windows: Sequence[range]) -> l
 
 def adds_up(loss_fn: LossFn) -> bool:
     """Whether a loss gives shares of the batch's, which are not weighed: one that says so, or a sum of torch's."""
-    return getattr(loss_fn, "adds_up", False) is True or getattr(loss_fn, "reduction", None) == "sum"
+    if getattr(loss_fn, "adds_up", False) is True or getattr(loss_fn, "reduction", None) == "sum":
+        return True
+    known = _torch_loss(loss_fn)
+    return known is not None and known.setting("reduction") == "sum"
+
+
+def by_samples(loss_fn: LossFn) -> bool:
+    """Whether a loss says nothing of what it is, so that a microbatch weighs as much as it has samples."""
+    says = adds_up(loss_fn) or callable(getattr(loss_fn, "weight", None))
+    return not says and _torch_loss(loss_fn) is None
 
 
 def weights_of(targets: Sequence[Any], loss_fn: LossFn) -> list[float] | None:
     """What the loss counts in each microbatch's targets; None where it does not say."""
     weight = getattr(loss_fn, "weight", None)
-    return [float(weight(target)) for target in targets] if callable(weight) else None
+    if callable(weight):
+        return [float(weight(target)) for target in targets]
+    known = _torch_loss(loss_fn)
+    if known is None or not all(isinstance(target, Tensor) for target in targets):
+        return None
+    counts = [known.count(target) for target in targets]
+    tensors = [count for count in counts if isinstance(count, Tensor)]  # of targets on a device: asked for at once
+    return list(map(float, torch.stack(tensors).tolist() if len(tensors) == len(counts) else counts))
+
+
+@dataclass(frozen=True)
+class _TorchLoss:
+    """One of torch's losses.
+
+    Attributes:
+        function: the function of `torch.nn.functional`, or the module's forward.
+        setting: gives a setting by its name.
+    """
+
+    function: Any
+    setting: Callable[[str], Any]
+
+    def count(self, targets: Tensor) -> Tensor | int:
+        """What its mean is over, in a microbatch's targets, or as many times that in each microbatch."""
+        if self.function not in _OF_CLASSES or targets.is_floating_point():  # these are probabilities of classes
+            is_over_samples = self.setting("reduction") == "batchmean" and targets.dim()
+            return targets.shape[0] if is_over_samples else targets.numel()
+        ignored, weight = targets == self.setting("ignore_index"), self.setting("weight")
+        if weight is None:
+            return (~ignored).sum()
+        known = targets.long().clamp(0, len(weight) - 1)  # the loss itself refuses classes that are unknown
+        return weight.detach().to(targets.device, torch.float64)[known].masked_fill(ignored, 0.0).sum()
+
+
+_OF_CLASSES = (nn.CrossEntropyLoss.forward, functional.cross_entropy, nn.NLLLoss.forward, functional.nll_loss)
+_DEFAULTS = {"reduction": "mean", "weight": None, "ignore_index": -100}
+"""Of the functions."""
+
+
+def _torch_loss(loss_fn: LossFn) -> _TorchLoss | None:
+    """Which of torch's losses it is; None for any other."""
+    function: Any = loss_fn
+    setting: Callable[[str], Any] = _DEFAULTS.__getitem__
+    if isinstance(loss_fn, nn.Module):
+        function = vars(loss_fn).get("forward", type(loss_fn).forward)
+        setting = partial(getattr, loss_fn)
+    elif isinstance(loss_fn, partial) and not loss_fn.args:
+        function = loss_fn.func
+        setting = {**_DEFAULTS, **loss_fn.keywords}.__getitem__
+    is_known = getattr(function, "__module__", "") in ("torch.nn.functional", "torch.nn.modules.loss")
+    return _TorchLoss(function, setting) if is_known else None
 
 
 def sizes_of(cut: Sequence[Any]) -> list[float]:
@@ -81,3 +149,27 @@ def _size(value: Any) -> int:
     """Samples in a microbatch: the extent of its first tensor."""
     leaves, _ = flatten(value)
     return leaves[0].shape[0] if leaves and leaves[0].dim() else 1
+
+
+class _NoLoss(torch.autograd.Function):
+    """A loss of 0, with a gradient of 0 for each output."""
+
+    @staticmethod
+    def forward(ctx: Any, loss: Tensor, *outputs: Tensor) -> Tensor:
+        ctx.save_for_backward(*outputs)
+        return torch.zeros_like(loss)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        return None, *map(torch.zeros_like, ctx.saved_tensors)
+
+
+def weightless(loss: Tensor, output: Any) -> Tensor:
+    """The share of a microbatch that weighs nothing: 0, and so its gradients, also where its mean is 0/0."""
+    try:
+        leaves, _ = flatten(output)
+    except RuntimeFailure:  # of a class that can't pass between stages, and needn't
+        return loss * 0.0
+    wanted = [leaf for leaf in leaves if leaf.requires_grad] if loss.requires_grad else []
+    share: Tensor = _NoLoss.apply(loss.detach(), *wanted)
+    return share

@@ -24,7 +24,7 @@ from penstock.runtime.errors import RuntimeFailure
 from penstock.runtime.mesh.process_mesh import ProcessMesh
 from penstock.runtime.stage.batch_rules import PLAIN, BatchRules, Cut, CutTensor, Signature, Uncut, rules_at, uncut
 from penstock.runtime.stage.branches import loss_stage, starts_of
-from penstock.runtime.stage.loss_weights import LossFn, adds_up, shares_of, sizes_of, weigh, weights_of
+from penstock.runtime.stage.loss_weights import LossFn, adds_up, by_samples, shares_of, sizes_of, weigh, weights_of
 from penstock.runtime.tensors.aliases import storage_of
 from penstock.runtime.tensors.digest import batch_digest
 from penstock.runtime.tensors.pytree import DTYPES, flatten
@@ -52,6 +52,7 @@ class Microbatches:
         replica: whose part of a larger batch this is. Each window of the whole is dealt to the replicas, in as many
             microbatches for each, one replica's after those of the one before.
         overlap: gives the memory that several parts of the batch lie in, see `shared_memory`.
+        joins: whether targets of several microbatches can be joined: their samples are in dimension 0.
     """
 
     inputs: Mapping[int, Sequence[Any]]
@@ -62,6 +63,7 @@ class Microbatches:
     windows: tuple[range, ...]
     replica: int = 0
     overlap: Callable[[], frozenset[int]] = frozenset
+    joins: bool = True
 
     def __len__(self) -> int:
         return len(self.targets)
@@ -102,9 +104,8 @@ class Microbatches:
         inputs = {stage: part(values) for stage, values in self.inputs.items()}
         windows = tuple(range(w.start // num_replicas, w.stop // num_replicas) for w in self.windows)
         targets, signatures = part(self.targets), part(self.signatures)
-        return Microbatches(
-            inputs, targets, lambda: part(self.scales), signatures, self.digest, windows, replica, self.overlap
-        )
+        weighed, joins = lambda: part(self.scales), self.joins
+        return Microbatches(inputs, targets, weighed, signatures, self.digest, windows, replica, self.overlap, joins)
 
 
 def _dealt(values: Sequence[Any], replica: int, num_replicas: int) -> list[Any]:
@@ -216,7 +217,8 @@ def cut_batch(
     weighed = partial(weigh, weighed_by, cut_targets, loss_fn if targets is not None else None, windows)
     overlap = partial(_overlap, values)
     signatures = _signatures(list(cut.values()))
-    batch = Microbatches(cut, cut_targets, weighed, signatures, digest, windows, overlap=overlap)
+    joins = rules.have_targets_in_front
+    batch = Microbatches(cut, cut_targets, weighed, signatures, digest, windows, overlap=overlap, joins=joins)
     if not digested or len(windows) > 1:
         _ = batch.scales  # before the step, on every rank: some window may weigh nothing
     return batch
@@ -237,17 +239,9 @@ def _overlap(parts: Sequence[Any]) -> frozenset[int]:
 
 
 def _require_samples(cut: Cut, loss_fn: LossFn) -> None:
-    """Raises RuntimeFailure for a microbatch without samples, of which a loss that is a mean makes no number, and
-    where tensors of other sizes than the first would give microbatches other weights.
-    """
-    if cut.sizes is not None or loss_fn is None or adds_up(loss_fn) or callable(getattr(loss_fn, "weight", None)):
+    """Raises RuntimeFailure where tensors of other sizes than the first would give microbatches other weights."""
+    if cut.sizes is not None or loss_fn is None or not by_samples(loss_fn):
         return
-    for m, size in enumerate(sizes_of(cut)):
-        if not size:
-            raise RuntimeFailure(
-                f"microbatch {m} of the inputs has no samples, and the mean of no loss is no number; give each at "
-                'least one sample, or a loss that adds up (reduction="sum")'
-            )
     by_tensor = [[leaf.shape[0] if leaf.dim() else 1 for leaf in flatten(value)[0]] for value in cut]
     if len({len(sizes) for sizes in by_tensor}) > 1:
         return
@@ -433,7 +427,10 @@ class ReplicaBatches:
         cut_inputs = nothing if batch is None or inputs is None else batch.inputs[0]
         cut_targets = nothing if batch is None or targets is None else batch.targets
         into: Mapping[int, Sequence[Any]] = {self._start: cut_inputs}
-        return Microbatches(into, cut_targets, lambda: scales, signatures, 0, windows, self._mesh.replica)
+        joins = rules.have_targets_in_front
+        return Microbatches(
+            into, cut_targets, lambda: scales, signatures, 0, windows, self._mesh.replica, joins=joins
+        )
 
     def _own(self, inputs: Any, targets: Any, num: int, fewer: bool, rules: BatchRules) -> Microbatches | None:
         """What this process was given, cut; None where that is nothing."""

@@ -20,7 +20,8 @@ from torch import Tensor
 from penstock.runtime.errors import RuntimeFailure
 from penstock.runtime.stage.autograd import GraphInputs, exits, run_backward
 from penstock.runtime.stage.host_memory import HostMemory, OffloadStatistics, SavedTensors, copied_to
-from penstock.runtime.stage.loss_weights import LossFn
+from penstock.runtime.stage.loss_check import LossCheck
+from penstock.runtime.stage.loss_weights import LossFn, weightless
 from penstock.runtime.stage.microbatches import NO_LOSS, Microbatches, Signature
 from penstock.runtime.stage.module_state import attributes_of, tensors_in
 from penstock.runtime.stage.recompute import (
@@ -47,7 +48,7 @@ from penstock.runtime.tensors.aliases import (
     views_of,
 )
 from penstock.runtime.tensors.message import Payload
-from penstock.runtime.tensors.pytree import flatten, require_no_mask, unflatten
+from penstock.runtime.tensors.pytree import flatten, require_no_mask, shown, unflatten
 from penstock.runtime.tensors.rng import mix
 
 
@@ -140,6 +141,7 @@ class StageRunner:
         self._is_last = is_last
         self._device = device
         self._loss_fn = loss_fn
+        self._loss_check = LossCheck(loss_fn if is_last else None, device)
         self._autocast = autocast
         self._note_casts = None if autocast is None else note_casts
         # Where I and W can run apart; where not, I runs the full backward and W does nothing.
@@ -221,6 +223,7 @@ class StageRunner:
     def require_seen(self) -> None:
         """After the ops of a step. Raises RuntimeFailure where forwards changed what a backward needs, unseen."""
         self._first_step.require_none()
+        self._loss_check.is_over |= self.settings.training
 
     def end(self) -> None:
         """Ends a step, however it went: releases the batch and everything that was held."""
@@ -234,6 +237,7 @@ class StageRunner:
         self._leaves.clear()
         self._starts.clear()
         self._buffers.begin()
+        self._loss_check.drop()
 
     def forward(self, m: int, received: Payload | None) -> Payload:
         """Runs F and returns what the next stage gets. The last stage returns nothing."""
@@ -424,14 +428,18 @@ class StageRunner:
     def _loss(self, m: int, output: Any) -> Tensor:
         if self._loss_fn is None:
             raise RuntimeFailure(NO_LOSS.format("train"))
-        target = self.settings.microbatches.targets[m]
+        batch, check = self.settings.microbatches, self._loss_check
+        target = self._on_device(batch.targets[m])
+        checked = None if check.is_over or not self.settings.training else check.inputs(m, output, target, batch)
         try:
-            loss = self._loss_fn(output, self._on_device(target))
-        except (AttributeError, TypeError) as error:
-            if target is not None:
+            loss = self._loss_fn(output, target)
+        except _LOSS_ERRORS as error:
+            if type(error) not in _LOSS_ERRORS:  # what is of another class says more by that
                 raise
+            given = "that were not given" if target is None else shown(target)
             raise RuntimeFailure(
-                f"loss_fn failed on targets that were not given ({error}); call step(inputs, targets)"
+                f"loss_fn failed on output {shown(output)} and targets {given} ({type(error).__name__}: {error})"
+                f"{'; call step(inputs, targets)' * (target is None)}"
             ) from error
         if not isinstance(loss, Tensor) or loss.numel() != 1:
             got = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
@@ -445,7 +453,10 @@ class StageRunner:
                 f"loss_fn returned {loss.dtype}, and torch can't multiply or add numbers of that type, as the losses "
                 "of microbatches are; return it as .float()"
             )
-        loss = loss * self.settings.microbatches.scales[m]
+        if checked is not None:
+            check.compare(checked, loss, batch)
+        scale = batch.scales[m]
+        loss = loss * scale if scale else weightless(loss, output)
         self.losses[m] = loss.detach()
         self.has_gradient = self.has_gradient or loss.requires_grad
         if self.settings.loss_scale is not None:
@@ -632,6 +643,8 @@ _CHANGED = (
     "parameter, and here forwards of later microbatches run before the backward of microbatch {m}; assign a new "
     "tensor to the buffer (self.n = self.n + 1), and leave parameters to the optimizer"
 )
+_LOSS_ERRORS = (AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueError)
+"""Classes of errors of a loss that is given what it doesn't expect."""
 _OF_BATCH = (
     "its memory is that of targets, or of another stage's inputs, too, which a plain loop would change with it, and "
     "another process or a copy has as they were"

@@ -119,6 +119,17 @@ def require_no_mask(skeleton: Skeleton, stage: int) -> None:
         require_no_mask(each[1] if skeleton[0] == "dict" else each, stage)
 
 
+def shown(value: Any) -> str:
+    """For an error: the types and shapes of the tensors in a value, as float32 [2, 8]."""
+    if isinstance(value, Tensor):
+        return f"{str(value.dtype).removeprefix('torch.')} {list(value.shape)}"
+    if isinstance(value, Mapping):
+        return f"{{{', '.join(f'{key}: {shown(each)}' for key, each in value.items())}}}"
+    if isinstance(value, list | tuple):
+        return f"({', '.join(map(shown, value))})"
+    return repr(value) if type(value) in _CONSTANTS else type(value).__name__
+
+
 def device_of(value: Any) -> torch.device:
     """The device of the first tensor in a value; the CPU where there is none."""
     leaves, _ = flatten(value)

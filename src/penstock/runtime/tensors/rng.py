@@ -13,7 +13,7 @@ Torch's generators are the process's. So where several threads have a pipeline e
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import torch
@@ -88,14 +88,14 @@ class DrawingAlone:
 
 
 @contextmanager
-def restored(device: torch.device) -> Iterator[None]:
-    """Leaves the generators as they were found, so that the user's own draws are not disturbed. Raises
-    DeadlineExceeded.
+def restored(device: torch.device) -> Iterator[Callable[[], bool]]:
+    """Leaves the generators as they were found, so that the user's own draws are not disturbed. Gives a function that
+    tells whether anything was drawn. Raises DeadlineExceeded.
     """
     with DrawingAlone():
         states = _states(device)
         try:
-            yield
+            yield lambda: not all(map(torch.equal, states.values(), _states(device).values()))
         finally:
             _restore(states)
 

@@ -1,0 +1,214 @@
+"""Compares, in the first step, the loss of two microbatches together with what their own losses come to.
+
+    outputs and targets of microbatches 0 and 1, joined    one call of the loss           2.065
+    their own losses, weighed as the step weighs them      0.5 * 2.104 + 0.5 * 2.016      2.060
+
+If the two differ, the step trains another loss than that of its batch. The loss is a mean over something that nobody
+counts, such as targets that are not padding; or it is a sum, or no mean at all.
+
+The check changes nothing. It calls a copy of a loss that is a module or another object, without gradients, and puts
+the generators back. It is left out where it can't know: outputs that can't be joined along the samples, a loss that
+draws random numbers or that gives another value when it is called again.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+import sys
+from collections.abc import Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from penstock.runtime.errors import RuntimeFailure
+from penstock.runtime.stage.loss_weights import LossFn, adds_up
+from penstock.runtime.stage.microbatches import Microbatches
+from penstock.runtime.tensors.pytree import Skeleton, flatten, shown, unflatten
+from penstock.runtime.tensors.rng import restored
+
+
+@dataclass
+class LossInputs:
+    """The outputs and targets of a microbatch, and their loss once it is known.
+
+    Attributes:
+        leaves: the tensors of outputs and then of targets, detached. forms: the forms of both.
+        given: the targets' tensors as the batch has them, before they are moved to a device.
+    """
+
+    m: int
+    leaves: list[Tensor]
+    forms: tuple[Skeleton, Skeleton]
+    given: list[Tensor]
+    versions: list[int]
+    loss: float = math.nan
+
+    @property
+    def is_unchanged(self) -> bool:
+        """Whether nothing was changed in place since, by the loss or by a later forward."""
+        return [leaf._version for leaf in self.leaves] == self.versions
+
+    def values(self, leaves: Sequence[Tensor]) -> tuple[Any, Any]:
+        """Outputs and targets of the same forms, of other tensors."""
+        num = len(leaves) - len(self.given)
+        return unflatten([*leaves[:num]], self.forms[0]), unflatten([*leaves[num:]], self.forms[1])
+
+
+class LossCheck:
+    """Checks the loss of a stage in its first training step.
+
+    Attributes:
+        is_over: whether the loss needs no check, or none any more.
+    """
+
+    def __init__(self, loss_fn: LossFn, device: torch.device) -> None:
+        self._loss_fn, self._device = loss_fn, device
+        self._before: LossInputs | None = None
+        self.is_over = loss_fn is None or getattr(loss_fn, "by_microbatch", False) is True
+
+    def drop(self) -> None:
+        """Lets go of the outputs that a step has left."""
+        self._before = None
+
+    def inputs(self, m: int, output: Any, target: Any, batch: Microbatches) -> LossInputs | None:
+        """What the loss is about to be given. None if it can't be joined with another microbatch's."""
+        try:
+            outputs, form = flatten(output)
+        except RuntimeFailure:
+            return None
+        targets, form_of_targets = flatten(target)
+        leaves = outputs + targets
+        if not batch.joins or not all(map(_is_plain, leaves)):
+            return None
+        versions, detached = [leaf._version for leaf in leaves], [leaf.detach() for leaf in leaves]
+        return LossInputs(m, detached, (form, form_of_targets), flatten(batch.targets[m])[0], versions)
+
+    def compare(self, now: LossInputs, loss: Tensor, batch: Microbatches) -> None:
+        """Compares the loss with that of the microbatch before, once there is one.
+
+        Raises:
+            RuntimeFailure: the loss of both together is not what their losses come to.
+        """
+        now.loss = float(loss.detach())
+        before, self._before = self._before, now
+        if before is None or before.m == now.m or not any(before.m in w and now.m in w for w in batch.windows):
+            return
+        weights = [1.0, 1.0]
+        if not adds_up(self._loss_fn):
+            total = batch.scales[before.m] + batch.scales[now.m]
+            weights = [batch.scales[m] / total if total else 0.0 for m in (before.m, now.m)]
+        if not any(weights) or not (before.is_unchanged and now.is_unchanged):
+            return
+        try:
+            joined = _joined(before, now)
+            if joined is None:
+                return
+            self.is_over = True
+            together = float(self._call(now, joined))
+            differs = self._differs(together, [before, now], joined, weights)
+        except Exception:  # a loss that takes no other number of samples, or too little memory for both
+            return
+        if differs:
+            self.is_over = False  # the step fails again if it is tried again
+            raise RuntimeFailure(self._words(together, [before, now], weights))
+
+    def _call(self, like: LossInputs, leaves: Sequence[Tensor], in_double: bool = False) -> Tensor:
+        """The loss of outputs and targets; not a number if it draws random numbers."""
+        loss_fn: Any = self._loss_fn
+        loss_fn = copy.deepcopy(loss_fn) if isinstance(loss_fn, nn.Module) else copy.copy(loss_fn)
+        if in_double and isinstance(loss_fn, nn.Module):
+            loss_fn.double()
+        types = [torch.float64 if in_double and leaf.is_floating_point() else leaf.dtype for leaf in leaves]
+        own = [leaf.to(dtype, copy=True) for leaf, dtype in zip(leaves, types, strict=True)]
+        output, target = like.values(own)
+        is_compiling = "torch._dynamo" in sys.modules
+        eager = torch.compiler.set_stance("force_eager") if is_compiling else nullcontext()
+        with torch.no_grad(), restored(self._device) as has_drawn, eager:
+            loss: Tensor = loss_fn(output, target)
+            return torch.full_like(loss, math.nan) if has_drawn() else loss
+
+    def _differs(
+        self, together: float, pair: Sequence[LossInputs], joined: Sequence[Tensor], weights: Sequence[float]
+    ) -> bool:
+        """Whether the loss of both differs from what theirs come to, beyond rounding. False if nobody can know."""
+        losses, now = [each.loss for each in pair], pair[1]
+        if _is_close(together, _sum(losses, weights), losses, _SHARE, _LEAST):
+            return False
+        again = self._call(now, now.leaves)
+        if not _is_close(float(again), losses[1], losses, _SHARE, _LEAST):
+            return False  # its value depends on more than what it is given
+        try:
+            exact = [self._call(now, leaves, True) for leaves in (joined, *(each.leaves for each in pair))]
+        except Exception:  # a loss with numbers of its own, of another type
+            return not _is_close(together, _sum(losses, weights), losses, *_rounding(again.dtype))
+        both, *each = map(float, exact)
+        return not _is_close(both, _sum(each, weights), each, *_rounding(exact[0].dtype))
+
+    def _words(self, together: float, pair: Sequence[LossInputs], weights: Sequence[float]) -> str:
+        losses = [each.loss for each in pair]
+        how = "added up" if adds_up(self._loss_fn) else f"weighed {weights[0]:.3g} to {weights[1]:.3g}"
+        sums = how != "added up" and _is_close(together, sum(losses), losses, _SHARE, _LEAST)
+        hint = " It looks like a sum." if sums else ""
+        output, target = pair[1].values(pair[1].leaves)
+        return (
+            f"loss_fn gives {together:.6g} for microbatches {pair[0].m} and {pair[1].m} together. Their own losses, "
+            f"{losses[0]:.6g} and {losses[1]:.6g}, come to {_sum(losses, weights):.6g}, {how}. So a step would train "
+            f"another loss than that of its batch.{hint} Say what the loss is: give it a method weight(targets) that "
+            'counts what its mean is over; or set loss_fn.adds_up = True if it sums (reduction="sum" of torch\'s '
+            "losses); or loss_fn.by_microbatch = True if it is meant for each microbatch by itself. It was given "
+            f"output {shown(output)} and targets {shown(target)}"
+        )
+
+
+def _is_plain(leaf: Tensor) -> bool:
+    """Whether a tensor has values, and counts changes in place."""
+    return type(leaf) in (Tensor, nn.Parameter) and not leaf.is_meta and not leaf.is_inference()
+
+
+def _joined(one: LossInputs, other: LossInputs) -> list[Tensor] | None:
+    """Outputs and targets of both, sample after sample. None where a tensor has no dimension of samples in front."""
+    if one.forms != other.forms:
+        return None
+    num_outputs = len(one.leaves) - len(one.given)
+    are_whole = [False] * num_outputs + [a is b for a, b in zip(one.given, other.given, strict=True)]
+    leaves = list(zip(one.leaves, other.leaves, are_whole, strict=True))
+    sizes = {(_size(a), _size(b)) for a, b, is_whole in leaves[num_outputs:] if not is_whole}
+    if len(sizes) != 1 or (0, 0) in sizes:
+        return None
+    num, num_of_other = sizes.pop()
+    for a, b, is_whole in leaves:
+        times = _size(a) // max(1, num)  # several for tokens in a row: [B * T, ...]
+        fits = times and a.shape[1:] == b.shape[1:] and (_size(a), _size(b)) == (times * num, times * num_of_other)
+        if not is_whole and (not fits or (times > 1 and num in a.shape[1:])):  # [T, B, ...]
+            return None
+    return [a if is_whole else torch.cat([a, b]) for a, b, is_whole in leaves]
+
+
+def _size(leaf: Tensor) -> int:
+    return leaf.shape[0] if leaf.dim() else 0
+
+
+def _sum(losses: Sequence[float], weights: Sequence[float]) -> float:
+    return sum(loss * weight for loss, weight in zip(losses, weights, strict=True) if weight)
+
+
+def _is_close(one: float, other: float, losses: Sequence[float], share: float, least: float) -> bool:
+    """Whether two losses are the same but for rounding, a share of the losses' size. True if one is no number."""
+    difference = abs(one - other)
+    return not math.isfinite(difference) or difference <= share * max(map(abs, (one, *losses))) + least
+
+
+def _rounding(dtype: torch.dtype) -> tuple[float, float]:
+    """How much losses of a type may differ by rounding: a share, also where terms cancel, and the least."""
+    eps = torch.finfo(dtype).eps
+    return (_SHARE, 8 * eps) if dtype is torch.float64 else (max(1e-4, 4 * eps), _LEAST)
+
+
+_SHARE = 1e-5
+"""The share of losses by which rounding may make them differ. Beyond it, they are computed again in float64."""
+_LEAST = 1e-6
+"""The same for losses near 0, whose terms are of the order of 1."""
