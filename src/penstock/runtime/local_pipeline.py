@@ -83,6 +83,10 @@ _UNSCALED = (
     "autocast=torch.float16 without loss scaling: gradients smaller than 3e-8 become 0, and nothing else says so; "
     'give PrecisionOptions(scaler=torch.amp.GradScaler("cuda")), or torch.bfloat16, which needs none'
 )
+_FEWER = (
+    "a batch had samples for {num} microbatches only, and ran {num} of the {schedule.num_microbatches} of "
+    "{schedule.name}; if all batches are so small, build the schedule with fewer microbatches"
+)
 _SAME = "every rank must make the same ps.Pipeline(...)"
 
 
@@ -500,6 +504,8 @@ class LocalPipeline:
         usual = num >= now.schedule.num_microbatches
         if usual or why_never_fewer(now.schedule, self.mesh.num_replicas) is not None:
             return now
+        if not now.fewer:
+            self.notices.note([_FEWER.format(num=num, schedule=now.schedule)])
         if num not in now.fewer:
             now.fewer[num] = self._activated(with_fewer(now.configuration, num, self.mesh))
         return now.fewer[num]

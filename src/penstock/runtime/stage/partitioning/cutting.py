@@ -79,6 +79,11 @@ class Split(Sequence[Stage]):
         if tracing.example is not None:
             self.sent = _compared(tracing, self._stages)
 
+    @property
+    def batch_rules(self) -> Any:
+        """The model's own rules for its batches; None if it has none. See `ps.BatchRules`."""
+        return getattr(self.model, "batch_rules", None)
+
     def __len__(self) -> int:
         return len(self._stages)
 
