@@ -77,9 +77,12 @@ class Pipeline:
         schedule: the schedule to run. It is checked here. Messages in it are ignored, because the transport places
             its own. With one rank per process, all processes must give the same schedule.
         loss_fn: `(output, targets) -> loss`, a mean over the samples, or over what `loss_fn.weight(targets)` counts.
+            Of torch's own losses `reduction`, `ignore_index` and class weights are read.
             If the model returns its loss, this says where, and a step needs no targets.
             With the attribute `adds_up = True` or `reduction="sum"`, it returns each microbatch's share of the loss
-            instead, and the shares are added up as they are.
+            instead, and the shares are added up as they are. `by_microbatch = True` says that it is meant for each
+            microbatch by itself. Otherwise the first step compares the loss of two microbatches together with what
+            their own losses come to.
         optimizer: a function from parameters to a torch optimizer, such as `torch.optim.AdamW` or a partial of it.
             Or an optimizer over the model's parameters; each process then keeps those that it holds.
         mesh: a process group or one-dimensional device mesh to run over. Default: all of torch.distributed. Or a
@@ -406,8 +409,9 @@ class Pipeline:
         may have made some of its updates, the pipeline can't be used until it has loaded a checkpoint.
 
         Raises:
-            RuntimeFailure: a batch that can't be cut, a stage or loss that returned something invalid, a step in
-                which no microbatch's loss has a gradient, or ranks that disagree on `update`.
+            RuntimeFailure: a batch that can't be cut, a stage or loss that returned something invalid, a loss that is
+                not that of the batch, a step in which no microbatch's loss has a gradient, or ranks that disagree on
+                `update`.
             PeerFailed: another process could not do its part; the message has its error.
             DeadlineExceeded, PeerLost: another rank is late or gone. After that the pipeline is broken, and every
                 later call says so.
