@@ -71,6 +71,24 @@ class RunAnalysis:
         """The median over steps of how far the replayed time is from the one measured, as a share of it."""
         return self.metrics.replay_error
 
+    @property
+    def bubble_ratio(self) -> float:
+        """The share of their time in which ranks wait: they run no op."""
+        table = self.run.table
+        busy = self.run.own.ops[:, table.is_scope(Scope.COMPUTE, Scope.LOCAL)].sum()
+        return float(1 - busy / (self.run.measured.sum() * table.trace.num_replicas * table.trace.num_ranks))
+
+    @property
+    def op_times(self) -> dict[str, list[float | None]]:
+        """Mean ms of each kind's ops by stage, waits left out; None where a stage has none."""
+        table, computes = self.run.table, self.effects.ops
+        own, letters, stage = self.run.own.ops[:, computes], table.letters()[computes], table.stage[computes]
+        found: dict[str, list[float | None]] = {}
+        for letter in self.effects.letters:
+            each = [(letters == letter) & (stage == number) for number in range(table.trace.num_stages)]
+            found[letter] = [float(own[:, ops].mean()) if ops.any() else None for ops in each]
+        return found
+
     def to_json(self) -> dict[str, Any]:
         """Everything but the ops, as plain values. Keys that are pairs become text."""
         table, m = self.run.table, self.metrics
@@ -80,6 +98,8 @@ class RunAnalysis:
             "launch_slowdown": m.launch_slowdown,
             "replay_error": m.replay_error,
             "step_ms": {"measured": m.measured, "replayed": m.replayed, "ideal": m.ideal},
+            "bubble_ratio": self.bubble_ratio,
+            "op_ms": self.op_times,
             "causes": [each.to_json() for each in self.causes],
             "what_ifs": [each.to_json() for each in self.what_ifs],
             "by_kind": m.by_kind,

@@ -30,7 +30,8 @@ def more(found: RunAnalysis) -> list[str]:
     m = found.metrics
     lines = [
         f"A step takes {milliseconds(m.measured)} ({milliseconds(m.ideal)} ideally); replayed from its ops' own "
-        f"times it takes {milliseconds(m.replayed)}, off by {percent(found.replay_error)} in the median."
+        f"times it takes {milliseconds(m.replayed)}, off by {percent(found.replay_error)} in the median.",
+        f"Ranks wait for {found.bubble_ratio:.0%} of a step.",
     ]
     if found.causes:
         costs = (f"{milliseconds(each.cost)} ({each.share:.1%}) because of {each.what}" for each in found.causes[:3])

@@ -139,6 +139,27 @@ def test_the_command_reads_one_file_for_each_rank(capsys: pytest.CaptureFixture[
     assert (found["num_ranks"], found["num_microbatches"], found["num_steps"]) == (3, 4, 2)
     assert found["causes"][0]["kind"] == "stage"
     assert found["causes"][0]["names"] == {"stage": 2}
+    ms = FACTS["gpipe"]["ms"]
+    assert found["op_ms"] == {kind: pytest.approx(ms[kind], rel=NEAR) for kind in "FB"}
+    busy = 4 * sum(ms["F"] + ms["B"]) / 3
+    assert found["bubble_ratio"] == pytest.approx(1 - busy / found["step_ms"]["measured"], abs=0.02)
+
+
+def test_a_folder_may_hold_other_json_beside_the_traces(tmp_path: Path) -> None:
+    folder = written(tmp_path / "run", contents("gpipe"))
+    (folder / "config.json").write_text('{"ranks": 3}')
+    assert wrong_lengths(read_trace(folder), "gpipe") == []
+
+
+@pytest.mark.parametrize("name", ["gpipe", "zbv", "1f1b-stacks"])
+def test_clocks_of_machines_that_differ_change_no_op(name: str, tmp_path: Path) -> None:
+    traces = contents(name)
+    for rank, trace in enumerate(traces.values()):
+        trace["baseTimeNanoseconds"] += (0, 250, -90)[rank] * 1_000_000
+    trace = read_trace(written(tmp_path / "run", traces))
+    assert wrong_lengths(trace, name) == []
+    found, right = analyze_trace(trace), analyze_trace(read_trace(PROFILES / name))
+    assert found.run.measured == pytest.approx(right.run.measured, rel=0.01)
 
 
 def test_files_that_do_not_say_their_rank_have_it_in_their_names(tmp_path: Path) -> None:
@@ -237,6 +258,52 @@ def test_a_range_inside_another_of_its_op_counts_once(tmp_path: Path) -> None:
             inside = {"ts": event["ts"] + 5.0, "dur": event["dur"] - 10.0, "name": f"{word} {event['name'][5:]}"}
             events.append(event | inside)
     assert wrong_lengths(read_trace(written(tmp_path / "run", traces)), "interleaved") == []
+
+
+def by_hand(folder: Path, *ranks: list[tuple[str, str, float, float]]) -> RunTrace:
+    """A trace of events by rank: category, name, start and end in ms."""
+    traces = {}
+    for rank, rows in enumerate(ranks):
+        events = [
+            {"ph": "X", "cat": kind, "name": name, "ts": start * 1e3, "dur": (end - start) * 1e3, "pid": 1, "tid": 1}
+            for kind, name, start, end in rows
+        ]
+        traces[f"rank{rank}.json"] = {"traceEvents": events}
+    return read_trace(written(folder, traces))
+
+
+def times(trace: RunTrace) -> dict[str, tuple[float, float]]:
+    return {
+        f"{trace.stage[at]}{trace.kinds[trace.kind[at]].kind}{trace.microbatch[at]}": (
+            round(float(trace.start[at]), 3), round(float(trace.end[at]), 3),
+        )
+        for at in range(len(trace))
+    }  # fmt: skip
+
+
+def test_an_op_ends_when_it_sends_though_a_busy_machine_ends_its_range_late(tmp_path: Path) -> None:
+    """There the other rank has the message before this one's call of send is over."""
+    note, call = "user_annotation", "cpu_op"
+    first = [
+        (note, "Forward 0", 0.0, 30.0), (call, "aten::mm", 0.5, 9.5), (call, "c10d::send", 10.0, 29.0),
+        (note, "gloo:send", 28.0, 70.0), (note, "Backward 0", 70.0, 110.0), (note, "gloo:recv", 71.0, 80.0),
+    ]  # fmt: skip
+    last = [
+        (note, "Forward 0", 0.0, 25.0), (note, "gloo:recv", 1.0, 12.0), (note, "Backward 0", 30.0, 90.0),
+        (call, "aten::mm", 31.0, 50.0), (call, "c10d::send", 60.0, 88.0), (note, "gloo:send", 87.0, 89.0),
+    ]  # fmt: skip
+    assert times(by_hand(tmp_path / "run", first, last)) == {
+        "0F0": (0.0, 10.0), "0B0": (80.0, 110.0), "1F0": (12.0, 30.0), "1B0": (30.0, 60.0),
+    }  # fmt: skip
+
+
+def test_a_late_send_is_no_loss(tmp_path: Path) -> None:
+    note, call = "user_annotation", "cpu_op"
+    rows = [
+        (note, "PP:0F0", 0.0, 10.0), (note, "PP:0SEND_F0", 10.1, 20.0), (call, "c10d::send", 10.2, 19.9),
+        (note, "gloo:send", 19.8, 60.0), (note, "PP:0B0", 30.0, 50.0), (note, "gloo:recv", 19.9, 40.0),
+    ]  # fmt: skip
+    assert times(by_hand(tmp_path / "run", rows)) == {"0F0": (0.0, 10.0), "0B0": (40.0, 50.0)}
 
 
 def test_the_streams_of_messages_on_a_gpu_hold_no_ops(tmp_path: Path) -> None:

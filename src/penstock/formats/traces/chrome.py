@@ -20,7 +20,7 @@ from typing import Any
 from penstock.formats.native import FORMAT
 from penstock.formats.traces.name_patterns import PRESETS, NamePattern, Names, kinds_named, preset_for
 from penstock.formats.traces.op_names import kind_named
-from penstock.formats.traces.profile_ranges import CPU, GPU, RECEIVE, ProfileEvent, ops_inside, pairs_divided
+from penstock.formats.traces.profile_ranges import CPU, GPU, ProfileEvent, ops_inside, pairs_divided
 from penstock.formats.traces.run_trace import NONE, RunTrace, Scope, TracedOp, TraceError, trace_of
 
 _STEP = re.compile(r"ProfilerStep#(\d+)")
@@ -92,12 +92,10 @@ def _nameless(name: str, events: Sequence[ProfileEvent]) -> TraceError:
     shown = ", ".join(repr(each) for each, _ in counted.most_common(5))
     there = kinds_named(set(counted))
     lacks = "forwards and backwards" if not there else "backwards" if "F" in there else "forwards"
-    of_torch = any(RECEIVE.fullmatch(each) for each in counted)
     return TraceError(
         f"{name}: no names of {lacks} that torch, Megatron, TorchTitan, DeepSpeed or Penstock give; there are "
-        f"{shown or 'no events at all'}. "
-        + ("torch's Schedule1F1B gives its ops no names. " if of_torch and not there else "")
-        + "Record with torch.profiler.profile(..., with_stack=True), which names the functions of torch's schedules. "
+        f"{shown or 'no events at all'}. torch's Schedule1F1B gives its ops no names: record with "
+        "torch.profiler.profile(..., with_stack=True), which names the functions that run them. "
         'Or name each op: run forwards under `with torch.profiler.record_function(f"Forward {m}"):` and backwards '
         'under `with torch.profiler.record_function(f"Backward {m}"):`, where m is the microbatch; where a process '
         'has several stages, f"PP:{stage}F{m}" and f"PP:{stage}B{m}". For other names say by --pattern what they mean'

@@ -21,8 +21,8 @@ from penstock.formats.traces.op_names import kind_named
 from penstock.formats.traces.run_trace import Scope
 
 CPU, GPU = "user_annotation", "gpu_user_annotation"
-RECEIVE, SEND = re.compile(r"\w+:i?recv.*"), re.compile(r"\w+:i?send.*")
-"""Names that torch gives messages: gloo:recv, nccl:send 0->1."""
+RECEIVE, SEND = re.compile(r"\w+:i?recv.*"), re.compile(r"\w+::?i?send.*")
+"""Names that torch gives messages: gloo:recv, nccl:send 0->1; and its call c10d::send, which begins before these."""
 _PAIR = re.compile(r"PP:\((.+);(.+)\)OVERLAP_F_B")
 _BACKWARD = "autograd::engine::evaluate_function"
 FORWARDS_SHARE = 1 / 3
@@ -45,14 +45,13 @@ class _Recorded(NamedTuple):
     """When what happened in a process besides its ops, each in order.
 
     Attributes:
-        received: waits for messages ended. sent: messages were sent. begun, ended: both kinds of messages.
+        received: waits for messages ended. sent: messages were sent. begun: messages of both kinds.
         computed: torch's operators ended. backward: autograd's functions began.
     """
 
     received: list[float]
     sent: list[float]
     begun: list[float]
-    ended: list[float]
     computed: list[float]
     backward: list[float]
 
@@ -115,12 +114,13 @@ def _without_waits(event: ProfileEvent, process: _Recorded, begins: list[float],
         begins: of its process's ranges.
     """
     start = max(_within(process.received, event), default=event.start)
-    end = max(_within(process.sent, event), default=event.end)
-    if _within(process.computed, event._replace(start=end)):
-        end = event.end
-    if is_forward and bisect_left(process.begun, end) == bisect_right(process.ended, end) > 0:
-        after = (column[bisect_left(column, end) :][:1] for column in (begins, process.begun))
-        end = min(itertools.chain(*after), default=end)
+    done = max(_within(process.computed, event), default=event.start)
+    end = min((each for each in _within(process.sent, event) if each >= done), default=event.end)
+    following = begins[bisect_left(begins, end) :][:1]
+    if is_forward and process.received and following:
+        gap = event._replace(start=end, end=following[0])
+        if not _within(process.begun, gap) and not _within(process.sent, gap._replace(start=event.start)):
+            end = following[0]
     return event._replace(start=start, end=end)
 
 
@@ -132,13 +132,12 @@ def _kind(reader: Names, event: ProfileEvent) -> str:
 
 
 def _recorded(events: Sequence[ProfileEvent]) -> dict[int, _Recorded]:
-    found: defaultdict[int, _Recorded] = defaultdict(lambda: _Recorded([], [], [], [], [], []))
+    found: defaultdict[int, _Recorded] = defaultdict(lambda: _Recorded([], [], [], [], []))
     for event in events:
         process = found[event.worker]
         is_sent = SEND.fullmatch(event.name) is not None
         if is_sent or RECEIVE.fullmatch(event.name):
             process.begun.append(event.start)
-            process.ended.append(event.end)
             (process.sent if is_sent else process.received).append(event.start if is_sent else event.end)
         elif event.name.startswith(_BACKWARD):
             process.backward.append(event.start)

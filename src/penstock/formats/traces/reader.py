@@ -8,6 +8,8 @@ runs/mine/              a folder of such files, or of a Penstock run
 
 from __future__ import annotations
 
+import gzip
+import zlib
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
@@ -20,6 +22,8 @@ from penstock.formats.traces.run_trace import RunTrace, TraceError
 from penstock.formats.traces.study import read_study
 from penstock.formats.traces.table import read_table
 
+HEAD = 1 << 20
+"""Bytes of a JSON file that show whether it is a trace."""
 CHROME = (".json", ".json.gz", ".pt.trace.json", ".trace.json")
 
 
@@ -98,6 +102,7 @@ def _in_folder(folder: Path) -> list[Path]:
     if (folder / TIMELINE).is_file():  # of a run of Penstock, beside other JSON
         return [folder / TIMELINE]
     profiles = sorted(path for path in folder.iterdir() if path.name.endswith(CHROME))
+    profiles = [path for path in profiles if _holds_events(path)] or profiles  # a configuration may lie beside them
     tables = sorted(path for path in folder.iterdir() if path.suffix in (".parquet", ".csv"))
     if len(tables) > 1 or (profiles and tables):
         also = f" and {len(profiles)} JSON files" if profiles else ""
@@ -108,6 +113,18 @@ def _in_folder(folder: Path) -> list[Path]:
         f"{folder} holds no trace: a run of Penstock has {TIMELINES} (train with --adapt), torch's profiler writes "
         ".json or .json.gz, tables are .csv or .parquet"
     )
+
+
+def _holds_events(path: Path) -> bool:
+    """Whether a JSON file begins as Chrome's format does; also one that can't be read, so that its error is said."""
+    try:
+        with path.open("rb") as raw:
+            is_zipped = raw.read(2) == b"\x1f\x8b"
+        with gzip.open(path) if is_zipped else path.open("rb") as file:
+            head = file.read(HEAD).lstrip()
+    except (OSError, EOFError, zlib.error):
+        return True
+    return b'"traceEvents"' in head or head.startswith(b"[")
 
 
 def _form(path: Path) -> str:
