@@ -20,18 +20,15 @@ from typing import TYPE_CHECKING, Any, NamedTuple, cast
 import torch
 from torch import Tensor, nn
 
-from penstock.models.huggingface.frame import BlockRecorder, StoppedAtBlock, encoded, hollow, stand_in
+from penstock.models.huggingface.frame import BlockRecorder, StoppedAtBlock, encoded, hollow, stand_in, uncached
 
 if TYPE_CHECKING:
     from penstock.models.huggingface.pictures import PictureForm
 
 __all__ = ["Anatomy", "DecoderError", "Encoder", "ImageTower", "examine"]
 
-BY_HAND = (
-    "name the list yourself, Decoder(..., blocks='transformer.h'), or write one module per stage and give "
-    "ps.Pipeline the list of them"
-)
-
+BY_STAGES = "Write one module per stage and give ps.Pipeline the list of them"
+BY_HAND = f"Name the list yourself, Decoder(..., blocks='transformer.h'). Or: {BY_STAGES}"
 
 MOST_RETURNED = 3
 """Things of a block."""
@@ -96,6 +93,8 @@ class Anatomy:
         carried: which of the others the next block is given.
         encoder: what has blocks before the decoder, which may be a tower for images; None where nothing has.
         uncut: why a tower is no layers of its own but a part of the first one; empty where there is none that is.
+        labels: the names of the labels with which the last layer calls the model's own forward for its loss; none
+            where the loss follows from the logits.
     """
 
     blocks: str
@@ -108,11 +107,17 @@ class Anatomy:
     carried: tuple[int, ...] = ()
     encoder: Encoder | None = None
     uncut: str = ""
+    labels: tuple[str, ...] = ()
 
     @property
     def tower(self) -> ImageTower | None:
         """The encoder where it is one of images."""
         return self.encoder if isinstance(self.encoder, ImageTower) else None
+
+    @property
+    def keeps_inputs(self) -> bool:
+        """Whether the inputs go along to the last layer, as the model's own head and loss may ask for them."""
+        return bool(self.labels) and self.encoder is None
 
     @property
     def has_encoder(self) -> bool:
@@ -187,10 +192,15 @@ def examine(model: Any, blocks: str | None = None) -> Anatomy:
             reasons.append(f"{type(error).__name__}: {error}")
             continue
         return _anatomy(model, lists, traced, nums_returned, (parts, loose, buffers))
+    if "padding token" in reasons[0]:
+        raise DecoderError(
+            f"{name} reads the last token of each text, and does not know which are padding ({reasons[0]}); set "
+            "model.config.pad_token_id to the tokenizer's"
+        )
     raise DecoderError(
         f"{name}: the code around its blocks {' and '.join(map(repr, lists))} does not run apart from them "
-        f"({reasons[0]}); looked for an embedding, blocks that pass on hidden states, and a norm and head that "
-        f"return logits. {BY_HAND}"
+        f"({reasons[0]}); looked for an embedding, blocks that pass on hidden states, and a norm and head. "
+        f"{BY_STAGES}"
     )
 
 
@@ -207,7 +217,7 @@ def _anatomy(
     unused = _without_copies(model, called, [part for part in parts if part not in called])
     if unused and (firsts or not _sees(model)):
         raise DecoderError(
-            f"{type(model).__name__} has {unused[0]}, which its forward on tokens does not call. {BY_HAND}"
+            f"{type(model).__name__} has {unused[0]}, which its forward on tokens does not call. {BY_STAGES}"
         )
     encoder = None
     if firsts:
@@ -262,7 +272,7 @@ def _two_lists(model: Any, name: str) -> list[str]:
         if len(outer) != 1 or id(stack) not in paths:
             raise DecoderError(
                 f"{name}: looked for one list of blocks in its {what} and found {len(outer)}: "
-                f"{', '.join(outer) or 'none'}. {BY_HAND}"
+                f"{', '.join(outer) or 'none'}. {BY_STAGES}"
             )
         found.append(f"{paths[id(stack)]}.{outer[0]}")
     return found
@@ -328,7 +338,7 @@ def modules_around(model: nn.Module, lists: Sequence[str], name: str) -> tuple[l
         module = model.get_submodule(holder)
         if own := list(module._parameters):
             where = holder or "the model"
-            raise DecoderError(f"{name}: {where} has a weight of its own, {own[0]}, beside its modules. {BY_HAND}")
+            raise DecoderError(f"{name}: {where} has a weight of its own, {own[0]}, beside its modules. {BY_STAGES}")
         kept = [key for key in module._buffers if key not in module._non_persistent_buffers_set]
         buffers += [f"{holder}.{key}".removeprefix(".") for key in kept]
     return parts, loose, buffers
@@ -359,7 +369,9 @@ def _trace(model: Any, lists: Sequence[str], parts: list[str], nums_returned: Se
         model, {**fill, **{path: nn.ModuleList(each) for path, each in zip(lists, recorders, strict=True)}}
     )
     tokens = torch.zeros(2, 3, dtype=torch.long)
-    given = {"input_ids": tokens, "attention_mask": torch.ones_like(tokens), "use_cache": False}
+    given = {"input_ids": tokens, "attention_mask": torch.ones_like(tokens), **uncached(model)}
+    if model.main_input_name != "input_ids":
+        given = {model.main_input_name: torch.zeros(2, 3, 5, 5)}  # channels and pixels, which stand-ins pass on
     if len(lists) > 1:
         given["decoder_input_ids"] = torch.zeros(2, 4, dtype=torch.long)  # of another length than the encoder's
     if has_routers(model.config):

@@ -3,22 +3,40 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from functools import cached_property
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from penstock.models.dividing import ParallelError
 from penstock.models.huggingface.anatomy import Anatomy, DecoderError, examine, has_routers
 from penstock.models.huggingface.batch_rules import ModelStages
-from penstock.models.huggingface.compare import require_equal, sample_batch, small_model
+from penstock.models.huggingface.compare import (
+    CopyError,
+    has_plain_loss,
+    own_loss,
+    require_equal,
+    require_same_output,
+    sample_batch,
+    small_model,
+    untouched,
+)
 from penstock.models.huggingface.export import write_folder
 from penstock.models.huggingface.layers import TARGETS, ModelLayer, build_layers
 from penstock.models.huggingface.lora import Adapters
 from penstock.models.huggingface.loss import NextTokenLoss, WithRouterLoss, inputs_and_targets
+from penstock.models.huggingface.own_loss import (
+    OwnLoss,
+    class_with_forward,
+    default_loss,
+    has_token_loss,
+    inputs_and_labels,
+    label_names,
+)
 from penstock.models.huggingface.packed import require_apart, require_usual, use_each_sequence
 from penstock.models.huggingface.pictures import PictureForm, picture_form
 from penstock.models.huggingface.routers import Routers, routers_of
@@ -125,35 +143,68 @@ class Decoder:
             self.adapters = Adapters(self._model, lora, seed)
             self._source, self._model = AdaptedSource(self._source, self.adapters), self.adapters.model
         self.config = self._model.config
+        labels = label_names(self._model)
         self.anatomy = cut_tower(self._model, examine(self._model, blocks))
         self._routers: Routers | None = None
-        if packed and (self.is_masked or self.has_encoder):
+        self._own_loss: OwnLoss | None = None
+        if not has_token_loss(self._model):
+            self._call_own_loss(labels)
+        if packed and (self.is_masked or self.has_encoder or self.anatomy.labels):
             raise DecoderError(
-                f"{type(self._model).__name__} ({self.config.model_type}) is no decoder alone, and only decoders "
-                "keep several sequences in a row apart; leave out packed=True"
+                f"{type(self._model).__name__} ({self.config.model_type}) is no decoder alone, trained on next "
+                "tokens, and only decoders keep several sequences in a row apart; leave out packed=True"
             )
         if compare or packed or has_routers(self.config):
-            small = small_model(self._model, self.anatomy)
-            if self.adapters is not None:
-                self.adapters.on_small(small, self.anatomy)
-            anatomy = cut_tower(small, examine(small, blocks))
-            if reason := self.anatomy.uncut or anatomy.uncut:
-                anatomy = self._leave_tower_whole(reason, anatomy)
-            self._routers = routers_of(small, anatomy, sample_batch(small, 0))
-            if compare:
-                try:
-                    require_equal(small, anatomy, self._routers, self.loss)
-                except DecoderError as error:
-                    if anatomy.tower is None:
-                        raise
-                    anatomy = self._leave_tower_whole(str(error), anatomy)
-                    require_equal(small, anatomy, self._routers, self.loss)
-            if packed:
-                require_apart(small, anatomy, self._routers)
+            try:
+                small = small_model(self._model, self.anatomy)
+            except CopyError:
+                if packed or not isinstance(self._source, ModelSource):
+                    raise
+                with untouched(self._model):
+                    self._try(self._model, labels, blocks, compare)
+            else:
+                if self.adapters is not None:
+                    self.adapters.on_small(small, self.anatomy)
+                anatomy = self._try(small, labels, blocks, compare)
+                if packed:
+                    require_apart(small, anatomy, self._routers)
         if compare and isinstance(self._source, ModelSource):
-            self._compare()
+            require_same_output(self._model, self.layers(), self.anatomy, self.loss)
         if packed:
             use_each_sequence(self._model)
+
+    def _call_own_loss(self, labels: tuple[str, ...]) -> None:
+        """Has the last layer call the model's own forward with labels."""
+        self._routers = None
+        self.anatomy = replace(self.anatomy.with_whole_tower(""), labels=labels)
+        self._own_loss = default_loss(self._model)
+
+    def _try(self, small: Any, labels: tuple[str, ...], blocks: str | None, compare: bool) -> Anatomy:
+        """Finds the routers of a small copy and compares it with its stages; gives its anatomy.
+
+        Raises:
+            DecoderError: they differ.
+        """
+        anatomy = cut_tower(small, examine(small, blocks))
+        if not self.anatomy.labels:
+            self._routers = routers_of(small, anatomy, sample_batch(small, 0))
+            if compare and not has_plain_loss(small, self.loss):
+                self._call_own_loss(labels)
+        if self.anatomy.labels:
+            anatomy = replace(anatomy.with_whole_tower(""), labels=labels)
+        elif reason := self.anatomy.uncut or anatomy.uncut:
+            anatomy = self._leave_tower_whole(reason, anatomy)
+        if compare:
+            try:
+                require_equal(small, anatomy, self._routers, self.loss)
+            except DecoderError as error:
+                if anatomy.tower is None:
+                    raise
+                anatomy = self._leave_tower_whole(str(error), anatomy)
+                require_equal(small, anatomy, self._routers, self.loss)
+        if compare and self.anatomy.labels:
+            self._own_loss = own_loss(small, anatomy)
+        return anatomy
 
     def _leave_tower_whole(self, reason: str, small: Anatomy) -> Anatomy:
         """Makes a tower for images a part of the first layer; gives the anatomy of a small copy alike."""
@@ -161,7 +212,9 @@ class Decoder:
         return small.with_whole_tower(reason)
 
     @property
-    def loss(self) -> CrossEntropy | NextTokenLoss | WithRouterLoss:
+    def loss(self) -> CrossEntropy | NextTokenLoss | WithRouterLoss | OwnLoss:
+        if self._own_loss is not None:
+            return self._own_loss
         loss = CrossEntropy() if self.is_masked or self.has_encoder else NextTokenLoss()
         return WithRouterLoss(loss) if self.has_router_loss else loss
 
@@ -173,7 +226,14 @@ class Decoder:
     @property
     def is_masked(self) -> bool:
         """Whether labels are the tokens at their places, and not the ones that follow."""
-        return type(self._model).__name__.endswith("ForMaskedLM")
+        return class_with_forward(self._model).__name__.endswith("ForMaskedLM")
+
+    @property
+    def has_own_loss(self) -> bool:
+        """Whether the loss is the one that the model's own forward returns, as it is for a classifier. The last stage
+        then returns a dict of that loss and whatever else the forward returns.
+        """
+        return self._own_loss is not None
 
     @property
     def has_encoder(self) -> bool:
@@ -183,12 +243,16 @@ class Decoder:
     def inputs_and_targets(self, batch: Mapping[str, Any]) -> tuple[dict[str, Any], Any]:
         """A batch of `input_ids`, `attention_mask`, ... and `labels`, of tensors [B, T], as what `pipe.step` takes.
 
-        For a model with an encoder `decoder_input_ids` are added, the labels shifted as the model itself does.
+        For a model with an encoder `decoder_input_ids` are added, the labels shifted as the model itself does. If the
+        loss is the model's own (`has_own_loss`), the labels stay among the inputs.
 
         Raises:
             DecoderError: there are no labels.
         """
-        inputs, labels = inputs_and_targets(batch)
+        if self.anatomy.labels:
+            inputs, labels = inputs_and_labels(batch, self.anatomy.labels, self._model.main_input_name)
+        else:
+            inputs, labels = inputs_and_targets(batch)
         if self.has_encoder and TARGETS not in inputs:
             inputs[TARGETS] = self._shift(labels)
         return inputs, labels
@@ -258,7 +322,7 @@ class Decoder:
                 if path not in modules:
                     modules[path] = module
                     numbers.append(index)
-        stage = _DecoderStage(modules, numbers, _LayerCalls(layers), self.has_encoder)
+        stage = _DecoderStage(modules, numbers, _LayerCalls(layers), self.anatomy)
         if self.num_layers - 1 in wanted:
             self._source.fill(self.anatomy.buffers)
             for name in self.anatomy.buffers:
@@ -320,58 +384,29 @@ class Decoder:
         ends = list(accumulate(cut))
         return [range(end - count, end) for end, count in zip(ends, cut, strict=True)]
 
-    def _compare(self) -> None:
-        """Raises DecoderError where the layers do not give the model's own logits."""
-        tokens = torch.arange(10).reshape(2, 5) % self.config.get_text_config(decoder=True).vocab_size
-        mask = torch.ones_like(tokens)
-        mask[1, :2] = 0
-        parameter = next(self._model.parameters())
-        batch = {"input_ids": tokens.to(parameter.device), "attention_mask": mask.to(parameter.device)}
-        if self.has_encoder:
-            batch[TARGETS] = batch["input_ids"][:, :4]
-        layers = self.layers()
-        modes = {module: module.training for module in [*self._model.modules(), *layers]}
-        try:
-            for module in [self._model, *layers]:
-                module.eval()
-            with torch.no_grad():
-                whole: Tensor = self._model(**batch, use_cache=False).logits
-                value: Any = batch
-                for layer in layers:
-                    value = layer(value)
-            if isinstance(value, dict):
-                value = value["logits"]
-        finally:
-            for module, training in modes.items():
-                module.training = training
-        if value.shape != whole.shape or not torch.allclose(value, whole, rtol=1e-3, atol=1e-5):
-            raise DecoderError(
-                f"{type(self._model).__name__} ({self.config.model_type}): its layers in a row do not give its "
-                "own logits, so its forward does more than call them in order. Write one module per stage and give "
-                "ps.Pipeline the list of them"
-            )
-
 
 class _DecoderStage(Stage):
     """Layers of a decoder."""
 
     def __init__(
-        self, modules: Mapping[str, nn.Module], indices: Sequence[int], calling: _LayerCalls, has_encoder: bool
+        self, modules: Mapping[str, nn.Module], indices: Sequence[int], calling: _LayerCalls, anatomy: Anatomy
     ) -> None:
         super().__init__(modules, indices, calling)
         self.__dict__["_model_layers"] = calling.layers
-        self.__dict__["_has_encoder"] = has_encoder
+        self.__dict__["_anatomy"] = anatomy
 
     def shard_over(self, sharding: Sharding) -> None:
         """Shards its layers in place.
 
-        Raises ParallelError for layers with adapters, or of a model with an encoder.
+        Raises ParallelError for layers with adapters, or of a model with an encoder or a loss of its own.
         """
         if self.constants:
             raise ParallelError("layers with adapters are not shared out over tensor-parallel ranks; give tp 1")
-        if self.__dict__["_has_encoder"]:
+        anatomy = self.__dict__["_anatomy"]
+        if anatomy.has_encoder or anatomy.labels:
+            kind = "an encoder" if anatomy.has_encoder else "a head and a loss of its own"
             raise ParallelError(
-                "layers of a model with an encoder are not shared out over tensor-parallel ranks; give tp 1"
+                f"layers of a model with {kind} are not shared out over tensor-parallel ranks; give tp 1"
             )
         for layer in self.__dict__["_model_layers"]:
             layer.shard_over(sharding)

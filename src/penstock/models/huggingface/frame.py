@@ -15,6 +15,7 @@ An architecture is thereby cut as it is, and no forward is written anew.
 from __future__ import annotations
 
 import copy
+import inspect
 from collections.abc import Mapping
 from typing import Any
 
@@ -25,6 +26,8 @@ Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 """What a block is given besides the hidden states."""
 HOOKED = "_output_capturing_hooks_installed"
 """What transformers notes on a model whose blocks have its hooks, which stand-ins of them do not have yet."""
+HOLLOW = "_is_hollow"
+"""Says of a module that it stands for one of the model, whose code it runs."""
 
 
 class StoppedAtBlock(Exception):
@@ -59,7 +62,7 @@ class FrameStandIn(nn.Module):
         except AttributeError:
             value = getattr(self.__dict__["_elsewhere"].module, name)
             if isinstance(value, nn.Module):
-                raise
+                return FrameStandIn(value)  # for its attributes, as it can't be called
             return torch.empty_like(value, device="meta") if isinstance(value, Tensor) else value
 
 
@@ -176,6 +179,13 @@ def encoded(hidden: Tensor) -> Any:
     return BaseModelOutput(last_hidden_state=hidden)
 
 
+def uncached(model: nn.Module) -> dict[str, bool]:
+    """What tells a model's forward to keep no cache; nothing where the forward takes no such argument."""
+    known = inspect.signature(type(model).forward).parameters
+    takes_any = any(each.kind is inspect.Parameter.VAR_KEYWORD for each in known.values())
+    return {"use_cache": False} if takes_any or "use_cache" in known else {}
+
+
 def stand_in(original: nn.Module, dtype: torch.dtype = torch.float32) -> nn.Module:
     """What a module with weights is replaced by; embeddings give numbers of `dtype`."""
     if isinstance(original, nn.Embedding):
@@ -186,20 +196,35 @@ def stand_in(original: nn.Module, dtype: torch.dtype = torch.float32) -> nn.Modu
     return IdentityStandIn(original) if inside is None else ZeroEmbeddings(original, inside.embedding_dim, dtype)
 
 
-def hollow(model: nn.Module, fill: Mapping[str, nn.Module], path: str = "") -> nn.Module:
-    """The model with other modules at the paths that `fill` names; the model itself stays as it is."""
+def hollow(model: nn.Module, fill: Mapping[str, nn.Module], path: str = "", is_told: bool = True) -> nn.Module:
+    """The model with other modules at the paths that `fill` names; the model itself stays as it is.
+
+    Where its forward can't be told to keep no cache (`is_told`), copies of the configs say so.
+    """
+    is_told = is_told if path else bool(uncached(model))
     new = object.__new__(type(model))
     new.__dict__ = model.__dict__.copy()
+    if not is_told and "config" in new.__dict__:
+        new.__dict__["config"] = copy.copy(model.config)
+        new.__dict__["config"].use_cache = False
     children: dict[str, nn.Module | None] = {}
     for name, child in model._modules.items():
         below = f"{path}.{name}" if path else name
         if child is None or below in fill:
             children[name] = fill.get(below)
         elif any(known.startswith(f"{below}.") for known in fill):
-            children[name] = hollow(child, fill, below)
+            children[name] = hollow(child, fill, below, is_told)
         else:
             children[name] = child
     new.__dict__["_modules"] = children
     new.__dict__["training"] = False
+    new.__dict__[HOLLOW] = True
     new.__dict__.pop(HOOKED, None)
     return new
+
+
+def set_mode(frame: nn.Module, is_training: bool) -> None:
+    """Sets whether the code around modules is in training; the modules keep their own mode."""
+    for module in frame.modules():
+        if HOLLOW in module.__dict__:
+            module.training = is_training

@@ -33,7 +33,9 @@ from penstock.models.huggingface.frame import (
     StoppedAtBlock,
     encoded,
     hollow,
+    set_mode,
     stand_in,
+    uncached,
 )
 from penstock.models.huggingface.pictures import IMAGES, PictureForm
 from penstock.models.huggingface.routers import ROUTED, Routers
@@ -62,9 +64,11 @@ class ModelLayer(nn.Module):
 
     modules_at: dict[str, nn.Module]
     shards: Shards | None = None
+    _frame: nn.Module
 
-    def __init__(self, modules: Mapping[str, nn.Module]) -> None:
+    def __init__(self, modules: Mapping[str, nn.Module], frame: nn.Module | None = None) -> None:
         super().__init__()
+        self.__dict__["_frame"] = frame
         self.__dict__["modules_at"] = dict(modules)
         for path, module in modules.items():
             place_at(self, path, module)
@@ -73,6 +77,11 @@ class ModelLayer(nn.Module):
     def first(self) -> nn.Module:
         """The module that stands for the layer in a stage."""
         return next(iter(self.modules_at.values()))
+
+    def _run(self, given: Value) -> Any:
+        """Calls the model's own code around the layer's modules."""
+        set_mode(self._frame, self.training)
+        return self._frame(**given, **uncached(self._frame))
 
     def shard_over(self, sharding: Sharding) -> None:
         """Shards its modules in place."""
@@ -83,43 +92,44 @@ class ModelLayer(nn.Module):
 class EmbeddingLayer(ModelLayer):
     """Tokens[B, T], or a dict of `input_ids` and what goes with them, to what the first block takes."""
 
-    _frame: nn.Module
-
     def __init__(
-        self,
-        modules: Mapping[str, nn.Module],
-        frame: nn.Module,
-        is_encoder: bool = False,
-        pictures: PictureForm | None = None,
+        self, modules: Mapping[str, nn.Module], frame: Any, anatomy: Anatomy, pictures: PictureForm | None = None
     ) -> None:
-        super().__init__(modules)
-        self.__dict__["_frame"] = frame
-        self._is_encoder = is_encoder
+        super().__init__(modules, frame)
+        self._main_input = frame.main_input_name
+        self._anatomy = anatomy
         self._pictures = pictures
 
     def forward(self, given: Tensor | Value) -> Value:
         value = self._checked(given)
-        beside = {name: v for name, v in value.items() if name != TOKENS and not name.startswith(IMAGES)}
-        return {HIDDEN: self._embedded(value), **beside}
+        embedded = self._embedded({name: v for name, v in value.items() if name not in self._anatomy.labels})
+        left_out = () if self._anatomy.keeps_inputs else (TOKENS,)
+        beside = {name: v for name, v in value.items() if name not in left_out and not name.startswith(IMAGES)}
+        if self._main_input == IMAGES:  # of which code behind the patches looks at nothing
+            beside[IMAGES] = value[IMAGES][:, :1, :1, :1]
+        return {HIDDEN: embedded, **beside}
 
     def _embedded(self, value: Value) -> Tensor:
         try:
-            self._frame(use_cache=False, **value)
+            self._run(value)
         except StoppedAtBlock as stopped:
             return stopped.hidden
         raise DecoderError("the model ran without calling its blocks")
 
     def _checked(self, given: Tensor | Value) -> Value:
         """With the tokens by name. Raises DecoderError for what does not fit the model."""
-        value = {TOKENS: given} if isinstance(given, Tensor) else {k: v for k, v in given.items() if v is not None}
-        if "labels" in value:
+        is_bare = isinstance(given, Tensor)
+        value = {self._main_input: given} if is_bare else {k: v for k, v in given.items() if v is not None}
+        if "labels" in value and not self._anatomy.labels:
             raise DecoderError(
                 "labels are among the inputs; take them apart with inputs, targets = inputs_and_targets(batch) and "
                 "call pipe.step(inputs, targets)"
             )
-        if TOKENS not in value:
-            raise DecoderError(f"the inputs are {', '.join(value) or 'none'}; {TOKENS} must be among them")
-        if self._is_encoder and TARGETS not in value:
+        if self._main_input not in value:
+            raise DecoderError(f"the inputs are {', '.join(value) or 'none'}; {self._main_input} must be among them")
+        if self._main_input == IMAGES:
+            return value
+        if self._anatomy.has_encoder and TARGETS not in value:
             raise DecoderError(
                 f"the inputs are {', '.join(value)}; a model with an encoder needs {TARGETS} too, "
                 "which decoder.inputs_and_targets(batch) makes of the labels"
@@ -191,7 +201,6 @@ class TowerBlockLayer(BlockLayer):
 class MergeLayer(ModelLayer):
     """What stands between a tower's blocks and the decoder's: its norm, the projector, the embedding of tokens."""
 
-    _frame: nn.Module
     _blank_pictures: BlankPictures
     _selected: list[BlockRecorder]
 
@@ -202,8 +211,7 @@ class MergeLayer(ModelLayer):
         blank_pictures: BlankPictures,
         recorders: Sequence[BlockRecorder],
     ) -> None:
-        super().__init__(modules)
-        self.__dict__["_frame"] = frame
+        super().__init__(modules, frame)
         self.__dict__["_blank_pictures"] = blank_pictures
         self.__dict__["_selected"] = [recorders[number] for number in blank_pictures.tower.selected]
 
@@ -215,7 +223,7 @@ class MergeLayer(ModelLayer):
             for recorder, state in zip(self._selected, states, strict=True):
                 recorder.instead = state
         try:
-            self._frame(use_cache=False, **rest, **pictures)
+            self._run({**rest, **pictures})
         except StoppedAtBlock as stopped:
             del rest[TOKENS]
             return {HIDDEN: stopped.hidden, **rest}
@@ -252,7 +260,6 @@ class BlankPictures:
 class BridgeLayer(ModelLayer):
     """What stands between an encoder's blocks and the decoder's: the norm of the one, the embedding of the other."""
 
-    _frame: nn.Module
     _entrance: BlockRecorder
     _exit: BlockRecorder
 
@@ -262,19 +269,21 @@ class BridgeLayer(ModelLayer):
         frame: nn.Module,
         entrance: BlockRecorder,
         way_out: BlockRecorder,
-        given_as: str | int,
+        anatomy: Anatomy,
     ) -> None:
-        super().__init__(modules)
-        self.__dict__["_frame"] = frame
+        super().__init__(modules, frame)
         self.__dict__["_entrance"] = entrance
         self.__dict__["_exit"] = way_out
-        self._given_as = given_as
+        assert anatomy.encoder is not None
+        self._given_as = anatomy.encoder.given_as
+        self._labels = anatomy.labels
 
     def forward(self, value: Value) -> Value:
         self._entrance.instead = value[HIDDEN]
         rest = _beside(value)
+        given = {name: each for name, each in rest.items() if name not in self._labels}
         try:
-            self._frame(inputs_embeds=_blank(value[HIDDEN]), use_cache=False, **rest)
+            self._run({"inputs_embeds": _blank(value[HIDDEN]), **given})
         except StoppedAtBlock as stopped:
             assert self._exit.given is not None
             args, kwargs = self._exit.given
@@ -288,10 +297,9 @@ class BridgeLayer(ModelLayer):
 
 class HeadLayer(ModelLayer):
     """The final norm, the head and whatever the model does to logits: to logits[B, T, V], with a loss of routers to a
-    dict of both.
+    dict of both; with labels to a dict of what the model's own forward returns for them.
     """
 
-    _frame: nn.Module
     _entrance: BlockRecorder
 
     def __init__(
@@ -299,14 +307,13 @@ class HeadLayer(ModelLayer):
         modules: Mapping[str, nn.Module],
         frame: nn.Module,
         entrance: BlockRecorder,
+        anatomy: Anatomy,
         routers: Routers | None = None,
-        is_behind: bool = False,
     ) -> None:
-        super().__init__(modules)
-        self.__dict__["_frame"] = frame
+        super().__init__(modules, frame)
         self.__dict__["_entrance"] = entrance
         self._routers = routers
-        self._is_behind = is_behind
+        self._anatomy = anatomy
         self._router_output = None if routers is None else routers.returned_by(frame)
 
     def forward(self, value: Value) -> Tensor | dict[str, Tensor]:
@@ -318,13 +325,25 @@ class HeadLayer(ModelLayer):
         if isinstance(mask, Tensor) and mask.dim() == 4:
             del rest["attention_mask"]  # of attention alone; a loss of routers looks for samples that are padded
         try:
-            out = self._frame(**_in_place_of_embeddings(value, self._is_behind), use_cache=False, **rest)
+            out = self._run({**_in_place_of_embeddings(value, self._anatomy, self._frame), **rest})
         finally:
             self._entrance.instead = None
             if self._router_output is not None:
                 self._router_output.logits = ()
+        if self._anatomy.labels:
+            return _tensors_named(out)
         logits: Tensor = out.logits
         return logits if self._routers is None else {"logits": logits, "router_loss": self._routers.loss(out)}
+
+
+def _tensors_named(out: Any) -> dict[str, Tensor]:
+    """A model's output without what it keeps of its encoder. Raises DecoderError for a tuple."""
+    if not isinstance(out, Mapping):
+        raise DecoderError(
+            f"its own forward returns a {type(out).__name__}, in which nothing is named; return a ModelOutput of "
+            "transformers or a dict with 'loss'"
+        )
+    return {name: each for name, each in out.items() if isinstance(each, Tensor) and not name.startswith("encoder_")}
 
 
 class BlockArguments:
@@ -339,6 +358,7 @@ class BlockArguments:
 
     def __init__(self, model: nn.Module, anatomy: Anatomy, is_encoder: bool = False) -> None:
         lists, fill = _recorders(model, anatomy), _stand_ins(model, anatomy)
+        self._is_encoder = is_encoder
         path = anatomy.encoder.blocks if is_encoder and anatomy.encoder is not None else anatomy.blocks
         self._recorders = lists[path]
         self.num_called = len(self._recorders)
@@ -348,7 +368,7 @@ class BlockArguments:
             self.num_called = anatomy.tower.num_called
         self._recorders[self.num_called - 1].stops = True
         self.carried = anatomy.encoder.carried if is_encoder and anatomy.encoder is not None else anatomy.carried
-        self._is_behind = anatomy.has_encoder and not is_encoder
+        self._anatomy = anatomy
         # Dropout of the embedding must not draw here: its numbers would be missing in the blocks.
         self._loose = {path: _without_dropout(model.get_submodule(path)) for path in anatomy.loose}
         self._frame = hollow(model, {**fill, **self._loose, **_as_modules(lists)})
@@ -382,16 +402,17 @@ class BlockArguments:
         if self._blank_pictures is not None:
             instead = self._blank_pictures.set(hidden)
         else:
-            instead = _in_place_of_embeddings(value, self._is_behind)
+            instead = _in_place_of_embeddings(value, self._anatomy, self._frame, self._is_encoder)
+        rest = {name: each for name, each in _beside(value).items() if name not in self._anatomy.labels}
         try:
             with torch.no_grad():
-                self._frame(**instead, use_cache=False, **_beside(value))
+                self._frame(**instead, **uncached(self._frame), **rest)
         except StoppedAtBlock:
             pass
         finally:
             if self._blank_pictures is not None:
                 self._blank_pictures.clear()
-        blank = instead["encoder_outputs"][0] if self._is_behind else None
+        blank = instead["encoder_outputs"][0] if "encoder_outputs" in instead else None
         return [recorder.given for recorder in self._recorders if recorder.given is not None], blank
 
 
@@ -431,18 +452,18 @@ def build_layers(
         frame = hollow(model, {**hollow_parts, **own, **loose, **_as_modules(lists)})
         first = lists[anatomy.blocks][0]
         if number == anatomy.num_blocks:
-            layers.append(HeadLayer({**own, **loose}, frame, first, routers, anatomy.has_encoder))
+            layers.append(HeadLayer({**own, **loose}, frame, first, anatomy, routers))
         elif anatomy.tower is not None and index > 0:
             first.stops = True
             blank_pictures = BlankPictures(anatomy.tower, hollow_parts)
             layers.append(MergeLayer({**own, **loose}, frame, blank_pictures, lists[anatomy.tower.blocks]))
         elif encoder is not None and index > 0:
             first.stops = True
-            layers.append(BridgeLayer({**own, **loose}, frame, lists[encoder.blocks][0], first, encoder.given_as))
+            layers.append(BridgeLayer({**own, **loose}, frame, lists[encoder.blocks][0], first, anatomy))
         else:
             next(iter(lists.values()))[0].stops = True
             kind = EmbeddingLayer if anatomy.tower is None else PatchesLayer
-            layers.append(kind({**own, **loose}, frame, anatomy.has_encoder, pictures))
+            layers.append(kind({**own, **loose}, frame, anatomy, pictures))
     return layers
 
 
@@ -460,10 +481,19 @@ def _beside(value: Value) -> Value:
     return {name: each for name, each in value.items() if name not in (HIDDEN, ROUTED, ENCODED, CARRIED, SELECTED)}
 
 
-def _in_place_of_embeddings(value: Value, is_behind: bool) -> Value:
-    """Arguments of the model by which its code embeds nothing, and encodes nothing where `is_behind` an encoder."""
+def _in_place_of_embeddings(
+    value: Value, anatomy: Anatomy, frame: nn.Module, is_encoder: bool = False
+) -> dict[str, Any]:
+    """Arguments of the model by which its code embeds nothing, and encodes nothing where it is behind an encoder.
+
+    Where the inputs are there, none are needed: what stands for the embeddings returns what has their form.
+    """
     hidden = _blank(value[HIDDEN])
-    if not is_behind:
+    if anatomy.keeps_inputs:
+        for path in anatomy.before:
+            frame.get_submodule(path).instead = hidden
+        return {}
+    if is_encoder or not anatomy.has_encoder:
         return {"inputs_embeds": hidden}
     made, mask = value.get(ENCODED), value.get("attention_mask")
     if made is None:  # behind the decoder's blocks, where only masks ask for its length
@@ -476,9 +506,8 @@ def _stand_ins(model: nn.Module, anatomy: Anatomy) -> dict[str, nn.Module]:
     # Whole numbers, which leave the type of the hidden states that they are added to as it is.
     paths = [*anatomy.before, *anatomy.after, *(() if anatomy.encoder is None else anatomy.encoder.before)]
     fill = {path: stand_in(model.get_submodule(path), torch.int8) for path in paths}
-    if anatomy.tower is not None:
-        fill |= {path: HiddenStatesStandIn(model.get_submodule(path)) for path in anatomy.tower.before}
-    return fill
+    blank = anatomy.before if anatomy.keeps_inputs else () if anatomy.tower is None else anatomy.tower.before
+    return fill | {path: HiddenStatesStandIn(model.get_submodule(path)) for path in blank}
 
 
 def _recorders(model: nn.Module, anatomy: Anatomy) -> dict[str, list[BlockRecorder]]:

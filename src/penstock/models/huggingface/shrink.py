@@ -75,8 +75,7 @@ def shrunken(model: Any, anatomy: Anatomy) -> Any:
     for each in _configs(small):  # pictures that are projected to what the decoder reads still are
         if read is not None and getattr(each, "projection_dim", None) == read:
             each.projection_dim = text.hidden_size
-    if (images := getattr(small, "vision_config", None)) is not None:
-        _shrink_images(small, images)
+    _shrink_images(small, getattr(small, "vision_config", small))
     return small
 
 

@@ -7,11 +7,12 @@ are copied off it and filled.
 from __future__ import annotations
 
 import copy
+import inspect
 import json
 import math
 import re
 from collections import Counter
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cached_property
 from pathlib import Path
@@ -27,10 +28,6 @@ from penstock.models.seeded import generator_of
 
 if TYPE_CHECKING:
     from penstock.models.huggingface.lora import Adapters
-
-OVER_TOKENS = ("ForCausalLM", "LMHeadModel", "ForMaskedLM", "ForConditionalGeneration", "MTModel")
-"""Ends of the names of classes whose loss is over tokens."""
-
 
 LARGEST_BUFFER = 1 << 25
 """Numbers."""
@@ -249,35 +246,48 @@ def _by_number(name: str) -> list[tuple[int, str]]:
     return [(int(part), "") if part.isdigit() else (-1, part) for part in name.split(".")]
 
 
-def shapes_of(config: Any) -> Any:
-    """The model of a config with weights on the meta device, and buffers, which are small, filled."""
+def shapes_of(config: Any, kind: Callable[[Any], Any] | None = None) -> Any:
+    """The model of a config, of its class or of `kind`, with weights on the meta device. Buffers, which are small,
+    are filled.
+    """
     with _weights_without_storage():
-        return model_of(config)
+        return (kind or model_of)(config)
 
 
 def model_of(config: Any) -> Any:
-    """The model of a config with fresh weights in float32: of the class that the config names, if that has a loss
-    over tokens, else a causal language model, or one with an encoder where the config is of such a model.
+    """The model of a config with fresh weights in float32: of the class that the config names, if that has a loss,
+    else a causal language model, or one with an encoder where the config is of such a model.
 
     Raises DecoderError where transformers has none.
     """
     import transformers
 
-    if getattr(config, "quantization_config", None) is not None:
-        raise DecoderError(
-            "its weights are quantized (quantization_config), and training needs them as they were; load the model "
-            "with from_pretrained, dequantize it and save it"
-        )
+    require_unquantized(config)
     config = copy.deepcopy(config)  # which a model changes
     named = next(iter(getattr(config, "architectures", None) or ()), "")
+    kind = getattr(transformers, named, None) if named else None
+    if named and kind is None:
+        raise DecoderError(
+            f"the config names {named}, which transformers does not have, and another class would be another model; "
+            f"give the model itself, Decoder({named}.from_pretrained(FOLDER))"
+        )
     try:
-        if named.endswith(OVER_TOKENS) and hasattr(transformers, named):
-            return getattr(transformers, named)(config)
+        if kind is not None and {"labels", "start_positions"} & inspect.signature(kind.forward).parameters.keys():
+            return kind(config)
         auto = transformers.AutoModelForSeq2SeqLM if has_encoder(config) else transformers.AutoModelForCausalLM
         return auto.from_config(config, dtype=torch.float32)
     except ValueError as error:
         kind = type(config).__name__
         raise DecoderError(f"transformers makes no language model of a {kind}: {error}") from None
+
+
+def require_unquantized(config: Any) -> None:
+    """Raises DecoderError for a config of quantized weights."""
+    if getattr(config, "quantization_config", None) is not None:
+        raise DecoderError(
+            "its weights are quantized (quantization_config), and training needs them as they were; load the model "
+            "with from_pretrained, dequantize it and save it"
+        )
 
 
 def tied_groups(model: nn.Module) -> list[list[str]]:

@@ -1,0 +1,103 @@
+"""A classifier, or a model with a loss of its own, was silently trained with another loss, over shifted labels."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+
+import penstock as ps
+
+pytest.importorskip("transformers", reason="transformers is not installed: pip install 'penstock[hf]'")
+
+from hf_heads import REFUSED, batch_of, gradients_of, model_of, whole_step
+from penstock.models.huggingface import Decoder, DecoderError, inputs_and_targets
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+@pytest.mark.parametrize("name", ["llama of sequences", "smoothed"])
+def test_the_loss_is_the_given_object_s(name: str) -> None:
+    model = model_of(name)
+    batch = batch_of(model)
+    decoder = Decoder(model)
+    with ps.Pipeline(decoder.stages(2), ps.build("1f1b", 2, 3), loss_fn=decoder.loss) as pipe:
+        result = pipe.step(*decoder.inputs_and_targets(batch), update=False)
+    found = gradients_of(model)
+    loss, wanted = whole_step(model, batch)
+    torch.testing.assert_close(torch.as_tensor(result.loss), loss)
+    for key, gradient in wanted.items():
+        torch.testing.assert_close(found[key], gradient, rtol=1e-4, atol=1e-6)
+
+
+def test_the_comparison_leaves_the_object_as_it_was() -> None:
+    """Of a class that is made with more than a config the object itself is compared, gradients and all."""
+    model = model_of("more than a config")
+    whole_step(model, batch_of(model))
+    next(model.parameters()).grad = torch.ones_like(next(model.parameters()))
+    before, gradients = copy.deepcopy(model), [p.grad for p in model.parameters()]
+    state = torch.get_rng_state()
+    Decoder(model)
+    assert torch.equal(torch.get_rng_state(), state)
+    assert model.training
+    assert model.config.to_dict() == before.config.to_dict()
+    assert all(torch.equal(one, other) for one, other in zip(model.parameters(), before.parameters(), strict=True))
+    assert all(p.grad is gradient for p, gradient in zip(model.parameters(), gradients, strict=True))
+    assert gradients[0] is not None
+    assert bool((gradients[0] == 1).all())
+
+
+def test_a_loss_that_is_set_on_the_object_is_trained() -> None:
+    model = model_of("smoothed")
+    plain = type(model).__mro__[1](model.config)
+    plain.loss_function = lambda logits, labels, **_: logits.square().sum() + labels.sum()
+    with pytest.raises(DecoderError, match=r"no mean over labels"):
+        Decoder(plain)
+    plain.loss_function = lambda logits, labels, **_: (logits.logsumexp(-1).mean(1) * labels[:, 0]).mean()
+    decoder = Decoder(plain)
+    batch = batch_of(plain)
+    with ps.Pipeline(decoder.stages(2), ps.build("1f1b", 2, 3), loss_fn=decoder.loss) as pipe:
+        result = pipe.step(*decoder.inputs_and_targets(batch), update=False)
+    torch.testing.assert_close(torch.as_tensor(result.loss), plain(**batch).loss.detach())
+
+
+@pytest.mark.parametrize("name", ["base", "no padding token"])
+def test_what_cannot_be_trained_is_refused_in_words(name: str) -> None:
+    with pytest.raises(DecoderError, match=rf"(?s){REFUSED[name][1]}"):
+        Decoder(model_of(name))
+
+
+def test_labels_that_stayed_behind_are_asked_for() -> None:
+    model = model_of("llama of sequences")
+    decoder, batch = Decoder(model, compare=False), batch_of(model)
+    asked = pytest.raises(DecoderError, match=r"no labels came along.*decoder\.inputs_and_targets")
+    with ps.Pipeline(decoder.stages(2), ps.build("1f1b", 2, 3), loss_fn=decoder.loss) as pipe, asked:
+        pipe.step(*inputs_and_targets(batch))
+    with pytest.raises(DecoderError, match=r"input_ids, attention_mask and no labels; give labels too"):
+        decoder.inputs_and_targets({key: each for key, each in batch.items() if key != "labels"})
+
+
+def test_an_answer_that_begins_in_a_text_and_ends_behind_it_is_refused() -> None:
+    model = model_of("bert of answers")
+    batch = batch_of(model)
+    batch["end_positions"][2] = 20
+    with pytest.raises(DecoderError, match="sample 2 has one of start_positions and end_positions inside its text"):
+        Decoder(model, compare=False).inputs_and_targets(batch)
+
+
+def test_a_folder_of_a_class_that_transformers_has_not_is_refused(tmp_path_factory: pytest.TempPathFactory) -> None:
+    folder = tmp_path_factory.mktemp("folder")
+    model_of("smoothed").save_pretrained(folder)
+    with pytest.raises(DecoderError, match=r"SmoothedLlama, which transformers does not have.*give the model itself"):
+        Decoder(folder)
+
+
+def test_a_folder_of_a_classifier_is_a_classifier(tmp_path_factory: pytest.TempPathFactory) -> None:
+    folder = tmp_path_factory.mktemp("folder")
+    model = model_of("bert of sequences")
+    model.save_pretrained(folder)
+    decoder, batch = Decoder(folder), batch_of(model)
+    with ps.Pipeline(decoder.stages(2), ps.build("1f1b", 2, 3), loss_fn=decoder.loss) as pipe:
+        result = pipe.step(*decoder.inputs_and_targets(batch), update=False)
+    torch.testing.assert_close(torch.as_tensor(result.loss), model(**batch).loss.detach())
