@@ -34,7 +34,7 @@ from transformers.trainer_utils import get_last_checkpoint
 
 from penstock.dispatch import Dispatch
 from penstock.library import build
-from penstock.models.huggingface import Decoder, inputs_and_targets
+from penstock.models.huggingface import Decoder
 from penstock.runtime import ParallelOptions, Pipeline, PrecisionOptions, RuntimeFailure, TransportOptions
 from penstock.runtime.checkpoint import CheckpointError
 from penstock.schedule import Schedule
@@ -46,11 +46,14 @@ FOLDER = "pipeline"
 
 
 class PipelineTrainer(Trainer):
-    """Trains a causal or masked language model over pipeline ranks, as `transformers.Trainer` does on one.
+    """Trains a model over pipeline ranks, as `transformers.Trainer` does on one: whatever a `Decoder` takes, such as
+    language models, classifiers, and models with a loss of their own.
 
-    Losses, gradient norms, learning rates and weights are those of the plain Trainer in one process with the same
-    arguments, bit for bit, where the model has no dropout. Under `torchrun` each process runs one rank; on a CPU say
-    `use_cpu=True` in the arguments then.
+    For language models, losses, gradient norms, learning rates and weights are those of the plain Trainer in one
+    process with the same arguments, bit for bit, where the model has no dropout. If the model's own forward works out
+    the loss, an update's loss is that of its batches taken as one. (For some of these classes the plain Trainer adds
+    up the means of the batches, unless it is told `loss_is_scaled_for_ga = False`.) Under `torchrun` each process
+    runs one rank; on a CPU say `use_cpu=True` in the arguments then.
 
     Args:
         model: a model of transformers, or a PeftModel around one.
@@ -95,6 +98,8 @@ class PipelineTrainer(Trainer):
         self._shares: deque[Tensor] = deque()
         self._resumed: Path | None = None
         super().__init__(model, args, **others)
+        if self._decoder.has_own_loss and args.label_names is None:
+            self.label_names = list(self._decoder.anatomy.labels)
         _require_steps_plainly(self.optimizer)
         if self.label_smoother is not None and self._decoder.has_router_loss:
             raise RuntimeFailure(
@@ -192,8 +197,8 @@ class PipelineTrainer(Trainer):
         if not self._shares:
             model.train()
             num = self.schedule.num_microbatches
-            pairs = [inputs_and_targets(batch) for batch in self._window]
-            counted = [_target(labels, num_items_in_batch, len(pairs)) for _, labels in pairs]
+            pairs = [self._taken_apart(batch) for batch in self._window]
+            counted = self._targets([labels for _, labels in pairs], num_items_in_batch)
             idle = num - len(pairs)  # in the last update of an epoch
             taken = [given for given, _ in pairs] + [pairs[-1][0]] * idle
             result = self.pipeline.step(
@@ -201,6 +206,31 @@ class PipelineTrainer(Trainer):
             )
             self._shares.extend(result.losses[: len(pairs)].to(self.args.device))
         return self._shares.popleft()
+
+    @property
+    def _replaces_loss(self) -> bool:
+        """Whether the arguments give another loss than the model's."""
+        return self.compute_loss_func is not None or self.label_smoother is not None
+
+    def _taken_apart(self, batch: Mapping[str, Any]) -> tuple[dict[str, Any], Any]:
+        """The pipeline's inputs and its labels, which do not go along where the loss is not the model's."""
+        inputs, labels = self._decoder.inputs_and_targets(batch)
+        if self._replaces_loss and "labels" in inputs:
+            labels = inputs.pop("labels")
+        return inputs, labels
+
+    def _targets(self, labels: Sequence[Any], num_items: Any) -> list[dict[str, Any]]:
+        """The labels of each microbatch, and what its loss is divided by: by all labels of the update, or by its
+        batches; a mean that the model works out itself by the share of its labels. 0 where nothing counts.
+        """
+        parts = [float(len(labels))] * len(labels)
+        if not self._replaces_loss and (self._decoder.has_own_loss or self._decoder.has_encoder):
+            weights = [self._decoder.loss.weight(each) for each in labels]
+            parts = [sum(weights) / each if each else 0.0 for each in weights]
+        given = {} if num_items is None else {"num_items": torch.as_tensor(num_items)}
+        return [
+            {"labels": each, "share": torch.tensor(part), **given} for each, part in zip(labels, parts, strict=True)
+        ]
 
     def _clip(self, max_norm: float) -> Tensor:
         return self.pipeline.clip(max_norm)
@@ -211,16 +241,18 @@ class PipelineTrainer(Trainer):
         self, model: Any, inputs: Any, prediction_loss_only: bool, ignore_keys: list[str] | None = None
     ) -> tuple[Tensor | None, Any, Any]:
         """Loss, logits and labels of an evaluation batch, cut into microbatches, on every process."""
-        (inputs,), num_items = super().get_batch_samples(iter([inputs]), 1, self.args.device)
-        given = dict(inputs)
-        labels = given.pop("labels", None)
+        (batch,), num_items = super().get_batch_samples(iter([inputs]), 1, self.args.device)
+        has_labels = all(batch.get(name) is not None for name in self.label_names)
+        given, labels = self._taken_apart(batch) if has_labels else (dict(batch), None)
         size = len(next(value for value in given.values() if isinstance(value, Tensor)))
-        adds_up = num_items is not None and self.compute_loss_func is None and not self._decoder.has_router_loss
+        adds_up = self.compute_loss_func is None and not self._decoder.has_router_loss
+        adds_up &= num_items is not None or (self._decoder.has_own_loss and not self._replaces_loss)
         num = min(size, self.schedule.num_microbatches) if adds_up or labels is None else 1
         parts = _parts(given, size, num)
         targets = None
         if labels is not None:
-            targets = [_target(part, num_items, 1) for part in labels.tensor_split(num)]
+            cut = _parts(labels if isinstance(labels, Mapping) else {"": labels}, size, num)
+            targets = self._targets([each.get("", each) for each in cut], num_items)
         if prediction_loss_only:
             loss = None if targets is None else self.pipeline.evaluate(parts, targets).loss.to(self.args.device)
             return loss, None, None
@@ -230,8 +262,13 @@ class PipelineTrainer(Trainer):
             with torch.no_grad():
                 shares = [_Loss(self)(output, target) for output, target in zip(outputs, targets, strict=True)]
             loss = torch.stack(shares).sum()
-        logits = torch.cat([_logits(output) for output in outputs]).to(self.args.device)
-        return loss, logits, labels
+        if not self._decoder.has_own_loss:
+            outputs = [{"logits": _logits(output)} for output in outputs]
+        names = [name for name in outputs[0] if name not in (ignore_keys or ()) and name != "loss"]
+        logits = [torch.cat([output[name] for output in outputs]).to(self.args.device) for name in names]
+        found = [batch[name] for name in self.label_names] if has_labels else [None]
+        given_back = [each[0] if len(each) == 1 else tuple(each) for each in (logits, found)]
+        return loss, given_back[0], given_back[1]
 
     # Weights and checkpoints.
 
@@ -283,22 +320,24 @@ class _Loss:
 
     def __call__(self, output: Any, target: Mapping[str, Tensor]) -> Tensor:
         trainer, logits, labels, num_items = self._trainer, _logits(output), target["labels"], target.get("num_items")
-        if not target["share"]:  # no sample of its own, to fill up the schedule
+        decoder = trainer._decoder
+        if not target["share"]:  # no sample of its own, to fill up the schedule, or none that counts
             return logits.float().sum() * 0.0  # no float16, in which the scale of a loss is infinite
         if trainer.compute_loss_func is not None:
-            outputs = {"logits": logits}
+            outputs = output if decoder.has_own_loss else {"logits": logits}
             return trainer.compute_loss_func(outputs, labels, num_items_in_batch=num_items)
         if trainer.label_smoother is not None:
-            shifted = not trainer._decoder.is_masked
+            shifted = not (decoder.is_masked or decoder.has_encoder or decoder.has_own_loss)
             loss = trainer.label_smoother(
                 {"logits": logits}, labels, shift_labels=shifted, num_items_in_batch=num_items
             )
+        elif decoder.has_own_loss or decoder.has_encoder:
+            return decoder.loss(output, labels) / target["share"]
         else:
-            model = trainer._decoder.model
-            loss = model.loss_function(
+            loss = decoder.model.loss_function(
                 logits=logits, labels=labels, vocab_size=logits.shape[-1], num_items_in_batch=num_items
             )
-        if isinstance(output, Mapping):
+        if decoder.has_router_loss:
             loss = loss + output["router_loss"]
         return loss if num_items is not None else loss / target["share"]
 
@@ -388,14 +427,6 @@ class _WholeBatches(Accelerator):
         return tensor
 
 
-def _target(labels: Tensor, num_items: Any, num_batches: int) -> dict[str, Tensor]:
-    """Labels, and what the loss is divided by: by all labels of the update, or by its batches."""
-    target = {"labels": labels, "share": torch.tensor(float(num_batches))}
-    if num_items is not None:
-        target["num_items"] = torch.as_tensor(num_items)
-    return target
-
-
 def _parts(given: Mapping[str, Any], size: int, num: int) -> list[dict[str, Any]]:
     cut = {
         name: value.tensor_split(num)
@@ -407,7 +438,11 @@ def _parts(given: Mapping[str, Any], size: int, num: int) -> list[dict[str, Any]
 
 
 def _logits(output: Any) -> Tensor:
-    found: Tensor = output["logits"] if isinstance(output, Mapping) else output
+    """What a last stage returns, or the first tensor of it besides the loss."""
+    if not isinstance(output, Mapping):
+        found: Tensor = output
+    else:
+        found = output.get("logits", next(each for name, each in output.items() if name != "loss"))
     return found
 
 

@@ -79,8 +79,8 @@ class ModelLayer(nn.Module):
         return next(iter(self.modules_at.values()))
 
     def _run(self, given: Value) -> Any:
-        """Calls the model's own code around the layer's modules."""
-        set_mode(self._frame, self.training)
+        """Calls the model's own code around the layer's modules, in the mode that they are in."""
+        set_mode(self._frame, any(module.training for module in self.modules_at.values()))
         return self._frame(**given, **uncached(self._frame))
 
     def shard_over(self, sharding: Sharding) -> None:

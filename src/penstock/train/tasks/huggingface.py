@@ -81,6 +81,12 @@ class DecoderTask:
         self._settings, self._tokenizer = settings, tokenizer_of(settings)
         folder, has_weights = find(settings.model)
         self.decoder = decoder = decoder_of(folder, has_weights, settings)
+        if decoder.has_own_loss:
+            raise SettingsError(
+                f"--model {settings.model} is a {type(decoder.model).__name__}, which learns from labels of its own, "
+                "and penstock train makes those of language models alone; train it in Python, with "
+                "penstock.integrations.transformers.PipelineTrainer, or with a Decoder and ps.Pipeline"
+            )
         self.config = config = decoder.config.get_text_config(decoder=True)
         self.sizes = sizes_in(folder) | ({} if decoder.adapters is None else {"lora": decoder.adapters.sizes})
         self.loss: Callable[..., Tensor] = decoder.loss
