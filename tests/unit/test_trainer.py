@@ -54,7 +54,7 @@ def test_what_a_pipeline_does_not_take_is_refused_by_name(
 
 def test_a_schedule_that_cannot_be_is_refused_before_training(tmp_path: Path) -> None:
     with pytest.raises(ps.ScheduleError):
-        PipelineTrainer(tiny(), short(tmp_path), schedule="interleaved-1f1b", num_ranks=3, train_dataset=Tokens())
+        PipelineTrainer(tiny(), short(tmp_path), schedule="dualpipe", num_ranks=3, train_dataset=Tokens())
 
 
 def test_a_checkpoint_of_the_plain_trainer_is_refused(tmp_path: Path) -> None:

@@ -118,8 +118,8 @@ class EmbeddingLayer(ModelLayer):
 
     def _checked(self, given: Tensor | Value) -> Value:
         """With the tokens by name. Raises DecoderError for what does not fit the model."""
-        is_bare = isinstance(given, Tensor)
-        value = {self._main_input: given} if is_bare else {k: v for k, v in given.items() if v is not None}
+        given = {self._main_input: given} if isinstance(given, Tensor) else given
+        value = {name: each for name, each in given.items() if each is not None}
         if "labels" in value and not self._anatomy.labels:
             raise DecoderError(
                 "labels are among the inputs; take them apart with inputs, targets = inputs_and_targets(batch) and "
