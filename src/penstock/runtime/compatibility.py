@@ -285,12 +285,10 @@ def why_never_fewer(schedule: Schedule, num_replicas: int = 1) -> str | None:
     graph, own = schedule.graph, {REDUCE} if num_replicas > 1 else set()
     if schedule.updates is not None:
         return f"{schedule.name} has its updates in the order, each behind a fixed number of microbatches"
-    if not is_plain(schedule) or graph.num_microbatches:
-        return f"{schedule.name} has stages that branch, or that work on different numbers of microbatches"
     if kinds := sorted({registered.kind for registered in graph.registered} - own):
         return f"{schedule.name} has ops of kind {', '.join(kinds)}, which were placed for all its microbatches"
-    if any(need.after[0] not in own for need in graph.needs):
-        return f"{schedule.name} has ops that wait for others of certain numbers"
+    if not is_plain(schedule) or graph.num_microbatches or any(need.after[0] not in own for need in graph.needs):
+        return f"{schedule.name} has stages that branch, or ops that need certain numbers of microbatches"
     return None
 
 

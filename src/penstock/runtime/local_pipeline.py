@@ -83,10 +83,6 @@ _UNSCALED = (
     "autocast=torch.float16 without loss scaling: gradients smaller than 3e-8 become 0, and nothing else says so; "
     'give PrecisionOptions(scaler=torch.amp.GradScaler("cuda")), or torch.bfloat16, which needs none'
 )
-_FEWER = (
-    "a batch had samples for {num} microbatches only, and ran {num} of the {schedule.num_microbatches} of "
-    "{schedule.name}; if all batches are so small, build the schedule with fewer microbatches"
-)
 _SAME = "every rank must make the same ps.Pipeline(...)"
 
 
@@ -501,12 +497,12 @@ class LocalPipeline:
     def running_for(self, batch: Microbatches) -> ActivePlan:
         """What a training step of a batch runs: of a small batch, the ops of its microbatches alone."""
         now, num = self.running, len(batch)
-        usual = num >= now.schedule.num_microbatches
-        if usual or why_never_fewer(now.schedule, self.mesh.num_replicas) is not None:
+        is_usual = num >= now.schedule.num_microbatches
+        if is_usual or why_never_fewer(now.schedule, self.mesh.num_replicas) is not None:
             return now
-        if not now.fewer:
-            self.notices.note([_FEWER.format(num=num, schedule=now.schedule)])
         if num not in now.fewer:
+            usual = f"{now.schedule.num_microbatches} microbatches of {now.schedule.name}"
+            self.notices.note([f"a small batch ran {num} of the {usual}; if most are so small, build it with fewer"])
             now.fewer[num] = self._activated(with_fewer(now.configuration, num, self.mesh))
         return now.fewer[num]
 

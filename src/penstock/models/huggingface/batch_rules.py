@@ -21,7 +21,7 @@ from typing import Any
 from torch import Tensor
 
 from penstock.models.huggingface.pictures import IMAGES, PictureForm
-from penstock.runtime import WHOLE, BatchRules, RuntimeFailure
+from penstock.runtime import WHOLE, BatchRules
 
 OFFSETS = ("cu_seq_lens_q", "cu_seq_lens_k", "cu_seqlens", "cu_seqlens_q", "cu_seqlens_k")
 Rule = Callable[[Tensor, int], Sequence[Tensor | None]]
@@ -66,7 +66,9 @@ def batch_rules(inputs: Any, pictures: PictureForm | None = None) -> BatchRules:
         elif name in FOR_ALL_SAMPLES and len(value) == 1 < num:
             rules[name] = WHOLE
         elif name == IMAGES and pictures is not None:
-            rules[name] = _of_pictures((tokens == pictures.token).sum(1) // pictures.num_tokens)
+            counts = (tokens == pictures.token).sum(1) // pictures.num_tokens
+            if counts.sum() == len(value):  # else no rule is right
+                rules[name] = _of_pictures(counts)
     return BatchRules(inputs=rules)
 
 
@@ -121,12 +123,6 @@ def _of_pictures(counts: Tensor) -> Rule:
 
     def cut(value: Tensor, num: int) -> list[Tensor | None]:
         sizes = [int(part.sum()) for part in counts.tensor_split(num)]
-        if sum(sizes) != len(value):
-            raise RuntimeFailure(
-                f"inputs['{IMAGES}'] holds {len(value)} pictures, and the image tokens among inputs['input_ids'] "
-                f"stand for {sum(sizes)}; give as many, or a rule that cuts them: "
-                f"batch=ps.BatchRules(inputs={{'{IMAGES}': function}})"
-            )
         return [part if len(part) else None for part in value.split(sizes)]
 
     return cut

@@ -77,12 +77,6 @@ def adds_up(loss_fn: LossFn) -> bool:
     return known is not None and known.setting("reduction") == "sum"
 
 
-def by_samples(loss_fn: LossFn) -> bool:
-    """Whether a loss says nothing of what it is, so that a microbatch weighs as much as it has samples."""
-    says = adds_up(loss_fn) or callable(getattr(loss_fn, "weight", None))
-    return not says and _torch_loss(loss_fn) is None
-
-
 def weights_of(targets: Sequence[Any], loss_fn: LossFn) -> list[float] | None:
     """What the loss counts in each microbatch's targets; None where it does not say."""
     weight = getattr(loss_fn, "weight", None)

@@ -24,7 +24,7 @@ from penstock.runtime.errors import RuntimeFailure
 from penstock.runtime.mesh.process_mesh import ProcessMesh
 from penstock.runtime.stage.batch_rules import PLAIN, BatchRules, Cut, CutTensor, Signature, Uncut, rules_at, uncut
 from penstock.runtime.stage.branches import loss_stage, starts_of
-from penstock.runtime.stage.loss_weights import LossFn, adds_up, by_samples, shares_of, sizes_of, weigh, weights_of
+from penstock.runtime.stage.loss_weights import LossFn, adds_up, shares_of, sizes_of, weigh, weights_of
 from penstock.runtime.tensors.aliases import storage_of
 from penstock.runtime.tensors.digest import batch_digest
 from penstock.runtime.tensors.pytree import DTYPES, flatten
@@ -212,7 +212,6 @@ def cut_batch(
         _require_matching(cut_inputs, by_target)
         if cut_inputs.sizes is None and not cut_inputs.is_listed and by_target.sizes is not None:
             weighed_by = by_target
-    _require_samples(weighed_by, loss_fn)
     digest = batch_digest(*values) if digested else 0
     weighed = partial(weigh, weighed_by, cut_targets, loss_fn if targets is not None else None, windows)
     overlap = partial(_overlap, values)
@@ -236,24 +235,6 @@ def _overlap(parts: Sequence[Any]) -> frozenset[int]:
     """The addresses of memory in which tensors of several parts lie."""
     found = Counter(address for part in parts for address in {storage_of(leaf) for leaf in flatten(part)[0]})
     return frozenset(address for address, num in found.items() if num > 1 and address)
-
-
-def _require_samples(cut: Cut, loss_fn: LossFn) -> None:
-    """Raises RuntimeFailure where tensors of other sizes than the first would give microbatches other weights."""
-    if cut.sizes is not None or loss_fn is None or not by_samples(loss_fn):
-        return
-    by_tensor = [[leaf.shape[0] if leaf.dim() else 1 for leaf in flatten(value)[0]] for value in cut]
-    if len({len(sizes) for sizes in by_tensor}) > 1:
-        return
-    first, *others = zip(*by_tensor, strict=True) if by_tensor[0] else [()]
-    for other in others:
-        # One that is as large everywhere may be a table that each microbatch is given.
-        if len({*other}) > 1 and any(a * first[0] != b * other[0] for a, b in zip(other, first, strict=True)):
-            raise RuntimeFailure(
-                f"the first tensor of each microbatch of the inputs has {_listed(first)} entries in dimension 0, and "
-                f"another {_listed(other)}, so that nobody knows which of them are the samples by which microbatches "
-                "weigh in the loss; give loss_fn a method weight(targets) that says what its mean is over"
-            )
 
 
 def _signatures(cut: Sequence[Sequence[Any]]) -> list[Signature]:
@@ -305,8 +286,9 @@ def _require_alike(sources: Mapping[int, Uncut], counts: Sequence[int]) -> None:
             sizes[stage] = source.num_samples
         elif differ:
             raise RuntimeFailure(
-                f"stages work on {_listed(sorted(set(counts)))} microbatches, and the inputs of stage {stage} are a "
-                "list, cut already, or have no dimension with samples; give tensors, which are cut for every stage"
+                f"stages work on {_listed(sorted(set(counts)))} microbatches, and the inputs of stage {stage} are "
+                f"{'a list, cut already' if source.is_listed else 'cut by functions'}; give tensors, which are cut "
+                "for every stage"
             )
     if len(set(sizes.values())) > 1:
         raise RuntimeFailure(
@@ -451,7 +433,6 @@ class ReplicaBatches:
         if inputs is not None:
             cut = batch.inputs[0]
             assert isinstance(cut, Cut)
-            _require_samples(cut, loss_fn)
             signatures = [
                 [(list(shape), str(dtype).removeprefix("torch.")) for shape, dtype in batch.signature(m)]
                 for m in range(len(batch))
