@@ -12,7 +12,6 @@ gives each parameter the options that it had, whatever the order of the groups a
 from __future__ import annotations
 
 import json
-import math
 from collections import defaultdict, deque
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence, Set
 from typing import Any
@@ -99,22 +98,21 @@ def _attributes(optimizer: Optimizer, names: Mapping[Tensor, str]) -> tuple[dict
     digests: dict[str, str] = {}
     for path, value in _stateful(optimizer, by_id).items():
         what = f"attribute {path} of {type(optimizer).__name__}"
-        own = [id(tensor) in by_id for tensor in _tensors_in(value)]
-        if any(own) and not _is_keyed(value, by_id):
+        if _is_keyed(value, by_id):
+            digests[path] = ""
+            for key, each in value.items():
+                mark = "@@" if isinstance(key, int) else "@"
+                base = f"{PREFIX}{by_id[_id_of(key)]}/{mark}{path}"
+                tensors |= {base: each} if isinstance(each, Tensor) else pack(base, each, what)
+        elif any(id(tensor) in by_id for tensor in _tensors_in(value)):
             raise CheckpointError(
                 f"{what} holds tensors beside parameters, which a checkpoint would not bring back: keep them in the "
                 f"state of a parameter, or in a dict with parameters as keys, or {_STATEFUL}"
             )
-        entries = [(f"{PREFIX}{ATTRIBUTES}/{path}", value)]
-        if is_keyed := _is_keyed(value, by_id):
-            marks = ["@@" if isinstance(key, int) else "@" for key in value]
-            bases = [f"{PREFIX}{by_id[_id_of(key)]}/{mark}{path}" for key, mark in zip(value, marks, strict=True)]
-            entries = list(zip(bases, value.values(), strict=True))
-        found: dict[str, Tensor] = {}
-        for base, each in entries:
-            found |= {base: each} if is_keyed and isinstance(each, Tensor) else pack(base, each, what)
-        digests |= {path: ""} if is_keyed else digests_of({path: found})
-        tensors |= found
+        else:
+            packed = pack(f"{PREFIX}{ATTRIBUTES}/{path}", value, what)
+            digests |= digests_of({path: packed})
+            tensors |= packed
     return tensors, digests
 
 
@@ -304,11 +302,7 @@ def _read_attributes(
     for parameter in stepped:
         for key, value in _read_state(reader, _name(names, parameter), ATTRIBUTES, keys, parameter, False).items():
             values.setdefault(key.lstrip("@"), {})[id(parameter) if key.startswith("@") else parameter] = value
-    found = []
-    for path, value in values.items():
-        at, _, name = path.rpartition(":")
-        found.append((every[at], name, value))
-    return found
+    return [(every[path.rpartition(":")[0]], path.rpartition(":")[2], value) for path, value in values.items()]
 
 
 def _read_metas(
@@ -354,8 +348,6 @@ def _matched(
             f"{what} holds {kind} with {len(stored)} parameter groups, this run has {len(mine)}, and an earlier "
             "version did not store which parameters they had: use the optimizer it was written with"
         )
-    if not all(isinstance(each, dict) for each in stored):
-        raise CheckpointError(f"{what} has a parameter group that holds no options")
     home: dict[str, int] = {}
     for place, those in enumerate(members or ()):
         home |= {name: place for name in those if name not in home}
@@ -386,7 +378,7 @@ def _matched(
                     f"another {listed(options)} here: use the groups it was written with"
                 )
         alike = places or all(_plain(each) == _plain(stored[0]) for each in stored)
-        chosen.append(_decoded(stored[first] if alike else {}, optimizer.param_groups[number], kind, number, what))
+        chosen.append({key: _decode(value) for key, value in stored[first].items()} if alike else {})
     return chosen
 
 
@@ -398,37 +390,6 @@ def _plain(options: Mapping[str, Any]) -> dict[str, Any]:
 def _differing(one: Mapping[str, Any], other: Mapping[str, Any]) -> list[str]:
     """The names of options that are not alike."""
     return sorted(key for key in _plain({**one, **other}) if one.get(key) != other.get(key))
-
-
-def _decoded(stored: Mapping[str, Any], group: Mapping[str, Any], kind: str, place: int, what: str) -> dict[str, Any]:
-    """The stored options of a group as they are to be."""
-    options = {}
-    for key, value in stored.items():
-        try:
-            options[key] = _decode(value)
-        except (TypeError, KeyError, ValueError, RecursionError):
-            raise CheckpointError(
-                f"{what}: option {key!r} of parameter group {place} is {value!r:.60}, which no optimizer wrote"
-            ) from None
-        if key in group and not _is_like(options[key], group[key]):
-            raise CheckpointError(
-                f"{what}: option {key!r} of parameter group {place} is {options[key]!r:.60}, and {kind} has "
-                f"{group[key]!r:.60} here: use the optimizer it was written with"
-            )
-    return options
-
-
-def _is_like(value: Any, current: Any) -> bool:
-    """Whether an option may take the place of another: numbers stay numbers, and a tuple keeps its length."""
-    if isinstance(value, float) and math.isnan(value):
-        return False
-    if isinstance(current, Tensor):
-        return isinstance(value, (int, float)) and current.numel() == 1
-    if isinstance(current, (int, float)) and not isinstance(current, bool):
-        return isinstance(value, (int, float)) and not isinstance(value, bool)
-    if isinstance(current, (tuple, list)):
-        return type(value) is type(current)
-    return isinstance(value, str) == isinstance(current, str)
 
 
 def _read_state(
