@@ -22,7 +22,7 @@ from penstock.runtime.checkpoint.optimizer import (
     optimizer_tensors,
     stage_optimizer,
 )
-from penstock.runtime.checkpoint.reader import Kind, Reader, TensorSource, load_packed, match
+from penstock.runtime.checkpoint.reader import Kind, Reader, TensorSource, load_packed, match, rename_members, renamed
 from penstock.runtime.checkpoint.writer import UNWRITTEN, export, write
 from penstock.runtime.errors import CheckpointError, DamagedCheckpointError
 
@@ -49,6 +49,8 @@ __all__ = [
     "names_by_base",
     "optimizer_tensors",
     "pack",
+    "rename_members",
+    "renamed",
     "set_aside",
     "stage_optimizer",
     "write",

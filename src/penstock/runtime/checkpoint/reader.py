@@ -73,11 +73,24 @@ class Reader:
             raise DamagedCheckpointError(f"{self.path / INDEX} is of step {self.step}, and its folder of another")
         self.digest = hashlib.sha256(content).hexdigest()
         self._names = sorted(self._index.tensors)
+        self._stored_as: dict[str, str] = {}
         self._files: dict[str, safe_open] = {}
 
     def names(self) -> list[str]:
         """Every tensor's name, sorted."""
         return self._names
+
+    def rename(self, aliases: Mapping[str, str]) -> None:
+        """Calls everything of a parameter that was stored under another of its names by the name that it has here.
+
+        Args:
+            aliases: by other name, the name that a parameter has here.
+        """
+        there = self._index.tensors
+        self._stored_as = {new: name for name in there if (new := renamed(name, aliases)) not in there}
+        self._names = sorted((there.keys() - self._stored_as.values()) | self._stored_as.keys())
+        if isinstance(self.meta, dict) and isinstance(optimizer := self.meta.get("optimizer"), dict):
+            rename_members(optimizer, aliases)
 
     def shape(self, name: str) -> tuple[int, ...]:
         """A tensor's shape. Raises `CheckpointError` for a name that is not there."""
@@ -100,7 +113,8 @@ class Reader:
         """Like `load`, one at a time."""
         for name in names:
             shard = self._entry(name).shard
-            yield name, self._tensor(self._open(shard), self.path / shard, name)
+            stored = self._stored_as.get(name, name)
+            yield name, self._tensor(self._open(shard), self.path / shard, stored)
 
     def require_complete(self) -> None:
         """Raises `CheckpointError` for a shard that is not there, or of another size."""
@@ -119,7 +133,7 @@ class Reader:
 
     def _entry(self, name: str) -> IndexEntry:
         try:
-            return self._index.tensors[name]
+            return self._index.tensors[self._stored_as.get(name, name)]
         except KeyError:
             raise CheckpointError(
                 f"checkpoint {self.path} has no tensor {name!r}; it has {len(self._index.tensors)} others"
@@ -169,6 +183,18 @@ def problem_of(path: Path, size: int) -> str | None:
     if found.st_size != size:
         return f"shard {path} has {found.st_size} bytes, the index says {size}: it is truncated or was replaced"
     return None
+
+
+def renamed(name: str, aliases: Mapping[str, str]) -> str:
+    """A name in a checkpoint, with the name that its parameter has here."""
+    return "/".join(aliases.get(part, part) for part in name.split("/"))
+
+
+def rename_members(optimizer: JSON, aliases: Mapping[str, str]) -> None:
+    """The same of the parameters of each group, in the meta of an optimizer."""
+    for one in (optimizer, *optimizer.get("inside", {}).values()):
+        for members in one.get("members", ()):
+            members[:] = [aliases.get(name, name) for name in members]
 
 
 def match(reader: Reader, expected: Mapping[str, Kind], *, prefix: str = "") -> None:

@@ -87,6 +87,7 @@ class ChosenCheckpoint(NamedTuple):
     expected: dict[str, Kind]
     extra_names: set[tuple[str, str]]
     members: list[dict[str, list[list[str]]]]
+    aliases: dict[str, str]
 
 
 def save(
@@ -243,7 +244,8 @@ def _choose(
         error = CheckpointError(f"{directory}: no checkpoint there; give a checkpoint or a folder of them")
     given = paths[0].name if paths and paths[0] == directory else None
     call = {"checkpoint": given, "stateful": sorted(map(str, stateful)), "fallback": fallback}
-    mine = ([path.name for path in paths], call, state.expected(), state.extra_names(), state.members())
+    names_here = (state.expected(), state.extra_names(), state.members(), state.aliases())
+    mine = ([path.name for path in paths], call, *names_here)
     parts = _agree(peers, mine, error if is_wrong or peers.here[0] == 0 else None)
     names = parts[0][0]
     for process, (own, other, *_) in enumerate(parts):
@@ -256,7 +258,9 @@ def _choose(
     parent = directory if parts[0][1]["checkpoint"] is None else directory.parent
     expected = {name: kind for part in parts for name, kind in part[2].items()}
     extra_names = {name for part in parts for name in part[3]}
-    return ChosenCheckpoint([parent / name for name in names], expected, extra_names, [part[4] for part in parts])
+    aliases = {name: stored for part in parts for name, stored in part[5].items()}
+    members = [part[4] for part in parts]
+    return ChosenCheckpoint([parent / name for name in names], expected, extra_names, members, aliases)
 
 
 def _load_one(
@@ -281,6 +285,7 @@ def _load_one(
         raise CheckpointError(f"process {other[0]} sees another checkpoint at {path} than process 0. {SHARED}")
 
     def stage() -> tuple[LoadResult, StagedState, StagedUserState]:
+        reader.rename(chosen.aliases)
         match(reader, chosen.expected, prefix=MODEL)
         loaded = _read_meta(reader)
         loaded.notices.extend(_unknown(reader, chosen))
@@ -358,8 +363,8 @@ def _unknown(reader: Reader, chosen: ChosenCheckpoint) -> list[str]:
             module, _, holder = base.rpartition("@")
             if not {base, module} & names:
                 raise CheckpointError(
-                    f"checkpoint {reader.path} has extra state of {base}, and no module here has that name and takes "
-                    "it: build the model it was written with, or choose another checkpoint"
+                    f"checkpoint {reader.path} has extra state of {base or 'the model'}, and no module here has that "
+                    "name and takes it: build the model it was written with, or choose another checkpoint"
                 )
             if base not in names and (module, holder) not in chosen.extra_names:
                 dropped.add(module)

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from penstock.runtime.checkpoint import VERSION, CheckpointError, Kind, merged_meta
+from penstock.runtime.checkpoint import VERSION, CheckpointError, Kind, merged_meta, rename_members, renamed
 from penstock.runtime.checkpoint.format import num_bytes_of
 from penstock.runtime.checkpoint.training_state import MODEL, TrainingState
 from penstock.runtime.errors import RuntimeFailure
@@ -101,13 +101,17 @@ def hand_over(giver: OptimizerState, taker: OptimizerState, peers: Peers) -> int
     """
     giver.require_whole()
     before, after = TrainingState(giver), TrainingState(taker)
+    aliases = {name: stored for part in peers.gather(after.aliases()) for name, stored in part.items()}
     held, meta = before.held()
+    held = {renamed(name, aliases): tensor for name, tensor in held.items()}
     parts = peers.gather(({name: (tuple(t.shape), t.dtype) for name, t in held.items()}, meta))
     known: dict[str, Kind] = {name: kind for kinds, _ in parts for name, kind in kinds.items()}
     try:
         meta = merged_meta(each for _, each in parts)
     except CheckpointError as error:
         raise RuntimeFailure(f"the pipeline before can't be handed over: {error}") from error
+    if meta is not None:
+        rename_members(meta, aliases)
     wanted = peers.gather((after.wanted(known), after.expected(), after.members()))
     inventories = [StateInventory(kinds, *each[:2]) for (kinds, _), each in zip(parts, wanted, strict=True)]
     _require_shapes(inventories, known)

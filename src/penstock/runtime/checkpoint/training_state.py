@@ -127,7 +127,7 @@ class TrainingState:
         self._extras = [
             ExtraStateModule(name, f"{k}.{trained.holder(index)}", module)
             for (k, index), stage in sorted(model.copies.here.items())
-            for name, module in stage.named_modules()
+            for name, module in (*stage.named_modules(), *stage.around.items())
             if type(module).get_extra_state is not nn.Module.get_extra_state
         ]
         for stage in model.copies.here.values():
@@ -243,6 +243,16 @@ class TrainingState:
         every = {} if self.optimizer is None else optimizers_in(self.optimizer)
         return {path: members_of(one, self._names) for path, one in every.items()}
 
+    def aliases(self) -> dict[str, str]:
+        """By each other name of a parameter here, the name that it is stored under."""
+        found: dict[str, str] = {}
+        for stage in self._model.stages.values():
+            first: dict[Parameter, str] = {}
+            for name, parameter in stage.named_parameters(remove_duplicate=False):
+                stored = self._stored_as(first.setdefault(parameter, name))
+                found |= {name: stored} if name != stored else {}
+        return found
+
     def extra_names(self) -> list[tuple[str, str]]:
         """Name and holder of each module here that has extra state."""
         return [(extra.name, extra.holder) for extra in self._extras]
@@ -348,8 +358,8 @@ class TrainingState:
             if base is None:
                 if source.version >= 2:
                     raise CheckpointError(
-                        f"checkpoint {source.path} has no extra state of {extra.name}, which its module has here: "
-                        "build the model it was written with, or choose another checkpoint"
+                        f"checkpoint {source.path} has no extra state of {extra.name or 'the model'}, which its "
+                        "module has here: build the model it was written with, or choose another checkpoint"
                     )
                 notices.append(
                     f"{source.path} was written before extra state was kept: {extra.name} keeps what it has"

@@ -78,6 +78,11 @@ class Stage(nn.Module):
         self._indices = tuple(indices)
 
     @property
+    def around(self) -> dict[str, nn.Module]:
+        """By name, modules of the model whose layers lie in several stages."""
+        return {}
+
+    @property
     def in_order(self) -> tuple[nn.Module, ...]:
         """The layers, in the order in which they run."""
         return self._layers

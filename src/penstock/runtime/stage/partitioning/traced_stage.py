@@ -57,6 +57,11 @@ class TracedStage(Stage):
         """Path in the model -> the parameter or buffer that the forward itself uses here."""
         return {path: getattr(*where) for path, where in self._places.items()}
 
+    @property
+    def around(self) -> dict[str, nn.Module]:
+        opened = set(self._tracing.opened)
+        return {path: module for path, module in self._tracing.model.named_modules() if module in opened}
+
     def follow_model(self) -> None:
         """Between two steps: holds the buffers that the user has given the model in place of those that it had, as
         `model.half()` and `model.mask = other` do.
