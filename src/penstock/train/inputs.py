@@ -22,6 +22,7 @@ from penstock.runtime.adapt import AdaptOptions
 from penstock.runtime.arguments import ParallelOptions, PrecisionOptions
 from penstock.runtime.parameters.given_optimizer import optimizer_of
 from penstock.runtime.parameters.version_rules import rule_of
+from penstock.runtime.stage.loss_weights import adds_up, sizes_of, weights_of
 from penstock.runtime.stage.registered_ops import offloads
 from penstock.schedule import Schedule
 from penstock.schedule.offload import OFFLOAD, RELOAD
@@ -192,12 +193,13 @@ def loss_of(inputs: Inputs) -> Callable[..., torch.Tensor]:
 
 
 class SharedLoss:
-    """A loss divided by the number of passes that fill a window: `loss / passes`."""
+    """A loss divided by the number of passes that fill a window: `loss / passes`. It is weighed as the loss is."""
 
     def __init__(self, loss: Callable[..., torch.Tensor], passes: int) -> None:
         self._loss, self._passes = loss, passes
-        if hasattr(loss, "weight"):
-            self.weight = loss.weight
+        self.adds_up, self.by_microbatch = adds_up(loss), getattr(loss, "by_microbatch", False)
+        if weights_of([], loss) is not None:
+            self.weight = lambda targets: (weights_of([targets], loss) or sizes_of([targets]))[0]
 
     def __call__(self, output: Any, targets: Any) -> torch.Tensor:
         return self._loss(output, targets) / self._passes

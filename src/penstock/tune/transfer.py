@@ -150,7 +150,7 @@ def _spin(milliseconds: float) -> None:
 
 
 def _loss(output: Tensor, target: Tensor) -> Tensor:
-    return output.square().sum()  # of a mere sum the gradient would be one number, expanded, and travel as such
+    return output.square().mean()  # of a mere mean the gradient would be one number, expanded, and travel as such
 
 
 def _steps(num_ranks: int, size: int, steps: int) -> tuple[list[Timeline], float, float]:

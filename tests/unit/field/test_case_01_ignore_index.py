@@ -15,6 +15,7 @@ from torch.nn import functional as F
 import penstock as ps
 from loss_forms import RIGHT, WRONG, Form, batch_of, hidden_padding, model_of, of_whole, padded, tokens, values
 from penstock.runtime.errors import RuntimeFailure
+from penstock.train.inputs import SharedLoss
 from plain_loop import differences, gradients, plain_step
 
 ONE_PIPELINE = ps.build("1f1b", 2, 4)
@@ -227,3 +228,33 @@ def test_it_looks_at_whatever_order_a_schedule_has(name: str) -> None:
         pipe.step(x, y)
     with ps.Pipeline(model, schedule, loss_fn=nn.MSELoss(), **options) as pipe:
         assert pipe.step(x, y).loss > 0
+
+
+def test_a_loss_that_is_shared_by_passes_is_weighed_as_it_is() -> None:
+    """`penstock train` divides a loss by the number of passes that fill a window."""
+    for name, form in RIGHT.items():
+        if not form.is_whole:
+            continue
+        model, (x, y), loss_fn = model_of(form), batch_of(form), form.make()
+        with ps.Pipeline(model, ONE_PIPELINE, loss_fn=SharedLoss(loss_fn, 2)) as pipe:
+            found = pipe.step(x, y, update=False).loss
+        assert torch.allclose(found, of_whole(model, x, y, loss_fn)[0] / 2), name
+    form = RIGHT["a contrast within each"]
+    with ps.Pipeline(model_of(form), ONE_PIPELINE, loss_fn=SharedLoss(form.make(), 2)) as pipe:
+        assert pipe.step(*batch_of(form)).loss > 0
+
+
+@pytest.mark.slow
+def test_a_compiled_loss_is_not_compiled_for_two_microbatches() -> None:
+    form = RIGHT["squares"]
+    made: list[int] = []
+
+    def backend(module: torch.fx.GraphModule, given: list[Tensor]) -> Callable[..., Any]:
+        made.append(len(given[0]))
+        return module.forward
+
+    loss_fn = torch.compile(F.mse_loss, backend=backend)
+    x, y = batch_of(form, 8)
+    with ps.Pipeline(model_of(form), ONE_PIPELINE, loss_fn=loss_fn) as pipe:
+        assert torch.allclose(pipe.step(x, y, update=False).loss, of_whole(model_of(form), x, y, F.mse_loss)[0])
+    assert made == [2]

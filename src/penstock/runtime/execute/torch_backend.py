@@ -315,7 +315,7 @@ class TorchDevices:
             key: StageRunner(
                 stage, key[1], key[1] == end and not by_ops, model.device, loss_fn, autocast,
                 len(schedule.graph.targets[key[1]]), model.tied.note_casts if model.ties else None,
-                self.host, watched,
+                self.host, watched, is_checked=True,
             )
             for key, stage in model.copies.here.items()
         }  # fmt: skip

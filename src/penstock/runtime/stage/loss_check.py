@@ -6,9 +6,9 @@
 If the two differ, the step trains another loss than that of its batch. The loss is a mean over something that nobody
 counts, such as targets that are not padding; or it is a sum, or no mean at all.
 
-The check changes nothing. It calls a copy of a loss that is a module or another object, without gradients, and puts
-the generators back. It is left out where it can't know: outputs that can't be joined along the samples, a loss that
-draws random numbers or that gives another value when it is called again.
+The check changes nothing. It calls a copy of a loss that is a module or another object, with outputs that want no
+gradient, and puts the generators back. It is left out where it can't know: outputs that can't be joined along the
+samples, a loss that draws random numbers, or one that gives another value when it is called again.
 """
 
 from __future__ import annotations
@@ -65,10 +65,10 @@ class LossCheck:
         is_over: whether the loss needs no check, or none any more.
     """
 
-    def __init__(self, loss_fn: LossFn, device: torch.device) -> None:
+    def __init__(self, loss_fn: LossFn, device: torch.device, is_over: bool) -> None:
         self._loss_fn, self._device = loss_fn, device
         self._before: LossInputs | None = None
-        self.is_over = loss_fn is None or getattr(loss_fn, "by_microbatch", False) is True
+        self.is_over = is_over or getattr(loss_fn, "by_microbatch", False) is True
 
     def drop(self) -> None:
         """Lets go of the outputs that a step has left."""
@@ -127,8 +127,8 @@ class LossCheck:
         output, target = like.values(own)
         is_compiling = "torch._dynamo" in sys.modules
         eager = torch.compiler.set_stance("force_eager") if is_compiling else nullcontext()
-        with torch.no_grad(), restored(self._device) as has_drawn, eager:
-            loss: Tensor = loss_fn(output, target)
+        with restored(self._device) as has_drawn, eager:
+            loss: Tensor = loss_fn(output, target).detach()
             return torch.full_like(loss, math.nan) if has_drawn() else loss
 
     def _differs(
@@ -151,8 +151,8 @@ class LossCheck:
     def _words(self, together: float, pair: Sequence[LossInputs], weights: Sequence[float]) -> str:
         losses = [each.loss for each in pair]
         how = "added up" if adds_up(self._loss_fn) else f"weighed {weights[0]:.3g} to {weights[1]:.3g}"
-        sums = how != "added up" and _is_close(together, sum(losses), losses, _SHARE, _LEAST)
-        hint = " It looks like a sum." if sums else ""
+        kind, other = ("mean", sum(losses) / 2) if how == "added up" else ("sum", sum(losses))
+        hint = f" It looks like a {kind}." if _is_close(together, other, losses, _SHARE, _LEAST) else ""
         output, target = pair[1].values(pair[1].leaves)
         return (
             f"loss_fn gives {together:.6g} for microbatches {pair[0].m} and {pair[1].m} together. Their own losses, "

@@ -87,7 +87,7 @@ def weights_of(targets: Sequence[Any], loss_fn: LossFn) -> list[float] | None:
         return None
     counts = [known.count(target) for target in targets]
     tensors = [count for count in counts if isinstance(count, Tensor)]  # of targets on a device: asked for at once
-    return list(map(float, torch.stack(tensors).tolist() if len(tensors) == len(counts) else counts))
+    return list(map(float, torch.stack(tensors).tolist() if tensors else counts))
 
 
 @dataclass(frozen=True)

@@ -117,6 +117,7 @@ class StageRunner:
         host: the host memory to which activations are moved.
         note_casts: called inside autocast, to record what a forward of (stage, microbatch, its output) has cast.
         watched: whether the first step refuses state that forwards change and that no order of ops makes right.
+        is_checked: whether the first step checks the loss, see `LossCheck`.
     """
 
     def __init__(
@@ -131,6 +132,7 @@ class StageRunner:
         note_casts: Callable[[int, int, Any], None] | None = None,
         host: HostMemory | None = None,
         watched: bool = False,
+        is_checked: bool = False,
     ) -> None:
         self.stage = stage
         self.index = index
@@ -141,7 +143,7 @@ class StageRunner:
         self._is_last = is_last
         self._device = device
         self._loss_fn = loss_fn
-        self._loss_check = LossCheck(loss_fn if is_last else None, device)
+        self._loss_check = LossCheck(loss_fn, device, not is_checked)
         self._autocast = autocast
         self._note_casts = None if autocast is None else note_casts
         # Where I and W can run apart; where not, I runs the full backward and W does nothing.
