@@ -103,6 +103,9 @@ def test_the_error_names_each_input_its_shape_and_its_rule() -> None:
         trained(inputs, targets)
     with pytest.raises(ps.RuntimeFailure, match=r"inputs=\{'position_ids': 1\}.*nothing at 'position_id'"):
         trained(inputs, targets, batch=ps.BatchRules(inputs={"position_id": 1}))
+    nested = {**inputs, "table": {"a": (torch.zeros(2, 6), torch.zeros(6))}}
+    with pytest.raises(ps.RuntimeFailure, match=r"inputs=\{'table': \{'a': \{0: 1\}\}\}.*function"):
+        trained(nested, targets, batch=ps.BatchRules(inputs={"position_ids": 1}))
     whole = {**inputs, "position_ids": inputs["position_ids"][:, :1]}
     with pytest.raises(ps.RuntimeFailure, match=r"inputs=\{'position_ids': ps.WHOLE\}"):
         trained(whole, targets)

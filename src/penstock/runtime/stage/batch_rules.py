@@ -335,11 +335,13 @@ class Uncut:
             proposed: dict[Any, Any] = {}
             for piece in cut:
                 if piece.num_samples != usual:
-                    shape = [*getattr(piece.value, "shape", ())]
-                    proposed[piece.keys[0]] = shape.index(usual) if usual in shape else WHOLE
+                    shape, place = [*getattr(piece.value, "shape", ())], proposed
+                    for key in piece.keys[:-1]:
+                        place = place.setdefault(key, {})
+                    place[piece.keys[-1]] = shape.index(usual) if usual in shape else WHOLE
             text += (
-                f". Say how each is cut: batch=ps.BatchRules({self._what}={proposed}); a rule is the dimension of "
-                "the samples, ps.WHOLE, or a function (value, num_microbatches) -> list"
+                f". Say how each is cut, such as batch=ps.BatchRules({self._what}={proposed}); a rule is the "
+                "dimension of the samples, ps.WHOLE, or a function (value, num_microbatches) -> list"
             )
         named = set(self._rules) - {...} if isinstance(self._rules, Mapping) else set()
         if unknown := named - self._names:

@@ -134,7 +134,7 @@ def require_samples(inputs: Any, targets: Any, what: str) -> None:
     if len(sizes) > 1 or 0 in sizes:
         raise SettingsError(
             f"{OPTION}: the tensors of {what} have {', '.join(map(str, sorted(sizes)))} samples in dimension 0; "
-            "give all the same number, above 0"
+            "give all the same number, above 0; in Python, ps.Pipeline(batch=ps.BatchRules(...)) cuts others"
         )
 
 
