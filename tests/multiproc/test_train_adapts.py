@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import random
-import re
 from pathlib import Path
 
 import pytest
@@ -49,11 +48,7 @@ def test_the_plan_changes_and_the_losses_do_not(tmp_path: Path, text: Path) -> N
     assert report == json.loads((late / "report.json").read_text())
     read = Report.read(late / "report.json")
     assert read is not None
-    text = read.to_text()
-    took = re.search(r"a message took in the end, ms: .*2>3 (\d+)", text)
-    assert took is not None
-    assert int(took[1]) >= LATE
-    assert "decided" in text
+    assert report["steered"]["headline"] in read.to_text()
     steered = report["steered"]
     slow = {link for link, ms in steered["links"].items() if ms >= LATE}
     assert {"2>3", "3>2"} <= slow
@@ -66,4 +61,3 @@ def test_the_plan_changes_and_the_losses_do_not(tmp_path: Path, text: Path) -> N
     assert plans == sorted(plans)
     assert plans[-1] >= 1
     assert (late / "control.jsonl").exists()
-    assert "penstock report" in report["files"]["page"]

@@ -9,7 +9,6 @@ import pytest
 import torch
 
 from penstock.cli import main
-from penstock.train.report import Report
 from train_runs import COMMAND, Ended, Run, losses, metrics
 
 pytestmark = [pytest.mark.multiproc, pytest.mark.timeout(600)]
@@ -110,9 +109,7 @@ def test_nodes_move_from_a_late_link_and_losses_stay(text: Path, tmp_path: Path)
     assert moves, told.json["notices"]
     assert "between nodes 2:3 by " in moves[0]["reason"]
     assert moves[0]["measured_after"] < moves[0]["measured_before"]
-    report = Report.read(folder / "report.json")
-    assert report is not None
-    assert "change places" in report.to_text()
+    assert "change places" in moves[0]["reason"]
     assert main(["report", str(folder), "--json"]) == 0
 
 

@@ -77,7 +77,9 @@ def test_what_a_run_leaves(run: Run, place: Path) -> None:
     assert json.loads(json.dumps(read.to_json())) == report
     text = read.to_text()
     assert "nothing is learned, so there is no loss" in text
-    assert "link 0:1=latency:5.0ms was injected" in text or "link 0:1=latency:5ms was injected" in text
+    assert report["notices"][: report["said_before"]] in (
+        ["link 0:1=latency:5.0ms was injected"], ["link 0:1=latency:5ms was injected"],
+    )  # fmt: skip
     saved = json.loads((place / "run" / "settings.json").read_text())
     again = EmulatedSettings.from_mapping(saved)
     assert (again.ranks, again.steps, again.device) == (2, 4, "emulated")
@@ -142,9 +144,7 @@ def test_a_slow_link_is_found_and_answered(run: Run, place: Path) -> None:
     assert max(slow, key=lambda link: slow[link]) in ("2>3", "3>2")
     read = EmulatedReport.read(place / "run" / "report.json")
     assert read is not None
-    text = read.to_text()
-    assert "decided" in text
-    assert "2>3" in text
+    assert "Link 2–3 was " in read.to_text()
     found = read_adaptation(place / "run")
     assert found is not None
     assert json.loads(json.dumps(found.to_json())) == steered

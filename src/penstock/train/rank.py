@@ -74,8 +74,9 @@ class RankRun:
         export: str | None = None,
         notices: Sequence[str] = (),
     ) -> None:
-        self.inputs, self.first, self.quiet, self.export, self.notices = inputs, first, quiet, export, notices
+        self.inputs, self.first, self.quiet, self.export = inputs, first, quiet, export
         settings = inputs.settings
+        self.notices = known_before(settings, notices)
         self.pipe = build_pipeline(inputs, self._adapt_options(folder))
         self._dispatch = self.pipe.dispatch.value
         # Ranks under torchrun each chose a free folder; the first one's it is.
@@ -340,10 +341,8 @@ class RankRun:
                 *self.pipe.notices,
                 *(self.planned.notices if self.planned is not None else ()),
                 *([self.measured.notice] if self.measured is not None and self.measured.notice else ()),
-                *settings.injected(),
-                *_crowded(settings),
-                *notices_of(settings),
             ],
+            said_before=len(self.notices),
             files={
                 "schedule": str(folder.file("schedule.svg")),
                 "timeline": str(folder.file("timeline.html")),
@@ -352,7 +351,6 @@ class RankRun:
                 **({"sample": str(folder.file("sample.txt"))} if ending.quality.writes else {}),
                 **({} if self.planned is None else {"batches": str(folder.file("batches.jsonl"))}),
                 **({} if self.export is None else {"model": self.export}),
-                **({"page": f"penstock report {folder.path} writes it"} if settings.adapt else {}),
             },
             steered=read_adaptation(folder.path) if settings.adapt else None,
             updating=updating,
@@ -382,6 +380,11 @@ class RankRun:
 def _due(first: int, steps: int, every: int) -> bool:
     """Whether a pass that began after `first` steps has reached a multiple of `every` steps."""
     return every > 0 and steps // every > first // every
+
+
+def known_before(settings: Settings, notices: Sequence[str] = ()) -> list[str]:
+    """The notices of a run that are known when it begins, which are printed then. `notices`: of its order."""
+    return [*notices, *settings.injected(), *_crowded(settings), *notices_of(settings)]
 
 
 def _crowded(settings: Settings) -> list[str]:

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import math
 from dataclasses import asdict, dataclass, field
-from pathlib import Path
 from typing import Any, Self
 
 from penstock.cost import Costs, Links
@@ -44,19 +43,10 @@ class UpdateReport:
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
 
-    def rows(self) -> list[tuple[str, str]]:
-        """Lines for people."""
-        weights = "the newest weights" if self.rule == "none" else f"weights by the rule {self.rule}"
-        held = "" if self.versions == 1 else f", {self.versions} versions held at most"
-        if self.proved == self.measured:
-            counted = f"{bound(self.proved)}: proved before the run, and counted in it"
-        else:
-            counted = f"{bound(self.proved)} proved before the run; {self.measured} counted in it"
-        return [
-            ("updates", f"{self.num_updates}, {one_every(self.window)}; drained every {self.drain_every} steps"),
-            ("mismatch", f"{counted} ({self.met:.0%} of them all meet one)" if self.met else counted),
-            ("ops read", weights + held),
-        ]
+    def words(self) -> str:
+        """One line for people."""
+        counted = "as proved" if self.proved == self.measured else f"proved; {self.measured} counted"
+        return f"{self.num_updates}, {one_every(self.window)}; {bound(self.proved)}, {counted}"
 
 
 def update_report(settings: Settings, pipe: Pipeline, num_updates: int, is_tied: bool) -> UpdateReport | None:
@@ -97,18 +87,6 @@ def notices_of(settings: Settings) -> list[str]:
             "itself: a norm over the model would make every stage wait for all"
         ]
     return []
-
-
-def state_rows(state: Sequence[Mapping[str, int]]) -> list[tuple[str, str]]:
-    """What each rank held for its weights, in MiB."""
-    if not state:
-        return []
-    parts = [
-        f"{name} {', '.join(f'{rank[name] / 2**20:.3g}' for rank in state)}"
-        for name in state[0]
-        if any(rank[name] for rank in state)
-    ]
-    return [("weights" if place == 0 else "", f"{part} MiB, by rank") for place, part in enumerate(parts)]
 
 
 @dataclass(frozen=True)
@@ -167,63 +145,25 @@ class Report(RunReport):
         value |= {"quality": ModelQuality.take(value)}
         return super().from_json({**value, "timing": TimingReport(**value["timing"])})
 
-    def _trained(self) -> str:
-        frozen = self.num_trained is not None and self.num_trained < self.num_parameters
-        return f", of which {self.num_trained:,} learn" if frozen else ""
-
-    def rows(self) -> list[tuple[str, str]]:
-        timing = self.timing
-        one = "one step" if self.updating is None else "one pass"
-        speed = "no step was left to train"
+    @property
+    def pace(self) -> str:
+        parts = ["no step was left to train"]
         for rate, unit in ((self.tokens_per_second, "tokens"), (self.samples_per_second, "samples")):
             if rate is not None:
-                speed = f"{rate:,.0f} {unit}/s over {self.seconds:.0f} s of steps"
-        return [
-            *self._mesh_rows(),
-            ("model", f"{self.num_parameters:,} parameters{self._trained()}"),
-            *self.quality.rows(self.loss),
-            ("speed", speed),
-            (one, f"{timing.measured_makespan:.1f} ms measured, {timing.simulated_makespan:.1f} ms simulated"),
-            (
-                "bubbles",
-                f"{timing.measured_bubble_ratio:.1%} measured, {timing.simulated_bubble_ratio:.1%} simulated",
-            ),
-            *self._deferred_rows(),
-            *(() if self.updating is None else self.updating.rows()),
-            *(() if self.steered is None else self.steered.rows(adapted=True)),
-            *state_rows(self.state),
-            (
-                "memory",
-                ", ".join(f"{b / 2**20:,.0f}" for b in self.peak_memory)
-                + f" MiB at most, by {'rank' if self.is_flat else 'process'}",
-            ),
+                parts = [f"{rate:,.0f} {unit}/s"]
+        if self.num_ranks != math.prod(self.mesh.values()):
+            parts.insert(0, " x ".join(f"{name} {count}" for name, count in self.mesh.items()))
+        return ", ".join([*parts, f"at most {max(self.peak_memory) / 2**20:,.0f} MiB a process"])
+
+    def rows(self) -> list[tuple[str, str]]:
+        timing, updating = self.timing, self.updating
+        took = f"{timing.measured_makespan:.1f} ms measured, {timing.simulated_makespan:.1f} ms simulated"
+        bubbles = f"{timing.measured_bubble_ratio:.1%} and {timing.simulated_bubble_ratio:.1%}"
+        rows = [
+            ("loss", "; ".join([f"{self.loss:.3f} {self.quality.unit}", *self.quality.beside])),
+            ("one step" if updating is None else "one pass", f"{took}; bubbles {bubbles}"),
         ]
-
-    def last_rows(self) -> list[tuple[str, str]]:
-        rows = super().last_rows()
-        if self.interrupted:
-            rows.append(("go on", f"penstock train --resume {Path(self.files['metrics']).parent}"))
-        return rows
-
-    @property
-    def is_flat(self) -> bool:
-        """Whether there is one pipeline of whole layers."""
-        return self.mesh.get("dp", 1) == self.mesh.get("tp", 1) == 1
-
-    def _deferred_rows(self) -> list[tuple[str, str]]:
-        """Empty if no backward is split."""
-        if not self.deferred:
-            return []
-        shares = ", ".join(f"{each['share']:.0%}" for each in self.deferred)
-        return [("put off", f"{shares} of the work on weight gradients waited for W, by stage")]
-
-    def _mesh_rows(self) -> list[tuple[str, str]]:
-        """Empty for one pipeline of whole layers."""
-        if self.is_flat:
-            return []
-        dp, tp = self.mesh["dp"], self.mesh["tp"]
-        words = f"{self.num_ranks * dp * tp} processes: pp {self.num_ranks} x dp {dp} x tp {tp}"
-        return [("mesh", words + ("" if self.sharding in ("none", "copies") else f", {self.sharding}"))]
+        return rows if updating is None else [*rows, ("updates", updating.words())]
 
 
 def timing_report(

@@ -26,7 +26,7 @@ from penstock.train.folder import RunFolder, check_place, is_folder
 from penstock.train.inputs import Inputs, gather_inputs
 from penstock.train.job import EmulatedJob, RunJob, TrainJob, hand_over, take_over
 from penstock.train.kinds import is_hugging_face
-from penstock.train.rank import RankRun
+from penstock.train.rank import RankRun, known_before
 from penstock.train.report import Report
 from penstock.train.resume_checks import ResumePoint, check_resume
 from penstock.train.run_report import RunReport
@@ -78,9 +78,6 @@ class CheckedRun(Protocol):
     def run(self, first: bool) -> RankOfRun:
         """Runs it as one process; `first` is rank 0's process."""
 
-    def below(self, folder: RunFolder) -> str:
-        """What is printed below its report."""
-
     def way_on(self, folder: RunFolder, said: str) -> str:
         """How to continue after a failure, if there is something to continue from."""
 
@@ -108,7 +105,7 @@ def run_job(order: TrainJob | EmulatedJob, port: int | None, waiting: WaitingSer
             raise RunFailed(said + checked.way_on(folder, said), code or 1)
         if said:
             print(said if code == 0 else f"penstock: {said}", file=sys.stderr, flush=True)
-        _show(checked, report, folder)
+        _show(checked, report)
         return code or (INTERRUPTED if report.interrupted else 0)
 
 
@@ -138,9 +135,11 @@ def run_joined(order: TrainJob | EmulatedJob) -> int:
     checked = _checked(order)
     warm_up_malloc()
     rank, _ = init_process(order.settings.timeout)
+    if rank == 0 and not order.as_json:
+        print(checked.announcement(), file=sys.stderr, flush=True)
     run = checked.run(first=rank == 0)
     if run.report is not None:
-        _show(checked, run.report, run.folder)
+        _show(checked, run.report)
     return run.stop.exit_code if run.interrupted else 0
 
 
@@ -165,11 +164,11 @@ def carry_out(
     return checked.report_type.read(path), code, said
 
 
-def _show(checked: CheckedRun, report: RunReport, folder: RunFolder) -> None:
+def _show(checked: CheckedRun, report: RunReport) -> None:
     if checked.job.as_json:
         print(json.dumps(report.to_json(), allow_nan=False), flush=True)
     else:
-        print("\n" + report.to_text() + checked.below(folder), flush=True)
+        print("\n" + report.to_text(), flush=True)
 
 
 def _checked(order: TrainJob | EmulatedJob) -> CheckedRun:
@@ -258,7 +257,7 @@ class CheckedTraining:
         ]
         if self._goes_on is not None:
             lines.append(f"resume  {self._goes_on.words}")
-        lines += [f"note    {notice}" for notice in self.job.notices]
+        lines += [f"note    {notice}" for notice in known_before(settings, self.job.notices)]
         return "\n".join(lines)
 
     def _of_updates(self) -> list[str]:
@@ -271,11 +270,6 @@ class CheckedTraining:
             f"updates {one_every(passes.window)}, {bound(proved_mismatch(schedule))} (proved); {settings.steps} "
             f"steps in passes of {passes.steps}, after which the pipeline drains"
         ]
-
-    def below(self, folder: RunFolder) -> str:
-        text = folder.file("sample.txt").read_text(encoding="utf-8").strip()
-        shown = "".join(c if c.isprintable() or c in "\n\t" else "\N{REPLACEMENT CHARACTER}" for c in text)
-        return f"\n\n{shown}" if shown else ""
 
     def way_on(self, folder: RunFolder, said: str) -> str:
         if not any(folder.checkpoints.glob("step-*")):

@@ -7,7 +7,6 @@ saved. `penstock report` tells the same at length (`penstock.report.from_logs`).
 from __future__ import annotations
 
 import json
-import textwrap
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -26,15 +25,9 @@ from penstock.simulation import Timeline
 from penstock.train.folder import RunFolder, write_whole
 from penstock.train.run_settings import RunSettings
 
-WIDTH = 100
-"""Width to which text is wrapped."""
-PAGE = "page"
-"""The one of a report's files that does not exist yet: how to write the page on a run that adapted."""
 CONTROL, ITERATIONS = "control.jsonl", "iterations.jsonl"
 LATEST = 16
 """Iterations at the end whose messages give a link's final delay."""
-MOST = 4
-"""Most links and spells that the report lists. The page has all."""
 
 
 @dataclass(frozen=True)
@@ -67,42 +60,6 @@ class AdaptationSummary:
     @classmethod
     def from_json(cls, value: dict[str, Any]) -> AdaptationSummary:
         return cls(**value | {name: tuple(value[name]) for name in ("spells", "decisions")})
-
-    def rows(self, adapted: bool) -> list[tuple[str, str]]:
-        """Lines of the report, each with its heading."""
-        slowest = sorted(self.links.items(), key=lambda each: -each[1])[:MOST]
-        rows = _wrapped("links", self.headline) if adapted else []
-        now = ", ".join(f"{link} {ms:.1f}" for link, ms in slowest)
-        took = f"a message took in the end, ms: {now}" if now else "no message was timed"
-        rows.append(("" if rows else "links", took))
-        if not adapted:
-            for spell in self.spells[:MOST]:
-                first, last = spell["first"], spell["last"]
-                rows.append(("", f"{spell['link']} was {spell['ms']:.1f} ms late in iterations {first} to {last}"))
-            return rows
-        if not self.decisions:
-            rows.append(("decided", "nothing"))
-        for place, each in enumerate(self.decisions):
-            what = f"{each['number']}, after iteration {each['made']}: {each['action']}"
-            rows.append(("decided" if place == 0 else "", what))
-            rows += _wrapped("", each["reason"], "   ")
-            rows.append(("", f"   {_became(each)}"))
-        return rows
-
-
-def _became(decision: Mapping[str, Any]) -> str:
-    if decision["first"] is None:
-        return "it never ran" + (", not all ranks could" if decision["outcome"] == "given up" else "")
-    before, after = decision["measured_before"], decision["measured_after"]
-    times = "" if before is None or after is None else f": measured {before:.1f} ms before, {after:.1f} after"
-    back = f"; taken back: {decision['verdict']}" if decision["taken_back"] else ""
-    slower = "; it made the run slower" if before is not None and after is not None and after > 1.02 * before else ""
-    return f"ran from iteration {decision['first']}{times}{back or slower}"
-
-
-def _wrapped(name: str, text: str, indent: str = "") -> list[tuple[str, str]]:
-    lines = textwrap.wrap(text, WIDTH, initial_indent=indent, subsequent_indent=indent)
-    return [(name if place == 0 else "", line) for place, line in enumerate(lines)]
 
 
 def read_adaptation(folder: Path) -> AdaptationSummary | None:
@@ -149,10 +106,12 @@ class RunReport(ABC):
     Attributes:
         steps: how many ran. seconds: for all of them, measured. interrupted: a signal ended it early.
         steered: links, decisions and what they saved; None if nothing was recorded.
-        notices: what the user should know. files: the files that it left, by what they are.
+        notices: what the user should know. said_before: how many of them, the first ones, were known when it began
+            and printed then.
+        files: the files that it left, by what they are.
     """
 
-    UNIT: ClassVar[str] = "steps"
+    UNIT: ClassVar[str] = "step"
 
     schedule: str
     dispatch: str
@@ -163,6 +122,7 @@ class RunReport(ABC):
     notices: list[str]
     files: dict[str, str]
     steered: AdaptationSummary | None = None
+    said_before: int = 0
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self) | {"steered": None if self.steered is None else self.steered.to_json()}
@@ -186,23 +146,27 @@ class RunReport(ABC):
         save_picture(pictures, folder.file("timeline.json"))
         write_whole(folder.report, json.dumps(self.to_json(), indent=2, allow_nan=False) + "\n")
 
+    @property
+    @abstractmethod
+    def pace(self) -> str:
+        """How fast it was, for the first line of its text."""
+
     @abstractmethod
     def rows(self) -> list[tuple[str, str]]:
-        """Lines of text, each with its heading, up to the notices."""
-
-    def last_rows(self) -> list[tuple[str, str]]:
-        """The lines behind the notices."""
-        written = [("wrote", path) for what, path in self.files.items() if what != PAGE]
-        return [*written, *((PAGE, how) for what, how in self.files.items() if what == PAGE)]
+        """The lines of its text that follow the first, each with its heading: two or three."""
 
     def to_text(self) -> str:
+        """The few lines that a run ends with. Everything else is in report.json, and on the run's page."""
         ended = "interrupted after " if self.interrupted else ""
-        ranks = times(self.num_ranks, "rank")
-        ran = f"{ended}{self.steps} {self.UNIT} of {self.schedule}, {self.dispatch}, on {ranks}"
-        rows = [("run", ran), *self.rows()]
-        for notice in self.notices:
-            rows += _wrapped("note", notice)
-        rows += self.last_rows()
+        ran = f"{ended}{times(self.steps, self.UNIT)} of {self.schedule}, {self.dispatch}"
+        folder = Path(self.files["metrics"]).parent
+        rows = [("run", f"{ran}, on {times(self.num_ranks, 'rank')}: {self.pace}"), *self.rows()]
+        if self.steered is not None:
+            rows.append(("links", self.steered.headline))
+        rows += [("note", notice) for notice in self.notices[self.said_before :]]
+        rows.append(("wrote", f"{folder}, with report.json; penstock report {folder} makes a page of it"))
+        if self.interrupted and "checkpoints" in self.files:
+            rows.append(("go on", f"penstock train --resume {folder}"))
         width = max(len(name) for name, _ in rows)
         return "\n".join(f"{name.ljust(width)}  {value}" for name, value in rows)
 

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from penstock.runtime.errors import RuntimeFailure, listed
+from penstock.runtime.errors import RuntimeFailure
 from penstock.runtime.execute.async_ops import AsyncOpHandle, AwaitableOpHandle, DeviceOpHandle, is_handle
 from penstock.runtime.execute.backend import Handler, OpTable
 from penstock.runtime.execute.gang import Gang
@@ -50,6 +50,10 @@ from penstock.schedule.op import BACKWARD, FORWARD, INPUT, RECOMPUTE, WEIGHT
 from penstock.schedule.updates import OWNER
 
 LEAST_DEFERRED_SHARE = 0.5
+_LITTLE = (
+    "W has little to do, as layers are too small or of other kinds: the schedule runs much like 1f1b; "
+    "pipe.deferred_share() and report.json say why"
+)
 """A smaller share of a stage's work on weight gradients is worth a notice: W is planned to take all of it."""
 
 
@@ -419,13 +423,10 @@ class TorchDevices:
         return {index: share for index, share in found.items() if share is not None}
 
     def little_deferred(self) -> list[str]:
-        """Says of stages, after a step, that the split backward put little off, and why."""
-        return [
-            f"stage {index}: {share.share:.0%} of the work on weight gradients waits for W, the rest is done in I: "
-            + "; ".join(f"{listed(names)}: {why}" for why, names in share.reasons.items())
-            for (_, index), runner in sorted(self.runners.items())
-            if (share := runner.new_share()) is not None and share.reasons and share.share < LEAST_DEFERRED_SHARE
-        ]
+        """Says after a step that a stage's split backward put little off, in the same words for all stages."""
+        shares = [runner.new_share() for runner in self.runners.values()]
+        little = any(each is not None and each.reasons and each.share < LEAST_DEFERRED_SHARE for each in shares)
+        return [_LITTLE] if little else []
 
     def staying(self) -> list[str]:
         """Says of stages, after a step, what of their activations did not go to host memory, and why."""

@@ -83,7 +83,7 @@ class EmulatedReport(RunReport):
             microbatch's forward and its backward, as proved.
     """
 
-    UNIT = "iterations"
+    UNIT = "iteration"
 
     costs: str
     transport: str
@@ -110,32 +110,20 @@ class EmulatedReport(RunReport):
     def from_json(cls, value: dict[str, Any]) -> Self:
         return super().from_json({**value, "late": tuple(value["late"])})
 
+    @property
+    def pace(self) -> str:
+        stretch = "" if self.stretch == 1 else f", slowed down {self.stretch:g} times (all times as if not)"
+        measured, simulated = self.speeds
+        speed = f"{measured:.1f} microbatches/s measured, {simulated:.1f} simulated"
+        return f"{speed}; emulated with the costs of {self.costs}{stretch}"
+
     def rows(self) -> list[tuple[str, str]]:
-        stretch = "" if self.stretch == 1 else f" (slowed down {self.stretch:g} times; all times as if not)"
-        return [
-            (
-                "devices",
-                f"emulated, with the costs of {self.costs}{stretch}; nothing is learned, so there is no loss",
-            ),
-            ("iteration", f"{self.measured:.1f} ms measured, {self.simulated:.1f} ms simulated (medians)"),
-            ("speed", "{:.1f} microbatches/s measured, {:.1f} simulated".format(*self.speeds)),
-            *self._of_updates(),
-            ("error", f"{self.median_error:.1%} from simulated, median over iterations"),
-            ("bubbles", f"{self.measured_bubble_ratio:.1%} measured, {self.simulated_bubble_ratio:.1%} simulated"),
-            ("held", f"activations at most, by rank: {', '.join(map(_shown, self.peaks))}"),
-            ("sleeping", f"ops ended {self.late[0]:.2f} ms late (median), {self.late[1]:.2f} at most"),
-            *(() if self.steered is None else self.steered.rows(self.adapted)),
-        ]
-
-    def _of_updates(self) -> list[tuple[str, str]]:
+        took = f"{self.measured:.1f} ms measured, {self.simulated:.1f} ms simulated ({self.median_error:.1%} apart)"
+        bubbles = f"{self.measured_bubble_ratio:.1%} and {self.simulated_bubble_ratio:.1%}"
+        rows = [("iteration", f"{took}; bubbles {bubbles}; nothing is learned, so there is no loss")]
         if self.window is None:
-            return []
-        return [("updates", f"{one_every(self.window)}, {bound(self.mismatch)} (proved)")]
-
-
-def _shown(held: float) -> str:
-    """Bytes if the number is large enough to be bytes, otherwise stage activations."""
-    return f"{held / 1e9:.1f} GB" if held >= 1e8 else f"{held:.4g}"
+            return rows
+        return [*rows, ("updates", f"{one_every(self.window)}, {bound(self.mismatch)} (proved)")]
 
 
 def medians(iterations: Sequence[EmulatedIteration]) -> dict[str, float]:
@@ -276,8 +264,7 @@ class EmulatedRun:
             peaks=peaks,
             steered=read_adaptation(folder.path),
             notices=[
-                *settings.injected(),
-                *self._cut(),
+                *(known := settings.known_before(self.schedule)),
                 *self._crowded(iterations),
                 *lost_pace(iterations),
                 *notices,
@@ -286,19 +273,14 @@ class EmulatedRun:
                 "schedule": str(folder.file("schedule.svg")),
                 "timeline": str(folder.file("timeline.html")),
                 "metrics": str(folder.metrics),
-                "page": f"penstock report {folder.path} writes it",
             },
+            said_before=len(known),
             window=None if self.schedule.updates is None else settings.passes.window,
             mismatch=proved_mismatch(self.schedule),
             **medians(iterations),
         )
         report.write(folder, pictures)
         return report
-
-    def _cut(self) -> list[str]:
-        if not self.settings.is_cut(self.schedule):
-            return []
-        return [f"messages of more than {self.settings.message_cap} were sent, and simulated, as so many"]
 
     def _crowded(self, iterations: list[EmulatedIteration]) -> list[str]:
         """Why iterations may be longer than simulated: more bytes per second than the cores can send."""
@@ -343,11 +325,9 @@ class CheckedEmulation:
             *([] if schedule.updates is None else [f"updates {bound(proved_mismatch(schedule))} (proved)"]),
             f"costs   {settings.costs}" + ("" if settings.stretch == 1 else f", {settings.stretch:g} times as long"),
             f"folder  {self.job.folder}",
+            *(f"note    {notice}" for notice in settings.known_before(schedule)),
         ]
         return "\n".join(lines)
-
-    def below(self, folder: RunFolder) -> str:
-        return ""
 
     def way_on(self, folder: RunFolder, said: str) -> str:
         return ""  # nothing was learned

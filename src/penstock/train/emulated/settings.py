@@ -77,6 +77,11 @@ class EmulatedSettings(RunSettings):
         )
         return costs.with_predictions(schedule, self.sharding, self.most_bytes)
 
+    def known_before(self, schedule: Schedule) -> list[str]:
+        """The notices of a run that are known when it begins. Raises SettingsError."""
+        cut = [f"messages of more than {self.message_cap} are sent, and simulated, as so many"]
+        return [*self.injected(), *(cut if self.is_cut(schedule) else [])]
+
     def is_cut(self, schedule: Schedule) -> bool:
         """Whether messages are larger than `message_cap`. Raises SettingsError."""
         costs = self._whole_costs(schedule)

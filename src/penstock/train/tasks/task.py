@@ -54,10 +54,6 @@ class ModelQuality:
         found: Mapping[str, Any] = {name: values.pop(name) for name in names}
         return cls(**{**found, "beside": tuple(found["beside"])})
 
-    def rows(self, loss: float) -> list[tuple[str, str]]:
-        """Lines for people."""
-        return [("loss", f"{loss:.3f} {self.unit}"), *(("", line) for line in self.beside)]
-
 
 BYTES = 4
 """Bytes of a number that passes between stages. Sums along the model are kept in float32."""
