@@ -375,6 +375,7 @@ RIGHT: Mapping[str, Form] = {
 
 WRONG: Mapping[str, Form] = {
     "padding hidden in a function": Form(lambda: hidden_padding, tokens, padded),
+    "a microbatch in which nothing counts, hidden": Form(lambda: hidden_padding, tokens, partly_masked),
     "padding hidden in a subclass": Form(FlatTokens, tokens, padded),
     "a masked mean": Form(lambda: masked_mean, tokens, padded),
     "another weight than its own": Form(Wrongly, tokens, padded),

@@ -45,6 +45,20 @@ def test_the_error_says_what_arrived(loss_fn: Any, last: nn.Module, targets: Any
             assert f"{cause.__name__}: {caught.value.__cause__}" in str(caught.value)
 
 
+@pytest.mark.parametrize("weight", [torch.ones(2), -1, float("nan"), "all", None])
+def test_a_weight_that_is_no_number_is_told(weight: Any) -> None:
+    class Weighed(nn.L1Loss):
+        def weight(self, targets: Tensor) -> Any:
+            return weight
+
+    model = [nn.Linear(4, 4), nn.Linear(4, 4)]
+    with (
+        ps.Pipeline(model, ps.build("1f1b", 2, 2), loss_fn=Weighed()) as pipe,
+        pytest.raises(RuntimeFailure, match=r"loss_fn.weight\(targets\) returned .*; return one number"),
+    ):
+        pipe.step(torch.randn(4, 4), torch.randn(4, 4))
+
+
 class Own(ValueError):
     """What a user's loss raises."""
 

@@ -197,9 +197,11 @@ def _sum(losses: Sequence[float], weights: Sequence[float]) -> float:
 
 
 def _is_close(one: float, other: float, losses: Sequence[float], share: float, least: float) -> bool:
-    """Whether two losses are the same but for rounding, a share of the losses' size. True if one is no number."""
-    difference = abs(one - other)
-    return not math.isfinite(difference) or difference <= share * max(map(abs, (one, *losses))) + least
+    """Whether a loss is the other one but for rounding, a share of the losses' size. True if it is no number."""
+    if not math.isfinite(one) or not math.isfinite(other):
+        return not math.isfinite(one)
+    size = max(map(abs, (one, other, *filter(math.isfinite, losses))))
+    return abs(one - other) <= share * size + least
 
 
 def _rounding(dtype: torch.dtype) -> tuple[float, float]:

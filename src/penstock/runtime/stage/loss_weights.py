@@ -19,6 +19,7 @@ Torch's own losses are its modules, and functions of `torch.nn.functional`, bare
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -29,7 +30,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from penstock.runtime.errors import RuntimeFailure
-from penstock.runtime.tensors.pytree import flatten
+from penstock.runtime.tensors.pytree import flatten, shown
 
 LossFn = Callable[..., Tensor] | None
 """(output, targets) -> the loss; None where there is none."""
@@ -81,13 +82,27 @@ def weights_of(targets: Sequence[Any], loss_fn: LossFn) -> list[float] | None:
     """What the loss counts in each microbatch's targets; None where it does not say."""
     weight = getattr(loss_fn, "weight", None)
     if callable(weight):
-        return [float(weight(target)) for target in targets]
+        return [_number(weight(target)) for target in targets]
     known = _torch_loss(loss_fn)
     if known is None or not all(isinstance(target, Tensor) for target in targets):
         return None
     counts = [known.count(target) for target in targets]
     tensors = [count for count in counts if isinstance(count, Tensor)]  # of targets on a device: asked for at once
     return list(map(float, torch.stack(tensors).tolist() if tensors else counts))
+
+
+def _number(weight: Any) -> float:
+    """A weight that a loss gave. Raises RuntimeFailure for anything but a number that is not negative."""
+    try:
+        number = float(weight)
+    except (RuntimeError, TypeError, ValueError):
+        number = math.nan
+    if not 0 <= number < math.inf:
+        raise RuntimeFailure(
+            f"loss_fn.weight(targets) returned {shown(weight)}; return one number: how many targets the loss is a "
+            "mean over"
+        )
+    return number
 
 
 @dataclass(frozen=True)

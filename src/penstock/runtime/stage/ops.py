@@ -445,7 +445,9 @@ class StageRunner:
             ) from error
         if not isinstance(loss, Tensor) or loss.numel() != 1:
             got = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
-            raise RuntimeFailure(f"loss_fn must return one number as a tensor, it returned {got}")
+            raise RuntimeFailure(
+                f'loss_fn must return one number as a tensor, it returned {got}; return a mean (reduction="mean")'
+            )
         if loss.is_complex():
             raise RuntimeFailure(
                 f"loss_fn returned {loss.dtype}, and a loss is a real number; return its .real, or its .abs()"
