@@ -200,6 +200,14 @@ def several(rank: int) -> Any:
         pipe.update()
         same = all(torch.equal(before[key], value) for key, value in values(pipe).items())
         found["left out"] = (same, pipe.num_updates, pipe.step(*batch(1)).skipped, pipe.num_updates)
+    x, y = batch(0)
+    y[0] = float("nan")  # one replica alone has it
+    for sharding in SHARDINGS:
+        with pipeline(by_ndim, sharding, 1, 2, precision=ps.PrecisionOptions(None, 1.0, None, True)) as pipe:
+            before = values(pipe)
+            is_skipped = pipe.step(x, y).skipped
+            same = all(torch.equal(before[key], value) for key, value in values(pipe).items())
+            found[f"left out {sharding}"] = (is_skipped, same, pipe.step(*batch(1)).skipped, pipe.num_updates)
     return found
 
 
@@ -212,3 +220,4 @@ def test_groups_in_another_order_attributes_that_differ_and_steps_left_out_by_on
         assert all(found[f"swapped {sharding}"] for sharding in ("zero1", "fsdp", "none"))
         assert "attribute seen of Apart differs between processes" in found["apart"]
         assert found["left out"] == (True, 0, False, 1)
+        assert all(found[f"left out {sharding}"] == (True, True, False, 1) for sharding in SHARDINGS)

@@ -84,13 +84,18 @@ class Reader:
         """Calls everything of a parameter that was stored under another of its names by the name that it has here.
 
         Args:
-            aliases: by other name, the name that a parameter has here.
+            aliases: by other name, the name that a parameter or a buffer has here.
         """
         there = self._index.tensors
-        self._stored_as = {new: name for name in there if (new := renamed(name, aliases)) not in there}
+        known = {
+            other: name
+            for other, name in aliases.items()
+            if f"model/{other}" in there and f"model/{name}" not in there
+        }
+        self._stored_as = {new: name for name in there if (new := renamed(name, known)) != name}
         self._names = sorted((there.keys() - self._stored_as.values()) | self._stored_as.keys())
         if isinstance(self.meta, dict) and isinstance(optimizer := self.meta.get("optimizer"), dict):
-            rename_members(optimizer, aliases)
+            rename_members(optimizer, known)
 
     def shape(self, name: str) -> tuple[int, ...]:
         """A tensor's shape. Raises `CheckpointError` for a name that is not there."""
@@ -219,11 +224,6 @@ def match(reader: Reader, expected: Mapping[str, Kind], *, prefix: str = "") -> 
         _list("of another type", differing(1)),
     ]
     if any(differences):
-        if {f"{prefix}0.{name.removeprefix(prefix)}" for name in wanted} == held.keys():
-            raise CheckpointError(
-                f"checkpoint {reader.path} is of one stage and was written by an earlier version, which put '0.' "
-                "before all names: load it with that version, and save it from two stages or more"
-            )
         raise CheckpointError(
             f"checkpoint {reader.path} is of another model ({len(held)} tensors, {len(wanted)} wanted): build the "
             f"model it was written with, or choose another checkpoint\n{'; '.join(filter(None, differences))}"

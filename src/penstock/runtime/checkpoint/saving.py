@@ -258,7 +258,9 @@ def _choose(
     parent = directory if parts[0][1]["checkpoint"] is None else directory.parent
     expected = {name: kind for part in parts for name, kind in part[2].items()}
     extra_names = {name for part in parts for name in part[3]}
-    aliases = {name: stored for part in parts for name, stored in part[5].items()}
+    # Earlier versions put the number of the only stage before all names.
+    aliases = {f"0.{name}": name for name in (each.removeprefix(MODEL) for each in expected)}
+    aliases |= {name: stored for part in parts for name, stored in part[5].items()}
     members = [part[4] for part in parts]
     return ChosenCheckpoint([parent / name for name in names], expected, extra_names, members, aliases)
 
