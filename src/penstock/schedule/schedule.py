@@ -264,19 +264,11 @@ class Schedule:
 
     def forward_only(self, num_microbatches: int | None = None) -> Schedule:
         """Only the F ops of the first `num_microbatches`, for evaluation. The result is not valid for training."""
+        rows = tuple(tuple(op for op in row if op.kind == FORWARD) for row in self.order)
+        orders = tuple(order for order in self.microbatch_orders if order.kind == FORWARD)
+        forward = replace(self, order=rows, updates=None, microbatch_orders=orders, pairs=())
         num = self.num_microbatches if num_microbatches is None else num_microbatches
-        rows = tuple(tuple(op for op in row if op.kind == FORWARD and op.microbatch < num) for row in self.order)
-        orders = [o for o in self.microbatch_orders if o.kind == FORWARD]
-        if num < self.num_microbatches:
-            orders = [replace(o, microbatches=tuple(m for m in o.microbatches if m < num)) for o in orders]
-        return replace(
-            self,
-            order=rows,
-            microbatch_pipeline=self.microbatch_pipeline[:num],
-            updates=None,
-            microbatch_orders=tuple(orders),
-            pairs=(),
-        )
+        return forward if num == self.num_microbatches else forward.first_microbatches(num)
 
     def first_microbatches(self, num: int) -> Schedule:
         """Only the ops of the first `num` microbatches, each rank's in the same order, for a smaller batch.
