@@ -2,7 +2,7 @@
 
 Where both ends were recorded a message takes from when the later end was there to when the receiver had it. Where
 none was, it takes from its op's end to the start of the op that waited for it. What nobody waited for takes its
-link's median.
+link's median, or less if it was needed sooner.
 """
 
 from __future__ import annotations
@@ -117,6 +117,7 @@ def _by_waiting(table: Steps, producer: Array, consumer: Array) -> Array:
     worker = table.replica * table.trace.num_ranks + table.rank
     compute = np.flatnonzero(table.is_scope(Scope.COMPUTE))
     shared = groups(table)
+    gap = table.start[:, consumer] - table.end[:, producer]
     for step in range(len(table.steps)):
         start, end = table.start[step], table.end[step]
         order = compute[np.lexsort((start[compute], worker[compute]))]
@@ -125,13 +126,12 @@ def _by_waiting(table: Steps, producer: Array, consumer: Array) -> Array:
         free[order[1:][same]] = end[order[:-1][same]]
         for number in np.unique(shared[consumer][shared[consumer] != NONE]).tolist():
             free[shared == number] = free[shared == number].max()  # it waits for all members
-        gap = start[consumer] - end[producer]
         waited = end[producer] >= free[consumer]
-        own[step, waited] = np.maximum(gap[waited], 0.0)
+        own[step, waited] = gap[step, waited]
     links = np.stack([table.rank[producer], table.rank[consumer]], axis=1)
     for link in np.unique(links, axis=0):
         on = np.flatnonzero((links == link).all(axis=1))
         known = own[:, on][~np.isnan(own[:, on])]
         usual = float(np.median(known)) if len(known) else 0.0
-        own[:, on] = np.where(np.isnan(own[:, on]), usual, own[:, on])
-    return own
+        own[:, on] = np.where(np.isnan(own[:, on]), np.minimum(usual, gap[:, on]), own[:, on])
+    return np.maximum(own, 0.0)

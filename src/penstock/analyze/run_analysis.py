@@ -165,7 +165,7 @@ def analyze_trace(trace: RunTrace, *, layers: Sequence[int] = (), drop_incomplet
     notes = list(table.trace.notes)
     if not run.messages.recorded and len(run.messages.producer):
         notes.append(
-            "no sends or receives were recorded: a message takes from its op's end to the start of what waited for it"
+            "no ops show messages: a message takes from its op's end to the start of the op that waited for it"
         )
     if fit is None:
         notes.append("orders differ between steps or replicas, so other schedules and orders were not tried")

@@ -297,6 +297,22 @@ def test_an_op_ends_when_it_sends_though_a_busy_machine_ends_its_range_late(tmp_
     }  # fmt: skip
 
 
+def test_a_slow_first_message_makes_later_ones_no_slower_than_they_were(tmp_path: Path) -> None:
+    """A message that nobody waited for was there when its op began, whatever its link takes in the median."""
+    note = "user_annotation"
+    first: list[tuple[str, str, float, float]] = []
+    last: list[tuple[str, str, float, float]] = []
+    for begin, slow in ((0.0, 300.0), (500.0, 0.2)):
+        there = begin + 10 + slow
+        first += [(note, "F0", begin, begin + 10), (note, "F1", begin + 10, begin + 20)]
+        last += [(note, "F0", there, there + 10), (note, "F1", there + 10, there + 20)]
+        last += [(note, "B0", there + 20, there + 40), (note, "B1", there + 40, there + 60)]
+        first += [(note, "B0", there + 40.2, there + 60.2), (note, "B1", there + 60.2, there + 80.2)]
+    found = analyze_trace(by_hand(tmp_path / "run", first, last))
+    assert found.run.measured == pytest.approx([390.2, 90.4], abs=0.1)
+    assert found.run.replayed == pytest.approx(found.run.measured, abs=0.1)
+
+
 def test_a_late_send_is_no_loss(tmp_path: Path) -> None:
     note, call = "user_annotation", "cpu_op"
     rows = [
