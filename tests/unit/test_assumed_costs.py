@@ -15,7 +15,7 @@ from penstock.library import ASYNCHRONOUS
 pytestmark = pytest.mark.unit
 
 SYNCHRONOUS = [name for name in ps.library.SCHEDULES if name not in ASYNCHRONOUS]
-ASSUMED = "F = I = W = 0.5 ms per stage, 1 ms for each rank's share of the model"
+ASSUMED = "F = I = W = 0.5 ms per stage, 1 ms for each rank's share of the model; give --f, --i, --w or --costs"
 
 
 def run(capsys: pytest.CaptureFixture[str], *words: str) -> str:
@@ -67,7 +67,9 @@ def test_simulate_says_what_it_assumes(capsys: pytest.CaptureFixture[str]) -> No
     assert f"assumed       {ASSUMED}" in run(capsys, "simulate", "zb-v", *counts)
     assert found(capsys, "simulate", "1f1b", *counts, "--f", "1", "--i", "1", "--w", "1")["assumed"] is None
     assert found(capsys, "simulate", "1f1b", *counts, "--costs", "gpt2-14b")["assumed"] is None
-    assert found(capsys, "simulate", "1f1b", *counts, "--f", "10", "--b", "20")["assumed"] == "I = W = half of B"
+    assert found(capsys, "simulate", "1f1b", *counts, "--f", "10", "--b", "20")["assumed"] == (
+        "I = W = half of B; give --i, --w or --costs"
+    )
 
 
 def test_simulate_names_the_kinds_that_no_costs_name(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
@@ -100,7 +102,7 @@ def test_plan_and_search_assume_the_same_model(capsys: pytest.CaptureFixture[str
     assert planned["assumed"] == ASSUMED
     assert 24.0 < planned["makespan"] <= 25.5
     searched = found(capsys, "search", *counts)
-    assert searched["assumed"] == "F = I = W = 0.25 ms per part, 1 ms for each rank's share of the model"
+    assert searched["assumed"] == ASSUMED.replace("0.5 ms per stage", "0.25 ms per part")
     assert {each["placement"]: each["makespan"] for each in searched["found"]}["one-to-one"] == 27.0
     assert 24.0 <= searched["makespan"] <= 27.0
 

@@ -186,7 +186,7 @@ class GivenCosts:
             )
 
     def assumed(self, num_ranks: int, placement: ps.Placement) -> str | None:
-        """What `read` had to assume, in words; None where all was given."""
+        """What `read` had to assume, in words, and the options that say otherwise; None where all was given."""
         if self.source is not None:
             return None
         said = []
@@ -196,7 +196,8 @@ class GivenCosts:
             said.append(f"{kinds} = {each:.4g} ms per {self.of}, 1 ms for each rank's share of the model")
         if self._halves:
             said.append("I = W = half of B")
-        return "; ".join(said) or None
+        options = [_option(name) for name in (*names, *(("i", "w") if self._halves else ()))]
+        return "; ".join([*said, f"give {', '.join(options)} or --costs"]) if said else None
 
     @property
     def _halves(self) -> bool:

@@ -7,6 +7,7 @@ penstock layout "Et*15|t*15|t*16|t*15L" --ranks 4 --microbatches 32 --times t=1,
 from __future__ import annotations
 
 import sys
+from collections.abc import Mapping
 from typing import Annotated, Any
 
 import typer
@@ -15,8 +16,11 @@ from penstock.cli.app import app
 from penstock.cli.failure import Misuse
 from penstock.cli.options import Json
 from penstock.cli.output import plural, print_json, table
-from penstock.formats.megatron_layout import MegatronLayout
+from penstock.formats.megatron_layout import LETTERS, MegatronLayout
 from penstock.tune.layout import MOST_TRIALS, LayerTimes, SimulatedLayout, better_layout, judge_layout
+
+ASSUMED = {"E": 0.0, "t": 1.0, "m": 1.0, "L": 1.0}
+"""The times of layers where none are given: a head takes about as long as a block, an embedding next to nothing."""
 
 
 @app.command(short_help="Judge a Megatron layout string and find a better one.")
@@ -37,7 +41,7 @@ def layout(
         typer.Option(
             "--times",
             metavar="t=MS,...",
-            help="ms of a forward of each kind of layer (E, t, m, L). With these times the step is simulated.",
+            help="ms of a forward of each kind of layer (E, t, m, L). [1 for t, m and L, 0 for E]",
         ),
     ] = None,
     backward: Annotated[
@@ -45,21 +49,30 @@ def layout(
     ] = None,
     json: Json = False,
 ) -> None:
-    """Show which layers each rank has; with layer times, the simulated step and a layout that makes it shorter."""
+    """Show which layers each rank has, the simulated step, and a layout that makes it shorter."""
     given = MegatronLayout.parse(text)
     given.check_ranks(ranks)
-    if times is None:
-        for name, value in (("--microbatches", microbatches), ("--backward", backward)):
-            if value is not None:
-                raise Misuse(f"{name} is for a simulated step; give --times too, like --times t=1,L=1.4")
-        _show(given, ranks, None, None, json)
-        return
-    layers = LayerTimes(_times(times), 2.0 if backward is None else backward)
+    typed = ASSUMED if times is None else _times(times)
+    layers = LayerTimes(typed, 2.0 if backward is None else backward)
     count = 4 * ranks if microbatches is None else microbatches
     judged = judge_layout(given, ranks, count, layers)
+    assumed = _assumed(given, typed, times)
     if not json:
+        if assumed is not None:
+            print(f"assumed   {assumed}\n", flush=True)
         print(f"looking for a better one among at most {MOST_TRIALS:,} layouts ...", file=sys.stderr, flush=True)
-    _show(given, ranks, judged, better_layout(given, ranks, count, layers), json)
+    _show(given, ranks, judged, better_layout(given, ranks, count, layers), assumed, json)
+
+
+def _assumed(given: MegatronLayout, typed: Mapping[str, float], times: str | None) -> str | None:
+    """The times that were not typed for layers of the layout, and the option that gives them; None if all were."""
+    there = [letter for letter in LETTERS if any(letter in stage for stage in given.stages)]
+    lacking = [letter for letter in there if times is None or letter not in typed]
+    if not lacking:
+        return None
+    said = ", ".join(f"{letter} = {typed.get(letter, 0.0):g}" for letter in lacking)
+    shown = ",".join(f"{letter}=MS" for letter in there)
+    return f"{said} ms for a forward of each such layer; give --times {shown}, measured where you train"
 
 
 def _times(text: str) -> dict[str, float]:
@@ -74,36 +87,39 @@ def _times(text: str) -> dict[str, float]:
 
 
 def _show(
-    given: MegatronLayout, ranks: int, judged: SimulatedLayout | None, better: SimulatedLayout | None, as_json: bool
+    given: MegatronLayout,
+    ranks: int,
+    judged: SimulatedLayout,
+    better: SimulatedLayout,
+    assumed: str | None,
+    as_json: bool,
 ) -> None:
     if as_json:
-        found: dict[str, Any] = {"layout": str(given), "stages": given.stages, "num_ranks": ranks}
-        if judged is not None and better is not None:
-            found |= {"judged": _as_json(judged), "better": _as_json(better)}
-        print_json(found)
+        found: dict[str, Any] = {"layout": str(given), "stages": given.stages, "num_ranks": ranks, "assumed": assumed}
+        print_json(found | {"judged": _as_json(judged), "better": _as_json(better)})
         return
     chunks = len(given.stages) // ranks
     print(f"{given}\n{plural(len(given.stages), 'stage')} over {plural(ranks, 'rank')}\n")
-    shown = given if better is None else better.layout
-    for number, each in enumerate((given,) if shown == given else (given, shown)):
-        facts = (judged, better)[number] if judged is not None else None
+    for number, facts in enumerate((judged,) if better.layout == given else (judged, better)):
         if number:
-            print(f"\nbetter    {each}\n")
-        head = ["", *(f"chunk {chunk}" for chunk in range(chunks)), *(["busy", "activations"] if facts else [])]
-        rows = []
-        for rank in range(ranks):
-            row = [f"rank {rank}", *(each.stages[chunk * ranks + rank] or "-" for chunk in range(chunks))]
-            rows.append([*row, *([f"{facts.busy[rank]:.6g}", f"{facts.peak[rank]:.6g}"] if facts else [])])
-        print(table(head, rows))
-        if facts is not None:
-            print(f"\nstep      {facts.makespan:.6g}, bubble ratio {facts.bubble:.1%} (simulated)")
-    if judged is not None and better is not None:
-        gain = judged.makespan / better.makespan
-        print(
-            f"gain      {gain:.3f} times as fast, with no rank fuller than {max(judged.peak):.6g}"
-            if gain > 1
-            else f"better    nothing found: none of the layouts tried, {MOST_TRIALS:,} at most, has a shorter step"
-        )
+            print(f"\nbetter    {facts.layout}\n")
+        rows = [
+            [
+                f"rank {rank}",
+                *(facts.layout.stages[chunk * ranks + rank] or "-" for chunk in range(chunks)),
+                f"{facts.busy[rank]:.6g}",
+                f"{facts.peak[rank]:.6g}",
+            ]
+            for rank in range(ranks)
+        ]
+        print(table(["", *(f"chunk {chunk}" for chunk in range(chunks)), "busy", "activations"], rows))
+        print(f"\nstep      {facts.makespan:.6g}, bubble ratio {facts.bubble:.1%} (simulated)")
+    gain = judged.makespan / better.makespan
+    print(
+        f"gain      {gain:.3f} times as fast, with no rank fuller than {max(judged.peak):.6g}"
+        if gain > 1
+        else f"better    nothing found: none of the layouts tried, {MOST_TRIALS:,} at most, has a shorter step"
+    )
 
 
 def _as_json(judged: SimulatedLayout) -> dict[str, Any]:

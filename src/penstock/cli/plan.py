@@ -172,10 +172,10 @@ def plan(
         return
     from penstock.draw.terminal import to_terminal
 
+    if assumed := given.assumed(ranks, where):
+        print(f"assumed      {assumed}\n")
     print(to_terminal(found.schedule, color=in_colour()))
     print()
-    if assumed := given.assumed(ranks, where):
-        print(f"assumed      {assumed}")
     print(f"makespan     {found.makespan:.10g} ms")
     if found.value != found.makespan:
         print(f"{'mean' if vary else objective:<12} {found.value:.10g} ms")

@@ -146,9 +146,9 @@ def search(
         return
     from penstock.draw.terminal import to_terminal
 
-    print(to_terminal(outcome.best.schedule, color=in_colour()))
     if assumed := given.assumed(ranks, model):
-        print(f"\nassumed  {assumed}")
+        print(f"assumed  {assumed}\n")
+    print(to_terminal(outcome.best.schedule, color=in_colour()))
     stuck = f", {outcome.num_stuck} of which cannot run within the limits" if outcome.num_stuck else ""
     print(f"\n{outcome.num_tried} programs tried{stuck}.\n")
     peaks = [size_words(found.footprint.peak, 4) if in_bytes else f"{_peak(found):.6g}" for found in outcome.found]
