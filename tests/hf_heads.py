@@ -145,7 +145,7 @@ TRAINED: dict[str, Any] = {
     "base with a loss": lambda: of(EmbeddingBert, **BERT),
 }
 REFUSED: dict[str, tuple[Any, str]] = {
-    "base": (lambda: of("LlamaModel", **LLAMA), r"has no head.*AutoModelForCausalLM.*a subclass whose forward takes"),
+    "base": (lambda: of("LlamaModel", **LLAMA), r"has no loss.*AutoModelForCausalLM.*a subclass whose forward takes"),
     "several losses": (lambda: of("BertForPreTraining", **BERT), "no 'loss' by that name"),
     "no padding token": (
         lambda: of("LlamaForSequenceClassification", **{**LLAMA, "pad_token_id": None}),

@@ -45,13 +45,15 @@ class MegatronLayout:
         letters = "".join(self.stages)
         for letter, what in (("E", "embedding"), ("L", "loss")):
             if letters.count(letter) != 1:
-                raise _refused(f"{letter} is there {letters.count(letter)} times: a model has one {what}")
+                of_m = letter == "L" and letters.count("L") > 1
+                more = "; a layer that predicts further tokens has its loss in it: write m for it, Ett|ttmL" * of_m
+                raise _refused(f"{letter} is there {letters.count(letter)} times: a model has one {what}{more}")
         if "".join(sorted(letters, key=LETTERS.index)) != letters:
             raise _refused("layers go E, then every t, then every m, then L")
         if "E" not in self.stages[0] or "L" not in self.stages[-1]:
             raise _refused("the first stage has the embedding (E), the last one the loss (L)")
         if sum("m" in stage for stage in self.stages) > 1:
-            raise _refused("every m is in one stage")
+            raise _refused("every m is in one stage, the last or one before it: Ett|tt|mmL, not Ett|ttm|mL")
 
     @classmethod
     def parse(cls, text: str) -> MegatronLayout:

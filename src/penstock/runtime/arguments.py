@@ -249,7 +249,12 @@ def require_arguments(
         )
     require_value(isinstance(schedule, Schedule), "schedule", schedule, "a ps.Schedule, which ps.build(...) makes")
     _require_model(model)
-    require_value(loss_fn is None or callable(loss_fn), "loss_fn", loss_fn, "a function (output, targets) -> loss")
+    one = "a function (output, targets) -> loss"
+    if isinstance(loss_fn, list | tuple | dict):
+        one += (
+            "; have a stage with a loss of its own return it beside its output, and add the losses up in one function"
+        )
+    require_value(loss_fn is None or callable(loss_fn), "loss_fn", loss_fn, one)
     if isinstance(loss_fn, type) and issubclass(loss_fn, nn.Module):
         raise RuntimeFailure(f"loss_fn is the class {loss_fn.__name__}; give an instance: {loss_fn.__name__}()")
     if optimizer is not None and not isinstance(optimizer, Optimizer):

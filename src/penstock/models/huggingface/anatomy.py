@@ -27,6 +27,8 @@ if TYPE_CHECKING:
 
 __all__ = ["Anatomy", "DecoderError", "Encoder", "ImageTower", "examine"]
 
+READ = ("input_ids", "pixel_values")
+"""What models read: text, or pictures."""
 BY_STAGES = "Write one module per stage and give ps.Pipeline the list of them"
 BY_HAND = f"Name the list yourself, Decoder(..., blocks='transformer.h'). Or: {BY_STAGES}"
 
@@ -177,6 +179,10 @@ def examine(model: Any, blocks: str | None = None) -> Anatomy:
             raise DecoderError(
                 f"{name} leaves out blocks at random (config.{key} {getattr(model.config, key)}); set it to 0"
             )
+    if model.main_input_name not in READ:
+        raise DecoderError(
+            f"{name} reads {model.main_input_name}, and only {' and '.join(READ)} are known here. {BY_STAGES}"
+        )
     if has_encoder(model.config):
         if blocks is not None:
             raise DecoderError(f"{name} has two lists of blocks, and {blocks!r} is one path; leave it out")

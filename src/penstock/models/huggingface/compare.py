@@ -117,8 +117,8 @@ def own_batches(model: Any, labels: Sequence[str]) -> list[Batch]:
     """
     reason = ""
     for number in range(5):
-        batches = [_with_labels(model, sample_batch(model, seed), labels, number) for seed in range(2)]
         try:
+            batches = [_with_labels(model, sample_batch(model, seed), labels, number) for seed in range(2)]
             with torch.no_grad():
                 loss = plain_loss(model, _joined(batches))
             if loss.dim():

@@ -95,7 +95,7 @@ def label_names(model: Any) -> tuple[str, ...]:
         if names := tuple(name for name in known if name.endswith(("labels", "label")) or name in POSITIONS):
             return names
     raise DecoderError(
-        f"{type(model).__name__} has no head: its forward takes no labels and returns no loss. Load it with a head "
+        f"{type(model).__name__} has no loss, as its forward takes no labels. Load it with a head "
         "(AutoModelForCausalLM, AutoModelForSequenceClassification, ...), or give it a loss: a subclass whose "
         "forward takes labels and returns a dict with 'loss'"
     )

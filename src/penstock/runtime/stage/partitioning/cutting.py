@@ -238,7 +238,7 @@ def _cannot(model: nn.Module, error: Untraceable) -> str:
     of_transformers = any(each.__module__.partition(".")[0] == "transformers" for each in type(model).__mro__)
     instead = (
         "Models of transformers are cut by penstock.models.huggingface.Decoder(model), whose .stages(num_stages) "
-        "ps.Pipeline takes, with its .loss and .tied"
+        "ps.Pipeline takes, with its .loss, .tied and .inputs_and_targets(batch)"
     )
     name = type(model).__name__
     return f"{name} cannot be cut as it is: {error}. {instead if of_transformers else error.instead}"
