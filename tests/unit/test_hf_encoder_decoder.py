@@ -198,3 +198,18 @@ def test_a_run_goes_on_where_it_was_and_processes_change_nothing(schedule: str, 
     )
     assert resumed.code == 0, resumed.err
     assert losses(tmp_path / "part") == losses(tmp_path / "whole")
+
+
+def test_dropout_that_is_no_module_was_left_out_of_embeddings() -> None:
+    """BART drops out embeddings by a function that asks whether the code around the blocks is in training."""
+    model = model_of("bart")
+    for module in model.modules():
+        if isinstance(getattr(module, "dropout", None), float):
+            module.dropout = 0.5
+    decoder = Decoder(model, compare=False)
+    first = decoder.layers([0])[0]
+    inputs, _ = decoder.inputs_and_targets(batch_of("bart"))
+    share = (first(inputs)["hidden_states"] == 0).float().mean()
+    assert 0.4 < share < 0.6
+    first.eval()
+    assert not (first(inputs)["hidden_states"] == 0).any()
