@@ -46,7 +46,7 @@ class Both(Optimizer):
         self.matrices = AdamW(groups_of(params, lambda p: p.ndim > 1, keep_empty=True), lr=0.02)
         self.rest = AdamW(groups_of(params, lambda p: p.ndim < 2, keep_empty=True), lr=0.01)
         super().__init__(params, {"lr": 0.01})
-        self.num_steps = 0
+        self.num_steps, self.rank = 0, dist.get_rank() if dist.is_initialized() else 0
 
     def step(self, closure: Any = None) -> None:
         self.num_steps += 1

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import json
 from collections import defaultdict, deque
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence, Set
 from typing import Any
 
 import numpy as np
@@ -27,8 +27,11 @@ from penstock.runtime.checkpoint.reader import TensorSource, load_packed
 from penstock.runtime.errors import CheckpointError, listed
 from penstock.runtime.parameters.optimizer_attributes import (
     attributes_of,
+    mark_of,
     optimizers_in,
+    plain_attributes,
     set_attribute,
+    tensors_in,
 )
 from penstock.runtime.tensors.dtensor import local, own_shard
 
@@ -36,6 +39,8 @@ PREFIX = "optimizer/"
 ON_HOST = ("step", "mu_product")  # 0-dim state that torch keeps in host memory unless capturable or fused
 ATTRIBUTES = "@"
 """In place of a parameter's name, in the names of attributes."""
+OWN = "own"
+"""In place of the digest of an attribute that each process keeps as its own constructor made it."""
 _STATEFUL = "save it by itself, with pipe.save(..., stateful=...)"
 _KERNELS = ("foreach", "fused", "capturable")
 """Options that change no update, and may differ between processes."""
@@ -43,7 +48,9 @@ DATA = (Tensor, np.ndarray, np.generic, Mapping, Set, list, tuple, deque, bytes,
 """What an optimizer may count on finding among its options again."""
 
 
-def optimizer_tensors(optimizer: Optimizer, names: Mapping[Tensor, str]) -> tuple[dict[str, Tensor], JSON]:
+def optimizer_tensors(
+    optimizer: Optimizer, names: Mapping[Tensor, str], constructed: Mapping[str, str] | None = None
+) -> tuple[dict[str, Tensor], JSON]:
     """The state as tensors named `optimizer/<parameter>/<key>`, and the meta to store as `meta["optimizer"]`.
 
     The tensors are the optimizer's own, not copies. Functions and other objects among the options are left out.
@@ -52,15 +59,20 @@ def optimizer_tensors(optimizer: Optimizer, names: Mapping[Tensor, str]) -> tupl
     data that would be left out without a word: whole tensors and collections among the options, what the optimizer's
     own `state_dict` has besides, and attributes that are no plain data. So too for one tensor that changes and is
     state of several parameters.
+
+    Args:
+        constructed: `plain_attributes` when the optimizer was new. An attribute that is still the same may differ
+            between processes, such as a rank. Then it is not stored.
     """
     tensors, digests = _attributes(optimizer, names)
     every, taken = optimizers_in(optimizer), set[int]()
     known = {path.partition(".")[0] for path in (*digests, *every)}
     metas: dict[str, Any] = {}
     for path, one in reversed(every.items()):  # one may show the state of those within it as its own
-        found, metas[path] = _tensors_of(one, names, _mark(path), taken, known)
+        found, metas[path] = _tensors_of(one, names, mark_of(path), taken, known)
         tensors |= found
-    return tensors, {**metas.pop(""), "inside": metas, "attributes": digests}
+    now = plain_attributes(optimizer).items() & (constructed or {}).items()
+    return tensors, {**metas.pop(""), "inside": metas, "attributes": digests, "unchanged": sorted(dict(now))}
 
 
 def merged_meta(metas: Iterable[JSON]) -> JSON:
@@ -72,7 +84,11 @@ def merged_meta(metas: Iterable[JSON]) -> JSON:
     first, *others = [meta for meta in metas if meta is not None] or [None]
     for meta in others:
         for path, digest in meta["attributes"].items():
-            if first["attributes"].setdefault(path, digest) != digest:
+            if first["attributes"].setdefault(path, digest) == digest:
+                continue
+            if path in first["unchanged"] and path in meta["unchanged"]:
+                first["attributes"][path] = OWN
+            else:
                 raise CheckpointError(
                     f"attribute {path} of {first['class']} differs between processes, and a checkpoint has one: keep "
                     f"it in the state of each parameter, in a dict with parameters as keys, or {_STATEFUL}"
@@ -104,7 +120,7 @@ def _attributes(optimizer: Optimizer, names: Mapping[Tensor, str]) -> tuple[dict
                 mark = "@@" if isinstance(key, int) else "@"
                 base = f"{PREFIX}{by_id[_id_of(key)]}/{mark}{path}"
                 tensors |= {base: each} if isinstance(each, Tensor) else pack(base, each, what)
-        elif any(id(tensor) in by_id for tensor in _tensors_in(value)):
+        elif any(id(tensor) in by_id for tensor in tensors_in(value)):
             raise CheckpointError(
                 f"{what} holds tensors beside parameters, which a checkpoint would not bring back: keep them in the "
                 f"state of a parameter, or in a dict with parameters as keys, or {_STATEFUL}"
@@ -124,14 +140,14 @@ def _stateful(optimizer: Optimizer, by_id: Container[int]) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for path, one in every.items():
         for name, value in attributes_of(one).items():
-            tensors = list(_tensors_in(value))
+            tensors = list(tensors_in(value))
             is_whole = tensors and all(id(tensor) in by_id for tensor in tensors)
             is_told = isinstance(value, Tensor | nn.Module | torch.Generator)  # stored, or refused
             of_torch = type(value).__module__.startswith("torch") and not is_told
             is_state = any(value is each.state for each in every.values())
             of_model = isinstance(value, nn.Module) and not tensors
             if _is_keyed(value, by_id) or not (is_whole or of_torch or of_model):
-                found |= {} if is_state else {_mark(path) + name: value}
+                found |= {} if is_state else {mark_of(path) + name: value}
     return found
 
 
@@ -142,25 +158,6 @@ def _is_keyed(value: Any, by_id: Container[int]) -> bool:
 
 def _id_of(key: Any) -> int:
     return key if isinstance(key, int) else id(key)
-
-
-def _tensors_in(value: Any) -> Iterator[Tensor]:
-    """The tensors in data and modules."""
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, nn.Module):
-        yield from value.parameters()
-    elif isinstance(value, Mapping):
-        for each in (*value.keys(), *value.values()):
-            yield from _tensors_in(each)
-    elif isinstance(value, Set | list | tuple | deque):
-        for each in value:
-            yield from _tensors_in(each)
-
-
-def _mark(path: str) -> str:
-    """What the keys of the state of an optimizer within another begin with."""
-    return f"{path}:" if path else ""
 
 
 def _tensors_of(
@@ -251,7 +248,7 @@ def stage_optimizer(
     """
     every, what = optimizers_in(optimizer), f"checkpoint {reader.path}"
     metas = _read_metas(optimizer, every, reader)
-    marks = sorted((_mark(path) for path in every if path), key=len, reverse=True)
+    marks = sorted((mark_of(path) for path in every if path), key=len, reverse=True)
     keys: dict[tuple[str, str], list[str]] = defaultdict(list)
     for full in reader.names():
         if full.startswith(PREFIX):
@@ -270,7 +267,7 @@ def stage_optimizer(
             for parameter in group["params"]:
                 # Tied parameters are stored once, and each updates a state of its own: each is read for itself.
                 name = _name(names, parameter)
-                state = _read_state(reader, name, _mark(path), keys, parameter, kept_on_host)
+                state = _read_state(reader, name, mark_of(path), keys, parameter, kept_on_host)
                 found.append((one, parameter, state))
 
     def put() -> None:
@@ -294,11 +291,12 @@ def _read_attributes(
     keys: Mapping[tuple[str, str], list[str]],
 ) -> list[tuple[Optimizer, str, Any]]:
     """Of each attribute the optimizer, its name there, and the value that it is to have."""
-    values: dict[str, Any] = {path: {} for path in stored}
+    values: dict[str, Any] = {path: {} for path, digest in stored.items() if digest != OWN}
     stepped = {p for one in every.values() for group in one.param_groups for p in group["params"]}
     device = next((p.device for p in stepped), None)
     for base, parts in names_by_base(reader.names(), f"{PREFIX}{ATTRIBUTES}/").items():
-        values[base.removeprefix(f"{PREFIX}{ATTRIBUTES}/")] = load_packed(reader, base, parts, device)
+        if (path := base.removeprefix(f"{PREFIX}{ATTRIBUTES}/")) in values:
+            values[path] = load_packed(reader, base, parts, device)
     for parameter in stepped:
         for key, value in _read_state(reader, _name(names, parameter), ATTRIBUTES, keys, parameter, False).items():
             values.setdefault(key.lstrip("@"), {})[id(parameter) if key.startswith("@") else parameter] = value

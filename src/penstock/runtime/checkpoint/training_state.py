@@ -190,14 +190,13 @@ class TrainingState:
                         tensors.setdefault(GRADIENTS + self._stored_as(name), parameter.grad)
         if self.optimizer is None:
             return tensors, None
-        state, meta = optimizer_tensors(self.optimizer, self._names)
+        state, meta = optimizer_tensors(self.optimizer, self._names, self._trained.constructed)
         return tensors | state, meta
 
     def _writes(self, name: str) -> bool:
         kind, _, rest = name.partition("/")
-        of_optimizer = rest.rpartition("/")[0]
-        # Every process writes attributes of the optimizer, which are alike: the first one counts.
-        return of_optimizer in {*self._answers, ATTRIBUTES} if kind == "optimizer" else rest in self._answers
+        owner = rest.rpartition("/")[0] if kind == "optimizer" else rest
+        return owner in self._answers or (owner == ATTRIBUTES and self._trained.is_first)
 
     def _require_all_known(self) -> None:
         """Raises CheckpointError for what a module's state dict has and goes by no name here."""

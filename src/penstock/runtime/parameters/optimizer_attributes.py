@@ -12,7 +12,8 @@ Optimizers of torch and of this package keep nothing that counts in attributes.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping, Set
 from enum import Enum
 from functools import partial
 from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
@@ -59,6 +60,35 @@ def attributes_of(optimizer: Optimizer) -> dict[str, Any]:
         elif not optimizers_in(value):
             found[name] = value
     return found
+
+
+def plain_attributes(optimizer: Optimizer | None) -> dict[str, str]:
+    """By path the text of each attribute without tensors, which tells later whether the attribute has changed."""
+    return {
+        mark_of(path) + name: repr(value)
+        for path, one in optimizers_in(optimizer).items()
+        for name, value in attributes_of(one).items()
+        if isinstance(value, int | float | str | tuple | list | dict) and next(tensors_in(value), None) is None
+    }
+
+
+def mark_of(path: str) -> str:
+    """What stands before the names of what an optimizer within another has."""
+    return f"{path}:" if path else ""
+
+
+def tensors_in(value: Any) -> Iterator[Tensor]:
+    """The tensors in data and modules."""
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, nn.Module):
+        yield from value.parameters()
+    elif isinstance(value, Mapping):
+        for each in (*value.keys(), *value.values()):
+            yield from tensors_in(each)
+    elif isinstance(value, Set | list | tuple | deque):
+        for each in value:
+            yield from tensors_in(each)
 
 
 def set_attribute(optimizer: Optimizer, name: str, value: Any) -> None:

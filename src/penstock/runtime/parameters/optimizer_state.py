@@ -24,6 +24,7 @@ from penstock.runtime.parameters.gradients import begin_norm, num_bytes, scale_g
 from penstock.runtime.parameters.local_model import LocalModel
 from penstock.runtime.parameters.loss_scaling import LossScaling, require_scalable
 from penstock.runtime.parameters.muon import mark_ends, require_whole_matrices
+from penstock.runtime.parameters.optimizer_attributes import plain_attributes
 from penstock.runtime.parameters.scheduled_updates import ScheduledUpdates
 from penstock.runtime.stage.stage import Stage
 from penstock.runtime.transport.link_conditions import LateRing
@@ -39,6 +40,7 @@ class OptimizerState:
     Attributes:
         model: as this process holds it. num_updates: so far.
         clip_norm: see `ps.Pipeline`.
+        constructed: the optimizer's attributes when it was new.
         replicas: what there is of other replicas. updating: the updates that are ops; None where there are none.
         scaling: what losses are multiplied by, and whether gradients are finite; None where nobody asks.
         skipped: the last update was left out, as some gradient was not finite.
@@ -84,6 +86,7 @@ class OptimizerState:
         apart = self.updating is None and isinstance(mesh.everyone, GroupPeers)
         self._num_processes = mesh.everyone.num_ranks if apart else 1
         self._steps = OwnSteps(self._make_optimizer(optimizer), self._num_processes)
+        self.constructed = plain_attributes(self.optimizer)
         require_whole_matrices(self.optimizer, model.sharded is not None)
         masters = None if self.updating is None else self.updating.stand_ins()
         self.agreement = agreement_of(
@@ -95,6 +98,11 @@ class OptimizerState:
     def optimizer(self) -> Optimizer | None:
         """Over what is stepped here."""
         return self._steps.optimizer
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this is the first process of all."""
+        return self._mesh.everyone.here[0] == 0
 
     def go_on_from(self, before: OptimizerState) -> None:
         """Goes on where another one was, of the same model in other places: with its optimizer, and its count."""
