@@ -437,4 +437,5 @@ class Join(nn.Module):
         x, skip = value.values() if isinstance(value, dict) else value
         if not skip.is_floating_point():
             return x * (1 + 0.1 * real(skip))
-        return x + real(skip).mean() * 0.5 + (skip * skip).sum(dim=tuple(range(1, skip.dim())))[:, None, None] * 0.01
+        mean = real(skip).flatten(1).mean(1)[:, None, None]
+        return x + mean * 0.5 + (skip * skip).sum(dim=tuple(range(1, skip.dim())))[:, None, None] * 0.01

@@ -348,10 +348,9 @@ def model_of(case: Case, num_stages: int) -> Any:
         return nn.Sequential(*layers)
     if case.form == "subclass":
         model = Scaled(*layers)
-        model.whole = num_stages == 1
-        if not model.whole:
-            with suppress(ps.runtime.PartitionError):  # as the pipeline will
-                model.paths = [path for paths in ps.split(model, num_stages).layers for path in paths]
+        with suppress(ps.runtime.PartitionError):  # as the pipeline will
+            model.paths = [path for paths in ps.split(model, num_stages).layers for path in paths]
+            model.whole = False
         return model
     size, more = divmod(len(layers), num_stages)
     ends = [0]
@@ -403,7 +402,7 @@ class Scaled(nn.Sequential):
     """Has a forward of its own.
 
     Attributes:
-        whole: whether it is one stage. paths: where it is several, those of its layers, in the order of their calls.
+        whole: whether it can't be traced. paths: those of its layers, in the order of their calls, if it can.
     """
 
     whole = True

@@ -39,7 +39,9 @@ if TYPE_CHECKING:
         RuntimeFailure,
         StepResult,
         TransportOptions,
+        VerifyError,
         emulate,
+        plain_step,
         split,
     )
 
@@ -71,6 +73,7 @@ __all__ = [
     "StepResult",
     "Timeline",
     "TransportOptions",
+    "VerifyError",
     "WHOLE",
     "breadth_first",
     "build",
@@ -81,6 +84,7 @@ __all__ = [
     "load",
     "parse",
     "placements",
+    "plain_step",
     "plan",
     "save",
     "simulate",

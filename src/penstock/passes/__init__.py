@@ -1,9 +1,10 @@
-"""Schedule -> Schedule: separate and merge gradients, overlap, recompute, retime, reorder, messages and reductions as
-ops."""
+"""Schedule -> Schedule: plain order, separate and merge gradients, overlap, recompute, retime, reorder, messages and
+reductions as ops."""
 
 from penstock.passes.communication import add_communication, remove_communication
 from penstock.passes.merge import merge_gradients
 from penstock.passes.overlap import overlap_pairs, separate_pairs
+from penstock.passes.plain import in_plain_order
 from penstock.passes.recomputation import recompute
 from penstock.passes.reduce import add_reductions
 from penstock.passes.reorder import reorder_microbatches
@@ -14,6 +15,7 @@ from penstock.passes.separate import separate_gradients
 __all__ = [
     "add_communication",
     "add_reductions",
+    "in_plain_order",
     "merge_gradients",
     "overlap_pairs",
     "recompute",

@@ -15,6 +15,7 @@ mesh/            processes, and what each is for           launch/          rank
 adapt/           plans that change while it runs           migrate          nodes that change places
 checkpoint/      files, and state sent between ranks       emulation/       the same, with ops that only take time
 errors           what can go wrong                         lifetime         open, broken or closed
+verify           a step computed in ways that must agree   plain_step      the reference loop
 option_values    checks of single values in options
 """
 
@@ -24,19 +25,22 @@ from penstock.runtime.adapt import AdaptOptions
 from penstock.runtime.arguments import ParallelOptions, PrecisionOptions
 from penstock.runtime.emulation.mesh import EmulatedMesh
 from penstock.runtime.emulation.pipeline import EmulatedPipeline, Emulation, emulate
-from penstock.runtime.errors import DeadlineExceeded, PeerFailed, PeerLost, RuntimeFailure
+from penstock.runtime.errors import DeadlineExceeded, PeerFailed, PeerLost, RuntimeFailure, VerifyError
 from penstock.runtime.execute.step_result import StepResult
 from penstock.runtime.mesh.process_mesh import device_mesh
 from penstock.runtime.migrate import Placed
 from penstock.runtime.parameters.muon import MuonAdamW, leave_to_adamw
 from penstock.runtime.pipeline import Pipeline
+from penstock.runtime.plain_step import plain_step
 from penstock.runtime.stage.batch_rules import WHOLE, BatchRules
 from penstock.runtime.stage.partitioning import Split, split
 from penstock.runtime.stage.registered_ops import OpCall
 from penstock.runtime.stage.stage import Stage
 from penstock.runtime.transport.choose import DelegateOptions, TransportOptions
+from penstock.runtime.verify import Comparison, Verification
 
 __all__ = [
+    "Comparison",
     "DeadlineExceeded",
     "DelegateOptions",
     "EmulatedMesh",
@@ -60,9 +64,12 @@ __all__ = [
     "StepResult",
     "TransportOptions",
     "WHOLE",
+    "Verification",
+    "VerifyError",
     "device_mesh",
     "emulate",
     "partition",
+    "plain_step",
     "split",
 ]
 

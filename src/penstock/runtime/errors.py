@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 __all__ = ["CheckpointError", "DamagedCheckpointError"]
 
@@ -21,6 +22,35 @@ class RuntimeFailure(RuntimeError):
     """
 
     exit_code = 1
+
+
+class BrokenContract(RuntimeFailure):
+    """A model or a loss broke a sentence of the contract (docs/contract.md).
+
+    Attributes:
+        sentence: the number of the sentence.
+    """
+
+    def __init__(self, message: str, sentence: int) -> None:
+        super().__init__(message)
+        self.sentence = sentence
+
+
+class VerifyError(RuntimeFailure):
+    """`Pipeline.verify` found that ways to compute a step differ. The message is the table of what was compared.
+
+    Attributes:
+        verification: what was compared, a `Verification`.
+
+    Examples:
+        >>> import penstock as ps
+        >>> issubclass(ps.VerifyError, ps.RuntimeFailure)
+        True
+    """
+
+    def __init__(self, message: str, verification: Any = None) -> None:
+        super().__init__(message)
+        self.verification = verification
 
 
 class PeerLost(RuntimeFailure):

@@ -100,6 +100,7 @@ class LocalPipeline:
         running: what the next step runs. last: what the last step or evaluation ran, and its workers. failure: what
             kept this process from doing its part of that.
         notices: messages for the user.
+        sources: the stages as they were given or cut, those of other processes too.
         model, optimizer_state, devices, executor, transport, failover, conditions: what `build` makes. waits_in_ops:
             whether an op may wait for other processes.
 
@@ -175,9 +176,9 @@ class LocalPipeline:
         self.offloads = offloads(self._schedule, given.ops)
         moving = functions_for(self._saved) if self.offloads else {}
         self._functions = functions_of(self._schedule, {**given.ops, **reducing, **moving})
-        self._sources = stages_of(given.model, schedule.num_stages, parallel.costs)
-        self._layers = _layers_of(given.model, self._sources)
-        self._lists = _lists_of(given.model, self._sources)
+        self.sources = stages_of(given.model, schedule.num_stages, parallel.costs)
+        self._layers = _layers_of(given.model, self.sources)
+        self._lists = _lists_of(given.model, self.sources)
         self._in_a_row = _sequential(given.model)
         self.notices = Notices(place.everyone)
         self.transport: Transport | None = None
@@ -196,7 +197,7 @@ class LocalPipeline:
         self.failover = guard(place, self._interfaces, given.timeout)
         self._made.callback(self._end_failover, self.failover)
         self.model = held = LocalModel(
-            self._sources, schedule.placement, place, parallel.device, parallel.tied, parallel.parallelize
+            self.sources, schedule.placement, place, parallel.device, parallel.tied, parallel.parallelize
         )
         self._made.callback(_leave, held)
         if schedule.updates is None:  # else stages get others to compute with
@@ -228,7 +229,7 @@ class LocalPipeline:
         require_same(place.everyone.gather(facts_of(self.optimizer_state.optimizer)), _SAME)
         self.tags = Tags.of(schedule, held.ties.stages)
         start = start_of(schedule, self.start.dispatch, self.costs, self.adapt)
-        self.running = self._activated(start)
+        self.running = self.activated(start)
         ranks, updating = self.peers.here, self.optimizer_state.updating
         calls = calls_of(schedule, self._functions, held.stages, self.peers, given.timeout)
         together = lockstep_of(place, schedule.updates is not None, given.timeout)
@@ -332,7 +333,7 @@ class LocalPipeline:
         now = self.running
         if configuration == replace(now.configuration, dispatch=configuration.dispatch):
             return replace(now, configuration=configuration)  # how ranks pick ops is no part of the plan
-        return self._activated(configuration)
+        return self.activated(configuration)
 
     def _require_places(self, nodes: tuple[int, ...]) -> None:
         """Raises RuntimeFailure where nodes can't lie so."""
@@ -343,7 +344,8 @@ class LocalPipeline:
             )
         require_order(self.nodes.at(nodes).layout)
 
-    def _activated(self, configuration: Configuration) -> ActivePlan:
+    def activated(self, configuration: Configuration) -> ActivePlan:
+        """What this process needs to run a configuration. Its schedule is not checked here."""
         return activate(configuration, self.model.ties.stages, self.peers.here[0], self.tags, self.costs)
 
     def switch(self, then: ActivePlan) -> None:
@@ -466,19 +468,24 @@ class LocalPipeline:
         loss_fn: Callable[..., Tensor] | None,
         windows: Sequence[range],
         trains: bool = False,
+        num: int | None = None,
     ) -> Microbatches:
         """This replica's part of a batch, cut. A small one is cut into fewer microbatches than the schedule has.
+
+        Args:
+            trains: whether a training step is to run it.
+            num: the number of microbatches, whatever the schedule has.
 
         Raises:
             RuntimeFailure: a small batch of a schedule of which a step runs all microbatches; see `why_never_fewer`.
         """
         schedule, mesh = self.running.schedule, self.mesh
-        num = schedule.num_microbatches
         why = why_never_fewer(schedule, mesh.num_replicas) if trains else None
         rules = rules_of(self._given.model, self._given.batch, inputs)
         if self.own_batches is not None:
             fewer = is_plain(schedule) and why is None
-            batch = self.own_batches.cut(inputs, targets, loss_fn, windows, num, fewer, rules)
+            most = schedule.num_microbatches if num is None else num
+            batch = self.own_batches.cut(inputs, targets, loss_fn, windows, most, fewer, rules)
         elif inputs is None:
             raise RuntimeFailure(
                 "no inputs were given; every process gives the whole batch, or, with "
@@ -486,7 +493,7 @@ class LocalPipeline:
                 "with the last one its targets"
             )
         else:
-            if is_plain(schedule):
+            if is_plain(schedule) and num is None:
                 inputs = uncut(inputs, "inputs", rules.inputs)
                 num = num_for(inputs, targets, schedule, mesh.num_replicas, trains, why)
             batch = cut_for(schedule, inputs, targets, loss_fn, windows, num, *mesh.part, self.is_told, rules)
@@ -503,7 +510,7 @@ class LocalPipeline:
         if num not in now.fewer:
             usual = f"{now.schedule.num_microbatches} microbatches of {now.schedule.name}"
             self.notices.note([f"a small batch ran {num} of the {usual}; if most are so small, build it with fewer"])
-            now.fewer[num] = self._activated(with_fewer(now.configuration, num, self.mesh))
+            now.fewer[num] = self.activated(with_fewer(now.configuration, num, self.mesh))
         return now.fewer[num]
 
     def _said_by_all(self, facts: dict[str, Any]) -> list[dict[str, Any]]:

@@ -57,6 +57,7 @@ from penstock.runtime.tensors.rng import mix, restored_after_step
 from penstock.runtime.transport.choose import TransportOptions
 from penstock.runtime.transport.link_conditions import probed_besides
 from penstock.runtime.transport.shared_memory import SharedMemoryTransport
+from penstock.runtime.verify import Verification, Verifier
 from penstock.schedule import Schedule
 from penstock.simulation import Timeline
 
@@ -592,6 +593,45 @@ class Pipeline:
     @one_at_a_time
     def zero_grad(self) -> None:
         self._local.optimizer_state.zero_grad()
+
+    @one_at_a_time
+    def verify(self, inputs: Any, targets: Any = None) -> Verification:
+        """Checks on one step that the model and the loss keep the contract (docs/contract.md). Nothing of it lasts.
+
+        It computes the step in the schedule's own order and one microbatch after another, which must give equal bits;
+        with the batch in one piece, which must give the same but for rounding; and by the model's own forward, which
+        must give the bits of the stages. That takes about six times as long as a step. Every rank must call it.
+
+        Args:
+            inputs: a batch, as for `step`.
+            targets: its targets, as for `step`.
+
+        Returns:
+            What was compared, and how. Printed, it is a table.
+
+        Raises:
+            VerifyError: something differs. The message names the first tensor that does, and the sentence of the
+                contract that was most likely broken.
+            RuntimeFailure: a batch that can't be cut, a step that fails in every order, or a schedule that no plain
+                loop can be compared with, as it has updates or ops of the user's in its order.
+
+        Examples:
+            >>> import torch, penstock as ps
+            >>> model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Tanh(), torch.nn.Linear(4, 1))
+            >>> x, y = torch.randn(8, 4), torch.randn(8, 1)
+            >>> with ps.Pipeline(model, ps.build("zb-h1", 2, 4), loss_fn=torch.nn.MSELoss()) as pipe:
+            ...     print(pipe.verify(x, y))
+            the model, and the model as ps.Pipeline got it          same
+            the schedule's order, and one microbatch after another  same
+            the parameters that stages use, and their own           same
+            the microbatches, and the batch in one piece            same
+            the stages, and the model's own forward                 same
+        """
+        self._life.require_open()
+        if self._loss_fn is None:
+            raise RuntimeFailure(NO_LOSS.format("verify"))
+        require_plain_modes(self._local.model.device, "verify", trains=True)
+        return Verifier(self._local, self._given, mix(self._seed, self._num_steps + 1)).verify(inputs, targets)
 
     @refuse_old({}, RuntimeFailure)
     @one_at_a_time

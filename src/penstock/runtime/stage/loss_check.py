@@ -24,7 +24,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from penstock.runtime.errors import RuntimeFailure
+from penstock.runtime.errors import BrokenContract, RuntimeFailure
 from penstock.runtime.stage.loss_weights import LossFn, adds_up
 from penstock.runtime.stage.microbatches import Microbatches
 from penstock.runtime.tensors.pytree import Skeleton, flatten, shown, unflatten
@@ -91,7 +91,7 @@ class LossCheck:
         """Compares the loss with that of the microbatch before, once there is one.
 
         Raises:
-            RuntimeFailure: the loss of both together is not what their losses come to.
+            BrokenContract: the loss of both together is not what their losses come to.
         """
         now.loss = float(loss.detach())
         before, self._before = self._before, now
@@ -114,7 +114,7 @@ class LossCheck:
             return
         if differs:
             self.is_over = False  # the step fails again if it is tried again
-            raise RuntimeFailure(self._words(together, [before, now], weights))
+            raise BrokenContract(self._words(together, [before, now], weights), 7)
 
     def _call(self, like: LossInputs, leaves: Sequence[Tensor], in_double: bool = False) -> Tensor:
         """The loss of outputs and targets; not a number if it draws random numbers."""

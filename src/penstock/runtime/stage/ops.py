@@ -142,10 +142,10 @@ class StageRunner:
         """Whether one of the losses has a gradient."""
         self._is_last = is_last
         self._device = device
-        self._loss_fn = loss_fn
+        self.loss_fn = loss_fn
         self._loss_check = LossCheck(loss_fn, device, not is_checked)
-        self._autocast = autocast
-        self._note_casts = None if autocast is None else note_casts
+        self.autocast = autocast
+        self._note_casts = note_casts
         # Where I and W can run apart; where not, I runs the full backward and W does nothing.
         self._split: SplitStage | None = None
         self._whole_because, self._is_reported = "", False
@@ -219,7 +219,7 @@ class StageRunner:
         self.losses.clear()
         self.results.clear()
         self.has_gradient = False
-        if self._is_last and self._loss_fn is not None:
+        if self._is_last and self.loss_fn is not None:
             _ = settings.microbatches.scales  # what the user's loss says of them is no part of an op
 
     def require_seen(self) -> None:
@@ -285,7 +285,7 @@ class StageRunner:
         tape = None if self._split is None else self._tape(self._split, m)
         away = self.settings.away
         saved = SavedTensors(self._host, self.offload_statistics) if away and (self.index, m) in away else None
-        if self._autocast is None and tape is None and saved is None:
+        if self.autocast is None and tape is None and saved is None:
             output = self._call(value, m)
             if self._is_last:
                 output = self._loss(m, output)
@@ -295,7 +295,7 @@ class StageRunner:
                 output = self._call(value, m)
                 if self._is_last:
                     output = self._loss(m, output)
-                if self._note_casts is not None:
+                if self.autocast is not None and self._note_casts is not None:
                     self._note_casts(self.index, m, output)
         if again:
             self._first_step.ran_again(m, output)
@@ -423,18 +423,18 @@ class StageRunner:
         )
 
     def _casting(self) -> AbstractContextManager[Any]:
-        if self._autocast is None:
+        if self.autocast is None:
             return nullcontext()
-        return torch.autocast(self._device.type, dtype=self._autocast)
+        return torch.autocast(self._device.type, dtype=self.autocast)
 
     def _loss(self, m: int, output: Any) -> Tensor:
-        if self._loss_fn is None:
+        if self.loss_fn is None:
             raise RuntimeFailure(NO_LOSS.format("train"))
         batch, check = self.settings.microbatches, self._loss_check
         target = self._on_device(batch.targets[m])
         checked = None if check.is_over or not self.settings.training else check.inputs(m, output, target, batch)
         try:
-            loss = self._loss_fn(output, target)
+            loss = self.loss_fn(output, target)
         except _LOSS_ERRORS as error:
             if type(error) not in _LOSS_ERRORS:  # what is of another class says more by that
                 raise

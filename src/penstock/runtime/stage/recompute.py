@@ -32,7 +32,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from penstock.runtime.errors import RuntimeFailure
+from penstock.runtime.errors import BrokenContract, RuntimeFailure
 from penstock.runtime.stage.module_state import (
     Description,
     alike,
@@ -272,12 +272,13 @@ class FirstStep:
             if now is None or now is not known.tensor or now._version != known.version:
                 continue
             if hash_of(now) != known.hash:
-                raise RuntimeFailure(
+                raise BrokenContract(
                     f"stage {self._index}: a forward changed {known.kind} {known.name!r} of "
                     f"{type(known.module).__name__} through .data, which autograd does not see, so that backwards of "
                     "earlier microbatches may compute with the changed values; change it in place under "
                     "torch.no_grad(), which autograd sees, or assign a new tensor to a buffer "
-                    f"(self.{known.name} = ...), or change it between steps"
+                    f"(self.{known.name} = ...), or change it between steps",
+                    2,
                 )
         self._before, self._changed, self._buffers = [], [], []
         self._ended[self._repeats] = True
@@ -291,11 +292,12 @@ class FirstStep:
         yield
         for known, now, version in before:
             if known.kind == "parameter" and known.now is now and now._version != version:
-                raise RuntimeFailure(
+                raise BrokenContract(
                     f"stage {self._index}: parameter {known.name!r} of {type(known.module).__name__} changed in the "
                     f"backward of microbatch {m}, as by a hook that calls an optimizer, and forwards of later "
                     "microbatches have run with its value before; let the pipeline update (optimizer=), or use a "
-                    "schedule with updates as ops, or with one microbatch"
+                    "schedule with updates as ops, or with one microbatch",
+                    2,
                 )
 
     def ran(self, m: int, result: Any) -> None:
@@ -323,17 +325,19 @@ class FirstStep:
             return
         for known, before in self._changed:
             if known.now is None or hash_of(known.now) != before:
-                raise RuntimeFailure(
+                raise BrokenContract(
                     f"stage {self._index}: the forward of {type(known.module).__name__} changes its parameter "
                     f"{known.name!r}, so that it can't be run again (R) as it was; make it a buffer, or use a "
-                    "schedule without R for this model"
+                    "schedule without R for this model",
+                    2,
                 )
         (size, weighed), (again, weighed_again) = self._outputs.pop(m), measured(result)
         if abs(again - size) > _SHARE * size or abs(weighed_again - weighed) > _SHARE * size:
-            raise RuntimeFailure(
+            raise BrokenContract(
                 f"stage {self._index}: the forward of microbatch {m} was run again (R) and computed something else: "
                 "it draws from a random generator of its own or changes a number that it computes with; draw from "
-                "torch's generator and keep numbers in buffers, or use a schedule without R for this model"
+                "torch's generator and keep numbers in buffers, or use a schedule without R for this model",
+                1,
             )
         left = self._left.pop(m)
         for module, name, buffer, before in self._buffers:
@@ -344,9 +348,10 @@ class FirstStep:
                 raise self._changes_again(place[0], f"attribute {place[1]!r}", "make it a buffer")
 
     def _changes_again(self, module: nn.Module, what: str, instead: str) -> RuntimeFailure:
-        return RuntimeFailure(
+        return BrokenContract(
             f"stage {self._index}: the forward of {type(module).__name__} changes its {what} once more when it runs "
-            f"again (R), so that this counts twice; {instead}, or use a schedule without R for this model"
+            f"again (R), so that this counts twice; {instead}, or use a schedule without R for this model",
+            1,
         )
 
     def _attributes(self) -> Attributes:

@@ -3,7 +3,8 @@
     (x, {"mask": m, "scale": 2})  ->  [x, m],  ["tuple", [0, ["dict", [["mask", 1], ["scale", ["const", 2]]]]]]
 
 The skeleton is JSON, so that it can travel in a message header, and holds an index for each tensor. A named tuple is
-one again where it comes in: of its own class if that can be found there, else of one with the same name and fields.
+one again where it comes in: of its own class if that can be found there, else of one with the same name and fields. A
+dataclass is one of its own class again.
 """
 
 from __future__ import annotations
@@ -11,13 +12,14 @@ from __future__ import annotations
 import sys
 from collections import namedtuple
 from collections.abc import Mapping
+from dataclasses import fields, is_dataclass
 from enum import Enum
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from penstock.runtime.errors import RuntimeFailure
+from penstock.runtime.errors import BrokenContract
 from penstock.runtime.tensors.block_mask import HeldMask, is_block_mask
 from penstock.runtime.tensors.dtensor import whole
 
@@ -57,13 +59,18 @@ def _flatten(value: Any, leaves: list[Tensor]) -> Skeleton:
         return ["const", value]
     if is_block_mask(value):
         return ["mask", HeldMask(value)]
+    if is_dataclass(value) and not isinstance(value, type):
+        names = [each.name for each in fields(value)]
+        _CLASSES[of := "\0".join(("dataclass", kind.__module__, kind.__qualname__, *names))] = kind
+        return [of, [_flatten(getattr(value, name), leaves) for name in names]]
     how = "; torch.as_tensor makes a tensor of it" if kind.__module__ == "numpy" else ""
     how = f"; give dict(...) of the {kind.__name__}" if isinstance(value, Mapping) and kind is not dict else how
     if plain := next((each.__name__ for each in _CONSTANTS if isinstance(value, each)), ""):
         how = "; give its .value" if isinstance(value, Enum) else f"; give {plain}(...) of it"
-    raise RuntimeFailure(
+    raise BrokenContract(
         f"a value of type {kind.__name__} can't be cut or pass between stages; use tensors, tuples, lists, dicts "
-        f"with string keys, numbers, strings or None{how}"
+        f"with string keys, dataclasses, numbers, strings or None{how}",
+        6,
     )
 
 
@@ -81,6 +88,8 @@ def unflatten(leaves: list[Tensor], skeleton: Skeleton) -> Any:
     items = [unflatten(leaves, v) for v in inside]
     if kind == "list":
         return items
+    if kind.startswith("dataclass"):
+        return _dataclass(kind, items)
     return tuple(items) if kind == "tuple" else _named_tuple(kind)._make(items)
 
 
@@ -111,9 +120,10 @@ def require_no_mask(skeleton: Skeleton, stage: int) -> None:
     if isinstance(skeleton, int) or skeleton[0] == "const":
         return
     if skeleton[0] == "mask":
-        raise RuntimeFailure(
+        raise BrokenContract(
             f"stage {stage} returned a BlockMask, whose mask_mod is a function and can't pass between stages; return "
-            "the tensors that it is made of, such as document numbers, and call create_block_mask in the next stage"
+            "the tensors that it is made of, such as document numbers, and call create_block_mask in the next stage",
+            6,
         )
     for each in skeleton[1]:
         require_no_mask(each[1] if skeleton[0] == "dict" else each, stage)
@@ -138,30 +148,52 @@ def device_of(value: Any) -> torch.device:
 
 def kind_of(of: type[Any]) -> str:
     """ "list", "tuple", or of a named tuple also its module, name and fields. Any of them may have a space."""
-    fields = getattr(of, "_fields", None)
-    if fields is None or not hasattr(of, "_make"):
+    names = getattr(of, "_fields", None)
+    if names is None or not hasattr(of, "_make"):
         return "list" if issubclass(of, list) else "tuple"
-    kind = "\0".join(("tuple", of.__module__, of.__qualname__, *fields))
-    _NAMED_TUPLES[kind] = of
+    kind = "\0".join(("tuple", of.__module__, of.__qualname__, *names))
+    _CLASSES[kind] = of
     return kind
 
 
 def _named_tuple(kind: str) -> Any:
     """The class of a named tuple."""
-    if kind not in _NAMED_TUPLES:
+    if kind not in _CLASSES:
         make: Any = namedtuple
-        _, module, name, *fields = kind.split("\0")
-        found: Any = sys.modules.get(module)
-        for each in name.split("."):
-            found = getattr(found, each, None)
-        if getattr(found, "_fields", None) != tuple(fields):
-            found = make(name.rpartition(".")[2], fields)
-        _NAMED_TUPLES[kind] = found
-    return _NAMED_TUPLES[kind]
+        _, module, name, *names = kind.split("\0")
+        found = _class_at(module, name)
+        if getattr(found, "_fields", None) != tuple(names):
+            found = make(name.rpartition(".")[2], names)
+        _CLASSES[kind] = found
+    return _CLASSES[kind]
 
 
-_NAMED_TUPLES: dict[str, Any] = {}
-"""By its kind in a skeleton the class of a named tuple."""
+def _dataclass(kind: str, items: list[Any]) -> Any:
+    """An instance with these fields, whatever its `__init__` takes."""
+    _, module, name, *names = kind.split("\0")
+    of = _CLASSES.get(kind) or _class_at(module, name)
+    if not is_dataclass(of):
+        raise BrokenContract(
+            f"a stage returned a dataclass {name} of module {module}, which this process does not have; define it in "
+            "a module that every process imports",
+            6,
+        )
+    made = object.__new__(_CLASSES.setdefault(kind, of))
+    for field, item in zip(names, items, strict=True):
+        object.__setattr__(made, field, item)
+    return made
+
+
+def _class_at(module: str, name: str) -> Any:
+    """A class by its module, if that is loaded, and its name there."""
+    found: Any = sys.modules.get(module)
+    for each in name.split("."):
+        found = getattr(found, each, None)
+    return found
+
+
+_CLASSES: dict[str, Any] = {}
+"""By its kind in a skeleton the class of a named tuple or a dataclass."""
 
 
 DTYPES = {str(d).removeprefix("torch."): d for d in vars(torch).values() if isinstance(d, torch.dtype)}

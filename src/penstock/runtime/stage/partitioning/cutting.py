@@ -26,6 +26,7 @@ from penstock.runtime.stage.partitioning.layers import HOOKS, opened_modules
 from penstock.runtime.stage.partitioning.program import LayerCall, ModelTracer, TracedProgram, closed_paths
 from penstock.runtime.stage.partitioning.source_line import Untraceable, attribute_line
 from penstock.runtime.stage.partitioning.traced_stage import TracedStage
+from penstock.runtime.stage.partitioning.whole_model import WholeModel
 from penstock.runtime.stage.split_backward import is_compiled
 from penstock.runtime.stage.stage import (
     GATHERS,
@@ -46,7 +47,7 @@ class Split(Sequence[Stage]):
     """A model cut into stages: a sequence of stages for `ps.Pipeline`. `print` shows it as a table.
 
     Attributes:
-        model: the whole model.
+        model: the whole model. tracing: how its forward was traced.
         layers: for each stage, the paths of the layers that it calls, in order.
         costs: for each layer called, in order, its floating-point operations for the example, or its parameters.
         shares: each stage's share of all costs. They sum to 1.
@@ -66,7 +67,7 @@ class Split(Sequence[Stage]):
         self, tracing: ModelTracer, program: TracedProgram, sizes: Sequence[int], costs: Sequence[float]
     ) -> None:
         calls = program.calls
-        self.model, self.costs = tracing.model, list(costs)
+        self.model, self.tracing, self.costs = tracing.model, tracing, list(costs)
         self.kept_whole = closed_paths(tracing)
         ends = [sum(sizes[:k]) for k in range(len(sizes) + 1)]
         self.shares = [sum(costs[a:b]) / (sum(costs) or 1.0) for a, b in pairwise(ends)]
@@ -546,7 +547,7 @@ def stages_of(
         more = beside_layers(model)
         if more and num_stages == 1:
             own = type(model).forward is not nn.Sequential.forward or "forward" in model.__dict__
-            return [Stage({WHOLE: model}, [0], with_arguments if own else with_one_argument)]
+            return [WholeModel(model, with_arguments if own else with_one_argument)]
         if more:
             return list(split(model, num_stages, costs=costs))
         names, layers = zip(*model._modules.items(), strict=True)  # named_children leaves out repeated layers
@@ -554,7 +555,9 @@ def stages_of(
         return [Stage({names[i]: layers[i] for i in part}, list(part)) for part in ranges]
     if isinstance(model, nn.Module) and num_stages > 1:
         return list(split(model, num_stages, costs=costs))
-    sources: Sequence[StageSource] = [model] if isinstance(model, nn.Module) else list(model)
+    if isinstance(model, nn.Module):
+        return [model if isinstance(model, Stage) else WholeModel(model)]
+    sources: Sequence[StageSource] = list(model)
     if len(sources) != num_stages:
         if isinstance(model, Split):
             raise PartitionError(

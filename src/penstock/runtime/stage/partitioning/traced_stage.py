@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from dataclasses import is_dataclass
 from typing import Any
 
 import torch
@@ -250,6 +251,8 @@ def _packed(value: Any) -> Any:
         return [_packed(each) for each in value]
     if type(value) is dict and all(isinstance(key, str) for key in value):
         return {key: _packed(each) for key, each in value.items()}
+    if is_dataclass(value) or hasattr(type(value), "_fields"):
+        return value
     raise TypeError(f"a value of type {type(value).__name__} cannot pass from one stage to the next")
 
 

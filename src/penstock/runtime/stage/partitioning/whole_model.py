@@ -1,0 +1,99 @@
+"""A model's own forward, with the random draws that it has when it is cut into stages.
+
+Stages seed torch's generators before each layer. So a model draws the same for any number of stages, if its own
+forward is seeded at the same places: at its start, and at each call of a layer, by hooks that last for the call.
+
+    cut            seed 0 | x * 2 | seed 1: layer | relu | seed 2: layer | ...
+    own forward    seed 0 | x * 2 | seed 1: layer | relu | seed 2: layer | ...
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+from penstock.cost.cut import PartitionError
+from penstock.runtime.stage.partitioning.layers import opened_modules
+from penstock.runtime.stage.partitioning.program import ModelTracer
+from penstock.runtime.stage.partitioning.source_line import Untraceable
+from penstock.runtime.stage.split_backward import is_compiled
+from penstock.runtime.stage.stage import WHOLE, Calling, Stage, with_arguments
+from penstock.runtime.tensors.pytree import device_of, flatten
+from penstock.runtime.tensors.rng import mix, seed_generators
+
+
+class WholeModel(Stage):
+    """The only stage of a model: calls the model's own forward.
+
+    Args:
+        model: the model.
+        calling: how it is called with its inputs.
+        tracing: how its forward was traced. Default: it is traced when it first draws. If it can't be traced, it is
+            one layer, as no other number of stages can run it.
+    """
+
+    def __init__(
+        self, model: nn.Module, calling: Calling = with_arguments, tracing: ModelTracer | None = None
+    ) -> None:
+        super().__init__({WHOLE: model}, [0], calling)
+        self._tracing, self._has_traced = tracing, tracing is not None
+
+    def forward(self, value: Any, seed: int | None = None) -> Any:
+        """Runs the model. With `seed` (of this step and microbatch) its random draws are those of its stages."""
+        (model,) = self.in_order
+        if seed is None:
+            return self._calling(model, value)
+        leaves, skeleton = flatten(value)
+        device = device_of(leaves)
+        layers = self._layers_called(model, skeleton)
+        seed_generators(mix(seed, 0), device)
+        with _seeding(layers, seed, device):
+            return self._calling(model, value)
+
+    def _layers_called(self, model: nn.Module, skeleton: Any) -> list[nn.Module]:
+        """The layers that the forward calls with inputs of this form."""
+        try:
+            if not self._has_traced:
+                self._has_traced = True
+                tracing = ModelTracer(model, opened_modules(model))
+                tracing.first()
+                self._tracing = tracing
+            if self._tracing is None:
+                return []
+            modes = tuple(self.training and module.training for module in self._tracing.opened)
+            calls = self._tracing.program(skeleton, self.training, modes).calls
+        except (Untraceable, PartitionError):
+            return []
+        return [model.get_submodule(call.path) for call in calls]
+
+
+@contextmanager
+def _seeding(calls: Sequence[nn.Module], seed: int, device: torch.device) -> Iterator[None]:
+    """Inside, the k-th of these calls, counted from 1, begins from seed k. Calls within a layer do not count.
+
+    Compiled layers are left alone, as hooks would have them compiled anew.
+    """
+    numbers: dict[nn.Module, deque[int]] = {}
+    for number, layer in enumerate(calls, start=1):
+        if not is_compiled(layer):
+            numbers.setdefault(layer, deque()).append(number)
+    inside: list[nn.Module] = []
+
+    def enter(layer: nn.Module, args: Any) -> None:
+        if not inside and numbers[layer]:
+            seed_generators(mix(seed, numbers[layer].popleft()), device)
+        inside.append(layer)
+
+    def leave(layer: nn.Module, args: Any, output: Any) -> None:
+        inside.pop()
+
+    with ExitStack() as stack:
+        for layer in numbers:
+            stack.callback(layer.register_forward_pre_hook(enter, prepend=True).remove)
+            stack.callback(layer.register_forward_hook(leave, always_call=True).remove)
+        yield

@@ -1,0 +1,87 @@
+"""`pipe.verify` between processes: each of forty mistakes is found and named alike by both, over meshes too."""
+
+from __future__ import annotations
+
+import warnings
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+
+import penstock as ps
+from contract_mistakes import MISTAKES, batch, row
+from fuzz_cases import Case
+from fuzz_runs import between_processes
+from fuzz_verified import keeps_the_contract, run_verified
+from processes import run_ranks
+from tiers import others_nightly, sample
+
+pytestmark = [pytest.mark.multiproc, pytest.mark.slow]
+
+
+def find_all(rank: int) -> dict[str, list[int] | str]:
+    warnings.simplefilter("ignore")
+    found: dict[str, list[int] | str] = {}
+    for name, (_, made) in MISTAKES.items():
+        torch.manual_seed(0)
+        pipe, inputs, targets = made(2)
+        try:
+            found[name] = str(pipe.verify(inputs, targets))
+        except ps.VerifyError as error:
+            found[name] = [each.sentence for each in error.verification.comparisons if each.outcome == "differs"]
+        pipe.close()
+    return found
+
+
+def test_every_mistake_is_found_by_both_processes() -> None:
+    outcomes = run_ranks(2, find_all)
+    assert [o.code for o in outcomes] == [0, 0], outcomes[0].text + outcomes[1].text
+    assert outcomes[0].value == outcomes[1].value
+    wrong = {name: found for name, found in outcomes[0].value.items() if found[:1] != [MISTAKES[name][0]]}
+    assert not wrong
+
+
+def replicas_differ(rank: int) -> str:
+
+    torch.manual_seed(0)
+    model = row(ranks=1)
+    options = {
+        "loss_fn": nn.MSELoss(),
+        "optimizer": torch.optim.SGD,
+        "mesh": init_device_mesh("cpu", (1, 2), mesh_dim_names=("pp", "dp")),
+    }
+    pipe = ps.Pipeline(model, ps.build("1f1b", 1, 4), **options)
+    assert pipe.verify(*batch()).holds
+    if rank == 1:
+        with torch.no_grad():
+            model[0].weight.mul_(1.5)
+    try:
+        pipe.verify(*batch())
+    except ps.VerifyError as error:
+        return str(error.verification.comparisons[0].sentence)
+    return "nothing"
+
+
+def test_replicas_that_differ_break_sentence_4() -> None:
+    outcomes = run_ranks(2, replicas_differ)
+    assert [o.value for o in outcomes] == ["4", "4"], outcomes[0].text
+
+
+SHAPES = [(2, 1, 1), (2, 2, 1), (1, 2, 2), (2, 1, 2)]
+
+
+@pytest.mark.parametrize(("pp", "dp", "tp"), others_nightly(SHAPES, [(2, 2, 1)]))
+def test_programs_that_keep_the_contract_over_a_mesh(pp: int, dp: int, tp: int) -> None:
+    cases: list[Case] = []
+    number = 500_000
+    while len(cases) < sample(15, 2):
+        number += 1
+        case = keeps_the_contract(number, (pp, dp, tp))
+        if case is not None:
+            cases.append(case)
+    told = between_processes(pp * dp * tp, cases, run_verified)
+    assert not [(case, outcome) for case, outcome in zip(cases, told, strict=True) if outcome.kind not in KINDS]
+
+
+KINDS = ("same", "invalid", "refused")

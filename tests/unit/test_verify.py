@@ -1,0 +1,141 @@
+"""`pipe.verify`: each of forty mistakes is found and named, nothing lasts, and what is right passes."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import penstock as ps
+from contract_mistakes import MISTAKES, B, D, M, batch, piped, row
+from penstock.runtime import RuntimeFailure
+from plain_loop import differences, gradients
+
+
+@pytest.mark.parametrize("name", MISTAKES)
+def test_a_mistake_is_found_and_named(name: str) -> None:
+    torch.manual_seed(0)
+    sentence, made = MISTAKES[name]
+    pipe, inputs, targets = made(2)
+    with pytest.raises(ps.VerifyError) as raised:
+        pipe.verify(inputs, targets)
+    found = [each.sentence for each in raised.value.verification.comparisons if each.outcome == "differs"]
+    assert found[0] == sentence, str(raised.value)
+    assert f"sentence {sentence} of the contract" in str(raised.value)
+    pipe.close()
+
+
+def test_each_sentence_that_a_step_can_break_has_at_least_three_mistakes() -> None:
+    sentences = [sentence for sentence, _ in MISTAKES.values()]
+    assert len(sentences) == 40
+    assert all(sentences.count(sentence) >= 3 for sentence in range(1, 8))
+
+
+class Statistics(nn.Module):
+    """Batch norm, dropout, a counter in a buffer and a number in an attribute."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.dropout = nn.BatchNorm1d(D), nn.Dropout(0.3)
+        self.register_buffer("calls", torch.zeros(()))
+        self.seen = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls = self.calls + 1
+        self.seen += len(x)
+        return self.dropout(self.norm(x))
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zb-v", "chimera"])
+def test_nothing_lasts(schedule: str) -> None:
+    torch.manual_seed(1)
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(D, D), Statistics()) for _ in range(4)))
+    other, (x, y) = copy.deepcopy(model), batch()
+    built = ps.build(schedule, 2, M)
+    adam = lambda parameters: torch.optim.AdamW(parameters, lr=0.1)  # noqa: E731
+    pipe = ps.Pipeline(model, built, loss_fn=nn.MSELoss(), optimizer=adam)
+    twin = ps.Pipeline(other, built, loss_fn=nn.MSELoss(), optimizer=adam)
+    for step in range(2):
+        for each in (pipe, twin):
+            each.step(x, y, update=False)
+        before, state, modes = (
+            gradients(model),
+            copy.deepcopy(model.state_dict()),
+            [m.training for m in model.modules()],
+        )
+        draws, seen = torch.get_rng_state(), [m.seen for m in model.modules() if isinstance(m, Statistics)]
+        timeline = pipe.timeline().ops
+        assert pipe.verify(x, y).holds
+        assert not differences(before, gradients(model))
+        assert all(torch.equal(value, state[name]) for name, value in model.state_dict().items())
+        assert torch.equal(draws, torch.get_rng_state()), "generators are put back"
+        assert [m.training for m in model.modules()] == modes
+        assert [m.seen for m in model.modules() if isinstance(m, Statistics)] == seen
+        assert pipe.timeline().ops == timeline
+        assert pipe.num_steps == step + 1
+        pipe.update()
+        twin.update()
+    assert torch.equal(pipe.step(x, y).loss, twin.step(x, y).loss)
+
+
+def outcomes(found: Any) -> list[str]:
+    return [each.outcome for each in found.comparisons]
+
+
+def test_batch_norms_are_told_as_what_they_are() -> None:
+    pipe = piped(row(nn.BatchNorm1d(D), ranks=2), 2)
+    whole = pipe.verify(*batch()).comparisons[3]
+    assert whole.outcome == "same"
+    assert "1 batch norms in evaluation mode" in whole.found
+
+
+def test_dropout_by_layers_and_by_functions_is_left_out_of_the_comparison_with_the_whole_batch() -> None:
+    class Drops(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return nn.functional.dropout(x, 0.4, self.training)
+
+    assert "without dropout" in piped(row(nn.Dropout(0.4), ranks=2), 2).verify(*batch()).comparisons[3].found
+    assert "in evaluation mode" in piped(row(Drops(), ranks=2), 2).verify(*batch()).comparisons[3].found
+
+
+def test_what_can_not_be_compared_is_said() -> None:
+    x, y = batch()
+    stages = [nn.Linear(D, D), nn.Linear(D, D)]
+    listed = piped(stages, 2).verify(list(x.chunk(M)), list(y.chunk(M)))
+    assert outcomes(listed) == ["same", "same", "same", "not compared", "not compared"]
+    assert "given as microbatches" in str(listed)
+    assert "list of stages" in str(listed)
+
+
+def test_a_loss_for_each_microbatch_by_itself_says_so() -> None:
+    def loss(output: Tensor, target: Tensor) -> Tensor:
+        return nn.functional.cross_entropy(output @ target.T, torch.arange(len(output)))
+
+    loss.by_microbatch = True  # type: ignore[attr-defined]
+    found = piped(row(ranks=2), 2, loss).verify(*batch())
+    assert found.holds
+    assert "by_microbatch" in found.comparisons[3].found
+
+
+def test_a_batch_smaller_than_the_number_of_microbatches_is_verified() -> None:
+    x, y = batch()
+    assert piped(row(ranks=2), 2).verify(x[:3], y[:3]).holds
+
+
+def test_the_only_stage_of_a_model_is_verified() -> None:
+    assert piped(row(ranks=1), 1).verify(*batch()).holds
+
+
+def test_updates_within_the_order_are_refused_with_the_way_out() -> None:
+    built = ps.build("amdp", 2, M, window=2)
+    pipe = ps.Pipeline(row(ranks=2), built, loss_fn=nn.MSELoss(), optimizer=torch.optim.SGD)
+    with pytest.raises(RuntimeFailure, match="build a synchronous schedule over the same placement"):
+        pipe.verify(*batch())
+
+
+def test_a_step_that_fails_anyway_raises_its_own_error() -> None:
+    with pytest.raises(RuntimeError, match="cannot be multiplied"):
+        piped(row(ranks=2), 2).verify(torch.randn(B, D + 1), batch()[1])
