@@ -343,3 +343,17 @@ def test_counts_are_whole_numbers(name: str, n: int, options: dict, message: str
     with pytest.raises(ps.ScheduleError) as caught:
         ps.build(name, 4, n, **options)
     assert str(caught.value) == message
+
+
+@pytest.mark.parametrize(
+    ("n", "window", "options"),
+    [
+        (17, 8, {"f": 1.5, "b": 0.3, "u": 9.0, "message": 0.1, "update_message": 7.0}),
+        (13, 4, {"f": [0.5, 1.1, 1.0, 0.5], "b": [1.25, 2.75, 3.25, 1.25], "u": 2.0, "update_message": 7.0}),
+    ],
+)
+def test_bug_the_update_of_a_short_last_window_stood_before_that_of_the_window_before(
+    n: int, window: int, options: dict
+) -> None:
+    schedule = ps.build("amdp", 4, n, window=window, **options)
+    assert max(ps.schedule.count_mismatch(schedule).values()) <= 1

@@ -41,9 +41,11 @@ def with_updates_at_once(
         for k, ranks in enumerate(pipelines)
         for stage, rank in enumerate(ranks)
     }
+    moment = 0.0
     for update in range(windows.num_updates):
         window = windows.microbatches(update)
-        moment = max(_summed(ran, times, stage, window, num_pipelines) for stage in range(num_stages))
+        # A short last window may have its gradients earlier than the one before, and still updates after it.
+        moment = max(moment, *(_summed(ran, times, stage, window, num_pipelines) for stage in range(num_stages)))
         for stage in range(num_stages):
             owner_latest = inf
             for k in reversed(range(num_pipelines)):
