@@ -211,6 +211,8 @@ def test_forwards_that_are_named_alone_lack_backwards(tmp_path: Path) -> None:
         ("Stage {s} forward microbatch {m}", "Stage {s} backward microbatch {m}"),
         ("fwd[{m}] stage={s}", "bwd[{m}] stage={s}"),
         ("{s}F{m}", "{s}B{m}"),
+        ("stage{s}_mb{m}_fwd", "stage{s}_mb{m}_bwd"),
+        ("FW {m}", "BW {m}"),
         ("forward: {m} (warm)", None),
     ],
 )
@@ -247,6 +249,15 @@ def test_a_backward_with_its_halves_inside_is_its_halves(tmp_path: Path) -> None
         if letter in ("I", "W"):
             true = FACTS["gpipe"]["ms"][letter][trace.stage[at]]
             assert trace.end[at] - trace.start[at] == pytest.approx(true, rel=NEAR)
+
+
+def test_steps_are_told_apart_where_neither_marks_nor_names_say_them(tmp_path: Path) -> None:
+    traces = contents("1f1b-stacks")
+    for trace in traces.values():
+        trace["traceEvents"] = [each for each in trace["traceEvents"] if "ProfilerStep" not in each["name"]]
+    trace = read_trace(written(tmp_path / "run", traces))
+    assert (trace.steps.tolist(), sorted(set(trace.microbatch.tolist()))) == ([0, 1], [-1, 0, 1, 2, 3, 4])
+    assert wrong_lengths(trace, "1f1b-stacks") == []
 
 
 def test_a_range_inside_another_of_its_op_counts_once(tmp_path: Path) -> None:

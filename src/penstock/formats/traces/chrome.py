@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from penstock.formats.native import FORMAT
-from penstock.formats.traces.name_patterns import PRESETS, NamePattern, Names, kinds_named, preset_for
+from penstock.formats.traces.name_patterns import PRESETS, NamePattern, Names, ParsedName, kinds_named, preset_for
 from penstock.formats.traces.op_names import kind_named
 from penstock.formats.traces.profile_ranges import CPU, GPU, ProfileEvent, ops_inside, pairs_divided
 from penstock.formats.traces.run_trace import NONE, RunTrace, Scope, TracedOp, TraceError, trace_of
@@ -279,6 +279,8 @@ def _located(
         if found is not None and found.numbers["stage"] is not None:
             ops[event.worker].add((found.numbers["stage"], found.numbers["microbatch"]))
     place = _places(workers, ops, pipelines, num_ranks, name)
+    if num_microbatches is None and not steps and len(workers) > 1:
+        num_microbatches = _microbatches_of_a_step(said)
     count: Counter[tuple[Any, ...]] = Counter()
     rows = []
     for event, found in said:
@@ -298,8 +300,8 @@ def _located(
             if at < 0:
                 continue  # before the first whole step
             step = begins[at][1]
-        if not compute:
-            microbatch = NONE if microbatch is None else microbatch
+        if microbatch is None and not compute:
+            microbatch = NONE
         elif microbatch is None:
             number = count[event.worker, step, kind.kind, stage]
             count[event.worker, step, kind.kind, stage] += 1
@@ -310,19 +312,22 @@ def _located(
             key = event.worker, "step", found.op, stage, microbatch
             step = count[key]
             count[key] += 1
-        rows.append(
-            TracedOp(
-                found.op,
-                step,
-                replica,
-                rank,
-                stage,
-                NONE if microbatch is None else microbatch,
-                event.start,
-                event.end,
-            )
-        )
+        rows.append(TracedOp(found.op, step, replica, rank, stage, microbatch, event.start, event.end))
     return rows
+
+
+def _microbatches_of_a_step(said: Iterable[tuple[ProfileEvent, ParsedName | None]]) -> int | None:
+    """How many forwards the first stage's process, which waits longest, runs until each has its backward."""
+    begun: Counter[int] = Counter()
+    left: Counter[int] = Counter()
+    first: dict[int, int] = {}
+    for event, found in said:
+        kind = "" if found is None else kind_named(found.op).kind
+        begun[event.worker] += kind == "F"
+        left[event.worker] += (kind == "F") - (kind in ("B", "I"))
+        if kind in ("B", "I") and not left[event.worker]:
+            first.setdefault(event.worker, begun[event.worker])
+    return max(first.values(), default=None)
 
 
 def _places(

@@ -13,7 +13,7 @@ import re
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from penstock.formats.traces.op_names import kind_named
+from penstock.formats.traces.op_names import LETTERS, kind_named
 from penstock.formats.traces.run_trace import Scope, TraceError
 
 GROUPS = ("op", "stage", "microbatch", "rank", "replica", "step")
@@ -57,8 +57,9 @@ _ALONE = r"(?<![\s./:])"
 """Nothing stands before it: such short names would otherwise be the ends of many."""
 _SEPARATED = r"[ _.:,;=#/|@()\[\]-]*"
 _STAGE = rf"(?i:s|stage){_SEPARATED}(?P<stage>\d+)"
-_OP = r"(?i:(?P<op>forward|fwd|f|backward|bwd|b|i|w|dgrad|wgrad))"
-_MICROBATCH = rf"(?i:(?:mb|microbatch|micro_batch){_SEPARATED})?(?P<microbatch>\d+){_SEPARATED}"
+_OP = rf"(?i:(?P<op>{'|'.join(LETTERS)}))"
+_WORD = rf"(?i:mb|microbatch|micro_batch){_SEPARATED}"
+_MICROBATCH = rf"(?:{_WORD})?(?P<microbatch>\d+){_SEPARATED}"
 _OPTIMIZER = NamePattern(r"Optimizer\.step#\w+\.step", "optimizer")
 
 PRESETS: Mapping[str, tuple[NamePattern, ...]] = {
@@ -79,6 +80,7 @@ PRESETS: Mapping[str, tuple[NamePattern, ...]] = {
     "ranges": (
         NamePattern(rf"{_ALONE}(?:{_STAGE}{_SEPARATED})?{_OP}{_SEPARATED}{_MICROBATCH}"),
         NamePattern(rf"{_ALONE}{_OP}{_SEPARATED}{_MICROBATCH}{_SEPARATED}{_STAGE}"),
+        NamePattern(rf"{_ALONE}(?:{_STAGE}{_SEPARATED})?{_WORD}(?P<microbatch>\d+){_SEPARATED}{_OP}{_SEPARATED}"),
         NamePattern(rf"{_ALONE}(?P<stage>\d+){_OP}(?P<microbatch>\d+)"),
         _OPTIMIZER,
     ),

@@ -6,13 +6,13 @@ from penstock.formats.traces.run_trace import Scope, TracedKind
 
 _COMPUTE = {"forward-compute": "F", "backward-compute": "B", "input-grad-compute": "I", "weight-grad-compute": "W"}
 _WORDS = {
-    "F": ("f", "forward", "fwd", "forward_step", "forward_pass", "forward_compute"),
-    "B": ("b", "backward", "bwd", "backward_step", "backward_pass", "backward_compute", "full_backward"),
+    "F": ("f", "forward", "fwd", "fw", "forward_step", "forward_pass", "forward_compute"),
+    "B": ("b", "backward", "bwd", "bw", "backward_step", "backward_pass", "backward_compute", "full_backward"),
     "I": ("i", "backward_input", "input_grad", "dgrad"),
     "W": ("w", "backward_weight", "weight_grad", "wgrad"),
     "R": ("r", "recompute"),
 }
-_LETTERS = {word: letter for letter, words in _WORDS.items() for word in words}
+LETTERS = {word: letter for letter, words in _WORDS.items() for word in words}
 _MESSAGES = {
     "forward-send": (Scope.SEND, "F"),
     "forward-recv": (Scope.RECEIVE, "F"),
@@ -44,7 +44,7 @@ _LOCAL_COMMUNICATION = ("layernorm-grads-all-reduce",)
 
 def kind_named(name: str) -> TracedKind:
     """What an op of this name is; one that is not known takes its rank's time and nobody else's."""
-    letter = _COMPUTE.get(name) or _LETTERS.get(name.lower())
+    letter = _COMPUTE.get(name) or LETTERS.get(name.lower())
     if letter is not None:
         return TracedKind(name, Scope.COMPUTE, letter)
     if name in _MESSAGES:

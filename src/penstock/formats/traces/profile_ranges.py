@@ -100,24 +100,25 @@ def ops_inside(matched: Sequence[ProfileEvent], events: Sequence[ProfileEvent], 
         begins = sorted(event.start for event in ranges)
         for event in _each_once(ranges, reader):
             if event.category != GPU:
-                event = _without_waits(event, recorded[worker], begins, _kind(reader, event) == "F")
+                loss_follows = _kind(reader, event) == "F" and not event.name.startswith("PP:")
+                event = _without_waits(event, recorded[worker], begins, loss_follows)
             found.append(event)
     return found
 
 
-def _without_waits(event: ProfileEvent, process: _Recorded, begins: list[float], is_forward: bool) -> ProfileEvent:
+def _without_waits(event: ProfileEvent, process: _Recorded, begins: list[float], loss_follows: bool) -> ProfileEvent:
     """From the end of its wait for a message until it sends one.
-
-    A forward that sends none is of the last stage: torch's schedules of one stage compute the loss after its range.
 
     Args:
         begins: of its process's ranges.
+        loss_follows: if it sends none, and so is of the last stage. torch computes the loss after a range of a
+            schedule of one stage, and inside those of others.
     """
     start = max(_within(process.received, event), default=event.start)
     done = max(_within(process.computed, event), default=event.start)
     end = min((each for each in _within(process.sent, event) if each >= done), default=event.end)
     following = begins[bisect_left(begins, end) :][:1]
-    if is_forward and process.received and following:
+    if loss_follows and process.received and following:
         gap = event._replace(start=end, end=following[0])
         if not _within(process.begun, gap) and not _within(process.sent, gap._replace(start=event.start)):
             end = following[0]
