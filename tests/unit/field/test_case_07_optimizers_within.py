@@ -56,6 +56,25 @@ class Shown(Both):
         return {"muon": self.muon.state_dict(), "adamw": self.adamw.state_dict()}
 
 
+class Container(Optimizer):
+    """An optimizer for each part of a model, as trainers make them: a list, and a flat state dict."""
+
+    def __init__(self, params: Parameters) -> None:
+        params = list(params)
+        self.optimizers = [torch.optim.AdamW([p], lr=0.01 * (1 + p.ndim)) for p in params]
+        super().__init__(params, {"lr": 0.01})
+
+    def __iter__(self) -> Any:
+        return iter(self.optimizers)
+
+    def step(self, closure: Any = None) -> None:
+        for one in self:
+            one.step()
+
+    def state_dict(self) -> Any:
+        return {f"{k}.{key}": value for k, one in enumerate(self) for key, value in one.state_dict().items()}
+
+
 class Listed(Optimizer):
     """Optimizers in a list of pairs, with groups of their own."""
 
@@ -141,6 +160,7 @@ class Counted(Optimizer):
 KINDS: dict[str, Callable[[Parameters], Optimizer]] = {
     "both": Both,
     "shown": Shown,
+    "container": Container,
     "listed": Listed,
     "lookahead": Lookahead,
     "lookahead by id": partial(Lookahead, by_id=True),

@@ -66,10 +66,11 @@ def optimizer_tensors(
     """
     tensors, digests = _attributes(optimizer, names)
     every, taken = optimizers_in(optimizer), set[int]()
-    known = {path.partition(".")[0] for path in (*digests, *every)}
+    if len(every) == 1:  # else it has what they have, in a form of its own
+        _require_stored(optimizer, digests)
     metas: dict[str, Any] = {}
     for path, one in reversed(every.items()):  # one may show the state of those within it as its own
-        found, metas[path] = _tensors_of(one, names, mark_of(path), taken, known)
+        found, metas[path] = _tensors_of(one, names, mark_of(path), taken)
         tensors |= found
     now = plain_attributes(optimizer).items() & (constructed or {}).items()
     return tensors, {**metas.pop(""), "inside": metas, "attributes": digests, "unchanged": sorted(dict(now))}
@@ -161,24 +162,18 @@ def _id_of(key: Any) -> int:
 
 
 def _tensors_of(
-    optimizer: Optimizer, names: Mapping[Tensor, str], mark: str, taken: set[int], known: Set[str]
+    optimizer: Optimizer, names: Mapping[Tensor, str], mark: str, taken: set[int]
 ) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """The state and meta of one optimizer.
 
     Args:
-        taken: the ids of tensors of the state of others within it. known: attributes that are stored besides.
+        taken: the ids of tensors of the state of others within it.
     """
     kind = type(optimizer).__name__
     if other := [key for key in optimizer.state if not isinstance(key, Tensor)]:
         raise CheckpointError(
             f"{kind} keeps state under {other[0]!r:.60}, which is no parameter, and a checkpoint goes by "
             "their names: keep it in the state of a parameter, or in a parameter group"
-        )
-    if others := sorted(map(str, optimizer.state_dict().keys() - {"state", "param_groups"} - known)):
-        raise CheckpointError(
-            f"the state dict of {kind} has {', '.join(others)} besides the state of its parameters and its parameter "
-            "groups, which a checkpoint would not bring back: keep it in the state of a parameter, or as a number in "
-            "a parameter group"
         )
     tensors: dict[str, Tensor] = {}
     holders: dict[int, str] = {}
@@ -200,6 +195,17 @@ def _tensors_of(
         _options(group, f"{kind}'s parameter group {place}") for place, group in enumerate(optimizer.param_groups)
     ]
     return tensors, {"class": kind, "groups": groups, "members": members_of(optimizer, names)}
+
+
+def _require_stored(optimizer: Optimizer, attributes: Mapping[str, str]) -> None:
+    """Raises CheckpointError for what its state dict has that is no attribute, such as by a hook."""
+    others = sorted(map(str, optimizer.state_dict().keys() - {"state", "param_groups"} - attributes.keys()))
+    if others:
+        raise CheckpointError(
+            f"the state dict of {type(optimizer).__name__} has {', '.join(others)} besides the state of its "
+            "parameters and its parameter groups, which a checkpoint would not bring back: keep it in an attribute, "
+            "in the state of a parameter, or as a number in a parameter group"
+        )
 
 
 def members_of(optimizer: Optimizer, names: Mapping[Tensor, str]) -> list[list[str]]:
