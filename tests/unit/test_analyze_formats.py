@@ -65,7 +65,7 @@ def test_torchtitans_names_are_read(tmp_path: Path) -> None:
     folder = profile(tmp_path / "run", runs, lambda op: f"PP:{op.stage}{op.kind}{op.microbatch}")
     trace = read_trace(folder)
     assert trace.steps.tolist() == [3, 4]
-    assert "read by the preset torchtitan" in trace.notes
+    assert "read by the preset torch" in trace.notes
     agrees(trace, runs)
 
 

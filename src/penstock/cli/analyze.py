@@ -31,7 +31,7 @@ def analyze(
         str | None,
         typer.Option(
             "--framework",
-            help="Whose names ops have: torchtitan (torch), ranges, stacks, megatron, deepspeed, penstock. [found]",
+            help="Whose names ops have: torch (torchtitan), ranges, stacks, megatron, deepspeed, penstock. [found]",
         ),
     ] = None,
     pattern: Annotated[

@@ -61,16 +61,18 @@ _OP = rf"(?i:(?P<op>{'|'.join(LETTERS)}))"
 _WORD = rf"(?i:mb|microbatch|micro_batch){_SEPARATED}"
 _MICROBATCH = rf"(?:{_WORD})?(?P<microbatch>\d+){_SEPARATED}"
 _OPTIMIZER = NamePattern(r"Optimizer\.step#\w+\.step", "optimizer")
+_TORCH = (
+    NamePattern(r"PP:(?P<stage>\d+)(?P<op>F|B|I|W)(?P<microbatch>\d+)"),
+    NamePattern(r"PP:(?P<stage>\d+)(?P<op>REDUCE_GRAD)"),
+    NamePattern(r"Forward (?P<microbatch>\d+)", "F"),
+    NamePattern(r"Backward (?P<microbatch>\d+)", "B"),
+    _OPTIMIZER,
+)
 
 PRESETS: Mapping[str, tuple[NamePattern, ...]] = {
     "penstock": (NamePattern(r"(?P<op>F|B|I|W|R|U) (?P<microbatch>\d+)"),),
-    "torchtitan": (
-        NamePattern(r"PP:(?P<stage>\d+)(?P<op>F|B|I|W)(?P<microbatch>\d+)"),
-        NamePattern(r"PP:(?P<stage>\d+)(?P<op>REDUCE_GRAD)"),
-        NamePattern(r"Forward (?P<microbatch>\d+)", "F"),
-        NamePattern(r"Backward (?P<microbatch>\d+)", "B"),
-        _OPTIMIZER,
-    ),
+    "torch": _TORCH,
+    "torchtitan": _TORCH,
     "megatron": (
         NamePattern(r"(?P<op>(?:forward|backward)-(?:compute|send|recv))"),
         NamePattern(r"(?P<op>forward_step|backward_step)"),
@@ -96,7 +98,7 @@ PRESETS: Mapping[str, tuple[NamePattern, ...]] = {
         NamePattern(r"_exec_optimizer_step", "optimizer"),
     ),
 }  # fmt: skip
-"""Names that the frameworks give. TorchTitan's are torch's own; Megatron's are its timers and functions (a profile
+"""Names that the frameworks give. TorchTitan's are torch's; Megatron's are its timers and functions (a profile
 with stacks names those), DeepSpeed's the functions of its pipeline engine. `ranges` are for people who name ops
 themselves: F3, stage 1 bwd mb 2. `stacks` are functions of torch's stages, as `Schedule1F1B` names no op."""
 
