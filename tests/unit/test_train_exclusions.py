@@ -141,6 +141,7 @@ CASES: dict[str, list[dict[str, Any]]] = {
         {"message_cap": "1MB"},
     ],
     "`--fallback` without `--resume`": [{"fallback": True}],
+    "`--verify` with an asynchronous schedule": [AMDP | {"verify": True}],
     "`--resume` with another `--out`": [{"resume": "runs/one", "out": "runs/two"}],
     "`--pp` with another `--ranks`": [{"pp": 2, "ranks": 4}],
     "`--export NAME.safetensors` with `--lora`": [{"export": "tuned.safetensors", "lora": "{}", "model": "t5"}],
@@ -189,6 +190,7 @@ WHY = dict(
             "as long as they are|trains on pictures",
             "for emulated devices",
             "is for a run that goes on",
+            "compares with a plain loop",
             "goes on in its own folder",
             "the same thing",
             "adapters are written as a folder",
@@ -234,7 +236,7 @@ def test_each_row_is_refused_for_what_it_names(row: str, here: None) -> None:
 
 def refuse(given: dict[str, Any]) -> None:
     """Goes the way of a run that is asked for, up to where its model would be built."""
-    run = {"out": None, "resume": None, "export": None, "fallback": False}
+    run = {"out": None, "resume": None, "export": None, "fallback": False, "verify": False}
     told = {name: given.pop(name, usual) for name, usual in run.items()}
     if told == run and not given.keys() - {field.name for field in dataclasses.fields(Settings)}:
         gather_inputs(Settings(**given))

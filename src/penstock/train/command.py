@@ -45,8 +45,8 @@ GROUPS: dict[str, tuple[str, ...]] = {
     "Machine": ("device", "threads", "timeout", "port"),
     "Emulated devices": ("costs", "stretch", "message_cap"),
     "The run": (
-        "torchtitan", "out", "resume", "fallback", "evaluate_every", "save_every", "keep", "export", "as_json",
-        "help_all", "help",
+        "torchtitan", "out", "resume", "fallback", "verify", "evaluate_every", "save_every", "keep", "export",
+        "as_json", "help_all", "help",
     ),
 }  # fmt: skip
 """The options of training as the help groups them, by the names of parameters."""
@@ -272,6 +272,9 @@ def train(
     fallback: Annotated[
         bool, typer.Option("--fallback", help="Resuming: take an older checkpoint where the newest is damaged.")
     ] = False,
+    verify: Annotated[
+        bool, typer.Option("--verify", help="Check on the first batch that model and loss keep the contract.")
+    ] = False,
     export: Annotated[
         str | None,
         _option("Where to write the model at the end; a Hugging Face model is written as a folder.", metavar="PATH"),
@@ -289,16 +292,15 @@ def train(
     RankEnvironment.of(os.environ)  # what is wrong there is said before anything is made of it
     del given["call"]
     is_program = getattr(call.obj, "is_program", False)  # nothing is known of a launcher's
-    for name in ("torchtitan", "out", "resume", "fallback", "export", "port", "as_json", "help_all"):
+    for name in ("torchtitan", "out", "resume", "fallback", "verify", "export", "port", "as_json", "help_all"):
         given.pop(name, None)
     if torchtitan is not None:
         given |= titan_options(torchtitan, given)
     given = read_given(given)
     if given.get("device") == "emulated":
-        if fallback:
-            given["fallback"] = True  # which only training takes
+        given |= {name: True for name, asked in (("fallback", fallback), ("verify", verify)) if asked}  # of training
         return _carry_out(emulated_order_of(given, out, resume, export, as_json), port, is_program)
-    return _carry_out(order_of(given, out, resume, export, as_json, fallback), port, is_program)
+    return _carry_out(order_of(given, out, resume, export, as_json, fallback, verify), port, is_program)
 
 
 def _carry_out(order: TrainJob | EmulatedJob, port: int | None, is_program: bool) -> int | RankOrder:

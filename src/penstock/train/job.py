@@ -62,6 +62,7 @@ class TrainJob(RunJob):
         resume: continue from its newest checkpoint. fallback: or from an older one, if the newest is damaged.
         checkpoint: the one that was found. damaged: newer ones that are skipped.
         export: a file for the model at the end, or None.
+        verify: check on the first batch that model and loss keep the contract, before the first step.
         notices: what the user should know about how the options were read.
     """
 
@@ -72,6 +73,7 @@ class TrainJob(RunJob):
     fallback: bool = False
     checkpoint: str | None = None
     damaged: tuple[str, ...] = ()
+    verify: bool = False
 
 
 ROWS = ("train", "validation", "train_starts", "validation_starts")
@@ -189,6 +191,7 @@ def order_of(
     export: str | None,
     as_json: bool,
     fallback: bool = False,
+    verify: bool = False,
 ) -> TrainJob:
     """The order for the options given. In a resumed run, its own settings apply where no option is given.
 
@@ -240,6 +243,11 @@ def order_of(
         if "schedule" not in given:  # what is usual by now may be otherwise than when the run began
             found |= {name: known[name] for name in ("max_mismatch", "sharding")}
         settings = Settings.from_mapping(found)
+    if verify and settings.is_asynchronous:
+        raise SettingsError(
+            f"--verify compares with a plain loop, and {settings.schedule} updates within its order; verify the "
+            "model once with --schedule 1f1b --verify"
+        )
     settings = dataclasses.replace(settings, threads=settings.num_threads)
     return TrainJob(
         settings=settings,
@@ -248,6 +256,7 @@ def order_of(
         export=export,
         as_json=as_json,
         fallback=fallback,
+        verify=verify,
     )
 
 

@@ -163,6 +163,12 @@ class RankRun:
             with contextlib.suppress(OSError):
                 set_aside(self.folder.checkpoints / name)
 
+    def verify(self) -> None:
+        """Checks on the batch of the next step that model and loss keep the contract. Raises VerifyError."""
+        found = self.training.verify()
+        if self.first and not self.quiet:
+            print(f"verify  the contract on the batch of step {self.training.steps}\n{found}", file=sys.stderr)
+
     def run(self) -> None:
         """Trains to the last step, or until a signal. Afterwards rank 0 has the report."""
         settings, training = self.inputs.settings, self.training

@@ -239,6 +239,8 @@ class CheckedTraining:
         run = RankRun(inputs, RunFolder(Path(order.folder)), first, order.as_json, order.export, order.notices)
         if order.resume:
             run.resume(order.checkpoint, order.damaged)
+        if order.verify:
+            run.verify()
         run.run()
         return run
 

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from penstock.runtime import Pipeline, RuntimeFailure
+from penstock.runtime import Pipeline, RuntimeFailure, Verification
 from penstock.runtime.checkpoint import CheckpointError
 from penstock.runtime.execute.step_result import sum_in_order
 from penstock.runtime.stage.batch_rules import split
@@ -87,6 +87,10 @@ class Training:
         self.steps, self.gathered = steps.stop, self.passes.after(gathered)
         updates = [before + self.passes.updates_by(step - first, gathered) for step in steps]
         return PassResult(first, losses, rates, updates, norm, seconds)
+
+    def verify(self) -> Verification:
+        """Verifies the next step; see `Pipeline.verify`."""
+        return self.pipe.verify(*self._batches[self.steps])
 
     def probe(self) -> None:
         """Runs a pass only for its times. The model must not be used afterwards."""
