@@ -6,10 +6,8 @@ pipe, inputs, targets = made(2)          a pipeline of two ranks, and the batch 
 
 from __future__ import annotations
 
-import datetime
 import decimal
 import itertools
-import os
 import random
 import tempfile
 import time
@@ -249,23 +247,47 @@ def setting_of_a_library_changes_after_the_cut(ranks: int) -> Made:
 
 
 @mistake(3)
-def folder_fills_after_the_cut(ranks: int) -> Made:
-    folder = tempfile.mkdtemp()
+def attribute_changes_after_the_cut(ranks: int) -> Made:
+    config = {"scale": 1.0}
     x, y = batch()
-    pipe = piped(Traced(ranks, lambda: 1.0 + len(os.listdir(folder))), ranks)
+    pipe = piped(Traced(ranks, lambda: config["scale"]), ranks)
     pipe.step(x, y, update=False)
-    Path(folder, "a").touch()
+    config["scale"] = 2.0
     return pipe, x, y
+
+
+class LeavesItsSize(nn.Module):
+    """A layer that leaves the size of its output in an attribute, as mixtures of experts leave a loss of theirs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.size = nn.Linear(D, D), torch.zeros(())
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.linear(x)
+        self.size = x.square().mean()
+        return x
+
+
+class ReadsSizes(Traced):
+    """Adds to its output what its layers have left in attributes."""
+
+    def __init__(self, ranks: int) -> None:
+        super().__init__(ranks, lambda: 1.0)
+        self.blocks = nn.ModuleList(LeavesItsSize() for _ in range(2 * ranks))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) + sum(block.size for block in self.blocks)
+
+
+@mistake(3)
+def attributes_of_layers_are_read(ranks: int) -> Made:
+    return piped(ReadsSizes(ranks), ranks), *batch()
 
 
 @mistake(3)
 def clock_in_a_traced_forward(ranks: int) -> Made:
     return piped(Traced(ranks, lambda: time.perf_counter() % 1), ranks), *batch()
-
-
-@mistake(3)
-def date_in_a_traced_forward(ranks: int) -> Made:
-    return piped(Traced(ranks, lambda: datetime.datetime.now().microsecond / 1e6), ranks), *batch()
 
 
 # Sentence 4: modules and parameters stay the same objects.

@@ -15,7 +15,6 @@ from __future__ import annotations
 import inspect
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from contextvars import copy_context
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, NamedTuple
@@ -25,7 +24,6 @@ from torch import Tensor, fx, nn
 
 from penstock.cost.cut import PartitionError
 from penstock.runtime.stage.module_state import untouched
-from penstock.runtime.stage.partitioning.forward_reads import ForwardReads
 from penstock.runtime.stage.partitioning.layers import why_hooked
 from penstock.runtime.stage.partitioning.recorder import (
     MODEL,
@@ -33,7 +31,7 @@ from penstock.runtime.stage.partitioning.recorder import (
     attribute_of,
     own_lists,
 )
-from penstock.runtime.stage.partitioning.source_line import SourceLine, Untraceable, attribute_line
+from penstock.runtime.stage.partitioning.source_line import SourceLine, Untraceable
 from penstock.runtime.stage.split_backward import unrecorded
 from penstock.runtime.stage.stage import with_arguments
 from penstock.runtime.tensors.pytree import Skeleton, device_of, flatten, num_leaves, unflatten
@@ -98,11 +96,9 @@ class TracedProgram:
         tensors: slot -> path of a parameter or buffer of the model, or the tensor itself, a constant.
         used_at: by path of a tensor, a line of the forward that uses it.
         output: what the forward returns, made of `ValueRef`s. calls: of layers, in order.
-        reads: what else it reads; the program holds as long as that stays the same.
     """
 
-    def __init__(self, graph: fx.Graph, entry: nn.Module, kinds: bool, reads: ForwardReads) -> None:
-        self.reads = reads
+    def __init__(self, graph: fx.Graph, entry: nn.Module, kinds: bool) -> None:
         own = {id(tensor): name for name, tensor in _tensors(entry).items()}
         slots = {node: slot for slot, node in enumerate(graph.nodes)}
         self.tensors: dict[int, str] = {}
@@ -242,7 +238,7 @@ def _tensors(entry: nn.Module) -> dict[str, Any]:
 
 
 class ModelTracer:
-    """Traces a model, and again where its inputs have another form or the forward's constants have changed.
+    """Traces a model once for each form of its inputs and each mode.
 
     Args:
         opened: the modules whose forwards are traced; those that cannot be are taken out, and `closed` says why.
@@ -270,7 +266,7 @@ class ModelTracer:
         return self
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**vars(self), "_programs": {}, "_parts": {}}  # what they read may lie in this process alone
+        return {**vars(self), "_programs": {}, "_parts": {}}  # functions among their steps may have no name
 
     def first(self) -> TracedProgram:
         """The program in training; modules whose forward cannot be traced are layers from then on.
@@ -300,9 +296,6 @@ class ModelTracer:
                 raise Untraceable(f"the {type(module).__name__} {why} since it was cut", None)
         modes = tuple(training and module.training for module in self.opened)
         key = str(skeleton), training, modes
-        if key in self._programs and not self._programs[key].reads.are_same():
-            del self._programs[key]
-            self._parts.pop(key, None)
         if key not in self._parts:
             program = self.program(skeleton, training, modes)
             self._parts[key] = program.parts(self.begins)
@@ -316,8 +309,8 @@ class ModelTracer:
         """
         key = str(skeleton), training, modes
         if key not in self._programs:
-            # In a context like this one: the forward may read it. What it is run on is nothing to be split.
-            self._programs[key] = copy_context().run(unrecorded, self._traced, skeleton, training, modes)
+            # What the forward is run on is nothing to be split.
+            self._programs[key] = unrecorded(self._traced, skeleton, training, modes)
         return self._programs[key]
 
     def _traced(self, skeleton: Skeleton, training: bool, modes: tuple[bool, ...]) -> TracedProgram:
@@ -330,36 +323,20 @@ class ModelTracer:
                 module.training = False
             for module, mode in zip(self.opened, modes, strict=True):
                 module.training = mode
-            first = self._recorded(skeleton, example, training)
-            if first.reads.refused is not None:
-                does, (where, owner, name) = first.reads.refused
-                raise _untraceable(f"the forward {does.format(where)}", owner, name)
-            if not (changes := first.reads.changed_inside()):
-                return first
-            if not any(change.has_proxy for change in changes):  # something is kept from the first time on
-                second = self._recorded(skeleton, example, training)
-                if not (again := second.reads.changed_inside()):
-                    return second
-                changes = [*again, *changes]
-            for change in changes:
-                change.put_back()
-            where, owner, name = changes[0].root
-            raise _untraceable(f"the forward changes what lies in {where}, which tracing would do once", owner, name)
+            return self._recorded(skeleton, example)
         finally:
             for module, mode in before:
                 module.training = mode
 
-    def _recorded(self, skeleton: Skeleton, example: list[Tensor] | None, training: bool) -> TracedProgram:
-        recorder = Recorder(self.opened, example, training)
+    def _recorded(self, skeleton: Skeleton, example: list[Tensor] | None) -> TracedProgram:
+        recorder = Recorder(self.opened, example)
         try:
             with untouched(self.model), restored(device_of(self._leaves or [])):
                 graph, entry = recorder.record(self.model, skeleton, num_leaves(skeleton))
         except Untraceable as error:
             error.__dict__["module"] = recorder.failed_in
-            for change in recorder.reads.changed_inside():
-                change.put_back()
             raise
-        return TracedProgram(graph, entry, recorder.kinds, recorder.reads)
+        return TracedProgram(graph, entry, recorder.kinds)
 
     def compare(self, value: Any, output: Any) -> None:
         """Raises Untraceable where the stages give something else than the model."""
@@ -372,13 +349,6 @@ class ModelTracer:
         """The model's own output for the example."""
         assert self._leaves is not None
         return with_arguments(self.model, unflatten(list(self._leaves), self.skeleton))
-
-
-def _untraceable(what: str, owner: nn.Module | None, name: str) -> Untraceable:
-    """What stands in the way, reached by an attribute of a module."""
-    error = Untraceable(what, None if owner is None else attribute_line(owner, name))
-    error.__dict__["module"] = owner
-    return error
 
 
 _Form = tuple[str, bool, tuple[bool, ...]]

@@ -151,7 +151,6 @@ def watching(recorder: Recorder) -> Iterator[None]:
             )
         if not is_users(code.co_filename):
             return None
-        recorder.reads.enter(frame)
         if code not in known:
             known[code] = _tests_in(code)
         return on_line if known[code] else None

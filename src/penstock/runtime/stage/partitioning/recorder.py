@@ -21,7 +21,6 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from penstock.runtime.stage.module_state import Snapshot, put_back, snapshot_of
-from penstock.runtime.stage.partitioning.forward_reads import ForwardReads
 from penstock.runtime.stage.partitioning.proxies import A_TENSOR, IN_PLACE, TracedProxy, watching
 from penstock.runtime.stage.partitioning.source_line import (
     SourceLine,
@@ -60,9 +59,6 @@ _KEEP_SIZE = frozenset(
 
 _AT_ONCE = frozenset({"__get__", "__hash__", "__repr__", "__format__", "__len__", "__reduce_ex__", "__deepcopy__"})
 """What is never recorded of tensors that are there."""
-
-_NUMBERS = frozenset({"__bool__", "__int__", "__float__", "__index__", "__complex__", "__contains__"})
-"""What makes a number of a tensor that is there, or asks for one in it."""
 
 _DRAWS = ("random", "uniform", "randint", "randrange", "choice", "choices", "sample", "shuffle", "gauss",
           "normalvariate", "betavariate", "expovariate", "triangular", "getrandbits", "seed")  # fmt: skip
@@ -116,19 +112,16 @@ class Recorder(fx.Tracer):
     Args:
         opened: modules whose forwards are traced; all others are layers.
         example: the tensors of the inputs, with which everything is worked out as it is traced; None: without.
-        training: whether it is traced for training, or for evaluation.
 
     Snapshot:
-        reads: what the forward reads besides its inputs.
         failed_in: the innermost opened module in which something stands in the way.
         kinds: whether the forward asked what kind of thing a value is, and the example had the answer.
     """
 
     proxy_buffer_attributes = True
 
-    def __init__(self, opened: Collection[nn.Module], example: Sequence[Tensor] | None, training: bool) -> None:
+    def __init__(self, opened: Collection[nn.Module], example: Sequence[Tensor] | None) -> None:
         super().__init__()
-        self.reads = ForwardReads(opened, training)
         self.failed_in: nn.Module | None = None
         self.kinds = False
         self._refused_first: Untraceable | None = None
@@ -157,7 +150,6 @@ class Recorder(fx.Tracer):
             with ExitStack() as stack:
                 stack.enter_context(torch.enable_grad())
                 stack.enter_context(_replaced(self._replacements()))
-                stack.enter_context(self._attributes_read())
                 stack.enter_context(_RecordingMode(self))
                 stack.enter_context(watching(self))
                 graph = self.trace(entry)
@@ -171,7 +163,6 @@ class Recorder(fx.Tracer):
         finally:
             changed = put_back(before)
             of_layer = put_back(self._layers)
-        self.reads.leave()
         if changed is not None:
             module, name = changed
             self.failed_in = module
@@ -186,21 +177,6 @@ class Recorder(fx.Tracer):
         if random.getstate() != generators:
             raise Untraceable("the forward draws Python's random numbers", None)
         return graph, entry
-
-    @contextmanager
-    def _attributes_read(self) -> Iterator[None]:
-        """Notes inside which attributes of layers the forward reads."""
-
-        def read(module: nn.Module, name: str) -> Any:
-            if not self._is_not_meant() and module not in self._opened:
-                self.reads.read(module, name, sys._getframe(1).f_code)
-            return object.__getattribute__(module, name)
-
-        nn.Module.__getattribute__ = read  # type: ignore[method-assign, assignment]
-        try:
-            yield
-        finally:
-            del nn.Module.__getattribute__
 
     # What fx asks.
 
@@ -304,9 +280,7 @@ class Recorder(fx.Tracer):
         about_dimensions = kind is len and not isinstance(found, Tensor)
         if node.meta["sized_by_values"] and not about_dimensions and len(self._inside) > 1:
             self.refuse(f"{doing} the values of a tensor, which tracing would freeze")
-        if node.meta["constant"]:
-            self._note_tensors(node)
-        else:
+        if not node.meta["constant"]:
             with self.suspended():
                 checked = super().create_node("call_function", len, (node,), {}) if kind is len else node
                 checked.meta.setdefault("line", here())
@@ -315,13 +289,6 @@ class Recorder(fx.Tracer):
                 )
                 guard.meta["line"] = here()
         return kind(found)
-
-    def _note_tensors(self, node: fx.Node) -> None:
-        """Of a value that follows from tensors of the model alone: those tensors."""
-        if node.op == "get_attr":
-            self.reads.facts_of(attribute_of(self.root, str(node.target)))
-        for each in node.all_input_nodes:
-            self._note_tensors(each)
 
     def refuse(self, doing: str) -> Any:
         """Raises Untraceable at the line that is being run."""
@@ -519,8 +486,6 @@ class _RecordingMode(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs, name = kwargs or {}, getattr(func, "__name__", "")
-        if name in _NUMBERS and not self._recorder.is_suspended and isinstance(args[0], Tensor):
-            self._recorder.reads.value_of(args[0])
         if self._recorder.is_suspended or name in _AT_ONCE or name in _ABOUT_TENSORS or name.startswith("_"):
             return func(*args, **kwargs)
         if any(issubclass(kind, fx.Proxy) for kind in types):

@@ -14,7 +14,7 @@ from torch.nn import Parameter
 from penstock.runtime.errors import RuntimeFailure
 from penstock.runtime.stage.partitioning.program import ModelTracer, TracedProgram, TracedStep, fill, kind_of
 from penstock.runtime.stage.partitioning.recorder import run_call, run_layer
-from penstock.runtime.stage.partitioning.source_line import Untraceable, attribute_line
+from penstock.runtime.stage.partitioning.source_line import Untraceable
 from penstock.runtime.stage.stage import Stage, holder_of
 from penstock.runtime.tensors.pytree import DTYPES, device_of, flatten
 from penstock.runtime.tensors.rng import mix, seed_generators
@@ -122,14 +122,6 @@ class TracedStage(Stage):
                 raise
             for slot in freed:
                 values.pop(slot, None)
-        if changed := program.reads.of_layers_changed():
-            module, name = changed
-            lines = (attribute_line(each, name) for each in tracing.opened)
-            raise Untraceable(
-                f"the forward reads attribute {name!r} of a {type(module).__name__}, which is set while layers run, "
-                "maybe in another process; have the layer return it",
-                next(filter(None, lines), None),
-            )
         if number == len(tracing.begins):
             return fill(program.output, values)
         return self._passed_on(program, part.goes, values, skeleton)

@@ -1,0 +1,156 @@
+"""What a cut model's forward sets or asks by itself, which its trace would do once; and a model that changes."""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import penstock as ps
+from penstock.runtime import PartitionError, RuntimeFailure
+from runtime_cases import lin
+
+pytestmark = pytest.mark.unit
+
+MSE = nn.MSELoss()
+
+
+class Dropped(nn.Module):
+    """Asks a layer that it does not call for its mode."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks, self.drop = nn.ModuleList(lin() for _ in range(4)), nn.Dropout(0.5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x * 3 if self.drop.training else x
+
+
+def test_an_evaluation_took_the_branch_of_training_where_a_forward_asked_a_layer_for_its_mode() -> None:
+    model, x, y = Dropped(), torch.randn(8, 8), torch.randn(8, 8)
+    pipe = ps.Pipeline(model, ps.build("1f1b", 2, 4), loss_fn=MSE)
+    pipe.step(x, y, update=False)
+    found = pipe.evaluate(x, y).loss
+    with torch.no_grad():
+        torch.testing.assert_close(found, MSE(model.eval()(x), y))
+
+
+class Does(nn.Module):
+    """Does something of its own after its blocks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(lin() for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return self.own(x)
+
+    def own(self, x: Tensor) -> Tensor:
+        return x
+
+
+class ReadsGradient(Does):
+    def own(self, x: Tensor) -> Tensor:
+        return 2 * x if self.blocks[0].weight.grad is None else x
+
+
+class AsksForGradients(Does):
+    def own(self, x: Tensor) -> Tensor:
+        return 2 * x if torch.is_grad_enabled() else x
+
+
+class SetsOfLayer(Does):
+    """Sets something of its last block before it calls it, and puts it back."""
+
+    def __init__(self, put: Callable[[Any, bool], object]) -> None:
+        super().__init__()
+        self.put, self.block = put, nn.Sequential(lin(), nn.BatchNorm1d(8))
+        self.weight_of_another = torch.ones(8, 8)
+
+    def own(self, x: Tensor) -> Tensor:
+        self.put(self, True)
+        x = self.block(x)
+        self.put(self, False)
+        return x
+
+
+def put_weight(model: SetsOfLayer, sets: bool) -> None:
+    model.block[0]._parameters["weight"], model.weight_of_another = (  # as torch.func.functional_call does
+        model.weight_of_another,
+        model.block[0]._parameters["weight"],
+    )
+
+
+class SavesOnHost(Does):
+    def own(self, x: Tensor) -> Tensor:
+        with torch.autograd.graph.save_on_cpu():
+            return x.tanh()
+
+
+class AsksForAutocast(Does):
+    def own(self, x: Tensor) -> Tensor:
+        return 2 * x if torch.is_autocast_enabled("cpu") else x
+
+
+REFUSED: dict[str, tuple[Callable[[], Does], str]] = {
+    "an attribute": (
+        lambda: SetsOfLayer(lambda model, sets: setattr(model.block[1], "momentum", 0.5 if sets else 0.1)),
+        "changes 'momentum' of a BatchNorm1d, one of its layers, which tracing would do once",
+    ),
+    "a mode": (
+        lambda: SetsOfLayer(lambda model, sets: model.block.train(not sets)),
+        "changes 'training' of a Sequential, one of its layers",
+    ),
+    "a parameter": (lambda: SetsOfLayer(put_weight), "changes 'weight' of a Linear, one of its layers"),
+    "an attribute after the call": (
+        lambda: SetsOfLayer(lambda model, sets: sets or setattr(model.block[1], "momentum", 0.5)),
+        "changes 'momentum' of a BatchNorm1d, one of its layers",
+    ),
+    "saved tensors": (SavesOnHost, "sets hooks for what its layers save .*, at .*save_on_cpu"),
+    "autocast": (AsksForAutocast, "asks for autocast, which is on when stages run, .*, at .*is_autocast_enabled"),
+    "a gradient": (ReadsGradient, r"reads the gradient of a tensor, .*, at .*grad is None"),
+    "whether gradients are on": (AsksForGradients, r"asks whether gradients are on, .*, at .*is_grad_enabled"),
+}
+
+
+@pytest.mark.parametrize("example", [None, torch.ones(4, 8)], ids=["no example", "example"])
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_a_forward_asks_or_sets_by_itself_was_done_once(case: str, example: Tensor | None) -> None:
+    """A plain loop does it in each forward; the trace had what came of it in the first."""
+    kind, words = REFUSED[case]
+    model = kind()
+    before = _of_layers(model)
+    with pytest.raises(PartitionError, match=words):
+        ps.split(model, 2, example=example)
+    assert _of_layers(model) == before
+
+
+def _of_layers(model: nn.Module) -> list[dict[str, Any]]:
+    layers = [module for module in model.modules() if module is not model]
+    return [{**vars(layer), "_parameters": {**layer._parameters}} for layer in layers]
+
+
+@pytest.mark.parametrize("kind", ["append", "pop"])
+@pytest.mark.parametrize("whole", [False, True])
+def test_a_list_that_got_or_lost_a_layer_computed_as_before(kind: str, whole: bool) -> None:
+    layers = nn.Sequential(*(lin() for _ in range(4)))
+    model = layers if whole else Dropped()
+    pipe = ps.Pipeline(model, ps.build("1f1b", 2, 4), loss_fn=MSE)
+    held: Any = layers if whole else model.blocks
+    held.append(lin()) if kind == "append" else held.pop(3)
+    now = 5 if kind == "append" else 3
+    with pytest.raises(RuntimeFailure, match=f"has {now} layers, and had 4 when ps.Pipeline was made"):
+        pipe.step(torch.randn(8, 8), torch.randn(8, 8))
+
+
+def test_stages_of_a_traced_model_are_pickled() -> None:
+    stages = ps.split(nn.Sequential(*(lin() for _ in range(4))), 2)
+    assert len(pickle.loads(pickle.dumps(list(stages)))) == 2
