@@ -295,7 +295,7 @@ def test_a_forward_that_does_more_than_call_its_layers_is_refused() -> None:
 
     model.model.embed_tokens = Noting(50, 16)
     model.model.layers[1].__class__ = Doubling
-    with pytest.raises(DecoderError, match="its layers in a row do not give its own logits"):
+    with pytest.raises(DecoderError, match="its forward does more than call its layers in order"):
         Decoder(model, compare=True)
 
 
@@ -313,7 +313,7 @@ def test_a_side_path_between_layers_is_found_on_a_small_copy(monkeypatch: pytest
 
     monkeypatch.setattr(kind, "forward", forward)
     with pytest.raises(
-        DecoderError, match=r"LlamaForCausalLM \(llama\): cut into stages, a small copy has a loss of"
+        DecoderError, match=r"a small copy of LlamaForCausalLM \(llama\): cut into stages it has a loss of"
     ):
         Decoder(config_of("llama"))
     assert Decoder(config_of("llama"), compare=False).num_layers == 5

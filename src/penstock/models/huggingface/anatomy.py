@@ -179,10 +179,8 @@ def examine(model: Any, blocks: str | None = None) -> Anatomy:
             raise DecoderError(
                 f"{name} leaves out blocks at random (config.{key} {getattr(model.config, key)}); set it to 0"
             )
-    if model.main_input_name not in READ:
-        raise DecoderError(
-            f"{name} reads {model.main_input_name}, and only {' and '.join(READ)} are known here. {BY_STAGES}"
-        )
+    if (read := getattr(model, "main_input_name", READ[0])) not in READ:
+        raise DecoderError(f"{name} reads {read}, and only {' and '.join(READ)} are known here. {BY_STAGES}")
     if has_encoder(model.config):
         if blocks is not None:
             raise DecoderError(f"{name} has two lists of blocks, and {blocks!r} is one path; leave it out")
@@ -376,7 +374,7 @@ def _trace(model: Any, lists: Sequence[str], parts: list[str], nums_returned: Se
     )
     tokens = torch.zeros(2, 3, dtype=torch.long)
     given = {"input_ids": tokens, "attention_mask": torch.ones_like(tokens), **uncached(model)}
-    if model.main_input_name != "input_ids":
+    if getattr(model, "main_input_name", READ[0]) != READ[0]:
         given = {model.main_input_name: torch.zeros(2, 3, 5, 5)}  # channels and pixels, which stand-ins pass on
     if len(lists) > 1:
         given["decoder_input_ids"] = torch.zeros(2, 4, dtype=torch.long)  # of another length than the encoder's

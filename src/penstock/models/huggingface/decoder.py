@@ -17,10 +17,8 @@ from penstock.models.huggingface.anatomy import Anatomy, DecoderError, examine, 
 from penstock.models.huggingface.batch_rules import ModelStages
 from penstock.models.huggingface.compare import (
     CopyError,
-    has_plain_loss,
     own_loss,
     require_equal,
-    require_same_output,
     sample_batch,
     small_model,
     untouched,
@@ -28,14 +26,14 @@ from penstock.models.huggingface.compare import (
 from penstock.models.huggingface.export import write_folder
 from penstock.models.huggingface.layers import TARGETS, ModelLayer, build_layers
 from penstock.models.huggingface.lora import Adapters
-from penstock.models.huggingface.loss import NextTokenLoss, WithRouterLoss, inputs_and_targets
+from penstock.models.huggingface.loss import NextTokenLoss, WithRouterLoss
 from penstock.models.huggingface.own_loss import (
     OwnLoss,
     class_with_forward,
     default_loss,
     has_token_loss,
-    inputs_and_labels,
     label_names,
+    split_batch,
 )
 from penstock.models.huggingface.packed import require_apart, require_usual, use_each_sequence
 from penstock.models.huggingface.pictures import PictureForm, picture_form
@@ -169,13 +167,15 @@ class Decoder:
                 if packed:
                     require_apart(small, anatomy, self._routers)
         if compare and isinstance(self._source, ModelSource):
-            require_same_output(self._model, self.layers(), self.anatomy, self.loss)
+            with untouched(self._model), torch.no_grad():
+                require_equal(self._model, self.anatomy, self._routers, self.loss)
+                if self._own_loss is not None:
+                    own_loss(self._model, self.anatomy, self._own_loss)
         if packed:
             use_each_sequence(self._model)
 
     def _call_own_loss(self, labels: tuple[str, ...]) -> None:
         """Has the last layer call the model's own forward with labels."""
-        self._routers = None
         self.anatomy = replace(self.anatomy.with_whole_tower(""), labels=labels)
         self._own_loss = default_loss(self._model)
 
@@ -186,23 +186,30 @@ class Decoder:
             DecoderError: they differ.
         """
         anatomy = cut_tower(small, examine(small, blocks))
-        if not self.anatomy.labels:
-            self._routers = routers_of(small, anatomy, sample_batch(small, 0))
-            if compare and not has_plain_loss(small, self.loss):
-                self._call_own_loss(labels)
         if self.anatomy.labels:
             anatomy = replace(anatomy.with_whole_tower(""), labels=labels)
-        elif reason := self.anatomy.uncut or anatomy.uncut:
-            anatomy = self._leave_tower_whole(reason, anatomy)
-        if compare:
-            try:
-                require_equal(small, anatomy, self._routers, self.loss)
-            except DecoderError as error:
-                if anatomy.tower is None:
-                    raise
+        else:
+            if reason := self.anatomy.uncut or anatomy.uncut:
+                anatomy = self._leave_tower_whole(reason, anatomy)
+            self._routers = routers_of(small, anatomy, sample_batch(small, 0))
+        return self._compared(small, anatomy, labels) if compare else anatomy
+
+    def _compared(self, small: Any, anatomy: Anatomy, labels: tuple[str, ...]) -> Anatomy:
+        """The anatomy with which a small copy learns the same: with its tower as a part of the first layer, or with
+        its own loss, if need be. Raises DecoderError where there is none.
+        """
+        try:
+            require_equal(small, anatomy, self._routers, self.loss)
+        except DecoderError as error:
+            if anatomy.tower is not None:
                 anatomy = self._leave_tower_whole(str(error), anatomy)
-                require_equal(small, anatomy, self._routers, self.loss)
-        if compare and self.anatomy.labels:
+            elif not anatomy.labels and self._routers is None:
+                self._call_own_loss(labels)
+                anatomy = replace(anatomy, labels=labels)
+            else:
+                raise
+            return self._compared(small, anatomy, labels)
+        if anatomy.labels:
             self._own_loss = own_loss(small, anatomy)
         return anatomy
 
@@ -249,10 +256,7 @@ class Decoder:
         Raises:
             DecoderError: there are no labels.
         """
-        if self.anatomy.labels:
-            inputs, labels = inputs_and_labels(batch, self.anatomy.labels, self._model.main_input_name)
-        else:
-            inputs, labels = inputs_and_targets(batch)
+        inputs, labels = split_batch(batch, self.anatomy.labels, self._model.main_input_name)
         if self.has_encoder and TARGETS not in inputs:
             inputs[TARGETS] = self._shift(labels)
         return inputs, labels

@@ -331,19 +331,10 @@ class HeadLayer(ModelLayer):
             if self._router_output is not None:
                 self._router_output.logits = ()
         if self._anatomy.labels:
-            return _tensors_named(out)
+            is_kept = {name: isinstance(v, Tensor) and not name.startswith("encoder_") for name, v in out.items()}
+            return {name: v for name, v in out.items() if is_kept[name]}
         logits: Tensor = out.logits
         return logits if self._routers is None else {"logits": logits, "router_loss": self._routers.loss(out)}
-
-
-def _tensors_named(out: Any) -> dict[str, Tensor]:
-    """A model's output without what it keeps of its encoder. Raises DecoderError for a tuple."""
-    if not isinstance(out, Mapping):
-        raise DecoderError(
-            f"its own forward returns a {type(out).__name__}, in which nothing is named; return a ModelOutput of "
-            "transformers or a dict with 'loss'"
-        )
-    return {name: each for name, each in out.items() if isinstance(each, Tensor) and not name.startswith("encoder_")}
 
 
 class BlockArguments:

@@ -12,14 +12,15 @@ What the loss is a mean over (labels, labels but the first of a text, or samples
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from torch import Tensor
 
 from penstock.models.huggingface.anatomy import DecoderError
+from penstock.models.huggingface.loss import inputs_and_targets
 
-__all__ = ["COUNTED", "OwnLoss", "class_with_forward", "has_token_loss", "inputs_and_labels", "label_names"]
+__all__ = ["COUNTED", "OwnLoss", "class_with_forward", "has_token_loss", "label_names", "split_batch"]
 
 OVER_TOKENS = ("ForCausalLM", "LMHeadModel", "ForMaskedLM", "ForConditionalGeneration", "MTModel")
 """Ends of the names of classes whose loss is over tokens."""
@@ -101,29 +102,27 @@ def label_names(model: Any) -> tuple[str, ...]:
     )
 
 
-def inputs_and_labels(
-    batch: Mapping[str, Any], names: tuple[str, ...], main_input: str
-) -> tuple[dict[str, Any], Any]:
-    """The batch as inputs, labels and all, and the labels for themselves: one tensor, or a dict where there are more.
-
-    Positions outside a text count for nothing, as in the models' own losses.
+def split_batch(batch: Mapping[str, Any], names: Sequence[str], main_input: str) -> tuple[dict[str, Any], Any]:
+    """A batch as inputs and targets. With names of labels these stay among the inputs, and are the targets too: one
+    tensor, or a dict where there are more. Positions behind a text count for nothing, as in the models' own losses.
 
     Raises:
-        DecoderError: no labels; a position inside a text whose other position is outside.
+        DecoderError: no labels; a position inside a text whose other position is behind it.
     """
+    if not names:
+        return inputs_and_targets(batch)
     labels = {name: batch[name] for name in names if batch.get(name) is not None}
     if not labels:
         raise DecoderError(
             f"the batch has {', '.join(batch) or 'nothing'} and no labels; give {' and '.join(names)} too"
         )
     if set(POSITIONS) <= set(labels):
-        outside = {name: labels[name] >= batch[main_input].shape[1] for name in POSITIONS}
-        starts, ends = outside.values()
+        starts, ends = (labels[name] >= batch[main_input].shape[1] for name in POSITIONS)
         if bool((starts != ends).any()):
             raise DecoderError(
                 f"sample {int((starts != ends).long().argmax())} has one of {' and '.join(POSITIONS)} inside its "
                 "text and one behind its end, and the model's loss weighs the two apart; leave such samples out, or "
                 "give both the place that says there is no answer"
             )
-        labels |= {name: labels[name].masked_fill(outside[name], IGNORED) for name in POSITIONS}
+        labels |= {name: labels[name].masked_fill(starts, IGNORED) for name in POSITIONS}
     return dict(batch), next(iter(labels.values())) if len(labels) == 1 else labels
