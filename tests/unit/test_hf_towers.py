@@ -155,7 +155,7 @@ def test_the_small_copy_is_cut_inside_its_tower(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(TowerBlockLayer, "forward", wrong)
     decoder = Decoder(config_of("llava"))
     assert decoder.anatomy.tower is None
-    assert "cut into stages, a small copy has the loss of the whole, but the gradient" in decoder.anatomy.uncut
+    assert "cut into stages it has the loss of the whole, but the gradient" in decoder.anatomy.uncut
     assert decoder.num_layers == 4 + 2
     names = {name for layer in decoder.layers() for name, _ in layer.named_parameters()}
     assert names == set(dict(decoder.model.named_parameters()))
@@ -167,7 +167,7 @@ def test_the_small_copy_is_cut_inside_its_tower(monkeypatch: pytest.MonkeyPatch)
         return {**new, HIDDEN: new[HIDDEN] * 2}
 
     monkeypatch.setattr(MergeLayer, "forward", twice)
-    assert "a small copy has a loss of" in Decoder(config_of("paligemma")).anatomy.uncut
+    assert "cut into stages it has a loss of" in Decoder(config_of("paligemma")).anatomy.uncut
 
 
 def test_small_copies_have_the_blocks_that_features_are_made_of() -> None:
