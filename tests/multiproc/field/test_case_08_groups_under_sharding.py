@@ -56,6 +56,22 @@ class Both(Optimizer):
             half.step()
 
 
+class Averaging(AdamW):
+    """Draws each parameter to an average of its own, in a dict by parameter."""
+
+    def __init__(self, params: Parameters) -> None:
+        super().__init__(params, lr=0.02)
+        self.average: dict[Parameter, Tensor] = {}
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        super().step(closure)
+        for p in (p for group in self.param_groups for p in group["params"]):
+            average = self.average.setdefault(p, p.detach().clone())
+            average.lerp_(p.detach(), 0.3)
+            p.lerp_(average, 0.5)
+
+
 FUNCTIONS: dict[str, Callable[[Parameters], Optimizer]] = {
     "one group": partial(AdamW, lr=0.02),
     "each by itself": lambda params: AdamW([{"params": [p], "weight_decay": 0.1 * p.ndim} for p in params], lr=0.02),
@@ -71,8 +87,9 @@ FUNCTIONS: dict[str, Callable[[Parameters], Optimizer]] = {
     ),
     "state at once": lambda params: Adagrad(groups_of(params, lambda p: p.ndim > 1, lambda p: p.ndim < 2), lr=0.02),
     "optimizers within": Both,
+    "state by parameter": Averaging,
 }
-BY_DAY = ["each by itself", "by ndim", "optimizers within"]
+BY_DAY = ["each by itself", "by ndim", "optimizers within", "state by parameter"]
 
 
 def model() -> nn.Sequential:
