@@ -284,7 +284,7 @@ def test_a_forward_that_does_more_than_call_its_layers_is_refused() -> None:
         """A block that needs to know what the embedding was."""
 
         def forward(self, hidden_states: Tensor, **kwargs: Any) -> Tensor:
-            return super().forward(hidden_states, **kwargs) * (2.0 if model.model.embed_tokens.was_called else 1.0)
+            return super().forward(hidden_states, **kwargs) * (20.0 if model.model.embed_tokens.was_called else 1.0)
 
     class Noting(nn.Embedding):
         was_called = False

@@ -48,6 +48,16 @@ def test_the_comparison_leaves_the_object_as_it_was() -> None:
     assert bool((gradients[0] == 1).all())
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_a_classifier_may_be_of_half_precision(dtype: torch.dtype) -> None:
+    model = model_of("llama of sequences").to(dtype)
+    decoder, batch = Decoder(model), batch_of(model)
+    with ps.Pipeline(decoder.stages(2), ps.build("1f1b", 2, 3), loss_fn=decoder.loss) as pipe:
+        result = pipe.step(*decoder.inputs_and_targets(batch), update=False)
+    wanted = model(**batch).loss.detach()
+    torch.testing.assert_close(torch.as_tensor(result.loss), wanted, rtol=0.02, atol=0.0, check_dtype=False)
+
+
 def test_a_loss_that_is_set_on_the_object_is_trained() -> None:
     model = model_of("smoothed")
     plain = type(model).__mro__[1](model.config)

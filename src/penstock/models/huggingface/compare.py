@@ -185,7 +185,7 @@ def own_loss(model: Any, anatomy: Anatomy, known: OwnLoss | None = None) -> OwnL
         return float((each * (weights / weights.sum())).sum() - whole) / float(whole)
 
     nearest = min(map(OwnLoss, COUNTED), key=lambda loss_fn: abs(off(loss_fn))) if known is None else known
-    if not abs(off(nearest)) <= (1e-6 if model.training else 1e-3):
+    if not abs(off(nearest)) <= (1e-6 if model.training else max(1e-3, 4 * torch.finfo(model.dtype).eps)):
         raise DecoderError(
             f"{_name(model)}: its own loss of two small batches is {whole.item():.7g}, and those of each are "
             f"{each[0].item():.7g} and {each[1].item():.7g}: no mean over {', nor over '.join(COUNTED)}, so it would "
@@ -221,7 +221,8 @@ def require_equal(model: Any, anatomy: Anatomy, routers: Routers | None, loss_fn
     except Exception as error:
         how = "does not run" if whole is None else "runs as a whole, and not cut into stages"
         raise DecoderError(f"{what} {how} ({_said(error)}); {BY_HAND}") from error
-    if not _is_close(whole.loss, cut.loss, 0.0 if model.training else 2e-6):
+    rounding = 0.0 if model.training else max(1e-5, torch.finfo(model.dtype).eps / 16)
+    if not _is_close(whole.loss, cut.loss, rounding):
         raise DecoderError(
             f"{what}: cut into stages it has a loss of {cut.loss.item():.9g}, and as a whole of "
             f"{whole.loss.item():.9g}, so its forward does more than call its layers in order. {BY_STAGES}"
@@ -230,7 +231,7 @@ def require_equal(model: Any, anatomy: Anatomy, routers: Routers | None, loss_fn
         found = cut.gradients[parameter]
         zeros = next((torch.zeros_like(each) for each in (wanted, found) if each is not None), torch.zeros(()))
         wanted, found = zeros if wanted is None else wanted, zeros if found is None else found
-        if not _is_close(wanted, found, 0.0 if model.training else 1e-3):
+        if not _is_close(wanted, found, 100 * rounding):
             raise DecoderError(
                 f"{what}: cut into stages it has the loss of the whole, but the gradient of {parameter} "
                 f"differs from that of the whole by up to {(wanted - found).abs().max().item():.3g}, so something "

@@ -69,8 +69,10 @@ class Decoder:
                            parallel=ps.ParallelOptions(tied=decoder.tied), ...)
         pipe.step(*decoder.inputs_and_targets(batch))        # input_ids, attention_mask, labels
 
-    Parameters keep the names that they have in the model. A batch may have an attention mask, position ids and
-    whatever else the model's blocks follow from; these go along from stage to stage.
+    The object that is given is the model that is trained, with its class, its forward and its loss. This holds for
+    classifiers and for subclasses with a loss of their own. Parameters keep the names that they have in the model. A
+    batch may have an attention mask, position ids and whatever else the model's blocks follow from; these go along
+    from stage to stage.
 
     Args:
         source: a local folder as `save_pretrained` leaves it, a transformers config, or a model. Of a folder or a
@@ -80,8 +82,8 @@ class Decoder:
         dtype: of the weights of a config or a folder.
         lora: adapters of peft to train in place of the weights: a LoraConfig, its arguments, or a folder with a saved
             adapter. A PeftModel as `source` has its own.
-        compare: train a small copy of the config for a step, as a whole and cut into stages, and refuse an
-            architecture whose loss or gradients differ in a bit. Of a model, its own logits are compared too.
+        compare: train a small copy for a step, as a whole and cut into stages, and refuse an architecture whose loss
+            or gradients differ in a bit. The loss of a model that is given is compared too.
         packed: whether a row of tokens holds several sequences, none of which sees another; `packed_inputs` makes
             what the stages then take, and padded samples are refused. A model that is given works so too from then
             on. A small copy of the config is tried on such a row, whatever `compare` says, and an architecture in
@@ -89,7 +91,7 @@ class Decoder:
 
     Attributes:
         loss: the model's own, for `ps.Pipeline(loss_fn=)`: of its output and `labels`; that of a mixture's routers is
-            in it where the config has `output_router_logits`.
+            in it where the config has `output_router_logits`. See `has_own_loss` for classifiers and the like.
 
     Raises:
         ModuleNotFoundError: transformers is not installed.
