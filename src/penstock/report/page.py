@@ -10,7 +10,6 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from html import escape
 from importlib.resources import files
-from statistics import median
 from typing import Any, NamedTuple
 
 from penstock.draw.charts.axis import Axis
@@ -56,7 +55,7 @@ def to_page(story: RunStory | None, record: RunRecord | None = None) -> str:
         sections=[
             *([] if record is None else _steps(record)),
             *([] if story is None else _sections(story)),
-            *([] if record is None else _end(record, with_table=story is None or record.noun == "step")),
+            *([] if record is None else _end(record)),
         ],
         data=to_json(story, record),
         script=script,
@@ -86,66 +85,53 @@ class Curve(NamedTuple):
     title: str
     label: str
     metrics: Mapping[str, str]
-    note: str = ""
-    from_zero: bool = True
     show: Callable[[float], str] = short
 
 
 CURVES = (
-    Curve("Loss", "loss", {"loss": "training", "validation_loss": "validation"}, from_zero=False),
-    Curve("Learning rate", "learning rate", {"lr": "learning rate"}, show=lambda rate: f"{rate:.3g}"),
-    Curve("Speed", "tokens a second", {"tokens_per_second": "tokens/s"}, "Of all processes together, measured."),
-    Curve("Speed", "samples a second", {"samples_per_second": "samples/s"}, "Of all processes together, measured."),
-    Curve(
-        "Bubbles",
-        "share of all ranks' time",
-        {"bubble": "measured"},
-        "The time in which ranks ran no op, measured in each {}. Simulated: one of the last, with its own op times.",
-        show=percent,
-    ),
+    Curve("Loss", "loss", {"loss": "training", "validation_loss": "validation"}),
+    Curve("Learning rate", "learning rate", {"lr": "learning rate"}, lambda rate: f"{rate:.3g}"),
+    Curve("Speed", "a second, by all processes", {"tokens_per_second": "tokens", "samples_per_second": "samples"}),
+    Curve("Bubbles", "share of all ranks' time without an op", {"bubble": "measured"}, percent),
 )
+
+
+LARGE = {
+    "loss": "training loss in the last step",
+    "validation_loss": "validation loss",
+    "tokens_per_second": "tokens a second in the last step",
+    "samples_per_second": "samples a second in the last step",
+}
+"""The metrics that stand large at the top of the page, and what their numbers are of."""
 
 
 def _of_steps(record: RunRecord | None) -> list[PageNumber]:
     """The few numbers of a run's steps that matter, large."""
     if record is None:
         return []
-    found = []
-    if (loss := record.last("loss")) is not None:
-        found.append(PageNumber(f"{loss:.3f}", f"training loss in step {record.steps[-1]:,}"))
-    if (loss := record.last("validation_loss")) is not None:
-        found.append(PageNumber(f"{loss:.3f}", "validation loss"))
-    for unit in ("tokens", "samples"):
-        if known := record.known(f"{unit}_per_second"):
-            found.append(PageNumber(f"{median(value for _, value in known):,.4g}", f"{unit} a second, in the median"))
+    found = [PageNumber(f"{record.known(m)[-1][1]:,.4g}", what) for m, what in LARGE.items() if record.known(m)]
     measured, simulated = record.bubbles
     if measured is not None and simulated is not None:
         found.append(
             PageNumber(percent(measured), f"bubbles in one of the last steps; simulated {percent(simulated)}")
         )
-    if peaks := record.ended.get("peak_memory"):
-        found.append(PageNumber(f"{max(peaks) / 2**20:,.0f} MiB", "held by the fullest process"))
     return found
 
 
 def _steps(record: RunRecord) -> list[str]:
     """Loss, learning rate, speed and bubbles by step; memory; one of the last steps."""
     found = []
+    many = -(-len(record.steps) // figures.MOST_POINTS)
+    note = f"Each point is the mean of {many} {record.noun}s." if many > 1 else ""
     for each in CURVES:
-        if not any(record.known(metric) for metric in each.metrics):
-            if each.title == "Loss" and "loss" in record.columns:
-                found.append(section("Loss", "<p>No step has a finite loss.</p>"))
-            continue
         values = [value for metric in each.metrics for _, value in record.known(metric)]
-        low = 0.95 * min(values) if not each.from_zero and min(values) > 0 else None
+        if not values:
+            continue
+        low = 0.95 * min(values) if each.title == "Loss" and min(values) > 0 else None
         simulated = record.bubbles[1] if each.title == "Bubbles" else None
         levels = [] if simulated is None else [Level(simulated, f"simulated {percent(simulated)}")]
         axis = Axis(each.label, low=low, show=each.show)
         drawn = inline(partial(figures.curve, record, each.metrics, axis, levels=levels))
-        many = -(-len(record.steps) // figures.MOST_POINTS)
-        note = each.note.format(record.noun) + (
-            f" Each point is the mean of {many} {record.noun}s." if many > 1 else ""
-        )
         found.append(section(each.title, drawn, note))
     return [*found, *_memory_of(record), *_one_step(record)]
 
@@ -166,30 +152,20 @@ def _memory_of(record: RunRecord) -> list[str]:
 
 def _one_step(record: RunRecord) -> list[str]:
     noun = "pass" if record.ended.get("updating") else record.noun
-    drawn = figures.one_above_the_other(record.shown)
-    if drawn is not None:
-        note = "One of the last, measured; and simulated with the op times that were measured."
-        return [section(f"One {noun}", drawn, note)]
     why = "It has too many ops to be drawn here; timeline.html has them." if record.ended else "Written when it ends."
-    return [section(f"One {noun}", f"<p>{why}</p>")]
+    drawn = figures.one_above_the_other(record.shown) or f"<p>{why}</p>"
+    note = "One of the last, measured; and simulated with the op times that were measured." if record.shown else ""
+    return [section(f"One {noun}", drawn, note)]
 
 
-def _end(record: RunRecord, with_table: bool) -> list[str]:
-    """Notices, what the model wrote, and every step as a row."""
+def _end(record: RunRecord) -> list[str]:
+    """Notices, and what the model wrote."""
     found = []
     if notices := record.ended.get("notices"):
         found.append(section("Notices", "".join(f"<p>{escape(sentence(str(each)))}</p>" for each in notices)))
     if record.text:
         found.append(section("What the model wrote", f'<p class="r-text">{escape(record.text)}</p>'))
-    if not with_table:
-        return found
-    named = [(metric, name) for each in CURVES for metric, name in each.metrics.items() if metric in record.columns]
-    rows = [
-        (str(step), *(_maybe(record.columns[metric][place], lambda value: f"{value:,.4g}") for metric, _ in named))
-        for place, step in enumerate(record.steps[:MOST_ROWS])
-    ]
-    head = (record.noun, *({"loss": "training loss", "bubble": "bubbles"}.get(m, name) for m, name in named))
-    return [*found, _folded(f"All {record.noun}s as a table", head, rows, len(record.steps), f"{record.noun}s")]
+    return found
 
 
 def _numbers(story: RunStory) -> list[PageNumber]:
@@ -362,14 +338,12 @@ def _rows(story: RunStory) -> str:
         for each in shown
     ]
     head = ("iteration", "runs", "measured ms", "simulated ms", "kept ms", "slowest link")
-    return _folded("All iterations as a table", head, rows, len(story.iterations), "Iterations")
-
-
-def _folded(title: str, head: Sequence[str], rows: Sequence[Sequence[str]], count: int, label: str) -> str:
-    """A table that is folded away, and how many of its `count` rows are left out."""
-    rest = count - len(rows)
-    left = f'<p class="r-note">{times(rest, f"more {head[0]}")} in the JSON.</p>' if rest else ""
-    return f"<section><details><summary>{title}</summary>{table(head, rows, (), label)}{left}</details></section>"
+    more_rows = len(story.iterations) - len(shown)
+    left = f'<p class="r-note">{times(more_rows, "more iteration")} in the JSON.</p>' if more_rows else ""
+    return (
+        f"<section><details><summary>All iterations as a table</summary>{table(head, rows, (), 'Iterations')}{left}"
+        "</details></section>"
+    )
 
 
 def _worst(delays: Sequence[float | None], story: RunStory) -> str:

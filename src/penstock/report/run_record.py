@@ -45,11 +45,6 @@ class RunRecord:
         values = self.columns.get(metric, ())
         return [(step, value) for step, value in zip(self.steps, values, strict=False) if value is not None]
 
-    def last(self, metric: str) -> float | None:
-        """The last value of a metric; None if no step has one."""
-        known = self.known(metric)
-        return known[-1][1] if known else None
-
     @property
     def noun(self) -> str:
         """The name of a step. On emulated devices, which learn nothing, it is an iteration."""

@@ -172,8 +172,9 @@ class RunReport(ABC):
 
 
 def write_plan(folder: RunFolder, settings: RunSettings, schedule: Schedule) -> None:
-    """Writes what was asked for into a run's folder."""
+    """Writes what was asked for into a run's folder. The report of an earlier part of the run goes."""
     folder.path.mkdir(parents=True, exist_ok=True)
+    folder.report.unlink(missing_ok=True)
     write_whole(folder.settings, settings.to_json() + "\n")
     save_schedule(schedule, folder.file("schedule.txt"))
     save_picture(schedule, folder.file("schedule.svg"))

@@ -8,30 +8,34 @@ from pathlib import Path
 import pytest
 
 from penstock.cli import main
+from tiers import others_nightly
 
 SMALL = "--ranks 4 --microbatches 4 --batch 8 --depth 6 --width 16 --heads 2 --context 8 --in-process --threads 1"
 
 
+ENDS = {
+    f"--schedule zb --steps 2 {SMALL}": ["run", "loss", "one step", "note", "wrote"],
+    f"--schedule amdp --window 4 --steps 2 {SMALL}": ["run", "loss", "one pass", "updates", "wrote"],
+    "--device emulated --ranks 2 --steps 2 --in-process": ["run", "iteration", "links", "wrote"],
+    f"--schedule 1f1b --steps 2 {SMALL} --link 0:1=latency:1ms": ["run", "loss", "one step", "wrote"],
+    f"--schedule 1f1b --steps 12 {SMALL} --adapt": ["run", "loss", "one step", "links", "wrote"],
+}
+"""The options of runs, and the headings of the lines that they end with."""
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("options", "headings"),
-    [
-        (f"--schedule zb --steps 2 {SMALL}", ["run", "loss", "one step", "note", "wrote"]),
-        (f"--schedule 1f1b --steps 2 {SMALL} --link 0:1=latency:1ms", ["run", "loss", "one step", "wrote"]),
-        (f"--schedule amdp --window 4 --steps 2 {SMALL}", ["run", "loss", "one pass", "updates", "wrote"]),
-        (f"--schedule 1f1b --steps 12 {SMALL} --adapt", ["run", "loss", "one step", "links", "wrote"]),
-        ("--device emulated --ranks 2 --steps 2 --in-process", ["run", "iteration", "links", "wrote"]),
-    ],
-)
-def test_five_lines(
-    options: str, headings: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str], text: str
-) -> None:
+@pytest.mark.parametrize("options", others_nightly(ENDS, list(ENDS)[:3]))
+def test_five_lines(options: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], text: str) -> None:
+    headings = ENDS[options]
     data = [] if "emulated" in options else ["--data", text]
     assert main(["train", *options.split(), *data, "--out", str(tmp_path / "run")]) == 0
     out, err = capsys.readouterr()
     lines = out.splitlines()
     assert lines[0] == ""
-    assert [line.split("  ")[0] for line in lines[1:]] == headings
+    found = [line.split("  ")[0] for line in lines[1:]]
+    if "--adapt" in options:  # a busy machine may make it note what it saw
+        found = [heading for heading in found if heading != "note"]
+    assert found == headings
     assert f"penstock report {tmp_path / 'run'} makes a page of it" in lines[-1]
     about_w = [line for line in lines if "W has little to do" in line]
     assert len(about_w) == ("--schedule zb" in options)
@@ -41,7 +45,7 @@ def test_five_lines(
     before, since = report["notices"][: report["said_before"]], report["notices"][report["said_before"] :]
     told = [line.removeprefix("note    ") for line in err.splitlines() if line.startswith("note")]
     assert told == before, "what is known before a run is said before it"
-    assert len(since) == headings.count("note")
+    assert len(since) == sum(line.startswith("note") for line in lines)
     if "emulated" not in options:
         assert len(report["peak_memory"]) == 1
         assert len(report["state"]) == 4

@@ -67,8 +67,6 @@ def test_a_page_has_all_of_a_run(runs: Path, capsys: pytest.CaptureFixture[str])
     titles = page.texts["h2"]
     assert titles[:6] == ["Loss", "Learning rate", "Speed", "Bubbles", "Memory of processes", "One step"]
     assert "Notices" in titles
-    rows = page.tables["steps"][1:]
-    assert [float(row[1]) for row in rows] == pytest.approx([line["loss"] for line in metrics], rel=1e-3)
     assert value["headline"] == page.texts["h1"][0]
     assert f"{metrics[-1]['loss']:.3f} in 6 steps of zb-h1" in value["headline"]
     value.pop("headline")
@@ -116,7 +114,7 @@ def test_a_loss_that_is_never_finite_is_said(tmp_path: Path, capsys: pytest.Capt
     assert main(["report", str(tmp_path)]) == 0
     page, value = report_of(tmp_path, capsys)
     assert value["headline"] == "No loss was finite in 2 steps."
-    assert "No step has a finite loss." in page.texts["p"]
+    assert "Loss" not in page.texts["h2"]
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,6 @@ from typing import Any, Self
 
 from penstock.cost import Costs
 from penstock.data import Corpus
-from penstock.planning.threads import num_cores
 from penstock.runtime.adapt import AdaptOptions
 from penstock.runtime.emulation.pipeline import EmulatedPipeline
 from penstock.runtime.mesh.peers import peers_of
@@ -66,8 +65,8 @@ def lost_pace(iterations: Sequence[EmulatedIteration]) -> list[str]:
         return []
     return [
         f"an iteration took {measured:.0f} ms where {simulated:.0f} ms were simulated: this machine did not keep the "
-        "pace of the emulated devices, so do not take its times for theirs; let nothing else run, or slow all down "
-        "with a larger --stretch"
+        "pace of the emulated devices, so do not take its times for theirs; let nothing else run, send less with "
+        "--message-cap, or slow all down with a larger --stretch"
     ]
 
 
@@ -135,10 +134,6 @@ def medians(iterations: Sequence[EmulatedIteration]) -> dict[str, float]:
         "measured_bubble_ratio": median(each.bubble for each in iterations),
         "simulated_bubble_ratio": median(each.simulated_bubble for each in iterations),
     }
-
-
-GB_A_CORE = 1.0
-"""GB per second that one core can send and receive, roughly; through shared memory it is some two times as much."""
 
 
 class EmulatedRun:
@@ -265,7 +260,6 @@ class EmulatedRun:
             steered=read_adaptation(folder.path),
             notices=[
                 *(known := settings.known_before(self.schedule)),
-                *self._crowded(iterations),
                 *lost_pace(iterations),
                 *notices,
             ],
@@ -281,21 +275,6 @@ class EmulatedRun:
         )
         report.write(folder, pictures)
         return report
-
-    def _crowded(self, iterations: list[EmulatedIteration]) -> list[str]:
-        """Why iterations may be longer than simulated: more bytes per second than the cores can send."""
-        settings = self.settings
-        if settings.in_process:
-            return []
-        num_bytes = 2 * self.schedule.num_microbatches * sum(self.costs.message_bytes[:-1])
-        seconds = median(each.simulated for each in iterations) / 1e3 * settings.stretch
-        rate = num_bytes / seconds / 1e9 if seconds else 0.0
-        if rate < GB_A_CORE * num_cores():
-            return []
-        return [
-            f"messages come to {rate:.1f} GB/s, which {num_cores()} cores hardly pass on in time; give --message-cap "
-            "or more --stretch"
-        ]
 
 
 class CheckedEmulation:
