@@ -15,7 +15,8 @@ mesh/            processes, and what each is for           launch/          rank
 adapt/           plans that change while it runs           migrate          nodes that change places
 checkpoint/      files, and state sent between ranks       emulation/       the same, with ops that only take time
 errors           what can go wrong                         lifetime         open, broken or closed
-verify           a step computed in ways that must agree   plain_step      the reference loop
+verify           a step computed in ways that must agree   verification    what that finds
+plain_step       the reference loop
 option_values    checks of single values in options
 """
 
@@ -37,7 +38,7 @@ from penstock.runtime.stage.partitioning import Split, split
 from penstock.runtime.stage.registered_ops import OpCall
 from penstock.runtime.stage.stage import Stage
 from penstock.runtime.transport.choose import DelegateOptions, TransportOptions
-from penstock.runtime.verify import Comparison, Verification
+from penstock.runtime.verification import Comparison, Verification
 
 __all__ = [
     "Comparison",

@@ -57,7 +57,8 @@ from penstock.runtime.tensors.rng import mix, restored_after_step
 from penstock.runtime.transport.choose import TransportOptions
 from penstock.runtime.transport.link_conditions import probed_besides
 from penstock.runtime.transport.shared_memory import SharedMemoryTransport
-from penstock.runtime.verify import Verification, Verifier
+from penstock.runtime.verification import Verification
+from penstock.runtime.verify import Verifier
 from penstock.schedule import Schedule
 from penstock.simulation import Timeline
 

@@ -24,7 +24,7 @@ from penstock.runtime.stage.microbatches import Microbatches, cut_batch
 from penstock.runtime.stage.partitioning.cutting import Split, build_stage, stages_of
 from penstock.runtime.stage.partitioning.whole_model import WholeModel
 from penstock.runtime.stage.stage import StageSource
-from penstock.runtime.tensors.pytree import device_of
+from penstock.runtime.tensors.pytree import device_of, flatten, unflatten
 from penstock.runtime.tensors.rng import mix, restored
 
 Forward = Callable[[Any, int], Any]
@@ -101,6 +101,7 @@ def run_plain(
         casting = lambda: torch.autocast(device.type, dtype=autocast)  # noqa: E731
     losses, first = [], batch.replica * len(batch)
     for m, (value, target) in enumerate(zip(batch.into(0), batch.targets, strict=True)):
+        value, target = _on_device(value, device), _on_device(target, device)
         with casting():
             output = forward(value, mix(seed, first + m))
             loss, scale = loss_fn(output, target), batch.scales[m]
@@ -109,6 +110,11 @@ def run_plain(
             loss.backward()
         losses.append(loss.detach())
     return losses
+
+
+def _on_device(value: Any, device: torch.device) -> Any:
+    leaves, skeleton = flatten(value)
+    return unflatten([leaf.to(device) for leaf in leaves], skeleton)
 
 
 def own_forward(model: nn.Module | Sequence[StageSource]) -> Forward:

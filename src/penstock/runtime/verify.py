@@ -33,78 +33,14 @@ from penstock.runtime.stage.partitioning import Split
 from penstock.runtime.stage.partitioning.source_line import Untraceable
 from penstock.runtime.tensors.digest import hash_of
 from penstock.runtime.tensors.dtensor import is_sharded
-from penstock.runtime.tensors.dtensor import local as local_part
 from penstock.runtime.tensors.pytree import flatten
 from penstock.runtime.tensors.rng import mix, restored_after_step
+from penstock.runtime.tensors.sketch import Sketch
+from penstock.runtime.verification import DIFFERS, LEFT_OUT, SAME, Comparison, Verification
 from penstock.schedule import ScheduleError
 
-CONTRACT = {
-    1: "a forward depends on its inputs, parameters, buffers and torch's generator alone",
-    2: "forwards of other microbatches run between a forward and its backward: do not change in place what a "
-    "backward needs, and leave weights to the optimizer",
-    3: "a traced model is traced once: after a change of what its forward reads, make a new pipeline",
-    4: "modules and parameters stay the same objects, alike on every process that holds them",
-    5: "a stage uses its own parameters; a shared one is one object in the model, or is named in tied=",
-    6: "tensors, numbers, text, None, and tuples, lists and dicts of them travel between stages",
-    7: "the loss is a mean over samples, or says what it is (weight, adds_up, reduction, ignore_index); samples do "
-    "not see one another, and each input is cut along its samples (ps.BatchRules)",
-}
-"""The sentences of the contract that a step can break, shortened, by number."""
-SAME, DIFFERS, LEFT_OUT = "same", "differs", "not compared"
 TOLERANCE = {torch.float64: 1e-7, torch.float32: 2e-3, torch.bfloat16: 0.1, torch.float16: 0.05}
 """By the type computed in, the relative difference between microbatches and whole batch that rounding explains."""
-
-
-@dataclass(frozen=True)
-class Comparison:
-    """Two ways to compute the same step, and whether they agree.
-
-    Attributes:
-        ways: the two ways, in words.
-        outcome: "same", "differs" or "not compared".
-        found: the first thing that differs, or why nothing was compared, or what was left out.
-        sentence: the number of the sentence of the contract that was most likely broken. None if none was.
-
-    Examples:
-        >>> from penstock.runtime import Comparison
-        >>> Comparison("the stages, and the model's own forward", "same").outcome
-        'same'
-    """
-
-    ways: str
-    outcome: str
-    found: str = ""
-    sentence: int | None = None
-
-
-@dataclass(frozen=True)
-class Verification:
-    """What `Pipeline.verify` found. Printed, it is a table.
-
-    Attributes:
-        comparisons: the comparisons, in the order in which they were made.
-
-    Examples:
-        >>> from penstock.runtime import Comparison, Verification
-        >>> print(Verification((Comparison("the stages, and the model's own forward", "same"),)))
-        the stages, and the model's own forward  same
-    """
-
-    comparisons: tuple[Comparison, ...]
-
-    @property
-    def holds(self) -> bool:
-        """Whether no comparison differs."""
-        return all(each.outcome != DIFFERS for each in self.comparisons)
-
-    def __str__(self) -> str:
-        width = max(len(each.ways) for each in self.comparisons)
-        lines = []
-        for each in self.comparisons:
-            lines.append(f"{each.ways:<{width}}  {each.outcome}" + f": {each.found}" * bool(each.found))
-            if each.sentence is not None:
-                lines.append(f"  likely cause, sentence {each.sentence} of the contract: {CONTRACT[each.sentence]}")
-        return "\n".join(lines)
 
 
 @dataclass
@@ -588,54 +524,6 @@ def _on_device(stages: Sequence[Any], device: torch.device) -> Iterator[None]:
     finally:
         for tensor, data in before:
             tensor.data = data
-
-
-@dataclass(frozen=True)
-class Sketch:
-    """A gradient's norm, and its sums with random signs, from which the distance to another gradient is estimated.
-
-    Attributes:
-        projections: the sums, one for each of `NUM_SIGNS` patterns of signs.
-        norm: the gradient's norm.
-        size: its number of elements.
-    """
-
-    projections: tuple[float, ...]
-    norm: float
-    size: int
-
-    @classmethod
-    def of(cls, gradient: Tensor) -> Sketch:
-        """Of the part of a gradient that lies here."""
-        part = local_part(gradient.detach())
-        part = part.to_dense() if part.layout is not torch.strided else part
-        flat = (torch.view_as_real(part.resolve_conj()) if part.is_complex() else part).reshape(-1)
-        columns = _signs(_ROW, 1).to(flat.device)
-        sums, square = torch.zeros(NUM_SIGNS, dtype=torch.float64, device=flat.device), 0.0
-        for number, piece in enumerate(flat.split(_ROW * 64)):
-            values = piece.double()
-            square += float(values.square().sum())
-            rows = torch.nn.functional.pad(values, (0, -len(values) % _ROW)).view(-1, _ROW)
-            turned = _signs(len(rows), 2 + number).to(flat.device)
-            sums += ((rows @ columns) * turned).sum(0)
-        return cls(tuple(sums.tolist()), square**0.5, flat.numel())
-
-    def distance(self, other: Sketch | None) -> float:
-        """An estimate of the norm of the difference."""
-        theirs = (0.0,) * NUM_SIGNS if other is None else other.projections
-        squares = [(a - b) ** 2 for a, b in zip(self.projections, theirs, strict=True)]
-        return float((sum(squares) / NUM_SIGNS) ** 0.5)
-
-
-NUM_SIGNS = 8
-"""Patterns of signs. All of them miss a difference with a chance below 1e-6."""
-_ROW = 4096
-
-
-def _signs(num: int, seed: int) -> Tensor:
-    """Random signs, [num, NUM_SIGNS], the same in every call."""
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randint(0, 2, (num, NUM_SIGNS), generator=generator, dtype=torch.float64, device="cpu") * 2 - 1
 
 
 def _by_sample(output: Any) -> Tensor:
