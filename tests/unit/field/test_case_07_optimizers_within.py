@@ -249,6 +249,33 @@ def test_what_cannot_be_stored_is_refused_when_saving(kind: Any, said: str, tmp_
         pipe.save(tmp_path)
 
 
+class Masters(Optimizer):
+    """Steps copies that it makes of its parameters."""
+
+    def __init__(self, params: Parameters) -> None:
+        super().__init__(params, {"lr": 0.01})
+        self.given = list(self.param_groups[0]["params"])
+        self.param_groups[0]["params"] = [Parameter(p.detach().double()) for p in self.given]
+        self.inner = torch.optim.AdamW(self.param_groups[0]["params"], lr=0.01)
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for p, master in zip(self.given, self.param_groups[0]["params"], strict=True):
+            master.grad = None if p.grad is None else p.grad.double()
+        self.inner.step()
+        for p, master in zip(self.given, self.param_groups[0]["params"], strict=True):
+            p.copy_(master)
+
+
+def test_an_optimizer_that_steps_copies_trains_and_is_refused_when_saving(tmp_path: Path) -> None:
+    pipe, plain = pipeline(Masters), pipeline(partial(torch.optim.AdamW, lr=0.01))
+    train(pipe, range(3))
+    train(plain, range(3))
+    assert all(torch.allclose(a, b, atol=1e-5) for a, b in zip(pipe.parameters(), plain.parameters(), strict=True))
+    with pytest.raises(CheckpointError, match=r"the optimizer holds a parameter .* that has no name"):
+        pipe.save(tmp_path)
+
+
 def test_an_optimizer_within_that_is_not_there_yet_is_refused(tmp_path: Path) -> None:
     class Late(Counted):
         def step(self, closure: Any = None) -> None:

@@ -179,6 +179,8 @@ def _tensors_of(
     holders: dict[int, str] = {}
     of_others = set(taken)
     for parameter in (each for group in optimizer.param_groups for each in group["params"]):
+        if mark and parameter not in names and not optimizer.state.get(parameter):
+            continue  # one of its own, as torch's optimizers want one to begin with
         name = _name(names, parameter)
         for key, value in optimizer.state.get(parameter, {}).items():
             if not isinstance(key, str) or "/" in key or "#" in key:
@@ -210,7 +212,7 @@ def _require_stored(optimizer: Optimizer, attributes: Mapping[str, str]) -> None
 
 def members_of(optimizer: Optimizer, names: Mapping[Tensor, str]) -> list[list[str]]:
     """The names of the parameters of each group here."""
-    return [sorted({_name(names, p) for p in group["params"]}) for group in optimizer.param_groups]
+    return [sorted({names[p] for p in group["params"] if p in names}) for group in optimizer.param_groups]
 
 
 def _require_own_memory(value: Tensor, what: str, holders: dict[int, str]) -> None:
@@ -271,6 +273,8 @@ def stage_optimizer(
         for group, chosen in zip(one.param_groups, groups, strict=True):
             kept_on_host = not (chosen.get("capturable") or chosen.get("fused"))
             for parameter in group["params"]:
+                if path and parameter not in names:
+                    continue
                 # Tied parameters are stored once, and each updates a state of its own: each is read for itself.
                 name = _name(names, parameter)
                 state = _read_state(reader, name, mark_of(path), keys, parameter, kept_on_host)
@@ -298,13 +302,13 @@ def _read_attributes(
 ) -> list[tuple[Optimizer, str, Any]]:
     """Of each attribute the optimizer, its name there, and the value that it is to have."""
     values: dict[str, Any] = {path: {} for path, digest in stored.items() if digest != OWN}
-    stepped = {p for one in every.values() for group in one.param_groups for p in group["params"]}
+    stepped = {p for one in every.values() for group in one.param_groups for p in group["params"] if p in names}
     device = next((p.device for p in stepped), None)
     for base, parts in names_by_base(reader.names(), f"{PREFIX}{ATTRIBUTES}/").items():
         if (path := base.removeprefix(f"{PREFIX}{ATTRIBUTES}/")) in values:
             values[path] = load_packed(reader, base, parts, device)
     for parameter in stepped:
-        for key, value in _read_state(reader, _name(names, parameter), ATTRIBUTES, keys, parameter, False).items():
+        for key, value in _read_state(reader, names[parameter], ATTRIBUTES, keys, parameter, False).items():
             values.setdefault(key.lstrip("@"), {})[id(parameter) if key.startswith("@") else parameter] = value
     return [(every[path.rpartition(":")[0]], path.rpartition(":")[2], value) for path, value in values.items()]
 

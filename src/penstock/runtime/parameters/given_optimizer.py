@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.nn import Parameter
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
@@ -57,18 +57,21 @@ def optimizer_of(
         if given.state and stand_ins:
             raise RuntimeFailure("the optimizer has stepped already; give a new one, or a function that makes one")
         optimizer = given
+        known = [each for group in given.param_groups for each in group["params"]]
     else:
         stand_ins = None
         # A rank whose stages have no parameters: the user's learning-rate schedule still wants an optimizer.
-        optimizer = made_by(given, list(parameters if dealt is None else dealt) or [Parameter(torch.zeros(0))])
+        known = list(parameters if dealt is None else dealt) or [Parameter(torch.zeros(0))]
+        optimizer = made_by(given, known)
     own = {id(p) for p in parameters}
+    elsewhere = {id(p): p for p in known if id(p) not in own}  # an optimizer may step others that it made itself
     for one in optimizers_in(optimizer).values():
         for group in one.param_groups:
             named = [each for p in group["params"] for each in (stand_ins or {}).get(id(p), (p,))]
-            group["params"] = [p for p in named if id(p) in own]
+            group["params"] = [p for p in named if id(p) not in elsewhere]
         if optimizer is not given:  # some make state for all parameters at once
-            for p in [p for p in one.state if isinstance(p, Tensor) and id(p) not in own]:
-                del one.state[p]
+            for p in elsewhere.values():
+                one.state.pop(p, None)
         step_mixed_groups_singly(one)
     return optimizer
 
