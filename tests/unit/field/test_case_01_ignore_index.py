@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -13,7 +14,21 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import penstock as ps
-from loss_forms import RIGHT, WRONG, Form, batch_of, hidden_padding, model_of, of_whole, padded, tokens, values
+from loss_forms import (
+    NUM_TOKENS,
+    PAD,
+    RIGHT,
+    WIDTH,
+    WRONG,
+    Form,
+    batch_of,
+    hidden_padding,
+    model_of,
+    of_whole,
+    padded,
+    tokens,
+    values,
+)
 from penstock.runtime.errors import RuntimeFailure
 from penstock.train.inputs import SharedLoss
 from plain_loop import differences, gradients, plain_step
@@ -258,3 +273,44 @@ def test_a_compiled_loss_is_not_compiled_for_two_microbatches() -> None:
     with ps.Pipeline(model_of(form), ONE_PIPELINE, loss_fn=loss_fn) as pipe:
         assert torch.allclose(pipe.step(x, y, update=False).loss, of_whole(model_of(form), x, y, F.mse_loss)[0])
     assert made == [2]
+
+
+class TokensInFront(nn.Module):
+    """[B, T] to [T, B, V], as recurrent layers have it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(8, 5)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        found: Tensor = self.table(ids).transpose(0, 1)
+        return found
+
+
+def test_targets_with_samples_in_another_dimension_or_whole() -> None:
+    """Those are not joined, and these are given whole to the call that checks."""
+
+    def by_sample(output: Tensor, target: Any) -> Tensor:
+        """A mean over samples of the mean over each one's tokens."""
+        mask = target["tokens"] != PAD
+        each = F.cross_entropy(output.movedim(2, 1), target["tokens"].clamp(min=0), reduction="none") * mask
+        return (each.sum(0) / mask.sum(0)).mean() * target["scale"].sum()
+
+    targets = {"tokens": padded(8).T.contiguous(), "scale": torch.tensor([0.5, 1.5])}
+    torch.manual_seed(0)
+    ids, model = torch.randint(8, (8, NUM_TOKENS)), TokensInFront()
+    rules = ps.BatchRules(targets={"tokens": 1, "scale": ps.WHOLE})
+    with ps.Pipeline([model], ps.build("1f1b", 1, 4), loss_fn=by_sample, batch=rules) as pipe:
+        assert torch.allclose(pipe.step(ids, targets, update=False).loss, by_sample(model(ids), targets))
+
+    def weighted(output: Tensor, target: Any) -> Tensor:
+        return ((output - target["y"]).square() * target["each"]).mean()
+
+    form = RIGHT["squares"]
+    x, y = batch_of(form, 8)
+    both = {"y": y, "each": torch.rand(WIDTH)}
+    rules = ps.BatchRules(targets={"each": ps.WHOLE})
+    for loss_fn, fails in ((weighted, False), (lambda *given: weighted(*given).sqrt(), True)):
+        raising = pytest.raises(RuntimeFailure, match="together") if fails else nullcontext()
+        with ps.Pipeline(model_of(form), ONE_PIPELINE, loss_fn=loss_fn, batch=rules) as pipe, raising:
+            pipe.step(x, both)

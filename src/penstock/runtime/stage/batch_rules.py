@@ -102,11 +102,6 @@ class BatchRules:
         _require_rules("inputs", self.inputs)
         _require_rules("targets", self.targets)
 
-    @property
-    def have_targets_in_front(self) -> bool:
-        """Whether the samples of all targets that are cut are in dimension 0."""
-        return _are_in_front(self.targets)
-
 
 def _require_rules(what: str, rules: Any) -> None:
     if isinstance(rules, Mapping):
@@ -116,12 +111,6 @@ def _require_rules(what: str, rules: Any) -> None:
         return
     fits = rules is None or (isinstance(rules, int) and not isinstance(rules, bool))
     require_value(fits or isinstance(rules, Whole) or callable(rules), f"the rule for {what}", rules, WANTED)
-
-
-def _are_in_front(rules: Rules) -> bool:
-    if isinstance(rules, Mapping):
-        return all(map(_are_in_front, rules.values()))
-    return rules is None or isinstance(rules, Whole) or rules == 0
 
 
 def _over(rules: Rules, defaults: Rules) -> Rules:

@@ -38,12 +38,14 @@ class LossInputs:
     Attributes:
         leaves: the tensors of outputs and then of targets, detached. forms: the forms of both.
         given: the targets' tensors as the batch has them, before they are moved to a device.
+        num_samples: as the batch was cut; None where nobody knows.
     """
 
     m: int
     leaves: list[Tensor]
     forms: tuple[Skeleton, Skeleton]
     given: list[Tensor]
+    num_samples: float | None
     versions: list[int]
     loss: float = math.nan
 
@@ -82,10 +84,11 @@ class LossCheck:
             return None
         targets, form_of_targets = flatten(target)
         leaves = outputs + targets
-        if not batch.joins or not all(map(_is_plain, leaves)):
+        if not all(map(_is_plain, leaves)):
             return None
+        sizes, given = getattr(batch.targets, "sizes", None), flatten(batch.targets[m])[0]
         versions, detached = [leaf._version for leaf in leaves], [leaf.detach() for leaf in leaves]
-        return LossInputs(m, detached, (form, form_of_targets), flatten(batch.targets[m])[0], versions)
+        return LossInputs(m, detached, (form, form_of_targets), given, sizes and sizes[m], versions)
 
     def compare(self, now: LossInputs, loss: Tensor, batch: Microbatches) -> None:
         """Compares the loss with that of the microbatch before, once there is one.
@@ -97,12 +100,11 @@ class LossCheck:
         before, self._before = self._before, now
         if before is None or before.m == now.m or not any(before.m in w and now.m in w for w in batch.windows):
             return
-        weights = [1.0, 1.0]
-        if not adds_up(self._loss_fn):
-            total = batch.scales[before.m] + batch.scales[now.m]
-            weights = [batch.scales[m] / total if total else 0.0 for m in (before.m, now.m)]
-        if not any(weights) or not (before.is_unchanged and now.is_unchanged):
+        scales = [batch.scales[m] for m in (before.m, now.m)]
+        total = 1.0 if adds_up(self._loss_fn) else sum(scales)
+        if not total or not (before.is_unchanged and now.is_unchanged):
             return
+        weights = [scale / total for scale in scales]
         try:
             joined = _joined(before, now)
             if joined is None:
@@ -180,6 +182,8 @@ def _joined(one: LossInputs, other: LossInputs) -> list[Tensor] | None:
     if len(sizes) != 1 or (0, 0) in sizes:
         return None
     num, num_of_other = sizes.pop()
+    if one.num_samples not in (None, num):  # they are in another dimension
+        return None
     for a, b, is_whole in leaves:
         times = _size(a) // max(1, num)  # several for tokens in a row: [B * T, ...]
         fits = times and a.shape[1:] == b.shape[1:] and (_size(a), _size(b)) == (times * num, times * num_of_other)

@@ -52,7 +52,6 @@ class Microbatches:
         replica: whose part of a larger batch this is. Each window of the whole is dealt to the replicas, in as many
             microbatches for each, one replica's after those of the one before.
         overlap: gives the memory that several parts of the batch lie in, see `shared_memory`.
-        joins: whether targets of several microbatches can be joined: their samples are in dimension 0.
     """
 
     inputs: Mapping[int, Sequence[Any]]
@@ -63,7 +62,6 @@ class Microbatches:
     windows: tuple[range, ...]
     replica: int = 0
     overlap: Callable[[], frozenset[int]] = frozenset
-    joins: bool = True
 
     def __len__(self) -> int:
         return len(self.targets)
@@ -104,8 +102,9 @@ class Microbatches:
         inputs = {stage: part(values) for stage, values in self.inputs.items()}
         windows = tuple(range(w.start // num_replicas, w.stop // num_replicas) for w in self.windows)
         targets, signatures = part(self.targets), part(self.signatures)
-        weighed, joins = lambda: part(self.scales), self.joins
-        return Microbatches(inputs, targets, weighed, signatures, self.digest, windows, replica, self.overlap, joins)
+        return Microbatches(
+            inputs, targets, lambda: part(self.scales), signatures, self.digest, windows, replica, self.overlap
+        )
 
 
 def _dealt(values: Sequence[Any], replica: int, num_replicas: int) -> list[Any]:
@@ -216,8 +215,7 @@ def cut_batch(
     weighed = partial(weigh, weighed_by, cut_targets, loss_fn if targets is not None else None, windows)
     overlap = partial(_overlap, values)
     signatures = _signatures(list(cut.values()))
-    joins = rules.have_targets_in_front
-    batch = Microbatches(cut, cut_targets, weighed, signatures, digest, windows, overlap=overlap, joins=joins)
+    batch = Microbatches(cut, cut_targets, weighed, signatures, digest, windows, overlap=overlap)
     if not digested or len(windows) > 1:
         _ = batch.scales  # before the step, on every rank: some window may weigh nothing
     return batch
@@ -409,10 +407,7 @@ class ReplicaBatches:
         cut_inputs = nothing if batch is None or inputs is None else batch.inputs[0]
         cut_targets = nothing if batch is None or targets is None else batch.targets
         into: Mapping[int, Sequence[Any]] = {self._start: cut_inputs}
-        joins = rules.have_targets_in_front
-        return Microbatches(
-            into, cut_targets, lambda: scales, signatures, 0, windows, self._mesh.replica, joins=joins
-        )
+        return Microbatches(into, cut_targets, lambda: scales, signatures, 0, windows, self._mesh.replica)
 
     def _own(self, inputs: Any, targets: Any, num: int, fewer: bool, rules: BatchRules) -> Microbatches | None:
         """What this process was given, cut; None where that is nothing."""
