@@ -42,6 +42,19 @@ def test_every_mistake_is_found_by_both_processes() -> None:
     assert not wrong
 
 
+def sums(rank: int) -> str:
+    pipe = ps.Pipeline(row(ranks=2), ps.build("1f1b", 2, 4), loss_fn=lambda out, y: (out - y).square().sum())
+    with pytest.raises(ps.VerifyError) as raised:
+        pipe.verify(*batch())
+    return str(raised.value)
+
+
+def test_what_the_last_rank_says_of_the_loss_is_said_by_all() -> None:
+    for outcome in run_ranks(2, sums):
+        assert "It looks like a sum" in outcome.value
+        assert "adds_up = True" in outcome.value
+
+
 def replicas_differ(rank: int) -> str:
 
     torch.manual_seed(0)

@@ -89,7 +89,7 @@ def test_batch_norms_are_told_as_what_they_are() -> None:
     pipe = piped(row(nn.BatchNorm1d(D), ranks=2), 2)
     whole = pipe.verify(*batch()).comparisons[3]
     assert whole.outcome == "same"
-    assert "1 batch norms in evaluation mode" in whole.found
+    assert "batch norms (1) in evaluation mode" in whole.found
 
 
 def test_dropout_by_layers_and_by_functions_is_left_out_of_the_comparison_with_the_whole_batch() -> None:

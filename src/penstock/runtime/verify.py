@@ -52,7 +52,7 @@ class Computed:
         gradients, buffers: a digest by name.
         sketches: of each gradient by name, if they are to be compared but for rounding.
         outputs: of each sample, numbers made of the model's output for it.
-        error: what kept this process from computing it.
+        has_failed: whether some process could not compute it. error: what kept this one from that.
     """
 
     losses: dict[int, Tensor]
@@ -60,6 +60,7 @@ class Computed:
     buffers: dict[str, int]
     sketches: dict[str, Sketch]
     outputs: list[Tensor]
+    has_failed: bool = False
     error: Exception | None = None
 
 
@@ -119,10 +120,10 @@ class Verifier:
         exactly = not own.schedule.microbatch_orders
         theirs = self._run(own, batch, sketched=not exactly)
         parts = self._run(plain, batch, sketched=True)
-        if (said := self._first(_error_of(parts))) is not None:
+        if (said := self._failure(parts)) is not None:
             self._require_contract_error(ways, parts, said)
             return None
-        if (said := self._first(_error_of(theirs))) is not None:
+        if (said := self._failure(theirs)) is not None:
             self._note(ways, f"the schedule's order fails: {said}", 2)
             return parts
         found = self._first(_difference(theirs, parts)) if exactly else self._beyond_rounding(theirs, parts)
@@ -170,7 +171,7 @@ class Verifier:
                 if modules or self._given.precision.autocast is not None:
                     parts = self._run(plain, batch, sketched=True)
                 together = self._run(whole, one, sketched=True)
-                if (said := self._first(_error_of(parts) or _error_of(together))) is not None:
+                if (said := self._failure(parts) or self._failure(together)) is not None:
                     self._note_left_out(ways, f"the batch does not run in one piece: {said}")
                     return
                 found = self._beyond_rounding(parts, together)
@@ -232,7 +233,7 @@ class Verifier:
                 except Exception as caught:
                     error = caught
                 digests = {name: hash_of(p.grad) for name, p in parameters.items() if p.grad is not None}
-                results.append(Computed(dict(enumerate(losses)), digests, {}, {}, [], error))
+                results.append(Computed(dict(enumerate(losses)), digests, {}, {}, [], error is not None, error))
         staged, own = results
         if own.error is not None:
             return f"the model's own forward fails: {_error_of(own)}"
@@ -275,9 +276,8 @@ class Verifier:
                 raise
             except Exception as error:
                 failure.note(error)
-            if failure.has_failed:
-                result.error = failure.error or RuntimeFailure("another process could not do its part")
-            else:
+            result.has_failed, result.error = failure.has_failed, failure.error
+            if not failure.has_failed:
                 self._record(result, sketched)
             state.zero_grad()
         return result
@@ -399,6 +399,13 @@ class Verifier:
     def _first(self, found: str | None) -> str | None:
         """What the first process that has something to say says; the same in every process."""
         return next((each for each in self._everyone.gather(found) if each is not None), None)
+
+    def _failure(self, result: Computed) -> str | None:
+        """The error of a process that could not compute a step, in words, the same in every process."""
+        told = self._everyone.gather((result.has_failed, _error_of(result)))
+        if not any(has_failed for has_failed, _ in told):
+            return None
+        return next((said for _, said in told if said is not None), "a process could not do its part")
 
     def _note(self, ways: str, found: str | None, sentence: int, also: str = "") -> None:
         """Adds a comparison. `found` is the same in every process."""
