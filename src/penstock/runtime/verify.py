@@ -386,7 +386,7 @@ class Verifier:
         modules = list(dict.fromkeys(module for root in roots for module in root.modules()))
         norms: list[nn.Module] = [m for m in modules if isinstance(m, _BATCH_NORMS) and m.training]
         words = (
-            f"compared with {len(norms)} batch norms in evaluation mode, as each normalises a microbatch by itself"
+            f"compared with batch norms ({len(norms)}) in evaluation mode, as each normalises a microbatch by itself"
         )
         yield (words if norms else ""), norms
         drawing = [module for module in modules if _draws(module)]
