@@ -182,21 +182,6 @@ def test_a_buffer_that_a_backward_needs_was_changed_in_place_and_torch_alone_sai
     assert any("stage 0 changes a buffer in place" in note for note in caught.value.__notes__)
 
 
-def test_a_hook_that_steps_is_named() -> None:
-    def step(parameter: Tensor) -> None:
-        with torch.no_grad():
-            parameter.sub_(parameter.grad)  # type: ignore[arg-type]
-
-    stages = [nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)) for _ in range(2)]
-    for parameter in stages[0].parameters():
-        parameter.register_post_accumulate_grad_hook(step)
-    pipe = ps.Pipeline(stages, ps.build("1f1b", 2, 4), loss_fn=nn.MSELoss())
-    with pytest.raises(
-        RuntimeFailure, match="'weight' of Linear changed in the backward of microbatch 0, as by a hook"
-    ):
-        pipe.step(torch.randn(8, 8), torch.randn(8, 8))
-
-
 def test_outputs_that_share_memory_join_others() -> None:
     """A stage with two sources, each of which gives views of its output."""
 

@@ -383,8 +383,7 @@ class LocalPipeline:
                 self.devices.begin()
             workers = self.executor.run(self.running, plan, self.transport, settings.training, self.failure)
             if not self.failure.has_failed:
-                with self.failure.noted():
-                    self.devices.require_seen()
+                self.devices.complete()
         self.last = plan.wiring, workers
         return workers
 

@@ -313,13 +313,11 @@ class TorchDevices:
         self._lanes: tuple[Schedule | None, Mapping[int, int]] = None, {}
         """Of the stages of the schedule that ran last."""
         self.host = HostMemory(model.device)
-        # Updates in the middle of a step change parameters, and replicas that keep parts put others in their place.
-        watched = updating is None and model.sharded is None and schedule.num_microbatches > 1
         self.runners: dict[Copy, StageRunner] = {
             key: StageRunner(
                 stage, key[1], key[1] == end and not by_ops, model.device, loss_fn, autocast,
                 len(schedule.graph.targets[key[1]]), model.tied.note_casts if model.ties else None,
-                self.host, watched, is_checked=True,
+                self.host, is_checked=True,
             )
             for key, stage in model.copies.here.items()
         }  # fmt: skip
@@ -368,10 +366,10 @@ class TorchDevices:
         for runner in self.runners.values():
             runner.begin(self._settings)
 
-    def require_seen(self) -> None:
-        """After the ops of a step. Raises RuntimeFailure where forwards changed what a backward needs, unseen."""
+    def complete(self) -> None:
+        """After the ops of a step, if all of them ran."""
         for runner in self.runners.values():
-            runner.require_seen()
+            runner.complete()
 
     def table(self, rank: int, plan: StepPlan, training: bool, gang: Gang | None) -> OpTable:
         """The handlers of a rank in a step: those of the step before, where they keep nothing of it."""

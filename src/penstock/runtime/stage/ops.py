@@ -26,7 +26,6 @@ from penstock.runtime.stage.microbatches import NO_LOSS, Microbatches, Signature
 from penstock.runtime.stage.module_state import attributes_of, tensors_in
 from penstock.runtime.stage.recompute import (
     BufferHistory,
-    FirstStep,
     GradientAskedFor,
     copy_of,
     keeping_nothing,
@@ -116,7 +115,6 @@ class StageRunner:
         num_targets: how many stages it feeds.
         host: the host memory to which activations are moved.
         note_casts: called inside autocast, to record what a forward of (stage, microbatch, its output) has cast.
-        watched: whether the first step refuses state that forwards change and that no order of ops makes right.
         is_checked: whether the first step checks the loss, see `LossCheck`.
     """
 
@@ -131,7 +129,6 @@ class StageRunner:
         num_targets: int = 1,
         note_casts: Callable[[int, int, Any], None] | None = None,
         host: HostMemory | None = None,
-        watched: bool = False,
         is_checked: bool = False,
     ) -> None:
         self.stage = stage
@@ -162,7 +159,6 @@ class StageRunner:
         """What forwards saved, for microbatches whose activations go to host memory."""
         self._buffers = BufferHistory(stage)
         self._dtypes = {name: parameter.dtype for name, parameter in stage.named_parameters()}
-        self._first_step = FirstStep(stage, index, watched)
         # Microbatches of which nothing was found worth deferring, while none of another kind was: no tape for them.
         self._plain: set[Signature] = set()
         self._defers = False
@@ -211,8 +207,6 @@ class StageRunner:
         self._first = settings.first(self.index)
         if self._split is not None:
             self._split.begin(self)
-        repeats = any(stage == self.index for stage, _ in settings.recomputed)
-        self._first_step.begin(settings.training, repeats)
         self.offload_statistics = OffloadStatistics()
         self._own = None
         self._let_go()
@@ -222,9 +216,8 @@ class StageRunner:
         if self._is_last and self.loss_fn is not None:
             _ = settings.microbatches.scales  # what the user's loss says of them is no part of an op
 
-    def require_seen(self) -> None:
-        """After the ops of a step. Raises RuntimeFailure where forwards changed what a backward needs, unseen."""
-        self._first_step.require_none()
+    def complete(self) -> None:
+        """After the ops of a step, if all of them ran: later steps need not check the loss."""
         self._loss_check.is_over |= self.settings.training
 
     def end(self) -> None:
@@ -257,9 +250,8 @@ class StageRunner:
 
     def recompute(self, m: int) -> None:
         """Runs R: the forward of a microbatch again, which now keeps what its backward needs."""
-        self._first_step.begin_again(m)
         with self._buffers.as_found(m):
-            self._forward_keeping_all(m, self._kept.pop(m), again=True)
+            self._forward_keeping_all(m, self._kept.pop(m))
 
     def _forward_keeping_input(self, m: int, received: Payload | None) -> Payload:
         if not self._differentiates:
@@ -275,12 +267,11 @@ class StageRunner:
             output = self._call(value, m)
             if self._is_last:
                 output = self._loss(m, output)
-        self._first_step.ran(m, output)
         kept.require_same(self.index)
         self._kept[m] = received
         return self._outgoing(output)[0]
 
-    def _forward_keeping_all(self, m: int, received: Payload | None, again: bool = False) -> Payload:
+    def _forward_keeping_all(self, m: int, received: Payload | None) -> Payload:
         value, entry, kept = self._input(m, received)
         tape = None if self._split is None else self._tape(self._split, m)
         away = self.settings.away
@@ -297,8 +288,6 @@ class StageRunner:
                     output = self._loss(m, output)
                 if self.autocast is not None and self._note_casts is not None:
                     self._note_casts(self.index, m, output)
-        if again:
-            self._first_step.ran_again(m, output)
         if tape is not None:
             self._note(tape, m)
         if kept is not _NO_READ_ONLY_INPUTS:
@@ -580,15 +569,13 @@ class StageRunner:
             gradients += [gradient for _, gradient in also]
         if self._split is not None:
             self._split.turn_to(self)
-        first = self._first_step
         try:
-            with first.backward(m) if first.is_watching else nullcontext():
-                if outputs and held.tape is not None:
-                    held.tape.backward_input(outputs, gradients)
-                    self._note(held.tape, m, ran=True)
-                    held.deferred = True
-                elif outputs:
-                    run_backward(outputs, gradients)
+            if outputs and held.tape is not None:
+                held.tape.backward_input(outputs, gradients)
+                self._note(held.tape, m, ran=True)
+                held.deferred = True
+            elif outputs:
+                run_backward(outputs, gradients)
         except RuntimeError as error:
             if "modified by an inplace operation" in str(error):
                 error.add_note(_CHANGED.format(m=m, stage=self.index))
