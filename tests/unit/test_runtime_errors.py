@@ -451,7 +451,7 @@ def test_regression_a_named_tuple_of_a_module_with_a_space_in_its_name_had_other
 ) -> None:
     kind = namedtuple("kind", ["left", "right"], module="my model")
     leaves, skeleton = pytree.flatten(kind(torch.ones(1), torch.zeros(1)))
-    monkeypatch.setattr(pytree, "_NAMED_TUPLES", {})  # as the other process begins
+    monkeypatch.setattr(pytree, "_CLASSES", {})  # as the other process begins
     found = pytree.unflatten(leaves, json.loads(json.dumps(skeleton)))
     assert found._asdict() == {"left": leaves[0], "right": leaves[1]}
 
