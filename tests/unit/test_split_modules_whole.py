@@ -578,6 +578,33 @@ def test_a_hidden_read_of_another_stages_buffer_is_refused() -> None:
     assert len(ps.split(Scaled(norm, Peeks(norm), nn.Linear(12, 12)), at=["2"])) == 2  # both in one stage
 
 
+class Wraps(nn.Module):
+    """Has an attribute whose name the user's script has too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.model = nn.Linear(12, 12)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.model(x)
+
+
+class ReadsGlobal(Wraps):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.model(x) + model[0].weight[0]  # type: ignore[name-defined] # noqa: F821
+
+
+def test_bug_a_layers_attribute_was_taken_for_a_global_of_its_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    for layer in (Wraps, ReadsGlobal):
+        script = Scaled(nn.Linear(12, 12), *(layer() for _ in range(4)))
+        monkeypatch.setitem(globals(), "model", script)
+        if layer is Wraps:
+            assert len(ps.split(script, 4)) == 4
+            continue
+        with pytest.raises(PartitionError, match=r"layer 1 .stage 1. reads the whole model .* through 'model'"):
+            ps.split(script, at=["1", "3"])
+
+
 def test_a_norm_that_two_stages_use_is_refused_in_training() -> None:
     class Shares(Chain):
         def __init__(self) -> None:

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import dis
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -465,7 +466,7 @@ def _of_forward(module: nn.Module) -> Iterator[tuple[str, Any]]:
     forward = getattr(type(module).forward, "__func__", type(module).forward)
     if type(module).__module__.startswith("torch.") or not isinstance(forward, FunctionType):
         return
-    for name in forward.__code__.co_names:
+    for name in _globals_named(forward.__code__):
         if isinstance(forward.__globals__.get(name), nn.Module | Tensor | list | dict | tuple):
             yield name, forward.__globals__[name]
     for name, value in _cells_of(forward):
@@ -519,9 +520,14 @@ def _cells_of(function: FunctionType) -> Iterator[tuple[str, Any]]:
 
 
 def _names_looked_up(code: CodeType) -> list[str]:
-    """The names that a function and those written within it look up."""
+    """The globals that a function and those written within it name."""
     inner = [each for each in code.co_consts if isinstance(each, CodeType)]
-    return [*code.co_names, *(name for each in inner for name in _names_looked_up(each))]
+    return [*_globals_named(code), *(name for each in inner for name in _names_looked_up(each))]
+
+
+def _globals_named(code: CodeType) -> list[str]:
+    """The globals that a function names; `co_names` has its attributes too, such as the `model` of `self.model`."""
+    return [each.argval for each in dis.get_instructions(code) if each.opname in ("LOAD_GLOBAL", "LOAD_NAME")]
 
 
 def stages_of(
