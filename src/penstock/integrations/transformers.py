@@ -89,7 +89,7 @@ class PipelineTrainer(Trainer):
     ) -> None:
         if args is None:
             raise RuntimeFailure("args is None; give transformers.TrainingArguments with gradient_accumulation_steps")
-        _require_taken(args, model, others)
+        _require_taken(type(self), args, model, others)
         self.schedule = _scheduled(schedule, args, num_ranks)
         self._cut, self._dispatch, self._transport, self._timeout = cut, dispatch, transport, timeout
         self._decoder = Decoder(model)
@@ -497,7 +497,7 @@ REFUSED: Mapping[str, str] = {
 """Arguments of the Trainer that must be off, each with the reason and what to do."""
 
 
-def _require_taken(args: Any, model: Any, others: Mapping[str, Any]) -> None:
+def _require_taken(kind: Any, args: Any, model: Any, others: Mapping[str, Any]) -> None:
     for name, why in REFUSED.items():
         if value := getattr(args, name, None):
             raise RuntimeFailure(f"TrainingArguments({name}={value!r}): {name} {why}")
@@ -520,6 +520,11 @@ def _require_taken(args: Any, model: Any, others: Mapping[str, Any]) -> None:
     if args.n_gpu > 1:
         raise RuntimeFailure(
             f"this process sees {args.n_gpu} GPUs; start one process for each with torchrun, or hide all but one"
+        )
+    if kind.compute_loss is not Trainer.compute_loss:
+        raise RuntimeFailure(
+            f"{kind.__name__} has a compute_loss of its own, and no process runs the whole model that it calls; give "
+            "compute_loss_func=, or a model whose own forward works out the loss"
         )
     if model is None or others.get("model_init") is not None:
         raise RuntimeFailure("model_init makes the model anew for each training; give the model")

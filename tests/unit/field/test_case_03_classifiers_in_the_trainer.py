@@ -15,6 +15,7 @@ pytest.importorskip("accelerate")
 
 import transformers
 
+import penstock as ps
 from hf_families import batch_of as pairs_of
 from hf_families import model_of as family_of
 from hf_heads import REFUSED, TRAINED, batch_of, gradients_of, model_of, whole_step
@@ -74,6 +75,15 @@ def test_it_refuses_in_the_words_of_the_decoder(name: str, tmp_path: Path) -> No
     with pytest.raises(DecoderError) as by_trainer:
         PipelineTrainer(model_of(name), one_update(tmp_path), num_ranks=2)
     assert str(by_trainer.value) == str(by_decoder.value)
+
+
+def test_a_compute_loss_of_ones_own_was_never_called(tmp_path: Path) -> None:
+    class Weighted(PipelineTrainer):
+        def compute_loss(self, model: Any, inputs: Any, *args: Any, **rest: Any) -> Any:
+            return 2 * super().compute_loss(model, inputs, *args, **rest)
+
+    with pytest.raises(ps.RuntimeFailure, match=r"Weighted has a compute_loss of its own.*compute_loss_func="):
+        Weighted(model_of("llama of sequences"), one_update(tmp_path), num_ranks=2)
 
 
 def measured(prediction: Any) -> dict[str, float]:

@@ -7,7 +7,7 @@ which sees only what the one before it passes on. Loss and all gradients must be
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import pairwise
 from typing import Any, NamedTuple
@@ -35,7 +35,6 @@ NUM_SAMPLES = 2
 SCALE = 5
 BY_HAND = "compare it by hand, then give compare=False"
 Batch = dict[str, Tensor]
-TokenLoss = Callable[..., Tensor]
 
 
 class CopyError(DecoderError):
@@ -118,7 +117,7 @@ def own_batches(model: Any, labels: Sequence[str]) -> list[Batch]:
         try:
             batches = [_with_labels(model, sample_batch(model, seed), labels, number) for seed in range(2)]
             with torch.no_grad():
-                if (loss := returned_loss(model, _joined(batches))).dim():
+                if (loss := returned(model, _joined(batches))["loss"]).dim():
                     raise ValueError(f"a loss of shape {list(loss.shape)} and not one number")
             return batches
         except Exception as error:  # whatever a model's code raises for labels of another form
@@ -147,13 +146,12 @@ def _with_labels(model: Any, batch: Batch, labels: Sequence[str], number: int) -
     return batch | {labels[0]: forms[number]}
 
 
-def returned_loss(model: Any, batch: Batch) -> Tensor:
-    """What a model's own forward returns as its loss."""
+def returned(model: Any, batch: Batch) -> Mapping[str, Any]:
+    """What a model's own forward returns. Raises ValueError where no loss is in it."""
     out = model(**batch, **uncached(model))
-    loss: Tensor | None = out.get("loss") if isinstance(out, Mapping) else None
-    if loss is None:
+    if not isinstance(out, Mapping) or out.get("loss") is None:
         raise ValueError("its forward returns no 'loss' by that name")
-    return loss
+    return out
 
 
 def _joined(batches: Sequence[Batch]) -> Batch:
@@ -176,8 +174,8 @@ def own_loss(model: Any, anatomy: Anatomy, known: OwnLoss | None = None) -> OwnL
         for parameter in {p for path in anatomy.after for p in tried.get_submodule(path).parameters()}:
             parameter.data *= SCALE
     with torch.no_grad():
-        each = torch.stack([returned_loss(tried, batch) for batch in batches])
-        whole = returned_loss(tried, _joined(batches))
+        each = torch.stack([returned(tried, batch)["loss"] for batch in batches])
+        whole = returned(tried, _joined(batches))["loss"]
     targets = [split_batch(batch, anatomy.labels, model.main_input_name)[1] for batch in batches]
 
     def off(loss_fn: OwnLoss) -> float:
@@ -214,15 +212,22 @@ def require_equal(model: Any, anatomy: Anatomy, routers: Routers | None, loss_fn
     shift = Shift(model, anatomy) if anatomy.has_encoder else None
     whole = None
     try:
-        whole = _learnt(model, (returned_loss(model, batch) for batch in batches), shares)
-        cut = _learnt(model, iter(_through(stages, split, loss_fn, shift)), shares)
+        wanted_outputs = [returned(model, batch) for batch in batches]
+        whole = _learnt(model, [out["loss"] for out in wanted_outputs], shares)
+        outputs = _through(stages, split, shift)
+        losses = [loss_fn(value, targets) for value, (_, targets) in zip(outputs, split, strict=True)]
+        cut = _learnt(model, losses, shares)
     except DecoderError:
         raise
     except Exception as error:
         how = "does not run" if whole is None else "runs as a whole, and not cut into stages"
         raise DecoderError(f"{what} {how} ({_said(error)}); {BY_HAND}") from error
     rounding = 0.0 if model.training else max(1e-5, torch.finfo(model.dtype).eps / 16)
-    if not _is_close(whole.loss, cut.loss, rounding):
+    is_same = _is_close(whole.loss, cut.loss, rounding)
+    for out, value in zip(wanted_outputs, outputs, strict=True):
+        named = value if isinstance(value, dict) else {"logits": value}
+        is_same &= all(_is_close(each, out[name], 100 * rounding) for name, each in named.items() if name in out)
+    if not is_same:
         raise DecoderError(
             f"{what}: cut into stages it has a loss of {cut.loss.item():.9g}, and as a whole of "
             f"{whole.loss.item():.9g}, so its forward does more than call its layers in order. {BY_STAGES}"
@@ -261,7 +266,7 @@ def untouched(model: Any) -> Iterator[None]:
 
 
 def _is_close(one: Tensor, other: Tensor, tolerance: float) -> bool:
-    return torch.allclose(one, other, rtol=tolerance, atol=1e-2 * tolerance)
+    return one.shape == other.shape and torch.allclose(one, other, rtol=tolerance, atol=1e-2 * tolerance)
 
 
 def _name(model: Any) -> str:
@@ -300,9 +305,9 @@ def _learnt(model: Any, losses: Iterable[Tensor], shares: Sequence[float]) -> Lo
 
 
 def _through(
-    stages: Sequence[nn.Module], batches: Sequence[tuple[Any, Any]], loss_fn: TokenLoss, shift: Shift | None = None
-) -> list[Tensor]:
-    """The losses of microbatches whose backwards go back through all stages.
+    stages: Sequence[nn.Module], batches: Sequence[tuple[Any, Any]], shift: Shift | None = None
+) -> list[Any]:
+    """What the last stage returns for microbatches whose backwards go back through all stages.
 
     Each stage runs all of them before the next one begins, so that what one leaves behind elsewhere than in its
     output does not reach the next one unseen. `shift` makes of labels what a decoder is given.
@@ -312,7 +317,7 @@ def _through(
         values = [{**inputs, TARGETS: shift(labels)} for inputs, labels in batches]
     for stage in stages:
         values = [stage(_across(value)) for value in values]
-    return [loss_fn(value, targets) for value, (_, targets) in zip(values, batches, strict=True)]
+    return values
 
 
 def _across(value: Any) -> Any:

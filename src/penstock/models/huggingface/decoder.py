@@ -204,13 +204,15 @@ class Decoder:
             require_equal(small, anatomy, self._routers, self.loss)
         except DecoderError as error:
             if anatomy.tower is not None:
-                anatomy = self._leave_tower_whole(str(error), anatomy)
-            elif not anatomy.labels and self._routers is None:
-                self._call_own_loss(labels)
-                anatomy = replace(anatomy, labels=labels)
-            else:
+                return self._compared(small, self._leave_tower_whole(str(error), anatomy), labels)
+            if anatomy.labels or self._routers is not None:
                 raise
-            return self._compared(small, anatomy, labels)
+            self._call_own_loss(labels)
+            anatomy = replace(anatomy, labels=labels)
+            try:
+                require_equal(small, anatomy, None, self.loss)
+            except DecoderError:
+                raise error from None
         if anatomy.labels:
             self._own_loss = own_loss(small, anatomy)
         return anatomy
