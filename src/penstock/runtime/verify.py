@@ -108,7 +108,9 @@ class Verifier:
         local = self._local
         said = self._first(_said_by(local.require_own_layers) or _said_by(local.require_own_parameters))
         if said is None:
-            said = self._first(_said_by(lambda: local.optimizer_state.agreement.require(self._everyone)))
+            said = self._first(
+                _said_by(lambda: local.optimizer_state.agreement.require(self._everyone, compares_values=True))
+            )
         self._note("the model, and the model as ps.Pipeline got it", said, 4)
         if self._comparisons[-1].outcome != SAME:
             found = Verification(tuple(self._comparisons))

@@ -25,9 +25,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import islice, zip_longest
-from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import Parameter
@@ -40,7 +38,7 @@ from penstock.runtime.parameters.given_optimizer import is_plain
 from penstock.runtime.parameters.gradients import NO_GRADIENT, GradientChange, KnownGradient
 from penstock.runtime.parameters.local_model import LocalModel
 from penstock.runtime.parameters.sharding import ReplicaParameters
-from penstock.runtime.tensors.digest import hash_of, memory_from
+from penstock.runtime.tensors.digest import hash_of
 from penstock.runtime.tensors.dtensor import is_sharded, memory, placements_of
 from penstock.schedule.updates import OWNER
 
@@ -48,13 +46,10 @@ _OWN = "params", "param_names", "foreach", "fused", "capturable"
 """Of an optimizer's group, what may differ: holders have parts of what they divide, and step what they hold by other
 kernels."""
 
-SAMPLED = 64
-"""Of how many numbers of a tensor a change is seen that torch does not count (`parameter.data.mul_(2)`)."""
-
 _MOVED, _WRITTEN = "given other data since the last step", "changed in place since the last step"
-_SAMPLED = "changed through its data since the last step"
-"""Seen by values alone, which holders of other parts have otherwise: `data.clamp_(-1, 1)` may change one of them."""
-_OF_VALUES = _MOVED, _WRITTEN, _SAMPLED
+_VALUES = "with its values"
+"""What `HolderAgreement.require` compares where nobody is known to have changed anything."""
+_OF_VALUES = _MOVED, _WRITTEN, _VALUES
 _OF_GRADIENT = {
     GradientChange.GIVEN: "with a gradient before the step",
     GradientChange.CLEARED: "with its gradient cleared before the step",
@@ -88,101 +83,9 @@ class Versions:
         return [tensor._version for tensor in self._tensors]
 
 
-class Samples:
-    """Tells the same of what torch does not count, by a few numbers of each tensor, spread over all of it.
-
-    A tensor of no more than `SAMPLED` numbers is compared as a whole.
-    """
-
-    def __init__(self, tensors: Sequence[Tensor]) -> None:
-        self._tensors = list(tensors)
-        self._are_plain = not any(map(is_sharded, tensors))
-        self.places: list[int] = []
-        self._views: list[tuple[list[int], list[Tensor]]] = []
-        self._on_cpu: list[list[Any]] = []
-        """Of each type numpy's views of the same, which are gathered in a third of the time; empty elsewhere."""
-        self.note()
-
-    def note(self) -> None:
-        """Now is the moment."""
-        places = self._places()
-        if places != self.places:
-            self.places = places
-            self._look_at_memory()
-        self._before = self._now()
-
-    def moved(self) -> list[int]:
-        """The places of tensors that have other memory since."""
-        return _differing(self.places, self._places())
-
-    def changed(self) -> list[int]:
-        """The places of tensors whose memory has other numbers since."""
-        found: list[int] = []
-        for (owners, views), before, now in zip(self._views, self._before, self._now(), strict=True):
-            if torch.equal(before, now):
-                continue
-            sizes = [view.numel() * view.element_size() for view in views]
-            pairs = zip(owners, before.split(sizes), now.split(sizes), strict=True)
-            found += [owner for owner, one, other in pairs if not torch.equal(one, other)]
-        return sorted(found)
-
-    def _places(self) -> list[int]:
-        """Where their memory is."""
-        tensors = self._tensors if self._are_plain else [memory(tensor) for tensor in self._tensors]
-        return [tensor.data_ptr() for tensor in tensors]
-
-    def _now(self) -> list[Tensor]:
-        """Of each type the bytes of the numbers that are looked at."""
-        return [
-            torch.from_numpy(np.concatenate(lines)).view(torch.uint8) if lines else _in_a_row(views)
-            for (_, views), lines in zip(self._views, self._on_cpu, strict=True)
-        ]
-
-    def _look_at_memory(self) -> None:
-        by_kind: dict[tuple[torch.dtype, torch.device], tuple[list[int], list[Tensor]]] = {}
-        for place, tensor in enumerate(self._tensors):
-            values = memory(tensor)
-            if values.layout is not torch.strided or values.numel() == 0:
-                continue
-            owners, views = by_kind.setdefault((values.dtype, values.device), ([], []))
-            owners.append(place)
-            views.append(_sampled(values))
-        self._views = list(by_kind.values())
-        self._on_cpu = [_numpy_views(views) for _, views in self._views]
-
-
-def _numpy_views(views: Sequence[Tensor]) -> list[Any]:
-    """Numpy's views of the same memory, each along one line; empty where there are none for some tensor."""
-    size = views[0].element_size()
-    if size > 8 or any(view.device.type != "cpu" or view.dim() != 1 for view in views):
-        return []
-    return [
-        np.ndarray(
-            len(view),
-            f"u{size}",
-            memory_from(view, ((len(view) - 1) * view.stride(0) + 1) * size),
-            strides=(view.stride(0) * size,),
-        )
-        for view in views
-    ]
-
-
-def _in_a_row(views: Sequence[Tensor]) -> Tensor:
-    """The bytes of all numbers."""
-    return torch.cat([view.reshape(-1) for view in views]).view(torch.uint8)
-
-
-def _sampled(values: Tensor) -> Tensor:
-    """A view of no more than `SAMPLED` numbers, spread over all of them."""
-    if values.is_contiguous():
-        return values.view(-1)[:: -(-values.numel() // SAMPLED)]
-    steps, left = [slice(None)] * values.dim(), SAMPLED
-    for dims_left, dim in zip(range(values.dim(), 0, -1), sorted(range(values.dim()), key=values.size), strict=True):
-        kept = min(values.size(dim), int(left ** (1 / dims_left) + 1e-9))
-        step = -(-values.size(dim) // kept)
-        steps[dim] = slice(None, None, step)
-        left //= -(-values.size(dim) // step)
-    return values[tuple(steps)]
+def _places_of(tensors: Iterable[Tensor]) -> list[int]:
+    """Where their memory is."""
+    return [(memory(tensor) if is_sharded(tensor) else tensor).data_ptr() for tensor in tensors]
 
 
 def _differing(before: Sequence[object], now: Sequence[object]) -> list[int]:
@@ -360,7 +263,8 @@ class HolderAgreement:
         steps = {id(p) for m in meetings for s in m.sets if s.steps for p in s.parameters.values()}
         stated = [one if id(p) in steps else () for p, one in zip(self._parameters, self._stepped, strict=True)]
         self._versions = Versions(self._parameters)
-        self._samples = Samples(self._parameters)
+        in_parts = {id(p) for m in meetings for s in m.sets if s.in_parts for p in s.parameters.values()}
+        self._in_parts = [id(parameter) in in_parts for parameter in self._parameters]
         self._states = _OptimizerStates(stated)
         self._within = Versions([] if in_step is None else [in_step(p) for p in self._parameters])
         self._events: dict[int, set[_Event]] = {}
@@ -388,7 +292,7 @@ class HolderAgreement:
             return
         with torch.inference_mode(False):  # which a step that is refused there may have been called under
             self._versions.note()
-            self._samples.note()
+            self._places = _places_of(self._parameters)
             self._states.note(self._optimizer())
             gradients = enumerate([parameter.grad for parameter in self._parameters])
             self._known = {place: KnownGradient(gradient) for place, gradient in gradients if gradient is not None}
@@ -397,11 +301,9 @@ class HolderAgreement:
         """Takes note of what the caller has changed by now."""
         if not self._meetings:
             return
-        moved = self._samples.moved()
+        moved = _differing(self._places, _places_of(self._parameters))
         found = [(place, _MOVED) for place in moved]
-        written = set(self._versions.changed()).difference(moved)
-        found += [(place, _WRITTEN) for place in written]
-        found += [(place, _SAMPLED) for place in set(self._samples.changed()).difference(moved, written)]
+        found += [(place, _WRITTEN) for place in set(self._versions.changed()).difference(moved)]
         found += self._states.changed(self._optimizer())
         for place, gradient in enumerate([parameter.grad for parameter in self._parameters]):
             if gradient is None and place not in self._known:
@@ -524,11 +426,26 @@ class HolderAgreement:
         if self._refused is not None:
             raise RuntimeFailure(self._refused)
 
-    def require(self, everyone: Peers) -> None:
-        """Between two steps. Every process must call it. Raises RuntimeFailure as `conclude`."""
-        if any(everyone.gather(self.is_needed)):
+    def require(self, everyone: Peers, compares_values: bool = False) -> None:
+        """Between two steps. Every process must call it. Raises RuntimeFailure as `conclude`.
+
+        Args:
+            compares_values: of all that is held, whether anybody is known to have changed it or not. Torch does not
+                count changes through `parameter.data`.
+        """
+        if not any(everyone.gather(self.is_needed)):
+            return
+        if compares_values:
+            for place, parameter in enumerate(self._parameters):
+                if not self._in_parts[place]:
+                    self._events.setdefault(place, set()).add((_VALUES, hash_of(parameter)))
+        try:
             self.begin()
             self.conclude(all(everyone.gather(self.agrees())))
+        finally:
+            self._events = {
+                place: {event for event in events if event[0] != _VALUES} for place, events in self._events.items()
+            }
 
     def conclude(self, alike: bool) -> None:
         """Ends a step. Raises RuntimeFailure, the same in every process, where some did not begin it alike.
@@ -619,8 +536,6 @@ def _digest_of(value: object) -> int:
 
 
 def _is_told(event: str, held: HolderSet, parameter: Parameter) -> bool:
-    if event == _SAMPLED:
-        return held.has_same_values(parameter)
     if event in _OF_GRADIENT.values():
         return held.has_gradients
     return event in _OF_VALUES or held.steps
