@@ -10,7 +10,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import penstock as ps
-from contract_mistakes import MISTAKES, batch, row
+from contract_mistakes import MISTAKES, D, Does, batch, piped, row
 from fuzz_cases import Case
 from fuzz_runs import between_processes
 from fuzz_verified import keeps_the_contract, run_verified
@@ -77,6 +77,22 @@ def replicas_differ(rank: int) -> str:
 def test_replicas_that_differ_break_sentence_4() -> None:
     outcomes = run_ranks(2, replicas_differ)
     assert [o.value for o in outcomes] == ["4", "4"], outcomes[0].text
+
+
+def uses_a_parameter_of_another_process(rank: int) -> str:
+    torch.manual_seed(0)
+    first = nn.Linear(D, D)
+    stages = [nn.Sequential(first, nn.Tanh()), Does(lambda layer, x: first(x) * layer.weight)]
+    try:
+        piped(stages, 2).verify(*batch())
+    except ps.VerifyError as error:
+        return str(next(each.sentence for each in error.verification.comparisons if each.outcome == "differs"))
+    return "nothing"
+
+
+def test_a_parameter_of_a_stage_in_another_process_breaks_sentence_5() -> None:
+    outcomes = run_ranks(2, uses_a_parameter_of_another_process)
+    assert [o.value for o in outcomes] == ["5", "5"], outcomes[0].text
 
 
 SHAPES = [(2, 1, 1), (2, 2, 1), (1, 2, 2), (2, 1, 2)]

@@ -480,8 +480,6 @@ class Pipeline:
             with local.sharing(f"step {self._num_steps}"):
                 workers = local.run(settings, now.plan)
         with local.sharing(f"step {self._num_steps}"), local.mesh.waiting():
-            with local.failure.noted():
-                local.model.require_own_gradients()
             local.optimizer_state.gather()
         end = perf_counter_ns()
         if self._agent is not None and now is local.running:

@@ -33,20 +33,6 @@ from penstock.runtime.stage.stage import Stage, StageSource, gathers_unseen
 from penstock.schedule import Placement
 
 
-def _others(
-    sources: Sequence[Stage | StageSource], stages: Mapping[int, Stage]
-) -> list[tuple[weakref.ref[Parameter], int, str]]:
-    """The parameters of the model given that no stage of this process has, with their stages and names."""
-    own = {id(p) for stage in stages.values() for p in stage.parameters()}
-    return [
-        (weakref.ref(parameter), index, name if isinstance(source, Stage) else f"{index}.{name}")
-        for index, source in enumerate(sources)
-        if isinstance(source, nn.Module) and index not in stages
-        for name, parameter in source.named_parameters()
-        if id(parameter) not in own
-    ]
-
-
 class LocalModel:
     """The stages of a model that lie in this process, their parameters, and what others hold of these too.
 
@@ -95,8 +81,6 @@ class LocalModel:
             for name, tensor in (*stage.named_parameters(), *stage.named_buffers())
             if tensor.is_inference()
         ]
-        self._elsewhere = _others(sources, stages)
-        self._without_gradient: list[tuple[weakref.ref[Parameter], int, str]] = []
         as_one = names_of_one(stages)
         self.device = device_of(stages.values(), device)
         mesh.require_collectives(self.device, bool(placement.shared) and parallelize is not None)
@@ -193,9 +177,6 @@ class LocalModel:
 
     def begin(self) -> None:
         """Starts a training step."""
-        self._without_gradient = [
-            known for known in self._elsewhere if (one := known[0]()) is not None and one.grad is None
-        ]
         self.copies.begin()
         self.tied.begin()
 
@@ -214,21 +195,6 @@ class LocalModel:
     def end(self) -> None:
         """Ends it, however it went."""
         self.copies.end()
-
-    def require_own_gradients(self) -> None:
-        """Raises RuntimeFailure where a stage here used a parameter of one that another process has: what it adds to
-        the gradient here would be lost.
-        """
-        for given, stage, name in self._without_gradient:
-            parameter = given()
-            if parameter is not None and parameter.grad is not None:
-                parameter.grad = None
-                here = ", ".join(map(str, self.copies.stages))
-                raise RuntimeFailure(
-                    f"a stage of this process ({here}) uses {name}, a parameter of stage {stage}, which another "
-                    "process has, and none of its modules holds it, so its part of the gradient would be lost; "
-                    "register the parameter in both stages, as a tied one"
-                )
 
     def zero_grad(self) -> None:
         # Where replicas keep parts, a step has other parameters in the modules than there are between steps. One that
