@@ -101,8 +101,7 @@ class LocalPipeline:
             kept this process from doing its part of that.
         notices: messages for the user.
         sources: the stages as they were given or cut, those of other processes too.
-        model, optimizer_state, devices, executor, transport, failover, conditions: what `build` makes. waits_in_ops:
-            whether an op may wait for other processes.
+        model, optimizer_state, devices, executor, transport, failover, conditions: what `build` makes.
 
     Raises:
         The errors of `Pipeline`: what cannot run is refused before anything is built.
@@ -113,7 +112,6 @@ class LocalPipeline:
     devices: TorchDevices
     executor: StepExecutor
     running: ActivePlan
-    waits_in_ops: bool
 
     def __init__(self, given: PipelineArguments, mesh: Any, dispatch: Dispatch | str, life: Lifetime) -> None:
         self._given, self._life = given, life
@@ -234,8 +232,7 @@ class LocalPipeline:
         calls = calls_of(schedule, self._functions, held.stages, self.peers, given.timeout)
         together = lockstep_of(place, schedule.updates is not None, given.timeout)
         autocast = given.precision.autocast
-        self.waits_in_ops = place.waits_in_ops(bool(schedule.placement.shared))
-        most_ahead = 1 if self.waits_in_ops else MOST_LAUNCHED_OPS
+        most_ahead = 1 if place.waits_in_ops(bool(schedule.placement.shared)) else MOST_LAUNCHED_OPS
         self.devices = TorchDevices(
             schedule,
             held,
@@ -246,7 +243,6 @@ class LocalPipeline:
             updating,
             most_ahead,
             self._overlaps_pairs(),
-            draws_alone=not self.waits_in_ops,
         )
         self._made.callback(self.devices.close)
         self.executor = StepExecutor(self.devices, ranks, self.choice, self.conditions, together)

@@ -53,7 +53,7 @@ from penstock.runtime.stage.registered_ops import OpFunction
 from penstock.runtime.stage.split_backward import DeferredShare
 from penstock.runtime.stage.stage import StageSource
 from penstock.runtime.tensors.pytree import flatten, unflatten
-from penstock.runtime.tensors.rng import mix, restored_after_step
+from penstock.runtime.tensors.rng import mix, restored
 from penstock.runtime.transport.choose import TransportOptions
 from penstock.runtime.transport.link_conditions import probed_besides
 from penstock.runtime.transport.shared_memory import SharedMemoryTransport
@@ -466,7 +466,7 @@ class Pipeline:
     def _run_schedule(self, batch: Microbatches) -> None:
         """Runs all ops of a training step. The gradients lie in `.grad` afterwards."""
         local = self._local
-        with restored_after_step(local.model.device, local.waits_in_ops), local.mesh.waiting():
+        with restored(local.model.device), local.mesh.waiting():
             if self._agent is not None and local.transport is not None:
                 local.transport.crossings()  # those of an evaluation
             seed, now = mix(self._seed, self._num_steps), local.running_for(batch)
@@ -688,7 +688,7 @@ class Pipeline:
         settings = StepSettings(batch, purpose, seed, counts=self._local.running.counts)
         with (
             evaluating(self._given.model, self._local.model.every_stage()),
-            restored_after_step(self._local.model.device, self._local.waits_in_ops),
+            restored(self._local.model.device),
             self._local.sharing("an evaluation"),
             self._local.mesh.waiting(),
         ):

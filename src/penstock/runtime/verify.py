@@ -34,7 +34,7 @@ from penstock.runtime.stage.partitioning.source_line import Untraceable
 from penstock.runtime.tensors.digest import hash_of
 from penstock.runtime.tensors.dtensor import is_sharded, memory, overwrite
 from penstock.runtime.tensors.pytree import flatten
-from penstock.runtime.tensors.rng import mix, restored_after_step
+from penstock.runtime.tensors.rng import mix, restored
 from penstock.runtime.tensors.sketch import Sketch
 from penstock.runtime.verification import DIFFERS, LEFT_OUT, SAME, Comparison, Verification
 from penstock.schedule import ScheduleError
@@ -327,7 +327,7 @@ class Verifier:
             with (
                 state.agreement.noting_own_changes(),
                 _gradients_aside(local.model.parameters),
-                restored_after_step(local.model.device, local.waits_in_ops),
+                restored(local.model.device),
             ):
                 yield
         finally:

@@ -43,7 +43,6 @@ from penstock.runtime.stage.split_backward import DeferredShare, is_compiled, pr
 from penstock.runtime.stage.stage import Copy
 from penstock.runtime.tensors.message import Payload
 from penstock.runtime.tensors.pytree import on_host
-from penstock.runtime.tensors.rng import DrawingAlone
 from penstock.runtime.transport.wiring import WiredOp, num_indices
 from penstock.schedule import Op, Schedule
 from penstock.schedule.op import BACKWARD, FORWARD, INPUT, RECOMPUTE, WEIGHT
@@ -133,18 +132,6 @@ def with_inputs_on(device: torch.device, handler: Handler) -> Handler:
 
     def handle(wired: WiredOp, inputs: Sequence[Payload]) -> Sequence[Payload]:
         return handler(wired, [on_device(device, payload) for payload in inputs])
-
-    return handle
-
-
-def alone(handler: Handler) -> Handler:
-    """A handler whose op draws random numbers while no other thread does."""
-
-    turn = DrawingAlone()
-
-    def handle(wired: WiredOp, inputs: Sequence[Payload]) -> Sequence[Payload]:
-        with turn:
-            return handler(wired, inputs)
 
     return handle
 
@@ -284,7 +271,6 @@ class TorchDevices:
         updating: the updates that are ops; None where there are none.
         most_ahead: ops that a rank may have under way on a device that queues them; see `LaunchedOps`.
         overlaps_pairs: whether the two of a pair may run at the same time on such a device.
-        draws_alone: whether ops of pipelines in other threads wait for those here, which may draw random numbers.
 
     Attributes:
         runners: of the copies of stages here, by (pipeline, stage). ends: those whose output the loss takes.
@@ -302,14 +288,13 @@ class TorchDevices:
         updating: ScheduledUpdates | None,
         most_ahead: int = MOST_LAUNCHED_OPS,
         overlaps_pairs: bool = True,
-        draws_alone: bool = True,
     ) -> None:
         self._model, self._ranks, self._calls, self._updating = model, ranks, calls, updating
         end = loss_stage(schedule.graph)
         by_ops = has_many_ends(schedule.graph)
         self._num_indices = num_indices(schedule)
         self._queue, self._most_ahead = queue_of(model.device), most_ahead
-        self._overlaps_pairs, self._draws_alone = overlaps_pairs, draws_alone
+        self._overlaps_pairs = overlaps_pairs
         self._lanes: tuple[Schedule | None, Mapping[int, int]] = None, {}
         """Of the stages of the schedule that ran last."""
         self.host = HostMemory(model.device)
@@ -446,8 +431,6 @@ class TorchDevices:
         inside = model.inside if training and model.is_shared else None
         tied = model.tied if model.ties else None
         handlers = TorchOps(runners, tied, schedule, gang, inside).handlers
-        if self._draws_alone:
-            handlers = {kind: alone(handler) for kind, handler in handlers.items()}
         launched = None if self._queue is None else self._launched_ops(self._queue, schedule)
         if self._updating is not None and training:
             handlers = UpdatingOps(handlers, self._updating, rank, plan.wiring.tied_values, gang).handlers
