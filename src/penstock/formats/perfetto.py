@@ -14,6 +14,7 @@ from typing import Any
 
 from penstock.schedule import Op, Schedule, parse_op
 from penstock.schedule.dependencies import predecessors
+from penstock.schedule.op import BUILT_IN
 from penstock.simulation import Message, TimedOp, Timeline
 
 COMPUTE_TRACK = 1
@@ -83,7 +84,7 @@ def from_perfetto(data: bytes, schedule: Schedule) -> list[Timeline]:
 
     Args:
         data: the trace, not gzipped.
-        schedule: whose ops it shows; timelines with others are left out.
+        schedule: whose ops it shows, besides ops of registered kinds; timelines with others are left out.
 
     Raises:
         ValueError: another trace.
@@ -113,7 +114,7 @@ def from_perfetto(data: bytes, schedule: Schedule) -> list[Timeline]:
                 if first <= each["pid"] < first + schedule.num_ranks
             ]
             ops.sort(key=lambda timed: (timed.rank, timed.start))
-            if known.issuperset(timed.op for timed in ops):
+            if known.issuperset(timed.op for timed in ops if timed.op.kind in BUILT_IN):
                 held = (0.0,) * schedule.num_ranks
                 found.append(Timeline(schedule, tuple(ops), (), held, meta["source"], meta["dispatch"]))
     except (KeyError, TypeError) as error:

@@ -22,6 +22,7 @@ RUNS = {
     "plain": f"--schedule zb-h1 --steps 6 {SMALL} --evaluate-every 2",
     "amdp": f"--schedule amdp --window 4 --steps 4 --drain-every 4 {SMALL}",
     "emulated": "--device emulated --ranks 2 --microbatches 4 --steps 4 --in-process --message-cap 10KB",
+    "mesh": f"--schedule 1f1b --dp 2 --steps 2 {SMALL.replace('microbatches 4', 'microbatches 2')}",
     "adapts": f"--schedule 1f1b --steps 12 {SMALL} --adapt",
     "adapts briefly": f"--schedule 1f1b --steps 2 {SMALL} --adapt",
 }
@@ -81,6 +82,7 @@ def test_a_page_has_all_of_a_run(runs: Path, capsys: pytest.CaptureFixture[str])
     ("name", "titles", "said"),
     [
         ("amdp", ["Loss", "Speed", "Bubbles", "One pass"], "in 4 steps of amdp"),
+        ("mesh", ["Loss", "Speed", "Bubbles", "Memory of processes", "One step"], "in 2 steps of 1f1b"),
         ("emulated", ["Bubbles", "One iteration", "Iteration time", "Decisions", "Memory"], "No link was late"),
         ("adapts", ["Loss", "One step", "Iteration time", "Decisions"], "in 12 iterations"),
         ("adapts briefly", ["Loss", "One step"], "in 2 steps of 1f1b"),
@@ -94,6 +96,8 @@ def test_runs_of_every_kind_have_a_page(
     page, value = report_of(runs / name, capsys)
     assert set(titles) <= set(page.texts["h2"])
     assert said in value["headline"].replace("\u2060", "")
+    bars = [attrs for tag, attrs in page.tags if tag == "rect" and attrs.get("class", "").startswith("k")]
+    assert bool(bars) == (name != "killed"), "one of the last steps is drawn once a run has ended"
 
 
 @pytest.mark.slow
@@ -150,3 +154,11 @@ def test_a_trace_is_read_as_the_timelines_that_it_shows() -> None:
             (t.rank, t.op, t.start, t.end) for t in other.ops
         )
     assert from_perfetto(to_perfetto(given), ps.build("1f1b", 4, 4)) == []
+
+
+def test_a_trace_with_the_reductions_of_replicas_is_read_with_the_schedule_of_one() -> None:
+    plain = ps.build("1f1b", 2, 4)
+    ran = ps.simulate(ps.passes.add_reductions(plain, asynchronous=False), ps.Costs.uniform(2, f=2))
+    [read] = from_perfetto(to_perfetto(ran), plain)
+    assert len(read.ops) == len(ran.ops) == plain.num_ops + 2
+    assert "REDUCE" in ps.draw.to_svg(read)
