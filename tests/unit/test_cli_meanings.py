@@ -33,6 +33,8 @@ OTHER_TYPES: dict[str, str] = {
     "--width": SEVERAL,
 }
 """Options whose type differs between verbs, each with the reason. A new entry needs one."""
+OTHER_MEANINGS = {"--verify": "tune runs its best candidates for real, train checks the contract as pipe.verify does"}
+"""Options that mean something else in another verb, each with the reason."""
 
 
 class Given(NamedTuple):
@@ -91,7 +93,9 @@ def test_the_collection_is_whole() -> None:
     assert {name for name, given in BY_NAME.items() if len(given) > 1} >= OTHER_TYPES.keys()
 
 
-@pytest.mark.parametrize("name", sorted(name for name, given in BY_NAME.items() if len(given) > 1))
+@pytest.mark.parametrize(
+    "name", sorted(n for n, given in BY_NAME.items() if len(given) > 1 and n not in OTHER_MEANINGS)
+)
 def test_an_option_means_the_same_in_every_verb(name: str) -> None:
     meanings = defaultdict(list)
     for given in BY_NAME[name]:

@@ -16,7 +16,7 @@ adapt/           plans that change while it runs           migrate          node
 checkpoint/      files, and state sent between ranks       emulation/       the same, with ops that only take time
 errors           what can go wrong                         lifetime         open, broken or closed
 verify           a step computed in ways that must agree   verification    what that finds
-plain_step       the reference loop
+plain_loop       the reference loop
 option_values    checks of single values in options
 """
 
@@ -32,7 +32,7 @@ from penstock.runtime.mesh.process_mesh import device_mesh
 from penstock.runtime.migrate import Placed
 from penstock.runtime.parameters.muon import MuonAdamW, leave_to_adamw
 from penstock.runtime.pipeline import Pipeline
-from penstock.runtime.plain_step import plain_step
+from penstock.runtime.plain_loop import plain_step
 from penstock.runtime.stage.batch_rules import WHOLE, BatchRules
 from penstock.runtime.stage.partitioning import Split, split
 from penstock.runtime.stage.registered_ops import OpCall

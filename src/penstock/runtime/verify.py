@@ -25,7 +25,7 @@ from penstock.runtime.errors import BrokenContract, DeadlineExceeded, PeerLost, 
 from penstock.runtime.execute.plan import ActivePlan, start_of
 from penstock.runtime.local_pipeline import LocalPipeline
 from penstock.runtime.parameters.data_parallel import without_reductions
-from penstock.runtime.plain_step import chained, own_forward, run_plain
+from penstock.runtime.plain_loop import chained, own_forward, run_plain
 from penstock.runtime.stage.microbatches import Microbatches
 from penstock.runtime.stage.module_state import untouched
 from penstock.runtime.stage.ops import Purpose, StepSettings

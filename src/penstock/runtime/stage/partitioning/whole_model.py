@@ -15,16 +15,17 @@ from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from penstock.cost.cut import PartitionError
+from penstock.runtime.stage.module_state import untouched
 from penstock.runtime.stage.partitioning.layers import opened_modules
 from penstock.runtime.stage.partitioning.program import ModelTracer
 from penstock.runtime.stage.partitioning.source_line import Untraceable
 from penstock.runtime.stage.split_backward import is_compiled
 from penstock.runtime.stage.stage import WHOLE, Calling, Stage, with_arguments
-from penstock.runtime.tensors.pytree import device_of, flatten
-from penstock.runtime.tensors.rng import mix, seed_generators
+from penstock.runtime.tensors.pytree import device_of, flatten, unflatten
+from penstock.runtime.tensors.rng import mix, restored, seed_generators
 
 
 class WholeModel(Stage):
@@ -33,15 +34,17 @@ class WholeModel(Stage):
     Args:
         model: the model.
         calling: how it is called with its inputs.
-        tracing: how its forward was traced. Default: it is traced when it first draws. If it can't be traced, it is
-            one layer, as no other number of stages can run it.
+        tracing: how its forward was traced. Default: it is traced if its first forward draws. If it can't be traced,
+            it is one layer, as no other number of stages can run it.
     """
 
     def __init__(
         self, model: nn.Module, calling: Calling = with_arguments, tracing: ModelTracer | None = None
     ) -> None:
         super().__init__({WHOLE: model}, [0], calling)
-        self._tracing, self._has_traced = tracing, tracing is not None
+        self._tracing = tracing
+        self._draws: dict[bool, bool] = {} if tracing is None else {False: True, True: True}
+        """By whether it is in training mode, whether its forward draws."""
 
     def forward(self, value: Any, seed: int | None = None) -> Any:
         """Runs the model. With `seed` (of this step and microbatch) its random draws are those of its stages."""
@@ -50,21 +53,29 @@ class WholeModel(Stage):
             return self._calling(model, value)
         leaves, skeleton = flatten(value)
         device = device_of(leaves)
-        layers = self._layers_called(model, skeleton)
+        if self.training not in self._draws:
+            self._draws[self.training] = self._has_drawn(leaves, skeleton, device)
+        layers = self._layers_called(model, skeleton) if self._draws[self.training] else []
         seed_generators(mix(seed, 0), device)
         with _seeding(layers, seed, device):
             return self._calling(model, value)
 
+    def _has_drawn(self, leaves: Sequence[Tensor], skeleton: Any, device: torch.device) -> bool:
+        """Whether a forward draws, as one that leaves nothing behind in the model shows. A model that draws nothing
+        is never traced, and one that does has put into its own caches by then what it keeps there.
+        """
+        (model,) = self.in_order
+        with untouched(model), torch.no_grad(), restored(device) as has_drawn:
+            self._calling(model, unflatten([leaf.clone() for leaf in leaves], skeleton))
+            return has_drawn()
+
     def _layers_called(self, model: nn.Module, skeleton: Any) -> list[nn.Module]:
-        """The layers that the forward calls with inputs of this form."""
+        """The layers that the forward calls with inputs of this form; none if it can't be traced."""
         try:
-            if not self._has_traced:
-                self._has_traced = True
+            if self._tracing is None:
                 tracing = ModelTracer(model, opened_modules(model))
                 tracing.first()
                 self._tracing = tracing
-            if self._tracing is None:
-                return []
             modes = tuple(self.training and module.training for module in self._tracing.opened)
             calls = self._tracing.program(skeleton, self.training, modes).calls
         except (Untraceable, PartitionError):
