@@ -38,10 +38,10 @@ from penstock.runtime.stage.partitioning import Split, split
 from penstock.runtime.stage.registered_ops import OpCall
 from penstock.runtime.stage.stage import Stage
 from penstock.runtime.transport.choose import DelegateOptions, TransportOptions
-from penstock.runtime.verification import Comparison, Verification
+from penstock.runtime.verification import ComparedWays, Verification
 
 __all__ = [
-    "Comparison",
+    "ComparedWays",
     "DeadlineExceeded",
     "DelegateOptions",
     "EmulatedMesh",

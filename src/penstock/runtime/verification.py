@@ -23,7 +23,7 @@ SAME, DIFFERS, LEFT_OUT = "same", "differs", "not compared"
 
 
 @dataclass(frozen=True)
-class Comparison:
+class ComparedWays:
     """Two ways to compute the same step, and whether they agree.
 
     Attributes:
@@ -33,8 +33,8 @@ class Comparison:
         sentence: the number of the sentence of the contract that was most likely broken. None if none was.
 
     Examples:
-        >>> from penstock.runtime import Comparison
-        >>> Comparison("the stages, and the model's own forward", "same").outcome
+        >>> from penstock.runtime import ComparedWays
+        >>> ComparedWays("the stages, and the model's own forward", "same").outcome
         'same'
     """
 
@@ -52,12 +52,12 @@ class Verification:
         comparisons: the comparisons, in the order in which they were made.
 
     Examples:
-        >>> from penstock.runtime import Comparison, Verification
-        >>> print(Verification((Comparison("the stages, and the model's own forward", "same"),)))
+        >>> from penstock.runtime import ComparedWays, Verification
+        >>> print(Verification((ComparedWays("the stages, and the model's own forward", "same"),)))
         the stages, and the model's own forward  same
     """
 
-    comparisons: tuple[Comparison, ...]
+    comparisons: tuple[ComparedWays, ...]
 
     @property
     def holds(self) -> bool:

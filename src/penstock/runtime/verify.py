@@ -36,7 +36,7 @@ from penstock.runtime.tensors.dtensor import is_sharded, memory, overwrite
 from penstock.runtime.tensors.pytree import flatten
 from penstock.runtime.tensors.rng import mix, restored
 from penstock.runtime.tensors.sketch import Sketch
-from penstock.runtime.verification import DIFFERS, LEFT_OUT, SAME, Comparison, Verification
+from penstock.runtime.verification import DIFFERS, LEFT_OUT, SAME, ComparedWays, Verification
 from penstock.schedule import ScheduleError
 
 TOLERANCE = {torch.float64: 1e-7, torch.float32: 2e-3, torch.bfloat16: 0.1, torch.float16: 0.05}
@@ -76,7 +76,7 @@ class Verifier:
     def __init__(self, local: LocalPipeline, given: PipelineArguments, seed: int) -> None:
         self._local, self._given, self._seed = local, given, seed
         self._everyone = local.mesh.everyone
-        self._comparisons: list[Comparison] = []
+        self._comparisons: list[ComparedWays] = []
 
     def verify(self, inputs: Any, targets: Any) -> Verification:
         """Makes all comparisons. Every process must call it. Raises VerifyError where something differs."""
@@ -413,10 +413,10 @@ class Verifier:
     def _note(self, ways: str, found: str | None, sentence: int, also: str = "") -> None:
         """Adds a comparison. `found` is the same in every process."""
         outcome, said = (SAME, also) if found is None else (DIFFERS, f"{found}" + f" ({also})" * bool(also))
-        self._comparisons.append(Comparison(ways, outcome, said, None if found is None else sentence))
+        self._comparisons.append(ComparedWays(ways, outcome, said, None if found is None else sentence))
 
     def _note_left_out(self, ways: str, why: str) -> None:
-        self._comparisons.append(Comparison(ways, LEFT_OUT, why))
+        self._comparisons.append(ComparedWays(ways, LEFT_OUT, why))
 
     def _require_contract_error(self, ways: str, result: Computed, said: str) -> None:
         """A step that fails in plain order too: notes the contract's sentence, or raises the user's own error."""

@@ -1,4 +1,4 @@
-"""A regression of case 13: the only stage of a model that draws nothing is not traced, so no cache keeps a stand-in."""
+"""The only stage of a model that draws nothing is not traced, so no cache of the user keeps a stand-in."""
 
 from __future__ import annotations
 
