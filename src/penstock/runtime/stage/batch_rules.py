@@ -52,7 +52,7 @@ WHOLE: Final = Whole()
 Signature = tuple[tuple[tuple[int, ...], torch.dtype], ...]
 """Shapes and types of what goes into a microbatch: what stage outputs' shapes are expected to follow from."""
 Rule = int | Whole | Callable[[Any, int], Sequence[Any]]
-Rules = Rule | Mapping[Any, "Rules"] | None
+RuleTree = Rule | Mapping[Any, "RuleTree"] | None
 """One rule, or rules by key and position. None: dimension 0."""
 WANTED = (
     "a dimension, ps.WHOLE, a function (value, num_microbatches) -> list, or a dict of these by the inputs' keys or "
@@ -93,8 +93,8 @@ class BatchRules:
         ps.WHOLE
     """
 
-    inputs: Rules = None
-    targets: Rules = None
+    inputs: RuleTree = None
+    targets: RuleTree = None
 
     __repr__ = short_repr
 
@@ -113,7 +113,7 @@ def _require_rules(what: str, rules: Any) -> None:
     require_value(fits or isinstance(rules, Whole) or callable(rules), f"the rule for {what}", rules, WANTED)
 
 
-def _over(rules: Rules, defaults: Rules) -> Rules:
+def _over(rules: RuleTree, defaults: RuleTree) -> RuleTree:
     if rules is None:
         return defaults
     if not isinstance(rules, Mapping) or defaults is None or callable(defaults):
@@ -123,8 +123,8 @@ def _over(rules: Rules, defaults: Rules) -> Rules:
     return {**defaults, **{key: _over(rule, defaults.get(key)) for key, rule in rules.items()}}
 
 
-def in_words(rules: Rules) -> str:
-    """Rules as text that is the same in every process: functions by name."""
+def in_words(rules: RuleTree) -> str:
+    """RuleTree as text that is the same in every process: functions by name."""
     if isinstance(rules, Mapping):
         return str({str(key): in_words(rule) for key, rule in rules.items()})
     return getattr(rules, "__qualname__", type(rules).__qualname__) if callable(rules) else repr(rules)
@@ -230,7 +230,7 @@ class Uncut:
         RuntimeFailure: a value that can't be cut, or a rule that does not fit.
     """
 
-    def __init__(self, value: Any, what: str, rules: Rules = None, keys: tuple[Any, ...] = ()) -> None:
+    def __init__(self, value: Any, what: str, rules: RuleTree = None, keys: tuple[Any, ...] = ()) -> None:
         self.value, self._what, self._rules, self.is_listed = value, what, rules, isinstance(value, list)
         self._pieces: list[_Piece] = []
         self._names: set[Any] = set()
@@ -283,7 +283,7 @@ class Uncut:
         parts = [piece.cut(num) for piece in self._pieces]
         return Cut([unflatten([p[m] for p in parts], self._skeleton) for m in range(num)], sizes)
 
-    def _read(self, value: Any, keys: tuple[Any, ...], rules: Rules) -> Skeleton:
+    def _read(self, value: Any, keys: tuple[Any, ...], rules: RuleTree) -> Skeleton:
         """Adds the pieces of a value. Returns its form, with their numbers in place of tensors."""
         self._names.add(keys[-1] if keys else None)
         name = self._what + "".join(f"[{key!r}]" for key in keys)
@@ -338,24 +338,24 @@ class Uncut:
         return text
 
 
-def uncut(value: Any, what: str, rules: Rules = None, keys: tuple[Any, ...] = ()) -> Uncut:
+def uncut(value: Any, what: str, rules: RuleTree = None, keys: tuple[Any, ...] = ()) -> Uncut:
     """Inputs or targets, read by their rules, unless they have been read before; arguments as of `Uncut`."""
     return value if isinstance(value, Uncut) else Uncut(value, what, rules, keys)
 
 
-def split(value: Any, num_microbatches: int, what: str, rules: Rules = None) -> Cut:
+def split(value: Any, num_microbatches: int, what: str, rules: RuleTree = None) -> Cut:
     """Inputs or targets, cut by their rules; see `Uncut`."""
     return uncut(value, what, rules).cut(num_microbatches)
 
 
-def rules_at(rules: Rules, *names: Any) -> Rules:
+def rules_at(rules: RuleTree, *names: Any) -> RuleTree:
     """The rules for what lies at a key, or at a position with a name."""
     if not isinstance(rules, Mapping):
         return rules
     return next((rules[name] for name in names if name in rules), rules.get(...))
 
 
-def _fitted(value: Any, name: str, rule: Rules) -> tuple[Rule, int | None]:
+def _fitted(value: Any, name: str, rule: RuleTree) -> tuple[Rule, int | None]:
     """The rule for a tensor or a BlockMask, and the samples. Raises RuntimeFailure for one that does not fit."""
     num = value.dim() if isinstance(value, Tensor) else 1  # a mask is cut along its batch alone
     if isinstance(rule, Whole) or (rule is None and not num):
