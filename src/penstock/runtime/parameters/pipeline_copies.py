@@ -51,7 +51,7 @@ from penstock.schedule import Placement
 from penstock.schedule.updates import OWNER
 
 
-class Draws(NamedTuple):
+class StageDraws(NamedTuple):
     """States of the generators before and after the function of a stage was called, which drew from them."""
 
     before: dict[str, bytes]
@@ -59,7 +59,7 @@ class Draws(NamedTuple):
 
 
 def build_copies(
-    sources: Sequence[Stage | StageSource], placement: Placement, ranks: Sequence[int], drawn: dict[int, Draws]
+    sources: Sequence[Stage | StageSource], placement: Placement, ranks: Sequence[int], drawn: dict[int, StageDraws]
 ) -> dict[Copy, Stage]:
     """The copies that `ranks` host; those of one stage are one module. Notes in `drawn` which functions drew."""
     built: dict[int, Stage] = {}
@@ -71,7 +71,7 @@ def build_copies(
                     before = generator_states()
                     built[stage] = build_stage(sources[stage], stage, len(sources))
                     if (after := generator_states()) != before:
-                        drawn[stage] = Draws(before, after)
+                        drawn[stage] = StageDraws(before, after)
                 found[pipeline, stage] = built[stage]
     return found
 
@@ -350,7 +350,7 @@ def build_alike(sources: Sequence[Stage | StageSource], placement: Placement, me
     """
     found: dict[Copy, Stage] = {}
     forms: dict[str, list[str]] = {}
-    drawn: dict[int, Draws] = {}
+    drawn: dict[int, StageDraws] = {}
     error: Exception | None = None
     begun = generator_states()
     try:
@@ -379,7 +379,7 @@ def _draw_in_order(
     sources: Sequence[Stage | StageSource],
     found: dict[Copy, Stage],
     begun: dict[str, bytes],
-    drawn: Mapping[int, Draws],
+    drawn: Mapping[int, StageDraws],
     peers: Peers,
 ) -> Exception | None:
     """Builds those stages here once more that drew from another state of the generators than they would in one

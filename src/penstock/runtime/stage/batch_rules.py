@@ -124,7 +124,7 @@ def _over(rules: RuleTree, defaults: RuleTree) -> RuleTree:
 
 
 def in_words(rules: RuleTree) -> str:
-    """RuleTree as text that is the same in every process: functions by name."""
+    """Rules as text that is the same in every process: functions by name."""
     if isinstance(rules, Mapping):
         return str({str(key): in_words(rule) for key, rule in rules.items()})
     return getattr(rules, "__qualname__", type(rules).__qualname__) if callable(rules) else repr(rules)
