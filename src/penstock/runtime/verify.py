@@ -5,7 +5,8 @@
     the stages, one after another  ==  the model's own forward         losses and gradients, to the bit
 
 Each way breaks on other mistakes. What differs first, and the sentence of the contract (docs/contract.md) that was
-most likely broken, come back as a table. Gradients are compared by digests, so no second copy of them is held.
+most likely broken, come back as a table. Gradients are compared by digests, so no second copy of them is held. One
+copy of the parameters is held during each run, because a forward or a hook may change them.
 """
 
 from __future__ import annotations
@@ -380,8 +381,8 @@ class Verifier:
                 handle.remove()
 
     def _modes(self) -> Iterator[tuple[str, list[nn.Module]]]:
-        """Ways to compute without what differs between microbatches and the whole batch by its nature: the first that
-        a model without draws needs, then without torch's layers that draw, then in evaluation mode.
+        """Yields words and modules to put into evaluation mode, so that batch norms and random draws do not differ
+        between microbatches and the whole batch: first batch norms, then torch's layers that draw too, then all.
         """
         model = self._given.model
         whole = model.model if isinstance(model, Split) else model
@@ -400,7 +401,7 @@ class Verifier:
     # What all processes hear.
 
     def _first(self, found: str | None) -> str | None:
-        """What the first process that has something to say says; the same in every process."""
+        """The text of the first process that has one. Every process must call it, and gets the same text."""
         return next((each for each in self._everyone.gather(found) if each is not None), None)
 
     def _failure(self, result: Computed) -> str | None:
@@ -549,7 +550,7 @@ def _on_device(stages: Sequence[Any], device: torch.device) -> Iterator[None]:
 
 
 def _by_sample(output: Any) -> Tensor:
-    """Of each sample of an output, the size of its numbers and their sum: [B, 2 for each tensor with samples]."""
+    """The sum of each sample's numbers, and of their sizes: [B, 2 * number of tensors with samples]."""
     leaves = [leaf.detach() for leaf in flatten(output)[0] if leaf.dim() and leaf.is_floating_point()]
     rows = [leaf.double().flatten(1) if leaf.dim() > 1 else leaf.double()[:, None] for leaf in leaves]
     rows = [row for row in rows if len(row) == len(rows[0])]

@@ -44,7 +44,7 @@ class WholeModel(Stage):
         super().__init__({WHOLE: model}, [0], calling)
         self._tracing = tracing
         self._draws: dict[bool, bool] = {} if tracing is None else {False: True, True: True}
-        """By whether it is in training mode, whether its forward draws."""
+        """Whether the forward draws: in training mode by True, in evaluation mode by False."""
 
     def forward(self, value: Any, seed: int | None = None) -> Any:
         """Runs the model. With `seed` (of this step and microbatch) its random draws are those of its stages."""
@@ -61,12 +61,23 @@ class WholeModel(Stage):
             return self._calling(model, value)
 
     def _has_drawn(self, leaves: Sequence[Tensor], skeleton: Any, device: torch.device) -> bool:
-        """Whether a forward draws, as one that leaves nothing behind in the model shows. A model that draws nothing
-        is never traced, and one that does has put into its own caches by then what it keeps there.
+        """Runs the forward once to see whether it draws, and puts back the model's state and gradients.
+
+        A model that draws nothing is never traced. One that draws has filled its own caches before it is traced.
         """
         (model,) = self.in_order
-        with untouched(model), torch.no_grad(), restored(device) as has_drawn:
-            self._calling(model, unflatten([leaf.clone() for leaf in leaves], skeleton))
+        gradients = [(parameter, parameter.grad) for parameter in model.parameters()]
+        copies = [leaf.detach().clone().requires_grad_(leaf.requires_grad) for leaf in leaves]
+        with untouched(model), restored(device) as has_drawn:
+            try:
+                for parameter, _ in gradients:
+                    parameter.grad = None
+                self._calling(model, unflatten(copies, skeleton))
+            except Exception:  # which the forward itself raises next
+                return False
+            finally:
+                for parameter, gradient in gradients:
+                    parameter.grad = gradient
             return has_drawn()
 
     def _layers_called(self, model: nn.Module, skeleton: Any) -> list[nn.Module]:
