@@ -15,7 +15,6 @@ import penstock as ps
 import tie_runs
 import tied_updates_loop as loop
 from penstock.models import parallelize
-from penstock.runtime import RuntimeFailure
 from processes import run_ranks
 from tiers import chosen, in_turn
 
@@ -193,13 +192,15 @@ def borrow(rank: int) -> str:
     pipe = ps.Pipeline(model, ps.build("1f1b", 2, 2), loss_fn=nn.MSELoss(), optimizer=torch.optim.AdamW)
     x = torch.randn(8, 4)
     try:
-        pipe.step(x, x)
-    except RuntimeFailure as error:
-        return f"{type(error).__name__}: {error}"
-    return "a step was made without it"
+        pipe.verify(x, x)
+    except ps.VerifyError as error:
+        return str(error)
+    return "nothing was found"
 
 
-def test_a_parameter_of_another_stage_that_no_module_holds_loses_no_gradient() -> None:
-    first, second = run_ranks(2, borrow)
-    assert first.value.startswith("PeerFailed: rank 1 could not do its part of the step: a stage of this process")
-    assert "uses 0.weight, a parameter of stage 0" in second.value, second.text
+def test_a_parameter_of_another_stage_that_no_module_holds_is_found_by_verify() -> None:
+    for outcome in run_ranks(2, borrow):
+        assert "stage 1 uses a parameter of shape (4, 4) that none of its modules holds" in outcome.value, (
+            outcome.text
+        )
+        assert "sentence 5 of the contract" in outcome.value

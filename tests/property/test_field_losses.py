@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from torch import nn
 
@@ -73,6 +73,7 @@ def test_a_right_loss_is_that_of_the_whole_batch(name: str, schedule: str, num: 
     seed=st.integers(0, 99),
 )
 def test_a_wrong_loss_is_told_in_the_first_step(name: str, schedule: str, num: int, seed: int) -> None:
+    assume(num < 5 or name != "a microbatch in which nothing counts, hidden")  # nothing counts in the first two then
     form = WRONG[name]
     x, y = batch_of(form, 3 * num, seed)
     with ps.Pipeline(model_of(form), schedule_of(schedule, num), loss_fn=form.make()) as pipe:

@@ -162,7 +162,12 @@ const schedules = (() => {
 
   function parseOp(text, defaultStage) {
     const match = OP.exec(text);
-    if (match === null) return `${quoted(text.slice(0, 40))} is not an op: write [stage]KIND<microbatch>, like F0 or 2F0`;
+    if (match === null) {
+      const near = text.slice(0, 40).replace(/^[,;]+|[,;]+$/g, "").toUpperCase().replaceAll("O", "0");
+      const meant = near === text ? null : OP.exec(near);
+      const hint = meant !== null && "FBIW".includes(meant[2]) ? `did you mean ${near}?` : "like F0 or 2F0";
+      return `${quoted(text.slice(0, 40))} is not an op: write [stage]KIND<microbatch>, ${hint}`;
+    }
     if (match[1] === undefined && defaultStage === null)
       return `${quoted(text)} names no stage, and its rank hosts several: write 2${text} for stage 2`;
     return { kind: match[2], stage: match[1] === undefined ? defaultStage : Number(match[1]), m: Number(match[3]) };
@@ -324,9 +329,9 @@ const schedules = (() => {
         throw errorAt(s, "kind", rank, step, op,
           `kind ${quoted(op.kind)} is not one of F, B, I, W, and is not registered for stage ${op.stage}`);
       if (!(op.stage >= 0 && op.stage < stages))
-        throw errorAt(s, "range", rank, step, op, `stages go from 0 to ${stages - 1}`);
+        throw errorAt(s, "range", rank, step, op, stages === 1 ? "there is only 1 stage, stage 0" : `there are only ${stages} stages, 0 to ${stages - 1}`);
       if (!(op.m >= 0 && op.m < microbatches))
-        throw errorAt(s, "range", rank, step, op, `microbatches go from 0 to ${microbatches - 1}`);
+        throw errorAt(s, "range", rank, step, op, microbatches === 1 ? "there is only 1 microbatch, microbatch 0" : `there are only ${microbatches} microbatches, 0 to ${microbatches - 1}`);
       const host = rankOf(s, op.stage, op.m);
       if (rank !== host)
         throw errorAt(s, "placement", rank, step, op, `stage ${op.stage} is placed on rank ${host}, so the op belongs there`);

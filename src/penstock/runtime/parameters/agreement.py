@@ -277,6 +277,8 @@ class HolderAgreement:
         self._state: object = None
         self._facts: list[list[Facts]] = []
         self._digests: list[list[float]] = []
+        self._as_made = [hash_of(parameter) for parameter in self._parameters]
+        """Of each parameter's values, until the first step. A trainer may give them other memory by then."""
         self.note()
 
     @property
@@ -302,6 +304,8 @@ class HolderAgreement:
         if not self._meetings:
             return
         moved = _differing(self._places, _places_of(self._parameters))
+        if self._as_made:  # the same values elsewhere are no change
+            moved = [place for place in moved if hash_of(self._parameters[place]) != self._as_made[place]]
         found = [(place, _MOVED) for place in moved]
         found += [(place, _WRITTEN) for place in set(self._versions.changed()).difference(moved)]
         found += self._states.changed(self._optimizer())
@@ -354,6 +358,7 @@ class HolderAgreement:
         if not self._meetings:
             return
         self.see()
+        self._as_made.clear()
         self._within.note()
         self._changed_between_modes = None
         optimizer = self._optimizer()
