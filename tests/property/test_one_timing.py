@@ -7,7 +7,6 @@ engine is held to the orders it made before, by their digest.
 
 from __future__ import annotations
 
-import hashlib
 import random
 from collections.abc import Sequence
 from dataclasses import replace
@@ -24,7 +23,6 @@ from penstock.engine.list_by_values import ListSpace, list_ops
 from penstock.engine.network import Network
 from penstock.engine.timing import Timer
 from penstock.library.amdp_order import OrderOptions, StageTimes, ran_with
-from penstock.passes import add_communication
 from penstock.planning.family import OpForms
 from penstock.planning.graph.problem import pose_graph
 from penstock.planning.joint.problem import pose_joint
@@ -199,24 +197,3 @@ def test_heads_and_tails_of_windows(seed: int) -> None:
     tails = tails_of(flow, after, freed)
     # Of the window's own ops none is in the way: alone, each is followed by what is behind the window.
     assert tails == [longest_ways(flow, [one, *after])[one.block, one.turn] for one in freed]
-
-
-def test_messages_are_placed_as_they_were() -> None:
-    """132 schedules of all the library and random times, as placed by the pass when it had a sweep of its own."""
-    draw, found, count = random.Random(3), hashlib.sha256(), 0
-    for name in ps.library.SCHEDULES:
-        for ranks, num in ((2, 4), (4, 8), (4, 12)):
-            try:
-                schedule = ps.build(name, ranks, num)
-            except ps.ScheduleError:
-                continue
-            times = [[draw.randint(1, 9) for _ in range(schedule.num_stages)] for _ in "fiw"]
-            for costs in (None, ps.Costs(*times)):
-                try:
-                    text = str(add_communication(schedule, costs).order)
-                    count += 1
-                except ps.ScheduleError as error:
-                    text = type(error).__name__
-                found.update(f"{name} {ranks} {num} {text}\n".encode())
-    assert count == 132
-    assert found.hexdigest() == "b34c9d1836a044cf67a41e9bc301738c2f331103b50cb94d202f90ec98fce751"

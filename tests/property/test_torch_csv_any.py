@@ -22,7 +22,6 @@ from penstock.formats.torch_csv import BOOKKEEPING, WAITS
 from penstock.passes import add_communication, remove_communication
 from penstock.schedule import Op, declare_shown_order
 from penstock.schedule.op import COMMUNICATION
-from penstock.schedule.send_recv import run_rendezvous
 from strategies import library_schedules
 from tiers import examples
 
@@ -137,8 +136,7 @@ def test_compute_comms_there_and_back(schedule: ps.Schedule) -> None:
 @given(schedules)
 def test_messages_are_proved_even_where_sends_wait(schedule: ps.Schedule) -> None:
     placed = add_communication(schedule)
-    ps.check(placed)
-    assert run_rendezvous(placed).blocked == {}
+    ps.check(placed, channels="nccl")
     assert remove_communication(placed) == schedule
     crossing = sum(
         schedule.rank_of(s, m) != schedule.rank_of(s + 1, m)
@@ -186,8 +184,7 @@ def test_what_torch_writes_is_read(schedule: ps.Schedule, tmp_path_factory: pyte
     path = folder / "dumped.csv"
     loaded._dump_csv(str(path))
     read = ps.load(path, declare_order=True)
-    ps.check(read)
-    assert run_rendezvous(read).blocked == {}
+    ps.check(read, channels="nccl")
     assert remove_communication(read).order == schedule.order
     loaded._dump_csv(str(path), format="compute_only")
     assert ps.load(path).order == schedule.order
@@ -239,7 +236,7 @@ def test_torchs_own_schedules_are_read(name: str, num_ranks: int, num: int, tmp_
         assert ("OVERLAP" in text) == bool(plain.pairs) == (name == "ScheduleDualPipeV")
         assert from_torch_csv(to_torch_csv(read[form], form)) == plain if name != "ScheduleLoopedBFS" else True
     assert remove_communication(read["compute_comms"]) == read["compute_only"]
-    assert run_rendezvous(read["compute_comms"]).blocked == {}
+    ps.check(read["compute_comms"], channels="nccl")
     if (ours := TORCHS_OWN[name]) is not None:
         own = ps.build(ours, num_ranks, num, **{"overlap": True} if in_v and ours == "dualpipe-v" else {})
         assert read["compute_only"].placement == own.placement

@@ -12,7 +12,6 @@ from torch import nn
 import penstock as ps
 from penstock.passes import add_communication, remove_communication
 from penstock.schedule import Op, StageGraph
-from penstock.schedule.send_recv import run_rendezvous
 
 pytestmark = pytest.mark.unit
 
@@ -27,7 +26,10 @@ rank 1 | RECV_F0 F0 RECV_F1 B0 SEND_B0 F1 B1 SEND_B1
 @pytest.mark.parametrize("name", ["1f1b", "zb-v"])
 def test_where_messages_are_put(name: str, golden: Callable[[str, str], None]) -> None:
     schedule = ps.build(name, 2, 3)
-    golden(f"communication/{name}.txt", f"{schedule}\n\n{add_communication(schedule)}\n")
+    by_channel = [
+        f"{channel}\n{add_communication(schedule, channels=channel, most_posted=2)}\n" for channel in ("gloo", "nccl")
+    ]
+    golden(f"communication/{name}.txt", "\n".join([f"{schedule}\n", *by_channel]))
 
 
 def test_the_drawing_of_the_docs() -> None:
@@ -53,14 +55,14 @@ def test_costs_decide_where_a_receive_stands() -> None:
     slow = add_communication(remove_communication(ps.parse(WITH)), ps.Costs(f=[5, 1], i=[1, 1], w=[1, 1]))
     assert [str(op) for op in slow.order[1]][:5] == ["1RECV_F0", "1F0", "1B0", "1SEND_B0", "1RECV_F1"]
     ps.check(slow)
-    assert not run_rendezvous(slow).blocked
+    ps.check(slow, channels="nccl")
 
 
 def test_ops_that_take_no_time_are_placed_too() -> None:
     schedule = ps.build("interleaved-1f1b", 2, 4)
     placed = add_communication(schedule, ps.Costs.uniform(4, f=0, i=0, w=0))
     ps.check(placed)
-    assert not run_rendezvous(placed).blocked
+    ps.check(placed, channels="nccl")
 
 
 def test_what_cannot_have_messages() -> None:
@@ -154,6 +156,41 @@ def test_a_graph_of_stages_has_no_messages_as_ops() -> None:
     with pytest.raises(ps.ScheduleError, match="messages as ops are for plain chains") as caught:
         ps.check(replace(ps.parse(WITH), stage_graph=StageGraph(2, ())))
     assert caught.value.rule == "message"
+
+
+def test_a_late_receive_delays_its_message_on_gloo_alone() -> None:
+    """The notice of a receive takes the way back: 7 ms after it is posted, data leaves; 7 ms later it is there."""
+    late = ps.parse(WITH.replace("RECV_F0 F0 RECV_F1 B0", "RECV_F0 F0 B0 RECV_F1"))
+    costs, links = ps.Costs.uniform(2, f=1, i=1, w=1), ps.Links({(0, 1): 7.0})
+    arrivals = {}
+    for channel in ("buffered", "gloo"):
+        run = ps.simulate(late, costs, links=links, channels=channel)
+        arrivals[channel] = {str(m.source): (m.posted, m.left, m.arrived) for m in run.messages}
+    assert arrivals["buffered"]["0F0"] == (0, 1, 8)
+    assert arrivals["gloo"]["0F0"] == (0, 7, 14)
+    posted, left, arrived = arrivals["gloo"]["0F1"]
+    assert (left, arrived) == (posted + 7, posted + 14)
+
+
+def test_channels_are_for_rows_that_are_followed() -> None:
+    schedule = ps.build("1f1b", 2, 2)
+    with pytest.raises(ps.ScheduleError, match="channels 'mpi': give one of buffered, gloo"):
+        ps.simulate(schedule, channels="mpi")
+    with pytest.raises(ps.ScheduleError, match="give dispatch='frozen'"):
+        ps.simulate(schedule, channels="gloo", dispatch="dynamic")
+    with pytest.raises(ps.ScheduleError, match="no messages as ops, so nothing is proved of channels 'nccl'"):
+        ps.check(schedule, channels="nccl")
+    with pytest.raises(ps.ScheduleError, match="most_posted is 0"):
+        add_communication(schedule, channels="gloo", most_posted=0)
+
+
+def test_three_ranks_wait_in_a_circle_of_messages_alone() -> None:
+    """Each rank's stream begins with another message, and each of these is the second one at its other end."""
+    schedule = add_communication(ps.build("interleaved-1f1b", 3, 6), channels="gloo", most_posted=1)
+    with pytest.raises(ps.ScheduleError, match="messages wait for one another on nccl") as caught:
+        ps.check(schedule, channels="nccl")
+    assert caught.value.rule == "deadlock"
+    assert "waits behind" in str(caught.value)
 
 
 def test_messages_take_no_time_in_a_simulation() -> None:

@@ -231,7 +231,7 @@ def test_only_what_is_proved_is_written() -> None:
 
 
 def test_messages_that_could_wait_for_one_another_are_not_written() -> None:
-    """Both ranks send before they receive: fine where channels hold a message, not where a send waits."""
+    """Both ranks send before they receive: fine on gloo, but not where both messages share a stream."""
     schedule = ps.parse("""
         schedule x: 2 ranks, 2 stages, 2 microbatches
         pipeline 0: stages on ranks 0 1
@@ -239,8 +239,15 @@ def test_messages_that_could_wait_for_one_another_are_not_written() -> None:
         rank 1 | RECV_F0 F0 B0 SEND_B0 RECV_F1 F1 B1 SEND_B1
     """)
     ps.check(schedule)
-    with pytest.raises(ps.ScheduleError, match=r"rank 0, step 3, 0SEND_F1: .* waits for 1RECV_F1 on rank 1"):
+    with pytest.raises(ps.ScheduleError, match="messages wait for one another on nccl") as caught:
         to_torch_csv(schedule)
+    assert (caught.value.rank, caught.value.step, str(caught.value.op)) == (1, 3, "1SEND_B0")
+    assert "1SEND_B0 from rank 1 to rank 0 waits behind 0SEND_F1, which rank 0 posts earlier" in str(caught.value)
+    assert "0SEND_F1 from rank 0 to rank 1 waits behind 1SEND_B0, which rank 1 posts earlier" in str(caught.value)
+    with pytest.raises(ps.ScheduleError, match="on nccl-pair"):
+        to_torch_csv(schedule, channels="nccl-pair")
+    for channel in ("gloo", "nccl-edge", "buffered"):
+        assert to_torch_csv(schedule, channels=channel)
     assert to_torch_csv(add_communication(schedule)) == COMMS
 
 

@@ -24,9 +24,10 @@ from typing import Literal
 from penstock.formats.torch_csv import ACTIONS, OVERLAP, WAITS
 from penstock.passes.communication import add_communication
 from penstock.schedule import Op, Schedule, ScheduleError, check
+from penstock.schedule.channels import NCCL
 from penstock.schedule.op import BACKWARD, FORWARD, INPUT
 from penstock.schedule.pairs import paired_steps
-from penstock.schedule.send_recv import has_communication, remove_communication, run_rendezvous
+from penstock.schedule.send_recv import has_communication, remove_communication
 from penstock.schedule.text import unit_columns
 
 CsvForm = Literal["compute_only", "compute_comms", "compute_comms_waits"]
@@ -35,7 +36,7 @@ CsvForm = Literal["compute_only", "compute_comms", "compute_comms_waits"]
 """
 
 
-def to_torch_csv(schedule: Schedule, form: CsvForm | None = None) -> str:
+def to_torch_csv(schedule: Schedule, form: CsvForm | None = None, channels: str = NCCL) -> str:
     """The schedule as torch's CSV. Its name and `max_in_flight` have no place there.
 
     Args:
@@ -43,6 +44,8 @@ def to_torch_csv(schedule: Schedule, form: CsvForm | None = None) -> str:
         form: "compute_only" leaves messages out, "compute_comms" adds them where the schedule has none, and
             "compute_comms_waits" also says when they are waited for, as torch 2.15 and newer ask; by default it is
             "compute_comms" or "compute_only", as the schedule is.
+        channels: what will carry the messages in torch, see `schedule.channels`. A schedule whose messages would
+            hang there is refused; messages that it lacks are placed for it.
 
     Raises:
         ScheduleError: the schedule is not valid, or (rule "torch") needs what torch's pipelining lacks; the
@@ -60,11 +63,10 @@ def to_torch_csv(schedule: Schedule, form: CsvForm | None = None) -> str:
     if form == "compute_only":
         schedule = remove_communication(schedule)
     elif not has_communication(schedule):
-        schedule = add_communication(schedule)
-    check(schedule)
+        schedule = add_communication(schedule, channels=channels)
+    check(schedule, channels=None if form == "compute_only" else channels)
     _check_losses(schedule)
     if form != "compute_only":
-        _check_rendezvous(schedule)
         rows = [_with_bookkeeping(row, form == "compute_comms_waits") for row in paired_steps(schedule)]
     else:
         steps = zip(paired_steps(schedule), unit_columns(schedule), strict=True)
@@ -163,25 +165,6 @@ def _check_losses(schedule: Schedule) -> None:
                     step,
                     op,
                 )
-
-
-def _check_rendezvous(schedule: Schedule) -> None:
-    """torch may let a send wait for its receive (NCCL does, on one line for all messages of two ranks)."""
-    run = run_rendezvous(schedule)
-    if run.blocked:
-        rank, (other, peer, _) = min(run.blocked.items())
-        step = run.steps[rank]
-        op = schedule.order[rank][step]
-        raise ScheduleError(
-            f"rank {rank}, step {step}, {op}: where a send waits until its receive is reached, as it may in torch, "
-            f"this waits for {other} on rank {peer} and that, in the end, for this (rule: deadlock); place the "
-            "messages anew with passes.add_communication",
-            rule="deadlock",
-            rank=rank,
-            step=step,
-            op=op,
-            peer=str(other),
-        )
 
 
 def _lacks(feature: str, rank: int | None = None, step: int | None = None, op: Op | None = None) -> None:

@@ -8,7 +8,8 @@ W(s, m)       after I(s, m)
 R(s, m)       after F(s, m); the backward is then after R(s, m)
 U(s, n)       of the owner after all backwards (B or W) of its window, of another copy after the owner's;
               and after the copy's U before it (see `updates`)
-SEND_F(s, m)  after F(s, m); RECV_F(s+1, m) after it; F(s+1, m) after that. SEND_B and RECV_B alike, downwards
+SEND_F(s, m)  after F(s, m); F(s+1, m) after it and after RECV_F(s+1, m), which posts a receive and waits for
+              nothing. SEND_B and RECV_B alike, downwards
 registered    as its `Needs` say
 pairs         the F of a pair also after all that its B needs; that B after the F (see `pairs`)
 """
@@ -45,7 +46,7 @@ def _own_predecessors(op: Op, graph: StageGraph, present: Mapping[Op, int]) -> l
     if kind == FORWARD:
         received = Op("RECV_F", stage, microbatch)
         if received in present:
-            needed = [received]
+            needed = [received, *(Op("SEND_F", before, microbatch) for before in graph.sources[stage])]
         else:
             needed = [
                 Op(FORWARD, before, m)
@@ -59,7 +60,7 @@ def _own_predecessors(op: Op, graph: StageGraph, present: Mapping[Op, int]) -> l
         needed = [again if again in present else Op(FORWARD, stage, microbatch)]
         received = Op("RECV_B", stage, microbatch)
         if received in present:
-            needed.append(received)
+            needed += [received, *(Op("SEND_B", after, microbatch) for after in graph.targets[stage])]
         else:
             needed += [
                 _backward(after, m, present)
@@ -72,10 +73,6 @@ def _own_predecessors(op: Op, graph: StageGraph, present: Mapping[Op, int]) -> l
         needed = [Op(FORWARD, stage, microbatch)]
     elif kind == "SEND_B":
         needed = [_backward(stage, microbatch, present)]
-    elif kind == "RECV_F":
-        needed = [Op("SEND_F", before, microbatch) for before in graph.sources[stage]]
-    elif kind == "RECV_B":
-        needed = [Op("SEND_B", after, microbatch) for after in graph.targets[stage]]
     else:
         needed = []
     if graph.needs:
@@ -91,6 +88,12 @@ def _own_predecessors(op: Op, graph: StageGraph, present: Mapping[Op, int]) -> l
 def _backward(stage: int, microbatch: int, present: Mapping[Op, int]) -> Op:
     full = Op(BACKWARD, stage, microbatch)
     return full if full in present else Op(INPUT, stage, microbatch)
+
+
+def compute_op(end: Op, present: Mapping[Op, int]) -> Op:
+    """The op whose result a SEND carries, or the one that needs what a RECV brings."""
+    kind, stage, microbatch = end
+    return Op(FORWARD, stage, microbatch) if kind.endswith("_F") else _backward(stage, microbatch, present)
 
 
 def carries_message(producer: Op, consumer: Op) -> bool:

@@ -12,8 +12,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from penstock.schedule.dependencies import predecessors
-from penstock.schedule.liveness import UntimedRun
 from penstock.schedule.op import BACKWARD, COMMUNICATION, FORWARD, INPUT, Op
 from penstock.schedule.schedule import Schedule, require_schedule
 
@@ -95,42 +93,6 @@ def find_mismatch(schedule: Schedule) -> Mismatch | None:
                 )
                 return Mismatch(*place[receive], receive, message, str(send))
     return None
-
-
-def run_rendezvous(schedule: Schedule) -> UntimedRun:
-    """Runs a schedule that has its messages as ops, each send waiting until its receive is reached.
-
-    That is the strictest way to send: an order that completes so completes however much the channels hold.
-    """
-    place = {op: rank for rank, row in enumerate(schedule.order) for op in row}
-    steps = [0] * schedule.num_ranks
-    done: set[Op] = set()
-    blocked: dict[int, tuple[Op, int, bool]] = {}
-    pending = list(range(schedule.num_ranks))
-    while pending:
-        rank = pending.pop()
-        row = schedule.order[rank]
-        while steps[rank] < len(row):
-            op = row[steps[rank]]
-            if op.kind in COMMUNICATION:
-                other = other_end(op)
-                peer = place.get(other, rank)
-                if peer == rank or schedule.order[peer][steps[peer] : steps[peer] + 1] != (other,):
-                    blocked[rank] = other, peer, False
-                    break
-                done |= {op, other}
-                steps[peer] += 1
-                pending.append(peer)
-            else:
-                missing = next((n for n in predecessors(op, schedule.graph, place) if n not in done), None)
-                if missing is not None:
-                    blocked[rank] = missing, place.get(missing, rank), False
-                    break
-                done.add(op)
-            steps[rank] += 1
-        else:
-            blocked.pop(rank, None)
-    return UntimedRun(tuple(steps), blocked)
 
 
 def send_of(op: Op) -> Op | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from copy import deepcopy
 from numbers import Integral
 
 from penstock.cost import CostError, Costs, Links
@@ -11,9 +12,13 @@ from penstock.cost.links import LinkQueues
 from penstock.dispatch import Dispatch, Policy
 from penstock.renamed import refuse_old
 from penstock.schedule import Schedule, ScheduleError
+from penstock.schedule.channels import BUFFERED, require_channel
 from penstock.schedule.op import UPDATE
-from penstock.schedule.send_recv import remove_communication
+from penstock.schedule.send_recv import has_communication, remove_communication
+from penstock.simulation.arbiter import place_messages
 from penstock.simulation.auto import choose
+from penstock.simulation.channels import run_channels
+from penstock.simulation.lowered import Order
 from penstock.simulation.memory import frozen_caps, frozen_peaks, memory_changes
 from penstock.simulation.runner import Runner
 from penstock.simulation.timeline import Timeline, timeline_of
@@ -36,14 +41,15 @@ def simulate(
     *,
     dispatch: Dispatch | Policy | str = Dispatch.FROZEN,
     transport: SimulatedTransport | str = "decoupled",
+    channels: str = BUFFERED,
     memory_limit: float | Sequence[float] | None = None,
     warmup: Sequence[int] | None = None,
     links_at: float = 0.0,
 ) -> Timeline:
     """Computes when every op of a schedule runs, over given costs and links. The same input gives the same result.
 
-    Messages that are ops of the schedule are timed like all others: a rank waits for a message where an op needs it,
-    not where its receive is posted.
+    A frozen run of a schedule that has its messages as ops posts each where it stands, and the data leaves as the
+    channel says. All other runs send a message when its op ends, and take it when it arrives.
 
     Args:
         schedule: the schedule to run. It need not be proved first.
@@ -59,6 +65,10 @@ def simulate(
             run over the same costs and links. "auto" tries several (`auto.POLICIES`) and takes the fastest, which
             the timeline names.
         transport: "decoupled", or `Blocking(depth)`.
+        channels: what carries the messages in the framework that runs the schedule: "buffered" (Penstock's own),
+            "gloo", "nccl", "nccl-pair" or "nccl-edge", see `schedule.channels`. Such frameworks follow their rows, so
+            the dispatch must be "frozen". Messages that are no ops of the schedule are placed as
+            `passes.add_communication` does, with any number of receives posted.
         memory_limit: most activations that a rank may hold, in the unit of the costs: one number, or one per rank. By
             default a rank may hold as much as it holds in the frozen run without delays. A lower limit is refused,
             because a rank must be able to finish in its frozen order. A frozen run only checks the limit.
@@ -83,7 +93,7 @@ def simulate(
     References:
         PipeMorph (NSDI 2026), section 3.1: how bubbles of a late link cascade.
     """
-    schedule = remove_communication(schedule)
+    placed, schedule = schedule, remove_communication(schedule)
     costs = Costs.assumed(schedule.num_ranks, schedule.placement) if costs is None else costs
     through_lines = links if isinstance(links, LinkQueues) else Links.of(links)
     require_costs(costs)
@@ -96,6 +106,16 @@ def simulate(
     policy = None if dispatch == AUTO else Policy.of(dispatch)
     runner = Runner(costs, compile=schedule.num_ops > COMPILE_ABOVE)
     order = runner.lowered(schedule)
+    if (policy is not None and not policy.dispatch.is_dynamic and placed is not schedule) or (
+        require_channel(channels) != BUFFERED
+    ):
+        if policy is None or policy.dispatch.is_dynamic or transport != "decoupled":
+            raise ScheduleError(
+                f"channels {channels!r} are those of frameworks that follow their rows; give dispatch='frozen' and "
+                "leave transport out",
+                rule="options",
+            )
+        return _through_channels(placed, order, costs, through_lines, channels, links_at)
     caps = None
     if warmup is not None:
         _check_warmup(warmup, order.num_ranks, policy)
@@ -118,6 +138,25 @@ def simulate(
         links_at=links_at,
     )
     return timeline_of(schedule, order.graph, str(policy), ran.arrays, considered)
+
+
+def _through_channels(
+    placed: Schedule, order: Order, costs: Costs, links: Links | LinkQueues, channels: str, at: float
+) -> Timeline:
+    """The timeline of a schedule whose messages are ops, or are made ones here."""
+
+    def lines() -> LinkQueues:
+        return deepcopy(links) if isinstance(links, LinkQueues) else LinkQueues(links)
+
+    if not has_communication(placed):
+        if not placed.graph.is_chain or placed.has_shared_ops or placed.updates is not None:
+            raise ScheduleError(
+                f"channels {channels!r} carry activations and gradients along a plain chain of stages, each on one "
+                "rank; simulate this schedule without channels",
+                rule="communication",
+            )
+        placed = place_messages(placed, order, costs, lines, channels, placed.num_ops)
+    return run_channels(placed, order, costs, links if isinstance(links, LinkQueues) else lines(), channels, at)
 
 
 def _check_warmup(warmup: Sequence[int], num_ranks: int, policy: Policy | None) -> None:

@@ -55,8 +55,9 @@ class Message:
         target: the op that needs it.
         source_rank: the rank that sends.
         target_rank: the rank that receives.
-        sent: when it was sent (ms).
+        sent: when it was sent, or its send was posted (ms).
         arrived: when it arrived (ms).
+        posted, left: when its receive was posted and when its data left (ms), in a run over `channels`, else None.
 
     Examples:
         >>> import penstock as ps
@@ -72,6 +73,8 @@ class Message:
     target_rank: int
     sent: float
     arrived: float
+    posted: float | None = None
+    left: float | None = None
 
 
 class LazyTuple(Sequence[T], Generic[T]):

@@ -31,6 +31,14 @@ from dataclasses import replace
 from penstock.engine.tolerance import is_within, slack
 from penstock.renamed import refuse_old
 from penstock.schedule.async_ops import activations_added, rows_of, walk_memory
+from penstock.schedule.channels import (
+    explain_circle,
+    find_circle,
+    message_at,
+    message_network,
+    require_channel,
+    shares_streams,
+)
 from penstock.schedule.columns import edges_of, numbered
 from penstock.schedule.dependencies import predecessors
 from penstock.schedule.error_context import error_at, name_of, only, spot_of
@@ -77,6 +85,7 @@ def check(
     schedule: Schedule,
     *,
     channel_depth: int | None = None,
+    channels: str | None = None,
     max_in_flight: float | None = None,
     max_mismatch: int | None = None,
 ) -> None:
@@ -91,6 +100,9 @@ def check(
         channel_depth: how many messages a channel holds before its sender must wait. A channel is one directed pair
             of ranks and one kind of message, activations or gradients. A message leaves it when the receiver uses it.
             By default a channel holds everything in flight over it, never more than its ranks' `peak_in_flight`.
+        channels: what carries the messages of a schedule that has its messages as ops, see `schedule.channels`:
+            "buffered", "gloo", "nccl", "nccl-pair" or "nccl-edge". On "nccl" and "nccl-pair" messages share streams,
+            whose order must not hang either.
         max_in_flight: most stage activations that a rank may hold, counted from F to B or W. Default: the schedule's
             own limit.
         max_mismatch: most updates that a copy of a stage may make between a microbatch's forward and its backward.
@@ -131,6 +143,8 @@ def check(
         run = run_untimed(schedule, channel_depth)
         if run.blocked:
             raise _deadlock_error(schedule, run, channel_depth)
+    if channels is not None:
+        _check_channels(schedule, require_channel(channels))
     most = schedule.updates.max_mismatch if max_mismatch is None and schedule.updates else max_mismatch
     if most is not None:
         check_mismatch(schedule, most)
@@ -413,6 +427,32 @@ def _deadlock_error(schedule: Schedule, run: UntimedRun, channel_depth: int | No
         text += "\n" + spot_of(schedule, rank, step_there)
     peer %= num_ranks
     return ScheduleError(text, rule="deadlock", rank=first, step=step, op=own, peer=f"{name_of(op)} on rank {peer}")
+
+
+def _check_channels(schedule: Schedule, channels: str) -> None:
+    """No messages wait for one another on the streams that they share."""
+    if not has_communication(schedule):
+        if schedule.num_ranks == 1:
+            return
+        raise ScheduleError(
+            f"the schedule has no messages as ops, so nothing is proved of channels {channels!r} (rule: message); "
+            f"place them with ps.passes.add_communication(schedule, channels={channels!r})",
+            rule="message",
+        )
+    if not shares_streams(channels):
+        return  # a circle of waits is one of the compute ops
+    network = message_network(schedule, channels)
+    circle = find_circle(network)
+    if not circle:
+        return
+    op = next(message_at(network, node).send for node in circle if node >= len(network.ops))
+    first = network.ops.index(op)
+    rank, step = network.rank[first], network.step[first]
+    text = f"rank {rank}, step {step}, {op}: messages wait for one another on {channels} (rule: deadlock)"
+    lines = [f"\n  {line}" for line in explain_circle(network, circle)]
+    raise ScheduleError(
+        f"{text}{''.join(lines)}\n{spot_of(schedule, rank, step)}", rule="deadlock", rank=rank, step=step, op=op
+    )
 
 
 def _step_of(row: Sequence[Op], op: Op) -> int | str:

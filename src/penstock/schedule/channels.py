@@ -1,0 +1,188 @@
+"""Channels: what carries the messages of a schedule that has its messages as ops, and which orders hang on it.
+
+A rank posts a SEND or a RECV when its row gets there, and goes on. The data of the message then leaves:
+
+    buffered    when the send is posted; Penstock's own transports
+    gloo        when the send is posted and the sender knows of the receive, which takes the way back
+    nccl        when both ends are the oldest on their rank's one stream (one communicator)
+    nccl-pair   the same, with a stream for each pair of ranks
+    nccl-edge   the same, with a stream for each directed pair of ranks
+
+A stream carries one message at a time, in the order in which its rank posted them. So two ranks that post two
+messages in opposite orders on one stream wait for each other:
+
+    rank 0 | F0 SEND_F0 RECV_B0 ...        rank 0's stream begins with F0's message,
+    rank 1 | ... SEND_B0 RECV_F0           rank 1's stream with B0's: neither begins
+
+`message_network` says what waits for what, as nodes and their needs. `find_circle` proves that every node is
+reached; `simulation.channels` times the same nodes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from dataclasses import dataclass
+
+from penstock.schedule.dependencies import compute_op, predecessors
+from penstock.schedule.errors import ScheduleError
+from penstock.schedule.op import COMMUNICATION, Op
+from penstock.schedule.schedule import Schedule
+from penstock.schedule.send_recv import other_end
+
+BUFFERED, GLOO, NCCL, NCCL_PAIR, NCCL_EDGE = CHANNELS = ("buffered", "gloo", "nccl", "nccl-pair", "nccl-edge")
+
+
+def require_channel(name: str) -> str:
+    """The name of a channel. Raises ScheduleError for any other text."""
+    if name not in CHANNELS:
+        raise ScheduleError(f"channels {name!r}: give one of {', '.join(CHANNELS)}", rule="channels")
+    return name
+
+
+def shares_streams(channel: str) -> bool:
+    """Whether messages of different directed links share a stream, so that their order can hang."""
+    return channel in (NCCL, NCCL_PAIR)
+
+
+def stream_of(channel: str, rank: int, source: int, target: int) -> Hashable | None:
+    """The stream that carries a message from `source` to `target` at its end on `rank`; None without streams."""
+    if channel == NCCL:
+        return (rank,)
+    if channel == NCCL_PAIR:
+        return rank, min(source, target), max(source, target)
+    return (rank, source, target) if channel == NCCL_EDGE else None
+
+
+@dataclass(frozen=True)
+class Transfer:
+    """The way of one message.
+
+    Attributes:
+        send, receive: its ends, as ops of the rows of the ranks `source` and `target`.
+        made, used: the compute op whose result it carries, and the one that needs it.
+    """
+
+    send: Op
+    receive: Op
+    source: int
+    target: int
+    made: Op
+    used: Op
+
+
+@dataclass(frozen=True)
+class MessageNetwork:
+    """What waits for what in a schedule that has its messages as ops, on one channel.
+
+    Nodes are the ops, row by row, and after them the transfers.
+
+    Attributes:
+        ops: the op of each of the first nodes. rank: its rank. step: its place in the row.
+        transfers: the message of each of the other nodes.
+        needs: of each node, the nodes that must have ended. The first need of an op is the op before it in its row.
+    """
+
+    ops: list[Op]
+    rank: list[int]
+    step: list[int]
+    transfers: list[Transfer]
+    needs: list[list[int]]
+
+
+def message_network(schedule: Schedule, channel: str) -> MessageNetwork:
+    """What waits for what in a schedule whose messages are there at both ends (see `find_mismatch`)."""
+    spots = [(op, rank, step) for rank, row in enumerate(schedule.order) for step, op in enumerate(row)]
+    number = {op: node for node, (op, _, _) in enumerate(spots)}
+    sends = [node for node, (op, _, _) in enumerate(spots) if op.kind.startswith("SEND_")]
+    transfers = []
+    for node in sends:
+        send, source, _ = spots[node]
+        receive = other_end(send)
+        made, used = (compute_op(end, number) for end in (send, receive))
+        transfers.append(Transfer(send, receive, source, spots[number[receive]][1], made, used))
+    by_send = {transfer.send: len(spots) + index for index, transfer in enumerate(transfers)}
+    by_end = by_send | {transfer.receive: by_send[transfer.send] for transfer in transfers}
+    needs: list[list[int]] = [[node - 1] if step else [] for node, (_, _, step) in enumerate(spots)]
+    needs += [
+        [number[transfer.send], *([] if channel == BUFFERED else [number[transfer.receive]])]
+        for transfer in transfers
+    ]
+    latest: dict[Hashable, int] = {}
+    for node, (op, rank, _) in enumerate(spots):
+        if op.kind not in COMMUNICATION:
+            needs[node] += [by_send.get(each, number[each]) for each in predecessors(op, schedule.graph, number)]
+            continue
+        carried = transfers[by_end[op] - len(spots)]
+        stream = stream_of(channel, rank, carried.source, carried.target)
+        if stream is not None:
+            if stream in latest:
+                needs[by_end[op]].append(latest[stream])
+            latest[stream] = by_end[op]
+    return MessageNetwork(
+        [op for op, _, _ in spots], [rank for _, rank, _ in spots], [step for *_, step in spots], transfers, needs
+    )
+
+
+def message_at(network: MessageNetwork, node: int) -> Transfer:
+    """The message of a node that is no op."""
+    return network.transfers[node - len(network.ops)]
+
+
+def find_circle(network: MessageNetwork) -> list[int]:
+    """Nodes that wait for one another, each for the next and the last for the first; empty where all are reached."""
+    unlocks: list[list[int]] = [[] for _ in network.needs]
+    missing = [len(needs) for needs in network.needs]
+    for node, needs in enumerate(network.needs):
+        for need in needs:
+            unlocks[need].append(node)
+    ready = [node for node, count in enumerate(missing) if not count]
+    while ready:
+        for after in unlocks[ready.pop()]:
+            missing[after] -= 1
+            if not missing[after]:
+                ready.append(after)
+    if not any(missing):
+        return []
+    node = next(node for node, count in enumerate(missing) if count)
+    path: list[int] = []
+    while node not in path:
+        path.append(node)
+        node = next(need for need in network.needs[node] if missing[need])
+    return path[path.index(node) :]
+
+
+def explain_circle(network: MessageNetwork, circle: list[int]) -> list[str]:
+    """Of each wait of a circle that is not the order of a row, a sentence."""
+    lines = []
+    for node, need in zip(circle, [*circle[1:], circle[0]], strict=True):
+        if node < len(network.ops):
+            if need >= len(network.ops):
+                sent = message_at(network, need)
+                lines.append(f"{_at(network, node)} waits for {sent.send} from rank {sent.source}")
+            continue
+        message = message_at(network, node)
+        name = f"the message {message.send} from rank {message.source} to rank {message.target}"
+        if need < len(network.ops):
+            lines.append(f"{name} waits until {_at(network, need)} is reached")
+        else:
+            before = message_at(network, need)
+            rank, step = next(
+                (rank, network.step[first])
+                for first, rank in _ends_of(network, before)
+                for second, other in _ends_of(network, message)
+                if rank == other and first < second
+            )
+            lines.append(f"{name} waits behind {before.send}, which rank {rank} posts earlier, at step {step}")
+    return lines
+
+
+def _ends_of(network: MessageNetwork, message: Transfer) -> list[tuple[int, int]]:
+    """The nodes of the two ends of a message, each with its rank."""
+    return [
+        (network.ops.index(end), rank)
+        for end, rank in ((message.send, message.source), (message.receive, message.target))
+    ]
+
+
+def _at(network: MessageNetwork, node: int) -> str:
+    return f"rank {network.rank[node]} at step {network.step[node]}, {network.ops[node]},"

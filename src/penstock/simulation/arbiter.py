@@ -1,0 +1,241 @@
+"""Where the messages of a schedule are best posted, for the channel that carries them.
+
+One principle serves all channels: run the compute order once while an arbiter that sees all ranks serves the
+channel, and write down what it did. Each message op stands where its rank was when the message left. So every wait
+of the rows points forward in time, and none can hang; replaying the rows is never slower than the arbiter's run.
+
+- "buffered", "gloo", "nccl-edge": messages between two ranks keep out of each other's way. Each is sent at once, and
+  each receive is posted as early as a bound on posted receives allows, in the order in which the messages leave.
+  That needs no knowledge of links.
+- "nccl", "nccl-pair": a stream carries one message at a time. The arbiter starts a message as soon as the streams at
+  both its ends are free. Of several it takes the first by a rule; the best of a few rules counts.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+
+from penstock.cost import Costs
+from penstock.cost.links import LinkQueues
+from penstock.dispatch.graph import Graph
+from penstock.schedule import Op, Schedule, ScheduleError
+from penstock.schedule.channels import shares_streams, stream_of
+from penstock.schedule.send_recv import other_end, send_of
+from penstock.simulation.lowered import Order
+
+TOLERANCE = 1e-9
+"""Moments (ms) that are no further apart are one: sums of the same times in another order."""
+
+
+@dataclass(frozen=True)
+class Crossing:
+    """A message between two ranks: the numbers of the ops that make and need it, and its ends as ops."""
+
+    made: int
+    used: int
+    source: int
+    target: int
+    send: Op
+    size: float
+
+
+def place_messages(
+    schedule: Schedule, order: Order, costs: Costs, lines: Callable[[], LinkQueues], channel: str, most_posted: int
+) -> Schedule:
+    """The schedule with SEND_F, RECV_F, SEND_B and RECV_B placed for a channel.
+
+    Args:
+        schedule: proved, without messages. order: the same, lowered under the costs.
+        lines: makes the queues of the links as they are before a run.
+        channel: one of `schedule.channels.CHANNELS`.
+        most_posted: most receives that a rank has posted and not used, where that delays no op.
+    """
+    graph = order.graph
+    crossings = list(_crossings(schedule, graph, costs))
+    free_run = _arbitrate(order, crossings, lines(), None, lambda message: 0.0)
+    if not shares_streams(channel):
+        rows = _place_early(order, crossings, free_run, most_posted)
+    else:
+        rules = _rules(order, crossings, free_run)
+        runs = [_arbitrate(order, crossings, lines(), channel, rule) for rule in rules]
+        rows = _write(order, crossings, min(runs, key=lambda run: run.makespan))
+    return replace(schedule, order=tuple(map(tuple, rows)))
+
+
+@dataclass(frozen=True)
+class ArbiterRun:
+    """What the arbiter did.
+
+    Attributes:
+        makespan: when the last op ended (ms). start: of each op. left, arrived: of each message.
+        served: the messages in the order in which they left, each with how many ops its two ranks had run.
+    """
+
+    makespan: float
+    start: list[float]
+    left: list[float]
+    arrived: list[float]
+    served: list[tuple[int, int, int]]
+
+
+def _crossings(schedule: Schedule, graph: Graph, costs: Costs) -> Iterator[Crossing]:
+    for made, used in zip(graph.sources.tolist(), graph.edge_to, strict=True):
+        source, target = graph.host(made), graph.host(used)
+        send = send_of(graph.ops[made])
+        if source != target and send is not None:
+            size = costs.message_size(graph.ops[made], graph.receives(made, used))
+            yield Crossing(made, used, source, target, send, size)
+
+
+def _arbitrate(
+    order: Order, crossings: list[Crossing], lines: LinkQueues, channel: str | None, rule: Callable[[int], float]
+) -> ArbiterRun:
+    """Runs the compute order; messages that share a stream take it one at a time, in the order of a rule.
+
+    Args:
+        channel: None where no message waits for another.
+        rule: message -> its turn among those that could leave, the lowest first.
+    """
+    graph, num_ops = order.graph, order.num_ops
+    duration = order.duration.tolist()
+    missing = list(graph.num_needed)
+    carried: list[list[int]] = [[] for _ in range(num_ops)]
+    for number, message in enumerate(crossings):
+        carried[message.made].append(number)
+    done = [0] * graph.num_ranks
+    running = [False] * graph.num_ranks
+    start, left, arrived = [0.0] * num_ops, [0.0] * len(crossings), [0.0] * len(crossings)
+    streams = [
+        [stream_of(channel, rank, message.source, message.target) for rank in (message.source, message.target)]
+        if channel is not None
+        else []
+        for message in crossings
+    ]
+    busy: set[object] = set()
+    waiting: list[int] = []
+    served: list[tuple[int, int, int]] = []
+    events: list[tuple[float, int]] = []  # an op's end, or (from num_ops on) a message's arrival
+    now = makespan = 0.0
+
+    def begin(rank: int) -> None:
+        op = graph.first[rank] + done[rank]
+        if not running[rank] and op < graph.first[rank + 1] and not missing[op]:
+            running[rank], start[op] = True, now
+            heapq.heappush(events, (now + duration[op], op))
+
+    def leave(number: int) -> None:
+        message = crossings[number]
+        left[number] = now
+        busy.update(streams[number])
+        served.append((number, done[message.source], done[message.target]))
+        late = round(lines.arrival(message.source, message.target, message.size, now) - now, 9)
+        arrived[number] = now + late
+        heapq.heappush(events, (arrived[number], num_ops + number))
+
+    for rank in range(graph.num_ranks):
+        begin(rank)
+    while events:
+        now = events[0][0]
+        while events and events[0][0] <= now + TOLERANCE:
+            _, event = heapq.heappop(events)
+            if event >= num_ops:
+                busy.difference_update(streams[event - num_ops])
+                used = crossings[event - num_ops].used
+                missing[used] -= 1
+                begin(graph.host(used))
+                continue
+            rank, makespan = graph.host(event), now
+            running[rank] = False
+            done[rank] += 1
+            for after in graph.successors(event):
+                if graph.host(after) == rank:
+                    missing[after] -= 1
+            waiting += carried[event]
+            begin(rank)
+        held = []
+        for number in sorted(waiting, key=rule):
+            if busy.isdisjoint(streams[number]):
+                leave(number)
+            else:
+                held.append(number)
+        waiting = held
+    if sum(done) < num_ops:
+        raise ScheduleError("the run stops before its end (rule: deadlock); ps.check shows why", rule="deadlock")
+    return ArbiterRun(makespan, start, left, arrived, served)
+
+
+def _rules(order: Order, crossings: list[Crossing], free: ArbiterRun) -> list[Callable[[int], float]]:
+    """Rules that say which of several messages goes first, each as message -> its turn, the lowest first."""
+    graph, duration = order.graph, order.duration.tolist()
+    travels = {(m.made, m.used): free.arrived[n] - free.left[n] for n, m in enumerate(crossings)}
+    tail = [0.0] * order.num_ops
+    for op in sorted(range(order.num_ops), key=lambda o: (free.start[o], o), reverse=True):
+        after = [tail[op + 1]] if op + 1 < graph.first[graph.rank[op] + 1] else []
+        after += [tail[o] + travels.get((op, o), 0.0) for o in graph.successors(op)]
+        tail[op] = duration[op] + max(after, default=0.0)
+    due = [free.start[message.used] for message in crossings]
+    spare = [free.start[message.used] - free.arrived[n] for n, message in enumerate(crossings)]
+    last = 1.0 + max(free.start, default=0.0)
+    gradient = [last * (message.send.kind == "SEND_B") for message in crossings]
+    return [
+        lambda n: free.left[n],  # made first
+        lambda n: due[n],  # needed first
+        lambda n: due[n] - gradient[n],
+        lambda n: due[n] + gradient[n],
+        lambda n: -tail[crossings[n].used],  # the longest way from its use to the end
+        lambda n: spare[n],  # the least time between arrival and use
+    ]
+
+
+def _place_early(order: Order, crossings: list[Crossing], free: ArbiterRun, most_posted: int) -> list[list[Op]]:
+    """Rows in which each message is sent at once, and each receive is posted as early as the bound allows."""
+    graph, ops = order.graph, order.graph.ops
+    sends: dict[int, list[Op]] = {}
+    receives: list[list[int]] = [[] for _ in range(graph.num_ranks)]
+    needed: dict[int, int] = {}
+    for number in sorted(range(len(crossings)), key=lambda n: (free.left[n], crossings[n].made)):
+        message = crossings[number]
+        sends.setdefault(message.made, []).append(message.send)
+        needed[message.used] = needed.get(message.used, 0) + 1
+        receives[message.target].append(number)
+    backward_of = graph.backward_of
+    rows: list[list[Op]] = []
+    for rank in range(graph.num_ranks):
+        row: list[Op] = []
+        queue, posted, outstanding = receives[rank], 0, 0
+        there: dict[int, int] = {}
+        for op in range(graph.first[rank], graph.first[rank + 1]):
+            while posted < len(queue) and (outstanding < most_posted or there.get(op, 0) < needed.get(op, 0)):
+                message = crossings[queue[posted]]
+                row.append(other_end(message.send))
+                there[message.used] = there.get(message.used, 0) + 1
+                posted += 1
+                outstanding += 1
+            row.append(ops[op])
+            outstanding -= needed.get(op, 0)
+            if op in backward_of:
+                continue  # its backward follows at once
+            for made in (op - 1, op) if op - 1 in backward_of else (op,):
+                row += sends.get(made, [])
+        rows.append(row)
+    return rows
+
+
+def _write(order: Order, crossings: list[Crossing], run: ArbiterRun) -> list[list[Op]]:
+    """Rows with each message where its ranks were when it left."""
+    graph = order.graph
+    at: dict[tuple[int, int], list[Op]] = {}
+    for number, sender_ran, receiver_ran in run.served:
+        message = crossings[number]
+        at.setdefault((message.source, sender_ran), []).append(message.send)
+        at.setdefault((message.target, receiver_ran), []).append(other_end(message.send))
+    rows: list[list[Op]] = []
+    for rank in range(graph.num_ranks):
+        first = graph.first[rank]
+        row: list[Op] = []
+        for place, op in enumerate(range(first, graph.first[rank + 1])):
+            row += [*at.get((rank, place), ()), graph.ops[op]]
+        rows.append([*row, *at.get((rank, graph.first[rank + 1] - first), ())])
+    return rows

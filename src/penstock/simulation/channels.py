@@ -1,0 +1,141 @@
+"""Times a schedule that has its messages as ops: when each is posted, when its data leaves and when it arrives.
+
+    rank 0 | F0 SEND_F0 F1 ...          posted when rank 0 gets there
+                  |  .  .  .            waits for the receive, and for what is before it on the stream
+                  '---------.           leaves
+    rank 1 |  RECV_F0        '--> F0    travels as the link says, and arrives
+
+The nodes and what each waits for are those of `schedule.channels`, which proves that none hangs.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from penstock.cost import Costs
+from penstock.cost.conditions import LinkQueue
+from penstock.cost.links import LinkQueues
+from penstock.schedule import Schedule, ScheduleError
+from penstock.schedule.channels import GLOO, MessageNetwork, message_at, message_network
+from penstock.schedule.op import COMMUNICATION
+from penstock.schedule.send_recv import remove_communication
+from penstock.simulation.lowered import Order
+from penstock.simulation.timeline import Message, TimedOp, Timeline
+
+
+@dataclass(frozen=True)
+class NodeTimes:
+    """Of each node of a network when all that it needs was there, and when it ended (ms)."""
+
+    start: list[float]
+    end: list[float]
+
+
+def run_channels(
+    schedule: Schedule, order: Order, costs: Costs, lines: LinkQueues, channel: str, at: float = 0.0
+) -> Timeline:
+    """The timeline of a schedule with its messages as ops, whose ranks follow their rows.
+
+    Args:
+        schedule: with messages at both ends.
+        order: the schedule without its messages, lowered under the costs.
+        lines: the links, and the messages that an earlier run left in them.
+        channel: one of `schedule.channels.CHANNELS`.
+        at: when the run starts, in ms of the links' own time.
+
+    Raises:
+        ScheduleError (rule "deadlock"): the run stops before its end.
+    """
+    network = message_network(schedule, channel)
+    takes = dict(zip(order.graph.ops, order.duration.tolist(), strict=True))
+    times = _time_nodes(network, [takes.get(op, 0.0) for op in network.ops], costs, lines, channel, at)
+    return _timeline(remove_communication(schedule), network, times, order.peaks)
+
+
+def _time_nodes(
+    network: MessageNetwork,
+    takes: Sequence[float],
+    costs: Costs,
+    lines: LinkQueues,
+    channel: str,
+    at: float,
+) -> NodeTimes:
+    num_ops, num_nodes = len(network.ops), len(network.needs)
+    unlocks: list[list[int]] = [[] for _ in network.needs]
+    for node, needs in enumerate(network.needs):
+        for need in needs:
+            unlocks[need].append(node)
+    missing = [len(needs) for needs in network.needs]
+    start, end = [0.0] * num_nodes, [0.0] * num_nodes
+    # Nodes are taken in the order of time, as the queue of a link takes its messages.
+    ready = [(0.0, node) for node, count in enumerate(missing) if not count]
+    heapq.heapify(ready)
+    taken = 0
+    while ready:
+        now, node = heapq.heappop(ready)
+        taken += 1
+        if node < num_ops:
+            end[node] = now + takes[node]
+        else:
+            way = message_at(network, node)
+            size = costs.message_size(way.made, way.used)
+            sent = now + at
+            # Rounded, or what a sum leaves over would part what happens at one moment.
+            end[node] = now + round(lines.arrival(way.source, way.target, size, sent) - sent, 9)
+        for after in unlocks[node]:
+            there = end[node]
+            if channel == GLOO and after >= num_ops and network.ops[node].kind.startswith("RECV_"):
+                way = message_at(network, after)
+                there += _notice(lines, way.target, way.source, there + at)
+            start[after] = max(start[after], there)
+            missing[after] -= 1
+            if not missing[after]:
+                heapq.heappush(ready, (start[after], after))
+    if taken < num_nodes:
+        stuck = next(node for node in range(num_ops) if missing[node])
+        rank, op = network.rank[stuck], network.ops[stuck]
+        raise ScheduleError(
+            f"the run stops after {taken} of {num_nodes} ops and messages: rank {rank} never gets to {op} "
+            f"(rule: deadlock); ps.check(schedule, channels={channel!r}) shows why",
+            rule="deadlock",
+            rank=rank,
+            op=op,
+        )
+    return NodeTimes(start, end)
+
+
+def _notice(lines: LinkQueues, source: int, target: int, now: float) -> float:
+    """Milliseconds until a rank knows of a receive that another has posted: a message without bytes."""
+    return lines.links.delay_of(source, target, 0, now, LinkQueue()).arrived - now
+
+
+def _timeline(schedule: Schedule, network: MessageNetwork, times: NodeTimes, peaks: Sequence[float]) -> Timeline:
+    num_ops = len(network.ops)
+    number = {op: node for node, op in enumerate(network.ops)}
+    before = [0.0] * schedule.num_ranks
+    ops: list[TimedOp] = []
+    for node, op in enumerate(network.ops):
+        if op.kind in COMMUNICATION:
+            continue
+        rank, begun, cause = network.rank[node], times.start[node], None
+        if begun > before[rank]:
+            last = max(network.needs[node], key=times.end.__getitem__)
+            cause = network.ops[last] if last < num_ops else message_at(network, last).made
+        ops.append(TimedOp(rank, op, begun, times.end[node], cause, begun - before[rank]))
+        before[rank] = times.end[node]
+    messages = tuple(
+        Message(
+            way.made,
+            way.used,
+            way.source,
+            way.target,
+            sent=times.end[number[way.send]],
+            arrived=times.end[node],
+            posted=times.end[number[way.receive]],
+            left=times.start[node],
+        )
+        for node, way in enumerate(network.transfers, num_ops)
+    )
+    return Timeline(schedule, tuple(ops), messages, tuple(map(float, peaks)))
