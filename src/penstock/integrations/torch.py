@@ -1,0 +1,194 @@
+"""Plans in `torch.distributed.pipelining`: a schedule class of torch's kind that runs a plan, and changes it.
+
+    from penstock.integrations.torch import PlannedSchedule
+
+    schedule = PlannedSchedule(stages, ps.load("plan.json"), loss_fn=loss_fn)
+    schedule.step(x, target=y, losses=losses)                  # as any schedule of torch's
+
+torch's own runtime runs the rows; this class puts the messages where the channel wants them and proves the rows.
+With `replan=True` it also measures ops and messages, and plans anew when links have changed:
+
+    step k        each rank notes when ops ran, and when messages were sent and arrived
+    step k + 1    the notes of all ranks travel beside the step
+    after it      rank 0 compares the links with those of the plan, and plans in a thread if they differ
+    then          all ranks take the new rows between two steps, or none does
+
+Losses and gradients stay the same to the bit, since each stage still adds up its microbatches in the same order.
+
+Names of torch that begin with an underscore are used here, because torch has no public way to run a list of actions:
+`_PipelineScheduleRuntime` and its `_prepare_schedule_with_comms`, and `_Action`. Tests pin what they do.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+from torch.distributed.pipelining import schedules as torchs
+
+from penstock.cost import Costs, Links
+from penstock.formats import load, to_torch_csv
+from penstock.integrations.torch_replanning import Replanned, Replanner, StepRecorder
+from penstock.passes import add_communication
+from penstock.planning import Plan
+from penstock.schedule import Schedule, ScheduleError
+from penstock.schedule.channels import GLOO, NCCL, require_channel
+from penstock.schedule.send_recv import has_communication
+
+__all__ = ["PlannedSchedule", "Replanned", "Replanner", "costs_in_torch", "to_torch"]
+
+_WAITS = hasattr(torchs, "WAIT_SEND_F")
+"""Whether this torch (2.15 and newer) wants rows that say when sends are waited for."""
+
+
+def costs_in_torch(costs: Costs) -> Costs:
+    """The costs as torch's runtime has them: `I` of the first stage does nothing, and its `W` the whole backward.
+
+    Args:
+        costs: of each stage, by Penstock's own meaning of I and W.
+
+    Examples:
+        >>> import penstock as ps
+        >>> costs = costs_in_torch(ps.Costs.uniform(2, f=10, i=10, w=10))
+        >>> costs.i, costs.w
+        ((0.0, 10.0), (20.0, 10.0))
+    """
+    return replace(costs, i=(0.0, *costs.i[1:]), w=(costs.i[0] + costs.w[0], *costs.w[1:]), b=costs.b)
+
+
+def to_torch(
+    schedule: Schedule,
+    *,
+    channels: str = NCCL,
+    costs: Costs | None = None,
+    links: Links | None = None,
+) -> dict[int, list[Any]]:
+    """The rows of a schedule as torch's actions, for `_prepare_schedule_with_comms(rows, "compute_comms")`.
+
+    Args:
+        schedule: one chain of stages, each on one rank. Its messages stay where they are if it has them.
+        channels: what carries the messages, see `ps.passes.add_communication`.
+        costs, links: for which messages are placed.
+
+    Raises:
+        ScheduleError: torch's pipelining lacks what the schedule needs, or its messages would hang on the channel.
+    """
+    if not has_communication(schedule):
+        schedule = add_communication(schedule, costs, links, channels=channels)
+    text = to_torch_csv(schedule, "compute_comms_waits" if _WAITS else "compute_comms", channels)
+    return {
+        rank: [torchs._Action.from_str(cell) for cell in line.split(",")]
+        for rank, line in enumerate(text.splitlines())
+    }
+
+
+class PlannedSchedule(torchs._PipelineScheduleRuntime):
+    """A schedule of `torch.distributed.pipelining` that runs a plan of Penstock's.
+
+    Args:
+        stages: this rank's `PipelineStage`s, as torch's multi-stage schedules take them; one stage may stand alone.
+        plan: a schedule, with or without messages as ops; a `ps.plan` result; or the path of a file (.json, .csv,
+            .txt).
+        n_microbatches: into how many a batch is cut; as the plan has them, so it may be left out.
+        loss_fn: as torch takes it.
+        channels: what carries messages: "gloo", "nccl", "nccl-pair" or "nccl-edge". Default: by the group's backend,
+            "gloo" or "nccl".
+        costs, links: for which messages are placed, where the plan has none. Rows for gloo need neither.
+        replan: True, or a `Replanner`: measure, and plan anew when links change. Needs gloo and stages on the CPU,
+            where a message's arrival can be seen without streams of our own.
+        options: other arguments of torch's schedules, such as `scale_grads`.
+
+    Attributes:
+        plan: the schedule that runs.
+        replanned: a record of each change.
+
+    Raises:
+        ScheduleError: torch lacks what the plan needs, the plan hangs on the channel, or has other counts or another
+            placement than the stages.
+    """
+
+    def __init__(
+        self,
+        stages: Any,
+        plan: Schedule | Plan | str | Path,
+        n_microbatches: int | None = None,
+        loss_fn: Callable[..., Any] | None = None,
+        *,
+        channels: str | None = None,
+        costs: Costs | None = None,
+        links: Links | None = None,
+        replan: bool | Replanner = False,
+        **options: Any,
+    ) -> None:
+        given = list(stages) if isinstance(stages, Sequence) else [stages]
+        schedule = _as_schedule(plan)
+        if n_microbatches not in (None, schedule.num_microbatches):
+            raise ScheduleError(
+                f"the plan has {schedule.num_microbatches} microbatches, n_microbatches is {n_microbatches}; plan "
+                "for as many, or leave n_microbatches out",
+                rule="torch",
+            )
+        super().__init__(given, schedule.num_microbatches, loss_fn, **options)
+        group = given[0].group
+        backend = dist.get_backend(group)
+        self.channels = require_channel(channels or (GLOO if backend == "gloo" else NCCL))
+        self.replanned: list[Replanned] = []
+        self.load(schedule, costs, links)
+        self._recorder: StepRecorder | None = None
+        if replan:
+            if backend != "gloo" or any(stage.device.type != "cpu" for stage in given):
+                raise ScheduleError(
+                    f"replan measures messages on gloo between CPUs; this group is {backend} on "
+                    f"{given[0].device.type}. Leave replan out, and call load(plan) between steps",
+                    rule="torch",
+                )
+            self._recorder = StepRecorder(self, group, replan if isinstance(replan, Replanner) else Replanner())
+
+    def load(
+        self, plan: Schedule | Plan | str | Path, costs: Costs | None = None, links: Links | None = None
+    ) -> None:
+        """Takes another plan, from the next step on. All ranks must call it between the same two steps.
+
+        Args and Raises: as of the class.
+        """
+        schedule = _as_schedule(plan)
+        mine = sorted(stage.stage_index for stage in self._stages)
+        if (schedule.num_stages, schedule.num_ranks) != (self._num_stages, self.pp_group_size):
+            raise ScheduleError(
+                f"the plan has {schedule.num_stages} stages on {schedule.num_ranks} ranks, torch has "
+                f"{self._num_stages} stages on {self.pp_group_size}; plan for these",
+                rule="torch",
+            )
+        if schedule.num_microbatches != self._n_microbatches:
+            raise ScheduleError(
+                f"the plan has {schedule.num_microbatches} microbatches, the schedule {self._n_microbatches}; "
+                "plan for as many",
+                rule="torch",
+            )
+        if sorted(schedule.stages_of(self.rank)) != mine:
+            raise ScheduleError(
+                f"rank {self.rank} has stages {mine}, the plan puts {sorted(schedule.stages_of(self.rank))} there; "
+                "give each rank the stages of the plan, plan.stages_of(rank)",
+                rule="torch",
+            )
+        rows = to_torch(schedule, channels=self.channels, costs=costs, links=links)
+        self._prepare_schedule_with_comms(rows, "compute_comms")
+        self.plan = schedule
+
+    def step(self, *args: Any, **kwargs: Any) -> Any:
+        """One step, as torch's `step`; between steps a plan that all ranks know of is taken."""
+        if self._recorder is None:
+            return super().step(*args, **kwargs)
+        self._recorder.begin_step()
+        result = super().step(*args, **kwargs)
+        self._recorder.end_step()
+        return result
+
+
+def _as_schedule(plan: Schedule | Plan | str | Path) -> Schedule:
+    if isinstance(plan, Plan):
+        return plan.schedule
+    return plan if isinstance(plan, Schedule) else load(plan)

@@ -1,0 +1,375 @@
+"""Measures the steps of torch's own pipelining, and plans anew when links have changed.
+
+`StepRecorder` is with every rank, and `PlanUpdater` with rank 0. See `penstock.integrations.torch`, which has the
+picture of what happens when.
+"""
+
+from __future__ import annotations
+
+import math
+import queue
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from statistics import median
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+
+from penstock.cost import Costs, Links
+from penstock.formats.native import from_json, to_json
+from penstock.passes import add_communication
+from penstock.planning import plan
+from penstock.schedule import Schedule, check, peak_in_flight
+from penstock.schedule.send_recv import has_communication
+from penstock.simulation import simulate
+
+if TYPE_CHECKING:
+    from penstock.integrations.torch import PlannedSchedule
+
+_KINDS = ("F", "B", "I", "W")
+
+
+@dataclass(frozen=True)
+class Replanner:
+    """When a running plan is replaced, and by what.
+
+    Attributes:
+        planner: (costs, links, the running schedule) -> a schedule for them. Default: `ps.plan` with the same
+            placement, within the memory that the first plan needs on each rank.
+        seconds: how long the default planner may search, in a thread of rank 0 beside the steps.
+        least_gain: by how much, as a share, a new plan must beat the running one in simulation.
+        least_change: by how many milliseconds a link must change; by default a tenth of a mean op, at least 2 ms.
+        patience: for how many steps in a row a change must be seen.
+    """
+
+    planner: Callable[[Costs, Links, Schedule], Schedule] | None = None
+    seconds: float = 2.0
+    least_gain: float = 0.02
+    least_change: float | None = None
+    patience: int = 2
+
+
+@dataclass(frozen=True)
+class Replanned:
+    """A plan that replaced another between two steps.
+
+    Attributes:
+        step: the number of the first step that ran the plan, from 0.
+        links: what was measured, (source, target) -> ms; on rank 0, empty on others.
+        before, after: the simulated milliseconds of a step under these links; nan on other ranks than 0.
+    """
+
+    step: int
+    links: Mapping[tuple[int, int], float]
+    before: float
+    after: float
+
+
+def _now() -> float:
+    return time.time() * 1e3
+
+
+class _Arrival:
+    """One receive, waited for by a thread that notes when it is there."""
+
+    def __init__(self, work: Any) -> None:
+        self._work, self._there = work, threading.Event()
+        self._error: BaseException | None = None
+        self.at = math.nan
+
+    def receive(self) -> None:
+        try:
+            self._work.wait()
+        except BaseException as error:
+            self._error = error
+        self.at = _now()
+        self._there.set()
+
+    def wait(self) -> None:
+        self._there.wait()
+        if self._error is not None:
+            raise self._error
+
+
+class _Receives(dict[tuple[int, int], list[Any]]):
+    """torch's receives by (stage, microbatch), each with the moments when it was posted and when it arrived.
+
+    A thread for each sender waits for its messages, which arrive in the order in which they were posted.
+    """
+
+    def __init__(self, sender_of: Callable[[int], int]) -> None:
+        super().__init__()
+        self._sender_of = sender_of
+        self._queues: dict[int, queue.SimpleQueue[_Arrival]] = {}
+        self.posted: dict[tuple[int, int], float] = {}
+        self.arrivals: dict[tuple[int, int], list[_Arrival]] = {}
+
+    def __setitem__(self, key: tuple[int, int], works: list[Any]) -> None:
+        arrivals = [_Arrival(work) for work in works]
+        self.posted[key], self.arrivals[key] = _now(), arrivals
+        sender = self._sender_of(key[0])
+        if sender not in self._queues:
+            self._queues[sender] = queue.SimpleQueue()
+            threading.Thread(target=_receive_all, args=(self._queues[sender],), daemon=True).start()
+        for arrival in arrivals:
+            self._queues[sender].put(arrival)
+        super().__setitem__(key, arrivals)
+
+
+def _receive_all(arrivals: queue.SimpleQueue[_Arrival]) -> None:
+    while True:
+        arrivals.get().receive()
+
+
+@dataclass
+class _Notes:
+    """What a rank notes in one step: of each of its ops the milliseconds, of each message the moment it was sent."""
+
+    took: dict[tuple[str, int], list[float]] = field(default_factory=dict)
+    sent: dict[tuple[str, int, int], float] = field(default_factory=dict)
+
+
+class StepRecorder:
+    """Measures the steps of a schedule, and changes its plan when links have changed."""
+
+    def __init__(self, schedule: PlannedSchedule, group: Any, options: Replanner) -> None:
+        self.schedule, self.group, self.options = schedule, group, options
+        self.first = schedule.plan
+        self.num_steps = 0
+        self.notes = _Notes()
+        self.slots = max(len(schedule.plan.stages_of(rank)) for rank in range(schedule.pp_group_size))
+        self.pending: tuple[Any, list[torch.Tensor]] | None = None
+        self.offer: tuple[bytes, Replanned] | None = None
+        self.announced: tuple[bytes, Replanned] | None = None
+        self.updater = PlanUpdater(self) if schedule.rank == 0 else None
+        self.receives = {
+            "F": _Receives(lambda stage: self._host(stage - 1)),
+            "B": _Receives(lambda stage: self._host(stage + 1)),
+        }
+        schedule.fwd_recv_ops, schedule.bwd_recv_ops = self.receives.values()
+        for stage in schedule._stages:
+            self._observe(stage)
+
+    def _host(self, stage: int) -> int:
+        return self.schedule.plan.rank_of(stage, 0)
+
+    def _observe(self, stage: Any) -> None:
+        """Notes when the ops of a stage run and when its messages are sent, by wrapping what torch calls."""
+        number = stage.stage_index
+
+        def timed(call: Callable[..., Any], kind_of: Callable[[Mapping[str, Any]], str]) -> Callable[..., Any]:
+            def run(*args: Any, **kwargs: Any) -> Any:
+                begun = _now()
+                result = call(*args, **kwargs)
+                self.notes.took.setdefault((kind_of(kwargs), number), []).append(_now() - begun)
+                return result
+
+            return run
+
+        def sends(call: Callable[[int], Any], kind: str) -> Callable[[int], Any]:
+            def get(microbatch: int) -> Any:
+                self.notes.sent[kind, number, microbatch] = _now()
+                return call(microbatch)
+
+            return get
+
+        stage.forward_one_chunk = timed(stage.forward_one_chunk, lambda _: "F")
+        stage.backward_one_chunk = timed(
+            stage.backward_one_chunk, lambda given: "B" if given.get("full_backward", True) else "I"
+        )
+        stage.backward_weight_one_chunk = timed(stage.backward_weight_one_chunk, lambda _: "W")
+        stage.get_fwd_send_ops = sends(stage.get_fwd_send_ops, "F")
+        stage.get_bwd_send_ops = sends(stage.get_bwd_send_ops, "B")
+
+    def begin_step(self) -> None:
+        self.notes = _Notes()
+        for receives in self.receives.values():
+            receives.posted.clear()
+            receives.arrivals.clear()
+
+    def end_step(self) -> None:
+        """Takes the notes of the step before, which have come meanwhile, and sends those of this one."""
+        self.num_steps += 1
+        if self.pending is not None:
+            work, reports = self.pending
+            work.wait()
+            size = int(reports[0][0])
+            if size:
+                self._switch(size)
+            elif self.updater is not None:
+                self.updater.consider([self._read(rank, report) for rank, report in enumerate(reports)])
+        report = self._report()
+        if self.offer is not None:
+            self.announced, self.offer = self.offer, None
+            report[0] = len(self.announced[0])
+        reports = [torch.empty_like(report) for _ in range(self.schedule.pp_group_size)]
+        self.pending = dist.all_gather(reports, report, group=self.group, async_op=True), reports
+
+    def _switch(self, size: int) -> None:
+        """All ranks take the schedule that rank 0 has announced."""
+        payload = torch.zeros(size, dtype=torch.uint8)
+        record = Replanned(self.num_steps, {}, math.nan, math.nan)
+        if self.announced is not None:
+            text, record = self.announced
+            payload = torch.frombuffer(bytearray(text), dtype=torch.uint8)
+            self.announced = None
+        dist.broadcast(payload, group=self.group, group_src=0)
+        schedule = from_json(payload.numpy().tobytes().decode())
+        self.schedule.load(schedule)
+        self.schedule.replanned.append(replace(record, step=self.num_steps))
+        if self.updater is not None:
+            self.updater.switched()
+
+    def _report(self) -> torch.Tensor:
+        """The size of an announced plan, the ms of each slot's ops, and the moments of its messages."""
+        num = self.schedule._n_microbatches
+        report = torch.full((1 + 4 * self.slots + 6 * self.slots * num,), math.nan, dtype=torch.float64)
+        report[0] = 0
+        ops, messages = self._parts(report)
+        for slot, stage in enumerate(self.schedule.plan.stages_of(self.schedule.rank)):
+            for kind, name in enumerate(_KINDS):
+                if took := self.notes.took.get((name, stage)):
+                    ops[slot, kind] = median(took)
+            for way, (kind_name, receives) in enumerate(self.receives.items()):
+                for microbatch in range(num):
+                    at = messages[slot, way, :, microbatch]
+                    at[0] = self.notes.sent.get((kind_name, stage, microbatch), math.nan)
+                    at[1] = receives.posted.get((stage, microbatch), math.nan)
+                    arrivals = receives.arrivals.get((stage, microbatch), ())
+                    at[2] = max((each.at for each in arrivals), default=math.nan)
+        return report
+
+    def _parts(self, report: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Of a report the ops as (slot, kind), and the messages as (slot, F or B, moment, microbatch)."""
+        ops = 1 + 4 * self.slots
+        return report[1:ops].view(self.slots, 4), report[ops:].view(self.slots, 2, 3, -1)
+
+    def _read(self, rank: int, report: torch.Tensor) -> dict[int, tuple[list[float], torch.Tensor]]:
+        """Of each stage of a rank the ms of its ops by kind, and the moments of its messages."""
+        ops, messages = self._parts(report)
+        stages = self.schedule.plan.stages_of(rank)
+        return {stage: (ops[slot].tolist(), messages[slot]) for slot, stage in enumerate(stages)}
+
+
+class PlanUpdater:
+    """What rank 0 makes of the notes of all ranks: costs, links, and another plan where they have changed."""
+
+    KEPT = 5
+    """Steps whose medians count for the costs."""
+
+    def __init__(self, recorder: StepRecorder) -> None:
+        self.recorder = recorder
+        self.ops: dict[tuple[str, int], deque[float]] = {}
+        self.offset: dict[tuple[int, int], float] = {}
+        self.planned_for: dict[tuple[int, int], float] | None = None
+        self.seen = 0
+        self.thread: threading.Thread | None = None
+        self.is_offered = False
+
+    def switched(self) -> None:
+        self.is_offered = False
+
+    def consider(self, reports: Sequence[Mapping[int, tuple[list[float], torch.Tensor]]]) -> None:
+        """Plans anew, in a thread, if links differ from those of the plan for some steps in a row."""
+        by_stage = {stage: found for report in reports for stage, found in report.items()}
+        for stage, (ops, _) in by_stage.items():
+            for kind, ms in zip(_KINDS, ops, strict=True):
+                if not math.isnan(ms):
+                    self.ops.setdefault((kind, stage), deque(maxlen=self.KEPT)).append(ms)
+        delays = self._delays(by_stage)
+        if self.planned_for is None:
+            self.planned_for = dict.fromkeys(delays, 0.0)
+        if self.is_offered or (self.thread is not None and self.thread.is_alive()):
+            return
+        costs = self._costs()
+        least = self.recorder.options.least_change
+        if least is None:
+            least = max(2.0, 0.1 * sum(costs.f) / len(costs.f))
+        is_changed = any(abs(ms - self.planned_for.get(link, 0.0)) > least for link, ms in delays.items())
+        self.seen = self.seen + 1 if is_changed else 0
+        if self.seen < self.recorder.options.patience:
+            return
+        self.seen, self.planned_for = 0, delays
+        running = self.recorder.schedule.plan
+        self.thread = threading.Thread(target=self._plan, args=(costs, delays, running), daemon=True)
+        self.thread.start()
+
+    def _plan(self, costs: Costs, delays: Mapping[tuple[int, int], float], running: Schedule) -> None:
+        options, first, channel = self.recorder.options, self.recorder.first, self.recorder.schedule.channels
+        links = Links({link: round(ms, 3) for link, ms in delays.items()})
+        now = simulate(running, costs, links, channels=channel).makespan
+        found = (options.planner or self._best)(costs, links, running)
+        best, ms = running, now
+        for schedule in (first, found):
+            then = simulate(schedule, costs, links, channels=channel).makespan
+            if then < ms:
+                best, ms = schedule, then
+        if ms > (1 - options.least_gain) * now:
+            return
+        if not has_communication(best):
+            best = add_communication(best, costs, links, channels=channel)
+        check(best, channels=channel)
+        self.is_offered = True
+        self.recorder.offer = to_json(best).encode(), Replanned(0, dict(delays), now, ms)
+
+    def _best(self, costs: Costs, links: Links, running: Schedule) -> Schedule:
+        first = self.recorder.first
+        return plan(
+            costs,
+            first.num_ranks,
+            first.num_microbatches,
+            links,
+            max_in_flight=peak_in_flight(first),
+            placement=first.placement,
+            time_limit=self.recorder.options.seconds,
+        ).schedule
+
+    def _costs(self) -> Costs:
+        """Milliseconds of each stage's ops. Where a backward ran whole, half of it is taken for each half."""
+        num_stages = self.recorder.schedule.plan.num_stages
+        known = {key: median(found) for key, found in self.ops.items()}
+        f, i, w, b = ([known.get((kind, stage), math.nan) for stage in range(num_stages)] for kind in "FIWB")
+        for stage in range(num_stages):
+            if math.isnan(w[stage]):
+                i[stage] = w[stage] = b[stage] / 2
+                if not stage:
+                    i[0], w[0] = 0.0, b[0]
+            if math.isnan(b[stage]):
+                b[stage] = i[stage] + w[stage]
+        return Costs(f, i, w, b)
+
+    def _delays(self, by_stage: Mapping[int, tuple[list[float], torch.Tensor]]) -> dict[tuple[int, int], float]:
+        """Milliseconds of each directed link that carried messages.
+
+        Clocks of two ranks may differ. At first both directions are taken to be equally late, which says by how much
+        the clocks differ; half of an asymmetry of then is on the wrong side, and the sum of both is right.
+        """
+        plan = self.recorder.schedule.plan
+        raw: dict[tuple[int, int], list[tuple[float, ...]]] = {}
+        for stage in by_stage:
+            for way, target in ((0, stage + 1), (1, stage - 1)):
+                if target not in by_stage or plan.rank_of(stage, 0) == plan.rank_of(target, 0):
+                    continue
+                link = plan.rank_of(stage, 0), plan.rank_of(target, 0)
+                sent = by_stage[stage][1][way, 0]
+                posted, arrived = by_stage[target][1][way, 1], by_stage[target][1][way, 2]
+                raw.setdefault(link, []).extend(zip(sent.tolist(), posted.tolist(), arrived.tolist(), strict=True))
+        found = {}
+        for (source, target), messages in raw.items():
+            known = (self.planned_for or {}).get((target, source), 0.0)
+            skew = self.offset.get((source, target), 0.0)
+            early = [a - s - skew for s, p, a in messages if s >= p - skew + known + 1.0]
+            late = [a - max(s + skew, p) for s, p, a in messages]
+            if values := [ms for ms in early or late if not math.isnan(ms)]:
+                found[source, target] = median(values)
+        for source, target in found:
+            if (target, source) in found and (source, target) not in self.offset:
+                skew = (found[source, target] - found[target, source]) / 2
+                self.offset[source, target], self.offset[target, source] = skew, -skew
+                found[source, target] -= skew
+                found[target, source] += skew
+        return {link: max(0.0, ms) for link, ms in found.items()}
