@@ -447,7 +447,6 @@ class Pipeline:
             result, norm = self._end_schedule(batch, update)
         except BaseException as error:
             local.optimizer_state.fail(error)
-            local.optimizer_state.agreement.note()
             raise
         finally:
             local.optimizer_state.end()
@@ -456,8 +455,6 @@ class Pipeline:
         except BaseException as error:
             local.optimizer_state.fail(error)
             raise
-        finally:
-            local.optimizer_state.agreement.note()
         if self._agent is not None:
             with local.sharing("a probe of the links between nodes"):
                 self._agent.look_at_nodes()
@@ -538,7 +535,7 @@ class Pipeline:
         self._life.require_open()
         state = self._local.optimizer_state
         state.require_updates_apart()
-        with state.agreement.noting_own_changes(), self._updating("an update"):
+        with self._updating("an update"):
             return state.update()
 
     @refuse_old({}, RuntimeFailure)
@@ -552,7 +549,7 @@ class Pipeline:
         self._life.require_open()
         require_norm(max_norm)
         state = self._local.optimizer_state
-        with state.agreement.noting_own_changes(), self._local.mesh.waiting():
+        with self._local.mesh.waiting():
             return state.clip(max_norm)
 
     def mismatch(self) -> dict[tuple[int, int, int], int]:
@@ -695,8 +692,7 @@ class Pipeline:
             with self._local.failure.noted():
                 self._local.optimizer_state.replicas.unshard()
             self._local.failure.has_failed |= not self._local.optimizer_state.replicas.can_unshard
-            with self._local.optimizer_state.agreement.between_modes():
-                self._local.run(settings, self._local.running.forward(num))
+            self._local.run(settings, self._local.running.forward(num))
         self._local.optimizer_state.replicas.reshard()
         return batch
 
@@ -743,7 +739,7 @@ class Pipeline:
         self._local.follow_model()
         counters = {"num_steps": self._num_steps, "num_updates": self.num_updates, "seed": self._seed}
         state, place = TrainingState(self._local.optimizer_state), self._local.mesh
-        self._local.optimizer_state.agreement.require(place.everyone)
+        self._local.optimizer_state.agreement.require()
         with place.waiting():
             path = saving.save(directory, state, place, counters, meta, stateful, keep, number)
         self._local.notices.note(saving.later_than(path))

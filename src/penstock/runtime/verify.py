@@ -109,9 +109,7 @@ class Verifier:
         local = self._local
         said = self._first(_said_by(local.require_own_layers) or _said_by(local.require_own_parameters))
         if said is None:
-            said = self._first(
-                _said_by(lambda: local.optimizer_state.agreement.require(self._everyone, compares_values=True))
-            )
+            said = self._first(_said_by(local.optimizer_state.agreement.require))
         self._note("the model, and the model as ps.Pipeline got it", said, 4)
         if self._comparisons[-1].outcome != SAME:
             found = Verification(tuple(self._comparisons))
@@ -322,14 +320,10 @@ class Verifier:
     @contextmanager
     def _left_as_found(self) -> Iterator[None]:
         """Around all runs: gradients, generators and what the pipeline runs are put back."""
-        local, state = self._local, self._local.optimizer_state
+        local = self._local
         before, last = local.running, local.last
         try:
-            with (
-                state.agreement.noting_own_changes(),
-                _gradients_aside(local.model.parameters),
-                restored(local.model.device),
-            ):
+            with _gradients_aside(local.model.parameters), restored(local.model.device):
                 yield
         finally:
             local.switch(before)

@@ -436,7 +436,7 @@ class StagedState:
         notices: list[str],
         scaler: dict[str, Any] | None,
     ) -> None:
-        self._agreement, self._model = state.agreement, state.model
+        self._model = state.model
         self._scaling, self._scaler = state.scaling, scaler
         self._values, self._optimizer, self._gradients = values, optimizer, gradients
         self._updating, self._extras, self.notices = updating, extras, notices
@@ -472,8 +472,6 @@ class StagedState:
             self._scaling.begin_again(self._scaler)
         for extra, value in self._extras:  # last, as torch does it
             extra.module.set_extra_state(value)
-        self._agreement.note()
-        self._agreement.settle()
 
 
 def extra_to_write(

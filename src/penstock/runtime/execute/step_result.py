@@ -4,7 +4,7 @@ One collective carries all of it; ranks that share memory sum there.
 
     | loss of each microbatch | type of the losses | number of new notices | processes that failed | ranks that update
     | last stages whose losses have a gradient, and have none | digest of the batch, for each rank
-    | what the caller tells | votes of all processes |
+    | what the caller tells | votes of all processes | digests of what several processes hold, in every tenth step |
 
 Each process fills in what it knows and leaves zeros elsewhere, and the collective sums these rows. Doubles carry any
 loss type, digest and number without rounding. If the pipeline has replicas, a second collective brings their losses
@@ -162,7 +162,7 @@ class StepEnd:
         memory: the ranks' transport, if it is shared memory, which can sum too.
         tells: values of this process that are summed over all processes.
         changing: gives the stages here that change their part of a batch in place.
-        agreement: tells whether all that hold a parameter began the step alike.
+        agreement: compares what processes have of the parameters that several of them hold.
         failure: what kept this process from doing its part.
     """
 
@@ -195,7 +195,7 @@ class StepEnd:
         Raises:
             PeerFailed, or the error of this process: a process could not do its part.
             RuntimeFailure: processes that had different batches, disagree on whether to update, or ran different
-                plans; holders of a parameter that did not begin the step alike; or a training step in which no
+                plans; holders of a parameter that differ; or a training step in which no
                 microbatch's loss has a gradient.
         """
         mine = [
@@ -205,14 +205,20 @@ class StepEnd:
             [batch.digest if rank in self._peers.here else 0.0 for rank in range(self._peers.num_ranks)],
             self._tells,
             self._votes(agent),
+            self._values(),
         ]
         row = self._summed([value for part in mine for value in part])
-        losses, (loss_type,), facts, digests, tells, votes = split_like(row, mine)
+        losses, (loss_type,), facts, digests, tells, votes, values = split_like(row, mine)
         differ = digests.count(digests[0]) < len(digests)
         of_all, summed, differ = self._of_all(
-            losses, [*facts, *tells, *votes], batch.digest, differ, batch.windows, _LOSS_TYPES[int(loss_type)]
+            losses,
+            [*facts, *tells, *votes, *values],
+            batch.digest,
+            differ,
+            batch.windows,
+            _LOSS_TYPES[int(loss_type)],
         )
-        facts, tells, votes = split_like(summed, [facts, tells, votes])
+        facts, tells, votes, values = split_like(summed, [facts, tells, votes, values])
         num_notices, num_failed, num_unlike, *of_training = facts
         if num_notices:
             notices.share()
@@ -221,7 +227,7 @@ class StepEnd:
         if num_failed:
             self._failure.conclude(self._everyone)
         if self._agreement is not None:
-            self._agreement.conclude(not num_unlike)
+            self._agreement.conclude(not num_unlike, values)
         self._require(*of_training)
         following = None
         if agent is not None:
@@ -261,6 +267,10 @@ class StepEnd:
         return [
             n for rank in range(self._everyone.num_ranks) for n in (vote if rank in self._everyone.here else nothing)
         ]
+
+    def _values(self) -> list[float]:
+        """Digests of the values of parameters that other processes hold too. Nothing in most steps."""
+        return [] if self._agreement is None or self._updates is None else self._agreement.values_row()
 
     def _facts(self) -> tuple[float, float, float, float]:
         """Whether this process knows of holders that are not alike, how many ranks here update, how many last stages

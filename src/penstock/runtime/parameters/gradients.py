@@ -14,9 +14,7 @@ once, with kernels that add in another order, and so does this module.
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from enum import Enum
 from itertools import chain
 
 import torch
@@ -30,39 +28,6 @@ from penstock.runtime.tensors.dtensor import is_sharded, local, whole
 
 Gradients = list[Tensor | None]
 """One for each parameter, in their order; None where there is none."""
-
-
-class GradientChange(Enum):
-    """What a caller may do to a parameter's gradient between two steps."""
-
-    GIVEN = "given"
-    CLEARED = "cleared"
-    CHANGED = "changed"
-
-
-class KnownGradient:
-    """A parameter's gradient at a moment, which is not kept in memory by this.
-
-    Args:
-        gradient: None where there is none.
-    """
-
-    __slots__ = "_known", "_version"
-
-    def __init__(self, gradient: Tensor | None) -> None:
-        self._known = None if gradient is None else weakref.ref(gradient)
-        self._version = 0 if gradient is None else gradient._version
-
-    def change(self, now: Tensor | None) -> GradientChange | None:
-        """What has been done to it since."""
-        if self._known is None:
-            return None if now is None else GradientChange.GIVEN
-        if now is None:
-            return GradientChange.CLEARED
-        return None if self._known() is now and now._version == self._version else GradientChange.CHANGED
-
-
-NO_GRADIENT = KnownGradient(None)
 
 
 class Accumulators:

@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 from penstock.runtime.errors import RuntimeFailure
 from penstock.runtime.mesh.peers import GroupPeers, Peers
 from penstock.runtime.mesh.process_mesh import ProcessMesh
-from penstock.runtime.parameters.agreement import agreement_of
+from penstock.runtime.parameters.agreement import HolderAgreement
 from penstock.runtime.parameters.data_parallel import replicas_of
 from penstock.runtime.parameters.given_optimizer import OwnSteps, goes_on_as, optimizer_of
 from penstock.runtime.parameters.gradients import begin_norm, num_bytes, scale_gradients
@@ -44,7 +44,7 @@ class OptimizerState:
         replicas: what there is of other replicas. updating: the updates that are ops; None where there are none.
         scaling: what losses are multiplied by, and whether gradients are finite; None where nobody asks.
         skipped: the last update was left out, as some gradient was not finite.
-        agreement: tells whether all that hold a parameter begin a step alike.
+        agreement: compares what processes have of the parameters that several of them hold.
 
     Args:
         schedule: with its REDUCE ops, where there are replicas.
@@ -89,7 +89,7 @@ class OptimizerState:
         self.constructed = plain_attributes(self.optimizer)
         require_whole_matrices(self.optimizer, model.sharded is not None)
         masters = None if self.updating is None else self.updating.stand_ins()
-        self.agreement = agreement_of(
+        self.agreement = HolderAgreement(
             model, mesh, self.replicas.sharding, masters, one_copy_steps, lambda: self.optimizer
         )
         self.replicas.agreement = self.agreement
@@ -110,7 +110,6 @@ class OptimizerState:
         before.close()
         self.close()
         self._steps = OwnSteps(goes_on_as(before.optimizer, self.optimizer), self._num_processes)
-        self.agreement.note()
 
     def close(self) -> None:
         """Leaves the optimizer to whoever has it."""

@@ -40,7 +40,7 @@ from torch.nn.parameter import is_lazy
 from penstock.runtime.errors import RuntimeFailure
 from penstock.runtime.mesh.peers import Peers, require_same
 from penstock.runtime.mesh.process_mesh import ProcessMesh
-from penstock.runtime.parameters.gradients import Accumulators, GradientChange, KnownGradient
+from penstock.runtime.parameters.gradients import Accumulators
 from penstock.runtime.parameters.ties import Ties
 from penstock.runtime.stage.partitioning.cutting import build_stage
 from penstock.runtime.stage.recompute import Place, copy_of
@@ -240,14 +240,15 @@ class CopyTurns:
         self._gradients = Accumulators(self._parameters, self._owner)
         self._separate: list[Parameter] = []
         self._aside = {k: _CopyState() for k in self._others}
-        self._known: list[KnownGradient] = []
-        """The owner's gradients between two steps, where other copies have sums of their own then."""
+        self._known: list[tuple[Tensor, int] | None] = []
+        """The owner's gradients between two steps and torch's count of their changes, where other copies have sums of
+        their own then."""
 
     def rest(self) -> None:
         """The module has what is the owner's, and the caller may change it."""
         self.select(self._owner)
-        has_sums = self._gradients.has_others
-        self._known = [KnownGradient(p.grad) for p in self._parameters] if has_sums else []
+        gradients = self._gradients.now() if self._gradients.has_others else []
+        self._known = [None if one is None else (one, one._version) for one in gradients]
 
     def follow_cleared(self, stage: int, names: Sequence[str]) -> None:
         """Clears the gradients of an open window in all copies that the caller has cleared in the module.
@@ -256,10 +257,9 @@ class CopyTurns:
             RuntimeFailure: one was changed otherwise, which the module has of the owner's copy alone.
         """
         for place, (known, parameter) in enumerate(zip(self._known, self._parameters, strict=False)):
-            change = known.change(parameter.grad)
-            if change is GradientChange.CLEARED:
+            if known is not None and parameter.grad is None:
                 self._gradients.clear(place)
-            elif change is GradientChange.CHANGED:
+            elif known is not None and (parameter.grad is not known[0] or parameter.grad._version != known[1]):
                 raise RuntimeFailure(
                     f"the gradient of {names[place]} of stage {stage} was changed while a window was open, and each "
                     f"of {len(self._others) + 1} pipelines here has a sum of its own for it, of which the parameter "

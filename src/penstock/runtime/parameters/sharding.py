@@ -285,6 +285,7 @@ class ShardedParameters(ReplicaParameters):
         buckets = cut_into_buckets((one.whole for one in self.of_whole.values()), lambda _: None)
         self._buckets = [[self.of_whole[id(whole)] for whole in bucket] for bucket in buckets]
         self._is_whole = True
+        self._counts_before = self._counts()
         self.reshard(stepped=False)
 
     def _part(self, parameter: Parameter, dim: int) -> tuple[Parameter, int]:
@@ -339,7 +340,12 @@ class ShardedParameters(ReplicaParameters):
         for one in self.of_whole.values():
             one.whole.requires_grad_(one.part.requires_grad)
             one.put(one.whole)
+        self._counts_before = self._counts()
         self._is_whole = True
+
+    def _counts(self) -> list[int]:
+        """Torch's counts of the wholes' changes in place. Made under `torch.inference_mode`, a tensor has none."""
+        return [0 if one.whole.is_inference() else one.whole._version for one in self.of_whole.values()]
 
     @torch.no_grad()
     def gather(self, bucket: Sequence[ShardedParameter], parts: Sequence[Tensor], into: Sequence[Tensor]) -> None:
@@ -367,13 +373,15 @@ class ShardedParameters(ReplicaParameters):
         """Gives up what other replicas keep.
 
         Args:
-            stepped: updates among the ops of a step have changed the wholes, and parts get their values. If not, the
-                wholes lose their gradients, which went into sums or belong to a step that broke off.
+            stepped: updates among the ops of a step have changed the wholes, and parts get their values, as they do
+                if a forward or a hook has changed one. If not, the wholes lose their gradients, which went into sums
+                or belong to a step that broke off.
         """
+        has_changed = self._is_whole and (stepped or self._counts() != self._counts_before)
         for one in self.of_whole.values():
             if not stepped:
                 one.whole.grad = None
-            elif self._is_whole:
+            if has_changed:
                 local(one.part).copy_(one.rows_of(local(one.whole.data)))
         if not self._is_whole:
             return
