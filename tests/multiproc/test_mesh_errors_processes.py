@@ -249,6 +249,6 @@ def test_what_one_replica_changes_between_steps_made_them_other_models() -> None
     assert data.startswith(f"parameter 0.bias differs {between}, so they would train other models")
     assert values.startswith(f"parameter 0.weight, parameter 0.bias, parameter 2.weight and 1 more differ {between}")
     assert gradient.startswith(f"parameter 0.bias differs {between}")
-    assert rate.startswith(f"lr of the optimizer's group 0 differs {between} (0.1, and 0.5)")
-    assert left_out.startswith(f"parameter 2.bias differs {between} (nothing, and left out of the optimizer)")
-    assert "sentence 4 of the contract" in left_out
+    assert rate.startswith(f"group 0 of the optimizer differs {between} (lr=0.1, and lr=0.5)")
+    assert left_out.startswith(f"parameter 2.bias in the optimizer differs {between} (")
+    assert "and left out), so they would train other models (sentence 4 of the contract)" in left_out

@@ -195,8 +195,8 @@ class StepEnd:
         Raises:
             PeerFailed, or the error of this process: a process could not do its part.
             RuntimeFailure: processes that had different batches, disagree on whether to update, or ran different
-                plans; holders of a parameter that differ; or a training step in which no
-                microbatch's loss has a gradient.
+                plans; holders of a parameter that differ; or a training step in which no microbatch's loss has a
+                gradient.
         """
         mine = [
             self._losses(len(batch)),
@@ -210,14 +210,8 @@ class StepEnd:
         row = self._summed([value for part in mine for value in part])
         losses, (loss_type,), facts, digests, tells, votes, values = split_like(row, mine)
         differ = digests.count(digests[0]) < len(digests)
-        of_all, summed, differ = self._of_all(
-            losses,
-            [*facts, *tells, *votes, *values],
-            batch.digest,
-            differ,
-            batch.windows,
-            _LOSS_TYPES[int(loss_type)],
-        )
+        others, dtype = [*facts, *tells, *votes, *values], _LOSS_TYPES[int(loss_type)]
+        of_all, summed, differ = self._of_all(losses, others, batch.digest, differ, batch.windows, dtype)
         facts, tells, votes, values = split_like(summed, [facts, tells, votes, values])
         num_notices, num_failed, num_unlike, *of_training = facts
         if num_notices:

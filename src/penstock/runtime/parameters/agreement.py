@@ -49,7 +49,8 @@ _Scope = tuple[object, ...]
 _Holders = tuple[int, ...]
 """Processes, ascending."""
 _Facts = dict[str, object]
-"""By subject, in words, what a process has of it: words, or a value's digest."""
+"""By subject, in words, what a process has of it: words, options, or something made of values."""
+_Options = tuple[str, ...]
 
 
 class _Row:
@@ -133,7 +134,10 @@ class HolderAgreement:
         state = ([(p.requires_grad, p.dtype) for p in self._parameters], options, members, given)
         if state != self._state:
             self._state = state
-            self._facts = {scope: self._facts_of(scope, options, members, given) for scope in self._scopes}
+            self._facts = {scope: self._facts_of(scope, options, members) for scope in self._scopes}
+            for scope, facts in self._facts.items():
+                if scope[0] in (_GROUPS, _STEPPED):
+                    facts["rates= of the step"] = str(given)
             self._digests = self._digests_of(self._facts)
         for peers, row in self._rows.items():
             if row:
@@ -214,35 +218,21 @@ class HolderAgreement:
             for holders, told in by_holders.items()
         }
 
-    def _facts_of(
-        self,
-        scope: _Scope,
-        options: Sequence[Mapping[str, str]],
-        members: Sequence[Sequence[int]],
-        rates: tuple[float, ...] | None,
-    ) -> _Facts:
+    def _facts_of(self, scope: _Scope, options: Sequence[_Options], members: Sequence[Sequence[int]]) -> _Facts:
         """What this process trains, or by which options; nothing of values."""
+        if scope[0] == _GROUPS:
+            return {f"group {number} of the optimizer": those for number, those in enumerate(options)}
         facts: _Facts = {}
-        if scope[0] == _TRAINED:
-            for name, parameter in self._scopes[scope].items():
+        of_parameter = {one: options[number] for number, ones in enumerate(members) for one in ones}
+        for name, parameter in self._scopes[scope].items() if scope[0] != _VALUES else ():
+            if scope[0] == _TRAINED:
                 facts[f"parameter {name}"] = (
                     f"{'trained' if parameter.requires_grad else 'frozen'}, {parameter.dtype}"
                 )
-        elif scope[0] == _STEPPED:
-            of_parameter = {one: options[number] for number, ones in enumerate(members) for one in ones}
-            trained = [(name, p) for name, p in self._scopes[scope].items() if p.requires_grad and options]
-            for name, parameter in trained:
+            elif parameter.requires_grad and options:
                 for one in (parameter,) if self._masters is None else self._masters.get(id(parameter), ()):
-                    if id(one) not in of_parameter:
-                        facts[f"parameter {name}"] = "left out of the optimizer"
-                    for option, value in of_parameter.get(id(one), {}).items():
-                        facts[f"{option} of parameter {name} in the optimizer"] = value
-        elif scope[0] == _GROUPS:
-            for number, those in enumerate(options):
-                facts |= {f"{option} of the optimizer's group {number}": value for option, value in those.items()}
-        return (
-            facts if rates is None or scope[0] not in (_STEPPED, _GROUPS) else {"rates= of the step": rates, **facts}
-        )
+                    facts[f"parameter {name} in the optimizer"] = of_parameter.get(id(one), ("left out",))
+        return facts
 
 
 class _Value:
@@ -306,14 +296,14 @@ def _part_of(parameter: Tensor) -> _Scope:
     return tuple((str(placement), place, size) for placement, place, size in dims if not placement.is_replicate())
 
 
-def _options_of(group: Mapping[str, object]) -> dict[str, str]:
-    """By name what a group of an optimizer has of plain numbers and words."""
-    found: dict[str, str] = {}
+def _options_of(group: Mapping[str, object]) -> _Options:
+    """What a group of an optimizer has of plain numbers and words, such as "lr=0.1"."""
+    found: list[str] = []
     for name, value in sorted(group.items()):
         one = value.item() if isinstance(value, Tensor) and value.numel() == 1 and not value.is_cuda else value
         if name not in _OWN and is_plain(one):
-            found[name] = repr(one)
-    return found
+            found.append(f"{name}={one!r}")
+    return tuple(found)
 
 
 def _words(differing: Mapping[str, Mapping[int, object]]) -> str:
@@ -326,13 +316,19 @@ def _words(differing: Mapping[str, Mapping[int, object]]) -> str:
     first = next(iter(said.values()))
     other = next(fact for fact in said.values() if fact != first)
     mine, theirs = (_processes([one for one, fact in said.items() if fact == each]) for each in (first, other))
-    has, have = ("nothing" if each is None else str(each) for each in (first, other))
-    what = "" if isinstance(first, _Value) else f" ({has}, and {have})"
+    shown = "" if isinstance(first, _Value) else f" ({_shown(first, other)}, and {_shown(other, first)})"
     return (
         f"{listed(list(differing))} {'differs' if len(differing) == 1 else 'differ'} between {mine} and {theirs}"
-        f"{what}, so they would train other models (sentence 4 of the contract); change it alike on every process, "
+        f"{shown}, so they would train other models (sentence 4 of the contract); change it alike on every process, "
         "between the same two steps, and leave changes within a step to the optimizer"
     )
+
+
+def _shown(fact: object, other: object) -> str:
+    """A fact in words; of options those that are not the other's."""
+    if isinstance(fact, tuple):
+        return listed([option for option in fact if not isinstance(other, tuple) or option not in other]) or "nothing"
+    return "nothing" if fact is None else str(fact)
 
 
 def _processes(numbers: Sequence[int]) -> str:

@@ -176,14 +176,8 @@ def gradient_of(parameter: Parameter) -> Tensor:
     return local(gradient)
 
 
-def send_values(
-    tensors: Iterable[Any], source: Callable[[Any], int], peers: GroupPeers, spares_equal: bool = False
-) -> None:
-    """Gives every process the values of the one that `source` says of each tensor. All must call it for the same.
-
-    Args:
-        spares_equal: a tensor that has these values is left alone, and counts as not changed in place.
-    """
+def send_values(tensors: Iterable[Any], source: Callable[[Any], int], peers: GroupPeers) -> None:
+    """Gives every process the values of the one that `source` says of each tensor. All must call it for the same."""
     begun: list[tuple[list[Tensor], int, Broadcast, Any]] = []
     for bucket in cut_into_buckets(tensors, source):
         mine, root = [local(tensor.detach()) for tensor in bucket], source(bucket[0])
@@ -195,5 +189,4 @@ def send_values(
             with torch.no_grad():
                 flat = real_as(op.tensor, mine[0])
                 for tensor, part in zip(mine, pieces(flat, [each.shape for each in mine]), strict=True):
-                    if not (spares_equal and torch.equal(tensor, part)):
-                        overwrite(tensor, part)
+                    overwrite(tensor, part)

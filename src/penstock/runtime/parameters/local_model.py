@@ -98,8 +98,7 @@ class LocalModel:
         self.share_values()
         self.shared.share_tied()
         if isinstance(mesh.replicas, GroupPeers):
-            values = [*copies.parameters(), *self.buffers()]
-            send_values(values, lambda _: 0, mesh.replicas, spares_equal=True)  # another pipeline may have them too
+            send_values([*copies.parameters(), *self.buffers()], lambda _: 0, mesh.replicas)
         self.sharded = ShardedParameters(stages, mesh) if mesh.has_parts else None
         self.parameters: list[Parameter] = copies.parameters()
         answered = [index for index in self.stages if placement.hosts(0, index)[0] in peers.here]

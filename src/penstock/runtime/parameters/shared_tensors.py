@@ -226,17 +226,14 @@ class SharedTensors:
             holders.share(self._copies.stages[index].buffers(), self._peers)
 
     def share_tied(self) -> None:
-        """Gives all stages that share a parameter its owner's value. One that has it is left alone: another pipeline
-        of the same model would take a copy for a change of the caller's.
-        """
+        """Gives all stages that share a parameter its owner's value."""
         for slot, _ in self._ties.slots():
             first = self.tied(slot)
             value = self.spread(slot, first)
             for parameter in self._tied[slot - 1]:
                 if value is not None and local(parameter).data_ptr() != local(value).data_ptr():
                     with torch.no_grad():
-                        if not torch.equal(local(parameter), local(value)):
-                            local(parameter).copy_(local(value))
+                        local(parameter).copy_(local(value))
 
     def share_of_stage(self, index: int, tensors: Iterable[Tensor]) -> None:
         """Gives tensors what the owner of a stage has in their place, in the copies of all pipelines."""
