@@ -53,7 +53,7 @@ _Facts = dict[str, object]
 _Options = tuple[str, ...]
 
 
-class _Row:
+class _DigestRow:
     """A number for each holder in each set of holders. Each process fills in its own, and sums bring them together.
 
     Args:
@@ -106,10 +106,12 @@ class HolderAgreement:
                 by_scope.setdefault(scope, []).append(process)
         self._holders = {scope: tuple(those) for scope, those in by_scope.items() if len(those) > 1}
         sets = sorted(set(self._holders.values()))
-        self._whole = _Row(sets, {process for holders in sets for process in holders})
+        self._whole = _DigestRow(sets, {process for holders in sets for process in holders})
         dimensions = mesh.everyone.along if isinstance(mesh.everyone, MeshPeers) else (mesh.everyone,)
-        self._rows: dict[Peers, _Row] = {
-            peers: _Row(sets, peers.gather(self._process)) for peers in dimensions if isinstance(peers, GroupPeers)
+        self._rows: dict[Peers, _DigestRow] = {
+            peers: _DigestRow(sets, peers.gather(self._process))
+            for peers in dimensions
+            if isinstance(peers, GroupPeers)
         }
         self._waits: dict[Peers, Callable[[], Tensor]] = {}
         self._alike: dict[Peers, bool] = {}
