@@ -10,12 +10,15 @@ from __future__ import annotations
 
 import json
 import re
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from statistics import fmean, median
 from typing import Any, NamedTuple
 
-from penstock.bench.readme import markdown, write_between
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from experiments.common.readme import markdown, write_between
 
 FOLDER = Path(__file__).resolve().parent
 
@@ -333,13 +336,13 @@ GROUPS = {
             "runtime",
             "What does running a schedule cost, beside torch's own pipelines?",
             runtime,
-            "penstock bench runtime --rounds 6 --no-memory",
+            "python benchmarks/runtime/run.py --rounds 6 --no-memory",
         ),
         Benchmark(
             "split",
             "How much longer does a backward take when it is split in two?",
             split,
-            "penstock bench split --out benchmarks/split/results.json",
+            "python benchmarks/split/run.py --out benchmarks/split/results.json",
         ),
         Benchmark(
             "rank_memory",
@@ -357,7 +360,7 @@ GROUPS = {
             "profiling",
             "What does it cost to time every message and op?",
             profiling,
-            "python -m penstock.bench.profiling --out results.json",
+            "python benchmarks/profiling/run.py --out results.json",
         ),
         Benchmark(
             "pairs",
@@ -395,7 +398,7 @@ GROUPS = {
             "head_of_line",
             "How much time is lost when messages queue up behind a slow one?",
             head_of_line,
-            "python -m penstock.bench.head_of_line --out threads.json",
+            "python benchmarks/head_of_line/run.py --out threads.json",
         ),
         Benchmark(
             "faults",
@@ -407,7 +410,7 @@ GROUPS = {
             "lab",
             "How long does training stand still after a fault?",
             lab,
-            "python -m penstock.bench.faults --count 20 --faults interface --out benchmarks/lab/interface.json",
+            "python benchmarks/lab/faults.py --count 20 --faults interface --out benchmarks/lab/interface.json",
         ),
     ),
     "How good and how fast are plans?": (
@@ -427,7 +430,7 @@ GROUPS = {
             "plan",
             "How good is a plan after a second, and how fast are the steps of the planner?",
             plan,
-            "penstock bench plan --only free --instances 200 --out benchmarks/plan/free.json",
+            "python benchmarks/plan/run.py --only free --instances 200 --out benchmarks/plan/free.json",
         ),
         Benchmark(
             "limits",
@@ -439,7 +442,7 @@ GROUPS = {
             "space",
             "How long does the search over every placement and rule take?",
             space,
-            "penstock bench space --repeats 1 --out benchmarks/space/results.json",
+            "python benchmarks/space/run.py --repeats 1 --out benchmarks/space/results.json",
         ),
         Benchmark(
             "engine",
@@ -459,13 +462,13 @@ GROUPS = {
             "emulated",
             "How close do emulated runs come to simulated ones?",
             emulated,
-            "python -m penstock.bench.emulated --stretch 2 --out threads-stretch-2.json",
+            "python benchmarks/emulated/run.py --stretch 2 --out threads-stretch-2.json",
         ),
         Benchmark(
             "tune",
             "Does a step take as long as the tuner says?",
             tune,
-            "penstock bench tune --rounds 3 --steps 20 --patience 5 --out FILE.json",
+            "python benchmarks/tune/run.py --rounds 3 --steps 20 --patience 5 --out FILE.json",
         ),
         Benchmark(
             "analyze",

@@ -6,7 +6,7 @@ made. A block's language says what is done with it:
     python              runs; comments behind a print, or right below it or a loop, are what it must print
     python file=net.py  a file that a page shows; it lies in the folder of every page's examples
     python torchrun=2   runs under torchrun, where `blocks` is asked for these
-    sh                  commands that must work; training and benchmarks are stopped before they start
+    sh                  commands that must work; training is stopped before it starts
     console             `$ command` and its output; a line `...` stands for any lines
     console nightly     the same, at night alone
     text, json, ...     shown only
@@ -123,12 +123,8 @@ def run_page(page: Path, folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: 
 
 
 def stop_before_running(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Training reads and checks its settings and then only leaves its folder, comparing simulates alone; benchmarks
-    measure nothing, and the tuner estimates."""
-    from penstock.bench import plan as bench_plan
-    from penstock.bench import runtime, split
-    from penstock.bench import space as bench_space
-    from penstock.bench import tune as bench_tune
+    """Training reads and checks its settings and then only leaves its folder, comparing simulates alone, and the
+    tuner estimates."""
     from penstock.cli import lab as lab_command
     from penstock.cli import play as play_command
     from penstock.train.compare import run as comparing
@@ -216,13 +212,6 @@ def stop_before_running(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(play_command.ThreadingHTTPServer, "serve_forever", lambda self: None)
     monkeypatch.setattr(session, "tune", estimate_instead)
     monkeypatch.setattr(session, "measure", measure_nothing)
-    for measured in ("speeds", "free", "tight", "families"):
-        monkeypatch.setattr(bench_plan, measured, lambda *args, **kwargs: [])
-    for measured in ("searches", "against_library", "shared_ends"):
-        monkeypatch.setattr(bench_space, measured, lambda *args, **kwargs: [])
-    monkeypatch.setattr(bench_tune, "run", lambda *args, **kwargs: {"machine": {}, "rows": []})
-    monkeypatch.setattr(split, "run", lambda *args, **kwargs: [])
-    monkeypatch.setattr(runtime, "run", lambda *args, **kwargs: {"machine": {}, "rows": []})
 
 
 def rehearsed_log() -> str:

@@ -25,9 +25,10 @@ from statistics import median
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from judge import judge
 
-from penstock.bench.record import commit, machine
+from experiments.common.record import commit, machine
 
 STEPS, LINKS = 150, ((0, 1), (1, 2), (2, 3))
 CELLS = tuple(

@@ -11,17 +11,20 @@ from __future__ import annotations
 import argparse
 import json
 import resource
+import sys
 import time
 from pathlib import Path
 from statistics import median
 from typing import Any
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
 import numpy as np
 
+from experiments.common.readme import write_between
+from experiments.common.record import record
 from penstock.analyze import analyze_trace
 from penstock.analyze.analysis_page import to_page
-from penstock.bench.readme import write_between
-from penstock.bench.record import record
 from penstock.formats.traces import RunTrace, read_trace
 
 FOLDER = Path(__file__).resolve().parent

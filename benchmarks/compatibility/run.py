@@ -34,12 +34,13 @@ from typing import Any
 import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tests"))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from compatibility_cells import FEATURES, FEATURES_OF_RULES, Cell, read_cells, run_cell
+from experiments.common.readme import markdown, write_between
+from experiments.common.record import record
 from fuzz_cases import Outcome
 from fuzz_runs import between_processes
-from penstock.bench.readme import markdown, write_between
-from penstock.bench.record import record
 from penstock.runtime.compatibility import refusal_of
 from processes import forkserver
 

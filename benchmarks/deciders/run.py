@@ -25,6 +25,8 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
 import penstock as ps
 from penstock.dispatch import Dispatch, lower
 from penstock.dispatch.dispatcher import Dispatcher
@@ -296,7 +298,7 @@ def compared(before: Path, cases: int, first: int, seconds: float) -> dict[str, 
 
 
 def main() -> int:
-    from penstock.bench.record import commit, record  # here, as this file also runs with the package of BEFORE
+    from experiments.common.record import commit, record  # here, as this file also runs with the package of BEFORE
 
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("before", type=Path, help="a checkout of commit 59f8f88")

@@ -10,16 +10,19 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import numpy as np
 import run as benchmark
 
 import penstock as ps
-from penstock.bench.readme import markdown, write_between
-from penstock.bench.record import record
+from experiments.common.readme import markdown, write_between
+from experiments.common.record import record
 from penstock.engine.network import Array
 from penstock.simulation.auto import choose, jittered
 from penstock.simulation.lowered import Order

@@ -19,11 +19,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
 import numpy as np
 
 import penstock as ps
-from penstock.bench.readme import write_between
-from penstock.bench.record import record
+from experiments.common.readme import write_between
+from experiments.common.record import record
 from penstock.control.configuration import digest_of
 from penstock.dispatch import Dispatch
 from penstock.formats.native import to_json

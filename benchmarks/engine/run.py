@@ -16,7 +16,9 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from penstock.bench.record import record
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from experiments.common.record import record
 
 FOLDER = Path(__file__).parent
 PHASES = ("build", "check", "lower", "simulate")

@@ -18,9 +18,10 @@ from collections import Counter
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tests"))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
+from experiments.common.record import record
 from fault_runs import Fault, apart, filling, may_mount, points, undisturbed, without_delegates, wrong
-from penstock.bench.record import record
 
 
 def chosen(every: int, start: int, only: str) -> list[Fault]:

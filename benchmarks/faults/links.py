@@ -46,8 +46,10 @@ from pathlib import Path
 from queue import Empty, SimpleQueue
 from typing import Any
 
-from penstock.bench.readme import write_between
-from penstock.bench.record import record
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from experiments.common.readme import write_between
+from experiments.common.record import record
 from penstock.lab import HostProcess, Lab
 
 TRANSPORTS = ("gloo", "delegate", "direct", "late", "nccl")
@@ -98,7 +100,7 @@ def rank_main(job: LinkJob) -> int:
     import torch
     import torch.distributed as dist
 
-    from penstock.bench.faults_rank import wait_for
+    from benchmarks.lab.faults_rank import wait_for
     from penstock.runtime.launch import init_process
     from penstock.runtime.mesh.interfaces import names_of
 
@@ -131,7 +133,7 @@ def train(job: LinkJob, run: int, rank: int) -> tuple[dict[str, Any], dict[str, 
     from torch import nn
 
     import penstock as ps
-    from penstock.bench.faults_rank import wait_for
+    from benchmarks.lab.faults_rank import wait_for
 
     torch.manual_seed(1)
     stages: list[nn.Module] = [

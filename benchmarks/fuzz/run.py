@@ -16,7 +16,6 @@ import argparse
 import json
 import math
 import os
-import runpy
 import sys
 import threading
 import time
@@ -33,7 +32,9 @@ from typing import Any
 import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tests"))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
+from experiments.common.record import record
 from fuzz_cases import PLANTED, Case, Outcome, draw, run, smaller, with_turns
 from fuzz_runs import SHAPES, between_processes
 from processes import forkserver
@@ -172,7 +173,7 @@ def main() -> None:
         sys.exit(one(_drawn(given.case, shape, given.device, given.turns), given.smaller))
     if given.so_far is not None and given.cases and given.between:
         parser.error("--so-far keeps cases of one kind: give --cases or --between")
-    result = about() | ({"gpu": torch.cuda.get_device_name()} if given.device == "cuda" else {})
+    result = record() | ({"gpu": torch.cuda.get_device_name()} if given.device == "cuda" else {})
     failed = False
     until = time.monotonic() + 60 * given.minutes
     for name, num in (("in one process", given.cases), ("between processes", given.between)):
@@ -229,21 +230,9 @@ def planted(out: Path | None) -> int:
         print(f"{outcome.kind:10} {name}\n           {outcome.detail[:200]}", flush=True)
     if out is not None:
         rows = {name: {"outcome": o.kind, "detail": o.detail[:200]} for name, o in found}
-        out.write_text(json.dumps({**about(), "planted": rows}, indent=1) + "\n")
+        out.write_text(json.dumps({**record(), "planted": rows}, indent=1) + "\n")
         print(f"wrote {out}")
     return sum(o.kind in ("different", "raw") for _, o in found)
-
-
-def about() -> dict[str, Any]:
-    """What was run on what: the commit is that of the source that `penstock` was imported from.
-
-    That may be an older one, so the module of records is this checkout's.
-    """
-    import penstock
-
-    module = runpy.run_path(str(Path(__file__).resolve().parents[2] / "src/penstock/bench/record.py"))
-    found: dict[str, Any] = module["record"](Path(penstock.__file__).resolve().parents[2])
-    return found
 
 
 if __name__ == "__main__":

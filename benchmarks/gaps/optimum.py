@@ -17,10 +17,11 @@ import time
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tests"))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
+from benchmarks.plan.run import FAMILY_RANKS, PLACEMENTS, family_problem
 from exact_solver import Instance, solve
-from penstock.bench.plan import FAMILY_RANKS, PLACEMENTS, family_problem
-from penstock.bench.record import record
+from experiments.common.record import record
 
 RESULTS = Path(__file__).parent / "optimum.json"
 SEED = 12

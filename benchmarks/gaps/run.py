@@ -15,13 +15,16 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
+import sys
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
 import penstock as ps
-from penstock.bench.plan import FAMILY_RANKS, FAMILY_SECONDS, PLACEMENTS, family_problem
-from penstock.bench.record import commit, record
+from benchmarks.plan.run import FAMILY_RANKS, FAMILY_SECONDS, PLACEMENTS, family_problem
+from experiments.common.record import commit, record
 from penstock.planning import compile_ahead, exact
 from penstock.planning.bounds import work_bound
 from penstock.planning.destructive_bound import DestructiveBound

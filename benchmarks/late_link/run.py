@@ -12,14 +12,17 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
+import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
 import penstock as ps
-from penstock.bench.readme import write_between
-from penstock.bench.record import record
+from experiments.common.readme import write_between
+from experiments.common.record import record
 
 FOLDER = Path(__file__).resolve().parent
 

@@ -20,8 +20,10 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from penstock.bench.readme import write_between
-from penstock.bench.record import record
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from experiments.common.readme import write_between
+from experiments.common.record import record
 from penstock.lab import Lab
 
 FOLDER = Path(__file__).resolve().parent

@@ -22,13 +22,15 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
 import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, start_processes
 
-from penstock.bench.readme import write_between
-from penstock.bench.record import record
+from experiments.common.readme import write_between
+from experiments.common.record import record
 from penstock.runtime.checkpoint.format import checksum
 from penstock.runtime.launch import launch
 

@@ -4,10 +4,10 @@
     python benchmarks/limits/run.py 128x1024 cold --limit 10           the same for one limit
     python benchmarks/limits/run.py --readme               writes the table of README.md from results.json
 
-The problem is `penstock bench plan`'s under a tight cap: uneven stages, one slow link, as many activations in flight
-on a rank as there are ranks. *Warm*: numba's machine code is on disk, as `make install` leaves it, and the process
-loads it. *Cold*: NUMBA_CACHE_DIR is an empty folder, as after an installation without that. Each number is the first
-plan of its process, from the call to its return; the process that the plan starts to compile is ended then.
+The problem is that of `benchmarks/plan/run.py` under a tight cap: uneven stages, one slow link, as many activations
+in flight on a rank as there are ranks. *Warm*: numba's machine code is on disk, as `make install` leaves it, and the
+process loads it. *Cold*: NUMBA_CACHE_DIR is an empty folder, as after an installation without that. Each number is
+the first plan of its process, from the call to its return; the process that the plan starts to compile is ended then.
 """
 
 from __future__ import annotations
@@ -22,8 +22,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from penstock.bench.readme import write_between
-from penstock.bench.record import record
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from experiments.common.readme import write_between
+from experiments.common.record import record
 
 FOLDER = Path(__file__).parent
 SIZES = ((8, 32), (32, 256), (128, 1024))
@@ -36,7 +38,7 @@ ONE = """
 import json, sys, time
 import numpy as np
 import penstock as ps
-from penstock.bench.plan import draw
+from benchmarks.plan.run import draw
 num_ranks, num_microbatches, limit, seed = int(sys.argv[1]), int(sys.argv[2]), float(sys.argv[3]), int(sys.argv[4])
 costs, links = draw(num_ranks, np.random.default_rng([seed, num_ranks]))
 before = time.perf_counter()
@@ -55,7 +57,9 @@ def measured(num_ranks: int, num_microbatches: int, limit: float, cache: str) ->
     with tempfile.TemporaryDirectory() as empty:
         environment = {**os.environ, **({"NUMBA_CACHE_DIR": empty} if cache == "cold" else {})}
         command = [sys.executable, "-c", ONE, str(num_ranks), str(num_microbatches), str(limit), str(SEED)]
-        said = subprocess.run(command, env=environment, check=True, capture_output=True, text=True).stdout
+        said = subprocess.run(
+            command, env=environment, cwd=FOLDER.parents[1], check=True, capture_output=True, text=True
+        ).stdout
     found: dict[str, Any] = json.loads(said)
     return found
 

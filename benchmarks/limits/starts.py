@@ -11,17 +11,20 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import numpy as np
 import run as benchmark
 
 import penstock as ps
-from penstock.bench.plan import draw
-from penstock.bench.readme import markdown, write_between
-from penstock.bench.record import record
+from benchmarks.plan.run import draw
+from experiments.common.readme import markdown, write_between
+from experiments.common.record import record
 from penstock.engine.list_by_values import ListSpace
 from penstock.planning.in_step import in_step
 from penstock.planning.limits import limits_of

@@ -26,11 +26,12 @@ from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleZB
 from torch.nn.parallel import DistributedDataParallel
 
 import penstock as ps
-from penstock.bench.readme import markdown, write_between
-from penstock.bench.record import record
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tests"))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
+from experiments.common.readme import markdown, write_between
+from experiments.common.record import record
 from processes import run_ranks
 
 PP, DP, NUM_MICROBATCHES, WIDTH = 2, 2, 4, 16

@@ -22,11 +22,11 @@ import torch
 from hypothesis import HealthCheck, Phase, given, seed, settings
 from hypothesis import strategies as st
 
-from penstock.bench.readme import markdown, write_between
-from penstock.bench.record import record
-
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tests"))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
+from experiments.common.readme import markdown, write_between
+from experiments.common.record import record
 from mesh_cases import MODELS, TOLERANCE, Found, Job, jobs, packed, run_jobs, wrong
 from mesh_runs import splits
 from processes import run_ranks

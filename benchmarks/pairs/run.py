@@ -24,9 +24,10 @@ import torch
 from torch import Tensor, nn
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tests"))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import penstock as ps
-from penstock.bench.record import record
+from experiments.common.record import record
 from processes import run_ranks
 
 HERE = Path(__file__).parent

@@ -24,8 +24,10 @@ from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
 import penstock as ps
-from penstock.bench.record import commit, record
+from experiments.common.record import commit, record
 from penstock.program.placements import bidirectional
 from penstock.schedule import Op, Placement, circular, declare_shown_order, one_to_one, v_shape
 

@@ -1,4 +1,4 @@
-"""Whether planning has become slower: `penstock bench plan` and `bench space` of two checkouts, in alternation.
+"""Whether planning has become slower: the benchmarks `plan` and `space` of two checkouts, in alternation.
 
     python benchmarks/plan/before.py BEFORE speed     list scheduling, and the timing of its order
     python benchmarks/plan/before.py BEFORE free      posing, bound and first schedule; plans within a second
@@ -31,8 +31,10 @@ from statistics import fmean, median
 from types import ModuleType
 from typing import Any
 
-from penstock.bench.readme import write_between
-from penstock.bench.record import commit, machine
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from experiments.common.readme import write_between
+from experiments.common.record import commit, machine
 
 FOLDER = Path(__file__).resolve().parent
 NOW = FOLDER.parent.parent
@@ -61,7 +63,9 @@ def ran(checkout: Path, part: str) -> dict[str, Any]:
     environment = {**os.environ, "PYTHONPATH": str(checkout / "src")}
     with tempfile.TemporaryDirectory() as folder:
         out, load = Path(folder) / "out.json", os.getloadavg()[0]
-        command = [sys.executable, "-m", "penstock", "bench", *PARTS[part], "--out", str(out), "--json"]
+        name, *options = PARTS[part]
+        program = [str(FOLDER.parent / name / "run.py")] if checkout == NOW else ["-m", "penstock", "bench", name]
+        command = [sys.executable, *program, *options, "--out", str(out)]
         subprocess.run(command, env=environment, check=True, capture_output=True, cwd=folder)
         return {"part": part, "commit": commit(checkout), "load": load, "result": json.loads(out.read_text())}
 
@@ -167,7 +171,7 @@ def same(before: Path) -> None:
     """Times list scheduling of both in this process, in alternation; see the module's docstring."""
     import numpy as np
 
-    from penstock.bench.plan import draw, posed
+    from benchmarks.plan.run import draw, posed
     from penstock.engine import list_by_values
     from penstock.engine.compiled import compiled
     from penstock.engine.list_by_values import ListSpace

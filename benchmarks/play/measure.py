@@ -13,16 +13,19 @@ from __future__ import annotations
 
 import json
 import shutil
+import sys
 import tempfile
 import time
 from pathlib import Path
 from statistics import median
 from typing import Any
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
 from playwright.sync_api import Page, sync_playwright
 
-from penstock.bench.readme import write_between
-from penstock.bench.record import record
+from experiments.common.readme import write_between
+from experiments.common.record import record
 from penstock.play import save
 
 FOLDER = Path(__file__).parent

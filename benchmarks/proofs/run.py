@@ -31,9 +31,10 @@ from typing import Any
 import ortools
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tests"))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from penstock.bench.readme import write_between
-from penstock.bench.record import commit, machine
+from experiments.common.readme import write_between
+from experiments.common.record import commit, machine
 from proof_cases import (
     GRAPHS,
     OFFLOADED,

@@ -25,14 +25,14 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from experiments.common.readme import write_between
+from experiments.common.record import commit
+from experiments.common.results import known, save
+from experiments.common.results import load as stored
+
 HERE = Path(__file__).resolve().parent
-sys.path[:0] = [str(HERE.parents[1])]
-
-from experiments.common.results import known, save  # noqa: E402
-from experiments.common.results import load as stored  # noqa: E402
-from penstock.bench.readme import write_between  # noqa: E402
-from penstock.bench.record import commit  # noqa: E402
-
 NUM_RANKS = 4
 SEED = 0
 """Of every checkpoint, and of the runs."""

@@ -24,9 +24,11 @@ from pathlib import Path
 from statistics import mean, median
 from typing import Any
 
-from penstock.bench import runtime
-from penstock.bench.readme import markdown, write_between
-from penstock.bench.record import record
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from benchmarks.runtime import run as runtime
+from experiments.common.readme import markdown, write_between
+from experiments.common.record import record
 
 HERE = Path(__file__).parent
 CLOCK = 700
@@ -102,7 +104,7 @@ def work(given: argparse.Namespace, rank: int, folder: Path) -> None:
     import torch.distributed as dist
 
     import penstock as ps
-    from penstock.bench.sides import SIZES, ComputeOnlySide, PenstockSide, SideTask, TorchSide
+    from benchmarks.runtime.sides import SIZES, ComputeOnlySide, PenstockSide, SideTask, TorchSide
 
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{folder / 'meet'}", rank=rank, world_size=4)

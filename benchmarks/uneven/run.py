@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 import time
 from collections.abc import Sequence
 from dataclasses import replace
@@ -17,11 +18,13 @@ from pathlib import Path
 from statistics import fmean, median
 from typing import Any
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
 import numpy as np
 
 import penstock as ps
-from penstock.bench.readme import write_between
-from penstock.bench.record import record
+from experiments.common.readme import write_between
+from experiments.common.record import record
 from penstock.data import long_tailed
 from penstock.dispatch import Dispatch
 from penstock.simulation.runner import Runner

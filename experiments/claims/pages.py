@@ -13,7 +13,7 @@ from typing import Any
 from experiments.amdp import own_rates
 from experiments.claims import amdp, flexpipe, pipemorph
 from experiments.claims.claim import ROOT, Claim, Item, Paper, facts_of, rows_of
-from penstock.bench.readme import write_between
+from experiments.common.readme import write_between
 
 FOLDER = ROOT / "docs" / "papers"
 PAPERS = (pipemorph.PAPER, flexpipe.PAPER, amdp.PAPER)

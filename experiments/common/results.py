@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from penstock.bench.record import record
+from experiments.common.record import record
 from penstock.draw.chart import Figure, save_chart
 
 Row = dict[str, Any]

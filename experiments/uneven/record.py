@@ -6,8 +6,8 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
+from experiments.common.record import record
 from experiments.uneven import RESULTS
-from penstock.bench.record import record
 
 
 def read_cells(part: str) -> dict[str, Any]:

@@ -8,10 +8,10 @@ from pathlib import Path
 from statistics import fmean
 from textwrap import fill
 
+from experiments.common.readme import write_between
 from experiments.common.results import filled
 from experiments.uneven import protocol
 from experiments.uneven.record import read_cells
-from penstock.bench.readme import write_between
 
 README = Path(__file__).resolve().parent / "README.md"
 NOT_RUN = "not run"

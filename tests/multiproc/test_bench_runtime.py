@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,20 +14,22 @@ import pytest
 import torch
 from torch import Tensor
 
-from penstock.bench import runtime
-from penstock.bench.rank import RankJob, difference
-from penstock.bench.runtime import METRICS, SIDES, BenchError, launch, run
-from penstock.cli import main
+from benchmarks.runtime import run as runtime
+from benchmarks.runtime.rank import RankJob, difference
+from benchmarks.runtime.run import METRICS, SIDES, BenchError, launch, run
 
 pytestmark = [pytest.mark.multiproc]
 
 
 @pytest.mark.nightly
-def test_both_runtimes_agree_and_are_timed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_both_runtimes_agree_and_are_timed(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     out = tmp_path / "runtime.json"
-    arguments = ["bench", "runtime", "--gpt", "tiny", "--schedule", "zb-v", "--steps", "1", "--rounds", "2"]
-    arguments += ["--transport", "host", "--no-memory", "--out"]
-    assert main([*arguments, str(out)]) == 0
+    arguments = ["--gpt", "tiny", "--schedule", "zb-v", "--steps", "1", "--rounds", "2"]
+    arguments += ["--transport", "host", "--no-memory", "--out", str(out)]
+    monkeypatch.setattr(sys, "argv", [runtime.__file__, *arguments])
+    runtime.main()
     assert "| tiny | zb-v |" in capsys.readouterr().out
     result = json.loads(out.read_text())
     assert result["command"].endswith("--steps 1 --rounds 2 --transport host --no-memory")

@@ -1,6 +1,6 @@
 """Faults while two hosts train by delegates: training goes on, nothing is lost or doubled, numbers stay the same.
 
-A sample; `python -m penstock.bench.faults` does the same as often as wanted, with measurements.
+A sample; `python benchmarks/lab/faults.py` does the same as often as wanted, with measurements.
 """
 
 from __future__ import annotations
@@ -9,8 +9,8 @@ import time
 
 import pytest
 
+from benchmarks.lab.faults import DATA, run, training_in_a_lab
 from labs import left_of, needs_lab
-from penstock.bench.faults import DATA, run, training_in_a_lab
 from waiting import PATIENCE
 
 pytestmark = [pytest.mark.multiproc, pytest.mark.xdist_group("lab"), needs_lab]

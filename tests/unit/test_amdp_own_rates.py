@@ -29,8 +29,8 @@ from experiments.amdp.own_rates import (
 from experiments.claims.amdp import NUMBERS
 from experiments.claims.claim import ROOT
 from experiments.claims.pages import TUTORIAL
+from experiments.common.readme import between
 from experiments.common.results import load
-from penstock.bench.readme import between
 
 pytestmark = pytest.mark.unit
 

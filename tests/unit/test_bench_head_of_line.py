@@ -7,8 +7,8 @@ from dataclasses import replace
 import pytest
 
 import penstock as ps
-from penstock.bench import head_of_line
-from penstock.bench.head_of_line import GPT_7B, PAPER, cases
+from benchmarks.head_of_line import run as head_of_line
+from benchmarks.head_of_line.run import GPT_7B, PAPER, cases
 
 pytestmark = pytest.mark.unit
 

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from penstock.bench.readme import between, markdown, write_between
-from penstock.bench.record import CHECKOUT, command, commit
+from experiments.common.readme import between, markdown, write_between
+from experiments.common.record import CHECKOUT, command, commit
 
 pytestmark = pytest.mark.unit
 
@@ -66,14 +66,12 @@ def test_a_command_is_as_it_was_typed_at_the_root_but_for_where_results_go(tmp_p
     figure, run = (str(ROOT / name) for name in ("experiments/pipemorph/figure5.py", "benchmarks/uneven/run.py"))
     assert command([figure, "--jobs", "2", "--out=there"]) == "python -m experiments.pipemorph.figure5 --jobs 2"
     assert command([run, "--times", "--out", "there.json"]) == "python benchmarks/uneven/run.py --times"
-    faults = str(ROOT / "src/penstock/bench/faults.py")
-    assert command([faults, "--count", "2", "--out", "there.json"]) == "python -m penstock.bench.faults --count 2"
     assert command([str(tmp_path / "mine.py"), "1"]) == "python mine.py 1"
     assert command(["/usr/bin/pytest", "-q"]) == "python -m pytest -q"
 
 
 def test_records_are_imported_without_torch() -> None:
-    code = "import sys, penstock.bench.record, penstock.bench.readme; sys.exit('torch' in sys.modules)"
+    code = "import sys, experiments.common.record, experiments.common.readme; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 

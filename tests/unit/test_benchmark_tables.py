@@ -16,8 +16,11 @@ from typing import Any
 
 import pytest
 
+from benchmarks.profiling import run as profiling
+from benchmarks.runtime import run as runtime
+from benchmarks.space import run as space
+from benchmarks.split import run as split
 from hf_families import REFUSED
-from penstock.bench import profiling, runtime, space, split
 
 pytestmark = [pytest.mark.unit, pytest.mark.results]
 

@@ -15,8 +15,8 @@ import pytest
 from experiments.claims import pages, quick
 from experiments.claims.claim import ROOT, Claim, facts_of, rows_of
 from experiments.claims.pages import FOLDER, PAPERS, REAL
+from experiments.common.record import command, record
 from experiments.common.results import facts, find, known, load, named_in, runs, save
-from penstock.bench.record import command, record
 
 pytestmark = pytest.mark.unit
 

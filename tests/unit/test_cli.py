@@ -364,10 +364,6 @@ def test_the_help_of_training_is_in_groups_and_leaves_nothing_out(penstock: Any)
         ("analyze x.json --preset megatron", "--preset of penstock analyze is --framework since 0.2"),
         ("analyze x.json --steps 3", "--steps of penstock analyze is --only-steps since 0.2"),
         ("split net.py:Net --at a.b", "--at of penstock split is --first-layers since 0.2"),
-        ("bench split --blocks 1", "--blocks of penstock bench split is --depth since 0.2"),
-        ("bench runtime --blocks 1", "--blocks of penstock bench runtime is --rounds since 0.2"),
-        ("bench runtime --size tiny", "--size of penstock bench runtime is --gpt since 0.2"),
-        ("bench tune --resume", "--resume of penstock bench tune is --continue since 0.2"),
         ("lab run --timeout 3 -- true", "--timeout of penstock lab run is --stop-after since 0.2"),
         ("plan --ranks 2 --microbatches 2 --placement v", "choose among one-to-one, circular, v-shape, wave"),
     ],
@@ -376,6 +372,15 @@ def test_an_old_option_says_the_new_one(words: str, now: str, penstock: Any) -> 
     done = penstock(words)
     assert done.code == 2
     assert now in done.err
+
+
+@pytest.mark.parametrize("words", ["bench", "bench --help", "bench split --width 8 --json"])
+def test_a_verb_that_left_says_where_its_work_is_done_now(words: str, penstock: Any) -> None:
+    done = penstock(words)
+    assert done.code == 2
+    said = json.loads(done.out)["error"]["message"] if "--json" in words else done.err
+    assert "benchmarks/README.md" in said
+    assert said.strip().count("\n") == 0
 
 
 def test_options_of_a_library_schedule_are_reached(penstock: Any) -> None:

@@ -24,13 +24,9 @@ pytestmark = pytest.mark.unit
 
 SEVERAL = "the verb compares what is given, and so takes several"
 OTHER_TYPES: dict[str, str] = {
-    "--depth": SEVERAL,
     "--dp": SEVERAL,
     "--pp": SEVERAL,
-    "--ranks": SEVERAL,
     "--schedule": SEVERAL,
-    "--transport": SEVERAL,
-    "--width": SEVERAL,
 }
 """Options whose type differs between verbs, each with the reason. A new entry needs one."""
 OTHER_MEANINGS = {"--verify": "tune runs its best candidates for real, train checks the contract as pipe.verify does"}
@@ -84,7 +80,7 @@ for each in EVERY:
 
 def test_the_collection_is_whole() -> None:
     verbs = dict(commands(app))
-    assert {"train", "plan", "bench runtime", "lab run", "data images"} <= verbs.keys()
+    assert {"train", "plan", "lab run", "data images"} <= verbs.keys()
     for verb, function in verbs.items():
         hints = typing.get_type_hints(function, include_extras=True)
         taken = [name for name in inspect.signature(function).parameters if hints[name] is not typer.Context]
@@ -150,8 +146,6 @@ def test_that_a_result_cannot_be_written_was_found_out_after_all_the_work(
 def test_the_collection_of_results_is_whole() -> None:
     verbs = {
         "analyze",
-        "bench split",
-        "bench runtime",
         "data generate",
         "plan",
         "play",

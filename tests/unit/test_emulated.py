@@ -245,7 +245,7 @@ def test_misuse_ends_with_2_and_says_why(options: str, said: str, capsys: pytest
 
 @pytest.mark.slow
 def test_the_benchmark_has_a_row_for_every_case() -> None:
-    from penstock.bench import emulated
+    from benchmarks.emulated import run as emulated
 
     rows = emulated.run([3], ["1f1b"], steps=1)
     assert [(row["links"], row["dispatch"]) for row in rows] == [

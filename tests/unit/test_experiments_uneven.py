@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
+from experiments.common.readme import between
 from experiments.common.results import named_in
-from penstock.bench.readme import between
 
 pytestmark = pytest.mark.unit
 

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import importlib
 import json
+import sys
 from pathlib import Path
 
 import pytest
 import torch
 
-from penstock.bench import split
-from penstock.cli import main
+from benchmarks.split import run as split
 
 pytestmark = [pytest.mark.unit, pytest.mark.usefixtures("one_thread")]
 
@@ -36,12 +36,15 @@ def test_a_torch_without_the_peer(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.nightly
-def test_the_file_says_what_it_was_measured_on(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_file_says_what_it_was_measured_on(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     out = tmp_path / "r.json"
-    words = ["bench", "split", "--width", "8", "--depth", "1", "--repeats", "1", "--tokens", "4", "--out", str(out)]
-    assert main(words) == 0
+    words = ["--width", "8", "--depth", "1", "--repeats", "1", "--out", str(out)]
+    monkeypatch.setattr(sys, "argv", [split.__file__, *words])
+    split.main()
     assert capsys.readouterr().out.startswith("| width |")
     written = json.loads(out.read_text())
-    assert written["command"] == "penstock bench split --width 8 --depth 1 --repeats 1 --tokens 4"
+    assert written["command"] == "python benchmarks/split/run.py --width 8 --depth 1 --repeats 1"
     assert written["machine"]["torch"] == torch.__version__
     assert str(tmp_path) not in out.read_text()

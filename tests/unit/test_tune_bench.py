@@ -1,16 +1,15 @@
-"""`penstock bench tune`: rounds, what counts as quiet, and the medians, with ranks that answer known numbers."""
+"""The benchmark of the tuner: rounds, what counts as quiet, and the medians, with ranks that answer known numbers."""
 
 from __future__ import annotations
 
-import contextlib
 import json
+import sys
 from pathlib import Path
 
 import pytest
 
 import tune_models
-from penstock.bench import tune as bench
-from penstock.cli import main
+from benchmarks.tune import run as bench
 from penstock.tune import meter, verify
 
 pytestmark = pytest.mark.unit
@@ -63,53 +62,32 @@ def test_the_table_and_the_file(
     monkeypatch.setattr(bench, "LOOK", 0.01)
     monkeypatch.setattr(bench, "others", lambda clocks: 0.0)
     out = tmp_path / "tune.json"
-    assert main(["bench", "tune", "--rounds", "1", "--steps", "2", "--out", str(out)]) == 0
+    monkeypatch.setattr(sys, "argv", [bench.__file__, "--rounds", "1", "--steps", "2", "--out", str(out)])
+    bench.main()
     printed = capsys.readouterr().out
     assert "| zb-h1 | 2 x 1 | 8 of 2 |" in printed
     assert "| 1f1b | 1 x 2 | 2 of 4 |" in printed
     result = json.loads(out.read_text())
-    assert result["command"] == "penstock bench tune --rounds 1 --steps 2"
+    assert result["command"] == "python benchmarks/tune/run.py --rounds 1 --steps 2"
     for each in (result, *(row["raw"][0] for row in result["rows"])):
         assert "commit" in each
         assert len(each["load"]) == 3
     assert [(row["pp"], row["dp"]) for row in result["rows"]] == [(1, 1), *[(2, 1)] * 4, (1, 2)]
     assert all(row["worst"] >= row["off"] for row in result["rows"])
     assert result["rows"][1]["measured_bytes"] == 2000.0, "the higher of two ranks"
-    assert main(["bench", "tune", "--setting", "7"]) == 2
-    assert "--setting 7: there are 1 to 6" in capsys.readouterr().err
     assert str(tmp_path) not in out.read_text()
 
 
-def test_every_round_is_kept_and_a_run_that_was_ended_goes_on(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_every_round_of_a_run_that_was_ended_is_kept(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    ended = tune_models.Ranks(interrupt_at=7)  # each round is three tasks: two rounds are whole
+    for module in (meter, bench):
+        monkeypatch.setattr(module, "run_job", ended)
     monkeypatch.setattr(bench, "LOOK", 0.01)
     monkeypatch.setattr(bench, "others", lambda clocks: 0.0)
     out = tmp_path / "tune.json"
-    words = ["bench", "tune", "--rounds", "2", "--steps", "2", "--setting", "1", "--setting", "2", "--out", str(out)]
-
-    def call(fake: tune_models.Ranks, *more: str) -> int:
-        for module in (meter, bench):
-            monkeypatch.setattr(module, "run_job", fake)
-        return main([*words, *more])
-
-    ended = tune_models.Ranks(interrupt_at=7)  # each round is three tasks: two rounds are whole
-    with contextlib.suppress(KeyboardInterrupt):
-        call(ended)
+    words = ["--rounds", "2", "--steps", "2", "--setting", "1", "2", "--out", str(out)]
+    monkeypatch.setattr(sys, "argv", [bench.__file__, *words])
+    with pytest.raises(KeyboardInterrupt):
+        bench.main()
     rows = json.loads(out.read_text())["rows"]
     assert [(row["pp"], row["num_rounds"]) for row in rows] == [(1, 1), (2, 1)]
-    rest = tune_models.Ranks()
-    assert call(rest, "--continue") == 0
-    assert len(rest.tasks) == 6, "the other two rounds alone"
-    whole = json.loads(out.read_text())
-    assert [(row["pp"], row["num_rounds"]) for row in whole["rows"]] == [(1, 2), (2, 2)]
-    assert whole["command"] == "penstock bench tune --rounds 2 --steps 2 --setting 1 --setting 2"
-    capsys.readouterr()
-    words[3] = "3"
-    assert call(tune_models.Ranks(), "--continue") == 2
-    assert "is of another command" in capsys.readouterr().err
-    out.write_text("[]")
-    assert call(tune_models.Ranks(), "--continue") == 2
-    assert "is no file of penstock bench" in capsys.readouterr().err
-    assert main(["bench", "tune", "--continue"]) == 2
-    assert "give it with --out" in capsys.readouterr().err

@@ -38,14 +38,13 @@ RENAMED = {
     ("analyze", "--preset"): "--framework",
     ("analyze", "--steps"): "--only-steps",
     ("split", "--at"): "--first-layers",
-    ("bench split", "--blocks"): "--depth",
-    ("bench runtime", "--blocks"): "--rounds",
-    ("bench runtime", "--size"): "--gpt",
-    ("bench tune", "--resume"): "--continue",
     ("lab run", "--timeout"): "--stop-after",
     ("lab exec", "--timeout"): "--stop-after",
 }
 """By verb and option, the names that options have now."""
+
+LEFT = {"bench": "run the scripts in benchmarks/ of the repository, which benchmarks/README.md lists"}
+"""Verbs that left, each with what to do now."""
 
 TRACEBACK = "PENSTOCK_TRACEBACK"
 """Environment variable: when set, failures that are bugs of ours show where they happened."""
@@ -114,6 +113,8 @@ class _Output:
 def _run(invocation: Invocation) -> int | RankOrder:
     """Runs a verb, and reports how it failed; raises OSError where what it prints can't be written."""
     arguments, as_json = invocation.arguments, "--json" in invocation.arguments
+    if arguments and (instead := LEFT.get(arguments[0])):
+        return _report(Failure(MISUSE, f"penstock {arguments[0]} is gone since 0.2; {instead}", "usage"), as_json)
     try:
         parser = _parser()
         code: int | RankOrder | None = parser(arguments, prog_name="penstock", standalone_mode=False, obj=invocation)

@@ -1,4 +1,4 @@
-"""One rank of the runtime benchmark: a process that `penstock.bench.runtime` starts, with a job in a JSON file."""
+"""One rank of the runtime benchmark: a process that `benchmarks.runtime.run` starts, with a job in a JSON file."""
 
 from __future__ import annotations
 
@@ -15,12 +15,14 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
 import torch
 import torch.distributed as dist
 
 import penstock as ps
-from penstock.bench.record import machine
-from penstock.bench.sides import SIZES, Side, SideTask, builders
+from benchmarks.runtime.sides import SIZES, Side, SideTask, builders
+from experiments.common.record import machine
 from penstock.formats.files import replaced
 
 WARM_UPS = 3
@@ -166,7 +168,7 @@ def _highest() -> int:
 
 
 def main(arguments: Sequence[str]) -> None:
-    """`python -m penstock.bench.rank JOB.json RANK`."""
+    """`python -m benchmarks.runtime.rank JOB.json RANK`."""
     job, rank = RankJob.read(Path(arguments[0])), int(arguments[1])
     # Ends the process even where the main thread is stuck and nobody is left to end it.
     faulthandler.dump_traceback_later(job.deadline, exit=True)

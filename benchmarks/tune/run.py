@@ -1,7 +1,6 @@
 """Whether a tuned step takes as long as was predicted: predicted beside measured, in alternation.
 
-    penstock bench tune --out FILE.json
-    penstock bench tune --out FILE.json --continue     goes on where that was ended
+    python benchmarks/tune/run.py --rounds 3 --out FILE.json
 
 For each setting a round measures layers and messages afresh, predicts the step, and then runs the schedule for real
 through the launcher and the runtime. Rounds of the settings alternate. Of the steps those count in which ranks and
@@ -12,6 +11,8 @@ ones, within a bound.
 
 from __future__ import annotations
 
+import argparse
+import json
 import sys
 import tempfile
 import time
@@ -21,7 +22,9 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from penstock.bench.record import machine, record
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from experiments.common.record import machine, record
 from penstock.library import build
 from penstock.runtime import partition
 from penstock.train.settings import Settings
@@ -217,3 +220,25 @@ def table(rows: Sequence[dict[str, Any]]) -> str:
             f"| {row['num_quiet']} of {row['num_rounds']} |"
         )
     return "\n".join(lines)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=5, help="quiet ones that each setting is to have")
+    parser.add_argument("--steps", type=int, default=20)
+    parser.add_argument("--seconds", type=float, default=1.0, help="of measuring layers, in a round")
+    parser.add_argument("--patience", type=float, default=60.0, help="most seconds to wait for a quiet moment")
+    parser.add_argument("--setting", type=int, nargs="+", default=range(1, len(SETTINGS) + 1))
+    parser.add_argument("--out", type=Path, help="written after every round")
+    given = parser.parse_args()
+
+    def keep(found: dict[str, Any]) -> None:
+        if given.out is not None:
+            given.out.write_text(json.dumps({**record(), **found}, indent=1) + "\n")
+
+    settings = [SETTINGS[number - 1] for number in given.setting]
+    print(table(run(given.rounds, given.steps, given.seconds, settings, given.patience, keep=keep)["rows"]))
+
+
+if __name__ == "__main__":
+    main()

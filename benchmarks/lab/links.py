@@ -1,6 +1,6 @@
 """How close a lab's links come to what they were set to: round trips of a few bytes, transfers of 16 MB.
 
-python -m penstock.bench.lab_links --out benchmarks/lab/links.json
+python benchmarks/lab/links.py --out benchmarks/lab/links.json
 """
 
 from __future__ import annotations
@@ -14,7 +14,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from penstock.bench.record import record
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from experiments.common.record import record
 from penstock.formats.files import require_place
 from penstock.lab import Lab
 

@@ -1,6 +1,6 @@
 """What running a schedule costs: ours beside `torch.distributed.pipelining`, in alternation in the same processes.
 
-    penstock bench runtime        or        python -m penstock.bench.runtime [--quick] [--out FILE.json]
+    python benchmarks/runtime/run.py --rounds 6 --no-memory --out FILE.json
 
 Four gloo processes on loopback run the same GPT, eight microbatches a step. For each size and schedule one launch
 times blocks of steps: ours, torch's, then the ranks' forwards and backwards in a bare loop over gloo, in turns and
@@ -14,6 +14,7 @@ built.
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import subprocess
@@ -27,8 +28,11 @@ from pathlib import Path
 from statistics import mean, median
 from typing import Any
 
-from penstock.bench.rank import RankJob
-from penstock.bench.sides import SCHEDULES, SIZES
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from benchmarks.runtime.rank import RankJob
+from benchmarks.runtime.sides import SCHEDULES, SIZES
+from experiments.common.record import record
 
 NUM_RANKS = 4
 NUM_MICROBATCHES = 8
@@ -117,7 +121,7 @@ def launch(job: RankJob) -> list[dict[str, Any]]:
         try:
             for rank in range(job.num_ranks):
                 with open(folder / f"rank{rank}.log", "wb") as log:
-                    command = [sys.executable, "-m", "penstock.bench.rank", str(path), str(rank)]
+                    command = [sys.executable, str(Path(__file__).with_name("rank.py")), str(path), str(rank)]
                     ranks.append(subprocess.Popen(command, env=environment, stdout=log, stderr=log))
             _wait(ranks, job, folder)
         finally:
@@ -214,3 +218,25 @@ def _table(transport: str, rows: Sequence[dict[str, Any]]) -> str:
         cells.append(f"{row['medians']['alone']['main_thread_cpu_ms']:.1f}")
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--gpt", nargs="+", choices=SIZES, default=list(SIZES))
+    parser.add_argument("--schedule", nargs="+", choices=SCHEDULES, default=SCHEDULES)
+    parser.add_argument("--transport", nargs="+", choices=TRANSPORTS, default=TRANSPORTS)
+    parser.add_argument("--steps", type=int, help="a block, 10 of tiny and 2 of small without")
+    parser.add_argument("--rounds", type=int, default=12)
+    parser.add_argument("--no-memory", action="store_true", help="do not launch each side alone for its peak memory")
+    parser.add_argument("--out", type=Path)
+    given = parser.parse_args()
+    found = run(
+        given.gpt, given.schedule, given.steps, given.rounds, transports=given.transport, memory=not given.no_memory
+    )
+    print(table(found["rows"]))
+    if given.out is not None:
+        given.out.write_text(json.dumps({**record(), **found}, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

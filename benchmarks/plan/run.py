@@ -5,18 +5,29 @@ neighbouring link, drawn like the rest, with U[100, 300] ms each way. The tight 
 on a rank as there are ranks, freed at W.
 
 Families: the same times on other placements as well, and with activations of which I frees half.
+
+    python benchmarks/plan/run.py --only speed --out benchmarks/plan/speed.json
+    python benchmarks/plan/run.py --only tight --size 8x32 --instances 5 --seed 1
 """
 
 from __future__ import annotations
 
+import argparse
+import json
 import resource
+import secrets
 import statistics
+import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import numpy as np
 
+from experiments.common.record import record
 from penstock.cost import Costs, Links
 from penstock.engine.list_by_values import ListSpace
 from penstock.planning import compile_ahead, plan
@@ -257,3 +268,32 @@ def gap_table(families: list[dict[str, Any]]) -> str:
             f"{first} | {mean('gap'):.3%} | {max(one['gap'] for one in each):.3%} | {above} | {mean('seconds'):.2f} |"
         )
     return "\n".join(lines)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", required=True, choices=("speed", "free", "tight", "families"))
+    parser.add_argument("--instances", type=int, default=20, help="how many random problems of each size")
+    parser.add_argument("--size", nargs="+", action="extend", help="of the tight cap: RANKSxMICROBATCHES")
+    parser.add_argument("--seed", type=int)
+    parser.add_argument("--out", type=Path)
+    given = parser.parse_args()
+    seed = secrets.randbelow(2**31) if given.seed is None else given.seed
+    print(f"seed {seed}")
+    if given.only == "speed":
+        found = {"speeds": speeds(seed)}
+        print(speed_table(found["speeds"]))
+    elif given.only == "families":
+        found = {"placements": list(families(given.instances, seed))}
+        print(family_table(found["placements"]))
+    else:
+        sizes = [each for each in TIGHT_SIZES if given.size is None or f"{each[0]}x{each[1]}" in given.size]
+        part = free(given.instances, seed) if given.only == "free" else tight(given.instances, seed, sizes)
+        found = {"families": list(part)}
+        print(gap_table(found["families"]))
+    if given.out is not None:
+        given.out.write_text(json.dumps({**record(), "seed": seed, **found}, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,6 +1,6 @@
 """Head-of-line blocking: what a late link costs where sends queue up in a bounded channel, and where delegates send.
 
-    python -m penstock.bench.head_of_line [--stretch 3] [--steps 3] [--processes] [--out FILE.json]
+    python benchmarks/head_of_line/run.py [--stretch 3] [--steps 3] [--processes] [--out FILE.json]
 
 Iteration times as multiples of those with no delay, simulated beside measured beside the paper's (PipeMorph, section
 3.2 and Figure 6: a 7B model on 4 ranks, 30 ms between the first two, 710 ms become 1350 ms, 1.9 times; Figure 14: the
@@ -19,8 +19,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
 import penstock as ps
-from penstock.bench.record import record
+from experiments.common.record import record
 from penstock.cost.presets import PRESETS
 from penstock.formats.files import require_place
 from penstock.runtime.emulation.pipeline import Emulation, emulate_processes
@@ -156,9 +158,7 @@ def table(rows: Sequence[dict[str, Any]]) -> str:
 
 
 def main(arguments: Sequence[str]) -> None:
-    parser = argparse.ArgumentParser(
-        prog="python -m penstock.bench.head_of_line", description="See the module's head."
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--stretch", type=float, default=3.0)
     parser.add_argument("--steps", type=int, default=3)
     parser.add_argument("--processes", action="store_true")

@@ -3,15 +3,24 @@
 The space is FlexPipe's (its Table 5 gives the authors' times) and more: every placement, kind rule and traversal,
 gradients separated, over a uniform model (F = I = W), 4 microbatches per rank. Then Tessel's placement with shared
 embedding and head, planned from scratch.
+
+    python benchmarks/space/run.py --repeats 1 --out benchmarks/space/results.json
 """
 
 from __future__ import annotations
 
+import argparse
+import json
 import statistics
+import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from experiments.common.record import record
 from penstock.cost import Costs
 from penstock.library import ASYNCHRONOUS, SCHEDULES, build
 from penstock.planning import plan
@@ -30,7 +39,7 @@ MLLM_SIZES = ((2, 16), (4, 16), (8, 32), (16, 64))
 STAGES_A_RANK = 4
 
 
-def searches(sizes: tuple[int, ...], repeats: int) -> list[dict[str, Any]]:
+def searches(sizes: Sequence[int], repeats: int) -> list[dict[str, Any]]:
     """Seconds of the whole search, without a memory limit and with 1F1B's, compiled and warm."""
     search_space(Costs.uniform(2 * STAGES_A_RANK), 2, 8)
     rows = []
@@ -54,7 +63,7 @@ def searches(sizes: tuple[int, ...], repeats: int) -> list[dict[str, Any]]:
     return rows
 
 
-def against_library(sizes: tuple[int, ...] = COMPARED) -> list[dict[str, Any]]:
+def against_library(sizes: Sequence[int] = COMPARED) -> list[dict[str, Any]]:
     """For each library schedule, the best found in its placement within its memory (ms)."""
     rows = []
     for p in sizes:
@@ -163,3 +172,25 @@ def shared_table(rows: list[dict[str, Any]]) -> str:
             f"{row['lower_bound']:g} | {row['seconds']:.3f} |"
         )
     return "\n".join(lines)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--ranks", type=int, nargs="+", action="extend")
+    parser.add_argument("--repeats", type=int, default=3, help="how often each is timed, after one to warm up")
+    parser.add_argument("--out", type=Path)
+    given = parser.parse_args()
+    sizes = given.ranks or SIZES
+    found = {
+        "searches": searches(sizes, given.repeats),
+        "library": against_library([p for p in COMPARED if p in sizes]),
+        "shared_ends": shared_ends(given.repeats),
+    }
+    tables = search_table(found["searches"]), library_table(found["library"]), shared_table(found["shared_ends"])
+    print("\n\n".join(tables))
+    if given.out is not None:
+        given.out.write_text(json.dumps({**record(), **found}, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,6 +1,6 @@
 """What measuring costs: steps with links, ops and reports watched (`ps.AdaptOptions`), beside the same steps without.
 
-    python -m penstock.bench.profiling [--ranks 4] [--steps 8] [--blocks 6] [--out FILE.json]
+    python benchmarks/profiling/run.py [--ranks 4] [--steps 8] [--blocks 6] [--out FILE.json]
 
 Emulated ranks, a process each over gloo, 4 microbatches per rank, ops of 10 ms, messages of 1 MB. Ops take no
 processor, so what a rank's process takes is all overhead: the cost is the difference of the two, as a share of the
@@ -22,10 +22,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
 import torch.distributed as dist
 
 import penstock as ps
-from penstock.bench.record import record
+from experiments.common.record import record
 from penstock.formats.files import require_place
 from penstock.runtime.launch import init_process, launch
 
@@ -99,7 +101,7 @@ def table(rows: Sequence[dict[str, Any]]) -> str:
 
 
 def main(arguments: Sequence[str]) -> None:
-    parser = argparse.ArgumentParser(prog="python -m penstock.bench.profiling", description="See the module's head.")
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ranks", type=int, default=4)
     parser.add_argument("--steps", type=int, default=8)
     parser.add_argument("--blocks", type=int, default=6)
@@ -114,7 +116,7 @@ def main(arguments: Sequence[str]) -> None:
             Path(given.out).write_text(json.dumps(rows))
         return
     with tempfile.TemporaryDirectory(prefix="penstock-bench-") as name:
-        again = ["-m", "penstock.bench.profiling", *arguments, "--out", f"{name}/rows.json"]
+        again = [__file__, *arguments, "--out", f"{name}/rows.json"]
         code = launch(again, given.ranks)
         if code != 0:
             raise SystemExit(code)

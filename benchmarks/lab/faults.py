@@ -1,6 +1,6 @@
 """Faults in a lab while two hosts train: how long until messages arrive again, and that nothing else changed.
 
-    python -m penstock.bench.faults --faults interface --count 20 --out benchmarks/lab/interface.json
+    python benchmarks/lab/faults.py --faults interface --count 20 --out benchmarks/lab/interface.json
 
 One training is run again and again, first without a fault; then one comes at a random moment of each. Links carry
 1 Gbit/s, so that a message of 16 MB takes 134 ms, and the fault comes while one is on its way. The report has:
@@ -31,8 +31,10 @@ from pathlib import Path
 from queue import Empty, SimpleQueue
 from typing import Any
 
-from penstock.bench.faults_rank import MICROBATCHES, FaultJob
-from penstock.bench.record import record
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from benchmarks.lab.faults_rank import MICROBATCHES, FaultJob
+from experiments.common.record import record
 from penstock.formats.files import require_place
 from penstock.lab import HostProcess, Lab
 
@@ -205,7 +207,7 @@ class FaultTraining:
     def __init__(self, lab: Lab, job: FaultJob) -> None:
         self.job = job
         self._told: SimpleQueue[tuple[int, dict[str, Any] | str]] = SimpleQueue()
-        words = ["python", "-m", "penstock.bench.faults_rank", job.to_json()]
+        words = ["python", str(Path(__file__).with_name("faults_rank.py")), job.to_json()]
         self.ranks = [
             lab.start(host, words, rank_environment(host), stdout=subprocess.PIPE, stderr=subprocess.PIPE)
             for host in lab.hosts

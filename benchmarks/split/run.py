@@ -1,7 +1,7 @@
 """What splitting the backward costs: (I + W) / B, ours beside torch's own, measured in alternation in one run.
 
-    penstock bench split --out FILE.json
-    penstock bench split --compiled --out FILE.json       the stage compiled by torch.compile, both ways
+    python benchmarks/split/run.py --out FILE.json
+    python benchmarks/split/run.py --compiled --out FILE.json       the stage compiled by torch.compile, both ways
 
 B is the plain backward of a stage of pre-norm transformer blocks, I + W the two halves of the same backward.
 torch's own are the functions its pipelining package calls for I and W. Each repeat runs the three after one
@@ -11,17 +11,24 @@ shows the medians of the ratios. Processor time, because a busy machine shows le
 
 from __future__ import annotations
 
+import argparse
 import gc
 import importlib
+import json
+import sys
 import time
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from statistics import median
 from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from experiments.common.record import record
 from penstock.runtime.launch import warm_up_malloc
 from penstock.runtime.stage.split_backward import SplitStage, Tape, prepare
 
@@ -183,3 +190,22 @@ def table(rows: Sequence[Row]) -> str:
             f"| {row['ours_w_ms']:.2f} | {row['ours_ratio']:.2f} | {peer} | {row['ours_forward_ratio']:.2f} |"
         )
     return "\n".join(lines)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--width", type=int, nargs="+", default=[8, 128, 512])
+    parser.add_argument("--depth", type=int, nargs="+", default=[1, 4, 16], help="blocks of the stage")
+    parser.add_argument("--repeats", type=int, default=15)
+    parser.add_argument("--compiled", action="store_true")
+    parser.add_argument("--out", type=Path)
+    given = parser.parse_args()
+    torch.set_num_threads(1)
+    rows = run(given.width, given.depth, given.repeats, compiled=given.compiled)
+    print(table(rows))
+    if given.out is not None:
+        given.out.write_text(json.dumps({**record(), "rows": rows}, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

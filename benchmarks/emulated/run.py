@@ -1,6 +1,6 @@
 """How close emulated runs come to simulated ones: makespans over schedules, dispatch, ranks and link conditions.
 
-    python -m penstock.bench.emulated [--ranks 4,8,16] [--steps 2] [--stretch 1] [--processes] [--out FILE.json]
+    python benchmarks/emulated/run.py [--ranks 4,8,16] [--steps 2] [--stretch 1] [--processes] [--out FILE.json]
 
 Ops of 10 ms. Ranks are threads of this process, or, with `--processes`, a process each that talk over gloo. A row has
 each step's makespan, the simulated one, and the simulated one with the transport's own latency on every link.
@@ -19,8 +19,10 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
 import penstock as ps
-from penstock.bench.record import record
+from experiments.common.record import record
 from penstock.formats.files import require_place
 from penstock.runtime.launch import init_process, launch
 
@@ -88,7 +90,7 @@ def run_processes(
     rows: list[dict[str, Any]] = []
     for num_ranks in ranks:
         with tempfile.TemporaryDirectory(prefix="penstock-bench-") as name:
-            program = ["-m", "penstock.bench.emulated", "--ranks", str(num_ranks)]
+            program = [__file__, "--ranks", str(num_ranks)]
             program += ["--steps", str(steps), "--stretch", str(stretch), "--schedules", ",".join(schedules)]
             code = launch([*program, "--out", f"{name}/rows.json"], num_ranks)
             if code != 0:
@@ -121,7 +123,7 @@ def _cells(rows: Sequence[dict[str, Any]]) -> list[str]:
 
 
 def main(arguments: Sequence[str]) -> None:
-    parser = argparse.ArgumentParser(prog="python -m penstock.bench.emulated", description="See the module's head.")
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ranks", default="4,8,16")
     parser.add_argument("--schedules", default=",".join(SCHEDULES))
     parser.add_argument("--steps", type=int, default=2)

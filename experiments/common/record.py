@@ -10,8 +10,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-CHECKOUT = Path(__file__).resolve().parents[3]
-"""The root of the checkout that penstock was imported from. No `.git` is there where a wheel was installed."""
+import penstock
+
+CHECKOUT = Path(penstock.__file__).resolve().parents[2]
+"""The root of the checkout that penstock was imported from, which may be another than this file's."""
 SOURCES = ("src", "experiments", "benchmarks", ":(glob)tests/*.py")
 OTHER = (":!*.json", ":!*.jsonl", ":!*.md", ":!experiments/*/results/*")
 """What a result depends on, and what in it are results and pages, as git's pathspecs from the root."""
@@ -78,8 +80,7 @@ def _git(checkout: Path, *words: str) -> str:
 def command(argv: Sequence[str]) -> str:
     """What was typed, from the root of the checkout that the script lies in.
 
-    `python -m experiments.pipemorph.figure15 --backend threads`, `python benchmarks/uneven/run.py --times`,
-    `python -m penstock.bench.faults --count 20`. `--out`
+    `python -m experiments.pipemorph.figure15 --backend threads`, `python benchmarks/uneven/run.py --times`. `--out`
     is left out: it says where the result went, and not how it was found.
     """
     path = Path(argv[0]).resolve()
@@ -87,7 +88,7 @@ def command(argv: Sequence[str]) -> str:
     if path.suffix != ".py":
         program = ["-m", path.name]
     elif (path.parent / "__init__.py").is_file():
-        program = ["-m", ".".join(path.relative_to(root).with_suffix("").parts).removeprefix("src.")]
+        program = ["-m", ".".join(path.relative_to(root).with_suffix("").parts)]
     else:
         program = [path.relative_to(root).as_posix()]
     given = [word for word in argv[1:] if not word.startswith("--out=")]

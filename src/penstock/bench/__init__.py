@@ -1,1 +1,0 @@
-"""Benchmarks, each beside a peer measured in the same run."""
