@@ -23,7 +23,6 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import penstock as ps
 from experiments.common.record import record
-from penstock.formats.files import require_place
 from penstock.runtime.launch import init_process, launch
 
 OP = 10.0
@@ -122,28 +121,24 @@ def _cells(rows: Sequence[dict[str, Any]]) -> list[str]:
     return [str(sum(len(row["errors"]) for row in rows)), *cells]
 
 
-def main(arguments: Sequence[str]) -> None:
+def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ranks", default="4,8,16")
     parser.add_argument("--schedules", default=",".join(SCHEDULES))
     parser.add_argument("--steps", type=int, default=2)
     parser.add_argument("--stretch", type=float, default=1.0)
     parser.add_argument("--processes", action="store_true")
-    parser.add_argument("--out")
-    given = parser.parse_args(arguments)
-    if given.out:
-        require_place(Path(given.out))
+    parser.add_argument("--out", type=Path)
+    given = parser.parse_args()
     ranks, schedules = [int(part) for part in given.ranks.split(",")], given.schedules.split(",")
     rank = init_process(60.0)[0] if "RANK" in os.environ else 0
     rows = (run_processes if given.processes else run)(ranks, schedules, given.steps, given.stretch)
-    if rank != 0:
-        return
-    if given.out is not None:
+    if rank == 0 and given.out is not None:
         found = {**record(), "ranks_are": "processes" if given.processes else "threads", "rows": rows}
-        Path(given.out).write_text(json.dumps(found, indent=1) + "\n")
+        given.out.write_text(json.dumps(found, indent=1) + "\n")
     if "RANK" not in os.environ:
         print(table(rows))
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    main()

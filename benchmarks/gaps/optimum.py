@@ -19,7 +19,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tests"))
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from benchmarks.plan.run import FAMILY_RANKS, PLACEMENTS, family_problem
+from benchmarks.gaps.run import FAMILY_RANKS, PLACEMENTS, family_problem
 from exact_solver import Instance, solve
 from experiments.common.record import record
 

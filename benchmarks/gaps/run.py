@@ -16,14 +16,16 @@ import argparse
 import json
 import statistics
 import sys
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
+import numpy as np
+
 import penstock as ps
-from benchmarks.plan.run import FAMILY_RANKS, FAMILY_SECONDS, PLACEMENTS, family_problem
 from experiments.common.record import commit, record
 from penstock.planning import compile_ahead, exact
 from penstock.planning.bounds import work_bound
@@ -31,11 +33,45 @@ from penstock.planning.destructive_bound import DestructiveBound
 from penstock.planning.limits import limits_of
 from penstock.planning.problem import pose
 from penstock.planning.threads import Threads
+from penstock.program.placements import bidirectional
+from penstock.schedule import Placement, circular, one_to_one, v_shape
 
 RESULTS = Path(__file__).parent / "results.json"
 SEED = 12
 TARGETS = {"one-to-one": 0.003, "V": 0.015, "bidirectional": 0.04, "circular": 0.04, "partial freeing": 0.01}
 """Mean gaps aimed at."""
+
+FAMILY_RANKS = (4, 6, 8, 12, 16)
+"""Numbers of ranks that the problems of a family take in turn."""
+
+PLACEMENTS: dict[str, Callable[[int], Placement]] = {
+    "one-to-one": one_to_one,
+    "V": v_shape,
+    "bidirectional": lambda num_ranks: bidirectional(one_to_one(num_ranks)),
+    "circular": lambda num_ranks: circular(num_ranks, 2 * num_ranks),
+    "partial freeing": one_to_one,
+}
+"""The placement of each family, by the number of ranks."""
+FAMILY_SECONDS = 10.0
+
+
+def family_problem(family: str, number: int, seed: int) -> tuple[ps.Costs, ps.Links, Placement, dict[str, float]]:
+    """Costs, links, placement and cap of one problem; p ranks, 2 p microbatches.
+
+    The cap is p stage activations per rank, freed at W; 3 p / 2 with two stages of one pipeline per rank. Where I
+    frees half of each it is 3 p / 4 in the same unit.
+    """
+    num_ranks = FAMILY_RANKS[number % len(FAMILY_RANKS)]
+    placement = PLACEMENTS[family](num_ranks)
+    random = np.random.default_rng([seed, list(PLACEMENTS).index(family), number])
+    ends = ((90, 110), (90, 130), (70, 110))
+    f, i, w = (random.uniform(*each, placement.num_stages).tolist() for each in ends)
+    rank = int(random.integers(num_ranks - 1))
+    links = ps.Links({(rank, rank + 1): float(random.uniform(100, 300))})
+    if family == "partial freeing":
+        return ps.Costs(f, i, w, freed_by_input=0.5), links, placement, {"memory_limit": 0.75 * num_ranks}
+    several = placement.num_stages > num_ranks
+    return ps.Costs(f, i, w), links, placement, {"max_in_flight": 1.5 * num_ranks if several else float(num_ranks)}
 
 
 def planned(family: str, number: int) -> dict[str, Any]:

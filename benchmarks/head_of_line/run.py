@@ -1,11 +1,10 @@
 """Head-of-line blocking: what a late link costs where sends queue up in a bounded channel, and where delegates send.
 
-    python benchmarks/head_of_line/run.py [--stretch 3] [--steps 3] [--processes] [--out FILE.json]
+    python benchmarks/head_of_line/run.py [--stretch 3] [--steps 3] [--out FILE.json]
 
 Iteration times as multiples of those with no delay, simulated beside measured beside the paper's (PipeMorph, section
 3.2 and Figure 6: a 7B model on 4 ranks, 30 ms between the first two, 710 ms become 1350 ms, 1.9 times; Figure 14: the
-last two, 703 ms with ZB and 579 ms with delegates alone, of 368 ms). Ranks are threads of this process; or, with
-`--processes`, a process each and the 4 ranks only.
+last two, 703 ms with ZB and 579 ms with delegates alone, of 368 ms). Ranks are threads of this process.
 """
 
 from __future__ import annotations
@@ -24,8 +23,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 import penstock as ps
 from experiments.common.record import record
 from penstock.cost.presets import PRESETS
-from penstock.formats.files import require_place
-from penstock.runtime.emulation.pipeline import Emulation, emulate_processes
+from penstock.runtime.emulation.pipeline import Emulation
 from penstock.runtime.transport.choose import TransportOptions
 
 NORMAL_14 = 368.0
@@ -95,13 +93,11 @@ def cases(pipelines: Sequence[ToyPipeline]) -> Iterator[Case]:
                     yield Case(pipeline, schedule, late, "delegate", None)
 
 
-def run(
-    pipelines: Sequence[ToyPipeline], steps: int, stretch: float, processes: bool = False
-) -> Iterator[dict[str, Any]]:
+def run(pipelines: Sequence[ToyPipeline], steps: int, stretch: float) -> Iterator[dict[str, Any]]:
     """A row for each case, as it comes."""
     without: dict[tuple[str, str], tuple[float, float]] = {}
     for case in cases(pipelines):
-        emulation = _emulate(case, steps, stretch, processes)
+        emulation = _emulate(case, steps, stretch)
         simulated = emulation.simulated[0].makespan
         measured = [timeline.makespan for timeline in emulation.timelines]
         key = case.pipeline.name, case.schedule
@@ -126,12 +122,11 @@ def run(
         }
 
 
-def _emulate(case: Case, steps: int, stretch: float, processes: bool) -> Emulation:
+def _emulate(case: Case, steps: int, stretch: float) -> Emulation:
     pipeline = case.pipeline
     schedule = ps.build(case.schedule, pipeline.num_ranks, pipeline.num_microbatches)
     links = ps.Links.parse(case.links)
-    emulate = emulate_processes if processes else ps.emulate
-    return emulate(
+    return ps.emulate(
         schedule,
         pipeline.costs,
         links=links,
@@ -157,26 +152,20 @@ def table(rows: Sequence[dict[str, Any]]) -> str:
     return "\n".join(lines)
 
 
-def main(arguments: Sequence[str]) -> None:
+def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--stretch", type=float, default=3.0)
     parser.add_argument("--steps", type=int, default=3)
-    parser.add_argument("--processes", action="store_true")
-    parser.add_argument("--out")
-    given = parser.parse_args(arguments)
-    if given.out:
-        require_place(Path(given.out))
-    pipelines = [GPT_7B] if given.processes else [GPT_7B, CHAIN_8]
+    parser.add_argument("--out", type=Path)
+    given = parser.parse_args()
     rows = []
-    for row in run(pipelines, given.steps, given.stretch, given.processes):
+    for row in run([GPT_7B, CHAIN_8], given.steps, given.stretch):
         rows.append(row)
         print(row["pipeline"], row["schedule"], row["links"], row["transport"], row["depth"], file=sys.stderr)
     if given.out is not None:
-        kind = "processes" if given.processes else "threads"
-        found = {**record(), "ranks_are": kind, "stretch": given.stretch, "rows": rows}
-        Path(given.out).write_text(json.dumps(found, indent=1) + "\n")
+        given.out.write_text(json.dumps({**record(), "stretch": given.stretch, "rows": rows}, indent=1) + "\n")
     print(table(rows))
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    main()

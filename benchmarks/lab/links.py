@@ -10,14 +10,12 @@ import json
 import statistics
 import subprocess
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from experiments.common.record import record
-from penstock.formats.files import require_place
 from penstock.lab import Lab
 
 CONDITIONS = (
@@ -95,19 +93,16 @@ def line_of(row: dict[str, Any]) -> str:
     )
 
 
-def main(argv: Sequence[str]) -> int:
+def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--small", type=int, default=40, help="round trips")
     parser.add_argument("--large", type=int, default=10, help="transfers of 16 MB")
-    parser.add_argument("--out", default=None, help="write every number here as JSON")
-    given = parser.parse_args(argv)
-    if given.out:
-        require_place(Path(given.out))
+    parser.add_argument("--out", type=Path)
+    given = parser.parse_args()
     rows = run(given.small, given.large)
     if given.out is not None:
-        Path(given.out).write_text(json.dumps({**record(), "rows": rows}, indent=1) + "\n", encoding="utf-8")
-    return 0
+        given.out.write_text(json.dumps({**record(), "rows": rows}, indent=1) + "\n")
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    main()

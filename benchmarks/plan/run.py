@@ -4,8 +4,6 @@ Problems: one stage per rank, F ~ U[90, 110] ms, I ~ U[90, 130], W ~ U[70, 110],
 neighbouring link, drawn like the rest, with U[100, 300] ms each way. The tight cap is as many activations in flight
 on a rank as there are ranks, freed at W.
 
-Families: the same times on other placements as well, and with activations of which I frees half.
-
     python benchmarks/plan/run.py --only speed --out benchmarks/plan/speed.json
     python benchmarks/plan/run.py --only tight --size 8x32 --instances 5 --seed 1
 """
@@ -34,8 +32,7 @@ from penstock.planning import compile_ahead, plan
 from penstock.planning.bounds import jackson_bound
 from penstock.planning.problem import Problem, pose
 from penstock.planning.search import Search, greedy, list_by_class, time_of
-from penstock.program.placements import bidirectional
-from penstock.schedule import Placement, circular, one_to_one, v_shape
+from penstock.schedule import one_to_one
 
 SPEED_SIZES = ((8, 32), (32, 128), (128, 1024), (1024, 4096))
 """(ranks, microbatches) of the speeds."""
@@ -44,19 +41,6 @@ FREE_SIZES = ((4, 12), (8, 32), (16, 64))
 TIGHT_SIZES = ((6, 24, 10.0), (8, 32, 10.0), (16, 64, 10.0), (32, 128, 60.0))
 """Sizes without and with a tight cap; the latter with the seconds for each problem."""
 
-FAMILY_RANKS = (4, 6, 8, 12, 16)
-"""Numbers of ranks that the problems of a family take in turn."""
-
-PLACEMENTS: dict[str, Callable[[int], Placement]] = {
-    "one-to-one": one_to_one,
-    "V": v_shape,
-    "bidirectional": lambda num_ranks: bidirectional(one_to_one(num_ranks)),
-    "circular": lambda num_ranks: circular(num_ranks, 2 * num_ranks),
-    "partial freeing": one_to_one,
-}
-"""The placement of each family, by the number of ranks."""
-
-FAMILY_SECONDS = 10.0
 _WITHIN_SECONDS = 1.0
 _MOST_REPEATS = 50
 
@@ -171,67 +155,6 @@ def tight(
         }
 
 
-def family_problem(family: str, number: int, seed: int) -> tuple[Costs, Links, Placement, dict[str, float]]:
-    """Costs, links, placement and cap of one problem; p ranks, 2 p microbatches.
-
-    The cap is p stage activations per rank, freed at W; 3 p / 2 with two stages of one pipeline per rank. Where I
-    frees half of each it is 3 p / 4 in the same unit.
-    """
-    num_ranks = FAMILY_RANKS[number % len(FAMILY_RANKS)]
-    placement = PLACEMENTS[family](num_ranks)
-    random = np.random.default_rng([seed, list(PLACEMENTS).index(family), number])
-    ends = ((90, 110), (90, 130), (70, 110))
-    f, i, w = (random.uniform(*each, placement.num_stages).tolist() for each in ends)
-    rank = int(random.integers(num_ranks - 1))
-    links = Links({(rank, rank + 1): float(random.uniform(100, 300))})
-    if family == "partial freeing":
-        return Costs(f, i, w, freed_by_input=0.5), links, placement, {"memory_limit": 0.75 * num_ranks}
-    several = placement.num_stages > num_ranks
-    return Costs(f, i, w), links, placement, {"max_in_flight": 1.5 * num_ranks if several else float(num_ranks)}
-
-
-def families(num_instances: int, seed: int, names: Sequence[str] = tuple(PLACEMENTS)) -> Iterator[dict[str, Any]]:
-    """The gap of `plan` within ten seconds, problem by problem, for each family."""
-    compile_ahead.compile_all()
-    for family in names:
-        instances = []
-        for number in range(num_instances):
-            costs, links, placement, cap = family_problem(family, number, seed)
-            num_ranks = FAMILY_RANKS[number % len(FAMILY_RANKS)]
-            found = plan(
-                costs, num_ranks, 2 * num_ranks, links, placement=placement, time_limit=FAMILY_SECONDS, seed=number,
-                **cap,  # type: ignore[arg-type]
-            )  # fmt: skip
-            instances.append(
-                {
-                    "num_ranks": num_ranks,
-                    "value": found.value,
-                    "bound": found.lower_bound,
-                    "gap": found.gap,
-                    "seconds": found.seconds,
-                    "how": found.how,
-                }
-            )
-        yield {"family": family, "instances": instances}
-
-
-def family_table(rows: list[dict[str, Any]]) -> str:
-    lines = [
-        f"| family | problems | mean gap | worst | {' | '.join(f'{ranks} ranks' for ranks in FAMILY_RANKS)} | s |",
-        f"|---|{'---:|' * (4 + len(FAMILY_RANKS))}",
-    ]
-    for row in rows:
-        each = row["instances"]
-        gaps = {ranks: [one["gap"] for one in each if one["num_ranks"] == ranks] for ranks in FAMILY_RANKS}
-        by_ranks = (f"{statistics.fmean(found):.2%}" if found else "-" for found in gaps.values())
-        lines.append(
-            f"| {row['family']} | {len(each)} | {statistics.fmean(one['gap'] for one in each):.2%} | "
-            f"{max(one['gap'] for one in each):.2%} | {' | '.join(by_ranks)} | "
-            f"{statistics.fmean(one['seconds'] for one in each):.1f} |"
-        )
-    return "\n".join(lines)
-
-
 def speed_table(rows: list[dict[str, Any]]) -> str:
     lines = [
         "| ranks | microbatches | ops | listed ms | timed ms | ns an op | peak MiB |",
@@ -272,7 +195,7 @@ def gap_table(families: list[dict[str, Any]]) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", required=True, choices=("speed", "free", "tight", "families"))
+    parser.add_argument("--only", required=True, choices=("speed", "free", "tight"))
     parser.add_argument("--instances", type=int, default=20, help="how many random problems of each size")
     parser.add_argument("--size", nargs="+", action="extend", help="of the tight cap: RANKSxMICROBATCHES")
     parser.add_argument("--seed", type=int)
@@ -283,9 +206,6 @@ def main() -> None:
     if given.only == "speed":
         found = {"speeds": speeds(seed)}
         print(speed_table(found["speeds"]))
-    elif given.only == "families":
-        found = {"placements": list(families(given.instances, seed))}
-        print(family_table(found["placements"]))
     else:
         sizes = [each for each in TIGHT_SIZES if given.size is None or f"{each[0]}x{each[1]}" in given.size]
         part = free(given.instances, seed) if given.only == "free" else tight(given.instances, seed, sizes)

@@ -28,7 +28,6 @@ import torch.distributed as dist
 
 import penstock as ps
 from experiments.common.record import record
-from penstock.formats.files import require_place
 from penstock.runtime.launch import init_process, launch
 
 OP = 10.0
@@ -100,31 +99,28 @@ def table(rows: Sequence[dict[str, Any]]) -> str:
     return "\n".join(lines)
 
 
-def main(arguments: Sequence[str]) -> None:
+def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ranks", type=int, default=4)
     parser.add_argument("--steps", type=int, default=8)
     parser.add_argument("--blocks", type=int, default=6)
-    parser.add_argument("--out")
-    given = parser.parse_args(arguments)
-    if given.out:
-        require_place(Path(given.out))
+    parser.add_argument("--out", type=Path)
+    given = parser.parse_args()
     if "RANK" in os.environ:
         rank, _ = init_process(60.0)
         rows = run(given.ranks, given.steps, given.blocks)
         if rank == 0:
-            Path(given.out).write_text(json.dumps(rows))
+            given.out.write_text(json.dumps(rows))
         return
     with tempfile.TemporaryDirectory(prefix="penstock-bench-") as name:
-        again = [__file__, *arguments, "--out", f"{name}/rows.json"]
-        code = launch(again, given.ranks)
+        code = launch([*sys.argv, "--out", f"{name}/rows.json"], given.ranks)
         if code != 0:
             raise SystemExit(code)
         rows = json.loads(Path(name, "rows.json").read_text())
     if given.out is not None:
-        Path(given.out).write_text(json.dumps({**record(), "rows": rows}, indent=1) + "\n")
+        given.out.write_text(json.dumps({**record(), "rows": rows}, indent=1) + "\n")
     print(table(rows))
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    main()

@@ -110,7 +110,7 @@ def work(given: argparse.Namespace, rank: int, folder: Path) -> None:
     dist.init_process_group("gloo", init_method=f"file://{folder / 'meet'}", rank=rank, world_size=4)
     schedule = ps.build(given.schedule, num_ranks=4, num_microbatches=8)
     task, group = SideTask.of(SIZES[given.size], schedule, rank), dist.new_group()
-    side: Any = TorchSide(task, group) if given.side == "torch" else PenstockSide(task, group, "frozen", given.side)
+    side: Any = TorchSide(task, group) if given.side == "torch" else PenstockSide(task, group, given.side)
 
     def run(one: Any, steps: int) -> float:
         dist.barrier()

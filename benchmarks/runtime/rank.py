@@ -1,31 +1,28 @@
-"""One rank of the runtime benchmark: a process that `benchmarks.runtime.run` starts, with a job in a JSON file."""
+"""One rank of the runtime benchmark, and how all of them are started."""
 
 from __future__ import annotations
 
-import faulthandler
 import gc
 import json
 import os
 import resource
 import sys
+import tempfile
 import time
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import torch
 import torch.distributed as dist
 
 import penstock as ps
 from benchmarks.runtime.sides import SIZES, Side, SideTask, builders
-from experiments.common.record import machine
-from penstock.formats.files import replaced
 
 WARM_UPS = 3
+DEADLINE = 240.0
+"""Seconds that a rank waits for the others."""
 Metrics = dict[str, float]
 
 
@@ -36,8 +33,6 @@ class RankJob:
     Attributes:
         sides: which to run; with more than one, in alternation, and those with numbers must agree.
         steps: of one side, one after another, that make a block; blocks: how many each side runs.
-        folder: where ranks meet and leave their results.
-        deadline: seconds after which a rank ends itself.
         transport: of ours; torch's is gloo.
     """
 
@@ -45,30 +40,26 @@ class RankJob:
     schedule: str
     num_ranks: int
     num_microbatches: int
-    dispatch: str
     sides: tuple[str, ...]
     steps: int
     blocks: int
-    folder: str
-    deadline: float
     transport: str = "host"
 
-    def write(self, path: Path) -> None:
-        path.write_text(json.dumps(asdict(self)))
 
-    @classmethod
-    def read(cls, path: Path) -> RankJob:
-        fields = json.loads(path.read_text())
-        return cls(**{**fields, "sides": tuple(fields["sides"])})
+def launch(job: RankJob) -> list[dict[str, Any]]:
+    """Runs a job on all its ranks and returns what each found, or raises the error of one that fails."""
+    with tempfile.TemporaryDirectory(prefix="penstock-bench-") as folder:
+        torch.multiprocessing.spawn(main, (job, Path(folder)), job.num_ranks)
+        return [json.loads(Path(folder, f"{rank}.json").read_text()) for rank in range(job.num_ranks)]
 
 
-def work(job: RankJob, rank: int) -> dict[str, Any]:
+def work(job: RankJob, rank: int, folder: Path) -> dict[str, Any]:
     """Builds the sides, warms them up, checks that they agree and measures."""
     schedule = ps.build(job.schedule, num_ranks=job.num_ranks, num_microbatches=job.num_microbatches)
     task = SideTask.of(SIZES[job.size], schedule, rank)
     # A group each, so that no side's messages meet another's.
-    groups = {name: dist.new_group(timeout=timedelta(seconds=job.deadline)) for name in ("ours", "torch", "bare")}
-    makers = builders(task, groups, job.dispatch, job.transport, Path(job.folder))
+    groups = {name: dist.new_group() for name in ("ours", "torch", "bare")}
+    makers = builders(task, groups, job.transport, folder)
     memory = MemoryMeter()
     sides = {name: makers[name]() for name in job.sides}
     for side in sides.values():
@@ -88,7 +79,6 @@ def work(job: RankJob, rank: int) -> dict[str, Any]:
         "difference": differences,
         "peak_bytes": memory.growth(),
         "memory_read_from": memory.source,
-        "machine": machine(),
     }
 
 
@@ -167,27 +157,13 @@ def _highest() -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
 
 
-def main(arguments: Sequence[str]) -> None:
-    """`python -m benchmarks.runtime.rank JOB.json RANK`."""
-    job, rank = RankJob.read(Path(arguments[0])), int(arguments[1])
-    # Ends the process even where the main thread is stuck and nobody is left to end it.
-    faulthandler.dump_traceback_later(job.deadline, exit=True)
+def main(rank: int, job: RankJob, folder: Path) -> None:
+    """A rank's process."""
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     torch.set_num_threads(1)
-    folder = Path(job.folder)
-    dist.init_process_group(
-        "gloo",
-        init_method=f"file://{folder / 'meet'}",
-        rank=rank,
-        world_size=job.num_ranks,
-        timeout=timedelta(seconds=job.deadline),
-    )
-    result = work(job, rank)
-    with replaced(folder / f"rank{rank}.json") as beside:
-        beside.write_text(json.dumps(result))
+    deadline = timedelta(seconds=DEADLINE)
+    meet = f"file://{folder / 'meet'}"
+    dist.init_process_group("gloo", init_method=meet, rank=rank, world_size=job.num_ranks, timeout=deadline)
+    (folder / f"{rank}.json").write_text(json.dumps(work(job, rank, folder)))
     dist.barrier()
-    sys.stdout.flush()
     os._exit(0)  # Groups of both sides are still there; taking them apart is no part of the benchmark.
-
-
-if __name__ == "__main__":
-    main(sys.argv[1:])

@@ -16,11 +16,7 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
-import subprocess
 import sys
-import tempfile
-import time
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import product
@@ -30,7 +26,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from benchmarks.runtime.rank import RankJob
+from benchmarks.runtime.rank import RankJob, launch
 from benchmarks.runtime.sides import SCHEDULES, SIZES
 from experiments.common.record import record
 
@@ -44,112 +40,35 @@ STEPS = {"tiny": 10, "small": 2}
 """Steps a block, so that a block takes about half a second."""
 
 
-class BenchError(RuntimeError):
-    """A rank of the benchmark failed or was too slow."""
-
-    exit_code = 1
-
-
 def run(
     sizes: Sequence[str] = ("tiny", "small"),
     schedules: Sequence[str] = SCHEDULES,
     steps: int | None = None,
     blocks: int = 12,
-    dispatch: str = "frozen",
     transports: Sequence[str] = TRANSPORTS,
     memory: bool = True,
-    deadline: float = 240.0,
-) -> dict[str, Any]:
+) -> list[dict[str, Any]]:
     """Measures every size under every schedule.
 
     Args:
         steps: a block; by default `STEPS`.
         transports: of ours, each beside torch's over gloo.
         memory: whether to launch each side by itself, too, for its peak memory.
-        deadline: seconds for one launch.
 
     Returns:
-        `{"machine": ..., "rows": [...]}`; a row has medians, ratios and every block's times of every rank.
-
-    Raises:
-        BenchError: a launch failed, losses or gradients of the two differ, or torch is too old for its side.
+        A row for each, with medians, ratios and every block's times of every rank.
     """
-    _require_peer(schedules)
     rows: list[dict[str, Any]] = []
-    machine: dict[str, Any] = {}
     for transport, size, schedule in product(transports, sizes, schedules):
         num_steps = STEPS[size] if steps is None else steps
-        job = RankJob(
-            size, schedule, NUM_RANKS, NUM_MICROBATCHES, dispatch, SIDES, num_steps, blocks, "", deadline, transport
-        )
-        ranks = launch(job)
-        machine = ranks[0]["machine"]
-        row = _row(job, ranks)
+        job = RankJob(size, schedule, NUM_RANKS, NUM_MICROBATCHES, SIDES, num_steps, blocks, transport)
+        row = _row(job, launch(job))
         if memory:
             row["memory"] = {side: _memory(job, side) for side in ("ours", "torch")}
         rows.append(row)
         ratios = ", ".join(f"{metric} {ratio:.2f}" for metric, ratio in row["ratios"].items())
         print(f"{transport} {size} {schedule}: ours / torch's {ratios}", file=sys.stderr, flush=True)
-    return {"machine": machine, "rows": rows}
-
-
-def _require_peer(schedules: Sequence[str]) -> None:
-    """Raises BenchError where torch can't run its side: with 2.11 its ranks send to themselves where they have two
-    stages that follow one another, as in a V, and gloo has no connection for that.
-    """
-    import torch
-
-    if "zb-v" in schedules and torch.torch_version.TorchVersion(torch.__version__) < "2.13":
-        raise BenchError(
-            f"torch {torch.__version__} can't run its own zb-v over gloo; install torch 2.13, or leave zb-v out: "
-            "--schedule 1f1b --schedule interleaved-1f1b"
-        )
-
-
-def launch(job: RankJob) -> list[dict[str, Any]]:
-    """Runs a job on all its ranks and returns what each found; none is left behind.
-
-    Raises:
-        BenchError: with the end of what the first rank to fail said.
-    """
-    environment = {**os.environ, "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
-    with tempfile.TemporaryDirectory(prefix="penstock-bench-") as name:
-        folder = Path(name)
-        path = folder / "job.json"
-        replace(job, folder=name).write(path)
-        ranks: list[subprocess.Popen[bytes]] = []
-        try:
-            for rank in range(job.num_ranks):
-                with open(folder / f"rank{rank}.log", "wb") as log:
-                    command = [sys.executable, str(Path(__file__).with_name("rank.py")), str(path), str(rank)]
-                    ranks.append(subprocess.Popen(command, env=environment, stdout=log, stderr=log))
-            _wait(ranks, job, folder)
-        finally:
-            for process in ranks:
-                process.kill()
-            for process in ranks:
-                process.wait()
-        return [json.loads((folder / f"rank{rank}.json").read_text()) for rank in range(job.num_ranks)]
-
-
-def _wait(ranks: Sequence[subprocess.Popen[bytes]], job: RankJob, folder: Path) -> None:
-    """Returns when all ranks have ended well."""
-    what = f"{job.size} under {job.schedule}"
-    end = time.monotonic() + job.deadline
-    while True:
-        codes = [process.poll() for process in ranks]
-        if any(codes):
-            # The others, too, end with an error, which they write once they have lost it.
-            at = {rank: (folder / f"rank{rank}.log").stat().st_mtime_ns for rank, code in enumerate(codes) if code}
-            failed = min(at, key=at.__getitem__)
-            said = (folder / f"rank{failed}.log").read_text(errors="replace").strip()
-            raise BenchError(f"{what}: rank {failed} ended with code {codes[failed]}\n{said[-2000:]}")
-        if all(code == 0 for code in codes):
-            return
-        if time.monotonic() > end:
-            left = [rank for rank, code in enumerate(codes) if code is None]
-            raise BenchError(f"{what}: ranks {left} had not ended after {job.deadline:g} s; give a longer deadline")
-        time.sleep(0.05)
+    return rows
 
 
 def _row(job: RankJob, ranks: Sequence[dict[str, Any]]) -> dict[str, Any]:
@@ -161,7 +80,6 @@ def _row(job: RankJob, ranks: Sequence[dict[str, Any]]) -> dict[str, Any]:
         "size": job.size,
         **vars(SIZES[job.size]),
         "schedule": job.schedule,
-        "dispatch": job.dispatch,
         "transport": job.transport,
         "num_ranks": job.num_ranks,
         "num_microbatches": job.num_microbatches,
@@ -230,12 +148,10 @@ def main() -> None:
     parser.add_argument("--no-memory", action="store_true", help="do not launch each side alone for its peak memory")
     parser.add_argument("--out", type=Path)
     given = parser.parse_args()
-    found = run(
-        given.gpt, given.schedule, given.steps, given.rounds, transports=given.transport, memory=not given.no_memory
-    )
-    print(table(found["rows"]))
+    rows = run(given.gpt, given.schedule, given.steps, given.rounds, given.transport, not given.no_memory)
+    print(table(rows))
     if given.out is not None:
-        given.out.write_text(json.dumps({**record(), **found}, indent=1) + "\n")
+        given.out.write_text(json.dumps({**record(), "rows": rows}, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -110,14 +110,13 @@ class Side(Protocol):
 class PenstockSide:
     """`ps.Pipeline`."""
 
-    def __init__(self, task: SideTask, group: dist.ProcessGroup, dispatch: str, transport: str) -> None:
+    def __init__(self, task: SideTask, group: dist.ProcessGroup, transport: str) -> None:
         self._task = task
         self._pipe = ps.Pipeline(
             [partial(task.build, stage) for stage in range(task.schedule.num_stages)],
             task.schedule,
             loss_fn=CrossEntropy(),
             mesh=group,
-            dispatch=dispatch,
             transport=transport,
         )
 
@@ -318,11 +317,11 @@ def _gradients(parameters: Sequence[Parameter]) -> list[Tensor]:
 
 
 def builders(
-    task: SideTask, groups: dict[str, dist.ProcessGroup], dispatch: str, transport: str, folder: Path
+    task: SideTask, groups: dict[str, dist.ProcessGroup], transport: str, folder: Path
 ) -> dict[str, Callable[[], Side]]:
     """How to make each side, by its name. `folder` is the same for all ranks."""
     return {
-        "ours": lambda: PenstockSide(task, groups["ours"], dispatch, transport),
+        "ours": lambda: PenstockSide(task, groups["ours"], transport),
         "torch": lambda: TorchSide(task, groups["torch"]),
         "bare": lambda: BareLoopSide(task, groups["bare"]),
         "in turns": lambda: OrderedComputeSide(task, folder),

@@ -34,6 +34,9 @@ from penstock.runtime.stage.split_backward import SplitStage, Tape, prepare
 
 Row = dict[str, Any]
 Timing = tuple[float, float, float]  # forward, first half (or all), second half; ms
+BATCH, TOKENS = 2, 64
+TORCHS = importlib.import_module("torch.distributed.pipelining._backward")
+"""torch's own split, which has no public name."""
 
 
 class SplitBlock(nn.Module):
@@ -63,17 +66,15 @@ def run(
     widths: Sequence[int] = (8, 128, 512),
     blocks: Sequence[int] = (1, 4, 16),
     repeats: int = 15,
-    batch: int = 2,
-    tokens: int = 64,
     compiled: bool = False,
 ) -> list[Row]:
     """One row for each width and number of blocks: medians, and every repeat's times in ms."""
     warm_up_malloc()
     sizes = [(width, num_blocks) for width in widths for num_blocks in blocks]
-    return [measure(width, num_blocks, repeats, batch, tokens, compiled) for width, num_blocks in sizes]
+    return [measure(width, num_blocks, repeats, compiled) for width, num_blocks in sizes]
 
 
-def measure(width: int, num_blocks: int, repeats: int, batch: int, tokens: int, compiled: bool = False) -> Row:
+def measure(width: int, num_blocks: int, repeats: int, compiled: bool) -> Row:
     """The three backwards of one stage, `repeats` times in alternation; of a compiled stage torch's has none."""
     torch.manual_seed(0)
     plain = nn.Sequential(*[SplitBlock(width) for _ in range(num_blocks)])
@@ -82,15 +83,13 @@ def measure(width: int, num_blocks: int, repeats: int, batch: int, tokens: int, 
     first: Any = torch.compile(plain) if compiled else plain
     second: Any = torch.compile(ours) if compiled else ours
     report = prepare(second)
-    x, g = torch.randn(batch, tokens, width), torch.randn(batch, tokens, width)
+    x, g = torch.randn(BATCH, TOKENS, width), torch.randn(BATCH, TOKENS, width)
     ways: dict[str, Callable[[], Timing]] = {
         "plain": lambda: _plain(first, x, g),
         "ours": lambda: _ours(second, report.shared, x, g),
     }
-    peer = None if compiled else _peer()
-    if peer is not None:
-        backward_input, backward_weight = peer
-        ways["torch"] = lambda: _torch(plain, x, g, backward_input, backward_weight)
+    if not compiled:
+        ways["torch"] = lambda: _torch(plain, x, g)
     times: dict[str, list[Timing]] = {name: [] for name in ways}
     inner = _inner(ways["plain"])
     for repeat in range(-1, repeats):
@@ -104,7 +103,7 @@ def measure(width: int, num_blocks: int, repeats: int, batch: int, tokens: int, 
             if repeat >= 0:  # the first is a warm-up
                 f, i, w = (min(column) for column in zip(*runs))
                 times[name].append((f, i, w))
-    row: Row = {"width": width, "blocks": num_blocks, "batch": batch, "tokens": tokens, "repeats": repeats}
+    row: Row = {"width": width, "blocks": num_blocks, "batch": BATCH, "tokens": TOKENS, "repeats": repeats}
     share = report.shared.share()
     row["compiled"], row["deferred_share"] = compiled, 0.0 if share is None else share.share
     row["b_ms"] = median(i for _, i, _ in times["plain"])
@@ -146,27 +145,16 @@ def _ours(stage: nn.Module, shared: SplitStage, x: Tensor, g: Tensor) -> Timing:
     return (forward - start) * 1e3, (middle - forward) * 1e3, (end - middle) * 1e3
 
 
-def _torch(
-    stage: nn.Module, x: Tensor, g: Tensor, backward_input: Callable[..., Any], backward_weight: Callable[..., Any]
-) -> Timing:
+def _torch(stage: nn.Module, x: Tensor, g: Tensor) -> Timing:
     x = x.detach().requires_grad_()
     start = time.process_time()
     y = stage(x)
     forward = time.process_time()
-    _, groups = backward_input([y], [g], [x], stage.parameters())
+    _, groups = TORCHS.stage_backward_input([y], [g], [x], stage.parameters())
     middle = time.process_time()
-    backward_weight(stage.parameters(), groups)
+    TORCHS.stage_backward_weight(stage.parameters(), groups)
     end = time.process_time()
     return (forward - start) * 1e3, (middle - forward) * 1e3, (end - middle) * 1e3
-
-
-def _peer() -> tuple[Callable[..., Any], Callable[..., Any]] | None:
-    """torch's own split, which has no public name; None where this torch lacks it."""
-    try:
-        module = importlib.import_module("torch.distributed.pipelining._backward")
-        return module.stage_backward_input, module.stage_backward_weight
-    except (ImportError, AttributeError):
-        return None
 
 
 def _inner(way: Callable[[], Timing]) -> int:
@@ -201,7 +189,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path)
     given = parser.parse_args()
     torch.set_num_threads(1)
-    rows = run(given.width, given.depth, given.repeats, compiled=given.compiled)
+    rows = run(given.width, given.depth, given.repeats, given.compiled)
     print(table(rows))
     if given.out is not None:
         given.out.write_text(json.dumps({**record(), "rows": rows}, indent=1) + "\n")

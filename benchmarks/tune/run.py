@@ -16,7 +16,7 @@ import json
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
@@ -24,7 +24,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from experiments.common.record import machine, record
+from experiments.common.record import record
 from penstock.library import build
 from penstock.runtime import partition
 from penstock.train.settings import Settings
@@ -81,33 +81,33 @@ def run(
     seconds: float = 1.0,
     settings: Sequence[Setting] = SETTINGS,
     patience: float = 60.0,
-    before: Mapping[str, Any] | None = None,
-    keep: Callable[[dict[str, Any]], None] = lambda result: None,
-) -> dict[str, Any]:
+    out: Path | None = None,
+) -> list[dict[str, Any]]:
     """Predicts and runs each setting.
 
     Args:
         rounds: quiet ones wanted of each setting.
         steps: timed of each run. seconds: of measuring layers.
         patience: seconds to wait before each round for a moment in which nothing else runs.
-        before: what an earlier call kept, whose rounds count. keep: gets the result so far after every round.
+        out: where what was found so far is written after every round.
 
     Returns:
-        `{"machine": ..., "rows": [...]}`; a row has medians and every round's numbers.
+        A row for each setting, with medians and every round's numbers.
     """
     base = Settings(preset=MODEL, microbatches=1, ranks=1, threads=1)
     model = tuned_model(base)
-    raw = {setting: _rounds_of(setting, before) for setting in settings}
+    raw: dict[Setting, list[dict[str, Any]]] = {setting: [] for setting in settings}
+    rows: list[dict[str, Any]] = []
     for number in range(rounds * MOST_ROUNDS):
         left = [setting for setting in settings if len(_quiet(raw[setting])) < rounds]
         for setting in left if number % 2 == 0 else left[::-1]:
-            if len(raw[setting]) > number:
-                continue  # an earlier call came so far
             _await_quiet(patience)
             here = record()  # before the round, which is a load of its own
             found = _round(setting, base, model, steps, seconds) | {name: here[name] for name in ("commit", "load")}
             raw[setting].append(found)
-            keep(_result(raw))
+            rows = [_row(each, measured) for each, measured in raw.items() if measured]
+            if out is not None:
+                out.write_text(json.dumps({**record(), "model": MODEL, "rows": rows}, indent=1) + "\n")
             print(
                 f"{setting.schedule} pp {setting.pp} dp {setting.dp}, microbatches of {setting.microbatch_size}: "
                 f"{found['predicted_ms']:.1f} ms predicted, {found['measured_ms']:.1f} measured, others kept "
@@ -115,21 +115,7 @@ def run(
                 file=sys.stderr,
                 flush=True,
             )
-    return _result(raw)
-
-
-def _rounds_of(setting: Setting, before: Mapping[str, Any] | None) -> list[dict[str, Any]]:
-    """Those that an earlier call ran of a setting."""
-    rows = [] if before is None else before["rows"]
-    return [
-        each for row in rows if {name: row[name] for name in vars(setting)} == vars(setting) for each in row["raw"]
-    ]
-
-
-def _result(raw: Mapping[Setting, Sequence[dict[str, Any]]]) -> dict[str, Any]:
-    """Of the settings that have been run."""
-    rows = [_row(setting, rounds) for setting, rounds in raw.items() if rounds]
-    return {"machine": machine(), "model": MODEL, "rows": rows}
+    return rows
 
 
 def _round(setting: Setting, base: Settings, model: TunedModel, steps: int, seconds: float) -> dict[str, Any]:
@@ -231,13 +217,8 @@ def main() -> None:
     parser.add_argument("--setting", type=int, nargs="+", default=range(1, len(SETTINGS) + 1))
     parser.add_argument("--out", type=Path, help="written after every round")
     given = parser.parse_args()
-
-    def keep(found: dict[str, Any]) -> None:
-        if given.out is not None:
-            given.out.write_text(json.dumps({**record(), **found}, indent=1) + "\n")
-
     settings = [SETTINGS[number - 1] for number in given.setting]
-    print(table(run(given.rounds, given.steps, given.seconds, settings, given.patience, keep=keep)["rows"]))
+    print(table(run(given.rounds, given.steps, given.seconds, settings, given.patience, given.out)))
 
 
 if __name__ == "__main__":

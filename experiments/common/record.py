@@ -19,15 +19,11 @@ OTHER = (":!*.json", ":!*.jsonl", ":!*.md", ":!experiments/*/results/*")
 """What a result depends on, and what in it are results and pages, as git's pathspecs from the root."""
 
 
-def record(checkout: Path = CHECKOUT) -> dict[str, Any]:
-    """The record of what runs now: `commit`, `command`, `machine` and its `load` of 1, 5 and 15 minutes.
-
-    Args:
-        checkout: the root of what is run, whose commit it is.
-    """
+def record() -> dict[str, Any]:
+    """The record of what runs now: `commit`, `command`, `machine` and its `load` of 1, 5 and 15 minutes."""
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     return {
-        "commit": commit(checkout),
+        "commit": commit(),
         "command": command(sys.argv),
         "machine": machine() | {"memory_gib": round(memory / 2**30, 1)},
         "load": [round(each, 2) for each in os.getloadavg()],

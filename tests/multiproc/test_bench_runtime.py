@@ -3,20 +3,16 @@
 from __future__ import annotations
 
 import json
-import os
 import sys
-from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
 from benchmarks.runtime import run as runtime
-from benchmarks.runtime.rank import RankJob, difference
-from benchmarks.runtime.run import METRICS, SIDES, BenchError, launch, run
+from benchmarks.runtime.rank import RankJob, difference, launch
+from benchmarks.runtime.run import METRICS, SIDES
 
 pytestmark = [pytest.mark.multiproc]
 
@@ -44,32 +40,15 @@ def test_both_runtimes_agree_and_are_timed(
 
 @pytest.mark.nightly
 def test_memory_is_measured_in_a_launch_of_one_side() -> None:
-    job = RankJob("tiny", "1f1b", 2, 8, "frozen", ("ours",), 1, 1, "", 120.0)
+    job = RankJob("tiny", "1f1b", 2, 8, ("ours",), 1, 1)
     assert all(rank["peak_bytes"] > 0 for rank in launch(job))
 
 
 @pytest.mark.nightly
 def test_a_failing_rank_ends_the_launch_and_tells_why() -> None:
-    job = RankJob("tiny", "1f1b", 1, 8, "frozen", ("nobody's",), 1, 1, "", 120.0)
-    with pytest.raises(BenchError, match=r"rank \d ended with code 1(.|\n)*KeyError"):
+    job = RankJob("tiny", "1f1b", 1, 8, ("nobody's",), 1, 1)
+    with pytest.raises(Exception, match="KeyError"):
         launch(job)
-
-
-def test_of_ranks_that_have_failed_the_first_tells_why_and_not_the_lowest(tmp_path: Path) -> None:
-    """Rank 0, which had lost rank 1, was quoted where both had ended before anybody looked."""
-    for at, (rank, said) in enumerate([(1, "KeyError: 'nobody'"), (0, "Connection closed by peer")]):
-        log = tmp_path / f"rank{rank}.log"
-        log.write_text(said)
-        os.utime(log, ns=(at, at))
-    ended: Any = [SimpleNamespace(poll=lambda: 1)] * 2
-    with pytest.raises(BenchError, match="rank 1 ended with code 1\nKeyError: 'nobody'"):
-        runtime._wait(ended, RankJob("tiny", "1f1b", 1, 8, "frozen", (), 1, 1, "", 120.0), tmp_path)
-
-
-def test_a_launch_past_its_deadline_ends() -> None:
-    job = RankJob("tiny", "1f1b", 4, 8, "frozen", ("ours",), 1, 1, "", 120.0)
-    with pytest.raises(BenchError, match=r"had not ended after 0\.5 s"):
-        launch(replace(job, deadline=0.5))
 
 
 class Fake:
@@ -101,9 +80,3 @@ def test_sides_that_agree_may_be_compared() -> None:
 def test_sides_that_did_not_run_the_same_are_not_compared(ours: Fake, torchs: Fake) -> None:
     with pytest.raises(RuntimeError, match=r"can't be compared|left no gradients"):
         difference({"ours": ours, "torch": torchs})
-
-
-def test_zb_v_is_refused_where_torch_cannot_run_its_side(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch, "__version__", torch.torch_version.TorchVersion("2.11.0+cpu"))
-    with pytest.raises(BenchError, match=r"torch 2\.11\.0\+cpu can't run its own zb-v over gloo; install"):
-        run(("tiny",), ("zb-v",))

@@ -28,7 +28,7 @@ def run(monkeypatch: pytest.MonkeyPatch, fake: tune_models.Ranks, rounds: int) -
     monkeypatch.setattr(meter, "run_job", fake)
     monkeypatch.setattr(bench, "run_job", fake)
     monkeypatch.setattr(verify, "num_cores", lambda: 2)
-    (row,) = bench.run(rounds, steps=2, seconds=0.01, settings=[bench.Setting("1f1b", 2, 1, 4)], patience=0.0)["rows"]
+    (row,) = bench.run(rounds, steps=2, seconds=0.01, settings=[bench.Setting("1f1b", 2, 1, 4)], patience=0.0)
     assert isinstance(row, dict)
     return row
 
