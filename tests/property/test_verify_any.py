@@ -20,4 +20,5 @@ def test_no_false_alarm(number: int) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         outcome = verified_run(case)
-    assert outcome.kind in ("same", "invalid", "refused"), (case, outcome)
+    # "late": what verify lets pass, the runtime refuses in words in the first step.
+    assert outcome.kind in ("same", "invalid", "refused", "late"), (case, outcome)

@@ -54,7 +54,7 @@ def stream_of(channel: str, rank: int, source: int, target: int) -> Hashable | N
 
 
 @dataclass(frozen=True)
-class Transfer:
+class PlacedMessage:
     """The way of one message.
 
     Attributes:
@@ -85,7 +85,7 @@ class MessageNetwork:
     ops: list[Op]
     rank: list[int]
     step: list[int]
-    transfers: list[Transfer]
+    transfers: list[PlacedMessage]
     needs: list[list[int]]
 
 
@@ -99,7 +99,7 @@ def message_network(schedule: Schedule, channel: str) -> MessageNetwork:
         send, source, _ = spots[node]
         receive = other_end(send)
         made, used = (compute_op(end, number) for end in (send, receive))
-        transfers.append(Transfer(send, receive, source, spots[number[receive]][1], made, used))
+        transfers.append(PlacedMessage(send, receive, source, spots[number[receive]][1], made, used))
     by_send = {transfer.send: len(spots) + index for index, transfer in enumerate(transfers)}
     by_end = by_send | {transfer.receive: by_send[transfer.send] for transfer in transfers}
     needs: list[list[int]] = [[node - 1] if step else [] for node, (_, _, step) in enumerate(spots)]
@@ -123,7 +123,7 @@ def message_network(schedule: Schedule, channel: str) -> MessageNetwork:
     )
 
 
-def message_at(network: MessageNetwork, node: int) -> Transfer:
+def message_at(network: MessageNetwork, node: int) -> PlacedMessage:
     """The message of a node that is no op."""
     return network.transfers[node - len(network.ops)]
 
@@ -176,7 +176,7 @@ def explain_circle(network: MessageNetwork, circle: list[int]) -> list[str]:
     return lines
 
 
-def _ends_of(network: MessageNetwork, message: Transfer) -> list[tuple[int, int]]:
+def _ends_of(network: MessageNetwork, message: PlacedMessage) -> list[tuple[int, int]]:
     """The nodes of the two ends of a message, each with its rank."""
     return [
         (network.ops.index(end), rank)
