@@ -846,13 +846,11 @@ class Running:
     def _switch(self) -> None:
         rng = random.Random(self.case.seed)
         schedule = self.pipe.schedule
-        is_split = any(op.kind == "W" for row in schedule.order for op in row)
         other = schedule
         if not self.case.memory.startswith("offload"):  # which these passes don't take
-            other = (ps.passes.merge_gradients if is_split else ps.passes.separate_gradients)(schedule)
-            if rng.random() < 0.5 and other.num_ranks > 1:
-                costs = ps.Costs.uniform(other.num_stages, f=rng.choice([1, 2, 4]), i=rng.choice([1, 3]), w=1)
-                other = ps.passes.retime(other, costs, ps.Links({(0, 1): rng.choice([1.0, 5.0])}))
+            costs = ps.Costs.uniform(schedule.num_stages, f=rng.choice([1, 2, 4]), i=rng.choice([1, 3]), w=1)
+            links = ps.Links({(0, 1): rng.choice([0.0, 1.0, 5.0])} if schedule.num_ranks > 1 else {})
+            other = ps.passes.separate_gradients(schedule, costs, links)
         caps = tuple(ps.simulate(other, ps.Costs.uniform(other.num_stages, f=1, i=1, w=1)).peak_activations)
         dispatch = ps.dispatch.Dispatch(rng.choice(["frozen", "dynamic"]))
         delegated = ((0, 1),) if may_delegate(self.case) else ()

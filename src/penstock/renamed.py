@@ -26,7 +26,7 @@ _MOVED = {
     "cost": "Ring Uneven costs_preset",
     "library": "SCHEDULES",
     "passes": "repeat_windows",
-    "planning": "Expected order_microbatches",
+    "planning": "order_microbatches",
     "program": "Step Stepper View by_microbatch earliest_first",
     "runtime": "EmulatedMesh EmulatedPipeline OpCall Placed Split device_mesh",
     "schedule": "MicrobatchOrder Needs Registered StageGraph Updates count_mismatch count_versions declare_order "

@@ -128,8 +128,6 @@ def test_delays_are_asked_of_links_that_last() -> None:
         assert shown in str(caught.value)
         with pytest.raises(ps.CostError, match=r"ps\.plan needs delays that do not change"):
             ps.plan(ps.Costs.uniform(3), 3, 3, links=changing)
-    with pytest.raises(ps.CostError, match="a sample of link delays needs delays that do not change"):
-        ps.planning.Expected([ps.Links(), ps.Links({(0, 1): "loss:1%"})])
 
 
 def test_an_old_name_says_the_new_one() -> None:

@@ -338,8 +338,6 @@ def test_passes_keep_pairs_or_refuse_them_by_name() -> None:
         twice,
         turned,
         ps.passes.separate_gradients(schedule, costs),
-        ps.passes.merge_gradients(schedule, costs),
-        ps.passes.retime(schedule, costs, ps.Links({(0, 1): 5.0})),
         ps.passes.recompute(schedule, replace(costs, kept_by_recompute=0.1), 5),
         ps.passes.add_reductions(schedule),
         ps.schedule.with_updates(schedule, 2),

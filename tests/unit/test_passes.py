@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import penstock as ps
-from penstock.passes import merge_gradients, recompute, retime, separate_gradients
+from penstock.passes import recompute, separate_gradients
 from penstock.schedule import Op
 from tiers import examples
 
@@ -126,56 +126,6 @@ def test_one_slow_stage_costs_no_splits_where_nothing_waits() -> None:
     assert all(op.kind in "FB" for op in separated.order[0])
 
 
-# -- Merge gradients -----------------------------------------------------------------------------------------------
-
-
-def test_merging_keeps_the_halves_that_matter() -> None:
-    text = """
-        schedule x: 2 ranks, 2 stages, 2 microbatches
-        pipeline 0: stages on ranks 0 1
-        rank 0 | F0 F1 I0 W0 I1 W1
-        rank 1 | F0 I0 F1 I1 W0 W1
-    """
-    merged = merge_gradients(ps.parse(text))
-    assert timed_rows(merged) == ["F0 F1 .  B0 -- B1 --", ".  F0 I0 F1 I1 W0 W1"]
-
-
-@pytest.mark.parametrize("name", ["gpipe", "1f1b"])
-def test_needless_splits_go(name: str) -> None:
-    whole = ps.build(name, 1, 5)
-    split = replace(
-        whole,
-        order=tuple(
-            tuple(
-                part
-                for op in row
-                for part in ((op._replace(kind="I"), op._replace(kind="W")) if op.kind == "B" else (op,))
-            )
-            for row in whole.order
-        ),
-    )
-    assert merge_gradients(split) == whole
-
-
-def test_a_w_never_overtakes_an_earlier_one() -> None:
-    """A B1 in the place of I1 would add to the gradients before W0, unless a B0 is there as well."""
-    text = """
-        schedule x: 1 rank, 1 stage, 2 microbatches
-        pipeline 0: stages on ranks 0
-        rank 0 | F0 F1 I0 I1 W0 W1
-    """
-    costs = ps.Costs.uniform(1)
-    assert [op.kind for op in merge_gradients(ps.parse(text), costs).order[0]] == ["F", "F", "B", "B"]
-    with pytest.raises(ps.ScheduleError, match="W1 of stage 0 comes before it, at step 4"):
-        merge_gradients(ps.parse(text.replace("W0 W1", "W1 W0")), costs)
-
-
-def test_a_full_backward_that_is_dear_is_left_split() -> None:
-    costs = ps.Costs(f=[1], i=[1], w=[1], b=[5])
-    text = "schedule x: 1 rank, 1 stage, 1 microbatch\npipeline 0: stages on ranks 0\nrank 0 | F0 I0 W0"
-    assert merge_gradients(ps.parse(text), costs) == ps.parse(text)
-
-
 # -- Recompute -----------------------------------------------------------------------------------------------------
 
 
@@ -262,45 +212,10 @@ def test_no_fewer_would_do(data: st.DataObject, num: int) -> None:
     assert found == fewest
 
 
-# -- Retime --------------------------------------------------------------------------------------------------------
-
-
-def test_the_order_in_which_ops_can_run() -> None:
-    links = ps.Links({(0, 1): 2.0})
-    before = ps.build("zb-h1", 2, 4)
-    assert makespan(before, links=links) == 21
-    assert timed_rows(retime(before, links=links, memory_limit=3), links) == [
-        "F0 F1 F2 .  .  .  .  I0 W0 I1 F3 I2 W1 W2 .  .  .  I3 W3",
-        ".  .  .  F0 I0 F1 I1 F2 I2 W0 W1 W2 .  F3 I3 W3",
-    ]
-
-
-@pytest.mark.parametrize(("delay", "before", "after"), [(10, 400, 400), (20, 440, 410), (40, 560, 430)])
-def test_zb_is_retimed_to_what_is_best_with_the_delay_known(delay: float, before: float, after: float) -> None:
-    costs, links = ps.Costs.uniform(4, f=10, i=10, w=10), ps.Links({(0, 1): delay})
-    schedule = ps.build("zb", 4, 12)
-    assert makespan(schedule, costs, links) == before
-    assert makespan(retime(schedule, costs, links), costs, links) == after
-
-
-def test_retiming_stays_within_its_own_peak() -> None:
-    links = ps.Links({(0, 1): 4.0})
-    schedule = ps.build("zb-h1", 4, 8)
-    costs = ps.Costs.uniform(4)
-    retimed = retime(schedule, costs, links)
-    assert makespan(retimed, links=links) < makespan(schedule, links=links)
-    peaks = zip(
-        ps.simulate(retimed, costs).peak_activations, ps.simulate(schedule, costs).peak_activations, strict=True
-    )
-    assert all(new <= old for new, old in peaks)
-
-
 # -- What all of them refuse ---------------------------------------------------------------------------------------
 
 PASSES: list[Callable[[ps.Schedule, ps.Costs], ps.Schedule]] = [
     separate_gradients,
-    merge_gradients,
-    retime,
     lambda schedule, costs: recompute(schedule, costs, 4),
 ]
 
@@ -315,16 +230,15 @@ def test_bad_input(apply: Callable[[ps.Schedule, ps.Costs], ps.Schedule]) -> Non
         apply(schedule, ps.Costs.uniform(3))
 
 
-@pytest.mark.parametrize("apply", [separate_gradients, retime])
-def test_a_limit_below_the_schedules_own_peak(apply: Callable[..., ps.Schedule]) -> None:
+def test_a_limit_below_the_schedules_own_peak() -> None:
     schedule = ps.build("gpipe", 2, 4)
     with pytest.raises(
         ps.ScheduleError, match=r"rank 0, step 2, F2 of stage 0: the rank would hold 3, the limit is 2"
     ):
-        apply(schedule, memory_limit=2)
+        separate_gradients(schedule, memory_limit=2)
     with pytest.raises(ps.ScheduleError, match="memory_limit has 3 entries; give one per rank, 2 in all"):
-        apply(schedule, memory_limit=[4, 4, 4])
+        separate_gradients(schedule, memory_limit=[4, 4, 4])
     with pytest.raises(ps.ScheduleError, match="rank 0: the memory limit is nan"):
-        apply(schedule, memory_limit=float("nan"))
+        separate_gradients(schedule, memory_limit=float("nan"))
     with pytest.raises(ps.CostError, match="link 0:7"):
-        apply(schedule, links=ps.Links({(0, 7): 1.0}))
+        separate_gradients(schedule, links=ps.Links({(0, 7): 1.0}))

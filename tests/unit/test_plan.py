@@ -193,17 +193,6 @@ def test_the_span_under_a_tight_cap_is_measured() -> None:
     assert plan.value >= plan.lower_bound
 
 
-def test_the_expected_makespan_over_delays() -> None:
-    costs = ps.Costs.uniform(4, f=10, i=10, w=10)
-    goal = ps.planning.Expected.drawn(lambda random: ps.Links({(1, 2): random.uniform(0, 60)}), num_samples=8, seed=3)
-    plan = ps.plan(costs, 4, 12, max_in_flight=7, objective=goal, time_limit=0.6)
-    runs = [ps.simulate(plan.schedule, costs, links=links).makespan for links in goal.samples]
-    assert plan.value == pytest.approx(sum(runs) / 8)
-    assert plan.value >= plan.lower_bound
-    unaware = ps.plan(costs, 4, 12, max_in_flight=7, time_limit=0.2).schedule
-    assert plan.value <= sum(ps.simulate(unaware, costs, links=links).makespan for links in goal.samples) / 8 + 1e-9
-
-
 @pytest.mark.parametrize("objective", ["makespan", "span"])
 def test_a_plan_for_dynamic_dispatch_is_measured_so(objective: str) -> None:
     costs, links = family(4, 6)
@@ -229,12 +218,6 @@ def test_one_rank_one_microbatch() -> None:
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: ps.planning.Expected([]), "at least one sample"),
-        (
-            lambda: ps.planning.Expected([1.0]),  # type: ignore[list-item]
-            "a sample of link delays is 1.0",
-        ),
-        (lambda: ps.planning.Expected.drawn(lambda random: ps.Links(), num_samples=0), "num_samples is 0"),
         (lambda: ps.plan(ps.Costs.uniform(2), 2, 2, objective="cost"), "objective 'cost'"),
         (lambda: ps.plan(ps.Costs.uniform(2), 2, 2, dispatch="eager"), "dispatch 'eager'"),
         (lambda: ps.plan(ps.Costs.uniform(2), 2, 2, stop_at_gap=-1), "stop_at_gap is -1"),

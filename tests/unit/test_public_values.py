@@ -39,9 +39,6 @@ def large_values() -> Iterator[Any]:
     steps = ",".join(f"{second}s/{second}ms" for second in range(300))
     yield LinkCondition.parse(f"latency:steps:{steps}")
     yield ps.Blocking(2, frozenset((a, b) for a in range(40) for b in range(40) if a != b))
-    yield ps.planning.Expected.drawn(
-        lambda random: ps.Links({(a, a + 1): random.random() for a in range(60)}), 200, 0
-    )
     yield ps.footprint(ps.build("amdp", 16, 64, window=16), ps.cost.costs_preset("amdp-gpt", num_stages=16))
     yield next(iter(ps.program.Stepper(program)))
     found = search_space(ps.Costs.uniform(4), 2, 4)

@@ -176,7 +176,7 @@ def test_the_network_has_one_node_for_what_ranks_run_together_whoever_is_named_f
     schedule = ps.Schedule("swapped", placement, order, (0,))
     costs = ps.Costs.uniform(2)
     net = network(schedule, costs, ps.Links())
-    starts, makespan = net.earliest_frozen()
+    starts, makespan = net.earliest(net.durations)
     timeline = ps.simulate(schedule, costs)
     assert makespan == timeline.makespan == 6
     for timed in timeline.ops:

@@ -234,8 +234,7 @@ def late_links(texts: list[str], default_delay: float) -> ps.Links:
         if not condition.is_latency:
             raise Misuse(
                 f"--link {pair[0]}:{pair[1]}={condition}: a schedule is sought for lasting delays, like "
-                f"{pair[0]}:{pair[1]}=latency:20ms (or --vary of penstock plan); penstock simulate and train take "
-                "every condition"
+                f"{pair[0]}:{pair[1]}=latency:20ms; penstock simulate and train take every condition"
             )
     return links
 

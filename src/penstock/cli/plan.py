@@ -5,7 +5,6 @@ penstock plan --ranks 4 --microbatches 12 --f 10 --i 10 --w 10 --link 0:1=20 --m
 
 from __future__ import annotations
 
-import re
 import sys
 from typing import Annotated, Any
 
@@ -19,8 +18,6 @@ from penstock.cli.options import Json, MaxInFlight, Out, PlacementNames, limits_
 from penstock.cli.output import in_colour, print_json
 from penstock.planning import Progress
 from penstock.program import placements
-
-_VARY = re.compile(r"(?P<source>[0-9]{1,9}):(?P<target>[0-9]{1,9})=(?P<low>[^.]+(?:\.[0-9]+)?)\.\.(?P<high>.+)")
 
 
 @app.command(short_help="Find the best schedule, with a proof of how good it is.")
@@ -50,15 +47,6 @@ def plan(
             "--objective", help="What is to be short: makespan, or span (a rank's first start to its last end)."
         ),
     ] = "makespan",
-    vary: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--vary",
-            metavar="A:B=LOW..HIGH",
-            help="Plan for the mean over delays of the link drawn from LOW to HIGH, in ms; may be repeated.",
-        ),
-    ] = None,
-    samples: Annotated[int, typer.Option("--samples", min=1, help="How many delays are drawn for --vary.")] = 16,
     dispatch: Annotated[
         str,
         typer.Option(
@@ -109,9 +97,6 @@ def plan(
     )
     chosen = given.read(ranks, where)
     links = costs_options.late_links(link or [], default_delay)
-    if vary and objective != "makespan":
-        raise Misuse(f"--vary plans for the mean makespan; leave --objective {objective} out")
-    goal = _expected(vary, links, samples, seed) if vary else objective
     most, in_bytes = limits_of("--memory-limit", memory_limit, ranks)
     if in_bytes:
         given.require_weights(memory_limit, chosen)
@@ -125,7 +110,7 @@ def plan(
             memory_limit=None if in_bytes else most,
             total_limit=most if in_bytes else None,
             time_limit=time_limit,
-            objective=goal,
+            objective=objective,
             dispatch=dispatch,
             placement=where,
             split=split,
@@ -145,7 +130,7 @@ def plan(
             {
                 "makespan": found.makespan,
                 "value": found.value,
-                "objective": goal if isinstance(goal, str) else "expected",
+                "objective": objective,
                 "lower_bound": found.lower_bound,
                 "certificate": {
                     "placement": found.certificate.placement.pipelines,
@@ -178,7 +163,7 @@ def plan(
     print()
     print(f"makespan     {found.makespan:.10g} ms")
     if found.value != found.makespan:
-        print(f"{'mean' if vary else objective:<12} {found.value:.10g} ms")
+        print(f"{objective:<12} {found.value:.10g} ms")
     print(f"lower bound  {found.lower_bound:.10g} ms")
     print(f"gap          {found.gap:.2%}")
     print(f"covers       {found.certificate}")
@@ -234,21 +219,3 @@ def _limit(option: str, text: str | None) -> float | list[float] | None:
         return None
     values = numbers(option, text)
     return values[0] if len(values) == 1 else values
-
-
-def _expected(texts: list[str], links: ps.Links, num_samples: int, seed: int) -> ps.planning.Expected:
-    ranges = {}
-    for text in texts:
-        match = _VARY.fullmatch(text)
-        if match is None:
-            raise Misuse(f"--vary {text}: write RANK:RANK=LOW..HIGH, like 0:1=0..40")
-        low, high = (numbers(f"--vary {text}", match[part])[0] for part in ("low", "high"))
-        if not 0 <= low <= high:
-            raise Misuse(f"--vary {text}: the delays go from low to high, both at least 0")
-        ranges[int(match["source"]), int(match["target"])] = low, high
-
-    def draw(random: Any) -> ps.Links:
-        drawn = {pair: random.uniform(*ends) for pair, ends in ranges.items()}
-        return ps.Links({**links.delays, **drawn}, links.default)
-
-    return ps.planning.Expected.drawn(draw, num_samples, seed)

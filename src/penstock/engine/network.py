@@ -93,9 +93,6 @@ class Network(NamedTuple):
             tail=self.release,
         )
 
-    def with_delays(self, delay: Array, delay_to: Array) -> Network:
-        return self._replace(delay=delay, delay_to=delay_to)
-
 
 class Irregularities(NamedTuple):
     """What is not regular in a network.

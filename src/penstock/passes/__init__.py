@@ -1,28 +1,24 @@
-"""Schedule -> Schedule: plain order, separate and merge gradients, overlap, recompute, retime, reorder, messages and
-reductions as ops."""
+"""Schedule -> Schedule: plain order, separate gradients, overlap, recompute, reorder, messages and reductions as
+ops."""
 
 from penstock.passes.communication import add_communication, remove_communication
-from penstock.passes.merge import merge_gradients
 from penstock.passes.overlap import overlap_pairs, separate_pairs
 from penstock.passes.plain import in_plain_order
 from penstock.passes.recomputation import recompute
 from penstock.passes.reduce import add_reductions
 from penstock.passes.reorder import reorder_microbatches
 from penstock.passes.repeated import repeat_windows
-from penstock.passes.retiming import retime
 from penstock.passes.separate import separate_gradients
 
 __all__ = [
     "add_communication",
     "add_reductions",
     "in_plain_order",
-    "merge_gradients",
     "overlap_pairs",
     "recompute",
     "remove_communication",
     "reorder_microbatches",
     "repeat_windows",
-    "retime",
     "separate_gradients",
     "separate_pairs",
 ]

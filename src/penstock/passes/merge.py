@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import replace
 
 from penstock.cost import Costs, Links
 from penstock.engine.tolerance import slack
 from penstock.passes.network import PassNetwork, network
-from penstock.schedule import Op, Schedule, check
-
-_TRIALS, _TRIED_OPS = 8, 100_000
-"""How many groups of merges are tried by timing the whole schedule: so many, and more for small schedules."""
+from penstock.schedule import Op, Schedule
 
 
-def merge_gradients(schedule: Schedule, costs: Costs | None = None, links: Links | None = None) -> Schedule:
-    """I and its W become B again, at I's place, wherever that does not make the schedule longer.
+def merged(schedule: Schedule, costs: Costs, links: Links) -> Schedule:
+    """I and its W become B again, at I's place, wherever every op still starts by its latest start.
 
         before, 7 ms                          after, 7 ms (B takes two columns)
         rank 0 | F0 F1 .  I0 W0 I1 W1         rank 0 | F0 F1 .  B0 -- B1 --
@@ -25,41 +21,10 @@ def merge_gradients(schedule: Schedule, costs: Costs | None = None, links: Links
 
     The backwards of a stage keep the order in which they add to the weights' gradients, so sums of floats stay
     the same; a half that a registered op waits for by its name stays a half, and so do those that several ranks
-    run together. Memory never grows. The makespan (frozen order, decoupled messages) never grows.
-
-    Args:
-        schedule: with split backwards.
-        costs: per stage; by default F = I = W = 1 ms for each rank's share of the model (`Costs.assumed`).
-        links: delays; by default none.
-
-    Raises:
-        ScheduleError: the schedule is not valid.
-        CostError: costs for another number of stages, or a link between ranks that are not there.
-
-    Examples:
-        >>> import penstock as ps
-        >>> split = ps.build("zb-h1", 2, 4)
-        >>> merged = ps.passes.merge_gradients(split)
-        >>> merged.num_ops < split.num_ops, ps.simulate(merged).makespan <= ps.simulate(split).makespan
-        (True, True)
-    """
-    check(schedule)
-    num_trials = _TRIALS + _TRIED_OPS // max(1, schedule.num_ops)
-    result = merged(
-        schedule, costs or Costs.assumed(schedule.num_ranks, schedule.placement), links or Links(), num_trials
-    )
-    check(result)
-    return result
-
-
-def merged(schedule: Schedule, costs: Costs, links: Links, num_trials: int) -> Schedule:
-    """`merge_gradients` without its checks, for passes that make them.
-
-    Args:
-        num_trials: how often, at most, the schedule is timed with a group of merges that move other ops.
+    run together. Memory and the makespan (frozen order, decoupled messages) never grow.
     """
     net = network(schedule, costs, links)
-    whole = _MergeCandidates(schedule, costs, net).whole(num_trials)
+    whole = _MergeCandidates(schedule, costs, net).whole()
     if not whole:
         return schedule
     graph = net.graph
@@ -93,54 +58,19 @@ class _MergeCandidates:
             if op.kind == "I" and graph.gang[node] < 0 and not named.intersection(both):
                 self._weight[node] = graph.number[Op("W", op.stage, op.microbatch)]
 
-    def whole(self, num_trials: int) -> set[Op]:
+    def whole(self) -> set[Op]:
         """The I ops to become B."""
         durations = list(self._net.durations)
         place = {w: w for w in self._weight.values()}
-        starts, horizon = self._net.earliest(durations)
+        _, horizon = self._net.earliest(durations)
         found: set[int] = set()
         while more := self._round(durations, place, horizon):
             found.update(more)
-            self._merge(more, durations, place)
-        # What is left moves ops that stand between the halves: tried together, and in ever smaller groups.
-        groups = [sorted(self._weight, key=lambda node: (starts[node], node))]
-        for _ in range(num_trials):
-            if not groups or not groups[-1]:
-                break
-            group = groups.pop()
-            tried, moved = list(durations), dict(place)
-            more = self._in_order(group, moved)
-            self._merge(more, tried, moved, forget=False)
-            if self._net.earliest(tried)[1] <= horizon + slack(horizon):
-                durations, place = tried, moved
-                found.update(more)
-                self._weight = {node: weight for node, weight in self._weight.items() if node not in more}
-            elif len(group) > 1:
-                middle = len(group) // 2
-                groups += [group[middle:], group[:middle]]
+            for node in more:
+                weight = self._weight.pop(node)
+                durations[node], durations[weight] = self._costs.duration("B", *self._net.graph.ops[node][1:]), 0.0
+                place[weight] = node
         return {self._net.graph.ops[node] for node in found}
-
-    def _merge(
-        self, nodes: Iterable[int], durations: list[float], place: dict[int, int], forget: bool = True
-    ) -> None:
-        for node in nodes:
-            weight = self._weight[node]
-            durations[node], durations[weight] = self._costs.duration("B", *self._net.graph.ops[node][1:]), 0.0
-            place[weight] = node
-            if forget:
-                del self._weight[node]
-
-    def _in_order(self, group: list[int], place: dict[int, int]) -> list[int]:
-        """Those of the group that can be merged and still add to the gradients after the one before them."""
-        moved = dict(place)
-        found = []
-        for node in sorted(group):
-            weight = self._weight[node]
-            adder = self._adder_before.get(weight)
-            if adder is None or moved.get(adder, adder) < node:
-                moved[weight] = node
-                found.append(node)
-        return found
 
     def _round(self, durations: list[float], place: dict[int, int], horizon: float) -> list[int]:
         """One walk through the ops in the order of time; merging here moves later ops within their slack.

@@ -68,10 +68,6 @@ class PassNetwork:
         timed = self._timer.time(self.ops.row, np.array(durations))
         return list(timed.start), timed.makespan
 
-    def earliest_frozen(self) -> tuple[list[float], float]:
-        """`earliest` with the schedule's own durations."""
-        return self.earliest(self.durations)
-
     def latest(self, durations: Sequence[float], horizon: float) -> list[float]:
         """The latest start of every node with which all end by `horizon` (ms)."""
         taken = np.array(durations)

@@ -41,7 +41,7 @@ def repeat_windows(schedule: Schedule, num_windows: int) -> Schedule:
     just before its next forward.
 
     No update falls between a forward and its backward on any copy (`max_mismatch` is 0, and proved), so the numbers
-    are those of as many synchronous steps. Peaks stay as they were. `retime` then fits the order to given costs.
+    are those of as many synchronous steps. Peaks stay as they were.
 
     Args:
         schedule: a synchronous schedule: one window.

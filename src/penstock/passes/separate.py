@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence, Set
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -41,8 +41,8 @@ def separate_gradients(
     A bubble stands before an op that is blocked. Whatever it waited for is followed back, along messages and
     along the rows, and every B on the way is split; then the schedule is timed again without the weight halves,
     until no bubble has a B behind it. The weight halves are put into the bubbles that are left, where an op may
-    be kept waiting as long as that does not make the whole longer. Splits that bought nothing are undone
-    (`merge_gradients`), so all other Bs stay whole.
+    be kept waiting as long as that does not make the whole longer. Splits that bought nothing are undone, so all
+    other Bs stay whole.
 
     Decided beyond the paper, which gives the idea and a figure, on a chain of actors with even times:
 
@@ -82,24 +82,18 @@ def separate_gradients(
     net = network(schedule, costs, links)
     memory = memory_of(schedule, net.graph, costs, memory_limit)
     check_fits(schedule, net.graph, memory, "separating gradients lowers no memory: see penstock.passes.recompute")
-    rows = Separation(schedule, costs, net, memory).best_rows()
+    rows = _Separation(schedule, costs, net, memory).best_rows()
     if rows is None:
         return schedule
-    result = merged(replace(schedule, order=tuple(map(tuple, rows))), costs, links, num_trials=0)
+    result = merged(replace(schedule, order=tuple(map(tuple, rows))), costs, links)
     check(result)
     return result
 
 
-class Separation:
-    """A schedule with its times and its memory, and which of its backwards may run as two halves.
+class _Separation:
+    """A schedule with its times and its memory, and which of its backwards may run as two halves."""
 
-    Args:
-        only: the nodes of those that may; None for all that one rank runs alone.
-    """
-
-    def __init__(
-        self, schedule: Schedule, costs: Costs, net: PassNetwork, memory: Memory, only: Set[int] | None = None
-    ) -> None:
+    def __init__(self, schedule: Schedule, costs: Costs, net: PassNetwork, memory: Memory) -> None:
         self.net, self.memory = net, memory
         graph = net.graph
         num = schedule.num_microbatches
@@ -114,17 +108,15 @@ class Separation:
         # By stage and microbatch.
         self.time_i, self.time_w = (by_op(costs.duration, kind, costs.time_factors) for kind in "IW")
         self.frees_i, self.frees_w = (by_op(costs.memory_change, kind, costs.activation_factors) for kind in "IW")
-        self.can_split = [
-            op.kind == "B" and graph.gang[o] < 0 and (only is None or o in only) for o, op in enumerate(graph.ops)
-        ]
+        self.can_split = [op.kind == "B" and graph.gang[o] < 0 for o, op in enumerate(graph.ops)]
 
     def best_rows(self) -> list[list[Op]] | None:
         """The best order found, or None where none is shorter than the one there is."""
         _, before = self.net.earliest(self.net.durations)
         split, durations, least = self._split_what_blocks()
-        return self.filled(split, durations, least, before) if split else None
+        return self._filled(split, durations, least, before) if split else None
 
-    def filled(self, split: set[int], durations: list[float], least: float, before: float) -> list[list[Op]] | None:
+    def _filled(self, split: set[int], durations: list[float], least: float, before: float) -> list[list[Op]] | None:
         """The order with the weight halves of `split` where they do least harm, if shorter than `before` (ms).
 
         Args:
@@ -139,7 +131,7 @@ class Separation:
             for eager in (True, False):
                 if horizon > before - margin or (best is not None and best[0] <= horizon + margin):
                     break
-                makespan, rows = BubbleFiller(self, split, durations, horizon, eager).run()
+                makespan, rows = _BubbleFiller(self, split, durations, horizon, eager).run()
                 if makespan < (before if best is None else best[0]) - margin:
                     best = makespan, rows
         return None if best is None else best[1]
@@ -207,11 +199,11 @@ class Separation:
         return bound
 
 
-class BubbleFiller:
+class _BubbleFiller:
     """Lays the weight halves into the bubbles: one walk through the ops in an order they can run in."""
 
     def __init__(
-        self, parts: Separation, split: set[int], durations: list[float], horizon: float, eager: bool
+        self, parts: _Separation, split: set[int], durations: list[float], horizon: float, eager: bool
     ) -> None:
         self._parts, self._split, self._durations, self._eager = parts, split, durations, eager
         self._net, self._memory = parts.net, parts.memory

@@ -4,13 +4,11 @@ from penstock.planning.batches import BatchPlan, PackingError, assign_evenly, pl
 from penstock.planning.branch_search import BranchLayout, FoundLayout, rank_branches, search_branches
 from penstock.planning.family import Certificate
 from penstock.planning.microbatch_order import OrderedMicrobatches, order_microbatches
-from penstock.planning.objective import Expected
 from penstock.planning.planner import plan
 from penstock.planning.program_search import Found, Outcome, search_space
 from penstock.planning.progress import Progress
 from penstock.planning.result import Plan
 from penstock.planning.slow_links import slow_link_schedule
-from penstock.planning.synchronous_baselines import Flushed, flushed_schedules
 from penstock.planning.warmup import adapted_warmups, initial_warmups, needed_slack, tolerance, tolerances
 from penstock.renamed import renamed
 
@@ -18,8 +16,6 @@ __all__ = [
     "BatchPlan",
     "BranchLayout",
     "Certificate",
-    "Expected",
-    "Flushed",
     "Found",
     "FoundLayout",
     "OrderedMicrobatches",
@@ -29,7 +25,6 @@ __all__ = [
     "Progress",
     "adapted_warmups",
     "assign_evenly",
-    "flushed_schedules",
     "initial_warmups",
     "needed_slack",
     "order_microbatches",

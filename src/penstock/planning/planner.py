@@ -16,7 +16,6 @@ from penstock.engine import list_by_values, sweep
 from penstock.engine.tolerance import EPSILON, slack
 from penstock.planning.family import Certificate, check_options, family_of, in_turn, read_deal, read_offload
 from penstock.planning.limits import MOST_AGAIN, Limits, limits_of, per_rank, require_weights
-from penstock.planning.objective import Expected, read_objective
 from penstock.planning.progress import Progress, certain, gap
 from penstock.planning.result import Plan
 from penstock.program import placements
@@ -57,7 +56,7 @@ def plan(
     memory_limit: float | Sequence[float] | None = None,
     total_limit: float | Sequence[float] | None = None,
     time_limit: float = 10.0,
-    objective: str | Expected = "makespan",
+    objective: str = "makespan",
     dispatch: Dispatch | str = Dispatch.FROZEN,
     placement: Placement | str | None = None,
     split: bool | None = None,
@@ -99,8 +98,7 @@ def plan(
         time_limit: seconds for everything, including compiling and proving the result. A first order is built and
             proved whatever the limit. Problems of more than 30,000 ops compile what they need first (see
             `compile_ahead`).
-        objective: "makespan"; "span", the longest time from a rank's first start to its last end; or an `Expected`,
-            the mean makespan over samples of link delays (`links` is then only the starting point).
+        objective: "makespan"; or "span", the longest time from a rank's first start to its last end.
         dispatch: how the schedule will be run. With "hinted" or "dynamic", candidates are timed under that dispatch.
         placement: which rank hosts which stage, or a name from `ps.placements.NAMES`, like "v-shape". Default: stage
             i on rank i; stages of a graph go where the first orders are shortest.
@@ -176,9 +174,10 @@ def plan(
     num_pipelines = 1 if placement is None else placement.num_pipelines
     beyond = "stages that branch" if stages is not None else "placements with shared stages"
     general = stages is not None or (placement is not None and bool(placement.shared))
-    goal, mode = read_objective(objective), as_dispatch(dispatch)
-    for each in (links, *(goal.samples if isinstance(goal, Expected) else ())):
-        each.check_ranks(num_ranks)
+    if objective not in ("makespan", "span"):
+        raise ScheduleError(f"objective {objective!r}: give 'makespan' or 'span'", rule="options")
+    mode = as_dispatch(dispatch)
+    links.check_ranks(num_ranks)
     if not _is_number(time_limit) or not float(time_limit) > 0:
         raise ScheduleError(f"time_limit is {time_limit!r}: give seconds above 0", rule="options")
     if progress is not None and not callable(progress):
@@ -190,7 +189,7 @@ def plan(
     if costs.overlap is not None:
         from penstock.planning.paired import plan_pairs, require_plannable
 
-        require_plannable(goal, mode.is_dynamic, general, away, bool(costs.factors))
+        require_plannable(objective, mode.is_dynamic, general, away, bool(costs.factors))
         assert placement is not None
         return plan_pairs(
             plan, costs, num_ranks, num_microbatches, links, placement, split=split, max_in_flight=max_in_flight,
@@ -199,7 +198,7 @@ def plan(
         )  # fmt: skip
     if costs.factors:
         turn = deal in ("any", "in turn")
-        if goal != "makespan" or general or recompute or away or not turn:
+        if objective != "makespan" or general or recompute or away or not turn:
             what = f"a problem of {beyond}" if general else f"objective {objective!r}"
             what = "recompute=True" if recompute else what if turn else f"deal {deal!r}"
             what = f"offload={offload!r}" if away else what
@@ -212,7 +211,7 @@ def plan(
             costs, num_ranks, num_microbatches, links, max_in_flight, memory_limit, float(time_limit), mode,
             placement, split is not False, seed, stop_at_gap, progress,
         )  # fmt: skip
-    plain_makespan = goal == "makespan" and not mode.is_dynamic
+    plain_makespan = objective == "makespan" and not mode.is_dynamic
     if (recompute or away) and (general or not plain_makespan):
         given = beyond if general else f"objective {objective!r}, dispatch {mode.value!r}"
         what, who = (
@@ -226,7 +225,7 @@ def plan(
         )
     counts = read_deal(deal, num_microbatches, num_pipelines)
     if general:
-        if goal != "makespan" or mode.is_dynamic:
+        if objective != "makespan" or mode.is_dynamic:
             raise ScheduleError(
                 f"objective {objective!r} with dispatch {mode.value!r}: {beyond} are planned for the makespan of a "
                 "frozen order",
@@ -275,18 +274,17 @@ def plan(
     num_ops = (3 if family.forms.split else 2) * placement.num_stages * num_microbatches
     if num_ops <= MOST_UNCOMPILED:
         compile_ahead.begin()
-    elif goal == "makespan" and not family.joint:
+    elif objective == "makespan" and not family.joint:
         compile_ahead.wait_for_first_order(
             float(time_limit) - _FIRST_SECONDS_AN_OP * num_ops - (time.perf_counter() - began)
         )
     else:
         compile_ahead.wait_for(list_by_values, sweep, longest_paths)
-    if counts is None and goal == "span":
+    if counts is None and objective == "span":
         counts = in_turn(num_microbatches, placement.num_pipelines)
     ways: microbatch_counts.DealSearches[Search | JointSearch]
     if counts is None:
-        surely = Links() if isinstance(goal, Expected) else links
-        ways = microbatch_counts.deals_of(costs, placement, num_ranks, num_microbatches, surely)
+        ways = microbatch_counts.deals_of(costs, placement, num_ranks, num_microbatches, links)
     else:
         ways = microbatch_counts.DealSearches([counts], math.inf)
 
@@ -297,9 +295,9 @@ def plan(
         problem = pose(
             costs, placement, num_ranks, num_microbatches, links, limits.held, limits.cap, family.forms.split, counts
         )
-        search = strategy.begin(problem, goal, seed, stop_at_gap, progress, began)
+        search = strategy.begin(problem, objective, seed, stop_at_gap, progress, began)
         search.until = float(time_limit)
-        strategy.first_order(search, goal)
+        strategy.first_order(search)
         return search
 
     def run(search: Search | JointSearch, until: float) -> None:
@@ -307,7 +305,7 @@ def plan(
         if isinstance(search, joint.JointSearch):
             joint.run(search)
         else:
-            strategy.run(search, goal)
+            strategy.run(search)
 
     def proved(schedule: Schedule) -> tuple[Schedule, Timeline]:
         check(schedule)
@@ -320,17 +318,16 @@ def plan(
         before = first.seconds
         done = proved(first.schedule("plan", limits.in_flight))
         spared = _SPARED * (first.seconds - before)
-    num_runs = 1 + (len(goal.samples) if isinstance(goal, Expected) else 0)
-    search = ways.run(first, begin, run, float(time_limit) - spared * num_runs)
+    search = ways.run(first, begin, run, float(time_limit) - spared)
     bound, value = search.lower_bound - search.shift, search.value - search.shift
     if mode.is_dynamic and not isinstance(search, joint.JointSearch):
-        row, value = _best_dynamic(search, costs, links, goal, mode, limits, float(time_limit))
+        row, value = _best_dynamic(search, costs, links, objective, mode, limits, float(time_limit))
         schedule, timeline = proved(search.problem.schedule(row, "plan", limits.in_flight))
     elif done is not None and search is first and search.value == first_value:
         schedule, timeline = done
     else:
         schedule, timeline = proved(search.schedule("plan", limits.in_flight))
-    value = _confirm(schedule, costs, goal, mode, limits, value, timeline)
+    value = _confirm(objective, value, timeline)
     bound = certain(bound, value, search.problem.described)
     certificate = Certificate(
         placement,
@@ -451,25 +448,15 @@ def _timed(schedule: Schedule, costs: Costs, links: Links, mode: Dispatch, limit
     )
 
 
-def _measured(timeline: Timeline, goal: str | Expected) -> float:
+def _measured(timeline: Timeline, goal: str) -> float:
     return timeline.span if goal == "span" else timeline.makespan
-
-
-def _value(
-    schedule: Schedule, costs: Costs, links: Links, goal: str | Expected, mode: Dispatch, limits: Limits
-) -> float:
-    """The objective by simulation."""
-    if isinstance(goal, Expected):
-        runs = [_timed(schedule, costs, sample, mode, limits).makespan for sample in goal.samples]
-        return sum(runs) / len(runs)
-    return _measured(_timed(schedule, costs, links, mode, limits), goal)
 
 
 def _best_dynamic(
     search: Search,
     costs: Costs,
     links: Links,
-    goal: str | Expected,
+    goal: str,
     mode: Dispatch,
     limits: Limits,
     time_limit: float,
@@ -482,7 +469,7 @@ def _best_dynamic(
         if best is not None and before + _SPARED * 2 * took > time_limit:  # the best is run once more to be proved
             break
         schedule = search.problem.schedule(row, "plan", limits.in_flight)
-        value = _value(schedule, costs, links, goal, mode, limits)
+        value = _measured(_timed(schedule, costs, links, mode, limits), goal)
         took = max(took, search.seconds - before)
         if best is None or value < best[0]:
             best = value, row
@@ -490,21 +477,9 @@ def _best_dynamic(
     return best[1], best[0]
 
 
-def _confirm(
-    schedule: Schedule,
-    costs: Costs,
-    goal: str | Expected,
-    mode: Dispatch,
-    limits: Limits,
-    value: float,
-    timeline: Timeline,
-) -> float:
+def _confirm(goal: str, value: float, timeline: Timeline) -> float:
     """The simulator's value of the objective, which must be the search's."""
-    found = (
-        _value(schedule, costs, Links(), goal, mode, limits)
-        if isinstance(goal, Expected)
-        else _measured(timeline, goal)
-    )
+    found = _measured(timeline, goal)
     if not math.isclose(found, value, rel_tol=EPSILON, abs_tol=EPSILON):
         raise ScheduleError(
             f"the plan says {value!r} ms, its simulation {found!r} ms (rule: confirmed); this is a bug in penstock",

@@ -8,15 +8,12 @@ from functools import partial
 
 from penstock.engine.compiled import is_compiled
 from penstock.engine.list_by_values import ListSpace
-from penstock.engine.network import Array
 from penstock.planning import exact, longest_paths, time_windows
 from penstock.planning.bounds import busy_bound, jackson_bound, ramp_bound, round_trip_bound, work_bound, work_seconds
 from penstock.planning.building_blocks import hosts_several, repeated
 from penstock.planning.destructive_bound import DestructiveBound
-from penstock.planning.expected import SampledProblems, robust, under
 from penstock.planning.library_starts import named
 from penstock.planning.local_search import walked
-from penstock.planning.objective import Expected
 from penstock.planning.problem import Problem
 from penstock.planning.progress import Progress
 from penstock.planning.search import Search, greedy, justified, justified_again
@@ -51,7 +48,7 @@ _MOST_JUSTIFIED = 5.0
 
 def begin(
     problem: Problem,
-    goal: str | Expected,
+    goal: str,
     seed: int,
     stop_at_gap: float,
     on_progress: Callable[[Progress], None] | None,
@@ -62,8 +59,6 @@ def begin(
     if goal == "span":
         span = span_of(problem)
         problem, bound = span.searched, span.lower_bound() + span.shift
-    elif isinstance(goal, Expected):
-        bound = _samples(problem, goal).lower_bound()
     elif is_quick(longest_paths, problem.queues.num_ops):
         bound = jackson_bound(problem)
     else:
@@ -71,25 +66,16 @@ def begin(
     return Search(problem, bound, seed, stop_at_gap, on_progress, began, span=span)
 
 
-def first_order(search: Search, goal: str | Expected = "makespan") -> None:
+def first_order(search: Search) -> None:
     """The order that a search begins with: there is a plan from here on, however short the time."""
-    if not isinstance(goal, Expected):
-        greedy(search, ListSpace.of(search.problem.queues))
-        return
-    inner = Search(search.problem, 0.0)
-    greedy(inner, ListSpace.of(search.problem.queues))
-    search.take(_samples(search.problem, goal).mean(inner.row), inner.row, inner.how)
-    search.report(inner.how)
+    greedy(search, ListSpace.of(search.problem.queues))
 
 
-def run(search: Search, goal: str | Expected = "makespan") -> None:
+def run(search: Search) -> None:
     """Searches on from the first order until the gap is closed or the time of the search is over.
 
     An interrupt from the keyboard ends it, and what was found till then stands.
     """
-    if isinstance(goal, Expected):
-        _run_expected(search, goal)
-        return
     with suppress(KeyboardInterrupt):
         spared = _BOUND_SHARE * search.left * (1.0 if is_compiled(longest_paths) else _UNCOMPILED_SPEED)
         if not search.closed and work_seconds(search.bounded) < spared:
@@ -123,29 +109,3 @@ def _refute(search: Search, seconds: float) -> None:
     with Threads(1, is_compiled(time_windows)) as threads:
         threads.run([partial(bound.go, threads.stop)], seconds)
     search.improve_bound(bound.bound)
-
-
-def _samples(problem: Problem, goal: Expected) -> SampledProblems:
-    return SampledProblems(tuple(under(problem, links) for links in goal.samples))
-
-
-def _run_expected(search: Search, goal: Expected) -> None:
-    """Plans for the given delays and for some of the samples, then for all of them together."""
-    samples = _samples(search.problem, goal)
-    step = max(1, len(samples.problems) // 4)
-    problems = [search.problem, *samples.problems[::step]]
-    half = search.seconds + 0.5 * search.left
-    began = search.seconds
-    candidates: list[Array] = []
-    for number, problem in enumerate(problems):
-        if candidates and search.left <= 0:
-            break
-        inner = Search(problem, jackson_bound(problem), search.seed + number, search.stop_at_gap, began=search.began)
-        first_order(inner)
-        with suppress(KeyboardInterrupt):
-            until = began + (half - began) * (number + 1) / len(problems)
-            justified(inner, search.seconds + 0.3 * max(0.0, until - search.seconds))
-            walked(inner, until)
-        candidates += inner.good_rows()
-    with suppress(KeyboardInterrupt):
-        robust(search, samples, candidates, search.until)
