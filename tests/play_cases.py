@@ -19,7 +19,10 @@ NAMES = (
 )  # fmt: skip
 TWO_PIPELINES = ("chimera", "bitpipe", "vchimera", "dualpipe")
 DISPATCHES = ("frozen", "hinted", "hinted:0.5", "dynamic", "auto")
-WRONG_CELLS = ("f0", "F", "-1", "0F", "'x'", 'F0"', "12", "0AB1", "A1.0", "0GATHER2.0", "0R0", "0Q1")
+WRONG_CELLS = (
+    "f0", "F", "-1", "0F", "'x'", 'F0"', "12", "0AB1", "A1.0", "0GATHER2.0", "0R0", "0Q1", "F0B0", "0F1,", "OFO",
+    "...", ".5", "0F77", "77F0", "a\\b'c",
+)  # fmt: skip
 WRONG_LINES = (
     "edges 0>1",
     "hello 'you'",
@@ -28,7 +31,25 @@ WRONG_LINES = (
     "pipeline 9: stages on ranks 0 1",
     "rank 0 | F0",
     "order of B",
+    "hello\tyou",
+    "F0 B0",
 )
+
+_HEAD = "schedule g: 2 ranks, 2 stages, 2 microbatches\npipeline 0: stages on ranks 0 1\n"
+GRID_OF_RULE = {
+    None: "rank 0 | F0 F1 B0 B1\nrank 1 | F0 B0 F1 B1",
+    "text": "rank 0 | F0 F1 BO B1\nrank 1 | F0 B0 F1 B1",
+    "name": f"{_HEAD.replace('g:', '(g):')}rank 0 | F0 F1 B0 B1\nrank 1 | F0 B0 F1 B1",
+    "kind": "rank 0 | F0F1 B0 B1\nrank 1 | F0 B0 F1 B1",
+    "range": f"{_HEAD}rank 0 | F0 F1 B0 B2\nrank 1 | F0 B0 F1 B1",
+    "placement": f"{_HEAD}rank 0 | 0F0 0F1 1B0 0B1\nrank 1 | F0 B0 F1 B1",
+    "coverage": f"{_HEAD}rank 0 | F0 B0\nrank 1 | F0 B0",
+    "order": "rank 0 | F0 F1 B0 B1\nrank 1 | B0 F0 F1 B1",
+    "microbatches": "rank 0 | F0 F1 B0 B1\nrank 1 | F1 F0 B0 B1",
+    "deadlock": "rank 0 | F0 B0 F1 B1\nrank 1 | F0 F1 B0 B1",
+    "memory": f"{_HEAD.replace('batches', 'batches, at most 1 in flight')}rank 0 | F0 F1 B0 B1\nrank 1 | F0 B0 F1 B1",
+}
+"""A grid that breaks each rule, and one that breaks none."""
 
 
 @cache
@@ -116,16 +137,17 @@ def by_python(job: dict[str, Any]) -> dict[str, Any]:
 
 
 def draw_grid(rng: random.Random) -> str:
-    """A grid of the library, mostly with some mistakes."""
-    while True:
-        try:
-            made = ps.build(rng.choice(NAMES), rng.choice([2, 3, 4]), rng.choice([2, 4, 6, 8]))
-            break
-        except ps.ScheduleError:
-            continue
+    """A grid of the library, mostly with some mistakes. Some mix the rows of two schedules, which may deadlock."""
+    num_ranks, num_microbatches = rng.choice([2, 3, 4]), rng.choice([2, 4, 6, 8])
+    made, other = (_drawn_schedule(rng, num_ranks, num_microbatches) for _ in range(2))
     lines = str(made).split("\n")
-    if rng.random() < 0.15:
+    if rng.random() < 0.5 and other.placement == made.placement:
+        first = len(lines) - rng.randint(1, num_ranks)
+        lines[first:] = str(other).split("\n")[first:]
+    if rng.random() < 0.3:
         lines = [line for line in lines if line.startswith("rank")]
+        if rng.random() < 0.3:
+            lines = [line.partition("| ")[2] for line in lines]
     if rng.random() < 0.2:
         lines[0] += f", at most {rng.choice(['1', '2', '3', '4', '2.5'])} in flight"
     for _ in range(rng.randint(0, 3)):
@@ -143,6 +165,14 @@ def draw_grid(rng: random.Random) -> str:
             )
         lines = lines or [""]
     return "\n".join(lines)
+
+
+def _drawn_schedule(rng: random.Random, num_ranks: int, num_microbatches: int) -> ps.Schedule:
+    while True:
+        try:
+            return ps.build(rng.choice(NAMES), num_ranks, num_microbatches)
+        except ps.ScheduleError:
+            continue
 
 
 def _broken(rng: random.Random, cells: list[str]) -> list[str]:

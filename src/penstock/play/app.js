@@ -281,10 +281,6 @@
   function fail(error) {
     if (!(error instanceof schedules.ScheduleError)) { console.error(error); }
     let message = error.message;
-    if (error.line) {
-      const line = ($("grid").value.split("\n")[error.line - 1] || "").slice(0, 400);
-      message += `\n  ${line}\n  ${" ".repeat(Math.max(0, error.column - 1))}^`;
-    }
     if (shown && state.grid !== null) message += "\nThe timelines show the last grid that was right.";
     tell();
     const words = document.createElement("pre");

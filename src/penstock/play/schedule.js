@@ -15,6 +15,8 @@ const schedules = (() => {
   const PIPELINE =
     /^pipeline ([0-9]{1,7}): stages on ranks ([0-9]{1,7}(?: [0-9]{1,7})*)(?:, microbatches ([0-9]{1,7}(?: [0-9]{1,7})*))?$/;
   const ROW = /^rank ([0-9]{1,7}) *\|(.*)$/;
+  const CELLS = /^(?:[0-9]*[A-Z][A-Z0-9_]*[0-9]\b.*|\.[. ]*(?:[0-9]*[A-Z][A-Z0-9_]*[0-9]\b.*)?)$/; // of a row that names no rank
+  const LINE_END = /\r\n|\r|\n/, UNNAMED = -1, SHOWN_EACH_SIDE = 60;
   const OTHER_LINES = [
     [/^stage [0-9]{1,7}: shared by ranks /, "stages that several ranks share"],
     [/^edges /, "graphs of stages"],
@@ -44,8 +46,12 @@ const schedules = (() => {
   const plural = (count, noun, nouns) => `${count} ${count === 1 ? noun : nouns || noun + "s"}`;
   const list = (values) => `[${values.join(", ")}]`;
   const general = (value) => String(Number(value.toPrecision(6)));
-  const quoted = (text) =>
-    text.includes("'") && !text.includes('"') ? `"${text}"` : `'${text.replace(/\\/g, "\\\\").replace(/'/g, "\\'")}'`;
+  const quoted = (text) => {
+    const mark = text.includes("'") && !text.includes('"') ? '"' : "'";
+    return mark + text.replaceAll("\\", "\\\\").replaceAll("\t", "\\t").replaceAll(mark, "\\" + mark) + mark;
+  };
+  const only = (count, noun, nouns) =>
+    count === 1 ? `there is only 1 ${noun}, ${noun} 0` : `there are only ${plural(count, noun, nouns)}, 0 to ${count - 1}`;
 
   // ---- what a schedule says
 
@@ -173,19 +179,35 @@ const schedules = (() => {
     return { kind: match[2], stage: match[1] === undefined ? defaultStage : Number(match[1]), m: Number(match[3]) };
   }
 
+  // The line around a place, with an arrow under it.
+  function spotInText(line, at) {
+    const begin = Math.max(0, at - SHOWN_EACH_SIDE), end = at + SHOWN_EACH_SIDE;
+    const lead = (begin ? "... " : "") + line.slice(begin, at), rest = line.slice(at, end);
+    const shown = (lead + rest).replaceAll("\t", " ") + (line.length > end ? " ..." : "");
+    return `  ${shown}\n  ${" ".repeat(lead.length)}${"^".repeat(Math.max(1, /^\S*/.exec(rest)[0].length))}`;
+  }
+
   function parse(text) {
-    let head = null, isFirst = true;
-    const pipelines = new Map(), mine = new Map(), rows = new Map();
-    text.split(/\r\n|\r|\n/).forEach((raw, at) => {
+    try { return read(text); } catch (error) {
+      if (error.line && text.trim()) error.message += `\n${spotInText(text.split(LINE_END)[error.line - 1], error.column - 1)}`;
+      throw error;
+    }
+  }
+
+  function read(text) {
+    let head = null, isFirst = true, top = 1;
+    const pipelines = new Map(), mine = new Map(), rows = new Map(), unnamed = [];
+    text.split(LINE_END).forEach((raw, at) => {
       const number = at + 1, line = raw.trim();
       if (!line || line.startsWith("#")) return;
       if (isFirst) {
         isFirst = false;
+        top = number;
         head = HEAD.exec(line);
         if (head !== null) return;
         const old = /memory limit (\S+)/.exec(line);
         if (old) fail(number, 1, `${quoted(old[0])} is 'at most ${old[1]} in flight' since 0.2`);
-        if (!PIPELINE.test(line) && !ROW.test(line) && !line.startsWith("updates every "))
+        if (!PIPELINE.test(line) && !ROW.test(line) && !CELLS.test(line) && !line.startsWith("updates every "))
           fail(number, 1, "expected 'schedule NAME: R ranks, S stages, N microbatches' (after it, where there is a limit, " +
             `', at most K in flight'), or a row like 'rank 0 | F0 B0', got ${quoted(line.slice(0, 80))}`);
       }
@@ -199,94 +221,122 @@ const schedules = (() => {
         const rank = Number(match[1]);
         if (rows.has(rank)) fail(number, 1, `rank ${rank} is given twice`);
         rows.set(rank, { line: number, cells: match[2], offset: raw.indexOf("|") + 2 });
-      } else {
+      } else if (CELLS.test(line)) unnamed.push({ line: number, cells: line, offset: raw.indexOf(line) + 1 });
+      else {
         const other = OTHER_LINES.find(([pattern]) => pattern.test(line));
         if (other) fail(number, 1, `the playground has no ${other[1]}; 'penstock show FILE' draws this schedule`);
         fail(number, 1, "expected 'pipeline K: ...' or 'rank R | ...' (or a line of updates, of a stage graph or of an " +
           `order), got ${quoted(line.slice(0, 60))}`);
       }
     });
+    if (rows.size && unnamed.length)
+      fail(unnamed[0].line, 1, "some rows name their rank and this one does not; begin it like 'rank 0 | F0 B0'");
+    unnamed.forEach((row, rank) => rows.set(rank, row));
+    const numbers = [...rows.keys()].sort((a, b) => a - b);
     let name, count, stages, microbatches;
     if (head === null) {
-      if (!rows.size) fail(1, 1, "the text holds no 'schedule NAME: ...' line and no row");
-      if (!pipelines.size) { pipelines.set(0, hostsOf(rows)); mine.set(0, []); }
+      if (!rows.size) fail(top, 1, "the text holds no 'schedule NAME: ...' line and no row");
+      const cells = numbers.flatMap((rank) => cellsOf(rows.get(rank), UNNAMED).map((cell) => ({ rank, ...cell })));
+      if (!pipelines.size) { pipelines.set(0, hostsOf(cells, rows.size)); mine.set(0, []); }
       [name, count, stages] = ["grid", rows.size, pipelines.values().next().value.length];
-      microbatches = countMicrobatches(rows);
+      microbatches = countMicrobatches(cells);
     } else [name, count, stages, microbatches] = [head[1], Number(head[2]), Number(head[3]), Number(head[4])];
-    const numbers = [...rows.keys()].sort((a, b) => a - b);
     if (numbers.length !== count || numbers.some((rank, at) => rank !== at))
-      fail(1, 1, `${head ? "the header says" : "there are rows of"} ${count} ranks, the rows are for ranks ${list(numbers)}`);
+      fail((rows.get(numbers.find((rank) => rank >= count)) || { line: top }).line, 1, `${head ? "the header says" : "there are rows of"} ${count} ranks, the rows are for ranks ${list(numbers)}`);
     const indices = [...pipelines.keys()].sort((a, b) => a - b);
     if (!indices.length)
-      fail(1, 1, "no line says where stages lie; add one below, like 'pipeline 0: stages on ranks " +
+      fail(top, 1, "no line says where stages lie; add one below, like 'pipeline 0: stages on ranks " +
         `${range(Math.min(stages, 16)).map((stage) => stage % Math.max(1, count)).join(" ")}'`);
     if (indices.some((k, at) => k !== at))
-      fail(1, 1, `pipelines must be numbered from 0, got ${list(indices)}`);
+      fail(top, 1, `pipelines must be numbered from 0, got ${list(indices)}`);
     for (const [k, ranks] of pipelines) {
-      if (ranks.length !== stages) fail(1, 1, `the header says ${stages} stages, pipeline ${k} places ${ranks.length}`);
+      if (ranks.length !== stages) fail(top, 1, `the header says ${stages} stages, pipeline ${k} places ${ranks.length}`);
       const most = Math.max(...ranks);
-      if (most >= count) fail(1, 1, `pipeline ${k} names rank ${most}, but there are ${count} ranks`);
+      if (most >= count) fail(top, 1, `pipeline ${k} names rank ${most}, but there are ${count} ranks`);
     }
     const pipelineOf = new Array(microbatches).fill(0);
     if (pipelines.size > 1 || mine.get(0).length) {
       const listed = [...mine.values()].flat().sort((a, b) => a - b);
       if (listed.length !== microbatches || listed.some((m, at) => m !== at))
-        fail(1, 1, `each of the ${microbatches} microbatches must be in one pipeline's list, as in 'pipeline 0: stages ` +
+        fail(top, 1, `each of the ${microbatches} microbatches must be in one pipeline's list, as in 'pipeline 0: stages ` +
           `on ranks 0 1, microbatches 0 2', got ${list(listed)}`);
       for (const [k, found] of mine) for (const m of found) pipelineOf[m] = k;
     }
-    if (!/^[A-Za-z0-9][A-Za-z0-9._+-]*$/.test(name))
-      throw new ScheduleError(`schedule name ${quoted(name)}: use letters, digits and ._+- only`, { rule: "name" });
     const made = make(name, indices.map((k) => pipelines.get(k)), range(count).map(() => []), pipelineOf,
       head && head[5] ? Number(head[5]) : null);
-    if (made.maxInFlight !== null && !(made.maxInFlight > 0 && made.maxInFlight < Infinity))
-      throw new ScheduleError(
-        `max_in_flight is ${made.maxInFlight}: give a number of activations above 0, or None`, { rule: "memory" });
     // Where each op stands in the text, for what points at it: [line, column, length] by rank and step.
     made.spots = made.order.map(() => []);
     for (let rank = 0; rank < count; rank++) {
-      const { line, cells, offset } = rows.get(rank), own = stagesOf(made, rank);
-      for (const cell of cells.matchAll(/\S+/g)) {
-        if (cell[0][0] === ".") continue;
-        if (cell[0].includes("+"))
-          fail(line, offset + cell.index, `the playground has no pairs like ${quoted(cell[0].slice(0, 40))}; ` +
-            "'penstock show FILE' draws this schedule");
-        const op = parseOp(cell[0], own.length === 1 ? own[0] : null);
-        if (typeof op === "string") fail(line, offset + cell.index, op);
-        if (ELSEWHERE.includes(op.kind)) fail(line, offset + cell.index, `the playground has no ${op.kind} ops`);
+      const own = stagesOf(made, rank);
+      for (const { op, line, column, length } of cellsOf(rows.get(rank), own.length === 1 ? own[0] : null)) {
+        if (ELSEWHERE.includes(op.kind)) fail(line, column, `the playground has no ${op.kind} ops`);
         made.order[rank].push(op);
-        made.spots[rank].push([line, offset + cell.index, cell[0].length]);
+        made.spots[rank].push([line, column, length]);
       }
     }
+    if (!/^[A-Za-z0-9][A-Za-z0-9._+-]*$/.test(name))
+      throw new ScheduleError(`schedule name ${quoted(name)}: use letters, digits and ._+- only`, { rule: "name" });
+    if (made.maxInFlight === 0 || made.maxInFlight === Infinity)
+      throw new ScheduleError(`max_in_flight is ${made.maxInFlight ? "inf" : "0.0"}: give a number of activations above 0, or None`,
+        { rule: "memory" });
     return made;
   }
 
-  function hostsOf(rows) {
-    const cells = new Map([...rows].map(([rank, row]) => [rank, (row.cells.match(/\S+/g) || []).filter((c) => c[0] !== ".")]));
-    if (![...cells.values()].flat().some((cell) => /^[0-9]/.test(cell))) return range(rows.size);
-    const hosts = new Map();
-    for (const rank of [...cells.keys()].sort((a, b) => a - b)) {
-      const stages = new Set(cells.get(rank).map((cell) => /^[0-9]{1,7}/.exec(cell)).filter(Boolean).map((m) => Number(m[0])));
-      for (const stage of stages) {
-        if (!hosts.has(stage)) hosts.set(stage, rank);
-        if (hosts.get(stage) !== rank)
-          fail(rows.get(rank).line, 1, `stage ${stage} stands on ranks ${hosts.get(stage)} and ${rank}: rows alone do not say ` +
-            "which pipelines there are; head them with 'schedule NAME: R ranks, S stages, N microbatches' " +
-            "and a line like 'pipeline 0: stages on ranks 0 1, microbatches 0 2' for each");
-      }
+  // The ops of a row, and their places in the text.
+  function cellsOf({ line, cells, offset }, defaultStage) {
+    return [...cells.matchAll(/\S+/g)].filter(([cell]) => cell !== ".").map(({ 0: cell, index }) => {
+      const column = offset + index;
+      if (cell.includes("+"))
+        fail(line, column, `the playground has no pairs like ${quoted(cell.slice(0, 40))}; 'penstock show FILE' draws this schedule`);
+      const op = parseOp(cell, defaultStage);
+      if (typeof op === "string") fail(line, column, op);
+      return { op, line, column, length: cell.length };
+    });
+  }
+
+  const tally = (values) => {
+    const found = new Map();
+    for (const value of values) found.set(value, (found.get(value) || 0) + 1);
+    return found;
+  };
+
+  // The rank of each stage, read off rows without a header: stage r on rank r, or where most of its cells stand.
+  function hostsOf(cells, numRanks) {
+    const named = cells.filter(({ op }) => op.stage !== UNNAMED), allNamed = 2 * named.length > cells.length;
+    const cellsOn = tally(named.map(({ op, rank }) => `${op.stage} ${rank}`));
+    const on = (stage, rank) => cellsOn.get(`${stage} ${rank}`) || 0;
+    const hosts = new Map(allNamed ? [] : range(numRanks).map((rank) => [rank, rank]));
+    const num = allNamed ? numCounted(named.map(({ op }) => op.stage)) : 0;
+    for (const { op: { stage }, rank } of named)
+      if (stage < num && on(stage, rank) > on(stage, hosts.get(stage))) hosts.set(stage, rank);
+    for (const { op: { stage }, rank, line, column } of named) {
+      const host = hosts.get(stage);
+      if (host === undefined)
+        fail(line, column, only(Math.max(1, hosts.size), "stage") + (allNamed ? "" : "; where one cell names its stage, as 2F0 does, all do"));
+      if (allNamed && host !== rank && 2 * on(stage, rank) >= on(stage, host))
+        fail(line, column, `stage ${stage} stands on ranks ${host} and ${rank}: rows alone do not say ` +
+          "which pipelines there are; head them with 'schedule NAME: R ranks, S stages, N microbatches' " +
+          "and a line like 'pipeline 0: stages on ranks 0 1, microbatches 0 2' for each");
     }
     const stages = [...hosts.keys()].sort((a, b) => a - b);
     if (stages.some((stage, at) => stage !== at))
-      fail(1, 1, `the cells name stages ${list(stages)}: stages are numbered from 0, and each has an op; where one cell ` +
-        "names its stage, as 2F0 does, all do");
+      fail(cells[0].line, 1, `the cells name stages ${list(stages)}: stages are numbered from 0, with ops in each`);
     return stages.map((stage) => hosts.get(stage));
   }
 
-  function countMicrobatches(rows) {
-    let most = -1;
-    for (const { cells } of rows.values())
-      for (const match of cells.matchAll(/(?:^|[\s0-9])F([0-9]{1,7})(?=\s|$)/g)) most = Math.max(most, Number(match[1]));
-    return most + 1;
+  function countMicrobatches(cells) {
+    const plain = cells.filter(({ op }) => KINDS.includes(op.kind)), num = numCounted(plain.map(({ op }) => op.m));
+    for (const { op, line, column } of plain) if (op.m >= num) fail(line, column, only(num, "microbatch", "microbatches"));
+    return num;
+  }
+
+  // How many of the numbers from 0 on are meant: those that half as many cells name as the number that most do.
+  function numCounted(numbers) {
+    const times = tally(numbers), most = Math.max(0, ...times.values());
+    let num = 0;
+    while (times.has(num) && 2 * times.get(num) >= most) num++;
+    const beyond = [...times].filter(([number, count]) => 2 * count > most && number <= numbers.length).map(([number]) => number + 1);
+    return Math.max(num, Math.min(1, most), ...beyond);
   }
 
   // ---- the proof
@@ -325,13 +375,16 @@ const schedules = (() => {
     if (microbatches < 1)
       throw new ScheduleError("the schedule has no microbatch; it needs at least 1 (rule: range)", { rule: "range" });
     s.order.forEach((row, rank) => row.forEach((op, step) => {
-      if (!KINDS.includes(op.kind))
+      if (!KINDS.includes(op.kind)) {
+        const glued = /^([FBIWR][0-9]+)([0-9]*[FBIWR])$/.exec(op.kind);
         throw errorAt(s, "kind", rank, step, op,
-          `kind ${quoted(op.kind)} is not one of F, B, I, W, and is not registered for stage ${op.stage}`);
+          `kind ${quoted(op.kind)} is not one of F, B, I, W, and is not registered for stage ${op.stage}` +
+          (glued ? `; put a space between ${glued[1]} and ${glued[2]}${op.m}` : ""));
+      }
       if (!(op.stage >= 0 && op.stage < stages))
-        throw errorAt(s, "range", rank, step, op, stages === 1 ? "there is only 1 stage, stage 0" : `there are only ${stages} stages, 0 to ${stages - 1}`);
+        throw errorAt(s, "range", rank, step, op, only(stages, "stage"));
       if (!(op.m >= 0 && op.m < microbatches))
-        throw errorAt(s, "range", rank, step, op, microbatches === 1 ? "there is only 1 microbatch, microbatch 0" : `there are only ${microbatches} microbatches, 0 to ${microbatches - 1}`);
+        throw errorAt(s, "range", rank, step, op, only(microbatches, "microbatch", "microbatches"));
       const host = rankOf(s, op.stage, op.m);
       if (rank !== host)
         throw errorAt(s, "placement", rank, step, op, `stage ${op.stage} is placed on rank ${host}, so the op belongs there`);
@@ -366,6 +419,8 @@ const schedules = (() => {
   function missing(s, op, near, what) {
     const [rank, step] = near || [rankOf(s, op.stage, op.m), null];
     what = what || `${nameOf(op)} is missing${near ? "" : ", and so is its backward"}`;
+    if (!s.order.some((row) => row.some((other) => other.m === op.m)))
+      what += `, as no row has an op of microbatch ${op.m} (the schedule has ${numMicrobatches(s)})`;
     let text = `rank ${rank}${near ? `, beside step ${step}` : ""}: ${what}; each stage runs F and its backward once for ` +
       "every microbatch (rule: coverage)";
     if (near) text += "\n" + spotOf(s, ...near);

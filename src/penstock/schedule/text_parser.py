@@ -267,7 +267,7 @@ def _cells(rows: Mapping[int, tuple[int, str, int]]) -> Iterator[_Cell]:
     """The ops of all rows, rank after rank."""
     for rank, (line, text, offset) in sorted(rows.items()):
         for found in re.finditer(r"[^\s+]+", text):
-            if found[0][0] != ".":
+            if found[0] != ".":
                 try:
                     yield _Cell(rank, line, offset + found.start(), parse_op(found[0], _UNNAMED_STAGE))
                 except ValueError as error:
