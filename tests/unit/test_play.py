@@ -30,10 +30,6 @@ from tiers import sample
 needs_node = pytest.mark.skipif(shutil.which("node") is None, reason="needs node to run the page's scripts")
 
 
-FEWER_COUNTS = {"interleaved-1f1b", "dualpipe", "dualpipe-v", "zb-h2"}
-"""Schedules that Python builds for any number of microbatches, and the page for some."""
-
-
 @needs_node
 @pytest.mark.slow
 def test_schedules_run_in_the_page_as_in_python(tmp_path: Path) -> None:
@@ -47,14 +43,8 @@ def test_schedules_run_in_the_page_as_in_python(tmp_path: Path) -> None:
         if "error" in expected:
             assert found == expected, job
             continue
-        if " microbatches, got " in found.get("error", "") or "needs microbatches in a multiple" in found.get(
-            "error", ""
-        ):
-            assert job["name"] in FEWER_COUNTS, (job, found)
-            assert "microbatches" in found["error"], (job, found)
-            continue
         built += 1
-        assert (found["text"], found["dispatch"]) == (expected["text"], expected["dispatch"]), job
+        assert (found.get("text"), found.get("dispatch")) == (expected["text"], expected["dispatch"]), job
         if built % 20 == 0:
             (tmp_path / "one.json").write_text(found["json"])
             assert ps.load(tmp_path / "one.json") == parse(expected["text"]), job

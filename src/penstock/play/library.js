@@ -36,16 +36,18 @@ const library = (() => {
   function interleaved(p, n, options) {
     const stages = options.num_stages || 2 * p;
     wholeMultiple("interleaved-1f1b", "stages", stages, "ranks", p);
-    wholeMultiple("interleaved-1f1b", "microbatches", n, "ranks", p);
-    const chunks = stages / p, total = n * chunks, split = backwardOf("interleaved-1f1b", options) === "split";
+    // Groups as even as they go, the larger ones first. The first may have microbatches missing, which are left out below.
+    const chunks = stages / p, missing = 2 * (n % p) > p && n > p ? p - (n % p) : 0, filled = n + missing;
+    const groups = Math.max(1, Math.floor(filled / p)), size = Math.ceil(filled / groups), larger = filled - (size - 1) * groups;
+    const turns = range(groups).flatMap((g) => range(chunks).flatMap((chunk) =>
+      range(g < larger ? size : size - 1).map((m) => [chunk, g * size - Math.max(0, g - larger) + m - missing])));
+    const split = backwardOf("interleaved-1f1b", options) === "split";
     const order = range(p).map((rank) => {
-      const warmup = (split ? 1 : 2) * (p - 1 - rank) + (chunks - 1) * p;
+      const warmup = (split ? 1 : 2) * (p - 1 - rank) + (chunks - 1) * size;
       const lanes = split ? [["F", -warmup], ["I", 0], ["W", rank]] : [["F", -warmup], ["B", 0]];
-      return lanes.flatMap(([kind, late], turn) => range(total).map((number) => {
-        const group = Math.floor(number / (p * chunks)), place = number % (p * chunks), chunk = Math.floor(place / p);
-        const stage = (kind === "F" ? chunk : chunks - 1 - chunk) * p + rank;
-        return { slot: (number + late) * lanes.length + turn, op: op(kind, stage, group * p + (place % p)) };
-      })).sort((a, b) => a.slot - b.slot).map((each) => each.op);
+      return lanes.flatMap(([kind, late], turn) => turns.map(([chunk, m], number) => (
+        { slot: (number + late) * lanes.length + turn, op: op(kind, (kind === "F" ? chunk : chunks - 1 - chunk) * p + rank, m) }
+      ))).sort((a, b) => a.slot - b.slot).map((each) => each.op).filter(({ m }) => m >= 0);
     });
     return make("interleaved-1f1b", circular(p, stages), order, zeros(n));
   }
@@ -81,10 +83,7 @@ const library = (() => {
     return runs.executed(ran);
   }
 
-  function zbH2(p, n) {
-    atLeast(`zb-h2 over ${p} ranks`, "microbatches", n, 2 * p - 1);
-    return greedy("zb-h2", p, n, range(p).map((rank) => 2 * (p - rank) - 1), 2 * p - 1);
-  }
+  const zbH2 = (p, n) => greedy("zb-h2", p, n, range(p).map((rank) => 2 * (p - rank) - 1), 2 * p - 1);
 
   function zb(p, n, options) {
     const given = options.warmup || range(p).map((rank) => 2 * (p - rank) - 1);
@@ -330,21 +329,24 @@ const library = (() => {
     return [...row, ...late];
   }
 
+  // Keeps the ops of n microbatches, from number `missing` on, and numbers the microbatches from 0.
+  const only = (rows, missing, n) => rows.map((row) =>
+    row.map(({ kind, stage, m }) => op(kind, stage, m - missing)).filter(({ m }) => m >= 0 && m < n));
+
   function dualpipe(p, n) {
     wholeMultiple("dualpipe", "ranks", p, "pipelines", 2);
-    wholeMultiple("dualpipe", "microbatches", n, "pipelines", 2);
-    atLeast(`dualpipe over ${p} ranks`, "microbatches", n, 2 * p);
+    const made = Math.max(n + (n % 2), 2 * p), missing = 2 * Math.floor((made - n) / 2);
     const order = range(p).map((rank) => eightPhases((side) => {
       const down = (side === "near") === (rank < p / 2);
       return down ? [rank, (k) => 2 * k] : [p - 1 - rank, (k) => 2 * k + 1];
-    }, Math.min(rank, p - 1 - rank), p / 2, n / 2));
-    return make("dualpipe", bidirectional(oneToOne(p)), order, range(n).map((m) => m % 2));
+    }, Math.min(rank, p - 1 - rank), p / 2, made / 2));
+    return make("dualpipe", bidirectional(oneToOne(p)), only(order, missing, n), range(n).map((m) => m % 2));
   }
 
   function dualpipeV(p, n) {
-    atLeast(`dualpipe-v over ${p} ranks`, "microbatches", n, 2 * p);
-    const order = range(p).map((rank) => eightPhases((side) => [side === "near" ? rank : 2 * p - 1 - rank, (k) => k], rank, p, n));
-    return make("dualpipe-v", vShape(p), order, zeros(n));
+    const made = Math.max(n, 2 * p);
+    const order = range(p).map((rank) => eightPhases((side) => [side === "near" ? rank : 2 * p - 1 - rank, (k) => k], rank, p, made));
+    return make("dualpipe-v", vShape(p), only(order, made - n, n), zeros(n));
   }
 
   const SCHEDULES = {
