@@ -103,3 +103,18 @@ def refused(process: int) -> list[str]:
     said.append(f"{float(pipe.step(inputs, targets).loss) > 0}")
     pipe.close()
     return said
+
+
+def mistyped(process: int) -> str:
+    """Each replica gives its own inputs; the rule is for a key that these do not have."""
+    mesh = ps.runtime.device_mesh(ps.Mesh(1, 2, 1))
+    parallel, rules = ps.ParallelOptions(batches="replica"), ps.BatchRules(inputs={"inputs": 0})
+    model = [nn.Linear(6, 1)]
+    with ps.Pipeline(
+        model, ps.build("1f1b", 1, 2), loss_fn=nn.MSELoss(), mesh=mesh, parallel=parallel, batch=rules
+    ) as pipe:
+        try:
+            pipe.step({"input": torch.randn(4, 6)}, torch.randn(4, 1))
+        except RuntimeFailure as error:
+            return str(error)
+    return "nothing"

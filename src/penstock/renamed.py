@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import inspect
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from functools import wraps
 from importlib.abc import MetaPathFinder
 from typing import ParamSpec, TypeVar
@@ -190,6 +190,12 @@ def _instead(name: str, known: list[str], called_as: str) -> str:
         return f"did you mean {' or '.join(f'{each}=' for each in near)}?"
     calls = [f"{each}({name}=...)" for each in others if each == "Pipeline" or each.islower()]
     return f"it takes {', '.join(known)}" + (f"; {' and '.join(calls)} would take it" if calls else "")
+
+
+def did_you_mean(name: str, known: Iterable[str], otherwise: str = "", cutoff: float = 0.6) -> str:
+    """A question that proposes the known names closest to a mistyped one; `otherwise` if none is close."""
+    near = difflib.get_close_matches(name, list(known), cutoff=cutoff)
+    return f"did you mean {' or '.join(near)}?" if near else otherwise
 
 
 def _near(name: str, known: list[str]) -> list[str]:

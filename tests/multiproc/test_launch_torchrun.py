@@ -67,4 +67,4 @@ def test_a_silent_rank_ended_the_one_that_was_to_say_what_was_wrong(tmp_path: Pa
     )
     code, _, mine = run(tmp_path, body)
     assert code == 1
-    assert mine == ["penstock: no schedule named '1fb1'; did you mean 1f1b or zb-h1?"]
+    assert mine == ["penstock: no schedule named '1fb1'; did you mean 1f1b?"]

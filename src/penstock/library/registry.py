@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -23,7 +22,7 @@ from penstock.library.pipedream import pipedream, pipedream_2bw, spectrain, vnag
 from penstock.library.v_half import v_half, v_min
 from penstock.library.zb_v import zb_v
 from penstock.library.zero_bubble import zb, zb_h1, zb_h2
-from penstock.renamed import refuse_old
+from penstock.renamed import did_you_mean, refuse_old
 from penstock.schedule import Schedule, ScheduleError, check
 
 SCHEDULES: dict[str, Callable[..., Schedule]] = {
@@ -108,8 +107,7 @@ def build(
     if not isinstance(name, str):
         raise ScheduleError(f"a schedule is named by text, got {type(name).__name__}", rule="name")
     if name not in SCHEDULES:
-        near = difflib.get_close_matches(name, SCHEDULES, n=3, cutoff=0.4)
-        hint = f"did you mean {' or '.join(near)}?" if near else f"there are {', '.join(SCHEDULES)}"
+        hint = did_you_mean(name, SCHEDULES, f"there are {', '.join(SCHEDULES)}")
         if (ours := TORCH_NAMES.get(name.lower().removeprefix("schedule"))) is not None:
             hint = f"what torch and TorchTitan call so is {ours} here"
         raise ScheduleError(f"no schedule named {name!r}; {hint}", rule="name")

@@ -58,7 +58,7 @@ from penstock.runtime.parameters.given_optimizer import facts_of
 from penstock.runtime.parameters.local_model import LocalModel
 from penstock.runtime.parameters.optimizer_state import OptimizerState
 from penstock.runtime.parameters.pipeline_copies import digest_of, form_of
-from penstock.runtime.stage.batch_rules import in_words, rules_of, uncut
+from penstock.runtime.stage.batch_rules import BatchRules, in_words, require_keys, rules_of, uncut
 from penstock.runtime.stage.branches import is_plain
 from penstock.runtime.stage.host_memory import SavedTensors
 from penstock.runtime.stage.microbatches import Microbatches, ReplicaBatches, cut_for, num_for
@@ -121,6 +121,7 @@ class LocalPipeline:
         self.peers = place.pipeline
         self.is_told = isinstance(place.everyone, GroupPeers)  # whether others must be given the same
         require_runnable(schedule)
+        self._has_cut = False  # whether a training step's batch has been cut
         self.own_batches: ReplicaBatches | None = None
         if parallel.batches == "replica":
             self.own_batches = ReplicaBatches(schedule, place, self._said_by_all, self._changing_inputs)
@@ -476,7 +477,12 @@ class LocalPipeline:
         """
         schedule, mesh = self.running.schedule, self.mesh
         why = why_never_fewer(schedule, mesh.num_replicas) if trains else None
-        rules = rules_of(self._given.model, self._given.batch, inputs)
+
+        def rules() -> BatchRules:
+            if trains and not self._has_cut:
+                require_keys(self._given.batch, inputs, targets)
+            return rules_of(self._given.model, self._given.batch, inputs)
+
         if self.own_batches is not None:
             fewer = is_plain(schedule) and why is None
             most = schedule.num_microbatches if num is None else num
@@ -488,11 +494,13 @@ class LocalPipeline:
                 "with the last one its targets"
             )
         else:
+            found = rules()
             if is_plain(schedule) and num is None:
-                inputs = uncut(inputs, "inputs", rules.inputs)
+                inputs = uncut(inputs, "inputs", found.inputs)
                 num = num_for(inputs, targets, schedule, mesh.num_replicas, trains, why)
-            batch = cut_for(schedule, inputs, targets, loss_fn, windows, num, *mesh.part, self.is_told, rules)
+            batch = cut_for(schedule, inputs, targets, loss_fn, windows, num, *mesh.part, self.is_told, found)
         if trains:
+            self._has_cut = True
             self.running_for(batch)
         return batch
 

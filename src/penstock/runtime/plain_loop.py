@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from penstock.runtime.execute.step_result import sum_in_order
 from penstock.runtime.option_values import is_count, require_value
-from penstock.runtime.stage.batch_rules import BatchRules, rules_of
+from penstock.runtime.stage.batch_rules import BatchRules, require_keys, rules_of
 from penstock.runtime.stage.loss_weights import weightless
 from penstock.runtime.stage.microbatches import Microbatches, cut_batch
 from penstock.runtime.stage.partitioning.cutting import Split, build_stage, stages_of
@@ -78,6 +78,7 @@ def plain_step(
     """
     require_value(callable(loss_fn), "loss_fn", loss_fn, "a function (output, targets) -> loss")
     require_value(is_count(num_microbatches), "num_microbatches", num_microbatches, "a whole number, at least 1")
+    require_keys(batch, inputs, targets)
     rules = rules_of(model, batch, inputs)
     cut = cut_batch(inputs, targets, num_microbatches, loss_fn, rules=rules)
     device = device_of(inputs[0] if isinstance(inputs, list) else inputs)

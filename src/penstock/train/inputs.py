@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import functools
 import json
 from collections.abc import Callable
@@ -17,6 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from penstock.data import Corpus
 from penstock.models import parallelize
 from penstock.passes.reduce import REDUCE
+from penstock.renamed import did_you_mean
 from penstock.runtime import MuonAdamW, Pipeline, RuntimeFailure
 from penstock.runtime.adapt import AdaptOptions
 from penstock.runtime.arguments import ParallelOptions, PrecisionOptions
@@ -111,8 +111,7 @@ def optimizer_class(settings: Settings) -> Callable[..., torch.optim.Optimizer]:
     found = MuonAdamW if is_muon else getattr(torch.optim, settings.optimizer, None)
     if not (isinstance(found, type) and issubclass(found, torch.optim.Optimizer)) or found is torch.optim.Optimizer:
         names = [name for name, value in vars(torch.optim).items() if isinstance(value, type)]
-        near = difflib.get_close_matches(settings.optimizer, names, n=3, cutoff=0.5)
-        hint = f"did you mean {' or '.join(near)}?" if near else "AdamW, muon and SGD are three it has"
+        hint = did_you_mean(settings.optimizer, names, "AdamW, muon and SGD are three it has")
         raise SettingsError(f"torch.optim has no optimizer {settings.optimizer!r}; {hint}")
     defaults = {"betas": (0.9, 0.95), "weight_decay": 0.1} if settings.optimizer == "AdamW" else {}
     options = {**defaults, **settings.optimizer_options}

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import ast
 import contextlib
-import difflib
 import importlib.util
 import inspect
 import os
@@ -19,6 +18,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, NamedTuple
 
+from penstock.renamed import did_you_mean
 from penstock.train.checks import SettingsError
 
 
@@ -64,9 +64,8 @@ def find(text: str, option: str) -> tuple[ModuleType, Any]:
         raise SettingsError(f"{option} {text}: which name in it? Give {own.path.name}:NAME; {names_there}")
     module = _imported(own.path, option)
     if not hasattr(module, own.name):
-        near = difflib.get_close_matches(own.name, [name for name in vars(module) if name[0] != "_"], n=3)
-        names = _names_in(own.path)
-        hint = f"did you mean {' or '.join(near)}?" if near else f"it defines {', '.join(names) or 'nothing'}"
+        names = f"it defines {', '.join(_names_in(own.path)) or 'nothing'}"
+        hint = did_you_mean(own.name, [name for name in vars(module) if name[0] != "_"], names)
         raise SettingsError(f"{option}: {own.path} has no {own.name!r}; {hint}")
     return module, getattr(module, own.name)
 

@@ -101,8 +101,6 @@ def test_the_error_names_each_input_its_shape_and_its_rule() -> None:
     )
     with pytest.raises(ps.RuntimeFailure, match=said):
         trained(inputs, targets)
-    with pytest.raises(ps.RuntimeFailure, match=r"inputs=\{'position_ids': 1\}.*nothing at 'position_id'"):
-        trained(inputs, targets, batch=ps.BatchRules(inputs={"position_id": 1}))
     nested = {**inputs, "table": {"a": (torch.zeros(2, 6), torch.zeros(6))}}
     with pytest.raises(ps.RuntimeFailure, match=r"inputs=\{'table': \{'a': \{0: 1\}\}\}.*function"):
         trained(nested, targets, batch=ps.BatchRules(inputs={"position_ids": 1}))

@@ -21,7 +21,7 @@ from typing import Any, Final, final
 import torch
 from torch import Tensor
 
-from penstock.renamed import refuse_unknown
+from penstock.renamed import did_you_mean, refuse_unknown
 from penstock.runtime.errors import RuntimeFailure
 from penstock.runtime.option_values import require_value
 from penstock.runtime.tensors.block_mask import is_block_mask, num_samples_of, split_block_mask
@@ -77,7 +77,8 @@ class BatchRules:
     taken to cut so many samples as evenly as possible, the larger microbatches first.
 
     A model, or a list of stages, may have an attribute `batch_rules`: its `BatchRules`, or a function from inputs to
-    them. What `ps.Pipeline(batch=...)` is given comes before that, key by key.
+    them. What `ps.Pipeline(batch=...)` is given comes before that, key by key. The first training step refuses a key
+    of those that its batch does not have; the model's own rules may name keys that only some batches have.
 
     Attributes:
         inputs: the rules for inputs. None: dimension 0.
@@ -149,6 +150,27 @@ def rules_of(model: Any, given: BatchRules | None, inputs: Any) -> BatchRules:
     require_value(isinstance(own, BatchRules), "the model's attribute batch_rules", own, wanted)
     given = given or PLAIN
     return BatchRules(_over(given.inputs, own.inputs), _over(given.targets, own.targets))
+
+
+def require_keys(rules: BatchRules | None, inputs: Any, targets: Any) -> None:
+    """Raises RuntimeFailure if a rule is for a key that inputs or targets do not have."""
+    if rules is not None:
+        _require_keys("inputs", inputs, rules.inputs)
+        _require_keys("targets", targets, rules.targets)
+
+
+def _require_keys(name: str, value: Any, rules: RuleTree) -> None:
+    if not isinstance(rules, Mapping) or not isinstance(value, dict | tuple):
+        return
+    below = value if isinstance(value, dict) else dict(enumerate(value)) | getattr(value, "_asdict", dict)()
+    for key, rule in rules.items():
+        if key is not ... and key not in below:
+            raise RuntimeFailure(
+                f"ps.BatchRules has a rule for {name}[{key!r}]; the keys in {name} are {str([*below])[1:-1]}: "
+                f"{did_you_mean(str(key), map(str, below), 'name one of these, or leave the rule out.')} A rule for "
+                "a key that only some batches have belongs in an attribute batch_rules of the model"
+            )
+        _require_keys(f"{name}[{key!r}]", below.get(key), rule)
 
 
 @dataclass(frozen=True)
@@ -231,9 +253,8 @@ class Uncut:
     """
 
     def __init__(self, value: Any, what: str, rules: RuleTree = None, keys: tuple[Any, ...] = ()) -> None:
-        self.value, self._what, self._rules, self.is_listed = value, what, rules, isinstance(value, list)
+        self.value, self._what, self.is_listed = value, what, isinstance(value, list)
         self._pieces: list[_Piece] = []
-        self._names: set[Any] = set()
         if self.is_listed:
             return
         self._skeleton = self._read(value, keys, rules)
@@ -285,7 +306,6 @@ class Uncut:
 
     def _read(self, value: Any, keys: tuple[Any, ...], rules: RuleTree) -> Skeleton:
         """Adds the pieces of a value. Returns its form, with their numbers in place of tensors."""
-        self._names.add(keys[-1] if keys else None)
         name = self._what + "".join(f"[{key!r}]" for key in keys)
         if callable(rules):
             return self._add(_Piece(name, keys, value, rules, getattr(rules, "num_samples", None)))
@@ -332,9 +352,6 @@ class Uncut:
                 f". Say how each is cut, such as batch=ps.BatchRules({self._what}={proposed}); a rule is the "
                 "dimension of the samples, ps.WHOLE, or a function (value, num_microbatches) -> list"
             )
-        named = set(self._rules) - {...} if isinstance(self._rules, Mapping) else set()
-        if unknown := named - self._names:
-            text += f". There is nothing at {', '.join(map(repr, unknown))}, for which a rule was given"
         return text
 
 

@@ -368,14 +368,14 @@ class ReplicaBatches:
         loss_fn: LossFn,
         windows: Sequence[range],
         num: int,
-        fewer: bool = False,
-        rules: BatchRules = PLAIN,
+        fewer: bool,
+        rules: Callable[[], BatchRules],
     ) -> Microbatches:
         """This replica's microbatches. Every process of the mesh must call it.
 
         Args:
             num: microbatches of a replica. fewer: whether a small batch may be cut into fewer.
-            rules: how each tensor is cut.
+            rules: returns how each tensor is cut, or raises why that can't be.
 
         Raises:
             RuntimeFailure: in every process, what is wrong in any of them.
@@ -385,7 +385,7 @@ class ReplicaBatches:
         if changing := self._changing():
             mine["changing"] = changing
         try:
-            batch = self._own(inputs, targets, num, fewer, rules)
+            batch = self._own(inputs, targets, num, fewer, rules())
             mine |= self._facts(batch, inputs, targets, loss_fn)
         except Exception as error:
             mine["error"] = str(error) if isinstance(error, RuntimeFailure) else f"{type(error).__name__}: {error}"

@@ -6,7 +6,6 @@ They are divided by cost, by a given cut, or alone if several ranks share the st
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import math
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -18,6 +17,7 @@ from torch.utils.checkpoint import checkpoint
 
 from penstock.models import ParallelError, require_parallel
 from penstock.models.dividing import require_vocabulary
+from penstock.renamed import did_you_mean
 from penstock.runtime import PartitionError, partition
 from penstock.runtime.stage.branches import is_plain, loss_stages
 from penstock.schedule import Schedule, StageGraph
@@ -34,8 +34,7 @@ OPTIONS = ("depth", "width", "heads", "context", "dropout", "tied")
 def preset_of(settings: Settings, presets: Mapping[str, Config]) -> Config:
     """The preset by name. Raises SettingsError."""
     if settings.preset not in presets:
-        near = difflib.get_close_matches(settings.preset, presets, n=3, cutoff=0.3)
-        hint = f"did you mean {' or '.join(near)}?" if near else f"there are {', '.join(presets)}"
+        hint = did_you_mean(settings.preset, presets, f"there are {', '.join(presets)}", cutoff=0.3)
         of = "" if settings.model == "gpt" else f" of {settings.model}"
         raise SettingsError(f"no preset{of} named {settings.preset!r}; {hint}")
     return presets[settings.preset]
