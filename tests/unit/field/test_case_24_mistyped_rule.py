@@ -39,8 +39,8 @@ def test_a_mistyped_key_is_refused_in_the_first_step_and_in_verify() -> None:
         for run in (pipe.step, pipe.verify):
             with pytest.raises(ps.RuntimeFailure, match=SAID):
                 run(GIVEN, Y)
+    rules, model = ps.BatchRules(inputs={"position": 1}), nn.Sequential(Places())
     with pytest.raises(ps.RuntimeFailure, match=SAID):
-        rules, model = ps.BatchRules(inputs={"position": 1}), nn.Sequential(Places())
         ps.plain_step(model, GIVEN, Y, loss_fn=nn.MSELoss(), num_microbatches=2, batch=rules)
 
 
