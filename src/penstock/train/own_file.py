@@ -64,8 +64,8 @@ def find(text: str, option: str) -> tuple[ModuleType, Any]:
         raise SettingsError(f"{option} {text}: which name in it? Give {own.path.name}:NAME; {names_there}")
     module = _imported(own.path, option)
     if not hasattr(module, own.name):
-        names = f"it defines {', '.join(_names_in(own.path)) or 'nothing'}"
-        hint = did_you_mean(own.name, [name for name in vars(module) if name[0] != "_"], names)
+        otherwise = f"it defines {', '.join(_names_in(own.path)) or 'nothing'}"
+        hint = did_you_mean(own.name, [name for name in vars(module) if name[0] != "_"], otherwise)
         raise SettingsError(f"{option}: {own.path} has no {own.name!r}; {hint}")
     return module, getattr(module, own.name)
 
