@@ -139,3 +139,67 @@ def test_updates_within_the_order_are_refused_with_the_way_out() -> None:
 def test_a_step_that_fails_anyway_raises_its_own_error() -> None:
     with pytest.raises(RuntimeError, match="cannot be multiplied"):
         piped(row(ranks=2), 2).verify(torch.randn(B, D + 1), batch()[1])
+
+
+class AsksType(nn.Module):
+    """Asks for the class of a value, which no tracing can answer; `asks` says of what and how."""
+
+    def __init__(self, asks: str) -> None:
+        super().__init__()
+        self.layers, self.asks = nn.ModuleList(nn.Linear(D, D) for _ in range(4)), asks
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)
+            if self.asks == "type":
+                is_tensor = type(x) is Tensor
+            elif self.asks == "class":
+                is_tensor = x.__class__ is Tensor
+            else:
+                is_tensor = not hasattr(x, "logits")
+            x = x.tanh() if is_tensor else -x
+        return x
+
+
+@pytest.mark.parametrize("asks", ["type", "class", "attribute"])
+def test_a_traced_forward_that_asks_for_the_type_of_a_value_is_found(asks: str) -> None:
+    """A value has no type while it is traced, so such a forward goes another way in the stages."""
+    torch.manual_seed(0)
+    x, y = batch()
+    pipe = piped(AsksType(asks), 2)
+    with pytest.raises(ps.VerifyError, match=r"sentence 3 of the contract.*isinstance") as raised:
+        pipe.verify(x, y)
+    outcomes = {each.ways: each.outcome for each in raised.value.verification.comparisons}
+    assert outcomes["the stages, and the model's own forward"] == "differs"
+
+
+class OnNone(nn.Module):
+    """Asks whether a layer returned None, which it does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Pair() for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x, more = layer(x)
+            if more is None:
+                x = x.tanh()
+        return x
+
+
+class Pair(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(D, D)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, None]:
+        return self.linear(x), None
+
+
+def test_a_traced_forward_that_asks_for_none_without_an_example_is_found() -> None:
+    torch.manual_seed(0)
+    x, y = batch()
+    with pytest.raises(ps.VerifyError, match="sentence 3 of the contract"):
+        piped(OnNone(), 2).verify(x, y)
+    assert piped(ps.split(OnNone(), 2, example=x), 2).verify(x, y).holds

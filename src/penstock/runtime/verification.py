@@ -11,7 +11,8 @@ CONTRACT = {
     1: "a forward depends on its inputs, parameters, buffers and torch's generator alone",
     2: "forwards of other microbatches run between a forward and its backward: do not change in place what a "
     "backward needs, and leave weights to the optimizer",
-    3: "a traced model is traced once: after a change of what its forward reads, make a new pipeline",
+    3: "a traced model is traced once: after a change of what its forward reads, make a new pipeline; between layers "
+    "it asks isinstance(x, Tensor), not type(x), and whether a layer returned None only with an example",
     4: "modules and parameters stay the same objects, alike on every process that holds them",
     5: "a stage uses its own parameters; a shared one is one object in the model, or is named in tied=",
     6: "tensors, numbers, text, None, and tuples, lists and dicts of them travel between stages",

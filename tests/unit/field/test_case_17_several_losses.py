@@ -77,7 +77,7 @@ def test_what_split_says_of_a_vision_model_trains_it() -> None:
     model = of("ViTForImageClassification", **VIT, num_labels=3)
     batch = batch_of(model)
     with pytest.raises(ps.runtime.PartitionError, match=r"cut by penstock\.models\.huggingface\.Decoder\(model\)"):
-        ps.split(model, 2, example={"pixel_values": batch["pixel_values"]})
+        ps.split(model, 2)
     decoder = Decoder(model)
     with ps.Pipeline(decoder.stages(2), ps.build("1f1b", 2, 3), loss_fn=decoder.loss) as pipe:
         result = pipe.step(*decoder.inputs_and_targets(batch), update=False)

@@ -25,7 +25,7 @@ from penstock.runtime.option_values import is_count
 from penstock.runtime.stage.module_state import untouched
 from penstock.runtime.stage.partitioning.layers import HOOKS, opened_modules
 from penstock.runtime.stage.partitioning.program import LayerCall, ModelTracer, TracedProgram, closed_paths
-from penstock.runtime.stage.partitioning.source_line import Untraceable, attribute_line
+from penstock.runtime.stage.partitioning.source_line import KeptValue, Untraceable, attribute_line
 from penstock.runtime.stage.partitioning.traced_stage import TracedStage
 from penstock.runtime.stage.partitioning.whole_model import WholeModel
 from penstock.runtime.stage.split_backward import is_compiled
@@ -312,6 +312,8 @@ def _stages(tracing: ModelTracer, program: TracedProgram) -> list[Stage]:
     try:
         programs.append(tracing.program(tracing.skeleton, False, (False,) * len(tracing.opened)))
         parts = [each.parts(tracing.begins) for each in programs]
+    except KeptValue:
+        raise
     except PartitionError:  # which an evaluation then says
         parts = [program.parts(tracing.begins)]
     tensors = {**dict(model.named_buffers()), **dict(model.named_parameters())}

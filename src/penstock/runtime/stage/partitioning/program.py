@@ -15,6 +15,7 @@ from __future__ import annotations
 import inspect
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, NamedTuple
@@ -59,7 +60,7 @@ class TracedStep:
         slot: where the value goes. target: a layer's path, a method's name, or a function.
         layer: the call, where it is one. number: of the call among all, from 1; 0 for what is none.
         no_grad: whether it runs without gradients.
-        kind: of a layer's output, which must stay as it was for the example; None: any.
+        nones: where None lies in a layer's output, as for the example; None: anywhere.
         lists: whether a layer is given lists or dicts, which it must leave as they are.
     """
 
@@ -73,7 +74,7 @@ class TracedStep:
     layer: LayerCall | None = None
     number: int = 0
     no_grad: bool = False
-    kind: Any = None
+    nones: Any = None
     lists: bool = False
 
 
@@ -98,7 +99,7 @@ class TracedProgram:
         output: what the forward returns, made of `ValueRef`s. calls: of layers, in order.
     """
 
-    def __init__(self, graph: fx.Graph, entry: nn.Module, kinds: bool) -> None:
+    def __init__(self, graph: fx.Graph, entry: nn.Module) -> None:
         own = {id(tensor): name for name, tensor in _tensors(entry).items()}
         slots = {node: slot for slot, node in enumerate(graph.nodes)}
         self.tensors: dict[int, str] = {}
@@ -143,7 +144,7 @@ class TracedProgram:
                 TracedStep(
                     slot, node.op, target, args, kwargs, uses, node.meta.get("line"), layer, number,
                     node.meta.get("no_grad", False),
-                    kind_of(node.meta["value"]) if kinds and layer is not None and "value" in node.meta else None,
+                    nones_in(node.meta["value"]) if layer is not None and "value" in node.meta else None,
                     layer is not None and _has_lists((args, kwargs)),
                 )
             )  # fmt: skip
@@ -215,13 +216,22 @@ def fill(template: Any, values: Mapping[int, Any]) -> Any:
     return template
 
 
-def kind_of(value: Any) -> Any:
-    """A value's type, and of tuples, lists and dicts those of what they hold."""
+def nones_in(value: Any) -> Any:
+    """Whether a value is None; of tuples, lists and dicts whether what they hold is."""
     if isinstance(value, tuple | list):
-        return (type(value), *map(kind_of, value))
+        return [nones_in(each) for each in value]
     if isinstance(value, dict):
-        return (type(value), *((key, kind_of(each)) for key, each in value.items()))
-    return type(value)
+        return {key: nones_in(each) for key, each in value.items()}
+    return value is None
+
+
+def has_nones_elsewhere(value: Any, nones: Any) -> bool:
+    """Whether None lies in other places of a value than `nones_in` said of the example."""
+    if isinstance(nones, list) and isinstance(value, tuple | list):
+        return any(map(has_nones_elsewhere, value, nones))
+    if isinstance(nones, dict) and isinstance(value, dict):
+        return any(has_nones_elsewhere(value[key], nones[key]) for key in nones.keys() & value.keys())
+    return (value is None) != (nones is True)
 
 
 def _has_lists(value: Any) -> bool:
@@ -274,6 +284,9 @@ class ModelTracer:
         Raises:
             Untraceable: something stands in the way of the model's own forward.
         """
+        if self._leaves is not None:  # caches that the forward fills hold tensors then; the trace says what fails
+            with suppress(Exception), untouched(self.model), restored(device_of(self._leaves)), torch.no_grad():
+                self.outputs()
         while True:
             try:
                 return self.program(self.skeleton, True, (True,) * len(self.opened))
@@ -336,7 +349,7 @@ class ModelTracer:
         except Untraceable as error:
             error.__dict__["module"] = recorder.failed_in
             raise
-        return TracedProgram(graph, entry, recorder.kinds)
+        return TracedProgram(graph, entry)
 
     def compare(self, value: Any, output: Any) -> None:
         """Raises Untraceable where the stages give something else than the model."""

@@ -8,6 +8,7 @@ branch that depends on shapes alone is taken as for the example, and every micro
 
 from __future__ import annotations
 
+import builtins
 import random
 import sys
 import threading
@@ -21,8 +22,9 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from penstock.runtime.stage.module_state import Snapshot, put_back, snapshot_of
-from penstock.runtime.stage.partitioning.proxies import A_TENSOR, IN_PLACE, TracedProxy, watching
+from penstock.runtime.stage.partitioning.proxies import A_TENSOR, IN_PLACE, TracedAttribute, TracedProxy
 from penstock.runtime.stage.partitioning.source_line import (
+    KeptValue,
     SourceLine,
     Untraceable,
     attribute_line,
@@ -115,7 +117,6 @@ class Recorder(fx.Tracer):
 
     Snapshot:
         failed_in: the innermost opened module in which something stands in the way.
-        kinds: whether the forward asked what kind of thing a value is, and the example had the answer.
     """
 
     proxy_buffer_attributes = True
@@ -123,8 +124,8 @@ class Recorder(fx.Tracer):
     def __init__(self, opened: Collection[nn.Module], example: Sequence[Tensor] | None) -> None:
         super().__init__()
         self.failed_in: nn.Module | None = None
-        self.kinds = False
         self._refused_first: Untraceable | None = None
+        self._is_done = False
         self._opened = set(opened)
         self._example = example
         self._concrete = 0
@@ -144,14 +145,13 @@ class Recorder(fx.Tracer):
         self._layers = {module: snapshot_of(module) for module in model.modules() if module not in self._opened}
         generators = random.getstate()
         if self._example is not None:
-            with _SizesByValues():  # at the first op torch imports its compiler, which takes minutes while watched
+            with _SizesByValues():  # at the first op torch imports its compiler, whose ops are none of the forward
                 torch.zeros(1)
         try:
             with ExitStack() as stack:
                 stack.enter_context(torch.enable_grad())
                 stack.enter_context(_replaced(self._replacements()))
                 stack.enter_context(_RecordingMode(self))
-                stack.enter_context(watching(self))
                 graph = self.trace(entry)
         except Untraceable:
             raise
@@ -161,6 +161,7 @@ class Recorder(fx.Tracer):
             text = str(error).split("\n")[0]
             raise Untraceable(f"tracing stops with {type(error).__name__}: {text}", line_of_error(error)) from error
         finally:
+            self._is_done = True
             changed = put_back(before)
             of_layer = put_back(self._layers)
         if changed is not None:
@@ -224,7 +225,8 @@ class Recorder(fx.Tracer):
         return TracedProxy(node, self)
 
     def create_arg(self, a: Any) -> Any:
-        if isinstance(a, fx.Proxy):
+        if isinstance(a, TracedProxy):
+            a.tracer.require_recording()
             return a.node
         try:
             return super().create_arg(a)
@@ -250,7 +252,8 @@ class Recorder(fx.Tracer):
         if target in _GRADIENTS and not self._concrete:
             self.refuse("computes gradients itself, which may need more than the stage that it lies in")
         with self.suspended():
-            return super().create_proxy(kind, target, args, kwargs, *rest, **named)
+            proxy = super().create_proxy(kind, target, args, kwargs, *rest, **named)
+        return None if proxy.node.meta.get("value", A_TENSOR) is None else proxy
 
     def to_bool(self, obj: Any) -> bool:
         return bool(self.fixed(obj, bool, "takes a branch that depends on"))
@@ -292,51 +295,43 @@ class Recorder(fx.Tracer):
 
     def refuse(self, doing: str) -> Any:
         """Raises Untraceable at the line that is being run."""
-        self.refuse_at(doing, here())
-
-    def refuse_at(self, what: str, line: SourceLine | None) -> None:
-        """The same, at another line."""
-        error = Untraceable(f"the forward {what}", line)
+        error = Untraceable(f"the forward {doing}", here())
         self._refused_first = self._refused_first or error
         raise error
+
+    def require_recording(self) -> None:
+        """Raises KeptValue if a value of this forward is used after it was traced."""
+        if self._is_done:
+            raise KeptValue(here())
 
     @contextmanager
     def suspended(self) -> Iterator[None]:
         """Nothing inside is recorded."""
-        self.suspend()
+        self._concrete += 1
         try:
             yield
         finally:
-            self.resume()
-
-    def suspend(self) -> None:
-        """Nothing is recorded until `resume` is called as often as this."""
-        self._concrete += 1
-
-    def resume(self) -> None:
-        self._concrete -= 1
+            self._concrete -= 1
 
     @property
     def is_suspended(self) -> bool:
         """Whether nothing is recorded now."""
         return self._concrete > 0
 
-    def examples(self, value: Any) -> tuple[Any, ...]:
-        """What a traced value is, or is like: a tensor where a function of torch made it; or nothing."""
-        node = value.node
-        while "value" not in node.meta:
-            if node.op == "call_module" or node.op == "output":
-                return ()
-            if node.op == "get_attr" or (node.op == "call_function" and node.target is not getattr):
-                if _is_getitem(node) and node.args[0].op != "placeholder":
-                    node = node.args[0]
-                    continue
-                return (A_TENSOR,)
-            if node.op == "call_method" and node.target not in _ABOUT_TENSORS:
-                return (A_TENSOR,)
-            return ()
-        self.kinds = True
-        return (node.meta["value"],)
+    def example(self, value: TracedProxy) -> Any:
+        """What a traced value is for the example; None where there is none, or nothing is recorded now."""
+        return None if self._is_not_meant() else value.node.meta.get("value")
+
+    def _class_of(self, node: Any) -> type:
+        """The class of what a node's value is: a tensor's where a function of torch made it."""
+        while "value" not in node.meta and _is_getitem(node) and node.args[0].op != "placeholder":
+            node = node.args[0]
+        if "value" in node.meta:
+            found: type = type(node.meta["value"])
+            return found
+        if node.op == "call_module" or node.target is getattr or node.target in _ABOUT_TENSORS:
+            self.refuse("asks what kind of thing a value is, which is not known without an example of the inputs")
+        return Tensor
 
     def _work_out(self, node: fx.Node) -> None:
         """Notes the value that a node has for the example, whether it is made of values of tensors or only of how
@@ -402,7 +397,10 @@ class Recorder(fx.Tracer):
             asking = "asks for autocast, which is on when stages run, and not when they are cut"
             found.append((torch, name, self._asked(getattr(torch, name), asking)))
         hooks = torch.autograd.graph.saved_tensors_hooks
-        hooking = "sets hooks for what its layers save (saved_tensors_hooks), which stages would not have"
+        hooking = (
+            "sets hooks for what its layers save (saved_tensors_hooks, as torch.utils.checkpoint does), which is the "
+            "schedule's part: penstock.passes"
+        )
         found.append((hooks, "__enter__", self._refused(hooks.__enter__, hooking)))
         apply = torch.autograd.Function.__dict__["apply"]  # a class method, of Python or, since torch 2.15, of C
 
@@ -410,9 +408,12 @@ class Recorder(fx.Tracer):
             given = apply.__get__(None, cls)
             if self._is_not_meant():
                 return given(*args, **kwargs)
+            if cls.__module__ == "torch.utils.checkpoint":
+                self.refuse(hooking)
             return self.create_proxy("call_function", _NamedFunction(given, cls.__name__), args, kwargs)
 
         found.append((torch.autograd.Function, "apply", classmethod(applied)))
+        found += [(builtins, "isinstance", tells := self._told_kinds(isinstance)), (torch, "is_tensor", tells)]
         numpy = sys.modules.get("numpy")
         if numpy is not None:
             for name in _NUMPY_DRAWS:
@@ -425,6 +426,17 @@ class Recorder(fx.Tracer):
         calls it. What is replaced is so for the whole process, and a transport's threads make tensors meanwhile.
         """
         return self._concrete > 0 or threading.get_ident() != self._thread
+
+    def _told_kinds(self, function: Callable[..., bool]) -> Callable[..., bool]:
+        """An `isinstance` that tells the user's code of a traced value what that is, and not of its proxy."""
+
+        def tell(value: Any, kinds: Any = Tensor) -> bool:
+            traced = type(value) in (TracedProxy, TracedAttribute) and not self._is_not_meant()
+            if traced and is_users(sys._getframe(1).f_code.co_filename):
+                return issubclass(self._class_of(value.node), kinds)
+            return function(value, kinds)
+
+        return tell
 
     def _asked(self, function: Callable[..., Any], doing: str) -> Callable[..., Any]:
         def ask(*args: Any, **kwargs: Any) -> Any:

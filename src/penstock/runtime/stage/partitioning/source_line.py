@@ -50,6 +50,19 @@ class Untraceable(PartitionError):
         self.what, self.line, self.instead = what, line, instead
 
 
+class KeptValue(Untraceable):
+    """A value that stood for a tensor while a forward was traced is used after that: the forward has kept it."""
+
+    def __init__(self, line: SourceLine | None) -> None:
+        super().__init__(
+            "the forward uses a value that it kept while it was traced, in a global or by functools.lru_cache. What "
+            "a forward computes depends on its inputs, parameters and buffers alone (sentence 1 of the contract): "
+            "register the value as a buffer, or make it inside a layer",
+            line,
+            "Or empty the cache and give an example, which fills it with tensors: ps.split(model, 2, example=inputs)",
+        )
+
+
 def is_users(path: str) -> bool:
     """Whether a file is neither torch's, nor Python's own, nor one of Penstock's runtime."""
     inside_python = path.startswith(_NOT_THE_USERS) and not any(f"/{site}/" in path for site in _SITE)

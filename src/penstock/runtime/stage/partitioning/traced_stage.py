@@ -12,7 +12,13 @@ from torch import Tensor, nn
 from torch.nn import Parameter
 
 from penstock.runtime.errors import RuntimeFailure
-from penstock.runtime.stage.partitioning.program import ModelTracer, TracedProgram, TracedStep, fill, kind_of
+from penstock.runtime.stage.partitioning.program import (
+    ModelTracer,
+    TracedProgram,
+    TracedStep,
+    fill,
+    has_nones_elsewhere,
+)
 from penstock.runtime.stage.partitioning.recorder import run_call, run_layer
 from penstock.runtime.stage.partitioning.source_line import Untraceable
 from penstock.runtime.stage.stage import Stage, holder_of
@@ -145,12 +151,8 @@ class TracedStage(Stage):
             result, has_changed = run_layer(layer, args, kwargs) if step.lists else (layer(*args, **kwargs), False)
             if has_changed:
                 raise Untraceable(f"layer {step.target} changes a list or dict that it is given", step.line)
-            if step.kind is not None and kind_of(result) != step.kind:
-                raise Untraceable(
-                    f"layer {step.target} returns another kind of value than for the example, and the forward asks "
-                    "for it",
-                    step.line,
-                )
+            if step.nones is not None and has_nones_elsewhere(result, step.nones):
+                raise Untraceable(f"layer {step.target} returns None in other places than for the example", step.line)
             return result
         return run_call(step.op, step.target, args, kwargs)
 
