@@ -16,7 +16,6 @@ from penstock.train.emulated.settings import EmulatedSettings
 from penstock.train.job import EmulatedJob, emulated_order_of, order_of, read_given
 from penstock.train.settings import Settings
 from penstock.train.tasks.open import schedule_of
-from penstock.train.torchtitan import titan_options
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -45,7 +44,7 @@ GROUPS: dict[str, tuple[str, ...]] = {
     "Machine": ("device", "threads", "timeout", "port"),
     "Emulated devices": ("costs", "stretch", "message_cap"),
     "The run": (
-        "torchtitan", "out", "resume", "fallback", "verify", "evaluate_every", "save_every", "keep", "export",
+        "out", "resume", "fallback", "verify", "evaluate_every", "save_every", "keep", "export",
         "as_json", "help_all", "help",
     ),
 }  # fmt: skip
@@ -260,10 +259,6 @@ def train(
     in_process: Annotated[
         bool | None, _option("Run all ranks in one process, in turn; emulated: as a thread each.")
     ] = None,
-    torchtitan: Annotated[
-        str | None,
-        _option("A TOML file of TorchTitan's, which says what no option here does.", metavar="FILE"),
-    ] = None,
     out: Annotated[str | None, _option("Where the result goes: the folder of the run. [a new one in runs/]")] = None,
     resume: Annotated[
         str | None,
@@ -292,10 +287,8 @@ def train(
     RankEnvironment.of(os.environ)  # what is wrong there is said before anything is made of it
     del given["call"]
     is_program = getattr(call.obj, "is_program", False)  # nothing is known of a launcher's
-    for name in ("torchtitan", "out", "resume", "fallback", "verify", "export", "port", "as_json", "help_all"):
+    for name in ("out", "resume", "fallback", "verify", "export", "port", "as_json", "help_all"):
         given.pop(name, None)
-    if torchtitan is not None:
-        given |= titan_options(torchtitan, given)
     given = read_given(given)
     if given.get("device") == "emulated":
         given |= {name: True for name, asked in (("fallback", fallback), ("verify", verify)) if asked}  # of training
