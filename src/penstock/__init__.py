@@ -24,7 +24,6 @@ from penstock.formats import load, save
 from penstock.library import build
 from penstock.planning import Plan, plan
 from penstock.program import Branch, NewOp, Program, Rules, breadth_first, depth_first, placements
-from penstock.renamed import missing, point_from_old_modules
 from penstock.schedule import Op, Placement, Schedule, ScheduleError, check, parse
 from penstock.simulation import Blocking, Timeline, footprint, simulate
 
@@ -47,7 +46,6 @@ if TYPE_CHECKING:
 
 __version__ = "0.2.0"
 
-point_from_old_modules()
 
 __all__ = [
     "AdaptOptions",
@@ -102,7 +100,7 @@ def __getattr__(name: str) -> Any:
             raise
     if name in _submodules():
         return import_module(f"penstock.{name}")
-    raise missing(name, __all__)
+    raise AttributeError(f"module 'penstock' has no attribute {name!r}; it has {', '.join(__all__)}")
 
 
 def __dir__() -> list[str]:

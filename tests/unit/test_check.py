@@ -156,20 +156,3 @@ def test_what_is_wrong_as_a_whole(schedule: ps.Schedule, message: str) -> None:
 def test_peak_in_flight_counts_from_f_to_w_or_b() -> None:
     head = "schedule x: 1 rank, 1 stage, 3 microbatches\npipeline 0: stages on ranks 0\n"
     assert peak_in_flight(ps.parse(head + "rank 0 | F0 B0 F1 I1 F2 I2 W1 W2")) == (2,)
-
-
-@pytest.mark.parametrize(
-    "call",
-    [
-        lambda: ps.check(ps.build("1f1b", 4, 8), memory_limit=3),
-        lambda: ps.build("1f1b", 4, 8, memory_limit=3),
-    ],
-)
-def test_what_was_called_memory_limit_and_counts_activations_is_told_its_name(call: Callable[[], object]) -> None:
-    with pytest.raises(ps.ScheduleError, match=r"memory_limit= is gone since 0\.2; give max_in_flight="):
-        call()
-
-
-def test_a_grid_of_before_is_told_how_its_cap_is_written_now() -> None:
-    with pytest.raises(ps.ScheduleError, match=r"line 1, .*'memory limit 3' is 'at most 3 in flight' since 0\.2"):
-        ps.parse("schedule own: 1 rank, 1 stage, 1 microbatch, memory limit 3\nrank 0 | F0 B0")

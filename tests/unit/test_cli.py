@@ -356,15 +356,6 @@ def test_the_help_of_training_is_in_groups_and_leaves_nothing_out(penstock: Any)
     [
         ("tune --model tiny", "sizes by name, like tiny, are given by --preset"),
         ("profile --model tiny", "sizes by name, like tiny, are given by --preset"),
-        ("train --zero off", "--zero of penstock train is --sharding (copies for on, none for off) since 0.2"),
-        ("compare amdp --zero off", "--zero of penstock compare is --sharding"),
-        ("check 1f1b --memory-limit 3", "--memory-limit of penstock check is --max-in-flight since 0.2"),
-        ("simulate 1f1b --max-held 3", "--max-held of penstock simulate is --memory-limit since 0.2"),
-        ("simulate 1f1b --transport blocking", "--transport of penstock simulate is --messages since 0.2"),
-        ("analyze x.json --preset megatron", "--preset of penstock analyze is --framework since 0.2"),
-        ("analyze x.json --steps 3", "--steps of penstock analyze is --only-steps since 0.2"),
-        ("split net.py:Net --at a.b", "--at of penstock split is --first-layers since 0.2"),
-        ("lab run --timeout 3 -- true", "--timeout of penstock lab run is --stop-after since 0.2"),
         ("plan --ranks 2 --microbatches 2 --placement v", "choose among one-to-one, circular, v-shape, wave"),
     ],
 )

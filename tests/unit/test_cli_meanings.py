@@ -18,7 +18,7 @@ from typer.models import OptionInfo
 import penstock as ps
 import penstock.cli  # registers the verbs
 from penstock.cli.app import app
-from penstock.cli.run import RENAMED, main
+from penstock.cli.run import main
 
 pytestmark = pytest.mark.unit
 
@@ -106,7 +106,6 @@ def test_out_meant_a_trace_in_simulate_and_a_schedule_elsewhere(tmp_path: Path) 
     """What a .json is that `--out` writes: a schedule, in every verb of schedules."""
     of_schedules = {given.verb for given in BY_NAME["--out"]} & {"show", "plan", "search", "simulate", "tune"}
     assert of_schedules == {"show", "plan", "search", "tune"}
-    assert ("simulate", "--out") in RENAMED
     for verb in ("show 1f1b", "plan --time 0.1", "search --placement one-to-one"):
         words = [*verb.split(), "--ranks", "2", "--microbatches", "2", "--out"]
         assert main([*words, str(tmp_path / "x.json")]) == 0
@@ -154,10 +153,3 @@ def test_the_collection_of_results_is_whole() -> None:
         "search",
     }
     assert {("simulate", "--timeline"), ("tune", "--out"), *((verb, "--out") for verb in verbs)} <= set(RESULTS)
-
-
-def test_what_was_renamed_is_gone_and_what_is_named_instead_is_there() -> None:
-    there = {(given.verb, given.name) for given in EVERY}
-    for (verb, old), new in RENAMED.items():
-        assert (verb, old) not in there
-        assert (verb, new.split()[0]) in there, (verb, new)

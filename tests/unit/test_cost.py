@@ -128,13 +128,3 @@ def test_delays_are_asked_of_links_that_last() -> None:
         assert shown in str(caught.value)
         with pytest.raises(ps.CostError, match=r"ps\.plan needs delays that do not change"):
             ps.plan(ps.Costs.uniform(3), 3, 3, links=changing)
-
-
-def test_an_old_name_says_the_new_one() -> None:
-    with pytest.raises(AttributeError, match=r"ps.LinkConditions is gone since 0.2; use ps.Links"):
-        _ = ps.LinkConditions
-    with pytest.raises(ImportError, match=r"ps.LinkConditions is gone since 0.2; use ps.Links"):
-        from penstock import LinkConditions  # noqa: F401
-    assert not hasattr(ps, "LinkConditions")
-    with pytest.raises(AttributeError, match="module 'penstock' has no attribute 'Lynx'; it has"):
-        _ = ps.Lynx

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import importlib
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -14,7 +13,6 @@ import pytest
 import torch
 
 import penstock as ps
-from penstock import renamed
 from penstock.cost import LinkCondition
 from penstock.planning.program_search import search_space
 from penstock.runtime.mesh.peers import schedule_digest
@@ -106,41 +104,6 @@ def test_the_top_level_is_what_planning_proving_drawing_and_running_need() -> No
     assert {"cost", "planning", "program", "runtime", "simulation"} <= set(dir(ps))
 
 
-def test_names_that_moved_are_where_the_error_says() -> None:
-    for name, where in renamed.NAMES.items():
-        with pytest.raises(AttributeError, match=f"ps.{name} is gone since 0.2; use "):
-            getattr(ps, name)
-        if where == f"ps.{where.split('.')[1]}.{name}":
-            assert getattr(getattr(ps, where.split(".")[1]), name) is not None
-
-
-def test_a_name_that_planning_gave_up_names_the_new_one() -> None:
-    with pytest.raises(
-        AttributeError, match=r"ps.planning.BranchWay is gone since 0.2; use ps.planning.BranchLayout"
-    ):
-        _ = ps.planning.BranchWay
-    with pytest.raises(ImportError, match=r"ps.planning.BranchWay is gone since 0.2; use ps.planning.BranchLayout"):
-        from penstock.planning import BranchWay  # noqa: F401
-    with pytest.raises(AttributeError, match=r"module 'penstock.planning' has no attribute 'BranchWays'"):
-        _ = ps.planning.BranchWays
-
-
-def test_steering_of_the_runtime_was_a_plain_attribute_error() -> None:
-    with pytest.raises(AttributeError, match=r"ps.runtime.Steering is gone since 0.2; use ps.runtime.AdaptOptions"):
-        _ = ps.runtime.Steering
-    with pytest.raises(ImportError, match=r"ps.runtime.Steering is gone since 0.2; use ps.runtime.AdaptOptions"):
-        from penstock.runtime import Steering  # noqa: F401
-
-
-def test_a_module_with_an_old_name_was_plainly_not_found() -> None:
-    for old, now in renamed.MODULES.items():
-        with pytest.raises(ModuleNotFoundError, match=rf"{old} is gone since 0\.2; use {now}"):
-            importlib.import_module(f"{old}.anything")
-        importlib.import_module(now)
-    with pytest.raises(ModuleNotFoundError, match=r"No module named 'penstock\.plans'"):
-        importlib.import_module("penstock.plans")
-
-
 @pytest.mark.parametrize("ending", [".svg", ".html", ".txt", ".json", ".csv"])
 def test_a_schedule_saves_itself_by_the_ending(tmp_path: Path, ending: str) -> None:
     schedule, path = ps.build("zb-h1", 2, 4), tmp_path / f"mine{ending}"
@@ -177,11 +140,3 @@ def test_a_notebook_shows_pictures_or_says_why_not() -> None:
     stuck = dataclasses.replace(schedule, order=tuple(row[::-1] for row in schedule.order))
     assert "cannot be drawn" in stuck._repr_html_()
     assert len(stuck._repr_html_()) < MOST
-
-
-def test_old_names_of_a_pipeline_name_the_new_ones() -> None:
-    pipe = ps.Pipeline([torch.nn.Linear(2, 2)], ps.build("gpipe", 1, 1), loss_fn=torch.nn.MSELoss())
-    for old, now in (("told", "step_sums"), ("tell_each_step", "sum_each_step")):
-        with pytest.raises(AttributeError, match=f"Pipeline.{old} is called {now} now"):
-            getattr(pipe, old)
-        assert hasattr(pipe, now)

@@ -264,11 +264,6 @@ def test_arguments_stand_alike_in_plan_and_simulate() -> None:
     assert ps.simulate(schedule, costs, links) == ps.simulate(schedule, costs, links=links)
     both = set(inspect.signature(ps.plan).parameters) & set(inspect.signature(ps.simulate).parameters)
     assert {"costs", "links", "dispatch", "memory_limit"} <= both
-    for call in (ps.simulate, ps.emulate):
-        with pytest.raises(
-            (ps.ScheduleError, ps.RuntimeFailure), match=r"max_held= is gone since 0\.2; give memory_limit="
-        ):
-            call(schedule, costs, max_held=3)
 
 
 @pytest.mark.parametrize(("dispatch", "in_flight"), [("frozen", 1), ("hinted", 1), ("dynamic", None)])

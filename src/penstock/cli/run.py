@@ -27,22 +27,6 @@ T = TypeVar("T")
 USAGE_ERROR: type[Exception] = typer.BadParameter.__mro__[1]
 """The command line parser's error for misuse; typer exports it under no name of its own."""
 
-RENAMED = {
-    ("train", "--zero"): "--sharding (copies for on, none for off)",
-    ("compare", "--zero"): "--sharding (copies for on, none for off)",
-    ("simulate", "--max-held"): "--memory-limit",
-    ("simulate", "--transport"): "--messages",
-    ("simulate", "--out"): "--timeline (--out writes schedules)",
-    ("check", "--memory-limit"): "--max-in-flight",
-    ("show", "--memory-limit"): "--max-in-flight",
-    ("analyze", "--preset"): "--framework",
-    ("analyze", "--steps"): "--only-steps",
-    ("split", "--at"): "--first-layers",
-    ("lab run", "--timeout"): "--stop-after",
-    ("lab exec", "--timeout"): "--stop-after",
-}
-"""By verb and option, the names that options have now."""
-
 LEFT = {"bench": "run the scripts in benchmarks/ of the repository, which benchmarks/README.md lists"}
 """Verbs that left, each with what to do now."""
 
@@ -192,9 +176,6 @@ def _usage_failure(error: Exception) -> Failure:
     message = error.format_message() if hasattr(error, "format_message") else str(error)
     context = getattr(error, "ctx", None)
     where = context.command_path if context is not None else "penstock"
-    gone = where.partition(" ")[2], getattr(error, "option_name", "")
-    if gone in RENAMED:
-        message = f"{gone[1]} of {where} is {RENAMED[gone]} since 0.2"
     return Failure(MISUSE, f"{' '.join(message.split())}\nsee {where} --help", rule="usage")
 
 

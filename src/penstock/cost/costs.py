@@ -13,11 +13,11 @@ from typing import TYPE_CHECKING, Any, cast
 from penstock.cost.errors import CostError
 from penstock.cost.overlap import Overlap
 from penstock.cost.uneven import ALL, EVEN, Array, Factors, Uneven
-from penstock.renamed import refuse_old, refuse_unknown
 from penstock.schedule.op import BACKWARD, FORWARD, INPUT, UPDATE, WEIGHT
 from penstock.schedule.short_repr import short_repr
 from penstock.schedule.staleness import predictions_of
 from penstock.schedule.updates import OWNER
+from penstock.unknown_names import refuse_unknown
 
 if TYPE_CHECKING:
     from penstock.schedule import Placement, Schedule
@@ -177,7 +177,7 @@ class Costs:
             self.overlap.check(f, b)
 
     @classmethod
-    @refuse_old({}, CostError)
+    @refuse_unknown(CostError)
     def uniform(
         cls,
         num_stages: int,

@@ -21,7 +21,7 @@ from numbers import Integral, Real
 from penstock.cost.conditions import LinkCondition, LinkQueue, MessagePassage
 from penstock.cost.errors import CostError
 from penstock.cost.over_time import Constant
-from penstock.renamed import refuse_old
+from penstock.unknown_names import refuse_unknown
 
 _LINK = re.compile(r"(?P<a>[0-9]{1,9}):(?P<b>[0-9]{1,9})=(?P<rest>.+)", re.DOTALL)
 Given = float | str | LinkCondition
@@ -62,7 +62,7 @@ class Links:
     default: LinkCondition | None = None
     base: float = 0.0
 
-    @refuse_old({"delays": "them first, by link: ps.Links({(0, 1): 20.0})"}, CostError)
+    @refuse_unknown(CostError)
     def __init__(
         self,
         conditions: Mapping[tuple[int, int], Given] | None = None,

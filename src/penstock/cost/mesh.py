@@ -20,8 +20,8 @@ from typing import NamedTuple
 from penstock.cost.conditions import LinkCondition
 from penstock.cost.errors import CostError
 from penstock.cost.links import Links
-from penstock.renamed import refuse_unknown
 from penstock.schedule.short_repr import short_repr
+from penstock.unknown_names import refuse_unknown
 
 Node = int
 Pair = tuple[Node, Node]

@@ -22,8 +22,8 @@ from penstock.library.pipedream import pipedream, pipedream_2bw, spectrain, vnag
 from penstock.library.v_half import v_half, v_min
 from penstock.library.zb_v import zb_v
 from penstock.library.zero_bubble import zb, zb_h1, zb_h2
-from penstock.renamed import did_you_mean, refuse_old
 from penstock.schedule import Schedule, ScheduleError, check
+from penstock.unknown_names import did_you_mean, refuse_unknown
 
 SCHEDULES: dict[str, Callable[..., Schedule]] = {
     "gpipe": gpipe,
@@ -70,7 +70,7 @@ ASYNCHRONOUS = ("pipedream", "pipedream-2bw", "spectrain", "xpipe", "vnag", "amd
 """Schedules of a whole run without flushes. They take a `window`; with it, updates are ops of the schedule."""
 
 
-@refuse_old({"memory_limit": "max_in_flight=..., as ps.plan takes"}, ScheduleError)
+@refuse_unknown(ScheduleError)
 def build(
     name: str, num_ranks: int, num_microbatches: int, max_in_flight: float | None = None, **options: Any
 ) -> Schedule:

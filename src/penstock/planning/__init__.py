@@ -10,7 +10,6 @@ from penstock.planning.progress import Progress
 from penstock.planning.result import Plan
 from penstock.planning.slow_links import slow_link_schedule
 from penstock.planning.warmup import adapted_warmups, initial_warmups, needed_slack, tolerance, tolerances
-from penstock.renamed import renamed
 
 __all__ = [
     "BatchPlan",
@@ -37,7 +36,3 @@ __all__ = [
     "tolerance",
     "tolerances",
 ]
-
-
-def __getattr__(name: str) -> object:
-    raise renamed(__name__, name, {"BranchWay": "BranchLayout"})

@@ -19,11 +19,11 @@ from penstock.planning.limits import MOST_AGAIN, Limits, limits_of, per_rank, re
 from penstock.planning.progress import Progress, certain, gap
 from penstock.planning.result import Plan
 from penstock.program import placements
-from penstock.renamed import refuse_old
 from penstock.schedule import Placement, Schedule, ScheduleError, StageGraph, check, one_to_one
 from penstock.simulation import Timeline, footprint, room_for_activations, simulate
 from penstock.simulation.memory_footprint import in_bytes
 from penstock.simulation.simulator import as_dispatch
+from penstock.unknown_names import refuse_unknown
 
 if TYPE_CHECKING:
     from penstock.planning.joint.search import JointSearch
@@ -45,7 +45,7 @@ _FIRST_SECONDS_AN_OP = 3e-6
 """What a first order and its proof take in a large problem, compiled."""
 
 
-@refuse_old({}, ScheduleError)
+@refuse_unknown(ScheduleError)
 def plan(
     costs: Costs,
     num_ranks: int,

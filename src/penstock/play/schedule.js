@@ -205,8 +205,6 @@ const schedules = (() => {
         top = number;
         head = HEAD.exec(line);
         if (head !== null) return;
-        const old = /memory limit (\S+)/.exec(line);
-        if (old) fail(number, 1, `${quoted(old[0])} is 'at most ${old[1]} in flight' since 0.2`);
         if (!PIPELINE.test(line) && !ROW.test(line) && !CELLS.test(line) && !line.startsWith("updates every "))
           fail(number, 1, "expected 'schedule NAME: R ranks, S stages, N microbatches' (after it, where there is a limit, " +
             `', at most K in flight'), or a row like 'rank 0 | F0 B0', got ${quoted(line.slice(0, 80))}`);

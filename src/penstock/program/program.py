@@ -25,10 +25,10 @@ from penstock.engine.rule_tables import BACKWARD, FORWARD, INFINITY, NUM_CLASSES
 from penstock.program.new_op import Branch, NewOp, StageName
 from penstock.program.placements import check_all_used, num_ranks_of
 from penstock.program.rules import KINDS, Rules, Traversal
-from penstock.renamed import refuse_unknown
 from penstock.schedule import Needs, Placement, Registered, Schedule, ScheduleError, StageGraph, check
 from penstock.schedule.short_repr import short_repr
 from penstock.simulation.lister import Lister
+from penstock.unknown_names import refuse_unknown
 
 
 @refuse_unknown(ScheduleError)

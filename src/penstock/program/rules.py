@@ -23,9 +23,9 @@ from penstock.engine.list_by_rules import (
     IN_ORDER,
     INTERLEAVED,
 )
-from penstock.renamed import refuse_unknown
 from penstock.schedule import Op, ScheduleError
 from penstock.schedule.short_repr import short_repr
+from penstock.unknown_names import refuse_unknown
 
 if TYPE_CHECKING:
     from penstock.program.view import View

@@ -21,7 +21,6 @@ option_values    checks of single values in options
 """
 
 from penstock.cost.cut import PartitionError, partition
-from penstock.renamed import renamed
 from penstock.runtime.adapt import AdaptOptions
 from penstock.runtime.arguments import ParallelOptions, PrecisionOptions
 from penstock.runtime.emulation.mesh import EmulatedMesh
@@ -73,7 +72,3 @@ __all__ = [
     "plain_step",
     "split",
 ]
-
-
-def __getattr__(name: str) -> object:
-    raise renamed(__name__, name, {"Steering": "AdaptOptions"})

@@ -12,7 +12,6 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from penstock.renamed import refuse_unknown
 from penstock.runtime.adapt import AdaptOptions
 from penstock.runtime.errors import RuntimeFailure
 from penstock.runtime.option_values import is_amount, is_number, require_value
@@ -25,6 +24,7 @@ from penstock.runtime.stage.stage import StageSource
 from penstock.runtime.transport.choose import TransportOptions
 from penstock.schedule import Schedule
 from penstock.schedule.short_repr import short_repr
+from penstock.unknown_names import refuse_unknown
 
 
 def rates_of(given: Iterable[float]) -> list[float]:
@@ -105,10 +105,7 @@ class PrecisionOptions:
         return self.scaler if self.scaler is not None and self.scaler.is_enabled() else None
 
 
-ZERO = "sharding='copies' for zero=True, sharding='none' for zero=False"
-
-
-@refuse_unknown(RuntimeFailure, {"zero": ZERO})
+@refuse_unknown(RuntimeFailure)
 @dataclass(frozen=True)
 class ParallelOptions:
     """How a model is cut into stages, where they run, and what is sharded.
@@ -187,21 +184,6 @@ class ParallelOptions:
     def of_replicas(self) -> str:
         """What the replicas of a mesh shard: "none", "zero1" or "fsdp"."""
         return self.sharding if self.sharding in ("zero1", "fsdp") else "none"
-
-
-KEYWORDS = {
-    **{name: f"precision=ps.PrecisionOptions({name}=...)" for name in ("autocast", "clip_norm")},
-    **{
-        name: f"parallel=ps.ParallelOptions({name}=...)"
-        for name in ("sharding", "parallelize", "device", "costs", "tied")
-    },
-    "zero": "parallel=ps.ParallelOptions(sharding=...): 'copies' for zero=True, 'none' for zero=False",
-    "depth": "transport=ps.TransportOptions('direct', depth=...)",
-    "delegates": "transport=ps.TransportOptions(delegates=...)",
-    "links": "transport=ps.TransportOptions(links=...)",
-    "steering": "adapt=ps.AdaptOptions(...)",
-}
-"""Keywords of `ps.Pipeline` before 0.2, each with its replacement."""
 
 
 @dataclass(frozen=True, eq=False)

@@ -18,10 +18,8 @@ from torch.optim import Optimizer
 from penstock.control import Configuration
 from penstock.cost import Links
 from penstock.dispatch import Dispatch
-from penstock.renamed import OldName, refuse_old
 from penstock.runtime.adapt import AdaptOptions, Agent, NodeProbes, RunSetting, start_agent
 from penstock.runtime.arguments import (
-    KEYWORDS,
     ParallelOptions,
     PipelineArguments,
     PrecisionOptions,
@@ -61,6 +59,7 @@ from penstock.runtime.verification import Verification
 from penstock.runtime.verify import Verifier
 from penstock.schedule import Schedule
 from penstock.simulation import Timeline
+from penstock.unknown_names import refuse_unknown
 
 
 class Pipeline:
@@ -128,9 +127,7 @@ class Pipeline:
         (torch.Size([]), 'measured')
     """
 
-    told, tell_each_step = OldName("step_sums"), OldName("sum_each_step")
-
-    @refuse_old(KEYWORDS, RuntimeFailure)
+    @refuse_unknown(RuntimeFailure)
     def __init__(
         self,
         model: nn.Module | Sequence[StageSource],
@@ -342,7 +339,7 @@ class Pipeline:
         """The decisions of adapting so far, as in its log. Only rank 0's process has them."""
         return self._agent.decisions if self._agent is not None else []
 
-    @refuse_old({}, RuntimeFailure)
+    @refuse_unknown(RuntimeFailure)
     @one_at_a_time
     def reconfigure(self, configuration: Configuration) -> None:
         """Switches to another schedule, dispatch or set of delegated links from the next step on.
@@ -386,7 +383,7 @@ class Pipeline:
 
     # Stepping.
 
-    @refuse_old({}, RuntimeFailure)
+    @refuse_unknown(RuntimeFailure)
     @one_at_a_time
     def step(
         self, inputs: Any, targets: Any = None, *, update: bool = True, rates: Sequence[float] | None = None
@@ -524,7 +521,7 @@ class Pipeline:
         with self._local.sharing(doing), self._local.mesh.waiting():
             yield
 
-    @refuse_old({}, RuntimeFailure)
+    @refuse_unknown(RuntimeFailure)
     @one_at_a_time
     def update(self) -> Tensor | None:
         """Clips, runs the optimizer and clears the gradients. Returns the norm if clipping is on.
@@ -538,7 +535,7 @@ class Pipeline:
         with self._updating("an update"):
             return state.update()
 
-    @refuse_old({}, RuntimeFailure)
+    @refuse_unknown(RuntimeFailure)
     @one_at_a_time
     def clip(self, max_norm: float) -> Tensor:
         """Scales the gradients so that the norm of the whole model's is at most `max_norm`. Returns the norm before.
@@ -629,7 +626,7 @@ class Pipeline:
         require_plain_modes(self._local.model.device, "verify", trains=True)
         return Verifier(self._local, self._given, mix(self._seed, self._num_steps + 1)).verify(inputs, targets)
 
-    @refuse_old({}, RuntimeFailure)
+    @refuse_unknown(RuntimeFailure)
     @one_at_a_time
     def evaluate(self, inputs: Any, targets: Any = None) -> StepResult:
         """Computes the loss of a batch without gradients, in evaluation mode. The model does not change.
@@ -640,7 +637,7 @@ class Pipeline:
             raise RuntimeFailure(NO_LOSS.format("evaluate"))
         return self._result(self._run_forward(inputs, targets, Purpose.EVALUATE))
 
-    @refuse_old({}, RuntimeFailure)
+    @refuse_unknown(RuntimeFailure)
     @one_at_a_time
     def predict(self, inputs: Any) -> list[Any]:
         """The model's output for each microbatch, in evaluation mode. Every rank gets all outputs."""
@@ -712,7 +709,7 @@ class Pipeline:
             self._switch(following)
         return result
 
-    @refuse_old({}, CheckpointError)
+    @refuse_unknown(CheckpointError)
     @one_at_a_time
     def save(
         self,
@@ -745,7 +742,7 @@ class Pipeline:
         self._local.notices.note(saving.later_than(path))
         return path
 
-    @refuse_old({}, CheckpointError)
+    @refuse_unknown(CheckpointError)
     @one_at_a_time
     def load(
         self,
@@ -773,7 +770,7 @@ class Pipeline:
         self._local.notices.note(loaded.notices)
         return loaded.meta
 
-    @refuse_old({}, RuntimeFailure)
+    @refuse_unknown(RuntimeFailure)
     @one_at_a_time
     def hand_over(self, then: Pipeline) -> int:
         """Hands all state of training to another pipeline of the same model, which continues from here.

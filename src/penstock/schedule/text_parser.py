@@ -135,8 +135,6 @@ def _schedule(text: str) -> Schedule:
             is_first, top, head = False, number, _HEAD.fullmatch(line)
             if head is not None:
                 continue
-            if old := re.search(r"memory limit (\S+)", line):
-                _fail(number, 1, f"{old[0]!r} is 'at most {old[1]} in flight' since 0.2")
             if not any(each.fullmatch(line) for each in (_PIPELINE, _UPDATES, _ROW, _CELLS)):
                 _fail(
                     number,

@@ -19,7 +19,6 @@ from typing import NamedTuple
 from penstock.cost import CostError, Costs, Links
 from penstock.dispatch import Dispatch
 from penstock.engine import memory
-from penstock.renamed import refuse_old
 from penstock.schedule import Placement, Schedule, count_versions
 from penstock.schedule.op import BACKWARD, UPDATE, WEIGHT
 from penstock.schedule.short_repr import short_repr
@@ -28,6 +27,7 @@ from penstock.schedule.updates import OWNER
 from penstock.schedule.weight_versions import SHARDINGS
 from penstock.simulation.simulator import simulate
 from penstock.simulation.timeline import Timeline
+from penstock.unknown_names import refuse_unknown
 
 
 class RankFootprint(NamedTuple):
@@ -100,7 +100,7 @@ class Footprint:
         return self.mean / self.peak if self.peak else 1.0
 
 
-@refuse_old({"zero": "sharding='copies' for zero=True, 'none' for zero=False"}, CostError)
+@refuse_unknown(CostError)
 def footprint(
     schedule: Schedule,
     costs: Costs,

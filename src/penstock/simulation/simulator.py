@@ -10,7 +10,6 @@ from penstock.cost import CostError, Costs, Links
 from penstock.cost.costs import require_costs
 from penstock.cost.links import LinkQueues
 from penstock.dispatch import Dispatch, Policy
-from penstock.renamed import refuse_old
 from penstock.schedule import Schedule, ScheduleError
 from penstock.schedule.channels import BUFFERED, require_channel
 from penstock.schedule.op import UPDATE
@@ -23,6 +22,7 @@ from penstock.simulation.memory import frozen_caps, frozen_peaks, memory_changes
 from penstock.simulation.runner import Runner
 from penstock.simulation.timeline import Timeline, timeline_of
 from penstock.simulation.transport import Blocking, Decoupled, SimulatedTransport, as_transport
+from penstock.unknown_names import refuse_unknown
 
 __all__ = [
     "Blocking", "Decoupled", "SimulatedTransport", "as_dispatch", "frozen_caps", "frozen_peaks", "memory_changes",
@@ -33,7 +33,7 @@ COMPILE_ABOVE = 50_000
 """Number of ops from which on a single run is worth loading the compiled loop (which takes about 0.6 s, once)."""
 
 
-@refuse_old({"max_held": "memory_limit=..., as ps.plan takes"}, ScheduleError)
+@refuse_unknown(ScheduleError)
 def simulate(
     schedule: Schedule,
     costs: Costs | None = None,

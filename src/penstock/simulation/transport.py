@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from penstock.cost import CostError
-from penstock.renamed import refuse_unknown
 from penstock.schedule.short_repr import short_repr
+from penstock.unknown_names import refuse_unknown
 
 
 @dataclass(frozen=True)

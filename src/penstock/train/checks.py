@@ -170,17 +170,12 @@ def is_schedule_file(schedule: str) -> bool:
     return schedule not in SCHEDULES and ("/" in schedule or bool(Path(schedule).suffix) or Path(schedule).exists())
 
 
-RENAMED = {"zero": "'sharding', with 'copies' for on and 'none' for off"}
-"""Old names of settings, each with its present name."""
-
-
 def check_known(kind: type, values: Mapping[str, Any], where: str) -> dict[str, Any]:
     """Values for a settings class, with lists made tuples. Raises SettingsError for a name that the class
     does not have.
     """
     if unknown := sorted(set(values) - set(typing.get_type_hints(kind))):
-        now = f": it is {RENAMED[unknown[0]]} since 0.2" if unknown[0] in RENAMED else ""
-        raise SettingsError(f"{where}unknown setting {unknown[0]!r}; it was written by another version{now}")
+        raise SettingsError(f"{where}unknown setting {unknown[0]!r}; it was written by another version")
     return {name: tuple(value) if isinstance(value, list) else value for name, value in values.items()}
 
 

@@ -16,7 +16,6 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from penstock.data import Corpus
 from penstock.models import parallelize
 from penstock.passes.reduce import REDUCE
-from penstock.renamed import did_you_mean
 from penstock.runtime import MuonAdamW, Pipeline, RuntimeFailure
 from penstock.runtime.adapt import AdaptOptions
 from penstock.runtime.arguments import ParallelOptions, PrecisionOptions
@@ -30,6 +29,7 @@ from penstock.train.planned_batches import recorded_batches
 from penstock.train.settings import Settings, SettingsError, check_precision, check_ties
 from penstock.train.tasks.open import open_task, schedule_of
 from penstock.train.tasks.task import Task, TaskData
+from penstock.unknown_names import did_you_mean
 
 
 @dataclasses.dataclass(frozen=True)

@@ -18,8 +18,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, NamedTuple
 
-from penstock.renamed import did_you_mean
 from penstock.train.checks import SettingsError
+from penstock.unknown_names import did_you_mean
 
 
 class OwnName(NamedTuple):

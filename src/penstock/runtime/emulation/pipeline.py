@@ -30,7 +30,6 @@ from penstock.control import Configuration
 from penstock.cost import CostError, Costs, Links
 from penstock.cost.links import LinkQueues
 from penstock.dispatch import Dispatch, lower
-from penstock.renamed import refuse_old
 from penstock.runtime.adapt import AdaptOptions, RunSetting, Vote, start_agent
 from penstock.runtime.compatibility import allowed_adaptation, require_runnable
 from penstock.runtime.emulation.backend import EmulatedDevices, Ended
@@ -61,6 +60,7 @@ from penstock.schedule.send_recv import remove_communication
 from penstock.schedule.short_repr import short_repr
 from penstock.simulation import Timeline, simulate
 from penstock.simulation.simulator import frozen_caps, memory_changes
+from penstock.unknown_names import refuse_unknown
 
 
 @dataclass(frozen=True)
@@ -84,15 +84,6 @@ class EmulatedStep:
     late: tuple[float, ...]
     began: int
     crossings: tuple[TransferRecord, ...] = ()
-
-
-KEYWORDS = {
-    "max_held": "memory_limit=..., as ps.plan takes",
-    "depth": "transport=ps.TransportOptions('direct', depth=...)",
-    "delegates": "transport=ps.TransportOptions(delegates=...)",
-    "steering": "adapt=ps.AdaptOptions(...)",
-}
-"""Keywords before 0.2, each with its replacement."""
 
 
 class EmulatedPipeline:
@@ -133,7 +124,7 @@ class EmulatedPipeline:
         ('measured', True)
     """
 
-    @refuse_old(KEYWORDS, RuntimeFailure)
+    @refuse_unknown(RuntimeFailure)
     def __init__(
         self,
         schedule: Schedule,
@@ -417,7 +408,7 @@ def _errors(measured: Sequence[Timeline], simulated: Sequence[Timeline]) -> tupl
     return tuple(m.makespan / s.makespan - 1 if s.makespan else 0.0 for m, s in zip(measured, simulated, strict=True))
 
 
-@refuse_old(KEYWORDS, RuntimeFailure)
+@refuse_unknown(RuntimeFailure)
 def emulate(
     schedule: Schedule,
     costs: Costs,

@@ -10,7 +10,6 @@ import torch.distributed as dist
 
 from penstock.control import Event
 from penstock.cost import Links
-from penstock.renamed import refuse_unknown
 from penstock.runtime.errors import RuntimeFailure
 from penstock.runtime.mesh.interfaces import addresses_for, network_name
 from penstock.runtime.mesh.peers import GroupPeers
@@ -31,6 +30,7 @@ from penstock.runtime.transport.wiring import Wiring
 from penstock.schedule import Schedule
 from penstock.schedule.short_repr import short_repr
 from penstock.simulation import Blocking
+from penstock.unknown_names import refuse_unknown
 
 NAMES = ("host", "gloo", "direct", "delegate", "nccl")
 BASES = ("host", "gloo", "direct")

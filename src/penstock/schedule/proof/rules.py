@@ -29,7 +29,6 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from penstock.engine.tolerance import is_within, slack
-from penstock.renamed import refuse_old
 from penstock.schedule.async_ops import activations_added, rows_of, walk_memory
 from penstock.schedule.channels import (
     explain_circle,
@@ -76,11 +75,12 @@ from penstock.schedule.proof.updates import (
 from penstock.schedule.schedule import Schedule, require_schedule
 from penstock.schedule.send_recv import find_mismatch, has_communication
 from penstock.schedule.stage_graph import Needs
+from penstock.unknown_names import refuse_unknown
 
 __all__ = ["check", "peak_in_flight", "run_untimed"]
 
 
-@refuse_old({"memory_limit": "max_in_flight=..., as ps.plan takes"}, ScheduleError)
+@refuse_unknown(ScheduleError)
 def check(
     schedule: Schedule,
     *,

@@ -17,7 +17,6 @@ from torch.utils.checkpoint import checkpoint
 
 from penstock.models import ParallelError, require_parallel
 from penstock.models.dividing import require_vocabulary
-from penstock.renamed import did_you_mean
 from penstock.runtime import PartitionError, partition
 from penstock.runtime.stage.branches import is_plain, loss_stages
 from penstock.schedule import Schedule, StageGraph
@@ -25,6 +24,7 @@ from penstock.train.checks import SettingsError
 from penstock.train.kinds import is_path
 from penstock.train.settings import Settings
 from penstock.train.tasks.task import BYTES
+from penstock.unknown_names import did_you_mean
 
 Config = TypeVar("Config")
 

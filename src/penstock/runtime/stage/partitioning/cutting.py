@@ -19,7 +19,6 @@ from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from penstock.cost.cut import PartitionError, partition
-from penstock.renamed import refuse_old
 from penstock.runtime.errors import RuntimeFailure
 from penstock.runtime.option_values import is_count
 from penstock.runtime.stage.module_state import untouched
@@ -40,6 +39,7 @@ from penstock.runtime.stage.stage import (
 )
 from penstock.runtime.tensors.pytree import device_of, flatten
 from penstock.runtime.tensors.rng import restored
+from penstock.unknown_names import refuse_unknown
 
 T = TypeVar("T")
 
@@ -124,7 +124,7 @@ class Split(Sequence[Stage]):
         return f"<Split into {len(self)} stages of {', '.join(str(len(paths)) for paths in self.layers)} layers>"
 
 
-@refuse_old({}, PartitionError)
+@refuse_unknown(PartitionError)
 def split(
     model: nn.Module,
     num_stages: int | None = None,
