@@ -19,6 +19,7 @@ from torch.nn import Parameter
 from torch.optim import Optimizer
 
 import penstock as ps
+from lookahead_runs import Lookahead as ByPosition
 from penstock.runtime.checkpoint import CheckpointError
 
 WIDTH = 6
@@ -288,3 +289,14 @@ def test_an_optimizer_within_that_is_not_there_yet_is_refused(tmp_path: Path) ->
     pipe.save(tmp_path)
     with pytest.raises(CheckpointError, match=r"holds AdamW at inner of Late, this run has none.* at once"):
         pipeline(Late).load(tmp_path)
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "pipedream"])
+def test_a_list_of_tensors_by_position_trains_in_one_process(schedule: str) -> None:
+    """Only a process that steps a part of the parameters refuses it: tests/multiproc/field/test_case_25."""
+    model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH))
+    optimizer = ByPosition(model.parameters())
+    with ps.Pipeline(model, ps.build(schedule, 2, 2), loss_fn=nn.MSELoss(), optimizer=optimizer) as pipe:
+        before = model[0].weight.detach().clone()
+        pipe.step(torch.ones(4, WIDTH), torch.zeros(4, WIDTH))
+        assert not torch.equal(before, model[0].weight)

@@ -10,18 +10,18 @@ So a function makes the same groups on every replica, whichever parameters each 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn import Parameter
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from penstock.runtime.errors import RuntimeFailure
-from penstock.runtime.parameters.optimizer_attributes import optimizers_in
+from penstock.runtime.parameters.optimizer_attributes import attributes_of, optimizers_in
 from penstock.runtime.tensors.dtensor import is_sharded
 
 
@@ -65,15 +65,52 @@ def optimizer_of(
         optimizer = made_by(given, known)
     own = {id(p) for p in parameters}
     elsewhere = {id(p): p for p in known if id(p) not in own}  # an optimizer may step others that it made itself
+    shortened: set[int] = set()
     for one in optimizers_in(optimizer).values():
         for group in one.param_groups:
             named = [each for p in group["params"] for each in (stand_ins or {}).get(id(p), (p,))]
-            group["params"] = [p for p in named if id(p) not in elsewhere]
+            kept = [p for p in named if id(p) not in elsewhere]
+            if len(kept) != len(group["params"]):
+                shortened |= {len(known), len(group["params"])}
+            group["params"] = kept
         if optimizer is not given:  # some make state for all parameters at once
             for p in elsewhere.values():
                 one.state.pop(p, None)
         step_mixed_groups_singly(one)
+    _require_no_lists(optimizer, shortened - {1}, known)
     return optimizer
+
+
+def _require_no_lists(optimizer: Optimizer, lengths: Collection[int], known: Sequence[Parameter]) -> None:
+    """Raises RuntimeFailure if an optimizer keeps a list of tensors as long as a list of parameters that lost some:
+    it would match the parameters that are left with the tensors of others.
+    """
+    ids = set(map(id, known))
+    for one in optimizers_in(optimizer).values() if lengths else ():
+        of_groups = [{**group, "params": ()} for group in one.param_groups]
+        for name, value in (*attributes_of(one).items(), ("param_groups", of_groups), ("state", one.state)):
+            for found in _lists_in(value):
+                if len(found) in lengths and not ids.issuperset(map(id, found)):
+                    kind = type(one).__name__
+                    raise RuntimeFailure(
+                        f"{kind}.{name} holds a list of {len(found)} tensors, as many as it was given parameters. "
+                        "This process steps a part of these, and would match them with tensors of others. Give a "
+                        f"function, optimizer=lambda params: {kind}(params), which each process calls with its own "
+                        "parameters; or keep the tensors by parameter, self.state[p], which works under zero1 too"
+                    )
+
+
+def _lists_in(value: Any) -> Iterator[Sequence[Tensor]]:
+    """The lists of tensors within data, without what is kept by parameter."""
+    if isinstance(value, list | tuple):
+        if all(isinstance(each, Tensor) for each in value):
+            yield value
+        below: Iterable[Any] = value
+    else:
+        pairs = value.items() if isinstance(value, Mapping) else ()
+        below = (each for key, each in pairs if not isinstance(key, Tensor))
+    for each in below:
+        yield from _lists_in(each)
 
 
 def facts_of(optimizer: Optimizer | None) -> dict[str, object]:
