@@ -56,6 +56,27 @@ def test_a_run_over_slow_links_is_the_same_on_every_rank(name: str, dispatch: st
     assert outcomes[0].value == outcomes[1].value == outcomes[2].value
 
 
+def measure_the_first_step(rank: int, links: str) -> list[tuple[int, bool]]:
+    """How long each message of the first step took, and whether it came after the step began."""
+    schedule = ps.build("1f1b", 2, 6)
+    with ps.runtime.EmulatedPipeline(
+        schedule, ps.Costs.uniform(2), links=Links.parse(links) if links else None, timeout=PATIENCE
+    ) as pipe:
+        step = pipe.step()
+    return [(crossing.duration, crossing.arrived >= step.began) for crossing in step.crossings]
+
+
+@pytest.mark.parametrize("links", ["", "0:1=bandwidth:10MB/s+latency:5ms"])
+def test_messages_that_connect_the_ranks_are_not_measured_as_the_first_step(links: str) -> None:
+    outcomes = run_ranks(2, measure_the_first_step, links)
+    assert [o.code for o in outcomes] == [0, 0], outcomes[0].text
+    for outcome in outcomes:
+        assert all(is_later for _, is_later in outcome.value)
+        if links:  # whose conditions tell every message's moment; without, a message may lie unseen and is left out
+            assert len(outcome.value) == 6
+            assert all(duration >= 5e6 for duration, _ in outcome.value)
+
+
 def differ(rank: int) -> str:
     links = Links.parse("0:1=latency:20ms" if rank else "0:1=latency:30ms")
     with pytest.raises(RuntimeFailure) as raised:

@@ -207,6 +207,7 @@ class EmulatedPipeline:
         self._executor = StepExecutor(self._devices, peers.here, choice)
         # Connects the ranks and tells them all shapes, which later steps need not do.
         self._executor.run(plan, plan.plan, self._transport)
+        self._transport.crossings()  # those messages had no conditions, so no step counts them
         self._devices.stretch = self.stretch
         self._conditions.start(self.link_conditions, self.stretch, barrier.begin(self._rank, perf_counter_ns()))
 

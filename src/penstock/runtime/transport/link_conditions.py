@@ -179,7 +179,7 @@ class ConditionedTransport(TransportLayer):
         """Takes in what was carried here."""
         if not edges:
             return
-        # Records first: what they are of has then come in, if not with `edges`.
+        # Records first: their messages have then come in, if not with `edges`.
         records = self.inner.crossings()
         found = []
         for edge in [*edges, *self.inner.arrivals()]:
@@ -187,6 +187,17 @@ class ConditionedTransport(TransportLayer):
             stamp, size = MessageStamp.take_off(payload), size_of(payload)
             found.append((edge, stamp, size))
             self._known.setdefault(stamp.source, deque(maxlen=KNOWN)).append((stamp.sent, stamp.due, size))
+        arrived = self._carried(records)
+        for edge, stamp, size in found:
+            due = stamp.due + (self._ahead[stamp.source] if self._ahead else 0)
+            moment = max(due, arrived.get((stamp.source, stamp.sent), 0))
+            record = TransferRecord(stamp.source, self.rank, size, stamp.sent, stamp.sent, moment)
+            held = HeldArrival(due, self._num_carried, edge, record if self._records(stamp) else None)
+            heapq.heappush(self._waiting, held)
+            self._num_carried += 1
+
+    def _carried(self, records: Sequence[TransferRecord]) -> dict[tuple[int, int], int]:
+        """Logs the records of messages without a condition; of the others, by source and sending, when they came."""
         arrived = {}
         for record in records:
             # A rank sends one message after the other, so it is the latest that was not handed over later.
@@ -197,13 +208,7 @@ class ConditionedTransport(TransportLayer):
                     arrived[record.source, sent] = record.arrived
                 else:
                     self._log.add(*record._replace(num_bytes=size))
-        for edge, stamp, size in found:
-            due = stamp.due + (self._ahead[stamp.source] if self._ahead else 0)
-            moment = max(due, arrived.get((stamp.source, stamp.sent), 0))
-            record = TransferRecord(stamp.source, self.rank, size, stamp.sent, stamp.sent, moment)
-            held = HeldArrival(due, self._num_carried, edge, record if self._records(stamp) else None)
-            heapq.heappush(self._waiting, held)
-            self._num_carried += 1
+        return arrived
 
     def _records(self, stamp: MessageStamp) -> bool:
         """Whether a message is recorded here. What carried it records when it came, where nothing delays it."""
@@ -260,6 +265,7 @@ class ConditionedTransport(TransportLayer):
         """The messages that came in since the last call. Those of links with conditions arrived when these say, or
         when they had been carried, if that was later.
         """
+        self._carried(self.inner.crossings())  # of messages that came in after the records were last asked for
         return self._log.take()
 
 
