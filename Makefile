@@ -4,6 +4,7 @@
 # make papers-quick   simulates the papers' headlines anew, measures three ratios, and compares; a quarter of an hour
 # make papers   runs the figures and tables that need no GPU again, and writes their pages; rows of AMDP's training that
 #               are there already are kept, and experiments/uneven is apart; many hours
+# make titan    installs TorchTitan into build/torchtitan, which tests of the nightly tier train with
 # make site     builds the documentation into build/site, with no network; open build/site/index.html
 #
 # All that is needed beforehand is git, make and python3 (3.11 or newer, with its venv module).
@@ -39,7 +40,7 @@ unexport PYTHONDONTWRITEBYTECODE
 # ARGS may choose tests of one phase only; pytest says 5 when it finds none in the other.
 none_is_fine := || [ $$? -eq 5 ]
 
-.PHONY: train test lint lint-types lint-style lint-words format site papers papers-quick install clean
+.PHONY: train test lint lint-types lint-style lint-words format site papers papers-quick install titan clean
 
 train: $(INSTALLED)
 	$(BIN)/penstock train $(ARGS)
@@ -85,6 +86,9 @@ format: $(INSTALLED)
 	$(BIN)/ruff format .
 
 install: $(INSTALLED)
+
+titan: $(INSTALLED)
+	$(PIP) --no-deps --upgrade --target build/torchtitan -r .ci/torchtitan.txt
 
 # pip would compile what it installs on one core; compileall does on all. A few files of others are no Python 3. What
 # hardly anything imports, 40% of the files, is compiled when it is imported.

@@ -124,7 +124,7 @@ class PlannedSchedule(torchs._PipelineScheduleRuntime):
         **options: Any,
     ) -> None:
         given = list(stages) if isinstance(stages, Sequence) else [stages]
-        schedule = _as_schedule(plan)
+        schedule = as_schedule(plan)
         if n_microbatches not in (None, schedule.num_microbatches):
             raise ScheduleError(
                 f"the plan has {schedule.num_microbatches} microbatches, n_microbatches is {n_microbatches}; plan "
@@ -154,7 +154,7 @@ class PlannedSchedule(torchs._PipelineScheduleRuntime):
 
         Args and Raises: as of the class.
         """
-        schedule = _as_schedule(plan)
+        schedule = as_schedule(plan)
         mine = sorted(stage.stage_index for stage in self._stages)
         if (schedule.num_stages, schedule.num_ranks) != (self._num_stages, self.pp_group_size):
             raise ScheduleError(
@@ -188,7 +188,7 @@ class PlannedSchedule(torchs._PipelineScheduleRuntime):
         return result
 
 
-def _as_schedule(plan: Schedule | Plan | str | Path) -> Schedule:
+def as_schedule(plan: Schedule | Plan | str | Path) -> Schedule:
     if isinstance(plan, Plan):
         return plan.schedule
     return plan if isinstance(plan, Schedule) else load(plan)
