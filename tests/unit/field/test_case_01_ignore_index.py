@@ -314,3 +314,37 @@ def test_targets_with_samples_in_another_dimension_or_whole() -> None:
         raising = pytest.raises(RuntimeFailure, match="together") if fails else nullcontext()
         with ps.Pipeline(model_of(form), ONE_PIPELINE, loss_fn=loss_fn, batch=rules) as pipe, raising:
             pipe.step(x, both)
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zb-h1", "chimera"])
+@pytest.mark.parametrize("masked", [(0,), (3,), (0, 1), (1, 2), (2, 3)])
+def test_a_microbatch_in_which_no_target_counts_is_told_wherever_it_comes(
+    schedule: str, masked: tuple[int, ...]
+) -> None:
+    """The first two counted alike, so nothing was compared after them, and all weights became nan."""
+    torch.manual_seed(0)
+    x, y = torch.randn(8, 5, WIDTH), torch.randint(3, (8, 5))
+    for m in masked:
+        y[2 * m : 2 * m + 2] = -100
+    model = [nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 3)]
+    with (
+        ps.Pipeline(model, ps.build(schedule, 2, 4), loss_fn=hidden_padding, optimizer=torch.optim.SGD) as pipe,
+        pytest.raises(RuntimeFailure, match=r"loss_fn gives [0-9.]+ for .* nan.*weight\(targets\)"),
+    ):
+        pipe.step(x, y)
+    assert all(p.isfinite().all() for stage in model for p in stage.parameters())
+
+
+def test_targets_that_are_no_numbers_are_not_the_loss_s_mistake_and_later_steps_compare_nothing() -> None:
+    x, y = torch.randn(8, WIDTH), torch.randn(8, 3)
+    y[7], calls = torch.nan, []
+
+    def counted(output: Tensor, target: Tensor) -> Tensor:
+        calls.append(len(output))
+        return F.mse_loss(output, target)
+
+    with ps.Pipeline([nn.Linear(WIDTH, 3)], ps.build("1f1b", 1, 4), loss_fn=counted) as pipe:
+        assert pipe.step(x, y, update=False).loss.isnan()
+        calls.clear()
+        pipe.step(x, y, update=False)
+    assert calls == [2] * 4

@@ -4,7 +4,8 @@
     their own losses, weighed as the step weighs them      0.5 * 2.104 + 0.5 * 2.016      2.060
 
 If the two differ, the step trains another loss than that of its batch. The loss is a mean over something that nobody
-counts, such as targets that are not padding; or it is a sum, or no mean at all.
+counts, such as targets that are not padding; or it is a sum, or no mean at all. After these two, a microbatch is
+compared only if its loss is not finite: nothing may count in it.
 
 The check changes nothing. It calls a copy of a loss that is a module or another object, with outputs that want no
 gradient, and puts the generators back. It is left out where it can't know: outputs that can't be joined along the
@@ -64,17 +65,18 @@ class LossCheck:
     """Checks the loss of a stage in its first training step.
 
     Attributes:
-        is_over: whether the loss needs no check, or none any more.
+        is_over: whether the loss needs no check, or none any more, after the first step.
     """
 
     def __init__(self, loss_fn: LossFn, device: torch.device, is_over: bool) -> None:
         self._loss_fn, self._device = loss_fn, device
         self._before: LossInputs | None = None
+        self._is_compared = False
         self.is_over = is_over or getattr(loss_fn, "by_microbatch", False) is True
 
     def drop(self) -> None:
         """Lets go of the outputs that a step has left."""
-        self._before = None
+        self._before, self._is_compared = None, False
 
     def inputs(self, m: int, output: Any, target: Any, batch: Microbatches) -> LossInputs | None:
         """What the loss is about to be given. None if it can't be joined with another microbatch's."""
@@ -91,14 +93,18 @@ class LossCheck:
         return LossInputs(m, detached, (form, form_of_targets), given, sizes and sizes[m], versions)
 
     def compare(self, now: LossInputs, loss: Tensor, batch: Microbatches) -> None:
-        """Compares the loss with that of the microbatch before, once there is one.
+        """Compares the loss with that of a microbatch before, if it is the first pair or one of both is not finite.
 
         Raises:
             BrokenContract: the loss of both together is not what their losses come to.
         """
         now.loss = float(loss.detach())
-        before, self._before = self._before, now
+        before = self._before
+        if before is None or math.isfinite(now.loss):
+            self._before = now
         if before is None or before.m == now.m or not any(before.m in w and now.m in w for w in batch.windows):
+            return
+        if self._is_compared and math.isfinite(before.loss + now.loss):
             return
         scales = [batch.scales[m] for m in (before.m, now.m)]
         total = 1.0 if adds_up(self._loss_fn) else sum(scales)
@@ -109,13 +115,12 @@ class LossCheck:
             joined = _joined(before, now)
             if joined is None:
                 return
-            self.is_over = True
+            self._is_compared = True
             together = float(self._call(now, joined))
             differs = self._differs(together, [before, now], joined, weights)
         except Exception:  # a loss that takes no other number of samples, or too little memory for both
             return
         if differs:
-            self.is_over = False  # the step fails again if it is tried again
             raise BrokenContract(self._words(together, [before, now], weights), 7)
 
     def _call(self, like: LossInputs, leaves: Sequence[Tensor], in_double: bool = False) -> Tensor:
