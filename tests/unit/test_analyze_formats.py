@@ -12,6 +12,7 @@ import pytest
 
 import penstock as ps
 from penstock.analyze import analyze_trace
+from penstock.analyze.words import headline
 from penstock.draw import save_picture
 from penstock.formats.traces import RunTrace, TraceError, read_trace
 from penstock.simulation import Timeline
@@ -163,6 +164,28 @@ def test_a_missing_file_of_a_rank_is_named(tmp_path: Path) -> None:
     (folder / "rank1.json.gz").unlink()
     with pytest.raises(TraceError, match="no ops of stage 1, but of stage 2: is the file of one rank missing"):
         analyze_trace(read_trace(folder))
+
+
+def test_a_file_without_names_of_ops_is_not_taken_for_an_idle_rank(tmp_path: Path) -> None:
+    """One process was recorded without names of ops: the others were analysed as a pipeline of their own."""
+    folder = profile(tmp_path / "run", [timeline()], lambda op: f"{'FB'.index(op.kind)} {op.microbatch}")
+    for rank in range(3):
+        value = json.loads(gzip.decompress((folder / f"rank{rank}.json.gz").read_bytes()))
+        value["distributedInfo"]["pg_config"] = [{"ranks": [0, 1, 2]}]
+        for event in value["traceEvents"]:
+            word, _, number = event["name"].partition(" ")
+            if word in ("0", "1") and rank < 2:
+                event["name"] = f"{('Forward', 'Backward')[int(word)]} {number}"
+        (folder / f"rank{rank}.json.gz").write_bytes(gzip.compress(json.dumps(value).encode()))
+    with pytest.raises(TraceError, match="no forwards or backwards are named in the files of processes 2"):
+        read_trace(folder)
+
+
+def test_the_first_sentence_and_the_step_times_say_the_same(tmp_path: Path) -> None:
+    """The sentence left late starts out: a step of 47 ms took "1.04 times as long" as 31 ms."""
+    folder = profile(tmp_path / "run", [timeline(), timeline(1)], lambda op: f"PP:{op.stage}{op.kind}{op.microbatch}")
+    found = analyze_trace(read_trace(folder))
+    assert f"takes {found.metrics.measured / found.metrics.ideal:.2f} times as long" in headline(found)
 
 
 def test_penstocks_own_trace_is_read(tmp_path: Path) -> None:

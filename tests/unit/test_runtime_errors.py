@@ -78,6 +78,16 @@ def test_a_loss_that_is_no_number(loss_fn: Any, said: str) -> None:
         pipe.step(*batches(4, 8)[0])
 
 
+def test_a_forward_that_fails_names_the_shapes_that_it_was_given() -> None:
+    """A mask for all samples, with as many rows as there are samples, was cut, and torch's error named no input."""
+    pipe = pipeline([Do(lambda ls, x, mask: ls[0](x) * mask, lin()), lin()])
+    x, y = batches(4, 8)[0]
+    with pytest.raises(RuntimeError, match="must match the size") as caught:
+        pipe.step({"x": x, "mask": torch.ones(9, 3)}, y)
+    assert any("x: float32 [3, 8], mask: float32 [3, 3]" in each for each in caught.value.__notes__)
+    assert any("ps.BatchRules" in each for each in caught.value.__notes__)
+
+
 @pytest.mark.parametrize("value", [{1, 2}, object(), {3: torch.zeros(1)}])
 def test_an_output_that_can_not_travel(value: Any) -> None:
     pipe = pipeline([Do(lambda ls, x: (ls[0](x), value), lin()), Do(lambda ls, x, v: x)])

@@ -227,6 +227,14 @@ class Counts(Chain):
         return super().forward(x)
 
 
+class CountsFromAClass(Chain):
+    count = 0  # the error named this line
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.count += 1
+        return super().forward(x)
+
+
 class CountsInABuffer(Chain):
     def __init__(self) -> None:
         super().__init__()
@@ -360,6 +368,7 @@ class Casts(Chain):
     ("kind", "line"),
     [
         (Counts, "changes its attribute 'count'.*self.count"),
+        (CountsFromAClass, "changes its attribute 'count'.*self.count"),
         (CountsInABuffer, "changes its attribute 'num_seen'.*self.num_seen"),
         (Notes, "changes its attribute 'seen'"),
         (Branches, "x if x.sum.. > 0 else -x"),

@@ -92,6 +92,13 @@ def test_batch_norms_are_told_as_what_they_are() -> None:
     assert "batch norms (1) in evaluation mode" in whole.found
 
 
+def test_a_model_with_dropout_and_batch_norms_is_told_that_both_were_left_out() -> None:
+    pipe = piped(row(nn.Sequential(nn.BatchNorm1d(D), nn.Dropout(0.4)), ranks=2), 2)
+    whole = pipe.verify(*batch()).comparisons[3]
+    assert whole.outcome == "same"
+    assert all(each in whole.found for each in ("without dropout", "batch norms (1) in evaluation mode"))
+
+
 def test_dropout_by_layers_and_by_functions_is_left_out_of_the_comparison_with_the_whole_batch() -> None:
     class Drops(nn.Module):
         def forward(self, x: Tensor) -> Tensor:

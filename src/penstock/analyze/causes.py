@@ -25,8 +25,8 @@ SLOW_WORKER, SLOW_REPLICA, SLOW_LINK = 1.02, 1.02, 1.5
 
 
 HELP = {
-    "worker": "its ops take longer than the same ops elsewhere: look at its clocks, temperature, host and "
-    "neighbours, and replace it",
+    "worker": "its ops take longer than the same ops elsewhere, or in other steps: look at its clocks, temperature, "
+    "host and neighbours",
     "replica": "its ops take longer on all of its ranks: look at what its hosts share",
     "stage": "the model is cut unevenly: move layers away from this stage; the last one also has the loss",
     "microbatches": "balance sequence lengths: pack by work, deal microbatches out to replicas by work, put the "
@@ -111,6 +111,8 @@ def _compute(run: ReplayedRun, effects: Effects) -> Iterator[SlowdownCause]:
             break
         here = (replica == d) & (rank == r)
         what = f"rank {r} of replica {d} ({_stages(stage[here])})"
+        if table.trace.num_replicas == 1:
+            what += ", longer in some steps than in its faster ones"
         cost = _cost(run, without(run, effects, np.maximum(effects.worker, 1.0), here))
         yield SlowdownCause("worker", {"replica": d, "rank": r}, what, cost, factor=factor)
     slowest = np.argsort(-effects.by_replica)[:MOST_REPLICAS]

@@ -18,7 +18,8 @@ def milliseconds(ms: float) -> str:
 
 def headline(found: RunAnalysis) -> str:
     """How much slower the run is, and the first cause."""
-    slow = f"{found.name} takes {found.slowdown:.2f} times as long as it would if all ops of a kind took as long"
+    times = found.slowdown * found.metrics.launch_slowdown
+    slow = f"{found.name} takes {times:.2f} times as long as if all ops of a kind took as long and none started late"
     if not found.causes:
         return f"{slow}; no single cause costs anything worth naming."
     first = found.causes[0]
@@ -29,8 +30,9 @@ def more(found: RunAnalysis) -> list[str]:
     """What each cause costs, what would help most, and how far to believe it."""
     m = found.metrics
     lines = [
-        f"A step takes {milliseconds(m.measured)} ({milliseconds(m.ideal)} ideally); replayed from its ops' own "
-        f"times it takes {milliseconds(m.replayed)}, off by {percent(found.replay_error)} in the median.",
+        f"A step takes {milliseconds(m.measured)}. Replayed from its ops' own times it takes "
+        f"{milliseconds(m.replayed)}, off by {percent(found.replay_error)} in the median; if all ops of a kind also "
+        f"took as long, it would take {milliseconds(m.ideal)}.",
         f"Ranks wait for {found.bubble_ratio:.0%} of a step.",
     ]
     if found.causes:

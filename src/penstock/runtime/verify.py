@@ -383,13 +383,11 @@ class Verifier:
         roots = [*([whole] if isinstance(whole, nn.Module) else []), *self._local.model.every_stage()]
         modules = list(dict.fromkeys(module for root in roots for module in root.modules()))
         norms: list[nn.Module] = [m for m in modules if isinstance(m, _BATCH_NORMS) and m.training]
-        words = (
-            f"compared with batch norms ({len(norms)}) in evaluation mode, as each normalises a microbatch by itself"
-        )
-        yield (words if norms else ""), norms
+        words = f"with batch norms ({len(norms)}) in evaluation mode, as each normalises a microbatch by itself"
+        yield (f"compared {words}" if norms else ""), norms
         drawing = [module for module in modules if _draws(module)]
         if drawing:
-            yield "compared without dropout", [*norms, *drawing]
+            yield "compared without dropout" + f", and {words}" * bool(norms), [*norms, *drawing]
         yield "compared in evaluation mode", modules
 
     # What all processes hear.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from typing import Any
 
 import pytest
 import torch
@@ -11,7 +12,9 @@ import penstock as ps
 
 pytest.importorskip("transformers", reason="transformers is not installed: pip install 'penstock[hf]'")
 
-from hf_heads import REFUSED, batch_of, gradients_of, model_of, whole_step
+from transformers import BertConfig, BertForSequenceClassification
+
+from hf_heads import BERT, REFUSED, batch_of, gradients_of, model_of, whole_step
 from penstock.models.huggingface import Decoder, DecoderError, inputs_and_targets
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -76,6 +79,42 @@ def test_a_loss_that_is_set_on_the_object_is_trained() -> None:
 def test_what_cannot_be_trained_is_refused_in_words(name: str) -> None:
     with pytest.raises(DecoderError, match=rf"(?s){REFUSED[name][1]}"):
         Decoder(model_of(name))
+
+
+class NormedBert(BertForSequenceClassification):
+    """With a batch norm in its head, which made its loss no mean over samples."""
+
+    def __init__(self, config: Any) -> None:
+        super().__init__(config)
+        self.classifier = torch.nn.Sequential(torch.nn.BatchNorm1d(config.hidden_size), self.classifier)
+
+
+class AskingBert(BertForSequenceClassification):
+    """Which fails where it is given no labels."""
+
+    def forward(self, input_ids=None, attention_mask=None, labels=None):  # type: ignore[no-untyped-def]
+        out = super().forward(input_ids, attention_mask)
+        out["loss"] = torch.nn.functional.cross_entropy(out.logits, labels)
+        return out
+
+
+def test_batch_norms_in_a_head_normalise_each_microbatch_as_in_a_plain_loop() -> None:
+    torch.manual_seed(0)
+    config = BertConfig(**BERT, num_labels=3, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0)
+    model = NormedBert(config)
+    plain, batch = copy.deepcopy(model), {key: each[:6] for key, each in batch_of(model).items()}
+    batch["labels"] = torch.arange(6) % 3
+    decoder = Decoder(model)
+    with ps.Pipeline(decoder.stages(2), ps.build("1f1b", 2, 3), loss_fn=decoder.loss) as pipe:
+        assert pipe.verify(*decoder.inputs_and_targets(batch)).holds
+        found = pipe.step(*decoder.inputs_and_targets(batch), update=False).loss
+    losses = [plain(**{key: each.chunk(3)[m] for key, each in batch.items()}).loss for m in range(3)]
+    torch.testing.assert_close(torch.as_tensor(found), torch.stack(losses).mean())
+
+
+def test_a_forward_that_needs_labels_is_told_that_it_runs_without() -> None:
+    with pytest.raises(DecoderError, match="only where labels are given"):
+        Decoder(AskingBert(BertConfig(**BERT, num_labels=3)))
 
 
 def test_labels_that_stayed_behind_are_asked_for() -> None:

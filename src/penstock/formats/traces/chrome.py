@@ -278,6 +278,14 @@ def _located(
     for event, found in said:
         if found is not None and found.numbers["stage"] is not None:
             ops[event.worker].add((found.numbers["stage"], found.numbers["microbatch"]))
+    computing = {
+        event.worker for event, found in said if found is not None and kind_named(found.op).scope is Scope.COMPUTE
+    }
+    if nameless := sorted(set().union(*pipelines) - computing):
+        raise TraceError(
+            f"{name}: no forwards or backwards are named in the files of processes {', '.join(map(str, nameless))}, "
+            "and in the others they are; record all processes of a pipeline in one way, in the same run"
+        )
     place = _places(workers, ops, pipelines, num_ranks, name)
     if num_microbatches is None and not steps and len(workers) > 1:
         num_microbatches = _microbatches_of_a_step(said)

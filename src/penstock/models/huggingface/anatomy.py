@@ -201,10 +201,11 @@ def examine(model: Any, blocks: str | None = None) -> Anatomy:
             f"{name} reads the last token of each text, and does not know which are padding ({reasons[0]}); set "
             "model.config.pad_token_id to the tokenizer's"
         )
+    unlabelled = " It is run without labels: let its forward work out a loss only where labels are given."
     raise DecoderError(
         f"{name}: the code around its blocks {' and '.join(map(repr, lists))} does not run apart from them "
-        f"({reasons[0]}); looked for an embedding, blocks that pass on hidden states, and a norm and head. "
-        f"{BY_STAGES}"
+        f"({reasons[0]}).{unlabelled * ('NoneType' in reasons[0])} Penstock looked for an embedding, blocks that "
+        f"pass on hidden states, and a norm and head. {BY_STAGES}"
     )
 
 

@@ -25,6 +25,7 @@ from penstock.models.huggingface.shift import Shift
 from penstock.models.huggingface.shrink import require_small, shrunken
 from penstock.models.huggingface.weights import require_unquantized, shapes_of
 from penstock.runtime import partition
+from penstock.runtime.stage.stage import GATHERS
 from penstock.runtime.tensors.pytree import flatten, unflatten
 
 __all__ = ["require_equal", "sample_batch", "small_model"]
@@ -173,6 +174,9 @@ def own_loss(model: Any, anatomy: Anatomy, known: OwnLoss | None = None) -> OwnL
         tried = copy.deepcopy(model)
         for parameter in {p for path in anatomy.after for p in tried.get_submodule(path).parameters()}:
             parameter.data *= SCALE
+        for module in tried.modules():
+            if isinstance(module, GATHERS):  # in training it normalises each microbatch by itself
+                module.eval()
     with torch.no_grad():
         each = torch.stack([returned(tried, batch)["loss"] for batch in batches])
         whole = returned(tried, _joined(batches))["loss"]

@@ -386,7 +386,9 @@ class StageRunner:
         seed = self.settings.seed
         try:
             return self.stage(value, None if seed is None else mix(seed, self._first + m))
-        except RuntimeError as error:
+        except Exception as error:
+            rules = "; batch=ps.BatchRules(...) says how inputs are cut" * (self.index == 0)
+            error.add_note(f"stage {self.index} was given {shown(value)} as microbatch {m}{rules}")
             # Torch's own, as of what has another type than before. What is of another class says more by that.
             if type(error) is not RuntimeError or not (words := self._types(value)):
                 raise

@@ -94,7 +94,7 @@ def line_of_error(error: BaseException) -> SourceLine | None:
 
 
 def attribute_line(module: nn.Module, name: str) -> SourceLine | None:
-    """Where a module's code, besides what makes it, mentions an attribute or a name."""
+    """The first line of a module's methods, besides `__init__`, that mentions an attribute or a name."""
     for kind in type(module).__mro__:
         if kind is nn.Module:
             break
@@ -107,6 +107,8 @@ def attribute_line(module: nn.Module, name: str) -> SourceLine | None:
         for number, text in enumerate(lines, start=max(first, 1)):
             if text.strip().startswith(("def ", "class ")):
                 method = text.strip().split("(")[0]
-            elif method not in ("", "def __init__") and re.search(rf"\b{re.escape(name)}\b", text):
+            elif (
+                method.startswith("def ") and method != "def __init__" and re.search(rf"\b{re.escape(name)}\b", text)
+            ):
                 return SourceLine(path, number)
     return None
