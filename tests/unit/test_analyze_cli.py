@@ -50,7 +50,7 @@ def test_a_paragraph_and_a_page(trace: Path, tmp_path: Path, capsys: pytest.Capt
     assert code == 0
     paragraph, wrote = out.strip().split("\n")
     assert wrote == f"wrote {page}"
-    assert "the first cause is a slow worker: rank 2 of replica 1 (stage 2)" in paragraph
+    assert "the first cause is rank 2 of replica 1 (stage 2)" in paragraph
     text = page.read_text(encoding="utf-8")
     for title in ("Causes", "What if", "Steps", "Workers", "Microbatches", "One step", "The study's measures"):
         assert f"<h2>{title.replace(chr(39), '&#x27;')}</h2>" in text

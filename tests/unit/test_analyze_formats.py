@@ -177,7 +177,7 @@ def test_a_file_without_names_of_ops_is_not_taken_for_an_idle_rank(tmp_path: Pat
             if word in ("0", "1") and rank < 2:
                 event["name"] = f"{('Forward', 'Backward')[int(word)]} {number}"
         (folder / f"rank{rank}.json.gz").write_bytes(gzip.compress(json.dumps(value).encode()))
-    with pytest.raises(TraceError, match="no forwards or backwards are named in the files of processes 2"):
+    with pytest.raises(TraceError, match="no file with forwards or backwards of 2"):
         read_trace(folder)
 
 

@@ -18,12 +18,11 @@ def milliseconds(ms: float) -> str:
 
 def headline(found: RunAnalysis) -> str:
     """How much slower the run is, and the first cause."""
-    times = found.slowdown * found.metrics.launch_slowdown
+    times = found.metrics.measured / found.metrics.ideal
     slow = f"{found.name} takes {times:.2f} times as long as if all ops of a kind took as long and none started late"
     if not found.causes:
         return f"{slow}; no single cause costs anything worth naming."
-    first = found.causes[0]
-    return f"{slow}; the first cause is {_what(first.kind)}: {first.what}."
+    return f"{slow}; the first cause is {found.causes[0].what}."
 
 
 def more(found: RunAnalysis) -> list[str]:
@@ -64,18 +63,3 @@ def facts(found: RunAnalysis) -> list[tuple[str, str]]:
         ("schedule", "several orders" if found.fit is None else found.fit.name),
         ("ops", f"{len(table.steps) * table.num_ops:,}"),
     ]
-
-
-def _what(kind: str) -> str:
-    return {
-        "worker": "a slow worker",
-        "replica": "a slow replica",
-        "stage": "an uneven cut",
-        "microbatches": "uneven microbatches",
-        "link": "a slow link",
-        "messages": "messages",
-        "collective": "a collective that takes long",
-        "local": "work besides the microbatches",
-        "launch": "late starts",
-        "jitter": "jitter",
-    }[kind]

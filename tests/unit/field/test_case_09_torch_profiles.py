@@ -172,7 +172,9 @@ def test_files_that_do_not_say_their_rank_have_it_in_their_names(tmp_path: Path)
 def test_a_pipelines_missing_file_is_named(tmp_path: Path) -> None:
     traces = contents("gpipe")
     del traces["rank2.json.gz"]
-    with pytest.raises(TraceError, match=r"pipeline of processes 0, 1, 2 has no file of 2"):
+    with pytest.raises(
+        TraceError, match=r"pipeline of processes 0, 1, 2 has no file with forwards or backwards of 2"
+    ):
         read_trace(written(tmp_path / "run", traces))
 
 

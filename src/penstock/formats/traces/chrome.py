@@ -77,7 +77,7 @@ def read_chrome(
         notes.append("times are those of the GPU's annotations")
     steps = _steps(events, bool(on_gpu))
     matched = ops_inside(matched, events, reader)
-    pipelines = [] if num_ranks else _pipelines(said, name)
+    pipelines = [] if num_ranks else _pipelines(said, _computing(matched, reader), name)
     said_sizes = [_float(path, "world_size in distributedInfo", info.get("world_size")) for path, _, info in said]
     if (absent := int(max(said_sizes)) - len({event.worker for event in events})) > 0:
         notes.append(f"{absent} of the job's {int(max(said_sizes))} processes have no file here and are left out")
@@ -227,13 +227,20 @@ def _require_one_job(said: Sequence[tuple[Path, set[int], dict[str, Any]]]) -> N
         )
 
 
-def _pipelines(said: Sequence[tuple[Path, set[int], dict[str, Any]]], name: str) -> list[tuple[int, ...]]:
+def _computing(events: Iterable[ProfileEvent], reader: Names) -> set[int]:
+    """The processes in whose files forwards or backwards are named."""
+    read = ((event.worker, reader.read(event.name, event.args)) for event in events)
+    return {worker for worker, found in read if found is not None and kind_named(found.op).scope is Scope.COMPUTE}
+
+
+def _pipelines(
+    said: Sequence[tuple[Path, set[int], dict[str, Any]]], given: set[int], name: str
+) -> list[tuple[int, ...]]:
     """The processes of each pipeline, in the order of ranks, as process groups of the files say; none if they don't.
 
     Raises:
-        TraceError: a pipeline has a process whose file is not given.
+        TraceError: a pipeline has a process that is not given.
     """
-    given = {worker for _, workers, _ in said for worker in workers}
     found: set[tuple[int, ...]] = set()
     for _, _, info in said:
         listed = info.get("pg_config")
@@ -245,8 +252,9 @@ def _pipelines(said: Sequence[tuple[Path, set[int], dict[str, Any]]], name: str)
     for ranks in sorted(found):
         if absent := sorted(set(ranks) - given):
             raise TraceError(
-                f"{name}: the pipeline of processes {', '.join(map(str, ranks))} has no file of "
-                f"{', '.join(map(str, absent))}: give the files of all its processes, or the folder that holds them"
+                f"{name}: the pipeline of processes {', '.join(map(str, ranks))} has no file with forwards or "
+                f"backwards of {', '.join(map(str, absent))}: give the files of all its "
+                "processes, recorded in the same way"
             )
     return sorted(found - {()}) if set().union(*found) >= given else []
 
@@ -278,14 +286,6 @@ def _located(
     for event, found in said:
         if found is not None and found.numbers["stage"] is not None:
             ops[event.worker].add((found.numbers["stage"], found.numbers["microbatch"]))
-    computing = {
-        event.worker for event, found in said if found is not None and kind_named(found.op).scope is Scope.COMPUTE
-    }
-    if nameless := sorted(set().union(*pipelines) - computing):
-        raise TraceError(
-            f"{name}: no forwards or backwards are named in the files of processes {', '.join(map(str, nameless))}, "
-            "and in the others they are; record all processes of a pipeline in one way, in the same run"
-        )
     place = _places(workers, ops, pipelines, num_ranks, name)
     if num_microbatches is None and not steps and len(workers) > 1:
         num_microbatches = _microbatches_of_a_step(said)

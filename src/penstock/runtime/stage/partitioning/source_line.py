@@ -103,12 +103,10 @@ def attribute_line(module: nn.Module, name: str) -> SourceLine | None:
             lines, first = inspect.getsourcelines(kind)
         except (OSError, TypeError):
             continue
-        method = ""
+        is_looked_at = False
         for number, text in enumerate(lines, start=max(first, 1)):
             if text.strip().startswith(("def ", "class ")):
-                method = text.strip().split("(")[0]
-            elif (
-                method.startswith("def ") and method != "def __init__" and re.search(rf"\b{re.escape(name)}\b", text)
-            ):
+                is_looked_at = text.strip().startswith("def ") and "__init__" not in text
+            elif is_looked_at and re.search(rf"\b{re.escape(name)}\b", text):
                 return SourceLine(path, number)
     return None
