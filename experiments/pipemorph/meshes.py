@@ -110,7 +110,7 @@ def mesh_row(backend: Backend, case: MeshCase) -> Row:
 
 
 def _measured(backend: Backend, case: MeshCase) -> Row:
-    from penstock.runtime.emulation.mesh import EmulatedMesh  # here, so that simulation starts without torch
+    from experiments.pipemorph.emulated_mesh import EmulatedMesh  # here, so that simulation starts without torch
 
     with EmulatedMesh(
         case.configuration,

@@ -35,7 +35,7 @@ from penstock.control import (
     score,
 )
 from penstock.control.configuration import fits, peaks
-from penstock.control.switch_limits import WINDOW, most_decisions, pause
+from penstock.control.switch_limits import WINDOW, pause
 from penstock.cost import LinkCondition, Links
 from penstock.cost.over_time import Trace
 from tiers import examples
@@ -212,6 +212,18 @@ def test_whatever_is_reported_decisions_fit_and_are_few(data: st.DataObject) -> 
     assert len(made) - by_dead_link - taken_back <= most_decisions(number)
     assert taken_back - dropped <= len(made) / 2  # one that was dropped is tried again
     assert replay(lines) == tuple(made)
+
+
+def most_decisions(num_iterations: int) -> int:
+    """The most switches in a number of iterations, without those that dead links force.
+
+    In any `WINDOW` iterations there are at most as many as the pauses between them allow.
+    """
+    num, used = 1, 0
+    while used + max(1, pause(num)) < WINDOW:
+        used += max(1, pause(num))
+        num += 1
+    return num * -(-num_iterations // WINDOW)
 
 
 def test_links_that_jump_for_ever_move_little() -> None:

@@ -3,8 +3,8 @@ against noise.
 
 Decisions are based on measurements. Under noise, the best of many candidates is in part the luckiest. The first few
 switches are not limited. Each further one within some hundred iterations must gain half as much again, and must leave
-twice as much time to the one before. One that was taken back counts twice. So whatever is measured, there are at most
-`most_decisions` in so many iterations. A dead link is not counted and does not wait, and neither does taking back.
+twice as much time to the one before. One that was taken back counts twice. So whatever is measured, the number of
+switches in so many iterations is bounded. A dead link is not counted and does not wait, and neither does taking back.
 
     decisions in the last 1024 iterations   0    1    2    3    4    5    6    7
     least gain, times the job's
@@ -65,15 +65,3 @@ class SwitchLimits:
 def pause(num_recent: int) -> int:
     """Iterations that must lie between the last switch and the next, after so many within `WINDOW`."""
     return _FIRST_PAUSE * (2 ** max(0, num_recent - FREE) - 1)
-
-
-def most_decisions(num_iterations: int) -> int:
-    """The most switches in a number of iterations, without those that dead links force.
-
-    In any `WINDOW` iterations there are at most as many as the pauses between them allow.
-    """
-    num, used = 1, 0
-    while used + max(1, pause(num)) < WINDOW:
-        used += max(1, pause(num))
-        num += 1
-    return num * -(-num_iterations // WINDOW)

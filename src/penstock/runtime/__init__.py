@@ -23,7 +23,6 @@ option_values    checks of single values in options
 from penstock.cost.cut import PartitionError, partition
 from penstock.runtime.adapt import AdaptOptions
 from penstock.runtime.arguments import ParallelOptions, PrecisionOptions
-from penstock.runtime.emulation.mesh import EmulatedMesh
 from penstock.runtime.emulation.pipeline import EmulatedPipeline, Emulation, emulate
 from penstock.runtime.errors import DeadlineExceeded, PeerFailed, PeerLost, RuntimeFailure, VerifyError
 from penstock.runtime.execute.step_result import StepResult
@@ -43,7 +42,6 @@ __all__ = [
     "ComparedWays",
     "DeadlineExceeded",
     "DelegateOptions",
-    "EmulatedMesh",
     "EmulatedPipeline",
     "MuonAdamW",
     "leave_to_adamw",

@@ -234,10 +234,11 @@ class EmulatedMesh:
 
     Examples:
         >>> import penstock as ps
+        >>> from experiments.pipemorph.emulated_mesh import EmulatedMesh
         >>> costs = ps.cost.costs_preset("gpt2-7b", num_stages=2)
         >>> s = ps.build("1f1b", 2, 2)
         >>> start = ps.control.Configuration(s, "frozen", caps=ps.simulate(s, costs).peak_activations)
-        >>> with ps.runtime.EmulatedMesh(start, costs, ps.Mesh(pp=2, dp=2)) as pair:
+        >>> with EmulatedMesh(start, costs, ps.Mesh(pp=2, dp=2)) as pair:
         ...     ran = pair.step()
         >>> len(ran.replicas), ran.iteration > 0
         (2, True)

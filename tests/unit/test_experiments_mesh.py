@@ -7,12 +7,12 @@ import threading
 import pytest
 
 import penstock as ps
+from experiments.pipemorph.emulated_mesh import EmulatedMesh, EmulatedRing
 from penstock.control import Configuration
 from penstock.control.configuration import peaks
 from penstock.cost import LinkCondition, Links
 from penstock.cost.over_time import Constant
 from penstock.runtime.emulation.backend import EmulatedBackend
-from penstock.runtime.emulation.mesh import EmulatedMesh, EmulatedRing
 from penstock.runtime.errors import DeadlineExceeded
 from penstock.runtime.transport.link_conditions import Conditions
 from waiting import PATIENCE
