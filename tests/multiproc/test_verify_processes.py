@@ -79,20 +79,38 @@ def test_replicas_that_differ_break_sentence_4() -> None:
     assert [o.value for o in outcomes] == ["4", "4"], outcomes[0].text
 
 
-def uses_a_parameter_of_another_process(rank: int) -> str:
+class Chain(nn.Module):
+    """A model that is traced."""
+
+    def __init__(self, *layers: nn.Module) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(layers)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+def uses_a_parameter_of_another_process(rank: int) -> list[str]:
     torch.manual_seed(0)
     first = nn.Linear(D, D)
-    stages = [nn.Sequential(first, nn.Tanh()), Does(lambda layer, x: first(x) * layer.weight)]
-    try:
-        piped(stages, 2).verify(*batch())
-    except ps.VerifyError as error:
-        return str(next(each.sentence for each in error.verification.comparisons if each.outcome == "differs"))
-    return "nothing"
+    uses = Does(lambda layer, x: first(x) * layer.weight)
+    wide = nn.Sequential(nn.Linear(D, 20 * D), nn.Linear(20 * D, D))
+    found = []
+    for model in ([nn.Sequential(first, nn.Tanh()), uses], Chain(first, wide, nn.Tanh(), uses)):
+        try:
+            piped(model, 2).verify(*batch())
+        except ps.VerifyError as error:
+            found.append(str([c.sentence for c in error.verification.comparisons if c.outcome == "differs"]))
+    return found
 
 
 def test_a_parameter_of_a_stage_in_another_process_breaks_sentence_5() -> None:
     outcomes = run_ranks(2, uses_a_parameter_of_another_process)
-    assert [o.value for o in outcomes] == ["5", "5"], outcomes[0].text
+    for outcome in outcomes:
+        assert len(outcome.value) == 2
+        assert all("5" in found for found in outcome.value), outcome.value
 
 
 SHAPES = [(2, 1, 1), (2, 2, 1), (1, 2, 2), (2, 1, 2)]

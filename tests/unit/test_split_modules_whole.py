@@ -493,19 +493,6 @@ def test_a_block_that_asks_how_many_rows_an_expert_gets_is_kept_whole_with_an_ex
         assert ours.grad is None or torch.equal(ours.grad, theirs.grad)
 
 
-class Scale(Chain):
-    def between(self, x: Tensor) -> Tensor:
-        return x * self.scale
-
-
-def test_a_layer_that_returns_none_in_another_place_than_for_the_example_is_refused() -> None:
-    model = Nones()
-    stages = ps.split(model, 2, example=torch.randn(2, 12))
-    model.layers[1].gives = "x"
-    with pytest.raises(PartitionError, match=r"layer layers\.1 returns None in other places .*found = layer"):
-        stages[0](torch.randn(2, 12))
-
-
 TABLES: dict[str, Tensor] = {}
 
 
@@ -570,16 +557,6 @@ def test_what_a_layer_does_inside_is_its_own() -> None:
         compared(Layers(), Own(nn.Identity, vectors.inputs, vectors.loss, vectors.targets, example=example))
 
 
-def test_a_hook_that_came_after_the_cut_is_refused() -> None:
-    model = Scale()
-    x, y = torch.randn(8, 12), torch.randn(8, 1)
-    pipe = ps.Pipeline(model, ps.build("1f1b", 4, 4), loss_fn=F.mse_loss)
-    pipe.evaluate(x, y)
-    model.register_forward_hook(lambda *_: None)
-    with pytest.raises(PartitionError, match="hook"):
-        pipe.evaluate(x, y)
-
-
 class Running(Chain):
     """Its own forward gathers a mean in place, in one stage."""
 
@@ -633,57 +610,6 @@ def test_what_the_forward_does_itself_is_done_alike(kind: type[nn.Module]) -> No
     torch.manual_seed(13)
     vectors = MODELS["layerdrop"]
     compared(kind(), Own(nn.Identity, vectors.inputs, vectors.loss, vectors.targets))
-
-
-class Peeks(nn.Module):
-    """Reads another layer's statistics."""
-
-    def __init__(self, norm: nn.Module) -> None:
-        super().__init__()
-        self.linear, self.others = nn.Linear(12, 12), [norm]
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.linear(x) - self.others[0].running_mean
-
-
-def test_a_hidden_read_of_another_stages_buffer_is_refused() -> None:
-    norm = nn.BatchNorm1d(12)
-    model = Scaled(norm, nn.Linear(24, 12), nn.Linear(12, 12), Peeks(norm))
-    with pytest.raises(
-        PartitionError, match=r"reads 0\.running_mean in stage 3, and stage 0 gathers it.*others\[0\]"
-    ):
-        ps.split(model, 4)  # the layer is a large part of the model, and so is opened
-    model = Scaled(norm, nn.Linear(12, 12), nn.Linear(12, 120), nn.Linear(120, 12), Peeks(norm))
-    with pytest.raises(PartitionError, match=r"layer 4 .stage 3. reads 0 of stage 0 through 'others'.*others\[0\]"):
-        ps.split(model, at=["1", "2", "4"])
-    assert len(ps.split(Scaled(norm, Peeks(norm), nn.Linear(12, 12)), at=["2"])) == 2  # both in one stage
-
-
-class Wraps(nn.Module):
-    """Has an attribute whose name the user's script has too."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.model = nn.Linear(12, 12)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.model(x)
-
-
-class ReadsGlobal(Wraps):
-    def forward(self, x: Tensor) -> Tensor:
-        return self.model(x) + model[0].weight[0]  # type: ignore[name-defined] # noqa: F821
-
-
-def test_bug_a_layers_attribute_was_taken_for_a_global_of_its_name(monkeypatch: pytest.MonkeyPatch) -> None:
-    for layer in (Wraps, ReadsGlobal):
-        script = Scaled(nn.Linear(12, 12), *(layer() for _ in range(4)))
-        monkeypatch.setitem(globals(), "model", script)
-        if layer is Wraps:
-            assert len(ps.split(script, 4)) == 4
-            continue
-        with pytest.raises(PartitionError, match=r"layer 1 .stage 1. reads the whole model .* through 'model'"):
-            ps.split(script, at=["1", "3"])
 
 
 def test_a_norm_that_two_stages_use_is_refused_in_training() -> None:

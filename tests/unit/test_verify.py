@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import penstock as ps
-from contract_mistakes import MISTAKES, B, D, M, batch, piped, row
+from contract_mistakes import MISTAKES, B, D, Does, M, batch, piped, row
 from penstock.runtime import RuntimeFailure
 from plain_loop import differences, gradients
 
@@ -210,3 +210,89 @@ def test_a_traced_forward_that_asks_for_none_without_an_example_is_found() -> No
     with pytest.raises(ps.VerifyError, match="sentence 3 of the contract"):
         piped(OnNone(), 2).verify(x, y)
     assert piped(ps.split(OnNone(), 2, example=x), 2).verify(x, y).holds
+
+
+class Between(nn.Module):
+    """Four layers, and what a function does with each of them and its input."""
+
+    def __init__(self, call: Any, *layers: nn.Module) -> None:
+        super().__init__()
+        self.layers, self.call = nn.ModuleList(layers or [nn.Linear(D, D) for _ in range(4)]), call
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = self.call(layer, x)
+        return x
+
+
+class Fills(nn.Module):
+    """A layer that changes the list that it is given, or returns None for every second microbatch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.num = nn.Linear(D, D), 0
+
+    def forward(self, x: Tensor, sizes: list[Tensor]) -> tuple[Tensor, Tensor | None]:
+        x, self.num = self.linear(x), self.num + 1
+        sizes[0] = sizes[0] + x.mean()
+        return x, x if self.num % 2 else None
+
+
+def in_evaluation(layer: nn.Module, x: Tensor) -> Tensor:
+    layer[1].eval()  # type: ignore[index]
+    y: Tensor = layer(x)
+    layer[1].train()  # type: ignore[index]
+    return y
+
+
+def reads_its_list(layer: nn.Module, x: Tensor) -> Tensor:
+    sizes = [x.mean()]
+    y: Tensor = layer(x, sizes)[0]
+    return y * sizes[0]
+
+
+def asks_for_none(layer: nn.Module, x: Tensor) -> Tensor:
+    y, more = layer(x, [x.mean()])
+    return y if more is None else y.tanh()
+
+
+def normalised() -> list[nn.Module]:
+    return [nn.Sequential(nn.Linear(D, D), nn.BatchNorm1d(D)) for _ in range(4)]
+
+
+@pytest.mark.parametrize(
+    "made",
+    [
+        lambda: Between(in_evaluation, *normalised()),
+        lambda: Between(reads_its_list, *(Fills() for _ in range(4))),
+        lambda: ps.split(Between(asks_for_none, *(Fills() for _ in range(4))), 2, example=batch()[0]),
+    ],
+    ids=["the mode of a layer", "a list that a layer changes", "None in some microbatches"],
+)
+def test_what_a_traced_forward_does_that_stages_do_not_is_found(made: Any) -> None:
+    torch.manual_seed(0)
+    with pytest.raises(ps.VerifyError, match=r"sentence [13] of the contract") as raised:
+        piped(made(), 2).verify(*batch())
+    outcomes = {each.ways: each.outcome for each in raised.value.verification.comparisons}
+    assert "differs" in outcomes.values()
+
+
+def test_a_hook_that_came_after_the_cut_is_found() -> None:
+    torch.manual_seed(0)
+    model = Between(lambda layer, x: layer(x))
+    pipe = piped(model, 2)
+    assert pipe.verify(*batch()).holds
+    model.register_forward_hook(lambda module, args, output: output * 2)
+    with pytest.raises(ps.VerifyError, match="sentence 3 of the contract"):
+        pipe.verify(*batch())
+
+
+@pytest.mark.parametrize("is_large", [True, False])
+def test_statistics_of_another_stage_that_are_read_are_found(is_large: bool) -> None:
+    """In a layer, or in the traced forward itself: a layer that is a large part of the model is opened."""
+    torch.manual_seed(0)
+    norm, width = nn.BatchNorm1d(D), D if is_large else 20 * D
+    reads = Does(lambda layer, x: x * layer.weight - norm.running_mean)
+    model = Between(lambda layer, x: layer(x), norm, nn.Linear(D, width), nn.Linear(width, D), reads)
+    with pytest.raises(ps.VerifyError, match="sentence 2 of the contract"):
+        piped(model, 2).verify(*batch())

@@ -74,7 +74,7 @@ class LocalModel:
         self.ties = ties_of(sources, stages, tied, peers, held)
         require_tied_alike(self.ties, placement, peers)
         self._given = [(weakref.ref(p), i, n) for i, stage in stages.items() for n, p in stage.named_parameters()]
-        self._modules = SharedModules(sources, stages)
+        self._statistics = SharedStatistics(sources, stages)
         self._untrainable = [
             name
             for stage in stages.values()
@@ -159,7 +159,7 @@ class LocalModel:
                 f"{self._untrainable[0]} was made under torch.inference_mode(), of which autograd keeps nothing for "
                 "a backward; make the model outside of it, and freeze parts by requires_grad_(False)"
             )
-        self._modules.require_unchanging()
+        self._statistics.require_unchanging()
         if self.sharded is not None:
             self.sharded.require_unhooked()
 
@@ -182,13 +182,13 @@ class LocalModel:
     @property
     def is_shared(self) -> bool:
         """Whether something of a stage here is another one's, or another copy's, too, so that ops need `inside`."""
-        return bool(self.ties) or self.copies.take_turns or self._modules.has_any
+        return bool(self.ties) or self.copies.take_turns
 
     @contextmanager
     def inside(self, pipeline: int, stage: int) -> Iterator[None]:
         """Around an op of a copy of a stage in a training step."""
         self.copies.select(pipeline, stage)
-        with self.tied.inside(pipeline, stage), self._modules.unchanged(stage):
+        with self.tied.inside(pipeline, stage):
             yield
 
     def end(self) -> None:
@@ -248,16 +248,16 @@ def _all_dtypes(stages: Mapping[int, Stage], own: Mapping[str, Parameter], peers
     return {name: dtype for stage in sorted(by_stage) for name, dtype in by_stage[stage].items()}
 
 
-class SharedModules:
-    """What several stages have besides parameters.
+class SharedStatistics:
+    """Modules that several stages have and that gather statistics, such as BatchNorm.
 
-    What a forward changes in such modules and buffers would be changed in another order.
+    Their forwards would change the statistics in another order.
 
         plain loop    stage 0, stage 3 of microbatch 0; stage 0, stage 3 of microbatch 1; ...
         pipeline      stage 0 of microbatches 0 1 2 3, and stage 3 of microbatch 0 some time later
 
-    So BatchNorm that two stages share is refused while it gathers statistics. Tables and masks, which never change,
-    may lie in any number of stages, and so may BatchNorm in evaluation mode.
+    So such a module is refused in training. Tables and masks, which never change, may lie in any number of stages,
+    and so may BatchNorm in evaluation mode.
 
     Args:
         sources: the whole model, as it was given. A function is known by the stage that it made, where it ran.
@@ -268,27 +268,11 @@ class SharedModules:
         sources = [source if isinstance(source, nn.Module) else stages.get(n) for n, source in enumerate(sources)]
         given = {n: source for n, source in enumerate(sources) if source is not None}
         modules = Counter(module for source in given.values() for module in source.modules())
-        buffers = Counter(buffer for source in given.values() for buffer in source.buffers())
         self._gathering = [
             (module, [n for n, source in given.items() if module in set(source.modules())])
             for module, num in modules.items()
             if num > 1 and gathers_unseen(module) and getattr(module, "track_running_stats", True)
         ]
-        self._places: dict[int, list[tuple[nn.Module, str]]] = {}
-        for index, stage in stages.items():
-            found = [
-                (module, name)
-                for module in stage.modules()
-                for name, buffer in module._buffers.items()
-                if modules[module] > 1 or (buffer is not None and buffers[buffer] > 1)
-            ]
-            if found:
-                self._places[index] = found
-
-    @property
-    def has_any(self) -> bool:
-        """Whether a stage here has a buffer that another one has too."""
-        return bool(self._places)
 
     def require_unchanging(self) -> None:
         """Before training. Raises RuntimeFailure where stages gather statistics together."""
@@ -300,22 +284,3 @@ class SharedModules:
                     "microbatches in the order in which they come, and that is not the plain loop's; give each stage "
                     "one of its own, or put it into evaluation mode"
                 )
-
-    @contextmanager
-    def unchanged(self, stage: int) -> Iterator[None]:
-        """Around an op of a stage. Raises RuntimeFailure where it changed a buffer that other stages have too."""
-        places = self._places.get(stage, ())
-        before = [_state(module, name) for module, name in places]
-        yield
-        for (module, name), (buffer, version) in zip(places, before, strict=True):
-            now, number = _state(module, name)
-            if now is not buffer or number != version:
-                raise RuntimeFailure(
-                    f"stage {stage} changed buffer {name!r} of {type(module).__name__}, which other stages have too, "
-                    "and a pipeline changes it in another order than the plain loop; give each stage one of its own"
-                )
-
-
-def _state(module: nn.Module, name: str) -> tuple[Tensor | None, int | None]:
-    buffer = module._buffers.get(name)
-    return buffer, None if buffer is None else buffer._version

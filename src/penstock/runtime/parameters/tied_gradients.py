@@ -32,7 +32,7 @@ from torch.autograd.graph import get_gradient_edge
 from torch.nn import Parameter
 
 from penstock.runtime.errors import RuntimeFailure
-from penstock.runtime.parameters.ties import Tie, Ties
+from penstock.runtime.parameters.ties import Ties
 from penstock.runtime.stage.autograd import added, run_backward
 from penstock.runtime.stage.stage import Copy
 from penstock.runtime.tensors.dtensor import as_shard, is_sharded, local
@@ -325,7 +325,6 @@ class TiedGradients:
         self._came: dict[tuple[int, int], TiedGradientSum] = {}
         self._casts: dict[tuple[int, int, int], ParameterCast] = {}
         self._uses: dict[tuple[int, int, int], DirectUses] = {}
-        self._running: int | None = None
         self._handles: dict[int, Any] = {}
 
     def close(self) -> None:
@@ -353,27 +352,20 @@ class TiedGradients:
         for found in self._stand_ins.values():
             for _, stand_in in found:
                 stand_in.begin()
-        for (slot, _), parameter in self._local.items():
+        for parameter in self._local.values():
             if parameter.requires_grad and id(parameter) not in self._handles:
-                watch = _TiedGradientHook(self, self._ties[slot - 1])
-                self._handles[id(parameter)] = parameter.register_post_accumulate_grad_hook(watch)
-
-    @property
-    def running(self) -> int | None:
-        """The stage of which an op runs; None outside of ops."""
-        return self._running
+                self._handles[id(parameter)] = parameter.register_post_accumulate_grad_hook(_nothing)
 
     @contextmanager
     def inside(self, pipeline: int, stage: int) -> Iterator[None]:
         """Around an op of a copy of a stage."""
-        self._running = stage
         self._here = found = dict(self._stand_ins.get((pipeline, stage), ()))
         try:
             for stand_in in found.values():
                 stand_in.enter()
             yield
         finally:
-            self._running, self._here = None, {}
+            self._here = {}
             for stand_in in found.values():
                 stand_in.leave()
 
@@ -452,19 +444,5 @@ class TiedGradients:
         return self._taken.pop((edge.slot, edge.producer.stage), TiedGradientSum()).payload()
 
 
-class _TiedGradientHook:
-    """A hook on a tied parameter, called with every gradient that it gets itself."""
-
-    def __init__(self, tied: TiedGradients, tie: Tie) -> None:
-        self._tied, self._tie = tied, tie
-
-    def __call__(self, parameter: Tensor) -> None:
-        """Raises RuntimeFailure where a stage uses the parameter, and not as one of its modules'."""
-        stage = self._tied.running
-        if stage is not None and stage != self._tie.owner:
-            name, owner = self._tie.name, self._tie.owner
-            raise RuntimeFailure(
-                f"stage {stage} uses {name} of stage {owner} in a way that goes around the parameters of its modules "
-                "(a reference in a list or a closure, say), and its gradient would be lost; let a module of stage "
-                f"{stage} have it as its parameter, and use it from there"
-            )
+def _nothing(_: Tensor) -> None:
+    """A hook that does nothing. A parameter with a hook has its gradient computed in I."""

@@ -10,9 +10,11 @@ stage owns a tied parameter: that one is saved, clipped and named. `tied_gradien
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
+from types import FunctionType, MethodType
 from typing import Any
 
 from torch import nn
@@ -20,7 +22,6 @@ from torch.nn import Parameter
 
 from penstock.runtime.errors import RuntimeFailure
 from penstock.runtime.mesh.peers import GroupPeers, Peers
-from penstock.runtime.stage.partitioning.cutting import reached_from
 from penstock.runtime.stage.stage import Stage
 from penstock.runtime.tensors.dtensor import placements_of
 from penstock.schedule import Placement
@@ -148,10 +149,9 @@ class HeldByFunctions:
         for index, source in enumerate(sources):
             if isinstance(source, nn.Module):
                 continue
-            for way, module in reached_from(source, and_globals=True):
-                if isinstance(module, nn.Module):
-                    for name, parameter in module.named_parameters():
-                        self._found.setdefault(id(parameter), (f"{index}{way} {name}", parameter))
+            for way, module in _modules_reached_from(source):
+                for name, parameter in module.named_parameters():
+                    self._found.setdefault(id(parameter), (f"{index}{way} {name}", parameter))
 
     def uses(self, stages: Mapping[int, Stage]) -> dict[str, tuple[int, str]]:
         """By place the stage here that has the parameter, and its name there."""
@@ -162,6 +162,52 @@ class HeldByFunctions:
             for name, parameter in stage.named_parameters()
             if id(parameter) in self._found
         }
+
+
+_MOST = 20_000
+"""Objects that are looked at for one function."""
+
+
+def _modules_reached_from(function: Any) -> Iterator[tuple[str, nn.Module]]:
+    """The modules that a function reaches through its variables, containers and objects, each with the way to it."""
+    waiting: list[tuple[str, Any]] = [("", function)]
+    seen: set[int] = set()
+    while waiting and len(seen) < _MOST:
+        way, each = waiting.pop()
+        if id(each) in seen:
+            continue
+        seen.add(id(each))
+        inner: Mapping[Any, Any] = {}
+        if isinstance(each, nn.Module):
+            yield way, each
+        elif isinstance(each, list | tuple | set | frozenset):
+            inner = dict(enumerate(each))
+        elif isinstance(each, dict):
+            inner = each
+        elif isinstance(each, MethodType):
+            inner = {"self": each.__self__, "function": each.__func__}
+        elif isinstance(each, partial):
+            inner = {"function": each.func, **dict(enumerate(each.args)), **each.keywords}
+        elif isinstance(each, FunctionType):
+            inner = _variables_of(each)
+        elif not type(each).__module__.startswith(("torch", "builtins", "numpy")):
+            inner = getattr(each, "__dict__", {})
+        waiting.extend(
+            (f"{way}/{key if isinstance(key, str | int) else type(key).__name__}", one) for key, one in inner.items()
+        )
+
+
+def _variables_of(function: FunctionType) -> dict[Any, Any]:
+    """What a function reads of the functions around it and of its module, and its defaults."""
+    if (function.__module__ or "").startswith("torch"):
+        return {}
+    try:
+        variables = inspect.getclosurevars(function)
+    except ValueError:  # a variable around it has no value yet
+        return {}
+    kinds = nn.Module | list | dict | tuple | FunctionType
+    named = {name: value for name, value in variables.globals.items() if isinstance(value, kinds)}
+    return {**dict(enumerate(function.__defaults__ or ())), **named, **variables.nonlocals}
 
 
 def _require_known(held: Sequence[Mapping[str, tuple[int, str]]], ties: Ties) -> None:

@@ -5,17 +5,14 @@
 
 from __future__ import annotations
 
-import dis
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
 from itertools import pairwise
 from numbers import Integral, Real
-from types import CodeType, FunctionType, MethodType
-from typing import Any, NamedTuple, TypeVar, overload
+from typing import Any, TypeVar, overload
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from penstock.cost.cut import PartitionError, partition
@@ -24,12 +21,11 @@ from penstock.runtime.option_values import is_count
 from penstock.runtime.stage.module_state import untouched
 from penstock.runtime.stage.partitioning.layers import HOOKS, opened_modules
 from penstock.runtime.stage.partitioning.program import LayerCall, ModelTracer, TracedProgram, closed_paths
-from penstock.runtime.stage.partitioning.source_line import KeptValue, Untraceable, attribute_line
+from penstock.runtime.stage.partitioning.source_line import KeptValue, Untraceable
 from penstock.runtime.stage.partitioning.traced_stage import TracedStage
 from penstock.runtime.stage.partitioning.whole_model import WholeModel
 from penstock.runtime.stage.split_backward import is_compiled
 from penstock.runtime.stage.stage import (
-    GATHERS,
     WHOLE,
     Stage,
     StageSource,
@@ -75,8 +71,6 @@ class Split(Sequence[Stage]):
         self.layers = [[call.path for call in calls[a:b]] for a, b in pairwise(ends)]
         tracing.begins = tuple(calls[start] for start in ends[1:-1])
         self._stages = _stages(tracing, program)
-        _require_reached_when_called(tracing.model, self._stages)
-        _require_unshared_statistics(tracing.model, self._stages, program)
         self.sent: list[int] | None = None
         if tracing.example is not None:
             self.sent = _compared(tracing, self._stages)
@@ -347,54 +341,6 @@ def _renamed(path: str, index: int) -> str:
     return f"{folder}@{index}.{last}" if folder else f"{last}@{index}"
 
 
-def _require_reached_when_called(model: nn.Module, stages: Sequence[Stage]) -> None:
-    """Raises Untraceable where a layer reaches for what lies in another stage without being called with it."""
-    modules = {module: path for path, module in model.named_modules()}
-    tensors = {id(t): name for name, t in (*model.named_parameters(), *model.named_buffers())}
-    homes: dict[int, set[int]] = {}
-    for index, stage in enumerate(stages):
-        for each in (*stage.modules(), *stage.parameters(), *stage.buffers()):
-            homes.setdefault(id(each), set()).add(index)
-    for index, stage in enumerate(stages):
-        for layer in stage.in_order:
-            for found in reached(layer, modules, tensors):
-                what: nn.Module | Tensor = found.what
-                if isinstance(what, nn.Module):
-                    parts = [*what.parameters(), *what.buffers()]
-                    name = modules[what] or "the whole model"
-                else:
-                    parts, name = [what], tensors[id(what)]
-                others = sorted({home for part in parts for home in homes.get(id(part), {index}) if home != index})
-                if others and not all(index in homes.get(id(part), {index}) for part in parts):
-                    raise Untraceable(
-                        f"layer {modules.get(layer, type(layer).__name__)} (stage {index}) reads {name} of stage "
-                        f"{others[0]} through {found.attribute!r}, not as a layer or parameter of its own",
-                        attribute_line(found.module, found.attribute),
-                    )
-
-
-def _require_unshared_statistics(model: nn.Module, stages: Sequence[Stage], program: TracedProgram) -> None:
-    """Raises Untraceable where the forward reads statistics that a layer of another stage gathers: a stage is not
-    yet where the plain loop would be, or is past it."""
-    gathered = {
-        id(buffer): (f"{path}.{name}" if path else name)
-        for path, module in model.named_modules()
-        if isinstance(module, GATHERS)
-        for name, buffer in module._buffers.items()
-        if buffer is not None
-    }
-    for index, stage in enumerate(stages):
-        for path, where in stage.tensors_at.items() if isinstance(stage, TracedStage) else ():
-            known = gathered.get(id(where))
-            others = [k for k, other in enumerate(stages) if k != index and any(b is where for b in other.buffers())]
-            if known is not None and others:
-                raise Untraceable(
-                    f"the forward reads {known} in stage {index}, and stage {others[0]} gathers it, at other times "
-                    "than a plain loop does",
-                    program.used_at.get(path),
-                )
-
-
 def _compared(tracing: ModelTracer, stages: Sequence[Stage]) -> list[int]:
     """The bytes that each stage passes on for the example.
 
@@ -423,113 +369,6 @@ def _bytes(num: int) -> str:
         if num >= size:
             return f"{num / size:.1f} {unit}"
     return f"{num} B" if num else ""
-
-
-_OWN = ("_modules", "_parameters", "_buffers")
-_MOST = 20_000
-"""Objects that are looked at in one module."""
-
-
-class OutsideReference(NamedTuple):
-    """What a module reaches: a module or tensor of the model, by which attribute."""
-
-    module: nn.Module
-    attribute: str
-    what: nn.Module | Tensor
-
-
-def reached(
-    layer: nn.Module, model_modules: Mapping[nn.Module, str], tensors: Mapping[int, str]
-) -> Iterator[OutsideReference]:
-    """Modules and tensors of the model that a layer reaches and that are not its own.
-
-    Such a layer sees, in another process, a parameter or a buffer that nobody changes there. What it reaches is found
-    before anything runs, by following what its modules hold besides their own layers.
-
-    Args:
-        model_modules: those of the model. tensors: its parameters and buffers, by id.
-    """
-    inside = set(layer.modules())
-    own = {id(tensor) for tensor in (*layer.parameters(), *layer.buffers())}
-    for module in inside:
-        for name, value in (*vars(module).items(), *_of_forward(module)):
-            if name in _OWN:
-                continue
-            for _, what in reached_from(value):
-                if isinstance(what, nn.Module):
-                    if what in model_modules and what not in inside:
-                        yield OutsideReference(module, name, what)
-                elif id(what) in tensors and id(what) not in own:
-                    yield OutsideReference(module, name, what)
-
-
-def _of_forward(module: nn.Module) -> Iterator[tuple[str, Any]]:
-    """What a forward reads that is no attribute: globals and variables of the function around it."""
-    forward = getattr(type(module).forward, "__func__", type(module).forward)
-    if type(module).__module__.startswith("torch.") or not isinstance(forward, FunctionType):
-        return
-    for name in _globals_named(forward.__code__):
-        if isinstance(forward.__globals__.get(name), nn.Module | Tensor | list | dict | tuple):
-            yield name, forward.__globals__[name]
-    for name, value in _cells_of(forward):
-        if name != "__class__":
-            yield name, value
-
-
-def reached_from(value: Any, and_globals: bool = False) -> Iterator[tuple[str, nn.Module | Tensor]]:
-    """The modules and tensors that are reached through plain containers, functions and objects, each with the way to
-    it. `and_globals`: what functions name outside of them, too.
-    """
-    waiting: list[tuple[str, Any]] = [("", value)]
-    seen: set[int] = set()
-    while waiting and len(seen) < _MOST:
-        way, each = waiting.pop()
-        if id(each) in seen or isinstance(each, str | bytes | int | float | bool | type | type(None)):
-            continue
-        seen.add(id(each))
-        if isinstance(each, nn.Module | Tensor):
-            yield way, each
-            continue
-        inner: Iterable[tuple[object, Any]] = ()
-        if isinstance(each, list | tuple | set | frozenset):
-            inner = enumerate(each)
-        elif isinstance(each, dict):
-            inner = each.items()
-        elif isinstance(each, MethodType):
-            inner = (("self", each.__self__), ("function", each.__func__))
-        elif isinstance(each, partial):
-            inner = (("function", each.func), *enumerate(each.args), *each.keywords.items())
-        elif isinstance(each, FunctionType):
-            inner = (*_cells_of(each), *enumerate(each.__defaults__ or ()))
-            if and_globals and not (each.__module__ or "").startswith("torch"):
-                named = [(name, each.__globals__.get(name)) for name in _names_looked_up(each.__code__)]
-                kinds = nn.Module | list | dict | tuple | FunctionType
-                inner = (*inner, *(item for item in named if isinstance(item[1], kinds)))
-        elif not type(each).__module__.startswith(("torch.", "builtins", "numpy")):
-            inner = getattr(each, "__dict__", {}).items()
-        waiting.extend(
-            (f"{way}/{key if isinstance(key, str | int) else type(key).__name__}", one) for key, one in inner
-        )
-
-
-def _cells_of(function: FunctionType) -> Iterator[tuple[str, Any]]:
-    """By name the variables that a function has of those around it."""
-    for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=False):
-        try:
-            yield name, cell.cell_contents
-        except ValueError:
-            continue
-
-
-def _names_looked_up(code: CodeType) -> list[str]:
-    """The globals that a function and those written within it name."""
-    inner = [each for each in code.co_consts if isinstance(each, CodeType)]
-    return [*_globals_named(code), *(name for each in inner for name in _names_looked_up(each))]
-
-
-def _globals_named(code: CodeType) -> list[str]:
-    """The globals that a function names; `co_names` has its attributes too, such as the `model` of `self.model`."""
-    return [each.argval for each in dis.get_instructions(code) if each.opname in ("LOAD_GLOBAL", "LOAD_NAME")]
 
 
 def stages_of(

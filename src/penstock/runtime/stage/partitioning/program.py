@@ -25,7 +25,6 @@ from torch import Tensor, fx, nn
 
 from penstock.cost.cut import PartitionError
 from penstock.runtime.stage.module_state import untouched
-from penstock.runtime.stage.partitioning.layers import why_hooked
 from penstock.runtime.stage.partitioning.recorder import (
     MODEL,
     Recorder,
@@ -60,8 +59,6 @@ class TracedStep:
         slot: where the value goes. target: a layer's path, a method's name, or a function.
         layer: the call, where it is one. number: of the call among all, from 1; 0 for what is none.
         no_grad: whether it runs without gradients.
-        nones: where None lies in a layer's output, as for the example; None: anywhere.
-        lists: whether a layer is given lists or dicts, which it must leave as they are.
     """
 
     slot: int
@@ -74,8 +71,6 @@ class TracedStep:
     layer: LayerCall | None = None
     number: int = 0
     no_grad: bool = False
-    nones: Any = None
-    lists: bool = False
 
 
 @dataclass(frozen=True)
@@ -95,7 +90,6 @@ class TracedProgram:
     Attributes:
         steps: in order.
         tensors: slot -> path of a parameter or buffer of the model, or the tensor itself, a constant.
-        used_at: by path of a tensor, a line of the forward that uses it.
         output: what the forward returns, made of `ValueRef`s. calls: of layers, in order.
     """
 
@@ -104,7 +98,6 @@ class TracedProgram:
         slots = {node: slot for slot, node in enumerate(graph.nodes)}
         self.tensors: dict[int, str] = {}
         self.constants: dict[int, Any] = {}
-        self.used_at: dict[str, SourceLine | None] = {}
         self.steps: list[TracedStep] = []
         self.output: Any = None
         self.calls: list[LayerCall] = []
@@ -126,7 +119,6 @@ class TracedProgram:
                 value = attribute_of(entry, str(node.target))
                 if id(value) in own:
                     self.tensors[slot] = own[id(value)]
-                    self.used_at[own[id(value)]] = node.meta.get("line")
                 else:
                     self.constants[slot] = value
                 continue
@@ -144,8 +136,6 @@ class TracedProgram:
                 TracedStep(
                     slot, node.op, target, args, kwargs, uses, node.meta.get("line"), layer, number,
                     node.meta.get("no_grad", False),
-                    nones_in(node.meta["value"]) if layer is not None and "value" in node.meta else None,
-                    layer is not None and _has_lists((args, kwargs)),
                 )
             )  # fmt: skip
 
@@ -216,32 +206,6 @@ def fill(template: Any, values: Mapping[int, Any]) -> Any:
     return template
 
 
-def nones_in(value: Any) -> Any:
-    """Whether a value is None; of tuples, lists and dicts whether what they hold is."""
-    if isinstance(value, tuple | list):
-        return [nones_in(each) for each in value]
-    if isinstance(value, dict):
-        return {key: nones_in(each) for key, each in value.items()}
-    return value is None
-
-
-def has_nones_elsewhere(value: Any, nones: Any) -> bool:
-    """Whether None lies in other places of a value than `nones_in` said of the example."""
-    if isinstance(nones, list) and isinstance(value, tuple | list):
-        return any(map(has_nones_elsewhere, value, nones))
-    if isinstance(nones, dict) and isinstance(value, dict):
-        return any(has_nones_elsewhere(value[key], nones[key]) for key in nones.keys() & value.keys())
-    return (value is None) != (nones is True)
-
-
-def _has_lists(value: Any) -> bool:
-    if isinstance(value, tuple):
-        return any(map(_has_lists, value))
-    if isinstance(value, dict):
-        return any(isinstance(each, list | dict) or _has_lists(each) for each in value.values())
-    return isinstance(value, list)
-
-
 def _tensors(entry: nn.Module) -> dict[str, Any]:
     model = entry.get_submodule(MODEL)
     return {**dict(model.named_buffers()), **dict(model.named_parameters())}
@@ -304,9 +268,6 @@ class ModelTracer:
         Args:
             training: False: in evaluation mode, whatever the model's own mode.
         """
-        for module in self.opened:
-            if why := why_hooked(module):
-                raise Untraceable(f"the {type(module).__name__} {why} since it was cut", None)
         modes = tuple(training and module.training for module in self.opened)
         key = str(skeleton), training, modes
         if key not in self._parts:

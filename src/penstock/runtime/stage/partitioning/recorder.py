@@ -72,8 +72,6 @@ _NUMPY_DRAWS = (
 _ABOUT_AUTOCAST = ("is_autocast_enabled", "is_autocast_cpu_enabled", "get_autocast_dtype", "get_autocast_cpu_dtype",
                    "get_autocast_gpu_dtype")  # fmt: skip
 
-_OF_LAYER = "the forward changes {!r} of a {}, one of its layers, which tracing would do once"
-
 _GRADIENTS = (torch.autograd.grad, torch.autograd.backward, "backward")
 
 
@@ -129,7 +127,7 @@ class Recorder(fx.Tracer):
         self._opened = set(opened)
         self._example = example
         self._concrete = 0
-        self._layers: dict[nn.Module, Snapshot] = {}
+        self._before: dict[nn.Module, Snapshot] = {}
         self._inside: list[nn.Module] = []
         self._thread = threading.get_ident()
 
@@ -141,8 +139,7 @@ class Recorder(fx.Tracer):
         """
         entry = EntryModule(model, skeleton, num_leaves)
         self._opened.add(entry)
-        before = {module: snapshot_of(module) for module in self._opened if module is not entry}
-        self._layers = {module: snapshot_of(module) for module in model.modules() if module not in self._opened}
+        self._before = {module: snapshot_of(module) for module in model.modules()}
         generators = random.getstate()
         if self._example is not None:
             with _SizesByValues():  # at the first op torch imports its compiler, whose ops are none of the forward
@@ -162,17 +159,16 @@ class Recorder(fx.Tracer):
             raise Untraceable(f"tracing stops with {type(error).__name__}: {text}", line_of_error(error)) from error
         finally:
             self._is_done = True
-            changed = put_back(before)
-            of_layer = put_back(self._layers)
+            changed = put_back(self._before)
         if changed is not None:
             module, name = changed
-            self.failed_in = module
-            raise Untraceable(
-                f"the forward of {type(module).__name__} changes its attribute {name!r}", attribute_line(module, name)
-            )
-        if of_layer is not None:
-            layer, name = of_layer
-            raise Untraceable(_OF_LAYER.format(name, type(layer).__name__), attribute_line(model, name))
+            if module in self._opened:
+                self.failed_in = module
+                words = f"the forward of {type(module).__name__} changes its attribute {name!r}"
+                raise Untraceable(words, attribute_line(module, name))
+            kind = type(module).__name__
+            words = f"the forward changes {name!r} of a {kind}, one of its layers, which tracing would do once"
+            raise Untraceable(words, attribute_line(model, name))
         if self._refused_first is not None:  # and the forward went on, by an except clause of its own
             raise self._refused_first
         if random.getstate() != generators:
@@ -190,9 +186,7 @@ class Recorder(fx.Tracer):
         if m in self._opened:
             self._inside.append(m)
             try:
-                result = super().call_module(m, forward, args, kwargs)
-                self._require_as_found(m)
-                return result
+                return super().call_module(m, forward, args, kwargs)
             except Exception:
                 if self.failed_in is None:
                     self.failed_in = m
@@ -203,17 +197,7 @@ class Recorder(fx.Tracer):
             self.path_of_module(m)
         except NameError:
             self.refuse(f"calls a {type(m).__name__} that is no part of the model")
-        self._require_as_found(m)
         return super().call_module(m, forward, args, kwargs)
-
-    def _require_as_found(self, module: nn.Module) -> None:
-        """Refuses a forward that sets attributes of layers, or puts other parameters in: it does so while it is
-        traced, and stages call the layers as they are.
-        """
-        for layer in module.modules():
-            known = self._layers.get(layer)
-            if known is not None and (name := put_back({layer: known})) is not None:
-                self.refuse(_OF_LAYER.removeprefix("the forward ").format(name[1], type(layer).__name__))
 
     def getattr(self, attr: str, attr_val: Any, parameter_proxy_cache: dict[str, Any]) -> Any:
         if self._concrete or not isinstance(attr_val, Tensor):
@@ -372,10 +356,8 @@ class Recorder(fx.Tracer):
         if node.op != "call_module":
             return run_call(node.op, node.target, args, kwargs)
         layer = self.root.get_submodule(str(node.target))
-        value, has_changed = run_layer(layer, args, kwargs)
-        self._layers.update((part, snapshot_of(part)) for part in layer.modules())  # as it has left them
-        if has_changed:
-            self.refuse(f"gives {node.target} a list or dict, which that changes")
+        value = layer(*own_lists(args), **own_lists(kwargs))
+        self._before.update((part, snapshot_of(part)) for part in layer.modules())  # as it has left them
         return value
 
     def _replacements(self) -> list[tuple[Any, str, Any]]:
@@ -591,20 +573,3 @@ def run_call(op: str, target: Any, args: Any, kwargs: Any) -> Any:
     if op == "call_method":
         return getattr(args[0], str(target))(*args[1:], **kwargs)
     return target(*args, **kwargs)
-
-
-def run_layer(layer: nn.Module, args: Any, kwargs: Any) -> tuple[Any, bool]:
-    """What a layer returns that is given lists and dicts of its own, and whether it has changed one of them."""
-    args, kwargs = own_lists(args), own_lists(kwargs)
-    before = _contents_of((args, kwargs))
-    result = layer(*args, **kwargs)
-    return result, _contents_of((args, kwargs)) != before
-
-
-def _contents_of(value: Any) -> Any:
-    """The items of lists and dicts, by identity."""
-    if isinstance(value, list | tuple):
-        return [_contents_of(each) for each in value]
-    if isinstance(value, dict):
-        return {key: _contents_of(each) for key, each in value.items()}
-    return id(value)
