@@ -84,6 +84,20 @@ def test_simulate_prints_a_summary_and_the_timeline(penstock: Any) -> None:
     assert "\x1b" not in ran.out
 
 
+def test_channels_of_torch_are_simulated_and_checked(penstock: Any, tmp_path: Path) -> None:
+    late = f"simulate {ZB} --link 0:1=20 --json --messages"
+    buffered, gloo, nccl = (
+        json.loads(penstock(f"{late} {way}").out)["makespan"] for way in ("decoupled", "gloo", "nccl")
+    )
+    assert buffered <= gloo <= nccl
+    path = tmp_path / "placed.csv"
+    ps.save(ps.build("zb", 4, 8), path, dialect="torch:compute_comms", channels="gloo")
+    assert "No deadlock on gloo" in penstock(f"check {path} --channels gloo").out
+    refused = penstock(f"check {path} --channels nccl")
+    assert refused.code == 1
+    assert "messages wait for one another on nccl" in refused.err
+
+
 def test_simulate_takes_costs_stage_by_stage_and_from_a_file(penstock: Any, tmp_path: Path) -> None:
     path = tmp_path / "costs.json"
     path.write_text('{"f": [1, 2], "i": 3, "w": 1, "activation": 4, "freed_by_input": 0.25}')

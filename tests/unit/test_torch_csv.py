@@ -251,6 +251,16 @@ def test_messages_that_could_wait_for_one_another_are_not_written() -> None:
     assert to_torch_csv(add_communication(schedule)) == COMMS
 
 
+def test_files_are_written_for_a_channel(tmp_path: Path) -> None:
+    schedule, path = ps.build("zb", 4, 8), tmp_path / "plan.csv"
+    ps.save(schedule, path, dialect="torch:compute_comms", channels="gloo")
+    placed = ps.load(path)
+    ps.check(placed, channels="gloo")
+    assert placed.order == add_communication(schedule, channels="gloo").order
+    with pytest.raises(ps.ScheduleError, match="wait for one another on nccl"):
+        ps.save(placed, path, dialect="torch:compute_comms")
+
+
 @pytest.mark.parametrize("name", ["1f1b", "interleaved-1f1b", "zb-h1", "zb-v"])
 def test_files_are_fixed(name: str, golden: Any) -> None:
     schedule = ps.build(name, 2, 4)

@@ -60,6 +60,10 @@ def check(
         int | None,
         typer.Option("--channel-depth", min=1, help="How many messages a channel holds. [all that may be in flight]"),
     ] = None,
+    channels: Annotated[
+        str | None,
+        typer.Option("--channels", help="What carries messages that are ops: gloo, nccl, nccl-pair or nccl-edge."),
+    ] = None,
     json: Json = False,
 ) -> None:
     """Prove that schedules can run: every op once, every need met, no deadlock, memory under its limit."""
@@ -75,6 +79,7 @@ def check(
                 if several_files
                 else wanted,
                 channel_depth,
+                channels,
             )
         except Exception as error:
             failure = failure_of(error)
@@ -96,9 +101,9 @@ def check(
         raise typer.Exit(MISUSE if any(f.exit_code == MISUSE for f in failures) else failures[0].exit_code)
 
 
-def _proved(name: str, wanted: source.GivenCounts, channel_depth: int | None) -> dict[str, Any]:
+def _proved(name: str, wanted: source.GivenCounts, channel_depth: int | None, channels: str | None) -> dict[str, Any]:
     plan = source.read_or_build(name, wanted)
-    ps.check(plan, channel_depth=channel_depth, max_in_flight=wanted.max_in_flight)
+    ps.check(plan, channel_depth=channel_depth, channels=channels, max_in_flight=wanted.max_in_flight)
     limit = plan.max_in_flight if wanted.max_in_flight is None else wanted.max_in_flight
     needed = needed_channel_depth(plan) if plan.num_ops <= COUNT_DEPTH_BELOW else None
     return {
@@ -112,6 +117,7 @@ def _proved(name: str, wanted: source.GivenCounts, channel_depth: int | None) ->
         "peak_in_flight": peak_in_flight(plan),
         "max_in_flight": limit,
         "channel_depth": channel_depth,
+        "channels": channels,
         "needed_channel_depth": needed,
         "updates": _updates_of(plan),
         "declared_orders": len(plan.microbatch_orders),
@@ -199,6 +205,7 @@ def _ranges(numbers: list[int]) -> str:
 def _channels(found: dict[str, Any]) -> str:
     needed, asked = found["needed_channel_depth"], found["channel_depth"]
     with_depth = f" with channels of {plural(asked, 'message')}" if asked is not None else ""
+    with_depth += f" on {found['channels']}" if found["channels"] is not None else ""
     room = (
         f"; each channel between two ranks needs room for {plural(needed, 'message')}"
         if needed and found["num_ranks"] > 1

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from typer.models import OptionInfo
@@ -11,6 +11,7 @@ from typer.models import OptionInfo
 from penstock.cli.failure import Misuse
 from penstock.cost import Links
 from penstock.formats.files import path_of, require_place
+from penstock.schedule.channels import CHANNELS
 from penstock.simulation import Blocking, Decoupled
 
 
@@ -217,11 +218,13 @@ def links_of(texts: list[str], default_delay: float) -> Links:
     return Links(link_delays(texts), default_delay)
 
 
-def transport_of(text: str) -> Decoupled | Blocking:
-    """Reads `decoupled`, `blocking` or `blocking:4`."""
+def transport_of(text: str) -> dict[str, Any]:
+    """Reads `decoupled`, `blocking`, `blocking:4` or a channel like `gloo`, as arguments of `ps.simulate`."""
+    if text in CHANNELS:
+        return {"channels": text}
     match = _TRANSPORT.fullmatch(text)
     if match is None:
-        raise Misuse(f"--messages {text}: write decoupled, blocking or blocking:DEPTH")
+        raise Misuse(f"--messages {text}: write decoupled, blocking, blocking:DEPTH, or {', '.join(CHANNELS)}")
     if text == "decoupled":
-        return Decoupled()
-    return Blocking(int(match["depth"])) if match["depth"] else Blocking()
+        return {"transport": Decoupled()}
+    return {"transport": Blocking(int(match["depth"])) if match["depth"] else Blocking()}

@@ -70,7 +70,9 @@ def simulate(
     messages: Annotated[
         str,
         typer.Option(
-            "--messages", help="How messages travel: decoupled (they hold up no rank), blocking or blocking:DEPTH."
+            "--messages",
+            help="How messages travel: decoupled (they hold up no rank), blocking or blocking:DEPTH; or as in torch: "
+            "gloo, nccl, nccl-pair or nccl-edge.",
         ),
     ] = "decoupled",
     memory_limit: costs_options.MemoryLimit = None,
@@ -117,7 +119,7 @@ def simulate(
     if checked:  # what is held follows from the order, and is counted below
         given.require_weights(memory_limit, chosen)
     cap = None if checked else given.activations(memory_limit, chosen, plan.placement)
-    timeline = ps.simulate(plan, chosen, links=links, dispatch=dispatch, transport=mode, memory_limit=cap)
+    timeline = ps.simulate(plan, chosen, links=links, dispatch=dispatch, memory_limit=cap, **mode)
     held = cache(partial(ps.footprint, plan, chosen, links, dispatch=dispatch, memory_limit=cap))
     if over := costs_options.above_limit(memory_limit, held):
         rank = over.index(max(over))
@@ -130,7 +132,7 @@ def simulate(
         )
     emulation = None
     if emulate is not None:
-        if mode != ps.simulation.Decoupled():
+        if mode != {"transport": ps.simulation.Decoupled()}:
             raise Misuse(f"--emulate sends messages decoupled from ops; leave out --messages {messages}")
         emulation = _emulate(emulate)(
             plan,

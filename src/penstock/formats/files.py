@@ -18,6 +18,7 @@ from penstock.formats.torch_csv import from_torch_csv
 from penstock.formats.torch_csv_write import CsvForm, to_torch_csv
 from penstock.passes.communication import add_communication
 from penstock.schedule import Schedule, ScheduleError, declare_shown_order, parse, to_text
+from penstock.schedule.channels import NCCL
 from penstock.schedule.schedule import require_schedule
 from penstock.schedule.send_recv import has_communication, remove_communication
 from penstock.simulation import Timeline
@@ -33,7 +34,7 @@ DIALECTS: dict[str, CsvForm | None] = {
 ENDINGS = (".json", ".txt", ".csv")
 
 
-def save(schedule: Schedule, path: str | Path, dialect: str | None = None) -> None:
+def save(schedule: Schedule, path: str | Path, dialect: str | None = None, channels: str = NCCL) -> None:
     """Writes a schedule to a file. The ending decides the format.
 
     Args:
@@ -42,6 +43,8 @@ def save(schedule: Schedule, path: str | Path, dialect: str | None = None) -> No
         dialect: the form of a `.csv`. "torch" (the default) writes the ops as they are, "torch:compute_only" leaves
             communication ops out, "torch:compute_comms" adds them if the schedule has none, and
             "torch:compute_comms_waits" also has the waits that torch 2.15 and newer ask for.
+        channels: what will carry the messages of a `.csv` in torch: "nccl", "gloo", "nccl-pair" or "nccl-edge".
+            Messages are placed for it where the schedule has none, and proved for it.
 
     Raises:
         ScheduleError: another ending or dialect, or a file that can't be written. For `.csv` also a schedule that is
@@ -70,7 +73,7 @@ def save(schedule: Schedule, path: str | Path, dialect: str | None = None) -> No
         )
     require_schedule(schedule)
     if path.suffix == ".csv":
-        text = to_torch_csv(schedule, DIALECTS[dialect or "torch"])
+        text = to_torch_csv(schedule, DIALECTS[dialect or "torch"], channels)
     else:
         text = to_json(schedule) if path.suffix == ".json" else to_text(schedule) + "\n"
     write_whole(path, text)

@@ -89,7 +89,8 @@ def find_mismatch(schedule: Schedule) -> Mismatch | None:
             if other_end(send) != receive:
                 message = (
                     f"it is number {number} from rank {sender} to rank {receiver}, but number {number} to be sent is "
-                    f"{send}, at step {place[send][1]} there; messages are matched by their order, so it gets other data"
+                    f"{send}, at step {place[send][1]} there; messages are matched by their order, so it would get "
+                    "other data"
                 )
                 return Mismatch(*place[receive], receive, message, str(send))
     return None
