@@ -228,7 +228,7 @@ MISUSE = {
     f"simulate {ZB} --link 0:1=1 --link 0:1=2": "--link 0:1=2: link 0:1 is given twice",
     f"simulate {ZB} --default-delay -1": "the default delay is -1.0",
     f"simulate {ZB} --dispatch warm": "dispatch 'warm': give 'frozen', 'hinted' or 'dynamic'",
-    f"simulate {ZB} --messages slow": "--messages slow: write decoupled, blocking or blocking:DEPTH",
+    f"simulate {ZB} --messages slow": "--messages slow: write decoupled, blocking, blocking:DEPTH, or buffered, gloo",
     f"simulate {ZB} --messages blocking:0": "a blocking link of depth 0 can carry nothing",
     "show 1f1b --ranks 2 --microbatches 2 --max-in-flight 2,1": "--max-in-flight 2,1: a schedule has one limit for",
     "check 1f1b --ranks 2 --microbatches 2 --max-in-flight nan": "--max-in-flight nan: give a number above 0",
