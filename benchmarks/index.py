@@ -50,6 +50,20 @@ def analyze() -> str:
     return f"the slowdowns of {len(traces)} public traces are at most {most:.0e} from the study's (relative)"
 
 
+def arrive() -> str:
+    late, healthy = (read("arrive/results.json")["cases"][name]["ways"] for name in ("late", "healthy"))
+
+    def ms(ways: dict[str, Any], way: str) -> float:
+        return median(ways[way]["ms"])
+
+    over, gain = ms(late, "placed") / late["placed"]["simulated"], ms(late, "zb") / ms(late, "placed")
+    return (
+        f"with one link 120 ms late a step takes {over:.2f} of its simulated time with our plan and placement, "
+        f"{gain:.1f} times as fast as `zb` by torch's lowering; without delay "
+        f"{ms(healthy, 'placed') / ms(healthy, 'planned'):.3f} of torch's lowering of the plan (sleeps on gloo)"
+    )
+
+
 def compatibility() -> str:
     found, rules = read("compatibility/results.json"), read("compatibility/rules_results.json")
     trained, refused, wrong = found["trained"], found["refused"], len(found["wrong"])
@@ -381,6 +395,12 @@ GROUPS = {
             "What does one late link cost, by dispatch and memory?",
             late_link,
             "python benchmarks/late_link/run.py --emulate",
+        ),
+        Benchmark(
+            "arrive",
+            "Does a plan take in torch's own runtime what we say?",
+            arrive,
+            "python benchmarks/arrive/run.py --out benchmarks/arrive/results.json",
         ),
         Benchmark(
             "dispatch",
