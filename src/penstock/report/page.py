@@ -110,6 +110,8 @@ def _of_steps(record: RunRecord | None) -> list[PageNumber]:
     if record is None:
         return []
     found = [PageNumber(f"{record.known(m)[-1][1]:,.4g}", what) for m, what in LARGE.items() if record.known(m)]
+    if found and record.columns.get("loss", (0,))[-1] is None:
+        found[0] = PageNumber("not finite", LARGE["loss"])
     measured, simulated = record.bubbles
     if measured is not None and simulated is not None:
         found.append(

@@ -7,6 +7,7 @@ timeline.json, schedule.txt     one of the last steps, measured and simulated
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -44,6 +45,17 @@ class RunRecord:
         """The steps that have a value of a metric, each with it."""
         values = self.columns.get(metric, ())
         return [(step, value) for step, value in zip(self.steps, values, strict=False) if value is not None]
+
+    @property
+    def not_finite(self) -> str:
+        """From which step on the loss is not finite, or in how many steps, in words; nothing if it always is."""
+        losses = self.columns.get("loss", ())
+        if None not in losses:
+            return ""
+        first = losses.index(None)
+        is_over = losses.count(None) == len(losses) - first
+        when = f"from step {self.steps[first]} on" if is_over else f"in {losses.count(None)} steps"
+        return f"the loss is not finite {when}" + f", first in step {self.steps[first]}" * (not is_over)
 
     @property
     def noun(self) -> str:
@@ -89,6 +101,11 @@ def read_record(
     first = 0 if "ms" in columns else 1  # iterations count from 0 here as in stories
     steps = tuple(first + row["step"] for row in rows)
     return RunRecord(name, tuple(facts), steps, asked, columns, ended or {}, tuple(shown), text)
+
+
+def strict_json(value: Any) -> Any:
+    """A JSON value in which null stands for each number that is not finite, as JSON has no nan."""
+    return json.loads(json.dumps(value), parse_constant=lambda _: None)
 
 
 def _number(value: Any) -> float | None:

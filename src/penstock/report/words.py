@@ -78,14 +78,19 @@ def words_of(record: RunRecord) -> list[str]:
     ran = times(record.steps[-1], "step") + (f" of {ended['schedule']}" if "schedule" in ended else "")
     if record.asked is not None and record.steps[-1] < record.asked:
         ran += f", {record.asked:,} were asked for"
-    became = f"training loss went from {known[0]:.3f} to {known[-1]:.3f}" if known else "no loss was finite"
-    found = [sentence(f"{became} in {ran}")]
+    became = "no loss was finite"
+    if known:
+        last = "nan" if record.columns["loss"][-1] is None else f"{known[-1]:.3f}"
+        became = f"training loss went from {known[0]:.3f} to {last}"
+    wrong = f"; {record.not_finite}" if known and record.not_finite else ""
+    found = [sentence(f"{became} in {ran}{wrong}")]
     if not ended:
         found.append("The run has not ended, or was killed: memory, a timeline and notices come with its end.")
     elif ended.get("interrupted"):
         found.append("It was interrupted.")
     if "unit" in ended:
-        found.append(sentence(", ".join([f"The loss is {ended['loss']:.3f} {ended['unit']}", *ended["beside"]])))
+        loss = "not finite" if ended["loss"] is None else f"{ended['loss']:.3f} {ended['unit']}"
+        found.append(sentence(", ".join([f"The loss is {loss}", *ended["beside"]])))
     return found
 
 

@@ -16,6 +16,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from penstock.report.run_record import strict_json
 from penstock.train.folder import write_whole, writing
 
 if TYPE_CHECKING:
@@ -44,7 +45,7 @@ class Metrics:
             # Nobody would find a line of a file that has no name any more.
             if not path.exists() or os.fstat(self._file.fileno()).st_nlink == 0:
                 raise FileNotFoundError(errno.ENOENT, "the file, or its folder, was removed or moved")
-            self._file.write(json.dumps({"step": step, **values}) + "\n")
+            self._file.write(json.dumps(strict_json({"step": step, **values})) + "\n")
             self._file.flush()
         if self._board is not None:
             for name, value in values.items():

@@ -17,6 +17,7 @@ from penstock.control import Configuration
 from penstock.dispatch import Dispatch
 from penstock.planning.microbatch_order import DISPATCHES
 from penstock.planning.threads import num_cores
+from penstock.report.run_record import read_record
 from penstock.runtime.adapt import AdaptOptions
 from penstock.runtime.checkpoint import DamagedCheckpointError, Reader, set_aside
 from penstock.runtime.checkpoint.saving import export_model, find
@@ -38,6 +39,7 @@ from penstock.train.start import StopRequest
 from penstock.train.tasks.task import ExportableTask, ModelQuality
 from penstock.train.training import Training
 
+NOT_FINITE = "look at the data of that step, or give a lower --lr or --clip"
 PROFILED_PASSES = 5
 """Number of passes near the end whose timelines give the profile of the run."""
 
@@ -326,6 +328,7 @@ class RankRun:
         settings = inputs.settings
         timing, pictures = self._timing(profile)
         write_whole(folder.file("sample.txt"), ending.quality.text + "\n")
+        record = read_record(folder.metrics.read_text(encoding="utf-8").splitlines(), name="")
         report = Report(
             schedule=inputs.schedule.name,
             dispatch=self._dispatch,
@@ -347,6 +350,7 @@ class RankRun:
                 *self.pipe.notices,
                 *(self.planned.notices if self.planned is not None else ()),
                 *([self.measured.notice] if self.measured is not None and self.measured.notice else ()),
+                *([f"{wrong}; {NOT_FINITE}"] if (wrong := record.not_finite if record else "") else ()),
             ],
             said_before=len(self.notices),
             files={

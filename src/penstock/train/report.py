@@ -141,6 +141,7 @@ class Report(RunReport):
     @classmethod
     def from_json(cls, value: dict[str, Any]) -> Self:
         updating = value.get("updating")
+        value |= {"loss": math.nan if value["loss"] is None else value["loss"]}  # JSON has no nan
         value |= {"updating": None if updating is None else UpdateReport(**updating)}
         value |= {"quality": ModelQuality.take(value)}
         return super().from_json({**value, "timing": TimingReport(**value["timing"])})

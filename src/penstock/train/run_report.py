@@ -19,6 +19,7 @@ from penstock.draw import save_picture
 from penstock.formats import save as save_schedule
 from penstock.report import RunStory
 from penstock.report.from_logs import read_story
+from penstock.report.run_record import strict_json
 from penstock.report.words import headline, times
 from penstock.schedule import Schedule
 from penstock.simulation import Timeline
@@ -125,7 +126,9 @@ class RunReport(ABC):
     said_before: int = 0
 
     def to_json(self) -> dict[str, Any]:
-        return asdict(self) | {"steered": None if self.steered is None else self.steered.to_json()}
+        value = asdict(self) | {"steered": None if self.steered is None else self.steered.to_json()}
+        found: dict[str, Any] = strict_json(value)
+        return found
 
     @classmethod
     def from_json(cls, value: dict[str, Any]) -> Self:

@@ -6,12 +6,14 @@ It has a row per schedule, each compared with the first.
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
 from penstock.cost import Costs, Links
+from penstock.report.run_record import strict_json
 from penstock.schedule import Schedule, count_versions
 from penstock.schedule.op import UPDATE
 from penstock.schedule.updates import OWNER
@@ -70,7 +72,7 @@ def trained(inputs: Inputs, folder: Path) -> TrainingResult:
 def read_trained(report: Report, metrics: Path, in_process: bool) -> TrainingResult:
     """Reads the result from a run's report and metrics."""
     lines = [json.loads(line) for line in metrics.read_text(encoding="utf-8").splitlines()]
-    losses = [line["loss"] for line in lines]
+    losses = [math.nan if line["loss"] is None else line["loss"] for line in lines]
     last = losses[-max(1, len(losses) // 10) :]
     updates = [line.get("updates", line["step"] + 1) for line in lines]
     return TrainingResult(
@@ -260,7 +262,7 @@ class Comparison:
         return row.simulated.activations if memory is None else memory / MIB
 
     def to_json(self) -> dict[str, Any]:
-        return {
+        value = {
             "costs": self.costs,
             "steps": self.steps,
             "batch": self.batch,
@@ -273,6 +275,8 @@ class Comparison:
             "schedules": [self._row_json(row) for row in self.rows],
             "notices": list(self.notices),
         }
+        found: dict[str, Any] = strict_json(value)
+        return found
 
     def _row_json(self, row: ComparisonRow) -> dict[str, Any]:
         first = self.rows[0].trained

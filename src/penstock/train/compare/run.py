@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -110,6 +111,7 @@ def _numbers(found: Comparison) -> list[PageNumber]:
         PageNumber(f"{short(found.held(least))} {found.held_unit}", f"least on the fullest rank: {least.name}"),
     ]
     learned = [(row.trained.loss, row.name) for row in found.rows if row.trained is not None]
+    learned = [each for each in learned if math.isfinite(each[0])]
     if learned:
         low = min(learned)[0]
         names = ", ".join(name for loss, name in learned if f"{loss:.3f}" == f"{low:.3f}")
@@ -207,7 +209,7 @@ def loss_charts(found: Comparison, width: int) -> dict[str, Figure]:
         seconds = list(accumulate([row.simulated.milliseconds / 1e3] * len(row.trained.losses)))
         by_update.append(_line(row, [float(count) for count in row.trained.updates]))
         by_time.append(_line(row, seconds))
-    low = 0.95 * min(min(value for value in line.y if value is not None) for line in by_time)
+    low = 0.95 * min((value for line in by_time for value in line.y if value is not None), default=0.0)
     y, size = Axis("training loss, nats per token" if found.tokens else "training loss", low=low), min(width, CHART)
     return {
         "loss-by-update": line_chart(by_update, title="Loss by update", x=Axis("updates"), y=y, width=size),
@@ -221,7 +223,8 @@ def _loss_chart(found: Comparison, name: str, width: int) -> Figure:
 
 def _line(row: ComparisonRow, x: Sequence[float]) -> Line:
     assert row.trained is not None
-    return Line(row.name, *averaged(x, row.trained.losses, MOST_POINTS))
+    places, losses = averaged(x, row.trained.losses, MOST_POINTS)
+    return Line(row.name, places, [loss if math.isfinite(loss) else None for loss in losses])
 
 
 Say = Callable[[str], None]
