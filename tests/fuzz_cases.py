@@ -847,7 +847,7 @@ class Running:
         rng = random.Random(self.case.seed)
         schedule = self.pipe.schedule
         other = schedule
-        if not self.case.memory.startswith("offload"):  # which these passes don't take
+        if not self.case.memory.startswith("offload") and schedule.updates is None:  # which the pass doesn't take
             costs = ps.Costs.uniform(schedule.num_stages, f=rng.choice([1, 2, 4]), i=rng.choice([1, 3]), w=1)
             links = ps.Links({(0, 1): rng.choice([0.0, 1.0, 5.0])} if schedule.num_ranks > 1 else {})
             other = ps.passes.separate_gradients(schedule, costs, links)
