@@ -320,9 +320,9 @@ def layers_of(case: Case) -> list[nn.Module]:
     made: list[nn.Module] = []
     for name in case.blocks:
         if name == "again":
-            made.append(
-                next((layer for layer in made if not isinstance(layer, (Fork, OnFirst, Join))), nn.Identity())
-            )
+            # A shared buffer must not change (sentence 5 of the contract), so a layer with buffers is not used again.
+            alone = [each for each in made if not isinstance(each, (Fork, OnFirst, Join)) and not [*each.buffers()]]
+            made.append(next(iter(alone), nn.Identity()))
         elif name == "gpt block, tied":
             made.append(BLOCKS["gpt block"](D))
             twins = [layer for layer, kind in zip(made, case.blocks) if kind == name]
