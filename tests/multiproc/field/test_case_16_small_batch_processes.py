@@ -22,3 +22,13 @@ def test_replicas_are_given_whole_batches_or_their_parts() -> None:
     outcomes = run_ranks(4, input_runs.over_replicas)
     assert [o.code for o in outcomes] == [0] * 4, "\n".join(o.text[-2000:] for o in outcomes)
     assert [o.value for o in outcomes] == [[]] * 4
+
+
+@pytest.mark.parametrize("num_replicas", [1, 2])
+def test_one_sample_under_a_schedule_of_two_pipelines(num_replicas: int) -> None:
+    """It was refused: in the middle of training, once the last batch of an epoch came."""
+    names = [("chimera", "copies"), ("chimera", "zero1"), ("chimera", "none"), ("dualpipe", "copies")]
+    options = [(name, num_replicas, sharding) for name, sharding in names]
+    outcomes = run_ranks(2 * num_replicas, input_runs.over_two_ways, options)
+    assert [o.code for o in outcomes] == [0] * len(outcomes), "\n".join(o.text[-2000:] for o in outcomes)
+    assert [o.value for o in outcomes] == [[]] * len(outcomes)

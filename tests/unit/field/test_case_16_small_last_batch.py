@@ -37,10 +37,6 @@ def test_gradients_are_those_of_the_plain_loop_over_fewer_microbatches(name: str
     with ps.Pipeline(copy.deepcopy(whole), schedule, loss_fn=MSE, dispatch=dispatch) as pipe:
         for size in (9, 3, 2, 1, 4):
             x, y = torch.randn(size, 8), torch.randn(size, 8)
-            if size < pipelines:
-                with pytest.raises(ps.RuntimeFailure, match="leaves a pipeline of"):
-                    pipe.step(x, y)
-                continue
             plain, num = copy.deepcopy(whole), min(4, size)
             loss = plain_step(plain, x, y, num, MSE, step=pipe.num_steps + 1)
             result = pipe.step(x, y, update=False)
