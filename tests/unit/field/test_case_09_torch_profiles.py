@@ -11,6 +11,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from torch import nn
 
 import penstock as ps
 from penstock.analyze import analyze_trace
@@ -355,3 +357,18 @@ def test_the_streams_of_messages_on_a_gpu_hold_no_ops(tmp_path: Path) -> None:
     trace = read_trace(written(tmp_path / "run", traces))
     assert wrong_lengths(trace, "gpipe") == []
     assert any("GPU" in note for note in trace.notes)
+
+
+def test_the_hint_for_a_profile_of_a_pipeline_s_run_leads_out(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It gave hints for torch.distributed.pipelining alone, and with_stack=True led to the same ones again."""
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    with ps.Pipeline(model, ps.build("1f1b", 2, 2), loss_fn=nn.MSELoss()) as pipe:
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], with_stack=True) as profile:
+            pipe.step(torch.randn(4, 4), torch.randn(4, 4))
+        profile.export_chrome_trace(str(tmp_path / "profile.json"))
+        pipe.timeline().save(tmp_path / "run.json")
+    assert main(["analyze", str(tmp_path / "profile.json")]) == 1
+    assert 'A run of ps.Pipeline has a trace of its own: pipe.timeline().save("run.json").' in capsys.readouterr().err
+    assert main(["analyze", str(tmp_path / "run.json"), "--json"]) == 0

@@ -94,7 +94,8 @@ def _nameless(name: str, events: Sequence[ProfileEvent]) -> TraceError:
     lacks = "forwards and backwards" if not there else "backwards" if "F" in there else "forwards"
     return TraceError(
         f"{name}: no names of {lacks} that torch, Megatron, TorchTitan, DeepSpeed or Penstock give; there are "
-        f"{shown or 'no events at all'}. torch's Schedule1F1B gives its ops no names: record with "
+        f"{shown or 'no events at all'}. A run of ps.Pipeline has a trace of its own: "
+        'pipe.timeline().save("run.json"). torch\'s Schedule1F1B gives its ops no names: record with '
         "torch.profiler.profile(..., with_stack=True), which names the functions that run them. "
         'Or name each op: run forwards under `with torch.profiler.record_function(f"Forward {m}"):` and backwards '
         'under `with torch.profiler.record_function(f"Backward {m}"):`, where m is the microbatch; where a process '
