@@ -372,7 +372,7 @@ class Casts(Chain):
         (CountsInABuffer, "changes its attribute 'num_seen'.*self.num_seen"),
         (Notes, "changes its attribute 'seen'"),
         (Branches, "x if x.sum.. > 0 else -x"),
-        (OnShape, "example=inputs.*x if x.shape.0. > 1 else -x"),
+        (OnShape, "example=.*x if x.shape.0. > 1 else -x"),
         (Seeds, "seeds torch's random numbers.*torch.manual_seed.0."),
         (Drawn, "x if torch.rand"),
         (AsksKind, "isinstance.y, Tensor."),

@@ -254,10 +254,11 @@ class Recorder(fx.Tracer):
         """What a value is for the example, where it follows from shapes alone; microbatches are held to it."""
         node = value.node
         if "value" not in node.meta:
-            if _of_data(node):
+            if _of_data(node) and kind is not len:
                 self.refuse(f"{doing} the values of a tensor, which tracing would freeze")
             self.refuse(
-                f"{doing} the inputs, and no example of them is given; ps.split(model, ..., example=inputs) does that"
+                f"{doing} the inputs or what is computed from them, and there is no example of the inputs; give a "
+                "microbatch's, ps.split(model, ..., example=...)" + ", or write x.shape[0]" * (kind is len)
             )
         found = node.meta["value"]
         if node.meta["data"] and not (kind is len and isinstance(found, Tensor | tuple | list)):
