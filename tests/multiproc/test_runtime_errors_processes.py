@@ -262,7 +262,8 @@ def test_an_exception_in_one_rank(dispatch: str) -> None:
     assert "ValueError: the third call is too much" in outcomes[2].text
     assert outcomes[2].last_line == "in F2 of stage 2 on rank 2"
     said = (
-        "rank 2 could not do its part of the step: ValueError: the third call is too much; in F2 of stage 2 on rank 2"
+        "rank 2 could not do its part of the step: ValueError: the third call is too much; stage 2 was given float32 "
+        "[2, 4] as microbatch 2; in F2 of stage 2 on rank 2"
     )
     for rank in (0, 1, 3):
         assert outcomes[rank].last_line.endswith(f"PeerFailed: {said}"), outcomes[rank].text

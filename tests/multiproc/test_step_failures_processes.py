@@ -145,7 +145,7 @@ def test_bug_others_waited_for_a_rank_whose_layer_failed_and_the_pipeline_was_br
             if outcome.rank == case.process:
                 assert said == "Fails: no more of this", name
             else:
-                words = f"{who} {case.process} could not do its part of the step: Fails: no more of this; in "
+                words = f"{who} {case.process} could not do its part of the step: Fails: no more of this; "
                 assert said.startswith(f"PeerFailed: {words}"), name
             assert is_right, name
 

@@ -208,37 +208,6 @@ def test_a_compiled_model_is_one_stage_and_says_how_to_be_cut() -> None:
         ps.Pipeline(in_place, ps.build("1f1b", 2, 4), loss_fn=MSE)
 
 
-HOOKS: dict[str, Callable[[nn.Module], object]] = {
-    "forward pre": lambda model: model.register_forward_pre_hook(lambda *args: None),
-    "forward": lambda model: model.register_forward_hook(lambda *args: None),
-    "backward": lambda model: model.register_full_backward_hook(lambda *args: None),
-    "backward pre": lambda model: model.register_full_backward_pre_hook(lambda *args: None),
-}
-
-
-@pytest.mark.parametrize("kind", HOOKS)
-def test_a_backward_pre_hook_that_came_after_the_cut_was_not_seen(kind: str) -> None:
-    """Hooks of the other kinds were refused already: a stage calls none of a model that is opened."""
-    model = own_forward()
-    pipe = ps.Pipeline(model, ps.build("1f1b", 2, 4), loss_fn=MSE)
-    x, y = batches(4, 8)[0]
-    pipe.step(x, y, update=False)
-    HOOKS[kind](model)
-    with pytest.raises(PartitionError, match=rf"OwnForward has a hook \({kind} hooks\) since it was cut"):
-        pipe.step(x, y, update=False)
-
-
-@pytest.mark.parametrize("kind", HOOKS)
-def test_a_full_backward_hook_that_came_after_the_cut_was_not_seen_by_the_first_forward(kind: str) -> None:
-    model = own_forward()
-    stage = ps.split(model, 2)[0]
-    x = torch.randn(2, 8)
-    stage(x)
-    HOOKS[kind](model)
-    with pytest.raises(PartitionError, match="since it was cut"):
-        stage(x)
-
-
 class Shifting(nn.Module):
     """Its forward and that of its block use buffers and parameters of their own."""
 

@@ -28,7 +28,8 @@ def data(train=True):
 loss_fn = nn.MSELoss()
 """
 DIVERGES = (
-    "--model nets.py:Net --data nets.py:data --ranks 2 --microbatches 2 --steps 6 --lr 1e20 --optimizer SGD --clip 0"
+    "--model divergent.py:Net --data divergent.py:data --ranks 2 --microbatches 2 --steps 6 "
+    "--lr 1e20 --optimizer SGD --clip 0"
 )
 SAID = "the loss is not finite from step 2 on"
 
@@ -36,7 +37,7 @@ SAID = "the loss is not finite from step 2 on"
 @pytest.fixture
 def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "nets.py").write_text(NETS)
+    (tmp_path / "divergent.py").write_text(NETS)
     return tmp_path
 
 
