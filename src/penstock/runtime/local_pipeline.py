@@ -124,7 +124,7 @@ class LocalPipeline:
         self._has_cut = False  # whether a training step's batch has been cut
         self.own_batches: ReplicaBatches | None = None
         if parallel.batches == "replica":
-            self.own_batches = ReplicaBatches(schedule, place, self._said_by_all, self._changing_inputs)
+            self.own_batches = ReplicaBatches(schedule, place, self._said_by_all)
         self.adapt = adapt = allowed_adaptation(schedule, given.adapt)
         apart = isinstance(self.peers, GroupPeers)
         whole = apart or schedule.num_ranks == 1  # a node has one rank
@@ -520,10 +520,6 @@ class LocalPipeline:
         """What every process says of the batch that it was given."""
         with self.sharing("what each process was given"):
             return self.mesh.everyone.gather(facts)
-
-    def _changing_inputs(self) -> list[int]:
-        """The stages here that change their part of a batch in place; once all is built."""
-        return self.devices.changing_inputs()
 
     # The end.
 

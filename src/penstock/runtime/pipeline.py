@@ -646,16 +646,10 @@ class Pipeline:
         agreement, failure = self._local.optimizer_state.agreement, self._local.failure
         # Taken apart: the classes of named tuples may be none that can be pickled.
         taken_apart = {m: flatten(output) for m, output in self._local.devices.outputs(batch).items()}
-        mine = (
-            taken_apart,
-            agreement.agrees(),
-            failure.has_failed,
-            batch.digest,
-            self._local.devices.changing_inputs(),
-        )
+        mine = taken_apart, agreement.agrees(), failure.has_failed, batch.digest
         gathered = self._local.mesh.everyone.gather(mine)
-        require_same_batch([(digest, changing) for *_, digest, changing in gathered])
-        if any(failed for _, _, failed, _, _ in gathered):
+        require_same_batch([digest for *_, digest in gathered])
+        if any(failed for _, _, failed, _ in gathered):
             failure.conclude(self._local.mesh.everyone)
         agreement.conclude(all(agrees for _, agrees, *_ in gathered))
         for part, *_ in gathered:
@@ -699,8 +693,7 @@ class Pipeline:
         devices = self._local.devices
         agreement, failure = self._local.optimizer_state.agreement, self._local.failure
         tells = [] if self._summed is None else self._summed.now(self._local.mesh.everyone, failure)
-        changing = devices.changing_inputs
-        outcome = StepEnd(self._local.mesh, devices.last, updates, memory, tells, changing, agreement, failure)
+        outcome = StepEnd(self._local.mesh, devices.last, updates, memory, tells, agreement, failure)
         self._local.notices.note(self._agent.notices if self._agent is not None else ())
         self._local.notices.note(self._local.failover.notices if self._local.failover is not None else ())
         self._local.notices.note(self._local.choice.notices(self._local.transport))

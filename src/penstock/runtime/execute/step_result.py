@@ -30,7 +30,7 @@ from penstock.runtime.execute.step_failure import StepFailure
 from penstock.runtime.mesh.peers import MeshPeers, Peers, require_same
 from penstock.runtime.mesh.process_mesh import ProcessMesh
 from penstock.runtime.parameters.agreement import HolderAgreement
-from penstock.runtime.stage.microbatches import Microbatches, why_inputs_differ
+from penstock.runtime.stage.microbatches import IN_PLACE, Microbatches
 from penstock.runtime.stage.ops import StageRunner
 from penstock.runtime.transport.rank_memory import ROW
 from penstock.runtime.transport.shared_memory import SharedMemoryTransport
@@ -161,7 +161,6 @@ class StepEnd:
         updates: whether the step is to update; None in an evaluation.
         memory: the ranks' transport, if it is shared memory, which can sum too.
         tells: values of this process that are summed over all processes.
-        changing: gives the stages here that change their part of a batch in place.
         agreement: compares what processes have of the parameters that several of them hold.
         failure: what kept this process from doing its part.
     """
@@ -173,14 +172,13 @@ class StepEnd:
         updates: bool | None = None,
         memory: SharedMemoryTransport | None = None,
         tells: Sequence[float] = (),
-        changing: Callable[[], list[int]] = list,
         agreement: HolderAgreement | None = None,
         failure: StepFailure | None = None,
     ) -> None:
         self._peers, self._replicas, self._everyone = place.pipeline, place.replicas, place.everyone
         self._num_ranks = place.pipeline.num_ranks * place.num_replicas * place.num_shards
         self._last, self._updates, self._memory, self._tells = last, updates, memory, tells
-        self._changing, self._agreement = changing, agreement
+        self._agreement = agreement
         self._failure = failure or StepFailure(is_shared=False)
 
     def share(
@@ -237,7 +235,7 @@ class StepEnd:
 
     def _refuse(self, batch: Microbatches) -> None:
         """Raises RuntimeFailure as batches differ. Every process must call it, and raises the same."""
-        require_same_batch(self._everyone.gather((batch.digest, self._changing())))
+        require_same_batch(self._everyone.gather(batch.digest))
 
     def _losses(self, num_microbatches: int) -> list[float]:
         """The loss of each microbatch; zeros if another process has them."""
@@ -341,15 +339,10 @@ class StepEnd:
         return tells, differ
 
 
-def require_same_batch(given: Sequence[tuple[int, list[int]]]) -> None:
-    """Raises RuntimeFailure where processes had different batches.
-
-    Args:
-        given: of every process the digest of its batch, and the stages there that change their part in place.
-    """
-    changing = {stage for _, stages in given for stage in stages}
-    rule = why_inputs_differ(changing) + "every rank must give the same inputs and targets"
-    require_same([{"batch": digest} for digest, _ in given], rule, shown=False)
+def require_same_batch(digests: Sequence[int]) -> None:
+    """Raises RuntimeFailure if the processes' batches have different digests."""
+    rule = f"every rank must give the same inputs and targets{IN_PLACE}"
+    require_same([{"batch": digest} for digest in digests], rule, shown=False)
 
 
 def split_like(row: Sequence[float], parts: Sequence[Sequence[float]]) -> list[list[float]]:

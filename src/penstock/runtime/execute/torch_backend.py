@@ -323,10 +323,6 @@ class TorchDevices:
         """Whether ranks launch ops behind others that have not ended."""
         return self._queue is not None and self._most_ahead > 1
 
-    def changing_inputs(self) -> list[int]:
-        """The stages here that change their part of a batch in place."""
-        return sorted({stage for (_, stage), runner in self.runners.items() if runner.changes_inputs})
-
     def close(self) -> None:
         """Ends the thread that waits for the device, if there is one."""
         if self._queue is not None:

@@ -14,7 +14,7 @@ an error.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
 from math import lcm
@@ -324,6 +324,11 @@ def inputs_by_stage(inputs: Any, starts: Sequence[int]) -> dict[int, Any]:
 
 Facts = dict[str, Any]
 """What a process says of what it was given."""
+IN_PLACE = (
+    ". If the first stage changes its inputs in place, as nn.ReLU(inplace=True) does, give each step tensors of its "
+    "own: x.clone()"
+)
+"""What an error adds where processes were given different batches."""
 BY_SAMPLES, BY_LIST, BY_FUNCTIONS = "samples", "list", "functions"
 """How a process's batch was cut."""
 
@@ -333,7 +338,6 @@ class ReplicaBatches:
 
     Args:
         gather: gives every process of the mesh what all of them say.
-        changing: gives the stages here that change their part of a batch in place.
 
     Raises:
         RuntimeFailure: a schedule whose batch goes into several stages.
@@ -344,7 +348,6 @@ class ReplicaBatches:
         schedule: Schedule,
         mesh: ProcessMesh,
         gather: Callable[[Facts], list[Facts]],
-        changing: Callable[[], list[int]],
     ) -> None:
         starts = starts_of(schedule.graph)
         if len(starts) > 1 or len(set(schedule.graph.num_microbatches)) > 1:
@@ -352,7 +355,7 @@ class ReplicaBatches:
                 f'batches="replica" is for schedules whose batch goes into one stage, and that of {schedule.name} '
                 'goes into several or is cut for each stage anew; give every process the whole batch, batches="whole"'
             )
-        self._start, self._mesh, self._gather, self._changing = starts[0], mesh, gather, changing
+        self._start, self._mesh, self._gather = starts[0], mesh, gather
         here, pipelines = set(mesh.pipeline.here), schedule.placement.pipelines
         shared = dict(schedule.placement.shared)
 
@@ -382,8 +385,6 @@ class ReplicaBatches:
         """
         batch: Microbatches | None = None
         mine: Facts = {"process": self._mesh.everyone.here[0], "replica": self._mesh.replica}
-        if changing := self._changing():
-            mine["changing"] = changing
         try:
             batch = self._own(inputs, targets, num, fewer, rules())
             mine |= self._facts(batch, inputs, targets, loss_fn)
@@ -467,9 +468,8 @@ class ReplicaBatches:
             given = [each for each in of_replica if name in each]
             if len({each[name]["digest"] for each in given}) > 1:
                 numbers = " and ".join(str(each["process"]) for each in given[:2])
-                why = why_inputs_differ({stage for each in of_replica for stage in each.get("changing", ())})
                 raise RuntimeFailure(
-                    f"processes {numbers} of replica {replica} were given different {name}; {why}give the same"
+                    f"processes {numbers} of replica {replica} were given different {name}; give the same{IN_PLACE}"
                 )
             if given:
                 found[name] = given[0][name]
@@ -490,20 +490,6 @@ class ReplicaBatches:
 def _sizes_said(cut: Cut) -> Facts:
     by = BY_SAMPLES if cut.sizes is not None else BY_LIST if cut.is_listed else BY_FUNCTIONS
     return {"sizes": sizes_of(cut), "cut": by}
-
-
-def why_inputs_differ(changing: Collection[int]) -> str:
-    """For an error: what may have made one batch another one in some processes, and what to do. Nothing where no
-    stage has been seen to change its part of a batch.
-    """
-    if not changing:
-        return ""
-    which = f"stage {min(changing)} changes" if len(changing) == 1 else f"stages {_listed(sorted(changing))} change"
-    return (
-        f"{which} inputs in place, so that tensors which are given again hold other values where that runs: give "
-        "each step tensors of its own (x.clone()), or let the stage change a copy (nn.ReLU() without inplace=True). "
-        "If it is not that, "
-    )
 
 
 def _listed_sizes(sizes: Sequence[float]) -> str:

@@ -11,7 +11,6 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from enum import Enum
-from functools import partial
 from typing import Any
 
 import torch
@@ -166,9 +165,6 @@ class StageRunner:
         self._first = 0
         self._num_targets = num_targets
         self._own: frozenset[int] | None = None
-        self.changes_inputs = False
-        """Whether its first forward, in a step or an evaluation, changed its part of the batch in place."""
-        self._watched: set[bool] = set()
         self._differentiates = False
         """Whether its forward asks for gradients of its own, as far as one that is run again has shown."""
 
@@ -340,8 +336,6 @@ class StageRunner:
             # Microbatches cut from one tensor count its changes together: one in place would look like one in all.
             given = [leaf if leaf.requires_grad else leaf.data for leaf in leaves]
             kept = self._read_only(leaves, given) if self.settings.microbatches.digest else _NO_READ_ONLY_INPUTS
-            if self.settings.training not in self._watched:
-                kept = FirstInputs(given, kept, partial(self._note_inputs, m))
             return unflatten(given, skeleton), _NO_ENTRY, kept
         leaves = [leaf for leaf in received.leaves if leaf is not None]
         if copied:
@@ -371,12 +365,6 @@ class StageRunner:
         shared = self.settings.microbatches.shared_memory
         kept = [(place, _OF_BATCH) for place, leaf in enumerate(leaves) if storage_of(leaf) in shared]
         return ReadOnlyInputs(given, kept) if kept else _NO_READ_ONLY_INPUTS
-
-    def _note_inputs(self, m: int, changed: Sequence[Tensor]) -> None:
-        """After the first forward, which changed these in place: of the batch itself, or of copies on the device."""
-        self._watched.add(self.settings.training)
-        of_batch = {storage_of(leaf) for leaf in flatten(self.settings.microbatches.into(self.index)[m])[0]}
-        self.changes_inputs |= any(storage_of(tensor) in of_batch for tensor in changed)
 
     def _on_device(self, value: Any) -> Any:
         leaves, skeleton = flatten(value)
@@ -610,22 +598,6 @@ def _as_recomputed(gradient: Tensor, output: Tensor) -> Tensor:
             "schedule without R for this model"
         )
     return gradient.reshape(output.shape)
-
-
-class FirstInputs(ReadOnlyInputs):
-    """Part of a batch in the first forward of a stage, which may change it unless it is among `kept`.
-
-    Args:
-        note: takes what the stage has changed.
-    """
-
-    def __init__(self, given: Sequence[Tensor], kept: ReadOnlyInputs, note: Callable[[list[Tensor]], None]) -> None:
-        self._before = [(tensor, tensor._version) for tensor in given if not tensor.is_inference()]
-        self._kept, self._note = kept, note
-
-    def require_same(self, stage: int) -> None:
-        self._note([tensor for tensor, version in self._before if tensor._version != version])
-        self._kept.require_same(stage)
 
 
 _NO_ENTRY = GraphInputs([])
