@@ -5,6 +5,7 @@
 # make papers   runs the figures and tables that need no GPU again, and writes their pages; rows of AMDP's training that
 #               are there already are kept, and experiments/uneven is apart; many hours
 # make titan    installs TorchTitan into build/torchtitan, which tests of the nightly tier train with
+# make megatron installs Megatron-Core into build/megatron, for the same
 # make site     builds the documentation into build/site, with no network; open build/site/index.html
 #
 # All that is needed beforehand is git, make and python3 (3.11 or newer, with its venv module).
@@ -40,7 +41,7 @@ unexport PYTHONDONTWRITEBYTECODE
 # ARGS may choose tests of one phase only; pytest says 5 when it finds none in the other.
 none_is_fine := || [ $$? -eq 5 ]
 
-.PHONY: train test lint lint-types lint-style lint-words format site papers papers-quick install titan clean
+.PHONY: train test lint lint-types lint-style lint-words format site papers papers-quick install titan megatron clean
 
 train: $(INSTALLED)
 	$(BIN)/penstock train $(ARGS)
@@ -89,6 +90,10 @@ install: $(INSTALLED)
 
 titan: $(INSTALLED)
 	$(PIP) --no-deps --upgrade --target build/torchtitan -r .ci/torchtitan.txt
+
+# It asks for Python 3.12, and runs on 3.11.
+megatron: $(INSTALLED)
+	$(PIP) --no-deps --ignore-requires-python --upgrade --target build/megatron -r .ci/megatron.txt
 
 # pip would compile what it installs on one core; compileall does on all. A few files of others are no Python 3. What
 # hardly anything imports, 40% of the files, is compiled when it is imported.
