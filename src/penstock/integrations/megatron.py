@@ -36,7 +36,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from penstock.formats import load
+from penstock.integrations.torch import as_schedule
 from penstock.library import build
 from penstock.library.options import warmup_counts
 from penstock.passes import add_communication
@@ -268,7 +268,7 @@ def follow(plan: Schedule | Plan | str | Path, *, most_posted: int = MOST_POSTED
         ...     print(str(error).split(";")[0])
         the plan has 0I0, but Megatron runs whole backwards alone
     """
-    schedule = plan.schedule if isinstance(plan, Plan) else plan if isinstance(plan, Schedule) else load(plan)
+    schedule = as_schedule(plan)
     _check_plan(schedule)
     if not has_communication(schedule):
         schedule = add_communication(schedule, channels=GLOO, most_posted=most_posted)

@@ -189,6 +189,7 @@ class PlannedSchedule(torchs._PipelineScheduleRuntime):
 
 
 def as_schedule(plan: Schedule | Plan | str | Path) -> Schedule:
+    """The schedule of a plan: the plan's own, the given one, or the one in a file."""
     if isinstance(plan, Plan):
         return plan.schedule
     return plan if isinstance(plan, Schedule) else load(plan)

@@ -127,7 +127,7 @@ def _receive_all(arrivals: queue.SimpleQueue[_Arrival]) -> None:
 
 @dataclass
 class _Notes:
-    """What a rank notes in one step: of each of its ops the milliseconds, of each message the moment it was sent."""
+    """A rank's measurements of one step: the milliseconds of its ops, and the moments when it sent messages."""
 
     took: dict[tuple[str, int], list[float]] = field(default_factory=dict)
     sent: dict[tuple[str, int, int], float] = field(default_factory=dict)
@@ -256,7 +256,7 @@ class StepRecorder:
 
 
 class PlanUpdater:
-    """What rank 0 makes of the notes of all ranks: costs, links, and another plan where they have changed."""
+    """Turns the measurements of all ranks into costs and links, and plans anew if links have changed. On rank 0."""
 
     KEPT = 5
     """Steps whose medians count for the costs."""
@@ -345,8 +345,9 @@ class PlanUpdater:
     def _delays(self, by_stage: Mapping[int, tuple[list[float], torch.Tensor]]) -> dict[tuple[int, int], float]:
         """Milliseconds of each directed link that carried messages.
 
-        Clocks of two ranks may differ. At first both directions are taken to be equally late, which says by how much
-        the clocks differ; half of an asymmetry of then is on the wrong side, and the sum of both is right.
+        Clocks of two ranks may differ. The first measurement assumes that both directions are equally late, and takes
+        the rest of the difference for the clocks' skew. If one direction was later at that time, half of this
+        asymmetry is counted to the other direction; the sum of both directions is right.
         """
         plan = self.recorder.schedule.plan
         raw: dict[tuple[int, int], list[tuple[float, ...]]] = {}

@@ -55,11 +55,11 @@ def stream_of(channel: str, rank: int, source: int, target: int) -> Hashable | N
 
 @dataclass(frozen=True)
 class PlacedMessage:
-    """The way of one message.
+    """A message between two ranks, with both its ends as ops.
 
     Attributes:
         send, receive: its ends, as ops of the rows of the ranks `source` and `target`.
-        made, used: the compute op whose result it carries, and the one that needs it.
+        made, used: the compute op whose result the message carries, and the compute op that needs this result.
     """
 
     send: Op
@@ -87,6 +87,14 @@ class MessageNetwork:
     step: list[int]
     transfers: list[PlacedMessage]
     needs: list[list[int]]
+
+    def count_needs(self) -> tuple[list[list[int]], list[int]]:
+        """For each node, the nodes that need it, and the number of its own needs. The caller may count them down."""
+        unlocks: list[list[int]] = [[] for _ in self.needs]
+        for node, needs in enumerate(self.needs):
+            for need in needs:
+                unlocks[need].append(node)
+        return unlocks, [len(needs) for needs in self.needs]
 
 
 def message_network(schedule: Schedule, channel: str) -> MessageNetwork:
@@ -124,17 +132,13 @@ def message_network(schedule: Schedule, channel: str) -> MessageNetwork:
 
 
 def message_at(network: MessageNetwork, node: int) -> PlacedMessage:
-    """The message of a node that is no op."""
+    """The message that a node stands for. The node must not be an op."""
     return network.transfers[node - len(network.ops)]
 
 
 def find_circle(network: MessageNetwork) -> list[int]:
-    """Nodes that wait for one another, each for the next and the last for the first; empty where all are reached."""
-    unlocks: list[list[int]] = [[] for _ in network.needs]
-    missing = [len(needs) for needs in network.needs]
-    for node, needs in enumerate(network.needs):
-        for need in needs:
-            unlocks[need].append(node)
+    """Nodes that wait in a circle, each for the next and the last for the first. Empty if all nodes are reached."""
+    unlocks, missing = network.count_needs()
     ready = [node for node, count in enumerate(missing) if not count]
     while ready:
         for after in unlocks[ready.pop()]:
@@ -152,7 +156,7 @@ def find_circle(network: MessageNetwork) -> list[int]:
 
 
 def explain_circle(network: MessageNetwork, circle: list[int]) -> list[str]:
-    """Of each wait of a circle that is not the order of a row, a sentence."""
+    """A sentence for each wait in a circle, except where an op only waits for the op before it in its row."""
     lines = []
     for node, need in zip(circle, [*circle[1:], circle[0]], strict=True):
         if node < len(network.ops):

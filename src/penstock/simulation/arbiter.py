@@ -31,7 +31,7 @@ TOLERANCE = 1e-9
 
 @dataclass(frozen=True)
 class Crossing:
-    """A message between two ranks: the numbers of the ops that make and need it, and its ends as ops."""
+    """A message between two ranks: the numbers of the ops that make and need it, its SEND, and its bytes."""
 
     made: int
     used: int
@@ -53,7 +53,7 @@ def place_messages(
         most_posted: most receives that a rank has posted and not used, where that delays no op.
     """
     graph = order.graph
-    crossings = list(_crossings(schedule, graph, costs))
+    crossings = list(_crossings(graph, costs))
     free_run = _arbitrate(order, crossings, lines(), None, lambda message: 0.0)
     if not shares_streams(channel):
         rows = _place_early(order, crossings, free_run, most_posted)
@@ -66,7 +66,7 @@ def place_messages(
 
 @dataclass(frozen=True)
 class ArbiterRun:
-    """What the arbiter did.
+    """One run of the arbiter: when ops and messages ran, and in which order messages were served.
 
     Attributes:
         makespan: when the last op ended (ms). start: of each op. left, arrived: of each message.
@@ -80,7 +80,7 @@ class ArbiterRun:
     served: list[tuple[int, int, int]]
 
 
-def _crossings(schedule: Schedule, graph: Graph, costs: Costs) -> Iterator[Crossing]:
+def _crossings(graph: Graph, costs: Costs) -> Iterator[Crossing]:
     for made, used in zip(graph.sources.tolist(), graph.edge_to, strict=True):
         source, target = graph.host(made), graph.host(used)
         send = send_of(graph.ops[made])

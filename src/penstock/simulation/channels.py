@@ -27,7 +27,7 @@ from penstock.simulation.timeline import Message, TimedOp, Timeline
 
 @dataclass(frozen=True)
 class NodeTimes:
-    """Of each node of a network when all that it needs was there, and when it ended (ms)."""
+    """When each node of a network started, with all its needs met, and when it ended (ms)."""
 
     start: list[float]
     end: list[float]
@@ -63,11 +63,7 @@ def _time_nodes(
     at: float,
 ) -> NodeTimes:
     num_ops, num_nodes = len(network.ops), len(network.needs)
-    unlocks: list[list[int]] = [[] for _ in network.needs]
-    for node, needs in enumerate(network.needs):
-        for need in needs:
-            unlocks[need].append(node)
-    missing = [len(needs) for needs in network.needs]
+    unlocks, missing = network.count_needs()
     start, end = [0.0] * num_nodes, [0.0] * num_nodes
     # Nodes are taken in the order of time, as the queue of a link takes its messages.
     ready = [(0.0, node) for node, count in enumerate(missing) if not count]
