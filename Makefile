@@ -1,6 +1,6 @@
 # make train    builds what is needed and trains a GPT over four pipeline ranks on this machine
 # make test     runs the tests; TIER=push only the quick ones, TIER=nightly whole sweeps and what takes minutes
-# make lint     ruff, mypy, the layers' import contracts, spelling and the words of the project
+# make lint     ruff, mypy, the layers' import contracts, spelling, the words of the project, and its budget of lines
 # make papers-quick   simulates the papers' headlines anew, measures three ratios, and compares; a quarter of an hour
 # make papers   runs the figures and tables that need no GPU again, and writes their pages; rows of AMDP's training that
 #               are there already are kept, and experiments/uneven is apart; many hours
@@ -65,6 +65,7 @@ lint-style: $(INSTALLED)
 lint-words: $(INSTALLED)
 	$(BIN)/codespell README.md CONTRIBUTING.md docs src examples
 	$(BIN)/python .ci/prose.py
+	$(BIN)/python .ci/budget.py
 
 site: $(INSTALLED)
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
