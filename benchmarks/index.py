@@ -213,12 +213,6 @@ def mesh() -> str:
     )
 
 
-def pairs() -> str:
-    found = read("pairs/exchange.json")
-    ratio = found["rows"]["exchange"]["ratio"]
-    return f"two streams take {ratio:.2f} times as long as one, with copies beside matrices (one {found['gpu']})"
-
-
 def peers() -> str:
     rows = read("peers/results.json")["rows"]
     longer = sum(row["ours"] > row["makespan"] * (1 + 1e-9) for row in rows)
@@ -375,12 +369,6 @@ GROUPS = {
             "What does it cost to time every message and op?",
             profiling,
             "python benchmarks/profiling/run.py --out results.json",
-        ),
-        Benchmark(
-            "pairs",
-            "Is a step shorter if the two ops of a pair run on two streams of a GPU?",
-            pairs,
-            "python benchmarks/pairs/run.py --out benchmarks/pairs/one-process.json",
         ),
         Benchmark(
             "libraries",

@@ -1,14 +1,11 @@
-"""Pairs of ops on two streams of a GPU: the numbers of the plain loop, whatever overlaps what, and an overlap."""
+"""Pairs of ops on a GPU: the numbers of the plain loop."""
 
 from __future__ import annotations
 
-import json
 import os
 import zlib
-from collections import Counter
 from dataclasses import replace
 from itertools import pairwise
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
@@ -18,7 +15,6 @@ from torch import Tensor, nn
 import penstock as ps
 from offload_programs import offloaded
 from packed import packed
-from penstock.runtime.execute.launched_ops import LaunchedOps
 from penstock.schedule import Op
 from plain_loop import plain_step
 from processes import run_ranks
@@ -30,7 +26,7 @@ pytestmark = [
 
 DEVICE = "cuda:0"
 WIDTH, NUM_SAMPLES, NUM_MICROBATCHES, NUM_STEPS = 512, 10240, 10, 12
-"""So large that the GPU is behind Python, as two streams have something to do at the same time only then."""
+"""So large that the GPU is behind Python: ops are launched while those before them run."""
 CHAINS = (1, 24, 2, 12, 18, 0, 6, 30)
 """Of each stage the small matmuls that its forward runs one after the other."""
 WIDE = (4096, 0, 2048, 512, 0, 8192, 1024, 0)
@@ -138,8 +134,8 @@ def plain(kind: Kind = USUAL) -> dict[str, Any]:
     return _plain[kind]
 
 
-def piped(schedule: ps.Schedule, kind: Kind = USUAL, **options: Any) -> tuple[dict[str, Any], int]:
-    """The same of a pipeline, as far as it lies in this process; and the pairs of a step that ran as one."""
+def piped(schedule: ps.Schedule, kind: Kind = USUAL, **options: Any) -> dict[str, Any]:
+    """The same of a pipeline, as far as it lies in this process."""
     model, (x, y) = build_model(kind), build_batch()
     found: dict[str, Any] = {}
     losses = []
@@ -154,8 +150,7 @@ def piped(schedule: ps.Schedule, kind: Kind = USUAL, **options: Any) -> tuple[di
         found |= values(model, here)
     for row in timeline.rows:
         assert all(before.end <= after.start + 0.005 for before, after in pairwise(row))
-    as_one = sum(timed.op.kind == "B" and timed.start == timed.end for timed in timeline.ops)
-    return {**found, "losses": losses}, as_one
+    return {**found, "losses": losses}
 
 
 def differences(found: dict[str, Any], expected: dict[str, Any]) -> list[str]:
@@ -182,40 +177,35 @@ def recomputed(schedule: ps.Schedule) -> ps.Schedule:
 @pytest.mark.parametrize("dispatch", ["frozen", "dynamic", "hinted"])
 def test_one_process_equals_the_plain_loop(dispatch: str) -> None:
     schedule = ps.build("dualpipe-v", 4, NUM_MICROBATCHES, overlap=True)
-    found, as_one = piped(schedule, dispatch=dispatch)
+    found = piped(schedule, dispatch=dispatch)
     assert differences(found, plain()) == []
     assert found.keys() == plain().keys()
-    assert as_one == len(schedule.pairs) > 0
 
 
 def test_pairs_in_the_order_of_another_schedule() -> None:
     """Stages of three and more pairs of stages, of which some contradict one another."""
     schedule = ps.passes.overlap_pairs(ps.build("interleaved-1f1b", 2, NUM_MICROBATCHES, num_stages=8))
-    found, as_one = piped(schedule)
+    found = piped(schedule)
     assert differences(found, plain()) == []
-    assert 0 < as_one < len(schedule.pairs)
 
 
 def test_pairs_of_one_stage_run_one_after_the_other() -> None:
     schedule = ps.passes.overlap_pairs(ps.build("1f1b", 8, NUM_MICROBATCHES))
-    found, as_one = piped(schedule)
+    found = piped(schedule)
     assert differences(found, plain()) == []
-    assert as_one == 0 < len(schedule.pairs)
 
 
 def test_forwards_that_run_again() -> None:
     schedule = recomputed(ps.build("dualpipe-v", 4, NUM_MICROBATCHES, overlap=True))
     kind = Kind(keeps=False)  # what a stage keeps beside its buffers would be kept twice
-    found, as_one = piped(schedule, kind)
+    found = piped(schedule, kind)
     assert differences(found, plain(kind)) == []
-    assert as_one == len(schedule.pairs)
 
 
 def test_activations_that_go_to_host_memory() -> None:
     built = ps.build("dualpipe-v", 4, NUM_MICROBATCHES, overlap=True)
-    found, as_one = piped(offloaded_around(built))
+    found = piped(offloaded_around(built))
     assert differences(found, plain()) == []
-    assert as_one > 0
 
 
 def offloaded_around(schedule: ps.Schedule) -> ps.Schedule:
@@ -229,14 +219,12 @@ def offloaded_around(schedule: ps.Schedule) -> ps.Schedule:
 
 
 def test_a_parameter_that_two_stages_have() -> None:
-    """One in each lane."""
     schedule, kind = ps.build("dualpipe-v", 4, NUM_MICROBATCHES, overlap=True), Kind(tied=True)
-    found, as_one = piped(schedule, kind)
+    found = piped(schedule, kind)
     assert differences(found, plain(kind)) == []
-    assert as_one == len(schedule.pairs)
 
 
-def share_one_device(rank: int, transport: str, dispatch: str) -> tuple[dict[str, Any], int]:
+def share_one_device(rank: int, transport: str, dispatch: str) -> dict[str, Any]:
     os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"
     schedule = ps.build("dualpipe-v", 2, NUM_MICROBATCHES, overlap=True)
     return piped(schedule, device=DEVICE, transport=transport, dispatch=dispatch)
@@ -246,84 +234,9 @@ def share_one_device(rank: int, transport: str, dispatch: str) -> tuple[dict[str
 def test_two_processes_on_one_device_equal_the_plain_loop(transport: str, dispatch: str) -> None:
     outcomes = run_ranks(2, share_one_device, transport, dispatch, deadline=110.0)
     assert [o.code for o in outcomes] == [0, 0], "\n".join(o.text for o in outcomes)
-    (first, as_one), (second, beside) = (o.value for o in outcomes)
+    first, second = (o.value for o in outcomes)
     assert differences(first, plain()) == differences(second, plain()) == []
     assert first.keys() | second.keys() == plain().keys()
-    assert as_one > 0 < beside
-
-
-# ---- side by side
-
-
-class Narrow(nn.Module):
-    """Matrices with few rows, one after the other: a kernel takes longer than Python to launch it, and leaves most of
-    a GPU free."""
-
-    def __init__(self, width: int, depth: int) -> None:
-        super().__init__()
-        self.weight, self.depth = nn.Parameter(torch.randn(width, width) / width**0.5), depth
-
-    def forward(self, x: Tensor) -> Tensor:
-        for _ in range(self.depth):
-            x = torch.tanh(x @ self.weight)
-        return x
-
-
-class Kernel(NamedTuple):
-    """A kernel that ran: its stream, and when it began and ended (us)."""
-
-    stream: int
-    start: float
-    end: float
-
-
-def kernels(schedule: ps.Schedule, path: Path) -> list[Kernel]:
-    """Those of the third step of a pipeline, by the profiler."""
-    torch.manual_seed(0)
-    model = nn.Sequential(*(Narrow(2048, 12) for _ in range(8))).to(DEVICE)
-    x, y = torch.randn(8 * 32, 2048, device=DEVICE), torch.randn(8 * 32, 2048, device=DEVICE)
-    with ps.Pipeline(model, schedule, loss_fn=nn.functional.mse_loss) as pipe:
-        for _ in range(2):
-            pipe.step(x, y, update=False)
-        torch.cuda.synchronize()
-        activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
-        with torch.profiler.profile(activities=activities) as profiler:
-            pipe.step(x, y, update=False)
-            torch.cuda.synchronize()
-    profiler.export_chrome_trace(str(path))
-    events = json.loads(path.read_text())["traceEvents"]
-    found = [event for event in events if event.get("cat") == "kernel"]
-    return sorted(
-        (Kernel(e["args"]["stream"], float(e["ts"]), float(e["ts"]) + float(e["dur"])) for e in found),
-        key=lambda kernel: kernel.start,
-    )
-
-
-def beside_another(found: list[Kernel]) -> float:
-    """Microseconds in which kernels of two streams ran."""
-    total = 0.0
-    latest: dict[int, float] = {}
-    for kernel in found:
-        others = [end for stream, end in latest.items() if stream != kernel.stream]
-        total += max(0.0, min(kernel.end, max(others, default=0.0)) - kernel.start)
-        latest[kernel.stream] = max(latest.get(kernel.stream, 0.0), kernel.end)
-    return total
-
-
-def test_kernels_of_a_pair_lie_on_two_streams(tmp_path: Path) -> None:
-    """And only those: without pairs, none of one stream runs while one of another does.
-
-    Whether two kernels run at the same time is the GPU's affair. One thread launches both ops: of kernels that take
-    no longer than that, hardly any do (0 to 1.4% of their time on an H200).
-    """
-    schedule = ps.build("dualpipe-v", 4, 8, overlap=True)
-    together = kernels(schedule, tmp_path / "together.json")
-    apart = kernels(ps.passes.separate_pairs(schedule), tmp_path / "apart.json")
-    busy = sum(kernel.end - kernel.start for kernel in together)
-    print(f"{beside_another(together):.0f} of {busy:.0f} us beside another; apart {beside_another(apart):.0f}")
-    assert beside_another(apart) < 0.002 * busy
-    by_stream = Counter(kernel.stream for kernel in together)
-    assert len([num for num in by_stream.values() if num > 100]) == 2
 
 
 class Failing(nn.Module):
@@ -342,7 +255,7 @@ class Failing(nn.Module):
 
 
 def test_a_step_after_one_that_failed() -> None:
-    """It failed with ops on both streams under way."""
+    """It failed with ops under way."""
     torch.manual_seed(0)
     x, y = build_batch()
     schedule = ps.build("dualpipe-v", 4, NUM_MICROBATCHES, overlap=True)
@@ -359,21 +272,3 @@ def test_a_step_after_one_that_failed() -> None:
         expected = plain_step(model, x, y, NUM_MICROBATCHES, nn.functional.mse_loss, step=2)
     assert torch.equal(loss, expected.cpu())
     assert all(torch.equal(a, b.grad) for a, b in zip(found, model.parameters(), strict=True) if b.grad is not None)
-
-
-def test_a_backward_is_launched_right_behind_its_forward(monkeypatch: pytest.MonkeyPatch) -> None:
-    """So that the device has both before it has run either; nothing waits for the device meanwhile."""
-    seen: list[Op] = []
-    launched = LaunchedOps.launched
-
-    def noted(self: LaunchedOps, op: Op) -> None:
-        launched(self, op)
-        seen.append(op)
-
-    monkeypatch.setattr(LaunchedOps, "launched", noted)
-    schedule = ps.build("dualpipe-v", 4, NUM_MICROBATCHES, overlap=True)
-    x, y = build_batch()
-    with ps.Pipeline(build_model(USUAL), schedule, loss_fn=nn.functional.mse_loss) as pipe:
-        pipe.step(x, y, update=False)
-    at = {op: place for place, op in enumerate(seen)}
-    assert all(at[backward] == at[forward] + 1 for forward, backward in schedule.pairs)

@@ -74,7 +74,6 @@ from penstock.runtime.transport.channel import Tags
 from penstock.runtime.transport.choose import TransportChoice, TransportOptions
 from penstock.runtime.transport.failover import Failover, guard
 from penstock.runtime.transport.link_conditions import Conditions, LateRing
-from penstock.runtime.transport.nccl import has_spare_queue
 from penstock.runtime.transport.wiring import Wiring
 from penstock.schedule.send_recv import remove_communication
 from penstock.schedule.staleness import why_none_is_predicted
@@ -243,7 +242,6 @@ class LocalPipeline:
             calls,
             updating,
             most_ahead,
-            self._overlaps_pairs(),
         )
         self._made.callback(self.devices.close)
         self.executor = StepExecutor(self.devices, ranks, self.choice, self.conditions, together)
@@ -261,18 +259,6 @@ class LocalPipeline:
                 self.failover,
             )
             self._made.callback(self.transport.close)
-
-    def _overlaps_pairs(self) -> bool:
-        """Whether the two ops of a pair may run at the same time on a device: where nobody else holds their stages
-        too, no weights change in the middle of a step, adapting does not ask what each op takes by itself, and the
-        device has a queue of work for it.
-        """
-        schedule, place = self._schedule, self.mesh
-        if self.adapt is not None or schedule.updates is not None or schedule.placement.shared:
-            return False
-        if place.shards is not None or place.has_parts:
-            return False
-        return self.choice.name != "nccl" or has_spare_queue(self.running.plan.wiring, self.peers.here[0])
 
     def _late_links(self) -> LateRing | None:
         """Injects conditions into the links between ranks; returns those of the ring of its replicas."""

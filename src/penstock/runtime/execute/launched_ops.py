@@ -9,37 +9,25 @@ that, because it decides what comes next when it knows which messages have arriv
 has passed the mark of its op; it is copied while the next op runs. A thread waits for the marks, and wakes the rank
 as if a message had come.
 
-    lane 0     ...|==== 0F6 ====|=== 0F7 ===|      |==== 0F8     a pair, 0F7+7B3: both wait for what came before,
-    lane 1                      |======= 7B3 ======|             neither for the other, and what follows for both
-
-A device has two lanes, which run side by side if it has room. All ops of a stage are in one lane, because autograd
-runs a backward where its forward ran, and adds gradients where a parameter was first used. Each op waits for all ops
-that were launched before it, in either lane. There is one exception: the two ops of a pair (`Schedule.pairs`) do not
-wait for each other if their stages are in different lanes. So gradients are added in the order in which backwards are
-launched.
-
-Memory belongs to the lane in which it was allocated, and that lane reuses it as soon as Python has released it. So
-what a pair's forward reads is kept until the backward is launched, which may allocate memory in the same lane.
-
 A CPU has run an op when its function returns. It has no queue, and needs none of this.
 """
 
 from __future__ import annotations
 
 import threading
-from collections import Counter, deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections import deque
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from queue import SimpleQueue
 from time import perf_counter_ns
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 import torch
 
 from penstock.runtime.errors import RuntimeFailure
 from penstock.runtime.tensors.message import Payload
-from penstock.schedule import Op, Schedule
+from penstock.schedule import Op
 from penstock.schedule.op import BACKWARD, FORWARD, INPUT, RECOMPUTE, WEIGHT
 
 MOST_LAUNCHED_OPS = 2
@@ -70,17 +58,11 @@ class DeviceQueue(Protocol):
     """A device that runs what it is given later than the call returns."""
 
     def mark(self, sleeps: bool = True) -> DeviceMark:
-        """Behind all that the lane was given so far.
+        """Behind all that the device was given so far.
 
         Args:
             sleeps: whether a thread that waits for it sleeps. One that spins goes on tens of microseconds sooner.
         """
-
-    def lane(self, number: int) -> AbstractContextManager[Any]:
-        """Around what a lane is given: 1 runs beside 0, which is given all else."""
-
-    def after(self, mark: Any) -> None:
-        """What the lane is given from now on waits until the device has passed a mark."""
 
     def beside(self, payload: Payload) -> AbstractContextManager[Any]:
         """Around copies of a payload whose op has ended: they wait for nothing that the device was given since."""
@@ -145,28 +127,17 @@ class WatchedMarks:
 
 
 class CudaQueue(WatchedMarks):
-    """The current stream of a GPU, marked by events, and a stream beside it; copies go on one of their own."""
+    """The current stream of a GPU, marked by events; copies go on a stream of their own."""
 
     def __init__(self, device: torch.device) -> None:
         super().__init__()
         self._device = device
         self._copies, self._waits = torch.cuda.Stream(device), torch.cuda.Stream(device)
-        self._second: torch.cuda.Stream | None = None
 
     def mark(self, sleeps: bool = True) -> DeviceMark:
         event = torch.cuda.Event(enable_timing=True, blocking=sleeps)
         event.record(torch.cuda.current_stream(self._device))
         return event
-
-    def lane(self, number: int) -> AbstractContextManager[Any]:
-        if not number:
-            return nullcontext()
-        if self._second is None:
-            self._second = torch.cuda.Stream(self._device)
-        return torch.cuda.stream(self._second)
-
-    def after(self, mark: Any) -> None:
-        torch.cuda.current_stream(self._device).wait_event(mark)
 
     def beside(self, payload: Payload) -> AbstractContextManager[Any]:
         for leaf in payload.leaves:
@@ -181,32 +152,6 @@ class CudaQueue(WatchedMarks):
 def queue_of(device: torch.device) -> DeviceQueue | None:
     """What a device queues its work in; None for one that has run an op when its function returns."""
     return CudaQueue(device) if device.type == "cuda" else None
-
-
-def lanes_of(schedule: Schedule) -> dict[int, int]:
-    """The lanes of stages: the two of a pair have different ones, as far as that goes.
-
-    Stages that have more pairs with each other go first. A pair whose stages end up in one lane runs one op after the
-    other, and so does a pair of one stage: its forward may change what its backward reads, such as a module's buffer.
-
-    Args:
-        schedule: one with pairs.
-
-    Returns:
-        Stage -> 0 or 1, for stages that are in such pairs. All others have lane 0.
-    """
-    found = Counter((min(f.stage, b.stage), max(f.stage, b.stage)) for f, b in schedule.pairs if f.stage != b.stage)
-    bound: dict[int, dict[int, int]] = {}
-    """Of each stage the lanes of those that its own lane depends on."""
-    for (one, other), _ in sorted(found.items(), key=lambda item: (-item[1], item[0])):
-        mine, others = bound.setdefault(one, {one: 0}), bound.setdefault(other, {other: 0})
-        if mine is others:
-            continue
-        turned = int(mine[one] == others[other])
-        for stage, lane in others.items():
-            mine[stage] = lane ^ turned
-            bound[stage] = mine
-    return {stage: together[stage] ^ together[min(together)] for stage, together in sorted(bound.items())}
 
 
 class DeviceClock:
@@ -257,32 +202,11 @@ class DeviceClock:
 
 @dataclass(slots=True, eq=False)
 class LaunchedOp:
-    """An op under way, between two marks.
-
-    Attributes:
-        opens: whether it is a forward with a backward beside it. beside: of that backward, the forward.
-    """
+    """An op under way, between two marks."""
 
     op: Op
     start: DeviceMark
     end: DeviceMark
-    opens: bool = False
-    beside: LaunchedOp | None = None
-
-
-class OpenPair(NamedTuple):
-    """A pair whose forward was launched last.
-
-    Attributes:
-        backward: what may be launched beside it.
-        before: what the backward waits for. end: of the forward, where lane 0 has to wait for it.
-        reads: what the forward reads.
-    """
-
-    backward: Op
-    before: DeviceMark
-    end: DeviceMark | None
-    reads: Sequence[Any]
 
 
 class LaunchedOps:
@@ -290,31 +214,13 @@ class LaunchedOps:
 
     Args:
         most: ops under way; 1 where each is waited for before anything else is done. That must be where ops wait in
-            their middle for other ranks, or a wait for messages can't be ended when a mark is passed. No op then runs
-            beside another.
-        lanes: of stages (see `lanes_of`). pairs: of the schedule.
-        state: what the stage of an op keeps besides parameters, which a forward may read and let go of.
+            their middle for other ranks, or a wait for messages can't be ended when a mark is passed.
         clock: of the device in this step, where other ranks of this process have the device too.
     """
 
-    def __init__(
-        self,
-        queue: DeviceQueue,
-        most: int = MOST_LAUNCHED_OPS,
-        lanes: Mapping[int, int] | None = None,
-        pairs: Sequence[tuple[Op, Op]] = (),
-        state: Callable[[Op], Sequence[Any]] = lambda op: (),
-        clock: DeviceClock | None = None,
-    ) -> None:
+    def __init__(self, queue: DeviceQueue, most: int = MOST_LAUNCHED_OPS, clock: DeviceClock | None = None) -> None:
         self._queue, self.most = queue, most
         self._clock = clock or DeviceClock(queue)
-        self._lanes = lanes if lanes and most > 1 else {}
-        self._backward_of = {f: b for f, b in pairs if self._lane_of(f) != self._lane_of(b)}
-        self._state = state
-        self._open: OpenPair | None = None
-        self._beside: OpenPair | None = None
-        """The pair whose backward is being launched."""
-        self._reads: list[Any] | None = None
         self._wake: Callable[[], None] | None = None
         self._under_way: deque[LaunchedOp] = deque()
         self._started: DeviceMark
@@ -327,17 +233,12 @@ class LaunchedOps:
 
     @property
     def is_full(self) -> bool:
-        """Whether no op may be launched until one has ended. The two of a pair count as one."""
-        return sum(not each.opens for each in self._under_way) >= self.most
+        """Whether no op may be launched until one has ended."""
+        return len(self._under_way) >= self.most
 
     @property
     def is_empty(self) -> bool:
         return not self._under_way
-
-    @property
-    def may_join(self) -> Op | None:
-        """What runs beside the op launched last, if it is launched next; None where nothing may."""
-        return None if self._open is None else self._open.backward
 
     def begin(self, wake: Callable[[], None] | None) -> None:
         """Starts a step, once it is known how the device's clock stands to ours.
@@ -346,70 +247,21 @@ class LaunchedOps:
             wake: ends the rank's wait for messages; None where it shares its thread with other ranks.
         """
         self._wake = wake
-        if self._lanes:
-            with self._queue.lane(1):
-                left = self._queue.mark()  # a step that failed may have left something there
-            self._queue.after(left)
         self._clock.read()
 
-    @contextmanager
-    def turn(self, op: Op) -> Iterator[None]:
-        """Around what an op takes in and its launch: in its lane, behind all that it does not run beside. After the
-        forward of a pair comes its backward, or `end_pair`.
-        """
-        pair, self._open = self._open, None
-        backward, lane, queue = self._backward_of.get(op), self._lane_of(op), self._queue
-        if backward is None and pair is None and not lane:
-            yield
-            return
-        before, end = (queue.mark(), None) if pair is None else (pair.before, pair.end)
-        self._beside = pair
-        self._reads = None if backward is None else [*self._state(op)]
-        ran = False
-        try:
-            with queue.lane(lane):
-                if lane:
-                    queue.after(before)
-                try:
-                    yield
-                    ran = True
-                finally:
-                    if lane:
-                        end = queue.mark()
-        finally:
-            if backward is not None and ran:
-                self._open = OpenPair(backward, before, end, self._reads or ())
-            elif end is not None:
-                queue.after(end)
-            self._beside = self._reads = None
-
-    def end_pair(self) -> None:
-        """Has what comes next wait for the forward launched last, which nothing runs beside after all."""
-        if self._open is not None and self._open.end is not None:
-            self._queue.after(self._open.end)
-        self._open = None
-
-    def start(self, inputs: Sequence[Payload] = ()) -> None:
-        """Just before an op is launched; `inputs`: what it takes in."""
-        if self._reads is not None:
-            self._reads += [leaf for payload in inputs for leaf in payload.leaves]
+    def start(self) -> None:
+        """Just before an op is launched."""
         self._started = self._queue.mark()
 
     def launched(self, op: Op) -> None:
         """Just after."""
         end = self._queue.mark()
-        made = LaunchedOp(op, self._started, end)
-        if self._beside is not None and self._under_way:
-            forward = self._under_way[-1]
-            forward.opens, made.beside = True, forward
-        self._under_way.append(made)
+        self._under_way.append(LaunchedOp(op, self._started, end))
         if self._wake is not None and self.most > 1:
             self._queue.watch(end, self._wake)
 
     def ended(self) -> list[tuple[Op, int, int]]:
-        """Ops that have ended since the last call, and when they began and ended (ns of the monotonic clock). Two
-        that ran beside each other are told once both have ended: the forward has the time of the pair, as in every
-        timeline, and the backward stands at its end.
+        """Ops that have ended since the last call, and when they began and ended (ns of the monotonic clock).
 
         Raises:
             RuntimeFailure: the device failed.
@@ -418,33 +270,28 @@ class LaunchedOps:
         moment = self._clock.moment
         while self._under_way:
             one = self._under_way[0]
-            op, forward = one.op, one.beside
             try:
                 if not one.end.query():
                     break
-                if forward is not None:
-                    start = min(moment(forward.start), moment(one.start))
-                    end = max(moment(forward.end), moment(one.end))
-                    found += [(forward.op, start, end), (op, end, end)]
-                elif not one.opens:
-                    found.append((op, moment(one.start), moment(one.end)))
+                found.append((one.op, moment(one.start), moment(one.end)))
             except RuntimeError as error:
-                raise RuntimeFailure(f"the device failed in {op.short()} of stage {op.stage}: {error}") from error
+                raise _device_failed(one.op, error) from error
             self._under_way.popleft()
             self.num_ended += 1
         return found
 
     def wait(self) -> None:
         """Waits until the first op under way has ended. Raises as `ended`."""
-        op, end = self._under_way[0].op, self._under_way[0].end
+        one = self._under_way[0]
         try:
-            end.synchronize()
+            one.end.synchronize()
         except RuntimeError as error:
-            raise RuntimeFailure(f"the device failed in {op.short()} of stage {op.stage}: {error}") from error
+            raise _device_failed(one.op, error) from error
 
     def beside(self, payload: Payload) -> AbstractContextManager[Any]:
         """Around the sending of a message whose op has ended; see `DeviceQueue`."""
         return self._queue.beside(payload)
 
-    def _lane_of(self, op: Op) -> int:
-        return self._lanes.get(op.stage, 0) if op.kind in WAITS_FOR_NOBODY else 0
+
+def _device_failed(op: Op, error: RuntimeError) -> RuntimeFailure:
+    return RuntimeFailure(f"the device failed in {op.short()} of stage {op.stage}: {error}")

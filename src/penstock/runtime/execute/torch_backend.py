@@ -25,7 +25,6 @@ from penstock.runtime.execute.launched_ops import (
     DeviceClock,
     DeviceQueue,
     LaunchedOps,
-    lanes_of,
     queue_of,
 )
 from penstock.runtime.execute.plan import ActivePlan, StepPlan
@@ -39,7 +38,7 @@ from penstock.runtime.stage.loss_weights import LossFn
 from penstock.runtime.stage.microbatches import Microbatches
 from penstock.runtime.stage.ops import StageRunner, StepSettings
 from penstock.runtime.stage.registered_ops import Calls, StageOutputs, name_of
-from penstock.runtime.stage.split_backward import DeferredShare, is_compiled, prepare, unprepare
+from penstock.runtime.stage.split_backward import DeferredShare, prepare, unprepare
 from penstock.runtime.stage.stage import Copy
 from penstock.runtime.tensors.message import Payload
 from penstock.runtime.tensors.pytree import on_host
@@ -270,7 +269,6 @@ class TorchDevices:
         calls: of each registered op its function and what that is told.
         updating: the updates that are ops; None where there are none.
         most_ahead: ops that a rank may have under way on a device that queues them; see `LaunchedOps`.
-        overlaps_pairs: whether the two of a pair may run at the same time on such a device.
 
     Attributes:
         runners: of the copies of stages here, by (pipeline, stage). ends: those whose output the loss takes.
@@ -287,16 +285,12 @@ class TorchDevices:
         calls: Calls,
         updating: ScheduledUpdates | None,
         most_ahead: int = MOST_LAUNCHED_OPS,
-        overlaps_pairs: bool = True,
     ) -> None:
         self._model, self._ranks, self._calls, self._updating = model, ranks, calls, updating
         end = loss_stage(schedule.graph)
         by_ops = has_many_ends(schedule.graph)
         self._num_indices = num_indices(schedule)
         self._queue, self._most_ahead = queue_of(model.device), most_ahead
-        self._overlaps_pairs = overlaps_pairs
-        self._lanes: tuple[Schedule | None, Mapping[int, int]] = None, {}
-        """Of the stages of the schedule that ran last."""
         self.host = HostMemory(model.device)
         self.runners: dict[Copy, StageRunner] = {
             key: StageRunner(
@@ -427,7 +421,7 @@ class TorchDevices:
         inside = model.inside if training and model.is_shared else None
         tied = model.tied if model.ties else None
         handlers = TorchOps(runners, tied, schedule, gang, inside).handlers
-        launched = None if self._queue is None else self._launched_ops(self._queue, schedule)
+        launched = None if self._queue is None else LaunchedOps(self._queue, self._most_ahead, self._clock)
         if self._updating is not None and training:
             handlers = UpdatingOps(handlers, self._updating, rank, plan.wiring.tied_values, gang).handlers
         if model.device.type != "cpu":
@@ -437,25 +431,3 @@ class TorchDevices:
         select = model.copies.select if training else None
         registered = RegisteredOps(rank, self._calls, self._outputs, self._queue, gang, select)
         return OpTable({**handlers, **registered.handlers}, registered.start, launched)
-
-    def _launched_ops(self, queue: DeviceQueue, schedule: Schedule) -> LaunchedOps:
-        """The ops of one rank in one step."""
-        if not schedule.pairs or not self._overlaps_pairs:
-            return LaunchedOps(queue, self._most_ahead, clock=self._clock)
-        known, lanes = self._lanes
-        if known is not schedule:
-            # What torch.compile makes may replay graphs of CUDA, which have memory in common.
-            compiled = {
-                stage
-                for stage, module in self._model.copies.stages.items()
-                if any(map(is_compiled, module.modules()))
-            }
-            pairs = tuple(pair for pair in schedule.pairs if not compiled & {pair.forward.stage, pair.backward.stage})
-            lanes = lanes_of(replace(schedule, pairs=pairs))
-            self._lanes = schedule, lanes
-        pipelines = schedule.microbatch_pipeline
-
-        def state(op: Op) -> Sequence[Any]:
-            return self.runners[pipelines[op.microbatch], op.stage].state()
-
-        return LaunchedOps(queue, self._most_ahead, lanes, schedule.pairs, state, self._clock)

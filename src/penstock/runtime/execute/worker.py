@@ -151,8 +151,6 @@ class Worker:
                     return moved
                 self._standing = None
             self._run(op)
-            if launched is not None and launched.may_join is not None:
-                self._run_beside(launched)
             moved = True
 
     def wait_for_first(self) -> bool:
@@ -242,11 +240,10 @@ class Worker:
         if launched is None:
             outputs, after = self._perform(wired), 0
         else:
-            with launched.turn(wired.op):
-                inputs = self._inputs(wired)
-                launched.start(inputs)
-                outputs = self._handle(wired, inputs)
-                launched.launched(wired.op)
+            inputs = self._inputs(wired)
+            launched.start()
+            outputs = self._handle(wired, inputs)
+            launched.launched(wired.op)
             after = launched.num_launched
         for place, edge, target, is_local in wired.sends:
             payload = TOKEN if place < 0 else outputs[place]
@@ -287,17 +284,6 @@ class Worker:
         if (held := self.dispatcher.held) > self.peak_held:
             self.peak_held = held
         return inputs
-
-    def _run_beside(self, launched: LaunchedOps) -> None:
-        """Launches the backward of a pair right behind its forward, if it is what comes next."""
-        number = self.dispatcher.next()
-        if number is not None and self._wired_ops[number].op == launched.may_join:
-            if self._gang is not None:
-                self._gang.arrive(number)
-            self._run(number)
-        else:
-            self._held_back = number
-        launched.end_pair()
 
     def _take_ended(self, launched: LaunchedOps) -> bool:
         """Takes note of ops that have ended on the device; whether there were any."""

@@ -22,7 +22,6 @@ from penstock.runtime.stage.host_memory import HostMemory, OffloadStatistics, Sa
 from penstock.runtime.stage.loss_check import LossCheck
 from penstock.runtime.stage.loss_weights import LossFn, weightless
 from penstock.runtime.stage.microbatches import NO_LOSS, Microbatches, Signature
-from penstock.runtime.stage.module_state import attributes_of, tensors_in
 from penstock.runtime.stage.recompute import (
     BufferHistory,
     GradientAskedFor,
@@ -474,14 +473,6 @@ class StageRunner:
         if self._own is None:
             self._own = frozenset(map(storage_of, (*self.stage.parameters(), *self.stage.buffers()))) - {0}
         return self._own
-
-    def state(self) -> list[Tensor]:
-        """The state of the stage's modules besides parameters: buffers, and tensors among their attributes."""
-        found: list[Tensor] = []
-        for module in self.stage.modules():
-            for value in (*module._buffers.values(), *attributes_of(module).values()):
-                found += tensors_in(value)
-        return found
 
     def saved(self, m: int) -> SavedTensors:
         """What the forward of a microbatch saved, if its activation goes to host memory."""

@@ -115,11 +115,6 @@ def require_queues(channels: Sequence[NcclChannel], rank: int) -> None:
     )
 
 
-def has_spare_queue(wiring: Wiring, rank: int) -> bool:
-    """Whether a rank's GPU has a queue of work for one stream more, on which a second op computes."""
-    return _num_streams(lines_of(wiring), rank) < _num_queues()
-
-
 def _num_streams(channels: Sequence[NcclChannel], rank: int) -> int:
     return sum(rank in (line.source, line.target) for line in channels) + OTHER_STREAMS
 
