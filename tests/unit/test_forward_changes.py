@@ -57,16 +57,6 @@ class Does(nn.Module):
         return x
 
 
-class ReadsGradient(Does):
-    def own(self, x: Tensor) -> Tensor:
-        return 2 * x if self.blocks[0].weight.grad is None else x
-
-
-class AsksForGradients(Does):
-    def own(self, x: Tensor) -> Tensor:
-        return 2 * x if torch.is_grad_enabled() else x
-
-
 class SetsOfLayer(Does):
     """Sets something of its last block before it calls it, and puts it back."""
 
@@ -95,11 +85,6 @@ class SavesOnHost(Does):
             return x.tanh()
 
 
-class AsksForAutocast(Does):
-    def own(self, x: Tensor) -> Tensor:
-        return 2 * x if torch.is_autocast_enabled("cpu") else x
-
-
 REFUSED: dict[str, tuple[Callable[[], Does], str]] = {
     "an attribute": (
         lambda: SetsOfLayer(lambda model, sets: setattr(model.block[1], "momentum", 0.5 if sets else 0.1)),
@@ -115,9 +100,6 @@ REFUSED: dict[str, tuple[Callable[[], Does], str]] = {
         "changes 'momentum' of a BatchNorm1d, one of its layers",
     ),
     "saved tensors": (SavesOnHost, "sets hooks for what its layers save .*, at .*save_on_cpu"),
-    "autocast": (AsksForAutocast, "asks for autocast, which is on when stages run, .*, at .*is_autocast_enabled"),
-    "a gradient": (ReadsGradient, r"reads the gradient of a tensor, .*, at .*grad is None"),
-    "whether gradients are on": (AsksForGradients, r"asks whether gradients are on, .*, at .*is_grad_enabled"),
 }
 
 

@@ -2,7 +2,7 @@
 
     model --layers--> which modules stay whole
       |
-      +--recorder: its forward, run once with proxies--> TracedProgram: steps --cutting--> TracedStage per stage
+      +--tracer: its forward, run once by torch.fx--> TracedProgram: steps --cutting--> TracedStage per stage
 
     forward     x = stem(x)     y = block(x)     return head(x + y)
     steps       0 stem(x)       1 block(0)       2 add(0, 1)    3 head(2)
@@ -10,8 +10,8 @@
     passed on               0                               2
 
 cutting       `split`, its checks and its table; a list       layers    which modules are layers, and which are opened
-recorder      a forward run once, and written down            proxies   stand-ins for values while a forward is traced
-program       the steps, each stage's part, other forms       source_line   the user's line in an error
+tracer        a forward, run once and recorded                source_line   the user's line in an error
+program       the steps, each stage's part, other forms       whole_model   one stage with the draws of several
 traced_stage  the module that runs one part of the steps
 """
 

@@ -25,13 +25,13 @@ from torch import Tensor, fx, nn
 
 from penstock.cost.cut import PartitionError
 from penstock.runtime.stage.module_state import untouched
-from penstock.runtime.stage.partitioning.recorder import (
+from penstock.runtime.stage.partitioning.source_line import SourceLine, Untraceable
+from penstock.runtime.stage.partitioning.tracer import (
     MODEL,
-    Recorder,
+    ForwardTracer,
     attribute_of,
     own_lists,
 )
-from penstock.runtime.stage.partitioning.source_line import SourceLine, Untraceable
 from penstock.runtime.stage.split_backward import unrecorded
 from penstock.runtime.stage.stage import with_arguments
 from penstock.runtime.tensors.pytree import Skeleton, device_of, flatten, num_leaves, unflatten
@@ -303,12 +303,12 @@ class ModelTracer:
                 module.training = mode
 
     def _recorded(self, skeleton: Skeleton, example: list[Tensor] | None) -> TracedProgram:
-        recorder = Recorder(self.opened, example)
+        tracer = ForwardTracer(self.opened, example)
         try:
             with untouched(self.model), restored(device_of(self._leaves or [])):
-                graph, entry = recorder.record(self.model, skeleton, num_leaves(skeleton))
+                graph, entry = tracer.record(self.model, skeleton, num_leaves(skeleton))
         except Untraceable as error:
-            error.__dict__["module"] = recorder.failed_in
+            error.__dict__["module"] = tracer.failed_in
             raise
         return TracedProgram(graph, entry)
 

@@ -1,29 +1,21 @@
-"""Where in the user's own code something happens: the line that an error names."""
+"""The line of the user's own code that an error names."""
 
 from __future__ import annotations
 
-import inspect
 import linecache
-import re
-import sys
+from collections.abc import Iterator
 from pathlib import Path
+from traceback import walk_stack, walk_tb
 from types import FrameType
 from typing import NamedTuple
 
 import torch
-from torch import nn
 
 from penstock.cost.cut import PartitionError
 
-_NOT_THE_USERS = (
-    str(Path(torch.__file__).parent),
-    str(Path(__file__).parents[2]),
-    str(Path(linecache.__file__).parent),
-)
-"""Folders of torch, of Penstock's runtime and of Python's own library, in which no line is the user's."""
-_SITE = ("site-packages", "dist-packages")
-
-
+_LIBRARIES = (str(Path(torch.__file__).parent), str(Path(__file__).parents[2]))
+"""Folders of torch and of Penstock's runtime, in which no line is the user's."""
+_PYTHON = str(Path(linecache.__file__).parent)
 _INSTEAD = "Move that into one of its layers, or give ps.Pipeline a list with one module for each stage"
 
 
@@ -39,74 +31,40 @@ class SourceLine(NamedTuple):
 
 
 class Untraceable(PartitionError):
-    """What stands in the way of cutting a forward, and the line where.
+    """The forward does something that stands in the way of cutting it.
 
-    Attributes:
-        what: in words. line: of the user's code; None where it is no one line. instead: what to do.
+    Args:
+        what: what it does, in words.
+        line: the line of the user's code that does so; None if no single line does.
+        instead: what the user can do instead.
     """
 
     def __init__(self, what: str, line: SourceLine | None, instead: str = _INSTEAD) -> None:
         super().__init__(what if line is None else f"{what}, at {line}")
-        self.what, self.line, self.instead = what, line, instead
+        self.instead = instead
 
 
 class KeptValue(Untraceable):
-    """A value that stood for a tensor while a forward was traced is used after that: the forward has kept it."""
-
-    def __init__(self, line: SourceLine | None) -> None:
-        super().__init__(
-            "the forward uses a value that it kept while it was traced, in a global or by functools.lru_cache. What "
-            "a forward computes depends on its inputs, parameters and buffers alone (sentence 1 of the contract): "
-            "register the value as a buffer, or make it inside a layer",
-            line,
-            "Or empty the cache and give an example, which fills it with tensors: ps.split(model, 2, example=inputs)",
-        )
+    """A value that stood for a tensor while a forward was traced is used after that: a cache has kept it."""
 
 
 def is_users(path: str) -> bool:
-    """Whether a file is neither torch's, nor Python's own, nor one of Penstock's runtime."""
-    inside_python = path.startswith(_NOT_THE_USERS) and not any(f"/{site}/" in path for site in _SITE)
-    return not (inside_python or path.startswith(_NOT_THE_USERS[:2]) or path.startswith("<frozen"))
-
-
-def line_of(frame: FrameType | None) -> SourceLine | None:
-    """The user's innermost line from a frame on outwards."""
-    while frame is not None:
-        if is_users(frame.f_code.co_filename):
-            return SourceLine(frame.f_code.co_filename, frame.f_lineno)
-        frame = frame.f_back
-    return None
+    """Returns whether a file belongs neither to torch, nor to Python's own library, nor to Penstock's runtime."""
+    if path.startswith(_PYTHON):  # which may have the folder of installed packages in it
+        return ("/site-packages/" in path or "/dist-packages/" in path) and not path.startswith(_LIBRARIES)
+    return not path.startswith((*_LIBRARIES, "<frozen"))
 
 
 def here() -> SourceLine | None:
-    """The user's innermost line that is being run."""
-    return line_of(sys._getframe(1))
+    """Returns the user's innermost line that is running."""
+    return next(_users_lines(walk_stack(None)), None)
 
 
 def line_of_error(error: BaseException) -> SourceLine | None:
-    """The user's innermost line that an error came through."""
-    found, trace = None, error.__traceback__
-    while trace is not None:
-        if is_users(trace.tb_frame.f_code.co_filename):
-            found = SourceLine(trace.tb_frame.f_code.co_filename, trace.tb_lineno)
-        trace = trace.tb_next
-    return found
+    """Returns the user's innermost line that an error came through."""
+    lines = list(_users_lines(walk_tb(error.__traceback__)))
+    return lines[-1] if lines else None
 
 
-def attribute_line(module: nn.Module, name: str) -> SourceLine | None:
-    """The first line of a module's methods, besides `__init__`, that mentions an attribute or a name."""
-    for kind in type(module).__mro__:
-        if kind is nn.Module:
-            break
-        try:
-            path = inspect.getsourcefile(kind) or ""
-            lines, first = inspect.getsourcelines(kind)
-        except (OSError, TypeError):
-            continue
-        is_looked_at = False
-        for number, text in enumerate(lines, start=max(first, 1)):
-            if text.strip().startswith(("def ", "class ")):
-                is_looked_at = text.strip().startswith("def ") and "__init__" not in text
-            elif is_looked_at and re.search(rf"\b{re.escape(name)}\b", text):
-                return SourceLine(path, number)
-    return None
+def _users_lines(frames: Iterator[tuple[FrameType, int]]) -> Iterator[SourceLine]:
+    return (SourceLine(path, number) for frame, number in frames if is_users(path := frame.f_code.co_filename))

@@ -18,8 +18,8 @@ from penstock.runtime.stage.partitioning.program import (
     TracedStep,
     fill,
 )
-from penstock.runtime.stage.partitioning.recorder import run_call
 from penstock.runtime.stage.partitioning.source_line import Untraceable
+from penstock.runtime.stage.partitioning.tracer import run_call
 from penstock.runtime.stage.stage import Stage, holder_of
 from penstock.runtime.tensors.pytree import DTYPES, device_of, flatten
 from penstock.runtime.tensors.rng import mix, seed_generators
