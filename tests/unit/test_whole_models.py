@@ -6,7 +6,7 @@ import copy
 import threading
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -441,6 +441,17 @@ def test_inputs_that_the_forward_does_not_take_named_a_line_of_ours(names: Any, 
     with pytest.raises(PartitionError, match=said):
         ps.split(Two(), 2, example=inputs)
     assert pipe.step((x, x), torch.randn(8, 1), update=False).loss > 0
+
+
+class Pair(NamedTuple):
+    x: Tensor
+    z: Tensor
+
+
+def test_a_named_tuple_of_inputs_counted_as_one_argument() -> None:
+    model, inputs = Two(), Pair(torch.randn(8, 4), torch.randn(8, 4))
+    first, last = ps.split(model, 2, example=inputs)
+    assert torch.equal(last(first(inputs)), model(*inputs))
 
 
 def test_a_transformers_model_given_as_it_is_named_lines_of_transformers() -> None:

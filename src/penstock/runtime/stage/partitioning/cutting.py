@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import pairwise
@@ -12,7 +13,7 @@ from numbers import Integral, Real
 from typing import Any, TypeVar, overload
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from penstock.cost.cut import PartitionError, partition
@@ -20,7 +21,7 @@ from penstock.runtime.errors import RuntimeFailure
 from penstock.runtime.option_values import is_count
 from penstock.runtime.stage.module_state import untouched
 from penstock.runtime.stage.partitioning.layers import HOOKS, opened_modules
-from penstock.runtime.stage.partitioning.program import LayerCall, ModelTracer, TracedProgram, closed_paths
+from penstock.runtime.stage.partitioning.program import ModelTracer, TracedProgram
 from penstock.runtime.stage.partitioning.source_line import KeptValue, Untraceable
 from penstock.runtime.stage.partitioning.traced_stage import TracedStage
 from penstock.runtime.stage.partitioning.whole_model import WholeModel
@@ -65,7 +66,7 @@ class Split(Sequence[Stage]):
     ) -> None:
         calls = program.calls
         self.model, self.tracing, self.costs = tracing.model, tracing, list(costs)
-        self.kept_whole = closed_paths(tracing)
+        self.kept_whole = tracing.closed_paths()
         ends = [sum(sizes[:k]) for k in range(len(sizes) + 1)]
         self.shares = [sum(costs[a:b]) / (sum(costs) or 1.0) for a, b in pairwise(ends)]
         self.layers = [[call.path for call in calls[a:b]] for a, b in pairwise(ends)]
@@ -107,10 +108,12 @@ class Split(Sequence[Stage]):
             name = paths[0] if len(paths) == 1 else f"{paths[0]} .. {paths[-1]}"
             share = f"{self.shares[stage]:.1%}"
             rows.append((str(stage), f"{name} ({len(paths)})", f"{held:,}", share, sent[stage]))
-        widths = [max(len(row[k]) for row in rows) for k in range(5)]
+        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
         lines = [
-            f"{a:<{widths[0]}}  {b:<{widths[1]}}  {c:>{widths[2]}}  {d:>{widths[3]}}  {e:>{widths[4]}}".rstrip()
-            for a, b, c, d, e in rows
+            "  ".join(
+                f"{cell:{side}{width}}" for cell, side, width in zip(row, "<<>>>", widths, strict=True)
+            ).rstrip()
+            for row in rows
         ]
         return "\n".join([*lines, *self.kept_whole])
 
@@ -174,51 +177,60 @@ def split(
         raise PartitionError(f"num_stages is {num_stages!r:.60}; give a whole number, at least 1")
     require_stage(model, "the model")
     try:
-        opened = opened_modules(model, [_known(model, name) for name in at])
-        tracing = ModelTracer(model, opened, example)
+        tracing = ModelTracer(model, opened_modules(model, [_known(model, name) for name in at]), example)
         program = tracing.first()
+        paths = [call.path for call in program.calls]
+        if costs is None:
+            layers = [model.get_submodule(path) for path in paths]
+            costs = parameter_costs(layers) if example is None else _operations(tracing, paths)
+        if len(costs) != len(paths):
+            raise PartitionError(f"{len(costs)} costs given for {len(paths)} layers: {', '.join(paths)}")
+        return Split(tracing, program, _sizes(tracing, paths, num_stages, at, sizes, costs), costs)
     except Untraceable as error:
         raise PartitionError(_cannot(model, error)) from error
-    calls = program.calls
-    if costs is not None and len(costs) != len(calls):
-        raise PartitionError(
-            f"{len(costs)} costs given for {len(calls)} layers: {', '.join(call.path for call in calls)}"
-        )
-    if costs is None:
-        layers = [model.get_submodule(call.path) for call in calls]
-        costs = _operations(tracing, calls) if example is not None else parameter_costs(layers)
+
+
+def _sizes(
+    tracing: ModelTracer,
+    paths: Sequence[str],
+    num_stages: int | None,
+    at: Sequence[str],
+    sizes: Sequence[int],
+    costs: Sequence[float],
+) -> Sequence[int]:
+    """Returns the number of layers of each stage.
+
+    Args:
+        paths: of the layers, in the order in which the forward calls them. The other arguments are those of `split`.
+    """
     if at:
-        starts = [0, *(_place(calls, name, tracing) for name in at), len(calls)]
+        starts = [0, *(_place(paths, name, tracing) for name in at), len(paths)]
         if any(a >= b for a, b in pairwise(starts)):
             raise PartitionError(
                 f"stages cannot begin at {', '.join(at)}: the forward calls its layers in the order "
-                f"{', '.join(call.path for call in calls)}"
+                f"{', '.join(paths)}"
             )
         if num_stages is not None and num_stages != len(at) + 1:
             raise PartitionError(f"{len(at)} names in at= make {len(at) + 1} stages, not {num_stages}")
         if sizes:
             raise PartitionError("at= and sizes= both say where stages begin; give one of them")
-        sizes = [b - a for a, b in pairwise(starts)]
-    elif sizes:
-        if min(sizes) < 1 or sum(sizes) != len(calls) or len(sizes) != (num_stages or len(sizes)):
+        return [b - a for a, b in pairwise(starts)]
+    if sizes:
+        if min(sizes) < 1 or sum(sizes) != len(paths) or len(sizes) != (num_stages or len(sizes)):
             raise PartitionError(
                 f"sizes {', '.join(map(str, sizes))} are for {len(sizes)} stages and {sum(sizes)} layers; give each "
-                f"of the {num_stages or len(sizes)} stages at least one of the {len(calls)} layers"
+                f"of the {num_stages or len(sizes)} stages at least one of the {len(paths)} layers"
             )
-    else:
-        wanted = len(calls) if num_stages is None else num_stages
-        if wanted > len(calls):
-            raise PartitionError(
-                f"{wanted} stages asked of a {type(model).__name__} with {len(calls)} layers to cut between: "
-                f"{', '.join(call.path for call in calls) or 'none'}"
-                + "".join(f"; {each}" for each in closed_paths(tracing))
-                + "; name layers inside of these with ps.split(model, at=[...]), or use fewer stages"
-            )
-        sizes = [len(part) for part in partition(costs, wanted)]
-    try:
-        return Split(tracing, program, sizes, costs)
-    except Untraceable as error:
-        raise PartitionError(_cannot(model, error)) from error
+        return sizes
+    wanted = len(paths) if num_stages is None else num_stages
+    if wanted > len(paths):
+        raise PartitionError(
+            f"{wanted} stages asked of a {type(tracing.model).__name__} with {len(paths)} layers to cut between: "
+            f"{', '.join(paths) or 'none'}"
+            + "".join(f"; {each}" for each in tracing.closed_paths())
+            + "; name layers inside of these with ps.split(model, at=[...]), or use fewer stages"
+        )
+    return [len(part) for part in partition(costs, wanted)]
 
 
 def _listed_as(name: str, given: Iterable[T], fits: Callable[[T], bool], what: str) -> list[T]:
@@ -253,14 +265,13 @@ def _known(model: nn.Module, name: str) -> str:
     return name
 
 
-def _place(calls: Sequence[LayerCall], name: str, tracing: ModelTracer) -> int:
-    for place, call in enumerate(calls):
-        if call.path == name or call.path.startswith(f"{name}."):
+def _place(paths: Sequence[str], name: str, tracing: ModelTracer) -> int:
+    for place, path in enumerate(paths):
+        if f"{path}.".startswith(f"{name}."):
             return place
-    why = "".join(f"; {each}" for each in closed_paths(tracing))
+    why = "".join(f"; {each}" for each in tracing.closed_paths())
     raise PartitionError(
-        f"at= names {name!r}, which the forward does not call by itself; it calls "
-        f"{', '.join(call.path for call in calls)}{why}"
+        f"at= names {name!r}, which the forward does not call by itself; it calls {', '.join(paths)}{why}"
     )
 
 
@@ -269,16 +280,15 @@ def parameter_costs(layers: Sequence[nn.Module]) -> list[float]:
     return [1.0 + sum(p.numel() for p in layer.parameters()) for layer in layers]
 
 
-def _operations(tracing: ModelTracer, calls: Sequence[LayerCall]) -> list[float]:
-    """Of each call the layer's floating-point operations for the example, at least 1."""
+def _operations(tracing: ModelTracer, paths: Sequence[str]) -> list[float]:
+    """Returns for each call of a layer its floating-point operations for the example, at least 1."""
     counter = FlopCounterMode(display=False)
     device = device_of(tracing.example)
     with untouched(tracing.model), restored(device), torch.no_grad(), _in_single_operations(), counter:
         tracing.outputs()
     counts = {path: sum(found.values()) for path, found in counter.get_flop_counts().items()}
-    name = type(tracing.model).__name__
-    times = {path: sum(call.path == path for call in calls) for path in {call.path for call in calls}}
-    return [max(1.0, counts.get(f"{name}.{call.path}", 0) / times[call.path]) for call in calls]
+    name, num_calls = type(tracing.model).__name__, Counter(paths)
+    return [max(1.0, counts.get(f"{name}.{path}", 0) / num_calls[path]) for path in paths]
 
 
 @contextmanager
@@ -342,26 +352,32 @@ def _renamed(path: str, index: int) -> str:
 
 
 def _compared(tracing: ModelTracer, stages: Sequence[Stage]) -> list[int]:
-    """The bytes that each stage passes on for the example.
+    """Returns the bytes that each stage passes on for the example.
 
     Raises:
         Untraceable: the stages give something else than the model.
     """
-    model, device = tracing.model, device_of(tracing.example)
-    outputs, sent = [], []
-    for staged in (False, True):
-        with untouched(model), restored(device), torch.no_grad():
+
+    def outputs() -> Iterator[Any]:
+        with untouched(tracing.model), restored(device_of(tracing.example)), torch.no_grad():
             torch.manual_seed(0)
-            if not staged:
-                outputs.append(tracing.outputs())
-                continue
+            yield tracing.outputs()
+        with untouched(tracing.model), restored(device_of(tracing.example)), torch.no_grad():
+            torch.manual_seed(0)
             value = tracing.example
             for stage in stages:
                 value = stage(value)
-                sent.append(sum(leaf.numel() * leaf.element_size() for leaf in flatten(value)[0]))
-            outputs.append(value)
-    tracing.compare(*outputs)
-    return [*sent[:-1], 0]
+                yield value
+
+    whole, *passed_on = [flatten(value) for value in outputs()]
+    leaves, form = passed_on[-1]
+    if str(form) != str(whole[1]) or not all(map(_equal, leaves, whole[0])):
+        raise Untraceable("the stages, run on the example, give something else than the model", None)
+    return [sum(leaf.numel() * leaf.element_size() for leaf in leaves) for leaves, _ in passed_on[:-1]] + [0]
+
+
+def _equal(a: Tensor, b: Tensor) -> bool:
+    return a.dtype == b.dtype and a.shape == b.shape and torch.equal(a, b)
 
 
 def _bytes(num: int) -> str:

@@ -10,6 +10,7 @@ from types import FrameType
 from typing import NamedTuple
 
 import torch
+from torch import nn
 
 from penstock.cost.cut import PartitionError
 
@@ -37,7 +38,12 @@ class Untraceable(PartitionError):
         what: what it does, in words.
         line: the line of the user's code that does so; None if no single line does.
         instead: what the user can do instead.
+
+    Attributes:
+        module: the innermost module of those whose forwards are traced that has the line.
     """
+
+    module: nn.Module | None = None
 
     def __init__(self, what: str, line: SourceLine | None, instead: str = _INSTEAD) -> None:
         super().__init__(what if line is None else f"{what}, at {line}")

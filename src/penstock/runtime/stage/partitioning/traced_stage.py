@@ -12,12 +12,7 @@ from torch import Tensor, nn
 from torch.nn import Parameter
 
 from penstock.runtime.errors import RuntimeFailure
-from penstock.runtime.stage.partitioning.program import (
-    ModelTracer,
-    TracedProgram,
-    TracedStep,
-    fill,
-)
+from penstock.runtime.stage.partitioning.program import ModelTracer, TracedProgram, TracedStep, fill
 from penstock.runtime.stage.partitioning.source_line import Untraceable
 from penstock.runtime.stage.partitioning.tracer import run_call
 from penstock.runtime.stage.stage import Stage, holder_of
@@ -31,10 +26,11 @@ class TracedStage(Stage):
     """A stage that runs its part of a traced forward.
 
     Args:
+        tracing: the programs of the whole forward. index: the stage's number.
         layers: path in the model -> layer, in the order in which they are called first.
-        tensors: path -> parameter or buffer that the forward itself uses here.
-        kept: path -> those that no stage uses; they are held, named and saved, as the model's.
-        alias: of paths, in which an earlier stage has the same, those under which this one does.
+        tensors: path -> parameter or buffer that the forward itself uses here, or that no stage uses. The latter are
+            held as well, so that nothing of the model is lost.
+        alias: path -> the path under which this stage has it, if an earlier stage has the same.
     """
 
     def __init__(
@@ -69,8 +65,7 @@ class TracedStage(Stage):
         return {path: module for path, module in self._tracing.model.named_modules() if module in opened}
 
     def follow_model(self) -> None:
-        """Between two steps: holds the buffers that the user has given the model in place of those that it had, as
-        `model.half()` and `model.mask = other` do.
+        """Takes the buffers that the user has given the model since, as `model.half()` and `model.mask = other` do.
 
         Raises:
             RuntimeFailure: a parameter has been replaced, which an optimizer would go on training, or a tensor has
@@ -79,7 +74,10 @@ class TracedStage(Stage):
         for path, known in self._found.items():
             holder, name = self._places[path]
             owner, last = _owner_of(self._tracing.model, path)
-            if owner is None or owner is holder or (now := _tensor_of(owner, last)) is known:
+            if owner is None or owner is holder:
+                continue
+            now = owner._buffers.get(last) if owner._parameters.get(last) is None else owner._parameters[last]
+            if now is known:
                 continue
             if now is None or isinstance(known, Parameter) or isinstance(now, Parameter):
                 is_what = "is another one than" if isinstance(now, Tensor) else "is no longer there, which it was"
@@ -92,16 +90,13 @@ class TracedStage(Stage):
 
     def replace(self, old: nn.Module, new: nn.Module) -> None:
         super().replace(old, new)
-        calls = self._calls
-        calls.update({path: new for path, layer in calls.items() if layer is old})
+        self._calls.update({path: new for path, layer in self._calls.items() if layer is old})
 
     def forward(self, value: Any, seed: int | None = None) -> Any:
         """Runs the stage's part: of the model's inputs, or of what the stage before passed on."""
         number, tracing = self._number, self._tracing
-        if number == 0:
-            leaves, skeleton = flatten(value)
-        else:
-            leaves, _ = flatten(value)
+        leaves, skeleton = flatten(value)
+        if number > 0:
             value = dict(value)
             skeleton = json.loads(value.pop(_FORM)) if _FORM in value else tracing.skeleton
         device = device_of(leaves)
@@ -112,10 +107,8 @@ class TracedStage(Stage):
             if seed is not None:
                 seed_generators(mix(seed, 0), device)
         else:
-            for slot in part.comes:
-                values[slot] = _unpacked(value[str(slot)], device)
-        for slot, path in part.tensors.items():
-            values[slot] = self._tensor(path)
+            values |= {slot: _unpacked(value[str(slot)], device) for slot in part.comes}
+        values |= {slot: getattr(*self._held(self._places, path)) for slot, path in part.tensors.items()}
         del value, leaves
         for step, freed in zip(part.steps, part.frees, strict=True):
             if step.layer is not None and seed is not None:
@@ -134,25 +127,21 @@ class TracedStage(Stage):
     def _run(self, step: TracedStep, values: Mapping[int, Any]) -> Any:
         if step.no_grad and torch.is_grad_enabled():
             with torch.no_grad():
-                return self._called(step, values)
-        return self._called(step, values)
-
-    def _called(self, step: TracedStep, values: Mapping[int, Any]) -> Any:
+                return self._run(step, values)
         args, kwargs = fill(step.args, values), fill(step.kwargs, values)
-        if step.layer is not None:
-            layer = self._calls.get(step.layer.path)
-            if layer is None:
-                raise RuntimeFailure(
-                    f"the forward calls {step.target} in stage {self.__dict__['_number']} with these inputs or in "
-                    "this mode, and the stage does not have it; give ps.split(..., example=) inputs like those of "
-                    "the run"
-                )
-            return layer(*args, **kwargs)
-        return run_call(step.op, step.target, args, kwargs)
+        if step.layer is None:
+            return run_call(step.op, step.target, args, kwargs)
+        return self._held(self._calls, step.layer.path)(*args, **kwargs)
 
-    def _passed_on(
-        self, program: TracedProgram, goes: tuple[int, ...], values: Mapping[int, Any], skeleton: Any
-    ) -> Any:
+    def _held(self, where: Mapping[str, Any], path: str) -> Any:
+        if path not in where:
+            raise RuntimeFailure(
+                f"the forward uses {path} in stage {self._number} with these inputs or in this mode, and the stage "
+                "does not have it; give ps.split(..., example=) inputs like those of the run"
+            )
+        return where[path]
+
+    def _passed_on(self, program: TracedProgram, goes: Any, values: Mapping[int, Any], skeleton: Any) -> Any:
         out: dict[str, Any] = {}
         for slot in goes:
             try:
@@ -164,30 +153,19 @@ class TracedStage(Stage):
             out[_FORM] = json.dumps(skeleton)
         return out
 
-    def _tensor(self, path: str) -> Tensor:
-        where = self._places.get(path)
-        if where is None:
-            raise RuntimeFailure(
-                f"the forward uses {path} in stage {self.__dict__['_number']} with these inputs or in this mode, and "
-                "the stage does not have it; give ps.split(..., example=) inputs like those of the run"
-            )
-        holder, name = where
-        found: Tensor = getattr(holder, name)
-        return found
-
     def _hold(self, path: str, own: str, tensor: Tensor) -> None:
         holder, last = holder_of(self, own)
-        if last not in holder._parameters and last not in holder._buffers:
-            if isinstance(tensor, Parameter):
-                holder.register_parameter(last, tensor)
-            else:
-                persistent = _is_persistent(self._tracing.model, path)
-                holder.register_buffer(last, tensor, persistent=persistent)
+        if isinstance(tensor, Parameter) and last not in holder._parameters:
+            holder.register_parameter(last, tensor)
+        elif not isinstance(tensor, Parameter) and last not in holder._buffers:
+            owner, name = _owner_of(self._tracing.model, path)
+            assert owner is not None
+            holder.register_buffer(last, tensor, persistent=name not in owner._non_persistent_buffers_set)
         self._places[path] = holder, last
         self._found[path] = tensor
 
     def _apply(self, fn: Any, recurse: bool = True) -> TracedStage:
-        """Moves it, and has the user's model see the buffers that lie elsewhere then."""
+        """Moves the stage to another device or type, and gives the user's model the buffers that are new then."""
         before = self.tensors_at
         super()._apply(fn, recurse)
         for path, (holder, name) in self._places.items():
@@ -198,16 +176,14 @@ class TracedStage(Stage):
 
 
 class _AsFound(dict[str, Tensor]):
-    """By path the model's parameters and buffers that a stage has taken over; copies of the stage compare with them
-    too.
-    """
+    """By path, the model's parameters and buffers that a stage has taken over. Copies of the stage have the same."""
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _AsFound:
         return _AsFound(self)
 
 
 def _owner_of(model: nn.Module, path: str) -> tuple[nn.Module | None, str]:
-    """The module of a model that has what is at a path, and its name there; None where it has none now."""
+    """Returns the module of a model that has the tensor at a path, or None if it is gone, and the tensor's name."""
     *folders, last = path.split(".")
     owner: nn.Module | None = model
     for folder in folders:
@@ -215,20 +191,8 @@ def _owner_of(model: nn.Module, path: str) -> tuple[nn.Module | None, str]:
     return owner, last
 
 
-def _tensor_of(owner: nn.Module, name: str) -> Tensor | None:
-    found = owner._parameters.get(name)
-    return owner._buffers.get(name) if found is None else found
-
-
-def _is_persistent(model: nn.Module, path: str) -> bool:
-    *folders, last = path.split(".")
-    return last not in model.get_submodule(".".join(folders))._non_persistent_buffers_set
-
-
 def _packed(value: Any) -> Any:
-    """A value as it may travel between stages."""
-    if isinstance(value, Tensor | bool | int | float | str | type(None)):
-        return value
+    """Returns a value in the form in which it travels between stages."""
     if isinstance(value, torch.dtype):
         return {_DTYPE: str(value).removeprefix("torch.")}
     if isinstance(value, torch.device):
@@ -239,7 +203,11 @@ def _packed(value: Any) -> Any:
         return [_packed(each) for each in value]
     if type(value) is dict and all(isinstance(key, str) for key in value):
         return {key: _packed(each) for key, each in value.items()}
-    if is_dataclass(value) or hasattr(type(value), "_fields"):
+    if (
+        isinstance(value, Tensor | bool | int | float | str | None)
+        or is_dataclass(value)
+        or hasattr(value, "_fields")
+    ):
         return value
     raise TypeError(f"a value of type {type(value).__name__} cannot pass from one stage to the next")
 
