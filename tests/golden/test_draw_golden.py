@@ -32,6 +32,13 @@ def test_svg_of_two_timelines(golden: Golden) -> None:
     golden("draw_slow_link.svg", to_svg([zb("frozen"), zb("dynamic")], titles=["frozen", "dynamic"]))
 
 
+def test_svg_of_posted_messages(golden: Golden) -> None:
+    placed = [
+        ps.simulate(ps.build("1f1b", 2, 4), links=ps.Links({(0, 1): 3.0}), channels=each) for each in ("gloo", "nccl")
+    ]
+    golden("draw_messages.svg", to_svg(placed, width=700))
+
+
 def test_terminal(golden: Golden) -> None:
     schedule = ps.build("zb-v", 4, 4)
     blocked = ps.simulate(ps.build("1f1b", 4, 6), COSTS, links=SLOW, transport=ps.Blocking(1))

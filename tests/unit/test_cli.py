@@ -90,6 +90,10 @@ def test_channels_of_torch_are_simulated_and_checked(penstock: Any, tmp_path: Pa
         json.loads(penstock(f"{late} {way}").out)["makespan"] for way in ("decoupled", "gloo", "nccl")
     )
     assert buffered <= gloo <= nccl
+    by_link = json.loads(penstock(f"{late} nccl").out)["messages"]
+    assert {link["count"] for link in by_link.values()} == {12}
+    assert (by_link["0:1"]["travelled"], by_link["2:3"]["travelled"]) == (240, 0)
+    assert by_link["0:1"]["waited_to_leave"] > 0
     path = tmp_path / "placed.csv"
     ps.save(ps.build("zb", 4, 8), path, dialect="torch:compute_comms", channels="gloo")
     assert "No deadlock on gloo" in penstock(f"check {path} --channels gloo").out

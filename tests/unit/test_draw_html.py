@@ -93,6 +93,19 @@ def test_measured_timelines_get_the_messages_their_schedule_implies() -> None:
     assert min(data["messages"]["sent"]) >= 0
 
 
+def test_posted_messages_have_all_their_times() -> None:
+    schedule = ps.build("zb", 2, 4)
+    t = ps.simulate(schedule, links=ps.Links({(0, 1): 3.0}), channels="nccl")
+    posted, plain = Page(to_html([t, ps.simulate(schedule)])).data["timelines"]
+    assert (posted["channels"], plain["channels"]) == (True, False)
+    for name in ("sent", "left", "arrived", "taken", "posted"):
+        assert posted["messages"][name] == [getattr(message, name) for message in t.messages]
+    assert plain["messages"]["left"] == plain["messages"]["sent"]
+    assert plain["messages"]["posted"] == []
+    assert "frozen, nccl" in to_html(t)
+    assert "waits to leave" in to_html(t)
+
+
 def test_no_name_breaks_out() -> None:
     evil = '</script><img src=x onerror="alert(1)"><!-- {{data}} {{js}} &'
     text = to_html([slow_link()], title=evil, titles=[evil])

@@ -82,6 +82,29 @@ def test_blocked_time_and_waits_are_told() -> None:
     assert re.search(r"waited [\d.]+ ms for 1F0", text)
 
 
+def test_posted_messages_wait_travel_and_wait_again() -> None:
+    late = ps.Links({(0, 1): 30.0})
+    t = ps.simulate(ps.build("zb", 2, 4), ps.Costs.uniform(2, f=10, i=10, w=10), links=late, channels="nccl")
+    root = ET.fromstring(to_svg(t))
+    groups = {e.findtext(f"{SVG}title", "").partition(":")[0]: e for e in root.iter(f"{SVG}g") if e.get("stroke")}
+    assert len(groups) == len(t.messages) == 8
+    ms = float(next(b for b in bars(root)).get("width", "")) + 1  # a pixel of it is left blank
+    for message in t.messages:
+        group = groups[f"{message.source} to {message.target}"]
+        assert f"left {short(message.left)}, arrived {short(message.arrived)}" in group.findtext(f"{SVG}title", "")
+        lines = {e.get("class"): re.findall(r"[\d.]+", e.get("d", "")) for e in group.iter(f"{SVG}path")}
+        assert set(lines) == {
+            "left",
+            *(["sent"] if message.left > message.sent else []),
+            *(["taken"] if message.taken > message.arrived else []),
+        }
+        begin, _, end, _ = map(float, lines["left"])
+        assert end - begin == pytest.approx((message.arrived - message.left) / 10 * ms, abs=0.05)
+    assert {message.left > message.sent for message in t.messages} == {True, False}
+    assert "waits to leave" in "".join(root.itertext())
+    assert "waits to leave" not in to_svg(ps.simulate(t.schedule, links=late))
+
+
 def test_it_stands_alone_and_never_changes() -> None:
     schedule = ps.build("zb-v", 4, 8)
     text = to_svg(schedule)

@@ -105,6 +105,26 @@ def test_messages_under_way_at_once_get_lanes() -> None:
     assert {"to rank 1", "to rank 1, 2", "to rank 1, 3"} <= set(names)
 
 
+def test_posted_messages_wait_on_their_link_before_they_leave() -> None:
+    schedule = ps.build("zb", 4, 12, warmup=[7, 5, 3, 1])
+    t = ps.simulate(schedule, ps.Costs.uniform(4, 10, 10, 10), links=ps.Links({(0, 1): 35.0}), channels="nccl")
+    trace = events(t)
+    for track in slices(trace).values():
+        for before, after in itertools.pairwise(track):
+            assert before["ts"] + before["dur"] <= after["ts"] + 1e-6
+    on_links = [e for e in trace if e["ph"] == "X" and e["cat"] == "message"]
+    found = {(e["args"]["from"], "waits" in e["name"]): e for e in on_links}
+    for message in t.messages:
+        for waits, begin, end in ((True, message.sent, message.left), (False, message.left, message.arrived)):
+            event = found.pop((str(message.source), waits), None)
+            assert (event is None) == (begin == end)
+            if event is not None:
+                assert (event["ts"], event["dur"]) == pytest.approx((1000 * begin, 1000 * (end - begin)))
+                assert event["args"]["receive_posted_ms"] == message.posted
+    assert not found
+    assert len(flows(trace)) == len(t.messages)
+
+
 def test_messages_that_take_no_time_are_arrows_alone() -> None:
     t = ps.simulate(ps.build("1f1b", 4, 8))
     trace = events(t)

@@ -37,6 +37,8 @@ from penstock.simulation.simulator import untimed_kinds
 if TYPE_CHECKING:
     from penstock.runtime import Emulation
 
+_TIMES = ("waited_to_leave", "travelled", "waited_to_be_taken")
+
 
 @app.command(short_help="Time a schedule over costs and links.")
 def simulate(
@@ -202,7 +204,19 @@ def _as_json(
         "assumed": assumed,
         "untimed": untimed_kinds(plan, costs),
         "links": _links_json(links),
+        "messages": _messages_json(timeline),
     }
+
+
+def _messages_json(timeline: ps.Timeline) -> dict[str, dict[str, float]]:
+    """For each link, how many messages it carried, and how long (ms) these waited and travelled in all."""
+    found: dict[str, dict[str, float]] = {}
+    for m in timeline.messages:
+        link = found.setdefault(f"{m.source_rank}:{m.target_rank}", dict.fromkeys(_TIMES, 0.0) | {"count": 0})
+        link["count"] += 1
+        for name, since, until in zip(_TIMES, (m.sent, m.left, m.arrived), (m.left, m.arrived, m.taken), strict=True):
+            link[name] += until - since
+    return found
 
 
 def _links_json(links: ps.Links) -> dict[str, Any]:

@@ -17,7 +17,8 @@ from penstock.draw.page_template import filled
 from penstock.draw.palette import ink, kind_name, kind_order, shade
 from penstock.draw.panel import Drawable, Panel, panels
 from penstock.draw.scale import percent, short
-from penstock.formats.perfetto import held_over_time, messages_of
+from penstock.draw.svg import MESSAGE_LINES, RECEIVE_POSTED
+from penstock.formats.perfetto import held_over_time
 
 COLUMNS = (
     "times", "dispatch", "ranks", "stages", "microbatches", "makespan", "span", "bubble", "peak activations",
@@ -75,7 +76,7 @@ def _timeline(panel: Panel, kinds: Sequence[str]) -> dict[str, Any]:
     timeline, schedule = panel.timeline, panel.schedule
     ops = [timed for row in panel.rows for timed in row]
     number = {timed.op: index for index, timed in enumerate(ops)}
-    messages = [m for m in messages_of(timeline) if m.source in number and m.target in number]
+    messages = [m for m in panel.messages if m.source in number and m.target in number]
     first = [0]
     for row in panel.rows:
         first.append(first[-1] + len(row))
@@ -105,11 +106,15 @@ def _timeline(panel: Panel, kinds: Sequence[str]) -> dict[str, Any]:
         "waited": [_ms(t.waited) for t in ops],
         "blocked": [_ms(t.blocked) for t in ops],
         "recorded": bool(timeline.messages),
+        "channels": timeline.channels is not None,
         "messages": {
             "source": [number[m.source] for m in messages],
             "target": [number[m.target] for m in messages],
-            "sent": [_ms(m.sent - panel.origin) for m in messages],
-            "arrived": [_ms(m.arrived - panel.origin) for m in messages],
+            "sent": [_ms(m.sent) for m in messages],
+            "left": [_ms(m.left) for m in messages],
+            "arrived": [_ms(m.arrived) for m in messages],
+            "taken": [_ms(m.taken) for m in messages],
+            "posted": [_ms(m.posted) for m in messages if m.posted is not None],
         },
         "streams": [
             {
@@ -140,7 +145,7 @@ def _summary(panel: Panel) -> str:
     peaks = short(max(t.peak_activations)) if any(t.peak_activations) else "–"
     cells = [
         "unit times" if not panel.unit else t.source,
-        t.dispatch,
+        panel.dispatch,
         str(s.num_ranks),
         str(s.num_stages),
         str(s.num_microbatches),
@@ -167,6 +172,9 @@ def _legend(shown: Sequence[Panel], kinds: Sequence[str]) -> str:
         swatches = "".join(f'<i style="background:{color}"></i>' for color in sorted(used.get(kind, ())))
         name = f"{kind} {kind_name(kind)}" if kind_name(kind) != kind else kind
         items.append(f"<span>{swatches}{escape(name)}</span>")
+    if any(panel.timeline.channels for panel in shown):
+        items += [f'<span><u class="{look}"></u>{label}</span>' for look, label in MESSAGE_LINES.items()]
+        items.append(f"<span>• {RECEIVE_POSTED}</span>")
     note = "number: microbatch"
     if any(len(colors) > 1 for colors in used.values()):
         note += ", lighter: later stage of the rank"

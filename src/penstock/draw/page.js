@@ -10,11 +10,11 @@
   const base = document.createElement("canvas"); // everything but what the pointer changes
   const back = base.getContext("2d");
   let g = back; // where the painters paint
-  const LABEL = 70, RIGHT = 54, AXIS = 26, HEAD = 30, FACTS = 16, GAP = 3, FONT = '-apple-system, "Segoe UI", Roboto, Arial, sans-serif';
+  const LABEL = 70, RIGHT = 54, AXIS = 26, HEAD = 30, FACTS = 16, GAP = 3, ACROSS = 14, FONT = '-apple-system, "Segoe UI", Roboto, Arial, sans-serif';
   const length = Math.max(...timelines.map((t) => t.makespan)) || 1;
   const unit = timelines.some((t) => t.unit) ? " ms" : "";
   const view = { from: 0, to: length, scroll: 0 };
-  const show = { arrows: false, held: false, critical: false };
+  const show = { arrows: timelines.some((t) => t.channels), held: false, critical: false };
   let width = 0, height = 0, color = {}, places = [], total = 0;
   let hover = null, held = null; // each { t: timeline index, i: op index }
 
@@ -106,11 +106,12 @@
   function lay() {
     const rows = timelines.reduce((sum, t) => sum + t.numRanks, 0);
     const room = height - AXIS - timelines.length * (HEAD + 8);
-    const pitch = Math.max(show.held ? 30 : 16, Math.min(show.held ? 56 : 36, Math.floor(room / rows)));
+    const [least, most] = show.held ? [30, 56] : show.arrows ? [24, 46] : [16, 36];
+    const pitch = Math.max(least, Math.min(most, Math.floor(room / rows)));
     let y = AXIS;
     places = timelines.map((t) => {
       t.lines = factLines(t);
-      const place = { head: y, top: y + HEAD + FACTS * t.lines.length, pitch, bar: show.held ? Math.round(pitch * 0.58) : pitch - GAP };
+      const place = { head: y, top: y + HEAD + FACTS * t.lines.length, pitch, bar: show.held ? Math.round(pitch * 0.58) : pitch - (show.arrows ? ACROSS : GAP) };
       y = place.top + t.numRanks * pitch + 8;
       return place;
     });
@@ -372,11 +373,15 @@
     g.lineWidth = 1;
   }
 
+  // Where a link between the rows of two ops begins and ends: between the rows if messages are shown there.
+  function edges(t, p, from, to) {
+    const down = t.rank[to] > t.rank[from], y0 = rowY(p, t.rank[from]), y1 = rowY(p, t.rank[to]) + (down ? 0 : p.bar);
+    return show.arrows ? [y0 + (down ? p.bar + 1.5 : -1.5), y1 + (down ? -1.5 : 1.5)] : [y0 + p.bar / 2, y1];
+  }
+
   // A line from one op's row at one time to another's at another, with a head at its end.
   function link(t, p, from, to, sent, arrived) {
-    const x0 = x(sent), x1 = x(arrived), half = p.bar / 2;
-    const y0 = rowY(p, t.rank[from]) + half, down = t.rank[to] > t.rank[from];
-    const y1 = rowY(p, t.rank[to]) + (down ? 0 : p.bar);
+    const x0 = x(sent), x1 = x(arrived), [y0, y1] = edges(t, p, from, to);
     if (Math.max(x0, x1) < LABEL || Math.min(x0, x1) > width) return;
     g.beginPath();
     g.moveTo(x0, y0);
@@ -388,23 +393,38 @@
     g.stroke();
   }
 
+  // Messages: thin along the sender's row until they leave, across, and faint along the receiver's row until they
+  // are taken. A dot stands where the receive was posted.
   function paintMessages(t, p, chain) {
-    const { source, target, sent, arrived } = t.messages;
+    const { source, target, sent, left, arrived, taken, posted } = t.messages;
     const spread = (width * length) / (view.to - view.from);
-    g.strokeStyle = color.mark;
-    g.lineWidth = 1;
+    const along = (from, to, y, wide) => {
+      if (to <= from) return;
+      g.lineWidth = wide;
+      g.beginPath();
+      g.moveTo(x(from), y);
+      g.lineTo(x(to), y);
+      g.stroke();
+    };
     if (!t.recorded) g.setLineDash([4, 3]);
     let last = -1;
     for (let n = 0; n < source.length; n++) {
-      if (arrived[n] < view.from || sent[n] > view.to) continue;
+      if (taken[n] < view.from || sent[n] > view.to) continue;
       if (chain !== null && chainOf(t, source[n]) !== chain) continue;
       // Far out, arrows closer than half a pixel to the one before say nothing more.
       if (spread / source.length < 0.5 && Math.abs(x(sent[n]) - last) < 0.5) continue;
       last = x(sent[n]);
-      g.globalAlpha = chain !== null ? 0.9 : 0.5;
-      link(t, p, source[n], target[n], sent[n], arrived[n]);
+      const [y0, y1] = edges(t, p, source[n], target[n]);
+      g.strokeStyle = g.fillStyle = t.colors[t.kind[source[n]]][0][0];
+      along(sent[n], left[n], y0, 1);
+      g.globalAlpha = 0.4;
+      along(arrived[n], taken[n], y1, 3);
+      g.globalAlpha = 1;
+      g.lineWidth = 1.5;
+      link(t, p, source[n], target[n], left[n], arrived[n]);
+      if (t.channels) g.fillRect(x(posted[n]) - 1.5, y1 - 1.5, 3, 3);
     }
-    g.globalAlpha = 1;
+    g.lineWidth = 1;
     g.setLineDash([]);
   }
 
@@ -440,6 +460,13 @@
       rows.push(["waited for", name(t, w) + " of rank " + t.rank[w] + ", " + short(t.waited[i]) + u]);
     } else if (t.waited[i] > 0) rows.push(["idle before", short(t.waited[i]) + u]);
     if (t.blocked[i] > 0) rows.push(["then blocked", short(t.blocked[i]) + u + ": link full"]);
+    const { source, target, sent, left, arrived, taken, posted } = t.messages;
+    for (let n = 0; t.recorded && n < source.length; n++) {
+      if (source[n] !== i && target[n] !== i) continue;
+      const ends = t.channels ? `, received from ${short(posted[n])} on; left ${short(left[n])}` : "";
+      rows.push([target[n] === i ? "from " + name(t, source[n]) : "to " + name(t, target[n]),
+        `sent ${short(sent[n])}${ends}, arrived ${short(arrived[n])}, taken ${short(taken[n])}${u}`]);
+    }
     timelines.forEach((other, n) => {
       const j = n === k ? undefined : other.byName.get(name(t, i));
       if (j === undefined || other.unit !== t.unit || other.numStages !== t.numStages) return;
@@ -583,6 +610,7 @@
     }
   }
 
+  document.getElementById("arrows").setAttribute("aria-pressed", String(show.arrows));
   resize();
   readAddress();
 })();

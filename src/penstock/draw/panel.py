@@ -15,10 +15,11 @@ from functools import cached_property
 from penstock.cost import Costs
 from penstock.draw.palette import kind_order
 from penstock.draw.scale import percent, short
+from penstock.formats.perfetto import messages_of
 from penstock.schedule import Op, Schedule, ScheduleError
 from penstock.schedule.op import UPDATE
 from penstock.schedule.updates import OWNER
-from penstock.simulation import TimedOp, Timeline, simulate
+from penstock.simulation import Message, TimedOp, Timeline, simulate
 from penstock.simulation.simulator import untimed_kinds
 
 Drawable = Schedule | Timeline
@@ -57,6 +58,15 @@ class Panel:
     def streams(self) -> list[list[TimedOp]]:
         """The asynchronous ops of each rank by start."""
         return [sorted(row, key=lambda t: (t.start, t.end)) for row in self.timeline.streams]
+
+    @cached_property
+    def messages(self) -> list[Message]:
+        """The messages between ranks, their times counted from the origin."""
+        times = ("sent", "left", "arrived", "taken", "posted")
+        return [
+            replace(m, **{name: at - self.origin for name in times if (at := getattr(m, name)) is not None})
+            for m in messages_of(self.timeline)
+        ]
 
     @cached_property
     def kinds(self) -> list[str]:
@@ -107,10 +117,16 @@ class Panel:
         """A time with its unit."""
         return f"{short(value)} {self.unit}".rstrip()
 
+    @property
+    def dispatch(self) -> str:
+        """How ranks chose their ops, and what carried messages that ranks posted."""
+        t = self.timeline
+        return f"{t.dispatch}, {t.channels}" if t.channels else t.dispatch
+
     def facts(self) -> list[str]:
         """What a caption says of the run, most telling last."""
         t, s = self.timeline, self.schedule
-        facts = [self._assumed()] if self.unit == "" else [f"{t.source}, {t.dispatch}"]
+        facts = [self._assumed()] if self.unit == "" else [f"{t.source}, {self.dispatch}"]
         facts.append(f"{s.num_ranks} {'rank' if s.num_ranks == 1 else 'ranks'}")
         facts.append(f"{s.num_microbatches} {'microbatch' if s.num_microbatches == 1 else 'microbatches'}")
         facts.append(f"makespan {self.time(t.makespan)}")
@@ -141,6 +157,13 @@ class Panel:
         if timed.blocked > 0:
             text += f", then blocked {self.time(timed.blocked)}"
         return text
+
+    def message_sentence(self, message: Message) -> str:
+        """All that is known of one message, for a tooltip."""
+        m, ends = message, f"{message.source} to {message.target}: sent by rank {message.source_rank}"
+        receive = "" if m.posted is None else f", received by rank {m.target_rank} from {short(m.posted)} on"
+        then = f"left {short(m.left)}, arrived {short(m.arrived)}, taken {self.time(m.taken)}"
+        return f"{ends} at {short(m.sent)}{receive}; {then}"
 
 
 def panels(drawn: Drawable | Sequence[Drawable], titles: Sequence[str] | None = None) -> list[Panel]:

@@ -28,11 +28,13 @@ CROWDED = 6.0
 """Bars narrower than this touch: gaps between them would show as stripes that are not in the schedule."""
 LEAST, LEAST_OF_UPDATES = 0.2, 1.5
 """Narrowest bars, in pixels; updates may take no time at all, and are to be seen."""
-ROW, ROW_GAP, TALLEST = 26.0, 4.0, 1400.0
+ROW, ROW_GAP, MESSAGE_GAP, TALLEST = 26.0, 4.0, 17.0, 1400.0
 BESIDE = 3.0
 """Height of an asynchronous op's bar, below the row of its rank."""
 HEAD, FACTS, PANEL_GAP, AXIS, LEGEND = 30.0, 16.0, 20.0, 26.0, 26.0
 DIGIT, SMALL_DIGIT, RADIUS = 6.4, 5.0, 2
+MESSAGE_LINES = {"sent": "message waits to leave", "left": "travels", "taken": "waits to be taken"}
+RECEIVE_POSTED = "receive posted"
 
 STYLE = """
 svg{font-family:-apple-system,BlinkMacSystemFont,"Segoe UI",Roboto,"Helvetica Neue",Arial,sans-serif;font-size:12px}
@@ -45,6 +47,7 @@ svg{font-family:-apple-system,BlinkMacSystemFont,"Segoe UI",Roboto,"Helvetica Ne
 @media(prefers-color-scheme:dark){.page{fill:#0f151d;stroke:#28313c}.lane{fill:#1c242e}.grid{stroke:#2b3541}
 .title{fill:#eef2f7}.fact,.text{fill:#b6c0cc}.soft{fill:#8793a2}}
 """
+MESSAGE_STYLE = ".left{stroke-width:1.8}.taken{stroke-width:3;stroke-opacity:.38}"
 
 
 @dataclass(frozen=True)
@@ -56,13 +59,14 @@ class _Frame:
     right: float
     length: float
     row: float
+    gap: float
 
     def x(self, time: float) -> float:
         return self.left + (self.right - self.left) * time / self.length
 
     @property
     def pitch(self) -> float:
-        return self.row + (ROW_GAP if self.row > 12 else 1.0)
+        return self.row + (self.gap if self.row > 12 else self.gap / 4)
 
 
 def to_svg(
@@ -94,10 +98,12 @@ def to_svg(
     """
     shown = panels(drawn, titles)
     num_rows = sum(p.timeline.num_ranks for p in shown)
-    row = max(3.0, min(ROW, TALLEST / num_rows - ROW_GAP))
+    has_posts = any(p.timeline.channels for p in shown)
+    gap = MESSAGE_GAP if has_posts else ROW_GAP
+    row = max(3.0, min(ROW, TALLEST / num_rows - gap))
     length = max(p.timeline.makespan for p in shown) or 1.0
     margin = MARGIN if width >= PHONE else PHONE_MARGIN
-    frame = _Frame(margin, margin + LABEL, width - margin - BUSY, length, row)
+    frame = _Frame(margin, margin + LABEL, width - margin - BUSY, length, row, gap)
     kinds = kind_order(k for p in shown for k in p.kinds)
     body: list[str] = []
     y = MARGIN - 4
@@ -114,7 +120,7 @@ def to_svg(
     body += legend
     height = round(end + 4)
     first = f"<!-- {comment.replace('--', '- -')} -->\n" if comment else ""
-    styles = STYLE + "".join(_kind_styles(kinds, shown))
+    styles = STYLE + (MESSAGE_STYLE if has_posts else "") + "".join(_kind_styles(kinds, shown))
     scope = ""
     if inline:
         name = "penstock-" + sha256("".join(body).encode()).hexdigest()[:10]
@@ -208,6 +214,27 @@ def _panel(panel: Panel, frame: _Frame, kinds: Sequence[str], top: float, room: 
             out.append(f'<text class="soft" x="{num(end + 7)}" y="{middle}">{share}</text>')
         out += _row(panel, frame, kinds, row, y)
         out += _beside(panel, frame, kinds, panel.streams[rank], y)
+    return out + (_messages(panel, frame, top) if panel.timeline.channels else [])
+
+
+def _messages(panel: Panel, frame: _Frame, top: float) -> list[str]:
+    """Messages whose ends were posted: along the sender's row until they leave, across, and along the receiver's row
+    until they are taken; a dot where the receive is posted.
+    """
+    out = []
+    for message in panel.messages:
+        down = message.target_rank > message.source_rank
+        ys = [top + rank * frame.pitch for rank in (message.source_rank, message.target_rank)]
+        y1, y2 = num(ys[0] + (frame.row + 1.5 if down else -1.5)), num(ys[1] + (-1.5 if down else frame.row + 1.5))
+        x1, x2, x3, x4 = (num(frame.x(t)) for t in (message.sent, message.left, message.arrived, message.taken))
+        color, posted = shade(message.source.kind), num(frame.x(message.posted or 0.0))
+        out.append(
+            f'<g stroke="{color}"><title>{escape(panel.message_sentence(message))}</title>'
+            + (f'<path class="sent" d="M{x1} {y1}H{x2}"/>' if x1 != x2 else "")
+            + f'<path class="left" d="M{x2} {y1}L{x3} {y2}"/>'
+            + (f'<path class="taken" d="M{x3} {y2}H{x4}"/>' if x3 != x4 else "")
+            + f'<circle fill="{color}" cx="{posted}" cy="{y2}" r="1.2"/></g>'
+        )
     return out
 
 
@@ -285,6 +312,12 @@ def _legend(shown: Sequence[Panel], frame: _Frame, width: int, y: float) -> tupl
     entry([box.format(look='class="lane"')], "idle", 60)
     if any(t.blocked > 0 for panel in shown for t in panel.timeline.ops):
         entry(['<line class="blocked" x1="{x}" y1="{middle}" x2="{right}" y2="{middle}"/>'], "link full", 88)
+    if any(panel.timeline.channels for panel in shown):
+        line = '<path class="{look}" stroke="#7a8594" d="M{{x}} {{middle}}H{{right}}"/>'
+        for look, label in MESSAGE_LINES.items():
+            entry([line.format(look=look)], label, 15 + 5 + 5.7 * len(label) + 14)
+        dot = '<circle fill="#7a8594" cx="{right}" cy="{middle}" r="1.8"/>'
+        entry([dot], RECEIVE_POSTED, 118)
     notes = ["number: microbatch", "right: busy"]
     if any(panel.schedule.updates is not None for panel in shown):
         notes[0] += " (of U the update, ' on a copy)"

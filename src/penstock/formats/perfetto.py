@@ -140,8 +140,8 @@ def messages_of(timeline: Timeline) -> list[Message]:
             together = ran.get(op, [])
             if together and all(timed.rank != target.rank for timed in together):
                 source = together[0]
-                arrived = max(source.end, target.start)
-                implied.append(Message(op, target.op, source.rank, target.rank, source.end, arrived))
+                taken = max(source.end, target.start)
+                implied.append(Message(op, target.op, source.rank, target.rank, source.end, source.end, taken, taken))
     return implied
 
 
@@ -277,10 +277,14 @@ class _Trace:
                     next_track[message.source_rank] += 1
                     named += self._link_track(tracks[key], message, lane)
                 name = f"{'activation' if message.source.kind == 'F' else 'gradient'} {message.source.microbatch}"
-                sent = self._slice(name, "message", message.source_rank, tracks[key], message.sent, message.arrived)
                 args = {"from": str(message.source), "to": str(message.target), "to_rank": message.target_rank}
-                events.append(sent | {"args": args})
-                steps.append((message.source_rank, tracks[key], self._time(message.sent)))
+                if message.posted is not None:
+                    args |= {"receive_posted_ms": message.posted, "taken_ms": message.taken}
+                place, times = (message.source_rank, tracks[key]), (message.sent, message.left, message.arrived)
+                for what, begin, end in zip((f"{name} waits to leave", name), times, times[1:], strict=False):
+                    if self._time(end) > self._time(begin):
+                        events.append(self._slice(what, "message", *place, begin, end) | {"args": args})
+                steps.append((*place, self._time(message.sent)))
             steps.append((message.target_rank, self._track(message.target), self._time(target.start)))
             events += self._flow(self.first_flow + index, steps)
         return named, events

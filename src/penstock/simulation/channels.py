@@ -51,7 +51,7 @@ def run_channels(
     network = message_network(schedule, channel)
     takes = dict(zip(order.graph.ops, order.duration.tolist(), strict=True))
     times = _time_nodes(network, [takes.get(op, 0.0) for op in network.ops], costs, lines, channel, at)
-    return _timeline(remove_communication(schedule), network, times, order.peaks)
+    return _timeline(remove_communication(schedule), network, times, order.peaks, channel)
 
 
 def _time_nodes(
@@ -107,7 +107,9 @@ def _notice(lines: LinkQueues, source: int, target: int, now: float) -> float:
     return lines.links.delay_of(source, target, 0, now, LinkQueue()).arrived - now
 
 
-def _timeline(schedule: Schedule, network: MessageNetwork, times: NodeTimes, peaks: Sequence[float]) -> Timeline:
+def _timeline(
+    schedule: Schedule, network: MessageNetwork, times: NodeTimes, peaks: Sequence[float], channel: str
+) -> Timeline:
     num_ops = len(network.ops)
     number = {op: node for node, op in enumerate(network.ops)}
     before = [0.0] * schedule.num_ranks
@@ -128,10 +130,11 @@ def _timeline(schedule: Schedule, network: MessageNetwork, times: NodeTimes, pea
             way.source,
             way.target,
             sent=times.end[number[way.send]],
-            arrived=times.end[node],
-            posted=times.end[number[way.receive]],
             left=times.start[node],
+            arrived=times.end[node],
+            taken=times.start[number[way.used]],
+            posted=times.end[number[way.receive]],
         )
         for node, way in enumerate(network.transfers, num_ops)
     )
-    return Timeline(schedule, tuple(ops), messages, tuple(map(float, peaks)))
+    return Timeline(schedule, tuple(ops), messages, tuple(map(float, peaks)), channels=channel)

@@ -48,7 +48,7 @@ class TimedOp:
 
 @dataclass(frozen=True, slots=True)
 class Message:
-    """A message between two ranks, from the end of `source` to its arrival for `target`.
+    """A message between two ranks, from the end of `source` to the start of `target`.
 
     Attributes:
         source: the op that made it.
@@ -56,15 +56,16 @@ class Message:
         source_rank: the rank that sends.
         target_rank: the rank that receives.
         sent: when it was sent, or its send was posted (ms).
-        arrived: when it arrived (ms).
-        posted, left: when its receive was posted and when its data left (ms), in a run over `channels`, else None.
+        left: when its data left (ms). Only over `channels` may this be later than `sent`.
+        arrived, taken: when it arrived, and when `target` started (ms). A measured run only knows the latter.
+        posted: when its receive was posted (ms), in a run over `channels`, else None.
 
     Examples:
         >>> import penstock as ps
         >>> t = ps.simulate(ps.build("gpipe", 2, 2), links=ps.Links({(0, 1): 5.0}))
         >>> first = min(t.messages, key=lambda each: each.sent)
-        >>> str(first.source), str(first.target), first.sent, first.arrived
-        ('0F0', '1F0', 1.0, 6.0)
+        >>> str(first.source), str(first.target), first.sent, first.arrived, first.taken
+        ('0F0', '1F0', 1.0, 6.0, 6.0)
     """
 
     source: Op
@@ -72,9 +73,10 @@ class Message:
     source_rank: int
     target_rank: int
     sent: float
+    left: float
     arrived: float
+    taken: float
     posted: float | None = None
-    left: float | None = None
 
 
 class LazyTuple(Sequence[T], Generic[T]):
@@ -125,6 +127,7 @@ class Timeline:
         source: "simulated" or "measured".
         dispatch: "frozen", "hinted" or "dynamic"; "hinted:0.5" if ranks waited. For "auto": what was chosen.
         considered: for "auto", each policy that was tried, with its makespan (ms).
+        channels: what carried the messages, see `schedule.channels`, if they were ops that ranks posted; else None.
 
     Examples:
         >>> import penstock as ps
@@ -143,6 +146,7 @@ class Timeline:
     source: str = "simulated"
     dispatch: str = "frozen"
     considered: tuple[tuple[str, float], ...] = ()
+    channels: str | None = None
 
     def __repr__(self) -> str:
         s = self.schedule
@@ -265,7 +269,7 @@ def timeline_of(
 
 
 def _messages(graph: Graph, arrays: dict[str, Any], between: Any) -> tuple[Message, ...]:
-    ends, arrivals = arrays["end_time"], arrays["arrival_time"]
+    starts, ends, arrivals = (arrays[name] for name in ("start_time", "end_time", "arrival_time"))
     ops, to = graph.ops, graph.edge_to
     return tuple(
         Message(
@@ -273,8 +277,10 @@ def _messages(graph: Graph, arrays: dict[str, Any], between: Any) -> tuple[Messa
             graph.receives(producer, to[edge]),
             graph.host(producer),
             graph.host(to[edge]),
-            float(ends[producer]),
+            sent := float(ends[producer]),
+            sent,
             float(arrivals[edge]),
+            float(starts[to[edge]]),
         )
         for producer, edge in zip(graph.sources[between].tolist(), between.tolist(), strict=True)
     )

@@ -50,11 +50,11 @@ def measured_timeline(
             start, end = (start_ns - origin) / 1e6, (end_ns - origin) / 1e6
             cause, cause_end = None, previous
             for edge in wiring.incoming[op]:
-                source_rank = wiring.sender(edge, rank)
-                if (sent := ended.get((edge.producer, source_rank))) is None:
+                source = wiring.sender(edge, rank)
+                if (sent := ended.get((edge.producer, source))) is None:
                     continue
-                if source_rank != rank:
-                    messages.append(Message(edge.producer, op, source_rank, rank, sent, max(sent, start)))
+                if source != rank:
+                    messages.append(Message(edge.producer, op, source, rank, sent, sent, *[max(sent, start)] * 2))
                 if sent > cause_end:
                     cause, cause_end = edge.producer, sent
             ops.append(TimedOp(rank, op, start, end, cause, max(0.0, start - previous)))
