@@ -4,7 +4,8 @@ trace --> whole --> clocks --> network of the engine --> replay --> metrics, eff
 """
 
 from penstock.analyze.causes import SlowdownCause
+from penstock.analyze.prediction import predict
 from penstock.analyze.run_analysis import RunAnalysis, analyze_trace
 from penstock.analyze.what_if import WhatIf
 
-__all__ = ["RunAnalysis", "SlowdownCause", "WhatIf", "analyze_trace"]
+__all__ = ["RunAnalysis", "SlowdownCause", "WhatIf", "analyze_trace", "predict"]

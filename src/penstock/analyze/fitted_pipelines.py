@@ -3,18 +3,21 @@
 fit = fitted(run, effects)
 fit.schedule                        the order that ran, and the library's name for it where it has one
 fit.costs(step, replica)            ps.Costs with every op's own time
+fit.costs_of(schedule, ...)         what the ops of another schedule, or of another cut, would take
 fit.links                           ps.Links: the median of each
 """
 
 from __future__ import annotations
 
+import math
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
 
 from penstock.analyze.effects import Effects
-from penstock.analyze.messages import BACKWARDS
+from penstock.analyze.messages import BACKWARDS, free_at
 from penstock.analyze.replayed_run import ReplayedRun
 from penstock.analyze.step_network import groups
 from penstock.analyze.whole import Steps
@@ -26,7 +29,7 @@ from penstock.schedule import Op, Placement, Schedule, ScheduleError, check, dec
 
 NAMED = ("1f1b", "gpipe", "zb-h1", "zb-h2", "zb-v", "interleaved-1f1b", "looped-bfs", "v-half", "v-min", "mllm")
 """Library schedules in which a recorded order is looked up."""
-ROWS = {"F": "f", "B": "b", "I": "i", "W": "w"}
+KINDS = "FBIW"
 
 
 @dataclass(frozen=True, eq=False)
@@ -41,6 +44,8 @@ class FittedPipelines:
         times: ms of each kind's ops by step, replica, stage and microbatch: (K, D, S, N).
         factors: of microbatches as `effects` has them, by step and replica, numbered as in the schedule: (K, D, N).
         workers: how many times as long as its like each worker takes, by replica and rank, (D, P).
+        between: ms from the end of a rank's op to the start of its next that waits for nothing else, by the next
+            one's kind.
     """
 
     schedule: Schedule
@@ -50,6 +55,7 @@ class FittedPipelines:
     times: dict[str, Array]
     factors: Array
     workers: Array
+    between: dict[str, float]
 
     def costs(self, step: int, replica: int, scale: Array = 1.0) -> Costs:
         """What each op of a replica took in a step; with a factor for each microbatch, (N,)."""
@@ -59,21 +65,49 @@ class FittedPipelines:
         """Every op as long as the mean of its kind over stages, replicas and steps."""
         return _costs({letter: np.full(rows.shape[2:], rows.mean()) for letter, rows in self.times.items()})
 
-    def costs_of(self, schedule: Schedule, step: int, replica: int) -> Costs:
-        """What they would take in another schedule of the same ranks.
+    def costs_of(
+        self,
+        schedule: Schedule,
+        steps: Array,
+        replica: int,
+        *,
+        layers: Sequence[int] = (),
+        cut: Sequence[int] = (),
+        input_share: float | None = None,
+        is_first_whole: bool = False,
+        with_between: bool = False,
+        message_bytes: float = 0.0,
+    ) -> Costs:
+        """What ops would take in another schedule of the same ranks.
 
-        The model is cut into its stages, each recorded stage in equal parts. Slow workers stay where they are, and
+        The stages of the schedule are made of the layers of the recorded ones. Slow workers stay where they are, and
         a rank's share of the model weighs 1.
+
+        Args:
+            steps: the step of whose times each microbatch takes its own, (N,), or one step for all.
+            layers, cut: how many layers each recorded stage has, and each new one. Without them the recorded stages
+                are divided, or put together, in equal parts.
+            input_share: of a backward that was recorded whole, the share that I takes. Default: half.
+            is_first_whole: whether the first stage's I does nothing and its W is the whole backward, as in torch.
+            with_between: whether ops take the time between ops too.
+            message_bytes: of one activation.
         """
-        parts = schedule.num_stages // self.schedule.num_stages
-        worker = self.workers[replica]
-        before = worker[list(self.schedule.placement.pipelines[0])]
-        after = worker[list(schedule.placement.pipelines[0])]
-        rows = {}
-        for letter, values in self.times.items():
-            plain = values[step, replica] / before[:, None] / parts
-            rows[letter] = np.repeat(plain, parts, axis=0) * after[:, None]
-        return _costs(rows, 1 / parts)
+        worker, num = self.workers[replica], self.schedule.num_microbatches
+        before = worker[list(self.schedule.placement.pipelines[0])][:, None]
+        after = worker[list(schedule.placement.pipelines[0])][:, None]
+        rows = {kind: each[steps, replica, :, np.arange(num)].T / before for kind, each in self.times.items()}
+        rows = _all_kinds(rows, 0.5 if input_share is None else input_share)
+        if cut or schedule.num_stages != self.schedule.num_stages:
+            if is_first_whole and rows["B"][1:].any():  # its I shows nothing, so it is as that of the others
+                rows["I"][0] = rows["B"][0] * rows["I"][1:].sum() / rows["B"][1:].sum()
+            rows = {kind: _cut_anew(rows[kind], layers, cut, schedule.num_stages) for kind in "FBI"}
+            rows["W"] = np.maximum(rows["B"] - rows["I"], 0.0)
+        if is_first_whole:
+            rows["I"][0], rows["W"][0] = 0.0, rows["B"][0]
+        usual = float(np.mean(list(self.between.values())))
+        added = {kind: self.between.get(kind, usual) if with_between else 0.0 for kind in KINDS}
+        share_of_rank = self.schedule.num_stages / schedule.num_stages
+        return _costs({kind: each * after + added[kind] for kind, each in rows.items()}, share_of_rank, message_bytes)
 
 
 def fitted(run: ReplayedRun, effects: Effects) -> FittedPipelines | None:
@@ -85,7 +119,7 @@ def fitted(run: ReplayedRun, effects: Effects) -> FittedPipelines | None:
     table = run.table
     compute = np.flatnonzero(table.is_scope(Scope.COMPUTE))
     letters = table.letters()
-    if not set(letters[compute].tolist()) <= ROWS.keys():
+    if not set(letters[compute].tolist()) <= set(KINDS):
         return None
     num_stages, num_replicas = table.trace.num_stages, table.trace.num_replicas
     hosts = _hosts(table, compute)
@@ -136,8 +170,16 @@ def fitted(run: ReplayedRun, effects: Effects) -> FittedPipelines | None:
             np.maximum.at(in_step, place, taken)  # of ranks that share an op the slowest says how long it takes
         times[letter] = slowest.reshape(len(table.steps), *shape)
     factors = np.stack([effects.by_microbatch[:, d, numbers[d]] for d in range(num_replicas)], axis=1)
+    free = free_at(table)
     return FittedPipelines(
-        schedule, _name(schedule), _links(run), most_held(schedule), times, factors, effects.by_worker
+        schedule,
+        _name(schedule),
+        _links(run, free),
+        most_held(schedule),
+        times,
+        factors,
+        effects.by_worker,
+        _between(run, free),
     )
 
 
@@ -157,24 +199,95 @@ def _hosts(table: Steps, compute: Array) -> list[tuple[int, ...]] | None:
     return found
 
 
-def _costs(rows: dict[str, Array], activation: float = 1.0) -> Costs:
+def _costs(rows: dict[str, Array], activation: float = 1.0, message_bytes: float = 0.0) -> Costs:
     """Costs by microbatch from ms by stage and microbatch of each kind, (S, N)."""
-    given = {ROWS[letter]: values.tolist() for letter, values in rows.items()}
-    if "b" in given and "i" not in given:  # nothing is known of the halves, and a schedule that needs them halves it
-        halves = (rows["B"] / 2).tolist()
-        given |= {"i": halves, "w": halves}
-    elif "w" not in given:
-        given["w"] = [[0.0] * len(row) for row in given["i"]]
-    return Costs.by_microbatch(**given, activation=[activation] * len(given["f"]))
+    given = {kind.lower(): each.tolist() for kind, each in _all_kinds(rows, 0.5).items()}
+    num_stages = len(given["f"])
+    sizes = {"activation": [activation] * num_stages, "message_bytes": [message_bytes] * num_stages}
+    return Costs.by_microbatch(**given, **sizes)
 
 
-def _links(run: ReplayedRun) -> Links:
-    table, sent = run.table, run.messages
+def _all_kinds(rows: dict[str, Array], input_share: float) -> dict[str, Array]:
+    """The rows of F, B, I and W, where only some were recorded; of a whole backward I takes the share."""
+    none = np.zeros_like(rows["F"])
+    whole, first, second = (rows.get(kind, none) for kind in "BIW")
+    halves = first + second
+    return {
+        "F": rows["F"],
+        "B": np.where(whole > 0, whole, halves),
+        "I": np.where(halves > 0, first, input_share * whole),
+        "W": np.where(halves > 0, second, (1 - input_share) * whole),
+    }
+
+
+def _cut_anew(rows: Array, layers: Sequence[int], cut: Sequence[int], num_stages: int) -> Array:
+    """Ms by stage and microbatch in another cut, (S', N), from those in the recorded one, (S, N)."""
+    work, each, beyond = rows.mean(axis=1), np.zeros(len(rows)), np.zeros(len(rows))
+    if layers:
+        each[:], beyond = layer_times(work, layers)
+        counts = np.array(layers)
+    else:
+        counts = np.full(len(rows), math.lcm(len(rows), num_stages) // len(rows))
+        each = work / counts
+    new = np.array(cut) if cut else np.full(num_stages, counts.sum() // num_stages)
+    before, after = (np.repeat(np.arange(len(given)), given) for given in (counts, new))
+    parts = np.zeros((len(new), len(rows)))
+    np.add.at(parts, (after, before), 1.0)
+    relative = rows / np.maximum(work, 1e-9)[:, None]
+    found: Array = parts @ (relative * each[:, None])
+    # The first stage's embedding stays in the first layer's stage, the last one's loss in the last layer's.
+    place = np.minimum(np.cumsum(counts) - counts, counts.sum() - 1)
+    place[-1] = counts.sum() - 1
+    np.add.at(found, after[place], relative * beyond[:, None])
+    return found
+
+
+def layer_times(work: Array, layers: Sequence[int]) -> tuple[float, Array]:
+    """Ms of one layer, and what each stage takes besides.
+
+    A layer takes what it takes where stages have nothing besides layers; what stages take beyond that is an embedding
+    or the loss.
+
+    Args:
+        work: ms of a microbatch by stage. layers: of each stage.
+    """
+    counts = np.array(layers)
+    each = float((work[counts > 0] / counts[counts > 0]).min())
+    return each, work - each * counts
+
+
+def _between(run: ReplayedRun, free: Array) -> dict[str, float]:
+    """Ms from the end of a rank's op to the start of its next that needs no message, by the next one's kind.
+
+    Args:
+        free: when each op's rank had ended the op before, (K, M).
+    """
+    table, found = run.table, {}
+    alone = table.is_scope(Scope.COMPUTE)
+    alone[run.messages.consumer] = False
+    for letter in sorted(set(table.letters()[table.is_scope(Scope.COMPUTE)].tolist())):
+        alike = alone & (table.letters() == letter) & (free > 0)
+        gaps = np.sort(np.maximum(table.start - free, 0.0)[alike])
+        # The middle half of them, as a rank may be held up by something that no trace shows.
+        found[letter] = float(gaps[len(gaps) // 4 : len(gaps) - len(gaps) // 4].mean()) if len(gaps) else 0.0
+    return found
+
+
+def _links(run: ReplayedRun, free: Array) -> Links:
+    """The median of each link. On gloo a message leaves only when the sender knows of the receive, so those count
+    that were sent when it must have known, where there are such.
+    """
+    table, sent, found = run.table, run.messages, {}
     source, target = table.rank[sent.producer], table.rank[sent.consumer]
-    ways = sorted(set(zip(source.tolist(), target.tolist())))
-    return Links({
-        (a, b): float(np.median(run.own.messages[:, (source == a) & (target == b)])) for a, b in ways
-    })  # fmt: skip
+    waiting = table.end[:, sent.producer] - free[:, sent.consumer]
+    for link in sorted(set(zip(source.tolist(), target.tolist()))):
+        on = (source == link[0]) & (target == link[1])
+        own, early = run.own.messages[:, on], waiting[:, on]
+        if (early >= 0).any():
+            known = early >= own[early >= 0].min()
+            own = own[known if known.any() else early >= 0]
+        found[link] = float(np.median(own))
+    return Links(found)
 
 
 def most_held(schedule: Schedule) -> float:

@@ -111,23 +111,25 @@ def _posted(table: Steps, consumer: Array, receive: Array) -> Array:
     return np.where(receive == NONE, NONE, previous[consumer])
 
 
-def _by_waiting(table: Steps, producer: Array, consumer: Array) -> Array:
-    """Ms from each op's end to the start of the op that waited for its message, (K, L)."""
-    own = np.full((len(table.steps), len(producer)), np.nan)
+def free_at(table: Steps) -> Array:
+    """When the rank of each compute op had ended the one before, (K, M); 0 for others, and for the first."""
+    free = np.zeros(table.start.shape)
     worker = table.replica * table.trace.num_ranks + table.rank
     compute = np.flatnonzero(table.is_scope(Scope.COMPUTE))
     shared = groups(table)
-    gap = table.start[:, consumer] - table.end[:, producer]
-    for step in range(len(table.steps)):
-        start, end = table.start[step], table.end[step]
+    for step, (start, end) in enumerate(zip(table.start, table.end)):
         order = compute[np.lexsort((start[compute], worker[compute]))]
-        free = np.zeros(table.num_ops)
         same = worker[order][1:] == worker[order][:-1]
-        free[order[1:][same]] = end[order[:-1][same]]
-        for number in np.unique(shared[consumer][shared[consumer] != NONE]).tolist():
-            free[shared == number] = free[shared == number].max()  # it waits for all members
-        waited = end[producer] >= free[consumer]
-        own[step, waited] = gap[step, waited]
+        free[step, order[1:][same]] = end[order[:-1][same]]
+        for number in np.unique(shared[compute][shared[compute] != NONE]).tolist():
+            free[step, shared == number] = free[step, shared == number].max()  # it waits for all members
+    return free
+
+
+def _by_waiting(table: Steps, producer: Array, consumer: Array) -> Array:
+    """Ms from each op's end to the start of the op that waited for its message, (K, L)."""
+    gap = table.start[:, consumer] - table.end[:, producer]
+    own = np.where(table.end[:, producer] >= free_at(table)[:, consumer], gap, np.nan)
     links = np.stack([table.rank[producer], table.rank[consumer]], axis=1)
     for link in np.unique(links, axis=0):
         on = np.flatnonzero((links == link).all(axis=1))

@@ -14,7 +14,7 @@ import numpy as np
 
 from penstock.analyze.causes import without
 from penstock.analyze.effects import Effects
-from penstock.analyze.fitted_pipelines import FittedPipelines, most_held
+from penstock.analyze.fitted_pipelines import FittedPipelines, layer_times, most_held
 from penstock.analyze.replayed_run import OwnTimes, ReplayedRun
 from penstock.cost import Costs
 from penstock.engine.network import Array
@@ -35,11 +35,13 @@ class WhatIf:
     """One change and what it would give.
 
     Attributes:
-        kind: "packing", "cut", "order", "dispatch", "assignment", "schedule" or "workers".
+        kind: "packing", "cut", "order", "dispatch", "assignment", "schedule", "workers" or "try".
         what: the change in words.
         time: ms of a step then, launch delays as they were.
         speedup: how many times as fast; below 1 it is slower.
         memory: most activations that a rank holds then, in its share of the model's, where that changes.
+        bar: ms between which the step is expected, where that is known.
+        assumed: what the change takes for granted, in sentences.
 
     Examples:
         >>> import penstock as ps
@@ -53,10 +55,12 @@ class WhatIf:
     time: float
     speedup: float
     memory: float | None = None
+    bar: tuple[float, float] | None = None
+    assumed: tuple[str, ...] = ()
 
     def to_json(self) -> dict[str, object]:
-        return {"kind": self.kind, "what": self.what, "time_ms": self.time, "speedup": self.speedup,
-                "in_flight": self.memory}  # fmt: skip
+        found = {"kind": self.kind, "what": self.what, "time_ms": self.time, "speedup": self.speedup}
+        return {**found, "in_flight": self.memory, "bar_ms": self.bar, "assumed": self.assumed}
 
 
 def what_ifs(
@@ -116,13 +120,12 @@ def _whole_steps(run: ReplayedRun, effects: Effects, layers: Sequence[int]) -> I
 def better_cut(work: Array, layers: Sequence[int]) -> list[int]:
     """The layers of each stage with which the longest is shortest.
 
-    A layer takes what it takes where stages have nothing besides layers; what stages take beyond that (an embedding,
-    the loss) stays where it is.
+    A layer takes what `layer_times` says, and what stages take beyond that stays where it is.
 
     Args:
         work: ms of a microbatch by stage. layers: of each stage now.
     """
-    each, beyond = _layer_times(work, layers)
+    each, beyond = layer_times(work, layers)
     found = [1 if count else 0 for count in layers]
     for _ in range(sum(layers) - sum(found)):
         least = min(range(len(found)), key=lambda stage: (beyond[stage] + (found[stage] + 1) * each, stage))
@@ -130,16 +133,9 @@ def better_cut(work: Array, layers: Sequence[int]) -> list[int]:
     return found
 
 
-def _layer_times(work: Array, layers: Sequence[int]) -> tuple[float, Array]:
-    """Ms of one layer, and what each stage takes besides."""
-    counts = np.array(layers)
-    each = float((work[counts > 0] / counts[counts > 0]).min())
-    return each, work - each * counts
-
-
 def _with_layers(effects: Effects, before: Sequence[int], after: Sequence[int]) -> Array:
     work = np.nansum(effects.by_stage, axis=0)
-    each, beyond = _layer_times(work, before)
+    each, beyond = layer_times(work, before)
     return beyond + each * np.array(after)
 
 
@@ -197,7 +193,7 @@ def _schedules(run: ReplayedRun, fit: FittedPipelines, steps: Sequence[int], bef
             continue
         times = [
             max(
-                simulate(schedule, fit.costs_of(schedule, step, replica), links=fit.links).makespan
+                simulate(schedule, fit.costs_of(schedule, np.array(step), replica), links=fit.links).makespan
                 for replica in range(run.table.trace.num_replicas)
             )
             for step in steps

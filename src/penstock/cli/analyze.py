@@ -1,6 +1,7 @@
 """`penstock analyze`: what slowed a recorded run, what each cause costs, and what would help.
 
 penstock analyze trace.parquet            penstock analyze profiles/ --framework torchtitan --out page.html --json
+penstock analyze profiles/ --try zb --link 2:3=120ms --channels gloo
 """
 
 from __future__ import annotations
@@ -10,10 +11,13 @@ from typing import Annotated
 
 import typer
 
+from penstock.cli import costs as costs_options
 from penstock.cli.app import app
 from penstock.cli.failure import Misuse
-from penstock.cli.options import Json, page_option
-from penstock.cli.output import print_json
+from penstock.cli.options import Json, counts, links_of, one_count, page_option
+from penstock.cli.output import print_json, table
+from penstock.cli.source import is_file
+from penstock.formats import load
 from penstock.formats.files import require_place, write_whole
 
 
@@ -75,11 +79,27 @@ def analyze(
             help="How many layers each stage has, such as 8,8,8,6. With it a better cut is suggested.",
         ),
     ] = None,
+    tries: Annotated[
+        list[str] | None,
+        typer.Option("--try", metavar="NAME|FILE", help="Predict a step of this schedule; may be repeated."),
+    ] = None,
+    link: costs_options.Link = None,
+    channels: Annotated[
+        str,
+        typer.Option("--channels", help="What carries the messages: buffered, gloo, nccl, nccl-pair or nccl-edge."),
+    ] = "buffered",
+    cut: Annotated[
+        str | None, typer.Option("--cut", metavar="LIST", help="Layers of each stage to predict; with --layers.")
+    ] = None,
+    message_bytes: costs_options.MessageBytes = None,
     json: Json = False,
 ) -> None:
-    """Replay a run of torch, Megatron, TorchTitan, DeepSpeed or Penstock, and say what slowed it, on a page too."""
+    """Replay a run of torch, Megatron, TorchTitan, DeepSpeed or Penstock, and say what slowed it, on a page too.
+
+    With --try, --link, --channels or --cut: say how long a step would take then, and no more.
+    """
     # Imported here, as only this verb needs them.
-    from penstock.analyze import analyze_trace
+    from penstock.analyze import analyze_trace, predict
     from penstock.analyze.analysis_page import to_page
     from penstock.analyze.words import headline, more
     from penstock.formats.traces import read_trace
@@ -94,23 +114,46 @@ def analyze(
         num_microbatches=microbatches,
         steps=None if only_steps is None else _whole_numbers(only_steps, "--only-steps"),
     )
-    target = None if json and out is None else Path(out or f"{trace.name}.analysis.html")
+    changes = [*(tries or ()), *(link or ()), cut, channels != "buffered"]
+    target = None if (json or any(changes)) and out is None else Path(out or f"{trace.name}.analysis.html")
     if target is not None:
         require_place(target)
-    found = analyze_trace(
-        trace,
-        layers=() if layers is None else _whole_numbers(layers, "--layers"),
-        drop_incomplete=drop_incomplete,
-    )
+    num_layers = () if layers is None else _whole_numbers(layers, "--layers")
+    found = analyze_trace(trace, layers=num_layers, drop_incomplete=drop_incomplete)
+    tried = [
+        predict(
+            found,
+            load(each) if each is not None and is_file(each) else each,
+            links=links_of(link, 0.0) if link else None,
+            channels=channels,
+            cut=counts("--cut", cut) if cut else (),
+            layers=num_layers,
+            message_bytes=one_count("--message-bytes", message_bytes) or 0.0,
+        )
+        for each in (tries or [None] if any(changes) else ())
+    ]
     if target is not None:
         write_whole(target, to_page(found))
     if json:
-        print_json({**found.to_json(), "headline": headline(found), "out": None if target is None else str(target)})
+        whole = {**found.to_json(), "headline": headline(found), "tried": [each.to_json() for each in tried]}
+        print_json({**whole, "out": None if target is None else str(target)})
         return
-    print(" ".join([headline(found), *more(found)]))
+    if tried:
+        print(f"{found.name} takes {found.metrics.measured:,.1f} ms a step, as measured")
+        times = [[each.time, *(each.bar or ())] for each in tried]
+        rows = [
+            [each.what, *(f"{ms:,.1f}" for ms in of), f"{each.speedup:.3f}"]
+            for each, of in zip(tried, times, strict=True)
+        ]
+        print(table(["schedule", "ms", "from", "to", "times as fast"], rows))
+        for said in dict.fromkeys(said for each in tried for said in each.assumed):
+            print(f"assumed: {said}")
+    else:
+        print(" ".join([headline(found), *more(found)]))
     for note in found.notes:
         print(f"note: {note}")
-    print(f"wrote {target}")
+    if target is not None:
+        print(f"wrote {target}")
 
 
 MOST = 1_000_000
