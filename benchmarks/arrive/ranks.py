@@ -16,6 +16,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -137,7 +138,7 @@ def _run_job(job: Job, folder: Path) -> dict[str, Any]:
     ms = []
     with _profiled(job.profile, rank) as next_step:
         for _ in range(1 + STEPS):
-            ms.append(timed_step(lambda: runtime.step(*arguments, target=target)))
+            ms.append(timed_step(partial(runtime.step, *arguments, target=target)))
             next_step()
     rows = getattr(runtime, "pipeline_order_with_comms", None) or {}
     return {"ms": ms[1:], "rows": [",".join(map(str, rows[each])) for each in sorted(rows)]}

@@ -12,7 +12,7 @@ import os
 import statistics
 import sys
 import tempfile
-import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -67,39 +67,22 @@ def run_rank(folder: Path) -> None:
     import torch
     import torch.distributed as dist
     from torch import nn
-    from torch.distributed.pipelining import PipelineStage, Schedule1F1B
+    from torch.distributed.pipelining import Schedule1F1B
     from torch.distributed.pipelining.schedules import _PipelineScheduleRuntime
 
+    from benchmarks.arrive.ranks import SleepingStage, timed_step
     from penstock.integrations.torch import PlannedSchedule
 
     torch.set_num_threads(1)
     rank = int(os.environ["PENSTOCK_HOST"])
     dist.init_process_group("gloo", rank=rank, world_size=NUM_RANKS)
 
-    class SleepingStage(PipelineStage):
-        """A stage whose ops take at least their milliseconds."""
-
-        def sleeps(self, kind: str) -> float:
-            return costs_of(self.num_stages).duration(kind, self.stage_index) / 1e3
-
-        def forward_one_chunk(self, *args: Any, **kwargs: Any) -> Any:
-            time.sleep(self.sleeps("F"))
-            return super().forward_one_chunk(*args, **kwargs)
-
-        def backward_one_chunk(self, *args: Any, **kwargs: Any) -> Any:
-            time.sleep(self.sleeps("B" if kwargs.get("full_backward", True) else "I"))
-            return super().backward_one_chunk(*args, **kwargs)
-
-        def backward_weight_one_chunk(self, *args: Any, **kwargs: Any) -> Any:
-            time.sleep(self.sleeps("W"))
-            return super().backward_weight_one_chunk(*args, **kwargs)
-
     def stages_of(schedule: ps.Schedule) -> list[Any]:
         made = []
         for stage in schedule.stages_of(rank):
             torch.manual_seed(stage)
             module = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh())
-            made.append(SleepingStage(module, stage, schedule.num_stages, torch.device("cpu")))
+            made.append(SleepingStage(module, stage, costs_of(schedule.num_stages)))
         return made
 
     def runtime_of(way: str, schedule: ps.Schedule, stages: list[Any]) -> Any:
@@ -114,13 +97,6 @@ def run_rank(folder: Path) -> None:
         dist.barrier()
         runtime._load_csv(str(path))
         return runtime
-
-    def start_together() -> float:
-        """Returns on all ranks at one moment; a barrier would let ranks behind the late link start later."""
-        moment = torch.tensor([time.time() + 0.5], dtype=torch.float64)
-        dist.broadcast(moment, 0)
-        time.sleep(max(0.0, moment.item() - time.time()))
-        return time.time()
 
     draws = torch.Generator().manual_seed(5)
     x, y = (torch.randn(NUM_MICROBATCHES, WIDTH, generator=draws) for _ in range(2))
@@ -137,12 +113,11 @@ def run_rank(folder: Path) -> None:
             for number in range(1 + STEPS):
                 for stage in stages:
                     stage.submod.zero_grad()
-                begun = start_together()
-                runtime.step(*[x] * (0 in numbers), target=y if stages[0].num_stages - 1 in numbers else None)
-                span = [None] * NUM_RANKS
-                dist.all_gather_object(span, (begun, time.time()))
+                arguments = [x] * (0 in numbers)
+                target = y if stages[0].num_stages - 1 in numbers else None
+                ms = timed_step(partial(runtime.step, *arguments, target=target))
                 if number:
-                    found[way].append(1e3 * (max(end for _, end in span) - min(start for start, _ in span)))
+                    found[way].append(ms)
             gradients[way] = [p.grad.clone() for stage in stages for p in stage.submod.parameters()]
     same = all(
         torch.equal(a, b)

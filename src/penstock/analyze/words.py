@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 
 from penstock.analyze.run_analysis import RunAnalysis
+from penstock.analyze.what_if import WhatIf
 from penstock.draw.scale import percent, short
 
 WORTH = 1.01
@@ -49,6 +52,18 @@ def more(found: RunAnalysis) -> list[str]:
             "Of the longest chain of a step " + " and ".join(f"{share:.0%} is {name}" for name, share in kinds) + "."
         )
     return lines
+
+
+def prediction_table(found: RunAnalysis, tried: Sequence[WhatIf]) -> str:
+    """What was tried, with its error bar and what was assumed."""
+    lines = [f"{found.name} takes {found.metrics.measured:,.1f} ms a step, as measured"]
+    width = max(len(each.what) for each in tried)
+    lines.append(f"{'schedule':<{width}}  {'ms':>9}  {'from':>9}  {'to':>9}  times as fast")
+    for each in tried:
+        times = "  ".join(f"{ms:9,.1f}" for ms in (each.time, *(each.bar or ())))
+        lines.append(f"{each.what:<{width}}  {times}  {each.speedup:.3f}")
+    assumed = dict.fromkeys(said for each in tried for said in each.assumed)
+    return "\n".join([*lines, *(f"assumed: {said}" for said in assumed)])
 
 
 def facts(found: RunAnalysis) -> list[tuple[str, str]]:

@@ -7,15 +7,15 @@ penstock analyze profiles/ --try zb --link 2:3=120ms --channels gloo
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
 from penstock.cli import costs as costs_options
 from penstock.cli.app import app
 from penstock.cli.failure import Misuse
-from penstock.cli.options import Json, counts, links_of, one_count, page_option
-from penstock.cli.output import print_json, table
+from penstock.cli.options import Channels, Json, counts, links_of, one_count, page_option
+from penstock.cli.output import print_json
 from penstock.cli.source import is_file
 from penstock.formats import load
 from penstock.formats.files import require_place, write_whole
@@ -33,63 +33,39 @@ def analyze(
     ] = None,
     framework: Annotated[
         str | None,
-        typer.Option(
-            "--framework",
-            help="Whose names ops have: torch (torchtitan), ranges, stacks, megatron, deepspeed, penstock. [found]",
-        ),
+        typer.Option(help="Whose names ops have: torch, torchtitan, ranges, stacks, megatron, deepspeed, penstock."),
     ] = None,
     pattern: Annotated[
         list[str] | None,
-        typer.Option(
-            "--pattern",
-            metavar="[OP=]REGEX",
-            help="How op names in profiles read, with groups named op, stage, microbatch, rank, ...; repeatable.",
-        ),
+        typer.Option(metavar="[OP=]REGEX", help="How op names read, with groups op, stage, microbatch, rank, ..."),
     ] = None,
     column: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--column",
-            metavar="OURS=THEIRS",
-            help="What a table calls a column, such as microbatch=mb; may be repeated.",
-        ),
+        list[str] | None, typer.Option(metavar="OURS=THEIRS", help="A table's own name of a column: microbatch=mb.")
     ] = None,
     unit: Annotated[str, typer.Option("--unit", help="Unit of the times in a table: s, ms, us or ns.")] = "ms",
     ranks: Annotated[
-        int | None,
-        typer.Option(
-            "--ranks", min=1, help="Number of ranks, of one pipeline, where names in profiles do not say the stage."
-        ),
+        int | None, typer.Option(min=1, help="Ranks of one pipeline, where names in profiles do not say the stage.")
     ] = None,
     microbatches: Annotated[
-        int | None,
-        typer.Option("--microbatches", min=1, help="Number of microbatches, per step, where profiles do not say it."),
+        int | None, typer.Option(min=1, help="Microbatches of a step, where profiles do not say them.")
     ] = None,
     only_steps: Annotated[
-        str | None, typer.Option("--only-steps", metavar="LIST", help="Analyse only these steps, such as 12,20-23.")
+        str | None, typer.Option(metavar="LIST", help="Analyse only these steps, such as 12,20-23.")
     ] = None,
     drop_incomplete: Annotated[
         bool, typer.Option("--drop-incomplete", help="Leave out steps in which ops are missing.")
     ] = False,
     layers: Annotated[
-        str | None,
-        typer.Option(
-            "--layers",
-            metavar="LIST",
-            help="How many layers each stage has, such as 8,8,8,6. With it a better cut is suggested.",
-        ),
+        str | None, typer.Option(metavar="LIST", help="Layers of each stage, as 8,8,8,6, to suggest a better cut.")
     ] = None,
     tries: Annotated[
         list[str] | None,
         typer.Option("--try", metavar="NAME|FILE", help="Predict a step of this schedule; may be repeated."),
     ] = None,
     link: costs_options.Link = None,
-    channels: Annotated[
-        str,
-        typer.Option("--channels", help="What carries the messages: buffered, gloo, nccl, nccl-pair or nccl-edge."),
-    ] = "buffered",
+    channels: Channels = None,
     cut: Annotated[
-        str | None, typer.Option("--cut", metavar="LIST", help="Layers of each stage to predict; with --layers.")
+        str | None, typer.Option(metavar="LIST", help="Layers of each predicted stage; with --layers.")
     ] = None,
     message_bytes: costs_options.MessageBytes = None,
     json: Json = False,
@@ -101,7 +77,7 @@ def analyze(
     # Imported here, as only this verb needs them.
     from penstock.analyze import analyze_trace, predict
     from penstock.analyze.analysis_page import to_page
-    from penstock.analyze.words import headline, more
+    from penstock.analyze.words import headline, more, prediction_table
     from penstock.formats.traces import read_trace
 
     trace = read_trace(
@@ -114,42 +90,27 @@ def analyze(
         num_microbatches=microbatches,
         steps=None if only_steps is None else _whole_numbers(only_steps, "--only-steps"),
     )
-    changes = [*(tries or ()), *(link or ()), cut, channels != "buffered"]
-    target = None if (json or any(changes)) and out is None else Path(out or f"{trace.name}.analysis.html")
+    predicts = any((tries, link, channels, cut))
+    target = None if (json or predicts) and out is None else Path(out or f"{trace.name}.analysis.html")
     if target is not None:
         require_place(target)
     num_layers = () if layers is None else _whole_numbers(layers, "--layers")
     found = analyze_trace(trace, layers=num_layers, drop_incomplete=drop_incomplete)
-    tried = [
-        predict(
-            found,
-            load(each) if each is not None and is_file(each) else each,
-            links=links_of(link, 0.0) if link else None,
-            channels=channels,
-            cut=counts("--cut", cut) if cut else (),
-            layers=num_layers,
-            message_bytes=one_count("--message-bytes", message_bytes) or 0.0,
-        )
-        for each in (tries or [None] if any(changes) else ())
-    ]
+    change: dict[str, Any] = {
+        "links": links_of(link, 0.0) if link else None,
+        "channels": channels or "buffered",
+        "cut": counts("--cut", cut) if cut else (),
+        "message_bytes": one_count("--message-bytes", message_bytes) or 0.0,
+    }
+    schedules: list[Any] = [load(each) if is_file(each) else each for each in tries or ()]
+    tried = [predict(found, each, layers=num_layers, **change) for each in (schedules or [None] if predicts else ())]
     if target is not None:
         write_whole(target, to_page(found))
     if json:
         whole = {**found.to_json(), "headline": headline(found), "tried": [each.to_json() for each in tried]}
         print_json({**whole, "out": None if target is None else str(target)})
         return
-    if tried:
-        print(f"{found.name} takes {found.metrics.measured:,.1f} ms a step, as measured")
-        times = [[each.time, *(each.bar or ())] for each in tried]
-        rows = [
-            [each.what, *(f"{ms:,.1f}" for ms in of), f"{each.speedup:.3f}"]
-            for each, of in zip(tried, times, strict=True)
-        ]
-        print(table(["schedule", "ms", "from", "to", "times as fast"], rows))
-        for said in dict.fromkeys(said for each in tried for said in each.assumed):
-            print(f"assumed: {said}")
-    else:
-        print(" ".join([headline(found), *more(found)]))
+    print(prediction_table(found, tried) if tried else " ".join([headline(found), *more(found)]))
     for note in found.notes:
         print(f"note: {note}")
     if target is not None:

@@ -15,6 +15,7 @@ from penstock.cli import source
 from penstock.cli.app import app
 from penstock.cli.failure import MISUSE, Failure, failure_of
 from penstock.cli.options import (
+    Channels,
     Json,
     MaxInFlight,
     MaxMismatch,
@@ -60,10 +61,7 @@ def check(
         int | None,
         typer.Option("--channel-depth", min=1, help="How many messages a channel holds. [all that may be in flight]"),
     ] = None,
-    channels: Annotated[
-        str | None,
-        typer.Option("--channels", help="What carries messages that are ops: gloo, nccl, nccl-pair or nccl-edge."),
-    ] = None,
+    channels: Channels = None,
     json: Json = False,
 ) -> None:
     """Prove that schedules can run: every op once, every need met, no deadlock, memory under its limit."""

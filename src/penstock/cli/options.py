@@ -40,6 +40,10 @@ def page_option(text: str, what: str) -> OptionInfo:
 
 
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")]
+Channels = Annotated[
+    str | None,
+    typer.Option("--channels", help="What carries messages: buffered, gloo, nccl, nccl-pair or nccl-edge."),
+]
 Ranks = Annotated[int | None, typer.Option("--ranks", help="Number of ranks, for a schedule given by name.")]
 Microbatches = Annotated[
     int | None, typer.Option("--microbatches", help="Number of microbatches, for a schedule given by name.")
