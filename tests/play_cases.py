@@ -10,6 +10,7 @@ from functools import cache
 from typing import Any
 
 import penstock as ps
+from penstock.formats import to_torch_csv
 from penstock.play import scripts
 from penstock.schedule.text_parser import parse
 
@@ -134,6 +135,29 @@ def by_python(job: dict[str, Any]) -> dict[str, Any]:
         "peaks": list(timeline.peak_activations),
         "times": {str(each.op): [each.start, each.end] for each in timeline.ops},
     }
+
+
+TORCH_CSV = """return given.map((job) => {
+  try {
+    const schedule = library.build(job.name, job.ranks, job.microbatches, job.options), { channel } = job;
+    const [f, i, w, b] = job.costs, slow = range(job.ranks).map((rank) => (rank === 0 ? job.slow : 1));
+    return torch.toCsv(schedule, { costs: { f, i, w, b, slow }, links: new Map(Object.entries(job.links)), channel });
+  } catch (error) { return error.rule ? error.message : error.stack; }
+});"""
+
+
+def torch_csv_by_python(job: dict[str, Any]) -> str:
+    """The CSV of a job for its channel, or the error."""
+    try:
+        schedule = ps.build(job["name"], job["ranks"], job["microbatches"], **job["options"])
+        if not job["channel"] or schedule.placement.num_pipelines > 1:
+            return to_torch_csv(schedule)
+        links = ps.Links({tuple(map(int, link.split(">"))): ms for link, ms in job["links"].items()})
+        costs = costs_of(schedule, job["costs"], job["slow"])
+        placed = ps.passes.add_communication(schedule, costs, links, channels=job["channel"])
+        return to_torch_csv(placed, "compute_comms", job["channel"])
+    except ps.ScheduleError as error:
+        return str(error)
 
 
 def draw_grid(rng: random.Random) -> str:

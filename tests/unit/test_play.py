@@ -10,8 +10,10 @@ from types import ModuleType
 import pytest
 
 import penstock as ps
+from penstock.formats import to_torch_csv
 from penstock.play import page, save, scripts
 from penstock.play.to_javascript import bundle
+from penstock.schedule.channels import CHANNELS
 from penstock.schedule.text_parser import parse
 from play_cases import (
     CHECK_GRIDS,
@@ -19,11 +21,13 @@ from play_cases import (
     GRID_OF_RULE,
     NAMES,
     RUN_JOBS,
+    TORCH_CSV,
     by_python,
     draw_grid,
     draw_job,
     in_node,
     proved,
+    torch_csv_by_python,
 )
 from tiers import sample
 
@@ -71,6 +75,34 @@ def test_grids_get_the_errors_that_check_gives() -> None:
         assert found == expected, text
         rules.append(expected[1] if isinstance(expected, list) else None)
     assert rules[: len(GRID_OF_RULE)] == list(GRID_OF_RULE)
+
+
+@needs_node
+def test_the_csv_for_torch_has_the_messages_where_python_places_them() -> None:
+    rng = random.Random(37)
+    jobs = [draw_job(rng) | {"channel": rng.choice([*CHANNELS[1:], ""])} for _ in range(sample(1000, 200))]
+    placed = {}
+    for job, found in zip(jobs, in_node(TORCH_CSV, jobs), strict=True):
+        assert found == torch_csv_by_python(job), job
+        if "SEND_F" in found:
+            placed[job["channel"]] = found
+    assert set(placed) == set(CHANNELS[1:])
+
+
+@needs_node
+def test_what_torch_lacks_is_refused_by_the_page_as_in_python() -> None:
+    grids = [
+        "rank 0 | F0 R0 B0",
+        "schedule g: 2 ranks, 1 stage, 1 microbatch\npipeline 0: stages on ranks 0\nrank 0 | F0 B0\nrank 1 |",
+    ]
+    grids.append(str(ps.build("chimera", 4, 4)))
+    body = """return given.map((text) => {
+      try { torch.toCsv(schedules.parse(text), { channel: "nccl" }); } catch (error) { return error.message; }
+    });"""
+    for grid, found in zip(grids, in_node(body, grids), strict=True):
+        with pytest.raises(ps.ScheduleError) as refused:
+            to_torch_csv(parse(grid))
+        assert found == str(refused.value)
 
 
 PLAN = """return given.map((job) => {

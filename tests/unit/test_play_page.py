@@ -148,7 +148,8 @@ def test_a_person_edits_drags_plans_and_comes_back(
                 page.click(f"[data-save={kind}]")
             coming.value.save_as(tmp_path / f"planned.{kind}")
         for kind in ("txt", "json", "csv"):
-            assert ps.load(tmp_path / f"planned.{kind}").order == planned.order
+            loaded = ps.load(tmp_path / f"planned.{kind}")
+            assert ps.passes.remove_communication(loaded).order == planned.order
         assert (tmp_path / "planned.svg").read_text().count("<title>") == 2 * planned.num_ops
         assert play.errors == []
 
@@ -166,6 +167,24 @@ def test_an_op_and_its_cell_lead_to_each_other(browser: Any, file: str) -> None:
         assert "^^" in play.proof
         play.after(lambda: page.click("#earlier"))
         assert play.proof.startswith("Proved")
+        assert play.errors == []
+
+
+def test_a_schedule_goes_to_torch_with_its_messages_placed(browser: Any, file: str, tmp_path: Path) -> None:
+    built, late = ps.build("zb", 4, 8, warmup=[7, 5, 3, 1]), ps.Links({(2, 3): 30})
+    costs = ps.Costs.uniform(4, 10, 10, 10)
+    with Playground(browser, f"{file}#s=zb&p=4&n=8&l=2>3:30,3>2:30") as play:
+        for channel in ("nccl", "gloo"):
+            if channel != "nccl":
+                play.after(lambda: play.page.select_option("#channel", "gloo"))
+            with play.page.expect_download() as coming:
+                play.page.click("[data-save=csv]")
+            coming.value.save_as(tmp_path / "zb.csv")
+            placed = ps.passes.add_communication(built, costs, late, channels=channel)
+            assert (tmp_path / "zb.csv").read_text() == ps.formats.to_torch_csv(placed, channels=channel)
+            assert f'"zb.csv", loss_fn=loss_fn, channels="{channel}")' in play.page.inner_text("#python")
+        assert ps.load(tmp_path / "zb.csv").order == placed.order
+        play.wait("location.hash.includes('over=gloo')")
         assert play.errors == []
 
 

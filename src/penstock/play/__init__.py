@@ -1,7 +1,7 @@
 """The playground: one page that builds, edits, proves, times and plans schedules in the browser, with no server.
 
     engine/*.py --to_javascript--> event loop, list schedulers, ...   the same source as here
-    schedule.js library.js run.js plan.js                             schedules, their proof, the library, planning
+    schedule.js library.js run.js plan.js torch.js                    schedules, their proof, planning, torch's CSV
     page.html page.css view.js app.js                                 what is seen
                     |
                   page() -> one file that loads nothing
@@ -38,7 +38,7 @@ ENGINE = (
     tolerance, memory_safety, min_tree, needs, decider, event_loop, list_by_rules, list_by_values, longest_paths,
     metropolis, forward_backward,
 )  # fmt: skip
-SCRIPTS = ("schedule.js", "run.js", "library.js", "plan.js")
+SCRIPTS = ("schedule.js", "run.js", "torch.js", "library.js", "plan.js")
 
 
 def scripts() -> str:

@@ -3,7 +3,7 @@
   const $ = (id) => document.getElementById(id);
   const { short } = view;
   const NEW = { name: "zb-h1", ranks: 4, microbatches: 8, options: {}, times: { F: 10, I: 10, W: 10, B: 20 }, slow: [0, 1], links: new Map(),
-    dispatch: "hinted", grid: null, placement: "one-to-one", cap: "", split: true };
+    dispatch: "hinted", grid: null, placement: "one-to-one", cap: "", split: true, channel: "nccl" };
   const TIMES = { F: "F forward", I: "I input", W: "W weight", B: "B whole" };
   const MOST_MS = 60, PLAN_MS = 3000, PLAN_SLICE = 25;
   const LARGE = 4000, REHEARSALS = 30; // ops, and runs
@@ -25,6 +25,7 @@
     if (state.cap) parts.cap = state.cap;
     if (state.placement !== NEW.placement) parts.where = state.placement;
     if (!state.split) parts.whole = 1;
+    if (state.channel !== NEW.channel) parts.over = state.channel;
     if (state.grid !== null) parts.g = state.grid;
     return "#" + Object.entries(parts).map(([name, value]) => `${name}=${encodeURIComponent(value)}`).join("&");
   }
@@ -45,6 +46,7 @@
       else if (name === "cap" && fine) found.cap = value;
       else if (name === "where" && [...$("placement").options].some((each) => each.value === value)) found.placement = value;
       else if (name === "whole") found.split = false;
+      else if (name === "over" && torch.CHANNELS.includes(value)) found.channel = value;
       else if (name === "g") found.grid = value;
       else if (name === "o.backward" && (value === "whole" || value === "split")) found.options.backward = value;
       else if (name === "o.warmup" && fine) found.options.warmup = numbers;
@@ -96,6 +98,7 @@
     $("placement").value = state.placement;
     $("cap").value = state.cap;
     $("split").checked = state.split;
+    $("channel").value = state.channel;
     const takes = library.OPTIONS[state.name] || [];
     for (const part of document.querySelectorAll("[data-option]")) part.hidden = !takes.includes(part.dataset.option) || state.grid !== null;
     $("num_stages").value = state.options.num_stages || 2 * state.ranks;
@@ -260,6 +263,7 @@
       });
       return row;
     }));
+    $("python").textContent = torch.python(`${shown.schedule.name}.csv`, state.channel);
     $("legend").replaceChildren(...view.legend(shown.kinds).map(([color, name]) => {
       const item = document.createElement("span"), patch = document.createElement("i");
       patch.style.background = color;
@@ -393,7 +397,7 @@
     const { schedule } = shown;
     let text;
     try {
-      text = { txt: () => schedules.toText(schedule) + "\n", json: () => schedules.toJson(schedule) + "\n", csv: () => schedules.toCsv(schedule),
+      text = { txt: () => schedules.toText(schedule) + "\n", json: () => schedules.toJson(schedule) + "\n", csv: () => torch.toCsv(schedule, { ...state, costs: costs(schedule.numRanks), graph: shown.graph }),
         svg: () => view.svg(shown.runs) }[kind]();
     } catch (error) {
       return void ($("saved").textContent = error.message);
@@ -421,6 +425,8 @@
   $("dispatch").addEventListener("change", () => { state.dispatch = $("dispatch").value; ask("run"); });
   $("placement").addEventListener("change", () => { state.placement = $("placement").value; note(); });
   $("cap").addEventListener("input", () => { state.cap = Number($("cap").value) >= 1 ? $("cap").value : ""; note(); });
+  for (const channel of torch.CHANNELS) $("channel").add(new Option(channel || "none: added when loaded", channel));
+  $("channel").addEventListener("change", () => { state.channel = $("channel").value; ask("draw"); });
   $("split").addEventListener("change", () => { state.split = $("split").checked; note(); });
   $("plan").addEventListener("click", plan);
   $("grid").addEventListener("input", () => edit($("grid").value));

@@ -188,5 +188,5 @@ const runs = (() => {
     return { ...schedule, order };
   }
 
-  return { executed, lower, simulate };
+  return { durationsOf, executed, lower, simulate };
 })();

@@ -538,21 +538,7 @@ const schedules = (() => {
     });
   }
 
-  // torch's CSV, compute only: ops in the columns they have when each takes one unit of time.
-  function toCsv(s) {
-    if (s.pipelines.length > 1)
-      throw new ScheduleError("torch's CSV has one pipeline; this schedule has " + s.pipelines.length, { rule: "csv" });
-    if (s.order.flat().some((op) => op.kind === "R"))
-      throw new ScheduleError("torch's CSV has no recompute as ops", { rule: "csv" });
-    const columns = unitColumns(s);
-    return s.order.map((row, rank) => {
-      const line = new Array(row.length ? columns[rank][row.length - 1] + 1 : 0).fill("");
-      row.forEach((op, at) => (line[columns[rank][at]] = opText(op)));
-      return line.join(",") + "\n";
-    }).join("");
-  }
-
   return { KINDS, ScheduleError, bidirectional, check, circular, cellTexts, key, keyOf, levels, make, needs, nameOf,
-    numMicrobatches, numOps, numStages, oneToOne, opText, parse, peaks, rankOf, shortName, stagesOf, toCsv, toJson, toText,
+    numMicrobatches, numOps, numStages, oneToOne, opText, parse, peaks, rankOf, shortName, stagesOf, toJson, toText,
     unitColumns, vShape, wave, again };
 })();
