@@ -85,7 +85,7 @@ def test_measured_timelines_get_the_messages_their_schedule_implies() -> None:
     t = slow_link()
     later = tuple(replace(op, start=op.start + 5000, end=op.end + 5000) for op in t.ops)
     measured = replace(t, ops=later, messages=(), source="measured")
-    simulated, data = Page(to_html([t, measured], title="both")).data["timelines"]
+    simulated, data = Page(to_html([t, measured])).data["timelines"]
     assert data["start"] == simulated["start"]
     assert data["recorded"] is False
     ends = zip(data["messages"]["source"], data["messages"]["target"], strict=True)
@@ -108,7 +108,7 @@ def test_posted_messages_have_all_their_times() -> None:
 
 def test_no_name_breaks_out() -> None:
     evil = '</script><img src=x onerror="alert(1)"><!-- {{data}} {{js}} &'
-    text = to_html([slow_link()], title=evil, titles=[evil])
+    text = to_html([slow_link()], titles=[evil])
     page = Page(text)
     assert [tag for tag, _ in page.tags].count("script") == 2
     assert not [tag for tag, _ in page.tags if tag == "img"]

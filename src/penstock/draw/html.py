@@ -14,8 +14,8 @@ from importlib.resources import files
 from typing import Any
 
 from penstock.draw.page_template import filled
-from penstock.draw.palette import ink, kind_name, kind_order, shade
-from penstock.draw.panel import Drawable, Panel, panels
+from penstock.draw.palette import ink, kind_label, kind_name, kind_order, shade
+from penstock.draw.panel import Drawable, Panel, colors_used, panels
 from penstock.draw.scale import percent, short
 from penstock.draw.svg import MESSAGE_LINES, RECEIVE_POSTED
 from penstock.formats.perfetto import held_over_time
@@ -26,16 +26,13 @@ COLUMNS = (
 """Of the table of numbers, after the title."""
 
 
-def to_html(
-    timelines: Drawable | Sequence[Drawable], title: str | None = None, titles: Sequence[str] | None = None
-) -> str:
+def to_html(timelines: Drawable | Sequence[Drawable], titles: Sequence[str] | None = None) -> str:
     """The page.
 
     Args:
         timelines: one or several, on one time axis; a schedule is drawn as it runs where each
             rank's share of the model takes F = I = W = 1.
-        title: of the page; by default the schedules' names.
-        titles: one for each timeline; by default the schedules' names.
+        titles: one for each timeline; by default the schedules' names. The page's own title has each of them once.
 
     Raises:
         ScheduleError: nothing to draw, or a schedule that cannot run.
@@ -46,7 +43,7 @@ def to_html(
         True
     """
     shown = panels(timelines, titles)
-    heading = title if title is not None else " · ".join(dict.fromkeys(p.title for p in shown))
+    heading = " · ".join(dict.fromkeys(p.title for p in shown))
     kinds = kind_order(k for p in shown for k in p.kinds)
     data = {
         "kinds": [{"kind": k, "name": kind_name(k)} for k in kinds],
@@ -162,16 +159,11 @@ def _summary(panel: Panel) -> str:
 
 
 def _legend(shown: Sequence[Panel], kinds: Sequence[str]) -> str:
-    used: dict[str, set[str]] = {}
-    for panel in shown:
-        for timed in panel.timeline.ops:
-            color = shade(timed.op.kind, panel.chunk(timed.rank, timed.op), panel.num_chunks)
-            used.setdefault(timed.op.kind, set()).add(color)
+    used = colors_used(shown)
     items = []
     for kind in kinds:
-        swatches = "".join(f'<i style="background:{color}"></i>' for color in sorted(used.get(kind, ())))
-        name = f"{kind} {kind_name(kind)}" if kind_name(kind) != kind else kind
-        items.append(f"<span>{swatches}{escape(name)}</span>")
+        swatches = "".join(f'<i style="background:{color}"></i>' for color in used.get(kind, ()))
+        items.append(f"<span>{swatches}{escape(kind_label(kind))}</span>")
     if any(panel.timeline.channels for panel in shown):
         items += [f'<span><u class="{look}"></u>{label}</span>' for look, label in MESSAGE_LINES.items()]
         items.append(f"<span>• {RECEIVE_POSTED}</span>")

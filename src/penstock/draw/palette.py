@@ -25,6 +25,11 @@ def kind_name(kind: str) -> str:
     return KINDS[kind][0] if kind in KINDS else kind
 
 
+def kind_label(kind: str) -> str:
+    """The kind for a legend: its letter and its name."""
+    return f"{kind} {KINDS[kind][0]}" if kind in KINDS else kind
+
+
 def kind_order(kinds: Iterable[str]) -> list[str]:
     """The kinds in the order of a legend: ours first, then registered ones by name."""
     known = list(KINDS)

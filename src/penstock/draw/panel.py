@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from penstock.cost import Costs
-from penstock.draw.palette import kind_order
+from penstock.draw.palette import kind_order, shade
 from penstock.draw.scale import percent, short
 from penstock.formats.perfetto import messages_of
 from penstock.schedule import Op, Schedule, ScheduleError
@@ -164,6 +164,16 @@ class Panel:
         receive = "" if m.posted is None else f", received by rank {m.target_rank} from {short(m.posted)} on"
         then = f"left {short(m.left)}, arrived {short(m.arrived)}, taken {self.time(m.taken)}"
         return f"{ends} at {short(m.sent)}{receive}; {then}"
+
+
+def colors_used(shown: Sequence[Panel]) -> dict[str, list[str]]:
+    """The colours of each kind in the panels, dark to light."""
+    used: dict[str, set[str]] = {}
+    for panel in shown:
+        for timed in panel.timeline.ops:
+            color = shade(timed.op.kind, panel.chunk(timed.rank, timed.op), panel.num_chunks)
+            used.setdefault(timed.op.kind, set()).add(color)
+    return {kind: sorted(colors) for kind, colors in used.items()}
 
 
 def panels(drawn: Drawable | Sequence[Drawable], titles: Sequence[str] | None = None) -> list[Panel]:

@@ -15,8 +15,8 @@ from itertools import zip_longest
 from xml.sax.saxutils import escape
 
 from penstock.draw.charts.figure import num, text_width, wrapped
-from penstock.draw.palette import ink, kind_name, kind_order, shade
-from penstock.draw.panel import Drawable, Panel, panels
+from penstock.draw.palette import ink, kind_label, kind_order, shade
+from penstock.draw.panel import Drawable, Panel, colors_used, panels
 from penstock.draw.scale import short, ticks
 from penstock.schedule.op import UPDATE
 from penstock.simulation import TimedOp
@@ -285,11 +285,7 @@ def _row(panel: Panel, frame: _Frame, kinds: Sequence[str], row: Sequence[TimedO
 
 def _legend(shown: Sequence[Panel], frame: _Frame, width: int, y: float) -> tuple[list[str], float]:
     """The key to colours and numbers, in as many rows as it needs, and the y of its end."""
-    used: dict[str, set[str]] = {}
-    for panel in shown:
-        for timed in panel.timeline.ops:
-            color = shade(timed.op.kind, panel.chunk(timed.rank, timed.op), panel.num_chunks)
-            used.setdefault(timed.op.kind, set()).add(color)
+    used = colors_used(shown)
     first, end = frame.margin + (LABEL if width >= PHONE else 0), width - frame.margin
     out: list[str] = []
     x = first
@@ -306,8 +302,7 @@ def _legend(shown: Sequence[Panel], frame: _Frame, width: int, y: float) -> tupl
 
     box = '<rect {look} x="{{x}}" y="{{y}}" width="14" height="14" rx="2"/>'
     for kind in kind_order(used):
-        label = f"{kind} {kind_name(kind)}" if kind_name(kind) != kind else kind
-        colors = [box.format(look=f'fill="{color}"') for color in sorted(used[kind])]  # dark to light
+        label, colors = kind_label(kind), [box.format(look=f'fill="{color}"') for color in used[kind]]
         entry(colors, label, 15 * len(colors) + 5 + 5.9 * len(label) + 20)
     entry([box.format(look='class="lane"')], "idle", 60)
     if any(t.blocked > 0 for panel in shown for t in panel.timeline.ops):

@@ -14,7 +14,7 @@ import sys
 from bisect import bisect_right
 from collections.abc import Sequence
 
-from penstock.draw.palette import KINDS, kind_name, kind_order
+from penstock.draw.palette import kind_label, kind_order
 from penstock.draw.panel import Panel, panels
 from penstock.draw.scale import short, ticks
 from penstock.schedule import Op, Schedule
@@ -207,7 +207,7 @@ def _legend(kinds: Sequence[str], label: int, num_chunks: int, color: bool, widt
         notes.append("lighter: later stage of the rank")
     lines, used = [""], 0
     for kind in [*kind_order(kinds), *notes]:
-        text = f"{kind} {kind_name(kind)}" if kind in KINDS else kind
+        text = kind_label(kind)
         swatches = num_chunks if color and kind not in notes else 0
         size = 3 * bool(lines[-1]) + 2 * swatches + bool(swatches) + len(text)
         if lines[-1] and width is not None and label + used + size > width:

@@ -434,15 +434,6 @@
   $("earlier").addEventListener("click", () => move(-1));
   $("later").addEventListener("click", () => move(1));
   $("reset").addEventListener("click", rebuild);
-  $("copy").addEventListener("click", async () => {
-    history.replaceState(null, "", write());
-    try {
-      await navigator.clipboard.writeText(location.href);
-      $("saved").textContent = "The link is in your clipboard.";
-    } catch {
-      $("saved").textContent = "Copy the address of this page: it says all that you see.";
-    }
-  });
   for (const button of document.querySelectorAll("[data-save]")) button.addEventListener("click", () => save(button.dataset.save));
   const under = (event) => {
     const box = $("chart").getBoundingClientRect();

@@ -538,7 +538,6 @@ const schedules = (() => {
     });
   }
 
-  return { KINDS, ScheduleError, bidirectional, check, circular, cellTexts, key, keyOf, levels, make, needs, nameOf,
-    numMicrobatches, numOps, numStages, oneToOne, opText, parse, peaks, rankOf, shortName, stagesOf, toJson, toText,
-    unitColumns, vShape, wave, again };
+  return { KINDS, ScheduleError, again, bidirectional, check, circular, key, make, needs, numOps, numStages, oneToOne, opText,
+    parse, peaks, stagesOf, toJson, toText, unitColumns, vShape, wave };
 })();
