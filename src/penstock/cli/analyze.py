@@ -44,10 +44,10 @@ def analyze(
     ] = None,
     unit: Annotated[str, typer.Option("--unit", help="Unit of the times in a table: s, ms, us or ns.")] = "ms",
     ranks: Annotated[
-        int | None, typer.Option(min=1, help="Ranks of one pipeline, where names in profiles do not say the stage.")
+        int | None, typer.Option(min=1, help="Number of ranks, of one pipeline, where names do not say the stage.")
     ] = None,
     microbatches: Annotated[
-        int | None, typer.Option(min=1, help="Microbatches of a step, where profiles do not say them.")
+        int | None, typer.Option(min=1, help="Number of microbatches, where profiles do not say it.")
     ] = None,
     only_steps: Annotated[
         str | None, typer.Option(metavar="LIST", help="Analyse only these steps, such as 12,20-23.")
@@ -65,7 +65,7 @@ def analyze(
     link: costs_options.Link = None,
     channels: Channels = None,
     cut: Annotated[
-        str | None, typer.Option(metavar="LIST", help="Layers of each predicted stage; with --layers.")
+        str | None, typer.Option(metavar="LIST", help="How many layers each stage has, to predict.")
     ] = None,
     message_bytes: costs_options.MessageBytes = None,
     json: Json = False,
