@@ -3,7 +3,7 @@
     BLOCKS["attention"](D) -> nn.Module
 
 `FORKS` begin a span in which several values travel: `Fork`, any number of `OnFirst(block)`, `Join`.
-A fork's values may share memory, and one of them may be changed in place further on.
+A fork's values may share memory (`SHARING`); these are not changed in place further on (sentence 6 of the contract).
 """
 
 from __future__ import annotations
@@ -401,6 +401,9 @@ FORKS: dict[str, Callable[[Tensor], Any]] = {
     "whole numbers": lambda x: (x, (x.detach() * 3).long()),
     "a mask": lambda x: (x, x.detach() > 0),
 }
+
+SHARING = frozenset({"a view", "a transposed view", "detached", "a dict with a view"})
+"""Forks whose values share memory. They arrive as separate tensors, so a change in place of one is not seen."""
 
 
 class Fork(nn.Module):

@@ -166,7 +166,6 @@ STILL_SHARED = frozenset(
         "Task",
         "Threads",
         "Tokenizer",
-        "View",
     ]
 )
 """Names of classes that some other module still gives to a type of its own. None may be added."""

@@ -43,10 +43,11 @@ from penstock.runtime.mesh.process_mesh import ProcessMesh
 from penstock.runtime.parameters.gradients import Accumulators
 from penstock.runtime.parameters.ties import Ties
 from penstock.runtime.stage.partitioning.cutting import build_stage
-from penstock.runtime.stage.recompute import Place, copy_of
+from penstock.runtime.stage.recompute import Place
 from penstock.runtime.stage.stage import Copy, Stage, StageSource
 from penstock.runtime.tensors.dtensor import is_sharded, local, memory
 from penstock.runtime.tensors.rng import generator_states, set_generator_states
+from penstock.runtime.tensors.storage import copy_of
 from penstock.schedule import Placement
 from penstock.schedule.updates import OWNER
 

@@ -7,7 +7,6 @@ is caught when it arrives, without a copy, and in the memory layout in which a p
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import partial
 from typing import Any
 
 import torch
@@ -16,7 +15,7 @@ from torch.autograd import Variable
 from torch.autograd.graph import get_gradient_edge
 
 from penstock.runtime.errors import RuntimeFailure
-from penstock.runtime.tensors.aliases import storage_of
+from penstock.runtime.tensors.storage import storage_of
 
 _ENGINE = getattr(Variable, "_execution_engine", None)
 
@@ -74,45 +73,16 @@ class GraphInputs:
 
     Attributes:
         tensors: the same memory as those given, for the stage to use.
-        grads: their gradients, once the backward ran, in the order that `order` gave; None where none came.
-        changed: of each of these, whether this stage or a later one changed the tensor in place. Where it is a view,
-            a plain loop would then take the gradient of what it is a view of.
+        grads: their gradients, once the backward ran; None if none came.
     """
 
-    __slots__ = ("_given", "_passed", "_places", "_versions", "changed", "grads", "tensors")
+    __slots__ = ("_given", "_passed", "grads", "tensors")
 
     def __init__(self, given: list[Tensor]) -> None:
         self._given = given
-        self._places: Sequence[int] = range(len(given))
-        self._passed: list[tuple[Tensor, Tensor, int, int]] = []
-        size = len(given)
-        self._versions = [0] * size
-        self.grads: list[Tensor | None] = [None] * size
-        self.changed = [False] * size
+        self._passed: list[tuple[Tensor, Tensor, int]] = []
+        self.grads: list[Tensor | None] = [None] * len(given)
         self.tensors: tuple[Tensor, ...] = _enter(_ANCHOR, self) if given else ()
-
-    def renew(self, tensors: Sequence[Tensor], others: Sequence[Tensor]) -> None:
-        """Has autograd make views of some of the tensors again, each when it is used next.
-
-        Args:
-            others: views that are not, as they were used since the change: these are made again at once.
-        """
-        for tensor in tensors:
-            torch.autograd.graph.increment_version(tensor)
-        for view in others:
-            _ = view.grad_fn  # asking for it makes it
-        self._versions = [tensor._version for tensor in self.tensors]
-
-    def order(self, tensors: Sequence[Tensor]) -> None:
-        """Says in which order gradients are given: of all that entered, and of views on these, which go apart."""
-        places = {id(tensor): place for place, tensor in enumerate(tensors)}
-        self.grads = [None] * len(tensors)
-        self.changed = [False] * len(tensors)
-        self._places = [places.pop(id(tensor)) for tensor in self.tensors]
-        for place in places.values():
-            node = tensors[place].grad_fn
-            if node is not None:
-                node.register_prehook(partial(self._catch, place))
 
     def entering(self) -> tuple[Tensor, ...]:
         # `.data`, as a view would refuse changes in place.
@@ -125,38 +95,27 @@ class GraphInputs:
                 "backward comes later and once; return that loss, so that loss_fn adds it, or detach what the layer "
                 "computes it from"
             )
-        for place, grad in zip(self._places, grads, strict=True):
-            self.grads[place] = grad
-
-    def _catch(self, place: int, grads: Sequence[Tensor | None]) -> tuple[None]:
-        """Takes the gradient of a view, none of which then goes on to what it is a view of."""
-        self.grads[place] = grads[0]
-        return (None,)
+        self.grads = list(grads)
 
     def close(self, outputs: Sequence[Tensor] = ()) -> None:
-        """After the forward: whoever shares memory that the stage changed in place must know.
+        """After the forward: lets torch know of changes in place, which the stages before may have to refuse.
 
         Args:
-            outputs: what the stage returned. Later stages may change in place what of the inputs is among these.
+            outputs: what the stage returned. Inputs may be among these, and later stages may change them in place.
         """
         going_on = {storage_of(output) for output in outputs} if self.tensors else ()
-        entered = zip(self._places, self._given, self.tensors, self._versions, strict=True)
-        for place, given, tensor, version in entered:
-            if tensor._version != version:
+        for given, tensor in zip(self._given, self.tensors, strict=True):
+            if tensor._version:
                 torch.autograd.graph.increment_version(given)
-                self.changed[place] = True
             if storage_of(tensor) in going_on:
-                self._passed.append((_counter_of(tensor), _counter_of(given), tensor._version, place))
+                self._passed.append((_counter_of(tensor), _counter_of(given), tensor._version))
         self._given, self.tensors = [], ()
 
     def mark_later_changes(self) -> None:
-        """Before the backward: whoever shares memory that later stages changed in place must know as well."""
-        if not self._passed:
-            return
-        for own, given, version, place in self._passed:
+        """Before the backward: lets torch know of changes in place that later stages have made since."""
+        for own, given, version in self._passed:
             if own._version != version:
                 torch.autograd.graph.increment_version(given)
-                self.changed[place] = True
         self._passed.clear()
 
 

@@ -13,14 +13,16 @@ send it, and joins what the several smaller ones send back:
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import accumulate
 
 import torch
 from torch import Tensor
 
 from penstock.runtime.errors import RuntimeFailure
 from penstock.runtime.stage.autograd import added
-from penstock.runtime.tensors.aliases import has_views, inner, num_graded, side_by_side
 from penstock.runtime.tensors.message import Edge, Payload
+from penstock.runtime.tensors.pytree import shifted
+from penstock.runtime.tensors.storage import copy_of
 from penstock.schedule import Op, Schedule, StageGraph
 from penstock.schedule.op import BACKWARD
 
@@ -43,7 +45,7 @@ class Branches:
             return None
         sources = self._graph.sources[op.stage]
         parts = [_joined(group) for group in self._groups(op, sources, received)]
-        self._widths[op.stage, op.microbatch] = [num_graded(part.needs_grad, part.skeleton) for part in parts]
+        self._widths[op.stage, op.microbatch] = [sum(part.needs_grad) for part in parts]
         return parts[0] if len(parts) == 1 else _tuple(parts)
 
     def arguments(self, stage: int) -> str:
@@ -80,7 +82,10 @@ class Branches:
             place = self._graph.sources[stage].index(other)
             start = sum(widths[:place])
             mine = slice(start, start + widths[place])
-            outcome = Payload.gradients(outcome.leaves[mine], outcome.needs_grad[mine])
+            outcome = Payload.gradients(outcome.leaves[mine])
+        elif kind == "F" and other != self._graph.targets[stage][-1]:  # another target may change its own in place
+            copies = [None if leaf is None else copy_of(leaf) for leaf in outcome.leaves]
+            outcome = Payload(copies, outcome.skeleton, outcome.needs_grad)
         parts = self._parts(stage, other)
         return outcome if parts == 1 else _cut(outcome, parts, their % parts)
 
@@ -155,7 +160,6 @@ def _joined(payloads: Sequence[Payload]) -> Payload:
     first = payloads[0]
     if len(payloads) == 1:
         return first
-    _require_own_memory(first)
     if any(len(p.leaves) != len(first.leaves) or p.skeleton != first.skeleton for p in payloads):
         raise RuntimeFailure("microbatches that are to be joined come with different numbers of tensors")
     leaves: list[Tensor | None] = []
@@ -165,19 +169,10 @@ def _joined(payloads: Sequence[Payload]) -> Payload:
             raise RuntimeFailure("of microbatches that are to be joined, some have a gradient and some have none")
         leaves.append(torch.cat(present) if present else None)
     needs = [any(wanted) for wanted in zip(*(p.needs_grad for p in payloads), strict=True)]
-    return Payload(leaves, inner(first.skeleton), needs)
-
-
-def _require_own_memory(payload: Payload) -> None:
-    if has_views(payload.skeleton):
-        raise RuntimeFailure(
-            "outputs of a stage share memory, and its microbatches are cut or joined for another stage, which makes "
-            "copies of some; return copies (clone())"
-        )
+    return Payload(leaves, first.skeleton, needs)
 
 
 def _cut(payload: Payload, parts: int, place: int) -> Payload:
-    _require_own_memory(payload)
     leaves = [None if leaf is None else leaf.tensor_split(parts)[place] for leaf in payload.leaves]
     return Payload(leaves, payload.skeleton, payload.needs_grad)
 
@@ -185,5 +180,6 @@ def _cut(payload: Payload, parts: int, place: int) -> Payload:
 def _tuple(parts: Sequence[Payload]) -> Payload:
     """Payloads side by side, as a tuple of their values."""
     leaves = [leaf for part in parts for leaf in part.leaves]
-    skeleton = side_by_side([part.skeleton for part in parts], [len(part.leaves) for part in parts])
+    firsts = accumulate((len(part.leaves) for part in parts), initial=0)
+    skeleton = ["tuple", [shifted(part.skeleton, first) for part, first in zip(parts, firsts)]]
     return Payload(leaves, skeleton, [needed for part in parts for needed in part.needs_grad])

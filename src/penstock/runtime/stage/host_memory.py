@@ -22,8 +22,8 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
 from penstock.runtime.errors import RuntimeFailure
-from penstock.runtime.tensors.aliases import storage_of
 from penstock.runtime.tensors.message import Payload
+from penstock.runtime.tensors.storage import storage_of
 
 _LEAST_COVERED = 0.5
 """The share of a tensor's memory that must be saved for all of it to be moved."""

@@ -13,7 +13,6 @@ an error.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
@@ -25,7 +24,6 @@ from penstock.runtime.mesh.process_mesh import ProcessMesh
 from penstock.runtime.stage.batch_rules import PLAIN, BatchRules, Cut, CutTensor, Signature, Uncut, rules_at, uncut
 from penstock.runtime.stage.branches import loss_stage, starts_of
 from penstock.runtime.stage.loss_weights import LossFn, adds_up, shares_of, sizes_of, weigh, weights_of
-from penstock.runtime.tensors.aliases import storage_of
 from penstock.runtime.tensors.digest import batch_digest
 from penstock.runtime.tensors.pytree import DTYPES, flatten
 from penstock.schedule import Schedule
@@ -51,7 +49,6 @@ class Microbatches:
         windows: the microbatches that each update gathers; all are one window where updates are no ops.
         replica: whose part of a larger batch this is. Each window of the whole is dealt to the replicas, in as many
             microbatches for each, one replica's after those of the one before.
-        overlap: gives the memory that several parts of the batch lie in, see `shared_memory`.
     """
 
     inputs: Mapping[int, Sequence[Any]]
@@ -61,15 +58,9 @@ class Microbatches:
     digest: int
     windows: tuple[range, ...]
     replica: int = 0
-    overlap: Callable[[], frozenset[int]] = frozenset
 
     def __len__(self) -> int:
         return len(self.targets)
-
-    @cached_property
-    def shared_memory(self) -> frozenset[int]:
-        """The addresses of memory in which inputs of several stages lie, or inputs and targets."""
-        return self.overlap()
 
     @cached_property
     def scales(self) -> list[float]:
@@ -102,9 +93,7 @@ class Microbatches:
         inputs = {stage: part(values) for stage, values in self.inputs.items()}
         windows = tuple(range(w.start // num_replicas, w.stop // num_replicas) for w in self.windows)
         targets, signatures = part(self.targets), part(self.signatures)
-        return Microbatches(
-            inputs, targets, lambda: part(self.scales), signatures, self.digest, windows, replica, self.overlap
-        )
+        return Microbatches(inputs, targets, lambda: part(self.scales), signatures, self.digest, windows, replica)
 
 
 def _dealt(values: Sequence[Any], replica: int, num_replicas: int) -> list[Any]:
@@ -213,9 +202,8 @@ def cut_batch(
             weighed_by = by_target
     digest = batch_digest(*values) if digested else 0
     weighed = partial(weigh, weighed_by, cut_targets, loss_fn if targets is not None else None, windows)
-    overlap = partial(_overlap, values)
     signatures = _signatures(list(cut.values()))
-    batch = Microbatches(cut, cut_targets, weighed, signatures, digest, windows, overlap=overlap)
+    batch = Microbatches(cut, cut_targets, weighed, signatures, digest, windows)
     if not digested or len(windows) > 1:
         _ = batch.scales  # before the step, on every rank: some window may weigh nothing
     return batch
@@ -227,12 +215,6 @@ def _sources(inputs: Any, starts: Sequence[int], rules: BatchRules) -> dict[int,
         return {starts[0]: uncut(inputs, "inputs", rules.inputs)}
     given = inputs_by_stage(inputs, starts)
     return {stage: uncut(value, "inputs", rules_at(rules.inputs, stage), (stage,)) for stage, value in given.items()}
-
-
-def _overlap(parts: Sequence[Any]) -> frozenset[int]:
-    """The addresses of memory in which tensors of several parts lie."""
-    found = Counter(address for part in parts for address in {storage_of(leaf) for leaf in flatten(part)[0]})
-    return frozenset(address for address, num in found.items() if num > 1 and address)
 
 
 def _signatures(cut: Sequence[Sequence[Any]]) -> list[Signature]:

@@ -25,28 +25,15 @@ from penstock.runtime.stage.microbatches import NO_LOSS, Microbatches, Signature
 from penstock.runtime.stage.recompute import (
     BufferHistory,
     GradientAskedFor,
-    copy_of,
     keeping_nothing,
     keeping_to_the_end,
 )
 from penstock.runtime.stage.split_backward import DeferredShare, SplitStage, Tape
 from penstock.runtime.stage.stage import Stage
-from penstock.runtime.tensors.aliases import (
-    ReadOnlyInputs,
-    graded,
-    has_views,
-    inner,
-    is_shared,
-    kept_of,
-    renewed,
-    share,
-    storage_of,
-    values_of,
-    views_of,
-)
 from penstock.runtime.tensors.message import Payload
 from penstock.runtime.tensors.pytree import flatten, require_no_mask, shown, unflatten
 from penstock.runtime.tensors.rng import mix
+from penstock.runtime.tensors.storage import copy_of, separate, storage_of
 
 
 @dataclass(slots=True)
@@ -57,8 +44,6 @@ class HeldMicrobatch:
     outputs: list[Tensor]
     tape: Tape | None
     deferred: bool = False
-    shares: bool = False
-    """Whether there are other outputs that share memory with these."""
 
 
 class Purpose(Enum):
@@ -232,12 +217,11 @@ class StageRunner:
     def forward(self, m: int, received: Payload | None) -> Payload:
         """Runs F and returns what the next stage gets. The last stage returns nothing."""
         if not self.settings.training:
-            value, _, kept = self._input(m, received)
+            value, _ = self._input(m, received)
             with torch.no_grad(), self._casting():
                 output = self._call(value, m)
                 if self._is_last:
                     self._keep_result(m, output)
-                kept.require_same(self.index)
                 return Payload([]) if self._is_last else self._outgoing(output)[0]
         if (self.index, m) in self.settings.recomputed:
             return self._forward_keeping_input(m, received)
@@ -257,17 +241,16 @@ class StageRunner:
         return self._first_run(m, received, keeping_to_the_end(self.stage))
 
     def _first_run(self, m: int, received: Payload | None, keeping: AbstractContextManager[None]) -> Payload:
-        value, _, kept = self._input(m, received, copied=True)
+        value, _ = self._input(m, received, copied=True)
         with self._buffers.noted(m), self._casting(), keeping:
             output = self._call(value, m)
             if self._is_last:
                 output = self._loss(m, output)
-        kept.require_same(self.index)
         self._kept[m] = received
         return self._outgoing(output)[0]
 
     def _forward_keeping_all(self, m: int, received: Payload | None) -> Payload:
-        value, entry, kept = self._input(m, received)
+        value, entry = self._input(m, received)
         tape = None if self._split is None else self._tape(self._split, m)
         away = self.settings.away
         saved = SavedTensors(self._host, self.offload_statistics) if away and (self.index, m) in away else None
@@ -285,8 +268,6 @@ class StageRunner:
                     self._note_casts(self.index, m, output)
         if tape is not None:
             self._note(tape, m)
-        if kept is not _NO_READ_ONLY_INPUTS:
-            kept.require_same(self.index)
         payload, outputs = self._outgoing(output)
         if entry is not _NO_ENTRY:
             entry.close(outputs)
@@ -294,7 +275,7 @@ class StageRunner:
             gave = [leaf for leaf in payload.leaves if leaf is not None]
             saved.close(self._own_memory(), [*flatten(value)[0], *gave, *outputs])
             self._saved[m] = saved
-        self._held[m] = HeldMicrobatch(entry, outputs, tape, False, has_views(payload.skeleton))
+        self._held[m] = HeldMicrobatch(entry, outputs, tape)
         return payload
 
     def _tape(self, split: SplitStage, m: int) -> Tape | None:
@@ -323,47 +304,26 @@ class StageRunner:
         if ran or not tape.has_taps:
             self._plain.add(self.settings.microbatches.signature(m))
 
-    def _input(
-        self, m: int, received: Payload | None, copied: bool = False
-    ) -> tuple[Any, GraphInputs, ReadOnlyInputs]:
-        """The stage's input, where those parts of it that need a gradient enter, and what must not change."""
+    def _input(self, m: int, received: Payload | None, copied: bool = False) -> tuple[Any, GraphInputs]:
+        """Returns the stage's input, and where those parts of it that need a gradient enter the graph."""
         if received is None:
             leaves, skeleton = flatten(self._on_device(self.settings.microbatches.into(self.index)[m]))
             if copied:
-                copies = [copy_of(leaf).requires_grad_(leaf.requires_grad) for leaf in leaves]
-                return unflatten(copies, skeleton), _NO_ENTRY, self._read_only(leaves, copies)
+                leaves = [copy_of(leaf).requires_grad_(leaf.requires_grad) for leaf in leaves]
+                return unflatten(leaves, skeleton), _NO_ENTRY
             # Microbatches cut from one tensor count its changes together: one in place would look like one in all.
-            given = [leaf if leaf.requires_grad else leaf.data for leaf in leaves]
-            kept = self._read_only(leaves, given) if self.settings.microbatches.digest else _NO_READ_ONLY_INPUTS
-            return unflatten(given, skeleton), _NO_ENTRY, kept
+            return unflatten([leaf if leaf.requires_grad else leaf.data for leaf in leaves], skeleton), _NO_ENTRY
         leaves = [leaf for leaf in received.leaves if leaf is not None]
         if copied:
             leaves = [copy_of(leaf) for leaf in leaves]
         elif received.skeleton == 0 and received.needs_grad == _WANTED and self.settings.training:  # most stages
             entry = GraphInputs(leaves)
-            return entry.tensors[0], entry, _NO_READ_ONLY_INPUTS
+            return entry.tensors[0], entry
         wanted = [place for place, needed in enumerate(received.needs_grad) if needed and self.settings.training]
         entry = GraphInputs([leaves[place] for place in wanted]) if wanted else _NO_ENTRY
         for place, tensor in zip(wanted, entry.tensors, strict=True):
             leaves[place] = tensor
-        if not is_shared(received.skeleton):
-            return unflatten(leaves, received.skeleton), entry, _NO_READ_ONLY_INPUTS
-        skeleton, views = received.skeleton, views_of(leaves, received.skeleton)
-        if entry.tensors:
-            wanted_ones = graded(leaves, received.needs_grad, skeleton, views)
-            if behind := renewed(skeleton):
-                entry.renew([leaves[place] for place in behind], wanted_ones)
-            entry.order(wanted_ones)
-        kept = ReadOnlyInputs(leaves, kept_of(skeleton))
-        return unflatten(values_of(leaves, views, skeleton), inner(skeleton)), entry, kept
-
-    def _read_only(self, leaves: Sequence[Tensor], given: Sequence[Tensor]) -> ReadOnlyInputs:
-        """Parts of the batch that a plain loop would change for others too, which have them in another process, or as
-        they were before a copy was made.
-        """
-        shared = self.settings.microbatches.shared_memory
-        kept = [(place, _OF_BATCH) for place, leaf in enumerate(leaves) if storage_of(leaf) in shared]
-        return ReadOnlyInputs(given, kept) if kept else _NO_READ_ONLY_INPUTS
+        return unflatten(leaves, received.skeleton), entry
 
     def _on_device(self, value: Any) -> Any:
         leaves, skeleton = flatten(value)
@@ -452,21 +412,20 @@ class StageRunner:
             self.results[m] = output
 
     def _outgoing(self, output: Any) -> tuple[Payload, list[Tensor]]:
-        is_one = type(output) is Tensor and output.requires_grad and self._num_targets <= 1
-        if is_one and not (output.is_leaf or output._is_view()):  # most stages
+        """Returns what goes to the next stages, and the outputs from which the backward starts."""
+        if (
+            type(output) is Tensor and output.requires_grad and not (output.is_leaf or output._is_view())
+        ):  # most stages
             return Payload([output.detach()], 0, _WANTED), [output]
         leaves, skeleton = flatten(output)
-        outputs = [leaf for leaf in leaves if leaf.requires_grad]
-        if self._num_targets:
-            require_no_mask(skeleton, self.index)
-            own = self._own_memory
-            leaves, skeleton, outputs = share(leaves, skeleton, own, self.index, self._num_targets)
-            if has_views(skeleton):
-                outputs = [exits(output) for output in outputs]
-        elif not outputs and not self._is_last:
-            outputs = leaves  # an op may read it, though nothing comes back
         needs = [leaf.requires_grad for leaf in leaves]
-        return Payload([leaf.detach() for leaf in leaves], skeleton, needs), outputs
+        outputs = [leaf for leaf in leaves if leaf.requires_grad]
+        if not self._num_targets:
+            if not outputs and not self._is_last:
+                outputs = leaves  # an op may read it, though nothing comes back
+            return Payload([leaf.detach() for leaf in leaves], skeleton, needs), outputs
+        require_no_mask(skeleton, self.index)
+        return Payload([*separate(leaves, self._own_memory)], skeleton, needs), [*map(exits, outputs)]
 
     def _own_memory(self) -> frozenset[int]:
         """The addresses of the memory of its parameters and buffers, as a step found them."""
@@ -482,18 +441,13 @@ class StageRunner:
         """The outputs of a microbatch that need a gradient, as leaves. All outputs if none does.
 
         Raises:
-            RuntimeFailure: the forward runs again later, so no output is held yet; or some outputs share memory.
+            RuntimeFailure: the forward runs again later, so no output is held yet.
         """
         if m not in self._leaves:
             if m not in self._held:
                 raise RuntimeFailure(
                     f"nothing is held of microbatch {m} of stage {self.index}: an op that reads outputs comes "
                     "between F and the backward, and the forward is not run again (R)"
-                )
-            if self._held[m].shares:
-                raise RuntimeFailure(
-                    f"stage {self.index} returns several tensors that share memory, and an op reads the output of a "
-                    "stage that returns one"
                 )
             self._leaves[m] = [o.detach().requires_grad_(o.requires_grad) for o in self._held[m].outputs]
         return self._leaves[m]
@@ -536,15 +490,8 @@ class StageRunner:
                     f"stage {self.index} got {len(received.leaves)} gradients for {len(outputs)} outputs of "
                     f"microbatch {m}"
                 )
-            if any(received.needs_grad):
-                for output, changed in zip(outputs, received.needs_grad, strict=True):
-                    if changed and output._is_view():
-                        torch.autograd.graph.increment_version(output)
             outputs = [output for output, g in zip(outputs, received.leaves, strict=True) if g is not None]
-            came = [g for g in received.leaves if g is not None]
-            if (self.index, m) in self.settings.recomputed:
-                came = [_as_recomputed(g, output) for output, g in zip(outputs, came, strict=True)]
-            gradients = [*came]
+            gradients = [g for g in received.leaves if g is not None]
         if also:
             outputs = [*outputs, *(tensor for tensor, _ in also)]
             gradients += [gradient for _, gradient in also]
@@ -561,7 +508,7 @@ class StageRunner:
             if "modified by an inplace operation" in str(error):
                 error.add_note(_CHANGED.format(m=m, stage=self.index))
             raise
-        payload = Payload.gradients(held.entry.grads, held.entry.changed)
+        payload = Payload.gradients(held.entry.grads)
         if kind == "B":
             del self._held[m]
         else:
@@ -575,22 +522,6 @@ class StageRunner:
             held.tape.backward_weight()
 
 
-def _as_recomputed(gradient: Tensor, output: Tensor) -> Tensor:
-    """The gradient of a forward's output, in the form that the output of the second run needs.
-
-    Outputs that share memory come with their base in autograd. In a plain forward, a linear layer's base is a matrix.
-    In a forward whose weight gradients wait for W, as forwards that run again may, it has the shape of the output.
-    """
-    if gradient.shape == output.shape:
-        return gradient
-    if gradient.numel() != output.numel() or not output.is_contiguous():
-        raise RuntimeFailure(
-            f"a forward that was run again gave {tuple(output.shape)}, and {tuple(gradient.shape)} before; use a "
-            "schedule without R for this model"
-        )
-    return gradient.reshape(output.shape)
-
-
 _NO_ENTRY = GraphInputs([])
 _WANTED = [True]
 """`needs_grad` of a single tensor that needs its gradient; nobody changes it."""
@@ -601,8 +532,3 @@ _CHANGED = (
 )
 _LOSS_ERRORS = (AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueError)
 """Classes of errors of a loss that is given what it doesn't expect."""
-_OF_BATCH = (
-    "its memory is that of targets, or of another stage's inputs, too, which a plain loop would change with it, and "
-    "another process or a copy has as they were"
-)
-_NO_READ_ONLY_INPUTS = ReadOnlyInputs([], [])

@@ -24,14 +24,7 @@ import torch
 from torch import Tensor, nn
 
 from penstock.runtime.errors import RuntimeFailure
-
-
-def copy_of(tensor: Tensor) -> Tensor:
-    """The same values in memory of their own, laid out alike."""
-    tensor = tensor.detach()
-    if any(stride == 0 and size > 1 for stride, size in zip(tensor.stride(), tensor.shape, strict=True)):
-        return tensor  # an expanded tensor: nothing can be changed in place there
-    return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device).copy_(tensor)
+from penstock.runtime.tensors.storage import copy_of
 
 
 class GradientAskedFor(RuntimeFailure):

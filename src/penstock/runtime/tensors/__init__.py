@@ -2,9 +2,9 @@
 
     what a stage returns --pytree--> leaves and a skeleton --message--> Payload on an Edge of the schedule's graph
                             |
-                            aliases: leaves that share memory, and share it again where they come in
+                            storage: of leaves that share memory, each gets memory of its own
 
 pytree     a nested value taken apart, and put together       dtensor   the part of a sharded tensor that lies here
-aliases    views and their bases on the way between stages    rng       seeds that do not depend on the schedule
+storage    which tensors share memory; copies of these        rng       seeds that do not depend on the schedule
 message    `Edge` and `Payload`: what travels between ops     digest    a number for a batch, to compare between ranks
 """

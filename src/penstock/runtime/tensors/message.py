@@ -57,8 +57,7 @@ class Payload:
     Attributes:
         leaves: the tensors; None where a gradient is absent.
         skeleton: see `pytree.flatten`.
-        needs_grad: for each leaf, whether its producer wants its gradient back. For each gradient, whether the stage
-            that it comes from changed the tensor in place.
+        needs_grad: for each leaf, whether its producer wants its gradient back. For gradients: False.
     """
 
     leaves: list[Tensor | None]
@@ -66,5 +65,5 @@ class Payload:
     needs_grad: list[bool] = field(default_factory=list)
 
     @classmethod
-    def gradients(cls, leaves: list[Tensor | None], changed: list[bool] | None = None) -> Payload:
-        return cls(leaves, 0, [False] * len(leaves) if changed is None else changed)
+    def gradients(cls, leaves: list[Tensor | None]) -> Payload:
+        return cls(leaves, 0, [False] * len(leaves))
