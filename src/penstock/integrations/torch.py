@@ -27,7 +27,9 @@ from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.pipelining import schedules as torchs
+from torch.nn.parallel import DistributedDataParallel
 
 from penstock.cost import Costs, Links
 from penstock.formats import load, to_torch_csv
@@ -98,8 +100,10 @@ class PlannedSchedule(torchs._PipelineScheduleRuntime):
             "gloo" or "nccl".
         costs, links: for which messages are placed, where the plan has none. Rows for gloo need neither.
         replan: True, or a `Replanner`: measure, and plan anew when links change. Needs gloo and stages on the CPU,
-            where a message's arrival can be seen without streams of our own.
-        options: other arguments of torch's schedules, such as `scale_grads`.
+            where a message's arrival can be seen without streams of our own. Where stages have replicas in other
+            pipelines, give a `Replanner` the group of all.
+        options: other arguments of torch's schedules, such as `scale_grads`, or since torch 2.15
+            `max_outstanding_sends`.
 
     Attributes:
         plan: the schedule that runs.
@@ -133,19 +137,42 @@ class PlannedSchedule(torchs._PipelineScheduleRuntime):
             )
         super().__init__(given, schedule.num_microbatches, loss_fn, **options)
         group = given[0].group
-        backend = dist.get_backend(group)
-        self.channels = require_channel(channels or (GLOO if backend == "gloo" else NCCL))
+        self.channels = require_channel(channels or (GLOO if dist.get_backend(group) == "gloo" else NCCL))
         self.replanned: list[Replanned] = []
         self.load(schedule, costs, links)
         self._recorder: StepRecorder | None = None
         if replan:
-            if backend != "gloo" or any(stage.device.type != "cpu" for stage in given):
+            replanner = replan if isinstance(replan, Replanner) else Replanner()
+            self._require_replannable(replanner)
+            self._recorder = StepRecorder(self, group, replanner)
+
+    def _require_replannable(self, replanner: Replanner) -> None:
+        """Raises ScheduleError if messages can't be measured, or replicas would take different plans."""
+        group = self._stages[0].group
+        votes = group if replanner.group is None else replanner.group
+        for each in (group, votes):
+            if dist.get_backend(each) != "gloo" or any(stage.device.type != "cpu" for stage in self._stages):
                 raise ScheduleError(
-                    f"replan measures messages on gloo between CPUs; this group is {backend} on "
-                    f"{given[0].device.type}. Leave replan out, and call load(plan) between steps",
+                    f"replan measures messages on gloo between CPUs; this group is {dist.get_backend(each)} on "
+                    f"{self._stages[0].device.type}. Leave replan out, and call load(plan) between steps",
                     rule="torch",
                 )
-            self._recorder = StepRecorder(self, group, replan if isinstance(replan, Replanner) else Replanner())
+        members = dist.get_process_group_ranks(votes)
+        if missing := sorted(set(dist.get_process_group_ranks(group)) - set(members)):
+            raise ScheduleError(
+                f"processes {missing} of the pipeline are not in Replanner's group, {members}; give a group with all "
+                "processes of all pipelines",
+                rule="torch",
+            )
+        if replanner.group is None and dist.get_world_size() > self.pp_group_size:
+            for stage in self._stages:
+                if isinstance(stage.submod, (DistributedDataParallel, FSDPModule)):
+                    raise ScheduleError(
+                        f"stage {stage.stage_index} has replicas in other pipelines, which would change their plans "
+                        "by themselves, and then sum gradients in another order. Give Replanner(group=...) the group "
+                        "of all pipelines, such as dist.group.WORLD",
+                        rule="torch",
+                    )
 
     def load(
         self, plan: Schedule | Plan | str | Path, costs: Costs | None = None, links: Links | None = None

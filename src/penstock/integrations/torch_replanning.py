@@ -24,7 +24,7 @@ from penstock.formats.native import from_json, to_json
 from penstock.passes import add_communication
 from penstock.planning import plan
 from penstock.schedule import Schedule, check, peak_in_flight
-from penstock.schedule.send_recv import has_communication
+from penstock.schedule.send_recv import has_communication, remove_communication
 from penstock.simulation import simulate
 
 if TYPE_CHECKING:
@@ -44,6 +44,9 @@ class Replanner:
         least_gain: by how much, as a share, a new plan must beat the running one in simulation.
         least_change: by how many milliseconds a link must change; by default a tenth of a mean op, at least 2 ms.
         patience: for how many steps in a row a change must be seen.
+        group: all processes that must change their plan between the same two steps, with gloo. Default: those of the
+            pipeline. With replicas give the group of all pipelines, which must all start with the same plan: they
+            then take the same new plan, made for the slowest ops and the latest links of any.
     """
 
     planner: Callable[[Costs, Links, Schedule], Schedule] | None = None
@@ -51,6 +54,7 @@ class Replanner:
     least_gain: float = 0.02
     least_change: float | None = None
     patience: int = 2
+    group: Any = None
 
 
 @dataclass(frozen=True)
@@ -59,11 +63,13 @@ class Replanned:
 
     Attributes:
         step: the number of the first step that ran the plan, from 0.
+        detected: the number of the step after which the planner began; on rank 0, -1 on others.
         links: what was measured, (source, target) -> ms; on rank 0, empty on others.
         before, after: the simulated milliseconds of a step under these links; nan on other ranks than 0.
     """
 
     step: int
+    detected: int
     links: Mapping[tuple[int, int], float]
     before: float
     after: float
@@ -133,11 +139,22 @@ class _Notes:
     sent: dict[tuple[str, int, int], float] = field(default_factory=dict)
 
 
+Measured = dict[int, tuple[list[float], torch.Tensor]]
+"""Of each stage of a pipeline the milliseconds of its ops by kind, and the moments of its messages as (F or B; sent,
+posted or arrived; microbatch): when this stage sent its own, and when those that it receives were posted and came.
+"""
+
+
 class StepRecorder:
     """Measures the steps of a schedule, and changes its plan when links have changed."""
 
+    HEAD = 3
+    """Numbers before a report's measurements: the size of an announced plan, the pipeline, and the rank in it."""
+
     def __init__(self, schedule: PlannedSchedule, group: Any, options: Replanner) -> None:
-        self.schedule, self.group, self.options = schedule, group, options
+        self.schedule, self.options = schedule, options
+        self.group = group if options.group is None else options.group
+        self.pipeline = min(dist.get_process_group_ranks(group))
         self.first = schedule.plan
         self.num_steps = 0
         self.notes = _Notes()
@@ -145,7 +162,7 @@ class StepRecorder:
         self.pending: tuple[Any, list[torch.Tensor]] | None = None
         self.offer: tuple[bytes, Replanned] | None = None
         self.announced: tuple[bytes, Replanned] | None = None
-        self.updater = PlanUpdater(self) if schedule.rank == 0 else None
+        self.updater = PlanUpdater(self) if dist.get_rank(self.group) == 0 else None
         self.receives = {
             "F": _Receives(lambda stage: self._host(stage - 1)),
             "B": _Receives(lambda stage: self._host(stage + 1)),
@@ -200,19 +217,19 @@ class StepRecorder:
             size = int(reports[0][0])
             if size:
                 self._switch(size)
-            elif self.updater is not None:
-                self.updater.consider([self._read(rank, report) for rank, report in enumerate(reports)])
+            elif self.updater is not None and self.num_steps > 2:  # the first step makes connections
+                self.updater.consider(self._by_pipeline(reports))
         report = self._report()
         if self.offer is not None:
             self.announced, self.offer = self.offer, None
             report[0] = len(self.announced[0])
-        reports = [torch.empty_like(report) for _ in range(self.schedule.pp_group_size)]
+        reports = [torch.empty_like(report) for _ in range(dist.get_world_size(self.group))]
         self.pending = dist.all_gather(reports, report, group=self.group, async_op=True), reports
 
     def _switch(self, size: int) -> None:
         """All ranks take the schedule that rank 0 has announced."""
         payload = torch.zeros(size, dtype=torch.uint8)
-        record = Replanned(self.num_steps, {}, math.nan, math.nan)
+        record = Replanned(self.num_steps, -1, {}, math.nan, math.nan)
         if self.announced is not None:
             text, record = self.announced
             payload = torch.frombuffer(bytearray(text), dtype=torch.uint8)
@@ -225,10 +242,10 @@ class StepRecorder:
             self.updater.switched()
 
     def _report(self) -> torch.Tensor:
-        """The size of an announced plan, the ms of each slot's ops, and the moments of its messages."""
+        """The head, the ms of each slot's ops, and the moments of its messages."""
         num = self.schedule._n_microbatches
-        report = torch.full((1 + 4 * self.slots + 6 * self.slots * num,), math.nan, dtype=torch.float64)
-        report[0] = 0
+        report = torch.full((self.HEAD + (4 + 6 * num) * self.slots,), math.nan, dtype=torch.float64)
+        report[: self.HEAD] = torch.tensor([0, self.pipeline, self.schedule.rank])
         ops, messages = self._parts(report)
         for slot, stage in enumerate(self.schedule.plan.stages_of(self.schedule.rank)):
             for kind, name in enumerate(_KINDS):
@@ -245,14 +262,18 @@ class StepRecorder:
 
     def _parts(self, report: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Of a report the ops as (slot, kind), and the messages as (slot, F or B, moment, microbatch)."""
-        ops = 1 + 4 * self.slots
-        return report[1:ops].view(self.slots, 4), report[ops:].view(self.slots, 2, 3, -1)
+        ops = self.HEAD + 4 * self.slots
+        return report[self.HEAD : ops].view(self.slots, 4), report[ops:].view(self.slots, 2, 3, -1)
 
-    def _read(self, rank: int, report: torch.Tensor) -> dict[int, tuple[list[float], torch.Tensor]]:
-        """Of each stage of a rank the ms of its ops by kind, and the moments of its messages."""
-        ops, messages = self._parts(report)
-        stages = self.schedule.plan.stages_of(rank)
-        return {stage: (ops[slot].tolist(), messages[slot]) for slot, stage in enumerate(stages)}
+    def _by_pipeline(self, reports: Sequence[torch.Tensor]) -> dict[int, Measured]:
+        """What each pipeline has measured."""
+        found: dict[int, Measured] = {}
+        for report in reports:
+            ops, messages = self._parts(report)
+            stages = self.schedule.plan.stages_of(int(report[2]))
+            measured = {stage: (ops[slot].tolist(), messages[slot]) for slot, stage in enumerate(stages)}
+            found.setdefault(int(report[1]), {}).update(measured)
+        return found
 
 
 class PlanUpdater:
@@ -264,8 +285,8 @@ class PlanUpdater:
     def __init__(self, recorder: StepRecorder) -> None:
         self.recorder = recorder
         self.ops: dict[tuple[str, int], deque[float]] = {}
-        self.offset: dict[tuple[int, int], float] = {}
-        self.planned_for: dict[tuple[int, int], float] | None = None
+        self.offset: dict[tuple[int, int, int], float] = {}
+        self.planned_for: dict[tuple[int, int], float] = {}
         self.seen = 0
         self.thread: threading.Thread | None = None
         self.is_offered = False
@@ -273,16 +294,19 @@ class PlanUpdater:
     def switched(self) -> None:
         self.is_offered = False
 
-    def consider(self, reports: Sequence[Mapping[int, tuple[list[float], torch.Tensor]]]) -> None:
+    def consider(self, pipelines: Mapping[int, Measured]) -> None:
         """Plans anew, in a thread, if links differ from those of the plan for some steps in a row."""
-        by_stage = {stage: found for report in reports for stage, found in report.items()}
-        for stage, (ops, _) in by_stage.items():
-            for kind, ms in zip(_KINDS, ops, strict=True):
-                if not math.isnan(ms):
-                    self.ops.setdefault((kind, stage), deque(maxlen=self.KEPT)).append(ms)
-        delays = self._delays(by_stage)
-        if self.planned_for is None:
-            self.planned_for = dict.fromkeys(delays, 0.0)
+        took: dict[tuple[str, int], float] = {}
+        delays: dict[tuple[int, int], float] = {}
+        for number, stages in pipelines.items():
+            for stage, (ops, _) in stages.items():
+                for key, ms in zip(((kind, stage) for kind in _KINDS), ops, strict=True):
+                    if not math.isnan(ms):
+                        took[key] = max(ms, took.get(key, ms))
+            for link, ms in self._delays(number, stages).items():
+                delays[link] = max(ms, delays.get(link, ms))
+        for key, ms in took.items():
+            self.ops.setdefault(key, deque(maxlen=self.KEPT)).append(ms)
         if self.is_offered or (self.thread is not None and self.thread.is_alive()):
             return
         costs = self._costs()
@@ -293,28 +317,33 @@ class PlanUpdater:
         self.seen = self.seen + 1 if is_changed else 0
         if self.seen < self.recorder.options.patience:
             return
-        self.seen, self.planned_for = 0, delays
-        running = self.recorder.schedule.plan
-        self.thread = threading.Thread(target=self._plan, args=(costs, delays, running), daemon=True)
+        self.seen = 0
+        self.planned_for |= delays
+        arguments = costs, dict(self.planned_for), self.recorder.schedule.plan, self.recorder.num_steps - 1
+        self.thread = threading.Thread(target=self._plan, args=arguments, daemon=True)
         self.thread.start()
 
-    def _plan(self, costs: Costs, delays: Mapping[tuple[int, int], float], running: Schedule) -> None:
+    def _plan(self, costs: Costs, delays: Mapping[tuple[int, int], float], running: Schedule, detected: int) -> None:
+        """Offers the best of three plans: the first one, the running one, and one for these delays.
+
+        The first plan counts as the best if no other is faster by the least gain, so it comes back when links heal.
+        """
         options, first, channel = self.recorder.options, self.recorder.first, self.recorder.schedule.channels
         links = Links({link: round(ms, 3) for link, ms in delays.items()})
-        now = simulate(running, costs, links, channels=channel).makespan
         found = (options.planner or self._best)(costs, links, running)
-        best, ms = running, now
-        for schedule in (first, found):
-            then = simulate(schedule, costs, links, channels=channel).makespan
-            if then < ms:
-                best, ms = schedule, then
-        if ms > (1 - options.least_gain) * now:
+        plans = first, running, found
+        home, now, then = (simulate(each, costs, links, channels=channel).makespan for each in plans)
+        least = 1 - options.least_gain
+        best, ms = (found, then) if then <= least * now else (running, now)
+        if least * home <= ms:
+            best, ms = first, home
+        if remove_communication(best).order == remove_communication(running).order:
             return
         if not has_communication(best):
             best = add_communication(best, costs, links, channels=channel)
         check(best, channels=channel)
         self.is_offered = True
-        self.recorder.offer = to_json(best).encode(), Replanned(0, dict(delays), now, ms)
+        self.recorder.offer = to_json(best).encode(), Replanned(0, detected, delays, now, ms)
 
     def _best(self, costs: Costs, links: Links, running: Schedule) -> Schedule:
         first = self.recorder.first
@@ -342,8 +371,8 @@ class PlanUpdater:
                 b[stage] = i[stage] + w[stage]
         return Costs(f, i, w, b)
 
-    def _delays(self, by_stage: Mapping[int, tuple[list[float], torch.Tensor]]) -> dict[tuple[int, int], float]:
-        """Milliseconds of each directed link that carried messages.
+    def _delays(self, pipeline: int, by_stage: Measured) -> dict[tuple[int, int], float]:
+        """Milliseconds of each directed link that carried messages in a pipeline.
 
         Clocks of two ranks may differ. The first measurement assumes that both directions are equally late, and takes
         the rest of the difference for the clocks' skew. If one direction was later at that time, half of this
@@ -356,21 +385,20 @@ class PlanUpdater:
                 if target not in by_stage or plan.rank_of(stage, 0) == plan.rank_of(target, 0):
                     continue
                 link = plan.rank_of(stage, 0), plan.rank_of(target, 0)
-                sent = by_stage[stage][1][way, 0]
-                posted, arrived = by_stage[target][1][way, 1], by_stage[target][1][way, 2]
-                raw.setdefault(link, []).extend(zip(sent.tolist(), posted.tolist(), arrived.tolist(), strict=True))
+                moments = by_stage[stage][1][way, 0], by_stage[target][1][way, 1], by_stage[target][1][way, 2]
+                whole = torch.stack(moments).T
+                raw.setdefault(link, []).extend(whole[~whole.isnan().any(1)].tolist())
+        shortest = {link: min(a - s for s, _, a in messages) for link, messages in raw.items() if messages}
         found = {}
-        for (source, target), messages in raw.items():
-            known = (self.planned_for or {}).get((target, source), 0.0)
-            skew = self.offset.get((source, target), 0.0)
-            early = [a - s - skew for s, p, a in messages if s >= p - skew + known + 1.0]
-            late = [a - max(s + skew, p) for s, p, a in messages]
-            if values := [ms for ms in early or late if not math.isnan(ms)]:
-                found[source, target] = median(values)
-        for source, target in found:
-            if (target, source) in found and (source, target) not in self.offset:
-                skew = (found[source, target] - found[target, source]) / 2
-                self.offset[source, target], self.offset[target, source] = skew, -skew
-                found[source, target] -= skew
-                found[target, source] += skew
-        return {link: max(0.0, ms) for link, ms in found.items()}
+        for (source, target), least in shortest.items():
+            if (target, source) in shortest:
+                skew = (least - shortest[target, source]) / 2
+                skew = self.offset.setdefault((pipeline, source, target), skew)
+            else:
+                skew = self.offset.get((pipeline, source, target), 0.0)
+            # A message leaves when its sender knows that the receive is posted, which takes the way back.
+            known = self.planned_for.get((target, source), 0.0)
+            messages = [(s + skew, p, a) for s, p, a in raw[source, target]]
+            early = [a - s for s, p, a in messages if s >= p + known + 1.0]
+            found[source, target] = max(0.0, median(early or [a - max(s, p) for s, p, a in messages]))
+        return found
