@@ -202,7 +202,12 @@ class PlannedSchedule(torchs._PipelineScheduleRuntime):
                 rule="torch",
             )
         rows = to_torch(schedule, channels=self.channels, costs=costs, links=links)
-        self._prepare_schedule_with_comms(rows, "compute_comms")
+        before = getattr(self, "pipeline_order_with_comms", None)
+        try:
+            self._prepare_schedule_with_comms(rows, "compute_comms")
+        except ValueError as error:
+            self.pipeline_order_with_comms = before  # type: ignore[assignment]
+            raise ScheduleError(f"torch refuses the plan: {error}", rule="torch") from error
         self.plan = schedule
 
     def step(self, *args: Any, **kwargs: Any) -> Any:

@@ -6,6 +6,7 @@ picture of what happens when.
 
 from __future__ import annotations
 
+import contextlib
 import math
 import queue
 import threading
@@ -23,7 +24,7 @@ from penstock.cost import Costs, Links
 from penstock.formats.native import from_json, to_json
 from penstock.passes import add_communication
 from penstock.planning import plan
-from penstock.schedule import Schedule, check, peak_in_flight
+from penstock.schedule import Schedule, ScheduleError, check, peak_in_flight
 from penstock.schedule.send_recv import has_communication, remove_communication
 from penstock.simulation import simulate
 
@@ -236,8 +237,11 @@ class StepRecorder:
             self.announced = None
         dist.broadcast(payload, group=self.group, group_src=0)
         schedule = from_json(payload.numpy().tobytes().decode())
-        self.schedule.load(schedule)
-        self.schedule.replanned.append(replace(record, step=self.num_steps))
+        with contextlib.suppress(
+            ScheduleError
+        ):  # all ranks find that torch can't run it, such as for its send budget
+            self.schedule.load(schedule)
+            self.schedule.replanned.append(replace(record, step=self.num_steps))
         if self.updater is not None:
             self.updater.switched()
 
