@@ -258,6 +258,7 @@ def with_shards(rank: int, folder: str) -> Runs:
         "1F1B": train(make_config(folder, "1F1B", **more)),
         "zb": train(planned_config(rank, folder, "zb", **more)),
         "zb-v": train(planned_config(rank, folder, "zb-v", **more)),
+        "1f1b, replan": train(planned_config(rank, folder, "1f1b, replan", **more)),
     }
 
 

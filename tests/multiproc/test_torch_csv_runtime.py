@@ -23,7 +23,9 @@ from processes import run_ranks
 pytestmark = pytest.mark.multiproc
 
 WIDTH, NUM_MICROBATCHES = 8, 4
-NAMES = ("gpipe", "1f1b", "interleaved-1f1b", "zb-h1", "zb-v")
+NAMES = ["gpipe", "1f1b", "interleaved-1f1b", "zb-h1", "zb-v"]
+if torch.__version__.startswith("2.11."):
+    NAMES.remove("zb-v")  # that torch then sends from a rank to itself, which gloo can't
 WAYS = ("compute_only", "compute_comms", "compute_comms, sharded", "compute_only, in lock-step")
 """The form of the file, and how torch runs it: with stages sharded by FSDP, or by the older runtime, whose ranks
 look at what their neighbours do in the same column, so that bubbles have to be in their place."""
@@ -123,4 +125,4 @@ def test_torchs_runtime_gives_our_losses_and_gradients() -> None:
     for key in outcomes[0].value:
         num_stages = ps.build(key.split()[0], 2, NUM_MICROBATCHES).num_stages
         assert sum(o.value[key][0] for o in outcomes) == 4 * num_stages + 1
-    assert len(outcomes[0].value) == len(NAMES) * len(WAYS) - 1
+    assert len(outcomes[0].value) == len(NAMES) * len(WAYS) - ("zb-v" in NAMES)

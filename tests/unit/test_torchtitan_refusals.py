@@ -45,10 +45,10 @@ class SelectiveAC:
         pass
 
 
-def config(*, pp: int = 2, world_size: int = 2, batch: int = 8, loss: Any = None, ac: Any = None, **more: Any) -> Any:
+def config(*, pp: int = 2, batch: int = 8, loss: Any = None, ac: Any = None, **more: Any) -> Any:
     """What TorchTitan's trainer calls a pipelining_fn with: by default four microbatches of two samples."""
     return {
-        "parallel_dims": SimpleNamespace(pp=pp, world_size=world_size),
+        "parallel_dims": SimpleNamespace(pp=pp),
         "training": SimpleNamespace(local_batch_size=batch),
         "parallelism": SimpleNamespace(**(PARALLELISM | more)),
         "loss_fn": loss or CrossEntropyLoss(),
@@ -57,34 +57,29 @@ def config(*, pp: int = 2, world_size: int = 2, batch: int = 8, loss: Any = None
 
 
 @pytest.mark.parametrize(
-    ("plan", "given", "options", "words"),
+    ("plan", "given", "words"),
     [
-        ("1f1b", {"pp": 4}, {}, ["2 ranks", "pipeline_parallel_degree is 4"]),
-        ("1f1b", {"batch": 6}, {}, ["4 microbatches", "local_batch_size 6", "make 3", "to 8"]),
-        ("1f1b", {"batch": 7}, {}, ["local_batch_size 7", "make 3.5"]),
-        ("1f1b", {"pipeline_parallel_schedule_csv": "a.csv"}, {}, ["schedule_csv is 'a.csv'", "leave it out"]),
+        ("1f1b", {"pp": 4}, ["2 ranks", "pipeline_parallel_degree is 4"]),
+        ("1f1b", {"batch": 6}, ["4 microbatches", "local_batch_size 6", "make 3", "to 8"]),
+        ("1f1b", {"batch": 7}, ["local_batch_size 7", "make 3.5"]),
+        ("1f1b", {"pipeline_parallel_schedule_csv": "a.csv"}, ["schedule_csv is 'a.csv'", "leave it out"]),
         (
             "1f1b",
             {"pipeline_parallel_layers_per_stage": 3},
-            {},
             ["layers_per_stage is 3", "module_fqns_per_model_part"],
         ),
-        ("zb-v", {"module_fqns_per_model_part": [["norm"]] * 3}, {}, ["4 stages", "has 3 parts"]),
+        ("zb-v", {"module_fqns_per_model_part": [["norm"]] * 3}, ["4 stages", "has 3 parts"]),
         (
             "zb",
             {"loss": ChunkedLossWrapper()},
-            {},
             ["I and W", "ChunkedLossWrapper", "CrossEntropyLoss.Config", "1f1b"],
         ),
-        ("zb-v", {"loss": ChunkedLossWithMore()}, {}, ["last stage (3)", "ChunkedLossWithMore"]),
-        ("zb", {"ac": SelectiveAC.Config()}, {}, ["SelectiveAC.Config", "FullAC.Config", "1f1b"]),
-        ("1f1b", {"world_size": 4}, {"replan": True}, ["4 processes", "pipelines of 2", "Leave replan out"]),
+        ("zb-v", {"loss": ChunkedLossWithMore()}, ["last stage (3)", "ChunkedLossWithMore"]),
+        ("zb", {"ac": SelectiveAC.Config()}, ["SelectiveAC.Config", "FullAC.Config", "1f1b"]),
     ],
 )
-def test_a_plan_that_does_not_fit_the_config_is_refused(
-    plan: str, given: dict[str, Any], options: dict[str, Any], words: list[str]
-) -> None:
-    function = planned(ps.build(plan, 2, 4), base=lambda *_, **__: pytest.fail("the model is cut"), **options)
+def test_a_plan_that_does_not_fit_the_config_is_refused(plan: str, given: dict[str, Any], words: list[str]) -> None:
+    function = planned(ps.build(plan, 2, 4), base=lambda *_, **__: pytest.fail("the model is cut"))
     with pytest.raises(ps.ScheduleError) as caught:
         function(None, **config(**given))
     assert caught.value.rule == "torch"

@@ -207,7 +207,9 @@ class PlannedSchedule(torchs._PipelineScheduleRuntime):
             self._prepare_schedule_with_comms(rows, "compute_comms")
         except ValueError as error:
             self.pipeline_order_with_comms = before  # type: ignore[assignment]
-            raise ScheduleError(f"torch refuses the plan: {error}", rule="torch") from error
+            hint = '; max_outstanding_sends asks for channels="nccl", whose rows post no receive before its send'
+            limited = getattr(self, "_max_outstanding_sends", None) is not None
+            raise ScheduleError(f"torch refuses the plan: {error}{hint * limited}", rule="torch") from error
         self.plan = schedule
 
     def step(self, *args: Any, **kwargs: Any) -> Any:

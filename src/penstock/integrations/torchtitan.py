@@ -22,9 +22,12 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
 from typing import Any
+
+import torch.distributed as dist
 
 from penstock.cost import Costs, Links
 from penstock.formats import to_torch_csv
@@ -51,7 +54,8 @@ def planned(
         plan: a schedule, a `ps.plan` result, or the path of a file. Its ranks are those of
             `pipeline_parallel_degree`, and its stages may lie on them in any way.
         base: the function that cuts the model and makes the stages. Default: TorchTitan's `pipeline_llm`.
-        channels, costs, links, replan: as of `PlannedSchedule`. `replan` needs a job with no other parallelism.
+        channels, costs, links, replan: as of `PlannedSchedule`. With `replan` all processes of the job change their
+            plans together, unless a `Replanner` has another group.
 
     Raises:
         ScheduleError: torch lacks what the plan needs. The function that is returned raises it too, if the plan does
@@ -61,8 +65,11 @@ def planned(
     to_torch_csv(schedule, "compute_only")  # refuses here, while the config is read, what torch lacks
 
     def pipelining_fn(model: Any, **config: Any) -> Any:
-        _require_fit(schedule, bool(replan), config)
+        _require_fit(schedule, config)
         titan: Any = import_module("torchtitan.distributed.pipeline_parallel")
+        replanner = replan if isinstance(replan, Replanner) else Replanner() if replan else None
+        if replanner is not None and replanner.group is None:
+            replanner = replace(replanner, group=dist.group.WORLD)
 
         def build(*, parallelism: Any, local_batch_size: int, stages: Any, loss_fn: Any, **options: Any) -> Any:
             return PlannedSchedule(
@@ -73,7 +80,7 @@ def planned(
                 channels=channels,
                 costs=costs,
                 links=links,
-                replan=replan,
+                replan=replanner or False,
                 scale_grads=False,  # TorchTitan divides by the number of tokens
                 **options,
             )
@@ -111,7 +118,7 @@ def _replace(module: Any, replaced: Mapping[str, Any]) -> Iterator[None]:
         vars(module).update(before)
 
 
-def _require_fit(schedule: Schedule, replans: bool, config: Mapping[str, Any]) -> None:
+def _require_fit(schedule: Schedule, config: Mapping[str, Any]) -> None:
     """Raises ScheduleError if the plan does not fit TorchTitan's config."""
     dims, parallelism, loss = config["parallel_dims"], config["parallelism"], config["loss_fn"]
     if schedule.num_ranks != dims.pp:
@@ -153,11 +160,6 @@ def _require_fit(schedule: Schedule, replans: bool, config: Mapping[str, Any]) -
             f"the plan splits backwards into I and W, and config.activation_checkpoint is a {checkpointing}, through "
             "which torch can go backward only once. Set it to a FullAC.Config or to None, or take a plan with whole "
             "backwards (B), such as 1f1b"
-        )
-    if replans and dims.world_size != dims.pp:
-        raise _misfit(
-            f"replan is set, and {dims.world_size} processes train in pipelines of {dims.pp}: each pipeline would "
-            "change its plan by itself, but collectives between pipelines need one order in all. Leave replan out"
         )
     home = schedule.rank_of(last, 0)
     logs = 0 if parallelism.pipeline_parallel_schedule == "ZBVZeroBubble" else dims.pp - 1
