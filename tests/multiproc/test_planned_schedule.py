@@ -205,7 +205,7 @@ def test_replicas_take_the_same_plan_by_a_vote_of_all_pipelines() -> None:
 
 
 def with_few_sends(rank: int) -> tuple[bool, int, str, bool]:
-    """Whether numbers stay the same if torch limits the sends under way, their largest number, and a limit too low."""
+    """Whether numbers stay the same if torch limits the sends under way, the most there were, and a limit too low."""
     plan = ps.build("zb-h1", 2, 8)
     stages = make_stages(plan, rank)
     expected = one_step(PlannedSchedule(stages, plan, loss_fn=nn.MSELoss()), stages, 8)
