@@ -97,12 +97,12 @@ def points() -> list[Fault]:
             ("penstock.runtime.transport.delegate.transport:DelegateTransport.close", (1,)),
         ),
         "handing over": (
-            ("penstock.runtime.migrate:device_mesh", (2, 3)),
-            ("penstock.runtime.migrate:Placed._require_fresh", (1, 2)),
+            ("penstock.runtime.pipeline:device_mesh_of", (1, 2)),
+            ("penstock.runtime.pipeline:Pipeline._require_movable", (1, 2)),
             ("penstock.runtime.pipeline:hand_over", (1, 2)),
             ("penstock.runtime.checkpoint.state_transfer:sendings", (1,)),
             ("penstock.runtime.checkpoint.state_transfer:_exchange", (1, 2)),
-            ("penstock.runtime.migrate:end_groups", (1, 2)),
+            ("penstock.runtime.pipeline:end_groups", (1, 2)),
         ),
     }
     return [
@@ -306,25 +306,29 @@ def rank(fault: Fault, folder: Path, resume: bool, changes: bool) -> None:
     run.pipe.close()
 
 
-def _pipeline(schedule: str, num_stages: int, **options: Any) -> Any:
-    """Dropout draws by the step, statistics are buffers, and the ends share a weight."""
+def _pipeline(schedule: str, num_stages: int, makes: bool = False, **options: Any) -> Any:
+    """Dropout draws by the step, statistics are buffers, and the ends share a weight.
+
+    Args:
+        makes: whether stages are given as functions, so that nodes can change places.
+    """
     import torch
     from torch import nn
 
     import penstock as ps
 
     torch.manual_seed(7)
-    stages = [
-        nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Tanh(), nn.Dropout(0.2)) for _ in range(num_stages)
-    ]
-    stages[-1][0].weight = stages[0][0].weight
+
+    def stage() -> nn.Module:
+        return nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Tanh(), nn.Dropout(0.2))
+
     return ps.Pipeline(
-        stages,
+        [stage if makes else stage() for _ in range(num_stages)],
         ps.build(schedule, num_stages, NUM_MICROBATCHES),
         loss_fn=nn.MSELoss(),
         optimizer=torch.optim.AdamW,
         timeout=TIMEOUT,
-        **packed(clip_norm=0.5, **options),
+        **packed(clip_norm=0.5, tied=[("0.0.weight", f"{num_stages - 1}.0.weight")], **options),
     )
 
 
@@ -359,20 +363,15 @@ class _Moves:
 
     def __init__(self) -> None:
         import penstock as ps
-        from penstock.runtime.migrate import Placed
 
-        self._placed = Placed(lambda mesh: _pipeline("1f1b", 2, mesh=mesh), ps.Mesh(2, 2))
-
-    @property
-    def pipe(self) -> Any:
-        return self._placed.pipe
+        self.pipe = _pipeline("1f1b", 2, mesh=ps.runtime.device_mesh(ps.Mesh(2, 2)), makes=True)
 
     def change(self, number: int) -> None:
-        import penstock as ps
         from penstock.runtime.mesh.process_mesh import KEEPS_ORDER
 
         other = (2, 1, 0, 3) if KEEPS_ORDER else (0, 2, 1, 3)
-        self._placed.move(ps.Mesh(2, 2) if number else ps.Mesh(2, 2, nodes=other))
+        nodes = (0, 1, 2, 3) if number else other
+        self.pipe.reconfigure(dataclasses.replace(self.pipe.configuration, nodes=nodes))
 
     def delegates(self) -> Iterator[int]:
         return iter(())

@@ -15,7 +15,7 @@ import json
 import sys
 import tempfile
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -102,7 +102,7 @@ def rank(folder: Path) -> None:
     import penstock as ps
     from penstock.control import Configuration, Job, Orchestrator
     from penstock.control.configuration import peaks
-    from penstock.runtime.mesh.probe import ProbePace
+    from penstock.runtime.mesh.probe import ProbePace, probe
 
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method="env://", rank=_host(), world_size=HOSTS)
@@ -110,14 +110,19 @@ def rank(folder: Path) -> None:
     width = order.width
     schedule = ps.build("zb-h1", 2, MICROBATCHES)
 
-    def make(device_mesh: Any) -> ps.Pipeline:
-        torch.manual_seed(0)
-        stages = [nn.Sequential(nn.Linear(width, width), nn.Tanh(), nn.Linear(width, width)) for _ in range(2)]
-        return ps.Pipeline(
-            stages, schedule, loss_fn=nn.MSELoss(), optimizer=torch.optim.AdamW, mesh=device_mesh, timeout=TIMEOUT
-        )
+    def stage() -> nn.Module:
+        return nn.Sequential(nn.Linear(width, width), nn.Tanh(), nn.Linear(width, width))
 
-    placed = ps.runtime.Placed(make, ps.Mesh(pp=2, dp=2))
+    torch.manual_seed(0)
+    mesh = ps.Mesh(pp=2, dp=2)
+    pipe = ps.Pipeline(
+        [stage, stage],
+        schedule,
+        loss_fn=nn.MSELoss(),
+        optimizer=torch.optim.AdamW,
+        mesh=ps.runtime.device_mesh(mesh),
+        timeout=TIMEOUT,
+    )
     weights = 4.0 * 2 * (width * width + width)
     costs = ps.Costs.uniform(2, f=2.0, i=2.0, w=2.0)
     costs = ps.Costs(costs.f, costs.i, costs.w, gradient_bytes=[weights] * 2)
@@ -128,7 +133,7 @@ def rank(folder: Path) -> None:
         may_replan=False,
         least_delay=2.0,
     )
-    orchestrator = Orchestrator(job, placed.mesh, ring=ps.cost.Ring(window=2e6))
+    orchestrator = Orchestrator(job, mesh, ring=ps.cost.Ring(window=2e6))
     generator = torch.Generator().manual_seed(1)
     told: dict[str, Any] = {"order": asdict(order), "losses": [], "steps_ms": [], "probes_ms": [], "done": []}
     pace = ProbePace(order.share, order.probe_every)
@@ -141,30 +146,30 @@ def rank(folder: Path) -> None:
         x, y = (torch.randn(BATCH, width, generator=generator) for _ in range(2))
         dist.barrier()
         begin = time.perf_counter()
-        told["losses"].append(float(placed.pipe.step(x, y).loss))
+        told["losses"].append(float(pipe.step(x, y).loss))
         dist.barrier()
         told["steps_ms"].append((time.perf_counter() - begin) * 1e3)
         begin = time.perf_counter()
         if order.moves and pace.after_step():
-            found = placed.watch(orchestrator, TIMEOUT, pace)
-            ms = (time.perf_counter() - begin) * 1e3
+            found = orchestrator.feed(probe([[node] for node in range(HOSTS)], TIMEOUT, pace))
+            if found is not None:
+                pipe.reconfigure(replace(pipe.configuration, nodes=found.mesh.nodes))
+                orchestrator.switched(found.mesh, found.configuration)
             if found is None:
-                told["probes_ms"].append(ms)
+                told["probes_ms"].append((time.perf_counter() - begin) * 1e3)
             else:
                 told["done"].append(
                     {
                         "after_step": step,
-                        "ms": ms,
                         "mesh": str(found.mesh),
                         "late": {f"{a}:{b}": delay for (a, b), delay in orchestrator.late.items()},
                         "use": str(found.mesh.use(*LINK)),
                         "predicted_ms": [found.ms_now, found.ms_then],
-                        "received_bytes": placed.pipe.gather(placed.received),
                     }
                 )
     if dist.get_rank() == 0:
         (folder / "result").write_text(json.dumps(told))
-    placed.pipe.close()
+    pipe.close()
     dist.destroy_process_group()
 
 
@@ -178,9 +183,10 @@ def lines(rows: list[dict[str, Any]]) -> list[str]:
     stays, moves = rows
     said = []
     for done in moves["done"]:
+        took = moves["steps_ms"][done["after_step"] + 1]
         said.append(
-            f"after step {done['after_step']}: {done['late']} ms late; nodes {done['mesh']}, the link {done['use']}, "
-            f"in {done['ms']:.0f} ms, {max(done['received_bytes']) / 1e6:.1f} MB fetched at most"
+            f"after step {done['after_step']}: {done['late']} ms late; nodes {done['mesh']}, the link {done['use']}; "
+            f"the next step, which moved them, took {took:.0f} ms"
         )
     if not moves["done"]:
         return ["nothing was moved"]

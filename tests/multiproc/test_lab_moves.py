@@ -20,5 +20,4 @@ def test_a_late_link_of_a_ring_is_found_and_moved_away_from(tmp_path: Path) -> N
     assert list(done["late"]) == ["2:3"]
     assert done["use"] == "unused"
     assert done["after_step"] < 8
-    assert done["received_bytes"].count(0) == 2, "two nodes keep what they hold"
     assert len(found["losses"]) == 9

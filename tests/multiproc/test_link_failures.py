@@ -15,7 +15,6 @@ import torch
 
 import penstock as ps
 from link_runs import INTERFACES, TIMEOUT, LinkCase, lines_over_gloo, trainings
-from penstock.runtime.mesh.process_mesh import KEEPS_ORDER
 from processes import Outcome, appears, run_ranks
 from tiers import NIGHTLY
 from waiting import wait_until
@@ -231,43 +230,6 @@ def test_an_interface_by_which_lines_between_devices_may_go_dies() -> None:
         assert any("messages by delegates: nothing was lost" in notice for notice in after.value[2])
     said = next(notice for notice in outcomes[0].value[2] if "nothing was lost" in notice)
     assert "interface 127.0.0.3, by which NCCL may go, reaches not everyone any more" in said
-
-
-def moves(rank: int) -> tuple[list[float], str]:
-    os.environ["PENSTOCK_INTERFACES"] = INTERFACES
-
-    def make(groups: Any) -> ps.Pipeline:
-        torch.manual_seed(1)
-        stages: list[torch.nn.Module] = [torch.nn.Linear(4, 4), torch.nn.Linear(4, 1)]
-        schedule = ps.build("1f1b", 2, 2)
-        return ps.Pipeline(
-            stages, schedule, loss_fn=torch.nn.MSELoss(), optimizer=torch.optim.SGD, mesh=groups, transport="gloo"
-        )
-
-    placed, x, losses, refused = ps.runtime.Placed(make, ps.Mesh(pp=2)), torch.ones(4, 4), [], ""
-    for step in range(3):
-        losses.append(float(placed.pipe.step(x, x[:, :1]).loss))
-        failover = placed.pipe._local.failover
-        assert failover is not None
-        if step == 1 and rank == 0:  # the other one may have yet to hear of it
-            failover.lost(0, ps.runtime.PeerLost("the test says so"))
-        if step == 0:
-            placed.move(ps.Mesh(pp=2, nodes=(1, 0) if KEEPS_ORDER else (0, 1)))  # with new groups in any case
-        elif step == 1:
-            with pytest.raises(ps.runtime.RuntimeFailure) as caught:
-                placed.move(ps.Mesh(pp=2))
-            refused = str(caught.value)
-    placed.pipe.close()
-    return losses, refused
-
-
-def test_nodes_do_not_change_places_by_an_interface_that_was_lost() -> None:
-    outcomes = run_ranks(2, moves)
-    assert [o.code for o in outcomes] == [0, 0], outcomes[0].text + outcomes[1].text
-    (losses, refused), other = (o.value for o in outcomes)
-    assert (losses, refused) == other
-    assert losses[0] > losses[1] > losses[2]
-    assert refused.startswith("nodes can't change places any more: connections have broken")
 
 
 def moves_by_itself(rank: int) -> tuple[list[float], str]:

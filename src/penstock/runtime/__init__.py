@@ -12,11 +12,10 @@ stage/           a model cut into stages, and their ops    execute/         what
 transport/       messages between ranks                    tensors/         what such messages hold
 parameters/      gradients, optimizer, weight versions     tensor_parallel  layers sharded over ranks
 mesh/            processes, and what each is for           launch/          rank processes of this machine
-adapt/           plans that change while it runs           migrate          nodes that change places
-checkpoint/      files, and state sent between ranks       emulation/       the same, with ops that only take time
-errors           what can go wrong                         lifetime         open, broken or closed
-verify           a step computed in ways that must agree   verification    what that finds
-plain_loop       the reference loop
+adapt/           plans that change while it runs           emulation/       the same, with ops that only take time
+checkpoint/      files, and state sent between ranks       errors           what can go wrong
+verify           a step computed in ways that must agree   verification     what that finds
+plain_loop       the reference loop                        lifetime         open, broken or closed
 option_values    checks of single values in options
 """
 
@@ -27,7 +26,6 @@ from penstock.runtime.emulation.pipeline import EmulatedPipeline, Emulation, emu
 from penstock.runtime.errors import DeadlineExceeded, PeerFailed, PeerLost, RuntimeFailure, VerifyError
 from penstock.runtime.execute.step_result import StepResult
 from penstock.runtime.mesh.process_mesh import device_mesh
-from penstock.runtime.migrate import Placed
 from penstock.runtime.parameters.muon import MuonAdamW, leave_to_adamw
 from penstock.runtime.pipeline import Pipeline
 from penstock.runtime.plain_loop import plain_step
@@ -53,7 +51,6 @@ __all__ = [
     "ParallelOptions",
     "Pipeline",
     "PrecisionOptions",
-    "Placed",
     "RuntimeFailure",
     "Split",
     "Stage",
