@@ -36,23 +36,9 @@ from penstock.draw.charts.stacked import stacked_chart
 from penstock.formats.files import write_whole
 
 __all__ = [
-    "STYLE",
-    "Axis",
-    "Band",
-    "Bars",
-    "Dots",
-    "Figure",
-    "Level",
-    "Line",
-    "Mark",
-    "Points",
-    "bar_chart",
-    "dot_chart",
-    "heat_map",
-    "line_chart",
-    "save_chart",
-    "stacked_chart",
-]
+    "STYLE", "Axis", "Band", "Bars", "Dots", "Figure", "Level", "Line", "Mark", "Points", "bar_chart", "dot_chart",
+    "heat_map", "line_chart", "save_chart", "stacked_chart",
+]  # fmt: skip
 
 
 def save_chart(figure: Figure, path: str | Path) -> None:

@@ -70,14 +70,6 @@ def save(drawn: Schedule | Timeline, path: str | Path) -> None:
         save_picture(drawn, path)
 
 
-def _svg(drawn: Given) -> bytes:
-    return to_svg(drawn).encode()
-
-
-def _html(drawn: Given) -> bytes:
-    return to_html(drawn).encode()
-
-
 def _text(drawn: Given) -> bytes:
     given = [drawn] if isinstance(drawn, Schedule | Timeline) else list(drawn)
     texts = [to_text(one) if isinstance(one, Schedule) else to_terminal(one, color=False, width=160) for one in given]
@@ -88,14 +80,10 @@ def _trace(drawn: Given) -> bytes:
     return to_perfetto([panel.timeline for panel in panels(drawn)])
 
 
-def _packed_trace(drawn: Given) -> bytes:
-    return gzip.compress(_trace(drawn), mtime=0)
-
-
 WRITERS: dict[str, Callable[[Given], bytes]] = {
-    ".svg": _svg,
-    ".html": _html,
+    ".svg": lambda drawn: to_svg(drawn).encode(),
+    ".html": lambda drawn: to_html(drawn).encode(),
     ".txt": _text,
     ".json": _trace,
-    ".json.gz": _packed_trace,
+    ".json.gz": lambda drawn: gzip.compress(_trace(drawn), mtime=0),
 }

@@ -195,7 +195,7 @@
       if (show.critical) paintPath(t, p, criticalPath(t));
       if (focus) paintChain(t, p, focus.i);
     }
-    if (show.arrows) paintMessages(t, p, focus ? chainOf(t, focus.i) : null);
+    if (show.arrows || focus) paintMessages(t, p, focus ? chainOf(t, focus.i) : null);
   }
 
   function ticks() {
@@ -345,11 +345,6 @@
   function paintChain(t, p, i) {
     const chain = t.byMicrobatch.get(chainOf(t, i));
     for (const j of chain) paintOp(t, j, p, rowY(p, t.rank[j]));
-    g.strokeStyle = color.mark;
-    g.globalAlpha = 0.55;
-    if (!show.arrows)
-      for (const j of chain) for (const from of needs(t, j)) if (t.rank[from] !== t.rank[j]) link(t, p, from, j, t.end[from], t.start[j]);
-    g.globalAlpha = 1;
     outline(t, p, i, 2);
     if (t.waitedFor[i] >= 0) { paintOp(t, t.waitedFor[i], p, rowY(p, t.rank[t.waitedFor[i]])); outline(t, p, t.waitedFor[i], 1); }
   }

@@ -276,7 +276,7 @@
 
   function pass() {
     const { schedule } = shown, peaks = schedules.peaks(schedule);
-    const message = `Proved: ${schedules.numOps(schedule)} ops, each runs once, in an order that every rank completes; at most ` +
+    const message = `Proved: ${shown.graph.ops.length} ops, each runs once, in an order that every rank completes; at most ` +
       `${Math.max(...peaks)} activations in flight on a rank.`;
     $("proof").className = "good";
     if (told !== message) $("proof").textContent = told = message;

@@ -57,7 +57,6 @@ const schedules = (() => {
 
   const numStages = (s) => s.pipelines[0].length;
   const numMicrobatches = (s) => s.pipelineOf.length;
-  const numOps = (s) => s.order.reduce((total, row) => total + row.length, 0);
   const rankOf = (s, stage, m) => s.pipelines[s.pipelineOf[m]][stage];
   const stagesOf = (s, rank) => {
     const found = new Set();
@@ -538,6 +537,6 @@ const schedules = (() => {
     });
   }
 
-  return { KINDS, ScheduleError, again, bidirectional, check, circular, key, make, needs, numOps, numStages, oneToOne, opText,
+  return { KINDS, ScheduleError, again, bidirectional, check, circular, key, make, needs, numStages, oneToOne, opText,
     parse, peaks, stagesOf, toJson, toText, unitColumns, vShape, wave };
 })();

@@ -237,8 +237,6 @@ class Translator:
                 self._augmented(node)
             case ast.Assign(targets=targets, value=value):
                 self._assign(targets, value)
-            case ast.AnnAssign(target=target, value=ast.expr() as value):
-                self._assign([target], value)
             case _:
                 raise self._refused(node)
 
@@ -285,8 +283,6 @@ class Translator:
         target = self.expr(node.target)
         if isinstance(node.op, ast.FloorDiv):
             self._write(f"{target} = Math.floor({target} / {self.expr(node.value)});")
-        elif isinstance(node.op, ast.Mod):
-            self._write(f"{target} = floorMod({target}, {self.expr(node.value)});")
         elif type(node.op) in BINARY:
             self._write(f"{target} {BINARY[type(node.op)]}= {self.expr(node.value)};")
         else:
