@@ -120,15 +120,19 @@ def test_on_channels_the_first_stages_input_gradient_does_nothing(tmp_path: Path
 def with_late_receives(schedule: Schedule) -> Schedule:
     """Messages as a plain lowering places them: each receive just before its op."""
     rows = []
-    for row in schedule.order:
+    for rank, row in enumerate(schedule.order):
         placed: list[Op] = []
         for op in row:
-            gradient = op.kind in "BI"
-            if op.kind != "W" and op.stage != (schedule.num_stages - 1 if gradient else 0):
-                placed.append(Op("RECV_B" if gradient else "RECV_F", op.stage, op.microbatch))
+            way = -1 if op.kind in "BI" else 1
+            ends = op.stage - way, op.stage + way
+            travels = [
+                op.kind != "W" and 0 <= other < schedule.num_stages and schedule.rank_of(other, 0) != rank
+                for other in ends
+            ]
+            letter = "F" if way == 1 else "B"
+            placed += [Op(f"RECV_{letter}", op.stage, op.microbatch)] * travels[0]
             placed.append(op)
-            if op.kind != "W" and op.stage != (0 if gradient else schedule.num_stages - 1):
-                placed.append(Op("SEND_B" if gradient else "SEND_F", op.stage, op.microbatch))
+            placed += [Op(f"SEND_{letter}", op.stage, op.microbatch)] * travels[1]
         rows.append(tuple(placed))
     return replace(schedule, order=tuple(rows))
 
@@ -144,6 +148,24 @@ def test_receives_that_were_posted_late_count_neither_as_late_links_nor_as_time_
     healthy = run("zb", costs, ps.Links(default=0.5), channels="gloo").makespan
     said = predict(found, "zb", links=ps.Links({(2, 3): 0.5}), channels="gloo")
     assert said.time == pytest.approx(healthy, rel=5e-3)
+
+
+@pytest.mark.parametrize(("pair", "ms"), [((0, 1), 110.0), ((2, 3), 91.0), ((1, 2), 25.0)])
+@pytest.mark.parametrize("way", ["late", "placed"])
+@pytest.mark.parametrize("name", ["1f1b", "zb", "zb-v"])
+def test_a_late_link_is_as_late_as_it_is_wherever_receives_stand(
+    tmp_path: Path, name: str, way: str, pair: tuple[int, int], ms: float
+) -> None:
+    """Regression: in 1f1b by torch over a link of 110 ms the one message that was waited for took 198 ms."""
+    schedule = ps.build(name, 4, 8)
+    times = [22.0, 45.0, 36.0, 47.0] * (schedule.num_stages // 4)
+    placed = with_late_receives(schedule) if way == "late" else schedule
+    costs = in_torch(ps.Costs(times, times, times))
+    fit = analysis(tmp_path, ps.simulate(placed, costs, ps.Links({pair: ms}, default=0.5), channels="gloo")).fit
+    assert fit is not None
+    for link in (pair, pair[::-1]):
+        assert fit.links.delay(*link) == pytest.approx(ms, abs=1.0)
+    assert all(fit.links.delay(*link) <= 1.0 for link in fit.links.conditions if set(link) != set(pair))
 
 
 def test_time_between_ops_is_in_the_prediction(tmp_path: Path) -> None:

@@ -267,27 +267,39 @@ def _between(run: ReplayedRun, free: Array) -> dict[str, float]:
     alone[run.messages.consumer] = False
     for letter in sorted(set(table.letters()[table.is_scope(Scope.COMPUTE)].tolist())):
         alike = alone & (table.letters() == letter) & (free > 0)
-        gaps = np.sort(np.maximum(table.start - free, 0.0)[alike])
-        # The middle half of them, as a rank may be held up by something that no trace shows.
-        found[letter] = float(gaps[len(gaps) // 4 : len(gaps) - len(gaps) // 4].mean()) if len(gaps) else 0.0
+        gaps = np.maximum(table.start - free, 0.0)[alike]
+        found[letter] = float(np.median(gaps)) if gaps.size else 0.0  # as few may wait for what no trace shows
     return found
 
 
 def _links(run: ReplayedRun, free: Array) -> Links:
-    """The median of each link. On gloo a message leaves only when the sender knows of the receive, so those count
-    that were sent when it must have known, where there are such.
+    """Each link's median, of messages that their receiver had waited for.
+
+    On gloo a message leaves only when its sender knows that the receive was posted, which takes the way back. So
+    messages count whose receiver had waited that long. If there are none, the trace shows between what the link's
+    time is, and it is as near as that to the time of the other direction.
+
+    Args:
+        free: when each op's rank had ended the op before, (K, M).
     """
-    table, sent, found = run.table, run.messages, {}
-    source, target = table.rank[sent.producer], table.rank[sent.consumer]
-    waiting = table.end[:, sent.producer] - free[:, sent.consumer]
-    for link in sorted(set(zip(source.tolist(), target.tolist()))):
-        on = (source == link[0]) & (target == link[1])
-        own, early = run.own.messages[:, on], waiting[:, on]
-        if (early >= 0).any():
-            known = early >= own[early >= 0].min()
-            own = own[known if known.any() else early >= 0]
-        found[link] = float(np.median(own))
-    return Links(found)
+    table, sent = run.table, run.messages
+    ends = np.stack([table.rank[sent.producer], table.rank[sent.consumer]], axis=1)
+    waited = table.end[:, sent.producer] - free[:, sent.consumer]
+    gap = table.start[:, sent.consumer] - table.end[:, sent.producer]
+    on = {link: (ends == np.array(link)).all(axis=1) for link in sorted(set(map(tuple, ends.tolist())))}
+    least = {link: gap[:, of][waited[:, of] >= 0].min(initial=np.inf) for link, of in on.items()}
+    found: dict[tuple[int, int], float] = {}
+    for link, of in sorted(on.items(), key=lambda each: least[each[0]]):  # those that nobody waited for come last
+        own, had, other = run.own.messages[:, of], waited[:, of], least.get(link[::-1], np.inf)
+        rest = np.maximum(min(least[link], other) - had, 0.0)
+        if (rest == 0).any():
+            found[link] = float(np.median(own[rest == 0]))
+        elif (had >= 0).any():
+            other = other if np.isfinite(other) else np.median((own + had)[had >= 0]) / 2
+            found[link] = float(np.clip(other, *(np.median(ms[had >= 0]) for ms in (own - rest, own))))
+        else:
+            found[link] = min(found.get(link[::-1], np.inf), float(gap[:, of].min()))
+    return Links({link: max(0.0, ms) for link, ms in found.items()})
 
 
 def most_held(schedule: Schedule) -> float:
