@@ -51,7 +51,8 @@ def predict(
         links: what these links would do, in place of what the trace shows of them.
         channels: what carries the messages: "buffered", "gloo", "nccl", "nccl-pair" or "nccl-edge". With others than
             "buffered" messages stand where the schedule has them, or where `passes.add_communication` puts them.
-        cut: how many layers each stage of the schedule has. layers: how many each recorded one has.
+        cut: how many layers each stage of the schedule has.
+        layers: how many layers each recorded stage has.
         message_bytes: of one activation, for links with a bandwidth.
 
     Raises:
