@@ -1,18 +1,15 @@
 """TorchTitan's own trainer on a CPU: two ranks train a tiny Llama, and return losses and gradients.
 
-TorchTitan is written for GPUs. What it asks of one is answered here: the name, size and use of a device, barriers and
-time limits of NCCL, and modules that it imports and does not use on a CPU.
+`examples/torchtitan/titan_on_cpu.py` answers what TorchTitan asks of a GPU.
 """
 
 from __future__ import annotations
 
-import inspect
-import json
 import os
 import sys
-import types
 import zlib
 from collections.abc import Callable
+from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -20,144 +17,45 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.fsdp import FSDPModule
-from torch.distributed.pipelining import schedules
 
 import penstock as ps
 
-SITE = Path(__file__).parents[1] / "build" / "torchtitan"
-"""Where `make titan` installs it. Only ranks that train with it see this folder."""
+sys.path.append(str(Path(__file__).parents[1] / "examples" / "torchtitan"))
+import titan_on_cpu
 
-IS_MISSING = find_spec("torchtitan") is None and not (SITE / "torchtitan").is_dir()
+IS_MISSING = find_spec("torchtitan") is None and not (titan_on_cpu.SITE / "torchtitan").is_dir()
 
-MICROBATCHES, LAYERS, WORDS = 4, 6, 61
-
-
-def write_data(folder: Path) -> None:
-    """A tokenizer of a few words, and documents of these words."""
-    from tokenizers import Tokenizer, models, pre_tokenizers
-
-    words = ["[UNK]", "<s>", "</s>", *(f"w{number}" for number in range(WORDS))]
-    tokenizer = Tokenizer(models.WordLevel({word: at for at, word in enumerate(words)}, unk_token="[UNK]"))
-    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
-    tokenizer.add_special_tokens(["<s>", "</s>"])
-    (folder / "tokenizer").mkdir()
-    tokenizer.save(str(folder / "tokenizer" / "tokenizer.json"))
-    (folder / "tokenizer" / "tokenizer_config.json").write_text('{"bos_token": "<s>", "eos_token": "</s>"}')
-    (folder / "data").mkdir()
-    lines = (" ".join(f"w{(7 * row + at * at) % WORDS}" for at in range(50)) for row in range(40))
-    (folder / "data" / "data.json").write_text("".join(json.dumps({"text": line}) + "\n" for line in lines))
+MICROBATCHES = 4
 
 
 def prepare(folder: str) -> None:
-    """Lets TorchTitan be imported, and answers as a GPU would."""
-    sys.path.append(str(SITE))
-    os.environ |= {"HF_HOME": f"{folder}/hf", "HF_HUB_OFFLINE": "1", "LOCAL_RANK": str(dist.get_rank())}
-    for name in ("triton", "triton.language", "torch.utils.tensorboard"):
-        if name not in sys.modules:
-            sys.modules[name] = _unused(name)
-    torch._utils._get_available_device_type = lambda: "cpu"  # type: ignore[assignment]
-    size = types.SimpleNamespace(total_memory=2**30)
-    answers = {
-        "get_device_name": lambda *_: "cpu",
-        "get_device_properties": lambda *_: size,
-        "reset_peak_memory_stats": lambda *_: None,
-        "empty_cache": lambda: None,
-        "memory_stats": lambda *_: {},
-    }
-    for name, answer in answers.items():
-        setattr(torch.cpu, name, answer)
-    barrier = dist.barrier
-    dist.barrier = lambda *_, **__: barrier()  # type: ignore[assignment]
-    dist.set_timeout = lambda *_: None  # type: ignore[attr-defined]
-    divide = FSDPModule.set_gradient_divide_factor
-
-    def divide_and_sum(self: FSDPModule, factor: float) -> None:
-        divide(self, factor)
-        self.set_force_sum_reduction_for_comms(True)  # gloo has no sum that multiplies first
-
-    FSDPModule.set_gradient_divide_factor = divide_and_sum  # type: ignore[method-assign]
-    torch.autograd.set_multithreading_enabled(False)  # as TorchTitan does when it makes the group itself
-    if "arg_mbs" not in inspect.signature(schedules.PipelineScheduleMulti.step).parameters:
-        for each in (schedules.PipelineScheduleSingle, schedules.PipelineScheduleMulti):
-            each.step = _with_microbatches(each.step)  # type: ignore[method-assign]
-
-
-def _unused(name: str) -> types.ModuleType:
-    """A module whose every name is a decorator that does nothing."""
-
-    def get(attribute: str) -> Any:
-        if attribute.startswith("__"):
-            raise AttributeError(attribute)
-        if f"{name}.{attribute}" in sys.modules:
-            return sys.modules[f"{name}.{attribute}"]
-        return lambda *given, **_: given[0] if given else lambda function: function
-
-    module = types.ModuleType(name)
-    module.__path__ = []  # type: ignore[attr-defined]
-    module.__getattr__ = get  # type: ignore[method-assign]
-    return module
-
-
-def _with_microbatches(step: Any) -> Any:
-    """`step` as it is since torch 2.14, where it also takes a batch that is cut into microbatches already."""
-
-    def run(self: Any, *args: Any, kwarg_mbs: Any = None, **given: Any) -> Any:
-        if kwarg_mbs is None:
-            return step(self, *args, **given)
-        for stage in [self._stage] if isinstance(self, schedules.PipelineScheduleSingle) else self._stages:
-            stage.has_backward = self._has_backward
-            stage.clear_runtime_states()
-        cut = given["arg_mbs"], kwarg_mbs, given["target_mbs"]
-        return self._step_microbatches(*cut, given["losses"], False, loss_kwargs=given.get("loss_kwargs"))
-
-    return run
+    os.environ["LOCAL_RANK"] = str(dist.get_rank())
+    titan_on_cpu.prepare(folder)
 
 
 def make_config(
     folder: str, schedule: str, *, is_chunked: bool = False, dtype: str = "float32", **parallelism: Any
 ) -> Any:
     """The config of Llama's debug model, made tiny, with a named schedule of TorchTitan's."""
-    from torchtitan.components.loss import ChunkedLossWrapper, CrossEntropyLoss
-    from torchtitan.config import ParallelismConfig, TrainingConfig
-    from torchtitan.hf_datasets.text_datasets import HuggingFaceTextDataLoader
-    from torchtitan.models import llama3
-    from torchtitan.models.common.attention import ScaledDotProductAttention
+    from torchtitan.config import ParallelismConfig
     from torchtitan.models.llama3.config_registry import llama3_debugmodel
 
-    config = llama3_debugmodel()
-    model, width, vocabulary = config.model_spec.model, 32, WORDS + 3
-    model.dim, model.vocab_size = width, vocabulary
-    model.tok_embeddings.num_embeddings, model.tok_embeddings.embedding_dim = vocabulary, width
-    model.norm.normalized_shape = model.lm_head.in_features = width
-    model.lm_head.out_features = vocabulary
-    model.layers = llama3._build_llama3_layers(
-        n_layers=LAYERS,
-        dim=width,
-        n_heads=2,
-        hidden_dim=48,
-        rope=llama3.ComplexRoPE.Config(dim=width // 2, max_seq_len=64, theta=10000),
-        attn_backend="flex",
-    )
-    for layer in model.layers:
-        layer.attention.inner_attention = ScaledDotProductAttention.Config()  # flex has no backward on a CPU
-    loss = CrossEntropyLoss.Config(global_vocab_size=vocabulary)
+    config = titan_on_cpu.make_small(llama3_debugmodel(), folder)
     if schedule == "ZBVZeroBubble":
         config.activation_checkpoint = None  # a SelectiveAC allows one backward of a region, and not I and W
-    config.loss = ChunkedLossWrapper.Config(loss_fn=loss) if is_chunked else loss
-    config.training = TrainingConfig(
+    if not is_chunked:
+        config.loss = config.loss.loss_fn
+    config.training = replace(
+        config.training,
         local_batch_size=MICROBATCHES,
         seq_len=32,
         steps=2,
         max_norm=1e9,
-        disable_cuda_graphs=True,
         mixed_precision_param=dtype,
     )
     config.parallelism = ParallelismConfig(
         **({"pipeline_parallel_degree": 2, "pipeline_parallel_schedule": schedule} | parallelism)
     )
-    config.dataloader = HuggingFaceTextDataLoader.Config(dataset="c4_test", dataset_path=f"{folder}/data")
-    config.hf_assets_path, config.dump_folder = f"{folder}/tokenizer", f"{folder}/out"
     return config
 
 
