@@ -7,7 +7,7 @@ import json
 import re
 from dataclasses import replace
 from pathlib import Path
-from statistics import fmean
+from statistics import fmean, median
 from typing import Any
 
 import pytest
@@ -145,6 +145,11 @@ def test_the_readme_s_numbers_are_those_of_the_results() -> None:
     text = (ROOT / "README.md").read_text(encoding="utf-8")
     ours, zb = (claims["Figure 15", f"{name}, 60 ms"].shown("measured") for name in ("ours", "ZB"))
     assert f"a step takes {ours} times as long as without the delay, and {zb} times under `zb`" in text
+    ways = json.loads((ROOT / "benchmarks/arrive/results.json").read_text(encoding="utf-8"))["cases"]["late"]["ways"]
+    theirs, lowered, placed = (median(ways[name]["ms"]) for name in ("1f1b", "planned", "placed"))
+    ratio = placed / ways["placed"]["simulated"]
+    assert f"{theirs:,.0f} ms per step of `Schedule1F1B`" in text
+    assert f"{placed:,.0f} ms, {ratio:.2f} times as simulated; {lowered:,.0f} ms if torch places the messages" in text
 
 
 @pytest.mark.results
