@@ -124,12 +124,14 @@ def alternating(one: ps.Schedule, other: ps.Schedule, **options: Any) -> Replann
 
 
 def votes(rank: int) -> tuple[list[list[Tensor]], list[tuple[int, tuple[Any, ...]]]]:
-    """40 steps; the results of each, and after which steps which plan was taken."""
+    """5 steps of evaluation, then 40 of training: the results of these, and from which steps which plan was taken."""
     first = ps.build("1f1b", 4, 6)
     stages = make_stages(first, rank)
     replan = alternating(first, ps.build("zb-h1", 4, 6))
     schedule = PlannedSchedule(stages, first, loss_fn=nn.MSELoss(), replan=replan)
     found, taken = [], []
+    for _ in range(5):
+        schedule.eval(*[batch(6)[0]] * (rank == 0), target=batch(6)[1] if rank == 3 else None)
     for _ in range(40):
         found.append(one_step(schedule, stages, 6))
         if len(schedule.replanned) > len(taken):
@@ -141,6 +143,7 @@ def test_all_ranks_take_the_same_plan_at_the_same_step_and_numbers_stay_the_same
     outcomes = run_ranks(4, votes)
     assert all(o.code == 0 for o in outcomes), "\n".join(o.text[-3000:] for o in outcomes)
     assert outcomes[0].value[1]
+    assert all(step <= 40 for step, _ in outcomes[0].value[1])  # steps of evaluation do not count
     for outcome in outcomes:
         first, *others = outcome.value[0]
         assert all(torch.equal(a, b) for other in others for a, b in zip(first, other, strict=True))

@@ -92,6 +92,11 @@ def links_at_home() -> list[tuple[int, int]]:
     return [(0, 1), (1, 0), (1, 2), (2, 1)]
 
 
+def test_clocks_half_a_second_apart_are_not_taken_for_late_links() -> None:
+    changes, _, _ = train(4, lambda step: {0: ps.Links()}, skew=(0.0, 500.0, -500.0, 0.0))
+    assert changes == []
+
+
 def test_one_direction_turns_late() -> None:
     changes, _, _ = train(14, lambda step: {0: late(90.0 if step >= 10 else 0.0, back=0.0)})
     assert [each.detected for each in changes] == [12]

@@ -214,7 +214,7 @@ class PlannedSchedule(torchs._PipelineScheduleRuntime):
 
     def step(self, *args: Any, **kwargs: Any) -> Any:
         """One step, as torch's `step`; between steps a plan that all ranks know of is taken."""
-        if self._recorder is None:
+        if self._recorder is None or not self._has_backward:  # `eval` steps say nothing of backwards
             return super().step(*args, **kwargs)
         self._recorder.begin_step()
         result = super().step(*args, **kwargs)

@@ -63,7 +63,7 @@ class Replanned:
     """A plan that replaced another between two steps.
 
     Attributes:
-        step: the number of the first step that ran the plan, from 0.
+        step: the number of the first training step that ran the plan, from 0.
         detected: the number of the step after which the planner began; on rank 0, -1 on others.
         links: what was measured, (source, target) -> ms; on rank 0, empty on others.
         before, after: the simulated milliseconds of a step under these links; nan on other ranks than 0.
