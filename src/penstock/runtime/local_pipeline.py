@@ -175,8 +175,7 @@ class LocalPipeline:
         moving = functions_for(self._saved) if self.offloads else {}
         self._functions = functions_of(self._schedule, {**given.ops, **reducing, **moving})
         self.sources = stages_of(given.model, schedule.num_stages, parallel.costs)
-        self._layers = _layers_of(given.model, self.sources)
-        self._lists = _lists_of(given.model, self.sources)
+        self._holders = _holders_of(given.model, self.sources)
         self._in_a_row = _sequential(given.model)
         self.notices = Notices(place.everyone)
         self.transport: Transport | None = None
@@ -392,29 +391,29 @@ class LocalPipeline:
         return self.devices.runners[pipeline, stage].saved(microbatch)
 
     def require_own_layers(self) -> None:
-        """Raises RuntimeFailure where a layer of the model has been replaced since: stages have the one before. So
-        have they where a list has got one or lost one.
-        """
-        for path, layers, names in self._lists:
-            if [*layers] != names:
-                has, had = f"{len(layers)} layers", str(len(names))
-                if len(layers) == len(names):
-                    has, had = f"layers {', '.join(layers)}", ", ".join(names)
+        """Raises RuntimeFailure if the model has other layers now: the stages call those that it had."""
+        for path, holder, had in self._holders:
+            has = holder._modules
+            if isinstance(holder, nn.ModuleList | nn.ModuleDict | nn.Sequential) and [*has] != [*had]:
+                one, other = f"layers {', '.join(has)}", ", ".join(had)
+                if len(has) != len(had):
+                    one, other = f"{len(has)} layers", str(len(had))
                 raise RuntimeFailure(
-                    f"{path or 'the model'} has {has}, and had {had} when ps.Pipeline was made, whose stages have "
+                    f"{path or 'the model'} has {one}, and had {other} when ps.Pipeline was made, whose stages have "
                     "those; make a new pipeline"
                 )
+            for name, layer in had.items():
+                if (now := has.get(name)) is not layer and now is not None:
+                    raise RuntimeFailure(
+                        f"layer {path}{'.' * bool(path)}{name} of the model has been replaced by another "
+                        f"{type(now).__name__} since ps.Pipeline was made, whose stages have the one before; make a "
+                        "new pipeline, or change the layer itself"
+                    )
         if self._in_a_row is not None and (more := beside_layers(self._in_a_row)):
             raise RuntimeFailure(
                 f"the {type(self._in_a_row).__name__} has been given {', '.join(more)} since ps.Pipeline was made, "
                 "whose stages call its layers alone; make a new pipeline, or give that to one of the layers"
             )
-        for path, holder, name, layer in self._layers:
-            if (now := holder.get(name)) is not layer and now is not None:
-                raise RuntimeFailure(
-                    f"layer {path} of the model has been replaced by another {type(now).__name__} since ps.Pipeline "
-                    "was made, whose stages have the one before; make a new pipeline, or change the layer itself"
-                )
         self.follow_model()
 
     def follow_model(self) -> None:
@@ -543,36 +542,11 @@ def _sequential(model: Any) -> nn.Sequential | None:
     return model if isinstance(model, nn.Sequential) and len(model) and not beside_layers(model) else None
 
 
-def _lists_of(model: Any, sources: Sequence[Any]) -> list[tuple[str, dict[str, Any], list[str]]]:
-    """The path of each list of layers that is no part of a layer itself, what it holds, and their names."""
-    if not isinstance(model, nn.Module):
-        return []
-    taken = _taken(sources)
-    return [
-        (path, module._modules, [*module._modules])
-        for path, module in model.named_modules()
-        if isinstance(module, nn.ModuleList | nn.ModuleDict | nn.Sequential) and id(module) not in taken
-    ]
-
-
-def _taken(sources: Sequence[Any]) -> set[int]:
-    return {id(one) for source in sources if isinstance(source, nn.Module) for one in source.modules()}
-
-
-def _layers_of(model: Any, sources: Sequence[Any]) -> list[tuple[str, dict[str, Any], str, nn.Module]]:
-    """The path of each layer that stages took from a model, and of each module around such layers, the dict that
-    holds it there, its name in it, and it.
-    """
-    if not isinstance(model, nn.Module):
-        return []
-    taken = _taken(sources)
-    return [
-        (f"{path}.{name}" if path else name, holder._modules, name, layer)
-        for path, holder in model.named_modules()
-        if id(holder) not in taken
-        for name, layer in holder._modules.items()
-        if layer is not None and any(id(one) in taken for one in layer.modules())
-    ]
+def _holders_of(model: Any, sources: Sequence[Any]) -> list[tuple[str, nn.Module, dict[str, nn.Module | None]]]:
+    """Returns each module of a model that lies in no stage: its path, the module, and what it holds."""
+    taken = {id(one) for source in sources if isinstance(source, nn.Module) for one in source.modules()}
+    found = model.named_modules() if isinstance(model, nn.Module) else ()
+    return [(path, module, dict(module._modules)) for path, module in found if id(module) not in taken]
 
 
 def _name_of(function: Any) -> str | None:
