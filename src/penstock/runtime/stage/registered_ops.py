@@ -20,7 +20,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
-from datetime import timedelta
 from typing import Any
 
 import torch
@@ -28,7 +27,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from penstock.runtime.errors import RuntimeFailure
-from penstock.runtime.mesh.collective import WeakGroup, explain
+from penstock.runtime.mesh.collective import WeakGroup, explained
 from penstock.runtime.mesh.peers import GroupPeers, Peers, meeting_groups
 from penstock.runtime.stage.host_memory import HostCopy, SavedTensors
 from penstock.runtime.stage.ops import StageRunner
@@ -121,26 +120,13 @@ class OutputGathering:
         return True
 
     def _gathered(self, group: dist.ProcessGroup) -> Values:
-        try:
-            shapes: list[Any] = [None] * dist.get_world_size(group)
-            mine = {place: (tuple(value.shape), value.dtype) for place, value in self._own.items()}
-            dist.all_gather_object(shapes, mine, group=group)
-            found: Values = {}
-            here = next((value.device for value in self._own.values()), torch.device("cpu"))
-            for source, theirs in enumerate(shapes):
-                for place, (shape, dtype) in sorted(theirs.items()):
-                    own = self._own.get(place)
-                    buffer = (
-                        torch.empty(shape, dtype=dtype, device="cpu")
-                        if own is None
-                        else own.detach().cpu().contiguous()
-                    )
-                    work = dist.broadcast(buffer, group=group, group_src=source, async_op=True)
-                    work.wait(timedelta(seconds=self._timeout))
-                    found[place] = buffer.to(here) if own is None else own
-            return found
-        except RuntimeError as error:
-            raise explain(error, self._rank, None, "what they gather", self._timeout) from None
+        here = next((value.device for value in self._own.values()), torch.device("cpu"))
+        gathered: list[Any] = [None] * dist.get_world_size(group)
+        mine = {place: value.detach().cpu().clone() for place, value in self._own.items()}  # without a view's base
+        with explained(self._rank, None, "what they gather", self._timeout):
+            dist.all_gather_object(gathered, mine, group=group)
+        theirs = {place: value.to(here) for each in gathered for place, value in sorted(each.items())}
+        return {**theirs, **self._own}
 
 
 @dataclass(frozen=True)
