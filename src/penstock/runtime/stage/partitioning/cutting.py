@@ -1,4 +1,4 @@
-"""Cuts what the user gives into stages: a model, or a list with one module per stage (`stages_of`).
+"""Cuts a model, or a list with one module per stage, into stages (`stages_of`).
 
 `ps.split` (`Split`) cuts any module's forward, and shows its stages as a table.
 """
@@ -234,7 +234,7 @@ def _sizes(
 
 
 def _listed_as(name: str, given: Iterable[T], fits: Callable[[T], bool], what: str) -> list[T]:
-    """What was given as a list, whatever it comes from. Raises PartitionError where something in it does not fit."""
+    """Returns an argument as a list. Raises PartitionError if it is none, or one of its entries does not fit."""
     found = list(given) if isinstance(given, Iterable) and not isinstance(given, str) else None
     if found is None or not all(map(fits, found)):
         shown = repr(given if found is None else found)
@@ -253,7 +253,7 @@ def _cannot(model: nn.Module, error: Untraceable) -> str:
 
 
 def _known(model: nn.Module, name: str) -> str:
-    """Raises PartitionError where the model has no such module."""
+    """Returns the name. Raises PartitionError if the model has no such module."""
     try:
         model.get_submodule(name)
     except AttributeError:
@@ -276,7 +276,7 @@ def _place(paths: Sequence[str], name: str, tracing: ModelTracer) -> int:
 
 
 def parameter_costs(layers: Sequence[nn.Module]) -> list[float]:
-    """A layer's cost where nothing was measured: its parameters, and a little for being there."""
+    """Returns each layer's cost if nothing was measured: its number of parameters, and 1 for being there."""
     return [1.0 + sum(p.numel() for p in layer.parameters()) for layer in layers]
 
 
@@ -293,8 +293,10 @@ def _operations(tracing: ModelTracer, paths: Sequence[str]) -> list[float]:
 
 @contextmanager
 def _in_single_operations() -> Iterator[None]:
-    """Inside, torch computes recurrent and attention layers by matmuls, which its counter knows. Otherwise oneDNN,
-    cuDNN or torch's fast path would compute such a layer in one piece, which counts as nothing."""
+    """Inside, torch computes recurrent and attention layers by matmuls, which its counter knows.
+
+    Otherwise oneDNN, cuDNN or torch's fast path computes such a layer in one piece, which counts as nothing.
+    """
     fast_path = torch.backends.mha.get_fastpath_enabled()
     one_dnn, *_ = torch.backends.mkldnn.set_flags(False)
     torch.backends.mha.set_fastpath_enabled(False)
@@ -307,9 +309,9 @@ def _in_single_operations() -> Iterator[None]:
 
 
 def _stages(tracing: ModelTracer, program: TracedProgram) -> list[Stage]:
-    """A stage for each part, with the layers and tensors that it uses in training or evaluation.
+    """Makes a stage of each part, with the layers and tensors that it uses in training or evaluation.
 
-    The last one also holds what no stage uses, so that nothing of the model is lost.
+    The last stage also holds the tensors that no stage uses, so that nothing of the model is lost.
     """
     model = tracing.model
     programs = [program]
@@ -318,7 +320,7 @@ def _stages(tracing: ModelTracer, program: TracedProgram) -> list[Stage]:
         parts = [each.parts(tracing.begins) for each in programs]
     except KeptValue:
         raise
-    except PartitionError:  # which an evaluation then says
+    except PartitionError:  # an evaluation then says it
         parts = [program.parts(tracing.begins)]
     tensors = {**dict(model.named_buffers()), **dict(model.named_parameters())}
     stages: list[Stage] = []
@@ -358,22 +360,23 @@ def _compared(tracing: ModelTracer, stages: Sequence[Stage]) -> list[int]:
         Untraceable: the stages give something else than the model.
     """
 
-    def outputs() -> Iterator[Any]:
+    def run(function: Callable[[], Any]) -> Any:
         with untouched(tracing.model), restored(device_of(tracing.example)), torch.no_grad():
             torch.manual_seed(0)
-            yield tracing.outputs()
-        with untouched(tracing.model), restored(device_of(tracing.example)), torch.no_grad():
-            torch.manual_seed(0)
-            value = tracing.example
-            for stage in stages:
-                value = stage(value)
-                yield value
+            return function()
 
-    whole, *passed_on = [flatten(value) for value in outputs()]
-    leaves, form = passed_on[-1]
-    if str(form) != str(whole[1]) or not all(map(_equal, leaves, whole[0])):
+    def staged() -> list[Any]:
+        values = [tracing.example]
+        for stage in stages:
+            values.append(stage(values[-1]))
+        return values[1:]
+
+    expected, form = flatten(run(tracing.outputs))
+    passed_on = [flatten(value) for value in run(staged)]
+    found, found_form = passed_on.pop()
+    if str(found_form) != str(form) or not all(map(_equal, found, expected)):
         raise Untraceable("the stages, run on the example, give something else than the model", None)
-    return [sum(leaf.numel() * leaf.element_size() for leaf in leaves) for leaves, _ in passed_on[:-1]] + [0]
+    return [sum(leaf.numel() * leaf.element_size() for leaf in leaves) for leaves, _ in passed_on] + [0]
 
 
 def _equal(a: Tensor, b: Tensor) -> bool:
@@ -390,7 +393,7 @@ def _bytes(num: int) -> str:
 def stages_of(
     model: nn.Module | Sequence[StageSource], num_stages: int, costs: Sequence[float] | None = None
 ) -> list[Stage | StageSource]:
-    """The stages of `model`, in order. Factories are left for `build_stage` to call where they are needed.
+    """Returns the stages of `model`, in order. Functions that make one are called later, by `build_stage`.
 
     Args:
         model: a module, cut by cost, or a list with one module, or function that makes one, for each stage. One that
@@ -434,7 +437,7 @@ def stages_of(
 
 
 def beside_layers(model: nn.Sequential) -> list[str]:
-    """In words, what a sequential does or holds that is not in its layers."""
+    """Says what a sequential does or holds beside its layers."""
     kind, plain, found = type(model), nn.Sequential, []
     if "parametrizations" in model._modules:
         found.append("parametrizations")
@@ -451,11 +454,12 @@ def beside_layers(model: nn.Sequential) -> list[str]:
 
 
 def build_stage(source: Stage | StageSource, index: int, num_stages: int) -> Stage:
-    """The stage itself; a bare module becomes a stage of one layer named by the stage's number. The only stage of a
-    model has no name before those of its parameters, which are then called as in any other number of stages.
+    """Makes a stage of a module, or of a function that returns one: a stage of one layer, named by its number.
+
+    The only stage of a model has no name, so its parameters have the same names as in any other number of stages.
 
     Raises:
-        RuntimeFailure: its function returned no module, or one that cannot be a stage.
+        RuntimeFailure: the function returned no module, or one that cannot be a stage.
     """
     module = source if isinstance(source, nn.Module) else source()
     if not isinstance(module, nn.Module):
@@ -468,10 +472,10 @@ def build_stage(source: Stage | StageSource, index: int, num_stages: int) -> Sta
 
 @contextmanager
 def evaluating(model: nn.Module | Sequence[StageSource], stages: Iterable[nn.Module]) -> Iterator[None]:
-    """Stages in evaluation mode, and afterwards as they were.
+    """Puts stages into evaluation mode, and puts them back at the end.
 
-    Modules may do more than note their mode in a `train` of their own, such as adding adapters to a weight and taking
-    them out again. So it is called as a user does: of the whole model, and of stages that are not in that.
+    A module's own `train` may do more than note the mode: it may add adapters to a weight, and take them out again.
+    So `eval` is called as a user calls it: on the whole model, and on stages that are no part of the model.
 
     Args:
         model: as it was given, whole or in parts.

@@ -35,13 +35,13 @@ HOOKS = {
 
 
 def opened_modules(model: nn.Module, names: Collection[str] = ()) -> list[nn.Module]:
-    """The modules whose forwards are to be traced, the model first.
+    """Returns the modules whose forwards are traced, the model first.
 
     Args:
-        names: of modules at which a stage is to begin; all that they lie in is opened.
+        names: the names of modules at which a stage begins. The modules that these lie in are opened.
 
     Raises:
-        Untraceable: something is around the model's forward that tracing would lose.
+        Untraceable: tracing would lose something around the model's forward, such as a hook.
     """
     why = why_closed(model)
     if why:
@@ -59,7 +59,7 @@ def opened_modules(model: nn.Module, names: Collection[str] = ()) -> list[nn.Mod
 
 
 def why_closed(module: nn.Module) -> str:
-    """In words, why a module's forward cannot be traced; empty where it may."""
+    """Says why a module's forward cannot be traced; empty if it can."""
     if hooked := why_hooked(module):
         return hooked
     if "parametrizations" in module._modules:
@@ -74,13 +74,13 @@ def why_closed(module: nn.Module) -> str:
 
 
 def why_hooked(module: nn.Module) -> str:
-    """In words, that a module has a hook; empty where it has none."""
+    """Says that a module has a hook; empty if it has none."""
     kind = next((kind for kind in HOOKS if getattr(module, kind)), "")
     return f"has a hook ({kind.strip('_').replace('_', ' ')})" if kind else ""
 
 
 def is_list(module: nn.Module) -> bool:
-    """Whether a module has layers and no forward."""
+    """Returns whether a module has layers and no forward."""
     return isinstance(module, nn.ModuleList | nn.ModuleDict)
 
 
@@ -95,7 +95,7 @@ def _within(module: nn.Module, total: int) -> Iterator[nn.Module]:
 
 
 def _children(module: nn.Module) -> Iterator[tuple[nn.Module, bool]]:
-    """Those that a module calls: the entries of lists in place of these. And whether each is a block."""
+    """Yields the modules that a module calls, and whether each is a block. Lists stand for their entries."""
     repeated = _repeats(module)
     for child in module.children():
         if is_list(child):
@@ -105,7 +105,7 @@ def _children(module: nn.Module) -> Iterator[tuple[nn.Module, bool]]:
 
 
 def _repeats(module: nn.Module) -> bool:
-    """Whether a list has several entries of one class, which is none of torch's own."""
+    """Returns whether a list has several entries of one class that is not torch's own."""
     if not (is_list(module) or isinstance(module, nn.Sequential)):
         return False
     kinds = Counter(type(child) for child in module._modules.values())

@@ -33,9 +33,9 @@ class WholeModel(Stage):
 
     Args:
         model: the model.
-        calling: how it is called with its inputs.
-        tracing: how its forward was traced. Default: it is traced if its first forward draws. If it can't be traced,
-            it is one layer, as no other number of stages can run it.
+        calling: how the model is called with its inputs.
+        tracing: how the model's forward was traced. Default: it is traced if its first forward draws. A model that
+            can't be traced counts as one layer, as no other number of stages can run it.
     """
 
     def __init__(
@@ -47,7 +47,7 @@ class WholeModel(Stage):
         """Whether the forward draws: in training mode by True, in evaluation mode by False."""
 
     def forward(self, value: Any, seed: int | None = None) -> Any:
-        """Runs the model. With `seed` (of this step and microbatch) its random draws are those of its stages."""
+        """Runs the model. With the seed of this step and microbatch, the model draws what its stages would draw."""
         (model,) = self.in_order
         if seed is None:
             return self._calling(model, value)
@@ -61,7 +61,7 @@ class WholeModel(Stage):
             return self._calling(model, value)
 
     def _has_drawn(self, leaves: Sequence[Tensor], skeleton: Any, device: torch.device) -> bool:
-        """Runs the forward once to see whether it draws, and puts back the model's state and gradients.
+        """Runs the forward once and returns whether it draws. Puts back the model's state and gradients.
 
         A model that draws nothing is never traced. One that draws has filled its own caches before it is traced.
         """
@@ -73,7 +73,7 @@ class WholeModel(Stage):
                 for parameter, _ in gradients:
                     parameter.grad = None
                 self._calling(model, unflatten(copies, skeleton))
-            except Exception:  # which the forward itself raises next
+            except Exception:  # the forward itself raises it next
                 return False
             finally:
                 for parameter, gradient in gradients:
@@ -81,7 +81,7 @@ class WholeModel(Stage):
             return has_drawn()
 
     def _layers_called(self, model: nn.Module, skeleton: Any) -> list[nn.Module]:
-        """The layers that the forward calls with inputs of this form; none if it can't be traced."""
+        """Returns the layers that the forward calls with inputs of this form; none if it can't be traced."""
         try:
             if self._tracing is None:
                 tracing = ModelTracer(model, opened_modules(model))
