@@ -151,7 +151,7 @@ def judge(seed: int, ranks: list[dict[str, Any]]) -> dict[str, Any]:
     }
     usual = {phase: statistics.median(ms) for phase, ms in phases.items() if ms}
     longest = max(ms - usual[phase] for phase, all_ms in phases.items() for ms in all_ms)
-    return {
+    run = {
         "seed": seed,
         "late_ms": late_ms(seed),
         "changes": [[each["detected"], each["step"]] for each in changes],
@@ -164,6 +164,7 @@ def judge(seed: int, ranks: list[dict[str, Any]]) -> dict[str, Any]:
             [each["step"] for each in rank["changes"]] == [each["step"] for each in changes] for rank in ranks
         ),
     }
+    return run | {"holds": holds(run)}
 
 
 def holds(run: dict[str, Any]) -> bool:
@@ -180,12 +181,13 @@ def holds(run: dict[str, Any]) -> bool:
     )
 
 
-def table(results: dict[str, Any]) -> list[str]:
+def table(runs: list[dict[str, Any]]) -> list[str]:
     rows = []
-    for run in results["runs"]:
+    for run in runs:
         changes = ", ".join(f"{detected} → {step}" for detected, step in run["changes"])
-        rows.append([run["seed"], run["late_ms"], changes, *run["ms"].values(), run["pause"], run["false"]])
-    phases = [f"{phase}, ms" for phase in results["runs"][0]["ms"]]
+        figures = [run["seed"], run["late_ms"], changes, *run["ms"].values(), run["pause"], run["false"]]
+        rows.append([str(each) for each in figures])
+    phases = [f"{phase}, ms" for phase in runs[0]["ms"]]
     return markdown(["seed", "late by, ms", "detected → new plan", *phases, "longest pause, ms", "false"], rows)
 
 
@@ -207,7 +209,9 @@ def main() -> None:
         text = ",\n".join(json.dumps(run) for run in sorted(runs, key=lambda run: int(run["seed"])))
         given.out.write_text(f'{{"record": {json.dumps(record())},\n"runs": [\n{text}\n]}}\n')
     if given.readme:
-        write_between(FOLDER / "README.md", "adaptive", table(json.loads((FOLDER / "adaptive.json").read_text())))
+        write_between(
+            FOLDER / "README.md", "adaptive", table(json.loads((FOLDER / "adaptive.json").read_text())["runs"])
+        )
 
 
 if __name__ == "__main__":

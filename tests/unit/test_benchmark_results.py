@@ -225,6 +225,7 @@ def test_rank_memory(monkeypatch: pytest.MonkeyPatch) -> None:
         ("mesh", "ddp", "rows", "table", "ddp"),
         ("limits", "starts", "gaps", "table", "starts"),
         ("dispatch", "by_sigma", "ways", "table", "by sigma"),
+        ("arrive", "adaptive", "runs", "table", "adaptive"),
     ],
 )
 def test_a_table_is_what_its_script_makes_of_the_results(
