@@ -21,10 +21,10 @@ from waiting import wait_until
 
 
 def _serve(port: int) -> None:
-    import torch.distributed as dist
+    from penstock.runtime.adapt.store import QueueServer
 
-    store = dist.TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False)
-    while store.port:
+    QueueServer(["127.0.0.1"], port)
+    while True:
         time.sleep(60)
 
 

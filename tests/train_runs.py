@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from penstock.runtime.launch import RankOrder, WaitingServer, launch
+from penstock.runtime.launch import RankServer, launch
 from processes import forkserver
 from waiting import wait_until
 
@@ -115,18 +115,10 @@ def _penstock(
 
 
 def _launch_from_here(
-    program: Sequence[str], num_ranks: int, *, waiting: WaitingServer | RankOrder | None = None, **options: Any
+    program: Sequence[str], num_ranks: int, *, waiting: RankServer | None = None, **options: Any
 ) -> int:
     """What `launch` does, with ranks forked from this process: they need not load torch once more."""
-    waiting = waiting or WaitingServer.fork(options["preload"])
-    if isinstance(waiting, RankOrder):
-        sys.stdout, sys.stderr = sys.__stdout__, sys.__stderr__  # and not what the parent keeps of what is said
-        code = waiting.run()
-        for stream in (sys.stdout, sys.stderr):
-            if stream is not None:
-                stream.flush()
-        os._exit(code)
-    return launch(program, num_ranks, waiting=waiting, **options)
+    return launch(program, num_ranks, waiting=waiting or RankServer.fork(options["preload"]), **options)
 
 
 def penstock(words: Sequence[str], cwd: Path | None = None, loads: Sequence[str] = ()) -> Ended:

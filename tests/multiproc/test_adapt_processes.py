@@ -151,7 +151,7 @@ def cannot(rank: int, store: str, folder: str) -> str:
 def test_what_one_rank_cannot_do_is_said_by_all(tmp_path: Path) -> None:
     """A store that nobody reaches, and a folder that rank 0 alone would write to."""
     for store, folder, said in (
-        ("tcp://127.0.0.1:1", str(tmp_path), "rank 0: the TCPStore at 127.0.0.1:1 cannot be reached"),
+        ("tcp://127.0.0.1:1", str(tmp_path), "rank 0: the store at 127.0.0.1:1 cannot be reached"),
         ("", "/proc/nowhere", "give another folder for the records"),
     ):
         outcomes = run_ranks(NUM_RANKS, cannot, store, folder)

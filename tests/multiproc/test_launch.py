@@ -3,22 +3,18 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import signal
 import socket
 import sys
-import threading
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from penstock.runtime.launch import RankOrder, WaitingServer, fork_server, launch
+from penstock.runtime.launch import RankServer, launch
 from processes import forkserver
 from stores import free_port
 from waiting import PATIENCE, wait_until
@@ -61,16 +57,14 @@ assert pass_on(rank) == (rank - 1) % num_ranks
 
 
 AT_ONCE = """
-import json, os, sys, time
+import os, sys, time
 from pathlib import Path
 from waiting import write_at_once
 
 folder, rank = Path(sys.argv[1]), os.environ["RANK"]
 write_at_once(folder / f"pid-{rank}", str(os.getpid()))
-write_at_once(folder / f"handed-{rank}", json.loads(os.environ["PENSTOCK_LAUNCH"])["reports"])
 """
-"""In place of the head, for ranks that never join. A file that appears has all its text: one that was read empty, as
-a busy machine did once, names the current folder, for whose end a test then waits forever."""
+"""In place of the head, for ranks that never join."""
 
 
 def launch_there(
@@ -92,9 +86,7 @@ def launch_there(
     for name, number in (("out", 1), ("err", 2)):
         with (folder / name).open("w") as file:
             os.dup2(file.fileno(), number)
-    waiting = WaitingServer.fork(preload) if ahead else None
-    if isinstance(waiting, RankOrder):
-        sys.exit(waiting.run())
+    waiting = RankServer.fork(preload) if ahead else None
     words = [str(folder / "ranks.py"), str(folder)]
     sys.exit(launch(words, num_ranks, preload=preload, port=port, waiting=waiting, grace=grace))
 
@@ -300,65 +292,11 @@ def test_a_killed_parent_takes_its_ranks_along(start_parent) -> None:
 
 
 def test_a_killed_parent_takes_ranks_along_that_have_not_joined(start_parent) -> None:
-    """Nothing of theirs looks after the parent yet; the process that they were forked from does, and removes the
-    reports.
-    """
-    run, parent = start_parent("time.sleep(1000)", AT_ONCE, ahead=False)
-    run.appear("handed-*")
-    (reports,) = {path.read_text() for path in run.folder.glob("handed-*")}
-    assert Path(reports).is_dir()
+    """One of them is stopped, and can do nothing about it itself."""
+    run, parent = start_parent("if rank == '1': os.kill(os.getpid(), 19)\ntime.sleep(1000)", AT_ONCE, ahead=False)
+    run.appear("pid-*")
     os.kill(parent, signal.SIGKILL)
     wait_until(lambda: not alive(run.pids()), lambda: f"ranks {alive(run.pids())} still run")
-    wait_until(lambda: not Path(reports).exists(), lambda: f"{reports} has {os.listdir(reports)}")
-
-
-def test_a_parent_that_is_killed_once_its_ranks_have_ended_leaves_no_folder(start_parent, tmp_path: Path) -> None:
-    """It is stopped meanwhile, so that it does not see their end."""
-    run, parent = start_parent("while not (folder / 'go').exists(): time.sleep(0.02)\n", AT_ONCE, ahead=False)
-    run.appear("handed-*")
-    (reports,) = {path.read_text() for path in tmp_path.glob("handed-*")}
-    os.kill(parent, signal.SIGSTOP)
-    (tmp_path / "go").touch()
-    wait_until(lambda: not alive(run.pids()), lambda: f"ranks {alive(run.pids())} still run")
-    assert Path(reports).is_dir()
-    os.kill(parent, signal.SIGKILL)
-    wait_until(lambda: not Path(reports).exists(), lambda: f"{reports} has {os.listdir(reports)}")
-
-
-def serve_here(folder: Path) -> None:
-    """A fork server whose launching process leaves once it knows the ranks. Leaves in a file those that are there
-    when it removes the reports."""
-    ours, theirs = socket.socketpair()
-    pids: list[int] = []
-
-    def leave() -> None:
-        while not (told := ours.recv(1 << 16)).endswith(b"\n"):
-            pass
-        pids.extend(json.loads(told)["pids"])
-        ours.close()
-
-    def remove(_: str, ignore_errors: bool) -> None:
-        there = [pid for pid in pids if Path(f"/proc/{pid}").exists()]
-        (folder / "there").write_text(f"{there} of {len(pids)}")
-
-    threading.Thread(target=leave).start()
-    fork_server.shutil = SimpleNamespace(rmtree=remove)  # type: ignore[assignment]
-    order = {"program": ["-m", "this"], "preload": [], "reports": str(folder), "ranks": [{}, {}], "descriptors": []}
-    if fork_server.serve(theirs, order) is not None:  # a rank
-        ours.close()
-        time.sleep(1000)
-
-
-def test_reports_were_removed_while_killed_ranks_could_still_write_one(tmp_path: Path) -> None:
-    """Which kept the folder from being removed: it stayed for ever."""
-    process = forkserver().Process(target=serve_here, args=(tmp_path,))
-    process.start()
-    try:
-        wait_until(lambda: not process.is_alive(), lambda: "the server has not ended")
-    finally:
-        process.kill()
-        process.join()
-    assert (tmp_path / "there").read_text() == "[] of 2"
 
 
 def test_the_process_that_ranks_are_forked_from_is_killed(start) -> None:
@@ -469,7 +407,6 @@ def test_what_fails_before_it_can_report_is_told_once(capfd: pytest.CaptureFixtu
     assert launch([str(script)], 3) == 1
     err = capfd.readouterr().err
     assert err.count("ModuleNotFoundError: No module named 'no_such_module_at_all'") == 1
-    assert "ended with exit code 1 and reported no exception" in err
     script.write_text("import sys; print('by the way', file=sys.stderr)")
     assert launch([str(script)], 2) == 0
     assert capfd.readouterr().err == "by the way\n" * 2

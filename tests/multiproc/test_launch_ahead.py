@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from listening import runs
-from penstock.runtime.launch import RankOrder, WaitingServer, launch
+from penstock.runtime.launch import RankServer, launch
 from processes import forkserver
 from train_runs import SMALL, Run
 from waiting import PATIENCE, wait_until, write_at_once
@@ -41,11 +41,9 @@ PROGRAMS = {
 
 def _launched(program: str, out: str, ahead: bool) -> None:
     """A program that launches another; its exit code is the launch's, and what was said goes to files."""
-    waiting = WaitingServer.fork([]) if ahead else None
-    if isinstance(waiting, RankOrder):
-        sys.exit(waiting.run())
     stdout = os.open(f"{out}.out", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(stdout, 1)
+    waiting = RankServer.fork([]) if ahead else None
     os.environ["SAID"] = "after the fork"
     os.chdir(os.path.dirname(program))
     said = io.StringIO()
@@ -85,8 +83,7 @@ def test_ranks_end_as_those_of_a_server_of_their_own(what: str, tmp_path: Path) 
 
 
 def _kills_its_server(out: str) -> None:
-    waiting = WaitingServer.fork([])
-    assert isinstance(waiting, WaitingServer)
+    waiting = RankServer.fork([])
     waiting.kill()
     said = io.StringIO()
     with redirect_stderr(said):
@@ -103,8 +100,7 @@ def test_a_server_that_is_killed_as_it_waits_is_spoken_of(tmp_path: Path) -> Non
 
 def _waits(out: str, then: str) -> None:
     """Forks a server and discards it, or is killed."""
-    waiting = WaitingServer.fork([])
-    assert isinstance(waiting, WaitingServer)
+    waiting = RankServer.fork([])
     children = Path(f"/proc/self/task/{os.getpid()}/children").read_text()
     write_at_once(Path(out), children)
     if then == "killed":
@@ -142,4 +138,4 @@ def test_penstock_train_forks_its_ranks_itself_but_where_ones_own_code_ran(tmp_p
         with Run(tmp_path / str(itself), f"{options} --out {tmp_path / str(itself)}") as run:
             run.wait_for(lambda run=run: len(run.ranks()) == 2)  # type: ignore[misc]
             (server,) = {int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1]) for pid in run.pids}
-            assert ("fork_server" not in _command(server)) == itself
+            assert ("launch.server" not in _command(server)) == itself

@@ -173,8 +173,7 @@ def stands_still(server: Server) -> None:
 def test_a_store_that_stands_still_holds_no_call_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
     with running("tcp") as server:
         store = open_store(server.address)
-        for limit in ("FIRST_ANSWER_S", "CONNECT_S"):
-            monkeypatch.setattr(f"penstock.runtime.adapt.store.{limit}", 0.5)
+        monkeypatch.setattr("penstock.runtime.adapt.store.ANSWER_S", 0.5)
         stands_still(server)
         ended: list[str] = []
 

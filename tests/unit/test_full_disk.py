@@ -17,8 +17,6 @@ from penstock.cli.failure import failure_of
 from penstock.data import ByteTokenizer, DataError, prepare
 from penstock.runtime.checkpoint import latest, write
 from penstock.runtime.errors import CheckpointError, RuntimeFailure
-from penstock.runtime.launch.child import FolderReportSink
-from penstock.runtime.launch.failures import FailureReport
 from penstock.runtime.transport.delegate.delegates import cannot
 from penstock.train import command
 from penstock.train.folder import write_whole
@@ -97,13 +95,6 @@ def test_what_ranks_need_names_the_folder_that_is_full(tmp_path: Path) -> None:
     order = TrainJob(settings=Settings(), folder="runs/mine")
     with files_of_at_most(8), pytest.raises(RuntimeFailure, match=r"File too large; make room there, or set TMPDIR"):
         hand_over(tmp_path, order, None)
-
-
-def test_a_report_that_could_not_be_written_is_printed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """The parent would only know of an exit code."""
-    report = FailureReport.of(RuntimeFailure("why"), 1)
-    FolderReportSink(str(tmp_path / "gone")).take(report)
-    assert capsys.readouterr().err == "penstock: rank 1 failed: RuntimeFailure: why\n"
 
 
 def test_delegates_whose_memory_may_not_be_as_long_are_told_the_limit() -> None:

@@ -1,4 +1,4 @@
-"""Stores: queues in this process, in a TCPStore and in Redis; what happens when a server stops, dies and refuses."""
+"""Stores: queues in this process, in another one and in Redis; what happens when a server stops, dies and refuses."""
 
 from __future__ import annotations
 

@@ -9,7 +9,7 @@ import signal
 import sys
 from collections.abc import Callable, Sequence
 from functools import cache
-from typing import TYPE_CHECKING, Any, TextIO, TypeVar
+from typing import Any, TextIO, TypeVar
 
 import typer
 from typer.main import get_command
@@ -18,9 +18,6 @@ from penstock.cli.app import Invocation, app
 from penstock.cli.failure import INVALID, MISUSE, Failure, failure_of
 from penstock.cli.output import print_json
 from penstock.host_process import open_standard_streams
-
-if TYPE_CHECKING:
-    from penstock.runtime.launch import RankOrder
 
 T = TypeVar("T")
 
@@ -37,19 +34,18 @@ TRACEBACK = "PENSTOCK_TRACEBACK"
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command line and returns its exit code.
 
-    Without `argv` this is the program itself, whose process may be forked: in a rank of a run it carries on here.
+    Without `argv` this is the program itself, and ranks may be forked from its process.
 
     Args:
         argv: the words after `penstock`; those of this process where not given.
     """
     if argv is None:
         open_standard_streams()
-    done = _told(Invocation(list(sys.argv[1:] if argv is None else argv), is_program=argv is None))
-    return done if isinstance(done, int) else done.run()
+    return _told(Invocation(list(sys.argv[1:] if argv is None else argv), is_program=argv is None))
 
 
-def _told(invocation: Invocation) -> int | RankOrder:
-    """Runs a verb with output that may fail; its exit code, or what a rank has to do."""
+def _told(invocation: Invocation) -> int:
+    """Runs a verb with output that may fail; its exit code."""
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="replace")  # a terminal that cannot spell a bar shows a question mark
@@ -94,14 +90,14 @@ class _Output:
             raise
 
 
-def _run(invocation: Invocation) -> int | RankOrder:
+def _run(invocation: Invocation) -> int:
     """Runs a verb, and reports how it failed; raises OSError where what it prints can't be written."""
     arguments, as_json = invocation.arguments, "--json" in invocation.arguments
     if arguments and (instead := LEFT.get(arguments[0])):
         return _report(Failure(MISUSE, f"penstock {arguments[0]} is gone since 0.2; {instead}", "usage"), as_json)
     try:
         parser = _parser()
-        code: int | RankOrder | None = parser(arguments, prog_name="penstock", standalone_mode=False, obj=invocation)
+        code: int | None = parser(arguments, prog_name="penstock", standalone_mode=False, obj=invocation)
         return 0 if code is None else code
     except typer.Exit as error:
         return error.exit_code

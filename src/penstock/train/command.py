@@ -20,7 +20,7 @@ from penstock.train.tasks.open import schedule_of
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from penstock.runtime.launch import RankOrder, WaitingServer
+    from penstock.runtime.launch import RankServer
     from penstock.train.job import TrainJob
 
 DEFAULTS, EMULATED = Settings(), EmulatedSettings()
@@ -296,7 +296,7 @@ def train(
     return _carry_out(order_of(given, out, resume, export, as_json, fallback, verify), port, is_program)
 
 
-def _carry_out(order: TrainJob | EmulatedJob, port: int | None, is_program: bool) -> int | RankOrder:
+def _carry_out(order: TrainJob | EmulatedJob, port: int | None, is_program: bool) -> int:
     # Light checks first: most mistakes are told before torch is loaded.
     if isinstance(order, EmulatedJob):
         order.settings.check_plan()
@@ -310,13 +310,11 @@ def _carry_out(order: TrainJob | EmulatedJob, port: int | None, is_program: bool
     return _over_ranks(forks, run_job.__name__, lambda waiting: run_job.run_job(order, port, waiting))
 
 
-def _over_ranks(forks: bool, preload: str, run: Callable[[WaitingServer | None], int]) -> int | RankOrder:
-    """Runs a job. If it `forks`, ranks are forked from this process; in a rank, returns what the rank is to do."""
-    from penstock.train.start import RankOrder, fork_ahead
+def _over_ranks(forks: bool, preload: str, run: Callable[[RankServer | None], int]) -> int:
+    """Runs a job. If it `forks`, ranks have what this process has loaded by now."""
+    from penstock.train.start import fork_ahead
 
     ahead = fork_ahead(preload) if forks else None
-    if isinstance(ahead, RankOrder):
-        return ahead
     try:
         return run(ahead)
     finally:

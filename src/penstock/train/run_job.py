@@ -19,7 +19,7 @@ import torch.distributed as dist
 
 from penstock.data import Corpus
 from penstock.runtime.checkpoint import UNWRITTEN, CheckpointError
-from penstock.runtime.launch import WaitingServer, init_process, warm_up_malloc, watch
+from penstock.runtime.launch import RankServer, init_process, warm_up_malloc
 from penstock.train.asynchronous import bound, one_every, proved_mismatch
 from penstock.train.emulated.run import CheckedEmulation
 from penstock.train.folder import RunFolder, check_place, is_folder
@@ -82,7 +82,7 @@ class CheckedRun(Protocol):
         """How to continue after a failure, if there is something to continue from."""
 
 
-def run_job(order: TrainJob | EmulatedJob, port: int | None, waiting: WaitingServer | None = None) -> int:
+def run_job(order: TrainJob | EmulatedJob, port: int | None, waiting: RankServer | None = None) -> int:
     """Runs the order on this machine and prints the report. Returns the exit code.
 
     `waiting` is the process that ranks are forked from, if it was forked ahead.
@@ -111,7 +111,6 @@ def run_job(order: TrainJob | EmulatedJob, port: int | None, waiting: WaitingSer
 
 def run_ordered(handover: Path) -> NoReturn:
     """What a rank started by `run_job` does. It ends the process."""
-    watch()
     order, corpus = take_over(handover)
     checked: CheckedRun
     if isinstance(order, EmulatedJob):
@@ -144,7 +143,7 @@ def run_joined(order: TrainJob | EmulatedJob) -> int:
 
 
 def carry_out(
-    checked: CheckedRun, port: int | None = None, waiting: WaitingServer | None = None
+    checked: CheckedRun, port: int | None = None, waiting: RankServer | None = None
 ) -> tuple[RunReport | None, int, str]:
     """Runs in this process, or starts one process for each place in the mesh.
 

@@ -16,8 +16,9 @@ from types import FrameType
 
 from penstock.runtime import RuntimeFailure
 from penstock.runtime.adapt.store import StoreLost, open_store
-from penstock.runtime.launch import FIRST_OPTIMIZER, RankOrder, WaitingServer, launch
-from penstock.runtime.launch.parent import handled, listen
+from penstock.runtime.launch import FIRST_OPTIMIZER, RankServer, launch
+from penstock.runtime.launch.parent import handled
+from penstock.runtime.launch.server import listen
 from penstock.runtime.mesh.interfaces import local_addresses
 from penstock.train.checks import SettingsError
 from penstock.train.run_settings import RunSettings
@@ -65,16 +66,15 @@ def check_interfaces(settings: RunSettings) -> None:
         raise SettingsError(f"--interfaces: {error}") from None
 
 
-def fork_ahead(preload: str) -> WaitingServer | RankOrder | None:
+def fork_ahead(preload: str) -> RankServer | None:
     """The process from which ranks will be forked. It is forked while this process has loaded only what ranks need.
-    In a rank, returns what the rank is to do.
 
     None if no process is forked ahead: not every system's libraries survive a fork, and neither would a
     thread of ours.
     """
     if sys.platform != "linux" or threading.active_count() > 1:
         return None
-    return WaitingServer.fork([FIRST_OPTIMIZER, preload])
+    return RankServer.fork([FIRST_OPTIMIZER, preload])
 
 
 def start_ranks(
@@ -82,7 +82,7 @@ def start_ranks(
     num_ranks: int,
     port: int | None,
     preload: str,
-    waiting: WaitingServer | None,
+    waiting: RankServer | None,
     env: Mapping[str, str] | None = None,
 ) -> tuple[int, str]:
     """Starts `python -m penstock.train` with these arguments, one process per rank. Returns the exit code, and

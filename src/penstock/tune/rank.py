@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from penstock.formats.files import replaced
-from penstock.runtime.launch import init_process, warm_up_malloc, watch
+from penstock.runtime.launch import init_process, warm_up_malloc
 from penstock.train.settings import Settings
 from penstock.train.tasks.gpt import gpt_config
 from penstock.tune import layers, transfer, trial
@@ -24,7 +24,6 @@ TIMEOUT = 120.0
 
 def run_rank(folder: Path) -> None:
     """Does the job in `folder`. It ends the process."""
-    watch()
     job = json.loads((folder / "job.json").read_text())
     torch.set_num_threads(job["num_threads"])
     warm_up_malloc()  # as a training rank does

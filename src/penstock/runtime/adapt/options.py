@@ -26,8 +26,8 @@ class AdaptOptions:
 
     Attributes:
         folder: where the log and the records of the run are written. None: nowhere.
-        store: the address through which ranks report: tcp://HOST:PORT or redis://HOST:PORT/DB. None: the TCPStore of
-            the job itself.
+        store: the address through which ranks report: tcp://HOST:PORT or redis://HOST:PORT/DB. None: queues in
+            rank 0's process.
         costs: costs of each stage. None: those given to `ps.emulate`, or measured in the first iterations.
         memory_limit: most activations that each rank may hold, in the unit of the costs: one number, or one per rank.
             None: what each rank holds in the first schedule's own order.

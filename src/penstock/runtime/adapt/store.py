@@ -1,4 +1,4 @@
-"""A store through which ranks exchange messages beside the training: queues in this process, a TCPStore, or Redis.
+"""A store through which ranks exchange messages beside the training: queues in rank 0's process, or Redis.
 
     rank 3 --push("to-0", report)--> | to-0 | --pop("to-0")--> rank 0
 
@@ -19,17 +19,13 @@ import threading
 import time
 import uuid
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from datetime import timedelta
-from pathlib import Path
 from queue import Empty, SimpleQueue
 from typing import Any, Protocol
 
-import torch.distributed as dist
-
 from penstock.runtime.errors import RuntimeFailure
-from penstock.runtime.mesh.interfaces import addresses_for, clock_name, listen, local_addresses, named, network_name
+from penstock.runtime.mesh.interfaces import addresses_for, clock_name, listen, network_name
 from penstock.runtime.mesh.peers import GroupPeers, Peers
 from penstock.runtime.mesh.probe import ahead_of_first
 
@@ -91,56 +87,89 @@ class InProcessStore:
             return self._queues[name]
 
 
-POLL_S = 0.02
-"""Seconds between two looks at a queue. One takes about 40 us."""
-FIRST_ANSWER_S = 20.0
-"""Seconds that a TCPStore may take to answer its client at first: a machine is busiest when ranks start."""
-CONNECT_S = 5.0
-"""Seconds for reaching a server, and for any other of its answers besides what a call waits for itself."""
-TORCH_MARGIN_S = 0.25
-"""Seconds that torch may take to give up by itself."""
-_DESCRIPTORS = Path("/proc/self/fd")
-_NETWORKS = (socket.AF_INET, socket.AF_INET6)
-"""Families of sockets whose other end is a host and a port; one between processes of this host has a name or none."""
+ANSWER_S = 5.0
+"""Seconds for reaching a server, and for its answer besides what a pop waits for itself."""
+_HEADER = struct.Struct("!dII")
+"""Of a request and of an answer: seconds, and how many bytes follow of the queue's name and of the value."""
+_PUSHES = -1.0
+"""In place of a pop's seconds: the request is a push. In an answer: there is no value."""
+
+
+class QueueServer:
+    """A store that lives in this process and is reached by TCP. Each connection has a thread.
+
+    Args:
+        addresses: of this host, on which it listens. One that cannot be used is left out, but for the first.
+        port: any free one for 0.
+
+    Raises:
+        OSError: the first address or the port cannot be used.
+    """
+
+    def __init__(self, addresses: Sequence[str], port: int = 0) -> None:
+        self._queues = InProcessStore()
+        self._open = [listen(port, addresses[0])]
+        self.port = self._open[0].getsockname()[1]
+        for address in addresses[1:]:
+            with contextlib.suppress(OSError):
+                self._open.append(listen(self.port, address))
+        for listener in list(self._open):
+            self._start(self._accept, listener)
+
+    def close(self) -> None:
+        """Ends it and all its connections."""
+        while self._open:
+            _cut(self._open.pop())
+
+    def _accept(self, listener: socket.socket) -> None:
+        while True:
+            connection, _ = listener.accept()
+            self._open.append(connection)
+            self._start(self._answer, connection)
+
+    def _answer(self, connection: socket.socket) -> None:
+        while True:
+            seconds, queue, value = _receive(connection)
+            if seconds == _PUSHES:
+                self._queues.push(queue, value)
+                _send(connection, _PUSHES)
+            else:
+                found = self._queues.pop(queue, seconds)
+                _send(connection, _PUSHES if found is None else 0.0, value=found or b"")
+
+    def _start(self, work: Callable[[socket.socket], None], one: socket.socket) -> None:
+        def run() -> None:
+            with one, contextlib.suppress(OSError):  # the other end is gone, or this was closed
+                work(one)
+
+        threading.Thread(target=run, name="penstock-store", daemon=True).start()
 
 
 class TcpStore:
-    """A client of the TCPStore at `host:port`.
-
-    A queue is asked every few milliseconds, and not waited for: torch writes two lines to stderr for every wait that
-    ends without a value. Before a client is made, a plain socket finds out whether anybody listens, for the same
-    reason.
-
-    torch's client waits for an answer forever where the server's process stands still. So the kernel is told to end
-    any wait of its socket, which is found among those of this process.
+    """A client of the `QueueServer` at `host:port`.
 
     Args:
-        others: further addresses of the same store, by other networks: each is tried where the one before is not
+        others: further addresses of the same server, by other networks. Each is tried if the one before is not
             reached (any more).
 
     Raises:
-        StoreLost: nobody listens there, or nobody answers.
+        StoreLost: nobody listens there.
     """
 
     def __init__(self, host: str, port: int, others: Sequence[str] = ()) -> None:
         self._hosts, self._port = [host, *others], port
         self._closed = False
-        self._sockets: list[socket.socket] = []
-        self._client: dist.TCPStore | None = self._connect(FIRST_ANSWER_S)
+        self._connection: socket.socket | None = None
+        try:
+            self._connection = self._connect()
+        except OSError as error:
+            raise self._lost(error) from None
 
     def push(self, queue: str, value: bytes) -> None:
-        self._do(lambda client: client.queue_push(queue, value))
+        self._ask(_PUSHES, queue, value)
 
     def pop(self, queue: str, timeout: float) -> bytes | None:
-        end = time.monotonic() + timeout
-        while True:
-            found: bytes | None = self._do(lambda client: _pop(client, queue))
-            if found is not None:
-                return found
-            left = end - time.monotonic()
-            if left <= 0:
-                return None
-            time.sleep(min(POLL_S, left))
+        return self._ask(max(timeout, 0.0), queue)
 
     def another(self) -> TcpStore:
         return TcpStore(self._hosts[0], self._port, self._hosts[1:])
@@ -149,106 +178,59 @@ class TcpStore:
         self._closed = True
         self._drop()
 
-    def _do(self, call: Callable[[dist.TCPStore], Any]) -> Any:
-        client = self._client
-        if client is None:
-            client = self._client = self._connect(CONNECT_S)
+    def _ask(self, seconds: float, queue: str, value: bytes = b"") -> bytes | None:
+        """Sends a request; returns the value that the answer has."""
         try:
-            return call(client)
-        except RuntimeError as error:
+            connection = self._connection = self._connection or self._connect()
+            connection.settimeout(ANSWER_S + seconds)
+            _send(connection, seconds, queue, value)
+            found, _, answer = _receive(connection)
+        except OSError as error:
             self._drop()
-            raise StoreLost(f"{self._where} is gone: {_first_line(error)}") from None
+            raise self._lost(error) from None
+        return None if found == _PUSHES else answer
 
-    @property
-    def _where(self) -> str:
-        return f"the TCPStore at {' or '.join(self._hosts)}:{self._port}"
-
-    def _drop(self) -> None:
-        """Ends the connection, and with it a call that waits for it in another thread."""
-        self._client = None
-        sockets, self._sockets = self._sockets, []
-        for one in sockets:
-            _cut(one)
-
-    def _connect(self, limit: float) -> dist.TCPStore:
+    def _connect(self) -> socket.socket:
+        """Raises OSError where no address is reached."""
         if self._closed:
-            raise StoreLost(f"{self._where} was closed here")
-        for _ in self._hosts:
+            raise ConnectionError("it was closed here")
+        for host in list(self._hosts):
             try:
-                socket.create_connection((self._hosts[0], self._port), timeout=CONNECT_S).close()
-                break
+                return socket.create_connection((host, self._port), ANSWER_S)
             except OSError as failed:
                 error = failed
                 self._hosts.append(self._hosts.pop(0))
-        else:
-            raise StoreLost(f"{self._where} cannot be reached: {_first_line(error)}")
-        if not _connecting.acquire(timeout=2 * limit):
-            raise StoreLost(f"{self._where} cannot be reached: it does not answer")
-        try:
-            before = _sockets_to(self._port)
-            client = self._make(before, limit)
-            self._sockets = _since(before, self._port)
-            for one in self._sockets:
-                for direction in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):
-                    one.setsockopt(socket.SOL_SOCKET, direction, _timeval(CONNECT_S))
-        finally:
-            _connecting.release()
-        if self._closed:  # meanwhile
-            self._drop()
-        return client
+        raise error
 
-    def _make(self, before: Iterable[str], limit: float) -> dist.TCPStore:
-        """A client. A server that stands still takes the connection and never answers, which torch waits for."""
-        made: list[dist.TCPStore] = []
-        errors: list[Exception] = []
+    def _drop(self) -> None:
+        """Ends the connection, and with it a call that waits for it in another thread."""
+        connection, self._connection = self._connection, None
+        if connection is not None:
+            _cut(connection)
 
-        def make() -> None:
-            within = timedelta(seconds=limit)
-            try:
-                made.append(dist.TCPStore(self._hosts[0], self._port, None, False, within, wait_for_workers=False))
-            except RuntimeError as error:
-                errors.append(error)
-
-        thread = threading.Thread(target=make, name="penstock-store", daemon=True)
-        thread.start()
-        thread.join(limit + TORCH_MARGIN_S)
-        while thread.is_alive() and (found := _since(before, self._port)):
-            for one in found:
-                _cut(one)
-            thread.join(TORCH_MARGIN_S)
-        if not made:
-            why = _first_line(errors[0]) if errors else f"it has not answered for {limit:g} s"
-            raise StoreLost(f"{self._where} cannot be reached: {why}")
-        return made[0]
+    def _lost(self, error: OSError) -> StoreLost:
+        return StoreLost(f"the store at {' or '.join(self._hosts)}:{self._port} cannot be reached: {error}")
 
 
-_connecting = threading.Lock()
-"""Held while a client connects, so that its socket is known from those of others."""
+def _send(connection: socket.socket, seconds: float, queue: str = "", value: bytes = b"") -> None:
+    name = queue.encode()
+    connection.sendall(_HEADER.pack(seconds, len(name), len(value)) + name + value)
 
 
-def _sockets_to(port: int) -> dict[str, int]:
-    """This process's sockets that are connected to a port: their names in the kernel, and descriptors. Linux alone
-    tells; nothing is found elsewhere, where a server that stands still holds whoever calls.
-    """
-    found = {}
-    for path in _DESCRIPTORS.iterdir() if _DESCRIPTORS.is_dir() else ():
-        with contextlib.suppress(OSError):  # closed meanwhile, or no connected socket
-            name = os.readlink(path)
-            if name.startswith("socket:"):
-                with socket.socket(fileno=os.dup(int(path.name))) as one:
-                    if one.family in _NETWORKS and one.getpeername()[1] == port:
-                        found[name] = int(path.name)
-    return found
+def _receive(connection: socket.socket) -> tuple[float, str, bytes]:
+    seconds, length, size = _HEADER.unpack(_read(connection, _HEADER.size))
+    return seconds, _read(connection, length).decode(errors="replace"), _read(connection, size)
 
 
-def _since(before: Iterable[str], port: int) -> list[socket.socket]:
-    """Copies of the descriptors of sockets connected to a port that were not there before."""
-    found = []
-    for name, number in _sockets_to(port).items():
-        if name not in before:
-            with contextlib.suppress(OSError):
-                found.append(socket.socket(fileno=os.dup(number)))
-    return found
+def _read(connection: socket.socket, size: int) -> bytes:
+    """So many bytes. Raises ConnectionError if the other end closes before."""
+    found = bytearray()
+    while len(found) < size:
+        part = connection.recv(min(size - len(found), 1 << 16))
+        if not part:
+            raise ConnectionError("it has closed the connection")
+        found += part
+    return bytes(found)
 
 
 def _cut(one: socket.socket) -> None:
@@ -256,22 +238,6 @@ def _cut(one: socket.socket) -> None:
     with contextlib.suppress(OSError):
         one.shutdown(socket.SHUT_RDWR)
     one.close()
-
-
-def _timeval(seconds: float) -> bytes:
-    """A time as the kernel takes it."""
-    return struct.pack("ll", int(seconds), int(seconds % 1 * 1e6))
-
-
-def _pop(client: dist.TCPStore, queue: str) -> bytes | None:
-    try:
-        return client.queue_pop(queue, False)
-    except dist.QueueEmptyError:
-        return None
-
-
-def _first_line(error: Exception) -> str:
-    return str(error).partition("\n")[0]
 
 
 EXPIRY_S = 3600
@@ -305,8 +271,8 @@ class RedisStore:
             self._client: Any = redis.Redis.from_url(  # what the address says goes before these
                 url,
                 password=os.environ.get(PASSWORD),
-                socket_timeout=CONNECT_S,
-                socket_connect_timeout=CONNECT_S,
+                socket_timeout=ANSWER_S,
+                socket_connect_timeout=ANSWER_S,
                 retry=None,
                 protocol=2,
             )
@@ -354,7 +320,7 @@ _TCP = re.compile(r"tcp://(?P<host>(?:\[[^\]]+\]|[^:/])+):(?P<port>[0-9]{1,5})")
 
 
 def open_store(address: str) -> Store:
-    """Connects to `tcp://HOST:PORT` (a TCPStore; `tcp://HOST,HOST:PORT` where it has several addresses) or
+    """Connects to `tcp://HOST:PORT` (a `QueueServer`; `tcp://HOST,HOST:PORT` where it has several addresses) or
     `redis://HOST:PORT/DB`.
 
     Raises:
@@ -439,7 +405,7 @@ class Rendezvous:
         first: the first rank of this process; processes: of each.
         clock_offsets_ns: nanoseconds that each rank's clock is ahead of rank 0's.
         compare: measures that again, where there are several clocks; every process must call it.
-        server: a TCPStore that lives here, if it does.
+        server: the store itself, if it lives here.
     """
 
     store: Store
@@ -448,7 +414,7 @@ class Rendezvous:
     processes: Sequence[int]
     clock_offsets_ns: Sequence[int] = ()
     compare: Callable[[], Sequence[int]] | None = field(default=None, repr=False)
-    server: Any = field(default=None, repr=False)
+    server: QueueServer | None = field(default=None, repr=False)
 
     @property
     def reports(self) -> str:
@@ -473,15 +439,15 @@ class Rendezvous:
 
     def close(self) -> None:
         self.store.close()
-        self.server = None
+        if self.server is not None:
+            self.server.close()
 
 
 def meet(address: str | None, peers: Peers) -> Rendezvous:
     """Agrees on a store, and reaches it. Every process must call it.
 
-    Without an address: the TCPStore that torch.distributed was set up with, where MASTER_ADDR and MASTER_PORT say
-    where it listens, else one that rank 0 starts, on the one address by which the others reach it; memory where all
-    ranks are in this process.
+    Without an address: queues that rank 0's process serves, on the addresses by which the others reach it; memory
+    where all ranks are in this process.
 
     Raises:
         RuntimeFailure: some rank cannot use the store; on all ranks alike.
@@ -492,12 +458,15 @@ def meet(address: str | None, peers: Peers) -> Rendezvous:
         return Rendezvous(store, name, first, (first,), (0,) * peers.num_ranks)
     gathered = peers.gather((clock_name(), network_name()))
     clocks = [str(clock) for clock, _ in gathered]
-    server, error = None, ""
+    server: QueueServer | None = None
+    error = ""
     if address is None and first == 0:
         try:
-            server, address = _jobs_own([str(network) for _, network in gathered])
-        except RuntimeFailure as failure:
-            error = str(failure)
+            addresses = _own_addresses([str(network) for _, network in gathered])
+            server = QueueServer(addresses)
+            address = f"tcp://{','.join(f'[{each}]' if ':' in each else each for each in addresses)}:{server.port}"
+        except (RuntimeFailure, OSError) as failure:
+            error = f"the store for adapting cannot be served: {failure}"
     name, address, failed = peers.gather((name, address, error))[0]
     if failed:
         raise RuntimeFailure(failed)
@@ -517,60 +486,20 @@ def meet(address: str | None, peers: Peers) -> Rendezvous:
     return Rendezvous(reached, name, first, range(peers.num_ranks), compare(), again, server)
 
 
-def _jobs_own(networks: Sequence[str]) -> tuple[Any, str]:
-    """The address of the job's TCPStore; or one started here, which must then be kept.
+def _own_addresses(networks: Sequence[str]) -> Sequence[str]:
+    """The addresses by which the others reach this host. Raises RuntimeFailure if it knows only loopback for itself.
 
     Args:
         networks: every process's `network_name`.
     """
-    host, port = os.environ.get("MASTER_ADDR", ""), os.environ.get("MASTER_PORT", "")
-    if host and port.isdecimal():
-        try:
-            TcpStore(host, int(port)).close()
-            return None, f"tcp://{','.join([host, *_also_at(host, int(port))])}:{port}"
-        except StoreLost:
-            pass
-    address = _own_address(networks)
-    try:
-        listener = listen(0, address)
-    except OSError as error:
-        raise RuntimeFailure(f"a store for adapting cannot listen on {address}: {error.strerror}") from None
-    port = listener.getsockname()[1]
-    server = dist.TCPStore(
-        address,
-        port,
-        is_master=True,
-        wait_for_workers=False,
-        timeout=timedelta(seconds=30),
-        master_listen_fd=listener.detach(),  # by itself it would listen on all addresses of the host
-    )
-    return server, f"tcp://{f'[{address}]' if ':' in address else address}:{port}"
-
-
-def _also_at(host: str, port: int) -> list[str]:
-    """Other addresses of this host by which the store at `host:port` is reached too, if it is here."""
-    found: list[str] = []
-    with contextlib.suppress(OSError):
-        known = socket.gethostbyname(host)
-        here = local_addresses() if named() else ()
-        for address in here if known in here else ():
-            with contextlib.suppress(StoreLost):
-                if address != known:
-                    TcpStore(address, port).close()
-                    found.append(address)
-    return found
-
-
-def _own_address(networks: Sequence[str]) -> str:
-    """The one address by which the others reach this host."""
-    address = addresses_for(networks)[0]
-    if len(set(networks)) == 1 or not ipaddress.ip_address(address).is_loopback:
-        return address
+    found = addresses_for(networks)
+    if len(set(networks)) == 1 or not ipaddress.ip_address(found[0]).is_loopback:
+        return found
     with contextlib.suppress(OSError):  # nothing says which interface: the one that its own name stands for
-        address = socket.gethostbyname(socket.gethostname())
-    if ipaddress.ip_address(address).is_loopback:
+        found = (socket.gethostbyname(socket.gethostname()),)
+    if ipaddress.ip_address(found[0]).is_loopback:
         raise RuntimeFailure(
-            "adapting needs a store that every rank reaches, and this host knows only loopback for itself: name an "
-            "interface in PENSTOCK_INTERFACES, or give a store"
+            "every rank must reach it, and this host knows only loopback for itself: name an interface in "
+            "PENSTOCK_INTERFACES, or give a store"
         )
-    return address
+    return found

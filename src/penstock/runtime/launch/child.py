@@ -1,27 +1,18 @@
-"""A rank's own side: what its parent hands to it, its lifeline, its reporter and its process group.
-
-What a rank writes to stderr before it can report is held in a file, so that a broken import is printed only once.
-"""
+"""A rank's own side: how its failure is reported, and how it joins the other ranks."""
 
 from __future__ import annotations
 
 import atexit
 import contextlib
 import io
-import json
 import os
-import shutil
-import signal
 import socket
 import sys
 import threading
 import time
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable
 from datetime import timedelta
-from pathlib import Path
 from types import TracebackType
-from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -37,156 +28,22 @@ from penstock.runtime.launch.failures import (
     one_line,
 )
 
-VARIABLE = "PENSTOCK_LAUNCH"
-
-
-@dataclass(frozen=True)
-class LaunchEnvironment:
-    """What a parent hands to each child, beside torch's own RANK, WORLD_SIZE and the rest.
-
-    The folder for reports, and descriptors: the lifeline's reading end, the real stderr, on rank 0 the store's
-    listening socket.
-    """
-
-    reports: str
-    lifeline: int
-    stderr: int
-    store: int | None
-
-    def variables(self) -> dict[str, str]:
-        """As environment variables for the child."""
-        return {VARIABLE: json.dumps(asdict(self))}
-
-    @classmethod
-    def of(cls, environment: Mapping[str, str]) -> LaunchEnvironment | None:
-        """What this process was handed, None if no parent of ours started it."""
-        text = environment.get(VARIABLE)
-        try:
-            return cls(**json.loads(text)) if text else None
-        except (ValueError, TypeError):
-            raise RuntimeFailure(
-                f"environment variable {VARIABLE} is {text!r:.60}; `penstock train` sets it for the ranks that it "
-                "starts: unset it"
-            ) from None
-
-
-def held_path(reports: str, rank: int) -> Path:
-    """The file that is a rank's stderr until `let_through`."""
-    return Path(reports, f"rank-{rank}.stderr")
-
-
-def held_text(reports: str, rank: int) -> str:
-    """What is still held of a rank that has ended."""
-    with contextlib.suppress(OSError):
-        return held_path(reports, rank).read_text(errors="replace")
-    return ""
-
-
-def let_through(reports: str, rank: int, stderr: int) -> None:
-    """Makes descriptor `stderr` this rank's stderr again, and writes what was held to it."""
-    with contextlib.suppress(OSError):  # not our descriptor: started by something between us and the parent
-        sys.stderr.flush()
-        os.dup2(stderr, 2)
-        os.close(stderr)
-        text = held_path(reports, rank).read_bytes()
-        held_path(reports, rank).unlink()
-        os.write(2, text)
-
-
-def hold(lifeline: int, reports: str) -> None:
-    """Ends this process, and all it started, when the writing end of `lifeline` closes.
-
-    The reports' folder, which the parent would have removed, goes too.
-    """
-    threading.Thread(target=_wait, args=(lifeline, reports), name="penstock-lifeline", daemon=True).start()
-
-
-def _wait(lifeline: int, reports: str) -> None:
-    try:
-        os.read(lifeline, 1)
-    except OSError:  # not our descriptor: started by something between us and the parent
-        return
-    shutil.rmtree(reports, ignore_errors=True)
-    if os.getpgrp() == os.getpid():
-        os.killpg(os.getpgrp(), signal.SIGKILL)
-    os._exit(1)
-
-
-KEY = "penstock/failure"
-ANSWER = 1.0  # seconds that the store may take to answer
-LINGER = 1.0  # seconds a failed rank may take to run its exit handlers
-
-
-class ReportSink(Protocol):
-    """Where reports go."""
-
-    def take(self, report: FailureReport) -> None:
-        """Takes a report; the last one of a rank counts."""
-
-
-class FolderReportSink:
-    """Under our launcher: a file for the parent, and not a word here, unless the disk refuses the file."""
-
-    def __init__(self, folder: str) -> None:
-        self._folder = folder
-
-    def take(self, report: FailureReport) -> None:
-        if not report.save(self._folder):
-            _print(report, details(report))
-
-
-class StoreReportSink:
-    """Under torchrun: the first failed rank leaves its report in the store and prints it, the others a line.
-
-    `patience` is how long a rank that merely lost a peer looks for the cause. A store that can't be reached answers
-    neither yes nor no: it has a second more, and then a rank speaks for itself.
-    """
-
-    def __init__(self, store: dist.Store, patience: float = 2.0) -> None:
-        self._store, self._patience = store, patience
-
-    def take(self, report: FailureReport) -> None:
-        if report.kind is FailureKind.INTERRUPT:
-            return
-        found: list[FailureReport | None] = []
-        asking = threading.Thread(target=self._look, args=(report, found), daemon=True)
-        asking.start()
-        asking.join(self._patience + ANSWER)
-        root = found[0] if found else None
-        if root is None or root == report:
-            shown = [] if report.kind is FailureKind.LOST else details(report)
-            _print(report, shown)
-        else:
-            print(f"penstock: rank {report.rank} ended because rank {root.rank} failed", file=sys.stderr, flush=True)
-
-    def _look(self, report: FailureReport, found: list[FailureReport | None]) -> None:
-        with contextlib.suppress(RuntimeError, ValueError, TypeError):  # the store may be gone too
-            found.append(self._root(report))
-
-    def _root(self, report: FailureReport) -> FailureReport | None:
-        if report.kind is not FailureKind.LOST:
-            return FailureReport.parse(self._store.compare_set(KEY, "", report.text()).decode())
-        end = time.monotonic() + self._patience
-        while not self._store.check([KEY]):
-            if time.monotonic() > end:
-                return None
-            time.sleep(0.05)
-        return FailureReport.parse(self._store.get(KEY).decode())
-
-
-def _print(report: FailureReport, lines: Sequence[str]) -> None:
-    print("\n".join([f"penstock: {one_line(report)}", *lines]), file=sys.stderr, flush=True)
+LINGER = 1.0
+"""Seconds that a failed rank may take to run its exit handlers."""
+LET_SPEAK = 2.0
+"""Seconds that a rank that merely lost another one leaves that one to report why it failed."""
 
 
 class Reporter:
-    """`sys.excepthook` of a rank; a process that the rank forks keeps Python's own.
+    """The `sys.excepthook` of a rank. It reports the exception by which the rank ends.
 
-    A failed rank leaves as soon as the exit handlers registered after this have run: the interpreter's teardown
-    takes longer, and the other ranks learn of the failure only when it is over.
+    A failed rank leaves as soon as the exit handlers registered after this have run. The interpreter's teardown takes
+    longer, and the other ranks learn of the failure only when the process is gone. A process that the rank forks
+    keeps Python's own hook.
     """
 
-    def __init__(self, rank: int, sink: ReportSink) -> None:
-        self.rank, self.sink = rank, sink
+    def __init__(self, rank: int, report: Callable[[FailureReport], None]) -> None:
+        self.rank, self._report = rank, report
         self.failed = False
         self._process = os.getpid()
         atexit.register(self._leave)
@@ -196,7 +53,7 @@ class Reporter:
             sys.__excepthook__(kind, error, trace)
             return
         self.failed = True
-        self.sink.take(FailureReport.of(error, self.rank))
+        self._report(FailureReport.of(error, self.rank))
         _flush()
         timer = threading.Timer(LINGER, os._exit, [1])
         timer.daemon = True
@@ -208,27 +65,25 @@ class Reporter:
             os._exit(1)
 
 
+def print_report(report: FailureReport) -> None:
+    """Prints the report of a rank under torchrun, which ends the other ranks once this one has ended.
+
+    So a rank that merely lost another one waits first: the other one then reports the cause.
+    """
+    if report.kind is FailureKind.INTERRUPT:
+        return
+    lines = [f"penstock: {one_line(report)}"]
+    if report.kind is FailureKind.LOST:
+        time.sleep(LET_SPEAK)
+    else:
+        lines += details(report)
+    print("\n".join(lines), file=sys.stderr, flush=True)
+
+
 def _flush() -> None:
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(OSError, ValueError, AttributeError):
             stream.flush()
-
-
-def watch() -> None:
-    """The lifeline and the failure report, without torch.distributed; `init_process` does it too.
-
-    Call it first in a program that has much to do before `init_process`: until then what a rank writes to stderr is
-    held, and shown at the end of the first rank to fail only. Does nothing where no launcher of ours
-    is the parent but see to it that lines come out whole, and nothing the second time.
-    """
-    _write_whole_lines()
-    launch_env = LaunchEnvironment.of(os.environ)
-    if launch_env and not isinstance(sys.excepthook, Reporter):
-        environment = _environment()
-        rank = 0 if environment is None else environment.rank
-        sys.excepthook = Reporter(rank, FolderReportSink(launch_env.reports))
-        hold(launch_env.lifeline, launch_env.reports)
-        let_through(launch_env.reports, rank, launch_env.stderr)
 
 
 def init_process(timeout: float) -> tuple[int, int]:
@@ -241,22 +96,21 @@ def init_process(timeout: float) -> tuple[int, int]:
     Raises `RuntimeFailure` for an environment that cannot be, `DeadlineExceeded` when not all ranks have come
     within `timeout`, `PeerLost` when one went.
     """
-    watch()
+    write_whole_lines()
     deadline = timedelta(seconds=timeout)
     rank, num_ranks = 0, 1
     try:
         environment = _environment()
-        if environment is None:
-            store: dist.Store = dist.HashStore()
-        else:
+        store: dist.Store = dist.HashStore()
+        if environment is not None:
             rank, num_ranks = environment.rank, environment.num_ranks
-            store = _store(environment, deadline)
-        if not isinstance(sys.excepthook, Reporter) and num_ranks > 1:
-            sys.excepthook = Reporter(rank, StoreReportSink(store))
+            store = next(dist.rendezvous("env://", timeout=deadline))[0]
+        if num_ranks > 1 and not isinstance(sys.excepthook, Reporter):
+            sys.excepthook = Reporter(rank, print_report)
         hook = sys.excepthook
         dist.init_process_group(_backend(environment), store=store, rank=rank, world_size=num_ranks, timeout=deadline)
         sys.excepthook = hook  # torch puts one around it that writes "[rank2]:" before every line
-        dist.all_reduce(torch.zeros(1))  # nobody needs rank 0's store any more to find the others
+        dist.all_reduce(torch.zeros(1))  # nobody needs the store any more to find the others
     except RuntimeError as error:
         loss = loss_of(error)
         if loss is None and "address already in use" in str(error).lower():
@@ -298,6 +152,13 @@ def warm_up_malloc() -> None:
     torch.empty(MALLOC_WARMUP_BYTES, dtype=torch.uint8)  # freed at once
 
 
+def write_whole_lines() -> None:
+    """Lines of several ranks then never mix, also where Python was told not to buffer (PYTHONUNBUFFERED)."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(line_buffering=True, write_through=False)
+
+
 def _advice() -> str:
     """What to do where other hosts can't reach this one.
 
@@ -316,25 +177,6 @@ def _advice() -> str:
     return (
         f"; the name of this host, {name}, stands for {address}, where no other host reaches it: on each host set "
         "GLOO_SOCKET_IFNAME to the interface by which the others reach it, like eth0"
-    )
-
-
-def _write_whole_lines() -> None:
-    """Lines of several ranks then never mix, also where Python was told not to buffer (PYTHONUNBUFFERED)."""
-    for stream in (sys.stdout, sys.stderr):
-        if isinstance(stream, io.TextIOWrapper):
-            stream.reconfigure(line_buffering=True, write_through=False)
-
-
-def _store(environment: RankEnvironment, deadline: timedelta) -> dist.Store:
-    launch_env = LaunchEnvironment.of(os.environ)
-    if launch_env is None:
-        return next(dist.rendezvous("env://", timeout=deadline))[0]
-    host, port, num_ranks = environment.host, environment.port, environment.num_ranks
-    if launch_env.store is None:
-        return dist.TCPStore(host, port, num_ranks, False, deadline)
-    return dist.TCPStore(
-        host, port, num_ranks, True, deadline, wait_for_workers=False, master_listen_fd=launch_env.store
     )
 
 

@@ -1,6 +1,6 @@
 """Failures of ranks: what each reports of its own, which of several was the first, and how a person is told.
 
-    exception --> FailureReport (loss_of: or is it another rank's fault?) --file--> parent: RankExit of each
+    exception --> FailureReport (loss_of: or is it another rank's fault?) --pipe--> server: RankExit of each
                                                                                          |
                                                            root_cause: the first --> explain: lines for a person
 
@@ -9,20 +9,18 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import sysconfig
 import time
 import traceback
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from enum import Enum, StrEnum
 from pathlib import Path
 
 import torch
 
-from penstock.formats.files import replaced
 from penstock.host_process import chain, limit_behind, text_of
 from penstock.runtime.errors import DeadlineExceeded, PeerFailed, PeerLost
 
@@ -118,31 +116,6 @@ class FailureReport:
         """`ValueError: what it said`."""
         return f"{self.type}: {self.message}" if self.message else self.type
 
-    def save(self, folder: str) -> bool:
-        """Writes the report, whole or not at all; whether it is written, which a full disk refuses."""
-        try:
-            with replaced(Path(folder, f"rank-{self.rank}.json")) as beside:
-                beside.write_text(self.text())
-        except OSError:
-            return False
-        return True
-
-    @classmethod
-    def load(cls, folder: str, rank: int) -> FailureReport | None:
-        """The report a rank left, if it did."""
-        try:
-            return cls.parse(Path(folder, f"rank-{rank}.json").read_text())
-        except (OSError, ValueError, TypeError):
-            return None
-
-    def text(self) -> str:
-        return json.dumps(asdict(self))
-
-    @classmethod
-    def parse(cls, text: str) -> FailureReport:
-        value = json.loads(text)
-        return cls(**value | {"kind": FailureKind(value["kind"])})
-
 
 def _kind(error: BaseException) -> FailureKind:
     if isinstance(error, KeyboardInterrupt):
@@ -211,7 +184,6 @@ class RankExit:
     time: float
     asked: bool
     said: FailureReport | None
-    held: str = ""  # what it wrote to stderr before it could report
 
     @property
     def failed(self) -> bool:
@@ -240,7 +212,6 @@ def explain(root: RankExit, ends: Sequence[RankExit]) -> str:
     lines = [f"penstock: {_cause(root)}"]
     if root.said and root.said.kind is not FailureKind.INTERRUPT:
         lines += details(root.said)
-    lines += root.held.splitlines()
     others = [end for end in ends if end is not root and end.failed]
     stuck = [end.rank for end in others if end.asked and not end.said]
     followed = [end.rank for end in others if end.rank not in stuck]
