@@ -28,7 +28,7 @@ from itertools import count
 from pathlib import Path
 from queue import Empty, SimpleQueue
 from statistics import median
-from typing import IO, Any
+from typing import IO, Any, BinaryIO
 
 from penstock.control import Configuration, Event, Job, Sensitivity, Switched
 from penstock.control.advice import Unanswered
@@ -54,7 +54,7 @@ class RunLog:
     """
 
     def __init__(self, folder: str | Path | None, ended: Callable[[str], None]) -> None:
-        self._files: dict[str, int] = {}
+        self._files: dict[str, BinaryIO] = {}
         self._folder, self._ended = folder, ended
         self._lock = threading.Lock()
         if folder is None:
@@ -63,8 +63,7 @@ class RunLog:
             Path(folder).mkdir(parents=True, exist_ok=True)
             _put_aside(Path(folder))
             for name in (CONTROL, ITERATIONS, TIMELINES):
-                flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC
-                self._files[name] = os.open(Path(folder) / name, flags, 0o666)
+                self._files[name] = open(Path(folder) / name, "wb", buffering=0)  # noqa: SIM115
         except OSError as error:
             self.close()
             raise RuntimeFailure(f"{folder}: {error.strerror}; give another folder for the records") from None
@@ -90,33 +89,26 @@ class RunLog:
             self._close()
 
     def _close(self) -> None:
-        for file in self._files.values():
+        while self._files:
             with contextlib.suppress(OSError):  # a quota's word may come this late
-                os.close(file)
-        self._files = {}
+                self._files.popitem()[1].close()
 
     def _write(self, name: str, line: str) -> None:
+        """Writes a line, or nothing of it."""
+        data = line.encode() + b"\n"
         with self._lock:
             file = self._files.get(name)
             if file is None:
                 return
+            end = file.tell()
             try:
-                _append(file, line.encode() + b"\n")
+                while data:
+                    data = data[file.write(data) :]
             except OSError as error:
+                with contextlib.suppress(OSError):
+                    file.truncate(end)
                 self._close()
                 self._ended(f"records in {self._folder} end here: {name}: {error.strerror}; training goes on")
-
-
-def _append(file: int, data: bytes) -> None:
-    """Appends all of it, or nothing. Raises OSError."""
-    before, left = os.fstat(file).st_size, memoryview(data)
-    try:
-        while left:
-            left = left[os.write(file, left) :]
-    except OSError:
-        with contextlib.suppress(OSError):
-            os.ftruncate(file, before)
-        raise
 
 
 def _put_aside(folder: Path) -> None:

@@ -153,17 +153,14 @@ class TcpStore:
             reached (any more).
 
     Raises:
-        StoreLost: nobody listens there.
+        StoreLost: nobody listens there, or nobody answers.
     """
 
     def __init__(self, host: str, port: int, others: Sequence[str] = ()) -> None:
         self._hosts, self._port = [host, *others], port
         self._closed = False
         self._connection: socket.socket | None = None
-        try:
-            self._connection = self._connect()
-        except OSError as error:
-            raise self._lost(error) from None
+        self.pop("", 0.0)  # the kernel takes connections for a server that stands still
 
     def push(self, queue: str, value: bytes) -> None:
         self._ask(_PUSHES, queue, value)

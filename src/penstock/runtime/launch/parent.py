@@ -17,7 +17,7 @@ from types import FrameType
 from penstock.planning.threads import num_cores
 from penstock.runtime.errors import RuntimeFailure
 from penstock.runtime.launch.rank import LaunchOrder
-from penstock.runtime.launch.server import MISUSE, TERM_GRACE, end_session, serve
+from penstock.runtime.launch.server import MISUSE, TERM_GRACE, end_session, listen, serve
 
 FIRST_OPTIMIZER = "penstock.runtime.launch.child:load_optimizer"
 """For `preload`, where ranks train: the first optimizer of a process takes a second."""
@@ -59,6 +59,7 @@ def launch(
     """
     try:
         _check(program, num_ranks)
+        listen(port).close()
         threads = str(max(1, num_cores() // num_ranks))
         environment = {"OMP_NUM_THREADS": threads, **os.environ, **(env or {})}
         order = LaunchOrder(

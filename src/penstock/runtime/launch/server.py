@@ -67,7 +67,7 @@ def serve(launching: Connection, preload: Sequence[str]) -> None:
             getattr(module, function)()
     gc.collect()
     gc.freeze()  # a rank's collections then leave alone what it shares with the others
-    with contextlib.suppress(EOFError, BrokenPipeError):  # the launching process needs no ranks, or is gone
+    with contextlib.suppress(EOFError, ConnectionError):  # the launching process needs no ranks, or is gone
         order: LaunchOrder = launching.recv()
         try:
             launching.send(Ranks(order, launching).run())
