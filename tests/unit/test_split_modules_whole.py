@@ -607,7 +607,7 @@ def test_what_the_forward_does_itself_is_done_alike(kind: type[nn.Module]) -> No
     compared(kind(), Own(nn.Identity, vectors.inputs, vectors.loss, vectors.targets))
 
 
-def test_a_norm_that_two_stages_use_is_refused_in_training() -> None:
+def test_verify_finds_a_norm_that_two_stages_use() -> None:
     class Shares(Chain):
         def __init__(self) -> None:
             super().__init__()
@@ -617,8 +617,8 @@ def test_a_norm_that_two_stages_use_is_refused_in_training() -> None:
             return self.norm(x)
 
     pipe = ps.Pipeline(Shares(), ps.build("1f1b", 4, 4), loss_fn=F.mse_loss)
-    with pytest.raises(ps.runtime.RuntimeFailure, match="have one BatchNorm1d, which gathers statistics"):
-        pipe.step(torch.randn(8, 12), torch.randn(8, 1))
+    with pytest.raises(ps.VerifyError, match=r"differs: the buffer norm\.running_mean"):
+        pipe.verify(torch.randn(16, 12), torch.randn(16, 1))
 
 
 def test_too_many_stages_say_what_there_is() -> None:

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import weakref
-from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -29,7 +27,7 @@ from penstock.runtime.parameters.ties import (
     ties_of,
 )
 from penstock.runtime.stage.autograd import sees_gradients
-from penstock.runtime.stage.stage import Stage, StageSource, gathers_unseen
+from penstock.runtime.stage.stage import Stage, StageSource
 from penstock.schedule import Placement
 
 
@@ -74,7 +72,6 @@ class LocalModel:
         self.ties = ties_of(sources, stages, tied, peers, held)
         require_tied_alike(self.ties, placement, peers)
         self._given = [(weakref.ref(p), i, n) for i, stage in stages.items() for n, p in stage.named_parameters()]
-        self._statistics = SharedStatistics(sources, stages)
         self._untrainable = [
             name
             for stage in stages.values()
@@ -153,13 +150,12 @@ class LocalModel:
                 )
 
     def require_trainable(self) -> None:
-        """Raises RuntimeFailure where stages share what a step would change out of order, or a hook sees nothing."""
+        """Raises RuntimeFailure if a parameter can't have a gradient, or if a hook would see none."""
         if self._untrainable:
             raise RuntimeFailure(
                 f"{self._untrainable[0]} was made under torch.inference_mode(), of which autograd keeps nothing for "
                 "a backward; make the model outside of it, and freeze parts by requires_grad_(False)"
             )
-        self._statistics.require_unchanging()
         if self.sharded is not None:
             self.sharded.require_unhooked()
 
@@ -246,41 +242,3 @@ def _all_dtypes(stages: Mapping[int, Stage], own: Mapping[str, Parameter], peers
             if len(found) >= len(by_stage.get(stage, ())):  # of processes that share a stage one has all its names
                 by_stage[stage] = found
     return {name: dtype for stage in sorted(by_stage) for name, dtype in by_stage[stage].items()}
-
-
-class SharedStatistics:
-    """Modules that several stages have and that gather statistics, such as BatchNorm.
-
-    Their forwards would change the statistics in another order.
-
-        plain loop    stage 0, stage 3 of microbatch 0; stage 0, stage 3 of microbatch 1; ...
-        pipeline      stage 0 of microbatches 0 1 2 3, and stage 3 of microbatch 0 some time later
-
-    So such a module is refused in training. Tables and masks, which never change, may lie in any number of stages,
-    and so may BatchNorm in evaluation mode.
-
-    Args:
-        sources: the whole model, as it was given. A function is known by the stage that it made, where it ran.
-        stages: those in this process.
-    """
-
-    def __init__(self, sources: Sequence[Any], stages: Mapping[int, nn.Module]) -> None:
-        sources = [source if isinstance(source, nn.Module) else stages.get(n) for n, source in enumerate(sources)]
-        given = {n: source for n, source in enumerate(sources) if source is not None}
-        modules = Counter(module for source in given.values() for module in source.modules())
-        self._gathering = [
-            (module, [n for n, source in given.items() if module in set(source.modules())])
-            for module, num in modules.items()
-            if num > 1 and gathers_unseen(module) and getattr(module, "track_running_stats", True)
-        ]
-
-    def require_unchanging(self) -> None:
-        """Before training. Raises RuntimeFailure where stages gather statistics together."""
-        for module, stages in self._gathering:
-            if module.training:
-                which = " and ".join(map(str, stages))
-                raise RuntimeFailure(
-                    f"stages {which} have one {type(module).__name__}, which gathers statistics over their "
-                    "microbatches in the order in which they come, and that is not the plain loop's; give each stage "
-                    "one of its own, or put it into evaluation mode"
-                )

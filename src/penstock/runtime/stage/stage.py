@@ -23,16 +23,7 @@ GATHERS = (
     nn.InstanceNorm2d,
     nn.InstanceNorm3d,
 )
-"""Modules whose training forward changes buffers, some of them without any tensor's version counter showing it."""
-
-
-def gathers_unseen(module: nn.Module) -> bool:
-    """Whether kernels of a module change its statistics and no version counter shows it. No backward of a training
-    step needs these: that of a batch norm saves those of its own batch, and that of a fake quantizer a mask.
-    """
-    quantization = sys.modules.get("torch.ao.quantization")
-    fused = () if quantization is None else (quantization.FusedMovingAvgObsFakeQuantize, quantization.ObserverBase)
-    return isinstance(module, (*GATHERS, *fused))
+"""Modules whose training forward changes buffers."""
 
 
 WHOLE = ""
