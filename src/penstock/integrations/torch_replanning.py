@@ -6,11 +6,11 @@ picture of what happens when.
 
 from __future__ import annotations
 
-import contextlib
 import math
 import queue
 import threading
 import time
+import warnings
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -237,11 +237,11 @@ class StepRecorder:
             self.announced = None
         dist.broadcast(payload, group=self.group, group_src=0)
         schedule = from_json(payload.numpy().tobytes().decode())
-        with contextlib.suppress(
-            ScheduleError
-        ):  # all ranks find that torch can't run it, such as for its send budget
+        try:
             self.schedule.load(schedule)
             self.schedule.replanned.append(replace(record, step=self.num_steps))
+        except ScheduleError as error:  # on all ranks, such as for the limit of sends that torch was given
+            warnings.warn(f"the plan stays as it is, since the new one can't run: {error}", stacklevel=2)
         if self.updater is not None:
             self.updater.switched()
 
