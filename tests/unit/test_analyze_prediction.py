@@ -168,6 +168,15 @@ def test_a_late_link_is_as_late_as_it_is_wherever_receives_stand(
     assert all(fit.links.delay(*link) <= 1.0 for link in fit.links.conditions if set(link) != set(pair))
 
 
+def test_a_rank_that_begins_its_step_late_has_no_late_link(tmp_path: Path) -> None:
+    """Regression: in TorchTitan a rank began 169 ms after the first one, and its link was said to be as late."""
+    costs = ps.Costs.uniform(4, f=40, b=80)
+    begins_late = ps.Links({(0, 1): "latency:steps:0s/150ms,50ms/0.5ms", (1, 0): 0.5}, default=0.5)
+    fit = analysis(tmp_path, run("1f1b", costs, begins_late)).fit
+    assert fit is not None
+    assert fit.links.delay(0, 1) == pytest.approx(0.5, abs=0.1)
+
+
 def test_time_between_ops_is_in_the_prediction(tmp_path: Path) -> None:
     slower = ps.Costs(*[[ms + 0.5 for ms in row] for row in (COSTS.f, COSTS.i, COSTS.w)])
     found = analysis(tmp_path, run("zb-h1", slower), between=0.5)

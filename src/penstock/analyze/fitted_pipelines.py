@@ -277,7 +277,8 @@ def _links(run: ReplayedRun, free: Array) -> Links:
 
     On gloo a message leaves only when its sender knows that the receive was posted, which takes the way back. So
     messages count whose receiver had waited that long. If there are none, the trace shows between what the link's
-    time is, and it is as near as that to the time of the other direction.
+    time is, and it is as near as that to the time of the other direction. A rank's first message counts if nothing
+    else shows the time, since ranks may begin a step late.
 
     Args:
         free: when each op's rank had ended the op before, (K, M).
@@ -291,7 +292,9 @@ def _links(run: ReplayedRun, free: Array) -> Links:
     found: dict[tuple[int, int], float] = {}
     for link, of in sorted(on.items(), key=lambda each: least[each[0]]):  # those that nobody waited for come last
         own, had, other = run.own.messages[:, of], waited[:, of], least.get(link[::-1], np.inf)
-        rest = np.maximum(min(least[link], other) - had, 0.0)
+        rest, later = np.maximum(min(least[link], other) - had, 0.0), free[:, sent.consumer[of]] > 0
+        if (rest[later] == 0).any() or (np.isfinite(other) and not (had[later] >= 0).any()):
+            rest, had = np.where(later, rest, np.inf), np.where(later, had, -np.inf)
         if (rest == 0).any():
             found[link] = float(np.median(own[rest == 0]))
         elif (had >= 0).any():
