@@ -1,6 +1,6 @@
 """Steps of torch's own runtime beside what `ps.simulate` and `penstock.analyze.predict` said before. See README.md.
 
-python benchmarks/arrive/predict.py cases --seed S --out benchmarks/arrive/cases.json
+python benchmarks/arrive/predict.py cases --seed S --out benchmarks/arrive/cases.json --numbers 0-9
 python benchmarks/arrive/predict.py record --seed S --folder TRACES
 python benchmarks/arrive/predict.py write --seed S --folder TRACES --out benchmarks/arrive/predictions.json
 python benchmarks/arrive/predict.py judge --out benchmarks/arrive/predictions.json --numbers 0-24
@@ -33,7 +33,7 @@ from penstock.integrations.torch import costs_in_torch
 
 FOLDER = Path(__file__).resolve().parent
 NAMES = ("1f1b", "zb", "interleaved-1f1b", "zb-v", "planned")
-NUM_CASES, NUM_TRACES, NUM_TARGETS = 20, 10, 5
+NUM_TRACES, NUM_TARGETS = 10, 5
 NARROW, WIDE = 256, 65_536
 """Numbers of a message: 1 KB, and 256 KB where a link has a bandwidth."""
 MEDIAN, WORST = 0.02, 0.06
@@ -98,24 +98,25 @@ def simulated(job: Job, rows: Sequence[str], more: dict[str, float], message: fl
     return ps.simulate(ps.load(path), with_more, links, channels="gloo").makespan
 
 
-def measure_cases(seed: int, out: Path) -> None:
+def measure_cases(seed: int, out: Path, numbers: Sequence[int]) -> None:
+    given = json.loads(out.read_text()) if out.exists() else {"record": {}, "seed": seed, "overhead": {}, "rows": []}
     even = costs_in_torch(ps.Costs.uniform(NUM_RANKS, f=40, i=40, w=40))
-    jobs = [case(seed, number) for number in range(NUM_CASES)]
-    rows = []
+    jobs = [case(seed, number) for number in numbers]
+    rows, piece = given["rows"], f"{numbers[0]}-{numbers[-1]}"
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         first = Job.of("placed", ps.build("zb", NUM_RANKS, 8), even, profile=f"{name}/first")
         ran = run_jobs([first, *jobs], folder, __file__)
         next(ran)
         more, message = overheads(analyze_trace(read_trace([first.profile])), first)
-        for number, (job, found) in enumerate(zip(jobs, ran)):
+        for number, job, found in zip(numbers, jobs, ran):
             said = simulated(job, found["rows"], more, message, folder)
-            rows.append(
-                [number, NAMES[number % len(NAMES)], job.way, " ".join(job.links), *_against(said, found["ms"])]
-            )
+            name_of = NAMES[number % len(NAMES)]
+            rows.append([number, name_of, job.way, " ".join(job.links), *_against(said, found["ms"])])
+    given["record"][piece] = record()
+    given["overhead"][piece] = {kind: round(ms, 3) for kind, ms in {**more, "message": message}.items()}
     head = ["case", "schedule", "messages", "links", "simulated", "measured", "error"]
-    result = {"record": record(), "seed": seed, "overhead": {**more, "message": message}, **_summary(rows)}
-    write(out, {**result, "head": head}, rows)
+    write(out, {**given, **_summary(rows), "head": head}, sorted(rows))
 
 
 # ---- 50 predictions from traces
@@ -326,21 +327,22 @@ def main() -> None:
     parser.add_argument("--seed", type=int)
     parser.add_argument("--folder", type=Path, help="where traces are")
     parser.add_argument("--out", type=Path)
-    parser.add_argument("--numbers", default="0-49", help="which predictions are judged")
+    parser.add_argument("--numbers", default="0-49", help="which cases are run, or predictions judged")
     parser.add_argument("--rank", type=Path, help=argparse.SUPPRESS)
     given = parser.parse_args()
+    first, last = map(int, given.numbers.split("-"))
+    numbers = range(first, last + 1)
     if given.rank:
         run_rank(given.rank)
     elif given.verb == "cases":
-        measure_cases(given.seed, given.out)
+        measure_cases(given.seed, given.out, numbers)
     elif given.verb == "record":
         given.folder.mkdir(parents=True, exist_ok=True)
         record_traces(given.seed, given.folder)
     elif given.verb == "write":
         write_predictions(given.seed, given.folder, given.out)
     elif given.verb == "judge":
-        first, last = map(int, given.numbers.split("-"))
-        judge(given.out, range(first, last + 1))
+        judge(given.out, numbers)
     else:
         for name in ("cases", "predictions"):
             write_between(FOLDER / "README.md", name, table(f"{name}.json"))

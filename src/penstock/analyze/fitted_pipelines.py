@@ -100,7 +100,7 @@ class FittedPipelines:
         if cut or schedule.num_stages != self.schedule.num_stages:
             if is_first_whole and rows["B"][1:].any():  # its I shows nothing, so it is as that of the others
                 rows["I"][0] = rows["B"][0] * rows["I"][1:].sum() / rows["B"][1:].sum()
-            rows = {kind: _cut_anew(rows[kind], layers, cut, schedule.num_stages) for kind in "FBI"}
+            rows = {kind: cut_anew(rows[kind], layers, cut, schedule.num_stages) for kind in "FBI"}
             rows["W"] = np.maximum(rows["B"] - rows["I"], 0.0)
         if is_first_whole:
             rows["I"][0], rows["W"][0] = 0.0, rows["B"][0]
@@ -220,7 +220,7 @@ def _all_kinds(rows: dict[str, Array], input_share: float) -> dict[str, Array]:
     }
 
 
-def _cut_anew(rows: Array, layers: Sequence[int], cut: Sequence[int], num_stages: int) -> Array:
+def cut_anew(rows: Array, layers: Sequence[int], cut: Sequence[int], num_stages: int) -> Array:
     """Ms by stage and microbatch in another cut, (S', N), from those in the recorded one, (S, N)."""
     work, each, beyond = rows.mean(axis=1), np.zeros(len(rows)), np.zeros(len(rows))
     if layers:
@@ -235,10 +235,10 @@ def _cut_anew(rows: Array, layers: Sequence[int], cut: Sequence[int], num_stages
     np.add.at(parts, (after, before), 1.0)
     relative = rows / np.maximum(work, 1e-9)[:, None]
     found: Array = parts @ (relative * each[:, None])
-    # The first stage's embedding stays in the first layer's stage, the last one's loss in the last layer's.
-    place = np.minimum(np.cumsum(counts) - counts, counts.sum() - 1)
-    place[-1] = counts.sum() - 1
-    np.add.at(found, after[place], relative * beyond[:, None])
+    # What stages take besides layers stays. In other stages it is with their first layer, and a loss with the last.
+    home = after[np.minimum(np.cumsum(counts) - counts, counts.sum() - 1)]
+    home[-1] = len(new) - 1
+    np.add.at(found, np.arange(len(new)) if len(new) == len(rows) else home, relative * beyond[:, None])
     return found
 
 

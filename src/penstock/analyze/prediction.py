@@ -216,7 +216,7 @@ def _assumed(
     if is_halved:
         found.append("I takes half of a backward, 40% to 60% in the error bar, and halves take as long as the whole")
     if cut:
-        found.append("a layer takes as long in any stage; what the first and last stage take besides stays there")
+        found.append("a layer takes as long in any stage; what stages take besides layers stays there")
     elif schedule.num_stages != fit.schedule.num_stages:
         found.append("recorded stages can be divided evenly; --layers and --cut say how they are")
     if besides > 0:

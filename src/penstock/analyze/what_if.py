@@ -14,7 +14,7 @@ import numpy as np
 
 from penstock.analyze.causes import without
 from penstock.analyze.effects import Effects
-from penstock.analyze.fitted_pipelines import FittedPipelines, layer_times, most_held
+from penstock.analyze.fitted_pipelines import FittedPipelines, cut_anew, layer_times, most_held
 from penstock.analyze.replayed_run import OwnTimes, ReplayedRun
 from penstock.cost import Costs
 from penstock.engine.network import Array
@@ -108,8 +108,9 @@ def _whole_steps(run: ReplayedRun, effects: Effects, layers: Sequence[int]) -> I
         what = f"an even cut: {move:.0%} of stage {int(np.argmax(even))}'s work moved to other stages"
         yield _after(run, "cut", what, won(without(run, effects, effects.stage)))
         return
-    better = better_cut(np.nansum(effects.by_stage, axis=0), layers)
-    factor = np.nansum(effects.by_stage, axis=0) / _with_layers(effects, layers, better)
+    work = np.nansum(effects.by_stage, axis=0)
+    better = better_cut(work, layers)
+    factor = work / cut_anew(work[:, None], layers, better, num_stages)[:, 0]
     stage = run.table.stage[effects.ops]
     yield _after(
         run, "cut", f"layers {', '.join(map(str, better))} to the stages instead of {', '.join(map(str, layers))}",
@@ -131,12 +132,6 @@ def better_cut(work: Array, layers: Sequence[int]) -> list[int]:
         least = min(range(len(found)), key=lambda stage: (beyond[stage] + (found[stage] + 1) * each, stage))
         found[least] += 1
     return found
-
-
-def _with_layers(effects: Effects, before: Sequence[int], after: Sequence[int]) -> Array:
-    work = np.nansum(effects.by_stage, axis=0)
-    each, beyond = layer_times(work, before)
-    return beyond + each * np.array(after)
 
 
 def _pipelines(run: ReplayedRun, fit: FittedPipelines) -> Iterator[WhatIf]:
