@@ -119,24 +119,10 @@ def refusals(rank: int) -> dict[str, list[str]]:
     for sharding in ("none", "zero1", "fsdp"):
         found = tie_runs.refused(tie_runs.sparse_model(2), ps.build("1f1b", 2, 4), mesh=mesh, sharding=sharding)
         said[f"sparse and {sharding}"] = found, "sparse gradients, and what 2 replicas add up are dense ones"
-    shared = nn.Linear(6, 6)
-    fresh = partial(nn.Linear, 6, 6)
-    found = tie_runs.refused([lambda: shared, fresh, fresh, lambda: shared], ps.build("1f1b", 4, 4))
-    said["functions that take one module"] = found, "tied=[('0.bias', '3.bias'), ('0.weight', '3.weight')])"
+    shared, fresh = nn.Linear(6, 6), partial(nn.Linear, 6, 6)
     tied = [("0.weight", "3.weight"), ("0.bias", "3.bias")]
     sources = [lambda: shared, fresh, fresh, lambda: shared]
-    said["and name what is tied"] = tie_runs.refused(sources, ps.build("1f1b", 4, 4), tied=tied), ""
-    layers = [shared, *(fresh() for _ in range(3))]
-    sources = [partial(layers.__getitem__, stage) for stage in range(4)]
-    said["functions that take parts of one list"] = tie_runs.refused(sources, ps.build("1f1b", 4, 4)), ""
-    made: dict[int, nn.Module] = {}
-
-    def noted(stage: int) -> nn.Module:
-        return made.setdefault(stage, fresh())
-
-    for each in ("functions that note what they made", "and return it again"):
-        sources = [partial(noted, stage) for stage in range(4)]
-        said[each] = tie_runs.refused(sources, ps.build("1f1b", 4, 4)), ""
+    said["functions that name what is tied"] = tie_runs.refused(sources, ps.build("1f1b", 4, 4), tied=tied), ""
     return {
         each: [] if want in found and bool(want) == bool(found) else [found] for each, (found, want) in said.items()
     }

@@ -19,7 +19,6 @@ from penstock.runtime.parameters.sharding import ShardedParameters
 from penstock.runtime.parameters.shared_tensors import Parallelize, SharedTensors, cut_stages, share_values_of_stages
 from penstock.runtime.parameters.tied_gradients import TiedGradients
 from penstock.runtime.parameters.ties import (
-    HeldByFunctions,
     keep_as_one,
     names_of_one,
     require_cut_alike,
@@ -64,12 +63,11 @@ class LocalModel:
     ) -> None:
         self.placement, self._peers = placement, mesh.pipeline
         peers = mesh.pipeline
-        held = HeldByFunctions(sources) if isinstance(peers, GroupPeers) else None  # before any function is called
         self.copies = copies = Copies(build_alike(sources, placement, mesh), placement, peers)
         self.stages: dict[int, Stage] = copies.owners
         stages = copies.stages
         # On the whole model, before anything takes the place of a parameter.
-        self.ties = ties_of(sources, stages, tied, peers, held)
+        self.ties = ties_of(sources, stages, tied, peers)
         require_tied_alike(self.ties, placement, peers)
         self._given = [(weakref.ref(p), i, n) for i, stage in stages.items() for n, p in stage.named_parameters()]
         self._untrainable = [

@@ -10,11 +10,9 @@ stage owns a tied parameter: that one is saved, clipped and named. `tied_gradien
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property, partial
-from types import FunctionType, MethodType
+from functools import cached_property
 from typing import Any
 
 from torch import nn
@@ -82,17 +80,14 @@ def ties_of(
     stages: Mapping[int, Stage],
     tied: Sequence[Sequence[str]],
     peers: Peers,
-    held: HeldByFunctions | None,
 ) -> Ties:
     """Parameters that several stages share: the same object in the model given, or named together in `tied`.
 
     Args:
         stages: those built in this process.
-        held: what functions among the sources held before they were called; None where one process has all stages.
 
     Raises:
-        RuntimeFailure: a name in `tied` that is in no stage, or two of one stage; or functions in two processes that
-            hold one parameter, which `tied` does not name.
+        RuntimeFailure: a name in `tied` that is in no stage, or two of one stage.
     """
     whole: list[dict[str, Parameter]] = []
     for index, source in enumerate(sources):
@@ -101,9 +96,8 @@ def ties_of(
             whole.append({prefix + name: p for name, p in source.named_parameters()})
         else:
             whole.append(dict(stages[index].named_parameters()) if index in stages else {})
-    # Of functions each process calls those of its own stages, and sees what these share.
-    parts = peers.gather((_same_objects(whole), {} if held is None else held.uses(stages)))
-    found = [names for part, _ in parts for names in part]
+    # Each process calls the functions of its own stages, so it sees what these share.
+    found = [names for part in peers.gather(_same_objects(whole)) for names in part]
     if tied:
         first = {
             name: (stage, one) for part in peers.gather(_first_names(stages)) for name, (stage, one) in part.items()
@@ -116,9 +110,7 @@ def ties_of(
                 _require_one_name(names.setdefault(stage, name), name, stage)
             if len(names) > 1:
                 found.append(names)
-    ties = Ties(map(Tie, _merged(found)))
-    _require_known([uses for _, uses in parts], ties)
-    return ties
+    return Ties(map(Tie, _merged(found)))
 
 
 def _same_objects(stage_parameters: Sequence[Mapping[str, Parameter]]) -> list[dict[int, str]]:
@@ -128,105 +120,6 @@ def _same_objects(stage_parameters: Sequence[Mapping[str, Parameter]]) -> list[d
         for name, parameter in parameters.items():
             seen.setdefault(id(parameter), {}).setdefault(stage, name)
     return [names for names in seen.values() if len(names) > 1]
-
-
-class HeldByFunctions:
-    """Parameters that functions of stages find outside of them, in a module that was there before they were called.
-
-        shared = nn.Linear(4, 4)
-        [lambda: nn.Sequential(shared, a), lambda: nn.Sequential(shared, b)]     shared lies at 0/shared for both
-
-    Each process calls the functions of its own stages alone. Where parameters of two processes were found at the same
-    place, a loop in one process would train one.
-
-    Args:
-        sources: the model as it was given, of which no function has been called yet.
-    """
-
-    def __init__(self, sources: Sequence[Any]) -> None:
-        self._sources = sources
-        self._found: dict[int, tuple[str, Parameter]] = {}
-        for index, source in enumerate(sources):
-            if isinstance(source, nn.Module):
-                continue
-            for way, module in _modules_reached_from(source):
-                for name, parameter in module.named_parameters():
-                    self._found.setdefault(id(parameter), (f"{index}{way} {name}", parameter))
-
-    def uses(self, stages: Mapping[int, Stage]) -> dict[str, tuple[int, str]]:
-        """By place the stage here that has the parameter, and its name there."""
-        return {
-            self._found[id(parameter)][0]: (index, name)
-            for index, stage in stages.items()
-            if not isinstance(self._sources[index], nn.Module)
-            for name, parameter in stage.named_parameters()
-            if id(parameter) in self._found
-        }
-
-
-_MOST = 20_000
-"""Objects that are looked at for one function."""
-
-
-def _modules_reached_from(function: Any) -> Iterator[tuple[str, nn.Module]]:
-    """The modules that a function reaches through its variables, containers and objects, each with the way to it."""
-    waiting: list[tuple[str, Any]] = [("", function)]
-    seen: set[int] = set()
-    while waiting and len(seen) < _MOST:
-        way, each = waiting.pop()
-        if id(each) in seen:
-            continue
-        seen.add(id(each))
-        inner: Mapping[Any, Any] = {}
-        if isinstance(each, nn.Module):
-            yield way, each
-        elif isinstance(each, list | tuple | set | frozenset):
-            inner = dict(enumerate(each))
-        elif isinstance(each, dict):
-            inner = each
-        elif isinstance(each, MethodType):
-            inner = {"self": each.__self__, "function": each.__func__}
-        elif isinstance(each, partial):
-            inner = {"function": each.func, **dict(enumerate(each.args)), **each.keywords}
-        elif isinstance(each, FunctionType):
-            inner = _variables_of(each)
-        elif not type(each).__module__.startswith(("torch", "builtins", "numpy")):
-            inner = getattr(each, "__dict__", {})
-        waiting.extend(
-            (f"{way}/{key if isinstance(key, str | int) else type(key).__name__}", one) for key, one in inner.items()
-        )
-
-
-def _variables_of(function: FunctionType) -> dict[Any, Any]:
-    """What a function reads of the functions around it and of its module, and its defaults."""
-    if (function.__module__ or "").startswith("torch"):
-        return {}
-    try:
-        variables = inspect.getclosurevars(function)
-    except ValueError:  # a variable around it has no value yet
-        return {}
-    kinds = nn.Module | list | dict | tuple | FunctionType
-    named = {name: value for name, value in variables.globals.items() if isinstance(value, kinds)}
-    return {**dict(enumerate(function.__defaults__ or ())), **named, **variables.nonlocals}
-
-
-def _require_known(held: Sequence[Mapping[str, tuple[int, str]]], ties: Ties) -> None:
-    """Raises RuntimeFailure, the same on every rank, where functions of several stages found one parameter that is
-    not known to be tied.
-    """
-    known = {(stage, name): tie.name for tie in ties for stage, name in tie.names.items()}
-    uses: dict[str, set[tuple[int, str]]] = {}
-    for place, use in (item for part in held for item in part.items()):
-        uses.setdefault(place, set()).add(use)
-    unknown = sorted(sorted(those) for those in uses.values() if len({known.get(use, use) for use in those}) > 1)
-    if unknown:
-        stages = " and ".join(str(stage) for stage, _ in unknown[0])
-        tied = [tuple(name for _, name in those) for those in unknown]
-        raise RuntimeFailure(
-            f"stages {stages} are made by functions that all take {unknown[0][0][1]} from outside of them, and their "
-            f"processes would each train one of their own; say ParallelOptions(tied={tied}) to train one, or have "
-            "each function make its own"
-        )
 
 
 def _first_names(stages: Mapping[int, Stage]) -> dict[str, tuple[int, str]]:
