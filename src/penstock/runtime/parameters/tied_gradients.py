@@ -24,6 +24,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from inspect import currentframe
+from traceback import walk_stack
 from typing import Any
 
 import torch
@@ -137,24 +138,18 @@ class TiedGradientSum:
         direct: for the parameter itself. cast: for its cast.
         both: for the parameter, with the cast's part where that is if no stage above has a cast; None where it comes
             last.
-        inner: what backwards inside the backward (of checkpoints with use_reentrant=True) have given: a plain loop
-            adds each to the gradient as it comes, ahead of the sum. Where there is any, the rest is None.
     """
 
     direct: Tensor | None = None
     cast: Tensor | None = None
     both: Tensor | None = None
-    inner: tuple[Tensor, ...] = ()
 
     @classmethod
     def of(cls, payload: Payload) -> TiedGradientSum:
-        direct, cast, both = [*payload.leaves, None, None][:3]
-        return cls(direct, cast, both, tuple(part for part in payload.leaves[3:] if part is not None))
+        return cls(*payload.leaves)
 
     def payload(self) -> Payload:
         direct = None if self.direct is None else local(self.direct)
-        if self.inner:
-            return Payload.gradients([None, None, None, *map(local, self.inner)])
         return Payload.gradients([direct] if self.cast is None else [direct, self.cast, self.both])
 
     def whole(self) -> Tensor | None:
@@ -231,8 +226,6 @@ class StandIn:
             for name, own in module._parameters.items()
             if own is parameter
         ]
-        self._inner_gradients: list[Tensor] = []
-        self._summed = False
         self.leaf = self._made()
 
     def _made(self) -> Parameter:
@@ -240,31 +233,17 @@ class StandIn:
         leaf = Parameter(value.clone() if self._separate else value, self._parameter.requires_grad)
         leaf.__dict__.update(self._parameter.__dict__)
         if leaf.requires_grad:
-            # So the split backward defers nothing of it, either.
-            leaf.register_post_accumulate_grad_hook(self._note)
+            # A parameter with a hook is not deferred by the split backward.
+            leaf.register_post_accumulate_grad_hook(_require_one_backward)
         return leaf
 
-    def _note(self, leaf: Tensor) -> None:
-        """Keeps what a backward inside the backward gives; where it came to a sum, in the sum too."""
-        if not _is_inside():
-            self._summed = True
-        elif leaf.grad is not None:
-            self._inner_gradients.append(leaf.grad)
-            if not self._summed:
-                leaf.grad = None
-
-    def take(self) -> tuple[Tensor | None, tuple[Tensor, ...]]:
-        """What an op's backward gave: its own sum, and what backwards inside it gave, in their order."""
+    def take(self) -> Tensor | None:
+        """Returns the gradient that an op's backward gave, and clears it."""
         total, self.leaf.grad = self.leaf.grad, None
-        inner = tuple(self._inner_gradients)
-        self._inner_gradients.clear()
-        self._summed = False
-        return total, inner
+        return total
 
     def begin(self) -> None:
         """A step begins: it is as the parameter is by now."""
-        self._inner_gradients.clear()
-        self._summed = False
         known, now = self.leaf, self._parameter
         same_memory = local(known).data_ptr() == local(now).data_ptr() and known.shape == now.shape
         if self._separate:
@@ -282,16 +261,19 @@ class StandIn:
             setattr(module, name, self._parameter)
 
 
-def _is_inside() -> bool:
-    """Whether the backward that has called a hook is not an op's but one inside it."""
-    frame = currentframe()
-    while frame is not None:
-        if frame.f_code is run_backward.__code__:
-            return False
-        if frame.f_code is torch.autograd.backward.__code__:
-            return frame.f_back is None or frame.f_back.f_code is not run_backward.__code__
-        frame = frame.f_back
-    return False  # a thread of autograd's, in which no Python called
+def _require_one_backward(_: Tensor) -> None:
+    """Raises RuntimeFailure if the gradient comes from a backward inside the op's, as of reentrant checkpoints.
+
+    A plain loop adds such a gradient to `.grad` at once, ahead of the sum over stages.
+    """
+    for frame, _ in walk_stack(currentframe()):
+        starts = frame.f_code is torch.autograd.backward.__code__
+        if starts and (frame.f_back is None or frame.f_back.f_code is not run_backward.__code__):
+            raise RuntimeFailure(
+                "a stage uses a parameter that it shares with a lower one inside a checkpoint with "
+                "use_reentrant=True, which adds up gradients in another order than a plain loop; give the checkpoint "
+                "use_reentrant=False"
+            )
 
 
 class TiedGradients:
@@ -399,9 +381,6 @@ class TiedGradients:
             parameter = stand_ins[slot].leaf if slot in stand_ins else self._local[slot, op.stage]
             if not parameter.requires_grad:
                 continue
-            if slot not in stand_ins:
-                for part in came.inner:
-                    run_backward([parameter], [as_shard(part, parameter)])
             direct = came.direct
             if slot not in stand_ins and cast is None:
                 direct = came.whole()
@@ -418,20 +397,10 @@ class TiedGradients:
         """After a backward: takes this microbatch's sums where another stage is the owner."""
         for slot, stand_in in self._here.items():
             key = slot, op.stage, op.microbatch
-            direct, inside = stand_in.take()
-            came = self._came.pop(key[:2], None) or TiedGradientSum()
+            direct, came = stand_in.take(), self._came.pop(key[:2], None) or TiedGradientSum()
             cast, uses = self._casts.pop(key, None), self._uses.pop(key, None)
             name = self._ties[slot - 1].names[op.stage]
-            if inner := (*came.inner, *inside):
-                if direct is not None or cast is not None or came.cast is not None:
-                    raise RuntimeFailure(
-                        f"{name} is shared by stages, which use it inside a checkpoint with use_reentrant=True and "
-                        f"outside of one, or under autocast (so does stage {op.stage}, or one below it), and its "
-                        "gradient would be added up in another order than in a plain loop; give the checkpoint "
-                        "use_reentrant=False"
-                    )
-                self._taken[key[:2]] = TiedGradientSum(inner=inner)
-            elif cast is None and came.cast is None:
+            if cast is None and came.cast is None:
                 self._taken[key[:2]] = TiedGradientSum(direct)
             else:
                 self._taken[key[:2]] = came.after(direct, cast, uses, name, op.stage)
