@@ -13,7 +13,7 @@ If updates are ops, copies also have weights of their own. `shared_tensors.py` a
 
 Copies are built where they run, and what processes were given is compared before anything of it is shared:
 
-    list of stages --build_copies--> own stages --forms, or the error--> all processes: alike, or refused by all
+    list of stages --build_alike--> own stages --forms, or the error--> all processes: alike, or refused by all
 
 A function makes a stage where it runs alone, so only those who run a stage can compare it. The parameters of a
 module are compared wherever it is given. One without parameters may stand in for a stage that other processes run.
@@ -30,7 +30,7 @@ import hashlib
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from itertools import zip_longest
 
 import torch
 from torch import Tensor, nn
@@ -38,7 +38,7 @@ from torch.nn import Parameter
 from torch.nn.parameter import is_lazy
 
 from penstock.runtime.errors import RuntimeFailure
-from penstock.runtime.mesh.peers import Peers, require_same
+from penstock.runtime.mesh.peers import Peers, raise_together
 from penstock.runtime.mesh.process_mesh import ProcessMesh
 from penstock.runtime.parameters.gradients import Accumulators
 from penstock.runtime.parameters.ties import Ties
@@ -51,30 +51,8 @@ from penstock.runtime.tensors.storage import copy_of
 from penstock.schedule import Placement
 from penstock.schedule.updates import OWNER
 
-
-class StageDraws(NamedTuple):
-    """States of the generators before and after the function of a stage was called, which drew from them."""
-
-    before: dict[str, bytes]
-    after: dict[str, bytes]
-
-
-def build_copies(
-    sources: Sequence[Stage | StageSource], placement: Placement, ranks: Sequence[int], drawn: dict[int, StageDraws]
-) -> dict[Copy, Stage]:
-    """The copies that `ranks` host; those of one stage are one module. Notes in `drawn` which functions drew."""
-    built: dict[int, Stage] = {}
-    found: dict[Copy, Stage] = {}
-    for pipeline, hosts in enumerate(placement.pipelines):
-        for stage in range(len(hosts)):
-            if set(placement.hosts(pipeline, stage)) & set(ranks):
-                if stage not in built:
-                    before = generator_states()
-                    built[stage] = build_stage(sources[stage], stage, len(sources))
-                    if (after := generator_states()) != before:
-                        drawn[stage] = StageDraws(before, after)
-                found[pipeline, stage] = built[stage]
-    return found
+States = dict[str, bytes]
+"""Of the generators, by kind of device."""
 
 
 def require_one_copy_a_rank(placement: Placement) -> None:
@@ -343,99 +321,105 @@ def digest_of(lines: Iterable[str]) -> str:
 
 
 def build_alike(sources: Sequence[Stage | StageSource], placement: Placement, mesh: ProcessMesh) -> dict[Copy, Stage]:
-    """The copies of stages that this process hosts. Every process calls it.
+    """Builds the copies of stages that this process hosts. Every process calls it.
 
     Raises:
         RuntimeFailure: in every process, if some were given other stages than others, or one of them could not build
             its own; there its own error is raised.
     """
-    found: dict[Copy, Stage] = {}
+    here = set(mesh.pipeline.here)
+    copies = [
+        (pipeline, stage)
+        for pipeline, hosts in enumerate(placement.pipelines)
+        for stage in range(len(hosts))
+        if here & set(placement.hosts(pipeline, stage))
+    ]
+    stages: dict[int, Stage] = {}
     forms: dict[str, list[str]] = {}
-    drawn: dict[int, StageDraws] = {}
-    error: Exception | None = None
-    begun = generator_states()
+    error = _build_in_order(sources, list(dict.fromkeys(stage for _, stage in copies)), stages, mesh.pipeline)
     try:
-        found = build_copies(sources, placement, mesh.pipeline.here, drawn)
+        forms = _forms_of(sources, stages)
     except Exception as failure:  # the others would wait for this process
-        error = failure
-    error = _draw_in_order(sources, found, begun, drawn, mesh.pipeline) or error
-    try:
-        forms = _forms_of(sources, {stage: one for (_, stage), one in found.items()})
-    except Exception as failure:  # the others would wait for this process
-        error = failure
-    digests = {subject: digest_of(lines) for subject, lines in forms.items()}
-    gathered = mesh.everyone.gather((digests, None if error is None else f"{type(error).__name__}: {error}"))
-    if error is not None:
-        raise error
-    for rank, (_, failed) in enumerate(gathered):
-        if failed is not None:
-            raise RuntimeFailure(f"rank {rank} could not build its stages: {failed}")
-    for subject in sorted({subject for each, _ in gathered for subject in each}):
-        if len({each[subject] for each, _ in gathered if subject in each}) > 1:
+        error = error or failure
+    raise_together(
+        mesh.everyone, error, lambda n, said: RuntimeFailure(f"rank {n} could not build its stages: {said}")
+    )
+    digests = mesh.everyone.gather({subject: digest_of(lines) for subject, lines in forms.items()})
+    for subject in sorted({subject for each in digests for subject in each}):
+        if len({each[subject] for each in digests if subject in each}) > 1:
             _refuse(subject, mesh.everyone.gather(forms.get(subject)))
-    return found
+    return {(pipeline, stage): stages[stage] for pipeline, stage in copies}
 
 
-def _draw_in_order(
-    sources: Sequence[Stage | StageSource],
-    found: dict[Copy, Stage],
-    begun: dict[str, bytes],
-    drawn: Mapping[int, StageDraws],
-    peers: Peers,
+def _build_in_order(
+    sources: Sequence[Stage | StageSource], mine: Sequence[int], built: dict[int, Stage], peers: Peers
 ) -> Exception | None:
-    """Builds those stages here once more that drew from another state of the generators than they would in one
-    process. Generators are then as they would be there. Every process of a pipeline must call it.
+    """Builds stages, and those once more that drew from another state of the generators than in one process.
+
+    Every process of a pipeline must call it. Afterwards the generators are as they would be in one process.
 
     Args:
-        begun: the states before anything was built; those of the first process count.
+        mine: the stages to build, which come into `built`.
 
     Returns:
-        The error of a function; the others wait for this process until the end.
+        The error of a function. It is raised later, as the other processes wait for this one until the end.
     """
     error: Exception | None = None
+    drawn: dict[int, tuple[States, States]] = {}
+    """The states before and after a function that drew."""
+    begun = generator_states()
+
+    def build(stage: int) -> None:
+        nonlocal error
+        before = generator_states()
+        try:
+            built[stage] = build_stage(sources[stage], stage, len(sources))
+        except Exception as failure:
+            error = failure
+        if (after := generator_states()) != before:
+            drawn[stage] = before, after
+
+    for stage in mine:
+        if error is None:
+            build(stage)
     told = peers.gather((begun, list(drawn)))
-    state: dict[str, bytes] = told[0][0]
-    those = sorted({stage for _, stages in told for stage in stages})
-    for stage in those:
-        after = drawn[stage].after if stage in drawn else None
-        if stage in drawn and drawn[stage].before != state and error is None:
+    state: States = told[0][0]
+    drawing = sorted({stage for _, stages in told for stage in stages})
+    for stage in drawing:
+        if stage in drawn and drawn[stage][0] != state and error is None:
             set_generator_states(state)
-            try:
-                again = build_stage(sources[stage], stage, len(sources))
-                found |= {key: again for key in found if key[1] == stage}
-            except Exception as failure:
-                error = failure
-            after = generator_states()
+            build(stage)
+        after = drawn[stage][1] if stage in drawn else None
         state = next(each for each in peers.gather(after) if each is not None)
-    if those:
+    if drawing:
         set_generator_states(state)
     return error
 
 
 def _forms_of(sources: Sequence[Stage | StageSource], stages: Mapping[int, Stage]) -> dict[str, list[str]]:
-    """By subject the forms that this process knows. Where a stage runs, buffers may grow and parameters may be frozen
-    between two pipelines, so processes that run it compare these alone.
+    """Returns by subject the forms that this process knows. Where a stage runs, buffers may grow and parameters may
+    be frozen between two pipelines, so only processes that run it compare these.
     """
-    forms = {f"stage {index}": form_of(stage) for index, stage in stages.items()}
-    for index, stage in stages.items():
-        running = [_line(f"buffer {name}", buffer) for name, buffer in stage.named_buffers()]
-        running += [f"{name} {'trained' if p.requires_grad else 'frozen'}" for name, p in stage.named_parameters()]
-        forms[f"state of stage {index}"] = running
+    forms: dict[str, list[str]] = {}
     for index, source in enumerate(sources):
-        if isinstance(source, nn.Module) and index not in stages:
+        if (stage := stages.get(index)) is not None:
+            forms[f"stage {index}"] = form_of(stage)
+            buffers = [_line(f"buffer {name}", buffer) for name, buffer in stage.named_buffers()]
+            trained = [f"{name} {'trained' if p.requires_grad else 'frozen'}" for name, p in stage.named_parameters()]
+            forms[f"state of stage {index}"] = buffers + trained
+        elif isinstance(source, nn.Module):
             form = form_of(source, "" if isinstance(source, Stage) else str(index))
             forms |= {f"stage {index}": form} if form else {}
     return forms
 
 
 def _refuse(subject: str, forms: Sequence[list[str] | None]) -> None:
-    """Raises RuntimeFailure, which says the first line in which a process differs from the first one."""
-    first, known = next((rank, form) for rank, form in enumerate(forms) if form is not None)
-    other, form = next((rank, form) for rank, form in enumerate(forms) if form is not None and form != known)
-    place = next((n for n, (a, b) in enumerate(zip(known, form)) if a != b), min(len(known), len(form)))
-    mine, theirs = (lines[place] if place < len(lines) else "no more" for lines in (known, form))
-    require_same(
-        [{} if form is None else {subject: form} for form in forms],
-        f"rank {first} has {mine}, and rank {other} has {theirs}; give every rank the same stages",
-        shown=False,
+    """Raises RuntimeFailure, which names the first line in which a process differs from the first one."""
+    held = [(rank, form) for rank, form in enumerate(forms) if form is not None]
+    first, known = held[0]
+    other, form = next((rank, form) for rank, form in held if form != known)
+    mine, theirs = next(pair for pair in zip_longest(known, form, fillvalue="no more") if pair[0] != pair[1])
+    raise RuntimeFailure(
+        f"rank {other} was given another {subject} than rank {first}; rank {first} has {mine}, and rank {other} has "
+        f"{theirs}; give every rank the same stages"
     )

@@ -261,7 +261,7 @@ class StandIn:
             setattr(module, name, self._parameter)
 
 
-def _require_one_backward(_: Tensor) -> None:
+def _require_one_backward(leaf: Tensor) -> None:
     """Raises RuntimeFailure if the gradient comes from a backward inside the op's, as of reentrant checkpoints.
 
     A plain loop adds such a gradient to `.grad` at once, ahead of the sum over stages.
