@@ -13,7 +13,7 @@ from torch.nn import Parameter
 
 from penstock.runtime.mesh.peers import GroupPeers
 from penstock.runtime.parameters.data_parallel import Replicas
-from penstock.runtime.parameters.sharding import ReplicatedParameters
+from penstock.runtime.parameters.sharding import ReplicaParameters
 from waiting import PATIENCE
 
 pytestmark = pytest.mark.unit
@@ -39,7 +39,7 @@ def test_sums_of_updates_that_are_ops_came_as_over_links_without_delay() -> None
             shared=SimpleNamespace(followers=lambda: []), named={"weight": parameter}, parameters=[parameter]
         )
         late: Any = ring
-        replicas = Replicas(model, peers, [], ReplicatedParameters(peers), True, late)
+        replicas = Replicas(model, peers, [], ReplicaParameters(peers), True, late)
         begin = time.perf_counter_ns()
         found = replicas.summed([parameter], [torch.ones(3)])
         assert time.perf_counter_ns() - begin >= 40_000_000

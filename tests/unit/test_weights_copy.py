@@ -503,18 +503,6 @@ def test_of_a_checkpoint_a_stage_takes_its_own_where_the_shapes_are_right() -> N
         w.load_state({"versions/bias": torch.zeros(3)})
 
 
-def test_updates_out_of_turn_or_on_the_wrong_copy_are_refused() -> None:
-    owner, other = weights_of(nn.Linear(2, 2), "none"), weights_of(nn.Linear(2, 2), "none", owns=False)
-    owner.begin(sgd(list(owner.masters.values())), None, None)
-    other.begin(None, None, None)
-    with pytest.raises(RuntimeFailure, match="update 1 of stage 0 came where update 0 is next"):
-        owner.apply(1, [[None, None]])
-    with pytest.raises(RuntimeFailure, match="has no optimizer"):
-        other.apply(0, [[None, None]])
-    with pytest.raises(RuntimeFailure, match="applies updates itself"):
-        owner.take_over(0, owner.versions.copies())
-
-
 def test_weights_of_a_schedule_without_updates_are_refused() -> None:
     with pytest.raises(ScheduleError, match="no updates as ops"):
         CopyWeights(nn.Linear(2, 2), ps.build("1f1b", 2, 4), 0, 0, rule_of("none"), True)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -43,16 +43,6 @@ def cut_into_buckets(parameters: Iterable[OneTensor], key: Callable[[OneTensor],
     return buckets
 
 
-class SumBucket(Protocol):
-    """The gradients of some parameters on their way through a sum over replicas."""
-
-    def start(self) -> Any:
-        """Begins the sum; returns what to wait for."""
-
-    def unpack(self) -> None:
-        """Gives the parameters what the sum gave, after the wait."""
-
-
 class GradientBucket:
     """A sum that every replica gets, or the owner of the parameters alone.
 
@@ -66,9 +56,11 @@ class GradientBucket:
         self._op = AllReduce(lambda: torch.cat(parts)) if owner is None else Reduce(lambda: torch.cat(parts), owner)
 
     def start(self) -> Any:
+        """Begins the sum; returns what to wait for."""
         return self._peers.start(self._op)
 
     def unpack(self) -> None:
+        """Gives the parameters what the sum gave, after the wait."""
         if self._owner not in (None, self._peers.here[0]):
             for parameter in self._parameters:
                 parameter.grad = None  # what a sum towards another process left here is no one's

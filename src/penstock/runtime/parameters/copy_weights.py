@@ -204,18 +204,10 @@ class CopyWeights:
 
         Args:
             to_step: what the optimizer steps in the masters' place, and the gradients of that; them where not given.
-
-        Raises:
-            RuntimeFailure: another update is next, or there is no optimizer to step.
         """
         if self._left_open(update):
             return
-        self._require_next(update)
-        if self._optimizer is None or not self._owns:
-            raise RuntimeFailure(
-                f"update {update} of stage {self._index} is to be applied by pipeline {self._pipeline}'s copy, which "
-                "has no optimizer; give ps.Pipeline an optimizer to train"
-            )
+        assert self._optimizer is not None, "ops of an update run on a copy with an optimizer"
         total = summed(parts)
         if self._clip_norm is not None:
             total = clipped(total, self._clip_norm, list(self.masters.values()))
@@ -239,16 +231,9 @@ class CopyWeights:
     def take_over(self, update: int, values: Sequence[Tensor]) -> None:
         """Makes `values` the newest version of a copy without the optimizer's state. Behind them is what is predicted
         for ops of this copy, as `VersionedParameters.copies` gives it.
-
-        Raises:
-            RuntimeFailure: another update is next, or this copy applies its own.
         """
-        if self._left_open(update):
-            return
-        self._require_next(update)
-        if self._owns:
-            raise RuntimeFailure(f"stage {self._index}: a copy that applies updates itself was sent parameters")
-        self.versions.take(values)
+        if not self._left_open(update):
+            self.versions.take(values)
 
     # -- between passes --------------------------------------------------------------------------------------
 
@@ -333,12 +318,6 @@ class CopyWeights:
 
     def _left_open(self, update: int) -> bool:
         return self._open and update == self._windows.num_updates - 1
-
-    def _require_next(self, update: int) -> None:
-        if update != self.versions.num_in_pass:
-            raise RuntimeFailure(
-                f"update {update} of stage {self._index} came where update {self.versions.num_in_pass} is next"
-            )
 
     def _require_fitting(self, state: Mapping[str, Tensor]) -> None:
         for key, tensor in state.items():

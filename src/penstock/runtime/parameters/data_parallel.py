@@ -29,9 +29,9 @@ from penstock.runtime.errors import RuntimeFailure
 from penstock.runtime.mesh.peers import GroupPeers, Peers
 from penstock.runtime.mesh.process_mesh import ProcessMesh
 from penstock.runtime.parameters.agreement import HolderAgreement
-from penstock.runtime.parameters.buckets import GradientBucket, SumBucket, cut_into_buckets, send_values
+from penstock.runtime.parameters.buckets import GradientBucket, PartBucket, cut_into_buckets, send_values
 from penstock.runtime.parameters.local_model import LocalModel
-from penstock.runtime.parameters.sharding import OwnedParameters, ReplicaParameters, ReplicatedParameters
+from penstock.runtime.parameters.sharding import OwnedParameters, ReplicaParameters
 from penstock.runtime.stage.registered_ops import OpFunction
 from penstock.runtime.tensors.dtensor import as_shard, local
 from penstock.runtime.transport.link_conditions import LateRing, sleep_until
@@ -81,7 +81,7 @@ class Replicas:
         self._kept: list[tuple[Parameter, Tensor]] = []
         self._ready: set[int] = set()
         self._due: deque[int] = deque()
-        self._under_way: list[tuple[SumBucket, Any, int]] = []
+        self._under_way: list[tuple[GradientBucket | PartBucket, Any, int]] = []
 
     def _cut(self) -> None:
         """Puts the parameters that want a gradient by now into buckets, the same in every replica."""
@@ -183,7 +183,7 @@ class Replicas:
         assert self._peers is not None, "sums are asked for where there are others"
         self._begin(self.sharding.bucket(parameters, self._peers), parameters)
 
-    def _begin(self, bucket: SumBucket, parameters: Sequence[Parameter]) -> None:
+    def _begin(self, bucket: GradientBucket | PartBucket, parameters: Sequence[Parameter]) -> None:
         due = 0
         if self._late_ring is not None:
             due = self._late_ring.due(sum(local(p).numel() * p.element_size() for p in parameters))
@@ -286,7 +286,7 @@ def replicas_of(model: LocalModel, mesh: ProcessMesh, schedule: Schedule, late: 
     """What there is of other replicas. `schedule` has its REDUCE ops, `late` is injected into links between them."""
     order = [op.stage for rank in mesh.pipeline.here for op in schedule.order[rank] if op.kind == REDUCE]
     peers = mesh.replicas if isinstance(mesh.replicas, GroupPeers) else None
-    sharding: ReplicaParameters = model.sharded or ReplicatedParameters(peers)
+    sharding: ReplicaParameters = model.sharded or ReplicaParameters(peers)
     if mesh.sharding == "zero1" and peers is not None:
         tied = {slot: p for slot, _ in model.ties.slots() if (p := model.shared.tied(slot)) is not None}
         sharding = OwnedParameters(peers, model.parameters, model.shared.followers(), tied)

@@ -18,7 +18,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn import Parameter
 from torch.optim import Optimizer
-from torch.utils.hooks import RemovableHandle
 
 from penstock.runtime.errors import RuntimeFailure
 from penstock.runtime.parameters.optimizer_attributes import attributes_of, optimizers_in
@@ -73,10 +72,12 @@ def optimizer_of(
             if len(kept) != len(group["params"]):
                 shortened |= {len(known), len(group["params"])}
             group["params"] = kept
+            # Torch steps a group at once, as it does by default on a GPU, only if all of it are shards, or none.
+            if "foreach" in group and group["foreach"] is None and len({is_sharded(p) for p in kept}) > 1:
+                group["foreach"] = False
         if optimizer is not given:  # some make state for all parameters at once
             for p in elsewhere.values():
                 one.state.pop(p, None)
-        step_mixed_groups_singly(one)
     _require_no_lists(optimizer, shortened - {1}, known)
     return optimizer
 
@@ -128,73 +129,6 @@ def is_plain(value: object) -> bool:
     return all(
         isinstance(one, int | float | str | None) for one in (value if isinstance(value, tuple | list) else (value,))
     )
-
-
-def step_mixed_groups_singly(optimizer: Optimizer) -> None:
-    """Has torch step a group's parameters one by one where some are shards and others are not: many at once, which is
-    its default on a GPU, must be of one kind.
-
-    Raises:
-        RuntimeFailure: the group was told to step many at once.
-    """
-    for group in optimizer.param_groups:
-        if len({is_sharded(parameter) for parameter in group["params"]}) < 2:
-            continue
-        for option in ("foreach", "fused"):
-            if group.get(option):
-                raise RuntimeFailure(
-                    f"the optimizer has {option}=True, and some of its parameters here are shards and others not, "
-                    f"which torch does not step together; leave {option} out"
-                )
-        if "foreach" in group:
-            group["foreach"] = False
-
-
-class OwnSteps:
-    """The steps of an optimizer that a pipeline makes; where it has several processes, any other is refused.
-
-        pipe.update()          clip --> step, in every process --> what is stepped elsewhere is fetched
-        optimizer.step()       raises: nothing would be fetched
-        GradScaler.step(...)   raises: it would step in the processes alone in which no gradient has overflowed
-
-    Args:
-        num_processes: of the pipeline, with all replicas and shards.
-    """
-
-    def __init__(self, optimizer: Optimizer | None, num_processes: int) -> None:
-        self.optimizer, self._num_processes = optimizer, num_processes
-        self._is_own = False
-        self._hook: RemovableHandle | None = None
-        if optimizer is not None and num_processes > 1 and hasattr(optimizer, "_optimizer_step_pre_hooks"):
-            self._hook = optimizer.register_step_pre_hook(self._require_own)
-
-    def make(self) -> None:
-        """Makes one.
-
-        Raises:
-            RuntimeFailure: the optimizer fails on parts of parameters.
-        """
-        if self.optimizer is None:
-            return
-        self._is_own = True
-        try:
-            make_step(self.optimizer)
-        finally:
-            self._is_own = False
-
-    def close(self) -> None:
-        """Anyone may step it again."""
-        if self._hook is not None:
-            self._hook.remove()
-
-    def _require_own(self, optimizer: Optimizer, *_: Any) -> None:
-        if not self._is_own:
-            raise RuntimeFailure(
-                f"{type(optimizer).__name__}.step() was called, and this pipeline has {self._num_processes} "
-                "processes, which step together and then fetch what others have stepped; call pipe.update() on "
-                "every rank instead. A GradScaler would leave out a step in some processes alone; give "
-                "ps.PrecisionOptions(scaler=...), which then scales the loss itself, and call no method of it"
-            )
 
 
 def make_step(optimizer: Optimizer) -> None:

@@ -8,18 +8,20 @@ If updates are ops of the schedule, they have run before `gather`, and there is 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import Parameter
 from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
 
 from penstock.runtime.errors import RuntimeFailure
 from penstock.runtime.mesh.peers import GroupPeers, Peers
 from penstock.runtime.mesh.process_mesh import ProcessMesh
 from penstock.runtime.parameters.agreement import HolderAgreement
 from penstock.runtime.parameters.data_parallel import replicas_of
-from penstock.runtime.parameters.given_optimizer import OwnSteps, goes_on_as, optimizer_of
+from penstock.runtime.parameters.given_optimizer import goes_on_as, make_step, optimizer_of
 from penstock.runtime.parameters.gradients import begin_norm, num_bytes, scale_gradients
 from penstock.runtime.parameters.local_model import LocalModel
 from penstock.runtime.parameters.loss_scaling import LossScaling, require_scalable
@@ -40,7 +42,7 @@ class OptimizerState:
     Attributes:
         model: as this process holds it. num_updates: so far.
         clip_norm: see `ps.Pipeline`.
-        constructed: the optimizer's attributes when it was new.
+        optimizer: over what is stepped here. constructed: the optimizer's attributes when it was new.
         replicas: what there is of other replicas. updating: the updates that are ops; None where there are none.
         scaling: what losses are multiplied by, and whether gradients are finite; None where nobody asks.
         skipped: the last update was left out, as some gradient was not finite.
@@ -82,10 +84,10 @@ class OptimizerState:
         self.updating = None
         if schedule.updates is not None:
             self.updating = ScheduledUpdates(schedule, model, one_copy_steps, self.replicas, mesh.shard == 0)
-        # Where updates are ops, the optimizer finds no gradients but within these.
-        apart = self.updating is None and isinstance(mesh.everyone, GroupPeers)
-        self._num_processes = mesh.everyone.num_ranks if apart else 1
-        self._steps = OwnSteps(self._make_optimizer(optimizer), self._num_processes)
+        self.optimizer = self._make_optimizer(optimizer)
+        self._hook: RemovableHandle | None = None
+        self._is_updating = False
+        self._refuse_foreign_steps()
         self.constructed = plain_attributes(self.optimizer)
         require_whole_matrices(self.optimizer, model.sharded is not None)
         masters = None if self.updating is None else self.updating.stand_ins()
@@ -93,11 +95,6 @@ class OptimizerState:
             model, mesh, self.replicas.sharding, masters, one_copy_steps, lambda: self.optimizer
         )
         self.replicas.agreement = self.agreement
-
-    @property
-    def optimizer(self) -> Optimizer | None:
-        """Over what is stepped here."""
-        return self._steps.optimizer
 
     @property
     def is_first(self) -> bool:
@@ -109,11 +106,33 @@ class OptimizerState:
         self.num_updates = before.num_updates
         before.close()
         self.close()
-        self._steps = OwnSteps(goes_on_as(before.optimizer, self.optimizer), self._num_processes)
+        self.optimizer = goes_on_as(before.optimizer, self.optimizer)
+        self._refuse_foreign_steps()
 
     def close(self) -> None:
-        """Leaves the optimizer to whoever has it."""
-        self._steps.close()
+        """Lets whoever has the optimizer step it again."""
+        if self._hook is not None:
+            self._hook.remove()
+
+    def _refuse_foreign_steps(self) -> None:
+        """Has `optimizer.step()` raise outside of `update`, if other processes would have to step as well.
+
+        If updates are ops, an optimizer finds gradients only within these, so a step outside does nothing.
+        """
+        if self.optimizer is None or self.updating is not None or not isinstance(self._mesh.everyone, GroupPeers):
+            return
+        if hasattr(self.optimizer, "_optimizer_step_pre_hooks"):
+            self._hook = self.optimizer.register_step_pre_hook(self._require_updating)
+
+    def _require_updating(self, optimizer: Optimizer, *_: Any) -> None:
+        if not self._is_updating:
+            raise RuntimeFailure(
+                f"{type(optimizer).__name__}.step() was called, and this pipeline has "
+                f"{self._mesh.everyone.num_ranks} processes, which step together and then fetch what others have "
+                "stepped; call pipe.update() on every rank instead. A GradScaler would leave out a step in some "
+                "processes alone; give ps.PrecisionOptions(scaler=...), which then scales the loss itself, and call "
+                "no method of it"
+            )
 
     def _make_optimizer(self, given: GivenOptimizer) -> Optimizer | None:
         """Over what is stepped here: of several copies of a stage the owner's, or every one."""
@@ -185,7 +204,11 @@ class OptimizerState:
             return None
         norm = None if self.clip_norm is None else self.clip(self.clip_norm, begun)
         if self.optimizer is not None:
-            self._steps.make()
+            self._is_updating = True
+            try:
+                make_step(self.optimizer)
+            finally:
+                self._is_updating = False
             self.replicas.share_stepped()
             if self._one_copy_steps:
                 self.model.shared.share_parameters()

@@ -10,7 +10,6 @@ If a rule predicts weights, the replica that steps a parameter predicts it, and 
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -27,7 +26,6 @@ from penstock.runtime.mesh.process_mesh import REPLICAS, ProcessMesh
 from penstock.runtime.parameters.buckets import (
     GradientBucket,
     PartBucket,
-    SumBucket,
     as_real,
     cut_into_buckets,
     padded_rows,
@@ -40,8 +38,8 @@ from penstock.runtime.stage.stage import Stage
 from penstock.runtime.tensors.dtensor import is_sharded, local, memory, rows_of_part, rows_per_part
 
 
-class ReplicaParameters(ABC):
-    """What each replica keeps of a parameter, and which replica steps it.
+class ReplicaParameters:
+    """What each replica keeps of a parameter, and which replica steps it: here every replica keeps and steps all.
 
     Args:
         peers: the replicas; None for one alone.
@@ -51,17 +49,17 @@ class ReplicaParameters(ABC):
         has_all_state: each replica has all of the optimizer's state.
     """
 
-    keeps_whole: bool
-    has_all_state: bool
+    keeps_whole = True
+    has_all_state = True
 
     def __init__(self, peers: GroupPeers | None) -> None:
         self._replica = 0 if peers is None else peers.here[0]
 
-    def unshard(self) -> None:  # noqa: B027 - what is whole stays so
-        """Before forwards: all parameters are whole here."""
+    def unshard(self) -> None:
+        """Makes all parameters whole here, before forwards."""
 
-    def reshard(self, stepped: bool) -> None:  # noqa: B027
-        """After them: what other replicas keep is given up. `stepped`: updates among the ops have changed values."""
+    def reshard(self, stepped: bool) -> None:
+        """Gives up what other replicas keep. `stepped`: updates among the ops have changed values."""
 
     def at_rest(self, parameter: Parameter) -> Parameter:
         """What stands for a parameter between steps."""
@@ -71,21 +69,20 @@ class ReplicaParameters(ABC):
         """What a step computes with in the place of one that is there between steps."""
         return parameter
 
-    @abstractmethod
     def goes_to(self, parameter: Parameter) -> Any:
         """Where the sum of a parameter's gradients goes; parameters of one bucket go alike."""
+        return None
 
-    def bucket(self, parameters: Sequence[Parameter], peers: GroupPeers) -> SumBucket:
+    def bucket(self, parameters: Sequence[Parameter], peers: GroupPeers) -> GradientBucket | PartBucket:
         """The sum over replicas of the gradients of parameters that go alike."""
         return GradientBucket(parameters, peers, self.goes_to(parameters[0]))
 
-    @abstractmethod
     def stands_for(self, master: Parameter, parameter: Parameter) -> None:
-        """An update steps `master` in place of a parameter: it is kept as that is."""
+        """Notes that an update steps `master` in place of a parameter, so it is kept as the parameter is."""
 
-    @abstractmethod
     def owned(self, parameters: Iterable[Parameter]) -> list[Parameter]:
-        """Of some parameters what this replica steps: those, or the parts that it keeps of them."""
+        """Of some parameters those that this replica steps, or the parts that it keeps of them."""
+        return list(parameters)
 
     def dealt(self, parameters: Iterable[Parameter]) -> list[Parameter]:
         """Of some parameters what an optimizer is made of on every replica, before each keeps what it steps."""
@@ -100,12 +97,12 @@ class ReplicaParameters(ABC):
         return masters, gradients
 
     def spread(self, stepped: Iterable[Parameter]) -> None:
-        """After an update: every replica gets what the others have stepped."""
+        """Gives every replica what the others have stepped, after an update."""
         whole = list(stepped)
         self.bring(whole, [memory((self.owned([one]) or [one])[0]) for one in whole], whole)
 
     def predicted(self, masters: Sequence[Parameter], write: Write) -> list[Tensor]:
-        """Of each master where it will be, on every replica. Where `has_all_state` is not set all must call it.
+        """Of each master where it will be, on every replica. Unless `has_all_state`, all replicas must call it.
 
         Args:
             write: writes into a tensor where something will be that this replica steps.
@@ -120,28 +117,8 @@ class ReplicaParameters(ABC):
         self.bring(masters, parts, found)
         return found
 
-    @abstractmethod
     def bring(self, masters: Sequence[Parameter], parts: Sequence[Tensor], into: Sequence[Tensor]) -> None:
         """Gives every replica in `into` what those who step the masters have in `parts`, each what it steps."""
-
-
-class ReplicatedParameters(ReplicaParameters):
-    """Every replica keeps all of every parameter, and steps it."""
-
-    keeps_whole = True
-    has_all_state = True
-
-    def goes_to(self, parameter: Parameter) -> None:
-        return None
-
-    def stands_for(self, master: Parameter, parameter: Parameter) -> None:
-        pass  # a replica steps whatever there is
-
-    def owned(self, parameters: Iterable[Parameter]) -> list[Parameter]:
-        return list(parameters)
-
-    def bring(self, masters: Sequence[Parameter], parts: Sequence[Tensor], into: Sequence[Tensor]) -> None:
-        pass  # every replica has stepped everything
 
 
 class OwnedParameters(ReplicaParameters):
@@ -154,7 +131,6 @@ class OwnedParameters(ReplicaParameters):
         tied: by number those here that other ranks may hold, too.
     """
 
-    keeps_whole = True
     has_all_state = False
 
     def __init__(
@@ -402,7 +378,7 @@ class ShardedParameters(ReplicaParameters):
     def goes_to(self, parameter: Parameter) -> bool:
         return id(parameter) in self.of_whole
 
-    def bucket(self, parameters: Sequence[Parameter], peers: GroupPeers) -> SumBucket:
+    def bucket(self, parameters: Sequence[Parameter], peers: GroupPeers) -> GradientBucket | PartBucket:
         if not self.goes_to(parameters[0]):
             return GradientBucket(parameters, peers, None)
         ones = [self.of_whole[id(p)] for p in parameters]

@@ -132,14 +132,13 @@ class VersionedParameters:
 
     def before_backward(self, m: int) -> int:
         """Has them hold what its backward reads; returns the updates since its forward."""
-        read, since = self._read_by(m)
+        read, since = self._reads[m]
         self._bind(self._rule.backward(self._context(m, is_forward=False), read))
         return self.newest - since
 
     def done(self, m: int) -> None:
         """The backward of `m` that reads them is over; the last one to read a version frees it."""
-        read, _ = self._read_by(m)
-        del self._reads[m]
+        read, _ = self._reads.pop(m)
         if self._rule.keeps:
             self._users[read.version] -= 1
             if not self._users[read.version]:
@@ -290,13 +289,6 @@ class VersionedParameters:
         window = self._first + m // self._window
         place = self._stage, self._num_stages, self._window
         return ReadContext(*place, window, self.newest, min(self._versions), ahead)
-
-    def _read_by(self, m: int) -> tuple[WeightRead, int]:
-        if m not in self._reads:
-            raise RuntimeFailure(
-                f"a backward of microbatch {m} on stage {self._stage}, and no forward of it is in flight there"
-            )
-        return self._reads[m]
 
     @torch.no_grad()
     def _bind(self, read: WeightRead) -> None:
