@@ -8,7 +8,7 @@
 
 pipeline         what a user calls, step by step           local_pipeline   a pipeline in one process
 arguments        what a user gives, checked first          compatibility    which features exclude one another
-stage/           a model cut into stages, and their ops    execute/         what each rank does next, in a step
+partitioning/    any module, or a list, cut into stages    stage/           the ops of one stage
 transport/       messages between ranks                    tensors/         what such messages hold
 parameters/      gradients, optimizer, weight versions     tensor_parallel  layers sharded over ranks
 mesh/            processes, and what each is for           launch/          rank processes of this machine
@@ -16,7 +16,7 @@ adapt/           plans that change while it runs           emulation/       the 
 checkpoint/      files, and state sent between ranks       errors           what can go wrong
 verify           a step computed in ways that must agree   verification     what that finds
 plain_loop       the reference loop                        lifetime         open, broken or closed
-option_values    checks of single values in options
+option_values    checks of single values in options        execute/         what each rank does next, in a step
 """
 
 from penstock.cost.cut import PartitionError, partition
@@ -27,10 +27,10 @@ from penstock.runtime.errors import DeadlineExceeded, PeerFailed, PeerLost, Runt
 from penstock.runtime.execute.step_result import StepResult
 from penstock.runtime.mesh.process_mesh import device_mesh
 from penstock.runtime.parameters.muon import MuonAdamW, leave_to_adamw
+from penstock.runtime.partitioning import Split, split
 from penstock.runtime.pipeline import Pipeline
 from penstock.runtime.plain_loop import plain_step
 from penstock.runtime.stage.batch_rules import WHOLE, BatchRules
-from penstock.runtime.stage.partitioning import Split, split
 from penstock.runtime.stage.registered_ops import OpCall
 from penstock.runtime.stage.stage import Stage
 from penstock.runtime.transport.choose import DelegateOptions, TransportOptions

@@ -58,14 +58,14 @@ from penstock.runtime.parameters.given_optimizer import facts_of
 from penstock.runtime.parameters.local_model import LocalModel
 from penstock.runtime.parameters.optimizer_state import OptimizerState
 from penstock.runtime.parameters.pipeline_copies import digest_of, form_of
+from penstock.runtime.partitioning import Split
+from penstock.runtime.partitioning.cutting import beside_layers, stages_of
+from penstock.runtime.partitioning.traced_stage import TracedStage
 from penstock.runtime.stage.batch_rules import BatchRules, in_words, require_keys, rules_of, uncut
 from penstock.runtime.stage.branches import is_plain
 from penstock.runtime.stage.host_memory import SavedTensors
 from penstock.runtime.stage.microbatches import Microbatches, ReplicaBatches, cut_for, num_for
 from penstock.runtime.stage.ops import StepSettings
-from penstock.runtime.stage.partitioning import Split
-from penstock.runtime.stage.partitioning.cutting import beside_layers, stages_of
-from penstock.runtime.stage.partitioning.traced_stage import TracedStage
 from penstock.runtime.stage.registered_ops import calls_of, functions_for, functions_of, offloads
 from penstock.runtime.stage.split_backward import unprepare
 from penstock.runtime.stage.stage import StageSource

@@ -42,11 +42,11 @@ from penstock.runtime.mesh.peers import require_same
 from penstock.runtime.mesh.process_mesh import device_mesh_of, end_groups
 from penstock.runtime.parameters.given_optimizer import kept_groups, require_alike
 from penstock.runtime.parameters.optimizer_state import GivenOptimizer, gradient_bytes
+from penstock.runtime.partitioning.cutting import evaluating
 from penstock.runtime.stage.batch_rules import BatchRules
 from penstock.runtime.stage.branches import has_many_ends, is_plain
 from penstock.runtime.stage.microbatches import NO_LOSS, Microbatches
 from penstock.runtime.stage.ops import Purpose, StepSettings
-from penstock.runtime.stage.partitioning.cutting import evaluating
 from penstock.runtime.stage.registered_ops import OpFunction
 from penstock.runtime.stage.split_backward import DeferredShare
 from penstock.runtime.stage.stage import StageSource

@@ -18,11 +18,11 @@ from torch import Tensor, nn
 
 from penstock.runtime.execute.step_result import sum_in_order
 from penstock.runtime.option_values import is_count, require_value
+from penstock.runtime.partitioning.cutting import Split, build_stage, stages_of
+from penstock.runtime.partitioning.whole_model import WholeModel
 from penstock.runtime.stage.batch_rules import BatchRules, require_keys, rules_of
 from penstock.runtime.stage.loss_weights import weightless
 from penstock.runtime.stage.microbatches import Microbatches, cut_batch
-from penstock.runtime.stage.partitioning.cutting import Split, build_stage, stages_of
-from penstock.runtime.stage.partitioning.whole_model import WholeModel
 from penstock.runtime.stage.stage import StageSource
 from penstock.runtime.tensors.pytree import device_of, flatten, unflatten
 from penstock.runtime.tensors.rng import mix, restored

@@ -26,12 +26,12 @@ from penstock.runtime.errors import BrokenContract, DeadlineExceeded, PeerLost, 
 from penstock.runtime.execute.plan import ActivePlan, start_of
 from penstock.runtime.local_pipeline import LocalPipeline
 from penstock.runtime.parameters.data_parallel import without_reductions
+from penstock.runtime.partitioning import Split
+from penstock.runtime.partitioning.source_line import Untraceable
 from penstock.runtime.plain_loop import chained, own_forward, run_plain
 from penstock.runtime.stage.microbatches import Microbatches
 from penstock.runtime.stage.module_state import untouched
 from penstock.runtime.stage.ops import Purpose, StepSettings
-from penstock.runtime.stage.partitioning import Split
-from penstock.runtime.stage.partitioning.source_line import Untraceable
 from penstock.runtime.tensors.digest import hash_of
 from penstock.runtime.tensors.dtensor import is_sharded, memory, overwrite
 from penstock.runtime.tensors.pytree import flatten

@@ -42,7 +42,7 @@ from penstock.runtime.mesh.peers import Peers, raise_together
 from penstock.runtime.mesh.process_mesh import ProcessMesh
 from penstock.runtime.parameters.gradients import Accumulators
 from penstock.runtime.parameters.ties import Ties
-from penstock.runtime.stage.partitioning.cutting import build_stage
+from penstock.runtime.partitioning.cutting import build_stage
 from penstock.runtime.stage.recompute import Place
 from penstock.runtime.stage.stage import Copy, Stage, StageSource
 from penstock.runtime.tensors.dtensor import is_sharded, local, memory

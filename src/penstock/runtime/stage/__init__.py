@@ -1,6 +1,6 @@
-"""One stage: its layers, how it is cut out of the model, and how its ops run.
+"""One stage: its layers, and how its ops run.
 
-    model --split--> Stage   batch --microbatches--> microbatch m
+    layers --------> Stage   batch --microbatches--> microbatch m
                        |                                |
     F: GraphInputs ----+-> forward -> exits     B, or I then W (split_backward/)     R: forward again (recompute)
 
@@ -8,5 +8,5 @@ stage          layers that run one after another                ops           F,
 microbatches   a batch in weighted parts, or a replica's part   branches      stages that fork and join
 autograd       where a stage's autograd graph begins and ends   host_memory   activations moved to host memory
 recompute      a forward run again, and what it changes        registered_ops  ops of the user's own kinds
-partitioning/  any module, or a list, cut into stages           split_backward/  backward in two halves, I and W
+split_backward/  backward in two halves, I and W
 """

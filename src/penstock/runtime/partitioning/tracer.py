@@ -28,8 +28,7 @@ from torch import Tensor, fx, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from penstock.runtime.stage.module_state import Snapshot, put_back, snapshot_of
-from penstock.runtime.stage.partitioning.source_line import (
+from penstock.runtime.partitioning.source_line import (
     KeptValue,
     SourceLine,
     Untraceable,
@@ -37,6 +36,7 @@ from penstock.runtime.stage.partitioning.source_line import (
     is_users,
     line_of_error,
 )
+from penstock.runtime.stage.module_state import Snapshot, put_back, snapshot_of
 from penstock.runtime.stage.stage import with_arguments
 from penstock.runtime.tensors.pytree import Skeleton, unflatten
 

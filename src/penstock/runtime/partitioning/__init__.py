@@ -15,6 +15,6 @@ program       the steps, each stage's part, other forms       whole_model   one 
 traced_stage  the module that runs one part of the steps
 """
 
-from penstock.runtime.stage.partitioning.cutting import Split, split
+from penstock.runtime.partitioning.cutting import Split, split
 
 __all__ = ["Split", "split"]

@@ -14,7 +14,7 @@ from torch import nn
 
 from penstock.cost.cut import PartitionError
 
-_LIBRARIES = (str(Path(torch.__file__).parent), str(Path(__file__).parents[2]))
+_LIBRARIES = (str(Path(torch.__file__).parent), str(Path(__file__).parents[1]))
 """Folders of torch and of Penstock's runtime, in which no line is the user's."""
 _PYTHON = str(Path(linecache.__file__).parent)
 _INSTEAD = "Move that into one of its layers, or give ps.Pipeline a list with one module for each stage"

@@ -18,10 +18,10 @@ import torch
 from torch import Tensor, nn
 
 from penstock.cost.cut import PartitionError
+from penstock.runtime.partitioning.layers import opened_modules
+from penstock.runtime.partitioning.program import ModelTracer
+from penstock.runtime.partitioning.source_line import Untraceable
 from penstock.runtime.stage.module_state import untouched
-from penstock.runtime.stage.partitioning.layers import opened_modules
-from penstock.runtime.stage.partitioning.program import ModelTracer
-from penstock.runtime.stage.partitioning.source_line import Untraceable
 from penstock.runtime.stage.split_backward import is_compiled
 from penstock.runtime.stage.stage import WHOLE, Calling, Stage, with_arguments
 from penstock.runtime.tensors.pytree import device_of, flatten, unflatten

@@ -12,9 +12,9 @@ from torch import Tensor, nn
 from torch.nn import Parameter
 
 from penstock.runtime.errors import RuntimeFailure
-from penstock.runtime.stage.partitioning.program import ModelTracer, TracedProgram, TracedStep, fill
-from penstock.runtime.stage.partitioning.source_line import Untraceable
-from penstock.runtime.stage.partitioning.tracer import run_call
+from penstock.runtime.partitioning.program import ModelTracer, TracedProgram, TracedStep, fill
+from penstock.runtime.partitioning.source_line import Untraceable
+from penstock.runtime.partitioning.tracer import run_call
 from penstock.runtime.stage.stage import Stage, holder_of
 from penstock.runtime.tensors.pytree import DTYPES, device_of, flatten
 from penstock.runtime.tensors.rng import mix, seed_generators
