@@ -488,6 +488,22 @@ def test_a_block_that_asks_how_many_rows_an_expert_gets_is_kept_whole_with_an_ex
         assert ours.grad is None or torch.equal(ours.grad, theirs.grad)
 
 
+class Merges(Chain):
+    """Writes some rows, chosen by their values, and then asks for shapes and for how many rows there are."""
+
+    def between(self, x: Tensor) -> Tensor:
+        chosen = (x > 0)[:, :1].expand_as(x)
+        x = x.masked_scatter(chosen, x[chosen] * 2)
+        rows = x[:, 0].nonzero()
+        return x if x.shape[1] > 1 and len(rows) >= 0 else -x
+
+
+def test_a_shape_may_be_asked_for_after_rows_were_written_that_values_choose() -> None:
+    torch.manual_seed(5)
+    vectors = MODELS["layerdrop"]
+    compared(Merges(), Own(nn.Identity, vectors.inputs, vectors.loss, vectors.targets, example=True))
+
+
 TABLES: dict[str, Tensor] = {}
 
 

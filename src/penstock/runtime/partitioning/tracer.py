@@ -77,16 +77,17 @@ _REFUSED: tuple[tuple[Any, tuple[str, ...], str], ...] = (
 _GRADIENTS = (torch.autograd.grad, torch.autograd.backward, "backward")
 
 _UNKNOWN = object()
-NOTHING, SHAPES, VALUES = range(3)
+NOTHING, SHAPES, COUNTS, VALUES = range(4)
+"""What a number follows from: nothing but the model, shapes of the inputs, a size that depends on values, such as how
+many tokens an expert gets, or values themselves."""
 
 
 class Known(NamedTuple):
     """What is known of a traced value.
 
     Attributes:
-        number: if the value is a number, what it follows from: nothing but the model, shapes of the inputs, or values
-            of tensors.
-        size: what the sizes of the tensors in the value follow from.
+        number: if the value is a number, what it follows from.
+        size: what the sizes of the tensors in the value follow from, at most `COUNTS`.
         value: the value for the example; `_UNKNOWN` without one.
     """
 
@@ -227,6 +228,7 @@ class ForwardTracer(fx.Tracer):
         self._example = example
         self._num_suspensions = 0
         self._before: dict[nn.Module, Snapshot] = {}
+        self._depth = 0
         self._thread = threading.get_ident()
 
     def record(self, model: nn.Module, skeleton: Skeleton, num_leaves: int) -> tuple[fx.Graph, EntryModule]:
@@ -279,12 +281,15 @@ class ForwardTracer(fx.Tracer):
     def call_module(self, m: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         if self._is_not_meant():
             return forward(*args, **kwargs)
+        self._depth += m in self._opened
         try:
             return super().call_module(m, forward, args, kwargs)
         except Exception:
             if m in self._opened and self.failed_in is None:
                 self.failed_in = m
             raise
+        finally:
+            self._depth -= m in self._opened
 
     def getattr(self, attr: str, attr_val: Any, parameter_proxy_cache: dict[str, Any]) -> Any:
         if self._num_suspensions or not isinstance(attr_val, Tensor):
@@ -341,7 +346,9 @@ class ForwardTracer(fx.Tracer):
         number, size, value = traced.node.meta["known"]
         if kind is len:
             number = size if isinstance(value, Tensor) else min(size, SHAPES)
-        if number == VALUES:
+        # How many tokens an expert gets differs among microbatches, so a block that asks for it is kept whole. The
+        # model itself can't be. Its microbatches are held to the example.
+        if number == VALUES or (number == COUNTS and self._depth > 1):
             self.refuse(f"{doing} the values of a tensor, which tracing would freeze")
         if value is _UNKNOWN:
             self.refuse(
@@ -382,7 +389,7 @@ class ForwardTracer(fx.Tracer):
             number = VALUES
         else:
             number = max((known.number for known in inputs), default=VALUES)
-        sizes = [known.number if _is_number(known.value) else known.size for known in inputs]
+        sizes = [min(known.number, COUNTS) if _is_number(known.value) else known.size for known in inputs]
         size, value = max(sizes, default=NOTHING), _UNKNOWN
         is_of_model = bool(inputs) and number == NOTHING
         if all(known.value is not _UNKNOWN for known in inputs) and (self._example is not None or is_of_model):
@@ -391,8 +398,12 @@ class ForwardTracer(fx.Tracer):
                 if node.op != "call_module":
                     stack.enter_context(found)
                 value = self._run(node)
-            size = VALUES if found.any_op else size
             number = VALUES if isinstance(value, Tensor) else number
+            first = node.args[0].meta["known"] if node.args and isinstance(node.args[0], fx.Node) else None
+            if found.any_op:
+                size = COUNTS
+            elif first is not None and getattr(first.value, "shape", None) == getattr(value, "shape", ()):
+                size = first.size  # as of an assignment of some rows
         return Known(number, size, value)
 
     def _run(self, node: fx.Node) -> Any:
