@@ -60,7 +60,7 @@ class QueueGraph:
     @property
     def num_rows(self) -> int:
         """Ranks and streams."""
-        return len(self.tables.ranks)
+        return self.network[0].num_ranks
 
     @property
     def num_queues(self) -> int:
@@ -69,12 +69,12 @@ class QueueGraph:
     @property
     def num_ops(self) -> int:
         """All ops; one that several ranks run together counts once."""
-        return self.tables.num_ops
+        return self.network[0].num_ops
 
     def hosts(self, queue: int) -> list[int]:
         """The ranks that run a queue's ops, or their streams."""
-        record = self.tables.queues[queue]
-        return self.tables.hosts[record.host_first : record.host_last]
+        more = self.network[1]
+        return list(more.hosts[more.host_first[queue] : more.host_first[queue + 1]])
 
     def op(self, queue: int, index: int) -> Op:
         """The `index`-th op of a queue."""

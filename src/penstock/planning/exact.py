@@ -41,7 +41,7 @@ MOST_OPS = 1000
 _STEPS = 10_000_000
 """Parts of a horizon that times are counted in at most."""
 
-_ROUGH_STEPS = (8_000, 40_000, 200_000)
+ROUGH_STEPS = (8_000, 40_000, 200_000)
 """Parts of a makespan that times are counted in where the least is asked for: roughly first."""
 
 _MEMORY_STEPS = 1_000_000
@@ -132,7 +132,7 @@ def lessen(search: Search, until: float) -> None:
     """
     num_workers = max(2, min(MOST_THREADS, num_cores()))
     until -= STOPPING
-    for number, num_steps in enumerate(_ROUGH_STEPS):
+    for number, num_steps in enumerate(ROUGH_STEPS):
         if search.closed or search.seconds >= until:
             return
         answer = least(

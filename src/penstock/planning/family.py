@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from penstock.cost import CostError, Costs
 from penstock.program import placements
 from penstock.schedule import Placement, ScheduleError, StageGraph
+from penstock.schedule.channels import BUFFERED
 from penstock.schedule.offload import OFFLOAD, RELOAD
 from penstock.schedule.short_repr import short_repr
 
@@ -28,6 +29,7 @@ class Certificate:
         stages: how they depend on one another, None for a chain.
         pairs: "any" where a forward and a backward of another microbatch may run as one or not; "none" where none do.
         order: of the microbatches on a stage: "as numbered", or "any", as where they differ (`Costs.uneven`).
+        channel: what carries the messages, see `schedule.channels`.
 
     Examples:
         >>> import penstock as ps
@@ -44,6 +46,7 @@ class Certificate:
     stages: StageGraph | None = None
     pairs: str = "none"
     order: str = "as numbered"
+    channel: str = BUFFERED
 
     __repr__ = short_repr
 
@@ -67,6 +70,8 @@ class Certificate:
             words.append(f"microbatches dealt to pipelines {how}")
         if self.order == "any":
             words.append("microbatches in any order")
+        if self.channel != BUFFERED:
+            words.append(f"messages over {self.channel}")
         return ", ".join(words)
 
 

@@ -20,6 +20,7 @@ from penstock.planning.progress import Progress, certain, gap
 from penstock.planning.result import Plan
 from penstock.program import placements
 from penstock.schedule import Placement, Schedule, ScheduleError, StageGraph, check, one_to_one
+from penstock.schedule.channels import BUFFERED
 from penstock.simulation import Timeline, footprint, room_for_activations, simulate
 from penstock.simulation.memory_footprint import in_bytes
 from penstock.simulation.simulator import as_dispatch
@@ -58,6 +59,7 @@ def plan(
     time_limit: float = 10.0,
     objective: str = "makespan",
     dispatch: Dispatch | str = Dispatch.FROZEN,
+    channels: str = BUFFERED,
     placement: Placement | str | None = None,
     split: bool | None = None,
     recompute: bool | None = None,
@@ -100,6 +102,10 @@ def plan(
             `compile_ahead`).
         objective: "makespan"; or "span", the longest time from a rank's first start to its last end.
         dispatch: how the schedule will be run. With "hinted" or "dynamic", candidates are timed under that dispatch.
+        channels: what carries the messages in the framework that runs the plan, see `schedule.channels`. With any
+            other than "buffered" the plan has its messages as ops, placed for this channel, and its makespan is what
+            `simulate` says with the same channels. Links may have a bandwidth there. Such plans are for the makespan
+            of a frozen order.
         placement: which rank hosts which stage, or a name from `ps.placements.NAMES`, like "v-shape". Default: stage
             i on rank i; stages of a graph go where the first orders are shortest.
         split: True for I and W everywhere, False for B everywhere. By default each op may be a B if that takes less
@@ -143,8 +149,20 @@ def plan(
     began = time.perf_counter()
     links = Links.of(links)
     require_costs(costs)
-    links.require_constant("ps.plan")
     stages = _stages(costs, stages)
+    if channels != BUFFERED:
+        from penstock.planning.channel import plan_on_channel
+
+        if not _is_number(time_limit) or not float(time_limit) > 0:
+            raise ScheduleError(f"time_limit is {time_limit!r}: give seconds above 0", rule="options")
+        return plan_on_channel(
+            plan, costs, num_ranks, num_microbatches, links,
+            _placement(costs, num_ranks, num_microbatches, placement), channels, max_in_flight=max_in_flight,
+            memory_limit=memory_limit, total_limit=total_limit, time_limit=float(time_limit), objective=objective,
+            dispatch=dispatch, split=split, recompute=recompute, offload=offload, deal=deal, stages=stages,
+            seed=seed, stop_at_gap=stop_at_gap, progress=progress,
+        )  # fmt: skip
+    links.require_constant("ps.plan")
     if total_limit is not None:
         if memory_limit is not None or max_in_flight is not None:
             raise ScheduleError(

@@ -5,8 +5,7 @@ channel, and write down what it did. Each message op stands where its rank was w
 of the rows points forward in time, and none can hang; replaying the rows is never slower than the arbiter's run.
 
 - "buffered", "gloo", "nccl-edge": messages between two ranks keep out of each other's way. Each is sent at once, and
-  each receive is posted as early as a bound on posted receives allows, in the order in which the messages leave.
-  That needs no knowledge of links.
+  each receive is posted as early as a bound on posted receives allows. That needs hardly any knowledge of links.
 - "nccl", "nccl-pair": a stream carries one message at a time. The arbiter starts a message as soon as the streams at
   both its ends are free. Of several it takes the first by a rule; the best of a few rules counts.
 """
@@ -14,14 +13,15 @@ of the rows points forward in time, and none can hang; replaying the rows is nev
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable, Iterator
+import math
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 
 from penstock.cost import Costs
 from penstock.cost.links import LinkQueues
 from penstock.dispatch.graph import Graph
 from penstock.schedule import Op, Schedule, ScheduleError
-from penstock.schedule.channels import shares_streams, stream_of
+from penstock.schedule.channels import GLOO, shares_streams, stream_of
 from penstock.schedule.send_recv import other_end, send_of
 from penstock.simulation.lowered import Order
 
@@ -42,7 +42,13 @@ class Crossing:
 
 
 def place_messages(
-    schedule: Schedule, order: Order, costs: Costs, lines: Callable[[], LinkQueues], channel: str, most_posted: int
+    schedule: Schedule,
+    order: Order,
+    costs: Costs,
+    lines: Callable[[], LinkQueues],
+    channel: str,
+    most_posted: int,
+    at: float = 0.0,
 ) -> Schedule:
     """The schedule with SEND_F, RECV_F, SEND_B and RECV_B placed for a channel.
 
@@ -51,17 +57,27 @@ def place_messages(
         lines: makes the queues of the links as they are before a run.
         channel: one of `schedule.channels.CHANNELS`.
         most_posted: most receives that a rank has posted and not used, where that delays no op.
+        at: when the run starts, in ms of the links' own time.
     """
-    graph = order.graph
-    crossings = list(_crossings(graph, costs))
-    free_run = _arbitrate(order, crossings, lines(), None, lambda message: 0.0)
-    if not shares_streams(channel):
-        rows = _place_early(order, crossings, free_run, most_posted)
+    crossings, run = arbitrate(order, costs, lines, channel, at)
+    if shares_streams(channel):
+        rows = write_rows(order, crossings, run.served)
     else:
-        rules = _rules(order, crossings, free_run)
-        runs = [_arbitrate(order, crossings, lines(), channel, rule) for rule in rules]
-        rows = _write(order, crossings, min(runs, key=lambda run: run.makespan))
+        rows = _place_early(order, crossings, run, channel, most_posted)
     return replace(schedule, order=tuple(map(tuple, rows)))
+
+
+def arbitrate(
+    order: Order, costs: Costs, lines: Callable[[], LinkQueues], channel: str, at: float = 0.0
+) -> tuple[list[Crossing], ArbiterRun]:
+    """The messages of a compute order, and the arbiter's best run of them; args as of `place_messages`."""
+    crossings = list(crossings_of(order.graph, costs))
+    free_run = _arbitrate(order, crossings, lines(), None, lambda message: 0.0, at)
+    if not shares_streams(channel):
+        return crossings, free_run
+    rules = _rules(order, crossings, free_run)
+    runs = [_arbitrate(order, crossings, lines(), channel, rule, at) for rule in rules]
+    return crossings, min(runs, key=lambda run: run.makespan)
 
 
 @dataclass(frozen=True)
@@ -80,7 +96,8 @@ class ArbiterRun:
     served: list[tuple[int, int, int]]
 
 
-def _crossings(graph: Graph, costs: Costs) -> Iterator[Crossing]:
+def crossings_of(graph: Graph, costs: Costs) -> Iterator[Crossing]:
+    """The messages between ranks of a compute order."""
     for made, used in zip(graph.sources.tolist(), graph.edge_to, strict=True):
         source, target = graph.host(made), graph.host(used)
         send = send_of(graph.ops[made])
@@ -90,7 +107,12 @@ def _crossings(graph: Graph, costs: Costs) -> Iterator[Crossing]:
 
 
 def _arbitrate(
-    order: Order, crossings: list[Crossing], lines: LinkQueues, channel: str | None, rule: Callable[[int], float]
+    order: Order,
+    crossings: list[Crossing],
+    lines: LinkQueues,
+    channel: str | None,
+    rule: Callable[[int], float],
+    at: float,
 ) -> ArbiterRun:
     """Runs the compute order; messages that share a stream take it one at a time, in the order of a rule.
 
@@ -130,7 +152,8 @@ def _arbitrate(
         left[number] = now
         busy.update(streams[number])
         served.append((number, done[message.source], done[message.target]))
-        late = round(lines.arrival(message.source, message.target, message.size, now) - now, 9)
+        sent = now + at
+        late = round(lines.arrival(message.source, message.target, message.size, sent) - sent, 9)
         arrived[number] = now + late
         heapq.heappush(events, (arrived[number], num_ops + number))
 
@@ -189,22 +212,41 @@ def _rules(order: Order, crossings: list[Crossing], free: ArbiterRun) -> list[Ca
     ]
 
 
-def _place_early(order: Order, crossings: list[Crossing], free: ArbiterRun, most_posted: int) -> list[list[Op]]:
-    """Rows in which each message is sent at once, and each receive is posted as early as the bound allows."""
+def _place_early(
+    order: Order, crossings: list[Crossing], free: ArbiterRun, channel: str, most_posted: int
+) -> list[list[Op]]:
+    """Rows in which each message is sent at once, and each receive is posted as early as the bound allows.
+
+    On gloo any number of messages may be under way on a link, so there they are sent in the order in which they are
+    used: one that is used later loses nothing if it is sent with the one before it. Receives are posted in the order
+    in which they are due, two ways before their use.
+    """
     graph, ops = order.graph, order.graph.ops
-    sends: dict[int, list[Op]] = {}
-    receives: list[list[int]] = [[] for _ in range(graph.num_ranks)]
+    links: dict[tuple[int, int], list[int]] = {}
     needed: dict[int, int] = {}
     for number in sorted(range(len(crossings)), key=lambda n: (free.left[n], crossings[n].made)):
         message = crossings[number]
-        sends.setdefault(message.made, []).append(message.send)
         needed[message.used] = needed.get(message.used, 0) + 1
-        receives[message.target].append(number)
+        links.setdefault((message.source, message.target), []).append(number)
+    sends: dict[int, list[Op]] = {}
+    receives: list[list[tuple[float, int]]] = [[] for _ in range(graph.num_ranks)]
+    for (_, target), numbers in links.items():
+        if channel == GLOO:
+            numbers.sort(key=lambda n: crossings[n].used)
+        made, due, dues = -1, math.inf, []
+        for number in numbers:
+            made = max(made, crossings[number].made)
+            sends.setdefault(made, []).append(crossings[number].send)
+        for number in reversed(numbers):
+            due = min(due, free.start[crossings[number].used] - 2 * (free.arrived[number] - free.left[number]))
+            dues.append((due, number))
+        receives[target] += reversed(dues)
     backward_of = graph.backward_of
     rows: list[list[Op]] = []
     for rank in range(graph.num_ranks):
         row: list[Op] = []
-        queue, posted, outstanding = receives[rank], 0, 0
+        queue = [number for _, number in sorted(receives[rank], key=lambda each: each[0])]
+        posted = outstanding = 0
         there: dict[int, int] = {}
         for op in range(graph.first[rank], graph.first[rank + 1]):
             while posted < len(queue) and (outstanding < most_posted or there.get(op, 0) < needed.get(op, 0)):
@@ -223,11 +265,11 @@ def _place_early(order: Order, crossings: list[Crossing], free: ArbiterRun, most
     return rows
 
 
-def _write(order: Order, crossings: list[Crossing], run: ArbiterRun) -> list[list[Op]]:
-    """Rows with each message where its ranks were when it left."""
+def write_rows(order: Order, crossings: list[Crossing], served: Iterable[tuple[int, int, int]]) -> list[list[Op]]:
+    """Rows with each message where its ranks were when it left; `served` as in `ArbiterRun`."""
     graph = order.graph
     at: dict[tuple[int, int], list[Op]] = {}
-    for number, sender_ran, receiver_ran in run.served:
+    for number, sender_ran, receiver_ran in served:
         message = crossings[number]
         at.setdefault((message.source, sender_ran), []).append(message.send)
         at.setdefault((message.target, receiver_ran), []).append(other_end(message.send))

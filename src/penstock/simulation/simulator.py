@@ -155,7 +155,7 @@ def _through_channels(
                 "rank; simulate this schedule without channels",
                 rule="communication",
             )
-        placed = place_messages(placed, order, costs, lines, channels, placed.num_ops)
+        placed = place_messages(placed, order, costs, lines, channels, placed.num_ops, at)
     return run_channels(placed, order, costs, links if isinstance(links, LinkQueues) else lines(), channels, at)
 
 

@@ -7,7 +7,7 @@ that has whole groups alone: of stages with 8 and with 4 microbatches, two of th
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate, chain
@@ -246,6 +246,7 @@ def pose_graph(
     split: bool,
     stages: StageGraph | None = None,
     counted: bool = False,
+    more_queues: Callable[[QueueGraph], QueueGraph] | None = None,
 ) -> GraphProblem:
     """Lays out the arrays.
 
@@ -253,6 +254,7 @@ def pose_graph(
         split: whether backwards are I and W, else B.
         stages: how they depend on one another; a chain where not given.
         counted: whether limits count activations, else they are in the unit of the costs.
+        more_queues: adds queues that stand in rows of their own.
 
     Raises:
         ScheduleError: asynchronous ops that hold memory.
@@ -268,7 +270,6 @@ def pose_graph(
                 )
     dealt = [m % placement.num_pipelines for m in range(num_microbatches)]
     graph = queue_graph(placement, num_ranks, dealt, costs, links, stages, split)
-    listed, irregular = graph.network
     if any(need.shift for need in graph.tables.needs) or (graph.stage_graph and graph.stage_graph.some_of):
         raise ScheduleError(
             "ops that are passed on from microbatch to microbatch, or belong to one each, are not planned; build the "
@@ -276,6 +277,9 @@ def pose_graph(
             rule="dependencies",
         )
     _check_needs(graph)
+    if more_queues is not None:
+        graph = more_queues(graph)
+    listed, irregular = graph.network
     takes, gives = np.zeros((2, graph.num_queues))
     holds = graph.stage_graph.holds if graph.stage_graph is not None else {}
     for q, (_, kind, stage) in enumerate(graph.labels):

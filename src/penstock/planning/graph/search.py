@@ -18,6 +18,7 @@ from penstock.planning.annealing_threads import Annealer, annealed_again
 from penstock.planning.exact import available
 from penstock.planning.graph import sequence as sequences
 from penstock.planning.graph.bounds import lower_bound
+from penstock.planning.graph.exact import lessen
 from penstock.planning.graph.problem import GraphProblem
 from penstock.planning.limits import Limits
 from penstock.planning.periodic.bound import flow_bound
@@ -32,7 +33,7 @@ from penstock.program.placements import num_ranks_of
 from penstock.schedule import Schedule, ScheduleError
 from penstock.simulation.lister import Lister, rows_of
 
-_WALKED_SHARE, _REPETENDS_SHARE, _ENDS_SHARE = 0.2, 0.35, 0.6
+_WALKED_SHARE, _REPETENDS_SHARE, _EXACT_SHARE, _ENDS_SHARE = 0.2, 0.2, 0.6, 0.6
 """Shares of the time left that a step takes; what is left after all of them goes to local search again."""
 _MOST_COPIES = 3
 """Turns in a period, at most."""
@@ -134,6 +135,7 @@ def run(search: GraphSearch) -> bool:
         walked(search, search.seconds + _WALKED_SHARE * search.left)
         if available():
             _repetends(search, search.seconds + _REPETENDS_SHARE * search.left)
+            lessen(search, search.seconds + _EXACT_SHARE * search.left)
             _better_ends(search, search.seconds + _ENDS_SHARE * search.left)
         walked(search, search.until)
     except KeyboardInterrupt:
@@ -167,12 +169,12 @@ def library_starts(problem: GraphProblem, split: bool) -> Iterator[tuple[list[in
             continue
         if schedule.placement != graph.placement or (schedule.stage_graph or None) != stages:
             continue
-        sequence = _sequence_of(problem, _separated(schedule) if split else schedule)
+        sequence = _sequence_of(problem, split_backwards(schedule) if split else schedule)
         if sequence is not None:
             yield sequence, name
 
 
-def _separated(schedule: Schedule) -> Schedule:
+def split_backwards(schedule: Schedule) -> Schedule:
     """Every B as I with its W right behind it, which takes as long where B takes no less than both."""
     rows = tuple(
         tuple(
