@@ -27,6 +27,7 @@ def test_json_is_one_object(capsys: pytest.CaptureFixture[str]) -> None:
         "offload": "none",
         "pairs": "none",
         "order": "as numbered",
+        "channel": "buffered",
     }
 
 
@@ -36,6 +37,23 @@ def test_the_schedule_is_written_and_simulates_as_planned(tmp_path: Path, capsys
     found = json.loads(capsys.readouterr().out)
     costs = ps.Costs.uniform(4, f=10, i=10, w=10)
     assert ps.simulate(ps.load(out), costs, links=ps.Links({(0, 1): 20.0})).makespan == found["makespan"]
+
+
+def test_a_plan_for_a_channel_is_written_with_its_messages(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "plan.csv"
+    assert main([*PLAN, "--channels", "nccl-edge", "--time", "3", "--out", str(out), "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["certificate"]["channel"] == "nccl-edge"
+    placed = ps.load(out)
+    ps.check(placed, channels="nccl-edge")
+    costs, links = ps.Costs.uniform(4, f=10, i=10, w=10), ps.Links({(0, 1): 20.0})
+    assert ps.simulate(placed, costs, links=links, channels="nccl-edge").makespan == found["makespan"]
+    assert main([*PLAN, "--channels", "nccl-edge", "--time", "0.5"]) == 0
+    said = capsys.readouterr().out
+    assert "messages over nccl-edge" in said
+    assert "SEND" not in said, "the grid shows ops alone"
 
 
 def test_text_shows_grid_and_gap(capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,6 +1,7 @@
 """`penstock plan`: the best schedule for given costs, links and memory, and how far from the best it can be.
 
 penstock plan --ranks 4 --microbatches 12 --f 10 --i 10 --w 10 --link 0:1=20 --max-in-flight 7
+penstock plan --ranks 4 --microbatches 12 --f 10 --i 10 --w 10 --link 0:1=20 --channels nccl-edge --out plan.csv
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import penstock as ps
 from penstock.cli import costs as costs_options
 from penstock.cli.app import app
 from penstock.cli.failure import Misuse
-from penstock.cli.options import Json, MaxInFlight, Out, PlacementNames, limits_of, numbers
+from penstock.cli.options import Json, MaxInFlight, Out, PlacementNames, limits_of, links_of, numbers
 from penstock.cli.output import in_colour, print_json
 from penstock.planning import Progress
 from penstock.program import placements
@@ -53,6 +54,14 @@ def plan(
             "--dispatch", help="How ranks choose their ops: frozen, hinted or dynamic. For that the plan is made."
         ),
     ] = "frozen",
+    channels: Annotated[
+        str,
+        typer.Option(
+            "--channels",
+            help="What carries messages where the plan runs: buffered (Penstock), gloo, nccl, nccl-pair or "
+            "nccl-edge. But for buffered, the plan has its messages placed, and links may have a bandwidth.",
+        ),
+    ] = "buffered",
     split: Annotated[
         bool | None,
         typer.Option(
@@ -96,7 +105,8 @@ def plan(
         costs, f, i, w, b, activation=activation, freed_by_input=freed_by_input, lengths=lengths
     )
     chosen = given.read(ranks, where)
-    links = costs_options.late_links(link or [], default_delay)
+    read_links = costs_options.late_links if channels == "buffered" else links_of
+    links = read_links(link or [], default_delay)
     most, in_bytes = limits_of("--memory-limit", memory_limit, ranks)
     if in_bytes:
         given.require_weights(memory_limit, chosen)
@@ -112,6 +122,7 @@ def plan(
             time_limit=time_limit,
             objective=objective,
             dispatch=dispatch,
+            channels=channels,
             placement=where,
             split=split,
             recompute=recompute,
@@ -122,9 +133,7 @@ def plan(
             progress=show,
         )
     if out is not None:
-        from penstock.schedule.picture import save_either
-
-        save_either(found.schedule, found.timeline, out)
+        found.save(out)
     if json:
         print_json(
             {
@@ -141,6 +150,7 @@ def plan(
                     "offload": found.certificate.offload,
                     "pairs": found.certificate.pairs,
                     "order": found.certificate.order,
+                    "channel": found.certificate.channel,
                 },
                 "gap": found.gap,
                 "seconds": found.seconds,
@@ -159,7 +169,7 @@ def plan(
 
     if assumed := given.assumed(ranks, where):
         print(f"assumed      {assumed}\n")
-    print(to_terminal(found.schedule, color=in_colour()))
+    print(to_terminal(ps.passes.remove_communication(found.schedule), color=in_colour()))
     print()
     print(f"makespan     {found.makespan:.10g} ms")
     if found.value != found.makespan:

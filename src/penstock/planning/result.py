@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from importlib import import_module
 from pathlib import Path
 
 from penstock.planning.family import Certificate
 from penstock.planning.progress import gap
 from penstock.schedule import Schedule, picture
+from penstock.schedule.channels import BUFFERED
 from penstock.schedule.short_repr import short_repr
 from penstock.simulation import Timeline
 
@@ -17,8 +19,9 @@ class Plan:
     """A schedule and how good it is.
 
     Attributes:
-        schedule: the schedule, which is checked and confirmed by simulation.
-        makespan: its makespan under the given links (ms).
+        schedule: the schedule, which is checked and confirmed by simulation. It has its messages as ops if it was
+            planned for a channel.
+        makespan: its makespan under the given links, on the channel of the certificate (ms).
         value: its value of the objective (ms): the makespan, the span, or the mean makespan.
         lower_bound: no schedule that the certificate covers has a smaller value within the limits (ms).
         certificate: the family of schedules that the bound covers.
@@ -51,7 +54,10 @@ class Plan:
 
     def save(self, path: str | Path) -> None:
         """Writes the schedule (.json, .txt, .csv) or a picture of its timeline (.svg, .html), by the ending."""
-        picture.save_either(self.schedule, self.timeline, path)
+        if Path(path).suffix == ".csv" and self.certificate.channel != BUFFERED:
+            import_module("penstock.formats").save(self.schedule, path, channels=self.certificate.channel)
+        else:
+            picture.save_either(self.schedule, self.timeline, path)
 
     def _repr_html_(self) -> str:
         return self.timeline._repr_html_()
