@@ -15,18 +15,62 @@ take the repetend's order, each op as soon as it can run, where Tessel has its s
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import combinations
+from itertools import chain, combinations
 from math import comb
+from typing import NamedTuple
 
 import penstock as ps
-from penstock.planning.periodic.model import Block, BlockDependency, Flow, Repetend, makespan, retimed
+from penstock.engine.memory import peaks_in_sequence
+from penstock.engine.network import of_queues
+from penstock.engine.timing import Timer
+from penstock.planning.periodic.model import Block, BlockDependency, Flow, Repetend
 from penstock.planning.periodic.modulo import cp_sat
 
 UNITS = 64
 """Whole numbers that the work of the busiest rank is told to the solver in, where durations are not whole; those of
 Tessel's examples are. What is found is timed with the durations as they are."""
+
+
+class BlockInstance(NamedTuple):
+    """One run of a block: `block` (its place in the flow) in turn `turn`, from `start` (ms)."""
+
+    block: int
+    turn: int
+    start: float
+
+
+def retimed(flow: Flow, sequence: Sequence[tuple[int, int]]) -> list[BlockInstance]:
+    """Starts every (block, turn) of `sequence` as soon as its ranks and needs allow; turns of a block ascend."""
+    rows: list[list[int]] = [[] for _ in range(flow.num_ranks)]
+    place, size = [], [0] * len(flow.blocks)
+    for index, _ in sequence:
+        place.append(size[index])
+        size[index] += 1
+        for rank in flow.blocks[index].ranks:
+            rows[rank].append(index)
+    network, irregular = of_queues(
+        size,
+        [block.duration for block in flow.blocks],
+        [block.ranks for block in flow.blocks],
+        [[(need.block, need.delay, 1, 1) for need in block.needs] for block in flow.blocks],
+        flow.num_ranks,
+    )
+    start = Timer(network, irregular).time(list(chain(*rows))).start
+    first = network.op_first
+    return [BlockInstance(b, turn, start[first[b] + at]) for (b, turn), at in zip(sequence, place, strict=True)]
+
+
+def makespan(flow: Flow, timed: Sequence[BlockInstance]) -> float:
+    """Last end (ms); the first start is at 0."""
+    return max(one.start + flow.blocks[one.block].duration for one in timed)
+
+
+def peaks(flow: Flow, sequence: Sequence[tuple[int, int]]) -> list[float]:
+    """Most activations each rank holds when it runs its ops in the order of `sequence`."""
+    blocks = (flow.blocks[index] for index, _ in sequence)
+    return peaks_in_sequence(((block.ranks, block.acquires, block.releases) for block in blocks), flow.num_ranks)
 
 
 @dataclass(frozen=True)

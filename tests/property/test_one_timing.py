@@ -8,7 +8,6 @@ engine is held to the orders it made before, by their digest.
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
 from dataclasses import replace
 from itertools import chain
 
@@ -27,8 +26,6 @@ from penstock.planning.family import OpForms
 from penstock.planning.graph.problem import pose_graph
 from penstock.planning.joint.problem import pose_joint
 from penstock.planning.limits import limits_of
-from penstock.planning.periodic.ends import heads_of, tails_of
-from penstock.planning.periodic.model import Block, BlockDependency, BlockInstance, Flow, retimed
 from penstock.planning.problem import pose
 from penstock.program.placements import multi_directional
 from penstock.simulation.lister import Lister
@@ -151,49 +148,3 @@ def test_amdp(seed: int) -> None:
     schedule = ps.Schedule("amdp", placement, tuple(map(tuple, ran.rows)), pipeline_of)
     expected = starts_of(schedule, ps.Costs(f, b, [0.0] * ranks), ps.Links(default=message))
     assert ran.starts == pytest.approx(expected, abs=1e-9)  # it reads microbatches ahead when a backward has ended
-
-
-def drawn_flow(draw: random.Random) -> Flow:
-    """A chain over two or three ranks with a branch here and there, some blocks shared."""
-    ranks, blocks = draw.randint(2, 3), []
-    for index in range(draw.randint(2, 6)):
-        hosts = tuple(sorted(draw.sample(range(ranks), draw.choice([1, 1, 2]))))
-        needs = {index - 1, draw.randrange(index)} if index and draw.random() < 0.4 else {index - 1} - {-1}
-        late = tuple(BlockDependency(n, draw.choice([0.0, 0.0, 2.5])) for n in sorted(needs))
-        blocks.append(Block(f"b{index}", hosts, draw.randint(1, 4), late))
-    return Flow((*blocks, Block("end", (0,), 1, tuple(BlockDependency(b) for b in range(len(blocks))))))
-
-
-def longest_ways(flow: Flow, timed: Sequence[BlockInstance]) -> dict[tuple[int, int], float]:
-    """Of each op the ms still to go once it has ended, by every op behind it, one by one, from the last."""
-    found: dict[tuple[int, int], float] = {}
-    for place in reversed(range(len(timed))):
-        one, block = timed[place], flow.blocks[timed[place].block]
-        ways = [0.0]
-        for other in timed[place + 1 :]:
-            behind = flow.blocks[other.block]
-            to_go = found[other.block, other.turn] + behind.duration
-            ways += [to_go for rank in behind.ranks if rank in block.ranks]
-            ways += [to_go + n.delay for n in behind.needs if (n.block, other.turn) == (one.block, one.turn)]
-        found[one.block, one.turn] = max(ways)
-    return found
-
-
-@given(SEEDS)
-@settings(max_examples=examples(60), deadline=None)
-def test_heads_and_tails_of_windows(seed: int) -> None:
-    """What is fixed before and behind a window, by times as they are, and by the sweep with time turned round."""
-    draw = random.Random(seed)
-    flow, turns = drawn_flow(draw), draw.randint(1, 4)
-    order = [(block, turn) for turn in range(turns) for block in range(len(flow.blocks))]
-    timed = sorted(retimed(flow, order), key=lambda one: (one.start, one.turn, one.block))
-    first = draw.randrange(len(timed))
-    last = draw.randint(first, len(timed))
-    before, freed, after = timed[:first], timed[first:last], timed[last:]
-    heads = heads_of(flow, before, freed)
-    assert all(head <= one.start for head, one in zip(heads, freed, strict=True))
-    if freed:
-        assert heads[0] == freed[0].start
-    tails = tails_of(flow, after, freed)
-    # Of the window's own ops none is in the way: alone, each is followed by what is behind the window.
-    assert tails == [longest_ways(flow, [one, *after])[one.block, one.turn] for one in freed]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import time
 from pathlib import Path
 
 import numpy as np
@@ -12,7 +13,9 @@ import branches_runs
 import gang_runs
 import penstock as ps
 from penstock.draw import to_svg
+from penstock.planning.graph import search as searches
 from penstock.planning.graph import sequence as sequences
+from penstock.planning.graph.exact import shorten_windows
 from penstock.planning.graph.placements import candidates
 from penstock.planning.graph.problem import pose_graph
 from penstock.planning.limits import limits_of
@@ -29,6 +32,20 @@ def test_bounds_and_plans_beside_the_exact_solver(family: int) -> None:
         verdict = judge_graph(draw_graph(seed, GRAPHS[family]), 0.05, 10.0)
         assert not verdict.wrong, (seed, GRAPHS[family])
         assert verdict.solved.value is not None
+
+
+def test_windows_shorten_a_sequence_and_keep_within_caps() -> None:
+    pytest.importorskip("ortools", reason="needs the extra `exact`")
+    costs = ps.Costs([2, 3, 3, 4, 3], [2, 3, 4, 3, 3], [1, 2, 2, 3, 2])
+    (placement, *_) = candidates(costs, TOWERS, 3)
+    limits = limits_of(costs, None, 3, 6, None, True)
+    problem = pose_graph(costs, placement, 3, 8, ps.Links(), limits, True, TOWERS, counted=True)
+    search = searches.begin(problem, [(problem.serial(), "serial")], (), 0.0, 0, 0.0, None, time.perf_counter())
+    serial = search.value
+    shorten_windows(search, 20.0)
+    assert search.lower_bound <= search.value < 0.8 * serial
+    assert search.how == "ends"
+    assert problem.placed(search.sequence)[0] == search.value  # below 0 where a row is above its cap
 
 
 @pytest.mark.parametrize("name", branches_runs.GRAPHS)

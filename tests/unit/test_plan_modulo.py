@@ -8,13 +8,14 @@ from dataclasses import replace
 import pytest
 
 import penstock as ps
+from experiments.flexpipe.tessel import makespan, peaks, retimed
 from penstock.planning import plan as planner
 from penstock.planning.graph import search
 from penstock.planning.graph.plan import plan_graph
 from penstock.planning.graph.problem import pose_graph
 from penstock.planning.limits import limits_of
 from penstock.planning.periodic.bound import flow_bound, follows
-from penstock.planning.periodic.model import Block, BlockDependency, Flow, Repetend, makespan, peaks, retimed
+from penstock.planning.periodic.model import Block, BlockDependency, Flow, Repetend
 from penstock.planning.periodic.modulo import ROUNDED_UNITS, find_repetends, units_of
 from penstock.planning.periodic.rounds import rounds
 from penstock.planning.progress import Progress

@@ -239,12 +239,12 @@ def queue_graph(
             count[q] = share
     shares_memory = any((kind, stage) in graph.holds for _, kind, stage in asynchronous)
     release = [number.get((k, "W", s), number.get((k, "B", s), -1)) if kind == "F" else -1 for k, kind, s in labels]
-    of_stage = _depths(graph)
-    depths = [of_stage[stage] for _, _, stage in labels]
+    of_stage = depths(graph)
+    depth = [of_stage[stage] for _, _, stage in labels]
     forwards = [q for q, (_, kind, _) in enumerate(labels) if kind == "F"]
     taken_again = [q for q, (_, kind, stage) in enumerate(labels) if graph.holds.get((kind, stage), 0.0) > 0]
-    reserve = reserves(memory, [taken_again, forwards], hosts, depths, num_ranks)
-    reserve_count = reserves(count, [taken_again, forwards], hosts, depths, num_ranks)
+    reserve = reserves(memory, [taken_again, forwards], hosts, depth, num_ranks)
+    reserve_count = reserves(count, [taken_again, forwards], hosts, depth, num_ranks)
     network, irregular = of_queues(
         lengths,
         [costs.duration(kind, stage) for _, kind, stage in labels],
@@ -337,7 +337,7 @@ def _delay(links: Links, source: tuple[int, ...], target: tuple[int, ...], async
     return max(0.0 if rank in source else links.delay(source[0], rank) for rank in target)
 
 
-def _depths(graph: StageGraph) -> list[int]:
+def depths(graph: StageGraph) -> list[int]:
     """Of each stage, the most stages on a path to it."""
     depth = [0] * graph.num_stages
     waiting = [len(sources) for sources in graph.sources]

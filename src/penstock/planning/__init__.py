@@ -12,27 +12,8 @@ from penstock.planning.slow_links import slow_link_schedule
 from penstock.planning.warmup import adapted_warmups, initial_warmups, needed_slack, tolerance, tolerances
 
 __all__ = [
-    "BatchPlan",
-    "BranchLayout",
-    "Certificate",
-    "Found",
-    "FoundLayout",
-    "OrderedMicrobatches",
-    "Outcome",
-    "PackingError",
-    "Plan",
-    "Progress",
-    "adapted_warmups",
-    "assign_evenly",
-    "initial_warmups",
-    "needed_slack",
-    "order_microbatches",
-    "plan",
-    "plan_batch",
-    "rank_branches",
-    "search_branches",
-    "search_space",
-    "slow_link_schedule",
-    "tolerance",
-    "tolerances",
-]
+    "BatchPlan", "BranchLayout", "Certificate", "Found", "FoundLayout", "OrderedMicrobatches", "Outcome",
+    "PackingError", "Plan", "Progress", "adapted_warmups", "assign_evenly", "initial_warmups", "needed_slack",
+    "order_microbatches", "plan", "plan_batch", "rank_branches", "search_branches", "search_space",
+    "slow_link_schedule", "tolerance", "tolerances",
+]  # fmt: skip

@@ -23,6 +23,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterator
 from dataclasses import replace
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -40,7 +41,7 @@ from penstock.planning.library_starts import MOST_OPS, built
 from penstock.planning.limits import limits_of
 from penstock.planning.progress import certain
 from penstock.planning.result import Plan
-from penstock.schedule import Op, Placement, Schedule, ScheduleError, check
+from penstock.schedule import Op, Placement, Schedule, ScheduleError, StageGraph, check
 from penstock.schedule.channels import GLOO, NCCL, require_channel, stream_of
 from penstock.schedule.send_recv import send_of
 from penstock.simulation import simulate
@@ -73,17 +74,9 @@ class _Message(NamedTuple):
 
 
 def plan_on_channel(
-    planned: Callable[..., Plan],
-    costs: Costs,
-    num_ranks: int,
-    num_microbatches: int,
-    links: Links,
-    placement: Placement,
-    channel: str,
-    *,
-    time_limit: float,
-    **options: Any,
-) -> Plan:
+    planned: Callable[..., Plan], costs: Costs, num_ranks: int, num_microbatches: int, links: Links,
+    placement: Placement, channel: str, stages: StageGraph | None, *, time_limit: float, **options: Any,
+) -> Plan:  # fmt: skip
     """The best schedule found for a channel, with its messages placed, and a bound for the channel.
 
     Args:
@@ -96,7 +89,7 @@ def plan_on_channel(
     """
     began = time.perf_counter()
     require_channel(channel)
-    _refuse(channel, links, placement, options)
+    _refuse(channel, links, stages is not None or bool(placement.shared), options)
     messages = list(_messages(costs, links, placement))
     least: dict[tuple[int, int], float] = {}
     for each in messages:
@@ -115,14 +108,15 @@ def plan_on_channel(
         for stream in each.streams(channel):
             busy[stream] = busy.get(stream, 0.0) + each.ms * counts[each.pipeline]
     bound = max(first.lower_bound, *busy.values(), 0.0)
-    candidates = [(first.how, _placed(first.schedule, costs, links, channel))]
+    place = partial(add_communication, costs=costs, links=links, channels=channel)
+    candidates = [(first.how, place(first.schedule))]
     if searched and tuple(counts[k] for k in range(placement.num_pipelines)) == in_turn(
         num_microbatches, placement.num_pipelines
     ):
         search = _search(costs, links, channel, first.schedule, messages, began, time_limit, options)
         bound = max(bound, search.lower_bound)
         order, rows = _rows_found(search.problem, search.sequence, costs, first.schedule)
-        candidates += [(search.how, _placed(order, costs, links, channel)), (search.how, rows)]
+        candidates += [(search.how, place(order)), (search.how, rows)]
     runs = [simulate(schedule, costs, links=links, channels=channel) for _, schedule in candidates]
     best = min(range(len(runs)), key=lambda number: runs[number].makespan)
     how, schedule = candidates[best]
@@ -136,26 +130,21 @@ def plan_on_channel(
     )  # fmt: skip
 
 
-def _refuse(channel: str, links: Links, placement: Placement, options: dict[str, Any]) -> None:
+def _refuse(channel: str, links: Links, branches: bool, options: dict[str, Any]) -> None:
     """Raises ScheduleError or CostError for a call that no channel of another framework has a plan for."""
-    objective, dispatch, stages = options["objective"], options["dispatch"], options.pop("stages")
-    if objective != "makespan" or dispatch != "frozen" or stages is not None or placement.shared:
-        given = f"objective {objective!r}, dispatch {dispatch!r}"
-        given = "stages that branch or are shared" if stages is not None or placement.shared else given
+    objective, dispatch = options["objective"], options["dispatch"]
+    if objective != "makespan" or dispatch != "frozen" or branches:
+        given = "stages that branch or are shared" if branches else f"objective {objective!r}, dispatch {dispatch!r}"
         raise ScheduleError(
             f"channels {channel!r} with {given}: plans for another framework are for the makespan of a frozen order, "
             "of a chain of stages that one rank runs each; leave channels out",
             rule="options",
         )
-    conditions = [
-        *zip(links.texts(), links.conditions.values(), strict=True),
-        (f"default={links.default}", links.default),
-    ]
-    for text, condition in conditions:
+    for condition in (*links.conditions.values(), links.default):
         if condition is not None and not condition.is_steady:
             raise CostError(
-                "ps.plan needs links that do not change, such as 0:1=latency:20ms+bandwidth:1GB/s, but the links "
-                f"have {text}; give a typical delay, and simulate the result under the real conditions"
+                "ps.plan needs links that do not change, such as 0:1=latency:20ms+bandwidth:1GB/s, but one link has "
+                f"{condition}; give a typical delay, and simulate the result under the real conditions"
             )
 
 
@@ -180,20 +169,10 @@ def _messages(costs: Costs, links: Links, placement: Placement) -> Iterator[_Mes
                 yield _Message(pipeline, made, source, target, ms)
 
 
-def _placed(schedule: Schedule, costs: Costs, links: Links, channel: str) -> Schedule:
-    return add_communication(schedule, costs, links, channels=channel)
-
-
 def _search(
-    costs: Costs,
-    links: Links,
-    channel: str,
-    first: Schedule,
-    messages: list[_Message],
-    began: float,
-    time_limit: float,
-    options: dict[str, Any],
-) -> searches.GraphSearch:
+    costs: Costs, links: Links, channel: str, first: Schedule, messages: list[_Message], began: float,
+    time_limit: float, options: dict[str, Any],
+) -> searches.GraphSearch:  # fmt: skip
     """Searches orders of ops and messages together, from `first` and the library's schedules on."""
     placement, split = first.placement, options["split"] is not False
     limits = limits_of(costs, placement, first.num_ranks, options["max_in_flight"], options["memory_limit"], split)

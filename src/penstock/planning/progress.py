@@ -10,6 +10,7 @@ from typing import Generic, Protocol, TypeVar
 
 from penstock.engine.tolerance import EPSILON, slack
 from penstock.schedule import ScheduleError
+from penstock.simulation import Timeline
 
 
 @dataclass(frozen=True)
@@ -64,6 +65,21 @@ def certain(lower_bound: float, value: float, described: Callable[[], str], shif
             rule="bound",
         )
     return min(lower_bound, value)
+
+
+def measured(timeline: Timeline, goal: str) -> float:
+    return timeline.span if goal == "span" else timeline.makespan
+
+
+def confirmed(goal: str, value: float, timeline: Timeline) -> float:
+    """The simulator's value of the objective, which must be the search's."""
+    found = measured(timeline, goal)
+    if not math.isclose(found, value, rel_tol=EPSILON, abs_tol=EPSILON):
+        raise ScheduleError(
+            f"the plan says {value!r} ms, its simulation {found!r} ms (rule: confirmed); this is a bug in penstock",
+            rule="confirmed",
+        )
+    return found
 
 
 class DescribableProblem(Protocol):

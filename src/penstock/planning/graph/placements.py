@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from penstock.cost import Costs
+from penstock.dispatch.queues import depths
 from penstock.schedule import Placement, StageGraph
 
 
@@ -28,15 +29,6 @@ def candidates(costs: Costs, stages: StageGraph, num_ranks: int) -> list[Placeme
         if (placement := Placement((tuple(row),))) not in found:
             found.append(placement)
     return found
-
-
-def depths(stages: StageGraph) -> list[int]:
-    """Of each stage, the most stages on a path to it."""
-    depth = [0] * stages.num_stages
-    for _ in range(stages.num_stages):
-        for a, b in stages.edges:
-            depth[b] = max(depth[b], depth[a] + 1)
-    return depth
 
 
 def _cut(order: list[int], work: list[float], num_ranks: int) -> list[int]:

@@ -12,19 +12,17 @@ without it their time goes to local search.
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Callable, Sequence
 from itertools import chain
 
 from penstock.cost import Costs, Links
-from penstock.engine.tolerance import EPSILON
 from penstock.planning.family import Certificate
 from penstock.planning.graph import search as searches
 from penstock.planning.graph.placements import candidates
 from penstock.planning.graph.problem import pose_graph
 from penstock.planning.limits import limits_of
-from penstock.planning.progress import Progress, certain
+from penstock.planning.progress import Progress, certain, confirmed
 from penstock.planning.result import Plan
 from penstock.schedule import Placement, ScheduleError, StageGraph, check
 from penstock.simulation import simulate
@@ -108,13 +106,7 @@ def plan_graph(
     schedule = search.problem.schedule(search.sequence, "plan", in_flight)
     check(schedule)
     timeline = simulate(schedule, costs, links=links)
-    took = timeline.makespan
-    if not math.isclose(took, search.value, rel_tol=EPSILON, abs_tol=EPSILON):
-        raise ScheduleError(
-            f"the plan says {search.value!r} ms, its simulation {took!r} ms (rule: confirmed); this is a bug in "
-            "penstock",
-            rule="confirmed",
-        )
+    took = confirmed("makespan", search.value, timeline)
     proved = certain(search.lower_bound, took, search.problem.described)
     certificate = Certificate(placement, "split" if form else "whole", stages=stages)
     return Plan(schedule, took, took, proved, certificate, time.perf_counter() - began, search.how, timeline)

@@ -24,7 +24,7 @@ from penstock.engine.network import Array, Irregularities, Network
 from penstock.engine.timing import Timer
 from penstock.planning.graph import sequence as sequences
 from penstock.planning.limits import Limits
-from penstock.planning.periodic.model import Block, BlockDependency, BlockInstance, Flow
+from penstock.planning.periodic.model import Block, BlockDependency, Flow
 from penstock.schedule import Placement, Schedule, ScheduleError, StageGraph
 
 _CLASSES = {"W": 0, "I": 1, "B": 1, "F": 3}
@@ -220,16 +220,6 @@ class TurnFlow:
             for block, count in zip(self.flow.blocks, self.counts, strict=True)
             for need in block.needs
         )
-
-    def timed(self, sequence: Array, op: Array, op_first: Array, start: Array) -> list[BlockInstance]:
-        """A sequence as runs of blocks, from their starts."""
-        block = {(q, copy): b for b, (q, copy) in enumerate(zip(self.queue, self.copy, strict=True))}
-        per_turn = dict(zip(self.queue, self.per_turn, strict=True))
-        found = []
-        for q, number in zip(np.asarray(sequence).tolist(), op.tolist(), strict=True):
-            turn, copy = divmod(number - int(op_first[q]), per_turn[q])
-            found.append(BlockInstance(block[q, copy], turn, float(start[number])))
-        return found
 
     def sequence(self, blocks: Iterable[int]) -> list[int]:
         """The queues of blocks."""

@@ -18,12 +18,11 @@ from penstock.planning.annealing_threads import Annealer, annealed_again
 from penstock.planning.exact import available
 from penstock.planning.graph import sequence as sequences
 from penstock.planning.graph.bounds import lower_bound
-from penstock.planning.graph.exact import lessen
+from penstock.planning.graph.exact import lessen, shorten_windows
 from penstock.planning.graph.problem import GraphProblem
 from penstock.planning.limits import Limits
 from penstock.planning.periodic.bound import flow_bound
-from penstock.planning.periodic.ends import shortened
-from penstock.planning.periodic.model import BlockInstance, Flow, Repetend
+from penstock.planning.periodic.model import Flow, Repetend
 from penstock.planning.periodic.modulo import find_repetends, units_of
 from penstock.planning.periodic.rounds import rounds
 from penstock.planning.progress import Incumbent, Progress, certain
@@ -136,7 +135,7 @@ def run(search: GraphSearch) -> bool:
         if available():
             _repetends(search, search.seconds + _REPETENDS_SHARE * search.left)
             lessen(search, search.seconds + _EXACT_SHARE * search.left)
-            _better_ends(search, search.seconds + _ENDS_SHARE * search.left)
+            shorten_windows(search, search.seconds + _ENDS_SHARE * search.left)
         walked(search, search.until)
     except KeyboardInterrupt:
         return False
@@ -328,26 +327,3 @@ def _shortest(search: GraphSearch, flow: Flow, least: float, known: float | None
         else:
             break
     return shortest * units.unit if found and shortest is not None else None
-
-
-def _better_ends(search: GraphSearch, until: float) -> None:
-    """Windows of the best order by CP-SAT, above all its warm-up and cool-down."""
-    problem, flow = search.problem, search.problem.flow
-    if search.closed or search.seconds >= until:
-        return
-    _, start = problem.placed(search.sequence)
-
-    def take(better: list[BlockInstance]) -> None:
-        search.take(flow.sequence(one.block for one in better), "ends")
-
-    shortened(
-        flow.flow,
-        units_of(flow.flow),
-        flow.timed(search.sequence, problem.ops_of(search.sequence), problem.network.op_first, start),
-        problem.cap[: flow.flow.num_ranks].tolist(),
-        search.lower_bound,
-        search.target,
-        search.began + until,
-        found=take,
-        seed=search.seed,
-    )

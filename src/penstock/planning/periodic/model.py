@@ -19,13 +19,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import chain
 from typing import NamedTuple
 
-from penstock.engine.memory import peaks_in_sequence
-from penstock.engine.network import of_queues
-from penstock.engine.timing import Timer
-from penstock.engine.tolerance import is_within
 from penstock.schedule import ScheduleError
 
 
@@ -137,14 +132,6 @@ class Flow:
         )
 
 
-class BlockInstance(NamedTuple):
-    """One run of a block: `block` (its place in the flow) in turn `turn`, from `start` (ms)."""
-
-    block: int
-    turn: int
-    start: float
-
-
 @dataclass(frozen=True)
 class Repetend:
     """A steady state: block b of turn j starts at `starts[b] + j * period` (ms)."""
@@ -189,40 +176,3 @@ def start_order(flow: Flow, block: int, turn: int, start: float) -> tuple[float,
     Of those that take no time the one that is needed comes first, as it does in the flow.
     """
     return start, flow.blocks[block].duration > 0, block, turn
-
-
-def retimed(flow: Flow, sequence: Sequence[tuple[int, int]]) -> list[BlockInstance]:
-    """Starts every (block, turn) of `sequence` as soon as its ranks and needs allow; turns of a block ascend."""
-    rows: list[list[int]] = [[] for _ in range(flow.num_ranks)]
-    place, size = [], [0] * len(flow.blocks)
-    for index, _ in sequence:
-        place.append(size[index])
-        size[index] += 1
-        for rank in flow.blocks[index].ranks:
-            rows[rank].append(index)
-    network, irregular = of_queues(
-        size,
-        [block.duration for block in flow.blocks],
-        [block.ranks for block in flow.blocks],
-        [[(need.block, need.delay, 1, 1) for need in block.needs] for block in flow.blocks],
-        flow.num_ranks,
-    )
-    start = Timer(network, irregular).time(list(chain(*rows))).start
-    first = network.op_first
-    return [BlockInstance(b, turn, start[first[b] + at]) for (b, turn), at in zip(sequence, place, strict=True)]
-
-
-def makespan(flow: Flow, timed: Sequence[BlockInstance]) -> float:
-    """Last end (ms); the first start is at 0."""
-    return max(one.start + flow.blocks[one.block].duration for one in timed)
-
-
-def peaks(flow: Flow, sequence: Sequence[tuple[int, int]]) -> list[float]:
-    """Most activations each rank holds when it runs its ops in the order of `sequence`."""
-    blocks = (flow.blocks[index] for index, _ in sequence)
-    return peaks_in_sequence(((block.ranks, block.acquires, block.releases) for block in blocks), flow.num_ranks)
-
-
-def fits(flow: Flow, sequence: Sequence[tuple[int, int]], caps: Sequence[float]) -> bool:
-    """Whether no rank holds more than its cap in the order of `sequence`."""
-    return all(is_within(peak, cap) for peak, cap in zip(peaks(flow, sequence), caps, strict=True))
