@@ -47,7 +47,7 @@ def lessen(search: GraphSearch, until: float) -> None:
         sequence, bound = _shortened(search, search.sequence, 0, num_ops, num_steps, left)
         search.take(sequence, "exact")
         search.improve_bound(bound)
-        search.report("exact")
+        search.report(search.how)
 
 
 def shorten_windows(search: GraphSearch, until: float) -> None:
