@@ -66,45 +66,6 @@ def test_a_process_that_is_late_with_its_parts_is_named_when_the_timeout_has_pas
     assert first.value.startswith(f"rank 0 waited 2 s for {what} from the other ranks"), first.value
 
 
-def hooked(rank: int) -> list[str]:
-    """What is said of hooks that wait for gradients of parameters which a mesh cuts, made before and after."""
-    said: list[str] = []
-    for shape, options in MESHES.values():
-        mesh = init_device_mesh("cpu", shape, mesh_dim_names=("pp", "dp", "tp"))
-        for place in ("on the parameter", "on its node", "when it is added", "afterwards"):
-            model = nn.Sequential(nn.Linear(4, 4), nn.Tanh())
-            weight = model[0].weight
-            node = weight.expand_as(weight).grad_fn.next_functions[0][0]
-            if place == "on the parameter":
-                weight.register_hook(lambda g: g)
-            elif place == "on its node":
-                node.register_hook(lambda *_: None)
-            elif place == "when it is added":
-                weight.register_post_accumulate_grad_hook(lambda p: None)
-            try:
-                pipe = ps.Pipeline(
-                    model, ps.build("1f1b", 1, 2), loss_fn=nn.MSELoss(), mesh=mesh, **packed(**options)
-                )
-                if place == "afterwards":
-                    model[0].weight.register_hook(lambda g: g)
-                x = torch.randn(8, 4)
-                pipe.step(x, x)
-                said.append("nothing")
-            except RuntimeFailure as error:
-                said.append(str(error))
-    return said
-
-
-def test_a_hook_that_would_see_no_gradient_is_refused() -> None:
-    for outcome in run_ranks(2, hooked):
-        assert outcome.code == 0, outcome.text
-        fsdp, shards = outcome.value[:4], outcome.value[4:]
-        assert fsdp[:3] == ["nothing"] * 3
-        assert "0.weight has a hook that is to see its gradients, and with sharding" in fsdp[3]
-        assert all("0.weight has a hook" in each and "parallelize" in each for each in shards[:3])
-        assert shards[3] == "nothing"
-
-
 class Mixed(nn.Module):
     def __init__(self) -> None:
         super().__init__()

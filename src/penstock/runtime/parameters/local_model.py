@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn import Parameter
 
 from penstock.runtime.errors import RuntimeFailure
-from penstock.runtime.mesh.peers import GroupPeers, Peers, raise_together
+from penstock.runtime.mesh.peers import GroupPeers, Peers
 from penstock.runtime.mesh.process_mesh import ProcessMesh
 from penstock.runtime.parameters.buckets import send_values
 from penstock.runtime.parameters.pipeline_copies import Copies, build_alike
@@ -25,7 +25,6 @@ from penstock.runtime.parameters.ties import (
     require_tied_alike,
     ties_of,
 )
-from penstock.runtime.stage.autograd import sees_gradients
 from penstock.runtime.stage.stage import Stage, StageSource
 from penstock.schedule import Placement
 
@@ -79,11 +78,9 @@ class LocalModel:
         as_one = names_of_one(stages)
         self.device = device_of(stages.values(), device)
         mesh.require_collectives(self.device, bool(placement.shared) and parallelize is not None)
-        hooked = self._hooked() if parallelize is not None else []
         share_values_of_stages(self.stages, placement, peers)
         cut_stages(stages, placement, mesh, parallelize, self.device)
         keep_as_one(as_one, stages)
-        self._require_kept(hooked)
         for stage in stages.values():
             stage.to(self.device)
         copies.know(self.ties)
@@ -133,40 +130,13 @@ class LocalModel:
                 those += [] if any(one is each for each in those) else [one]
         return found
 
-    def _hooked(self) -> list[tuple[weakref.ref[Parameter], int, str]]:
-        """Of the parameters given those that a hook watches."""
-        return [known for known in self._given if (one := known[0]()) is not None and sees_gradients(one)]
-
-    def _require_kept(self, hooked: Sequence[tuple[weakref.ref[Parameter], int, str]]) -> None:
-        """Raises RuntimeFailure where something took the place of a parameter that a hook watches."""
-        for given, index, name in hooked:
-            if given() is not dict(self.copies.stages[index].named_parameters()).get(name):
-                raise RuntimeFailure(
-                    f"{name} has a hook that is to see its gradients, and parallelize puts this rank's part in its "
-                    "place, where the hook would see none; register it on pipe.named_parameters(), once the pipeline "
-                    "is made"
-                )
-
     def require_trainable(self) -> None:
-        """Raises RuntimeFailure if a parameter can't have a gradient, or if a hook would see none."""
+        """Raises RuntimeFailure if a parameter or buffer can't be trained."""
         if self._untrainable:
             raise RuntimeFailure(
                 f"{self._untrainable[0]} was made under torch.inference_mode(), of which autograd keeps nothing for "
                 "a backward; make the model outside of it, and freeze parts by requires_grad_(False)"
             )
-        if self.sharded is not None:
-            self.sharded.require_unhooked()
-
-    def require_trainable_everywhere(self) -> None:
-        """The same, of every process. All of them must call it, and all raise where one does."""
-        failure: RuntimeFailure | None = None
-        try:
-            self.require_trainable()
-        except RuntimeFailure as error:
-            failure = error
-        raise_together(
-            self._peers, failure, lambda n, said: RuntimeFailure(f"rank {n} cannot train its stages: {said}")
-        )
 
     def begin(self) -> None:
         """Starts a training step."""

@@ -76,7 +76,7 @@ class OptimizerState:
         self._name, self._windows = schedule.name, schedule.windows
         self.model, self._mesh, self._one_copy_steps = model, mesh, one_copy_steps
         if optimizer is not None:
-            model.require_trainable_everywhere()
+            model.require_trainable()
         self.replicas = replicas_of(model, mesh, schedule, late)
         for (_, stage), module in model.copies.here.items():
             tied = [tie.names[stage] for tie in model.ties if stage in tie.names]

@@ -1,4 +1,4 @@
-"""What each replica keeps of a parameter, and who steps it: the values of `ParallelOptions(sharding=)`.
+"""Which part of a parameter each replica keeps, and which replica steps it: `ParallelOptions(sharding=)`.
 
                  each replica keeps     steps            a sum goes to      after an update
 none, copies     all                    everything       every replica      nothing is sent
@@ -33,7 +33,6 @@ from penstock.runtime.parameters.buckets import (
 )
 from penstock.runtime.parameters.copy_weights import Write
 from penstock.runtime.parameters.gradients import Gradients
-from penstock.runtime.stage.autograd import sees_gradients
 from penstock.runtime.stage.stage import Stage
 from penstock.runtime.tensors.dtensor import is_sharded, local, memory, rows_of_part, rows_per_part
 
@@ -122,13 +121,13 @@ class ReplicaParameters:
 
 
 class OwnedParameters(ReplicaParameters):
-    """Every parameter has an owner among the replicas (ZeRO-1): the largest first, each to who has least so far.
+    """Gives every parameter an owner among the replicas (ZeRO-1): the largest first, to whoever has least so far.
 
-    A tied parameter has the same one on all ranks: its gradient and state lie in one replica wherever it is held.
+    A tied parameter has the same owner on all ranks, so one replica has its gradient and state wherever it is held.
 
     Args:
-        follow: parameters of this process that are one with another, and that one: they have its owner.
-        tied: by number those here that other ranks may hold, too.
+        follow: pairs of parameters of this process that are one: the first of a pair has the owner of the second.
+        tied: by number, the parameters here that other ranks may hold as well.
     """
 
     has_all_state = False
@@ -177,12 +176,12 @@ class OwnedParameters(ReplicaParameters):
 
 @dataclass(frozen=True, eq=False)
 class ShardedParameter:
-    """A parameter of which each replica keeps some rows.
+    """A parameter that replicas divide by rows.
 
     Attributes:
-        whole: the parameter that was given; it has memory in a step alone.
-        part: what takes its place at rest: rows of it, along dimension `dim`, the first of which is `begin`.
-        places: the modules that have it, with its name there.
+        whole: the parameter that was given. It has memory only in a step.
+        part: this replica's rows along dimension `dim`, from row `begin` on. It takes the parameter's place at rest.
+        places: the modules that have the parameter, each with its name there.
     """
 
     name: str
@@ -198,7 +197,7 @@ class ShardedParameter:
             setattr(module, name, parameter)
 
     def rows_of(self, tensor: Tensor) -> Tensor:
-        """Of a local tensor of the whole's shape the rows that the part has."""
+        """The part's rows of a local tensor that has the whole's shape."""
         return tensor.narrow(self.dim, self.begin, local(self.part).shape[self.dim])
 
 
@@ -403,16 +402,6 @@ class ShardedParameters(ReplicaParameters):
         for bucket in cut_into_buckets((master for master in masters if id(master) in cut), lambda _: None):
             ones = [self._of_master[id(master)] for master in bucket]
             self.gather(ones, *zip(*(cut[id(master)] for master in bucket), strict=True))
-
-    def require_unhooked(self) -> None:
-        """Raises RuntimeFailure where a hook waits for the gradient of a part: none comes to it by a backward."""
-        for one in self.of_whole.values():
-            if sees_gradients(one.part, when_added=False):
-                raise RuntimeFailure(
-                    f'{one.name} has a hook that is to see its gradients, and with sharding="fsdp" the parameter '
-                    "that is there between steps is a part, to which no backward comes; register the hook before the "
-                    "pipeline is made"
-                )
 
 
 def _has_own_memory(parameter: Parameter) -> bool:

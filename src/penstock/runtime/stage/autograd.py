@@ -12,7 +12,6 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd import Variable
-from torch.autograd.graph import get_gradient_edge
 
 from penstock.runtime.errors import RuntimeFailure
 from penstock.runtime.tensors.storage import storage_of
@@ -44,28 +43,6 @@ def added(total: Tensor | None, part: Tensor | None) -> Tensor | None:
     if total is None or part is None:
         return part if total is None else total
     return total + part
-
-
-def sees_gradients(parameter: Tensor, *, when_added: bool = True) -> bool:
-    """Whether a hook is to see the gradients of a parameter: one on itself, or on its node in autograd's graph.
-
-    Args:
-        when_added: count those that are called when a gradient was added, too.
-    """
-    if parameter._backward_hooks or (when_added and parameter._post_accumulate_grad_hooks):
-        return True
-    if not parameter.requires_grad:
-        return False
-    node = get_gradient_edge(parameter).node
-    handles = node.register_hook(_nothing), node.register_prehook(_nothing)
-    found = any(len(handle.hooks_dict_ref() or ()) > 1 for handle in handles)
-    for handle in handles:
-        handle.remove()
-    return found
-
-
-def _nothing(*_: Any) -> None:
-    """Sees a gradient and lets it be."""
 
 
 class GraphInputs:
