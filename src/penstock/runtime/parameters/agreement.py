@@ -1,4 +1,4 @@
-"""Whether all processes that hold a parameter have the same of it: sentence 4 of the contract.
+"""Checks that all processes that hold a parameter have the same of it: sentence 4 of the contract.
 
     replicas              all parameters of a rank's stages            every replica
     copies of a stage     its parameters                               a rank of each pipeline
@@ -6,13 +6,13 @@
     a shared stage        its parameters, or parts of them             the ranks that share it
     shards                parts of parameters, and what is not cut     every shard
 
-Processes compare digests, which cost a number for each holder in sums that are small or under way anyway:
+Processes compare digests. A digest is one number in a sum that is small, or that is made anyway:
 
-    a step begins     what is trained, of which type, by which options: a sum of gradients of other lengths would end
-                      a process, so holders that differ make none
+    a step begins     which parameters are trained, their types and their options. If holders differ, they add up no
+                      gradients: sums of different lengths would crash a process
     a step ends       the values too, at the first step and at every `EVERY`th: in the row that carries the losses
 
-Where digests differ, every process hears it, all tell what they have, and all raise the same error.
+If digests differ, all processes tell what they have, and all raise the same error.
 """
 
 from __future__ import annotations
@@ -36,25 +36,24 @@ from penstock.runtime.tensors.dtensor import is_sharded
 from penstock.runtime.tensors.sketch import Sketch
 
 EVERY = 10
-"""Holders compare values at the first step and at every step that is so many later."""
+"""Holders compare values at the first step, and again after every so many steps."""
 
 _OWN = "params", "param_names", "foreach", "fused", "capturable"
-"""Options of an optimizer's group that may differ: holders have parts of what they divide, and step what they hold by
-other kernels."""
+"""Options of an optimizer's group that may differ: zero1 deals out parameters, and holders may use other kernels."""
 
 _KINDS = _TRAINED, _GROUPS, _STEPPED, _VALUES = "trained", "groups", "stepped", "values"
 
 _Scope = tuple[object, ...]
-"""One of the four kinds of facts above and what they are about. Processes with the same scope compare their facts."""
+"""A kind of facts, and what they are about. Processes with the same scope compare their facts."""
 _Holders = tuple[int, ...]
 """Processes, ascending."""
 _Facts = dict[str, object]
-"""By subject, in words, what a process has of it: words, options, or something made of values."""
+"""By subject, in words, the fact of one process about it: words, options, or a value made of a parameter's values."""
 _Options = tuple[str, ...]
 
 
 class _DigestRow:
-    """A number for each holder in each set of holders. Each process fills in its own, and sums bring them together.
+    """One number for each holder in each set of holders. Each process fills in its own, and a sum collects all.
 
     Args:
         sets: the same on all processes that sum.
@@ -72,19 +71,19 @@ class _DigestRow:
         return [float(digests.get(holders, 0)) if one == process else 0.0 for holders, one in self._slots]
 
     def is_alike(self, row: Sequence[float]) -> bool:
-        """Whether all holders in each set have filled in the same. A zero is of one that has nothing to compare."""
+        """Whether all holders in each set filled in the same. A holder with nothing to compare filled in 0."""
         first: dict[_Holders, float] = {}
         pairs = zip(self._slots, row, strict=True)
         return all(not digest or first.setdefault(holders, digest) == digest for (holders, _), digest in pairs)
 
 
 class HolderAgreement:
-    """Compares what processes have of the parameters that several of them hold. Every process must make one.
+    """Compares the facts of all processes about parameters that several of them hold. Every process must make one.
 
     Args:
-        masters: by id of a parameter, what updates that are ops step in its place; None where there are no such ops.
-        one_copy_steps: of several copies of a stage only the owner's is stepped.
-        optimizer: gives the one that steps.
+        masters: by id of a parameter, the parameters that updates step in its place; None if updates are no ops.
+        one_copy_steps: only the owner's copy of a stage is stepped.
+        optimizer: returns the optimizer.
     """
 
     def __init__(
@@ -121,7 +120,7 @@ class HolderAgreement:
         self._num_steps = 0
 
     def begin(self, rates: Sequence[float] | None = None) -> None:
-        """Tells the others, as a step or an evaluation begins, what this process trains, and by which options.
+        """Tells the others which parameters this process trains and by which options, as a step or evaluation begins.
 
         Args:
             rates: of updates that are ops, in place of the optimizer's.
@@ -147,20 +146,21 @@ class HolderAgreement:
                 self._waits[peers] = peers.begin_sum(filled)
 
     def is_alike(self, peers: Peers) -> bool:
-        """Whether these processes have begun the step alike; the same on all of them. Where they have not, sums of
-        theirs are to be left out. Waits for the others.
+        """Whether these processes began the step alike. All of them get the same answer, and wait for it.
+
+        If they did not, they must leave out their sums.
         """
         if peers in self._waits:
             self._alike[peers] = self._rows[peers].is_alike(self._waits.pop(peers)().tolist())
         return self._alike.get(peers, True)
 
     def agrees(self) -> bool:
-        """Whether all that this process knows of have begun the step alike."""
+        """Whether all processes that this one knows of began the step alike."""
         found = [self.is_alike(peers) for peers in self._rows]  # waits for all of them
         return all(found)
 
     def values_row(self) -> list[float]:
-        """What processes sum at the end of a training step, so that they compare values. Nothing in most steps."""
+        """The numbers that processes sum at the end of a training step to compare values; none in most steps."""
         self._num_steps += 1
         if not self._whole or (self._num_steps - 1) % EVERY:
             return []
@@ -168,10 +168,10 @@ class HolderAgreement:
         return self._whole.filled(self._process, digests)
 
     def conclude(self, alike: bool, values: Sequence[float] = ()) -> None:
-        """Ends a step. Raises BrokenContract, the same in every process, where holders differ beyond rounding.
+        """Ends a step. Raises the same BrokenContract in every process if holders differ beyond rounding.
 
         Args:
-            alike: whether all processes have begun it alike; the same on all of them.
+            alike: whether all processes began the step alike.
             values: the sum of all processes' `values_row`.
         """
         if alike and (not values or self._whole.is_alike(values)):
@@ -203,7 +203,7 @@ class HolderAgreement:
             self.conclude(True, self._everyone.sum(row).tolist())
 
     def _values(self, fact: Callable[[Tensor], object]) -> dict[_Scope, _Facts]:
-        """What there is of the values of parameters, as `fact` makes it."""
+        """Makes the facts about the values of parameters, each by `fact`."""
         return {
             scope: {f"parameter {name}": fact(self._sharding.in_step(p)) for name, p in held.items()}
             for scope, held in self._scopes.items()
@@ -211,7 +211,7 @@ class HolderAgreement:
         }
 
     def _digests_of(self, facts: Mapping[_Scope, _Facts]) -> dict[_Holders, int]:
-        """48 bits, which doubles hold exactly, for each set of holders with this process."""
+        """A digest of 48 bits, which a double holds exactly, for each set of holders with this process."""
         by_holders: dict[_Holders, list[object]] = {}
         for scope in sorted(facts.keys() & self._holders.keys(), key=repr):
             by_holders.setdefault(self._holders[scope], []).append((scope, facts[scope]))
@@ -221,7 +221,7 @@ class HolderAgreement:
         }
 
     def _facts_of(self, scope: _Scope, options: Sequence[_Options], members: Sequence[Sequence[int]]) -> _Facts:
-        """What this process trains, or by which options; nothing of values."""
+        """The facts of one scope, but none about values."""
         if scope[0] == _GROUPS:
             return {f"group {number} of the optimizer": those for number, those in enumerate(options)}
         facts: _Facts = {}
@@ -238,9 +238,9 @@ class HolderAgreement:
 
 
 class _Value:
-    """A parameter's values, which are not equal to others that are further from them than rounding explains.
+    """A parameter's values. They equal other values if rounding explains the difference.
 
-    Processors of other kinds step the same parameter by other kernels, whose last bits differ.
+    Processors of different kinds step a parameter by different kernels, so last bits may differ.
     """
 
     def __init__(self, parameter: Tensor) -> None:
@@ -259,7 +259,7 @@ class _Value:
 def _scopes_of(
     model: LocalModel, mesh: ProcessMesh, sharding: ReplicaParameters, updates: bool, one_copy_steps: bool
 ) -> dict[_Scope, dict[str, Parameter]]:
-    """What this process may have to compare with others, and of which parameters, by their owners' names.
+    """Returns by scope the parameters that this process may share with others, by their owners' names.
 
     Args:
         updates: whether updates are ops.
@@ -268,7 +268,7 @@ def _scopes_of(
     rank, owners = mesh.pipeline.here[0], model.stages
     shared, tied = {stage for stage, _ in model.placement.shared}, {tie.name for tie in model.ties}
     scopes: dict[_Scope, dict[str, Parameter]] = {(_GROUPS, rank): {}}
-    # Of a tied parameter that a process has in several stages, what it steps comes first.
+    # If a process has a tied parameter in several stages, the stage where it is stepped comes first.
     for index, stage in sorted(model.copies.stages.items(), key=lambda one: one[0] not in owners):
         for name, parameter in stage.named_parameters():
             owned = model.ties.owned_name(name)
@@ -290,7 +290,7 @@ def _scopes_of(
 
 
 def _part_of(parameter: Tensor) -> _Scope:
-    """Which part of a parameter lies here: none where it is whole."""
+    """Says which part of a parameter lies here; returns () for a whole one."""
     if not is_sharded(parameter):
         return ()
     mesh = parameter.device_mesh  # type: ignore[attr-defined]
@@ -299,7 +299,7 @@ def _part_of(parameter: Tensor) -> _Scope:
 
 
 def _options_of(group: Mapping[str, object]) -> _Options:
-    """What a group of an optimizer has of plain numbers and words, such as "lr=0.1"."""
+    """The options of an optimizer's group that are plain numbers and words, such as "lr=0.1"."""
     found: list[str] = []
     for name, value in sorted(group.items()):
         one = value.item() if isinstance(value, Tensor) and value.numel() == 1 and not value.is_cuda else value
@@ -309,10 +309,10 @@ def _options_of(group: Mapping[str, object]) -> _Options:
 
 
 def _words(differing: Mapping[str, Mapping[int, object]]) -> str:
-    """What differs, between which processes, and what to do.
+    """Says which facts differ, between which processes, and what to do.
 
     Args:
-        differing: by subject, what each process has of it.
+        differing: by subject, the fact of each process.
     """
     said = next(iter(differing.values()))
     first = next(iter(said.values()))
@@ -327,7 +327,7 @@ def _words(differing: Mapping[str, Mapping[int, object]]) -> str:
 
 
 def _shown(fact: object, other: object) -> str:
-    """A fact in words; of options those that are not the other's."""
+    """A fact in words. Of options, only those that the other process doesn't have."""
     if isinstance(fact, tuple):
         return listed([option for option in fact if not isinstance(other, tuple) or option not in other]) or "nothing"
     return "nothing" if fact is None else str(fact)

@@ -21,7 +21,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial, reduce
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -32,57 +32,45 @@ from penstock.runtime.errors import RuntimeFailure
 from penstock.runtime.parameters.given_optimizer import make_step
 from penstock.runtime.parameters.gradients import Gradients, WindowGradients, factor_of, norms_of, num_bytes
 from penstock.runtime.parameters.muon import marked_like
-from penstock.runtime.parameters.version_rules import TiedPrediction, VersionRule
+from penstock.runtime.parameters.version_rules import VersionRule
 from penstock.runtime.parameters.versioned_parameters import VersionedParameters
 from penstock.runtime.stage.autograd import added
 from penstock.runtime.tensors.dtensor import as_shard, is_sharded, laid_like, local, memory, own_shard
-from penstock.schedule import Schedule, ScheduleError
-from penstock.schedule.staleness import Needs, WeightReads
+from penstock.schedule import Schedule
+from penstock.schedule.staleness import Needs
 
 ToStep = Callable[[Sequence[Parameter], Gradients], tuple[Sequence[Parameter], Gradients]]
 Write = Callable[[Tensor, Parameter], None]
 """Writes into a tensor where something that the optimizer steps will be."""
 
 Spread = Callable[[Sequence[Parameter], Write], list[Tensor]]
-"""Of each master where it will be, which whoever steps it writes."""
-
-
-class TiedLeaf(NamedTuple):
-    """What a copy reads a tied parameter from that another stage owns.
-
-    Attributes:
-        leaf: takes the parameter's place in the copy.
-        reads: what ops of the copy read of it, by a rule that predicts.
-    """
-
-    leaf: Parameter
-    reads: WeightReads | None = None
+"""Returns where each master will be. The replica that steps a master writes it."""
 
 
 class CopyWeights:
     """One pipeline's copy of a stage on the rank that hosts it.
 
-    Parameters that two modules of the stage share count once; those without `requires_grad` are left alone, as are
-    buffers, and those that other stages own. Between passes the module's parameters hold the newest version and may
-    be changed by anyone.
+    A parameter that two modules of the stage share counts once. Buffers, frozen parameters and parameters that other
+    stages own are left alone. Between passes the module's parameters hold the newest version, and anyone may change
+    them.
 
     Args:
-        stage: whose parameters the ops read.
-        schedule: with updates as ops.
+        stage: the module whose parameters the ops read.
+        schedule: has updates as ops.
         index: the stage's number.
-        pipeline: of this copy.
-        rule: which weights ops read.
-        owns: this copy has the optimizer's state and applies updates; another takes over what an owner sends.
+        pipeline: the copy's pipeline.
+        rule: says which weights ops read.
+        owns: whether this copy has the optimizer's state and applies updates. If not, it takes over the owner's.
         elsewhere: names of the stage's parameters that other stages own.
-        tied: by the name on its owner's stage what ops of this copy read such a parameter from.
-        needs: how far ahead of its newest weights this copy must know them, for its own ops and for those of others.
-        predicts: this copy predicts them itself when asked, as it has all of the optimizer's state; another is given
-            them.
+        tied: by the name on its owner's stage the versions of such a parameter that ops of this copy read.
+        needs: how many updates ahead this copy must know its weights, for its own ops and for those of others.
+        predicts: whether this copy has all of the optimizer's state, so that it predicts weights itself when asked.
+            If not, it is given the predictions.
 
     Attributes:
-        versions: of the parameters that updates of this copy change. tied: of these others, each for itself.
-        masters: name -> what the optimizer steps; none where not `owns`.
-        mismatch: microbatch -> updates of this copy between its forward and its backward, in the last pass.
+        versions: of the parameters that updates of this copy change. tied: by name, of the other ones.
+        masters: by name, the parameters that the optimizer steps; empty unless `owns`.
+        mismatch: by microbatch, the updates of this copy between its forward and its backward in the last pass.
     """
 
     def __init__(
@@ -94,14 +82,11 @@ class CopyWeights:
         rule: VersionRule,
         owns: bool,
         elsewhere: Collection[str] = (),
-        tied: Mapping[str, TiedLeaf] | None = None,
+        tied: Mapping[str, VersionedParameters] | None = None,
         needs: Needs | None = None,
         predicts: bool = True,
     ) -> None:
-        if schedule.updates is None or schedule.windows is None:
-            raise ScheduleError(
-                f"{schedule.name} has no updates as ops (U); build it with a window (rule: updates)", rule="updates"
-            )
+        assert schedule.windows is not None, "the rule has refused a schedule without updates"
         self.stage, self._rule, self._index, self._pipeline = stage, rule, index, pipeline
         self._windows, self._elsewhere = schedule.windows, frozenset(elsewhere)
         self._parameters = {name: p for name, p in self.own() if p.requires_grad}
@@ -117,12 +102,7 @@ class CopyWeights:
         masters = list(self.masters.values())
         predict = self._predict if self._predicts else None
         self.versions = VersionedParameters(self._parameters, masters, rule, schedule, index, moves, predict, needs)
-        self.tied = {
-            name: VersionedParameters(
-                {name: leaf}, [], rule if reads is None else TiedPrediction(), schedule, index, reads=reads
-            )
-            for name, (leaf, reads) in (tied or {}).items()
-        }
+        self.tied = dict(tied or {})
         self._optimizer: Optimizer | None = None
         self._groups: dict[int, Mapping[str, Any]] = {}
         self._rates: Sequence[float] | None = None
@@ -146,10 +126,10 @@ class CopyWeights:
 
         Args:
             optimizer: steps the masters; None on a copy that has none.
-            rates: learning rate of each update of the pass; None for those of the optimizer's groups.
-            clip_norm: most the norm of this stage's gradient may be at an update.
-            open_window: the updates of the last window do nothing; its gradients stay for the next pass, whose
-                first window adds to them.
+            rates: the learning rate of each update of the pass; None for the rates of the optimizer's groups.
+            clip_norm: the largest norm that this stage's gradient may have at an update.
+            open_window: the updates of the last window do nothing. Its gradients stay for the next pass, whose first
+                window adds to them.
         """
         self._optimizer, self._rates, self._clip_norm, self._open = optimizer, rates, clip_norm, open_window
         self._groups = {} if optimizer is None else {id(p): g for g in optimizer.param_groups for p in g["params"]}
@@ -159,19 +139,19 @@ class CopyWeights:
         self._gradients.begin()
 
     def before_forward(self, m: int) -> None:
-        """Has the parameters hold what the forward of microbatch `m` reads."""
+        """Puts into the parameters the weights that the forward of microbatch `m` reads."""
         for each in self._all():
             each.before_forward(m)
 
     def before_backward(self, m: int) -> None:
-        """Has them hold what its backward (B or I) or recomputation (R) reads, and collect its window's gradients."""
+        """Does the same before a backward (B or I) or recomputation (R), and selects the gradients of its window."""
         self.mismatch[m] = self.versions.before_backward(m)
         for each in self.tied.values():
             each.before_backward(m)
         self._gradients.select(self._window(m))
 
     def before_weight(self, m: int) -> None:
-        """Has the parameters collect the gradients of the window of `m`, whose W comes; it reads no weights."""
+        """Selects the gradients of the window of `m`, whose W comes. A W reads no weights."""
         self._gradients.select(self._window(m))
 
     def done(self, m: int) -> None:
@@ -180,9 +160,8 @@ class CopyWeights:
             each.done(m)
 
     def end(self) -> None:
-        """A pass ended, however it went: parameters hold the newest version, and nothing of the pass is held.
-
-        Only the gradients of a window left open stay, in `.grad`.
+        """Ends a pass, even a broken one: parameters hold the newest version, and only gradients of an open window
+        stay, in `.grad`.
         """
         for each in self._all():
             each.end()
@@ -193,7 +172,7 @@ class CopyWeights:
     # -- updates ---------------------------------------------------------------------------------------------
 
     def gradients(self, update: int) -> Gradients:
-        """This copy's sum over an update's window, in parameter order, which it holds no more; of shards its part."""
+        """Gives away this copy's sums over an update's window, in the order of parameters. Of shards, its parts."""
         if self._left_open(update):
             return [None] * len(self._parameters)
         found = zip(self._gradients.take(update), self._parameters.values(), strict=True)
@@ -203,7 +182,7 @@ class CopyWeights:
         """Applies an update: the sum of `parts`, pipelines in order, clipped, then the optimizer's step.
 
         Args:
-            to_step: what the optimizer steps in the masters' place, and the gradients of that; them where not given.
+            to_step: gives what the optimizer steps in place of the masters, and its gradients. Default: the masters.
         """
         if self._left_open(update):
             return
@@ -219,8 +198,9 @@ class CopyWeights:
         step_masters(self._optimizer, masters, total, rate, self._slowed)
 
     def look_ahead(self, spread: Spread) -> None:
-        """As a pass begins and after each update: has all predicted that ops will read of the newest version, where
-        this copy has a part of the optimizer's state. Whoever has the other parts must call it too.
+        """Predicts all that ops will read of the newest version, if this copy has a part of the optimizer's state.
+
+        It is called as a pass begins and after each update, by all replicas that have the other parts.
         """
         if self._predicts or not self._owns or not self._needs:
             return
@@ -229,8 +209,9 @@ class CopyWeights:
         self.versions.give_ahead(ahead)
 
     def take_over(self, update: int, values: Sequence[Tensor]) -> None:
-        """Makes `values` the newest version of a copy without the optimizer's state. Behind them is what is predicted
-        for ops of this copy, as `VersionedParameters.copies` gives it.
+        """Makes `values` the newest version of a copy without the optimizer's state.
+
+        The predictions for ops of this copy follow the values, as `VersionedParameters.copies` gives them.
         """
         if not self._left_open(update):
             self.versions.take(values)
@@ -247,9 +228,9 @@ class CopyWeights:
         self.versions.renumber(num)
 
     def fill(self, values: Mapping[str, Tensor]) -> None:
-        """Sets the newest weights by name; those not named have what the parameters hold.
+        """Sets the newest weights by name, between passes. Weights without a value keep what the parameters hold.
 
-        Between passes, even after one that broke off: whatever of it is left is dropped.
+        Nothing stays of a pass that broke off.
         """
         with torch.no_grad():
             for name, parameter in self.own():
@@ -258,7 +239,7 @@ class CopyWeights:
             self.versions.fill([values.get(name, p.detach()) for name, p in self._parameters.items()])
 
     def state(self) -> dict[str, Tensor]:
-        """What a checkpoint needs beside parameters and the optimizer's state.
+        """Returns what a checkpoint needs besides parameters and the optimizer's state.
 
         "versions/NAME": the version before the newest, where the rule has later forwards read it;
         "gradients/NAME": the sum so far of a window left open.
@@ -271,14 +252,10 @@ class CopyWeights:
         return state
 
     def load_state(self, state: Mapping[str, Tensor]) -> None:
-        """Takes what `state` gave, which may have that of other stages, too.
+        """Takes what `state` gave; entries of other stages are ignored.
 
         Without an older version the newest stands for it, as when training begins.
-
-        Raises:
-            RuntimeFailure: another shape than the parameter's.
         """
-        self._require_fitting(state)
         older = {name: state.get(f"versions/{name}") for name in self._parameters}
         self.versions.set_older({name: tensor for name, tensor in older.items() if tensor is not None})
         for name, parameter in self._parameters.items():
@@ -288,7 +265,7 @@ class CopyWeights:
                 parameter.grad = torch.empty_like(parameter).copy_(own_shard(gradient, parameter)).detach()
 
     def bytes(self) -> dict[str, int]:
-        """Bytes held at most in the pass: the module's parameters; versions or predictions beside; gradients."""
+        """The most bytes held in the pass: of the module's parameters, of versions or predictions, of gradients."""
         tied = sum(num_bytes(each.named.values()) + each.bytes_beside() for each in self.tied.values())
         return {
             "parameters": num_bytes(self.stage.parameters()),
@@ -305,7 +282,7 @@ class CopyWeights:
         return [self.versions, *self.tied.values()]
 
     def _predict(self, out: Tensor, stepped: Parameter, num_steps: int) -> None:
-        """Writes where something will be after so many more updates that the optimizer steps: a master, or a part."""
+        """Writes where a master, or a replica's part of one, will be after so many more updates."""
         if self._optimizer is None or id(stepped) not in self._groups:
             raise RuntimeFailure(
                 f"rule {self._rule.name!r} predicts weights of stage {self._index}, and the optimizer does not have "
@@ -319,18 +296,11 @@ class CopyWeights:
     def _left_open(self, update: int) -> bool:
         return self._open and update == self._windows.num_updates - 1
 
-    def _require_fitting(self, state: Mapping[str, Tensor]) -> None:
-        for key, tensor in state.items():
-            parameter = self._parameters.get(key.partition("/")[2])
-            if parameter is not None and tensor.shape != parameter.shape:
-                raise RuntimeFailure(
-                    f"the checkpoint's {key!r} has shape {tuple(tensor.shape)}, the parameter "
-                    f"{tuple(parameter.shape)}; load it into the model it was saved from"
-                )
-
 
 def _master_of(parameter: Parameter, apart: bool) -> Parameter:
-    """What the optimizer steps in its place: on the same memory, or on its own where it is a shard and `apart`."""
+    """Makes the parameter that the optimizer steps in its place: on the same memory, unless it is a shard and
+    `apart`.
+    """
     if not is_sharded(parameter):
         return marked_like(parameter, Parameter(parameter.data))
     values = memory(parameter)
@@ -343,9 +313,9 @@ def summed(parts: Sequence[Gradients]) -> Gradients:
 
 
 def clipped(gradients: Gradients, max_norm: float, masters: Sequence[Parameter]) -> Gradients:
-    """Scaled so that the norm over all of them is at most `max_norm`, as `torch.nn.utils.clip_grad_norm_` does.
+    """Scales gradients to a norm of at most `max_norm` over all of them, as `torch.nn.utils.clip_grad_norm_` does.
 
-    Of masters that are shards, all who hold them work the norm out together.
+    If masters are shards, all processes that hold them compute the norm together.
     """
     present = [as_shard(g, master) for g, master in zip(gradients, masters, strict=True) if g is not None]
     if not present:
@@ -357,7 +327,7 @@ def clipped(gradients: Gradients, max_norm: float, masters: Sequence[Parameter])
 def step_masters(
     optimizer: Optimizer, masters: Sequence[Parameter], gradients: Gradients, rate: float | None, slowed: int = 1
 ) -> None:
-    """Steps these masters alone: an optimizer passes over parameters without a gradient.
+    """Steps only these masters: an optimizer skips parameters without a gradient.
 
     Args:
         rate: learning rate of this step; that of the optimizer's groups where None.
@@ -376,7 +346,7 @@ def step_masters(
 
 @contextmanager
 def learning_rate(optimizer: Optimizer, rate: float | None, slowed: int = 1) -> Iterator[None]:
-    """All groups have this learning rate in here, or their own, divided by `slowed`."""
+    """Gives all groups this learning rate, or their own, divided by `slowed`, within the `with` statement."""
     if rate is None and slowed == 1:
         yield
         return

@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import Parameter
 from torch.optim import Optimizer
 
@@ -26,7 +26,7 @@ from penstock.runtime.tensors.dtensor import is_sharded
 
 @contextmanager
 def kept_groups(optimizer: object) -> Iterator[None]:
-    """A given optimizer has the parameters that it had where what comes in here fails."""
+    """Gives a given optimizer its parameters back if the body of the `with` statement fails."""
     every = optimizers_in(optimizer).values() if isinstance(optimizer, Optimizer) else ()
     groups = [group for one in every for group in one.param_groups]
     before = [list(group["params"]) for group in groups]
@@ -44,11 +44,12 @@ def optimizer_of(
     stand_ins: Mapping[int, Sequence[Parameter]] | None = None,
     dealt: Sequence[Parameter] | None = None,
 ) -> Optimizer | None:
-    """The optimizer over this process's parameters.
+    """Returns the optimizer over this process's parameters.
 
     Args:
-        dealt: those that a function is called with, of which `parameters` are stepped here; the same where not given.
-        stand_ins: by the id of a parameter that a given optimizer has, those that it is to have instead.
+        dealt: the parameters that a function is called with. This process steps those of them that are in
+            `parameters`. Default: `parameters`.
+        stand_ins: by the id of a parameter of a given optimizer, the parameters that take its place.
     """
     if given is None:
         return None
@@ -61,7 +62,14 @@ def optimizer_of(
         stand_ins = None
         # A rank whose stages have no parameters: the user's learning-rate schedule still wants an optimizer.
         known = list(parameters if dealt is None else dealt) or [Parameter(torch.zeros(0))]
-        optimizer = made_by(given, known)
+        made: Any = given(known)
+        if not isinstance(made, Optimizer):
+            raise RuntimeFailure(
+                f"optimizer= made {type(made).__name__}, not a torch optimizer; give a class like torch.optim.AdamW, "
+                "or a partial of it"
+            )
+        require_steps_alone(made)
+        optimizer = made
     own = {id(p) for p in parameters}
     elsewhere = {id(p): p for p in known if id(p) not in own}  # an optimizer may step others that it made itself
     shortened: set[int] = set()
@@ -102,7 +110,7 @@ def _require_no_lists(optimizer: Optimizer, lengths: Collection[int], known: Seq
 
 
 def _lists_in(value: Any) -> Iterator[Sequence[Tensor]]:
-    """The lists of tensors within data, without what is kept by parameter."""
+    """Yields the lists of tensors within data, but none of a dict whose keys are parameters."""
     if isinstance(value, list | tuple):
         if all(isinstance(each, Tensor) for each in value):
             yield value
@@ -115,9 +123,7 @@ def _lists_in(value: Any) -> Iterator[Sequence[Tensor]]:
 
 
 def facts_of(optimizer: Optimizer | None) -> dict[str, object]:
-    """By subject, what must be the same of the optimizers of all ranks: their class, and what it was given for all
-    groups, as far as that is plain numbers and words.
-    """
+    """Returns by subject what all ranks' optimizers must share: the class, and defaults that are numbers or words."""
     if optimizer is None:
         return {"optimizer": None}
     plain = {f"{name} of the optimizer": value for name, value in optimizer.defaults.items() if is_plain(value)}
@@ -125,14 +131,14 @@ def facts_of(optimizer: Optimizer | None) -> dict[str, object]:
 
 
 def is_plain(value: object) -> bool:
-    """Whether an option is numbers and words, which processes can compare."""
+    """Whether an option is made of numbers and words, so that processes can compare it."""
     return all(
         isinstance(one, int | float | str | None) for one in (value if isinstance(value, tuple | list) else (value,))
     )
 
 
 def make_step(optimizer: Optimizer) -> None:
-    """Has an optimizer step. Raises RuntimeFailure where it fails on parts of parameters, which few of torch's do."""
+    """Runs an optimizer's step. Raises RuntimeFailure if it fails, and some of its parameters are shards."""
     try:
         optimizer.step()
     except RuntimeFailure:
@@ -150,8 +156,9 @@ def make_step(optimizer: Optimizer) -> None:
 
 
 def goes_on_as(before: Optimizer | None, after: Optimizer | None) -> Optimizer | None:
-    """The optimizer before, with the parameters and the state of the one after: whoever keeps it, a learning-rate
-    schedule say, goes on with it. Its own options stay.
+    """Gives the optimizer before the parameters and the state of the one after, and returns it.
+
+    Its options stay. So a learning-rate schedule that holds the optimizer goes on with it.
     """
     if before is None or after is None:
         return after
@@ -163,7 +170,7 @@ def goes_on_as(before: Optimizer | None, after: Optimizer | None) -> Optimizer |
 
 
 def require_alike(before: Optimizer | None, after: Optimizer | None) -> str:
-    """Why one cannot go on as the other, in words; nothing where it can."""
+    """Says why the first optimizer can't go on as the second one; returns "" if it can."""
     if (before is None) != (after is None):
         return "one of them has an optimizer"
     if before is None or after is None:
@@ -176,23 +183,8 @@ def require_alike(before: Optimizer | None, after: Optimizer | None) -> str:
     return "" if was == would_be else f"its optimizer was {was}, and would be {would_be}"
 
 
-Made = Callable[[list[nn.Parameter]], Optimizer]
-
-
-def made_by(given: Made, parameters: list[nn.Parameter]) -> Optimizer:
-    """The optimizer that a function makes. Raises RuntimeFailure where it makes something else."""
-    optimizer: Any = given(parameters)
-    if not isinstance(optimizer, Optimizer):
-        raise RuntimeFailure(
-            f"optimizer= made {type(optimizer).__name__}, not a torch optimizer; give a class like "
-            "torch.optim.AdamW, or a partial of it"
-        )
-    require_steps_alone(optimizer)
-    return optimizer
-
-
 def require_steps_alone(optimizer: Any) -> None:
-    """Raises RuntimeFailure for an optimizer, or a class of them, whose step asks for arguments, as LBFGS's does."""
+    """Raises RuntimeFailure if the step of an optimizer, or of a class, needs arguments, as LBFGS's does."""
     known = getattr(optimizer, "func", optimizer)  # of a partial
     kind = known if isinstance(known, type) else type(known)
     if not issubclass(kind, Optimizer):

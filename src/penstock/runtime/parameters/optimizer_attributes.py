@@ -1,4 +1,4 @@
-"""What an optimizer of a user's has in attributes: other optimizers, and state beside its parameters' own.
+"""Finds what a user's optimizer keeps in attributes: other optimizers, and state that belongs to no parameter.
 
     class Both(Optimizer):
         self.muon = Muon(...)              an optimizer within it, at "muon"
@@ -30,7 +30,7 @@ _STATELESS = (type, FunctionType, MethodType, BuiltinFunctionType, partial, Modu
 
 
 def optimizers_in(holder: Any) -> dict[str, Optimizer]:
-    """By path, the optimizers within something, each once. An optimizer itself is at "", before those within it."""
+    """Returns by path the optimizers within an object, each once. The object itself comes first, at ""."""
     found: dict[str, Optimizer] = {}
     seen: set[int] = set()
 
@@ -48,8 +48,9 @@ def optimizers_in(holder: Any) -> dict[str, Optimizer]:
 
 
 def attributes_of(optimizer: Optimizer) -> dict[str, Any]:
-    """By name the attributes of an optimizer that may be state, without torch's own and optimizers within it. An
-    object is the dict of its attributes.
+    """Returns by name the attributes of an optimizer that may be state: neither torch's own nor other optimizers.
+
+    An object of the user's is given as the dict of its attributes.
     """
     found: dict[str, Any] = {}
     for name, value in _inside(optimizer):
@@ -63,7 +64,7 @@ def attributes_of(optimizer: Optimizer) -> dict[str, Any]:
 
 
 def plain_attributes(optimizer: Optimizer | None) -> dict[str, str]:
-    """By path the text of each attribute without tensors, which tells later whether the attribute has changed."""
+    """Returns by path the text of each attribute without tensors, to tell later whether the attribute changed."""
     return {
         mark_of(path) + name: repr(value)
         for path, one in optimizers_in(optimizer).items()
@@ -73,7 +74,7 @@ def plain_attributes(optimizer: Optimizer | None) -> dict[str, str]:
 
 
 def mark_of(path: str) -> str:
-    """What stands before the names of what an optimizer within another has."""
+    """The prefix of names of state, for an optimizer at a path within another one."""
     return f"{path}:" if path else ""
 
 
@@ -92,8 +93,8 @@ def tensors_in(value: Any) -> Iterator[Tensor]:
 
 
 def set_attribute(optimizer: Optimizer, name: str, value: Any) -> None:
-    """Gives an attribute a value, which is data. Tensors and collections stay the same objects, as others may have
-    them too.
+    """Sets an attribute to a value, which is data. Tensors and collections stay the same objects, as others may hold
+    them as well.
     """
     known = vars(optimizer).get(name)
     known = vars(known) if _is_object(known) else known
@@ -110,7 +111,7 @@ def set_attribute(optimizer: Optimizer, name: str, value: Any) -> None:
 
 
 def _inside(value: Any) -> Iterable[tuple[Any, Any]]:
-    """Names and values of what lies in an optimizer, an object of the user's or a collection."""
+    """Returns names and values of the attributes or items of an optimizer, a user's object or a collection."""
     if isinstance(value, Optimizer):
         is_known = type(value).__module__.startswith(("torch.", "penstock."))
         named = {} if is_known else {name: each for name, each in vars(value).items() if name not in _OF_TORCH}
@@ -123,12 +124,12 @@ def _inside(value: Any) -> Iterable[tuple[Any, Any]]:
 
 
 def _left_out(value: Any) -> set[Any]:
-    """The keys in a dict or an object of functions, and of optimizers, which are stored by themselves."""
+    """The keys of a dict or an object under which functions lie, or optimizers, which are stored by themselves."""
     return {key for key, each in _inside(value) if isinstance(each, _STATELESS) or optimizers_in(each)}
 
 
 def _is_object(value: Any) -> bool:
-    """Whether something is of a class of the user's that keeps its values in attributes."""
+    """Whether a value is an object of a user's class that keeps its state in attributes."""
     if isinstance(value, (*_STATELESS, Optimizer, nn.Module, Tensor, dict)) or not hasattr(value, "__dict__"):
         return False
     return not type(value).__module__.startswith(("torch.", "builtins", "numpy", "collections"))

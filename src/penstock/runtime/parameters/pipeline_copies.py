@@ -103,7 +103,7 @@ class Copies:
         return {stage: self.here[k, stage] for k, stage in sorted(self.here) if k == OWNER}
 
     def of_rank(self, rank: int) -> list[Copy]:
-        """The copies that a rank runs: of those that it shares with ranks of this process, the first rank's."""
+        """The copies that a rank runs. A copy that ranks of this process share counts for the first of them."""
         found: list[Copy] = []
         for k in range(len(self._pipelines)):
             for stage in range(self._placement.num_stages):
@@ -120,17 +120,17 @@ class Copies:
 
     @property
     def take_turns(self) -> bool:
-        """Whether a stage here has several copies in this process, which are one module."""
+        """Whether some stage has several copies in this process, which are one module."""
         return bool(self._turns)
 
     def select(self, pipeline: int, stage: int) -> None:
-        """Before an op of a copy in a training step: its stage holds that copy's gradients, buffers and weights."""
+        """Puts a copy's gradients, buffers and weights into its stage, before an op of the copy."""
         turns = self._turns.get(stage)
         if turns is not None:
             turns.select(pipeline)
 
     def each(self) -> Iterator[Copy]:
-        """Every copy, its turn while it is given; afterwards the owners hold theirs."""
+        """Yields every copy, selected; afterwards the owners' are selected."""
         for key in self.here:
             self.select(*key)
             yield key
@@ -160,25 +160,26 @@ class Copies:
     # Gradients.
 
     def follow_cleared(self) -> None:
-        """Before a step that goes on with a window left open: what was cleared of one copy is so of all here. Raises
-        RuntimeFailure as `CopyTurns.follow_cleared`.
+        """Before a step that goes on with an open window, clears in all copies what the caller cleared in one.
+
+        Raises RuntimeFailure as `CopyTurns.follow_cleared`.
         """
         for index, turns in self._turns.items():
             turns.follow_cleared(index, list(self.own(index)))
 
     def own(self, index: int) -> dict[str, Parameter]:
-        """Name -> parameter of a stage here, those that no other stage owns, in the same order on every rank."""
+        """By name the parameters of a stage that no other stage owns, in the same order on every rank."""
         return {n: p for n, p in self.stages[index].named_parameters() if not self._ties.is_elsewhere(n)}
 
     def take_gradients(self, index: int) -> dict[int, dict[str, Tensor | None]]:
-        """By pipeline here the gradients of a stage's own parameters; the owner's stay where they are."""
+        """Takes by pipeline the gradients of a stage's own parameters; the owner's stay where they are."""
         own = self.own(index)
         if index in self._turns:
             return {k: dict(zip(own, found, strict=True)) for k, found in self._turns[index].take_gradients().items()}
         return {k: {name: p.grad for name, p in own.items()} for k, stage in self.here if stage == index}
 
     def leave_sums_to_owners(self) -> None:
-        """Before a step that adds to what every copy was given of a sum: it counts once."""
+        """Drops the sums in copies that are no owners, before a step adds to them, so that a sum counts once."""
         for index in self.stages:
             if (OWNER, index) not in self.here:
                 for parameter in self.own(index).values():
@@ -194,7 +195,7 @@ class Copies:
 
 @dataclass
 class _CopyState:
-    """What a copy has while another one's turn it is, besides gradients."""
+    """The weights and buffers of a copy that is not selected."""
 
     weights: list[Tensor] = field(default_factory=list)
     buffers: dict[Place, Tensor | None] = field(default_factory=dict)
@@ -397,8 +398,10 @@ def _build_in_order(
 
 
 def _forms_of(sources: Sequence[Stage | StageSource], stages: Mapping[int, Stage]) -> dict[str, list[str]]:
-    """Returns by subject the forms that this process knows. Where a stage runs, buffers may grow and parameters may
-    be frozen between two pipelines, so only processes that run it compare these.
+    """Returns by subject the forms that this process knows.
+
+    Where a stage runs, buffers may grow, and parameters may be frozen between two pipelines. So only processes that
+    run the stage compare these.
     """
     forms: dict[str, list[str]] = {}
     for index, source in enumerate(sources):

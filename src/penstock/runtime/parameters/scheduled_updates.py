@@ -16,12 +16,13 @@ from torch.optim import Optimizer
 
 from penstock.runtime.errors import RuntimeFailure, listed
 from penstock.runtime.mesh.peers import Peers
-from penstock.runtime.parameters.copy_weights import CopyWeights, TiedLeaf
+from penstock.runtime.parameters.copy_weights import CopyWeights
 from penstock.runtime.parameters.data_parallel import Replicas
 from penstock.runtime.parameters.given_optimizer import optimizer_of
 from penstock.runtime.parameters.local_model import LocalModel
 from penstock.runtime.parameters.ties import Tie
-from penstock.runtime.parameters.version_rules import rule_of
+from penstock.runtime.parameters.version_rules import TiedPrediction, rule_of
+from penstock.runtime.parameters.versioned_parameters import VersionedParameters
 from penstock.runtime.stage.stage import Copy
 from penstock.runtime.tensors.dtensor import as_shard, local, memory
 from penstock.runtime.tensors.message import Edge
@@ -45,7 +46,7 @@ class ScheduledUpdates:
         leaves_open: the last window of the step that runs goes on in the next one.
 
     Raises:
-        RuntimeFailure, ScheduleError: the rule does not go with the schedule.
+        ScheduleError: the rule does not go with the schedule.
     """
 
     def __init__(
@@ -56,8 +57,8 @@ class ScheduledUpdates:
         replicas: Replicas,
         is_first_shard: bool = True,
     ) -> None:
-        if schedule.updates is None or schedule.windows is None:
-            raise RuntimeFailure(f"{schedule.name} has no updates")
+        assert schedule.updates is not None
+        assert schedule.windows is not None
         copies = model.copies
         self.schedule, self.copies, self.one_copy_steps, self._model = schedule, copies, one_copy_steps, model
         self.replicas, self.is_first_shard = replicas, is_first_shard
@@ -82,13 +83,14 @@ class ScheduledUpdates:
         self._failed: str | None = None
 
     def _weights_of(self, pipeline: int, stage: int) -> CopyWeights:
-        read = self._model.tied.read_by((pipeline, stage))
         ties = self._model.ties
-        leaves = {
-            name: TiedLeaf(leaf, self._tied_reads[name, stage].get(pipeline))
-            for name, leaf in ((ties[slot - 1].name, leaf) for slot, leaf in read.items())
-            if leaf.requires_grad
-        }
+        tied: dict[str, VersionedParameters] = {}
+        for slot, leaf in self._model.tied.read_by((pipeline, stage)).items():
+            if leaf.requires_grad:
+                name = ties[slot - 1].name
+                reads = self._tied_reads[name, stage].get(pipeline)
+                rule = self.rule if reads is None else TiedPrediction()
+                tied[name] = VersionedParameters({name: leaf}, [], rule, self.schedule, stage, reads=reads)
         one = self.copies.here[pipeline, stage]
         return CopyWeights(
             one,
@@ -98,7 +100,7 @@ class ScheduledUpdates:
             self.rule,
             pipeline == OWNER or not self.one_copy_steps,
             [name for name, _ in one.named_parameters() if ties.is_elsewhere(name)],
-            leaves,
+            tied,
             self._needs.get((pipeline, stage)),
             self.replicas.sharding.has_all_state,
         )

@@ -11,6 +11,9 @@ While an op of any other stage runs, a stand-in takes the parameter's place ther
 gradient is taken when the op has ended. So hooks on the parameter itself see whole gradients, once per microbatch. It
 does not matter which of its stages are in one process, or in which pipelines.
 
+Checkpoints with use_reentrant=True run a backward inside the backward, and a plain loop adds its gradient to `.grad`
+ahead of the sum. If the owner's stage does that, the numbers are the same. Other stages refuse it.
+
 If updates are ops, the owner's stage steps the parameter at its own updates. The new value goes to the other stages
 with the first forward that passes after that (`transport/wiring.py`). Stand-ins then have memory of their own, one
 for each copy of a stage, which holds what the copy's ops are to read (`versioned_parameters.py`).
@@ -43,9 +46,7 @@ from penstock.schedule import Op
 
 
 class ParameterCast:
-    """The cast of a parameter in the graph of one microbatch.
-
-    Tied parameters under autocast: the cast that a plain loop makes once, for all the stages that use it.
+    """The cast of a tied parameter in the graph of one microbatch. A plain loop makes it once, for all stages.
 
     Autocast keeps a parameter's cast for the rest of the forward, so its uses in all stages are uses of one tensor,
     whose gradient is added up in low precision, deepest use first, and becomes float32 once, at the shallowest of
@@ -59,7 +60,7 @@ class ParameterCast:
     the parameter is kept both without the cast's part and with it.
 
     Attributes:
-        root: a tensor of the graph behind which lies the cast and nothing else: gradients of the cast enter there.
+        root: a tensor of the graph. Only the cast lies behind it, and gradients of the cast enter there.
     """
 
     def __init__(self, root: Tensor, node: Any) -> None:
@@ -71,7 +72,7 @@ class ParameterCast:
         return part.to(self.root.dtype).reshape(self.root.shape)
 
     def take(self) -> None:
-        """From now on the cast's gradient goes to `taken` and not to the parameter."""
+        """Sends the cast's gradient to `taken` from now on, and none to the parameter."""
 
         def taken(gradients: tuple[Tensor | None, ...]) -> tuple[None]:
             self._taken = gradients[0]
@@ -90,7 +91,7 @@ class ParameterCast:
 
 
 class DirectUses:
-    """The uses of a parameter in the graph of one microbatch that are not of its cast.
+    """The uses of a parameter in the graph of one microbatch, without those of its cast.
 
     Autograd runs the nodes of a graph in the reverse of the order in which they were made.
     """
@@ -103,7 +104,7 @@ class DirectUses:
         outputs, _ = flatten(output)
         seen: set[Any] = {each.grad_fn for each in outputs if each.grad_fn is not None}
         pending: list[Any] = list(seen)
-        for node in pending:  # in every microbatch, as what one does not use the next one may: keep this short
+        for node in pending:  # runs for every microbatch, since each may use the parameter elsewhere: keep it short
             for place, (following, _) in enumerate(node.next_functions):
                 if following is leaf:
                     if cast is None or node is not cast.node:
@@ -121,7 +122,7 @@ class DirectUses:
         node.register_hook(note)
 
     def with_uses(self, start: Tensor | None, part: Tensor | None = None) -> Tensor | None:
-        """A sum and what these uses gave, as autograd adds them up; with the cast's part in its place."""
+        """Adds the gradients of these uses to a sum in autograd's order; the cast's part comes in its place."""
         total, left = start, part
         for number, each in self._parts:
             if left is not None and number < self._cast_number:
@@ -132,12 +133,11 @@ class DirectUses:
 
 @dataclass(frozen=True)
 class TiedGradientSum:
-    """Of one microbatch what the uses of a tied parameter so far have given it.
+    """The gradient of a tied parameter in one microbatch, as far as stages have added to it.
 
     Attributes:
-        direct: for the parameter itself. cast: for its cast.
-        both: for the parameter, with the cast's part where that is if no stage above has a cast; None where it comes
-            last.
+        direct: of the parameter itself. cast: of its cast.
+        both: of the parameter with the cast's part in its place, if no stage above has a cast; None if it comes last.
     """
 
     direct: Tensor | None = None
@@ -153,7 +153,7 @@ class TiedGradientSum:
         return Payload.gradients([direct] if self.cast is None else [direct, self.cast, self.both])
 
     def whole(self) -> Tensor | None:
-        """What the parameter has got, where no stage above has a cast."""
+        """The gradient of the parameter, if no stage above has a cast."""
         if self.cast is None or self.both is not None:
             return self.direct if self.cast is None else self.both
         return added(self.direct, self.cast.float())  # autocast casts what is float32 alone
@@ -161,14 +161,14 @@ class TiedGradientSum:
     def after(
         self, direct: Tensor | None, cast: ParameterCast | None, uses: DirectUses | None, name: str, stage: int
     ) -> TiedGradientSum:
-        """The sum once a stage's backward has run.
+        """Returns the sum after a stage's backward.
 
         Args:
-            direct: with what the stage's direct uses have added. cast: that of the stage.
-            name: of the parameter there.
+            direct: the sum with the stage's direct uses. cast: the stage's cast.
+            name: of the parameter in the stage.
 
         Raises:
-            RuntimeFailure: uses that the graph of the forward does not show.
+            RuntimeFailure: the stage has uses that the graph of its forward does not show.
         """
         expected = self.direct if uses is None else uses.with_uses(self.direct)
         as_seen = torch.equal(expected, direct) if expected is not None and direct is not None else expected is direct
@@ -189,7 +189,7 @@ class TiedGradientSum:
 
 
 def cast_of(parameter: Tensor) -> ParameterCast | None:
-    """The cast that the forward just run has made of a parameter, if any; inside the same `torch.autocast`."""
+    """Finds the cast that a forward made of a parameter. Call it after the forward, inside the same autocast."""
     if not parameter.requires_grad or parameter.dtype is not torch.float32 or is_sharded(parameter):
         return None
     if parameter.dim() == 0 or not torch.is_autocast_cache_enabled():
@@ -212,10 +212,10 @@ def cast_of(parameter: Tensor) -> ParameterCast | None:
 
 
 class StandIn:
-    """What takes a parameter's place in the modules of a stage while an op of the stage runs.
+    """Takes a parameter's place in the modules of a stage while an op of the stage runs.
 
     Args:
-        separate: it has memory of its own.
+        separate: whether it has memory of its own.
     """
 
     def __init__(self, stage: nn.Module, parameter: Parameter, separate: bool = False) -> None:
@@ -243,7 +243,7 @@ class StandIn:
         return total
 
     def begin(self) -> None:
-        """A step begins: it is as the parameter is by now."""
+        """Starts a step: takes over the parameter's memory, type and `requires_grad`."""
         known, now = self.leaf, self._parameter
         same_memory = local(known).data_ptr() == local(now).data_ptr() and known.shape == now.shape
         if self._separate:
@@ -254,7 +254,7 @@ class StandIn:
 
     def enter(self) -> None:
         for module, name in self._places:
-            setattr(module, name, self.leaf)  # a recurrent layer takes note of it
+            setattr(module, name, self.leaf)  # by setattr, so that a recurrent layer notices
 
     def leave(self) -> None:
         for module, name in self._places:
@@ -280,7 +280,7 @@ class TiedGradients:
     """Takes, passes on and sums the gradients of tied parameters in this process.
 
     Args:
-        stages: those in this process, by their number. copies: (pipeline, stage) of the copies of them here.
+        stages: those in this process, by number. copies: (pipeline, stage) of their copies in this process.
     """
 
     def __init__(self, ties: Ties, stages: Mapping[int, nn.Module], copies: Iterable[Copy]) -> None:
@@ -302,7 +302,7 @@ class TiedGradients:
             (k, stage): by_stage[stage] for k, stage in copies if stage in by_stage
         }
         self._here: dict[int, StandIn] = {}
-        """By slot, those of the copy of which an op runs."""
+        """By slot, the stand-ins of the copy whose op runs."""
         self._taken: dict[tuple[int, int], TiedGradientSum] = {}
         self._came: dict[tuple[int, int], TiedGradientSum] = {}
         self._casts: dict[tuple[int, int, int], ParameterCast] = {}
@@ -315,14 +315,14 @@ class TiedGradients:
         self._handles.clear()
 
     def separate(self) -> None:
-        """From now on every copy of a stage reads values of its own of what other stages own, as updates are ops."""
+        """Gives every copy of a stage its own values of the parameters that other stages own, as updates are ops."""
         for (k, stage), found in self._stand_ins.items():
             self._stand_ins[k, stage] = [
                 (slot, StandIn(self._stages[stage], self._local[slot, stage], separate=True)) for slot, _ in found
             ]
 
     def read_by(self, copy: Copy) -> dict[int, Parameter]:
-        """By slot, what a copy reads of parameters that other stages own."""
+        """By slot, the parameter that a copy reads in place of one that another stage owns."""
         return {slot: stand_in.leaf for slot, stand_in in self._stand_ins.get(copy, ())}
 
     def begin(self) -> None:
@@ -352,7 +352,7 @@ class TiedGradients:
                 stand_in.leave()
 
     def note_casts(self, stage: int, m: int, output: Any) -> None:
-        """After a forward under autocast, inside it: finds its casts of tied parameters, and their other uses."""
+        """Finds the casts of tied parameters and their other uses. Call it after a forward, inside its autocast."""
         stand_ins = self._here
         for (slot, own), parameter in self._local.items():
             if own == stage:
@@ -366,10 +366,10 @@ class TiedGradients:
                         self._uses[slot, stage, m] = uses
 
     def sort(self, op: Op, received: Sequence[Payload]) -> tuple[Sequence[Payload], list[tuple[Tensor, Tensor]]]:
-        """Tells the gradients of outputs from the tied sums, which come after them, by slot.
+        """Separates the gradients of outputs from the tied sums, which follow them, by slot.
 
         Returns:
-            The first, and what a backward starts from besides: (tensor of its graph, gradient).
+            The gradients of outputs, and more starts of the backward: (tensor of its graph, gradient).
         """
         slots = self._from_below.get(op.stage, ())
         main = len(received) - len(slots)
@@ -394,7 +394,7 @@ class TiedGradients:
         return received[:main], starts
 
     def take(self, op: Op) -> None:
-        """After a backward: takes this microbatch's sums where another stage is the owner."""
+        """Takes this microbatch's sums after a backward, unless this stage is the owner."""
         for slot, stand_in in self._here.items():
             key = slot, op.stage, op.microbatch
             direct, came = stand_in.take(), self._came.pop(key[:2], None) or TiedGradientSum()

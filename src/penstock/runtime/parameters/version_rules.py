@@ -79,10 +79,12 @@ class VersionRule:
         name: as in `Updates.rule`.
         keeps: a microbatch's backward reads the version its forward read, which is held until then. Where not, all
             ops read from one memory, into which what they read is written.
+        is_slowed: stages whose gradients are late learn at a lower rate.
     """
 
     name: str
     keeps: bool = False
+    is_slowed: bool = False
 
     def forward(self, context: ReadContext) -> WeightRead:
         """What a forward reads."""
@@ -97,16 +99,16 @@ class VersionRule:
         return newest
 
     def ahead(self, schedule: Schedule, stage: int) -> Mapping[int, int]:
-        """Microbatch -> `ReadContext.ahead`, where the rule wants to know it."""
+        """Microbatch -> `ReadContext.ahead`, if the rule asks for it."""
         return {}
 
     def most_steps(self, schedule: Schedule, stage: int) -> int:
         """The most updates that an op of the stage predicts."""
-        return 0
+        return max(self.ahead(schedule, stage).values(), default=0)
 
     def slowed(self, schedule: Schedule, stage: int) -> int:
-        """By what the learning rate of a stage is divided."""
-        return 1
+        """What the learning rate of a stage is divided by: one more than the updates that a gradient is late by."""
+        return 1 + max(updates_ahead(schedule, stage).values(), default=0) if self.is_slowed else 1
 
     def predict(
         self, out: Tensor, weight: Tensor, steps: int, rate: float, group: Mapping[str, Any], state: Mapping[str, Any]
@@ -287,9 +289,6 @@ class AdamPrediction(VersionRule):
     def ahead(self, schedule: Schedule, stage: int) -> Mapping[int, int]:
         return updates_ahead(schedule, stage)
 
-    def most_steps(self, schedule: Schedule, stage: int) -> int:
-        return max(updates_ahead(schedule, stage).values(), default=0)
-
     def predict(
         self, out: Tensor, weight: Tensor, steps: int, rate: float, group: Mapping[str, Any], state: Mapping[str, Any]
     ) -> None:
@@ -379,18 +378,14 @@ class SlowedStashing(WeightStashing):
     """
 
     name = "pipedream-lr"
-
-    def slowed(self, schedule: Schedule, stage: int) -> int:
-        return _versions(schedule, stage)
+    is_slowed = True
 
 
 class SlowedPrediction(AdamPrediction):
     """XPipe's prediction with a lower rate where gradients are late."""
 
     name = "xpipe-lr"
-
-    def slowed(self, schedule: Schedule, stage: int) -> int:
-        return _versions(schedule, stage)
+    is_slowed = True
 
 
 class TiedPrediction(VersionRule):
@@ -408,11 +403,6 @@ class TiedPrediction(VersionRule):
 
     def backward(self, context: ReadContext, forward: WeightRead) -> WeightRead:
         return WeightRead(context.newest, context.ahead)
-
-
-def _versions(schedule: Schedule, stage: int) -> int:
-    """One more than the updates that a gradient of the stage is late by at most."""
-    return 1 + max(updates_ahead(schedule, stage).values(), default=0)
 
 
 _KINDS: tuple[type[VersionRule], ...] = (
