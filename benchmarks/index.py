@@ -183,7 +183,7 @@ def late_link() -> str:
     ms = {name: median(rows[name]["measured"]) for name in ("undelayed", "frozen", "hinted")}
     return (
         f"a last link 60 ms late makes a step of `zb` {ms['hinted'] / ms['undelayed']:.2f} times as long under "
-        f"hinted dispatch, {ms['frozen'] / ms['undelayed']:.2f} times frozen (emulated)"
+        f"hinted dispatch, {ms['frozen'] / ms['undelayed']:.2f} times frozen (Penstock's own runtime, emulated)"
     )
 
 

@@ -16,6 +16,7 @@ import os
 import sys
 import time
 import types
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -176,11 +177,13 @@ def main() -> None:
     torch.set_num_threads(1)
     prepare("runs/titan")
     take_time()
-    rank = int(os.environ["RANK"])
+    warnings.filterwarnings("ignore", message="DTensor random operators|'set_vital' is deprecated")
+    rank, last = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]) - 1
     if rank == 0:
         write_data(Path("runs/titan"))  # which other ranks read after they have met this one
-    if rank < int(os.environ["WORLD_SIZE"]) - 1:
+    if rank < last:
         logging.disable(logging.WARNING)
+    os.environ["LOG_RANK"] = str(last)
     from torchtitan.train import main as train
 
     train()

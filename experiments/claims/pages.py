@@ -30,8 +30,9 @@ HOW = """\
 Every number of ours on this page is read from the committed results.
 
 - *Simulated* is what the simulator gives for the schedule and the costs.
-- *By the clock* is the same schedule on emulated devices, where an op sleeps for as long as the costs say. Such a run
-  shows that dispatch and transport keep the simulated times. It does not show how long a real op takes.
+- *By the clock* is the same schedule in Penstock's own runtime, on emulated devices, where an op sleeps for as long
+  as the costs say. Such a run shows that dispatch and transport keep the simulated times. It does not show how long
+  a real op takes.
 {trained}- A number comes from a GPU only if its section says *on one GPU*.
 
 [One table](audit.md#real-computation) is of real computation. [The audit](audit.md) says what was done for
