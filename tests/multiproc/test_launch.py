@@ -199,6 +199,16 @@ def test_all_well(start, tmp_path: Path) -> None:
     assert len(list(tmp_path.glob("loaded-by-*"))) == 1
 
 
+def test_exit_handlers_run_after_threads_have_ended(start) -> None:
+    """A process of multiprocessing ends without them."""
+    body = (
+        "import atexit, threading\n"
+        "atexit.register(print, 'left', flush=True)\n"
+        "threading.Timer(0.2, print, ['thread'], {'flush': True}).start()\n"
+    )
+    assert start(body, AT_ONCE, num_ranks=1).finish() == (0, "thread\nleft\n", "")
+
+
 def test_an_exception(start) -> None:
     run = start(
         "if rank == 2:\n"
