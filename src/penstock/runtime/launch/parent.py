@@ -152,13 +152,10 @@ class RankServer:
     def _pass_on(self, number: int, frame: FrameType | None) -> None:
         """Passes a signal on to the server. One that has no ranks yet is ended."""
         self._passed_on = signal.Signals(number)
-        self._kill(self._passed_on if self._pids else signal.SIGKILL)
+        self.kill(self._passed_on if self._pids else signal.SIGKILL)
 
-    def kill(self) -> None:
-        """Ends it at once, while it waits or loads."""
-        self._kill(signal.SIGKILL)
-
-    def _kill(self, number: signal.Signals) -> None:
+    def kill(self, number: signal.Signals = signal.SIGKILL) -> None:
+        """Sends it a signal, by default the one that ends it at once."""
         if self._code is None:
             os.kill(self._pid, number)
 

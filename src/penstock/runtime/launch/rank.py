@@ -54,16 +54,16 @@ def run_rank(rank: int, order: LaunchOrder, reports: Connection) -> None:
     try:
         _run(order)
     except SystemExit:
-        _run_exit_handlers()
         raise
     except BaseException as error:
         reporter(type(error), error, error.__traceback__)
         if isinstance(error, KeyboardInterrupt):
             signal.signal(signal.SIGINT, signal.SIG_DFL)
             os.kill(os.getpid(), signal.SIGINT)
-        _run_exit_handlers()
         sys.exit(1)
-    _run_exit_handlers()
+    finally:  # what the interpreter does at its end; a process of multiprocessing ends without calling exit handlers
+        threading._shutdown()  # type: ignore[attr-defined]
+        atexit._run_exitfuncs()
 
 
 def _run(order: LaunchOrder) -> None:
@@ -76,14 +76,6 @@ def _run(order: LaunchOrder) -> None:
     else:
         sys.argv = program
         runpy.run_path(program[0], run_name="__main__")
-
-
-def _run_exit_handlers() -> None:
-    """Waits for threads, then calls what the program has registered with `atexit`, as the interpreter does at its
-    end. A process of `multiprocessing` ends without the second.
-    """
-    threading._shutdown()  # type: ignore[attr-defined]
-    atexit._run_exitfuncs()
 
 
 def _end_with_server() -> None:
