@@ -384,7 +384,7 @@ class ForwardTracer(fx.Tracer):
         inputs = [each.meta["known"] for each in node.all_input_nodes]
         asked = node.target if node.op == "call_method" else node.args[1] if node.target is getattr else ""
         if asked in _ABOUT_TENSORS:
-            number = max(known.size for known in inputs)
+            number = max((known.size for known in inputs), default=NOTHING)
         elif node.op == "call_module":
             number = VALUES
         else:
