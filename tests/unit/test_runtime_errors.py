@@ -352,6 +352,16 @@ def test_a_layer_that_is_replaced_later_was_left_out_in_silence(make: Callable[[
         pipe.step(x, x)
 
 
+def test_a_layer_within_a_layer_that_is_replaced_is_refused() -> None:
+    """As adapters do that wrap layers: no optimizer would train theirs."""
+    model, x = nn.Sequential(nn.Sequential(nn.Linear(4, 4), nn.Tanh()), nn.Linear(4, 4)), torch.randn(8, 4)
+    with ps.Pipeline(model, ps.build("1f1b", 2, 4), loss_fn=nn.MSELoss(), optimizer=torch.optim.SGD) as pipe:
+        pipe.step(x, x)
+        model[0][0] = nn.Sequential(model[0][0], nn.Linear(4, 4))
+        with pytest.raises(RuntimeFailure, match=r"layer 0\.0 of stage 0 is another one than when ps\.Pipeline was"):
+            pipe.step(x, x)
+
+
 def test_a_step_within_a_step_named_an_attribute_of_ours() -> None:
     """And one in another thread gave gradients of both batches."""
     x = torch.randn(8, 4)

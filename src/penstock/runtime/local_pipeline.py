@@ -9,7 +9,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import replace
 from typing import Any
@@ -185,8 +185,7 @@ class LocalPipeline:
         self.failure = StepFailure(is_shared=False)
         self._interfaces = choice.delegates.interfaces
         self._made = ExitStack()
-        self._own_parameters: dict[int, nn.Parameter] = {}
-        self._seen = ModuleContents(())
+        self._held: list[tuple[dict[str, Any], str, object, str]] = []
 
     def build(self) -> None:
         """Makes all that a step needs. What is there when it fails, `close` takes back."""
@@ -198,7 +197,7 @@ class LocalPipeline:
         )
         self._made.callback(_leave, held)
         if schedule.updates is None:  # else stages get others to compute with
-            self._own_parameters = {id(parameter): parameter for parameter in held.parameters}
+            self._held = _held_by(held.copies.stages)
         self.notices.note(place.slower_sums(held.device))
         if given.precision.autocast is torch.float16 and given.precision.enabled_scaler is None:
             self.notices.note([_UNSCALED])
@@ -427,18 +426,13 @@ class LocalPipeline:
                 stage.follow_model()
 
     def require_own_parameters(self) -> None:
-        """Raises RuntimeFailure where a parameter of a stage is another one now: optimizers have the one before."""
-        if not self._own_parameters or self._seen.are_same():
-            return
-        for index, stage in self.model.copies.stages.items():
-            for name, parameter in stage.named_parameters():
-                if id(parameter) not in self._own_parameters:
-                    raise RuntimeFailure(
-                        f"parameter {name} of stage {index} is another one than when ps.Pipeline was made, and no "
-                        "optimizer would train it; make a new pipeline, or change the parameter in place, such "
-                        "as by copy_() under torch.no_grad()"
-                    )
-        self._seen = ModuleContents(self.model.copies.stages.values())
+        """Raises RuntimeFailure if a stage has another parameter or layer now: optimizers have the one before."""
+        for holder, name, known, where in self._held:
+            if (now := holder.get(name)) is not known and now is not None:
+                raise RuntimeFailure(
+                    f"{where} is another one than when ps.Pipeline was made, and no optimizer would train it; make a "
+                    "new pipeline, or change the parameter in place, such as by copy_() under torch.no_grad()"
+                )
 
     # Batches.
 
@@ -517,24 +511,15 @@ class LocalPipeline:
             failover.close(parts=not self._life.is_broken)
 
 
-class ModuleContents:
-    """What modules held when they were looked at. Looking again takes far less time than naming all parameters."""
-
-    def __init__(self, roots: Iterable[nn.Module]) -> None:
-        modules = [module for root in roots for module in root.modules()]
-        holders: list[dict[str, Any]] = [m._modules for m in modules] + [m._parameters for m in modules]
-        self._sizes = [(holder, len(holder)) for holder in holders]
-        self._entries = [(holder, name, one) for holder in holders for name, one in holder.items()]
-
-    def are_same(self) -> bool:
-        """Whether they hold the same modules and parameters still; False of none."""
-        for holder, size in self._sizes:
-            if len(holder) != size:
-                return False
-        for holder, name, one in self._entries:
-            if holder.get(name) is not one:
-                return False
-        return bool(self._sizes)
+def _held_by(stages: Mapping[int, nn.Module]) -> list[tuple[dict[str, Any], str, object, str]]:
+    """Returns each parameter and module within stages: the dict that holds it, its name there, it, and its place."""
+    found: list[tuple[dict[str, Any], str, object, str]] = []
+    for index, stage in stages.items():
+        for path, module in stage.named_modules():
+            for kind, holder in (("parameter", module._parameters), ("layer", module._modules)):
+                at = f"{path}." if path else ""
+                found += [(holder, name, one, f"{kind} {at}{name} of stage {index}") for name, one in holder.items()]
+    return found
 
 
 def _sequential(model: Any) -> nn.Sequential | None:
