@@ -42,18 +42,18 @@ SUM = "a sum of gradients over the replicas"
 
 
 class Replicas:
-    """What a process does with the other replicas of its stages, if there are any.
+    """Adds up gradients over the replicas of a process's stages, and shares what replicas have stepped.
 
     Args:
         peers: the processes with the same stages and shards.
-        order: the stages here whose gradients a REDUCE reduces, in an order that all replicas keep.
-        has_updates: whether updates are ops of the schedule, each of which sums its gradients itself.
-        late: what is injected into the links between replicas; None for nothing.
+        order: the stages here whose gradients a REDUCE adds up, in an order that all replicas keep.
+        has_updates: whether updates are ops of the schedule, each of which sums its own gradients.
+        late: the lateness that is injected into links between replicas; None for none.
 
     Attributes:
-        sharding: what each replica keeps of a parameter.
-        keeps_aside: whether a step starts without the gradients of those before, which are added when it ends.
-        agreement: tells whether all replicas begin a step alike; None: they do.
+        sharding: says which part of a parameter each replica keeps.
+        keeps_aside: whether earlier gradients are put aside as a step begins, and added when it ends.
+        agreement: tells whether all replicas began a step alike; None: they always do.
     """
 
     agreement: HolderAgreement | None = None
@@ -72,7 +72,7 @@ class Replicas:
         self._peers = peers if isinstance(peers, GroupPeers) else None
         self.keeps_aside = self._peers is not None and not has_updates
         self._number, self._order = peers.here[0], tuple(order)
-        # Of a tie's several parameters in this process the first alone is summed, and the others take its sum.
+        # If a tie has several parameters in this process, only the first is summed, and the others take its sum.
         self._follow = model.shared.followers()
         self._early: dict[int, list[list[Parameter]]] = {}
         self._late: list[list[Parameter]] = []
@@ -84,12 +84,12 @@ class Replicas:
         self._under_way: list[tuple[GradientBucket | PartBucket, Any, int]] = []
 
     def _cut(self) -> None:
-        """Puts the parameters that want a gradient by now into buckets, the same in every replica."""
+        """Puts the parameters that are trained now into buckets, the same in every replica."""
         wanting = [p for p in self._model.parameters if p.requires_grad]
         if self._wanting is not None and list(map(id, wanting)) == list(map(id, self._wanting)):
             return
         self._wanting = wanting
-        # One that a step trains, and a later one no more, has a gradient still when the optimizer steps.
+        # If a parameter was trained in one step and frozen before the next, the optimizer still steps its gradient.
         self._to_share |= {id(p): p for p in wanting}
         self._early.clear()
         slots = range(1, len(self._model.ties) + 1)
@@ -107,30 +107,32 @@ class Replicas:
 
     @property
     def is_first(self) -> bool:
-        """Whether this is the replica that keeps, and writes, what one of them has to."""
+        """Whether this replica keeps and writes what only one replica has to."""
         return self._number == 0
 
     @property
     def can_unshard(self) -> bool:
-        """Whether replicas that keep parts can gather them. Where updates are no ops, that is so if all of them have
-        begun the step alike, with parts of one type.
+        """Whether replicas that keep parts can gather them.
+
+        If updates are no ops, all replicas must have begun the step alike, with parts of one type.
         """
         return self._has_updates or self.sharding.keeps_whole or self._are_alike()
 
     def unshard(self) -> None:
-        """Before forwards: all parameters are whole here, if they can be."""
+        """Makes all parameters whole here before forwards, if they can be."""
         if self.can_unshard:
             self.sharding.unshard()
 
     def reshard(self) -> None:
-        """After them: what other replicas keep is given up."""
+        """Gives up what other replicas keep, after forwards."""
         self.sharding.reshard(self._has_updates)
 
     # Gradients.
 
     def begin(self) -> None:
-        """Starts a step: gradients of earlier ones are sums already, and kept aside. Where updates are ops, what is
-        left of an open window stays where it is.
+        """Starts a step: puts the gradients of earlier steps aside, as they are sums already.
+
+        If updates are ops, the gradients of an open window stay where they are.
         """
         self.unshard()
         self._under_way.clear()
@@ -146,8 +148,9 @@ class Replicas:
         self._due = deque(self._order)
 
     def start(self, stage: int) -> None:
-        """A stage's gradients are complete: starts their sum, once those that come before it in the order have
-        started. Ranks may finish stages in different orders; sums must be asked for in one.
+        """Starts the sum of a stage's gradients, which are complete, after the sums that come earlier in the order.
+
+        Ranks may finish stages in different orders, but must start sums in one order.
         """
         if not self._are_alike():
             return
@@ -157,8 +160,9 @@ class Replicas:
                 self._reduce(parameters)
 
     def finish(self) -> None:
-        """Sums what no REDUCE has, waits for all, and adds what was kept aside. Where updates are ops, they have made
-        all sums.
+        """Sums what no REDUCE has summed, waits for all sums, and adds what was put aside.
+
+        If updates are ops, they have made all sums.
         """
         if self._peers is None or self._has_updates or not self._are_alike():
             return
@@ -174,8 +178,9 @@ class Replicas:
             self.sharding.at_rest(parameter).grad = self.sharding.at_rest(first).grad
 
     def _are_alike(self) -> bool:
-        """Whether all replicas have begun the step alike, the same in each. Where they have not, nothing is summed,
-        as sums would be of other lengths, and the step's end refuses it.
+        """Whether all replicas began the step alike; all get the same answer.
+
+        If they did not, sums would differ in length, so nothing is summed, and the step's end raises an error.
         """
         return self._peers is None or self.agreement is None or self.agreement.is_alike(self._peers)
 
@@ -190,7 +195,7 @@ class Replicas:
         self._under_way.append((bucket, bucket.start(), due))
 
     def _wait(self, peers: GroupPeers) -> None:
-        """For all sums that are under way."""
+        """Waits for all sums that are under way."""
         for bucket, work, due in self._under_way:
             peers.wait_for(work, SUM)
             sleep_until(due)
@@ -198,8 +203,9 @@ class Replicas:
         self._under_way.clear()
 
     def summed(self, parameters: Sequence[Parameter], gradients: Sequence[Tensor | None]) -> list[Tensor | None]:
-        """The sums over all replicas, where updates are ops, of shards what lies here; every replica must call it for
-        the same parameters.
+        """The sums over all replicas, if updates are ops; of shards, the local part.
+
+        Every replica must call it for the same parameters.
         """
         if self._peers is None or not self._are_alike():
             return list(gradients)
@@ -216,7 +222,7 @@ class Replicas:
     # Updates.
 
     def share_stepped(self, stepped: Iterable[Parameter] | None = None) -> None:
-        """After an update: every replica gets what others have stepped, of all parameters where none are named."""
+        """Gives every replica what others have stepped, after an update; of all parameters if none are named."""
         if not self._are_alike():
             return
         if stepped is not None:
@@ -228,7 +234,7 @@ class Replicas:
         self._to_share = {id(p): p for p in self._wanting or ()}
 
     def share_buffers(self) -> None:
-        """Gives every replica the first one's buffers (statistics, say), which each keeps for itself in a step."""
+        """Gives every replica the buffers of the first, such as statistics. In a step each replica has its own."""
         if self._peers is not None:
             send_values(self._model.buffers(), lambda _: 0, self._peers)
 
@@ -240,14 +246,14 @@ def _added(before: Tensor, now: Tensor) -> Tensor:
 
 
 def with_reductions(schedule: Schedule, mesh: ProcessMesh) -> Schedule:
-    """The schedule with REDUCE ops, where there are replicas to reduce over, and no updates that do it."""
+    """Adds REDUCE ops to a schedule if there are replicas, and no updates that add up gradients themselves."""
     if mesh.num_replicas == 1 or schedule.updates is not None:
         return schedule
     return add_reductions(schedule, asynchronous=False)
 
 
 def without_reductions(schedule: Schedule, mesh: ProcessMesh) -> Schedule:
-    """The schedule without the REDUCE ops that `with_reductions` puts in."""
+    """Removes the REDUCE ops that `with_reductions` adds."""
     graph = schedule.graph
     if mesh.num_replicas == 1 or all(registered.kind != REDUCE for registered in graph.registered):
         return schedule
@@ -265,13 +271,13 @@ def without_reductions(schedule: Schedule, mesh: ProcessMesh) -> Schedule:
 def reductions_of(
     schedule: Schedule, mesh: ProcessMesh, given: Collection[str], start: Callable[[int], None]
 ) -> dict[str, OpFunction]:
-    """What runs a schedule's REDUCE ops, if it has any: `start` with an op's stage.
+    """Returns the function that runs a schedule's REDUCE ops, if it has any: `start` with an op's stage.
 
     Args:
-        given: kinds for which the user gave functions. Where there is nothing to reduce, REDUCE may be one of them.
+        given: kinds for which the user gave functions. REDUCE may be one of them if there are no replicas.
 
     Raises:
-        RuntimeFailure: it is one of them where there are replicas.
+        RuntimeFailure: REDUCE is one of them, and there are replicas.
     """
     if REDUCE in given and mesh.num_replicas > 1:
         raise RuntimeFailure(
@@ -283,7 +289,7 @@ def reductions_of(
 
 
 def replicas_of(model: LocalModel, mesh: ProcessMesh, schedule: Schedule, late: LateRing | None = None) -> Replicas:
-    """What there is of other replicas. `schedule` has its REDUCE ops, `late` is injected into links between them."""
+    """Makes the exchange with other replicas. `schedule` has its REDUCE ops; `late` is injected into their links."""
     order = [op.stage for rank in mesh.pipeline.here for op in schedule.order[rank] if op.kind == REDUCE]
     peers = mesh.replicas if isinstance(mesh.replicas, GroupPeers) else None
     sharding: ReplicaParameters = model.sharded or ReplicaParameters(peers)

@@ -43,32 +43,32 @@ class Accumulators:
         self._aside: dict[int, Gradients] = {}
 
     def select(self, number: int) -> None:
-        """Makes `.grad` that of a sum; of one that is not there yet, nothing."""
+        """Puts a sum into `.grad`; None if there is no such sum yet."""
         if number == self._selected:
             return
         before = self._exchange(self._aside.pop(number, None))
-        if any(gradient is not None for gradient in before):  # of a sum that was taken nothing is left
+        if any(gradient is not None for gradient in before):  # nothing is left of a sum that was taken
             self._aside[self._selected] = before
         self._selected = number
 
     def take(self, number: int) -> Gradients:
-        """A sum, of which nothing is left then."""
+        """Gives a sum away."""
         if number == self._selected:
             return self._exchange(None)
         return self._aside.pop(number, None) or [None] * len(self._parameters)
 
     @property
     def has_others(self) -> bool:
-        """Whether there are sums besides the one in `.grad`."""
+        """Whether sums lie aside."""
         return bool(self._aside)
 
     def clear(self, place: int) -> None:
-        """Leaves nothing of a parameter in any sum."""
+        """Drops a parameter's gradients in the sums aside."""
         for gradients in self._aside.values():
             gradients[place] = None
 
     def drop_others(self) -> None:
-        """Leaves the sum in `.grad` alone."""
+        """Drops the sums aside."""
         self._aside.clear()
 
     def now(self) -> Gradients:
@@ -83,28 +83,23 @@ class Accumulators:
 
 
 class WindowGradients(Accumulators):
-    """Those of the windows of one pass. Between passes `.grad` is that of a window left open, or None."""
+    """The sums of the windows of one pass. Between passes `.grad` has the sum of an open window, or None."""
 
     def __init__(self, parameters: Sequence[Parameter]) -> None:
         super().__init__(parameters)
         self.peak_bytes = 0
 
     def begin(self) -> None:
-        """A pass begins; its first window adds to what is there."""
+        """Starts a pass. Its first window adds to `.grad`."""
         self.peak_bytes = self._selected = 0
         self._aside.clear()
-
-    def select(self, number: int) -> None:
-        if number != self._selected:
-            self._measure()
-            super().select(number)
 
     def take(self, number: int) -> Gradients:
         self._measure()
         return super().take(number)
 
     def end(self, still_open: int | None) -> None:
-        """A pass ended: only the gradients of a window still open stay."""
+        """Ends a pass: only the gradients of an open window stay."""
         self._measure()
         if still_open is None:
             self._exchange(None)
@@ -114,13 +109,13 @@ class WindowGradients(Accumulators):
         self._selected = 0
 
     def _measure(self) -> None:
-        """Sums only grow until they are taken, so this is called where they are, and where windows change."""
+        """Notes the bytes held. Sums grow until one is taken, so this is called then, and at the end."""
         held = [*self.now(), *(g for gradients in self._aside.values() for g in gradients)]
         self.peak_bytes = max(self.peak_bytes, num_bytes(g for g in held if g is not None))
 
 
 def num_bytes(tensors: Iterable[Tensor]) -> int:
-    """Bytes of all elements that lie in this process, a tensor that is there twice counted once."""
+    """Bytes of all elements that lie in this process. A tensor that is given twice counts once."""
     return sum(local(t).numel() * t.element_size() for t in {id(t): t for t in tensors}.values())
 
 
@@ -129,7 +124,7 @@ CPU = torch.device("cpu")
 
 
 def norms_of(gradients: Sequence[Tensor]) -> list[Tensor]:
-    """The norm of each, where it lies. Of one that several processes hold a shard of, they work it out together."""
+    """The norm of each gradient, on its device. Processes that hold shards of one compute its norm together."""
     found: dict[int, Tensor] = {}
     plain = [place for place, gradient in enumerate(gradients) if not is_sharded(gradient) and gradient.is_cuda]
     for group in _by_type([gradients[place] for place in plain]):
@@ -148,13 +143,13 @@ def begin_norm(
     peers: Peers,
     device: torch.device = CPU,
 ) -> Callable[[], Tensor]:
-    """Begins to work out the norm of all gradients of the model; returns what waits for it.
+    """Begins to compute the norm of all gradients of the model; returns a function that waits for it.
 
     Args:
-        dtypes: of every parameter of the model, by name, in its order, each once.
-        held: those in this process. Of one that several processes hold a shard of, they work the norm out together.
-        owned: those that this process answers for, each by one process.
-        device: where norms are combined, and the result lies: the one on which gradients lie.
+        dtypes: of every parameter of the model, by name, in the model's order, each once.
+        held: the parameters in this process. Processes that hold shards of one compute its norm together.
+        owned: the names that this process answers for. One process answers for each.
+        device: of the gradients. There norms are combined, and the result lies.
     """
     places = {name: place for place, name in enumerate(dtypes) if name in held and held[name].grad is not None}
     gradients = [held[name].grad.detach() for name in places]  # type: ignore[union-attr]
@@ -177,7 +172,7 @@ def begin_norm(
 
 
 def _combined(norms: Tensor, dtypes: Mapping[str, torch.dtype], device: torch.device) -> Tensor:
-    """The norm of the whole, from the norm of each parameter's gradient."""
+    """Computes the norm of the whole from the norm of each parameter's gradient."""
     # A norm has the real type of its gradient.
     present = [(norm, dtype) for norm, dtype in zip(norms, dtypes.values(), strict=True) if norm != _ABSENT]
     if not present:
@@ -196,12 +191,12 @@ def _by_type(gradients: Sequence[Tensor]) -> list[list[int]]:
 
 
 def factor_of(max_norm: float, norm: Tensor) -> Tensor:
-    """What gradients of such a norm are to be multiplied by."""
+    """The factor that brings gradients of such a norm to at most `max_norm`."""
     return torch.clamp(max_norm / (norm + 1e-6), max=1.0)
 
 
 def scale_gradients(parameters: Sequence[Parameter], max_norm: float, norm: Tensor) -> None:
-    """Scales gradients in place so that the whole has at most `max_norm`; one that tied parameters share, once."""
+    """Scales gradients in place to a norm of at most `max_norm`; one that tied parameters share is scaled once."""
     factor = factor_of(max_norm, norm)
     there = {norm.device: factor}
     gradients = {id(p.grad): local(p.grad) for p in parameters if p.grad is not None}

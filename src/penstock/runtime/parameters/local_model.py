@@ -33,22 +33,22 @@ class LocalModel:
     """The stages of a model that lie in this process, their parameters, and what others hold of these too.
 
     Attributes:
-        copies: of stages, in this process. stages: the owners among them, by stage.
-        device: where they lie.
-        ties: parameters that several stages share. tied: what takes and passes on their gradients.
-        shared: what brings together gradients and values of what several stages, pipelines or ranks hold.
-        sharded: the parameters of which replicas keep parts; None where they do not.
+        copies: of stages, in this process. stages: the owners' copies, by stage.
+        device: of the stages.
+        ties: parameters that several stages share. tied: passes on their gradients.
+        shared: shares gradients and values among stages, pipelines and ranks.
+        sharded: the parameters that replicas divide; None if they do not.
         parameters: of all copies, each once.
-        named: name -> parameter, for those here; a tied one is its lowest stage's.
-        own: those of them that this process answers for, among the ranks of its pipeline.
-        dtypes: name -> type of every parameter of the model, in its order.
+        named: by name the parameters here; a tied parameter has the name of its lowest stage.
+        own: those of `named` that this process answers for, among the ranks of its pipeline.
+        dtypes: by name the type of every parameter of the model, in the model's order.
 
     Args:
-        mesh: where this process lies.
-        parallelize: makes a stage this process's shard of it, where the mesh has shards or stages are shared.
+        mesh: says where this process lies.
+        parallelize: turns a stage into this process's shard of it, if the mesh has shards or stages are shared.
 
     Raises:
-        RuntimeFailure: a name in `tied` that is in no stage, or other stages than other processes were given.
+        RuntimeFailure: a name in `tied` is in no stage, or processes were given different stages.
     """
 
     def __init__(
@@ -99,7 +99,7 @@ class LocalModel:
         self.dtypes = _all_dtypes(self.stages, self.own, peers)
 
     def names(self) -> dict[str, Parameter]:
-        """By its name in the stage that owns it, each parameter in this process, whoever owns it."""
+        """By the name in its owner's stage, every parameter in this process."""
         found: dict[str, Parameter] = {}
         for stage in self.copies.stages.values():
             for name, parameter in stage.named_parameters():
@@ -120,7 +120,7 @@ class LocalModel:
         self.shared.share_buffers()
 
     def stand_ins(self) -> dict[int, list[Parameter]]:
-        """By the id of a parameter of the model given, what took its place when stages were cut."""
+        """By the id of a parameter of the given model, the parameters that took its place when stages were cut."""
         now = {index: dict(stage.named_parameters()) for index, stage in self.copies.stages.items()}
         found: dict[int, list[Parameter]] = {}
         for given, index, name in self._given:
@@ -145,23 +145,23 @@ class LocalModel:
 
     @property
     def is_shared(self) -> bool:
-        """Whether something of a stage here is another one's, or another copy's, too, so that ops need `inside`."""
+        """Whether a stage here shares parameters with another stage, or has several copies, so ops need `inside`."""
         return bool(self.ties) or self.copies.take_turns
 
     @contextmanager
     def inside(self, pipeline: int, stage: int) -> Iterator[None]:
-        """Around an op of a copy of a stage in a training step."""
+        """Surrounds an op of a copy of a stage in a training step."""
         self.copies.select(pipeline, stage)
         with self.tied.inside(pipeline, stage):
             yield
 
     def end(self) -> None:
-        """Ends it, however it went."""
+        """Ends a training step, even a broken one."""
         self.copies.end()
 
     def zero_grad(self) -> None:
-        # Where replicas keep parts, a step has other parameters in the modules than there are between steps. One that
-        # failed at its end has given gradients to both.
+        # If replicas keep parts, modules have other parameters in a step than between steps. A step that failed at
+        # its end has given gradients to both.
         parameters = self.parameters
         if self.sharded is not None:
             parameters = [*parameters, *(one.whole for one in self.sharded.of_whole.values())]
@@ -169,7 +169,7 @@ class LocalModel:
 
     @contextmanager
     def as_whole(self) -> Iterator[None]:
-        """Between steps: what replicas keep in parts is whole in here. Every process must call it."""
+        """Makes divided parameters whole within the `with` statement, between steps. Every process must call it."""
         if self.sharded is None:
             yield
             return
@@ -202,7 +202,7 @@ def device_of(stages: Iterable[Stage], device: torch.device | str | None) -> tor
 
 
 def _all_dtypes(stages: Mapping[int, Stage], own: Mapping[str, Parameter], peers: Peers) -> dict[str, torch.dtype]:
-    """Name -> type of every parameter of the model, in its order."""
+    """By name the type of every parameter of the model, in the model's order."""
     by_stage: dict[int, dict[str, torch.dtype]] = {}
     mine = {i: {n: p.dtype for n, p in s.named_parameters() if n in own} for i, s in stages.items()}
     for part in peers.gather(mine):

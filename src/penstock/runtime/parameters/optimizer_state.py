@@ -37,21 +37,21 @@ GivenOptimizer = Callable[[list[Parameter]], Optimizer] | Optimizer | None
 
 
 class OptimizerState:
-    """The optimizer of this process, and what its updates go by: gradients, their norm and their scale.
+    """The optimizer of this process, with all that an update needs: gradients, their norm and their scale.
 
     Attributes:
-        model: as this process holds it. num_updates: so far.
+        model: the part in this process. num_updates: so far.
         clip_norm: see `ps.Pipeline`.
         optimizer: over what is stepped here. constructed: the optimizer's attributes when it was new.
-        replicas: what there is of other replicas. updating: the updates that are ops; None where there are none.
-        scaling: what losses are multiplied by, and whether gradients are finite; None where nobody asks.
-        skipped: the last update was left out, as some gradient was not finite.
-        agreement: compares what processes have of the parameters that several of them hold.
+        replicas: exchange with other replicas. updating: the updates that are ops; None if there are none.
+        scaling: scales losses, and checks that gradients are finite; None if nobody asks for it.
+        skipped: the last update was left out, because some gradient was not finite.
+        agreement: compares the parameters that several processes hold.
 
     Args:
-        schedule: with its REDUCE ops, where there are replicas.
+        schedule: has REDUCE ops if there are replicas.
         one_copy_steps: see `ParallelOptions`.
-        late: what is injected into links between replicas.
+        late: the lateness that is injected into links between replicas.
         scaler, skip_not_finite: see `PrecisionOptions`.
     """
 
@@ -102,7 +102,7 @@ class OptimizerState:
         return self._mesh.everyone.here[0] == 0
 
     def go_on_from(self, before: OptimizerState) -> None:
-        """Goes on where another one was, of the same model in other places: with its optimizer, and its count."""
+        """Takes over the optimizer and the count of updates of the same model in other places."""
         self.num_updates = before.num_updates
         before.close()
         self.close()
@@ -135,7 +135,7 @@ class OptimizerState:
             )
 
     def _make_optimizer(self, given: GivenOptimizer) -> Optimizer | None:
-        """Over what is stepped here: of several copies of a stage the owner's, or every one."""
+        """Makes the optimizer over the parameters that are stepped here: of the owner's copies, or of all copies."""
         if self.updating is not None:
             return self.updating.make_optimizer(given, self._mesh.everyone)
         model = self.model
@@ -157,8 +157,9 @@ class OptimizerState:
         self.model.begin()
 
     def gather(self) -> None:
-        """Brings the gradients together that stages, copies and replicas have parts of, and what buffers learned.
-        Sums of processes that have not begun the step alike are left out.
+        """Adds up the gradients of stages, copies and replicas, and shares buffers.
+
+        Processes that did not begin the step alike add up nothing.
         """
         alike = self.agreement.is_alike(self._mesh.pipeline)
         if self.updating is not None:
@@ -181,7 +182,7 @@ class OptimizerState:
         self.replicas.reshard()
 
     def count_updates(self, update: bool) -> None:
-        """Takes note of those that ran as ops."""
+        """Counts the updates that ran as ops."""
         if self.updating is not None and self._windows is not None:
             self.num_updates += len(self._windows.ranges) - (not update)
 
@@ -191,7 +192,7 @@ class OptimizerState:
         With `scaling`, a gradient that is not finite in some process leaves the update out in all of them.
 
         Args:
-            begun: the norm, where `begin_norm` began to work it out.
+            begun: waits for the norm, if `begin_norm` was called.
 
         Raises:
             RuntimeFailure: updates are ops of the schedule, and have run.
@@ -238,14 +239,17 @@ class OptimizerState:
         return norm.cpu()
 
     def begin_norm(self) -> Callable[[], Tensor]:
-        """Begins to work out the norm of all gradients; returns what waits for it. Every process must call both."""
+        """Begins to compute the norm of all gradients; returns a function that waits for it. Every process must call
+        both.
+        """
         model = self.model
         names = [name for name, p in model.own.items() if self._answers_for(p)]
         return begin_norm(model.dtypes, model.named, names, self._mesh.everyone, model.device)
 
     def begin_no_norm(self) -> Callable[[], Tensor]:
-        """Takes part in what `begin_norm` begins in processes that update, where this one is not to: all of them then
-        find that out, by what they sum next.
+        """Takes part in the sum of `begin_norm`, if this process does not update and others do.
+
+        All processes find out about the difference by their next sum.
         """
         return self._mesh.everyone.begin_sum(torch.zeros(len(self.model.dtypes), dtype=torch.float64, device="cpu"))
 
@@ -255,15 +259,15 @@ class OptimizerState:
         self.model.zero_grad()
 
     def require_whole(self) -> None:
-        """Raises RuntimeFailure where a step that broke off may have made some of its updates."""
+        """Raises RuntimeFailure if a step that broke off may have made some of its updates."""
         if self.updating is not None:
             self.updating.require_whole()
 
     def bytes_of(self, rank: int) -> dict[str, int]:
         """Bytes of the parameters, older versions, gradients and optimizer state of a rank here.
 
-        Versions and gradients are the most that were held in the last step; of a schedule whose updates are no ops
-        there is one version, and a gradient as large as each parameter that wants one.
+        Versions and gradients are the most that the last step held. If updates are no ops, there is one version, and
+        each trained parameter has a gradient of its size.
         """
         here, updating = self.model.copies.here, self.updating
         mine = self.model.copies.of_rank(rank)
@@ -295,12 +299,12 @@ class OptimizerState:
         }
 
     def answers(self, stage: int, tensor: Tensor) -> bool:
-        """Whether this process is the one that writes a tensor of a stage."""
+        """Whether this process writes a tensor of a stage."""
         hosts = self.model.placement.hosts(0, stage)
         return hosts[0] in self._mesh.pipeline.here and self._answers_for(tensor)
 
     def holder(self, stage: int) -> str:
-        """Which replica and shard of a stage this process holds, as names in a checkpoint have it."""
+        """The replica and shard of a stage that this process holds, as in the names of a checkpoint."""
         hosts, here = self.model.placement.hosts(0, stage), self._mesh.pipeline.here
         part = self._mesh.shard
         if len(hosts) > 1 and here[0] in hosts:
@@ -312,15 +316,15 @@ class OptimizerState:
         return bool(self.replicas.sharding.owned([parameter]))
 
     def _answers_for(self, tensor: Tensor) -> bool:
-        """Whether, of the processes that hold a tensor in other replicas and shards, this one tells it."""
+        """Whether this process, among the replicas and shards that hold a tensor, is the one that tells it."""
         return self._mesh.shard == 0 and self.replicas.sharding.tells(tensor)
 
 
 def gradient_bytes(stages: Mapping[int, Stage], peers: Peers, num_stages: int) -> tuple[float, ...]:
-    """What the gradients of each stage weigh, of a pipeline's ranks. Every rank must call it.
+    """The bytes of each stage's gradients. Every rank of the pipeline must call it.
 
     Args:
-        stages: those here, as this process holds them.
+        stages: the stages in this process.
     """
     mine = {index: num_bytes(p for p in stage.parameters() if p.requires_grad) for index, stage in stages.items()}
     found = {index: size for part in peers.gather(mine) for index, size in part.items()}

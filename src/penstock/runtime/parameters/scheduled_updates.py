@@ -40,10 +40,10 @@ class ScheduledUpdates:
     """The updates of a schedule.
 
     Attributes:
-        copies: of the stages here. weights: of each copy. rule: by which ops read them.
+        copies: of the stages here. weights: of each copy. rule: says which weights ops read.
         one_copy_steps: only the owner's copy of a stage has the optimizer's state.
-        replicas: with whom updates sum up gradients. is_first_shard: of those who hold these stages together.
-        leaves_open: the last window of the step that runs goes on in the next one.
+        replicas: add up gradients with this process. is_first_shard: this process has the first shards.
+        leaves_open: the last window of the running step goes on in the next step.
 
     Raises:
         ScheduleError: the rule does not go with the schedule.
@@ -106,22 +106,22 @@ class ScheduledUpdates:
         )
 
     def needed(self, pipeline: int, stage: int, num_updates: int) -> Sequence[int]:
-        """How far ahead of the weights that so many updates of a pass have made a copy must know them."""
+        """How many updates ahead a copy must know its weights, once a pass has made so many updates."""
         return self._needs.get((pipeline, stage), {}).get(num_updates, ())
 
     def tied_needed(self, name: str, pipeline: int, stage: int, num_updates: int) -> Sequence[int]:
-        """The same of a tied parameter, of a copy of a stage that does not own it."""
+        """The same for a tied parameter in a copy of a stage that does not own it."""
         reads = self._tied_reads[name, stage].get(pipeline)
         return () if reads is None else reads.needed(num_updates)
 
     def tied_name(self, edge: Edge) -> str:
-        """Of the tied parameter whose value an edge carries."""
+        """The name of the tied parameter whose value an edge carries."""
         ties = self._model.ties
         tie, _, _ = twins_of(ties.stages)[edge.slot - len(ties) - self._windows.num_pipelines]
         return ties[tie].name
 
     def stand_ins(self) -> dict[int, list[Parameter]]:
-        """By the id of a parameter of the model given, its masters here."""
+        """Returns by the id of a parameter of the given model its masters here."""
         found: dict[int, list[Parameter]] = {}
         for key in sorted(self.weights):
             for name, parameter in self.copies.here[key].named_parameters():
@@ -136,7 +136,7 @@ class ScheduledUpdates:
     def make_optimizer(
         self, given: Callable[[list[Parameter]], Optimizer] | Optimizer | None, everyone: Peers
     ) -> Optimizer | None:
-        """The optimizer over the masters here. Every process must call it.
+        """Makes the optimizer over the masters here. Every process must call it.
 
         Raises:
             RuntimeFailure: the rule has no formula for it; or, in every process, one lacks what the rule predicts.
@@ -150,7 +150,7 @@ class ScheduledUpdates:
         return optimizer
 
     def _require_predictable(self, optimizer: Optimizer | None, everyone: Peers) -> None:
-        """Raises RuntimeFailure, in every process: in a step one alone would find it out, and others wait for it."""
+        """Raises RuntimeFailure in every process. In a step one alone would raise it, and the others would wait."""
         known = set() if optimizer is None else {id(p) for group in optimizer.param_groups for p in group["params"]}
         mine = [
             name
@@ -198,9 +198,7 @@ class ScheduledUpdates:
             self._look_ahead()
 
     def _look_ahead(self) -> None:
-        """As a step begins: all copies get what they can't predict themselves of the weights that are there. Every
-        process must call it.
-        """
+        """Gives all copies, as a step begins, the predictions that they can't make. Every process must call it."""
         for key in self.copies.each():
             self.weights[key].look_ahead(self.replicas.sharding.predicted)
         shared, num_pipelines = self._model.shared, self._windows.num_pipelines
@@ -217,7 +215,7 @@ class ScheduledUpdates:
             self._look_ahead_of_tie(slot, tie)
 
     def _ahead_at_owner(self, index: int, steps: int) -> list[Tensor]:
-        """Where the parameters of a stage will be; on a copy that is to be told, memory for that."""
+        """Predicts the parameters of a stage; in a process without the owner, returns memory for the predictions."""
         if (OWNER, index) in self.weights:
             self.copies.select(OWNER, index)
             return self.weights[OWNER, index].versions.ahead(steps)
@@ -225,7 +223,7 @@ class ScheduledUpdates:
         return [torch.empty_like(memory(p)) for p in self.weights[pipeline, index].versions.named.values()]
 
     def _look_ahead_of_tie(self, slot: int, tie: Tie) -> None:
-        """The same of a tied parameter, for the stages that read it and do not own it."""
+        """Does the same for a tied parameter, for the stages that read it and do not own it."""
         parameter = self._model.shared.tied(slot)
         trained = any(tie.name in {*copy.tied, *copy.versions.named} for copy in self.weights.values())
         if parameter is None or not trained:
@@ -243,10 +241,10 @@ class ScheduledUpdates:
                 tied.give_ahead({steps: [found[steps]] for steps in needed})
 
     def end(self, alike: bool = True) -> None:
-        """Ends a step: all parameters are the newest, wherever they are read. Every process must call it.
+        """Ends a step: all copies have the newest parameters. Every process must call it.
 
         Args:
-            alike: whether all ranks of the pipeline began it alike; else they send one another nothing.
+            alike: whether all ranks of the pipeline began the step alike. If not, they send nothing.
         """
         for key in self.copies.each():
             weights = self.weights[key]
@@ -271,14 +269,14 @@ class ScheduledUpdates:
             self._bring_to(tie.name, self.num_updates, older)
 
     def _bring_to(self, name: str, num_updates: int, older: Tensor | None) -> None:
-        """Between steps: the copies that read a tied parameter are as far as its owner's stage."""
+        """Between steps, brings the copies that read a tied parameter to the number of updates of its owner."""
         for weights in self.weights.values():
             if (tied := weights.tied.get(name)) is not None:
                 tied.renumber(num_updates)
                 tied.set_older({} if older is None else {name: older})
 
     def _fill_twins(self) -> None:
-        """They read what the model has of it, whatever was done to that since the last step."""
+        """Copies the model's tied parameters, which the user may have changed, to the copies that read them."""
         for slot, tie in self._model.ties.slots():
             parameter = self._model.shared.tied(slot)
             for weights in self.weights.values():
@@ -287,19 +285,19 @@ class ScheduledUpdates:
 
     @property
     def num_updates(self) -> int:
-        """Of every copy here, over all steps; 0 where there is none."""
+        """The number of updates of every copy here over all steps; 0 if no copy is here."""
         return max((weights.num_updates for weights in self.weights.values()), default=0)
 
     def fail(self, error: BaseException) -> None:
-        """Takes note that a step broke off, perhaps between two updates."""
+        """Notes that a step broke off, perhaps between two updates."""
         if self._failed is None:  # else this error says so
             self._failed = str(error).splitlines()[0] if str(error) else type(error).__name__
 
     def require_known(self, is_alike: Callable[[], bool]) -> None:
-        """Raises RuntimeFailure where a parameter is to be trained that was frozen when the pipeline was made.
+        """Raises RuntimeFailure if a parameter is to be trained that was frozen when the pipeline was made.
 
         Args:
-            is_alike: whether all ranks that hold it train it; otherwise the step's end refuses it, on every rank.
+            is_alike: whether all ranks that hold the parameter train it. If not, the step's end raises on every rank.
         """
         for (_, index), weights in self.weights.items():
             for name, parameter in weights.own():
@@ -311,7 +309,7 @@ class ScheduledUpdates:
                     )
 
     def require_whole(self) -> None:
-        """Raises RuntimeFailure where a step broke off and nothing was loaded since."""
+        """Raises RuntimeFailure if a step broke off and nothing was loaded since."""
         if self._failed is not None:
             raise RuntimeFailure(
                 f"an earlier step broke off ({self._failed}) when some of its updates may have been made; go on from "
@@ -327,11 +325,13 @@ class ScheduledUpdates:
         }
 
     def names(self) -> dict[Tensor, str]:
-        """Of each master its parameter's name."""
+        """By master, the parameter's name."""
         return {master: name for weights in self.weights.values() for name, master in weights.masters.items()}
 
     def tensors(self) -> dict[str, Tensor]:
-        """What a checkpoint needs besides parameters and optimizer: older versions, gradients of an open window."""
+        """Returns what a checkpoint needs besides parameters and optimizer: older versions, and gradients of an open
+        window.
+        """
         if not self.replicas.is_first:
             return {}
         return {
@@ -341,10 +341,10 @@ class ScheduledUpdates:
         }
 
     def load(self, tensors: Mapping[str, Tensor], num_updates: int) -> None:
-        """Takes over what the parameters now are, and what `tensors` gave. Copies must have the owners' values.
+        """Takes over the parameters' values and the checkpoint's tensors. Copies must have the owners' values.
 
-        Gradients from pipelines that are not there now count as the owner's; copies that the checkpoint knows nothing
-        of get the owner's older versions.
+        Gradients of pipelines that are not there now are added to the owner's. Copies that the checkpoint does not
+        have get the owner's older versions.
         """
         by_copy: dict[int, dict[str, Tensor]] = {}
         for name, tensor in sorted(tensors.items()):

@@ -1,4 +1,4 @@
-"""What several ranks of a pipeline hold: who owns it, in which order its gradients are added, who gets its values.
+"""Tensors that several ranks of a pipeline hold: who owns them, how their gradients are added, who gets their values.
 
     stage 0 of two pipelines, on ranks 0 and 3           adds 0 3     holds 0 3
     a weight of stages 0 and 2, on ranks 0 and 2         adds 0       holds 0 2
@@ -48,12 +48,12 @@ from penstock.schedule.updates import OWNER
 
 @dataclass(frozen=True)
 class Holders:
-    """The ranks of a pipeline that hold a tensor. All that do must call the same, in the same order.
+    """The ranks of a pipeline that hold a tensor. All of them must make the same calls in the same order.
 
     Attributes:
-        adds: of each pipeline the rank where gradients of the tensor add up. What these come to is added in this
-            order, at the first, which owns it. None where each rank has a part of its own, and nothing is sent.
-        holds: all of them, ascending.
+        adds: of each pipeline the rank where the tensor's gradients add up. The first rank owns the tensor, and adds
+            these sums in this order. Empty if each rank has its own part, so that nothing is sent.
+        holds: all ranks that hold the tensor, ascending.
     """
 
     adds: tuple[int, ...]
@@ -61,13 +61,13 @@ class Holders:
 
     @classmethod
     def of_stage(cls, placement: Placement, stage: int) -> Holders:
-        """Those of what lies in one stage."""
+        """The holders of tensors in one stage."""
         adds = tuple(ranks[stage] for ranks in placement.pipelines)
         return cls(adds, tuple(sorted(set(adds))))
 
     @classmethod
     def of_tie(cls, placement: Placement, tie: Tie) -> Holders:
-        """Those of a tied parameter. Ranks that share one of its stages share all, and each has its own part."""
+        """The holders of a tied parameter. Ranks that share one of its stages share all, each with its own part."""
         if len(placement.hosts(OWNER, tie.owner)) > 1:
             return cls((), ())
         holds = {ranks[stage] for ranks in placement.pipelines for stage in tie.stages}
@@ -76,10 +76,10 @@ class Holders:
     def given(
         self, tensors: Sequence[Tensor | None], likes: Sequence[Tensor | None], peers: Peers
     ) -> list[Tensor | None]:
-        """What the owner has, on every rank that holds it.
+        """Returns the owner's tensors on every rank that holds them.
 
         Args:
-            likes: what a rank holds, which says shape and type; all of one type.
+            likes: this rank's tensors, for shape and type; all of one type.
         """
         return _sent(tensors, likes, self.adds[0], self.holds, peers) if self.adds else list(tensors)
 
@@ -89,7 +89,7 @@ class Holders:
         """Sums of the gradients of all pipelines, ((g0 + g1) + g2) ..., on every rank that holds the tensors.
 
         Args:
-            parts: by pipeline what adds up here, a part for each of `likes`.
+            parts: by pipeline the gradients that add up here, one for each of `likes`.
         """
         nothing = [None] * len(likes)
         totals = list(parts.get(OWNER, nothing))
@@ -114,7 +114,7 @@ def _sent(
     targets: Sequence[int],
     peers: Peers,
 ) -> list[Tensor | None]:
-    """What one rank has, there and on the targets; None on others. In one process: what that has."""
+    """Returns one rank's tensors there and on the targets, None on others. In one process, returns the tensors."""
     if not isinstance(peers, GroupPeers):
         return list(tensors)
     is_source = peers.here[0] == source
@@ -131,7 +131,7 @@ def _sent(
 
 
 def share_values_of_stages(stages: Mapping[int, Stage], placement: Placement, peers: Peers) -> None:
-    """Gives the stages that this process shares with others of its pipeline, whole as yet, their first rank's values.
+    """Gives stages that ranks share, before they are cut, the values of their first rank.
 
     Every process of the pipeline must call it.
     """
@@ -142,10 +142,10 @@ def share_values_of_stages(stages: Mapping[int, Stage], placement: Placement, pe
 
 
 class SharedSum(NamedTuple):
-    """A gradient to be added up. All ranks that hold a parameter have its sum in the same place of theirs.
+    """A gradient to be added up. All ranks that hold a parameter list its sum at the same place.
 
     Attributes:
-        parameters: those here that get the sum. parts: by pipeline what adds up here.
+        parameters: get the sum here. parts: by pipeline the gradients that add up here.
     """
 
     parameters: Sequence[Parameter]
@@ -154,10 +154,10 @@ class SharedSum(NamedTuple):
 
 
 class SharedTensors:
-    """What the stages of this process have in common with one another and with those of other ranks.
+    """Shares gradients and values of tensors among the stages of this process and of other ranks.
 
     Args:
-        copies: of stages, as they are cut.
+        copies: of stages, once they are cut.
     """
 
     def __init__(self, copies: Copies, placement: Placement, ties: Ties, peers: Peers) -> None:
@@ -175,7 +175,7 @@ class SharedTensors:
     def sum_gradients(self) -> None:
         """Adds up the gradients of all pipelines, and gives the sums to all that hold the parameters.
 
-        Those of many parameters are one message, as each message takes time of its own, however small it is.
+        Gradients of many parameters are one message, because even a small message takes time.
         """
         by_copy = {index: self._copies.take_gradients(index) for index in self._adding}
         owned = {tie.name for tie in self._ties}
@@ -194,7 +194,7 @@ class SharedTensors:
             self._sum({id(each.parameters[0]): each for each in sums})
 
     def _sum(self, sums: Mapping[int, SharedSum]) -> None:
-        """Gives parameters their sums, bucket by bucket; by the first one's id."""
+        """Gives parameters their sums, bucket by bucket. `sums`: by the id of the first parameter."""
         for bucket in cut_into_buckets((each.parameters[0] for each in sums.values()), lambda p: sums[id(p)].holders):
             mine = [sums[id(p)] for p in bucket]
             pipelines = {k for each in mine for k in each.parts}
@@ -205,11 +205,11 @@ class SharedTensors:
                     parameter.grad = total
 
     def followers(self) -> list[tuple[Parameter, Parameter]]:
-        """Of the parameters of a tie here all but the first, and that one: they have its value and gradient."""
+        """Pairs each parameter of a tie here, except the first, with the first, whose value and gradient it has."""
         return [(p, first) for first, *others in filter(None, self._tied) for p in others]
 
     def tied(self, slot: int) -> Parameter | None:
-        """The parameter of a tie here that the others of it follow; the owner's, where that is here."""
+        """The first parameter of a tie here, which the others follow. It is the owner's, if the owner is here."""
         return next(iter(self._tied[slot - 1]), None)
 
     # Values.
@@ -221,7 +221,7 @@ class SharedTensors:
             holders.share(self._copies.stages[index].parameters(), self._peers)
 
     def share_buffers(self) -> None:
-        """Gives them the owner's buffers (statistics, say), which each copy keeps for itself during a step."""
+        """Gives copies the owner's buffers, such as statistics. In a step each copy has its own."""
         for index, holders in self._of_stages.items():
             holders.share(self._copies.stages[index].buffers(), self._peers)
 
@@ -236,20 +236,20 @@ class SharedTensors:
                         local(parameter).copy_(local(value))
 
     def share_of_stage(self, index: int, tensors: Iterable[Tensor]) -> None:
-        """Gives tensors what the owner of a stage has in their place, in the copies of all pipelines."""
+        """Gives tensors the values of the owner of a stage, in the copies of all pipelines."""
         self._of_stages[index].share(tensors, self._peers)
 
     def share_of_tie(self, slot: int, tensor: Tensor) -> None:
-        """Gives a tensor what the owner of a tied parameter has in its place, on all ranks that hold it."""
+        """Gives a tensor the value of the owner of a tied parameter, on all ranks that hold the parameter."""
         self._of_ties[slot - 1].share([tensor], self._peers)
 
     def spread(self, slot: int, tensor: Tensor | None) -> Tensor | None:
-        """What the owner of a tied parameter has of it, for all ranks that hold it."""
+        """Returns the tensor of the owner of a tied parameter, on all ranks that hold the parameter."""
         return self._of_ties[slot - 1].given([tensor], [self.tied(slot)], self._peers)[0]
 
 
 def _parameters_of(tie: Tie, stages: Mapping[int, Stage]) -> list[Parameter]:
-    """What the stages here have of a tied parameter, the owner's first, each object once."""
+    """The parameters of a tie in the stages here, the owner's first, each object once."""
     found = (stages[stage].get_parameter(name) for stage, name in tie.names.items() if stage in stages)
     return list({id(parameter): parameter for parameter in found}.values())
 

@@ -57,19 +57,19 @@ class VersionedParameters:
     """Between passes the parameters hold the newest version, and may be changed by anyone.
 
     Args:
-        named: name -> what ops read the parameter from.
-        masters: what the optimizer steps in their place, in the same order; none where it steps none here. A shard's
-            has memory of its own where versions or predictions are copied.
-        rule: which version ops read.
-        schedule: with updates as ops. stage: of the copy.
+        named: by name, the parameters that ops read.
+        masters: the parameters that the optimizer steps in their place, in the same order, or none. A shard's master
+            has its own memory if versions or predictions are copied.
+        rule: says which version ops read.
+        schedule: has updates as ops. stage: the copy's stage.
         moves: whether ops read predictions.
-        predict: what makes them; None where they are given with a version, by whoever has the optimizer's state.
-        needs: how far ahead of the newest version it must be known here.
-        reads: of a parameter that another stage owns what ops of this copy read, by a rule that predicts.
+        predict: makes predictions; None if they are given with a version, by the copy with the optimizer's state.
+        needs: how many updates ahead of the newest version the weights must be known here.
+        reads: the reads of this copy's ops, if another stage owns the parameter and the rule predicts.
 
     Attributes:
-        newest: updates over all passes.
-        most: sets of weights held at most in the pass: versions, and predictions.
+        newest: the number of updates over all passes.
+        most: the most sets of weights held in the pass: versions and predictions.
     """
 
     def __init__(
@@ -98,7 +98,7 @@ class VersionedParameters:
         self._versions: dict[int, list[Tensor]] = {}
         self._users: dict[int, int] = {}
         self._bound = WeightRead(0)
-        """What the parameters hold."""
+        """The weights that the parameters hold."""
         self._ahead: Ahead = {}
         self._reads: dict[int, tuple[WeightRead, int]] = {}
         self._rest()
@@ -106,7 +106,7 @@ class VersionedParameters:
     # A pass.
 
     def begin(self) -> None:
-        """A pass begins: what the parameters hold by now is the newest version."""
+        """Starts a pass: the parameters hold the newest version."""
         self._reads.clear()
         self._rest()
         newest = self._versions[self.newest]
@@ -123,7 +123,7 @@ class VersionedParameters:
         self._count()
 
     def before_forward(self, m: int) -> None:
-        """Has the parameters hold what the forward of microbatch `m` reads."""
+        """Puts into the parameters the weights that the forward of microbatch `m` reads."""
         read = self._rule.forward(self._context(m, is_forward=True))
         self._bind(read)
         if self._rule.keeps:
@@ -131,13 +131,13 @@ class VersionedParameters:
         self._reads[m] = read, self.newest
 
     def before_backward(self, m: int) -> int:
-        """Has them hold what its backward reads; returns the updates since its forward."""
+        """Puts into the parameters the weights that its backward reads; returns the updates since its forward."""
         read, since = self._reads[m]
         self._bind(self._rule.backward(self._context(m, is_forward=False), read))
         return self.newest - since
 
     def done(self, m: int) -> None:
-        """The backward of `m` that reads them is over; the last one to read a version frees it."""
+        """Ends the backward of `m` that reads weights. The last backward to read a version frees it."""
         read, _ = self._reads.pop(m)
         if self._rule.keeps:
             self._users[read.version] -= 1
@@ -146,9 +146,7 @@ class VersionedParameters:
                 self._drop(self._rule.oldest(self.newest))
 
     def advance(self, values: Sequence[Tensor] | None = None) -> None:
-        """The next version: `values`, or what the optimizer is about to make of the newest one. What was predicted on
-        top of the one before is gone.
-        """
+        """Adds the next version: `values`, or the memory that the optimizer steps next. Drops all predictions."""
         oldest = self._rule.oldest(self.newest + 1)
         self._drop(oldest)
         stays = self.newest >= oldest or self.newest in self._users
@@ -173,7 +171,7 @@ class VersionedParameters:
         self._count()
 
     def take(self, values: Sequence[Tensor]) -> None:
-        """The next version is what `copies` gave of it elsewhere, with what is needed here of its predictions."""
+        """Adds the next version with its predictions, as `copies` of another process gave them."""
         num = len(self.named)
         self.advance(values[:num])
         if steps := self.needed():
@@ -182,21 +180,22 @@ class VersionedParameters:
 
     @property
     def num_in_pass(self) -> int:
-        """Updates of the pass that the newest version has."""
+        """The number of updates of the pass so far."""
         return self.newest - self._first
 
     def needed(self) -> Sequence[int]:
-        """How far ahead of the newest version it must be known here by now."""
+        """How many updates ahead of the newest version the weights must be known here now."""
         return self._needs.get(self.num_in_pass, ())
 
     def give_ahead(self, ahead: Ahead) -> None:
-        """What is predicted on top of the newest version, which is held until there is another."""
+        """Sets the predictions from the newest version. They are held until the next version."""
         self._ahead = ahead
         self._count()
 
     def ahead(self, steps: int, names: Sequence[str] | None = None) -> list[Tensor]:
-        """What the parameters, or those of these names, will be after so many more updates than the newest version
-        has. Raises RuntimeFailure where that is not predicted here, and was not given.
+        """The values of all parameters, or of these names, so many updates after the newest version.
+
+        Raises RuntimeFailure if they are not predicted here, and were not given.
         """
         found = []
         for place, name in enumerate(self.named):
@@ -206,14 +205,12 @@ class VersionedParameters:
         return found
 
     def copies(self, steps: Sequence[int] = (), names: Sequence[str] | None = None) -> list[Tensor]:
-        """Copies of the newest version, all or of these names. Behind them, for each of `steps`, where they will be
-        after so many more updates.
-        """
+        """Copies of the newest version, of all parameters or of these names; then of the predictions by `steps`."""
         newest = [value.clone() for name, value in self.newest_values().items() if names is None or name in names]
         return newest + [value for each in steps for value in self.ahead(each, names)]
 
     def end(self) -> None:
-        """A pass ended, however it went: the parameters hold the newest version."""
+        """Ends a pass, even a broken one: the parameters hold the newest version."""
         self._reads.clear()
         self._users.clear()
         self._bind(WeightRead(self.newest))
@@ -223,13 +220,13 @@ class VersionedParameters:
     # Between passes.
 
     def renumber(self, newest: int) -> None:
-        """Counts on from so many updates."""
+        """Sets the number of updates so far."""
         shift = newest - self.newest
         self._versions = {version + shift: tensors for version, tensors in self._versions.items()}
         self.newest, self._bound = newest, WeightRead(newest)
 
     def fill(self, values: Sequence[Tensor]) -> None:
-        """The newest version has these values, even after a pass that broke off."""
+        """Sets the values of the newest version, even after a broken pass."""
         self._reads.clear()
         self._users.clear()
         for place, (parameter, value) in enumerate(zip(self._parameters, values, strict=True)):
@@ -244,11 +241,11 @@ class VersionedParameters:
         return dict(zip(self.named, self._versions[self.newest], strict=True))
 
     def older(self) -> dict[str, Tensor]:
-        """The version before the newest, of shards what lies here; nothing where it is not held."""
+        """The version before the newest, of shards the local part; empty if it is not held."""
         return dict(zip(self.named, self._versions.get(self.newest - 1, ()), strict=False))
 
     def set_older(self, older: Mapping[str, Tensor]) -> None:
-        """Holds this version before the newest; none where a parameter is not in it. Of shards the whole will do."""
+        """Sets the version before the newest; holds none if a parameter is missing. Shards may be given whole."""
         newest = self._versions[self.newest]
         self._versions = {self.newest: newest}
         if self._rule.keeps and older and not self.named.keys() - older.keys():
@@ -261,7 +258,7 @@ class VersionedParameters:
     # What is held.
 
     def bytes_beside(self) -> int:
-        """Bytes at most in the pass of all versions and predictions beside what the parameters themselves hold."""
+        """The most bytes in the pass of versions and predictions, without the parameters' own memory."""
         return sum(
             num_bytes([parameter]) * (self.most - (not is_copied or self._moves))
             for parameter, is_copied in zip(self._parameters, self._is_copied, strict=True)
@@ -270,7 +267,7 @@ class VersionedParameters:
     # Inside.
 
     def _rest(self) -> None:
-        """Between passes: the newest version is what the parameters hold, on the masters' memory but for shards."""
+        """Between passes: the parameters hold the newest version, on the masters' memory unless they are shards."""
         for parameter, master in zip(self._parameters, self._masters, strict=False):
             if not is_sharded(parameter):
                 master.data = parameter.data
@@ -292,7 +289,7 @@ class VersionedParameters:
 
     @torch.no_grad()
     def _bind(self, read: WeightRead) -> None:
-        """Has the parameters hold what an op reads."""
+        """Puts into the parameters the weights that an op reads."""
         if read == self._bound:
             return
         if read.version not in self._versions:
