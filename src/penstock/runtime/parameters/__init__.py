@@ -11,19 +11,19 @@
     the owner's gradient --clip--> optimizer_state: one step --> shared_tensors, sharding: values to all holders
 
 local_model      the model in this process                pipeline_copies   a copy per pipeline, built alike
-optimizer_state  what training changes, step by step
+optimizer_state  the optimizer, and all that it needs     agreement         holders are compared
 shared_tensors   also stages cut over the ranks that share them
 data_parallel    also the REDUCE ops of a schedule
 muon             Muon and AdamW as one optimizer          given_optimizer   the optimizer that the user gave
+optimizer_attributes   what such an optimizer keeps in attributes
 loss_scaling     float16: larger gradients, and updates that all processes leave out
 scheduled_updates   updates that are ops of the schedule
 copy_weights     which weights a copy's ops read meanwhile, by version_rules: PipeDream's, SpecTrain's, ...
 versioned_parameters   parameters that change together, and which version each op reads
 
-Whoever holds a tensor, four things must be known of it. Each is in one place: its holders (`ties.Ties` over stages,
-`shared_tensors.Holders` over ranks of a pipeline, `sharding.ReplicaParameters` over replicas); its owner; in which
-order its gradients are added (pipelines ascending, and within a microbatch the deepest stage first: `added` of
-`stage/autograd.py`); and when it is stepped and sent back.
+Three classes know who holds and who owns a shared tensor: `ties.Ties` over stages, `shared_tensors.Holders` over
+ranks of a pipeline, `sharding.ReplicaParameters` over replicas. Its gradients are added pipeline by pipeline,
+ascending, and within a microbatch the deepest stage first. Its owner steps it and sends it to the other holders.
 
 Two things are separate from this. First, the sums between a tie's stages are made inside backwards, because a plain
 loop adds them microbatch by microbatch; anywhere else the bits would differ. Second, replicas add up many tensors in

@@ -44,10 +44,10 @@ def cut_into_buckets(parameters: Iterable[OneTensor], key: Callable[[OneTensor],
 
 
 class GradientBucket:
-    """A sum that every replica gets, or the owner of the parameters alone.
+    """A sum that every replica gets, or only the owner of the parameters.
 
     Args:
-        peers: the replicas. owner: the number of the only one that gets the sum; None: all do.
+        peers: the replicas. owner: the number of the replica that gets the sum; None: all get it.
     """
 
     def __init__(self, parameters: Sequence[Parameter], peers: GroupPeers, owner: int | None) -> None:
@@ -131,12 +131,12 @@ def pieces(flat: Tensor, shapes: Sequence[Sequence[int]]) -> list[Tensor]:
 
 
 def as_real(tensor: Tensor) -> Tensor:
-    """The same numbers for backends that know real ones alone."""
+    """Returns a complex tensor as real numbers, for backends that only know these."""
     return torch.view_as_real(tensor) if tensor.is_complex() else tensor
 
 
 def real_as(tensor: Tensor, like: Tensor) -> Tensor:
-    """What `as_real` made of numbers like these, as such numbers again."""
+    """Undoes `as_real` for a tensor of the same type as `like`."""
     return torch.view_as_complex(tensor) if like.is_complex() else tensor
 
 
@@ -147,10 +147,10 @@ def _there(parameters: Sequence[Parameter]) -> Tensor:
 
 
 def gradient_of(parameter: Parameter) -> Tensor:
-    """What lies in this process of a parameter's gradient; zeros where it has none.
+    """The local part of a parameter's gradient; zeros if the parameter has none.
 
     Raises:
-        RuntimeFailure: it is sparse, or lies otherwise than the parameter.
+        RuntimeFailure: the gradient is sparse, or its placement is not the parameter's.
     """
     gradient = parameter.grad
     if gradient is None:
@@ -169,7 +169,7 @@ def gradient_of(parameter: Parameter) -> Tensor:
 
 
 def send_values(tensors: Iterable[Any], source: Callable[[Any], int], peers: GroupPeers) -> None:
-    """Gives every process the values of the one that `source` says of each tensor. All must call it for the same."""
+    """Gives every process the values of each tensor's source. All processes must call it for the same tensors."""
     begun: list[tuple[list[Tensor], int, Broadcast, Any]] = []
     for bucket in cut_into_buckets(tensors, source):
         mine, root = [local(tensor.detach()) for tensor in bucket], source(bucket[0])

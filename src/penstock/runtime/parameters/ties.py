@@ -55,7 +55,7 @@ class Ties(tuple[Tie, ...]):
 
     @cached_property
     def _owned(self) -> dict[str, str]:
-        """Of each name in a stage that is not the owner the name in the one that is."""
+        """By each name in a stage that is not the owner, the name in the owner's stage."""
         return {name: tie.name for tie in self for stage, name in tie.names.items() if stage != tie.owner}
 
     def is_elsewhere(self, name: str) -> bool:
@@ -123,7 +123,7 @@ def _same_objects(stage_parameters: Sequence[Mapping[str, Parameter]]) -> list[d
 
 
 def _first_names(stages: Mapping[int, Stage]) -> dict[str, tuple[int, str]]:
-    """Of every name of a parameter here its stage, and the first name of the same parameter there."""
+    """By every name of a parameter here, its stage and the first name of the same parameter there."""
     found: dict[str, tuple[int, str]] = {}
     for index, stage in stages.items():
         first: dict[int, str] = {}
@@ -133,10 +133,10 @@ def _first_names(stages: Mapping[int, Stage]) -> dict[str, tuple[int, str]]:
 
 
 def _merged(found: Sequence[Mapping[int, str]]) -> list[dict[int, str]]:
-    """Names by stage, those of two that have a name in common together, in the order in which they begin.
+    """Merges names by stage that have a name in common, and sorts them.
 
     Raises:
-        RuntimeFailure: two of the parameters so tied are of one stage.
+        RuntimeFailure: two parameters of one stage would be tied.
     """
     groups: list[dict[int, str]] = []
     for each in found:
@@ -150,7 +150,7 @@ def _merged(found: Sequence[Mapping[int, str]]) -> list[dict[int, str]]:
 
 
 def _require_one_name(name: str, other: str, stage: int) -> None:
-    """Raises RuntimeFailure where two parameters of one stage are to be one and are not."""
+    """Raises RuntimeFailure if two parameters of one stage would be tied."""
     if name != other:
         raise RuntimeFailure(
             f"tied= makes {name} and {other} one parameter, and both lie in stage {stage}; let the modules of that "
@@ -163,7 +163,7 @@ Names = tuple[int, list[str]]
 
 
 def names_of_one(stages: Mapping[int, Stage]) -> list[Names]:
-    """What is one parameter under several names within a stage."""
+    """Finds parameters that have several names within a stage."""
     found: dict[tuple[int, int], list[str]] = {}
     for index, stage in stages.items():
         for name, parameter in stage.named_parameters(remove_duplicate=False):
@@ -172,10 +172,10 @@ def names_of_one(stages: Mapping[int, Stage]) -> list[Names]:
 
 
 def keep_as_one(known: Sequence[Names], stages: Mapping[int, Stage]) -> None:
-    """After stages were cut: what was one parameter of a stage before is one again.
+    """Makes parameters that had several names within a stage one again, after stages were cut.
 
     Raises:
-        RuntimeFailure: its uses have been cut in different ways.
+        RuntimeFailure: the uses of one have been cut in different ways.
     """
     for index, names in known:
         stage = stages[index]
@@ -190,9 +190,7 @@ def keep_as_one(known: Sequence[Names], stages: Mapping[int, Stage]) -> None:
 
 
 def require_cut_alike(ties: Ties, stages: Mapping[int, Stage], peers: Peers) -> None:
-    """Raises RuntimeFailure, the same on every rank, where stages that share a parameter have been cut in ways that
-    give each another part of it.
-    """
+    """Raises the same RuntimeFailure on every rank if stages that share a parameter have different parts of it."""
     mine = {
         name: (str(placements_of(p := stages[index].get_parameter(name))), tuple(p.shape))
         for tie in ties
@@ -216,8 +214,9 @@ def _require_alike(kinds: Mapping[str, tuple[str, tuple[int, ...]]]) -> None:
 
 
 def require_tied_alike(ties: Ties, placement: Placement, peers: Peers) -> None:
-    """Raises RuntimeFailure where a parameter lies in a shared stage and in one that other ranks host: the ranks of
-    the first would have a part of it each, and those of the other the whole.
+    """Raises RuntimeFailure if a parameter lies in a shared stage and in a stage that other ranks host.
+
+    The ranks of the shared stage would have parts of it, and the others the whole.
     """
     if not isinstance(peers, GroupPeers):
         return
