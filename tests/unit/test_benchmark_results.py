@@ -44,6 +44,17 @@ def test_adapt(monkeypatch: pytest.MonkeyPatch) -> None:
     assert results["holds"]
 
 
+@pytest.mark.parametrize("name", ["cases", "predictions"])
+def test_predictions_on_torch(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = json.loads((BENCHMARKS / f"arrive/{name}.json").read_text(encoding="utf-8"))
+    readme = (BENCHMARKS / "arrive/README.md").read_text(encoding="utf-8")
+    predict = script("arrive", monkeypatch, "predict.py")
+    assert between(readme, name).splitlines() == predict.table(f"{name}.json")
+    assert found["num"] == (50 if name == "predictions" else 20)
+    assert found["median"] <= predict.MEDIAN
+    assert found["worst"] <= predict.WORST
+
+
 @pytest.mark.parametrize("name", ["links", "bounded", "nccl"])
 def test_networks_cut(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     cells = json.loads((BENCHMARKS / f"faults/{name}.json").read_text(encoding="utf-8"))["cells"]
@@ -225,7 +236,6 @@ def test_rank_memory(monkeypatch: pytest.MonkeyPatch) -> None:
         ("mesh", "ddp", "rows", "table", "ddp"),
         ("limits", "starts", "gaps", "table", "starts"),
         ("dispatch", "by_sigma", "ways", "table", "by sigma"),
-        ("arrive", "adaptive", "runs", "table", "adaptive"),
     ],
 )
 def test_a_table_is_what_its_script_makes_of_the_results(
@@ -302,7 +312,10 @@ def test_the_index_says_what_results_do_not_record_and_no_file_joins_them(monkey
 
 OF_SEVERAL_RUNS = {"benchmarks/adapt/run.py", "benchmarks/plan/before.py", "benchmarks/proofs/run.py"}
 """Scripts whose files are of many runs, at several commits and loads, which they put together themselves."""
-NO_RECORDS = {"benchmarks/runtime/rank.py": "run.py writes what its ranks have measured"}
+NO_RECORDS = {
+    "benchmarks/runtime/rank.py": "run.py writes what its ranks have measured",
+    "benchmarks/arrive/ranks.py": "predict.py writes what its ranks have measured",
+}
 
 
 def test_every_script_writes_the_whole_record_by_one_function() -> None:
