@@ -48,7 +48,7 @@ def batch(num: int, seed: int = 0) -> tuple[list[Tensor], list[Tensor]]:
 
 def weights_of(stage: nn.Module, rule: str, window: int = 1, num: int = 4, owns: bool = True) -> CopyWeights:
     """The weights of the first of two stages."""
-    return CopyWeights(stage, pipedream(2, num, window, rule), 0, 0, rule_of(rule), owns)
+    return CopyWeights(stage, pipedream(2, num, window, rule), 0, rule_of(rule), owns)
 
 
 def parameters_of(stages: Sequence[nn.Module]) -> list[Tensor]:
@@ -201,7 +201,7 @@ def test_clipping_is_by_the_stage_alone_as_torch_clips() -> None:
 def test_a_step_moves_this_stage_alone_at_its_own_rate_and_skips_parameters_without_a_gradient() -> None:
     stages = [nn.Linear(2, 2), nn.Linear(2, 2)]
     schedule = pipedream(2, 4, 1, "none")
-    both = [CopyWeights(stage, schedule, i, 0, rule_of("none"), True) for i, stage in enumerate(stages)]
+    both = [CopyWeights(stage, schedule, i, rule_of("none"), True) for i, stage in enumerate(stages)]
     optimizer = torch.optim.SGD([p for w in both for p in w.masters.values()], lr=123.0, weight_decay=0.5)
     for w in both:
         w.begin(optimizer, [0.5, 0.25, 0.5, 0.5], None)
@@ -504,7 +504,7 @@ def test_of_a_checkpoint_a_stage_takes_its_own_where_the_shapes_are_right() -> N
 def test_an_op_that_does_not_find_its_version_says_what_is_held() -> None:
     schedule = ps.build("pipedream", 3, 9, window=1)
     schedule = replace(schedule, updates=Updates(1, None, "pipedream-2bw"))  # which `check` refuses
-    w = CopyWeights(nn.Linear(2, 2), schedule, 0, 0, rule_of("pipedream-2bw"), True)
+    w = CopyWeights(nn.Linear(2, 2), schedule, 0, rule_of("pipedream-2bw"), True)
     w.begin(sgd(list(w.masters.values())), None, None)
     with pytest.raises(RuntimeFailure, match="after 1 updates, and this copy of the stage holds those after 0"):
         w.before_forward(2)

@@ -71,7 +71,7 @@ def with_rule(schedule: Schedule, rule: str) -> Schedule:
 
 def run_forwards(schedule: Schedule) -> None:
     """What ops of the first stage ask its weights for, in their order."""
-    w = CopyWeights(nn.Linear(1, 1), schedule, 0, 0, rule_of("pipedream-2bw"), True)
+    w = CopyWeights(nn.Linear(1, 1), schedule, 0, rule_of("pipedream-2bw"), True)
     w.begin(SGD(w.masters.values(), lr=0.1), None, None)
     for kind, _, m in schedule.order[0]:
         if kind == "F":
@@ -214,7 +214,7 @@ def test_a_late_stage_steps_at_a_lower_rate(rule: str, window: int, rated: bool)
     """Rate over one more than its delay, whether an update has a rate of its own or the optimizer's."""
     schedule = with_rule(ps.build("pipedream", 4, 8, window=window), rule)
     for stage, slowed in enumerate([4, 3, 2, 1] if window == 1 else [3, 2, 2, 1]):
-        w = CopyWeights(nn.Linear(1, 1, bias=False), schedule, stage, 0, rule_of(rule), True)
+        w = CopyWeights(nn.Linear(1, 1, bias=False), schedule, stage, rule_of(rule), True)
         (master,) = w.masters.values()
         before, optimizer = float(master.detach()), SGD([master], lr=0.3 if rated else 0.6)
         w.begin(optimizer, [0.6] * (8 // window) if rated else None, None)

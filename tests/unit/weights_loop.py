@@ -36,7 +36,7 @@ class Loop:
         rule.require_schedule(schedule)
         self.copies, self.schedule, self.zero, self.loss = copies, schedule, zero, loss
         self.weights = {
-            (j, i): CopyWeights(stage, schedule, i, j, rule, owns=j == 0 or not zero)
+            (j, i): CopyWeights(stage, schedule, i, rule, owns=j == 0 or not zero)
             for j, stages in enumerate(copies)
             for i, stage in enumerate(stages)
         }

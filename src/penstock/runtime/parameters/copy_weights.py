@@ -1,6 +1,6 @@
 """The weights of one copy of a stage, if updates come between its ops.
 
-    weights = CopyWeights(stage, schedule, 0, 0, rule_of("pipedream"), owns=True)
+    weights = CopyWeights(stage, schedule, 0, rule_of("pipedream"), owns=True)
     optimizer = torch.optim.SGD(weights.masters.values(), lr=0.1)
 
     before_forward(m) ... before_backward(m) ... done(m)      before_weight(m)
@@ -58,7 +58,6 @@ class CopyWeights:
         stage: the module whose parameters the ops read.
         schedule: has updates as ops.
         index: the stage's number.
-        pipeline: the copy's pipeline.
         rule: says which weights ops read.
         owns: whether this copy has the optimizer's state and applies updates. If not, it takes over the owner's.
         elsewhere: names of the stage's parameters that other stages own.
@@ -78,7 +77,6 @@ class CopyWeights:
         stage: nn.Module,
         schedule: Schedule,
         index: int,
-        pipeline: int,
         rule: VersionRule,
         owns: bool,
         elsewhere: Collection[str] = (),
@@ -87,7 +85,7 @@ class CopyWeights:
         predicts: bool = True,
     ) -> None:
         assert schedule.windows is not None, "the rule has refused a schedule without updates"
-        self.stage, self._rule, self._index, self._pipeline = stage, rule, index, pipeline
+        self.stage, self._rule, self._index = stage, rule, index
         self._windows, self._elsewhere = schedule.windows, frozenset(elsewhere)
         self._parameters = {name: p for name, p in self.own() if p.requires_grad}
         # `.data` has a version counter of its own, so that a step leaves the parameter's alone.

@@ -96,7 +96,6 @@ class ScheduledUpdates:
             one,
             self.schedule,
             stage,
-            pipeline,
             self.rule,
             pipeline == OWNER or not self.one_copy_steps,
             [name for name, _ in one.named_parameters() if ties.is_elsewhere(name)],
@@ -155,11 +154,10 @@ class ScheduledUpdates:
         mine = [
             name
             for key, weights in self.weights.items()
-            if optimizer is not None and key in self._needs
             for name, master in weights.masters.items()
-            if any(id(stepped) not in known for stepped in self.replicas.sharding.owned([master]))
+            if key in self._needs and not known.issuperset(map(id, self.replicas.sharding.owned([master])))
         ]
-        lacking = sorted({name for part in everyone.gather(mine) for name in part})
+        lacking = sorted({name for part in everyone.gather([] if optimizer is None else mine) for name in part})
         if lacking:
             raise RuntimeFailure(
                 f"rule {self.rule.name!r} predicts weights that the optimizer does not have: "
