@@ -1,11 +1,9 @@
-"""What torch elastic's processes and safetensors' slices take beside ours.
+"""What torch elastic's processes take beside ours.
 
     python benchmarks/libraries/run.py --out benchmarks/libraries/results.json
 
 processes   seconds until four ranks have imported penstock.runtime: a script by elastic's agent for scripts (each an
             interpreter of its own), a function by elastic from a fork server, a script by `penstock.runtime.launch`
-slices      milliseconds to take half of a matrix of 64 MiB out of a safetensors file: the slice alone, and the whole,
-            checked by its checksum, of which the half is kept
 """
 
 from __future__ import annotations
@@ -24,14 +22,10 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-import torch
-from safetensors import safe_open
-from safetensors.torch import save_file
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, start_processes
 
 from experiments.common.readme import write_between
 from experiments.common.record import record
-from penstock.runtime.checkpoint.format import checksum
 from penstock.runtime.launch import launch
 
 RANKS = 4
@@ -77,32 +71,11 @@ def processes() -> dict[str, list[float]]:
         return {name: [round(each(), 2) for _ in range(RUNS)] for name, each in rounds.items()}
 
 
-def slices() -> dict[str, float]:
-    found: dict[str, list[float]] = {"slice": [], "whole, checked": [], "the check alone": []}
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "one.safetensors"
-        save_file({"w": torch.randn(4096, 4096)}, path)
-        for _ in range(7):
-            with safe_open(path, framework="pt") as file:
-                start = time.perf_counter()
-                file.get_slice("w")[:2048].clone()
-                found["slice"].append(time.perf_counter() - start)
-            with safe_open(path, framework="pt") as file:
-                start = time.perf_counter()
-                whole = file.get_tensor("w").clone()
-                middle = time.perf_counter()
-                checksum(whole)
-                found["the check alone"].append(time.perf_counter() - middle)
-                whole[:2048].clone()
-                found["whole, checked"].append(time.perf_counter() - start)
-    return {name: round(median(each) * 1e3, 1) for name, each in found.items()}
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, help="a JSON file to write")
     given = parser.parse_args()
-    result = {**record(), "slices, ms": slices(), "processes, s": processes()}
+    result = {**record(), "processes, s": processes()}
     print(json.dumps(result, indent=1))
     if given.out is not None:
         given.out.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
@@ -114,7 +87,6 @@ def tell(result: dict[str, Any]) -> None:
     lines = ["| what | each run | median |", "|---|---|---:|"]
     for name, runs in result["processes, s"].items():
         lines.append(f"| {RANKS} ranks have imported `penstock.runtime`: {name} | {runs} s | {median(runs):.1f} s |")
-    lines += [f"| half of 64 MiB: {name} |  | {each:.0f} ms |" for name, each in result["slices, ms"].items()]
     write_between(README, "results", lines)
 
 

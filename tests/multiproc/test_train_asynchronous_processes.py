@@ -112,5 +112,5 @@ def gathered(folder: Path) -> int:
     """Microbatches in the open window of the newest checkpoint; 0 where there is none, or it is just removed."""
     with contextlib.suppress(OSError, ValueError):
         newest = max(path for path in (folder / "checkpoints").iterdir() if not path.name.startswith("."))
-        return int(json.loads((newest / "index.json").read_text())["index"]["meta"]["gathered"])
+        return int(json.loads((newest / "manifest.json").read_text())["manifest"]["meta"]["gathered"])
     return 0

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import math
+import re
 import shutil
 import tempfile
-import threading
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -16,17 +17,23 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from penstock.runtime.checkpoint import CheckpointError, Reader, export, latest, write
-from penstock.runtime.checkpoint.format import DTYPES
+from checkpoint_cases import on_ranks
+from penstock.runtime.checkpoint import CheckpointError, Reader, latest
+from penstock.runtime.checkpoint.dcp import write
+from penstock.runtime.checkpoint.save_load import export_model
+from penstock.runtime.tensors.pytree import DTYPES
 from tiers import examples
 
 pytestmark = pytest.mark.property
 
 Tensors = dict[str, Tensor]
 
-names = st.text(st.characters(exclude_categories=["Cs"]), min_size=1, max_size=12).filter(
-    lambda name: name != "__metadata__"
-)
+names = st.text(st.characters(exclude_categories=["Cs"], exclude_characters="/"), min_size=1, max_size=12)
+dtypes = [
+    dtype
+    for name, dtype in DTYPES.items()
+    if name[0] in "bcfiu" and not re.search(r"bits|int[1-7]$|float4|complex32", name)
+]
 metas = st.recursive(
     st.none() | st.booleans() | st.integers(-(2**60), 2**60) | st.floats(allow_nan=False) | st.text(max_size=8),
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=4), inner, max_size=3),
@@ -35,9 +42,9 @@ metas = st.recursive(
 
 
 @st.composite
-def tensors(draw: st.DrawFn) -> Tensor:
+def tensors(draw: st.DrawFn, dtypes: Sequence[torch.dtype] = dtypes) -> Tensor:
     shape = draw(st.lists(st.integers(0, 4), max_size=3))
-    dtype = draw(st.sampled_from(list(DTYPES.values())))
+    dtype = draw(st.sampled_from(dtypes))
     data = torch.randint(
         0, 2 if dtype == torch.bool else 256, (math.prod(shape) * dtype.itemsize,), dtype=torch.uint8
     )
@@ -54,19 +61,11 @@ def raw(tensor: Tensor) -> Tensor:
 
 
 def write_on(folder: Path, step: int, whole: Tensors, owners: dict[str, int], num_ranks: int, meta: object) -> None:
-    barrier = threading.Barrier(num_ranks)
+    def act(peers: Any) -> Path:
+        owned = {name: tensor for name, tensor in whole.items() if owners[name] % num_ranks == peers.here[0]}
+        return write(folder, step, owned, meta, peers=peers)
 
-    def wait() -> None:
-        barrier.wait(60)
-
-    def one(rank: int) -> Path:
-        owned = {name: tensor for name, tensor in whole.items() if owners[name] % num_ranks == rank}
-        return write(
-            folder, step, owned, meta, rank=rank, num_ranks=num_ranks, barrier=lambda: barrier.wait(60) and None
-        )
-
-    with ThreadPoolExecutor(num_ranks) as pool:
-        list(pool.map(one, range(num_ranks)))
+    assert set(on_ranks(num_ranks, act)) == {folder / f"step-{step:08d}"}
 
 
 @pytest.mark.slow
@@ -129,11 +128,16 @@ def test_any_damage_is_a_checkpoint_error_or_harmless(written: tuple[Path, Tenso
 
 
 @settings(max_examples=examples(20), deadline=None)
-@given(whole=st.dictionaries(names, tensors(), min_size=1, max_size=5))
+@given(
+    whole=st.dictionaries(
+        names, tensors([each for each in dtypes if each != torch.complex128]), min_size=1, max_size=5
+    )
+)
 def test_any_tensors_export(whole: Tensors) -> None:
     from safetensors.torch import load_file
 
     with tempfile.TemporaryDirectory() as folder:
-        held = load_file(export(Path(folder) / "m.safetensors", whole))
+        path = write(folder, 1, {f"model/{name}": tensor for name, tensor in whole.items()}, {})
+        held = load_file(export_model(Path(folder) / "m.safetensors", path))
         assert held.keys() == whole.keys()
         assert all(torch.equal(raw(held[name]), raw(whole[name])) for name in whole)

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import json
 import os
+import pickle
 import random
 import shutil
-import struct
 import zlib
 from collections.abc import Callable
 from pathlib import Path
@@ -19,7 +20,8 @@ from torch import Tensor, nn
 
 import penstock as ps
 from penstock.runtime.checkpoint import CheckpointError, Reader
-from penstock.runtime.checkpoint.format import compact
+from penstock.runtime.checkpoint.dcp import write
+from penstock.runtime.checkpoint.reader import compact
 
 pytestmark = pytest.mark.unit
 
@@ -79,15 +81,15 @@ def snapshot(pipe: ps.Pipeline) -> str:
     return repr((tensors, extra, pipe.optimizer.state_dict(), pipe.num_steps, pipe.num_updates, pipe._seed))
 
 
-def index_of(path: Path) -> Any:
-    return json.loads((path / "index.json").read_text())["index"]
+def manifest_of(path: Path) -> Any:
+    return json.loads((path / "manifest.json").read_text())["manifest"]
 
 
-def forge(path: Path, inner: Any, version: Any = 2) -> None:
-    """An index as nobody wrote it, with the checksum that it should have."""
+def forge(path: Path, inner: Any, version: Any = 3) -> None:
+    """A manifest as nobody wrote it, with the checksum that it should have."""
     text = compact(inner)
     head = f'"format":"penstock-checkpoint","version":{json.dumps(version)},"crc32":{zlib.crc32(text.encode())}'
-    (path / "index.json").write_text(f'{{{head},"index":{text}}}')
+    (path / "manifest.json").write_text(f'{{{head},"manifest":{text}}}')
 
 
 def places(value: Any, path: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
@@ -97,8 +99,8 @@ def places(value: Any, path: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
 
 
 WRONG: list[Any] = [
-    None, True, False, 0, 1, -1, 2**31, 2**63, 10**30, 0.5, -0.0, float("nan"), float("inf"), "", "x", "F32", "I64",
-    "../../etc/passwd", "/dev/zero", "rank-00000.safetensors", "rank-99999.safetensors", "\x00", "\ud800", [], {},
+    None, True, False, 0, 1, -1, 2**31, 2**63, 10**30, 0.5, -0.0, float("nan"), float("inf"), "", "x", "float32",
+    "int64", "../../etc/passwd", "/dev/zero", "__0_0.distcp", "__9_9.distcp", ".metadata", "\x00", "\ud800", [], {},
     [0], [-1], [2**62, 2**62], [3, 3, 3], [[]], {"a": 1}, {"tuple": 3}, {"tensor": 7}, "é" * 300,
 ]  # fmt: skip
 
@@ -144,9 +146,6 @@ def require_error_or_load(path: Path, pipe: ps.Pipeline, what: object) -> bool:
     except BaseException as error:
         raise AssertionError(f"{what}: {type(error).__name__}: {error}") from error
     else:
-        then = pipeline(pipe.schedule.name)
-        then.load(path)
-        then.step(torch.ones(8, 3), torch.ones(8, 1))  # what is loaded can be trained
         return False
     assert str(path) in text, (what, text)
     assert len(text) < 1500, what
@@ -156,31 +155,24 @@ def require_error_or_load(path: Path, pipe: ps.Pipeline, what: object) -> bool:
 
 
 @MUTATIONS
-def test_any_forged_index(saved: tuple[Path, ps.Pipeline], tmp_path: Path, mutations: int) -> None:
+def test_any_forged_manifest(saved: tuple[Path, ps.Pipeline], tmp_path: Path, mutations: int) -> None:
     source, pipe = saved
     path = Path(shutil.copytree(source, tmp_path / "forged"))
-    inner = index_of(path)
+    inner = manifest_of(path)
     refused = 0
     for seed in range(mutations):
         draw = random.Random(seed)
         forged = mutate(inner, draw)
-        forge(path, forged, draw.choice([2] * 20 + [0, 1, -1, 3, "2", None, 1.5, True]))
+        forge(path, forged, draw.choice([3] * 20 + [0, 1, -1, 4, "3", None, 1.5, True]))
         refused += require_error_or_load(path, pipe, seed)
     assert mutations * 0.7 < refused < mutations
 
 
-def rewritten(path: Path, name: str, data: bytes) -> None:
-    """A tensor's bytes replaced by others of the same number, with the checksum that it then has."""
-    inner = index_of(path)
-    entry = inner["tensors"][name]
-    shard = path / entry["shard"]
-    content = bytearray(shard.read_bytes())
-    (size,) = struct.unpack("<Q", content[:8])
-    begin, end = json.loads(content[8 : 8 + size])[name]["data_offsets"]
-    content[8 + size + begin : 8 + size + end] = data.ljust(end - begin)[: end - begin]
-    shard.write_bytes(content)
-    entry["crc32"] = zlib.crc32(bytes(content[8 + size + begin : 8 + size + end]))
-    forge(path, inner)
+def rewritten(path: Path, name: str, data: bytes) -> Path:
+    """The same checkpoint with other bytes in place of a tensor, as a save would write them."""
+    reader = Reader(path)
+    tensors = reader.load(reader.names()) | {name: torch.tensor(list(data), dtype=torch.uint8)}
+    return write(path.parent, reader.step, tensors, reader.meta)
 
 
 PLAIN: list[bytes] = [
@@ -196,37 +188,54 @@ def test_forged_plain_data(saved: tuple[Path, ps.Pipeline], tmp_path: Path) -> N
     source, pipe = saved
     for number, text in enumerate(PLAIN):
         for name in ("extra/1#json", "state/loader#json"):
-            path = Path(shutil.copytree(source, tmp_path / f"{number}{name[0]}"))
+            path = Path(shutil.copytree(source, tmp_path / f"{number}{name[0]}" / source.name))
             rewritten(path, name, text)
             assert require_error_or_load(path, pipe, (name, text)), (name, text)
 
 
+class Evil:
+    """What runs code when it is unpickled."""
+
+    def __init__(self, mark: Path) -> None:
+        self.mark = mark
+
+    def __reduce__(self) -> Any:
+        return os.mkdir, (str(self.mark),)
+
+
 @MUTATIONS
-def test_any_forged_shard(saved: tuple[Path, ps.Pipeline], tmp_path: Path, mutations: int) -> None:
-    """Headers that contradict the index: other ranges, types, names; cut short, or full of nonsense."""
+def test_any_forged_file(saved: tuple[Path, ps.Pipeline], tmp_path: Path, mutations: int) -> None:
+    """Bytes changed anywhere, or cut short."""
     source, pipe = saved
     path = Path(shutil.copytree(source, tmp_path / "forged"))
-    shard, inner = path / "rank-00000.safetensors", index_of(path)
-    content = shard.read_bytes()
-    (size,) = struct.unpack("<Q", content[:8])
-    header, rest = json.loads(content[8 : 8 + size]), content[8 + size :]
+    file, inner = path / "__0_0.distcp", manifest_of(path)
+    content = file.read_bytes()
     for seed in range(mutations):
-        draw = random.Random(seed)
-        kind = draw.randrange(4)
-        if kind == 0:
-            forged = bytearray(content)
-            for _ in range(draw.choice([1, 8])):
-                forged[draw.randrange(8 + size)] = draw.randrange(256)
-        elif kind == 1:
-            forged = bytearray(content[: draw.randrange(len(content))])
+        draw, forged = random.Random(seed), bytearray(content)
+        if draw.randrange(2):
+            for _ in range(draw.choice([1, 8, 100])):
+                forged[draw.randrange(len(forged))] = draw.randrange(256)
         else:
-            text = json.dumps(mutate(header, draw)).encode()
-            length = len(text) if kind == 2 else draw.choice([0, 2**63, 2**64 - 1, len(text) + 1, len(content)])
-            forged = bytearray(struct.pack("<Q", length) + text + rest)
-        shard.write_bytes(forged)
-        forge(path, inner | {"shards": {shard.name: len(forged)}})
+            del forged[draw.randrange(len(forged)) :]
+        file.write_bytes(forged)
+        forge(path, inner | {"files": inner["files"] | {file.name: len(forged)}})
         if not require_error_or_load(path, pipe, seed):
             Reader(path).verify()
+
+
+def test_nothing_in_a_checkpoint_executes_code(saved: tuple[Path, ps.Pipeline], tmp_path: Path) -> None:
+    """There are pickles in its files, which a load does not read."""
+    source, pipe = saved
+    path = Path(shutil.copytree(source, tmp_path / "forged"))
+    evil = pickle.dumps(Evil(tmp_path / "mark"))
+    (path / ".metadata").write_bytes(evil)
+    file = path / "__0_0.distcp"
+    content = file.read_bytes()
+    begin = content.index(b"archive/data.pkl")  # and over the pickle that DCP wrote around a tensor
+    file.write_bytes(content[: begin + 16] + evil + content[begin + 16 + len(evil) :])
+    with contextlib.suppress(CheckpointError):
+        pipeline(pipe.schedule.name).load(path, stateful={"loader": Loader()})
+    assert not (tmp_path / "mark").exists()
 
 
 def test_entries_that_are_no_plain_files(saved: tuple[Path, ps.Pipeline], tmp_path: Path) -> None:
@@ -240,13 +249,13 @@ def test_entries_that_are_no_plain_files(saved: tuple[Path, ps.Pipeline], tmp_pa
         lambda p: p.symlink_to("/etc/passwd"),
     ]
     for number, harm in enumerate(harms):
-        for name in ("index.json", "rank-00000.safetensors"):
+        for name in ("manifest.json", "__0_0.distcp"):
             path = Path(shutil.copytree(source, tmp_path / f"{number}{name[0]}"))
             (path / name).unlink()
             harm(path / name)
             assert require_error_or_load(path, pipe, (number, name))
     moved = Path(shutil.copytree(source, tmp_path / "moved"))
-    shard = moved / "rank-00000.safetensors"
+    shard = moved / "__0_0.distcp"
     shard.rename(tmp_path / "elsewhere")
     shard.symlink_to(tmp_path / "elsewhere")
     pipeline("1f1b").load(moved)  # a link to the real one
@@ -255,10 +264,10 @@ def test_entries_that_are_no_plain_files(saved: tuple[Path, ps.Pipeline], tmp_pa
 def test_a_name_that_is_there_twice(saved: tuple[Path, ps.Pipeline], tmp_path: Path) -> None:
     source, pipe = saved
     path = Path(shutil.copytree(source, tmp_path / "forged"))
-    text = compact(index_of(path)).replace('"step":', '"step":9,"step":', 1)
-    head = f'"format":"penstock-checkpoint","version":2,"crc32":{zlib.crc32(compact(json.loads(text)).encode())}'
-    (path / "index.json").write_text(f'{{{head},"index":{text}}}')
-    with pytest.raises(CheckpointError, match=r"index\.json is damaged: not JSON \(field 'step' is given twice\)"):
+    text = compact(manifest_of(path)).replace('"step":', '"step":9,"step":', 1)
+    head = f'"format":"penstock-checkpoint","version":3,"crc32":{zlib.crc32(compact(json.loads(text)).encode())}'
+    (path / "manifest.json").write_text(f'{{{head},"manifest":{text}}}')
+    with pytest.raises(CheckpointError, match=r"manifest\.json is damaged: field 'step' is given twice"):
         pipe.load(path)
 
 
@@ -267,13 +276,13 @@ def test_a_forged_checkpoint_does_not_reach_outside_its_folder(
 ) -> None:
     source, pipe = saved
     path = Path(shutil.copytree(source, tmp_path / "forged"))
-    shutil.copy(path / "rank-00000.safetensors", tmp_path / "rank-00000.safetensors")
-    inner = index_of(path)
-    for name in ("../rank-00000.safetensors", str(tmp_path / "rank-00000.safetensors"), "rank-00000.safetensors/."):
+    shutil.copy(path / "__0_0.distcp", tmp_path / "__0_0.distcp")
+    inner = manifest_of(path)
+    for name in ("../__0_0.distcp", str(tmp_path / "__0_0.distcp"), "__0_0.distcp/."):
         forged = copy.deepcopy(inner)
-        forged["shards"] = {name: inner["shards"]["rank-00000.safetensors"]}
+        forged["files"] = {name: inner["files"]["__0_0.distcp"]}
         for entry in forged["tensors"].values():
-            entry["shard"] = name
+            entry["chunks"][0]["file"] = name
         forge(path, forged)
-        with pytest.raises(CheckpointError, match="is no name of a shard"):
+        with pytest.raises(CheckpointError, match="is no name of a file of a checkpoint"):
             pipe.load(path)

@@ -11,14 +11,9 @@ import torch
 from torch import Tensor, nn
 from torch.optim import SGD, Adagrad, Adam, AdamW, NAdam, Optimizer, RAdam, RMSprop
 
-from penstock.runtime.checkpoint import (
-    CheckpointError,
-    Reader,
-    merged_meta,
-    optimizer_tensors,
-    stage_optimizer,
-    write,
-)
+from penstock.runtime.checkpoint import CheckpointError, Reader
+from penstock.runtime.checkpoint.dcp import write
+from penstock.runtime.checkpoint.optimizer import merged_meta, optimizer_tensors, stage_optimizer
 
 pytestmark = pytest.mark.unit
 

@@ -12,10 +12,13 @@ from pathlib import Path
 import pytest
 import torch
 
+from checkpoint_cases import on_ranks
 from penstock.cli import main
 from penstock.cli.failure import failure_of
 from penstock.data import ByteTokenizer, DataError, prepare
-from penstock.runtime.checkpoint import latest, write
+from penstock.runtime.checkpoint import folder as checkpoint_folder
+from penstock.runtime.checkpoint import latest
+from penstock.runtime.checkpoint.dcp import write
 from penstock.runtime.errors import CheckpointError, RuntimeFailure
 from penstock.runtime.transport.delegate.delegates import cannot
 from penstock.train import command
@@ -146,15 +149,15 @@ def test_metrics_that_are_removed_in_mid_training_were_lost_without_a_word(tmp_p
 
 
 def test_a_folder_of_checkpoints_that_is_moved_away_while_one_is_saved_ends_in_an_error_for_all_ranks(
-    tmp_path: Path,
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Rank 0 ended with FileNotFoundError, and the others waited for it."""
-    folder, calls = tmp_path / "checkpoints", []
+    folder, plain = tmp_path / "checkpoints", checkpoint_folder.commit
 
-    def barrier() -> None:
-        calls.append(None)
-        if len(calls) == 3:  # the last one, when the checkpoint has its name
-            folder.rename(tmp_path / "moved")
+    def commit(temporary: Path, target: Path) -> None:
+        plain(temporary, target)
+        folder.rename(tmp_path / "moved")
 
-    with pytest.raises(CheckpointError, match="could not be read: No such file or directory; see to it"):
-        write(folder, 1, {"a": torch.zeros(3)}, {}, barrier=barrier)
+    monkeypatch.setattr(checkpoint_folder, "commit", commit)
+    errors = on_ranks(2, lambda peers: write(folder, 1, {f"{peers.here[0]}": torch.zeros(3)}, {}, peers=peers))
+    assert all("could not be read: No such file or directory; see to it" in str(error) for error in errors), errors

@@ -18,7 +18,7 @@ from penstock.models import CrossEntropy
 from penstock.models.huggingface import Decoder, DecoderError
 from penstock.models.huggingface.compare import small_model
 from penstock.runtime.checkpoint import Reader
-from penstock.runtime.checkpoint.saving import find
+from penstock.runtime.checkpoint.save_load import find
 from penstock.train.settings import Settings
 from penstock.train.tasks.huggingface import DecoderTask
 from tiers import others_nightly

@@ -18,7 +18,7 @@ from penstock.cli import main
 from penstock.models.huggingface import Decoder, DecoderError, inputs_and_targets
 from penstock.models.parallel import ParallelError
 from penstock.runtime.checkpoint import CheckpointError, Reader
-from penstock.runtime.checkpoint.saving import find
+from penstock.runtime.checkpoint.save_load import find
 from tiers import others_nightly
 from train_runs import losses
 

@@ -18,9 +18,10 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import CosineAnnealingLR, LinearLR, MultiStepLR, ReduceLROnPlateau, SequentialLR
 
 import penstock as ps
+from checkpoint_cases import flip_tensor
 from packed import packed
-from penstock.runtime.checkpoint import CheckpointError, DamagedCheckpointError, Reader, pack, write
-from penstock.runtime.checkpoint.codec import unpack
+from penstock.runtime.checkpoint import CheckpointError, DamagedCheckpointError
+from penstock.runtime.checkpoint.codec import pack, unpack
 
 pytestmark = pytest.mark.unit
 
@@ -407,14 +408,14 @@ def flip(path: Path, place: int = -1) -> None:
 
 
 HARMS: dict[str, tuple[Callable[[Path], object], str]] = {
-    "a bit of a tensor": (lambda p: flip(p / "rank-00000.safetensors"), r"rank-00000\.safetensors is not what was"),
-    "a bit of the index": (lambda p: flip(p / "index.json", 99), r"index\.json is damaged"),
-    "a shard": (lambda p: (p / "rank-00000.safetensors").unlink(), r"shard .*rank-00000\.safetensors is missing"),
-    "half a shard": (
-        lambda p: (p / "rank-00000.safetensors").write_bytes((p / "rank-00000.safetensors").read_bytes()[:99]),
-        "has 99 bytes, the index says .* truncated",
+    "a bit of a tensor": (flip_tensor, r"__0_0\.distcp is not what was"),
+    "a bit of the manifest": (lambda p: flip(p / "manifest.json", 99), r"manifest\.json is damaged"),
+    "a file": (lambda p: (p / "__0_0.distcp").unlink(), r"__0_0\.distcp is missing"),
+    "half a file": (
+        lambda p: (p / "__0_0.distcp").write_bytes((p / "__0_0.distcp").read_bytes()[:99]),
+        "has 99 bytes, the manifest says .* truncated",
     ),
-    "the index": (lambda p: (p / "index.json").unlink(), r"is not a checkpoint: it has no index\.json"),
+    "the manifest": (lambda p: (p / "manifest.json").unlink(), r"is not a checkpoint: it has no manifest\.json"),
 }
 
 
@@ -445,7 +446,7 @@ def test_a_damaged_newest_checkpoint_offers_the_one_before(tmp_path: Path, harm:
 
 def test_all_are_damaged(tmp_path: Path) -> None:
     for path in three(tmp_path, pipeline(model())):
-        flip(path / "rank-00000.safetensors")
+        flip_tensor(path)
     pipe = pipeline(model())
     before = state_of(pipe)
     with pytest.raises(DamagedCheckpointError, match=r"step-00000001.*is damaged too.*is damaged too.*use an older"):
@@ -459,9 +460,9 @@ def test_no_fallback_past_another_model_or_a_newer_format(tmp_path: Path) -> Non
     three(tmp_path, pipe)
     with pytest.raises(CheckpointError, match="is of another model"):
         pipeline(model(nn.Tanh())).load(tmp_path, fallback=True)
-    index = tmp_path / "step-00000003" / "index.json"
-    index.write_text(json.dumps(json.loads(index.read_text()) | {"version": 3}))
-    with pytest.raises(CheckpointError, match="format version 3; this release reads up to 2: upgrade"):
+    index = tmp_path / "step-00000003" / "manifest.json"
+    index.write_text(json.dumps(json.loads(index.read_text()) | {"version": 4}))
+    with pytest.raises(CheckpointError, match="format version 4; this release reads 3: upgrade"):
         pipe.load(tmp_path, fallback=True)
 
 
@@ -474,23 +475,6 @@ def test_a_checkpoint_under_the_name_of_another_step(tmp_path: Path) -> None:
     shutil.copytree(path, tmp_path / "best")
     pipe.load(tmp_path / "best")
     assert pipe.num_steps == 1
-
-
-def test_a_checkpoint_of_the_first_format(tmp_path: Path) -> None:
-    """It had neither extra state nor buffers that are not persistent; the rest is loaded, and this said."""
-    pipe = pipeline(model(Scaled(), Counting()))
-    train(pipe, range(2))
-    path = pipe.save(tmp_path / "new")
-    reader = Reader(path)
-    kept = [name for name in reader.names() if not name.startswith(("extra/", "buffers/"))]
-    old = write(tmp_path / "old", 2, reader.load(kept), reader.meta)
-    index = old / "index.json"
-    index.write_text(index.read_text().replace('"version":2', '"version":1'))
-    then = pipeline(model(Scaled(), Counting()))
-    then.load(tmp_path / "old")
-    assert f"{old} was written before extra state was kept: 1 keeps what it has" in then.notices
-    for left, right in zip(then.parameters(), pipe.parameters(), strict=True):
-        assert torch.equal(left, right)
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "pipedream-2bw"])

@@ -240,7 +240,7 @@ def back_to(folder: Path, steps: int) -> Path:
     """A copy of a run as if it had been killed after the checkpoint of so many steps, with lines written since."""
     copy = Path(shutil.copytree(folder, folder.with_name(f"back-to-{steps}")))
     for each in sorted((copy / "checkpoints").iterdir()):
-        meta = json.loads((each / "index.json").read_text())["index"]["meta"]
+        meta = json.loads((each / "manifest.json").read_text())["manifest"]["meta"]
         if meta["steps"] > steps:
             shutil.rmtree(each)
     return copy

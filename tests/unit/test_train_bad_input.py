@@ -14,6 +14,7 @@ import pytest
 import torch
 
 import penstock as ps
+from checkpoint_cases import flip_tensor
 from penstock.cli import main
 from penstock.train.settings import Settings
 from train_runs import losses
@@ -288,10 +289,7 @@ def test_damaged_settings(tell: Callable[..., list[str]], run: Path, tmp_path: P
 def test_damaged_checkpoints(tell: Callable[..., list[str]], run: Path, tmp_path: Path) -> None:
     copy = _damaged(run, tmp_path)
     newest, older = copy / "checkpoints/step-00000002", copy / "checkpoints/step-00000001"
-    (shard,) = newest.glob("*.safetensors")
-    content = bytearray(shard.read_bytes())
-    content[-100] ^= 1
-    shard.write_bytes(content)
+    file = flip_tensor(newest)
     before = _files(copy / "checkpoints")
     from penstock.runtime.checkpoint import CheckpointError
     from penstock.train.job import order_of
@@ -303,11 +301,11 @@ def test_damaged_checkpoints(tell: Callable[..., list[str]], run: Path, tmp_path
         run_job(order_of({}, None, str(copy), None, as_json=True), None)
     assert _files(copy / "checkpoints") == before
     # Truncated ones are found out before anything starts; with none left there is nothing to go on from.
-    os.truncate(shard, 10)
+    os.truncate(file, 10)
     (line,) = tell(f"--resume {copy}")
     assert "has 10 bytes" in line
     assert f"go on from there with penstock train --resume {copy} --fallback" in line
-    os.truncate(next(older.glob("*.safetensors")), 10)
+    os.truncate(next(older.glob("*.distcp")), 10)
     (line,) = tell(f"--resume {copy}")
     assert "no older checkpoint is whole: copy one there, or start a new run" in line
     said = tell(f"--resume {copy} --fallback")
@@ -318,10 +316,7 @@ def test_damaged_checkpoints(tell: Callable[..., list[str]], run: Path, tmp_path
 
 def test_a_run_falls_back_when_it_is_asked_to(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     copy = _damaged(run, tmp_path)
-    (shard,) = (copy / "checkpoints/step-00000002").glob("*.safetensors")
-    content = bytearray(shard.read_bytes())
-    content[-100] ^= 1
-    shard.write_bytes(content)
+    flip_tensor(copy / "checkpoints/step-00000002")
     assert main(["train", "--resume", str(copy), "--fallback", "--in-process"]) == 0
     told = capsys.readouterr().err
     assert "resume  from step 1" in told

@@ -28,7 +28,7 @@ from penstock.runtime.arguments import (
     require_arguments,
     require_norm,
 )
-from penstock.runtime.checkpoint import saving
+from penstock.runtime.checkpoint import save_load
 from penstock.runtime.checkpoint.state_transfer import hand_over
 from penstock.runtime.checkpoint.training_state import TrainingState
 from penstock.runtime.checkpoint.user_state import Stateful
@@ -731,8 +731,8 @@ class Pipeline:
         state, place = TrainingState(self._local.optimizer_state), self._local.mesh
         self._local.optimizer_state.agreement.require()
         with place.waiting():
-            path = saving.save(directory, state, place, counters, meta, stateful, keep, number)
-        self._local.notices.note(saving.later_than(path))
+            path = save_load.save(directory, state, place, counters, meta, stateful, keep, number)
+        self._local.notices.note(save_load.later_than(path))
         return path
 
     @refuse_unknown(CheckpointError)
@@ -756,7 +756,7 @@ class Pipeline:
         self._life.require_open()
         self._local.follow_model()
         state, place = TrainingState(self._local.optimizer_state), self._local.mesh
-        loaded = saving.load(directory, state, place, stateful, fallback)
+        loaded = save_load.load(directory, state, place, stateful, fallback)
         self._num_steps, self._seed = loaded.counters["num_steps"], loaded.counters["seed"]
         self._num_forwards = 0
         self._local.optimizer_state.num_updates = loaded.counters["num_updates"]

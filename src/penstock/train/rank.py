@@ -20,7 +20,7 @@ from penstock.planning.threads import num_cores
 from penstock.report.run_record import read_record
 from penstock.runtime.adapt import AdaptOptions
 from penstock.runtime.checkpoint import DamagedCheckpointError, Reader, set_aside
-from penstock.runtime.checkpoint.saving import export_model, find
+from penstock.runtime.checkpoint.save_load import export_model, find
 from penstock.runtime.execute.timeline import measured_costs
 from penstock.runtime.transport.choose import TransportChoice
 from penstock.simulation import Timeline

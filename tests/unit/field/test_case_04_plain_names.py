@@ -12,7 +12,6 @@ import torch
 from torch import Tensor, nn
 
 import penstock as ps
-from penstock.runtime.checkpoint import Reader, write
 from tiers import others_nightly
 
 WIDTH = 6
@@ -162,19 +161,3 @@ def test_a_checkpoint_goes_on_under_another_number_of_stages(
     assert train(after, range(2, 4)) == train(other, range(2, 4)) == want
     if isinstance(model, Tied):
         assert model.calls == 3
-
-
-@pytest.mark.parametrize("num_stages", [1, 3])
-def test_names_of_one_stage_from_before_are_read(num_stages: int, tmp_path: Path) -> None:
-    """Earlier versions put "0." before them."""
-    _, pipe = pipeline("module", 1)
-    train(pipe, range(2))
-    reader = Reader(pipe.save(tmp_path / "new"))
-    tensors = reader.load(reader.names())
-    old = {name.replace("/", "/0.", 1): tensor for name, tensor in tensors.items()}
-    meta = dict(reader.meta)
-    meta["optimizer"] = {key: meta["optimizer"][key] for key in ("class", "groups")}
-    write(tmp_path / "old", 2, old, meta)
-    _, after = pipeline("module", num_stages)
-    after.load(tmp_path / "old")
-    assert train(after, range(2, 4)) == train(pipe, range(2, 4))

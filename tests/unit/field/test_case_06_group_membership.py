@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,7 +13,7 @@ from torch.nn import Parameter
 from torch.optim import AdamW, Optimizer
 
 import penstock as ps
-from penstock.runtime.checkpoint import CheckpointError, Reader, write
+from penstock.runtime.checkpoint import CheckpointError
 from tiers import others_nightly
 
 WIDTH = 6
@@ -136,18 +135,3 @@ def test_parameters_that_were_in_no_group_are_named(tmp_path: Path) -> None:
     after = pipeline(lambda params: AdamW([{"params": params[:2]}, {"params": params[2:]}]))
     with pytest.raises(CheckpointError, match=r"no parameter group there has 1\.weight, .* group 1 here"):
         after.load(pipe.save(tmp_path))
-
-
-def test_groups_of_earlier_checkpoints_go_by_their_number(tmp_path: Path) -> None:
-    pipe = pipeline(by_decay)
-    train(pipe, range(2))
-    reader = Reader(pipe.save(tmp_path / "new"))
-    meta = json.loads(json.dumps(reader.meta))
-    for name in ("members", "inside", "attributes"):
-        del meta["optimizer"][name]
-    write(tmp_path / "old", 2, reader.load(reader.names()), meta)
-    after = pipeline(by_decay)
-    after.load(tmp_path / "old")
-    assert named_options(after) == named_options(pipe)
-    with pytest.raises(CheckpointError, match=r"with 2 parameter groups, this run has 3, and an earlier version"):
-        pipeline(three).load(tmp_path / "old")

@@ -1,57 +1,36 @@
-"""Checkpoints sharded by parameter name, that any number of ranks may read again.
+"""Checkpoints by parameter name, that any number of ranks may read again, in the files of torch's own checkpoints.
 
-    step-00000100/  shard-...   a safetensors file per writing rank      every rank: write --> rename by rank 0
-                    index.json  which shard holds which tensor           any rank:   reader --> the names it wants
+    step-00000100/  __0_0.distcp    a file per writing process, by torch.distributed.checkpoint (DCP)
+                    .metadata       for DCP's tools
+                    manifest.json   for us: where each tensor lies, its checksums, the step, and small data
 
-Nothing in a checkpoint can execute code. It is written beside under a hidden name and renamed when complete, so a
-kill at any moment keeps the last good one; checksums find what a disk did to it later.
+Each process writes the tensors that it owns and the shards that it holds, so nothing is gathered. A load goes by the
+manifest. It unpickles nothing, so a checkpoint cannot execute code, and compares checksums, which DCP does not.
+DCP's tools go by `.metadata`, and find the tensors under plain names: `model.layers.0.weight`,
+`optimizer.layers.0.weight.exp_avg`.
 
-saving           a pipeline's, all ranks or none      training_state   a pipeline's state as plain named tensors
-state_transfer   from pipeline to pipeline, no disk   user_state       what else has a `state_dict`
-format           the files: shards and their index    writer, reader    of such files
-folder           names of checkpoints, and renames    codec, optimizer  values as named tensors
+A checkpoint is written beside under a hidden name and renamed when it is complete, so a kill at any moment keeps the
+last good one. Whatever can fail, fails in all processes (`together`) before anything is changed.
+
+save_load        a pipeline's, all ranks or none      training_state    a pipeline's state as plain named tensors
+dcp              writing the files                    user_state        what else has a `state_dict`
+reader           what they hold, and reading it       codec, optimizer  values as named tensors
+folder           names of checkpoints, and renames    together          all processes act, or all raise
+state_transfer   from pipeline to pipeline, no disk
 """
 
-from penstock.runtime.checkpoint.codec import AS_JSON, digests_of, names_by_base, pack
 from penstock.runtime.checkpoint.folder import candidates, complete, latest, set_aside
-from penstock.runtime.checkpoint.format import JSON, VERSION
-from penstock.runtime.checkpoint.optimizer import (
-    ATTRIBUTES,
-    members_of,
-    merged_meta,
-    optimizer_tensors,
-    stage_optimizer,
-)
-from penstock.runtime.checkpoint.reader import Kind, Reader, TensorSource, load_packed, match, rename_members, renamed
-from penstock.runtime.checkpoint.writer import UNWRITTEN, export, write
+from penstock.runtime.checkpoint.reader import Reader
+from penstock.runtime.checkpoint.together import UNWRITTEN
 from penstock.runtime.errors import CheckpointError, DamagedCheckpointError
 
 __all__ = [
-    "AS_JSON",
-    "ATTRIBUTES",
-    "JSON",
     "UNWRITTEN",
-    "VERSION",
     "CheckpointError",
     "DamagedCheckpointError",
-    "Kind",
     "Reader",
-    "TensorSource",
     "candidates",
     "complete",
-    "digests_of",
-    "export",
     "latest",
-    "load_packed",
-    "match",
-    "members_of",
-    "merged_meta",
-    "names_by_base",
-    "optimizer_tensors",
-    "pack",
-    "rename_members",
-    "renamed",
     "set_aside",
-    "stage_optimizer",
-    "write",
 ]

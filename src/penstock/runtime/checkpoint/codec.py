@@ -13,6 +13,7 @@ from __future__ import annotations
 import base64
 import hashlib
 import json
+import zlib
 from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
@@ -22,8 +23,8 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from penstock.runtime.checkpoint.format import as_bytes, check_tensor
 from penstock.runtime.errors import CheckpointError
+from penstock.runtime.tensors.digest import bytes_of
 from penstock.runtime.tensors.pytree import DTYPES
 
 AS_JSON = "#json"
@@ -79,9 +80,29 @@ def digests_of(packed: Mapping[str, Mapping[str, Tensor]]) -> dict[str, str]:
         found = hashlib.sha256()
         for name, tensor in sorted(tensors.items()):
             found.update(f"{name.removeprefix(base)} {tensor.dtype} {tuple(tensor.shape)}\n".encode())
-            found.update(as_bytes(tensor))
+            found.update(bytes_of(on_host(tensor)))
         digests[base] = found.hexdigest()
     return digests
+
+
+def on_host(tensor: Tensor) -> Tensor:
+    """A tensor's elements in order, in host memory."""
+    return tensor.detach().resolve_conj().resolve_neg().cpu().contiguous()
+
+
+def checksum(tensor: Tensor) -> int:
+    """CRC-32 of a tensor's elements in order."""
+    return zlib.crc32(bytes_of(on_host(tensor)))
+
+
+def require_storable(name: str, tensor: Tensor) -> None:
+    """Raises `CheckpointError` for what is no dense tensor with data."""
+    if not isinstance(name, str) or not name:
+        raise CheckpointError(f"tensor name {name!r}: a name is a non-empty text")
+    if not isinstance(tensor, Tensor):
+        raise CheckpointError(f"{name} is a {type(tensor).__name__}: only tensors are stored, put the rest into meta")
+    if tensor.layout != torch.strided or tensor.device.type == "meta" or tensor.is_quantized:
+        raise CheckpointError(f"{name} is {tensor.layout} on {tensor.device}: only dense tensors with data can be")
 
 
 def names_by_base(names: Iterable[str], prefix: str) -> dict[str, list[str]]:
@@ -138,7 +159,7 @@ def _encode(value: Any, where: str, tensors: list[Tensor]) -> Any:
 
 def _add(tensor: Tensor, where: str, tensors: list[Tensor]) -> int:
     try:
-        check_tensor(where or "it", tensor)
+        require_storable(where or "it", tensor)
     except CheckpointError as error:
         raise _UnstorableValue(str(error)) from None
     tensors.append(tensor)

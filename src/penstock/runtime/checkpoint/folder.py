@@ -15,8 +15,7 @@ import re
 import shutil
 from pathlib import Path
 
-from penstock.runtime.checkpoint.format import INDEX, STEP, NewerVersion
-from penstock.runtime.checkpoint.reader import Reader
+from penstock.runtime.checkpoint.reader import INDEX, MANIFEST, STEP, OtherVersion, Reader
 from penstock.runtime.errors import CheckpointError
 
 REMAINS = re.compile(r"\.step-\d{8,18}(\.old)?\.(writing|deleting)", re.ASCII)
@@ -35,9 +34,9 @@ def temporary_folder(directory: Path, step: int) -> Path:
 def latest(directory: str | Path) -> Path | None:
     """The newest checkpoint in a folder, None without one; a folder that is a checkpoint is its own.
 
-    Temporaries and half-deleted ones do not count. One that is damaged does, as does one of a newer format: to go
-    back in time silently would be worse than the error its `Reader` raises. Raises `CheckpointError` for a folder
-    that cannot be read.
+    Temporaries and half-deleted ones do not count. One that is damaged does, as does one of another format: to go
+    back in time silently would be worse than the error that its `Reader` raises. Raises `CheckpointError` for a
+    folder that cannot be read.
     """
     return next(iter(candidates(directory)), None)
 
@@ -47,7 +46,7 @@ def candidates(directory: str | Path) -> list[Path]:
     path = Path(directory)
     try:
         itself = STEP.fullmatch(path.name) is not None and path.is_dir()
-        if not itself and not (path / INDEX).exists():
+        if not itself and not any((path / name).exists() for name in (MANIFEST, INDEX)):
             return [each for _, each in reversed(_steps(path))]
         beside = [each for _, each in reversed(_steps(path.parent))] if itself else []
     except (OSError, ValueError) as error:
@@ -56,10 +55,10 @@ def candidates(directory: str | Path) -> list[Path]:
 
 
 def complete(path: Path) -> bool:
-    """Whether the index reads and every shard it lists is there with its full size."""
+    """Whether the manifest can be read and every file that it lists is there with its full size."""
     try:
         Reader(path).require_complete()
-    except NewerVersion:
+    except OtherVersion:
         return True
     except CheckpointError:
         return False

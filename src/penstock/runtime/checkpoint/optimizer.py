@@ -22,8 +22,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from penstock.runtime.checkpoint.codec import digests_of, names_by_base, pack
-from penstock.runtime.checkpoint.format import JSON
-from penstock.runtime.checkpoint.reader import TensorSource, load_packed
+from penstock.runtime.checkpoint.reader import JSON, TensorSource, load_packed
 from penstock.runtime.errors import CheckpointError, listed
 from penstock.runtime.parameters.optimizer_attributes import (
     attributes_of,
@@ -265,7 +264,7 @@ def stage_optimizer(
             keys[name, mark].append(key[len(mark) :])
     options: list[tuple[dict[str, Any], dict[str, Any]]] = []
     found: list[tuple[Optimizer, Tensor, dict[str, Any]]] = []
-    values = _read_attributes(every, names, reader, metas[""].get("attributes", {}), keys)
+    values = _read_attributes(every, names, reader, metas[""]["attributes"], keys)
     for path, one in every.items():
         members = [each[path] for each in others if path in each]
         groups = _matched(metas[path], one, names, members, what)
@@ -349,21 +348,15 @@ def _matched(
         others: of each process the names of its groups' parameters. A group that is empty here has those of another
             process with as many groups.
     """
-    stored, mine, kind = meta["groups"], members_of(optimizer, names), type(optimizer).__name__
-    members = meta.get("members")
-    if members is None and len(stored) != len(mine):
-        raise CheckpointError(
-            f"{what} holds {kind} with {len(stored)} parameter groups, this run has {len(mine)}, and an earlier "
-            "version did not store which parameters they had: use the optimizer it was written with"
-        )
+    stored, mine = meta["groups"], members_of(optimizer, names)
     home: dict[str, int] = {}
-    for place, those in enumerate(members or ()):
+    for place, those in enumerate(meta["members"]):
         home |= {name: place for name in those if name not in home}
     chosen: list[dict[str, Any]] = []
     users: dict[int, int] = {}
     for number, own in enumerate(mine):
         known = own or next((each[number] for each in others if len(each) == len(mine) and each[number]), [])
-        places = [home[name] for name in known if name in home] if members is not None else [number]
+        places = [home[name] for name in known if name in home]
         if known and not places:
             raise CheckpointError(
                 f"{what}: no parameter group there has {listed(known)}, which are parameter group {number} here: use "
@@ -377,7 +370,7 @@ def _matched(
                 f"{what}: parameter group {number} has {listed(moved)} beside {stays} here, which had another "
                 f"{listed(options)}: use the groups it was written with"
             )
-        if places and own and members is not None:
+        if places and own:
             before = users.setdefault(first, number)
             now = [_options(optimizer.param_groups[k], what) for k in (before, number)]
             if options := _differing(*now):

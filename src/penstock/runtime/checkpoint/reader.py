@@ -1,36 +1,191 @@
-"""Reading a checkpoint: any names, from whichever shards hold them, if it is of the model that wants to read it."""
+"""What a checkpoint holds, and reading it: any tensors, whole, whichever processes wrote them.
+
+The manifest says which file holds which part of each tensor, and has a checksum of every part:
+
+    {"format": "penstock-checkpoint", "version": 3, "crc32": ..., "manifest": {
+        "step": 100, "meta": {...},
+        "files": {"__0_0.distcp": <bytes>, ".metadata": <bytes>, ...},
+        "tensors": {"model/layers.0.weight": {"dtype": "float32", "shape": [8, 4], "chunks": [
+            {"file": "__0_0.distcp", "offset": <of the elements>, "begin": [0, 0], "shape": [4, 4],
+             "crc32": <of the elements>}, ...]}, ...}}}
+
+A whole tensor has one chunk. A tensor of which processes hold shards has a chunk for each shard. The checksum beside
+the manifest is of its compact JSON, so a changed byte anywhere in it is found.
+
+The reader unpickles nothing, neither `.metadata` nor what is around the elements of a tensor in the other files. It
+reads the elements from the places that the manifest gives, and compares their checksums.
+"""
 
 from __future__ import annotations
 
 import hashlib
+import json
+import math
 import os
+import re
 import stat
-from collections.abc import Iterable, Iterator, Mapping
+import zlib
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from penstock.formats.native import without_repeats
 from penstock.runtime.checkpoint.codec import unpack
-from penstock.runtime.checkpoint.format import DTYPES, INDEX, JSON, STEP, Index, IndexEntry, checksum, read_regular
 from penstock.runtime.errors import CheckpointError, DamagedCheckpointError, listed
+from penstock.runtime.tensors.digest import bytes_of
+from penstock.runtime.tensors.pytree import DTYPES
 
-MOST_OPEN = 32
+JSON = Any
+
+FORMAT = "penstock-checkpoint"
+VERSION = 3
+MANIFEST = "manifest.json"
+INDEX = "index.json"
+"""In place of the manifest, in checkpoints of versions 1 and 2."""
+CONVERTER = "docs/runtime/convert_checkpoint.py"
+STEP = re.compile(r"step-(\d{8,18})(\.old)?", re.ASCII)
+"""The name of a checkpoint's folder."""
+LARGEST_STEP = 10**18 - 1
 Kind = tuple[tuple[int, ...], torch.dtype]
 """Shape and type of a tensor."""
+_FILE = re.compile(r"__\d+_\d+\.distcp|\.metadata", re.ASCII)
+
+
+class OtherVersion(CheckpointError):
+    """The checkpoint is whole, and in a format that this release does not read."""
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """A part of a tensor: where its elements lie on the disk, where it begins in the tensor, and its shape."""
+
+    file: str
+    offset: int
+    begin: Sequence[int]
+    shape: Sequence[int]
+    crc32: int
+
+
+@dataclass(frozen=True)
+class TensorEntry:
+    """What a tensor is, and its chunks. `dtype` is its name in torch."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    chunks: tuple[Chunk, ...]
+
+    @classmethod
+    def parse(cls, value: JSON) -> TensorEntry:
+        """Raises ValueError, KeyError or TypeError for what no save wrote."""
+        entry = cls(value["dtype"], tuple(value["shape"]), tuple(Chunk(**each) for each in value["chunks"]))
+        num_elements = sum(math.prod(chunk.shape) for chunk in entry.chunks)
+        if entry.dtype not in DTYPES or num_elements != math.prod(entry.shape):
+            raise ValueError(f"{num_elements} elements of {entry.dtype!r:.40} do not fill {entry.shape!r:.60}")
+        return entry
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """The content of a `manifest.json`. `files` has the size of each file."""
+
+    step: int
+    meta: JSON
+    files: dict[str, int]
+    tensors: dict[str, TensorEntry]
+
+    def save(self, path: Path) -> None:
+        """Writes and syncs the file. Raises `OSError` as the disk does."""
+        inner = compact(asdict(self))
+        head = f'"format":"{FORMAT}","version":{VERSION},"crc32":{_sum(inner)}'
+        with open(path, "w", encoding="ascii") as file:
+            file.write(f'{{{head},\n"manifest":{inner}}}\n')
+            file.flush()
+            os.fsync(file.fileno())
+
+    @classmethod
+    def read(cls, path: Path, content: bytes) -> Manifest:
+        """Reads the content of a manifest. Raises DamagedCheckpointError, and OtherVersion for a later format."""
+        try:
+            value = json.loads(content.decode("utf-8"), object_pairs_hook=without_repeats)
+            version = value["version"]
+            if value["format"] == FORMAT and type(version) is int and version > VERSION:
+                raise OtherVersion(
+                    f"{path.parent} has format version {version}; this release reads {VERSION}: upgrade penstock"
+                )
+            inner = value["manifest"]
+            if (value["format"], version, value["crc32"]) != (FORMAT, VERSION, _sum(compact(inner))):
+                raise ValueError("its checksum does not match")
+            files, step = dict(inner["files"]), inner["step"]
+            if others := [name for name in files if not _FILE.fullmatch(name)]:
+                raise ValueError(f"{others[0]!r:.60} is no name of a file of a checkpoint")
+            tensors = {name: TensorEntry.parse(each) for name, each in inner["tensors"].items()}
+        except OtherVersion:
+            raise
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+            reason = str(error) if type(error) is ValueError else f"{type(error).__name__}: {error}"
+            raise DamagedCheckpointError(f"{path} is damaged: {reason:.200}") from None
+        return cls(step, inner["meta"], files, tensors)
+
+
+def compact(value: JSON) -> str:
+    """The JSON text that checksums are taken of; loading and writing it again gives the same text."""
+    return json.dumps(value, separators=(",", ":"))
+
+
+def require_plain(meta: JSON) -> None:
+    """Raises CheckpointError for what JSON cannot say, or would give back as something else."""
+    try:
+        if bad := [key for key in _keys(meta) if not isinstance(key, str)]:
+            raise TypeError(f"the key {bad[0]!r:.60} is of type {type(bad[0]).__name__}, and would come back as text")
+        text = compact(meta)
+        if compact(json.loads(text)) != text:
+            raise ValueError("it reads back differently")
+    except (TypeError, ValueError, RecursionError) as error:
+        raise CheckpointError(f"meta must be plain JSON (dicts, lists, text, numbers): {error}") from None
+
+
+def _keys(value: JSON) -> Iterator[object]:
+    """Those of all dicts in a value."""
+    if isinstance(value, dict):
+        yield from value
+        value = list(value.values())
+    for each in value if isinstance(value, (list, tuple)) else ():
+        yield from _keys(each)
+
+
+def _sum(text: str) -> int:
+    return zlib.crc32(text.encode("ascii"))
+
+
+def read_manifest(folder: Path) -> bytes:
+    """The content of a folder's manifest. Raises `CheckpointError` where the folder is no checkpoint."""
+    path = folder / MANIFEST
+    try:
+        if not stat.S_ISREG(os.stat(path).st_mode):
+            raise DamagedCheckpointError(f"{path} is no plain file")
+        return path.read_bytes()
+    except FileNotFoundError:
+        if (folder / INDEX).exists():
+            raise OtherVersion(
+                f"{folder} was written by an earlier version of penstock, which this one does not read: convert it "
+                f"with the script {CONVERTER}"
+            ) from None
+        raise DamagedCheckpointError(f"{folder} is not a checkpoint: it has no {MANIFEST}") from None
+    except OSError as error:
+        raise DamagedCheckpointError(f"{path} cannot be read: {error.strerror or error}") from error
 
 
 class TensorSource(Protocol):
-    """Where state is loaded from: a checkpoint, or another pipeline."""
+    """Where state is loaded from: a checkpoint, or another pipeline. `path` is its name in errors."""
 
     meta: JSON
-    version: int
 
     @property
-    def path(self) -> Path | str:
-        """Its name in errors."""
+    def path(self) -> Path | str: ...
 
     def names(self) -> list[str]:
         """Every tensor's name, sorted."""
@@ -52,12 +207,12 @@ def load_packed(source: TensorSource, base: str, names: Iterable[str], device: t
 
 
 class Reader:
-    """A checkpoint's index, and its tensors on demand; only the shards that are needed are opened.
+    """A checkpoint's manifest, and its tensors on demand. Only files that are needed are opened.
 
     Attributes:
-        version: of the format. digest: the same for the same index, which has every tensor's checksum.
+        digest: the same for the same manifest, which has every tensor's checksum.
 
-    Raises `CheckpointError` when the folder is no checkpoint, is of a newer format, or its index is damaged.
+    Raises `CheckpointError` when the folder is no checkpoint, is of another format, or its manifest is damaged.
     """
 
     path: Path
@@ -66,19 +221,17 @@ class Reader:
 
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
-        content = read_regular(self.path / INDEX)
-        self._index = Index.read(self.path / INDEX, content)
-        self.step, self.meta, self.version = self._index.step, self._index.meta, self._index.version
+        content = read_manifest(self.path)
+        self._manifest = Manifest.read(self.path / MANIFEST, content)
+        self.step, self.meta = self._manifest.step, self._manifest.meta
         if (step := STEP.fullmatch(self.path.name)) is not None and int(step[1]) != self.step:
-            raise DamagedCheckpointError(f"{self.path / INDEX} is of step {self.step}, and its folder of another")
+            raise DamagedCheckpointError(f"{self.path / MANIFEST} is of step {self.step}, and its folder of another")
         self.digest = hashlib.sha256(content).hexdigest()
-        self._names = sorted(self._index.tensors)
-        self._stored_as: dict[str, str] = {}
-        self._files: dict[str, safe_open] = {}
+        self._tensors = self._manifest.tensors
 
     def names(self) -> list[str]:
         """Every tensor's name, sorted."""
-        return self._names
+        return sorted(self._tensors)
 
     def rename(self, aliases: Mapping[str, str]) -> None:
         """Calls everything of a parameter that was stored under another of its names by the name that it has here.
@@ -86,14 +239,13 @@ class Reader:
         Args:
             aliases: by other name, the name that a parameter or a buffer has here.
         """
-        there = self._index.tensors
+        there = self._tensors
         known = {
             other: name
             for other, name in aliases.items()
             if f"model/{other}" in there and f"model/{name}" not in there
         }
-        self._stored_as = {new: name for name in there if (new := renamed(name, known)) != name}
-        self._names = sorted((there.keys() - self._stored_as.values()) | self._stored_as.keys())
+        self._tensors = {renamed(name, known): entry for name, entry in there.items()}
         if isinstance(self.meta, dict) and isinstance(optimizer := self.meta.get("optimizer"), dict):
             rename_members(optimizer, known)
 
@@ -108,86 +260,74 @@ class Reader:
     def load(self, names: Iterable[str]) -> dict[str, Tensor]:
         """Tensors by name, on the CPU, each with memory of its own, in the order asked for.
 
-        Raises `CheckpointError` for an unknown name, a missing or truncated shard, and bytes that have changed.
+        Raises `CheckpointError` for an unknown name, a missing or truncated file, and bytes that have changed.
         """
         wanted = list(names)
-        found = dict(self.iterate(self.in_order(wanted)))
+        found = dict(self.iterate(wanted))
         return {name: found[name] for name in wanted}
 
     def iterate(self, names: Iterable[str]) -> Iterator[tuple[str, Tensor]]:
-        """Like `load`, one at a time."""
-        for name in names:
-            shard = self._entry(name).shard
-            stored = self._stored_as.get(name, name)
-            yield name, self._tensor(self._open(shard), self.path / shard, stored)
+        """Like `load`, one at a time, in the order in which they lie on the disk."""
+        entries = {name: self._entry(name) for name in names}
+        for name, entry in sorted(entries.items(), key=lambda item: [(c.file, c.offset) for c in item[1].chunks]):
+            yield name, self._tensor(name, entry)
 
     def require_complete(self) -> None:
-        """Raises `CheckpointError` for a shard that is not there, or of another size."""
-        for shard, size in self._index.shards.items():
-            if problem := problem_of(self.path / shard, size):
-                raise DamagedCheckpointError(problem)
+        """Raises `CheckpointError` for a file that is not there, or of another size."""
+        for file in self._manifest.files:
+            self._require_size(file)
 
     def verify(self) -> None:
         """Reads everything, a tensor at a time. Raises `CheckpointError` for what is not as it was written."""
-        for _ in self.iterate(self.in_order(self._names)):
+        self.require_complete()
+        for _ in self.iterate(self._tensors):
             pass
 
-    def in_order(self, names: Iterable[str]) -> list[str]:
-        """The names, each once, so that `iterate` opens every shard once."""
-        return sorted(set(names), key=lambda name: (self._entry(name).shard, name))
-
-    def _entry(self, name: str) -> IndexEntry:
-        try:
-            return self._index.tensors[self._stored_as.get(name, name)]
-        except KeyError:
+    def _entry(self, name: str) -> TensorEntry:
+        if name not in self._tensors:
             raise CheckpointError(
-                f"checkpoint {self.path} has no tensor {name!r}; it has {len(self._index.tensors)} others"
-            ) from None
+                f"checkpoint {self.path} has no tensor {name!r}; it has {len(self._tensors)} others"
+            )
+        return self._tensors[name]
 
-    def _open(self, shard: str) -> safe_open:
-        """A shard's file; those that were asked for last stay open, so that a header is not read for every tensor."""
-        if (file := self._files.pop(shard, None)) is None:
-            path = self.path / shard
-            if problem := problem_of(path, self._index.shards[shard]):
-                raise DamagedCheckpointError(problem)
-            try:
-                file = safe_open(path, framework="pt", device="cpu")
-            except (SafetensorError, OSError, ValueError, RuntimeError) as error:
-                raise DamagedCheckpointError(f"shard {path} is damaged: {error}") from error
-        self._files[shard] = file
-        if len(self._files) > MOST_OPEN:
-            del self._files[next(iter(self._files))]
-        return file
+    def _tensor(self, name: str, entry: TensorEntry) -> Tensor:
+        dtype = DTYPES[entry.dtype]
+        if len(entry.chunks) == 1:
+            return self._part(name, entry.chunks[0], dtype)
+        whole = torch.empty(entry.shape, dtype=dtype, device="cpu")
+        for chunk in entry.chunks:
+            place = whole
+            for dim, (begin, size) in enumerate(zip(chunk.begin, chunk.shape, strict=True)):
+                place = place.narrow(dim, begin, size)
+            place.copy_(self._part(name, chunk, dtype))
+        return whole
 
-    def _tensor(self, file: safe_open, path: Path, name: str) -> Tensor:
-        entry = self._entry(name)
+    def _part(self, name: str, chunk: Chunk, dtype: torch.dtype) -> Tensor:
+        path = self.path / chunk.file
+        self._require_size(chunk.file)
+        part = torch.empty(chunk.shape, dtype=dtype, device="cpu")
+        memory = bytes_of(part)
+        with open(path, "rb") as file:
+            file.seek(chunk.offset)
+            num_read = file.readinto(memory) if memory else 0
+        if num_read != part.nbytes or zlib.crc32(memory) != chunk.crc32:
+            raise DamagedCheckpointError(f"{name} in {path} is not what was written: its checksum differs")
+        return part
+
+    def _require_size(self, file: str) -> None:
+        path, size = self.path / file, self._manifest.files[file]
         try:
-            tensor = file.get_tensor(name).clone()
-            tensor = torch.view_as_complex(tensor) if entry.dtype == "C128" else tensor
-        except (SafetensorError, OSError, ValueError, RuntimeError, KeyError) as error:
-            raise DamagedCheckpointError(f"{name} in shard {path} is damaged: {error}") from error
-        if (
-            tuple(tensor.shape) != entry.shape
-            or tensor.dtype != DTYPES[entry.dtype]
-            or checksum(tensor) != entry.crc32
-        ):
-            raise DamagedCheckpointError(f"{name} in shard {path} is not what was written: its checksum differs")
-        return tensor
-
-
-def problem_of(path: Path, size: int) -> str | None:
-    """What is wrong with a shard, as far as its size tells; None where nothing is."""
-    try:
-        found = os.stat(path)
-    except FileNotFoundError:
-        return f"shard {path} is missing: copy it there"
-    except OSError as error:
-        return f"shard {path} cannot be read: {error.strerror or error}"
-    if not stat.S_ISREG(found.st_mode):
-        return f"shard {path} is no plain file"
-    if found.st_size != size:
-        return f"shard {path} has {found.st_size} bytes, the index says {size}: it is truncated or was replaced"
-    return None
+            found = os.stat(path)
+        except FileNotFoundError:
+            raise DamagedCheckpointError(f"{path} is missing: copy it there") from None
+        except OSError as error:
+            raise DamagedCheckpointError(f"{path} cannot be read: {error.strerror or error}") from error
+        if not stat.S_ISREG(found.st_mode):
+            raise DamagedCheckpointError(f"{path} is no plain file")
+        if found.st_size != size:
+            raise DamagedCheckpointError(
+                f"{path} has {found.st_size} bytes, the manifest says {size}: it is truncated or was replaced"
+            )
 
 
 def renamed(name: str, aliases: Mapping[str, str]) -> str:
@@ -217,18 +357,15 @@ def match(reader: Reader, expected: Mapping[str, Kind], *, prefix: str = "") -> 
             if name in held and held[name][place] != kind[place]
         ]
 
-    differences = [
-        _list("missing", [name for name in wanted if name not in held]),
-        _list("unexpected", [name for name in held if name not in wanted]),
-        _list("of another shape", differing(0)),
-        _list("of another type", differing(1)),
-    ]
-    if any(differences):
+    differences = {
+        "missing": [name for name in wanted if name not in held],
+        "unexpected": [name for name in held if name not in wanted],
+        "of another shape": differing(0),
+        "of another type": differing(1),
+    }
+    if any(differences.values()):
+        words = "; ".join(f"{len(names)} {what}: {listed(names)}" for what, names in differences.items() if names)
         raise CheckpointError(
             f"checkpoint {reader.path} is of another model ({len(held)} tensors, {len(wanted)} wanted): build the "
-            f"model it was written with, or choose another checkpoint\n{'; '.join(filter(None, differences))}"
+            f"model it was written with, or choose another checkpoint\n{words}"
         )
-
-
-def _list(what: str, names: list[str]) -> str:
-    return f"{len(names)} {what}: {listed(names)}" if names else ""

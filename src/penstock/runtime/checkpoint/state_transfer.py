@@ -17,10 +17,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from penstock.runtime.checkpoint import VERSION, CheckpointError, Kind, merged_meta, rename_members, renamed
-from penstock.runtime.checkpoint.format import num_bytes_of
+from penstock.runtime.checkpoint.optimizer import merged_meta
+from penstock.runtime.checkpoint.reader import Kind, rename_members, renamed
 from penstock.runtime.checkpoint.training_state import MODEL, TrainingState
-from penstock.runtime.errors import RuntimeFailure
+from penstock.runtime.errors import CheckpointError, RuntimeFailure
 from penstock.runtime.mesh.peers import GroupPeers, Peers
 from penstock.runtime.parameters.optimizer_state import OptimizerState
 
@@ -68,15 +68,19 @@ def sendings(inventories: Sequence[StateInventory]) -> list[TensorTransfer]:
                     "the same model and kind of optimizer only"
                 )
             source = min(holders[name], key=lambda process: (load[process], process))
-            load[source] += num_bytes_of(*inventories[source].held[name])
+            load[source] += _num_bytes(*inventories[source].held[name])
             found.append(TensorTransfer(name, source, target))
     return found
+
+
+def _num_bytes(shape: tuple[int, ...], dtype: torch.dtype) -> int:
+    return math.prod(shape) * dtype.itemsize
 
 
 class ReceivedState:
     """State that came from another pipeline, in the form of a checkpoint's `Reader`."""
 
-    path, version = "the pipeline before", VERSION
+    path = "the pipeline before"
 
     def __init__(self, tensors: dict[str, Tensor], meta: Any) -> None:
         self._tensors, self.meta = tensors, {"optimizer": meta}
@@ -131,7 +135,7 @@ def hand_over(giver: OptimizerState, taker: OptimizerState, peers: Peers) -> int
         raise refused
     assert staged is not None
     staged.put()
-    return sum(num_bytes_of(*known[name]) for name in came)
+    return sum(_num_bytes(*known[name]) for name in came)
 
 
 def _require_shapes(inventories: Sequence[StateInventory], known: dict[str, Kind]) -> None:

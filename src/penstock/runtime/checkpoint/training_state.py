@@ -24,21 +24,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn import Parameter
 
-from penstock.runtime.checkpoint import (
-    AS_JSON,
-    ATTRIBUTES,
-    CheckpointError,
-    DamagedCheckpointError,
-    Kind,
-    TensorSource,
-    load_packed,
-    members_of,
-    names_by_base,
-    optimizer_tensors,
-    pack,
-    stage_optimizer,
-)
+from penstock.runtime.checkpoint.codec import AS_JSON, names_by_base, pack
+from penstock.runtime.checkpoint.optimizer import ATTRIBUTES, members_of, optimizer_tensors, stage_optimizer
+from penstock.runtime.checkpoint.reader import Kind, TensorSource, load_packed
 from penstock.runtime.checkpoint.user_state import StateToGive, StateTrial
+from penstock.runtime.errors import CheckpointError, DamagedCheckpointError
 from penstock.runtime.parameters.loss_scaling import is_scaler_state
 from penstock.runtime.parameters.optimizer_attributes import optimizers_in
 from penstock.runtime.parameters.optimizer_state import OptimizerState
@@ -300,12 +290,11 @@ class TrainingState:
         for name in sorted(targets):
             value = source.load([name])[name] if name in there or name.startswith(MODEL) else None
             if name.startswith(BUFFERS) and (value is None or _kind(value) != _kind(targets[name][0])):
-                if source.version > 1:
-                    found = "not there" if value is None else "another"
-                    notices.append(
-                        f"{name.removeprefix(BUFFERS)}, a buffer that is not persistent, is {found} in "
-                        f"{source.path}: it stays as its module made it"
-                    )
+                found = "not there" if value is None else "another"
+                notices.append(
+                    f"{name.removeprefix(BUFFERS)}, a buffer that is not persistent, is {found} in {source.path}: it "
+                    "stays as its module made it"
+                )
                 continue
             assert value is not None
             for target in targets[name]:
@@ -355,15 +344,10 @@ class TrainingState:
         for extra in self._extras:
             base = _base_of(extra, there)
             if base is None:
-                if source.version >= 2:
-                    raise CheckpointError(
-                        f"checkpoint {source.path} has no extra state of {extra.name or 'the model'}, which its "
-                        "module has here: build the model it was written with, or choose another checkpoint"
-                    )
-                notices.append(
-                    f"{source.path} was written before extra state was kept: {extra.name} keeps what it has"
+                raise CheckpointError(
+                    f"checkpoint {source.path} has no extra state of {extra.name or 'the model'}, which its module "
+                    "has here: build the model it was written with, or choose another checkpoint"
                 )
-                continue
             if base.endswith(f"@{FIRST}") and base != extra.own:
                 notices.append(
                     f"the extra state of {extra.name} differed between the pipelines, replicas or shards that "
@@ -475,7 +459,7 @@ class StagedState:
 
 
 def extra_to_write(
-    extra: Mapping[str, Mapping[str, Tensor]], digests: list[Mapping[str, str]], me: int
+    extra: Mapping[str, Mapping[str, Tensor]], digests: Sequence[Mapping[str, str]], me: int
 ) -> dict[str, Tensor]:
     """What this process writes of extra state: one for all holders of a module where they agree, else each its own.
 

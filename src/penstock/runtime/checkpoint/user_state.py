@@ -14,7 +14,9 @@ from typing import Any, NamedTuple, Protocol
 
 from torch import Tensor
 
-from penstock.runtime.checkpoint import AS_JSON, CheckpointError, Reader, load_packed, names_by_base, pack
+from penstock.runtime.checkpoint.codec import AS_JSON, names_by_base, pack
+from penstock.runtime.checkpoint.reader import Reader, load_packed
+from penstock.runtime.errors import CheckpointError
 
 PREFIX = "state/"
 NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_.-]*")
