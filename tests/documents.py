@@ -6,7 +6,7 @@ made. A block's language says what is done with it:
     python              runs; comments behind a print, or right below it or a loop, are what it must print
     python file=net.py  a file that a page shows; it lies in the folder of every page's examples
     python torchrun=2   runs under torchrun, where `blocks` is asked for these
-    python from=FILE    a part of a file of the repository
+    python from=job.py  a part of a file below examples/
     sh                  commands that must work; training is stopped before it starts
     console             `$ command` and its output; a line `...` stands for any lines
     console nightly     the same, at night alone

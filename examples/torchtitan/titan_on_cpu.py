@@ -1,6 +1,6 @@
 """TorchTitan's own trainer without GPUs. What TorchTitan asks of a GPU, this file answers.
 
-    torchrun --nproc-per-node 4 examples/torchtitan/titan_on_cpu.py --module slow_link --config before
+    torchrun --nproc-per-node 4 examples/torchtitan/titan_on_cpu.py --module titan_job --config before
 
 The arguments are those of `torchtitan.train`. `make titan` installs TorchTitan. As the model is tiny, ops of stages
 sleep until they have taken as long as on a GPU might: 40 ms for a forward, 80 ms for a backward. Only the last rank,

@@ -79,14 +79,15 @@ def test_the_tutorial_on_a_slow_link_runs(tmp_path: Path, monkeypatch: pytest.Mo
     losses = []
     for words in (words for block in page if block.language in ("sh", "text") for words in commands(block)):
         if words[:2] == ["penstock", "lab"]:
-            words += ["--training.steps", "5"]
+            words += ["--training.steps", "5" if words[-1] == "measured" else "2"]
         if words[0] != "penstock":
             continue
         ran = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True, check=False)
         assert ran.returncode == 0, ran.stdout[-5000:] + ran.stderr
         if words[1] == "lab":
             losses.append(re.findall(r"step: +\d+ +loss: +([\d.]+)", ran.stdout))
-        if words[1] == "analyze":
+        if words[1] == "analyze" and "--try" not in words:
             assert re.search(r"link (3 to 2|2 to 3)", ran.stdout)
-    assert [len(each) for each in losses] == [5, 5, 5]
-    assert losses[0] == losses[1] == losses[2]
+    before, measured, after = losses
+    assert len(before) == 2
+    assert before == measured[:2] == after
