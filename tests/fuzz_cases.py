@@ -1121,9 +1121,6 @@ PLANTED: dict[str, Case] = {
         samples=16,
         sharding="fsdp",
     ),
-    "a layer of several stages in a checkpoint with a backward of its own": Case(
-        11, ("reentrant checkpoint", "linear", "again", "again"), num_ranks=4
-    ),
     "a gradient kept elsewhere, split": Case(11, ("a gradient kept elsewhere", "linear"), schedule="zb-h1"),
 }
 """Mistakes that were there once, by what was wrong."""

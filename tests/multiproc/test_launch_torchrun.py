@@ -58,6 +58,7 @@ def test_a_plain_process_is_a_rank_of_one(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.alone
 def test_a_silent_rank_ended_the_one_that_was_to_say_what_was_wrong(tmp_path: Path) -> None:
     body = (
         "import time\n"

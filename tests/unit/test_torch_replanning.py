@@ -13,7 +13,7 @@ import torch
 import penstock as ps
 from penstock.formats.native import from_json
 from penstock.integrations.torch import Replanned, Replanner
-from penstock.integrations.torch_replanning import Measured, PlanUpdater
+from penstock.integrations.torch_replanning import PlanUpdater, StageReports
 from penstock.passes import add_communication, remove_communication
 
 NUM_RANKS, NUM_MICROBATCHES = 4, 12
@@ -22,7 +22,9 @@ SKEW = (0.0, 500.0, -300.0, 40.0)
 """How far each rank's clock is ahead (ms)."""
 
 
-def measured(plan: ps.Schedule, costs: ps.Costs, links: ps.Links, begin: float, skew: tuple[float, ...]) -> Measured:
+def measured(
+    plan: ps.Schedule, costs: ps.Costs, links: ps.Links, begin: float, skew: tuple[float, ...]
+) -> StageReports:
     """What the ranks of a pipeline note in a step, by their own clocks, if it runs as simulated."""
     moments = {
         stage: torch.full((2, 3, NUM_MICROBATCHES), math.nan, dtype=torch.float64) for stage in range(NUM_RANKS)

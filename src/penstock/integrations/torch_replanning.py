@@ -140,7 +140,7 @@ class _Notes:
     sent: dict[tuple[str, int, int], float] = field(default_factory=dict)
 
 
-Measured = dict[int, tuple[list[float], torch.Tensor]]
+StageReports = dict[int, tuple[list[float], torch.Tensor]]
 """Of each stage of a pipeline the milliseconds of its ops by kind, and the moments of its messages as (F or B; sent,
 posted or arrived; microbatch): when this stage sent its own, and when those that it receives were posted and came.
 """
@@ -269,9 +269,9 @@ class StepRecorder:
         ops = self.HEAD + 4 * self.slots
         return report[self.HEAD : ops].view(self.slots, 4), report[ops:].view(self.slots, 2, 3, -1)
 
-    def _by_pipeline(self, reports: Sequence[torch.Tensor]) -> dict[int, Measured]:
+    def _by_pipeline(self, reports: Sequence[torch.Tensor]) -> dict[int, StageReports]:
         """What each pipeline has measured."""
-        found: dict[int, Measured] = {}
+        found: dict[int, StageReports] = {}
         for report in reports:
             ops, messages = self._parts(report)
             stages = self.schedule.plan.stages_of(int(report[2]))
@@ -298,7 +298,7 @@ class PlanUpdater:
     def switched(self) -> None:
         self.is_offered = False
 
-    def consider(self, pipelines: Mapping[int, Measured]) -> None:
+    def consider(self, pipelines: Mapping[int, StageReports]) -> None:
         """Plans anew, in a thread, if links differ from those of the plan for some steps in a row."""
         took: dict[tuple[str, int], float] = {}
         delays: dict[tuple[int, int], float] = {}
@@ -375,7 +375,7 @@ class PlanUpdater:
                 b[stage] = i[stage] + w[stage]
         return Costs(f, i, w, b)
 
-    def _delays(self, pipeline: int, by_stage: Measured) -> dict[tuple[int, int], float]:
+    def _delays(self, pipeline: int, by_stage: StageReports) -> dict[tuple[int, int], float]:
         """Milliseconds of each directed link that carried messages in a pipeline.
 
         Clocks of two ranks may differ. The first measurement assumes that both directions are equally late, and takes

@@ -70,7 +70,7 @@ def serve(launching: Connection, preload: Sequence[str]) -> None:
     with contextlib.suppress(EOFError, ConnectionError):  # the launching process needs no ranks, or is gone
         order: LaunchOrder = launching.recv()
         try:
-            launching.send(Ranks(order, launching).run())
+            launching.send(LaunchedRanks(order, launching).run())
         except (RuntimeError, OSError) as error:  # torch's store raises the first kind
             limit = limit_behind(error)
             launching.send((MISUSE, f"penstock: {error}{f'; {limit}' if limit else ''}"))
@@ -182,7 +182,7 @@ def _members(session: int) -> list[int]:
     return found
 
 
-class Ranks:
+class LaunchedRanks:
     """The ranks of one launch."""
 
     def __init__(self, order: LaunchOrder, launching: Connection) -> None:
