@@ -215,7 +215,7 @@ def test_what_was_assumed_is_said(tmp_path: Path) -> None:
         "one step was recorded",
         "nccl carries them",
         "no run on nccl",
-        "divided evenly",
+        "divide evenly",
         "half of a backward",
     ):
         assert part in said
@@ -231,7 +231,7 @@ def test_what_was_assumed_is_said(tmp_path: Path) -> None:
         (lambda found: predict(found, cut=(5, 3, 3, 5)), "give them by --layers"),
         (lambda found: predict(found, layers=(4, 4, 4, 4), cut=(5, 3, 3)), "the cut is 5, 3, 3: give how many"),
         (lambda found: predict(found, layers=(4, 4, 4, 4), cut=(5, 3, 3, 4)), "of the 16 layers"),
-        (lambda found: predict(found, "zb-v", layers=(4, 5, 4, 4)), "cannot be divided evenly over 8 stages"),
+        (lambda found: predict(found, layers=(8, 8), cut=(5, 3, 3, 5)), "each of the 4 recorded stages"),
         (lambda found: predict(found, links=ps.Links({(0, 1): "bandwidth:1MB/s"})), "bytes of a message"),
         (lambda found: predict(found, links=ps.Links({(0, 7): 1.0})), "7"),
     ],

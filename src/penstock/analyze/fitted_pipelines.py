@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -73,7 +73,7 @@ class FittedPipelines:
         *,
         layers: Sequence[int] = (),
         cut: Sequence[int] = (),
-        input_share: float | None = None,
+        input_share: float = 0.5,
         is_first_whole: bool = False,
         with_between: bool = False,
         message_bytes: float = 0.0,
@@ -87,7 +87,7 @@ class FittedPipelines:
             steps: the step of whose times each microbatch takes its own, (N,), or one step for all.
             layers, cut: how many layers each recorded stage has, and each new one. Without them the recorded stages
                 are divided, or put together, in equal parts.
-            input_share: of a backward that was recorded whole, the share that I takes. Default: half.
+            input_share: of a backward that was recorded whole, the share that I takes.
             is_first_whole: whether the first stage's I does nothing and its W is the whole backward, as in torch.
             with_between: whether ops take the time between ops too.
             message_bytes: of one activation.
@@ -96,7 +96,7 @@ class FittedPipelines:
         before = worker[list(self.schedule.placement.pipelines[0])][:, None]
         after = worker[list(schedule.placement.pipelines[0])][:, None]
         rows = {kind: each[steps, replica, :, np.arange(num)].T / before for kind, each in self.times.items()}
-        rows = _all_kinds(rows, 0.5 if input_share is None else input_share)
+        rows = _all_kinds(rows, input_share)
         if cut or schedule.num_stages != self.schedule.num_stages:
             if is_first_whole and rows["B"][1:].any():  # its I shows nothing, so it is as that of the others
                 rows["I"][0] = rows["B"][0] * rows["I"][1:].sum() / rows["B"][1:].sum()
@@ -327,8 +327,3 @@ def _name(schedule: Schedule) -> str:
         if known.order == schedule.order and known.placement == schedule.placement:
             return name
     return "recorded"
-
-
-def named(fit: FittedPipelines) -> Schedule:
-    """The schedule under the name by which people know it."""
-    return replace(fit.schedule, name=fit.name)

@@ -9,11 +9,12 @@ simulated times is the prediction, and their spread and the model's own error ar
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from statistics import median
 
 import numpy as np
 
-from penstock.analyze.fitted_pipelines import FittedPipelines, most_held, named
+from penstock.analyze.fitted_pipelines import FittedPipelines, most_held
 from penstock.analyze.run_analysis import RunAnalysis
 from penstock.analyze.what_if import WhatIf
 from penstock.cost import Costs, Links
@@ -21,7 +22,7 @@ from penstock.formats.traces import Scope, TraceError
 from penstock.library import build
 from penstock.passes import add_communication
 from penstock.schedule import Schedule, check
-from penstock.schedule.channels import BUFFERED, require_channel
+from penstock.schedule.channels import BUFFERED, GLOO, require_channel
 from penstock.schedule.send_recv import has_communication, remove_communication
 from penstock.simulation import simulate
 
@@ -51,8 +52,9 @@ def predict(
         links: what these links would do, in place of what the trace shows of them.
         channels: what carries the messages: "buffered", "gloo", "nccl", "nccl-pair" or "nccl-edge". With others than
             "buffered" messages stand where the schedule has them, or where `passes.add_communication` puts them.
-        cut: how many layers each stage of the schedule has.
-        layers: how many layers each recorded stage has.
+        cut: how many layers each stage of the schedule has. Without a cut, and if it has more or fewer stages than
+            the recorded one, these are divided, or put together, in equal parts.
+        layers: how many layers each recorded stage has, for a cut.
         message_bytes: of one activation, for links with a bandwidth.
 
     Raises:
@@ -83,12 +85,11 @@ def predict(
     require_channel(channels)
     recorded = fit.schedule
     if schedule is None:
-        schedule = named(fit)
+        schedule = replace(recorded, name=fit.name)
     elif isinstance(schedule, str):
         schedule = build(schedule, recorded.num_ranks, recorded.num_microbatches)
     check(schedule)
-    _require_same_counts(found, fit, schedule)
-    layers, cut = _require_cut(found, fit, schedule, layers, cut)
+    _require_fit(found.name, recorded, schedule, layers, cut)
     if links is not None and not message_bytes and any(each.bandwidth for each in links.conditions.values()):
         raise TraceError("a link with a bandwidth needs the bytes of a message; give them by --message-bytes")
     there = _links(fit, links)
@@ -97,8 +98,8 @@ def predict(
 
     def costs_of(steps: np.ndarray, replica: int, share: float) -> Costs:
         return fit.costs_of(
-            schedule, steps, replica, layers=layers, cut=cut, input_share=share, is_first_whole=in_torch,
-            with_between=True, message_bytes=message_bytes,
+            schedule, steps, replica, layers=layers if cut else (), cut=cut, input_share=share,
+            is_first_whole=in_torch, with_between=True, message_bytes=message_bytes,
         )  # fmt: skip
 
     middle = np.argsort(found.run.replayed, kind="stable")[num_steps // 2]
@@ -121,8 +122,23 @@ def predict(
     if is_halved:
         ends = [time - takes(middle) + takes(middle, share) for share in HALVES]
         low, high = min(low, *ends), max(high, *ends)
+    is_divided = schedule.num_stages != recorded.num_stages
     besides = _besides(found)
     measured = float(found.run.measured.mean())
+    between = float(np.mean(list(fit.between.values())))
+    given = "" if links is None else " but those given"
+    place = "the file has them" if placed is schedule else "PlannedSchedule puts them, often sooner than torch does"
+    assumed = {
+        f"an op takes what it took in the recorded steps, and {between:.2g} ms pass before the next one": True,
+        "one step was recorded, so the error bar does not hold how much steps differ": num_steps == 1,
+        f"links{given} are as late as the trace shows, whatever the number of messages": True,
+        f"messages stand where {place}, and {channels} carries them; the first stage's I does nothing": in_torch,
+        f"the error bar was measured on gloo; no run on {channels} was compared": channels not in (BUFFERED, GLOO),
+        "I takes half of a backward, 40% to 60% in the error bar, and both halves as long as the whole": is_halved,
+        "a layer takes as long in any stage; what stages take besides layers stays there": bool(cut),
+        "recorded stages divide evenly; --layers and --cut say how they do": is_divided and not cut,
+        f"what a step does before and after its microbatches ({besides:.3g} ms) stays the same": besides > 0,
+    }
     return WhatIf(
         "try",
         schedule.name,
@@ -130,40 +146,28 @@ def predict(
         measured / (time + besides),
         most_held(remove_communication(schedule)),
         (float(low) * (1 - MODEL_ERROR) + besides, float(high) * (1 + MODEL_ERROR) + besides),
-        tuple(_assumed(fit, schedule, links, channels, cut, layers, is_halved, num_steps, besides)),
+        tuple(text for text, holds in assumed.items() if holds),
     )
 
 
-def _require_same_counts(found: RunAnalysis, fit: FittedPipelines, schedule: Schedule) -> None:
-    for what in ("num_ranks", "num_microbatches"):
-        has, needs = getattr(fit.schedule, what), getattr(schedule, what)
+def _require_fit(
+    name: str, recorded: Schedule, schedule: Schedule, layers: Sequence[int], cut: Sequence[int]
+) -> None:
+    """Raises TraceError if a schedule has other counts than the recorded one, or a cut does not fit its stages."""
+    for noun in ("ranks", "microbatches"):
+        has, needs = (getattr(each, f"num_{noun}") for each in (recorded, schedule))
         if has != needs:
-            noun = what.removeprefix("num_")
-            raise TraceError(
-                f"{found.name} has {has} {noun}, the schedule {schedule.name} has {needs}; give a schedule for {has}"
-            )
-
-
-def _require_cut(
-    found: RunAnalysis, fit: FittedPipelines, schedule: Schedule, layers: Sequence[int], cut: Sequence[int]
-) -> tuple[Sequence[int], Sequence[int]]:
-    """The layers of recorded and of new stages. Without a cut, each recorded stage is divided evenly."""
-    parts, rest = divmod(schedule.num_stages, fit.schedule.num_stages)
-    if layers and not cut and schedule.num_stages != fit.schedule.num_stages:
-        if rest or any(each % parts for each in layers):
-            raise TraceError(
-                f"layers {', '.join(map(str, layers))} cannot be divided evenly over {schedule.num_stages} stages; "
-                f"say by --cut how many each stage of {schedule.name} has"
-            )
-        cut = [each // parts for each in layers for _ in range(parts)]
-    if cut and not layers:
-        raise TraceError("a cut needs to know how many layers each recorded stage has; give them by --layers")
+            raise TraceError(f"{name} has {has} {noun}, the schedule {schedule.name} has {needs}; give one for {has}")
+    if cut and len(layers) != recorded.num_stages:
+        raise TraceError(
+            f"a cut needs to know how many layers each of the {recorded.num_stages} recorded stages has; give them "
+            "by --layers"
+        )
     if cut and (len(cut) != schedule.num_stages or sum(cut) != sum(layers) or min(cut) < 1):
         raise TraceError(
             f"the cut is {', '.join(map(str, cut))}: give how many of the {sum(layers)} layers each of the "
             f"{schedule.num_stages} stages of {schedule.name} has, at least 1"
         )
-    return layers, cut
 
 
 def _links(fit: FittedPipelines, given: Links | None) -> Links:
@@ -184,41 +188,3 @@ def _besides(found: RunAnalysis) -> float:
     ops = table.is_scope(Scope.COMPUTE)
     span = table.end[:, ops].max(axis=1) - table.start[:, ops].min(axis=1)
     return float((found.run.measured - span).mean())
-
-
-def _assumed(
-    fit: FittedPipelines,
-    schedule: Schedule,
-    links: Links | None,
-    channels: str,
-    cut: Sequence[int],
-    layers: Sequence[int],
-    is_halved: bool,
-    num_steps: int,
-    besides: float,
-) -> list[str]:
-    """What the prediction takes for granted, as sentences without a full stop."""
-    between = float(np.mean(list(fit.between.values())))
-    found = [f"an op takes what it took in the recorded steps, and {between:.2g} ms pass before the next one"]
-    if num_steps == 1:
-        found.append("one step was recorded, so the error bar does not hold how much steps differ")
-    given = "" if links is None else " but those given"
-    found.append(f"links{given} are as late as the trace shows, whatever the number of messages")
-    if channels != BUFFERED:
-        place = (
-            "where the file has them"
-            if has_communication(schedule)
-            else "where PlannedSchedule puts them, which is often faster than where torch does"
-        )
-        found.append(f"messages stand {place}, and {channels} carries them; the first stage's I does nothing")
-        if channels != "gloo":
-            found.append(f"the error bar was measured on gloo; no run on {channels} was compared")
-    if is_halved:
-        found.append("I takes half of a backward, 40% to 60% in the error bar, and halves take as long as the whole")
-    if cut:
-        found.append("a layer takes as long in any stage; what stages take besides layers stays there")
-    elif schedule.num_stages != fit.schedule.num_stages:
-        found.append("recorded stages can be divided evenly; --layers and --cut say how they are")
-    if besides > 0:
-        found.append(f"what a step does before and after its microbatches ({besides:.3g} ms) stays the same")
-    return found
