@@ -168,6 +168,15 @@ def test_any_forged_manifest(saved: tuple[Path, ps.Pipeline], tmp_path: Path, mu
     assert mutations * 0.7 < refused < mutations
 
 
+def test_a_manifest_without_a_part(saved: tuple[Path, ps.Pipeline], tmp_path: Path) -> None:
+    source, pipe = saved
+    path = Path(shutil.copytree(source, tmp_path / "forged"))
+    inner = manifest_of(path)
+    for part in inner:
+        forge(path, {name: each for name, each in inner.items() if name != part})
+        assert require_error_or_load(path, pipe, part)
+
+
 def rewritten(path: Path, name: str, data: bytes) -> Path:
     """The same checkpoint with other bytes in place of a tensor, as a save would write them."""
     reader = Reader(path)

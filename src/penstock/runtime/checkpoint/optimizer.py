@@ -32,7 +32,7 @@ from penstock.runtime.parameters.optimizer_attributes import (
     set_attribute,
     tensors_in,
 )
-from penstock.runtime.tensors.dtensor import local, own_shard
+from penstock.runtime.tensors.dtensor import own_shard
 
 PREFIX = "optimizer/"
 ON_HOST = ("step", "mu_product")  # 0-dim state that torch keeps in host memory unless capturable or fused
@@ -56,8 +56,7 @@ def optimizer_tensors(
 
     Raises `CheckpointError` for a parameter without a name, state of no parameter, state that is no plain data, and
     data that would be left out without a word: whole tensors and collections among the options, what the optimizer's
-    own `state_dict` has besides, and attributes that are no plain data. So too for one tensor that changes and is
-    state of several parameters.
+    own `state_dict` has besides, and attributes that are no plain data.
 
     Args:
         constructed: `plain_attributes` when the optimizer was new. An attribute that is still the same may differ
@@ -175,7 +174,6 @@ def _tensors_of(
             "their names: keep it in the state of a parameter, or in a parameter group"
         )
     tensors: dict[str, Tensor] = {}
-    holders: dict[int, str] = {}
     of_others = set(taken)
     for parameter in (each for group in optimizer.param_groups for each in group["params"]):
         if mark and parameter not in names and not optimizer.state.get(parameter):
@@ -187,7 +185,6 @@ def _tensors_of(
             if isinstance(value, Tensor):
                 if id(value) in of_others:
                     continue
-                _require_own_memory(value, f"the state {key!r} of {name}", holders)
                 tensors[f"{PREFIX}{name}/{mark}{key}"] = value
                 taken.add(id(value))
             else:
@@ -212,24 +209,6 @@ def _require_stored(optimizer: Optimizer, attributes: Mapping[str, str]) -> None
 def members_of(optimizer: Optimizer, names: Mapping[Tensor, str]) -> list[list[str]]:
     """The names of the parameters of each group here."""
     return [sorted({names[p] for p in group["params"] if p in names}) for group in optimizer.param_groups]
-
-
-def _require_own_memory(value: Tensor, what: str, holders: dict[int, str]) -> None:
-    """Raises CheckpointError where other state begins in the same memory, as it would have its own after a load.
-
-    What never changed, such as a table that all parameters use, may be there several times.
-    """
-    part = local(value.detach())
-    if part.layout is not torch.strided or part.device.type == "meta" or not part.numel():
-        return
-    if part.is_inference() or not part._version:
-        return
-    first = holders.setdefault(part.data_ptr(), what)
-    if first != what:
-        raise CheckpointError(
-            f"{what} is the same tensor as {first}, and a checkpoint would make two of it: give each parameter a "
-            "tensor of its own, or keep it in a parameter group, as a number"
-        )
 
 
 def stage_optimizer(

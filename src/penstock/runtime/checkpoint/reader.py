@@ -119,7 +119,7 @@ class Manifest:
             inner = value["manifest"]
             if (value["format"], version, value["crc32"]) != (FORMAT, VERSION, _sum(compact(inner))):
                 raise ValueError("its checksum does not match")
-            files, step = dict(inner["files"]), inner["step"]
+            files, step, meta = dict(inner["files"]), inner["step"], inner["meta"]
             if others := [name for name in files if not _FILE.fullmatch(name)]:
                 raise ValueError(f"{others[0]!r:.60} is no name of a file of a checkpoint")
             tensors = {name: TensorEntry.parse(each) for name, each in inner["tensors"].items()}
@@ -128,7 +128,7 @@ class Manifest:
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             reason = str(error) if type(error) is ValueError else f"{type(error).__name__}: {error}"
             raise DamagedCheckpointError(f"{path} is damaged: {reason:.200}") from None
-        return cls(step, inner["meta"], files, tensors)
+        return cls(step, meta, files, tensors)
 
 
 def compact(value: JSON) -> str:

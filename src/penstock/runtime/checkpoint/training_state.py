@@ -28,7 +28,7 @@ from penstock.runtime.checkpoint.codec import AS_JSON, names_by_base, pack
 from penstock.runtime.checkpoint.optimizer import ATTRIBUTES, members_of, optimizer_tensors, stage_optimizer
 from penstock.runtime.checkpoint.reader import Kind, TensorSource, load_packed
 from penstock.runtime.checkpoint.user_state import StateToGive, StateTrial
-from penstock.runtime.errors import CheckpointError, DamagedCheckpointError
+from penstock.runtime.errors import CheckpointError
 from penstock.runtime.parameters.loss_scaling import is_scaler_state
 from penstock.runtime.parameters.optimizer_attributes import optimizers_in
 from penstock.runtime.parameters.optimizer_state import OptimizerState
@@ -388,15 +388,9 @@ class TrainingState:
         }
         found: dict[str, Tensor] = {}
         for name in names:
-            place = _place(name)
-            own = None if place is None else place.split("/", 3)
-            if place is None or own is None:
-                continue
-            if len(own) != 4 or not own[1].isdecimal() or own[2] not in ("versions", "gradients"):
-                raise DamagedCheckpointError(
-                    f"checkpoint {source.path} has a tensor {name!r}, which no schedule kept"
-                )
-            if own[3] in mine:
+            place = _place(name) or ""
+            own = place.split("/", 3)
+            if len(own) == 4 and own[1].isdecimal() and own[3] in mine:
                 found[place] = source.load([name])[name]
                 _require_like(source, name, found[place], mine[own[3]])
         return lambda: updating.load(found, num_updates)
