@@ -207,18 +207,6 @@ def test_errors_of_emulated_steps() -> None:
             assert show(re.findall(r"[\d.]+%", cell), *errors)
 
 
-def test_pairs_on_two_streams() -> None:
-    """Of the rows without a file the page says so."""
-    ((_, *cells),) = [row for row in rows_of("pairs", "stage", "ms, two streams") if row[0] == "exchange"]
-    row = read("pairs/exchange.json")["rows"]["exchange"]
-    (low, high), ms, peak = row["ratio_quartiles"], row["ms"], row["peak_mib"]
-    numbers = [number for cell in cells for number in re.findall(r"[\d.]+", cell)]
-    assert show(
-        numbers, ms["two streams"], ms["one stream"], row["ratio"], low, high, row["pairs_ratio"],
-        peak["two streams"], peak["one stream"],
-    )  # fmt: skip
-
-
 def test_what_a_step_costs_beside_torch() -> None:
     lines = table_lines(runtime.table(read("runtime/in_turns.json")["rows"]))
     cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
