@@ -76,15 +76,30 @@ const torch = (() => {
       (n) => due[n] - free.arrived[n]];
   }
 
-  // Rows in which each message is sent at once, and each receive is posted as early as a bound allows.
-  function placeEarly({ graph, messages }, free) {
-    const sends = new Map(), receives = range(graph.first.length - 1).map(() => []);
+  // Rows in which each message is sent at once, and each receive is posted as early as a bound allows: in the order in
+  // which they are due. On gloo the messages of a link are sent in the order in which they are used.
+  function placeEarly({ graph, messages }, free, channel) {
+    const sends = graph.ops.map(() => []), dues = range(graph.first.length - 1).map(() => []), links = new Map();
     const needed = new Array(graph.ops.length).fill(0), there = new Array(graph.ops.length).fill(0);
     for (const n of range(messages.length).sort((a, b) => free.left[a] - free.left[b] || messages[a].made - messages[b].made)) {
-      sends.set(messages[n].made, messages[n].send);
-      needed[messages[n].used] += 1;
-      receives[messages[n].target].push(messages[n]);
+      const { used, source, target } = messages[n], link = `${source}>${target}`;
+      needed[used] += 1;
+      links.set(link, [...(links.get(link) || []), n]);
     }
+    for (let numbers of links.values()) {
+      if (channel === "gloo") numbers = sortedBy(numbers, (n) => messages[n].used);
+      let made = -1, due = Infinity;
+      for (const n of numbers) {
+        made = Math.max(made, messages[n].made);
+        sends[made].push(messages[n].send);
+      }
+      const found = [...numbers].reverse().map((n) => {
+        due = Math.min(due, free.start[messages[n].used] - 2 * (free.arrived[n] - free.left[n]));
+        return [due, messages[n]];
+      });
+      dues[messages[numbers[0]].target].push(...found.reverse());
+    }
+    const receives = dues.map((each) => sortedBy(each, ([due]) => due).map(([, message]) => message));
     return receives.map((queue, rank) => {
       const row = [];
       let posted = 0, outstanding = 0;
@@ -97,7 +112,7 @@ const torch = (() => {
         }
         row.push(graph.ops[op]);
         outstanding -= needed[op];
-        if (sends.has(op)) row.push(sends.get(op));
+        row.push(...sends[op]);
       }
       return row;
     });
@@ -117,7 +132,7 @@ const torch = (() => {
   function place(s, { costs, links, channel, graph = runs.lower(s) }) {
     const run = { graph, duration: runs.durationsOf(s, graph, costs), messages: messagesOf(graph), late: (a, b) => links.get(`${a}>${b}`) || 0 };
     const free = arbitrate(run, null, () => 0);
-    if (!SHARED.includes(channel)) return placeEarly(run, free);
+    if (!SHARED.includes(channel)) return placeEarly(run, free, channel);
     const tried = rulesOf(run, free).map((rule) => arbitrate(run, channel, rule));
     return write(run, tried.reduce((best, each) => (each.makespan < best.makespan ? each : best)));
   }

@@ -1,5 +1,7 @@
 """Checkpoints by parameter name, that any number of ranks may read again, in the files of torch's own checkpoints.
 
+    training_state --named tensors--> dcp: a file per process --rename--> step-00000100/ --reader--> training_state
+
     step-00000100/  __0_0.distcp    a file per writing process, by torch.distributed.checkpoint (DCP)
                     .metadata       for DCP's tools
                     manifest.json   for us: where each tensor lies, its checksums, the step, and small data
