@@ -407,26 +407,6 @@ def test_gradients_were_cleared_in_the_middle_of_a_step() -> None:
         pipe.zero_grad()
 
 
-@pytest.mark.parametrize("kind", ["a forward hook", "a forward of its own", "parameter 'scale'", "buffer 'mask'"])
-def test_what_a_sequential_got_later_had_no_effect(kind: str) -> None:
-    model, x = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4)), torch.randn(8, 4)
-    with ps.Pipeline(model, ps.build("1f1b", 2, 4), loss_fn=nn.MSELoss()) as pipe:
-        pipe.step(x, x)
-        if kind == "a forward hook":
-            model.register_forward_hook(lambda *_: None)
-        elif kind == "a forward of its own":
-            model.forward = lambda x: x  # type: ignore[method-assign]
-        elif kind == "parameter 'scale'":
-            model.scale = nn.Parameter(torch.ones(4))
-        else:
-            model.register_buffer("mask", torch.ones(4))
-        for call in (lambda: pipe.step(x, x), lambda: pipe.evaluate(x, x), lambda: pipe.predict(x)):
-            with pytest.raises(
-                RuntimeFailure, match=f"the Sequential has been given {kind} since ps.Pipeline was made"
-            ):
-                call()
-
-
 class InAnyOrder(nn.Module):
     """Calls its blocks in the order in which a dict has them."""
 

@@ -58,8 +58,8 @@ def plan(
         str,
         typer.Option(
             "--channels",
-            help="What carries messages where the plan runs: buffered (Penstock), gloo, nccl, nccl-pair or "
-            "nccl-edge. But for buffered, the plan has its messages placed, and links may have a bandwidth.",
+            help="What carries messages: buffered (Penstock itself), gloo, nccl, nccl-pair or nccl-edge. But for "
+            "buffered, the plan has its messages placed, and links may have a bandwidth.",
         ),
     ] = "buffered",
     split: Annotated[

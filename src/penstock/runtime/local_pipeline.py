@@ -59,7 +59,7 @@ from penstock.runtime.parameters.local_model import LocalModel
 from penstock.runtime.parameters.optimizer_state import OptimizerState
 from penstock.runtime.parameters.pipeline_copies import digest_of, form_of
 from penstock.runtime.partitioning import Split
-from penstock.runtime.partitioning.cutting import beside_layers, stages_of
+from penstock.runtime.partitioning.cutting import stages_of
 from penstock.runtime.partitioning.traced_stage import TracedStage
 from penstock.runtime.stage.batch_rules import BatchRules, in_words, require_keys, rules_of, uncut
 from penstock.runtime.stage.branches import is_plain
@@ -176,7 +176,6 @@ class LocalPipeline:
         self._functions = functions_of(self._schedule, {**given.ops, **reducing, **moving})
         self.sources = stages_of(given.model, schedule.num_stages, parallel.costs)
         self._holders = _holders_of(given.model, self.sources)
-        self._in_a_row = _sequential(given.model)
         self.notices = Notices(place.everyone)
         self.transport: Transport | None = None
         self.failover: Failover | None = None
@@ -408,11 +407,6 @@ class LocalPipeline:
                         f"{type(now).__name__} since ps.Pipeline was made, whose stages have the one before; make a "
                         "new pipeline, or change the layer itself"
                     )
-        if self._in_a_row is not None and (more := beside_layers(self._in_a_row)):
-            raise RuntimeFailure(
-                f"the {type(self._in_a_row).__name__} has been given {', '.join(more)} since ps.Pipeline was made, "
-                "whose stages call its layers alone; make a new pipeline, or give that to one of the layers"
-            )
         self.follow_model()
 
     def follow_model(self) -> None:
@@ -520,11 +514,6 @@ def _held_by(stages: Mapping[int, nn.Module]) -> list[tuple[dict[str, Any], str,
                 at = f"{path}." if path else ""
                 found += [(holder, name, one, f"{kind} {at}{name} of stage {index}") for name, one in holder.items()]
     return found
-
-
-def _sequential(model: Any) -> nn.Sequential | None:
-    """A model of which stages have the layers alone, as it does nothing else with them."""
-    return model if isinstance(model, nn.Sequential) and len(model) and not beside_layers(model) else None
 
 
 def _holders_of(model: Any, sources: Sequence[Any]) -> list[tuple[str, nn.Module, dict[str, nn.Module | None]]]:

@@ -107,13 +107,21 @@ class Verifier:
     def _compare_holders(self) -> None:
         """Modules and parameters are those that the pipeline was made with, and alike wherever they are held."""
         local = self._local
-        said = self._first(_said_by(local.require_own_layers) or _said_by(local.require_own_parameters))
+        said = self._first(
+            _said_by(local.require_own_layers) or _said_by(local.require_own_parameters) or self._newer_parameter()
+        )
         if said is None:
             said = self._first(_said_by(local.optimizer_state.agreement.require))
         self._note("the model, and the model as ps.Pipeline got it", said, 4)
         if self._comparisons[-1].outcome != SAME:
             found = Verification(tuple(self._comparisons))
             raise VerifyError(f"the model does not keep the contract:\n{found}", found)
+
+    def _newer_parameter(self) -> str | None:
+        stages, known = self._local.model.copies.stages, set(map(id, self._local.model.parameters))
+        named = [(index, *each) for index, stage in stages.items() for each in stage.named_parameters()]
+        newer = [f"parameter {name} of stage {index}" for index, name, one in named if id(one) not in known]
+        return f"{newer[0]} is newer than ps.Pipeline, and no optimizer would train it" if newer else None
 
     def _compare_orders(self, own: ActivePlan, plain: ActivePlan, batch: Microbatches) -> Computed | None:
         """Compares the schedule's order with the plain one. Returns what the plain order came to, if it ran."""
