@@ -133,6 +133,12 @@ def test_split_backwards_give_gradients_at_w() -> None:
     assert [rank.gradients for rank in held.ranks] == [1, 1]
 
 
+def test_over_channels_a_receiver_holds_what_it_has_posted() -> None:
+    schedule, costs = ps.build("gpipe", 2, 3), replace(uniform(2), message_bytes=[5.0, 0.0])
+    assert [rank.messages for rank in ps.footprint(schedule, costs, channels="gloo").ranks] == [15, 15]
+    assert [rank.messages for rank in ps.footprint(schedule, costs).ranks] == [5, 5]
+
+
 def test_messages_are_held_by_the_sender_until_they_arrive_and_then_by_the_receiver() -> None:
     schedule = ps.schedule.with_updates(ps.build("gpipe", 2, 2), 2)
     costs = replace(uniform(2), message_bytes=[5.0, 0.0])

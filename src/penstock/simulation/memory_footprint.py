@@ -110,6 +110,7 @@ def footprint(
     memory_limit: float | Sequence[float] | None = None,
     sharding: str = "copies",
     masters: bool = False,
+    channels: str = "buffered",
 ) -> Footprint:
     """Computes the most bytes that each rank holds while a schedule runs.
 
@@ -129,6 +130,8 @@ def footprint(
             count as "copies".
         masters: whether `optimizer_bytes` include the parameters in full precision. If so, rules that predict need no
             second version, because the weights that ops read are written from those in any case.
+        channels: what carries the messages, as for `simulate`. On any but "buffered" a rank holds the buffer of a
+            message from when it posts the receive, as torch does from 2.15 on. Earlier ones make all at the start.
 
     Raises:
         CostError: costs without weights, or for another number of stages.
@@ -146,7 +149,7 @@ def footprint(
     """
     _require_weights(costs, sharding)
     costs = costs.with_predictions(schedule, sharding)
-    timeline = simulate(schedule, costs, links=links, dispatch=dispatch, memory_limit=memory_limit)
+    timeline = simulate(schedule, costs, links=links, dispatch=dispatch, memory_limit=memory_limit, channels=channels)
     versions, buffers = count_versions(schedule, sharding=sharding), count_buffers(schedule)
     if masters and schedule.updates is not None and schedule.updates.rule in PREDICTING:
         versions |= {(stage, k): 1 for stage, k in versions if k == OWNER or sharding == "none"}
@@ -289,17 +292,15 @@ def _copies(placement: Placement) -> Iterator[tuple[int, int, int]]:
 
 def _message_peaks(timeline: Timeline, costs: Costs) -> list[float]:
     """Most bytes of messages that each rank holds. The sender holds a message from the end of its op to the arrival,
-    the receiver from the arrival to the end of the op that uses it.
+    the receiver from the arrival, or from when it posts a receive, to the end of the op that uses it.
     """
     ends = {(timed.rank, timed.op): timed.end for timed in timeline.ops}
     changes: list[list[tuple[float, float]]] = [[] for _ in range(timeline.num_ranks)]
     for message in timeline.messages:
-        size = costs.message_size(message.source, message.target)
-        used_up = ends[message.target_rank, message.target]
-        for rank, since, until in (
-            (message.source_rank, message.sent, message.arrived),
-            (message.target_rank, message.arrived, used_up),
-        ):
+        size, target = costs.message_size(message.source, message.target), message.target_rank
+        held = message.arrived if message.posted is None else message.posted
+        sending = message.source_rank, message.sent, message.arrived
+        for rank, since, until in (sending, (target, held, ends[target, message.target])):
             if size and until > since:
                 changes[rank] += [(since, size), (until, -size)]
     # What goes at a moment goes before what comes.
