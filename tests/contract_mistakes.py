@@ -302,7 +302,7 @@ def layer_replaced(ranks: int) -> Made:
     return pipe, *batch()
 
 
-@mistake(4)
+@mistake(3)
 def layer_added(ranks: int) -> Made:
     model = row(ranks=ranks)
     pipe = piped(model, ranks)

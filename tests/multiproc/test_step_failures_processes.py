@@ -196,8 +196,8 @@ SAID = {
     "autocast": "step() was called under torch.autocast, which",
     "autocast of an evaluation": "evaluate() was called under torch.autocast, which",
     "inference mode": "step() was called under torch.inference_mode()",
-    "a layer": "layer 1 of the model has been replaced by another Linear",
-    "a layer for predictions": "layer 1 of the model has been replaced by another Linear",
+    "a layer": "layer 1 of the model is another one than when",
+    "a layer for predictions": "layer 1 of the model is another one than when",
     "a type": "parameter 1.weight of stage 1 is torch.float16 now",
 }
 

@@ -79,6 +79,28 @@ def test_replicas_that_differ_break_sentence_4() -> None:
     assert [o.value for o in outcomes] == ["4", "4"], outcomes[0].text
 
 
+def functions_share(rank: int) -> list[str]:
+    """Functions of stages that take one module from outside of them: each process would train a copy of its own."""
+    shared, x, said = nn.Linear(6, 6), torch.randn(8, 6), []
+    for tied in ([], [("0.weight", "1.weight"), ("0.bias", "1.bias")]):
+        options = ps.ParallelOptions(tied=tied)
+        stages = [lambda: shared, lambda: shared]
+        with ps.Pipeline(stages, ps.build("1f1b", 2, 4), loss_fn=nn.MSELoss(), parallel=options) as pipe:
+            try:
+                said.append(str(pipe.verify(x, x)))
+            except ps.VerifyError as error:
+                said.append(str(error))
+    return said
+
+
+def test_functions_that_share_a_module_without_saying_so_break_sentence_5() -> None:
+    for outcome in run_ranks(2, functions_share):
+        assert outcome.code == 0, outcome.text
+        unsaid, tied = outcome.value
+        assert "functions of stages 0 and 1 share 0." in unsaid
+        assert "functions of stages" not in tied
+
+
 class Chain(nn.Module):
     """A model that is traced."""
 

@@ -346,7 +346,7 @@ def test_a_layer_that_is_replaced_later_was_left_out_in_silence(make: Callable[[
         pipe.step(x, x)
         first, layers[0] = layers[0], nn.Linear(4, 4)
         for call in (lambda: pipe.step(x, x), lambda: pipe.evaluate(x, x), lambda: pipe.predict(x)):
-            with pytest.raises(RuntimeFailure, match=r"layer (layers\.)?0 of the model has been replaced by"):
+            with pytest.raises(RuntimeFailure, match=r"layer (layers\.)?0 of the model is another one than"):
                 call()
         layers[0] = first
         pipe.step(x, x)
@@ -405,31 +405,6 @@ def test_gradients_were_cleared_in_the_middle_of_a_step() -> None:
         with pytest.raises(RuntimeFailure, match="in the middle of another call, which a stage, loss_fn"):
             pipe.step(x, x)
         pipe.zero_grad()
-
-
-class InAnyOrder(nn.Module):
-    """Calls its blocks in the order in which a dict has them."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleDict({name: nn.Linear(4, 4) for name in "abcd"})
-
-    def forward(self, x: Tensor) -> Tensor:
-        for block in self.blocks.values():
-            x = torch.tanh(block(x))
-        return x
-
-
-@pytest.mark.parametrize("kind", [InAnyOrder, lambda: nn.Sequential(*(nn.Linear(4, 4) for _ in range(4)))])
-def test_layers_that_were_put_in_another_order_ran_in_the_one_before(kind: Callable[[], nn.Module]) -> None:
-    model, x = kind(), torch.randn(8, 4)
-    layers = (model.blocks if isinstance(model, InAnyOrder) else model)._modules
-    first, *_ = layers
-    with ps.Pipeline(model, ps.build("1f1b", 2, 4), loss_fn=nn.MSELoss()) as pipe:
-        pipe.step(x, x)
-        layers[first] = layers.pop(first)
-        with pytest.raises(RuntimeFailure, match=f"has layers .*, {first}, and had {first}, .* when ps.Pipeline was"):
-            pipe.step(x, x)
 
 
 def test_a_model_made_in_inference_mode_ended_in_an_error_about_a_version_counter() -> None:

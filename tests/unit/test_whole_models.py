@@ -291,7 +291,7 @@ def test_what_a_traced_model_lost_or_got_another_one_of_was_left_out_in_silence(
         said = "scale of the model is another one than when"
     elif which == "a block":
         model.block = Shifting.Block()
-        said = "layer block of the model has been replaced by another Block"
+        said = "layer block of the model is another one than when"
     else:
         model.shift = None
         said = "shift of the model is no longer there"

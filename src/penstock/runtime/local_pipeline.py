@@ -9,7 +9,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import replace
 from typing import Any
@@ -175,7 +175,8 @@ class LocalPipeline:
         moving = functions_for(self._saved) if self.offloads else {}
         self._functions = functions_of(self._schedule, {**given.ops, **reducing, **moving})
         self.sources = stages_of(given.model, schedule.num_stages, parallel.costs)
-        self._holders = _holders_of(given.model, self.sources)
+        inside = {id(one) for source in self.sources if isinstance(source, nn.Module) for one in source.modules()}
+        self._layers = _held_by({"the model": given.model} if isinstance(given.model, nn.Module) else {}, inside)
         self.notices = Notices(place.everyone)
         self.transport: Transport | None = None
         self.failover: Failover | None = None
@@ -184,7 +185,7 @@ class LocalPipeline:
         self.failure = StepFailure(is_shared=False)
         self._interfaces = choice.delegates.interfaces
         self._made = ExitStack()
-        self._held: list[tuple[dict[str, Any], str, object, str]] = []
+        self._held: list[HeldEntry] = []
 
     def build(self) -> None:
         """Makes all that a step needs. What is there when it fails, `close` takes back."""
@@ -196,7 +197,7 @@ class LocalPipeline:
         )
         self._made.callback(_leave, held)
         if schedule.updates is None:  # else stages get others to compute with
-            self._held = _held_by(held.copies.stages)
+            self._held = _held_by({f"stage {index}": stage for index, stage in held.copies.stages.items()})
         self.notices.note(place.slower_sums(held.device))
         if given.precision.autocast is torch.float16 and given.precision.enabled_scaler is None:
             self.notices.note([_UNSCALED])
@@ -389,24 +390,8 @@ class LocalPipeline:
         return self.devices.runners[pipeline, stage].saved(microbatch)
 
     def require_own_layers(self) -> None:
-        """Raises RuntimeFailure if the model has other layers now: the stages call those that it had."""
-        for path, holder, had in self._holders:
-            has = holder._modules
-            if isinstance(holder, nn.ModuleList | nn.ModuleDict | nn.Sequential) and [*has] != [*had]:
-                one, other = f"layers {', '.join(has)}", ", ".join(had)
-                if len(has) != len(had):
-                    one, other = f"{len(has)} layers", str(len(had))
-                raise RuntimeFailure(
-                    f"{path or 'the model'} has {one}, and had {other} when ps.Pipeline was made, whose stages have "
-                    "those; make a new pipeline"
-                )
-            for name, layer in had.items():
-                if (now := has.get(name)) is not layer and now is not None:
-                    raise RuntimeFailure(
-                        f"layer {path}{'.' * bool(path)}{name} of the model has been replaced by another "
-                        f"{type(now).__name__} since ps.Pipeline was made, whose stages have the one before; make a "
-                        "new pipeline, or change the layer itself"
-                    )
+        """Raises RuntimeFailure if a layer of the model has been replaced: the stages call the one that it had."""
+        _require_kept(self._layers)
         self.follow_model()
 
     def follow_model(self) -> None:
@@ -421,12 +406,7 @@ class LocalPipeline:
 
     def require_own_parameters(self) -> None:
         """Raises RuntimeFailure if a stage has another parameter or layer now: optimizers have the one before."""
-        for holder, name, known, where in self._held:
-            if (now := holder.get(name)) is not known and now is not None:
-                raise RuntimeFailure(
-                    f"{where} is another one than when ps.Pipeline was made, and no optimizer would train it; make a "
-                    "new pipeline, or change the parameter in place, such as by copy_() under torch.no_grad()"
-                )
+        _require_kept(self._held)
 
     # Batches.
 
@@ -505,22 +485,30 @@ class LocalPipeline:
             failover.close(parts=not self._life.is_broken)
 
 
-def _held_by(stages: Mapping[int, nn.Module]) -> list[tuple[dict[str, Any], str, object, str]]:
-    """Returns each parameter and module within stages: the dict that holds it, its name there, it, and its place."""
-    found: list[tuple[dict[str, Any], str, object, str]] = []
-    for index, stage in stages.items():
-        for path, module in stage.named_modules():
-            for kind, holder in (("parameter", module._parameters), ("layer", module._modules)):
-                at = f"{path}." if path else ""
-                found += [(holder, name, one, f"{kind} {at}{name} of stage {index}") for name, one in holder.items()]
-    return found
+HeldEntry = tuple[dict[str, Any], str, object, str]
+"""The dict that holds a parameter or module, its name there, the parameter or module, and its place in words."""
 
 
-def _holders_of(model: Any, sources: Sequence[Any]) -> list[tuple[str, nn.Module, dict[str, nn.Module | None]]]:
-    """Returns each module of a model that lies in no stage: its path, the module, and what it holds."""
-    taken = {id(one) for source in sources if isinstance(source, nn.Module) for one in source.modules()}
-    found = model.named_modules() if isinstance(model, nn.Module) else ()
-    return [(path, module, dict(module._modules)) for path, module in found if id(module) not in taken]
+def _require_kept(entries: Sequence[HeldEntry]) -> None:
+    """Raises RuntimeFailure if something else has taken the place of a parameter or module."""
+    for holder, name, known, where in entries:
+        if (now := holder.get(name)) is not known and now is not None:
+            raise RuntimeFailure(
+                f"{where} is another one than when ps.Pipeline was made, which runs and trains the one before; make "
+                "a new pipeline, or change values in place, such as by copy_() under torch.no_grad()"
+            )
+
+
+def _held_by(roots: Mapping[str, nn.Module], left_out: Collection[int] = ()) -> list[HeldEntry]:
+    """The parameters and modules that modules within some named ones hold, but for those in `left_out`, by id."""
+    return [
+        (holder, name, one, f"{kind} {path}{'.' * bool(path)}{name} of {where}")
+        for where, root in roots.items()
+        for path, module in root.named_modules()
+        if id(module) not in left_out
+        for kind, holder in (("parameter", module._parameters), ("layer", module._modules))
+        for name, one in holder.items()
+    ]
 
 
 def _name_of(function: Any) -> str | None:

@@ -11,6 +11,8 @@ copy of the parameters is held during each run, because a forward or a hook may 
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
@@ -27,6 +29,7 @@ from penstock.runtime.execute.plan import ActivePlan, start_of
 from penstock.runtime.local_pipeline import LocalPipeline
 from penstock.runtime.parameters.data_parallel import without_reductions
 from penstock.runtime.partitioning import Split
+from penstock.runtime.partitioning.cutting import build_stage
 from penstock.runtime.partitioning.source_line import Untraceable
 from penstock.runtime.plain_loop import chained, own_forward, run_plain
 from penstock.runtime.stage.microbatches import Microbatches
@@ -118,10 +121,9 @@ class Verifier:
             raise VerifyError(f"the model does not keep the contract:\n{found}", found)
 
     def _newer_parameter(self) -> str | None:
-        stages, known = self._local.model.copies.stages, set(map(id, self._local.model.parameters))
-        named = [(index, *each) for index, stage in stages.items() for each in stage.named_parameters()]
-        newer = [f"parameter {name} of stage {index}" for index, name, one in named if id(one) not in known]
-        return f"{newer[0]} is newer than ps.Pipeline, and no optimizer would train it" if newer else None
+        stages, known = self._local.model.every_stage(), set(map(id, self._local.model.parameters))
+        newer = [name for stage in stages for name, one in stage.named_parameters() if id(one) not in known]
+        return f"parameter {newer[0]} is newer than ps.Pipeline, and no optimizer would train it" if newer else None
 
     def _compare_orders(self, own: ActivePlan, plain: ActivePlan, batch: Microbatches) -> Computed | None:
         """Compares the schedule's order with the plain one. Returns what the plain order came to, if it ran."""
@@ -156,8 +158,27 @@ class Verifier:
         foreign: list[str] = []
         with self._watching_parameters(foreign):  # looking at a graph may change in which order it adds gradients up
             self._run(whole, first)
-        found = self._first(foreign[0] if foreign else None)
+        found = self._first(self._shared_by_functions() or (foreign[0] if foreign else None))
         self._note("the parameters that stages use, and their own", found, 5)
+
+    def _shared_by_functions(self) -> str | None:
+        """A parameter that functions of two stages take from outside of them. It is not known to be tied, since each
+        process calls the functions of its own stages alone; here all are called, and what outlives its stage is seen.
+        """
+        sources, owned_name = self._local.sources, self._local.model.ties.owned_name
+        taken: dict[int, tuple[int, str, nn.Parameter]] = {}
+        for index, source in enumerate(sources):
+            if not isinstance(source, nn.Module) and self._local.is_told:
+                named = build_stage(source, index, len(sources)).named_parameters()
+                made = [(name, weakref.ref(parameter)) for name, parameter in named]
+                del named
+                gc.collect()
+                for name, held in made:
+                    if (one := held()) is not None:
+                        first, known, _ = taken.setdefault(id(one), (index, name, one))
+                        if owned_name(name) != owned_name(known):
+                            return f"functions of stages {first} and {index} share {known}; name it in tied="
+        return None
 
     def _compare_with_whole(
         self, parts: Computed, plain: ActivePlan, whole: ActivePlan, batch: Microbatches, inputs: Any, targets: Any

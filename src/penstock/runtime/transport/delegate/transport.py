@@ -347,11 +347,6 @@ class DelegateTransport:
             found = [self._delegates.get(key) for key in self._delegates.started_keys()]
             return {delegate.name: delegate.pid for delegate in found}
 
-    @property
-    def memory_is_pinned(self) -> bool:
-        """Whether CUDA knows the memory of messages, so that copies are asynchronous."""
-        return bool(self._delegates.out_memory.part(0, 1).is_pinned())
-
     # Delegates.
 
     def _pause(self, seconds: float) -> bool:
