@@ -76,18 +76,19 @@ const torch = (() => {
       (n) => due[n] - free.arrived[n]];
   }
 
-  // Rows in which each message is sent at once, and each receive is posted as early as a bound allows: in the order in
-  // which they are due. On gloo the messages of a link are sent in the order in which they are used.
+  // Rows in which each message is sent at once, and each receive is posted as early as a bound allows: where a link takes
+  // time, in the order in which they are due. On gloo the messages of a link are then sent in the order of their use.
   function placeEarly({ graph, messages }, free, channel) {
     const sends = graph.ops.map(() => []), dues = range(graph.first.length - 1).map(() => []), links = new Map();
     const needed = new Array(graph.ops.length).fill(0), there = new Array(graph.ops.length).fill(0);
+    const isLate = range(messages.length).some((n) => free.arrived[n] !== free.left[n]);
     for (const n of range(messages.length).sort((a, b) => free.left[a] - free.left[b] || messages[a].made - messages[b].made)) {
       const { used, source, target } = messages[n], link = `${source}>${target}`;
       needed[used] += 1;
       links.set(link, [...(links.get(link) || []), n]);
     }
     for (let numbers of links.values()) {
-      if (channel === "gloo") numbers = sortedBy(numbers, (n) => messages[n].used);
+      if (channel === "gloo" && isLate) numbers = sortedBy(numbers, (n) => messages[n].used);
       let made = -1, due = Infinity;
       for (const n of numbers) {
         made = Math.max(made, messages[n].made);
@@ -95,11 +96,11 @@ const torch = (() => {
       }
       const found = [...numbers].reverse().map((n) => {
         due = Math.min(due, free.start[messages[n].used] - 2 * (free.arrived[n] - free.left[n]));
-        return [due, messages[n]];
+        return isLate ? [due, 0, messages[n]] : [free.left[n], messages[n].made, messages[n]];
       });
       dues[messages[numbers[0]].target].push(...found.reverse());
     }
-    const receives = dues.map((each) => sortedBy(each, ([due]) => due).map(([, message]) => message));
+    const receives = dues.map((each) => [...each].sort((a, b) => a[0] - b[0] || a[1] - b[1]).map(([, , message]) => message));
     return receives.map((queue, rank) => {
       const row = [];
       let posted = 0, outstanding = 0;

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import heapq
 import math
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 
@@ -217,21 +218,21 @@ def _place_early(
 ) -> list[list[Op]]:
     """Rows in which each message is sent at once, and each receive is posted as early as the bound allows.
 
-    On gloo any number of messages may be under way on a link, so there they are sent in the order in which they are
-    used: one that is used later loses nothing if it is sent with the one before it. Receives are posted in the order
-    in which they are due, two ways before their use.
+    If no link takes time, which one does may just not be known: receives are then posted in the order in which
+    messages leave. Else they are posted in the order in which they are due, two ways before their use. On gloo, where
+    any number of messages may be under way on a link, messages are then sent in the order in which they are used: one
+    that is used later loses nothing if it is sent with the one before it.
     """
+    is_late = free.arrived != free.left
     graph, ops = order.graph, order.graph.ops
     links: dict[tuple[int, int], list[int]] = {}
-    needed: dict[int, int] = {}
+    needed = Counter(message.used for message in crossings)
     for number in sorted(range(len(crossings)), key=lambda n: (free.left[n], crossings[n].made)):
-        message = crossings[number]
-        needed[message.used] = needed.get(message.used, 0) + 1
-        links.setdefault((message.source, message.target), []).append(number)
+        links.setdefault((crossings[number].source, crossings[number].target), []).append(number)
     sends: dict[int, list[Op]] = {}
-    receives: list[list[tuple[float, int]]] = [[] for _ in range(graph.num_ranks)]
+    receives: list[list[tuple[float, int, int]]] = [[] for _ in range(graph.num_ranks)]
     for (_, target), numbers in links.items():
-        if channel == GLOO:
+        if channel == GLOO and is_late:
             numbers.sort(key=lambda n: crossings[n].used)
         made, due, dues = -1, math.inf, []
         for number in numbers:
@@ -239,13 +240,13 @@ def _place_early(
             sends.setdefault(made, []).append(crossings[number].send)
         for number in reversed(numbers):
             due = min(due, free.start[crossings[number].used] - 2 * (free.arrived[number] - free.left[number]))
-            dues.append((due, number))
+            dues.append((due, 0, number) if is_late else (free.left[number], crossings[number].made, number))
         receives[target] += reversed(dues)
     backward_of = graph.backward_of
     rows: list[list[Op]] = []
     for rank in range(graph.num_ranks):
         row: list[Op] = []
-        queue = [number for _, number in sorted(receives[rank], key=lambda each: each[0])]
+        queue = [number for *_, number in sorted(receives[rank], key=lambda each: each[:2])]
         posted = outstanding = 0
         there: dict[int, int] = {}
         for op in range(graph.first[rank], graph.first[rank + 1]):
