@@ -500,7 +500,11 @@ def _require_kept(entries: Sequence[HeldEntry]) -> None:
 
 
 def _held_by(roots: Mapping[str, nn.Module], left_out: Collection[int] = ()) -> list[HeldEntry]:
-    """The parameters and modules that modules within some named ones hold, but for those in `left_out`, by id."""
+    """Lists what modules hold: each parameter and submodule at any depth, with its place in words.
+
+    Args:
+        roots: the outermost modules, by what they are called. left_out: ids of modules whose contents are not listed.
+    """
     return [
         (holder, name, one, f"{kind} {path}{'.' * bool(path)}{name} of {where}")
         for where, root in roots.items()

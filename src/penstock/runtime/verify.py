@@ -121,6 +121,7 @@ class Verifier:
             raise VerifyError(f"the model does not keep the contract:\n{found}", found)
 
     def _newer_parameter(self) -> str | None:
+        """Says which parameter of a stage was added after the pipeline was made."""
         stages, known = self._local.model.every_stage(), set(map(id, self._local.model.parameters))
         newer = [name for stage in stages for name, one in stage.named_parameters() if id(one) not in known]
         return f"parameter {newer[0]} is newer than ps.Pipeline, and no optimizer would train it" if newer else None
@@ -162,22 +163,23 @@ class Verifier:
         self._note("the parameters that stages use, and their own", found, 5)
 
     def _shared_by_functions(self) -> str | None:
-        """A parameter that functions of two stages take from outside of them. It is not known to be tied, since each
-        process calls the functions of its own stages alone; here all are called, and what outlives its stage is seen.
+        """Says which parameter the functions of two stages take from outside of the functions, and no tie names.
+
+        A process calls the functions of its own stages alone, so it can't see that others return the same module.
+        Here every function is called. A parameter that lives on when its stage is gone was taken from outside.
         """
         sources, owned_name = self._local.sources, self._local.model.ties.owned_name
+        functions = {
+            n: one for n, one in enumerate(sources) if not isinstance(one, nn.Module) and self._local.is_told
+        }
         taken: dict[int, tuple[int, str, nn.Parameter]] = {}
-        for index, source in enumerate(sources):
-            if not isinstance(source, nn.Module) and self._local.is_told:
-                named = build_stage(source, index, len(sources)).named_parameters()
-                made = [(name, weakref.ref(parameter)) for name, parameter in named]
-                del named
-                gc.collect()
-                for name, held in made:
-                    if (one := held()) is not None:
-                        first, known, _ = taken.setdefault(id(one), (index, name, one))
-                        if owned_name(name) != owned_name(known):
-                            return f"functions of stages {first} and {index} share {known}; name it in tied="
+        for index, function in functions.items():
+            made = [(n, weakref.ref(p)) for n, p in build_stage(function, index, len(sources)).named_parameters()]
+            gc.collect()
+            for name, one in [(name, one) for name, held in made if (one := held()) is not None]:
+                first, known, _ = taken.setdefault(id(one), (index, name, one))
+                if owned_name(name) != owned_name(known):
+                    return f"functions of stages {first} and {index} share {known}; name it in tied="
         return None
 
     def _compare_with_whole(

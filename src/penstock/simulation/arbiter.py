@@ -218,10 +218,11 @@ def _place_early(
 ) -> list[list[Op]]:
     """Rows in which each message is sent at once, and each receive is posted as early as the bound allows.
 
-    If no link takes time, which one does may just not be known: receives are then posted in the order in which
-    messages leave. Else they are posted in the order in which they are due, two ways before their use. On gloo, where
-    any number of messages may be under way on a link, messages are then sent in the order in which they are used: one
-    that is used later loses nothing if it is sent with the one before it.
+    If no link takes time, late links may just not be known. Each rank then posts its receives in the order in which
+    their messages leave. If a link takes time, a receive is due two ways before its message is used, and a rank posts
+    its receives in the order in which they are due. On gloo any number of messages may be under way on a link. The
+    messages of a link are then sent in the order of their use: a message that is used later loses no time if it is
+    sent together with the message before it.
     """
     is_late = free.arrived != free.left
     graph, ops = order.graph, order.graph.ops
