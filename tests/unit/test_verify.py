@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 import penstock as ps
 from contract_mistakes import MISTAKES, B, D, Does, M, batch, piped, row
+from fuzz_blocks import MainGrad
 from penstock.runtime import RuntimeFailure
 from plain_loop import differences, gradients
 
@@ -83,6 +84,21 @@ def test_nothing_lasts(schedule: str) -> None:
 
 def outcomes(found: Any) -> list[str]:
     return [each.outcome for each in found.comparisons]
+
+
+class Scaled(nn.Sequential):
+    """A forward that is traced, so that stages hold the layers within the model and not the model."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x * 1.5)
+
+
+def test_nothing_lasts_of_gradients_that_a_traced_module_keeps_in_an_attribute() -> None:
+    """The stages of a traced model hold its linear layer, and not the module around it, which keeps the sum."""
+    keeps = MainGrad(4)
+    pipe = ps.Pipeline(Scaled(nn.Linear(4, 4), keeps, nn.Linear(4, 4)), ps.build("1f1b", 2, 4), loss_fn=nn.MSELoss())
+    pipe.verify(torch.randn(8, 4), torch.randn(8, 4))
+    assert torch.equal(keeps.recorded, torch.zeros(4, 4))
 
 
 def test_batch_norms_are_told_as_what_they_are() -> None:
