@@ -1,4 +1,4 @@
-"""The layout of the package: no circular imports, no class name twice, and a page that says where things lie."""
+"""The layout of the package: no circular imports, no class name twice, and docs that name every file of a folder."""
 
 from __future__ import annotations
 
@@ -19,10 +19,6 @@ pytestmark = pytest.mark.xdist_group("layout")  # what one worker has parsed, th
 
 ROOT = Path(__file__).parents[2]
 SRC = ROOT / "src" / "penstock"
-WHERE = ROOT / "docs" / "where.md"
-ROW = re.compile(
-    r"\| (?P<question>[^|]+\?) \| `(?P<folder>[^`|]+/)` \| `(?P<file>[^`|]+\.py)` \| `(?P<name>[^`|]+)` \|"
-)
 
 DRAWN = re.compile(r"--|->|\| |==")
 
@@ -205,33 +201,6 @@ def test_every_folder_of_the_runtime_draws_what_it_does() -> None:
         modules = [each.stem for each in path.parent.glob("*.py") if each != path]
         named = [module for module in modules if re.search(rf"\b{module}\b", said)]
         assert len(named) > len(modules) / 2, f"{folder}/__init__.py says what {named} do, of {sorted(modules)}"
-
-
-def defined(path: Path, name: str) -> bool:
-    """Whether a file defines a function, a class, or a class with a method."""
-    body: list[ast.stmt] = ast.parse(path.read_text(encoding="utf-8")).body
-    for part in name.split("."):
-        found = [n for n in body if isinstance(n, ast.ClassDef | ast.FunctionDef) and n.name == part]
-        if not found:
-            return False
-        body = found[0].body
-    return True
-
-
-def test_where_answers_thirty_questions_with_what_is_there() -> None:
-    lines = WHERE.read_text(encoding="utf-8").splitlines()
-    rows = [ROW.fullmatch(line) for line in lines if line.startswith("| ") and "?" in line]
-    assert None not in rows
-    questions = [row["question"] for row in rows if row]
-    assert len(set(questions)) == len(questions) >= 30
-    missing = [
-        (row["file"], row["name"])
-        for row in rows
-        if row and not ((at := SRC / row["file"]).is_file() and defined(at, row["name"]))
-    ]
-    assert missing == []
-    assert [row["file"] for row in rows if row and row["file"].rpartition("/")[0] + "/" != row["folder"]] == []
-    assert not defined(SRC / "runtime" / "pipeline.py", "Pipeline.stepp")
 
 
 def test_no_function_that_a_package_offers_bears_the_name_of_a_module_in_it() -> None:
