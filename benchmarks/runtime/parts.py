@@ -69,13 +69,13 @@ class Parts:
 def watch_ours(parts: Parts, transport: Any) -> None:
     from penstock.dispatch import Dispatcher
     from penstock.runtime import pipeline
-    from penstock.runtime.execute import executors, step_result, worker
+    from penstock.runtime.execute import executors, step_end, worker
     from penstock.runtime.stage import ops
     from penstock.runtime.stage.ops import StageRunner
 
     parts.watch(pipeline.Pipeline, "step: set-up, batch, handlers", "step", "zero_grad")
     parts.watch(executors.StepExecutor, "step: set-up, batch, handlers", "run")
-    parts.watch(step_result.StepEnd, "step: losses shared", "share")
+    parts.watch(step_end.StepEnd, "step: losses shared", "share")
     parts.watch(worker.Worker, "decisions, recording", "run_ready", "_run")
     parts.watch(Dispatcher, "decisions, recording", "next", "finish", "arrive")
     parts.watch(StageRunner, "around forward and backward", "forward", "backward", "backward_weight")

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 import penstock as ps
-from penstock.runtime.execute import step_result
+from penstock.runtime.execute import step_end
 from penstock.runtime.stage.host_memory import on_device
 from penstock.runtime.stage.ops import StageRunner
 from penstock.runtime.tensors.message import Payload
@@ -113,7 +113,7 @@ def test_what_comes_in_host_memory_meets_its_stage_on_the_stages_device(
 ) -> None:
     """Two whole steps. Once, gradients that another pipeline's copy sent to an update stayed in host memory, and so
     did one of several gradients that were added up before the stage had them."""
-    monkeypatch.setattr(step_result, "_values", lambda losses: [0.0] * len(losses))  # there are none
+    monkeypatch.setattr(step_end, "_values", lambda losses: [0.0] * len(losses))  # there are none
     schedule = SCHEDULES[name]()
     model = [Block() for _ in range(schedule.num_stages)]
     for stage in TIES[ties]:

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 import penstock as ps
-from penstock.runtime.execute.step_result import Notices
+from penstock.runtime.execute.step_end import Notices
 from penstock.runtime.stage.split_backward import prepared_module
 from penstock.runtime.stage.split_backward.stage import HOOKED, HOOKED_MODULE, NO_RULE, TOO_SMALL, USED_OTHERWISE
 

@@ -24,7 +24,7 @@ from penstock.runtime.adapt import AdaptOptions
 from penstock.runtime.arguments import ParallelOptions, PrecisionOptions
 from penstock.runtime.emulation.pipeline import EmulatedPipeline, Emulation, emulate
 from penstock.runtime.errors import DeadlineExceeded, PeerFailed, PeerLost, RuntimeFailure, VerifyError
-from penstock.runtime.execute.step_result import StepResult
+from penstock.runtime.execute.step_end import StepResult
 from penstock.runtime.mesh.process_mesh import device_mesh
 from penstock.runtime.parameters.muon import MuonAdamW, leave_to_adamw
 from penstock.runtime.partitioning import Split, split

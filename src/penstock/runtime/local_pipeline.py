@@ -46,8 +46,7 @@ from penstock.runtime.execute.plan import (
     start_of,
     with_fewer,
 )
-from penstock.runtime.execute.step_failure import StepFailure
-from penstock.runtime.execute.step_result import Notices
+from penstock.runtime.execute.step_end import Notices, StepFailure
 from penstock.runtime.execute.torch_backend import TorchDevices
 from penstock.runtime.execute.worker import Worker
 from penstock.runtime.lifetime import Lifetime

@@ -34,7 +34,7 @@ from penstock.runtime.checkpoint.training_state import TrainingState
 from penstock.runtime.checkpoint.user_state import Stateful
 from penstock.runtime.errors import CheckpointError, DeadlineExceeded, PeerLost, RuntimeFailure
 from penstock.runtime.execute.plan import ActivePlan, require_free
-from penstock.runtime.execute.step_result import StepEnd, StepResult, SummedValues, require_same_batch
+from penstock.runtime.execute.step_end import StepEnd, StepResult, SummedValues, require_same_batch
 from penstock.runtime.execute.timeline import gathered_timeline, idle_share, measured_of
 from penstock.runtime.lifetime import Lifetime, one_at_a_time, require_plain_modes
 from penstock.runtime.local_pipeline import LocalPipeline

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from penstock.runtime.execute.step_result import sum_in_order
+from penstock.runtime.execute.step_end import sum_in_order
 from penstock.runtime.option_values import is_count, require_value
 from penstock.runtime.partitioning.cutting import Split, build_stage, stages_of
 from penstock.runtime.partitioning.whole_model import WholeModel

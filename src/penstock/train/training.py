@@ -13,7 +13,7 @@ import torch
 
 from penstock.runtime import Pipeline, RuntimeFailure, Verification
 from penstock.runtime.checkpoint import CheckpointError
-from penstock.runtime.execute.step_result import sum_in_order
+from penstock.runtime.execute.step_end import sum_in_order
 from penstock.runtime.stage.batch_rules import split
 from penstock.schedule import count_mismatch
 from penstock.train.asynchronous import Passes

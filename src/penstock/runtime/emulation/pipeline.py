@@ -37,7 +37,7 @@ from penstock.runtime.errors import RuntimeFailure
 from penstock.runtime.execute.executors import RankThreads, StepExecutor
 from penstock.runtime.execute.gang import ProcessBarrier
 from penstock.runtime.execute.plan import ActivePlan, activate, dispatch_of, require_free, require_switchable
-from penstock.runtime.execute.step_result import Notices
+from penstock.runtime.execute.step_end import Notices
 from penstock.runtime.execute.timeline import measured_of, measured_timeline
 from penstock.runtime.execute.worker import Worker
 from penstock.runtime.launch import init_process, launch

@@ -6,13 +6,13 @@
                                   |                   |
                                   |                   F, B, I, W, R: torch_backend, on a stage here     U: update_ops
                                   |                   a kind of the user's: torch_backend, its function
-    the step's last collective: step_result (losses, notices, what runs next); timeline (what was measured)
+    the step's last collective: step_end (losses, notices, failures, what runs next); timeline (what was measured)
 
 worker         one rank at work                          plan        the ops of a step, and what is in force
 executors      ranks as processes, threads, or in turn   gang        who runs an op together, or decides alike
 backend        the table of handlers                     async_ops   ops that run beside others
 torch_backend  the stages here, and their handlers       update_ops  the same with the right weights, and U
-launched_ops   ops that a GPU was given and has not ended  step_failure  an op that fails, and who learns of it
+launched_ops   ops that a GPU was given and has not ended
 
 The step executor does not know what an op does. `TorchDevices` and `EmulatedDevices` (`emulation/`) give it a table
 of handlers for each rank. `update_ops` wraps those of torch and adds entries where the schedule has updates.

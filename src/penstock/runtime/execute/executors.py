@@ -29,7 +29,7 @@ from penstock.runtime.errors import PeerLost, RuntimeFailure
 from penstock.runtime.execute.backend import Backend
 from penstock.runtime.execute.gang import Gang, Lockstep, LockstepDispatcher, ThreadBarrier
 from penstock.runtime.execute.plan import ActivePlan, StepPlan
-from penstock.runtime.execute.step_failure import StepFailure
+from penstock.runtime.execute.step_end import StepFailure
 from penstock.runtime.execute.worker import Worker
 from penstock.runtime.transport.base import StepMessages, Transport
 from penstock.runtime.transport.choose import TransportChoice

@@ -20,7 +20,7 @@ from penstock.runtime.execute.async_ops import SharedThreadStream, Stream, Watch
 from penstock.runtime.execute.backend import Backend
 from penstock.runtime.execute.gang import Gang
 from penstock.runtime.execute.launched_ops import WAITS_FOR_NOBODY, LaunchedOps
-from penstock.runtime.execute.step_failure import FAILED, StepFailure
+from penstock.runtime.execute.step_end import FAILED, StepFailure
 from penstock.runtime.tensors.message import Edge, Payload
 from penstock.runtime.transport.base import Transport
 from penstock.runtime.transport.wiring import WiredOp, Wiring

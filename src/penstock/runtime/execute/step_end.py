@@ -1,21 +1,33 @@
 """The end of a step: every rank learns the losses, that all ranks had the same batch, and what to run next.
 
-One collective carries all of it; ranks that share memory sum there.
+Each process fills in what it knows of one row, and zeros elsewhere. The rows are summed over the ranks of a pipeline
+(in their memory, if they share it), then over its replicas, then over its shards.
 
-    | loss of each microbatch | type of the losses | number of new notices | processes that failed | ranks that update
-    | last stages whose losses have a gradient, and have none | digest of the batch, for each rank
-    | what the caller tells | votes of all processes | digests of what several processes hold, in every tenth step |
+    | loss of each microbatch of each replica | type of the losses
+    | number of new notices | processes that failed | processes that found holders of a parameter to differ
+    | ranks that update | last stages whose losses have a gradient | those whose losses have none
+    | digest of each process's batch | what the caller tells | votes of all processes
+    | digests of what several processes hold, in every tenth step |
 
-Each process fills in what it knows and leaves zeros elsewhere, and the collective sums these rows. Doubles carry any
-loss type, digest and number without rounding. If the pipeline has replicas, a second collective brings their losses
-together; if it has shards, a third compares their batches. What differs anywhere is known everywhere before a process
-raises, so that none waits for one that has. Votes are in the row too: all replicas and shards switch to a new plan at
-the same step, or none does.
+Doubles carry any loss type, digest and number without rounding. What differs anywhere is known everywhere before a
+process raises, so that none waits for one that has. Votes are in the row too: all replicas and shards switch to a new
+plan at the same step, or none does.
+
+A process that can't do its part of a step goes on without computing, so that nobody waits for it in vain:
+
+    rank 0    F0 F1 F2 F3      B0 ...        B0 is told by what comes in: rank 0 computes nothing from here on
+                             .'
+    rank 1       F0 F1 !  B0'                F1 fails: rank 1 computes nothing from here on, and sends that it failed
+    the end                                  the row counts who failed: rank 1 raises its error, and rank 0
+                                             PeerFailed, which has that error's words
+
+All messages of the step have been sent and taken then, so the pipeline can run another one.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import accumulate
 
@@ -24,19 +36,77 @@ import torch
 from torch import Tensor
 
 from penstock.runtime.adapt import Agent, Vote
-from penstock.runtime.errors import RuntimeFailure
+from penstock.runtime.errors import DeadlineExceeded, PeerFailed, PeerLost, RuntimeFailure
 from penstock.runtime.execute.plan import ActivePlan
-from penstock.runtime.execute.step_failure import StepFailure
-from penstock.runtime.mesh.peers import MeshPeers, Peers, require_same
+from penstock.runtime.mesh.peers import MeshPeers, Peers, raise_together, require_same
 from penstock.runtime.mesh.process_mesh import ProcessMesh
 from penstock.runtime.parameters.agreement import HolderAgreement
 from penstock.runtime.stage.microbatches import IN_PLACE, Microbatches
 from penstock.runtime.stage.ops import StageRunner
+from penstock.runtime.tensors.message import Payload
 from penstock.runtime.transport.rank_memory import ROW
 from penstock.runtime.transport.shared_memory import SharedMemoryTransport
 from penstock.schedule.short_repr import short_repr
 
+FAILED = Payload([], ["failed"])
+"""What an op sends that has computed nothing."""
 _LOSS_TYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
+
+
+class StepFailure:
+    """Whether this process can go on to compute in a step, and what kept it from that.
+
+    Args:
+        is_shared: whether the step goes on for the sake of the others; where not, an error ends it here at once.
+    """
+
+    def __init__(self, is_shared: bool) -> None:
+        self._is_shared = is_shared
+        self.error: Exception | None = None
+        self.has_failed = False
+
+    def keeps(self, error: Exception) -> bool:
+        """Takes note of an error, the first one of a step. Returns whether the step goes on."""
+        if not self._is_shared or isinstance(error, DeadlineExceeded | PeerLost):
+            return False
+        if not self.has_failed:
+            self.note(error)
+        return True
+
+    def note(self, error: Exception) -> None:
+        """Takes note of an error at the end of a step, where every process is about to hear who failed."""
+        if self.error is None:
+            self.error, self.has_failed = error, True
+
+    @contextmanager
+    def noted(self) -> Iterator[None]:
+        """Around something in whose middle no other process waits for this one: an error ends that alone."""
+        try:
+            yield
+        except Exception as error:
+            if not self.keeps(error):
+                raise
+
+    def has_come(self, inputs: Sequence[Payload]) -> bool:
+        """Whether ops are not to compute from here on: this rank has failed, or one whose results came in has."""
+        if self.has_failed:
+            return True
+        for one in inputs:
+            if type(one.skeleton) is list and one.skeleton == FAILED.skeleton:
+                self.has_failed = True
+        return self.has_failed
+
+    def conclude(self, everyone: Peers) -> None:
+        """At the end of a step in which a process failed. Every process must call it. Where none has an error of its
+        own, holders of a parameter did not begin the step alike.
+
+        Raises:
+            PeerFailed: on those that have no error of their own; the others raise theirs.
+        """
+        who = "process" if isinstance(everyone, MeshPeers) else "rank"
+        raise_together(
+            everyone, self.error, lambda n, said: PeerFailed(f"{who} {n} could not do its part of the step: {said}")
+        )
 
 
 class Notices:
@@ -169,17 +239,15 @@ class StepEnd:
         self,
         place: ProcessMesh,
         last: Sequence[StageRunner],
-        updates: bool | None = None,
-        memory: SharedMemoryTransport | None = None,
-        tells: Sequence[float] = (),
-        agreement: HolderAgreement | None = None,
-        failure: StepFailure | None = None,
+        updates: bool | None,
+        memory: SharedMemoryTransport | None,
+        tells: Sequence[float],
+        agreement: HolderAgreement,
+        failure: StepFailure,
     ) -> None:
-        self._peers, self._replicas, self._everyone = place.pipeline, place.replicas, place.everyone
-        self._num_ranks = place.pipeline.num_ranks * place.num_replicas * place.num_shards
+        self._place, self._everyone = place, place.everyone
         self._last, self._updates, self._memory, self._tells = last, updates, memory, tells
-        self._agreement = agreement
-        self._failure = failure or StepFailure(is_shared=False)
+        self._agreement, self._failure = agreement, failure
 
     def share(
         self, batch: Microbatches, agent: Agent | None, notices: Notices
@@ -199,84 +267,64 @@ class StepEnd:
         mine = [
             self._losses(len(batch)),
             [self._loss_type()],
-            [notices.num_new, float(self._failure.has_failed), *self._facts()],
-            [batch.digest if rank in self._peers.here else 0.0 for rank in range(self._peers.num_ranks)],
+            [notices.num_new, float(self._failure.has_failed), float(not self._agreement.agrees())],
+            self._training_facts(),
+            self._in_places([float(batch.digest)]),
             self._tells,
-            self._votes(agent),
-            self._values(),
+            [] if agent is None else self._in_places(agent.vote()),
+            [] if self._updates is None else self._agreement.values_row(),
         ]
         row = self._summed([value for part in mine for value in part])
-        losses, (loss_type,), facts, digests, tells, votes, values = split_like(row, mine)
-        differ = digests.count(digests[0]) < len(digests)
-        others, dtype = [*facts, *tells, *votes, *values], _LOSS_TYPES[int(loss_type)]
-        of_all, summed, differ = self._of_all(losses, others, batch.digest, differ, batch.windows, dtype)
-        facts, tells, votes, values = split_like(summed, [facts, tells, votes, values])
-        num_notices, num_failed, num_unlike, *of_training = facts
+        losses, (loss_type,), counts, of_training, digests, tells, votes, values = split_like(row, mine)
+        num_notices, num_failed, num_unlike = counts
         if num_notices:
             notices.share()
-        if differ:
-            self._refuse(batch)
+        if digests.count(digests[0]) < len(digests):
+            require_same_batch(self._everyone.gather(batch.digest))
         if num_failed:
             self._failure.conclude(self._everyone)
-        if self._agreement is not None:
-            self._agreement.conclude(not num_unlike, values)
+        self._agreement.conclude(not num_unlike, values)
         self._require(*of_training)
         following = None
         if agent is not None:
             size = len(Vote._fields)
             rows = [votes[first : first + size] for first in range(0, len(votes), size)]
             following = agent.count_votes([Vote(*map(int, each)) for each in rows])
-        replicas = self._replicas.num_ranks
-        sums = [sum_in_order(of_all[window.start * replicas : window.stop * replicas]) for window in batch.windows]
-        windows = torch.stack(sums) if len(sums) > 1 else sums[0].reshape(1)
-        total = windows.mean() if len(sums) > 1 else sums[0].clone()
-        result = StepResult(total, of_all, window_losses=windows)
+        result = _result_of(losses, _LOSS_TYPES[int(loss_type)], self._place.num_replicas, batch.windows)
         return result, tuple(tells), None if following is None else following.made
 
-    def _refuse(self, batch: Microbatches) -> None:
-        """Raises RuntimeFailure as batches differ. Every process must call it, and raises the same."""
-        require_same_batch(self._everyone.gather(batch.digest))
-
-    def _losses(self, num_microbatches: int) -> list[float]:
-        """The loss of each microbatch; zeros if another process has them."""
-        row = [0.0] * num_microbatches
-        for runner in self._last:
+    def _losses(self, num: int) -> list[float]:
+        """The losses of all replicas' microbatches, `num` for each. The first shard tells those of its stages."""
+        row = [0.0] * num * self._place.num_replicas
+        first = num * self._place.replica
+        for runner in self._last if self._place.shard == 0 else ():
             for m, value in zip(runner.losses, _values(list(runner.losses.values())), strict=True):
-                row[m] = value
+                row[first + m] = value
         return row
 
     def _loss_type(self) -> float:
-        """The place of the losses' type in `_LOSS_TYPES`; 0 if another process has them."""
+        """The place of the losses' type in `_LOSS_TYPES`, as the process tells it that has the batch's first loss."""
+        if self._place.replica or self._place.shard:
+            return 0.0
         first = next((runner.losses[0] for runner in self._last if 0 in runner.losses), None)
         return 0.0 if first is None else float(_LOSS_TYPES.index(first.dtype))
 
-    def _votes(self, agent: Agent | None) -> list[float]:
-        """The votes of all processes, one after another; zeros for those of other processes."""
-        if agent is None:
-            return []
-        vote = agent.vote()
-        nothing = [0.0] * len(vote)
-        return [
-            n for rank in range(self._everyone.num_ranks) for n in (vote if rank in self._everyone.here else nothing)
-        ]
-
-    def _values(self) -> list[float]:
-        """Digests of the values of parameters that other processes hold too. Nothing in most steps."""
-        return [] if self._agreement is None or self._updates is None else self._agreement.values_row()
-
-    def _facts(self) -> tuple[float, float, float, float]:
-        """Whether this process knows of holders that are not alike, how many ranks here update, how many last stages
-        had a loss with a gradient, and how many one without.
-        """
-        unlike = float(self._agreement is not None and not self._agreement.agrees())
+    def _training_facts(self) -> tuple[float, float, float]:
+        """How many ranks here update, how many last stages had a loss with a gradient, and how many one without."""
         if not self._updates:  # the gradients of a model that is frozen as a whole may be asked for: there are none
-            return unlike, 0.0, 0.0, 0.0
+            return 0.0, 0.0, 0.0
         ran = [runner.has_gradient for runner in self._last if runner.losses]
-        return unlike, float(len(self._peers.here)), float(sum(ran)), float(len(ran) - sum(ran))
+        return float(len(self._place.pipeline.here)), float(sum(ran)), float(len(ran) - sum(ran))
+
+    def _in_places(self, numbers: Sequence[float]) -> list[float]:
+        """The same numbers of all processes, one process's after another's; zeros for those of other processes."""
+        here, nothing = self._everyone.here, [0.0] * len(numbers)
+        return [n for rank in range(self._everyone.num_ranks) for n in (numbers if rank in here else nothing)]
 
     def _require(self, num_updating: float, with_gradient: float, without: float) -> None:
         """Raises RuntimeFailure, in every process, if the step would train nothing, or only a part of the model."""
-        ranks = self._num_ranks
+        place = self._place
+        ranks = place.pipeline.num_ranks * place.num_replicas * place.num_shards
         if num_updating not in (0, ranks):
             raise RuntimeFailure(
                 f"{num_updating:g} of {ranks} ranks called step(update=True), and the others step(update=False); "
@@ -290,53 +338,15 @@ class StepEnd:
             )
 
     def _summed(self, row: list[float]) -> list[float]:
-        """Sums a row over all ranks."""
+        """Sums a row over all processes: over the pipeline's ranks, then along the other dimensions of the mesh."""
+        others = self._everyone.along[1:] if isinstance(self._everyone, MeshPeers) else ()
         if self._memory is not None and len(row) <= ROW:
-            return self._memory.sum(row)
-        summed: list[float] = self._peers.sum(torch.tensor(row, dtype=torch.float64, device="cpu")).tolist()
-        return summed
-
-    def _of_all(
-        self,
-        losses: list[float],
-        tells: list[float],
-        digest: int,
-        differ: bool,
-        windows: Sequence[range],
-        dtype: torch.dtype,
-    ) -> tuple[Tensor, list[float], bool]:
-        """The losses of all replicas' microbatches, in the order of the whole batch; the sums of `tells` and of votes
-        over all processes, computed from the sums over this pipeline; and whether batches differ anywhere.
-
-        Args:
-            digest: of this process's batch. differ: whether batches of this pipeline do.
-        """
-        replicas, size = self._replicas.num_ranks, len(losses)
-        if replicas == 1:
-            return torch.tensor(losses, dtype=dtype, device="cpu"), *self._of_shards(tells, digest, differ)
-        mine = self._replicas.here[0]
-        shared = torch.zeros(replicas, size + 2 + len(tells), dtype=torch.float64, device="cpu")
-        shared[mine] = torch.tensor([*losses, digest, differ, *tells], dtype=torch.float64, device="cpu")
-        shared = self._replicas.sum(shared)
-        digests, differing = shared[:, size].tolist(), shared[:, size + 1].tolist()
-        differ = any(differing) or digests.count(digests[0]) < replicas
-        whole = torch.cat([shared[:, window.start : window.stop].reshape(-1) for window in windows])
-        return whole.to(dtype), *self._of_shards(shared[:, size + 2 :].sum(0).tolist(), digest, differ)
-
-    def _of_shards(self, tells: list[float], digest: int, differ: bool) -> tuple[list[float], bool]:
-        """Sums `tells` over all shards, if there are any, and tells whether batches differ between them or in one.
-
-        All else is the same on every shard, as their batches are.
-        """
-        if isinstance(self._everyone, MeshPeers):
-            for shards in self._everyone.along[2:]:
-                row = torch.zeros(1 + shards.num_ranks + len(tells), dtype=torch.float64, device="cpu")
-                row[1 + shards.here[0]] = digest
-                row[0], row[1 + shards.num_ranks :] = differ, torch.tensor(tells, dtype=torch.float64, device="cpu")
-                differing, *summed = shards.sum(row).tolist()
-                digests, tells = summed[: shards.num_ranks], summed[shards.num_ranks :]
-                differ = bool(differing) or digests.count(digests[0]) < len(digests)
-        return tells, differ
+            row = self._memory.sum(row)
+        else:
+            row = _summed_over(self._place.pipeline, row)
+        for peers in others:
+            row = _summed_over(peers, row)
+        return row
 
 
 def require_same_batch(digests: Sequence[int]) -> None:
@@ -349,6 +359,29 @@ def split_like(row: Sequence[float], parts: Sequence[Sequence[float]]) -> list[l
     """Cuts a row into parts as long as those given."""
     ends = list(accumulate(map(len, parts)))
     return [list(row[end - len(part) : end]) for end, part in zip(ends, parts, strict=True)]
+
+
+def _summed_over(peers: Peers, row: Sequence[float]) -> list[float]:
+    summed: list[float] = peers.sum(torch.tensor(row, dtype=torch.float64, device="cpu")).tolist()
+    return summed
+
+
+def _result_of(
+    losses: Sequence[float], dtype: torch.dtype, num_replicas: int, windows: Sequence[range]
+) -> StepResult:
+    """The result with the losses of all replicas' microbatches, in the order of the whole batch.
+
+    Args:
+        losses: one replica's after another's. windows: of one replica.
+    """
+    of_all = torch.tensor(losses, dtype=dtype, device="cpu")
+    if num_replicas > 1:
+        rows = of_all.reshape(num_replicas, -1)
+        of_all = torch.cat([rows[:, window.start : window.stop].reshape(-1) for window in windows])
+    sums = [sum_in_order(of_all[window.start * num_replicas : window.stop * num_replicas]) for window in windows]
+    of_windows = torch.stack(sums) if len(sums) > 1 else sums[0].reshape(1)
+    total = of_windows.mean() if len(sums) > 1 else sums[0].clone()
+    return StepResult(total, of_all, window_losses=of_windows)
 
 
 def _values(losses: Sequence[Tensor]) -> list[float]:
