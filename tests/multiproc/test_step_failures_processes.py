@@ -173,10 +173,6 @@ def refused_alone(rank: int) -> dict[str, str]:
     return found
 
 
-def replaced(model: nn.Sequential) -> None:
-    model[1] = nn.Linear(WIDTH, WIDTH)
-
-
 ALONE: dict[str, tuple[Callable[..., object], Callable[[], Any], Callable[[nn.Sequential], object]]] = {
     "autocast": (ps.Pipeline.step, partial(torch.autocast, "cpu", torch.bfloat16), lambda model: None),
     "autocast of an evaluation": (
@@ -185,8 +181,6 @@ ALONE: dict[str, tuple[Callable[..., object], Callable[[], Any], Callable[[nn.Se
         lambda model: None,
     ),
     "inference mode": (ps.Pipeline.step, torch.inference_mode, lambda model: None),
-    "a layer": (ps.Pipeline.step, nullcontext, replaced),
-    "a layer for predictions": (lambda pipe, x, y: pipe.predict(x), nullcontext, replaced),
     "a type": (ps.Pipeline.step, nullcontext, nn.Module.half),
     "a type of parts": (ps.Pipeline.step, nullcontext, nn.Module.half),
 }
@@ -196,8 +190,6 @@ SAID = {
     "autocast": "step() was called under torch.autocast, which",
     "autocast of an evaluation": "evaluate() was called under torch.autocast, which",
     "inference mode": "step() was called under torch.inference_mode()",
-    "a layer": "layer 1 of the model is another one than when",
-    "a layer for predictions": "layer 1 of the model is another one than when",
     "a type": "parameter 1.weight of stage 1 is torch.float16 now",
 }
 

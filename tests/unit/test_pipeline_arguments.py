@@ -462,14 +462,13 @@ def test_generators_of_arguments_were_read_once_and_then_empty() -> None:
         assert pipe.step_sums == (0.0, 1.0, 2.0)
 
 
-def test_a_parameter_that_is_replaced_after_the_pipeline_was_made_was_never_trained() -> None:
+def test_verify_finds_a_parameter_that_is_replaced_after_the_pipeline_was_made() -> None:
     model, pipe = square()
     x = torch.ones(4, 4)
     pipe.step(x, x)
     model[3].weight = nn.Parameter(torch.zeros(4, 4))
-    with pytest.raises(RuntimeFailure, match=r"parameter .* of stage 1 is another one .*make a new pipeline"):
-        pipe.step(x, x)
-    pipe.evaluate(x, x)  # which trains nothing
+    with pytest.raises(ps.VerifyError, match=r"parameter .* of stage 1 is another one .*make a new pipeline"):
+        pipe.verify(x, x)
 
 
 @pytest.mark.parametrize("change", ["added", "parametrized"])
@@ -484,7 +483,7 @@ def test_verify_finds_a_parameter_that_the_pipeline_was_not_made_with(change: st
         pipe.verify(x, x)
 
 
-def test_a_layer_without_parameters_that_is_replaced_is_found_too() -> None:
+def test_verify_finds_a_layer_without_parameters_that_is_replaced() -> None:
     model = nn.Sequential(*(nn.Sequential(nn.Linear(4, 4), nn.ReLU()) for _ in range(2)))
     pipe = ps.Pipeline(
         model, ps.build("1f1b", 2, 2), loss_fn=nn.MSELoss(), optimizer=torch.optim.SGD(model.parameters(), lr=0.1)
@@ -492,5 +491,5 @@ def test_a_layer_without_parameters_that_is_replaced_is_found_too() -> None:
     x = torch.ones(4, 4)
     pipe.step(x, x)
     model[1][1] = nn.Tanh()
-    with pytest.raises(RuntimeFailure, match=r"layer 1\.1 of stage 1 is another one"):
-        pipe.step(x, x)
+    with pytest.raises(ps.VerifyError, match=r"layer 1\.1 of stage 1 is another one"):
+        pipe.verify(x, x)

@@ -339,27 +339,26 @@ class Two(nn.Module):
 
 
 @pytest.mark.parametrize("make", [lambda: nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), Two])
-def test_a_layer_that_is_replaced_later_was_left_out_in_silence(make: Callable[[], nn.Module]) -> None:
+def test_verify_finds_a_layer_that_is_replaced_later(make: Callable[[], nn.Module]) -> None:
     model, x = make(), torch.randn(8, 4)
     layers = model.layers if isinstance(model, Two) else model
     with ps.Pipeline(model, ps.build("1f1b", 2, 4), loss_fn=nn.MSELoss()) as pipe:
         pipe.step(x, x)
         first, layers[0] = layers[0], nn.Linear(4, 4)
-        for call in (lambda: pipe.step(x, x), lambda: pipe.evaluate(x, x), lambda: pipe.predict(x)):
-            with pytest.raises(RuntimeFailure, match=r"layer (layers\.)?0 of the model is another one than"):
-                call()
+        with pytest.raises(ps.VerifyError, match=r"layer (layers\.)?0 of the model is another one than"):
+            pipe.verify(x, x)
         layers[0] = first
-        pipe.step(x, x)
+        assert pipe.verify(x, x).holds
 
 
-def test_a_layer_within_a_layer_that_is_replaced_is_refused() -> None:
+def test_verify_finds_a_layer_within_a_layer_that_is_replaced() -> None:
     """As adapters do that wrap layers: no optimizer would train theirs."""
     model, x = nn.Sequential(nn.Sequential(nn.Linear(4, 4), nn.Tanh()), nn.Linear(4, 4)), torch.randn(8, 4)
     with ps.Pipeline(model, ps.build("1f1b", 2, 4), loss_fn=nn.MSELoss(), optimizer=torch.optim.SGD) as pipe:
         pipe.step(x, x)
         model[0][0] = nn.Sequential(model[0][0], nn.Linear(4, 4))
-        with pytest.raises(RuntimeFailure, match=r"layer 0\.0 of stage 0 is another one than when ps\.Pipeline was"):
-            pipe.step(x, x)
+        with pytest.raises(ps.VerifyError, match=r"layer 0\.0 of stage 0 is another one than when ps\.Pipeline was"):
+            pipe.verify(x, x)
 
 
 def test_a_step_within_a_step_named_an_attribute_of_ours() -> None:

@@ -9,7 +9,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import replace
 from typing import Any
@@ -98,6 +98,7 @@ class LocalPipeline:
         running: what the next step runs. last: what the last step or evaluation ran, and its workers. failure: what
             kept this process from doing its part of that.
         notices: messages for the user.
+        found: what `held` gave when this was built.
         sources: the stages as they were given or cut, those of other processes too.
         model, optimizer_state, devices, executor, transport, failover, conditions: what `build` makes.
 
@@ -174,8 +175,6 @@ class LocalPipeline:
         moving = functions_for(self._saved) if self.offloads else {}
         self._functions = functions_of(self._schedule, {**given.ops, **reducing, **moving})
         self.sources = stages_of(given.model, schedule.num_stages, parallel.costs)
-        inside = {id(one) for source in self.sources if isinstance(source, nn.Module) for one in source.modules()}
-        self._layers = _held_by({"the model": given.model} if isinstance(given.model, nn.Module) else {}, inside)
         self.notices = Notices(place.everyone)
         self.transport: Transport | None = None
         self.failover: Failover | None = None
@@ -184,7 +183,6 @@ class LocalPipeline:
         self.failure = StepFailure(is_shared=False)
         self._interfaces = choice.delegates.interfaces
         self._made = ExitStack()
-        self._held: list[HeldEntry] = []
 
     def build(self) -> None:
         """Makes all that a step needs. What is there when it fails, `close` takes back."""
@@ -195,8 +193,7 @@ class LocalPipeline:
             self.sources, schedule.placement, place, parallel.device, parallel.tied, parallel.parallelize
         )
         self._made.callback(_leave, held)
-        if schedule.updates is None:  # else stages get others to compute with
-            self._held = _held_by({f"stage {index}": stage for index, stage in held.copies.stages.items()})
+        self.found = self.held()
         self.notices.note(place.slower_sums(held.device))
         if given.precision.autocast is torch.float16 and given.precision.enabled_scaler is None:
             self.notices.note([_UNSCALED])
@@ -388,11 +385,6 @@ class LocalPipeline:
         pipeline = self.running.schedule.microbatch_pipeline[microbatch]
         return self.devices.runners[pipeline, stage].saved(microbatch)
 
-    def require_own_layers(self) -> None:
-        """Raises RuntimeFailure if a layer of the model has been replaced: the stages call the one that it had."""
-        _require_kept(self._layers)
-        self.follow_model()
-
     def follow_model(self) -> None:
         """Stages of a model whose forward is traced hold the buffers that the user has given it since.
 
@@ -403,9 +395,19 @@ class LocalPipeline:
             if isinstance(stage, TracedStage):
                 stage.follow_model()
 
-    def require_own_parameters(self) -> None:
-        """Raises RuntimeFailure if a stage has another parameter or layer now: optimizers have the one before."""
-        _require_kept(self._held)
+    def held(self) -> dict[str, object]:
+        """The parameters and layers of the user's model and of the stages here, by their places in words."""
+        roots = {f"stage {index}": stage for index, stage in self.model.copies.stages.items()}
+        if isinstance(self._given.model, nn.Module):
+            roots["the model"] = self._given.model
+        return {
+            f"{kind} {path}{'.' * bool(path)}{name} of {where}": one
+            for where, root in roots.items()
+            for path, module in root.named_modules()
+            for kind, parts in (("parameter", module._parameters), ("layer", module._modules))
+            for name, one in parts.items()
+            if one is not None
+        }
 
     # Batches.
 
@@ -482,36 +484,6 @@ class LocalPipeline:
     def _end_failover(self, failover: Failover | None) -> None:
         if failover is not None:
             failover.close(parts=not self._life.is_broken)
-
-
-HeldEntry = tuple[dict[str, Any], str, object, str]
-"""The dict that holds a parameter or module, its name there, the parameter or module, and its place in words."""
-
-
-def _require_kept(entries: Sequence[HeldEntry]) -> None:
-    """Raises RuntimeFailure if something else has taken the place of a parameter or module."""
-    for holder, name, known, where in entries:
-        if (now := holder.get(name)) is not known and now is not None:
-            raise RuntimeFailure(
-                f"{where} is another one than when ps.Pipeline was made, which runs and trains the one before; make "
-                "a new pipeline, or change values in place, such as by copy_() under torch.no_grad()"
-            )
-
-
-def _held_by(roots: Mapping[str, nn.Module], left_out: Collection[int] = ()) -> list[HeldEntry]:
-    """Lists what modules hold: each parameter and submodule at any depth, with its place in words.
-
-    Args:
-        roots: the outermost modules, by what they are called. left_out: ids of modules whose contents are not listed.
-    """
-    return [
-        (holder, name, one, f"{kind} {path}{'.' * bool(path)}{name} of {where}")
-        for where, root in roots.items()
-        for path, module in root.named_modules()
-        if id(module) not in left_out
-        for kind, holder in (("parameter", module._parameters), ("layer", module._modules))
-        for name, one in holder.items()
-    ]
 
 
 def _name_of(function: Any) -> str | None:

@@ -419,7 +419,7 @@ class Pipeline:
         if self._loss_fn is None and not has_many_ends(self.schedule.graph):
             raise RuntimeFailure(NO_LOSS.format("train"))
         if self._moving_to is not None:
-            self._local.require_own_layers()
+            self._local.follow_model()
             with self._local.sharing("a move of nodes"):
                 self._move(self._moving_to)
         windows = self.schedule.windows.ranges if self.schedule.windows is not None else ()
@@ -430,8 +430,7 @@ class Pipeline:
         with failure.noted():
             rates = None if rates is None else rates_of(rates)
             require_plain_modes(local.model.device, "step", trains=True)
-            local.require_own_layers()
-            local.require_own_parameters()
+            local.follow_model()
             local.model.require_trainable()
         batch = local.cut(inputs, targets, self._loss_fn, windows, trains=True)
         with failure.noted(), local.mesh.waiting():
@@ -666,7 +665,7 @@ class Pipeline:
         self._local.optimizer_state.require_whole()
         with self._local.begin().noted():
             require_plain_modes(self._local.model.device, purpose.value)
-            self._local.require_own_layers()
+            self._local.follow_model()
         loss_fn = self._loss_fn if purpose is Purpose.EVALUATE else None
         batch = self._local.cut(inputs, targets, loss_fn, ())
         self._local.optimizer_state.agreement.begin()

@@ -5,7 +5,14 @@ docs/contract.md has the sentences in full, and says which comparison finds whic
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from torch import Tensor
+from torch.nn import Parameter
+
+from penstock.runtime.tensors.digest import hash_of
+from penstock.runtime.tensors.sketch import Sketch
 
 CONTRACT = {
     1: "a forward depends on its inputs, parameters, buffers and torch's generator alone",
@@ -73,3 +80,54 @@ class Verification:
             if each.sentence is not None:
                 lines.append(f"  likely cause, sentence {each.sentence} of the contract: {CONTRACT[each.sentence]}")
         return "\n".join(lines)
+
+
+@dataclass
+class Computed:
+    """What one way to compute a step came to in this process.
+
+    Attributes:
+        losses: by microbatch, each one's share of the loss. Empty where another process has them.
+        digests: of each gradient and buffer, by its name in words.
+        sketches: of each gradient, if gradients are to be compared but for rounding.
+        outputs: of each sample, numbers made of the model's output for it.
+        has_failed: whether some process could not compute it. error: what kept this one from that.
+    """
+
+    losses: dict[int, Tensor] = field(default_factory=dict)
+    digests: dict[str, int] = field(default_factory=dict)
+    sketches: dict[str, Sketch] = field(default_factory=dict)
+    outputs: list[Tensor] = field(default_factory=list)
+    has_failed: bool = False
+    error: Exception | None = None
+
+    def note_gradients(self, parameters: Mapping[str, Parameter], where: str = "", sketched: bool = False) -> None:
+        """Takes digests of the gradients of parameters, and sketches if those are asked for."""
+        for name, parameter in parameters.items():
+            if parameter.grad is not None:
+                self.digests[f"the gradient of {name}{where}"] = hash_of(parameter.grad)
+                if sketched:
+                    self.sketches[f"the gradient of {name}{where}"] = Sketch.of(parameter.grad)
+
+    @property
+    def said(self) -> str | None:
+        """The first line of the error."""
+        if self.error is None:
+            return None
+        first = str(self.error).strip().splitlines()
+        return f"{type(self.error).__name__}: {first[0] if first else ''}"
+
+    def difference(self, other: Computed) -> str | None:
+        """The first thing that differs by a bit."""
+        mine, theirs = (
+            {f"the loss of microbatch {m}": repr(loss.item()) for m, loss in sorted(each.losses.items())}
+            for each in (self, other)
+        )
+        for name in dict.fromkeys((*mine, *theirs)):
+            if mine.get(name) != theirs.get(name):
+                return f"{name} is {mine.get(name)} and {theirs.get(name)}"
+        return self.changed(other.digests) or other.changed(self.digests)
+
+    def changed(self, digests: Mapping[str, int]) -> str | None:
+        """The first name with another digest here than the given one."""
+        return next((name for name, digest in digests.items() if self.digests.get(name) != digest), None)

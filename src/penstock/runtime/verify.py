@@ -15,7 +15,7 @@ import gc
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -39,33 +39,11 @@ from penstock.runtime.tensors.digest import hash_of
 from penstock.runtime.tensors.dtensor import is_sharded, memory, overwrite
 from penstock.runtime.tensors.pytree import flatten
 from penstock.runtime.tensors.rng import mix, restored
-from penstock.runtime.tensors.sketch import Sketch
-from penstock.runtime.verification import DIFFERS, LEFT_OUT, SAME, ComparedWays, Verification
-from penstock.schedule import ScheduleError
+from penstock.runtime.verification import DIFFERS, LEFT_OUT, SAME, ComparedWays, Computed, Verification
+from penstock.schedule import Schedule, ScheduleError
 
 TOLERANCE = {torch.float64: 1e-7, torch.float32: 2e-3, torch.bfloat16: 0.1, torch.float16: 0.05}
 """By the type computed in, the relative difference between microbatches and whole batch that rounding explains."""
-
-
-@dataclass
-class Computed:
-    """What a step came to in this process.
-
-    Attributes:
-        losses: by microbatch, each one's share of the loss. Empty where another process has them.
-        gradients, buffers: a digest by name.
-        sketches: of each gradient by name, if they are to be compared but for rounding.
-        outputs: of each sample, numbers made of the model's output for it.
-        has_failed: whether some process could not compute it. error: what kept this one from that.
-    """
-
-    losses: dict[int, Tensor]
-    gradients: dict[str, int]
-    buffers: dict[str, int]
-    sketches: dict[str, Sketch]
-    outputs: list[Tensor]
-    has_failed: bool = False
-    error: Exception | None = None
 
 
 class Verifier:
@@ -81,6 +59,11 @@ class Verifier:
         self._local, self._given, self._seed = local, given, seed
         self._everyone = local.mesh.everyone
         self._comparisons: list[ComparedWays] = []
+        model = given.model.model if isinstance(given.model, Split) else given.model
+        self._model = model if isinstance(model, nn.Module) else None
+        stages = local.model.every_stage()
+        self._modules = nn.ModuleList([*stages] if self._model is None else [self._model, *stages])
+        """All modules here, those of the user's model that no stage here holds too."""
 
     def verify(self, inputs: Any, targets: Any) -> Verification:
         """Makes all comparisons. Every process must call it. Raises VerifyError where something differs."""
@@ -100,6 +83,9 @@ class Verifier:
                 self._compare_parameters(whole, batch)
                 self._compare_with_whole(parts, plain, whole, batch, inputs, targets)
                 self._compare_with_model(plain, batch)
+        return self._conclude()
+
+    def _conclude(self) -> Verification:
         found = Verification(tuple(self._comparisons))
         if not found.holds:
             raise VerifyError(f"the model does not keep the contract on this step:\n{found}", found)
@@ -110,19 +96,23 @@ class Verifier:
     def _compare_holders(self) -> None:
         """Modules and parameters are those that the pipeline was made with, and alike wherever they are held."""
         local = self._local
-        said = self._first(
-            _said_by(local.require_own_layers) or _said_by(local.require_own_parameters) or self._newer_parameter()
-        )
+        said = self._first(self._replaced() or _said_by(local.follow_model))
         if said is None:
             said = self._first(_said_by(local.optimizer_state.agreement.require))
         self._note("the model, and the model as ps.Pipeline got it", said, 4)
-        if self._comparisons[-1].outcome != SAME:
-            found = Verification(tuple(self._comparisons))
-            raise VerifyError(f"the model does not keep the contract:\n{found}", found)
+        self._conclude()
 
-    def _newer_parameter(self) -> str | None:
-        """Says which parameter of a stage was added after the pipeline was made."""
-        stages, known = self._local.model.every_stage(), set(map(id, self._local.model.parameters))
+    def _replaced(self) -> str | None:
+        """Says which layer or parameter is another one than when the pipeline was made, or was added to a stage."""
+        before, now = self._local.found, self._local.held()
+        for name, one in now.items():
+            if before.get(name, one) is not one:
+                return (
+                    f"{name} is another one than when ps.Pipeline was made, which runs and trains the one before; "
+                    "make a new pipeline, or change values in place, such as by copy_() under torch.no_grad()"
+                )
+        known = set(map(id, self._local.model.parameters))
+        stages = self._local.model.every_stage()
         newer = [name for stage in stages for name, one in stage.named_parameters() if id(one) not in known]
         return f"parameter {newer[0]} is newer than ps.Pipeline, and no optimizer would train it" if newer else None
 
@@ -138,12 +128,10 @@ class Verifier:
         if (said := self._failure(theirs)) is not None:
             self._note(ways, f"the schedule's order fails: {said}", 2)
             return parts
-        found = self._first(_difference(theirs, parts)) if exactly else self._beyond_rounding(theirs, parts)
+        found = self._first(theirs.difference(parts)) if exactly else self._beyond_rounding(theirs, parts)
         sentence = 1 if own.recomputed else 2
-        if found is not None:  # does a second run in the same order give something else?
-            again = self._run(plain, batch)
-            if self._first(_difference(again, parts)) is not None:
-                sentence = 1
+        if found is not None and self._first(self._run(plain, batch).difference(parts)) is not None:
+            sentence = 1  # a second run in the same order gives something else, too
         self._note(ways, found, sentence, "" if exactly else "but for rounding, as it sums in another order")
         return parts
 
@@ -157,7 +145,9 @@ class Verifier:
             windows=(range(1),),
         )
         foreign: list[str] = []
-        with self._watching_parameters(foreign):  # looking at a graph may change in which order it adds gradients up
+        with ExitStack() as stack:  # a run of its own: looking at a graph may change in which order gradients add up
+            for (_, index), stage in self._local.model.copies.here.items():
+                stack.callback(stage.register_forward_hook(_looking_for(foreign, index)).remove)
             self._run(whole, first)
         found = self._first(self._shared_by_functions() or (foreign[0] if foreign else None))
         self._note("the parameters that stages use, and their own", found, 5)
@@ -197,10 +187,12 @@ class Verifier:
             self._note_left_out(ways, "the batch is one microbatch")
             return
         one = self._local.cut(inputs, targets, self._given.loss_fn, (), num=1)
-        before = self._buffers()
+        before, casts = self._buffers(), self._given.precision.autocast is not None
         for without, modules in self._modes():
-            with _in_evaluation(modules), self._without_autocast():
-                if modules or self._given.precision.autocast is not None:
+            # Without autocast, ops compute in the types of their parameters, whose rounding is less.
+            runners = self._local.devices.runners.values()
+            with _in_evaluation(modules), _having((runner, "autocast", None) for runner in runners):
+                if modules or casts:
                     parts = self._run(plain, batch, sketched=True)
                 together = self._run(whole, one, sketched=True)
                 if (said := self._failure(parts) or self._failure(together)) is not None:
@@ -208,7 +200,7 @@ class Verifier:
                     return
                 found = self._beyond_rounding(parts, together)
                 if found is not None:
-                    if self._first(_changed(before, parts.buffers)) is not None:
+                    if self._first(parts.changed(before)) is not None:
                         continue  # each microbatch sees statistics of those before it
                     other = self._run(whole, one, sketched=True, seed=mix(self._seed, 1))
                     if self._beyond_rounding(together, other) is not None:
@@ -220,8 +212,8 @@ class Verifier:
                         return
             self._note(ways, found, 7, without)
             return
-        why = self._first(_changed(before, parts.buffers))
-        why = "draws random numbers" if why is None else f"changes its buffer {why}"
+        buffer = self._first(parts.changed(before))
+        why = "draws random numbers" if buffer is None else f"changes {buffer}"
         self._note_left_out(ways, f"a forward {why} in evaluation mode, so microbatches differ from the whole batch")
 
     def _compare_with_model(self, plain: ActivePlan, batch: Microbatches) -> None:
@@ -229,9 +221,8 @@ class Verifier:
         the parameters that it has, as old as they may be.
         """
         ways = "the stages, and the model's own forward"
-        local, model = self._local, self._given.model
-        whole = model.model if isinstance(model, Split) else model
-        if not isinstance(whole, nn.Module):
+        local, model = self._local, self._model
+        if model is None:
             self._note_left_out(ways, "the model was given as a list of stages")
             return
         if len(local.sources) == 1:
@@ -243,58 +234,67 @@ class Verifier:
         found = None
         if local.mesh.replica == 0 and local.devices.last:
             local.switch(plain)
-            found = self._differs_from_model(whole, own_forward(model), batch)
+            found = self._differs_from_model(model, batch)
         self._note(ways, self._first(found), 3)
 
-    def _differs_from_model(self, model: nn.Module, forward: Callable[..., Any], batch: Microbatches) -> str | None:
-        local, given = self._local, self._given
+    def _differs_from_model(self, model: nn.Module, batch: Microbatches) -> str | None:
+        local, device = self._local, self._local.model.device
         parameters = dict(model.named_parameters())
-        assert given.loss_fn is not None, "verify needs a loss"
-        results = []
-        stages = [local.model.copies.stages.get(index, source) for index, source in enumerate(local.sources)]
-        with _on_device(stages, local.model.device), _gradients_aside(parameters.values()):
-            for each in (chained(stages), forward):
-                for parameter in parameters.values():
-                    parameter.grad = None
-                error, losses = None, []
-                try:
-                    with untouched(model), _values_kept(parameters.values()):
-                        losses = run_plain(
-                            each, batch, given.loss_fn, self._seed, given.precision.autocast, local.model.device
+        stages: list[Any] = [local.model.copies.stages.get(n, source) for n, source in enumerate(local.sources)]
+        tensors = [tensor for stage in stages for tensor in (*stage.parameters(), *stage.buffers())]
+
+        def computed(forward: Callable[..., Any]) -> Computed:
+            result, loss_fn = Computed(), self._given.loss_fn
+            assert loss_fn is not None, "verify needs a loss"
+            try:
+                with untouched(model), _values_kept(parameters.values()):
+                    result.losses = dict(
+                        enumerate(
+                            run_plain(forward, batch, loss_fn, self._seed, self._given.precision.autocast, device)
                         )
-                except Exception as caught:
-                    error = caught
-                digests = {name: hash_of(p.grad) for name, p in parameters.items() if p.grad is not None}
-                results.append(Computed(dict(enumerate(losses)), digests, {}, {}, [], error is not None, error))
-        staged, own = results
+                    )
+            except Exception as error:
+                result.error = error
+            result.note_gradients(parameters)
+            return result
+
+        with _having((tensor, "data", tensor.data.to(device)) for tensor in tensors if tensor.device != device):
+            with _having((parameter, "grad", None) for parameter in parameters.values()):
+                staged = computed(chained(stages))
+            with _having((parameter, "grad", None) for parameter in parameters.values()):
+                own = computed(own_forward(self._given.model))
         if own.error is not None:
-            return f"the model's own forward fails: {_error_of(own)}"
-        return _difference(staged, own) if staged.error is None else f"the stages fail: {_error_of(staged)}"
+            return f"the model's own forward fails: {own.said}"
+        return staged.difference(own) if staged.error is None else f"the stages fail: {staged.said}"
 
     # Runs.
 
-    def _plan(self, schedule: Any) -> ActivePlan:
-        local = self._local
-        return local.activated(start_of(schedule, Dispatch.FROZEN, local.costs, None))
+    def _plan(self, schedule: Schedule) -> ActivePlan:
+        return self._local.activated(start_of(schedule, Dispatch.FROZEN, self._local.costs, None))
 
     def _run(
         self, plan: ActivePlan, batch: Microbatches, *, sketched: bool = False, seed: int | None = None
     ) -> Computed:
         """Runs a step by a plan, and puts back what it changes."""
-        local, state = self._local, self._local.optimizer_state
-        result = Computed({}, {}, {}, {}, [])
+        local, state, result = self._local, self._local.optimizer_state, Computed()
         scale = None if state.scaling is None else state.scaling.scale
         settings = StepSettings(
             batch, Purpose.TRAIN, self._seed if seed is None else seed, plan.split, plan.recomputed, plan.counts,
             plan.taped_out_of_order, plan.away if local.offloads else frozenset(), scale,
         )  # fmt: skip
+
+        def noting(output: Any, target: Any) -> Any:
+            result.outputs.append(_by_sample(output))
+            return self._given.loss_fn(output, target)  # type: ignore[misc]
+
         failure = local.begin()
         local.switch(plan)
-        with ExitStack() as stack:
-            for stage in local.model.every_stage():
-                stack.enter_context(untouched(stage))
-            stack.enter_context(_values_kept(local.model.parameters))
-            stack.enter_context(self._outputs_kept(result.outputs if sketched else None))
+        last = local.devices.last if sketched else ()
+        with (
+            untouched(self._modules),
+            _values_kept(local.model.parameters),
+            _having((runner, "loss_fn", noting) for runner in last),
+        ):
             try:
                 with failure.noted(), local.mesh.waiting():
                     state.begin(None, False)
@@ -311,42 +311,21 @@ class Verifier:
                 failure.note(error)
             result.has_failed, result.error = failure.has_failed, failure.error
             if not failure.has_failed:
-                self._record(result, sketched)
+                for runner in local.devices.last:
+                    result.losses.update(runner.losses)
+                for (pipeline, _), stage in local.model.copies.here.items():
+                    result.note_gradients(dict(stage.named_parameters()), _in_pipeline(pipeline), sketched)
+                result.digests |= self._buffers()
             state.zero_grad()
         return result
-
-    def _record(self, result: Computed, sketched: bool) -> None:
-        local = self._local
-        for runner in local.devices.last:
-            result.losses.update(runner.losses)
-        for (pipeline, _), stage in local.model.copies.here.items():
-            place = f" of pipeline {pipeline}" if pipeline else ""
-            for name, parameter in stage.named_parameters():
-                if parameter.grad is not None:
-                    result.gradients[name + place] = hash_of(parameter.grad)
-                    if sketched:
-                        result.sketches[name + place] = Sketch.of(parameter.grad)
-        result.buffers = self._buffers()
 
     def _buffers(self) -> dict[str, int]:
         """Digests of the buffers here."""
         return {
-            f"{name} of pipeline {pipeline}" if pipeline else name: hash_of(buffer)
+            f"the buffer {name}{_in_pipeline(pipeline)}": hash_of(buffer)
             for (pipeline, _), stage in self._local.model.copies.here.items()
             for name, buffer in stage.named_buffers()
         }
-
-    @contextmanager
-    def _without_autocast(self) -> Iterator[None]:
-        """Inside, ops compute in the types of their parameters, whose rounding is less."""
-        runners = self._local.devices.runners.values()
-        try:
-            for runner in runners:
-                runner.autocast = None
-            yield
-        finally:
-            for runner in runners:
-                runner.autocast = self._given.precision.autocast
 
     @contextmanager
     def _left_as_found(self) -> Iterator[None]:
@@ -354,71 +333,24 @@ class Verifier:
         local = self._local
         before, last = local.running, local.last
         try:
-            with _gradients_aside(local.model.parameters), restored(local.model.device):
+            gradients = ((parameter, "grad", None) for parameter in local.model.parameters)
+            with _having(gradients), restored(local.model.device):
                 yield
         finally:
             local.switch(before)
             local.last = last
 
-    @contextmanager
-    def _outputs_kept(self, kept: list[Tensor] | None) -> Iterator[None]:
-        """Around a run: of each sample of the model's outputs, numbers that tell it from others go into `kept`."""
-        runners = self._local.devices.last if kept is not None else []
-        for runner in runners:
-            loss_fn = runner.loss_fn
-
-            def noting(output: Any, target: Any, loss_fn: Any = loss_fn) -> Any:
-                assert kept is not None
-                kept.append(_by_sample(output))
-                return loss_fn(output, target)
-
-            runner.loss_fn = noting
-        try:
-            yield
-        finally:
-            for runner in runners:
-                runner.loss_fn = self._given.loss_fn
-
-    @contextmanager
-    def _watching_parameters(self, foreign: list[str]) -> Iterator[None]:
-        """Around a run: names the parameters that a stage's first forward uses and that are not the stage's own."""
-        handles = []
-        for (_, index), stage in self._local.model.copies.here.items():
-
-            def look(stage: nn.Module, args: Any, output: Any, index: int = index) -> None:
-                if index in seen:
-                    return
-                seen.add(index)
-                own = {id(p) for p in stage.parameters()}
-                for parameter in _parameters_behind(flatten(output)[0]):
-                    if id(parameter) not in own:
-                        foreign.append(
-                            f"stage {index} uses a parameter of shape {tuple(parameter.shape)} that none of its "
-                            "modules holds, so no optimizer of this stage trains it"
-                        )
-
-            handles.append(stage.register_forward_hook(look))
-        seen: set[int] = set()
-        try:
-            yield
-        finally:
-            for handle in handles:
-                handle.remove()
-
     def _modes(self) -> Iterator[tuple[str, list[nn.Module]]]:
         """Yields words and modules to put into evaluation mode, so that batch norms and random draws do not differ
-        between microbatches and the whole batch: first batch norms, then torch's layers that draw too, then all.
+        between microbatches and the whole batch: first torch's layers that do so, then all.
         """
-        model = self._given.model
-        whole = model.model if isinstance(model, Split) else model
-        roots = [*([whole] if isinstance(whole, nn.Module) else []), *self._local.model.every_stage()]
-        modules = list(dict.fromkeys(module for root in roots for module in root.modules()))
-        norms: list[nn.Module] = [m for m in modules if isinstance(m, _BATCH_NORMS) and m.training]
-        words = f"with batch norms ({len(norms)}) in evaluation mode, as each normalises a microbatch by itself"
-        yield (f"compared {words}" if norms else ""), norms
-        drawing = [module for module in modules if _draws(module)]
-        if drawing:
-            yield "compared without dropout" + f", and {words}" * bool(norms), [*norms, *drawing]
+        modules = list(self._modules.modules())
+        norms = [m for m in modules if isinstance(m, _BATCH_NORMS) and m.training]
+        drawing = [m for m in modules if isinstance(m, _DRAWING) and m.training and _rate_of(m)]
+        words = ["without dropout"] * bool(drawing)
+        if norms:
+            words.append(f"with batch norms ({len(norms)}) in evaluation mode, as each normalises a microbatch alone")
+        yield f"compared {', and '.join(words)}" if words else "", [*norms, *drawing]
         yield "compared in evaluation mode", modules
 
     # What all processes hear.
@@ -429,7 +361,7 @@ class Verifier:
 
     def _failure(self, result: Computed) -> str | None:
         """The error of a process that could not compute a step, in words, the same in every process."""
-        told = self._everyone.gather((result.has_failed, _error_of(result)))
+        told = self._everyone.gather((result.has_failed, result.said))
         if not any(has_failed for has_failed, _ in told):
             return None
         return next((said for _, said in told if said is not None), "a process could not do its part")
@@ -452,85 +384,78 @@ class Verifier:
 
     def _beyond_rounding(self, one: Computed, other: Computed) -> str | None:
         """The first thing that differs by more than rounding, the same in every process."""
-        tolerance = self._tolerance()
-        mine = {
-            name: (sketch.distance(other.sketches.get(name)), sketch.norm, sketch.size)
-            for name, sketch in one.sketches.items()
-        }
+        types = {p.dtype for p in self._local.model.parameters if p.is_floating_point()}
+        tolerance = max((TOLERANCE.get(each, 0.1) for each in types), default=TOLERANCE[torch.float32])
         shown = self._first(_outputs_differ(one.outputs, other.outputs, tolerance))
         losses = [float(sum(each.losses.values())) / self._local.mesh.num_shards for each in (one, other)]
         first, second = self._everyone.sum(torch.tensor(losses, dtype=torch.float64, device="cpu")).tolist()
         if shown is None and not _close(first, second, tolerance):
             shown = f"the loss is {first:.6g} over the microbatches and {second:.6g} in one piece"
-        shown = self._first(shown)
-        if shown is not None:
+        if (shown := self._first(shown)) is not None:
             return shown
-        everyone = [each for part in self._everyone.gather(mine) for each in part.items()]
-        squares = sum(norm**2 for _, (_, norm, _) in everyone)
-        numbers = sum(size for _, (_, _, size) in everyone) or 1
+        mine = [
+            (name, sketch.distance(other.sketches.get(name)), sketch.norm, sketch.size)
+            for name, sketch in one.sketches.items()
+        ]
+        everyone = [each for part in self._everyone.gather(mine) for each in part]
+        squares = sum(norm**2 for _, _, norm, _ in everyone)
+        numbers = sum(size for *_, size in everyone) or 1
         typical = (squares / numbers) ** 0.5
-        for name, (distance, norm, size) in everyone:
-            least = _SMALL * typical * size**0.5
-            if not distance <= tolerance * max(norm, least):
-                share = distance / max(norm, least, 1e-30)
-                return f"the loss is the same, and the gradient of {name} differs by {share:.2g} of its norm"
+        for name, distance, norm, size in everyone:
+            scale = max(norm, _SMALL * typical * size**0.5)
+            if not distance <= tolerance * scale:
+                return f"the loss is the same, and {name} differs by {distance / max(scale, 1e-30):.2g} of its norm"
         return None
-
-    def _tolerance(self) -> float:
-        types = {p.dtype for p in self._local.model.parameters if p.is_floating_point()}
-        return max((TOLERANCE.get(each, 0.1) for each in types), default=TOLERANCE[torch.float32])
 
 
 _SMALL = 0.02
 """A gradient is judged by its own norm, or by this share of what is typical for its size, if that is more. The
 gradient of a key's bias, for one, is rounding alone."""
 _BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
-_DROPOUTS = (
+_DRAWING = (
     nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout, nn.RReLU,
-    nn.MultiheadAttention,
+    nn.MultiheadAttention, nn.RNNBase,
 )  # fmt: skip
 
 
-def _draws(module: nn.Module) -> bool:
-    return module.training and isinstance(module, (*_DROPOUTS, nn.RNNBase))
+def _rate_of(module: nn.Module) -> Any:
+    return getattr(module, "p", getattr(module, "dropout", 1.0))
 
 
 @contextmanager
-def _in_evaluation(modules: Sequence[nn.Module]) -> Iterator[None]:
+def _having(changes: Iterable[tuple[Any, str, Any]]) -> Iterator[None]:
+    """Inside, some attributes have other values; afterwards those that they had.
+
+    Args:
+        changes: (object, name of its attribute, value).
+    """
+    changes = list(changes)
+    before = [(one, name, getattr(one, name)) for one, name, _ in changes]
+    try:
+        for one, name, value in changes:
+            setattr(one, name, value)
+        yield
+    finally:
+        for one, name, value in before:
+            setattr(one, name, value)
+
+
+def _in_evaluation(modules: Sequence[nn.Module]) -> Any:
     """These modules in evaluation mode. Recurrent layers stay in training mode, without their dropout, as cuDNN has
     no backward in evaluation mode.
     """
-    before = [
-        (module, module.training, module.dropout if isinstance(module, nn.RNNBase) else 0.0) for module in modules
-    ]
-    try:
-        for module in modules:
-            if isinstance(module, nn.RNNBase):
-                module.dropout = 0.0
-            else:
-                module.training = False
-        yield
-    finally:
-        for module, training, dropout in before:
-            module.training = training
-            if isinstance(module, nn.RNNBase):
-                module.dropout = dropout
+    return _having((m, "dropout", 0.0) if isinstance(m, nn.RNNBase) else (m, "training", False) for m in modules)
 
 
-@contextmanager
-def _nudged(parameters: Iterable[nn.Parameter]) -> Iterator[None]:
-    """Inside, each number of each parameter is another one by a few roundings; afterwards as before."""
-    before = [(parameter, parameter.data) for parameter in parameters]
-    try:
-        for parameter, data in before:
-            if data.is_floating_point() and not is_sharded(data):
-                draw = torch.Generator(data.device).manual_seed(0)  # alike in every process that holds the parameter
-                signs = torch.randint(0, 2, data.shape, generator=draw, device=data.device) * 2 - 1
-                parameter.data = data * (1 + 8 * torch.finfo(data.dtype).eps * signs.to(data.dtype))
-        yield
-    finally:
-        for parameter, data in before:
-            parameter.data = data
+def _nudged(parameters: Iterable[nn.Parameter]) -> Any:
+    """Inside, each number of each parameter is another one by a few roundings."""
+    return _having((p, "data", _another(p.data)) for p in parameters if p.is_floating_point() and not is_sharded(p))
+
+
+def _another(data: Tensor) -> Tensor:
+    draw = torch.Generator(data.device).manual_seed(0)  # alike in every process that holds the parameter
+    signs = torch.randint(0, 2, data.shape, generator=draw, device=data.device) * 2 - 1
+    return data * (1 + 8 * torch.finfo(data.dtype).eps * signs.to(data.dtype))
 
 
 @contextmanager
@@ -545,31 +470,8 @@ def _values_kept(parameters: Iterable[nn.Parameter]) -> Iterator[None]:
                 overwrite(values, copy)
 
 
-@contextmanager
-def _gradients_aside(parameters: Iterable[nn.Parameter]) -> Iterator[None]:
-    """Inside, parameters have no gradients; afterwards those that they had."""
-    before = [(parameter, parameter.grad) for parameter in parameters]
-    try:
-        for parameter, _ in before:
-            parameter.grad = None
-        yield
-    finally:
-        for parameter, gradient in before:
-            parameter.grad = gradient
-
-
-@contextmanager
-def _on_device(stages: Sequence[Any], device: torch.device) -> Iterator[None]:
-    """Inside, all stages lie on one device; afterwards where they lay."""
-    tensors = [tensor for stage in stages for tensor in (*stage.parameters(), *stage.buffers())]
-    before = [(tensor, tensor.data) for tensor in tensors if tensor.device != device]
-    try:
-        for tensor, data in before:
-            tensor.data = data.to(device)
-        yield
-    finally:
-        for tensor, data in before:
-            tensor.data = data
+def _in_pipeline(pipeline: int) -> str:
+    return f" of pipeline {pipeline}" if pipeline else ""
 
 
 def _by_sample(output: Any) -> Tensor:
@@ -604,6 +506,21 @@ def _close(one: float, other: float, tolerance: float) -> bool:
     return one == other or abs(one - other) <= tolerance / 4 * max(abs(one), abs(other))
 
 
+def _looking_for(foreign: list[str], index: int) -> Callable[[nn.Module, Any, Any], None]:
+    """A hook of a stage's forward that notes the parameters that it uses and that are not the stage's own."""
+
+    def look(stage: nn.Module, args: Any, output: Any) -> None:
+        own = {id(p) for p in stage.parameters()}
+        for parameter in _parameters_behind(flatten(output)[0]):
+            if id(parameter) not in own:
+                foreign.append(
+                    f"stage {index} uses a parameter of shape {tuple(parameter.shape)} that none of its modules "
+                    "holds, so no optimizer of this stage trains it"
+                )
+
+    return look
+
+
 def _parameters_behind(outputs: Sequence[Tensor]) -> Iterator[nn.Parameter]:
     """The parameters at the ends of the graphs of some outputs."""
     waiting: list[Any] = [output.grad_fn for output in outputs if output.grad_fn is not None]
@@ -619,30 +536,6 @@ def _parameters_behind(outputs: Sequence[Tensor]) -> Iterator[nn.Parameter]:
         waiting.extend(following for following, _ in node.next_functions if following is not None)
 
 
-def _difference(one: Computed, other: Computed) -> str | None:
-    """The first thing that differs by a bit."""
-    for m in sorted(one.losses.keys() | other.losses.keys()):
-        a, b = one.losses.get(m), other.losses.get(m)
-        if a is None or b is None or not torch.equal(a, b):
-            if a is not None and b is not None and a.isnan().all() and b.isnan().all():
-                continue
-            values = " and ".join("none" if each is None else f"{each.item():.9g}" for each in (a, b))
-            return f"the loss of microbatch {m} is {values}"
-    for what, mine, theirs in (
-        ("gradient of", one.gradients, other.gradients),
-        ("buffer", one.buffers, other.buffers),
-    ):
-        for name in dict.fromkeys((*mine, *theirs)):
-            if mine.get(name) != theirs.get(name):
-                return f"the {what} {name}"
-    return None
-
-
-def _changed(before: dict[str, int], now: dict[str, int]) -> str | None:
-    """The name of the first digest that is another one now."""
-    return next((name for name, digest in now.items() if before.get(name) != digest), None)
-
-
 def _said_by(check: Callable[[], None]) -> str | None:
     """What a check says that fails."""
     try:
@@ -652,13 +545,6 @@ def _said_by(check: Callable[[], None]) -> str | None:
     except RuntimeFailure as error:
         return str(error)
     return None
-
-
-def _error_of(result: Computed) -> str | None:
-    if result.error is None:
-        return None
-    first = str(result.error).strip().splitlines()
-    return f"{type(result.error).__name__}: {first[0] if first else ''}"
 
 
 def _sentence_of(error: Exception | None) -> str | None:
