@@ -397,7 +397,7 @@ class LocalPipeline:
 
     def held(self) -> dict[str, object]:
         """The parameters and layers of the user's model and of the stages here, by their places in words."""
-        roots = {f"stage {index}": stage for index, stage in self.model.copies.stages.items()}
+        roots: dict[str, nn.Module] = {f"stage {index}": stage for index, stage in self.model.copies.stages.items()}
         if isinstance(self._given.model, nn.Module):
             roots["the model"] = self._given.model
         return {
