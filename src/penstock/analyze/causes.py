@@ -31,7 +31,7 @@ HELP = {
     "stage": "the model is cut unevenly: move layers away from this stage; the last one also has the loss",
     "microbatches": "balance sequence lengths: pack by work, deal microbatches out to replicas by work, put the "
     "longest in the middle of a step",
-    "link": "look at its network card and switch; `penstock train --adapt` plans round slow links",
+    "link": "look at its network card and switch; `penstock plan --link` plans round a slow link, whoever trains",
     "messages": "what would be gained if messages took no time: more warm-up forwards hide it",
     "collective": "see the ranks and steps in which it is long",
     "local": "see the ranks and steps in which it is long",
