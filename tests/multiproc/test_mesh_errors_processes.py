@@ -204,12 +204,10 @@ def test_what_one_replica_changes_between_steps_made_them_other_models() -> None
     assert set(outcomes[0].value[1::2]) == {""}
     assert nothing == ""
     between = "between process 0 and process 1"
-    assert frozen.startswith(
-        f"parameter 0.bias differs {between} (trained, torch.float32, and frozen, torch.float32)"
-    )
+    assert frozen.startswith(f"parameter 0.bias differs {between}, so they would train other models")
     assert data.startswith(f"parameter 0.bias differs {between}, so they would train other models")
     assert values.startswith(f"parameter 0.weight, parameter 0.bias, parameter 2.weight and 1 more differ {between}")
     assert gradient.startswith(f"parameter 0.bias differs {between}")
-    assert rate.startswith(f"group 0 of the optimizer differs {between} (lr=0.1, and lr=0.5)")
-    assert left_out.startswith(f"parameter 2.bias in the optimizer differs {between} (")
-    assert "and left out), so they would train other models (sentence 4 of the contract)" in left_out
+    assert rate.startswith(f"the optimizer differs {between}")
+    assert left_out.startswith(f"parameter 2.bias in the optimizer differs {between}")
+    assert "so they would train other models (sentence 4 of the contract)" in left_out

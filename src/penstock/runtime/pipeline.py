@@ -645,7 +645,7 @@ class Pipeline:
         agreement, failure = self._local.optimizer_state.agreement, self._local.failure
         # Taken apart: the classes of named tuples may be none that can be pickled.
         taken_apart = {m: flatten(output) for m, output in self._local.devices.outputs(batch).items()}
-        mine = taken_apart, agreement.agrees(), failure.has_failed, batch.digest
+        mine = taken_apart, agreement.is_alike(), failure.has_failed, batch.digest
         gathered = self._local.mesh.everyone.gather(mine)
         require_same_batch([digest for *_, digest in gathered])
         if any(failed for _, _, failed, _ in gathered):

@@ -4,10 +4,9 @@ Each process fills in what it knows of one row, and zeros elsewhere. The rows ar
 (in their memory, if they share it), then over its replicas, then over its shards.
 
     | loss of each microbatch of each replica | type of the losses
-    | number of new notices | processes that failed | processes that found holders of a parameter to differ
+    | number of new notices | processes that failed | processes whose replicas differ
     | ranks that update | last stages whose losses have a gradient | those whose losses have none
-    | digest of each process's batch | what the caller tells | votes of all processes
-    | digests of what several processes hold, in every tenth step |
+    | digest of each process's batch | what the caller tells | votes of all processes |
 
 Doubles carry any loss type, digest and number without rounding. What differs anywhere is known everywhere before a
 process raises, so that none waits for one that has. Votes are in the row too: all replicas and shards switch to a new
@@ -40,7 +39,7 @@ from penstock.runtime.errors import DeadlineExceeded, PeerFailed, PeerLost, Runt
 from penstock.runtime.execute.plan import ActivePlan
 from penstock.runtime.mesh.peers import MeshPeers, Peers, raise_together, require_same
 from penstock.runtime.mesh.process_mesh import ProcessMesh
-from penstock.runtime.parameters.agreement import HolderAgreement
+from penstock.runtime.parameters.checksum import HolderChecksums
 from penstock.runtime.stage.microbatches import IN_PLACE, Microbatches
 from penstock.runtime.stage.ops import StageRunner
 from penstock.runtime.tensors.message import Payload
@@ -231,7 +230,7 @@ class StepEnd:
         updates: whether the step is to update; None in an evaluation.
         memory: the ranks' transport, if it is shared memory, which can sum too.
         tells: values of this process that are summed over all processes.
-        agreement: compares what processes have of the parameters that several of them hold.
+        agreement: compares the parameters that several processes hold.
         failure: what kept this process from doing its part.
     """
 
@@ -242,7 +241,7 @@ class StepEnd:
         updates: bool | None,
         memory: SharedMemoryTransport | None,
         tells: Sequence[float],
-        agreement: HolderAgreement,
+        agreement: HolderChecksums,
         failure: StepFailure,
     ) -> None:
         self._place, self._everyone = place, place.everyone
@@ -267,15 +266,14 @@ class StepEnd:
         mine = [
             self._losses(len(batch)),
             [self._loss_type()],
-            [notices.num_new, float(self._failure.has_failed), float(not self._agreement.agrees())],
+            [notices.num_new, float(self._failure.has_failed), float(not self._agreement.is_alike())],
             self._training_facts(),
             self._in_places([float(batch.digest)]),
             self._tells,
             [] if agent is None else self._in_places(agent.vote()),
-            [] if self._updates is None else self._agreement.values_row(),
         ]
         row = self._summed([value for part in mine for value in part])
-        losses, (loss_type,), counts, of_training, digests, tells, votes, values = split_like(row, mine)
+        losses, (loss_type,), counts, of_training, digests, tells, votes = split_like(row, mine)
         num_notices, num_failed, num_unlike = counts
         if num_notices:
             notices.share()
@@ -283,7 +281,7 @@ class StepEnd:
             require_same_batch(self._everyone.gather(batch.digest))
         if num_failed:
             self._failure.conclude(self._everyone)
-        self._agreement.conclude(not num_unlike, values)
+        self._agreement.conclude(not num_unlike, self._updates is not None)
         self._require(*of_training)
         following = None
         if agent is not None:

@@ -11,7 +11,7 @@
     the owner's gradient --clip--> optimizer_state: one step --> shared_tensors, sharding: values to all holders
 
 local_model      the model in this process                pipeline_copies   a copy per pipeline, built alike
-optimizer_state  the optimizer, and all that it needs     agreement         holders are compared
+optimizer_state  the optimizer, and all that it needs     checksum          holders are compared
 shared_tensors   also stages cut over the ranks that share them
 data_parallel    also the REDUCE ops of a schedule
 muon             Muon and AdamW as one optimizer          given_optimizer   the optimizer that the user gave

@@ -28,8 +28,8 @@ from penstock.passes.reduce import REDUCE, add_reductions
 from penstock.runtime.errors import RuntimeFailure
 from penstock.runtime.mesh.peers import GroupPeers, Peers
 from penstock.runtime.mesh.process_mesh import ProcessMesh
-from penstock.runtime.parameters.agreement import HolderAgreement
 from penstock.runtime.parameters.buckets import GradientBucket, PartBucket, cut_into_buckets, send_values
+from penstock.runtime.parameters.checksum import HolderChecksums
 from penstock.runtime.parameters.local_model import LocalModel
 from penstock.runtime.parameters.sharding import OwnedParameters, ReplicaParameters
 from penstock.runtime.stage.registered_ops import OpFunction
@@ -56,7 +56,7 @@ class Replicas:
         agreement: tells whether all replicas began a step alike; None: they always do.
     """
 
-    agreement: HolderAgreement | None = None
+    agreement: HolderChecksums | None = None
 
     def __init__(
         self,
@@ -182,7 +182,7 @@ class Replicas:
 
         If they did not, sums would differ in length, so nothing is summed, and the step's end raises an error.
         """
-        return self._peers is None or self.agreement is None or self.agreement.is_alike(self._peers)
+        return self._peers is None or self.agreement is None or self.agreement.is_alike()
 
     def _reduce(self, parameters: Sequence[Parameter]) -> None:
         assert self._peers is not None, "sums are asked for where there are others"

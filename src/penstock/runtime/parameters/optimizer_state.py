@@ -19,7 +19,7 @@ from torch.utils.hooks import RemovableHandle
 from penstock.runtime.errors import RuntimeFailure
 from penstock.runtime.mesh.peers import GroupPeers, Peers
 from penstock.runtime.mesh.process_mesh import ProcessMesh
-from penstock.runtime.parameters.agreement import HolderAgreement
+from penstock.runtime.parameters.checksum import HolderChecksums
 from penstock.runtime.parameters.data_parallel import replicas_of
 from penstock.runtime.parameters.given_optimizer import goes_on_as, make_step, optimizer_of
 from penstock.runtime.parameters.gradients import begin_norm, num_bytes, scale_gradients
@@ -91,7 +91,7 @@ class OptimizerState:
         self.constructed = plain_attributes(self.optimizer)
         require_whole_matrices(self.optimizer, model.sharded is not None)
         masters = None if self.updating is None else self.updating.stand_ins()
-        self.agreement = HolderAgreement(
+        self.agreement = HolderChecksums(
             model, mesh, self.replicas.sharding, masters, one_copy_steps, lambda: self.optimizer
         )
         self.replicas.agreement = self.agreement
@@ -149,7 +149,7 @@ class OptimizerState:
         if self.scaling is not None:
             self.scaling.begin()
         if self.updating is not None:
-            self.updating.require_known(lambda: self.agreement.is_alike(self._mesh.pipeline))
+            self.updating.require_known()
             self.updating.begin(self.optimizer, rates, self.clip_norm, not update)
         elif not self.replicas.keeps_aside:
             self.model.copies.leave_sums_to_owners()
@@ -157,14 +157,10 @@ class OptimizerState:
         self.model.begin()
 
     def gather(self) -> None:
-        """Adds up the gradients of stages, copies and replicas, and shares buffers.
-
-        Processes that did not begin the step alike add up nothing.
-        """
-        alike = self.agreement.is_alike(self._mesh.pipeline)
+        """Adds up the gradients of stages, copies and replicas, and shares buffers."""
         if self.updating is not None:
-            self.updating.end(alike)
-        elif alike:
+            self.updating.end()
+        else:
             self.model.shared.sum_gradients()
         self.replicas.finish()
         self.replicas.share_buffers()

@@ -238,12 +238,8 @@ class ScheduledUpdates:
             if (tied := weights.tied.get(tie.name)) is not None and (needed := tied.needed()):
                 tied.give_ahead({steps: [found[steps]] for steps in needed})
 
-    def end(self, alike: bool = True) -> None:
-        """Ends a step: all copies have the newest parameters. Every process must call it.
-
-        Args:
-            alike: whether all ranks of the pipeline began the step alike. If not, they send nothing.
-        """
+    def end(self) -> None:
+        """Ends a step: all copies have the newest parameters. Every process must call it."""
         for key in self.copies.each():
             weights = self.weights[key]
             weights.end()
@@ -254,8 +250,6 @@ class ScheduledUpdates:
                 for parameter, gradient in zip(parameters, sums, strict=True):
                     kept = self.replicas.is_first and gradient is not None
                     parameter.grad = as_shard(local(gradient), parameter) if kept else None
-        if not alike:
-            return
         shared = self._model.shared
         shared.share_tied()
         for slot, tie in self._model.ties.slots():
@@ -291,15 +285,11 @@ class ScheduledUpdates:
         if self._failed is None:  # else this error says so
             self._failed = str(error).splitlines()[0] if str(error) else type(error).__name__
 
-    def require_known(self, is_alike: Callable[[], bool]) -> None:
-        """Raises RuntimeFailure if a parameter is to be trained that was frozen when the pipeline was made.
-
-        Args:
-            is_alike: whether all ranks that hold the parameter train it. If not, the step's end raises on every rank.
-        """
+    def require_known(self) -> None:
+        """Raises RuntimeFailure if a parameter is to be trained that was frozen when the pipeline was made."""
         for (_, index), weights in self.weights.items():
             for name, parameter in weights.own():
-                if parameter.requires_grad and name not in weights.versions.named and is_alike():
+                if parameter.requires_grad and name not in weights.versions.named:
                     raise RuntimeFailure(
                         f"{name} of stage {index} was frozen when the pipeline was made and is not any more, and the "
                         f"updates that {self.schedule.name} has in its order are those of what was trained then; "
