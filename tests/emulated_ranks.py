@@ -14,9 +14,8 @@ from penstock.runtime.execute.executors import run_rank
 from penstock.runtime.execute.timeline import measured_timeline
 from penstock.runtime.execute.worker import Worker
 from penstock.runtime.transport.base import StepMessages, TransferRecord, Transport
-from penstock.runtime.transport.bounded import BoundedTransport
 from penstock.runtime.transport.choose import TransportChoice
-from penstock.runtime.transport.link_conditions import Conditions
+from penstock.runtime.transport.link_conditions import ConditionedTransport, Conditions
 from penstock.runtime.transport.loopback import Mailbox
 from penstock.runtime.transport.wiring import WiredOp, Wiring, wire
 from penstock.schedule import Op, Schedule
@@ -46,7 +45,8 @@ def in_thread(
     boxes: Sequence[Mailbox], rank: int, conditions: Conditions, timeout: float, depth: int | None = None
 ) -> Transport:
     """The end of a rank that is a thread, with conditions and perhaps a bound."""
-    return TransportChoice(ps.TransportOptions(depth=depth)).between_threads(boxes, conditions, timeout)[rank]
+    options = ps.TransportOptions(depth=depth, links=conditions.links)
+    return TransportChoice(options).between_threads(boxes, conditions, timeout)[rank]
 
 
 def wired_op(wiring: Wiring, op: Op) -> WiredOp:
@@ -84,7 +84,7 @@ def run_threads(
         try:
             for links_by_delegate in delegated:
                 worker = start_worker(wiring, rank, costs, dispatch, transport)
-                if isinstance(transport, BoundedTransport):
+                if isinstance(transport, ConditionedTransport):
                     transport.route(links_by_delegate)
                 transport.begin(StepMessages())
                 run_rank(worker)

@@ -260,7 +260,7 @@ def _draw(seed: int, rng: random.Random, shape: Shape | None) -> Case:
         clip_norm=rng.choice([None, None, 0.5]),
         zero=rng.random() < 0.7,
         sharding=sharding,
-        transport=rng.choice(["host", "direct"]) if shape else "host",
+        transport=rng.choice(["host", "gloo"]) if shape else "host",
         events=events,
         loss="mean" if schedule == TOWERS else rng.choice(["mean", "mean", "weighted"]),
     )

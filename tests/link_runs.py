@@ -4,8 +4,6 @@ of gloo are given up at a chosen call."""
 from __future__ import annotations
 
 import os
-import threading
-import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -19,7 +17,6 @@ import penstock as ps
 from device_queues import LateLines
 from penstock.runtime.mesh.retried_group import RetriedGroup
 from penstock.runtime.transport import choose, nccl
-from penstock.runtime.transport.bounded import Acknowledgements
 from penstock.runtime.transport.gloo import GlooTransport
 from waiting import PATIENCE
 
@@ -27,15 +24,11 @@ INTERFACES = "127.0.0.3,127.0.0.2"
 NUM_STEPS = 4
 WIDTH = 16
 TIMEOUT = PATIENCE
-SILENCE = 1.0
-"""Seconds from when a network goes silent to when it is known: a rank comes to wait meanwhile for what won't come."""
 POINTS = {
     "sending": (GlooTransport, "_isend"),
     "sending by a line": (nccl.DeviceLines, "send"),
     "receiving by a line": (nccl.DeviceLines, "receive"),
     "receiving": (GlooTransport, "_accept"),
-    "acknowledging": (Acknowledgements, "answer"),
-    "asking for room": (GlooTransport, "has_room"),
     "step ends": (GlooTransport, "end"),
     "step begins": (GlooTransport, "begin"),
     "summing": (RetriedGroup, "start"),
@@ -49,13 +42,10 @@ POINTS = {
 class LinkCase:
     """Attributes:
     cuts: (rank, point, which call of it, whether after it); none: nothing is cut.
-    unanswered: from which of rank 1's acknowledgements on none leaves, as where a network goes silent; some SILENCE
-        later all ranks leave it. None: all leave.
     fails_at: which receive of rank 1 by a line between devices fails by itself; None: none.
     """
 
     cuts: tuple[tuple[int, str, int, bool], ...] = ()
-    unanswered: int | None = None
     fails_at: int | None = None
     dp: int = 1
     sharding: str = "none"
@@ -69,7 +59,7 @@ class LinkCase:
 
     @property
     def uncut(self) -> LinkCase:
-        return replace(self, cuts=(), unanswered=None, fails_at=None)
+        return replace(self, cuts=(), fails_at=None)
 
 
 def trainings(rank: int, cases: Sequence[LinkCase]) -> list[dict[str, Any]]:
@@ -120,15 +110,11 @@ def _training(rank: int, case: LinkCase) -> dict[str, Any]:
         ),
     )
     generator = torch.Generator().manual_seed(1)
-    rooms: list[bool] = []
-    with pipe, cutting(rank, pipe, case.cuts), falling_silent(rank, pipe, case.unanswered, rooms):
+    with pipe, cutting(rank, pipe, case.cuts):
         losses: list[Tensor] = []
-        longest = 0.0
         for _ in range(NUM_STEPS):
             x = torch.randn(16, WIDTH, generator=generator)
-            begun = time.monotonic()
             losses.append(pipe.step(x, x.sum(1, keepdim=True)).losses)
-            longest = max(longest, time.monotonic() - begun)
             if case.evaluates:
                 losses.append(pipe.evaluate(x, x.sum(1, keepdim=True)).losses)
         state = [p.detach().clone() for p in pipe.parameters()]
@@ -139,8 +125,6 @@ def _training(rank: int, case: LinkCase) -> dict[str, Any]:
             "number": pipe._local.failover.number if pipe._local.failover is not None else None,
             "counters": pipe._local.choice.counters(pipe._local.transport) or {},
             "notices": pipe.notices,
-            "longest": longest,
-            "rooms": rooms,
         }
 
 
@@ -153,32 +137,6 @@ def cutting(rank: int, pipe: ps.Pipeline, cuts: Sequence[tuple[int, str, int, bo
         for point, (owner, name) in POINTS.items():
             if any(point == at for at, _ in mine):
                 patch(owner, name, watched(point, getattr(owner, name), counts, mine, pipe))
-        yield
-
-
-@contextmanager
-def falling_silent(rank: int, pipe: ps.Pipeline, first: int | None, rooms: list[bool]) -> Iterator[None]:
-    """Has rank 1 withhold its acknowledgements from one on. Collects in `rooms` what ranks are told when they ask
-    gloo's transport for room."""
-    failover, num_answers = pipe._local.failover, 0
-    answer, has_room = Acknowledgements.answer, GlooTransport.has_room
-
-    def withheld(acknowledgements: Acknowledgements, peer: int) -> None:
-        nonlocal num_answers
-        num_answers += 1
-        if first is None or num_answers < first:
-            answer(acknowledgements, peer)
-        elif num_answers == first and failover is not None:
-            threading.Timer(SILENCE, failover._want, (failover.number + 1, "the network went silent")).start()
-
-    def asked(transport: GlooTransport, target: int, depth: int) -> bool:
-        rooms.append(has_room(transport, target, depth))
-        return rooms[-1]
-
-    with pytest_patch() as patch:
-        patch(GlooTransport, "has_room", asked)
-        if rank == 1:
-            patch(Acknowledgements, "answer", withheld)
         yield
 
 

@@ -7,9 +7,10 @@
 
 A cell is
 
-- a transport: "gloo", by which "host" goes between hosts too, "delegate", "direct", "late", which is gloo with
-  messages that arrive 20 ms later by injected conditions, or "nccl", with all ranks on one GPU of which each thinks
-  that it is another host's, so that NCCL goes by a network of the lab;
+- a transport: "gloo", by which "host" goes between hosts too, "delegate", "late", which is gloo with messages that
+  arrive 20 ms later by injected conditions, "direct", which is "late" with two such messages on a link at most, or
+  "nccl", with all ranks on one GPU of which each thinks that it is another host's, so that NCCL goes by a network of
+  the lab;
 - a mesh: pp (a rank on each of two hosts), or pp x dp (four ranks on two hosts, so that both the links of a pipeline
   and those between its replicas cross);
 - a network: 0, on which gloo meets, sums and agrees and carries messages, or 1, by which "delegate" and "nccl" do;
@@ -57,7 +58,7 @@ MESHES, NETWORKS, HOWS = ("pp", "pp x dp"), (0, 1), ("interface", "silent")
 CARRYING = {"gloo": 0, "delegate": 1, "direct": 0, "late": 0, "nccl": 1}
 """Transports, and by which network their messages go."""
 LATE = {"pp": "0:1=latency:20ms", "pp x dp": "0:2=latency:20ms 1:3=latency:20ms"}
-"""Between the stages of each pipeline, over "late". Over replicas links join nodes, numbered rank * dp + replica."""
+"""Between the stages of each pipeline. Over replicas links join nodes, numbered rank * dp + replica."""
 FOLDER = Path(__file__).parent
 TABLES = {
     "links.json": "results by gloo and delegates",
@@ -152,7 +153,10 @@ def train(job: LinkJob, run: int, rank: int) -> tuple[dict[str, Any], dict[str, 
         optimizer=torch.optim.AdamW,
         mesh=None if dp == 1 else ps.runtime.device_mesh(ps.Mesh(pp=2, dp=2)),
         dispatch="dynamic",
-        transport=ps.TransportOptions("gloo", links=links) if job.transport == "late" else job.transport,
+        transport={
+            "late": ps.TransportOptions("gloo", links=links),
+            "direct": ps.TransportOptions("direct", links=links),
+        }.get(job.transport, job.transport),
         timeout=TIMEOUT,
         parallel=ps.ParallelOptions(device=device),
     ) as pipe:

@@ -19,7 +19,6 @@ from emulated_ranks import Ran, blocked_starts
 from penstock.cost import Links
 from penstock.runtime.mesh.peers import GroupPeers
 from penstock.runtime.tensors.message import Edge
-from penstock.runtime.transport.bounded import Acknowledgements, BoundedTransport
 from penstock.runtime.transport.channel import Tags
 from penstock.runtime.transport.choose import TransportChoice
 from penstock.runtime.transport.delegate import Counters, DelegateTransport
@@ -55,7 +54,7 @@ class Second(GlooTransport):
 class Routed(NamedTuple):
     """Links by two transports, with conditions and a bound that delegated ones don't have."""
 
-    whole: BoundedTransport
+    whole: ConditionedTransport
     inner: RoutedTransport
 
     def route(self, delegated: Collection[tuple[int, int]]) -> None:
@@ -64,13 +63,13 @@ class Routed(NamedTuple):
 
 
 def routed(second: str, tags: Tags, links: str, depth: int) -> Routed:
-    base = GlooTransport(world(), tags, PATIENCE, Acknowledgements(world(), PATIENCE, depth))
+    base = GlooTransport(world(), tags, PATIENCE)
     delegates: Any = Second(dist.new_group(), tags, 20.0)
     if second == "delegates":
         gather = GroupPeers(world(), PATIENCE).gather
         delegates = DelegateTransport(base.rank, dist.get_world_size(), gather, tags, PATIENCE)
     inner = RoutedTransport(base, delegates)
-    whole = BoundedTransport(ConditionedTransport(inner, Conditions(Links.parse(links))), depth)
+    whole = ConditionedTransport(inner, Conditions(Links.parse(links)), depth=depth)
     return Routed(whole, inner)
 
 

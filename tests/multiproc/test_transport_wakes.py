@@ -13,7 +13,6 @@ from penstock.cost import Links
 from penstock.runtime import RuntimeFailure
 from penstock.runtime.mesh.peers import GroupPeers
 from penstock.runtime.transport.base import StepMessages, Transport
-from penstock.runtime.transport.bounded import Acknowledgements, BoundedTransport
 from penstock.runtime.transport.delegate import DelegateTransport
 from penstock.runtime.transport.gloo import GlooTransport
 from penstock.runtime.transport.link_conditions import ConditionedTransport, Conditions
@@ -41,14 +40,12 @@ def transports(rank: int) -> dict[str, Transport]:
         "delegates": DelegateTransport(rank, 2, gather, tags, LIMIT),
     }
     for name, delegated in (("routed", []), ("routed, delegated", [(0, 1)])):
-        base = GlooTransport(dist.new_group(), tags, LIMIT, Acknowledgements(world(), LIMIT, 1))
+        base = GlooTransport(dist.new_group(), tags, LIMIT)
         routed = RoutedTransport(base, DelegateTransport(rank, 2, gather, tags, LIMIT))
         routed.route(delegated)
         made[name] = routed
     late = Conditions(Links.parse("0:1=latency:1ms"))
-    made |= {
-        f"{name}, late and bounded": BoundedTransport(ConditionedTransport(t, late), 1) for name, t in made.items()
-    }
+    made |= {f"{name}, late and bounded": ConditionedTransport(t, late, depth=1) for name, t in made.items()}
     return made
 
 
@@ -62,9 +59,6 @@ def woken(rank: int) -> dict[str, str]:
                 assert transport.arrivals() == []
                 transport.wake()
                 assert transport.wait((), lambda: "woken") == []
-                if isinstance(transport, RoutedTransport):
-                    transport._base.inbox.put(list)  # as acknowledgements do where a full channel has room
-                    assert transport.wait((), lambda: "room") == []
         except RuntimeFailure as error:
             wrong[name] = str(error)
         finally:
@@ -76,7 +70,7 @@ def woken(rank: int) -> dict[str, str]:
 
 
 def test_what_another_thread_tells_before_a_wait_ends_it() -> None:
-    """That an asynchronous op has ended or a decision has come, and that a full channel has room again."""
+    """That an asynchronous op has ended, or that a decision has come."""
     outcomes = run_ranks(2, woken)
     assert [o.code for o in outcomes] == [0, 0], outcomes[0].text + outcomes[1].text
     assert not any(o.value for o in outcomes), [o.value for o in outcomes]

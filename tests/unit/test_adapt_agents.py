@@ -42,7 +42,8 @@ class Group:
         self.folder = folder
         self.running = [START] * NUM_RANKS
         self.numbers: list[int] = []
-        setting = RunSetting(START, COSTS, TransportChoice(ps.TransportOptions("direct"), may_delegate=True))
+        bounded = ps.TransportOptions("direct", links=ps.Links())
+        setting = RunSetting(START, COSTS, TransportChoice(bounded, may_delegate=True))
         adapt = ps.AdaptOptions(folder=folder, **options)
         self.agents = [
             Agent(

@@ -18,7 +18,6 @@ from penstock.runtime.mesh.retried_group import RetriedGroup
 from penstock.runtime.tensors.message import Edge, Payload
 from penstock.runtime.transport import choose
 from penstock.runtime.transport.base import StepMessages
-from penstock.runtime.transport.bounded import BoundedTransport
 from penstock.runtime.transport.channel import ChannelKey, ExpectedMessages, Tags
 from penstock.runtime.transport.gloo import LeftMessages
 from penstock.runtime.transport.inbox import Inbox
@@ -51,11 +50,7 @@ class FailingBase:
 
     rank = 0
 
-    def has_room(self, target: int, depth: int) -> bool:
-        return not self.is_full
-
     def __init__(self) -> None:
-        self.is_full = False
         self.inbox = Inbox()
         self.fails: Exception | None = None
         self.left = LeftMessages([], set(), [])
@@ -104,11 +99,6 @@ class CarryingDelegates:
         self.notices: list[str] = []
         self.sent: list[tuple[int, Edge]] = []
         self.is_full = False
-        self.depths: list[int] = []
-
-    def has_room(self, target: int, depth: int) -> bool:
-        self.depths.append(depth)
-        return True
 
     def also_watch(self, descriptor: int) -> None: ...
 
@@ -198,19 +188,6 @@ def test_while_delegates_have_no_room_for_what_is_sent_again_what_comes_in_is_ke
     base.left = LeftMessages([], set(), [(forward(0), PEER, payload())])
     assert transport.arrivals() == [backward(2)]
     assert delegates.sent == [(1, forward(0))]
-
-
-def test_a_rank_that_waited_for_room_goes_on_by_delegates_where_the_bound_stays() -> None:
-    transport, base, delegates, guard = make()
-    bounded = BoundedTransport(transport, depth=3)
-    bounded.begin(StepMessages(EXPECTED, [""] * 3))
-    base.is_full = True
-    assert not bounded.send(forward(0), PEER, payload())
-    assert delegates.depths == []
-    guard.number = 1  # another rank says that links have failed; `GlooTransport.end_waits` ends this one's wait
-    assert bounded.wait([], str) == []
-    assert bounded.send(forward(0), PEER, payload())
-    assert (base.sent, delegates.sent, delegates.depths) == ([], [(1, forward(0))], [3])
 
 
 def test_lines_between_gpus_are_guarded_by_what_changes_over(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -239,7 +239,7 @@ def train(
     transport: Annotated[
         str | None, _option("What carries messages: host, gloo, direct, delegate or nccl.", "transport")
     ] = None,
-    link_depth: Annotated[int | None, _option("How many messages may be under way on a link. [direct: 2]")] = None,
+    link_depth: Annotated[int | None, _option("Most messages under way on a link with --link. [direct: 2]")] = None,
     delegates: Annotated[
         int | None, _option("Delegate processes per direction of a link. [by measured rates]")
     ] = None,

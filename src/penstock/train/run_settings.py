@@ -42,7 +42,7 @@ class RunSettings:
     """Settings that any run has.
 
     Attributes:
-        transport: see `ROUTES`. link_depth: most messages under way on a link; None: 2 if it is direct,
+        transport: see `ROUTES`. link_depth: most messages under way on a late link; None: 2 if it is direct,
             otherwise no limit.
         delegates: processes for each direction and kind of a delegated link; None: chosen by the measured rates.
         interfaces: of this host, names or addresses separated by commas, the preferred one first. If one fails,

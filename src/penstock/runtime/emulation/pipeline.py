@@ -156,6 +156,7 @@ class EmulatedPipeline:
             raise CostError(f"stretched by {stretch:g}: give a stretch above 0")
         self.link_conditions, self.stretch = conditions, stretch
         self._costs = costs
+        carried = replace(carried, links=conditions)
         self._choice = choice = TransportChoice(carried, adapt is not None and adapt.may_delegate)
         graph = lower(schedule)
         held = adapt.memory_limit if adapt is not None and memory_limit is None else memory_limit

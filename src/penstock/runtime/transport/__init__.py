@@ -11,9 +11,8 @@ transports
     delegate/   light processes that carry messages beside the computation
     routed      each link by its own transport
 
-layers in front of any of them (base.TransportLayer)
-    link_conditions   late, lossy and dead links, injected
-    bounded           few messages under way, as in other frameworks; acknowledgements for gloo, which has none
+in front of any of them
+    link_conditions   late, lossy and dead links, injected; with a bound on messages under way, as in other frameworks
 
 what goes on when a network dies
     failover        all groups of a process change over to another interface

@@ -4,9 +4,9 @@
                           ^
                         wake                              from any thread
 
-A `TransportLayer` stands in front of another transport, and forwards all calls that it does not change:
+Where link conditions are injected, a `ConditionedTransport` stands in front of the transport that carries:
 
-    rank --> BoundedTransport --> ConditionedTransport --> the transport that carries
+    rank --> ConditionedTransport --> the transport that carries
 
 A `TransferRecord` has the times of a message, as the receiver knows them. Links are measured by these.
 
@@ -21,8 +21,8 @@ begins when both are ready (ByteDance's what-if analysis, OSDI'25: end minus the
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
 from penstock.runtime.tensors.message import Edge, Payload
@@ -43,6 +43,7 @@ class TransferRecord(NamedTuple):
         posted: when the receiver was ready for it: had a buffer where the transport fills one ahead of time,
             else the same as `sent`.
         arrived: when its last byte was there.
+        edge: what it carried.
     """
 
     source: int
@@ -51,6 +52,7 @@ class TransferRecord(NamedTuple):
     sent: int
     posted: int
     arrived: int
+    edge: Edge | None = None
 
     @property
     def duration(self) -> int:
@@ -69,9 +71,9 @@ class CrossingLog:
     """The crossings of one rank since they were last taken. `add` may be called from any thread."""
 
     def __init__(self) -> None:
-        self._kept: deque[tuple[int, ...]] = deque(maxlen=KEPT_CROSSINGS)
+        self._kept: deque[tuple[Any, ...]] = deque(maxlen=KEPT_CROSSINGS)
 
-    def add(self, *crossing: int) -> None:
+    def add(self, *crossing: Any) -> None:
         """Takes note of one, given as the fields of its record; that is made when it is asked for."""
         self._kept.append(crossing)
 
@@ -79,7 +81,7 @@ class CrossingLog:
         """All that were added since the last call, oldest first."""
         taken = []
         while self._kept:
-            taken.append(TransferRecord._make(self._kept.popleft()))
+            taken.append(TransferRecord(*self._kept.popleft()))
         return taken
 
 
@@ -117,13 +119,6 @@ class Transport(Protocol):
     def send(self, edge: Edge, target: int, payload: Payload) -> bool:
         """Sends a message. Returns False if the channel is full: try again after a wait."""
 
-    def has_room(self, target: int, depth: int) -> bool:
-        """Whether fewer than `depth` messages to a rank are under way: sent, and not known to have arrived.
-
-        Gradients of tied parameters do not count, because they travel with other messages. If there is no room,
-        `wait` returns when there may be.
-        """
-
     def arrivals(self) -> list[Edge]:
         """Edges whose messages came in since the last call, as far as is known without waiting.
 
@@ -158,51 +153,3 @@ class Transport(Protocol):
 
     def close(self) -> None:
         """Releases everything that it holds."""
-
-
-class TransportLayer:
-    """A transport in front of another one, which reports all arrivals to it as they come."""
-
-    def __init__(self, inner: Transport) -> None:
-        self.inner = inner
-
-    @property
-    def rank(self) -> int:
-        return self.inner.rank
-
-    def begin(self, step: StepMessages) -> None:
-        self.inner.begin(replace(step, threaded=True))
-
-    def send(self, edge: Edge, target: int, payload: Payload) -> bool:
-        return self.inner.send(edge, target, payload)
-
-    def has_room(self, target: int, depth: int) -> bool:
-        return self.inner.has_room(target, depth)
-
-    def arrivals(self) -> list[Edge]:
-        return self.inner.arrivals()
-
-    def take(self, edge: Edge) -> Payload:
-        return self.inner.take(edge)
-
-    def wait(self, awaited: Sequence[Edge], who: Callable[[], str], until: int | None = None) -> list[Edge]:
-        return self.inner.wait(awaited, who, until)
-
-    def wake(self) -> None:
-        self.inner.wake()
-
-    def crossings(self) -> list[TransferRecord]:
-        return self.inner.crossings()
-
-    def end(self) -> None:
-        self.inner.end()
-
-    def close(self) -> None:
-        self.inner.close()
-
-
-def layers_of(transport: Transport | None) -> Iterator[Any]:
-    """A transport and all transports behind it, the outermost first."""
-    while transport is not None:
-        yield transport
-        transport = transport.inner if isinstance(transport, TransportLayer) else None

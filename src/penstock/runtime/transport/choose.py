@@ -14,14 +14,13 @@ from penstock.runtime.errors import RuntimeFailure
 from penstock.runtime.mesh.interfaces import addresses_for, network_name
 from penstock.runtime.mesh.peers import GroupPeers
 from penstock.runtime.option_values import is_count, require_value
-from penstock.runtime.transport.base import Transport, layers_of
-from penstock.runtime.transport.bounded import DEPTH, Acknowledgements, BoundedTransport, require_depth
+from penstock.runtime.transport.base import Transport
 from penstock.runtime.transport.channel import Tags
 from penstock.runtime.transport.delegate import DelegateTransport
 from penstock.runtime.transport.delegate.transport import HOST_MEMORY
 from penstock.runtime.transport.failover import Failover
 from penstock.runtime.transport.gloo import GlooTransport
-from penstock.runtime.transport.link_conditions import ConditionedTransport, Conditions, clocks_ahead
+from penstock.runtime.transport.link_conditions import ConditionedTransport, Conditions, clocks_ahead, require_depth
 from penstock.runtime.transport.loopback import Mailbox, loopback_ends
 from penstock.runtime.transport.nccl import DeviceLines, LineStreams, lines_of, require_queues
 from penstock.runtime.transport.routed import RoutedTransport
@@ -35,6 +34,8 @@ from penstock.unknown_names import refuse_unknown
 NAMES = ("host", "gloo", "direct", "delegate", "nccl")
 BASES = ("host", "gloo", "direct")
 """Transports whose single links may be delegated."""
+DEPTH = 2
+"""Messages that a channel of "direct" holds where nothing else is said."""
 
 
 @refuse_unknown(RuntimeFailure)
@@ -83,13 +84,14 @@ class TransportOptions:
     Attributes:
         name: the transport. "host": shared memory if all ranks are on one host and no link may be delegated, else
             gloo; messages of a GPU pass through host memory, so several ranks may share one GPU. "gloo": always
-            gloo. "direct": gloo with a bound on messages under way. "delegate": separate processes carry the
-            messages. "nccl": from GPU to GPU, with one GPU per rank.
+            gloo. "direct": gloo, with a bound on messages under way where `links` are given. "delegate": separate
+            processes carry the messages. "nccl": from GPU to GPU, with one GPU per rank.
         delegates: how delegates carry messages. With "host", "gloo" or "direct" it allows single links to be
             delegated, as `adapt=` does by itself. "host" then means gloo, also on one host, since links of shared
             memory can't be delegated. `AdaptOptions(may_delegate=False)` keeps shared memory.
-        depth: for experiments: how many messages to another rank may be under way before the sender waits. Default: 2
-            for "direct", no bound for the others.
+        depth: for experiments with `links`: how many messages to another rank these may hold under way before the
+            sender waits. Default: 2 for "direct", no bound for the others. Without `links` there is no bound, because
+            gloo does not say when a message has arrived.
         links: for experiments: delays and conditions of links, by their two ranks. They decide when messages arrive.
             The numbers that are computed stay the same. Over a mesh with replicas, links join nodes.
 
@@ -138,13 +140,14 @@ class TransportChoice:
 
     Attributes:
         name: see `TransportOptions`.
-        depth: how many messages to another rank may be under way before their sender waits. None: any number.
+        depth: how many messages to another rank link conditions hold before their sender waits. None: any number.
         has_delegates: whether single links may be delegated during the run. delegates: how they carry messages.
     """
 
     def __init__(self, options: TransportOptions, may_delegate: bool = False) -> None:
         self.name = options.name
-        self.depth = DEPTH if options.name == "direct" and options.depth is None else options.depth
+        depth = DEPTH if options.name == "direct" and options.depth is None else options.depth
+        self.depth = None if options.links is None else depth
         self.has_delegates = (options.delegates is not None or may_delegate) and options.name in BASES
         self.delegates = options.delegates or DelegateOptions()
 
@@ -156,9 +159,10 @@ class TransportChoice:
 
     def route(self, transport: Transport | None, delegated: Collection[tuple[int, int]]) -> None:
         """Sets, between two steps, which links use delegates, and so have no bound."""
-        for layer in layers_of(transport):
-            if isinstance(layer, RoutedTransport | BoundedTransport):
-                layer.route(frozenset(delegated))
+        if isinstance(transport, ConditionedTransport):
+            transport.route(delegated)
+        if isinstance(carrying := _carrying(transport), RoutedTransport):
+            carrying.route(delegated)
 
     def prepare(self, transport: Transport | None, delegated: Collection[tuple[int, int]]) -> None:
         """Starts delegates of links that will be delegated, before they are needed. Any thread may call it."""
@@ -199,10 +203,7 @@ class TransportChoice:
 
     def between_threads(self, boxes: Sequence[Mailbox], conditions: Conditions, timeout: float) -> list[Transport]:
         """The ends of ranks that are threads, by rank. Messages are handed over, with this transport's bound."""
-        return [self._bounded(end) for end in loopback_ends(boxes, conditions, timeout)]
-
-    def _bounded(self, end: Transport) -> Transport:
-        return end if self.depth is None else BoundedTransport(end, self.depth)
+        return [*loopback_ends(boxes, conditions, timeout, self.depth)]
 
     def make(
         self,
@@ -230,8 +231,8 @@ class TransportChoice:
             require_depth(wiring.schedule, self.depth)
         made = self._carrying(peers, tags, timeout, wiring, device, failover)
         if conditions is not None:
-            made = ConditionedTransport(made, conditions, clocks_ahead(peers))
-        return self._bounded(made)
+            made = ConditionedTransport(made, conditions, clocks_ahead(peers), self.depth)
+        return made
 
     def _carrying(
         self,
@@ -251,28 +252,15 @@ class TransportChoice:
                 return made
         lines = _lines(peers.group, timeout, wiring, device) if self.name == "nccl" else None
         if failover is not None:
-            acknowledgements = self._acknowledgements(peers, timeout, failover)
-            kept = GlooTransport(failover.group(peers), tags, timeout, acknowledgements, lines, keeps=True)
+            kept = GlooTransport(failover.group(peers), tags, timeout, lines, keeps=True)
             delegates = self._delegate(peers, tags, timeout, device, takes_over=True)
             if lines is not None:
                 failover.guard_lines(lines.give_up, lines.may_use)
             return RoutedTransport(kept, delegates, guard=failover)
-        acknowledgements = self._acknowledgements(peers, timeout, None)
-        base = GlooTransport(peers.group, tags, timeout, acknowledgements, lines)
+        base = GlooTransport(peers.group, tags, timeout, lines)
         if not self.has_delegates:
             return base
         return RoutedTransport(base, self._delegate(peers, tags, timeout, device))
-
-    def _acknowledgements(
-        self, peers: GroupPeers, timeout: float, failover: Failover | None
-    ) -> Acknowledgements | None:
-        """What tells senders which messages have arrived, if their number is bounded."""
-        if self.depth is None:
-            return None
-        if failover is None:
-            return Acknowledgements(peers.group, timeout, self.depth)
-        own_group = failover.own_group(peers, "acknowledgements")
-        return None if own_group is None else Acknowledgements(peers.group, timeout, self.depth, own_group)
 
     def _delegate(
         self, peers: GroupPeers, tags: Tags, timeout: float, device: torch.device, takes_over: bool = False
@@ -293,14 +281,17 @@ class TransportChoice:
         )
 
 
+def _carrying(transport: Transport | None) -> Transport | None:
+    """The transport that carries, behind one that injects conditions."""
+    return transport.inner if isinstance(transport, ConditionedTransport) else transport
+
+
 def _delegates_of(transport: Transport | None) -> DelegateTransport | None:
     """The delegates of a rank, those of single links among them."""
-    for layer in layers_of(transport):
-        if isinstance(layer, RoutedTransport):
-            return layer.delegates
-        if isinstance(layer, DelegateTransport):
-            return layer
-    return None
+    carrying = _carrying(transport)
+    if isinstance(carrying, RoutedTransport):
+        return carrying.delegates
+    return carrying if isinstance(carrying, DelegateTransport) else None
 
 
 def _lines(group: dist.ProcessGroup, timeout: float, wiring: Wiring, device: torch.device) -> DeviceLines:

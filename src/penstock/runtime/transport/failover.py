@@ -225,35 +225,6 @@ class Failover:
         assert peers.retried is not None
         return peers.retried.group
 
-    def own_group(self, peers: GroupPeers, name: str) -> Any:
-        """One more group of the same ranks, for what is not to queue behind their messages. When ranks change over it
-        is left like the others, and no other one takes its place. Every rank of `peers` must call it.
-
-        Args:
-            name: of what it is for; groups of the same ranks have different ones.
-
-        Returns:
-            None where ranks have changed over before all had it.
-
-        Raises:
-            PeerLost, DeadlineExceeded: as `lost`.
-        """
-        assert peers.retried is not None
-        group, end = peers.retried, time.monotonic() + self._timeout
-        if self.number > 0:
-            return None
-        try:
-            device = GlooDevice(self._ends[self._me][self._place(0)][0])
-            store = self._store(f"0/{name} {' '.join(map(str, group.members))}/", 0, end)
-            made = device.group(store, group.rank, len(group.members), self._timeout)
-        except RuntimeError as error:
-            if isinstance(error, RuntimeFailure):
-                raise
-            self.lost(0, error)
-            return None
-        self._old.append(made)
-        return made
-
     # The rank's own thread.
 
     def run_hooks(self) -> None:

@@ -31,7 +31,6 @@ from penstock.runtime.errors import DeadlineExceeded, PeerLost, RuntimeFailure
 from penstock.runtime.mesh.collective import WeakGroup, explain
 from penstock.runtime.tensors.message import Edge, Payload
 from penstock.runtime.transport.base import SHORTEST_WAIT, CrossingLog, StepMessages, TransferRecord
-from penstock.runtime.transport.bounded import Acknowledgements
 from penstock.runtime.transport.channel import (
     ChannelKey,
     ExpectedMessages,
@@ -86,7 +85,6 @@ class GlooTransport:
         group: the process group; ranks of the schedule are ranks of the group.
         tags: the same on all ranks.
         timeout: seconds before a wait ends with DeadlineExceeded.
-        acknowledgements: where senders are to know which messages have arrived (see `has_room`).
         lines: by which payloads go from device to device; by host memory and the group where not given.
         keeps: whether what a step sent is kept until the next begins, when all have taken what they were sent (a
             step's losses are summed in between): should connections break, it can be sent again in another way.
@@ -100,12 +98,11 @@ class GlooTransport:
         group: dist.ProcessGroup,
         tags: Tags,
         timeout: float,
-        acknowledgements: Acknowledgements | None = None,
         lines: DeviceLines | None = None,
         keeps: bool = False,
     ) -> None:
         self._group, self._tags, self._timeout = WeakGroup(group), tags, timeout
-        self._acknowledgements, self._lines = acknowledgements, lines
+        self._lines = lines
         self._limit = self._arrival_limit = timedelta(seconds=timeout)
         self.rank = self._rank = group.rank()
         self._keeps = keeps
@@ -124,7 +121,6 @@ class GlooTransport:
         self.inbox = Inbox()
         self._threads: list[threading.Thread] = []
         self._log = CrossingLog()
-        self._ahead = AHEAD if acknowledgements is None else max(AHEAD, acknowledgements.depth)
 
     def begin(self, step: StepMessages) -> None:
         """Starts a step and posts its first receives. Where a window is full, `send` waits for the oldest message to
@@ -146,7 +142,7 @@ class GlooTransport:
             used = {step.signatures[edge.consumer.microbatch] for edge, _ in messages}
             channel.headers_due = sum(signature not in channel.pools for signature in used)
             channel.received = 0
-            channel.ahead = max(self._ahead, channel.ahead - 1)
+            channel.ahead = max(AHEAD, channel.ahead - 1)
             bound = step.window.get(key.slot) if key.slot == 0 else None
             channel.room = None if bound is None else threading.Semaphore(bound)
             if step.threaded:
@@ -174,8 +170,6 @@ class GlooTransport:
 
     def end(self) -> None:
         """Ends a step: returns when all that was sent has been taken, or is kept."""
-        if self._acknowledgements is not None:
-            self._acknowledgements.end()
         for thread in self._threads:
             thread.join()
         self._threads.clear()
@@ -219,15 +213,7 @@ class GlooTransport:
 
     # Sending.
 
-    def has_room(self, target: int, depth: int) -> bool:
-        """Raises RuntimeFailure where this was made without acknowledgements, and nobody knows what has arrived."""
-        if self._acknowledgements is None:
-            raise RuntimeFailure("this transport was made without acknowledgements, which channels with a bound need")
-        return self._acknowledgements.to(target, self.inbox).has_room(depth)
-
     def send(self, edge: Edge, target: int, payload: Payload) -> bool:
-        if self._acknowledgements is not None and edge.slot <= 0:
-            self._acknowledgements.to(target, self.inbox).sent()
         route = self._routes.get((edge, target))
         if route is None:
             route = self._routes[edge, target] = self._route(edge, target)
@@ -341,8 +327,6 @@ class GlooTransport:
             channel.released = channel.taken = 0
         if errors:
             raise errors[0]
-        if self._acknowledgements is not None:
-            self._acknowledgements.flush()
 
     # Receiving.
 
@@ -378,8 +362,6 @@ class GlooTransport:
     def end_waits(self) -> None:
         """Ends this rank's waits for what does not come this way any more; any thread may call it."""
         self._give_up_lines()
-        if self._acknowledgements is not None:
-            self._acknowledgements.give_up()
         self.wake()
 
     def _give_up_lines(self) -> None:
@@ -397,8 +379,6 @@ class GlooTransport:
 
     def close(self) -> None:
         """Nothing is left behind: a step's threads end with it."""
-        if self._acknowledgements is not None:
-            self._acknowledgements.close()
         if self._lines is not None:
             self._lines.close()
         self.inbox.close()
@@ -439,7 +419,7 @@ class GlooTransport:
                 channel.ahead = min(channel.ahead + 1, MOST_AHEAD)
         elif posted.arrived is not None:
             size = packet.spec.carried_bytes
-            self._log.add(channel.peer, self._rank, size, sent, posted.since, posted.arrived)
+            self._log.add(channel.peer, self._rank, size, sent, posted.since, posted.arrived, posted.edge)
         if (answered := channel.answered) is not None:
             if answered.under_way and len(answered.under_way) > answered.under_way[0].pool.ahead:
                 self._release(answered, received)  # may fail where links do: this one then counts as not come
@@ -510,12 +490,6 @@ class GlooTransport:
                     raise DeadlineExceeded(
                         f"rank {self._rank} took nothing that came from rank {channel.peer} for {seconds:g} s"
                     )
-                self._came_in(channel, self._next(channel))
+                self.inbox.put(partial(self._accept, channel, self._next(channel)))
         except BaseException as error:
             self.inbox.fail(error)
-
-    def _came_in(self, channel: IncomingChannel, posted: PostedReceive) -> None:
-        """Reports a message, in the thread that waited for it."""
-        if self._acknowledgements is not None and posted.edge.slot <= 0:
-            self._acknowledgements.answer(channel.peer)
-        self.inbox.put(lambda: self._accept(channel, posted))

@@ -15,7 +15,8 @@ import math
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import replace
 from typing import NamedTuple
 
 import torch
@@ -28,10 +29,10 @@ from penstock.runtime.mesh.interfaces import clock_name
 from penstock.runtime.mesh.peers import GroupPeers
 from penstock.runtime.mesh.probe import ahead_of_first
 from penstock.runtime.tensors.message import Edge, Payload
-from penstock.runtime.transport.base import CrossingLog, StepMessages, TransferRecord, Transport, TransportLayer
-
-KNOWN = 64
-"""Messages of each rank of which it is remembered when they were sent, for records that come after them."""
+from penstock.runtime.transport.base import CrossingLog, StepMessages, TransferRecord, Transport
+from penstock.runtime.transport.channel import ChannelKey
+from penstock.runtime.transport.wiring import wire
+from penstock.schedule import Schedule, needed_channel_depth
 
 
 class Conditions:
@@ -109,7 +110,7 @@ class HeldArrival(NamedTuple):
     """A message that was carried here. Ordered by when it is to arrive, then by when it came.
 
     Attributes:
-        record: of links with conditions.
+        record: None where nobody knows how long its link took.
     """
 
     due: int
@@ -118,33 +119,71 @@ class HeldArrival(NamedTuple):
     record: TransferRecord | None
 
 
-class ConditionedTransport(TransportLayer):
-    """Any transport, whose messages arrive when the conditions say.
+class ConditionedTransport:
+    """A transport in front of another one, whose messages arrive when the conditions say.
+
+    With a depth, a message that finds as many others on its link waits at its sender, which starts nothing else. This
+    is the head-of-line blocking of the PipeMorph paper, section 3.2, and `ps.Blocking(depth)` in the simulator:
+
+        rank 0   |F0|F1|F2|............|F3|      depth 2: F2's message finds two under way and waits for room, and
+                   `----. `----.       ^         F3, though it is ready, is not started
+                         v      v      |
+        rank 1          .|F0|----- arrived
 
     Args:
+        inner: the transport that carries.
         conditions: of the links, the same on all ranks.
         ahead: by how many nanoseconds this rank's clock is ahead of each other rank's; one clock where not given.
+        depth: how many messages to another rank the conditions hold at most. Gradients of tied parameters do not
+            count, because they travel with other messages. None: any number.
+        hands_over: the inner transport crosses no link, and so records nothing. Then messages of links that may turn
+            late are recorded here even while they are on time. Without these records the first delay would be taken
+            for the link's usual one, and not for a change.
     """
 
-    def __init__(self, inner: Transport, conditions: Conditions, ahead: Sequence[int] = ()) -> None:
-        super().__init__(inner)
-        self._conditions, self._ahead = conditions, ahead
+    def __init__(
+        self,
+        inner: Transport,
+        conditions: Conditions,
+        ahead: Sequence[int] = (),
+        depth: int | None = None,
+        hands_over: bool = False,
+    ) -> None:
+        self.inner, self.rank = inner, inner.rank
+        self._conditions, self._ahead, self._hands_over = conditions, ahead, hands_over
+        self._depth = depth
+        self._unbounded: set[int] = set()
+        self._under_way: dict[int, deque[int]] = {}
+        """By rank, when the messages to it are to arrive."""
+        self._full: deque[int] | None = None
         self._refused: tuple[Edge, int, MessageStamp] | None = None
-        self._dues: dict[int, deque[int]] = {}
-        self._watched: deque[int] | None = None
-        self._waiting: list[HeldArrival] = []
+        self._records: dict[Edge | None, TransferRecord] = {}
+        self._held: list[HeldArrival] = []
         self._ready: dict[Edge, Payload] = {}
         self._num_carried = 0
         self._woken = False
-        self._known: dict[int, deque[tuple[int, int, int]]] = {}
         self._log = CrossingLog()
 
+    def route(self, delegated: Collection[tuple[int, int]]) -> None:
+        """Says, between two steps, which links, by their two ranks in either order, are without bound from now on."""
+        self._unbounded = {a + b - self.rank for a, b in delegated if self.rank in (a, b)}
+
     def begin(self, step: StepMessages) -> None:
-        self._watched = self._refused = None
-        super().begin(step)
+        self._full = self._refused = None
+        self.inner.begin(replace(step, threaded=True))
+
+    def end(self) -> None:
+        self.inner.end()
+
+    def close(self) -> None:
+        self.inner.close()
 
     def send(self, edge: Edge, target: int, payload: Payload) -> bool:
-        """Sends. What finds a channel full that carries it took up the link when it was first to be sent."""
+        """Sends. Returns False if the channel is full, or if the transport that carries has no room. In that case the
+        message has its place on the link already, and keeps it for the next try.
+        """
+        if edge.slot <= 0 and not self._has_room(target):
+            return False
         if self._refused is not None and self._refused[:2] == (edge, target):
             stamp = self._refused[2]
         else:
@@ -156,20 +195,23 @@ class ConditionedTransport(TransportLayer):
             self._refused = edge, target, stamp
             return False
         self._refused = None
-        if edge.slot <= 0 and stamp.due > stamp.sent:
-            self._dues.setdefault(target, deque()).append(stamp.due)
+        if self._depth is not None and edge.slot <= 0 and stamp.due > stamp.sent:
+            self._under_way.setdefault(target, deque()).append(stamp.due)
         return True
 
-    def has_room(self, target: int, depth: int) -> bool:
-        dues, self._watched = self._dues.get(target), None
-        if dues:
-            now = time.perf_counter_ns()
-            while dues and dues[0] <= now:
-                dues.popleft()
-            if len(dues) >= depth:
-                self._watched = dues
-                return False
-        return self.inner.has_room(target, depth)
+    def _has_room(self, target: int) -> bool:
+        """Whether a message to a rank may leave. If not, `wait` returns when it may."""
+        self._full = None
+        dues = self._under_way.get(target)
+        if self._depth is None or not dues:
+            return True
+        now = time.perf_counter_ns()
+        while dues and dues[0] <= now:
+            dues.popleft()
+        if len(dues) < self._depth or target in self._unbounded:
+            return True
+        self._full = dues
+        return False
 
     def arrivals(self) -> list[Edge]:
         self._keep(self.inner.arrivals())
@@ -179,56 +221,35 @@ class ConditionedTransport(TransportLayer):
         """Takes in what was carried here."""
         if not edges:
             return
-        # Records first: their messages have then come in, if not with `edges`.
-        records = self.inner.crossings()
-        found = []
-        for edge in [*edges, *self.inner.arrivals()]:
+        self._records |= {record.edge: record for record in self.inner.crossings()}
+        for edge in edges:
             payload = self._ready[edge] = self.inner.take(edge)
             stamp, size = MessageStamp.take_off(payload), size_of(payload)
-            found.append((edge, stamp, size))
-            self._known.setdefault(stamp.source, deque(maxlen=KNOWN)).append((stamp.sent, stamp.due, size))
-        arrived = self._carried(records)
-        for edge, stamp, size in found:
             due = stamp.due + (self._ahead[stamp.source] if self._ahead else 0)
-            moment = max(due, arrived.get((stamp.source, stamp.sent), 0))
-            record = TransferRecord(stamp.source, self.rank, size, stamp.sent, stamp.sent, moment)
-            held = HeldArrival(due, self._num_carried, edge, record if self._records(stamp) else None)
-            heapq.heappush(self._waiting, held)
+            record = self._records.pop(edge, None)
+            if stamp.due > stamp.sent or (self._hands_over and self._conditions.hold(stamp.source, self.rank)):
+                arrived = due if record is None else max(due, record.arrived)
+                record = TransferRecord(stamp.source, self.rank, size, stamp.sent, stamp.sent, arrived, edge)
+            elif record is not None:
+                record = record._replace(num_bytes=size)
+            heapq.heappush(self._held, HeldArrival(due, self._num_carried, edge, record))
             self._num_carried += 1
 
-    def _carried(self, records: Sequence[TransferRecord]) -> dict[tuple[int, int], int]:
-        """Logs the records of messages without a condition; of the others, by source and sending, when they came."""
-        arrived = {}
-        for record in records:
-            # A rank sends one message after the other, so it is the latest that was not handed over later.
-            known = [one for one in self._known.get(record.source, ()) if one[0] <= record.sent]
-            if known:
-                sent, due, size = max(known)
-                if due > sent:
-                    arrived[record.source, sent] = record.arrived
-                else:
-                    self._log.add(*record._replace(num_bytes=size))
-        return arrived
-
-    def _records(self, stamp: MessageStamp) -> bool:
-        """Whether a message is recorded here. What carried it records when it came, where nothing delays it."""
-        return stamp.due > stamp.sent
-
     def _due_by_now(self) -> list[Edge]:
-        waiting, came = self._waiting, []
-        if waiting:
+        held, came = self._held, []
+        if held:
             now = time.perf_counter_ns()
-            while waiting and waiting[0].due <= now:
-                held = heapq.heappop(waiting)
-                if held.record is not None:
-                    self._log.add(*held.record)
-                came.append(held.edge)
+            while held and held[0].due <= now:
+                arrival = heapq.heappop(held)
+                if arrival.record is not None:
+                    self._log.add(*arrival.record)
+                came.append(arrival.edge)
         return came
 
     def dues(self) -> list[int]:
         """When each message that was carried here, and has not come, is to arrive."""
         self._keep(self.inner.arrivals())
-        return [held.due for held in self._waiting]
+        return [arrival.due for arrival in self._held]
 
     def take(self, edge: Edge) -> Payload:
         return self._ready.pop(edge)
@@ -239,21 +260,22 @@ class ConditionedTransport(TransportLayer):
             if came or self._woken:
                 self._woken = False
                 return came
-            moments = [held.due for held in self._waiting[:1]]
-            if self._watched:
-                moments.append(self._watched[0])
+            moments = [arrival.due for arrival in self._held[:1]]
+            if self._full:
+                moments.append(self._full[0])
             if until is not None:
                 moments.append(until)
             soonest = min(moments, default=None)
             carried = self.inner.wait(awaited, who, soonest)
             self._keep(carried)
             now = time.perf_counter_ns()
-            has_room = False
-            if self._watched and self._watched[0] <= now:
-                has_room, self._watched = True, None
             came = self._due_by_now()
+            has_room = self._full is not None and self._full[0] <= now
+            if has_room:
+                self._full = None
             # With nothing carried before that moment, the transport that carries has room again.
-            if came or has_room or (not carried and (soonest is None or now < soonest)) or _is_over(until, now):
+            has_room = has_room or (not carried and (soonest is None or now < soonest))
+            if came or has_room or (until is not None and until <= now):
                 self._woken = False
                 return came
 
@@ -265,12 +287,39 @@ class ConditionedTransport(TransportLayer):
         """The messages that came in since the last call. Those of links with conditions arrived when these say, or
         when they had been carried, if that was later.
         """
-        self._carried(self.inner.crossings())  # of messages that came in after the records were last asked for
         return self._log.take()
 
 
-def _is_over(until: int | None, now: int) -> bool:
-    return until is not None and until <= now
+def require_depth(schedule: Schedule, depth: int) -> None:
+    """Refuses a schedule whose order may come to a standstill with channels of this depth.
+
+    That takes messages that are awaited in another order than they leave in: those that leave in order arrive one
+    after the other, whether their receiver is busy or not, and make room.
+
+    Raises:
+        RuntimeFailure: with the depth that is needed.
+    """
+    needed = 1 if _keeps_order(schedule) else needed_channel_depth(schedule)
+    if needed > depth:
+        raise RuntimeFailure(
+            f"{schedule.name} needs channels of depth {needed}: a rank sends that many messages before the other one "
+            f"takes the first, and channels of depth {depth} would hold both up forever; give depth={needed} or "
+            "transport='host'"
+        )
+
+
+def _keeps_order(schedule: Schedule) -> bool:
+    """Whether all messages of each channel are awaited in the order in which they leave."""
+    wiring = wire(schedule)
+    place = {op: number for row in schedule.order for number, op in enumerate(row)}
+    for rank in range(schedule.num_ranks):
+        latest: dict[ChannelKey, int] = {}
+        for edge in wiring.expected(rank):
+            key = ChannelKey.of(edge)
+            if place[edge.producer] < latest.get(key, -1):
+                return False
+            latest[key] = place[edge.producer]
+    return True
 
 
 def clocks_ahead(peers: GroupPeers) -> list[int]:

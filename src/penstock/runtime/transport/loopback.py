@@ -15,7 +15,7 @@ from typing import NamedTuple
 from penstock.runtime.errors import DeadlineExceeded, PeerLost
 from penstock.runtime.tensors.message import Edge, Payload
 from penstock.runtime.transport.base import StepMessages, TransferRecord, Transport
-from penstock.runtime.transport.link_conditions import ConditionedTransport, Conditions, MessageStamp, sleep_until
+from penstock.runtime.transport.link_conditions import ConditionedTransport, Conditions, sleep_until
 
 
 class Envelope(NamedTuple):
@@ -84,10 +84,6 @@ class LoopbackTransport:
         self._boxes[target].put(Envelope(self._step, edge, payload))
         return True
 
-    def has_room(self, target: int, depth: int) -> bool:
-        """Always: what is sent has arrived."""
-        return True
-
     def arrivals(self) -> list[Edge]:
         came: list[Edge] = []
         waiting = self._own.waiting
@@ -132,22 +128,14 @@ class LoopbackTransport:
         return []
 
 
-class ConditionedLoopback(ConditionedTransport):
-    """The end of a rank of one process, whose messages arrive when the conditions say.
-
-    What is handed over leaves no record, so messages of links that may turn late are recorded here even while they
-    are on time. Without these records the first delay would be taken for the link's usual one, and not for a change.
-    """
-
-    def _records(self, stamp: MessageStamp) -> bool:
-        return self._conditions.hold(stamp.source, self.rank)
-
-
 def loopback_ends(
-    boxes: Sequence[Mailbox], conditions: Conditions, timeout: float = 0.0
+    boxes: Sequence[Mailbox], conditions: Conditions, timeout: float = 0.0, depth: int | None = None
 ) -> list[ConditionedTransport]:
-    """The ends of ranks of one process, by rank."""
-    return [ConditionedLoopback(LoopbackTransport(boxes, rank, timeout), conditions) for rank in range(len(boxes))]
+    """The ends of ranks of one process, by rank. For `depth` see `ConditionedTransport`."""
+    return [
+        ConditionedTransport(LoopbackTransport(boxes, rank, timeout), conditions, depth=depth, hands_over=True)
+        for rank in range(len(boxes))
+    ]
 
 
 class OnTheWay:

@@ -92,9 +92,6 @@ class RoutedTransport:
         sent = self._guarded(lambda: self._base.send(edge, target, payload))
         return self.delegates.send(edge, target, payload) if sent is None else sent
 
-    def has_room(self, target: int, depth: int) -> bool:
-        return self._carrier(target).has_room(target, depth)
-
     def arrivals(self) -> list[Edge]:
         came, self._came = self._came, []
         if not self._left:

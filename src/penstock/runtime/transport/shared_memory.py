@@ -266,10 +266,6 @@ class SharedMemoryTransport:
             self._has_unsent = True
         return True
 
-    def has_room(self, target: int, depth: int) -> bool:
-        """Always: what is written has arrived."""
-        return True
-
     def _is_open(self, channel: OutChannel, target: int, window: int) -> bool:
         """Whether fewer messages of a channel than that are not taken; where not, this rank is woken once one is."""
         under_way = channel.under_way
@@ -358,7 +354,7 @@ class SharedMemoryTransport:
             raise RuntimeFailure(why_unexpected(self.rank, self._step, receiver.peer, now >> 32, tag, edge))
         self._ready[edge] = receiver, packet, header
         sent = header[SENT]
-        self._log.add(receiver.peer, self.rank, packet.spec.carried_bytes, sent, sent, header[THERE])
+        self._log.add(receiver.peer, self.rank, packet.spec.carried_bytes, sent, sent, header[THERE], edge)
         self._arrived.append(edge)
 
     def _laid_out(self, receiver: IncomingRing, offset: int) -> tuple[int, Packet, memoryview]:

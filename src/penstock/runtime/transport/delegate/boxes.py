@@ -174,10 +174,6 @@ class Outbox:
             freed = True
         return freed
 
-    def waiting(self, target: int | None = None) -> int:
-        """Messages not answered, to one rank or all."""
-        return sum(len(end.waiting) for lane, end in self._lanes.items() if target in (None, lane.target))
-
     def targets(self) -> set[int]:
         """Ranks to which messages are on their way."""
         return {lane.target for lane, end in self._lanes.items() if end.waiting}
@@ -332,7 +328,7 @@ class DelegateInbox:
             SeenMessage(note.sent, note.arrived, note.capacity)
         )
         size = max(0, note.payload_bytes - ALIGN)
-        self.crossings.add(lane.source, lane.target, size, note.sent, note.start, note.arrived)
+        self.crossings.add(lane.source, lane.target, size, note.sent, note.start, note.arrived, edge)
         return edge
 
     def _post_enough(self) -> None:

@@ -241,14 +241,6 @@ class DelegateTransport:
             edges, self._arrived = self._arrived, []
             return edges
 
-    def has_room(self, target: int, depth: int) -> bool:
-        with self._lock:
-            self._listen()
-            if self._outbox.waiting(target) < depth:
-                return True
-            self._full, self._room = True, False
-            return False
-
     def wait(self, awaited: Sequence[Edge], who: Callable[[], str], until: int | None = None) -> list[Edge]:
         """Waits until a message has come in, until there is room again after a `send` that found none, or until
         another descriptor that is watched is ready.
