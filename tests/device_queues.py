@@ -14,7 +14,7 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor
 
-from penstock.runtime.execute.launched_ops import WatchedMarks
+from penstock.runtime.execute.launched_ops import DeviceQueue, WaitingThread
 from penstock.runtime.tensors.message import Payload
 
 
@@ -37,13 +37,13 @@ class LateMark:
         return float(later.number - self.number)
 
 
-class LateQueue(WatchedMarks):
+class LateQueue(DeviceQueue):
     """Args:
     watches: whether the thread that waits for marks lets the device go on; else whoever waits for one does.
     """
 
     def __init__(self, watches: bool = False) -> None:
-        super().__init__()
+        self._thread = WaitingThread("late-marks")
         self.num_marks = self.num_passed = self.num_beside = 0
         self.fails = False
         self._watches = watches

@@ -46,6 +46,6 @@ def step(
     worker = start_worker(wiring, rank, costs, dispatch, transport)
     run_rank(worker)
     transport.end()
-    mine = worker.recorder.times, worker.peak_held, transport.crossings()
+    mine = worker.times, worker.peak_held, transport.crossings()
     everyone = GroupPeers(world(), PATIENCE).gather(mine)
     return ran(wiring, everyone, dispatch)

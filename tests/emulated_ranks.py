@@ -89,7 +89,7 @@ def run_threads(
                 transport.begin(StepMessages())
                 run_rank(worker)
                 transport.end()
-                found[rank].append((worker.recorder.times, worker.peak_held, transport.crossings()))
+                found[rank].append((worker.times, worker.peak_held, transport.crossings()))
         except BaseException as error:
             errors.append(error)
             for box in boxes:

@@ -42,7 +42,7 @@ def late_in_one_shard(rank: int) -> tuple[list[float], list[str]]:
     pipe, losses = trained(
         ps.build("zb-v", 2, 8), mesh=mesh, parallelize=parallelize, dispatch="dynamic", links=links, timeout=PATIENCE
     )
-    order = [str(op) for op, _, _ in pipe._local.last[1][0].recorder.times]  # type: ignore[index]
+    order = [str(op) for op, _, _ in pipe._local.last[1][0].times]  # type: ignore[index]
     pipe.close()
     return losses, order
 

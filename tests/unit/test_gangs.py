@@ -19,7 +19,7 @@ from penstock.cost import Costs
 from penstock.dispatch import Dispatcher
 from penstock.formats.native import from_json, to_json
 from penstock.runtime import DeadlineExceeded, RuntimeFailure
-from penstock.runtime.execute.async_ops import AwaitableOpHandle
+from penstock.runtime.execute.async_ops import RegisteredAsyncOp
 from penstock.runtime.execute.executors import run_local
 from penstock.runtime.execute.gang import Gang
 from penstock.runtime.execute.worker import Worker
@@ -245,7 +245,7 @@ def test_any_of_them_run_by_workers_in_their_order_and_none_before_what_it_needs
             ]
             run_local(workers)
             assert not any(box.waiting for box in boxes)
-            times = [(w.rank, *t) for w in workers for t in (*w.recorder.times, *w.recorder.async_times)]
+            times = [(w.rank, *t) for w in workers for t in (*w.times, *w.async_times)]
             ended = {(op, rank): end for rank, op, _, end in times}
             assert sorted((rank, op) for rank, op, _, _ in times) == sorted(
                 (rank, op) for rank, row in enumerate(schedule.order) for op in row
@@ -267,9 +267,9 @@ class Meets(NullBackend):
         self.meet(wired.op)
         return outputs
 
-    def start(self, op: ps.Op, received: Any) -> AwaitableOpHandle:
+    def start(self, op: ps.Op, received: Any) -> RegisteredAsyncOp:
         self.meet(op)
-        return AwaitableOpHandle(op, None, 1.0)
+        return RegisteredAsyncOp(op, None, 1.0)
 
     def meet(self, op: ps.Op) -> None:
         ranks = self._schedule.hosts(op)

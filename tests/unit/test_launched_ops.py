@@ -17,19 +17,17 @@ from penstock.cost import Costs
 from penstock.dispatch import Dispatcher
 from penstock.runtime.errors import RuntimeFailure
 from penstock.runtime.execute import launched_ops, torch_backend
-from penstock.runtime.execute.async_ops import DeviceOpHandle
-from penstock.runtime.execute.backend import OpTable
+from penstock.runtime.execute.async_ops import RegisteredAsyncOp
 from penstock.runtime.execute.executors import run_local
 from penstock.runtime.execute.launched_ops import (
-    LOOKS_AT_THE_CLOCK,
+    FEWEST_LOOKS,
     MOST_LAUNCHED_OPS,
     MOST_LOOKS,
-    WAITS_FOR_NOBODY,
     DeviceClock,
     LaunchedOps,
     queue_of,
 )
-from penstock.runtime.execute.worker import Worker
+from penstock.runtime.execute.worker import WAITS_FOR_NOBODY, Backend, Worker
 from penstock.runtime.tensors.message import Edge, Payload
 from penstock.runtime.transport.loopback import LoopbackTransport, Mailbox
 from penstock.runtime.transport.wiring import WiredOp, wire
@@ -46,7 +44,7 @@ class WatchedTransport(LoopbackTransport):
         self.sent: list[Edge] = []
 
     def send(self, edge: Edge, target: int, payload: Payload) -> bool:
-        assert edge.producer in {op for op, _, _ in self.worker.recorder.times}
+        assert edge.producer in {op for op, _, _ in self.worker.times}
         self.sent.append(edge)
         return super().send(edge, target, payload)
 
@@ -67,7 +65,7 @@ class Ranks:
             handlers = dict.fromkeys({op.kind for op in wiring.graph.ops}, self.handler(rank))
             transport = WatchedTransport(boxes, rank)
             dispatcher = Dispatcher(wiring.graph, rank, as_dispatch(dispatch), change, caps[rank])
-            worker = Worker(wiring, rank, dispatcher, OpTable(handlers, launched=launched), transport)
+            worker = Worker(wiring, rank, dispatcher, Backend(handlers, launched=launched), transport)
             transport.worker = worker
             self.workers.append(worker)
 
@@ -97,7 +95,7 @@ def test_ops_are_timed_by_what_the_device_says() -> None:
     ranks = Ranks(ps.build("zb-h1", 4, 8), "frozen")
     run_local(ranks.workers)
     for worker, row in zip(ranks.workers, ranks.wiring.schedule.order, strict=True):
-        times = worker.recorder.times
+        times = worker.times
         assert tuple(op for op, _, _ in times) == row
         assert {end - start for _, start, end in times} == {1_000_000}
         assert all(before[2] <= after[1] for before, after in pairwise(times))
@@ -116,7 +114,7 @@ def looks(widths: Sequence[int], monkeypatch: pytest.MonkeyPatch) -> tuple[LateQ
 @pytest.mark.parametrize(
     ("widths", "num_looks", "best"),
     [
-        ([20_000, 10_000, 30_000, 1], LOOKS_AT_THE_CLOCK, 1),
+        ([20_000, 10_000, 30_000, 1], FEWEST_LOOKS, 1),
         ([4_000_000, 2_000_000, 3_000_000, 20_000, 1], 4, 3),
         ([9_000_000, 2_000_000, *[3_000_000] * 30], MOST_LOOKS, 1),
     ],
@@ -212,23 +210,18 @@ class Handle:
     def wait(self) -> None:
         self.waited = True
 
-    def is_completed(self) -> bool:
-        return self.waited
-
 
 def test_an_asynchronous_op_ends_when_the_device_has_done_what_its_function_gave_it() -> None:
     queue, handle = LateQueue(), Handle()
-    op, alone = DeviceOpHandle(queue, handle), DeviceOpHandle(queue, None)
-    assert not op.done()
-    handle.wait()
-    assert not op.done()  # the device has not come there
-    assert not alone.done()
-    alone.wait()
-    assert op.done()
-    assert alone.done()
-    again = DeviceOpHandle(queue, Handle())
-    again.wait()
-    assert again.done()
+    GATHER = ps.Op("GATHER", 0, 0)
+    for op in (RegisteredAsyncOp(GATHER, handle, 1.0, queue), RegisteredAsyncOp(GATHER, None, 1.0, queue)):
+        assert not op.has_ended  # the device has not come there
+        given = queue.num_marks
+        start, end = op.wait()
+        assert start <= end
+        assert queue.num_passed >= given
+    assert handle.waited
+    assert RegisteredAsyncOp(GATHER, None, 1.0).has_ended
 
 
 def build_model() -> nn.Sequential:

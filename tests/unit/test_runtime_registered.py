@@ -234,8 +234,8 @@ def test_any_of_them_complete_without_numbers() -> None:
             ]
             run_local(workers)
             assert not any(box.waiting for box in boxes)
-            ended = {op: end for worker in workers for op, _, end in worker.recorder.times}
-            started = {op: start for worker in workers for op, start, _ in worker.recorder.times}
+            ended = {op: end for worker in workers for op, _, end in worker.times}
+            started = {op: start for worker in workers for op, start, _ in worker.times}
             assert sorted(ended) == sorted(op for row in schedule.order for op in row)
             for op, start in started.items():
                 assert all(ended[before] <= start for before in predecessors(op, schedule.graph, wiring.graph.number))

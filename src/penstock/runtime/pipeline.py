@@ -811,7 +811,7 @@ class Pipeline:
     def idle_share(self) -> float:
         """The share of the last step, from its first op to its last, in which this process's ranks were idle."""
         workers = self._local.last[1] if self._local.last is not None else []
-        return idle_share([worker.recorder.times for worker in workers])
+        return idle_share([worker.times for worker in workers])
 
     def gather(self, value: Any) -> list[Any]:
         """Every process's value, in the order of processes. Values must be plain data."""

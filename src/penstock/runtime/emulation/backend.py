@@ -22,9 +22,9 @@ import torch
 
 from penstock.cost import Costs
 from penstock.runtime.errors import RuntimeFailure
-from penstock.runtime.execute.backend import Handler
 from penstock.runtime.execute.gang import Barrier, Gang
 from penstock.runtime.execute.plan import StepPlan
+from penstock.runtime.execute.worker import Backend
 from penstock.runtime.tensors.message import Edge, Payload
 from penstock.runtime.transport.base import SHORTEST_WAIT
 from penstock.runtime.transport.link_conditions import sleep_until
@@ -39,7 +39,7 @@ LEAD = 5_000_000
 Ended = Callable[[Op], None]
 
 
-class EmulatedBackend:
+class EmulatedBackend(Backend):
     """One handler for every kind of op of one rank, in one step.
 
     Args:
@@ -52,8 +52,6 @@ class EmulatedBackend:
         step_start: when the step began (ns of the monotonic clock).
         late: of every op, how long after its due moment it ended, in nanoseconds.
     """
-
-    launched = None
 
     def __init__(
         self,
@@ -71,8 +69,7 @@ class EmulatedBackend:
         self._durations: dict[Op, int] = {}
         self._bodies: dict[int, torch.Tensor] = {}
         self._free: int | None = None
-        self.began: int | None = None
-        self.handlers: dict[str, Handler] = dict.fromkeys({op.kind for op in wiring.graph.ops}, self.run)
+        super().__init__(dict.fromkeys({op.kind for op in wiring.graph.ops}, self.run))
         self._numbers = wiring.numbers(rank)
         self._stream_free = 0
 
@@ -171,18 +168,13 @@ class EmulatedBackend:
 class EmulatedStart:
     """An asynchronous op under way that is emulated."""
 
+    timeout, has_ended = float("inf"), False
+
     def __init__(self, backend: EmulatedBackend, op: Op, moment: int) -> None:
         self._backend, self._op, self._moment = backend, op, moment
 
     def wait(self) -> tuple[int, int]:
         return self._backend.run_job(self._op, self._moment)
-
-    def done(self) -> bool:
-        """Never told without waiting: it takes its time only then."""
-        return False
-
-    def wait_alone(self) -> None:
-        self.wait()
 
 
 class EmulatedDevices:

@@ -251,8 +251,7 @@ class EmulatedPipeline:
             vote = agent.vote()
             self._notices.note(agent.notices)
         rows = [
-            (worker.rank, _scaled(worker.recorder.times, stretch), _scaled(worker.recorder.async_times, stretch))
-            for worker in workers
+            (worker.rank, _scaled(worker.times, stretch), _scaled(worker.async_times, stretch)) for worker in workers
         ]
         mine = [
             (*row, worker.peak_held, backend.late)
@@ -330,7 +329,7 @@ class EmulatedPipeline:
 
 def _end(worker: Worker, start: int) -> int:
     """When a rank ended its last op (ns)."""
-    return worker.recorder.times[-1][2] if worker.recorder.times else start
+    return worker.times[-1][2] if worker.times else start
 
 
 def _scaled(times: Sequence[tuple[Op, int, int]], stretch: float) -> list[tuple[Op, int, int]]:

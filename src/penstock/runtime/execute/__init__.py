@@ -8,11 +8,11 @@
                                   |                   a kind of the user's: torch_backend, its function
     the step's last collective: step_end (losses, notices, failures, what runs next); timeline (what was measured)
 
-worker         one rank at work                          plan        the ops of a step, and what is in force
-executors      ranks as processes, threads, or in turn   gang        who runs an op together, or decides alike
-backend        the table of handlers                     async_ops   ops that run beside others
-torch_backend  the stages here, and their handlers       update_ops  the same with the right weights, and U
-launched_ops   ops that a GPU was given and has not ended
+worker         one rank at work, and its backend         plan          the ops of a step, and what is in force
+executors      ranks as processes, threads, or in turn   gang          who runs an op together, or decides alike
+torch_backend  the stages here, and their handlers       update_ops    the same with the right weights, and U
+launched_ops   ops that lie in a GPU's queue             async_ops     ops that run beside others
+step_end       results and failures, told to every rank  timeline      what was measured
 
 The step executor does not know what an op does. `TorchDevices` and `EmulatedDevices` (`emulation/`) give it a table
 of handlers for each rank. `update_ops` wraps those of torch and adds entries where the schedule has updates.

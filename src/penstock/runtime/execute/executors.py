@@ -26,11 +26,10 @@ from typing import Protocol
 
 from penstock.dispatch import Dispatch, Dispatcher, FrozenDispatcher
 from penstock.runtime.errors import PeerLost, RuntimeFailure
-from penstock.runtime.execute.backend import Backend
 from penstock.runtime.execute.gang import Gang, Lockstep, LockstepDispatcher, ThreadBarrier
 from penstock.runtime.execute.plan import ActivePlan, StepPlan
 from penstock.runtime.execute.step_end import StepFailure
-from penstock.runtime.execute.worker import Worker
+from penstock.runtime.execute.worker import Backend, Worker
 from penstock.runtime.transport.base import StepMessages, Transport
 from penstock.runtime.transport.choose import TransportChoice
 from penstock.runtime.transport.link_conditions import Conditions
@@ -175,18 +174,20 @@ def run_local(workers: Sequence[Worker], on_the_way: OnTheWay | None = None, ali
     on_the_way = on_the_way or OnTheWay()
     for worker in workers:
         worker.begin(None)
-    while True:
-        moved = False
+    try:
+        while not all(worker.finished for worker in workers):
+            moved = False
+            for worker in workers:
+                moved = (_turn_alike(worker, on_the_way) if alike else worker.run_ready()) or moved
+            if not (moved or any(worker.wait_for_first() for worker in workers) or on_the_way.wait_for_first()):
+                waits = "\n".join(f"  {w.stuck_on()}" for w in workers if not w.finished)
+                raise RuntimeFailure(
+                    f"no rank can go on:\n{waits}\nThe schedule was checked before it ran, so this is a mistake in "
+                    "Penstock; please report it"
+                )
+    finally:
         for worker in workers:
-            moved = (_turn_alike(worker, on_the_way) if alike else worker.run_ready()) or moved
-        if all(worker.finished for worker in workers):
-            return
-        if not moved and not any(worker.wait_for_first() for worker in workers) and not on_the_way.wait_for_first():
-            waits = "\n".join(f"  {w.stuck_on()}" for w in workers if not w.finished)
-            raise RuntimeFailure(
-                f"no rank can go on:\n{waits}\nThe schedule was checked before it ran, so this is a mistake in "
-                "Penstock; please report it"
-            )
+            worker.end()
 
 
 def _turn_alike(worker: Worker, on_the_way: OnTheWay) -> bool:

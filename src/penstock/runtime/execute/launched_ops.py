@@ -1,13 +1,17 @@
-"""Ops that a rank launches on a device without waiting for them. Marks on the device time them, and are read later.
+"""Ops that a rank gives to a GPU and does not wait for. Marks in the GPU's queue say when they ran.
 
     rank      F4 launched | F5 launched | waits: two are under way | B0 launched
     device     ...|==== F4 ====|==== F5 ====|==== B0
     messages                   '-- that of F4 leaves, F5 runs on
 
-A rank launches one op behind the one that runs, so that the device never waits for Python. It launches no more than
-that, because it decides what comes next when it knows which messages have arrived. A message leaves once the device
-has passed the mark of its op; it is copied while the next op runs. A thread waits for the marks, and wakes the rank
-as if a message had come.
+A rank launches one op behind the one that runs, so that the GPU never waits for Python. It launches no more than
+that, because it decides what comes next when it knows which messages have arrived. An op's message leaves once the
+GPU has passed the mark behind the op; it is copied while the next op runs. A thread waits for the marks, and wakes
+the rank as if a message had come.
+
+DeviceQueue   the work that a GPU was given, and marks in it
+DeviceClock   what the GPU's clock says in terms of ours
+LaunchedOps   the ops of one rank in one step that lie in the queue
 
 A CPU has run an op when its function returns. It has no queue, and needs none of this.
 """
@@ -18,27 +22,24 @@ import threading
 from collections import deque
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
 from queue import SimpleQueue
 from time import perf_counter_ns
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import torch
 
 from penstock.runtime.errors import RuntimeFailure
 from penstock.runtime.tensors.message import Payload
 from penstock.schedule import Op
-from penstock.schedule.op import BACKWARD, FORWARD, INPUT, RECOMPUTE, WEIGHT
+
+T = TypeVar("T")
 
 MOST_LAUNCHED_OPS = 2
 """Ops under way on a device: the one that runs, and one behind it."""
-LOOKS_AT_THE_CLOCK, MOST_LOOKS = 3, 10
-"""Marks with which a step begins: at least, and at most where the host is busy."""
+FEWEST_LOOKS, MOST_LOOKS = 3, 10
+"""Looks at the two clocks with which a step begins: at least, and at most where the host is busy."""
 CLOCK_TOLERANCE_NS = 50_000
-"""Nanoseconds within which a mark is passed that says well enough how the clock of the device stands to ours."""
-WAITS_FOR_NOBODY = frozenset({FORWARD, BACKWARD, INPUT, WEIGHT, RECOMPUTE})
-"""Kinds of ops in whose middle a rank waits for no other. Before any other op is launched, all messages must have
-left: a rank that stands in the middle of one sends nothing, and others may need just that to come there."""
+"""A look that took at most so many nanoseconds says well enough how the device's clock stands to ours."""
 
 
 class DeviceMark(Protocol):
@@ -52,29 +53,6 @@ class DeviceMark(Protocol):
 
     def elapsed_time(self, later: Any) -> float:
         """Milliseconds from here to a later mark; the device has passed both."""
-
-
-class DeviceQueue(Protocol):
-    """A device that runs what it is given later than the call returns."""
-
-    def mark(self, sleeps: bool = True) -> DeviceMark:
-        """Behind all that the device was given so far.
-
-        Args:
-            sleeps: whether a thread that waits for it sleeps. One that spins goes on tens of microseconds sooner.
-        """
-
-    def beside(self, payload: Payload) -> AbstractContextManager[Any]:
-        """Around copies of a payload whose op has ended: they wait for nothing that the device was given since."""
-
-    def waiting(self) -> AbstractContextManager[Any]:
-        """Around a wait for a collective that orders what follows: only marks made there come after it."""
-
-    def watch(self, mark: DeviceMark, then: Callable[[], None]) -> None:
-        """Has `then` called by another thread once the device has passed a mark."""
-
-    def close(self) -> None:
-        """Ends that thread."""
 
 
 class WaitingThread:
@@ -102,14 +80,41 @@ def _wait_for_all(waits: SimpleQueue[Callable[[], None] | None]) -> None:
         wait()
 
 
-class WatchedMarks:
-    """Marks that a thread waits for, one after the other."""
+class DeviceQueue:
+    """The work that a GPU was given and runs later than the call returns: its current stream, marked by events.
 
-    def __init__(self) -> None:
+    Two more streams keep apart what must not wait for that work. Copies of messages wait for nothing that was given
+    since their op. A wait for a collective makes its stream wait, where a copy would wait along.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._copies, self._waits = torch.cuda.Stream(device), torch.cuda.Stream(device)
         self._thread = WaitingThread("penstock-marks")
 
+    def mark(self, sleeps: bool = True) -> DeviceMark:
+        """Marks the place behind all that the device was given so far.
+
+        Args:
+            sleeps: whether a thread that waits for the mark sleeps. One that spins goes on some microseconds sooner.
+        """
+        event = torch.cuda.Event(enable_timing=True, blocking=sleeps)
+        event.record(torch.cuda.current_stream(self._device))
+        return event
+
+    def beside(self, payload: Payload) -> AbstractContextManager[Any]:
+        """Around copies of a payload whose op has ended: they wait for nothing that the device was given since."""
+        for leaf in payload.leaves:
+            if leaf is not None and leaf.is_cuda:
+                leaf.record_stream(self._copies)  # its memory is not used again before it is copied
+        return torch.cuda.stream(self._copies)
+
+    def waiting(self) -> AbstractContextManager[Any]:
+        """Around a wait for a collective that orders what follows: only marks made there come after it."""
+        return torch.cuda.stream(self._waits)
+
     def watch(self, mark: DeviceMark, then: Callable[[], None]) -> None:
-        """See `DeviceQueue`."""
+        """Has `then` called by another thread once the device has passed a mark."""
 
         def wait() -> None:
             try:
@@ -122,86 +127,71 @@ class WatchedMarks:
         self._thread.put(wait)
 
     def close(self) -> None:
-        """See `DeviceQueue`."""
+        """Ends that thread."""
         self._thread.close()
 
 
-class CudaQueue(WatchedMarks):
-    """The current stream of a GPU, marked by events; copies go on a stream of their own."""
-
-    def __init__(self, device: torch.device) -> None:
-        super().__init__()
-        self._device = device
-        self._copies, self._waits = torch.cuda.Stream(device), torch.cuda.Stream(device)
-
-    def mark(self, sleeps: bool = True) -> DeviceMark:
-        event = torch.cuda.Event(enable_timing=True, blocking=sleeps)
-        event.record(torch.cuda.current_stream(self._device))
-        return event
-
-    def beside(self, payload: Payload) -> AbstractContextManager[Any]:
-        for leaf in payload.leaves:
-            if leaf is not None and leaf.is_cuda:
-                leaf.record_stream(self._copies)  # its memory is not used again before it is copied
-        return torch.cuda.stream(self._copies)
-
-    def waiting(self) -> AbstractContextManager[Any]:
-        return torch.cuda.stream(self._waits)
-
-
 def queue_of(device: torch.device) -> DeviceQueue | None:
-    """What a device queues its work in; None for one that has run an op when its function returns."""
-    return CudaQueue(device) if device.type == "cuda" else None
+    """The queue of a device; None for one that has run an op when its function returns."""
+    return DeviceQueue(device) if device.type == "cuda" else None
+
+
+class ClockLook(NamedTuple):
+    """A mark that was passed between two looks at our clock.
+
+    Attributes:
+        width: nanoseconds between the looks. middle: the moment halfway, by our clock.
+    """
+
+    width: int
+    middle: int
+    mark: DeviceMark
 
 
 class DeviceClock:
-    """How the clock of a device stands to ours in one step, for all ranks of a process that share the device.
+    """How the clock of a device stands to ours in one step, for all ranks of a process.
 
-    A step begins with a few marks. Each is passed between two looks at our clock, and taken to be passed halfway. Of
-    these marks the one that was passed soonest counts, as it can be wrong by half of that time at most:
+    A step begins with a few marks, each passed between two looks at our clock and taken to be passed halfway. The one
+    with the narrowest looks counts, as it can be wrong by half of that time at most:
 
         our clock    |look ........ mark ........ look|   |look . mark . look|   <-- this one
         device                        ^                             ^
 
     Where another process has the processor between two looks, that time is milliseconds. So there is one reading for
-    all ranks. By readings of their own, ops that ran one after the other would overlap by what these are wrong by; by
-    one they can't, whatever it is wrong by. The next step has one of its own, since the two clocks drift apart.
-    Another process has its own as well, so that what it runs on the same device may seem to overlap with this.
+    all ranks of a process: ops that ran one after the other can't overlap, whatever the reading is wrong by. The next
+    step has one of its own, since the two clocks drift apart.
     """
 
     def __init__(self, queue: DeviceQueue) -> None:
         self._queue = queue
-        self._lock = threading.Lock()
-        self._origin: DeviceMark | None = None
-        self._origin_ns = 0
+        self._look: ClockLook | None = None
 
     def read(self) -> None:
         """Before a rank launches its first op. The first one to ask waits for what the device was given before."""
-        with self._lock:
-            if self._origin is not None:
-                return
-            self._queue.mark().synchronize()
-            origin, narrowest = None, 0
-            for number in range(MOST_LOOKS):
-                before = perf_counter_ns()
-                mark = self._queue.mark(sleeps=False)
-                mark.synchronize()
-                after = perf_counter_ns()
-                if origin is None or after - before < narrowest:
-                    origin, narrowest, self._origin_ns = mark, after - before, (before + after) // 2
-                if number + 1 >= LOOKS_AT_THE_CLOCK and narrowest <= CLOCK_TOLERANCE_NS:
-                    break
-            self._origin = origin
+        if self._look is not None:
+            return
+        self._queue.mark().synchronize()
+        best = self._new_look()
+        for number in range(1, MOST_LOOKS):
+            if number >= FEWEST_LOOKS and best.width <= CLOCK_TOLERANCE_NS:
+                break
+            best = min(best, self._new_look(), key=lambda look: look.width)
+        self._look = best
+
+    def _new_look(self) -> ClockLook:
+        before = perf_counter_ns()
+        mark = self._queue.mark(sleeps=False)
+        mark.synchronize()
+        after = perf_counter_ns()
+        return ClockLook(after - before, (before + after) // 2, mark)
 
     def moment(self, mark: DeviceMark) -> int:
-        """When a mark was passed that came later, in nanoseconds of our clock."""
-        if self._origin is None:
-            raise RuntimeFailure("a device's mark was asked for its time before the step's clock was read")
-        return self._origin_ns + round(self._origin.elapsed_time(mark) * 1e6)
+        """When a mark was passed that came after `read`, in nanoseconds of our clock."""
+        assert self._look is not None  # `read` comes first
+        return self._look.middle + round(self._look.mark.elapsed_time(mark) * 1e6)
 
 
-@dataclass(slots=True, eq=False)
-class LaunchedOp:
+class LaunchedOp(NamedTuple):
     """An op under way, between two marks."""
 
     op: Op
@@ -215,26 +205,24 @@ class LaunchedOps:
     Args:
         most: ops under way; 1 where each is waited for before anything else is done. That must be where ops wait in
             their middle for other ranks, or a wait for messages can't be ended when a mark is passed.
-        clock: of the device in this step, where other ranks of this process have the device too.
+        clock: of the device in this step; one of its own where not given.
+
+    Attributes:
+        num_launched: ops of the step so far.
+        num_ended: those of them of which `ended` has told.
     """
 
     def __init__(self, queue: DeviceQueue, most: int = MOST_LAUNCHED_OPS, clock: DeviceClock | None = None) -> None:
-        self._queue, self.most = queue, most
+        self._queue, self._most = queue, most
         self._clock = clock or DeviceClock(queue)
         self._wake: Callable[[], None] | None = None
         self._under_way: deque[LaunchedOp] = deque()
-        self._started: DeviceMark
-        self.num_ended = 0
-        """Ops of the step that have ended, those launched before them too."""
-
-    @property
-    def num_launched(self) -> int:
-        return self.num_ended + len(self._under_way)
+        self.num_launched = self.num_ended = 0
 
     @property
     def is_full(self) -> bool:
         """Whether no op may be launched until one has ended."""
-        return len(self._under_way) >= self.most
+        return len(self._under_way) >= self._most
 
     @property
     def is_empty(self) -> bool:
@@ -249,16 +237,18 @@ class LaunchedOps:
         self._wake = wake
         self._clock.read()
 
-    def start(self) -> None:
-        """Just before an op is launched."""
-        self._started = self._queue.mark()
-
-    def launched(self, op: Op) -> None:
-        """Just after."""
+    def launch(self, op: Op, run: Callable[[], T]) -> T:
+        """Calls a function that gives an op to the device. Returns what the function returns."""
+        start = self._queue.mark()
+        outputs = run()
         end = self._queue.mark()
-        self._under_way.append(LaunchedOp(op, self._started, end))
-        if self._wake is not None and self.most > 1:
+        self._under_way.append(LaunchedOp(op, start, end))
+        self.num_launched += 1
+        if self._most == 1:
+            self.wait()
+        elif self._wake is not None:
             self._queue.watch(end, self._wake)
+        return outputs
 
     def ended(self) -> list[tuple[Op, int, int]]:
         """Ops that have ended since the last call, and when they began and ended (ns of the monotonic clock).
@@ -269,24 +259,24 @@ class LaunchedOps:
         found: list[tuple[Op, int, int]] = []
         moment = self._clock.moment
         while self._under_way:
-            one = self._under_way[0]
+            op, start, end = self._under_way[0]
             try:
-                if not one.end.query():
+                if not end.query():
                     break
-                found.append((one.op, moment(one.start), moment(one.end)))
+                found.append((op, moment(start), moment(end)))
             except RuntimeError as error:
-                raise _device_failed(one.op, error) from error
+                raise _device_failed(op, error) from error
             self._under_way.popleft()
             self.num_ended += 1
         return found
 
     def wait(self) -> None:
         """Waits until the first op under way has ended. Raises as `ended`."""
-        one = self._under_way[0]
+        op, _, end = self._under_way[0]
         try:
-            one.end.synchronize()
+            end.synchronize()
         except RuntimeError as error:
-            raise _device_failed(one.op, error) from error
+            raise _device_failed(op, error) from error
 
     def beside(self, payload: Payload) -> AbstractContextManager[Any]:
         """Around the sending of a message whose op has ended; see `DeviceQueue`."""

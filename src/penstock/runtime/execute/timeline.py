@@ -28,7 +28,7 @@ def measured_of(
 ) -> MeasuredStep:
     """What a worker measured of the step that it has run."""
     crossings = worker.transport.crossings()
-    return MeasuredStep(worker.rank, begin, end, worker.recorder.times, crossings, events, worker.peak_held, counters)
+    return MeasuredStep(worker.rank, begin, end, worker.times, crossings, events, worker.peak_held, counters)
 
 
 def measured_timeline(
@@ -66,7 +66,7 @@ def measured_timeline(
 
 def gathered_timeline(peers: Peers, wiring: Wiring, workers: Sequence[Worker]) -> Timeline:
     """The timeline of a step of which each process has some ranks' workers. Every process must call it."""
-    mine = [(w.rank, w.recorder.times, w.peak_held, w.recorder.async_times) for w in workers]
+    mine = [(w.rank, w.times, w.peak_held, w.async_times) for w in workers]
     rows = sorted(row for part in peers.gather(mine) for row in part)
     _, times, peaks, async_times = zip(*rows, strict=True)
     return measured_timeline(wiring, times, peaks, workers[0].dispatcher.dispatch.value, async_times)

@@ -17,8 +17,7 @@ import torch
 from torch import Tensor
 
 from penstock.runtime.errors import RuntimeFailure
-from penstock.runtime.execute.async_ops import AsyncOpHandle, AwaitableOpHandle, DeviceOpHandle, is_handle
-from penstock.runtime.execute.backend import Handler, OpTable
+from penstock.runtime.execute.async_ops import RegisteredAsyncOp
 from penstock.runtime.execute.gang import Gang
 from penstock.runtime.execute.launched_ops import (
     MOST_LAUNCHED_OPS,
@@ -29,6 +28,7 @@ from penstock.runtime.execute.launched_ops import (
 )
 from penstock.runtime.execute.plan import ActivePlan, StepPlan
 from penstock.runtime.execute.update_ops import UpdatingOps
+from penstock.runtime.execute.worker import Backend, Handler
 from penstock.runtime.parameters.local_model import LocalModel
 from penstock.runtime.parameters.scheduled_updates import ScheduledUpdates
 from penstock.runtime.parameters.tied_gradients import TiedGradients
@@ -87,16 +87,15 @@ class RegisteredOps:
         self._once(wired.op, self._call)
         return ()
 
-    def start(self, op: Op, received: Sequence[Payload]) -> AsyncOpHandle:
+    def start(self, op: Op, received: Sequence[Payload]) -> RegisteredAsyncOp:
         """Starts an asynchronous op."""
-        started: AsyncOpHandle = self._once(op, self._started)
+        started: RegisteredAsyncOp = self._once(op, self._started)
         return started
 
-    def _started(self, op: Op) -> AsyncOpHandle:
+    def _started(self, op: Op) -> RegisteredAsyncOp:
         handle = self._call(op)
-        if self._queue is not None and is_handle(handle) and not isinstance(handle, HostCopy):
-            handle = DeviceOpHandle(self._queue, handle)
-        return AwaitableOpHandle(op, handle, self._calls[self._rank, op][1].timeout)
+        queue = None if isinstance(handle, HostCopy) else self._queue  # copies know themselves when they have ended
+        return RegisteredAsyncOp(op, handle, self._calls[self._rank, op][1].timeout, queue)
 
     def _once(self, op: Op, call: Callable[[Op], Any]) -> Any:
         """Calls a function on the first rank of those in this process that run it together; the others get what that
@@ -307,7 +306,7 @@ class TorchDevices:
         self.last = [runner for key, runner in ends.items() if schedule.placement.hosts(*key)[0] in ranks]
         self._settings: StepSettings
         self._clock: DeviceClock | None = None
-        self._tables: dict[bool, tuple[StepPlan, OpTable]] = {}
+        self._tables: dict[bool, tuple[StepPlan, Backend]] = {}
         """The handlers of the rank here, by whether a step is for training, and the plan that they are of."""
         self._known_signatures: tuple[tuple[Any, ...], list[str], int] = (), [], 0
         """For what purpose and shapes of microbatches the signatures are, and their digest."""
@@ -346,7 +345,7 @@ class TorchDevices:
         for runner in self.runners.values():
             runner.complete()
 
-    def table(self, rank: int, plan: StepPlan, training: bool, gang: Gang | None) -> OpTable:
+    def table(self, rank: int, plan: StepPlan, training: bool, gang: Gang | None) -> Backend:
         """The handlers of a rank in a step: those of the step before, where they keep nothing of it."""
         known, table = self._tables.get(training, (None, None))
         if known is plan and table is not None:
@@ -415,7 +414,7 @@ class TorchDevices:
                 )
         return found
 
-    def _made_table(self, rank: int, plan: StepPlan, training: bool, gang: Gang | None) -> OpTable:
+    def _made_table(self, rank: int, plan: StepPlan, training: bool, gang: Gang | None) -> Backend:
         model, schedule = self._model, plan.wiring.schedule
         runners = {key: self.runners[key] for key in model.copies.of_rank(rank)}
         inside = model.inside if training and model.is_shared else None
@@ -427,7 +426,7 @@ class TorchDevices:
         if model.device.type != "cpu":
             handlers = {kind: with_inputs_on(model.device, handler) for kind, handler in handlers.items()}
         if not schedule.graph.registered:
-            return OpTable(handlers, launched=launched)
+            return Backend(handlers, launched=launched)
         select = model.copies.select if training else None
         registered = RegisteredOps(rank, self._calls, self._outputs, self._queue, gang, select)
-        return OpTable({**handlers, **registered.handlers}, registered.start, launched)
+        return Backend({**handlers, **registered.handlers}, registered.start, launched)

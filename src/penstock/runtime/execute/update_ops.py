@@ -16,8 +16,8 @@ from collections.abc import Mapping, Sequence
 from torch import Tensor
 
 from penstock.runtime.errors import RuntimeFailure
-from penstock.runtime.execute.backend import Handler
 from penstock.runtime.execute.gang import Gang
+from penstock.runtime.execute.worker import Handler
 from penstock.runtime.parameters.copy_weights import CopyWeights, summed
 from penstock.runtime.parameters.scheduled_updates import ScheduledUpdates
 from penstock.runtime.tensors.dtensor import local

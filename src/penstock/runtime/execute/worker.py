@@ -4,29 +4,31 @@
         ^                                            |
         +--------------------- send -----------------+
 
-A worker never waits, and knows nothing of threads or processes. The executors do.
+A worker never waits, and knows nothing of threads or processes. The executors do. It does not know either what an op
+does: its `Backend` has a handler for each kind.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from time import perf_counter_ns
 from typing import NamedTuple
 
 from penstock.dispatch import Dispatcher, FrozenDispatcher
 from penstock.dispatch.graph import ALONE
-from penstock.runtime.execute.async_ops import SharedThreadStream, Stream, WatchedStream
-from penstock.runtime.execute.backend import Backend
+from penstock.runtime.errors import RuntimeFailure
+from penstock.runtime.execute.async_ops import AsyncOpHandle, AsyncStream, Start
 from penstock.runtime.execute.gang import Gang
-from penstock.runtime.execute.launched_ops import WAITS_FOR_NOBODY, LaunchedOps
+from penstock.runtime.execute.launched_ops import LaunchedOps
 from penstock.runtime.execute.step_end import FAILED, StepFailure
 from penstock.runtime.tensors.message import Edge, Payload
 from penstock.runtime.transport.base import Transport
 from penstock.runtime.transport.wiring import WiredOp, Wiring
 from penstock.schedule import Op
 from penstock.schedule.dependencies import predecessors
-from penstock.schedule.op import UPDATE
+from penstock.schedule.op import BACKWARD, FORWARD, INPUT, RECOMPUTE, UPDATE, WEIGHT
 
 
 class UnsentMessage(NamedTuple):
@@ -42,13 +44,47 @@ class UnsentMessage(NamedTuple):
     payload: Payload
 
 
-class OpRecorder:
-    """Start and end of every op of a rank, in nanoseconds of the monotonic clock."""
+Handler = Callable[[WiredOp, Sequence[Payload]], Sequence[Payload]]
+"""Runs one op on what its incoming edges brought, in their order and without tokens. Returns the payload of each of
+`wired.output_edges`, in that order."""
 
-    def __init__(self) -> None:
-        self.times: list[tuple[Op, int, int]] = []
-        self.async_times: list[tuple[Op, int, int]] = []
-        """Of asynchronous ops."""
+
+class Backend:
+    """What runs the ops of one rank in one step.
+
+    Args:
+        start: starts asynchronous ops; None where there are none.
+
+    Attributes:
+        handlers: by kind of op.
+        launched: the ops that a device was given; None where each has run when its handler returns.
+        began: when the op run last began, in nanoseconds of the monotonic clock, where that was later than its call:
+            it waited for other ranks that run it too. Else None.
+    """
+
+    began: int | None = None
+
+    def __init__(
+        self, handlers: Mapping[str, Handler], start: Start | None = None, launched: LaunchedOps | None = None
+    ) -> None:
+        self.handlers, self.launched = handlers, launched
+        self._start = start
+
+    def begin(self) -> None:
+        """Before the rank's first op, in the thread that runs them."""
+
+    def start(self, op: Op, received: Sequence[Payload]) -> AsyncOpHandle:
+        """Starts an asynchronous op, given what its incoming edges brought, tokens too.
+
+        Raises:
+            RuntimeFailure: nothing starts such ops.
+        """
+        if self._start is None:
+            raise RuntimeFailure(f"{op} is asynchronous, and nothing here starts such ops")
+        return self._start(op, received)
+
+    def waited(self, start: int, end: int) -> None:
+        """Takes note that the rank waited for messages, from `start` to `end` in nanoseconds of that clock."""
 
 
 class Worker:
@@ -57,6 +93,11 @@ class Worker:
     Args:
         gang: where ranks of this process meet for ops that they run together; None where each is on its own.
         failure: of this process in the step; None where an error of an op ends the step at once.
+
+    Attributes:
+        times, async_times: start and end of every op that has ended, in nanoseconds of the monotonic clock; those of
+            asynchronous ops apart.
+        peak_held: the most activations held so far.
     """
 
     def __init__(
@@ -72,7 +113,8 @@ class Worker:
         self.rank = rank
         self._failure = failure or StepFailure(is_shared=False)
         self.dispatcher = dispatcher
-        self.recorder = OpRecorder()
+        self.times: list[tuple[Op, int, int]] = []
+        self.async_times: list[tuple[Op, int, int]] = []
         self.peak_held = 0.0
         self._wiring = wiring
         self._backend, self._handlers = backend, backend.handlers
@@ -86,7 +128,7 @@ class Worker:
         self._gang = gang
         self._standing: int | None = None
         """The op that this rank has come to, and others have not."""
-        self._stream: Stream | None = None
+        self._stream: AsyncStream | None = None
         self._next_async: list[int] = []
         """Asynchronous ops that this rank has come to, and others have not."""
 
@@ -109,8 +151,7 @@ class Worker:
         if self._launched is not None:
             self._launched.begin(wake)
         if self._wiring.graph.has_streams:
-            start = self._backend.start
-            self._stream = SharedThreadStream(start) if wake is None else WatchedStream(start, wake)
+            self._stream = AsyncStream(self._backend.start, wake)
 
     def end(self) -> None:
         """After the last op, or after what went wrong: ends the stream of asynchronous ops."""
@@ -195,7 +236,7 @@ class Worker:
         number = self.dispatcher.first_awaited()
         if number is not None:
             op = wiring.graph.ops[number]
-            ran = {op for op, _, _ in self.recorder.times}
+            ran = {op for op, _, _ in self.times}
             needed = predecessors(op, wiring.schedule.graph, wiring.graph.number)
             sources = [
                 f"{p.short()} of stage {p.stage} from rank {wiring.rank_of(p)}" for p in needed if p not in ran
@@ -207,12 +248,12 @@ class Worker:
             )
         return f"rank {self.rank} has finished"
 
-    def _advance_async_ops(self, stream: Stream) -> bool:
+    def _advance_async_ops(self, stream: AsyncStream) -> bool:
         """Takes note of asynchronous ops that ended, and starts those whose turn it is; whether there were any."""
         moved = False
         for number, start, end in stream.ended():
             wired = self._wiring.wired_ops[number]
-            self.recorder.async_times.append((wired.op, start, end))
+            self.async_times.append((wired.op, start, end))
             for _, edge, target, is_local in wired.sends:  # tokens, all of them
                 if not is_local:
                     self._unsent.append(UnsentMessage(0, edge, target, TOKEN))
@@ -240,10 +281,7 @@ class Worker:
         if launched is None:
             outputs, after = self._perform(wired), 0
         else:
-            inputs = self._inputs(wired)
-            launched.start()
-            outputs = self._handle(wired, inputs)
-            launched.launched(wired.op)
+            outputs = launched.launch(wired.op, partial(self._handle, wired, self._inputs(wired)))
             after = launched.num_launched
         for place, edge, target, is_local in wired.sends:
             payload = TOKEN if place < 0 else outputs[place]
@@ -252,15 +290,13 @@ class Worker:
             elif after or self._unsent or not self.transport.send(edge, target, payload):
                 self._unsent.append(UnsentMessage(after, edge, target, payload))
         self.dispatcher.finish(number)
-        if launched is not None and launched.most == 1:
-            launched.wait()
 
     def _perform(self, wired: WiredOp) -> Sequence[Payload]:
         """Runs an op that has ended when its handler returns."""
         inputs = self._inputs(wired)
         start = perf_counter_ns()
         outputs = self._handle(wired, inputs)
-        self.recorder.times.append((wired.op, self._backend.began or start, perf_counter_ns()))
+        self.times.append((wired.op, self._backend.began or start, perf_counter_ns()))
         return outputs
 
     def _handle(self, wired: WiredOp, inputs: Sequence[Payload]) -> Sequence[Payload]:
@@ -288,7 +324,7 @@ class Worker:
     def _take_ended(self, launched: LaunchedOps) -> bool:
         """Takes note of ops that have ended on the device; whether there were any."""
         before = launched.num_ended
-        self.recorder.times += launched.ended()
+        self.times += launched.ended()
         return launched.num_ended > before
 
     def _launchable(self, launched: LaunchedOps) -> int | None:
@@ -313,6 +349,9 @@ class Worker:
             return self.transport.send(edge, target, payload)
 
 
+WAITS_FOR_NOBODY = frozenset({FORWARD, BACKWARD, INPUT, WEIGHT, RECOMPUTE})
+"""Kinds of ops in whose middle a rank waits for no other. Before any other op is launched, all messages must have
+left: a rank that stands in the middle of one sends nothing, and others may need just that to come there."""
 COMPUTES = WAITS_FOR_NOBODY | {UPDATE}
 """Kinds of ops that compute nothing where a process has failed. All others may be waited for by other processes."""
 DEVICE_POLL_NS = 1_000_000_000
