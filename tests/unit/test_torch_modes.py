@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import partial
 
 import pytest
 import torch
-from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch import nn
 
 import penstock as ps
 from penstock.runtime import RuntimeFailure
@@ -22,29 +20,6 @@ def made(name: str = "1f1b", **options: int) -> ps.Pipeline:
     layers = nn.Sequential(*(nn.Linear(4, 4) for _ in range(schedule.num_stages)))
     sgd = partial(torch.optim.SGD, lr=0.1)
     return ps.Pipeline(layers, schedule, loss_fn=nn.MSELoss(), optimizer=sgd)
-
-
-def under_fakes(pipe: ps.Pipeline, x: Tensor) -> None:
-    with FakeTensorMode(allow_non_fake_inputs=True):
-        pipe.step(x, x)
-
-
-CALLS: dict[str, Callable[[ps.Pipeline, Tensor], object]] = {
-    "grad": lambda pipe, x: torch.func.grad(lambda z: pipe.step(z, x).loss)(x),
-    "grad of something else": lambda pipe, x: torch.func.grad(lambda z: pipe.evaluate(x, x).loss + z.sum())(x),
-    "vmap": lambda pipe, x: torch.func.vmap(lambda z: pipe.predict(z)[0])(x[None]),
-    "jvp": lambda pipe, x: torch.func.jvp(lambda z: pipe.step(z, x).loss, (x,), (x,)),
-    "no numbers": under_fakes,
-}
-
-
-@pytest.mark.parametrize("name", CALLS)
-def test_bug_calls_within_transforms_and_modes_of_torch_ended_with_its_errors(name: str) -> None:
-    said = "in which tensors are made as FakeTensor" if name == "no numbers" else "within a transform of torch.func"
-    pipe, x = made(), torch.randn(8, 4)
-    with pytest.raises(RuntimeFailure, match=said):
-        CALLS[name](pipe, x)
-    pipe.step(x, x)
 
 
 @pytest.mark.parametrize("name", ["step", "evaluate", "predict"])

@@ -13,10 +13,10 @@ transport/       messages between ranks                    tensors/         what
 parameters/      gradients, optimizer, weight versions     tensor_parallel  layers sharded over ranks
 mesh/            processes, and what each is for           launch/          rank processes of this machine
 adapt/           plans that change while it runs           emulation/       the same, with ops that only take time
-checkpoint/      files, and state sent between ranks       errors           what can go wrong
+checkpoint/      files, and state sent between ranks       errors           what can go wrong, and checks of values
 verify           a step computed in ways that must agree   verification     what that finds
 plain_loop       the reference loop                        lifetime         open, broken or closed
-option_values    checks of single values in options        execute/         what each rank does next, in a step
+execute/         what each rank does next, in a step
 """
 
 from penstock.cost.cut import PartitionError, partition

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from numbers import Integral, Real
+from numbers import Real
 from typing import Any
 
 import torch
@@ -13,8 +13,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from penstock.runtime.adapt import AdaptOptions
-from penstock.runtime.errors import RuntimeFailure
-from penstock.runtime.option_values import is_amount, is_number, require_value
+from penstock.runtime.errors import RuntimeFailure, is_amount, is_number, require_value
 from penstock.runtime.parameters.given_optimizer import require_steps_alone
 from penstock.runtime.parameters.optimizer_state import GivenOptimizer
 from penstock.runtime.parameters.shared_tensors import Parallelize
@@ -27,27 +26,26 @@ from penstock.schedule.short_repr import short_repr
 from penstock.unknown_names import refuse_unknown
 
 
+def numbers_of(
+    given: Iterable[float],
+    what: str,
+    wanted: str = "a list of numbers",
+    fits: Callable[[Any], bool] = lambda each: isinstance(each, Real),
+) -> list[float]:
+    """Numbers that a user gave in a list or another iterable, tensors of one number too. Raises RuntimeFailure.
+
+    Args:
+        what: the argument. wanted: what it takes, in words. fits: whether it takes a number.
+    """
+    require_value(isinstance(given, Iterable) and not isinstance(given, str), what, given, wanted)
+    numbers = [each.item() if isinstance(each, Tensor) and each.numel() == 1 else each for each in given]
+    require_value(all(map(fits, numbers)), what, numbers, wanted)
+    return list(map(float, numbers))
+
+
 def rates_of(given: Iterable[float]) -> list[float]:
     """Learning rates of updates as a list. Raises RuntimeFailure for what is none."""
-    rates = _numbers_in(given)
-    fits = rates is not None and all(map(is_amount, rates))
-    require_value(fits, "rates", given if rates is None else rates, "a learning rate for each update, at least 0")
-    return list(map(float, rates or ()))
-
-
-def numbers_of(given: Iterable[float], what: str) -> list[float]:
-    """Numbers that processes are to sum, as a list. Raises RuntimeFailure for what is none."""
-    numbers = _numbers_in(given)
-    fits = numbers is not None and all(isinstance(each, Real) for each in numbers)
-    require_value(fits, what, given if numbers is None else numbers, "a list of numbers")
-    return list(map(float, numbers or ()))
-
-
-def _numbers_in(given: Any) -> list[Any] | None:
-    """The entries of something, those of tensors of one number as numbers; None where it has no entries."""
-    if not isinstance(given, Iterable) or isinstance(given, str):
-        return None
-    return [each.item() if isinstance(each, Tensor) and each.numel() == 1 else each for each in given]
+    return numbers_of(given, "rates", "a learning rate for each update, at least 0", is_amount)
 
 
 SHARDINGS = ("none", "copies", "zero1", "fsdp")
@@ -72,7 +70,7 @@ class PrecisionOptions:
             processes leave it out: weights and `num_updates` stay, and `StepResult.skipped` is True.
 
     Raises:
-        RuntimeFailure: a value of another type, or a norm below 0.
+        RuntimeFailure: `autocast` is no type of floating-point numbers, or a norm below 0.
 
     Examples:
         >>> import penstock as ps, torch
@@ -92,12 +90,9 @@ class PrecisionOptions:
         fits = self.autocast is None or (isinstance(self.autocast, torch.dtype) and self.autocast.is_floating_point)
         require_value(fits, "autocast", self.autocast, "a type like torch.bfloat16")
         if self.clip_norm is not None:
-            fits = is_number(self.clip_norm) and self.clip_norm >= 0
-            require_value(fits, "clip_norm", self.clip_norm, "a number, at least 0, or None")
+            require_norm(self.clip_norm, "clip_norm")
         fits = self.scaler is None or isinstance(self.scaler, torch.amp.GradScaler)
         require_value(fits, "scaler", self.scaler, "a torch.amp.GradScaler(device), or None")
-        fits = isinstance(self.skip_not_finite, bool)
-        require_value(fits, "skip_not_finite", self.skip_not_finite, "True or False")
 
     @property
     def enabled_scaler(self) -> torch.amp.GradScaler | None:
@@ -126,7 +121,7 @@ class ParallelOptions:
             part, and processes with neither the first stage nor the last may give None.
 
     Raises:
-        RuntimeFailure: an unknown sharding or device, or a value of another type.
+        RuntimeFailure: an unknown sharding or `batches`, or `tied` names that are in no group.
 
     Examples:
         >>> import penstock as ps
@@ -152,26 +147,7 @@ class ParallelOptions:
             raise RuntimeFailure(f"no sharding {self.sharding!r}; choose {names}")
         if self.batches not in BATCHES:
             raise RuntimeFailure(f"no batches {self.batches!r}; choose {' or '.join(BATCHES)}")
-        fits = self.parallelize is None or callable(self.parallelize)
-        require_value(fits, "parallelize", self.parallelize, "a function (stage, device mesh), or None")
-        if self.device is not None:
-            try:
-                torch.device(self.device)
-            except (RuntimeError, TypeError) as error:
-                first = str(error).splitlines()[0]
-                raise RuntimeFailure(f'device is {self.device!r}: {first}; give one like "cpu" or "cuda:0"') from None
-        if self.costs is not None:
-            listed = hasattr(self.costs, "__len__") and hasattr(self.costs, "__iter__")
-            require_value(
-                listed and all(map(is_amount, self.costs)), "costs", self.costs, "a number for each layer, at least 0"
-            )
-        groups = isinstance(self.tied, Sequence) and not isinstance(self.tied, str)
-        fits = groups and all(
-            isinstance(group, Sequence)
-            and not isinstance(group, str)
-            and all(isinstance(name, str) for name in group)
-            for group in self.tied
-        )
+        fits = not isinstance(self.tied, str) and not any(isinstance(group, str) for group in self.tied)
         wanted = 'groups of names of parameters that are one: [("0.weight", "3.weight")]'
         require_value(fits, "tied", self.tied, wanted)
 
@@ -188,7 +164,11 @@ class ParallelOptions:
 
 @dataclass(frozen=True, eq=False)
 class PipelineArguments:
-    """All arguments of a pipeline except its mesh and its dispatch, with defaults filled in."""
+    """All arguments of a pipeline except its mesh and its dispatch.
+
+    Raises:
+        RuntimeFailure: one of another type, or one that does not fit the others.
+    """
 
     model: nn.Module | Sequence[StageSource]
     schedule: Schedule
@@ -201,58 +181,51 @@ class PipelineArguments:
     parallel: ParallelOptions
     transport: TransportOptions
     adapt: AdaptOptions | None
-    batch: BatchRules | None = None
+    batch: BatchRules | None
+
+    def __post_init__(self) -> None:
+        schedule, loss_fn, optimizer = self.schedule, self.loss_fn, self.optimizer
+        if isinstance(schedule, str):
+            raise RuntimeFailure(
+                f"the schedule is the text {schedule!r}; build it first: "
+                f'ps.build("{schedule}", num_ranks=..., num_microbatches=...), or ps.parse(text)'
+            )
+        fits = isinstance(schedule, Schedule)
+        require_value(fits, "schedule", schedule, "a ps.Schedule, which ps.build(...) makes")
+        _require_model(self.model)
+        wanted = (
+            "a function (output, targets) -> loss; have a stage with a loss of its own return it beside its output, "
+            "and add the losses up in one function"
+        )
+        require_value(loss_fn is None or callable(loss_fn), "loss_fn", loss_fn, wanted)
+        if isinstance(loss_fn, type) and issubclass(loss_fn, nn.Module):
+            raise RuntimeFailure(f"loss_fn is the class {loss_fn.__name__}; give an instance: {loss_fn.__name__}()")
+        fits = optimizer is None or callable(optimizer) or isinstance(optimizer, Optimizer)
+        require_value(fits, "optimizer", optimizer, "an optimizer, or a function from parameters to one")
+        require_steps_alone(optimizer)
+        sources: Sequence[Any] = [self.model] if isinstance(self.model, nn.Module) else self.model
+        if optimizer is not None and all(isinstance(source, nn.Module) for source in sources):
+            known = {id(p) for source in sources for p in source.parameters()}
+            _require_its_parameters(optimizer, known)
+            _require_no_others(loss_fn, known)
+        fits = is_number(self.timeout) and 0 < self.timeout < math.inf
+        require_value(fits, "timeout", self.timeout, "seconds, above 0")
+        for name, kind in _OPTIONS.items():
+            given = getattr(self, name)
+            require_value(given is None or isinstance(given, kind), name, given, f"ps.{kind.__name__}(...)")
 
 
-def require_norm(max_norm: Any) -> None:
+_OPTIONS = {
+    "precision": PrecisionOptions,
+    "parallel": ParallelOptions,
+    "adapt": AdaptOptions,
+    "batch": BatchRules,
+}
+
+
+def require_norm(norm: Any, what: str) -> None:
     """Raises RuntimeFailure for what gradients can't be clipped to: a negative one would turn them round."""
-    require_value(is_number(max_norm) and max_norm >= 0, "max_norm", max_norm, "a number, at least 0")
-
-
-def require_arguments(
-    model: Any,
-    schedule: Any,
-    loss_fn: Any,
-    optimizer: Any,
-    seed: Any,
-    timeout: Any,
-    ops: Any,
-    options: Mapping[str, Any],
-) -> None:
-    """Raises RuntimeFailure for an argument of the wrong type, or a number out of range.
-
-    Args:
-        options: for each keyword of options, the given value or None, and its type.
-    """
-    if isinstance(schedule, str):
-        raise RuntimeFailure(
-            f"the schedule is the text {schedule!r}; build it first: "
-            f'ps.build("{schedule}", num_ranks=..., num_microbatches=...), or ps.parse(text)'
-        )
-    require_value(isinstance(schedule, Schedule), "schedule", schedule, "a ps.Schedule, which ps.build(...) makes")
-    _require_model(model)
-    one = "a function (output, targets) -> loss"
-    if isinstance(loss_fn, list | tuple | dict):
-        one += (
-            "; have a stage with a loss of its own return it beside its output, and add the losses up in one function"
-        )
-    require_value(loss_fn is None or callable(loss_fn), "loss_fn", loss_fn, one)
-    if isinstance(loss_fn, type) and issubclass(loss_fn, nn.Module):
-        raise RuntimeFailure(f"loss_fn is the class {loss_fn.__name__}; give an instance: {loss_fn.__name__}()")
-    if optimizer is not None and not isinstance(optimizer, Optimizer):
-        require_value(
-            callable(optimizer), "optimizer", optimizer, "an optimizer, or a function from parameters to one"
-        )
-    require_steps_alone(optimizer)
-    _require_its_parameters(optimizer, [model] if isinstance(model, nn.Module) else model)
-    if optimizer is not None:
-        _require_no_others(loss_fn, [model] if isinstance(model, nn.Module) else model)
-    require_value(is_number(timeout) and 0 < timeout < math.inf, "timeout", timeout, "seconds, above 0")
-    require_value(isinstance(seed, Integral) and not isinstance(seed, bool), "seed", seed, "an integer")
-    fits = ops is None or isinstance(ops, Mapping)
-    require_value(fits, "ops", ops, "a function for each registered kind of op, by its name")
-    for name, (given, kind) in options.items():
-        require_value(given is None or isinstance(given, kind), name, given, f"ps.{kind.__name__}(...)")
+    require_value(is_number(norm) and norm >= 0, what, norm, "a number, at least 0")
 
 
 def _require_model(model: Any) -> None:
@@ -265,12 +238,14 @@ def _require_model(model: Any) -> None:
         require_value(fits, f"stage {stage} of the model", source, "a module, or a function that makes one")
 
 
-def _require_its_parameters(optimizer: Any, sources: Sequence[Any]) -> None:
-    """Raises RuntimeFailure if an optimizer has parameters that no stage has; they would not be updated."""
-    if not isinstance(optimizer, Optimizer) or not all(isinstance(source, nn.Module) for source in sources):
-        return
-    known = {id(p) for source in sources for p in source.parameters()}
-    strange = [p for group in optimizer.param_groups for p in group["params"] if id(p) not in known]
+def _require_its_parameters(optimizer: Any, known: Collection[int]) -> None:
+    """Raises RuntimeFailure if an optimizer has parameters that no stage has; they would not be updated.
+
+    Args:
+        known: ids of the model's parameters.
+    """
+    groups = optimizer.param_groups if isinstance(optimizer, Optimizer) else ()
+    strange = [p for group in groups for p in group["params"] if id(p) not in known]
     if strange:
         raise RuntimeFailure(
             f"the optimizer ({type(optimizer).__name__}) has {len(strange)} parameters that are not in the model, "
@@ -279,16 +254,33 @@ def _require_its_parameters(optimizer: Any, sources: Sequence[Any]) -> None:
         )
 
 
-def _require_no_others(loss_fn: Any, sources: Sequence[Any]) -> None:
+def _require_no_others(loss_fn: Any, known: Collection[int]) -> None:
     """Raises RuntimeFailure if the loss has parameters to be trained that no stage has; they would not be updated."""
     loss = getattr(loss_fn, "__self__", getattr(loss_fn, "func", loss_fn))
-    if not isinstance(loss, nn.Module) or not all(isinstance(source, nn.Module) for source in sources):
-        return
-    known = {id(p) for source in sources for p in source.parameters()}
-    others = [name for name, p in loss.named_parameters() if p.requires_grad and id(p) not in known]
+    named = loss.named_parameters() if isinstance(loss, nn.Module) else ()
+    others = [name for name, p in named if p.requires_grad and id(p) not in known]
     if others:
         raise RuntimeFailure(
             f"loss_fn ({type(loss).__name__}) has {len(others)} parameters that are not in the model, the first is "
             f"{others[0]}, and the optimizer would not update them; put them into the last stage, which can return "
             "what the loss needs of them, or freeze them (requires_grad_(False))"
+        )
+
+
+def require_plain_modes(device: torch.device, call: str, trains: bool = False) -> None:
+    """Raises RuntimeFailure where torch computes something else than a plain call would.
+
+    Args:
+        device: on which the stages lie.
+        call: the method of `Pipeline` that is called. trains: whether it needs gradients.
+    """
+    if trains and torch.is_inference_mode_enabled():
+        raise RuntimeFailure(
+            f"{call}() was called under torch.inference_mode(), where nothing trains; leave it first"
+        )
+    if torch.amp.is_autocast_available(device.type) and torch.is_autocast_enabled(device.type):
+        dtype = torch.get_autocast_dtype(device.type)
+        raise RuntimeFailure(
+            f"{call}() was called under torch.autocast, which would go on computing with the casts that it made "
+            f"before an update; leave it, and give ps.Pipeline(precision=ps.PrecisionOptions(autocast={dtype}))"
         )

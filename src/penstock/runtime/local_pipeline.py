@@ -9,8 +9,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -64,7 +64,7 @@ from penstock.runtime.stage.batch_rules import BatchRules, in_words, require_key
 from penstock.runtime.stage.branches import is_plain
 from penstock.runtime.stage.host_memory import SavedTensors
 from penstock.runtime.stage.microbatches import Microbatches, ReplicaBatches, cut_for, num_for
-from penstock.runtime.stage.ops import StepSettings
+from penstock.runtime.stage.ops import Purpose, StepSettings
 from penstock.runtime.stage.registered_ops import calls_of, functions_for, functions_of, offloads
 from penstock.runtime.stage.split_backward import unprepare
 from penstock.runtime.stage.stage import StageSource
@@ -353,6 +353,27 @@ class LocalPipeline:
         self.failure = StepFailure(self._shares_failures())
         return self.failure
 
+    def begin_training(self, rates: Sequence[float] | None, update: bool) -> None:
+        """Readies parameters and gradients for a training step. `rates` and `update` as in `Pipeline.step`."""
+        with self.failure.noted(), self.mesh.waiting():
+            self.optimizer_state.begin(rates, update)
+        self.failure.has_failed |= not self.optimizer_state.replicas.can_unshard
+
+    def settings(self, batch: Microbatches, now: ActivePlan, seed: int) -> StepSettings:
+        """The settings of a training step."""
+        scaling = self.optimizer_state.scaling
+        return StepSettings(
+            batch,
+            Purpose.TRAIN,
+            seed,
+            now.split,
+            now.recomputed,
+            now.counts,
+            now.taped_out_of_order,
+            now.away if self.offloads else frozenset(),
+            None if scaling is None else scaling.scale,
+        )
+
     def run(self, settings: StepSettings, plan: StepPlan) -> list[Worker]:
         """Runs a step of some kind to its end."""
         with self.devices.step(settings):
@@ -376,9 +397,12 @@ class LocalPipeline:
         kinds = {registered.kind for registered in schedule.graph.registered}
         return self.adapt is None and not schedule.asynchronous and kinds <= {REDUCE} and self.choice.name != "nccl"
 
-    def sharing(self, doing: str) -> AbstractContextManager[None]:
-        """Around what an error in the middle of would leave other processes waiting for."""
-        return self._life.sharing(doing, self.peers.here[0]) if self.is_told else nullcontext()
+    @contextmanager
+    def sharing(self, doing: str) -> Iterator[None]:
+        """Around what processes do together. An error in the middle of it would leave others waiting."""
+        life = self._life.sharing(doing, self.peers.here[0]) if self.is_told else nullcontext()
+        with life, self.mesh.waiting():
+            yield
 
     def _saved(self, stage: int, microbatch: int) -> SavedTensors:
         """What a forward here saved that goes to host memory."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext, suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -25,18 +25,18 @@ from penstock.runtime.arguments import (
     PrecisionOptions,
     numbers_of,
     rates_of,
-    require_arguments,
     require_norm,
+    require_plain_modes,
 )
 from penstock.runtime.checkpoint import save_load
 from penstock.runtime.checkpoint.state_transfer import hand_over
 from penstock.runtime.checkpoint.training_state import TrainingState
 from penstock.runtime.checkpoint.user_state import Stateful
-from penstock.runtime.errors import CheckpointError, DeadlineExceeded, PeerLost, RuntimeFailure
+from penstock.runtime.errors import DeadlineExceeded, PeerLost, RuntimeFailure
 from penstock.runtime.execute.plan import ActivePlan, require_free
 from penstock.runtime.execute.step_end import StepEnd, StepResult, SummedValues, require_same_batch
 from penstock.runtime.execute.timeline import gathered_timeline, idle_share, measured_of
-from penstock.runtime.lifetime import Lifetime, one_at_a_time, require_plain_modes
+from penstock.runtime.lifetime import Lifetime, one_at_a_time
 from penstock.runtime.local_pipeline import LocalPipeline
 from penstock.runtime.mesh.peers import require_same
 from penstock.runtime.mesh.process_mesh import device_mesh_of, end_groups
@@ -146,13 +146,6 @@ class Pipeline:
         adapt: AdaptOptions | None = None,
         batch: BatchRules | None = None,
     ) -> None:
-        options = {
-            "precision": (precision, PrecisionOptions),
-            "parallel": (parallel, ParallelOptions),
-            "adapt": (adapt, AdaptOptions),
-            "batch": (batch, BatchRules),
-        }
-        require_arguments(model, schedule, loss_fn, optimizer, seed, timeout, ops, options)
         self._given = given = PipelineArguments(
             model,
             schedule,
@@ -177,14 +170,17 @@ class Pipeline:
         self._moving_to: Configuration | None = None
         self._groups: Any = None
         """The process groups that were made for its place, after nodes have moved."""
-        self._life = Lifetime("this pipeline")
+        self._life = Lifetime()
         self._local = LocalPipeline(given, mesh, dispatch, self._life)
-        with kept_groups(optimizer), self._life.making() as on_close:
-            on_close(lambda: self._local.close())  # of where it lies by then
-            self._local.build()
-            if self._local.adapt is not None:
-                self._start_agent(self._local.adapt)
-                on_close(lambda: None if self._agent is None else self._agent.close())
+        try:
+            with kept_groups(optimizer):
+                self._local.build()
+                if self._local.adapt is not None:
+                    self._start_agent(self._local.adapt)
+        except BaseException:
+            with suppress(Exception):
+                self.close()
+            raise
 
     def _start_agent(self, adapt: AdaptOptions) -> None:
         """Starts an agent, one over all processes of the mesh."""
@@ -339,7 +335,6 @@ class Pipeline:
         """The decisions of adapting so far, as in its log. Only rank 0's process has them."""
         return self._agent.decisions if self._agent is not None else []
 
-    @refuse_unknown(RuntimeFailure)
     @one_at_a_time
     def reconfigure(self, configuration: Configuration) -> None:
         """Switches to another schedule, dispatch or set of delegated links from the next step on.
@@ -351,7 +346,6 @@ class Pipeline:
             RuntimeFailure: the schedule has another placement, stage graph or number of microbatches, the transport
                 cannot run it, or the run adapts.
         """
-        self._life.require_open()
         require_free(self._agent is not None)
         if not isinstance(configuration, Configuration):
             raise RuntimeFailure(
@@ -383,7 +377,6 @@ class Pipeline:
 
     # Stepping.
 
-    @refuse_unknown(RuntimeFailure)
     @one_at_a_time
     def step(
         self, inputs: Any, targets: Any = None, *, update: bool = True, rates: Sequence[float] | None = None
@@ -415,7 +408,7 @@ class Pipeline:
             DeadlineExceeded, PeerLost: another rank is late or gone. After that the pipeline is broken, and every
                 later call says so.
         """
-        self._life.require_open()
+        self._life.require_whole()
         if self._loss_fn is None and not has_many_ends(self.schedule.graph):
             raise RuntimeFailure(NO_LOSS.format("train"))
         if self._moving_to is not None:
@@ -425,31 +418,27 @@ class Pipeline:
         windows = self.schedule.windows.ranges if self.schedule.windows is not None else ()
         if rates is not None and not windows:
             raise RuntimeFailure(f"{self.schedule.name} has no updates as ops; set the optimizer's own learning rate")
-        local = self._local
-        failure = local.begin()
-        with failure.noted():
+        local, state = self._local, self._local.optimizer_state
+        with local.begin().noted():
             rates = None if rates is None else rates_of(rates)
             require_plain_modes(local.model.device, "step", trains=True)
             local.follow_model()
             local.model.require_trainable()
         batch = local.cut(inputs, targets, self._loss_fn, windows, trains=True)
-        with failure.noted(), local.mesh.waiting():
-            local.optimizer_state.begin(rates, update)
-        failure.has_failed |= not local.optimizer_state.replicas.can_unshard
+        local.begin_training(rates, update)
         self._num_steps += 1
         self._num_forwards = 0
         try:
-            self._run_schedule(batch)
-            result, norm = self._end_schedule(batch, update)
-        except BaseException as error:
-            local.optimizer_state.fail(error)
-            raise
-        finally:
-            local.optimizer_state.end()
-        try:
+            try:
+                self._run_schedule(batch)
+                result, norm = self._end_schedule(batch, update)
+            finally:
+                state.end()
             result = self._update_after(result, norm, update)
         except BaseException as error:
-            local.optimizer_state.fail(error)
+            state.zero_grad()
+            if state.updating is not None:
+                self._life.lose_updates(error)
             raise
         if self._agent is not None:
             with local.sharing("a probe of the links between nodes"):
@@ -458,28 +447,23 @@ class Pipeline:
 
     def _run_schedule(self, batch: Microbatches) -> None:
         """Runs all ops of a training step. The gradients lie in `.grad` afterwards."""
-        local = self._local
-        with restored(local.model.device), local.mesh.waiting():
+        local, doing = self._local, f"step {self._num_steps}"
+        with restored(local.model.device):
             if self._agent is not None and local.transport is not None:
                 local.transport.crossings()  # those of an evaluation
-            seed, now = mix(self._seed, self._num_steps), local.running_for(batch)
+            now = local.running_for(batch)
+            settings = local.settings(batch, now, mix(self._seed, self._num_steps))
             begin = perf_counter_ns()
-            away = now.away if local.offloads else frozenset()
-            scaling = local.optimizer_state.scaling
-            scale = None if scaling is None else scaling.scale
-            settings = StepSettings(
-                batch, Purpose.TRAIN, seed, now.split, now.recomputed, now.counts, now.taped_out_of_order, away, scale
-            )
-            with local.sharing(f"step {self._num_steps}"):
+            with local.sharing(doing):
                 workers = local.run(settings, now.plan)
-        with local.sharing(f"step {self._num_steps}"), local.mesh.waiting():
+        with local.sharing(doing):
             local.optimizer_state.gather()
         end = perf_counter_ns()
         if self._agent is not None and now is local.running:
             seen = local.choice.link_events(local.transport), local.choice.counters(local.transport)
             self._agent.ended([measured_of(worker, begin, end, *seen) for worker in workers])
         local.notices.note(local.devices.little_deferred())
-        if away and not self._has_noted_stays:
+        if settings.away and not self._has_noted_stays:
             local.notices.note(local.devices.staying())
             self._has_noted_stays = True
 
@@ -507,20 +491,13 @@ class Pipeline:
         if state.updating is not None:
             state.count_updates(update)
         elif update:
-            with self._updating(f"the update of step {self._num_steps}"):
+            with self._local.sharing(f"the update of step {self._num_steps}"):
                 return replace(result, grad_norm=state.update(norm), skipped=state.skipped)
         elif norm is not None:
             with self._local.mesh.waiting():
                 norm()
         return result
 
-    @contextmanager
-    def _updating(self, doing: str) -> Iterator[None]:
-        """Around an update: where it fails in one process, others have made theirs."""
-        with self._local.sharing(doing), self._local.mesh.waiting():
-            yield
-
-    @refuse_unknown(RuntimeFailure)
     @one_at_a_time
     def update(self) -> Tensor | None:
         """Clips, runs the optimizer and clears the gradients. Returns the norm if clipping is on.
@@ -528,13 +505,11 @@ class Pipeline:
         Raises:
             RuntimeFailure: updates are ops of the schedule, and have run already.
         """
-        self._life.require_open()
         state = self._local.optimizer_state
         state.require_updates_apart()
-        with self._updating("an update"):
+        with self._local.sharing("an update"):
             return state.update()
 
-    @refuse_unknown(RuntimeFailure)
     @one_at_a_time
     def clip(self, max_norm: float) -> Tensor:
         """Scales the gradients so that the norm of the whole model's is at most `max_norm`. Returns the norm before.
@@ -542,8 +517,7 @@ class Pipeline:
         Use it to do something between clipping and `update()`; `PrecisionOptions.clip_norm` clips within `update()`.
         Every rank must call it. Raises RuntimeFailure if updates are ops of the schedule.
         """
-        self._life.require_open()
-        require_norm(max_norm)
+        require_norm(max_norm, "max_norm")
         state = self._local.optimizer_state
         with self._local.mesh.waiting():
             return state.clip(max_norm)
@@ -619,13 +593,11 @@ class Pipeline:
             the microbatches, and the batch in one piece            same
             the stages, and the model's own forward                 same
         """
-        self._life.require_open()
         if self._loss_fn is None:
             raise RuntimeFailure(NO_LOSS.format("verify"))
         require_plain_modes(self._local.model.device, "verify", trains=True)
         return Verifier(self._local, self._given, mix(self._seed, self._num_steps + 1)).verify(inputs, targets)
 
-    @refuse_unknown(RuntimeFailure)
     @one_at_a_time
     def evaluate(self, inputs: Any, targets: Any = None) -> StepResult:
         """Computes the loss of a batch without gradients, in evaluation mode. The model does not change.
@@ -636,7 +608,6 @@ class Pipeline:
             raise RuntimeFailure(NO_LOSS.format("evaluate"))
         return self._result(self._run_forward(inputs, targets, Purpose.EVALUATE))
 
-    @refuse_unknown(RuntimeFailure)
     @one_at_a_time
     def predict(self, inputs: Any) -> list[Any]:
         """The model's output for each microbatch, in evaluation mode. Every rank gets all outputs."""
@@ -656,13 +627,12 @@ class Pipeline:
         return [outputs[m] for m in sorted(outputs)]
 
     def _run_forward(self, inputs: Any, targets: Any, purpose: Purpose) -> Microbatches:
-        self._life.require_open()
         if has_many_ends(self.schedule.graph):
             raise RuntimeFailure(
                 f"several stages of {self.schedule.name} feed no other, and what compares them are ops, which run in "
                 "training alone; evaluate the stages yourself"
             )
-        self._local.optimizer_state.require_whole()
+        self._life.require_whole()
         with self._local.begin().noted():
             require_plain_modes(self._local.model.device, purpose.value)
             self._local.follow_model()
@@ -677,7 +647,6 @@ class Pipeline:
             evaluating(self._given.model, self._local.model.every_stage()),
             restored(self._local.model.device),
             self._local.sharing("an evaluation"),
-            self._local.mesh.waiting(),
         ):
             with self._local.failure.noted():
                 self._local.optimizer_state.replicas.unshard()
@@ -701,7 +670,6 @@ class Pipeline:
             self._switch(following)
         return result
 
-    @refuse_unknown(CheckpointError)
     @one_at_a_time
     def save(
         self,
@@ -723,8 +691,7 @@ class Pipeline:
         Raises CheckpointError, on every rank, if it can't be written, or if ranks give different `meta`, `keep` or
         `number`.
         """
-        self._life.require_open()
-        self._local.optimizer_state.require_whole()
+        self._life.require_whole()
         self._local.follow_model()
         counters = {"num_steps": self._num_steps, "num_updates": self.num_updates, "seed": self._seed}
         state, place = TrainingState(self._local.optimizer_state), self._local.mesh
@@ -734,7 +701,6 @@ class Pipeline:
         self._local.notices.note(save_load.later_than(path))
         return path
 
-    @refuse_unknown(CheckpointError)
     @one_at_a_time
     def load(
         self,
@@ -752,17 +718,16 @@ class Pipeline:
         instead, the damaged one is renamed to `step-....damaged`, and `notices` report it. Raises CheckpointError if
         the checkpoint is damaged or belongs to another model; nothing has changed then.
         """
-        self._life.require_open()
         self._local.follow_model()
         state, place = TrainingState(self._local.optimizer_state), self._local.mesh
         loaded = save_load.load(directory, state, place, stateful, fallback)
         self._num_steps, self._seed = loaded.counters["num_steps"], loaded.counters["seed"]
         self._num_forwards = 0
         self._local.optimizer_state.num_updates = loaded.counters["num_updates"]
+        self._life.load()
         self._local.notices.note(loaded.notices)
         return loaded.meta
 
-    @refuse_unknown(RuntimeFailure)
     @one_at_a_time
     def hand_over(self, then: Pipeline) -> int:
         """Hands all state of training to another pipeline of the same model, which continues from here.
@@ -771,7 +736,7 @@ class Pipeline:
         this. Each process fetches only what it does not hold itself. Returns the bytes that this process fetched.
         Raises RuntimeFailure if the pipelines' models differ.
         """
-        self._life.require_open()
+        self._life.require_whole()
         if not isinstance(then, Pipeline):
             raise RuntimeFailure(f"training is handed over to another ps.Pipeline, got {type(then).__name__}")
         then._life.require_open()
@@ -781,6 +746,7 @@ class Pipeline:
             fetched = hand_over(self._local.optimizer_state, then._local.optimizer_state, self._local.mesh.everyone)
             then._num_steps, then._seed, then._num_forwards = self._num_steps, self._seed, self._num_forwards
             then._local.optimizer_state.num_updates = self.num_updates
+            then._life.load()
         return fetched
 
     @property
@@ -828,7 +794,14 @@ class Pipeline:
 
         A `with` block calls it at its end. Closing a closed pipeline does nothing.
         """
+        if self._life.is_closed:
+            return
         self._life.close()
+        try:
+            if self._agent is not None:
+                self._agent.close()
+        finally:
+            self._local.close()
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise RuntimeFailure(

@@ -16,8 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from penstock.runtime.errors import is_count, require_value
 from penstock.runtime.execute.step_end import sum_in_order
-from penstock.runtime.option_values import is_count, require_value
 from penstock.runtime.partitioning.cutting import Split, build_stage, stages_of
 from penstock.runtime.partitioning.whole_model import WholeModel
 from penstock.runtime.stage.batch_rules import BatchRules, require_keys, rules_of

@@ -34,7 +34,6 @@ from penstock.runtime.partitioning.source_line import Untraceable
 from penstock.runtime.plain_loop import chained, own_forward, run_plain
 from penstock.runtime.stage.microbatches import Microbatches
 from penstock.runtime.stage.module_state import untouched
-from penstock.runtime.stage.ops import Purpose, StepSettings
 from penstock.runtime.tensors.digest import hash_of
 from penstock.runtime.tensors.dtensor import is_sharded, memory, overwrite
 from penstock.runtime.tensors.pytree import flatten
@@ -277,11 +276,7 @@ class Verifier:
     ) -> Computed:
         """Runs a step by a plan, and puts back what it changes."""
         local, state, result = self._local, self._local.optimizer_state, Computed()
-        scale = None if state.scaling is None else state.scaling.scale
-        settings = StepSettings(
-            batch, Purpose.TRAIN, self._seed if seed is None else seed, plan.split, plan.recomputed, plan.counts,
-            plan.taped_out_of_order, plan.away if local.offloads else frozenset(), scale,
-        )  # fmt: skip
+        settings = local.settings(batch, plan, self._seed if seed is None else seed)
 
         def noting(output: Any, target: Any) -> Any:
             result.outputs.append(_by_sample(output))
@@ -296,11 +291,9 @@ class Verifier:
             _having((runner, "loss_fn", noting) for runner in last),
         ):
             try:
-                with failure.noted(), local.mesh.waiting():
-                    state.begin(None, False)
-                failure.has_failed |= not state.replicas.can_unshard
+                local.begin_training(None, False)
                 try:
-                    with local.sharing("verify"), local.mesh.waiting():
+                    with local.sharing("verify"):
                         local.run(settings, plan.plan)
                         state.gather()
                 finally:

@@ -12,8 +12,7 @@ from typing import Any
 from penstock.control import Configuration, Job, Prices, Sensitivity
 from penstock.cost import Costs, Mesh, Ring
 from penstock.dispatch import Dispatch
-from penstock.runtime.errors import RuntimeFailure
-from penstock.runtime.option_values import is_amount, is_number, require_value
+from penstock.runtime.errors import RuntimeFailure, is_amount, is_number, require_value
 from penstock.schedule.short_repr import short_repr
 from penstock.simulation.simulator import as_dispatch
 from penstock.unknown_names import refuse_unknown

@@ -103,7 +103,6 @@ def hand_over(giver: OptimizerState, taker: OptimizerState, peers: Peers) -> int
         RuntimeFailure: they are not of one model.
         DeadlineExceeded, PeerLost: a process is late or gone.
     """
-    giver.require_whole()
     before, after = TrainingState(giver), TrainingState(taker)
     aliases = {name: stored for part in peers.gather(after.aliases()) for name, stored in part.items()}
     held, meta = before.held()

@@ -166,12 +166,6 @@ class OptimizerState:
         self.replicas.share_buffers()
         self.model.shared.share_buffers()
 
-    def fail(self, error: BaseException) -> None:
-        """The step broke off."""
-        self.zero_grad()
-        if self.updating is not None:
-            self.updating.fail(error)
-
     def end(self) -> None:
         """The step is over, however it went."""
         self.model.end()
@@ -253,11 +247,6 @@ class OptimizerState:
         if self.scaling is not None:
             self.scaling.begin_again()
         self.model.zero_grad()
-
-    def require_whole(self) -> None:
-        """Raises RuntimeFailure if a step that broke off may have made some of its updates."""
-        if self.updating is not None:
-            self.updating.require_whole()
 
     def bytes_of(self, rank: int) -> dict[str, int]:
         """Bytes of the parameters, older versions, gradients and optimizer state of a rank here.

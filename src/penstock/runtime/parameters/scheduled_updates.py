@@ -80,7 +80,6 @@ class ScheduledUpdates:
                 replicas.sharding.stands_for(master, copies.here[key].get_parameter(name))
         replicas.reshard()
         self.leaves_open = False
-        self._failed: str | None = None
 
     def _weights_of(self, pipeline: int, stage: int) -> CopyWeights:
         ties = self._model.ties
@@ -171,10 +170,9 @@ class ScheduledUpdates:
         """Starts a step.
 
         Raises:
-            RuntimeFailure: an earlier step failed, there is no optimizer, another number of rates than updates, or
+            RuntimeFailure: there is no optimizer, another number of rates than updates, or
                 gradients of an open window that the caller has changed of one pipeline alone.
         """
-        self.require_whole()
         if optimizer is None:
             raise RuntimeFailure(
                 f"{self.schedule.name} has its updates in the order, and no optimizer to run there; give "
@@ -280,11 +278,6 @@ class ScheduledUpdates:
         """The number of updates of every copy here over all steps; 0 if no copy is here."""
         return max((weights.num_updates for weights in self.weights.values()), default=0)
 
-    def fail(self, error: BaseException) -> None:
-        """Notes that a step broke off, perhaps between two updates."""
-        if self._failed is None:  # else this error says so
-            self._failed = str(error).splitlines()[0] if str(error) else type(error).__name__
-
     def require_known(self) -> None:
         """Raises RuntimeFailure if a parameter is to be trained that was frozen when the pipeline was made."""
         for (_, index), weights in self.weights.items():
@@ -295,14 +288,6 @@ class ScheduledUpdates:
                         f"updates that {self.schedule.name} has in its order are those of what was trained then; "
                         "make a new pipeline"
                     )
-
-    def require_whole(self) -> None:
-        """Raises RuntimeFailure if a step broke off and nothing was loaded since."""
-        if self._failed is not None:
-            raise RuntimeFailure(
-                f"an earlier step broke off ({self._failed}) when some of its updates may have been made; go on from "
-                "a checkpoint with load(...)"
-            )
 
     def mismatch(self) -> dict[tuple[int, int, int], int]:
         """By (stage, pipeline, microbatch), the updates between its forward and backward in the last step."""
@@ -354,4 +339,3 @@ class ScheduledUpdates:
             weights.load_state(mine)
         for tie in self._model.ties:
             self._bring_to(tie.name, num_updates, of_owner.get(f"versions/{tie.name}"))
-        self._failed = None

@@ -17,8 +17,7 @@ from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from penstock.cost.cut import PartitionError, partition
-from penstock.runtime.errors import RuntimeFailure
-from penstock.runtime.option_values import is_count
+from penstock.runtime.errors import RuntimeFailure, is_count
 from penstock.runtime.partitioning.layers import HOOKS, opened_modules
 from penstock.runtime.partitioning.program import ModelTracer, TracedProgram
 from penstock.runtime.partitioning.source_line import KeptValue, Untraceable

@@ -21,8 +21,7 @@ from typing import Any, Final, final
 import torch
 from torch import Tensor
 
-from penstock.runtime.errors import RuntimeFailure
-from penstock.runtime.option_values import require_value
+from penstock.runtime.errors import RuntimeFailure, require_value
 from penstock.runtime.tensors.block_mask import is_block_mask, num_samples_of, split_block_mask
 from penstock.runtime.tensors.pytree import Skeleton, flatten, kind_of, unflatten
 from penstock.schedule.short_repr import short_repr

@@ -10,10 +10,9 @@ import torch.distributed as dist
 
 from penstock.control import Event
 from penstock.cost import Links
-from penstock.runtime.errors import RuntimeFailure
+from penstock.runtime.errors import RuntimeFailure, is_count, require_value
 from penstock.runtime.mesh.interfaces import addresses_for, network_name
 from penstock.runtime.mesh.peers import GroupPeers
-from penstock.runtime.option_values import is_count, require_value
 from penstock.runtime.transport.base import Transport
 from penstock.runtime.transport.channel import Tags
 from penstock.runtime.transport.delegate import DelegateTransport
