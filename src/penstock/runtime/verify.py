@@ -30,7 +30,7 @@ from penstock.runtime.local_pipeline import LocalPipeline
 from penstock.runtime.parameters.data_parallel import without_reductions
 from penstock.runtime.partitioning import Split
 from penstock.runtime.partitioning.cutting import build_stage
-from penstock.runtime.partitioning.source_line import Untraceable
+from penstock.runtime.partitioning.tracer import Untraceable
 from penstock.runtime.plain_loop import chained, own_forward, run_plain
 from penstock.runtime.stage.microbatches import Microbatches
 from penstock.runtime.stage.module_state import untouched

@@ -9,10 +9,11 @@
     stages      `--- 0 ---'     `------ 1 ---------------'     `--- 2 --'
     passed on               0                               2
 
-cutting       `split`, its checks and its table; a list       layers    which modules are layers, and which are opened
-tracer        a forward, run once and recorded                source_line   the user's line in an error
-program       the steps, each stage's part, other forms       whole_model   one stage with the draws of several
-traced_stage  the module that runs one part of the steps
+layers        which modules are layers, and which are opened
+tracer        a forward, run once and recorded; the user's line in an error
+program       the steps, each stage's part, other forms of inputs
+traced_stage  the module that runs one part of the steps, or the whole model
+cutting       `split`, its checks and its table; the stages of a model or a list
 """
 
 from penstock.runtime.partitioning.cutting import Split, split

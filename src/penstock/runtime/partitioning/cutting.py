@@ -20,9 +20,8 @@ from penstock.cost.cut import PartitionError, partition
 from penstock.runtime.errors import RuntimeFailure, is_count
 from penstock.runtime.partitioning.layers import HOOKS, opened_modules
 from penstock.runtime.partitioning.program import ModelTracer, TracedProgram
-from penstock.runtime.partitioning.source_line import KeptValue, Untraceable
-from penstock.runtime.partitioning.traced_stage import TracedStage
-from penstock.runtime.partitioning.whole_model import WholeModel
+from penstock.runtime.partitioning.traced_stage import TracedStage, WholeModel
+from penstock.runtime.partitioning.tracer import KeptValue, Untraceable
 from penstock.runtime.stage.module_state import untouched
 from penstock.runtime.stage.split_backward import is_compiled
 from penstock.runtime.stage.stage import (

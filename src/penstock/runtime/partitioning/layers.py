@@ -19,7 +19,7 @@ from collections.abc import Collection, Iterator
 import torch
 from torch import nn
 
-from penstock.runtime.partitioning.source_line import Untraceable
+from penstock.runtime.partitioning.tracer import Untraceable
 from penstock.runtime.stage.split_backward import is_compiled
 
 LARGE = 1 / 8

@@ -23,8 +23,14 @@ import torch
 from torch import Tensor, fx, nn
 
 from penstock.cost.cut import PartitionError
-from penstock.runtime.partitioning.source_line import SourceLine, Untraceable
-from penstock.runtime.partitioning.tracer import MODEL, ForwardTracer, attribute_of, own_lists
+from penstock.runtime.partitioning.tracer import (
+    MODEL,
+    ForwardTracer,
+    SourceLine,
+    Untraceable,
+    attribute_of,
+    own_lists,
+)
 from penstock.runtime.stage.module_state import untouched
 from penstock.runtime.stage.split_backward import unrecorded
 from penstock.runtime.stage.stage import with_arguments

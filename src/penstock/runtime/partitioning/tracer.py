@@ -14,6 +14,7 @@ is not recorded. `torch.fx` records what is done to the inputs. In addition:
 from __future__ import annotations
 
 import builtins
+import linecache
 import operator
 import random
 import sys
@@ -21,21 +22,16 @@ import threading
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial, partialmethod
+from pathlib import Path
+from traceback import walk_stack, walk_tb
+from types import FrameType
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, fx, nn
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
 
-from penstock.runtime.partitioning.source_line import (
-    KeptValue,
-    SourceLine,
-    Untraceable,
-    here,
-    is_users,
-    line_of_error,
-)
+from penstock.cost.cut import PartitionError
 from penstock.runtime.stage.module_state import Snapshot, put_back, snapshot_of
 from penstock.runtime.stage.stage import with_arguments
 from penstock.runtime.tensors.pytree import Skeleton, unflatten
@@ -75,6 +71,49 @@ _REFUSED: tuple[tuple[Any, tuple[str, ...], str], ...] = (
 )
 """Calls that are refused: their owner, their names, and what a forward does that calls them."""
 _GRADIENTS = (torch.autograd.grad, torch.autograd.backward, "backward")
+
+_SIZED_BY_VALUES = frozenset({"nonzero", "argwhere", "masked_select", "unique", "unique_consecutive"})
+"""Functions and methods whose output has a size that depends on values. An index by a mask is another one."""
+
+_LIBRARIES = (str(Path(torch.__file__).parent), str(Path(__file__).parents[1]))
+"""Folders of torch and of Penstock's runtime, in which no line is the user's."""
+_PYTHON = str(Path(linecache.__file__).parent)
+_INSTEAD = "Move that into one of its layers, or give ps.Pipeline a list with one module for each stage"
+
+
+class SourceLine(NamedTuple):
+    """A line of source."""
+
+    path: str
+    number: int
+
+    def __str__(self) -> str:
+        text = linecache.getline(self.path, self.number).strip()
+        return f"{self.path}:{self.number}" + (f": {text}" if text else "")
+
+
+class Untraceable(PartitionError):
+    """The forward does something that stands in the way of cutting it.
+
+    Args:
+        what: what it does, in words.
+        line: the line of the user's code that does so; None if no single line does.
+        instead: what the user can do instead.
+
+    Attributes:
+        module: the innermost module of those whose forwards are traced that has the line.
+    """
+
+    module: nn.Module | None = None
+
+    def __init__(self, what: str, line: SourceLine | None, instead: str = _INSTEAD) -> None:
+        super().__init__(what if line is None else f"{what}, at {line}")
+        self.instead = instead
+
+
+class KeptValue(Untraceable):
+    """A value that stood for a tensor while a forward was traced is used after that: a cache has kept it."""
+
 
 _UNKNOWN = object()
 NOTHING, SHAPES, COUNTS, VALUES = range(4)
@@ -240,9 +279,6 @@ class ForwardTracer(fx.Tracer):
         entry = EntryModule(model, skeleton, num_leaves)
         self._opened.add(entry)
         self._before = {module: snapshot_of(module) for module in model.modules()}
-        if self._example is not None:
-            with _DynamicSizes():  # at its first op torch imports its compiler, which is no part of the forward
-                torch.zeros(1)
         try:
             with ExitStack() as stack:
                 stack.enter_context(torch.enable_grad())
@@ -389,22 +425,25 @@ class ForwardTracer(fx.Tracer):
             number = VALUES
         else:
             number = max((known.number for known in inputs), default=VALUES)
-        sizes = [min(known.number, COUNTS) if _is_number(known.value) else known.size for known in inputs]
-        size, value = max(sizes, default=NOTHING), _UNKNOWN
+        value = _UNKNOWN
         is_of_model = bool(inputs) and number == NOTHING
         if all(known.value is not _UNKNOWN for known in inputs) and (self._example is not None or is_of_model):
-            found = _DynamicSizes()
-            with self.suspended(), ExitStack() as stack:
-                if node.op != "call_module":
-                    stack.enter_context(found)
+            with self.suspended():
                 value = self._run(node)
             number = VALUES if isinstance(value, Tensor) else number
-            first = node.args[0].meta["known"] if node.args and isinstance(node.args[0], fx.Node) else None
-            if found.any_op:
-                size = COUNTS
-            elif first is not None and getattr(first.value, "shape", None) == getattr(value, "shape", ()):
-                size = first.size  # as of an assignment of some rows
-        return Known(number, size, value)
+        return Known(number, self._size_of(node, inputs, value), value)
+
+    def _size_of(self, node: fx.Node, inputs: Sequence[Known], value: Any) -> int:
+        """Says what the sizes of the tensors in a new node's value follow from."""
+        name = getattr(node.target, "__name__", node.target)
+        is_nonzero = name == "where" and len(node.args) + len(node.kwargs) == 1
+        if name in _SIZED_BY_VALUES or is_nonzero or (name == "getitem" and any(map(_is_mask, inputs[1:]))):
+            return COUNTS
+        first = node.args[0].meta["known"] if node.args and isinstance(node.args[0], fx.Node) else None
+        if first is not None and getattr(first.value, "shape", None) == getattr(value, "shape", ()):
+            return int(first.size)  # as of an assignment of some rows
+        sizes = [min(known.number, COUNTS) if _is_number(known.value) else known.size for known in inputs]
+        return max(sizes, default=NOTHING)
 
     def _run(self, node: fx.Node) -> Any:
         args, kwargs = (fx.node.map_arg(each, lambda of: of.meta["known"].value) for each in (node.args, node.kwargs))
@@ -477,24 +516,6 @@ class ForwardTracer(fx.Tracer):
 _isinstance = isinstance
 
 
-class _DynamicSizes(TorchDispatchMode):
-    """Notes whether torch runs an op whose output has a size that depends on values, such as nonzero."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.any_op = False
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if torch.Tag.dynamic_output_shape in func.tags:
-            # An index by numbers has the size of the index. Torch tags every index, because one may be a mask.
-            masks = (torch.bool, torch.uint8)
-            is_by_numbers = func is torch.ops.aten.index.Tensor and not any(
-                isinstance(each, Tensor) and each.dtype in masks for each in args[1]
-            )
-            self.any_op = self.any_op or not is_by_numbers
-        return func(*args, **(kwargs or {}))
-
-
 class _RecordingMode(TorchFunctionMode):
     """Records calls of torch in which no traced value takes part: draws of random numbers, uses of other tensors."""
 
@@ -514,6 +535,11 @@ def attribute_of(root: nn.Module, path: str) -> Any:
     """Returns the parameter, buffer or constant at a path."""
     *folders, last = path.split(".")
     return getattr(root.get_submodule(".".join(folders)), last)
+
+
+def _is_mask(known: Known) -> bool:
+    parts = known.value if isinstance(known.value, list | tuple) else [known.value]
+    return any(isinstance(part, Tensor) and part.dtype in (torch.bool, torch.uint8) for part in parts)
 
 
 def _is_number(value: Any) -> bool:
@@ -540,3 +566,25 @@ def run_call(op: str, target: Any, args: Any, kwargs: Any) -> Any:
     if op == "call_method":
         return getattr(args[0], str(target))(*args[1:], **kwargs)
     return target(*args, **kwargs)
+
+
+def is_users(path: str) -> bool:
+    """Returns whether a file belongs neither to torch, nor to Python's own library, nor to Penstock's runtime."""
+    if path.startswith(_PYTHON):  # which may have the folder of installed packages in it
+        return ("/site-packages/" in path or "/dist-packages/" in path) and not path.startswith(_LIBRARIES)
+    return not path.startswith((*_LIBRARIES, "<frozen"))
+
+
+def here() -> SourceLine | None:
+    """Returns the user's innermost line that is running."""
+    return next(_users_lines(walk_stack(None)), None)
+
+
+def line_of_error(error: BaseException) -> SourceLine | None:
+    """Returns the user's innermost line that an error came through."""
+    lines = list(_users_lines(walk_tb(error.__traceback__)))
+    return lines[-1] if lines else None
+
+
+def _users_lines(frames: Iterator[tuple[FrameType, int]]) -> Iterator[SourceLine]:
+    return (SourceLine(path, number) for frame, number in frames if is_users(path := frame.f_code.co_filename))
