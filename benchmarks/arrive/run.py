@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import re
 import statistics
 import sys
 import tempfile
@@ -163,7 +164,8 @@ def measure(out: Path) -> None:
                     for way in WAYS
                 },
             }
-    out.write_text(json.dumps(results, indent=1) + "\n")
+    text = re.sub(r"\[\s+([^\]{]+?)\s+\]", lambda m: f"[{' '.join(m[1].split())}]", json.dumps(results, indent=1))
+    out.write_text(text + "\n", encoding="utf-8")
 
 
 def table(results: dict[str, Any]) -> list[str]:
