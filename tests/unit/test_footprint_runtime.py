@@ -13,7 +13,7 @@ from torch import nn
 
 import penstock as ps
 from penstock.models import GPTConfig, build_layers
-from penstock.runtime.parameters.copy_weights import CopyWeights
+from penstock.runtime.parameters.versions import CopyWeights
 from tied_updates_loop import with_rule
 from waiting import PATIENCE
 

@@ -22,7 +22,7 @@ from penstock.models import BERTConfig, GPTConfig
 from penstock.models.stage import bert_stage, gpt_stage
 from penstock.runtime import MuonAdamW, RuntimeFailure, leave_to_adamw
 from penstock.runtime.parameters.muon import is_hidden_matrix, mark_ends, require_whole_matrices
-from penstock.runtime.parameters.version_rules import rule_of
+from penstock.runtime.parameters.rules import rule_of
 from train_runs import SMALL, losses
 
 pytestmark = pytest.mark.unit

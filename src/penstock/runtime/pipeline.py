@@ -40,8 +40,8 @@ from penstock.runtime.lifetime import Lifetime, one_at_a_time
 from penstock.runtime.local_pipeline import LocalPipeline
 from penstock.runtime.mesh.peers import require_same
 from penstock.runtime.mesh.process_mesh import device_mesh_of, end_groups
-from penstock.runtime.parameters.given_optimizer import kept_groups, require_alike
-from penstock.runtime.parameters.optimizer_state import GivenOptimizer, gradient_bytes
+from penstock.runtime.parameters.optimizer import GivenOptimizer, kept_groups, require_alike
+from penstock.runtime.parameters.optimizer_state import gradient_bytes
 from penstock.runtime.partitioning.cutting import evaluating
 from penstock.runtime.stage.batch_rules import BatchRules
 from penstock.runtime.stage.branches import has_many_ends, is_plain

@@ -34,7 +34,7 @@ NEWEST = "none"
 """The rule that is none: F and B each read the newest weights of their copy."""
 
 RULES = (NEWEST, "pipedream", "pipedream-2bw", "spectrain", "xpipe", "vnag", "pipedream-lr", "xpipe-lr")
-"""Names of the rules by which ops read weights; `runtime/parameters/version_rules.py` has what each does."""
+"""Names of the rules by which ops read weights; `runtime/parameters/rules.py` has what each does."""
 
 
 @dataclass(frozen=True)

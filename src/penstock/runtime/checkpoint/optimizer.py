@@ -24,7 +24,7 @@ from torch.optim import Optimizer
 from penstock.runtime.checkpoint.codec import digests_of, names_by_base, pack
 from penstock.runtime.checkpoint.reader import JSON, TensorSource, load_packed
 from penstock.runtime.errors import CheckpointError, listed
-from penstock.runtime.parameters.optimizer_attributes import (
+from penstock.runtime.parameters.optimizer import (
     attributes_of,
     mark_of,
     optimizers_in,

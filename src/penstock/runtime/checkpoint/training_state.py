@@ -30,7 +30,7 @@ from penstock.runtime.checkpoint.reader import Kind, TensorSource, load_packed
 from penstock.runtime.checkpoint.user_state import StateToGive, StateTrial
 from penstock.runtime.errors import CheckpointError
 from penstock.runtime.parameters.loss_scaling import is_scaler_state
-from penstock.runtime.parameters.optimizer_attributes import optimizers_in
+from penstock.runtime.parameters.optimizer import optimizers_in
 from penstock.runtime.parameters.optimizer_state import OptimizerState
 from penstock.runtime.parameters.scheduled_updates import GRADIENTS
 from penstock.runtime.parameters.scheduled_updates import PREFIX as ASYNCHRONOUS

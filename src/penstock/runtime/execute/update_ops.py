@@ -18,8 +18,8 @@ from torch import Tensor
 from penstock.runtime.errors import RuntimeFailure
 from penstock.runtime.execute.gang import Gang
 from penstock.runtime.execute.worker import Handler
-from penstock.runtime.parameters.copy_weights import CopyWeights, summed
 from penstock.runtime.parameters.scheduled_updates import ScheduledUpdates
+from penstock.runtime.parameters.versions import CopyWeights, summed
 from penstock.runtime.tensors.dtensor import local
 from penstock.runtime.tensors.message import Edge, Payload
 from penstock.runtime.transport.wiring import WiredOp

@@ -22,8 +22,8 @@ from torch.optim import Optimizer
 from penstock.runtime.errors import BrokenContract, listed
 from penstock.runtime.mesh.peers import GroupPeers
 from penstock.runtime.mesh.process_mesh import ProcessMesh
-from penstock.runtime.parameters.given_optimizer import is_plain
 from penstock.runtime.parameters.local_model import LocalModel
+from penstock.runtime.parameters.optimizer import is_plain
 from penstock.runtime.parameters.sharding import ReplicaParameters
 from penstock.runtime.tensors.digest import hash_of
 from penstock.runtime.tensors.dtensor import is_sharded

@@ -7,7 +7,7 @@ A step that fails may have made some of its updates. Then only `load` is allowed
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -16,13 +16,12 @@ from torch.optim import Optimizer
 
 from penstock.runtime.errors import RuntimeFailure, listed
 from penstock.runtime.mesh.peers import Peers
-from penstock.runtime.parameters.copy_weights import CopyWeights
 from penstock.runtime.parameters.data_parallel import Replicas
-from penstock.runtime.parameters.given_optimizer import optimizer_of
 from penstock.runtime.parameters.local_model import LocalModel
+from penstock.runtime.parameters.optimizer import GivenOptimizer, optimizer_of
+from penstock.runtime.parameters.rules import TiedPrediction, rule_of
 from penstock.runtime.parameters.ties import Tie
-from penstock.runtime.parameters.version_rules import TiedPrediction, rule_of
-from penstock.runtime.parameters.versioned_parameters import VersionedParameters
+from penstock.runtime.parameters.versions import CopyWeights, VersionedParameters
 from penstock.runtime.stage.stage import Copy
 from penstock.runtime.tensors.dtensor import as_shard, local, memory
 from penstock.runtime.tensors.message import Edge
@@ -131,9 +130,7 @@ class ScheduledUpdates:
             found.setdefault(given, []).extend(master for one in those for master in found.get(id(one), ()))
         return found
 
-    def make_optimizer(
-        self, given: Callable[[list[Parameter]], Optimizer] | Optimizer | None, everyone: Peers
-    ) -> Optimizer | None:
+    def make_optimizer(self, given: GivenOptimizer, everyone: Peers) -> Optimizer | None:
         """Makes the optimizer over the masters here. Every process must call it.
 
         Raises:

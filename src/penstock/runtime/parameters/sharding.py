@@ -31,8 +31,8 @@ from penstock.runtime.parameters.buckets import (
     padded_rows,
     send_values,
 )
-from penstock.runtime.parameters.copy_weights import Write
 from penstock.runtime.parameters.gradients import Gradients
+from penstock.runtime.parameters.versions import Write
 from penstock.runtime.stage.stage import Stage
 from penstock.runtime.tensors.dtensor import is_sharded, local, memory, rows_of_part, rows_per_part
 
