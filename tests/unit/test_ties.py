@@ -341,18 +341,3 @@ def wrong_checkpoints(uses: Any, name: str, dtype: torch.dtype | None = None) ->
 def test_a_tied_weight_in_a_checkpoint_with_a_backward_of_its_own_in_the_owner_s_stage(uses: Any) -> None:
     for name in ("1f1b", "zb-h1", *(["chimera"] if len(uses) in (2, 4) else [])):
         assert not wrong_checkpoints(uses, name), name
-
-
-@pytest.mark.parametrize(
-    ("uses", "dtype"),
-    [
-        ("mr", None), ("rr", None), (["m", "rr"], None), (["", "rr", "r", "r"], None), (["m", "rm"], None),
-        ("mmr", None), ("mrm", None), (["m", "mr"], None), ("mr", torch.bfloat16),
-    ],
-)  # fmt: skip
-def test_a_tied_weight_inside_such_a_checkpoint_in_another_stage_is_refused(
-    uses: Any, dtype: torch.dtype | None
-) -> None:
-    for name in ("1f1b", "zb-h1"):
-        with pytest.raises(RuntimeFailure, match="give the checkpoint use_reentrant=False"):
-            wrong_checkpoints(uses, name, dtype)

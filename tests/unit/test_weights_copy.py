@@ -15,8 +15,8 @@ from weights_loop import Loop
 
 import penstock as ps
 from penstock.runtime.errors import RuntimeFailure
-from penstock.runtime.parameters.versions import CopyWeights, summed
 from penstock.runtime.parameters.rules import rule_of
+from penstock.runtime.parameters.versions import CopyWeights, summed
 from penstock.runtime.tensor_parallel import Sharding
 from penstock.runtime.tensors.dtensor import local
 from penstock.schedule import Schedule, Updates

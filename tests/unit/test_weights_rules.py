@@ -11,8 +11,8 @@ from torch.optim import SGD, Adam, AdamW, NAdam, Optimizer
 
 import penstock as ps
 from penstock.runtime.errors import RuntimeFailure
-from penstock.runtime.parameters.versions import CopyWeights
 from penstock.runtime.parameters.rules import rule_of
+from penstock.runtime.parameters.versions import CopyWeights
 from penstock.schedule import Schedule, ScheduleError, Updates, count_mismatch
 from penstock.schedule.staleness import (
     backward_steps,

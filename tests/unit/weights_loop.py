@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from penstock.runtime.parameters.versions import CopyWeights, summed
 from penstock.runtime.parameters.rules import rule_of
+from penstock.runtime.parameters.versions import CopyWeights, summed
 from penstock.runtime.stage.split_backward import Tape
 from penstock.schedule import Op, Schedule
 
