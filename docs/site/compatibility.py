@@ -12,7 +12,6 @@ OF_SCHEDULES = (
     ("stages that feed one another and work on numbers of microbatches that do not match", "samples would not match"),
     ("updates as ops beside REDUCE ops", "each update sums over the replicas itself"),
     ("a parameter of a shared stage and of one on other ranks", "the ranks of the former have a part of it each"),
-    ("sparse gradients that replicas, clipping or processes of a tie add up", "what these add up is dense"),
     ("links with a bound (depth) that the order outgrows", "every rank would wait to send"),
 )
 """What is refused of single schedules and models, and why."""

@@ -113,12 +113,12 @@ def refusals(rank: int) -> dict[str, list[str]]:
     mesh = init_device_mesh("cpu", (2, 2, 1), mesh_dim_names=("pp", "dp", "tp"))
     said: dict[str, tuple[str, str]] = {}
     sparse = tie_runs.sparse_model(4)
-    said["sparse and updates"] = tie_runs.refused(sparse, asynchronous), "the pipelines of amdp send one another"
+    said["sparse and updates"] = tie_runs.refused(sparse, asynchronous), "several pipelines with updates as ops"
     tied_sparse = tie_runs.refused(tie_runs.sparse_model(4, tied=True), ps.build("1f1b", 4, 4))
-    said["sparse and tied"] = tied_sparse, "0.table.weight has sparse gradients, and what processes send one another"
+    said["sparse and tied"] = tied_sparse, "(0.table.weight; 1.table.weight"
     for sharding in ("none", "zero1", "fsdp"):
         found = tie_runs.refused(tie_runs.sparse_model(2), ps.build("1f1b", 2, 4), mesh=mesh, sharding=sharding)
-        said[f"sparse and {sharding}"] = found, "sparse gradients, and what 2 replicas add up are dense ones"
+        said[f"sparse and {sharding}"] = found, "replicas, processes and pipelines add gradients up"
     shared, fresh = nn.Linear(6, 6), partial(nn.Linear, 6, 6)
     tied = [("0.weight", "3.weight"), ("0.bias", "3.bias")]
     sources = [lambda: shared, fresh, fresh, lambda: shared]

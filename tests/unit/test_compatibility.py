@@ -57,8 +57,11 @@ def test_every_row_refuses_something_and_none_what_has_one_of_its_features() -> 
     scaled = [FeatureCombination(FAMILIES[name], scales_loss=True) for name in ("1f1b", "amdp", "distmm")]
     skipping = [FeatureCombination(FAMILIES["amdp"], skips_updates=True)]
     assert refusal_of(scaled[0]) is None
-    used = {refusal_of(cell) for cell in CELLS + on_gpu + scaled + skipping} - {None}
-    words = "whose lowest stage", "several pipelines", "that they share"
+    plain = FeatureCombination(FAMILIES["1f1b"])
+    layers = [replace(plain, sparse=["0.weight"], clips=True), replace(plain, summing=["1 of stage 0"])]
+    assert refusal_of(replace(plain, sparse=["0.weight"])) is None
+    used = {refusal_of(cell) for cell in CELLS + on_gpu + scaled + skipping + layers} - {None}
+    words = "whose lowest stage", "that they share"
     branching = {row for row in REFUSALS if any(word in row.other for word in words)}
     assert used == set(REFUSALS) - branching, "the library has no schedule for the others"
     for cell in CELLS:

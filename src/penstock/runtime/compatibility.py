@@ -1,6 +1,6 @@
 """What does not go with what: schedules and options that are refused before anything starts, each with its reason.
 
-schedule --require_runnable--> options --require_compatible--> stages --ties: again; require_dense--> a pipeline
+schedule --require_runnable--> options --require_compatible--> stages --names_of_layers--> require_compatible again
    |
    +--allowed_adaptation--> what may change of it while it runs
 
@@ -23,9 +23,8 @@ from penstock.passes.reduce import REDUCE
 from penstock.runtime.adapt import AdaptOptions
 from penstock.runtime.errors import RuntimeFailure
 from penstock.runtime.mesh.peers import GroupPeers, Peers
-from penstock.runtime.mesh.process_mesh import Nodes, ProcessMesh, why_sorted
+from penstock.runtime.mesh.process_mesh import Nodes, why_sorted
 from penstock.runtime.parameters.pipeline_copies import require_one_copy_a_rank
-from penstock.runtime.parameters.ties import Ties
 from penstock.runtime.stage.branches import has_many_ends, is_plain, require_matching
 from penstock.runtime.transport.wiring import tied_sums
 from penstock.schedule import Schedule, ScheduleError, StageGraph, check
@@ -43,6 +42,8 @@ class FeatureCombination:
         tied: by name the stages that share a parameter, ascending. dispatch: how ranks pick ops.
         scales_loss: whether losses are scaled (see `PrecisionOptions.scaler`).
         skips_updates: whether updates with gradients that are not finite are left out without a scaler.
+        clips: whether the norm of gradients is limited.
+        sparse: names of parameters with sparse gradients. summing: layers whose forward sums over processes.
     """
 
     schedule: Schedule
@@ -53,6 +54,9 @@ class FeatureCombination:
     dispatch: Dispatch = Dispatch.FROZEN
     scales_loss: bool = False
     skips_updates: bool = False
+    clips: bool = False
+    sparse: Sequence[str] = ()
+    summing: Sequence[str] = ()
 
     @property
     def has_updates(self) -> bool:
@@ -89,13 +93,28 @@ def _sums_wait(schedule: Schedule, tied: Collection[Sequence[int]]) -> bool:
     return bool(run_on(schedule, (), [(edge.producer, edge.consumer) for edge in sums]).blocked)
 
 
+def _sends_sparse(c: FeatureCombination) -> bool:
+    """Whether something takes the gradients of a parameter that are sparse, and needs dense ones."""
+    tied = {name for names in c.tied for name in names.split(", ")}
+    sent = not tied.isdisjoint(c.sparse) or (c.has_updates and c.schedule.placement.num_pipelines > 1)
+    return bool(c.sparse) and (c.num_replicas > 1 or c.clips or (sent and not c.one_process))
+
+
+def _ties_of(c: FeatureCombination) -> Sequence[str]:
+    return [f"{names} of stages {', '.join(map(str, stages))}" for names, stages in c.tied.items()]
+
+
+def _no_names(c: FeatureCombination) -> Sequence[str]:
+    return ()
+
+
 @dataclass(frozen=True)
 class Refusal:
     """Two features that exclude one another.
 
     Attributes:
         one, other: the features. why: what stands in the way. instead: what to do.
-        holds: whether a combination has both.
+        holds: whether a combination has both. names: the layers or parameters of the model that the error names.
     """
 
     one: str
@@ -103,11 +122,11 @@ class Refusal:
     why: str
     instead: str
     holds: Callable[[FeatureCombination], bool]
+    names: Callable[[FeatureCombination], Sequence[str]] = _no_names
 
 
 UPDATES = "updates as ops of the schedule"
 TIED = "a tied parameter that they share"
-LOSS_SCALING = "loss scaling (`PrecisionOptions(scaler=)`)"
 REFUSALS = (
     Refusal(
         "stages that work on different numbers of microbatches",
@@ -116,6 +135,7 @@ REFUSALS = (
         "microbatches of these stages have different samples",
         "give the stages that share it the same number of microbatches, or untie them",
         lambda c: any(len({c.num_microbatches(stage) for stage in stages}) > 1 for stages in c.tied.values()),
+        _ties_of,
     ),
     Refusal(
         "stages of which none feeds the other, in a frozen order that runs backwards of the lower one first",
@@ -124,6 +144,7 @@ REFUSALS = (
         "of the lower stage waits for that of the higher one, which comes behind it in the order",
         "let the backwards of the higher stage come first, give dispatch='dynamic', or untie them",
         lambda c: c.dispatch is Dispatch.FROZEN and _sums_wait(c.schedule, c.tied.values()),
+        _ties_of,
     ),
     Refusal(
         UPDATES,
@@ -142,33 +163,45 @@ REFUSALS = (
         "such forward to wait for, its forwards and the lowest stage's updates could wait for each other",
         "untie them, or use a schedule without updates as ops",
         lambda c: c.has_updates and not all(_carries(c.schedule, stages) for stages in c.tied.values()),
+        _ties_of,
     ),
     Refusal(
         UPDATES,
-        LOSS_SCALING,
+        "loss scaling (`PrecisionOptions(scaler=)`), or updates that are left out (`skip_not_finite=`)",
         "whether a gradient is finite in every process decides about an update. Such an update is made by each stage "
         "as soon as its own gradients are there, while others still compute theirs",
-        "give autocast=torch.bfloat16, which needs no scaler, or use a schedule without updates as ops",
-        lambda c: c.has_updates and c.scales_loss,
-    ),
-    Refusal(
-        UPDATES,
-        "updates that are left out (`PrecisionOptions(skip_not_finite=)`)",
-        "whether a gradient is finite in every process decides about an update. Such an update is made by each stage "
-        "as soon as its own gradients are there, while others still compute theirs",
-        "use a schedule without updates as ops, or have the optimizer's own step leave out what is not finite",
-        lambda c: c.has_updates and c.skips_updates,
+        "give autocast=torch.bfloat16, which needs no scaler, use a schedule without updates as ops, or have the "
+        "optimizer's own step leave out what is not finite",
+        lambda c: c.has_updates and (c.scales_loss or c.skips_updates),
     ),
     Refusal(
         "several stages that feed no other, whose outputs ops of the user's compare",
-        LOSS_SCALING,
+        "loss scaling (`PrecisionOptions(scaler=)`)",
         "the loss is part of these ops, which give gradients themselves, and nothing is there to be multiplied",
         "give autocast=torch.bfloat16, which needs no scaler",
         lambda c: has_many_ends(c.schedule.graph) and c.scales_loss,
     ),
+    Refusal(
+        "sparse gradients (`nn.Embedding(sparse=True)`)",
+        "replicas, `clip_norm`, processes that tie such a parameter, or several pipelines with updates as ops",
+        "replicas, processes and pipelines add gradients up, and `clip_norm` measures them. All of these take dense "
+        "gradients",
+        "give the embedding sparse=False",
+        _sends_sparse,
+        lambda c: c.sparse,
+    ),
+    Refusal(
+        "`nn.SyncBatchNorm`",
+        "a pipeline over processes",
+        "its forward waits for all processes of torch.distributed, and those of a pipeline run other stages and "
+        "microbatches then",
+        "take BatchNorm, which normalizes each microbatch, or GroupNorm",
+        lambda c: bool(c.summing),
+        lambda c: c.summing,
+    ),
 )
-"""Every one is looked at before any stage is built, and those of tied parameters once it is known which are one. The
-first that holds is raised."""
+"""Every one is looked at before any stage is built, and again once layers and tied parameters are known. The first
+that holds is raised."""
 
 
 def refusal_of(combination: FeatureCombination) -> Refusal | None:
@@ -180,13 +213,10 @@ def require_compatible(combination: FeatureCombination) -> None:
     """Raises RuntimeFailure, the same on every rank, with the reason of the first row that refuses a combination."""
     if (row := refusal_of(combination)) is None:
         return
-    schedule = combination.schedule
-    shared = ""
-    if "tied" in row.other:
-        tied = (f"{names} of stages {', '.join(map(str, stages))}" for names, stages in combination.tied.items())
-        shared = f" ({'; '.join(tied)})"
+    names = "; ".join(row.names(combination))
     raise RuntimeFailure(
-        f"{schedule.name}: {row.one} and {row.other}{shared} exclude one another: {row.why}; {row.instead}"
+        f"{combination.schedule.name}: {row.one} and {row.other}{f' ({names})' * bool(names)} exclude one another: "
+        f"{row.why}; {row.instead}"
     )
 
 
@@ -206,54 +236,18 @@ def require_runnable(schedule: Schedule) -> None:
     require_matching(schedule.graph, schedule.num_microbatches)
 
 
-def require_dense(
-    schedule: Schedule,
-    stages: Mapping[int, nn.Module],
-    ties: Ties,
-    mesh: ProcessMesh,
-    clip_norm: float | None,
-) -> None:
-    """Raises RuntimeFailure, the same on every rank, where an embedding gives sparse gradients to what takes none."""
-    mine = [
-        f"{path}.weight".removeprefix(".")
-        for stage in stages.values()
-        for path, module in stage.named_modules()
-        if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse
-    ]
-    sparse = sorted({name for part in mesh.everyone.gather(mine) for name in part})
-    if not sparse:
-        return
-    apart = isinstance(mesh.pipeline, GroupPeers)
-    tied = [name for tie in ties for name in tie.names.values() if name in sparse]
-    if mesh.num_replicas > 1:
-        why = f"{mesh.num_replicas} replicas add up"
-    elif clip_norm is not None:
-        why = "clip_norm measures"
-    elif apart and tied:
-        sparse, why = tied, "processes send one another, for a parameter that stages share,"
-    elif apart and schedule.updates is not None and schedule.placement.num_pipelines > 1:
-        why = f"the pipelines of {schedule.name} send one another at each of its updates"
-    else:
-        return
-    raise RuntimeFailure(f"{sparse[0]} has sparse gradients, and what {why} are dense ones; give it sparse=False")
-
-
-def require_no_sums(stages: Mapping[int, nn.Module], mesh: ProcessMesh) -> None:
-    """Raises RuntimeFailure, the same on every rank, where a layer's forward sums over processes by itself."""
-    if not isinstance(mesh.everyone, GroupPeers):
-        return
-    mine = [
-        f"{path} of stage {index}"
-        for index, stage in stages.items()
-        for path, module in stage.named_modules()
-        if isinstance(module, nn.SyncBatchNorm)
-    ]
-    if found := [each for part in mesh.everyone.gather(mine) for each in part]:
-        raise RuntimeFailure(
-            f"{found[0]} is a SyncBatchNorm, whose forward waits for all processes of torch.distributed, and those "
-            "of a pipeline run other stages and microbatches then; take BatchNorm, which normalizes each microbatch, "
-            "or GroupNorm"
-        )
+def names_of_layers(stages: Mapping[int, nn.Module], everyone: Peers) -> tuple[list[str], list[str]]:
+    """The `sparse` and `summing` of a `FeatureCombination`, from all processes. Every one must call it."""
+    sparse, summing = [], []
+    for index, stage in stages.items():
+        for path, module in stage.named_modules():
+            if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse:
+                sparse.append(f"{path}.weight".removeprefix("."))
+            if isinstance(module, nn.SyncBatchNorm) and isinstance(everyone, GroupPeers):
+                summing.append(f"{path} of stage {index}")
+    gathered = everyone.gather((sparse, summing))
+    of_all = [sorted({name for part in kinds for name in part}) for kinds in zip(*gathered, strict=True)]
+    return of_all[0], of_all[1]
 
 
 def allowed_adaptation(schedule: Schedule, adapt: AdaptOptions | None) -> AdaptOptions | None:
@@ -262,34 +256,21 @@ def allowed_adaptation(schedule: Schedule, adapt: AdaptOptions | None) -> AdaptO
     """
     if adapt is None:
         return None
-    return replace(adapt, may_replan=adapt.may_replan and why_not_replanned(schedule) is None)
-
-
-def why_not_replanned(schedule: Schedule) -> str | None:
-    """Why no other order is planned for a schedule while it runs, in words; None where one is."""
-    if schedule.updates is not None:
-        return "has its updates in the order, which says which weights each op meets"
-    if (num := schedule.placement.num_pipelines) > 1:
-        return f"has {num} pipelines, and orders are planned for one"
-    if schedule.has_shared_ops or schedule.asynchronous:
-        return "has ops that several ranks run together, or that run beside others, and orders are planned for others"
-    if schedule.pairs:
-        return "has pairs of ops that run as one, and orders are planned for ops that run by themselves"
-    if not is_plain(schedule):
-        return "has stages that branch, and orders are planned for a chain of them"
-    return None
+    # Orders are planned for a single chain of stages, without updates or ops that run beside others.
+    planned = schedule.updates is None and schedule.placement.num_pipelines == 1 and is_plain(schedule)
+    beside = schedule.has_shared_ops or schedule.asynchronous or schedule.pairs
+    return replace(adapt, may_replan=adapt.may_replan and planned and not beside)
 
 
 def why_never_fewer(schedule: Schedule, num_replicas: int = 1) -> str | None:
     """Why a step always runs all microbatches of a schedule, in words; None where a smaller batch runs fewer."""
     graph, own = schedule.graph, {REDUCE} if num_replicas > 1 else set()
-    if schedule.updates is not None:
-        return f"{schedule.name} has its updates in the order, each behind a fixed number of microbatches"
-    if kinds := sorted({registered.kind for registered in graph.registered} - own):
-        return f"{schedule.name} has ops of kind {', '.join(kinds)}, which were placed for all its microbatches"
-    if not is_plain(schedule) or graph.num_microbatches or any(need.after[0] not in own for need in graph.needs):
-        return f"{schedule.name} has stages that branch, or ops that need certain numbers of microbatches"
-    return None
+    kinds = {registered.kind for registered in graph.registered} | {need.after[0] for need in graph.needs}
+    if schedule.updates is None and is_plain(schedule) and not graph.num_microbatches and kinds <= own:
+        return None
+    return (
+        f"{schedule.name} has stages that branch, or updates or other ops that were placed for all its microbatches"
+    )
 
 
 def why_nodes_stay(schedule: Schedule, model: Any, optimizer: Any, nodes: Nodes) -> str | None:

@@ -26,9 +26,8 @@ from penstock.runtime.compatibility import (
     FeatureCombination,
     allowed_adaptation,
     check_once,
+    names_of_layers,
     require_compatible,
-    require_dense,
-    require_no_sums,
     require_runnable,
     why_never_fewer,
     why_nodes_stay,
@@ -164,6 +163,7 @@ class LocalPipeline:
             dispatch=chosen,
             scales_loss=scaler is not None,
             skips_updates=given.precision.skip_not_finite,
+            clips=given.precision.clip_norm is not None,
         )
         require_compatible(self._combination)
         self.start = start_of(schedule, chosen, self.costs, adapt)
@@ -200,18 +200,18 @@ class LocalPipeline:
         if (why := why_none_is_predicted(schedule)) is not None:
             self.notices.note([why])
         tied = {", ".join(tie.names.values()): tie.stages for tie in held.ties}
-        self._combination = replace(self._combination, schedule=schedule, tied=tied, device=held.device.type)
+        sparse, summing = names_of_layers(held.copies.stages, place.everyone)
+        self._combination = replace(
+            self._combination, schedule=schedule, tied=tied, device=held.device.type, sparse=sparse, summing=summing
+        )
         require_compatible(self._combination)
-        clip_norm = given.precision.clip_norm
-        require_no_sums(held.copies.stages, place)
-        require_dense(schedule, held.copies.stages, held.ties, place, clip_norm)
         late = self._late_links()
         self.optimizer_state = OptimizerState(
             held,
             place,
             schedule,
             given.optimizer,
-            clip_norm,
+            given.precision.clip_norm,
             parallel.one_copy_steps,
             late,
             given.precision.enabled_scaler,

@@ -90,14 +90,12 @@ class Computed:
         losses: by microbatch, each one's share of the loss. Empty where another process has them.
         digests: of each gradient and buffer, by its name in words.
         sketches: of each gradient, if gradients are to be compared but for rounding.
-        outputs: of each sample, numbers made of the model's output for it.
         has_failed: whether some process could not compute it. error: what kept this one from that.
     """
 
     losses: dict[int, Tensor] = field(default_factory=dict)
     digests: dict[str, int] = field(default_factory=dict)
     sketches: dict[str, Sketch] = field(default_factory=dict)
-    outputs: list[Tensor] = field(default_factory=list)
     has_failed: bool = False
     error: Exception | None = None
 

@@ -1,7 +1,7 @@
 """`Pipeline.verify`: one step is computed in several ways that must agree. Nothing of it lasts.
 
     the schedule's own order       ==  one microbatch after another    losses, gradients and buffers, to the bit
-    one microbatch after another   ~   the batch in one piece          outputs, loss, gradients, but for rounding
+    one microbatch after another   ~   the batch in one piece          loss and gradients, but for rounding
     the stages, one after another  ==  the model's own forward         losses and gradients, to the bit
 
 Each way breaks on other mistakes. What differs first, and the sentence of the contract (docs/contract.md) that was
@@ -278,18 +278,9 @@ class Verifier:
         local, state, result = self._local, self._local.optimizer_state, Computed()
         settings = local.settings(batch, plan, self._seed if seed is None else seed)
 
-        def noting(output: Any, target: Any) -> Any:
-            result.outputs.append(_by_sample(output))
-            return self._given.loss_fn(output, target)  # type: ignore[misc]
-
         failure = local.begin()
         local.switch(plan)
-        last = local.devices.last if sketched else ()
-        with (
-            untouched(self._modules),
-            _values_kept(local.model.parameters),
-            _having((runner, "loss_fn", noting) for runner in last),
-        ):
+        with untouched(self._modules), _values_kept(local.model.parameters):
             try:
                 local.begin_training(None, False)
                 try:
@@ -379,12 +370,10 @@ class Verifier:
         """The first thing that differs by more than rounding, the same in every process."""
         types = {p.dtype for p in self._local.model.parameters if p.is_floating_point()}
         tolerance = max((TOLERANCE.get(each, 0.1) for each in types), default=TOLERANCE[torch.float32])
-        shown = self._first(_outputs_differ(one.outputs, other.outputs, tolerance))
         losses = [float(sum(each.losses.values())) / self._local.mesh.num_shards for each in (one, other)]
         first, second = self._everyone.sum(torch.tensor(losses, dtype=torch.float64, device="cpu")).tolist()
-        if shown is None and not _close(first, second, tolerance):
-            shown = f"the loss is {first:.6g} over the microbatches and {second:.6g} in one piece"
-        if (shown := self._first(shown)) is not None:
+        loss = f"the loss is {first:.6g} over the microbatches and {second:.6g} in one piece"
+        if (shown := self._first(None if _close(first, second, tolerance) else loss)) is not None:
             return shown
         mine = [
             (name, sketch.distance(other.sketches.get(name)), sketch.norm, sketch.size)
@@ -465,32 +454,6 @@ def _values_kept(parameters: Iterable[nn.Parameter]) -> Iterator[None]:
 
 def _in_pipeline(pipeline: int) -> str:
     return f" of pipeline {pipeline}" if pipeline else ""
-
-
-def _by_sample(output: Any) -> Tensor:
-    """The sum of each sample's numbers, and of their sizes: [B, 2 * number of tensors with samples]."""
-    leaves = [leaf.detach() for leaf in flatten(output)[0] if leaf.dim() and leaf.is_floating_point()]
-    rows = [leaf.double().flatten(1) if leaf.dim() > 1 else leaf.double()[:, None] for leaf in leaves]
-    rows = [row for row in rows if len(row) == len(rows[0])]
-    if not rows:
-        return torch.zeros(0, 0)
-    return torch.cat([part for row in rows for part in (row.sum(1, True), row.abs().sum(1, True))], 1).cpu()
-
-
-def _outputs_differ(parts: Sequence[Tensor], whole: Sequence[Tensor], tolerance: float) -> str | None:
-    """The first sample with another output in the whole batch. None if outputs can't be put side by side."""
-    if not parts or len(whole) != 1 or len({part.shape[1] for part in (*parts, *whole)}) > 1:
-        return None
-    one, other = torch.cat(list(parts)), whole[0]
-    if one.shape != other.shape or not one.numel():
-        return None
-    sizes = one.abs().amax(0, keepdim=True).clamp_min(1e-30)
-    apart = ((one - other).abs() / sizes).amax(1) > tolerance
-    apart |= one.isfinite().all(1) != other.isfinite().all(1)
-    if not apart.any():
-        return None
-    sample = int(apart.nonzero()[0])
-    return f"the model's output for sample {sample} is another one in its microbatch than in the whole batch"
 
 
 def _close(one: float, other: float, tolerance: float) -> bool:
