@@ -10,10 +10,12 @@
     tape.backward_input([y], [gy])           I: gradients of inputs; keeps (x, gy) of each prepared module
     tape.backward_weight()                   W: gradients of weights from what was kept
 
-prepared_module  which modules are prepared; the node of one in the graph, and whether its weights wait
-stage            what those of one stage share, how much of it waits for W, and why the rest does not
+prepared_module  which modules are prepared, and what one does when it is called
 rules            the two halves of a module's backward, by its kind
+deferred_op      the node of a prepared module in autograd's graph
 tape             one microbatch through one stage
+stage            what the prepared modules of one stage share, how much waits for W, and why the rest does not
+autocast         a parameter's cast, as the plain module's
 compiled         modules inside of `torch.compile`
 
 A prepared stage defers the weight gradients of `nn.Linear`, `nn.Conv1d/2d/3d`, `nn.Embedding` and transformers'

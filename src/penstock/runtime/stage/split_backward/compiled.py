@@ -29,6 +29,7 @@ import torch
 from torch import Tensor
 from torch.library import Library, register_fake
 
+from penstock.runtime.stage.split_backward.deferred_op import HeldCall
 from penstock.runtime.stage.split_backward.stage import SplitError
 
 if TYPE_CHECKING:
@@ -149,15 +150,16 @@ class _TapNode(torch.autograd.Function):
         calls = tap.take(token)
         # A second run, of a checkpoint's own backward say, is added by autograd as one of its own.
         first, ctx.ran = not ctx.ran, True
-        plain = weight.detach()
-        if first and tape is not None and tape.defers_compiled(prepared, len(calls)):
+        plain, rule, needs = weight.detach(), prepared.rule, (True, False)
+        if first and tape is not None and tape.defers(prepared):
             for g, x in calls:
-                tape.hold(prepared, prepared.rule, weight, None, g, x, _like(plain, g), (tap, None), (True, False))
+                held = HeldCall(rule, weight, None, (tap, None), g, x, _like(plain, g), needs, g._version, x._version)
+                tape.hold(prepared, held)
             return None, None, None
         total: Tensor | None = None
         for g, x in calls:
-            prepared.stage.call_counts.at_once(prepared, x)
-            gw, _ = prepared.rule.weight_grads(g, x, _like(plain, g), None, (True, False))
+            prepared.stage.work.at_once[prepared] += rule.work(x, plain)
+            gw, _ = rule.weight_grads(g, x, _like(plain, g), None, needs)
             total = gw if total is None or gw is None else total + gw
         return None, None if total is None else total.to(weight.dtype), None
 

@@ -13,13 +13,18 @@ import sys
 from abc import ABC, abstractmethod
 from functools import cache
 from math import prod
-from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from penstock.runtime.tensor_parallel import ShardedModule, VocabularyEmbedding
+from penstock.runtime.tensor_parallel import (
+    ColumnLinear,
+    RowLinear,
+    ShardedModule,
+    VocabularyEmbedding,
+    VocabularyLinear,
+)
 
 
 class Workspace:
@@ -56,15 +61,7 @@ Needs = tuple[bool, bool]
 Gradients = tuple[Tensor | None, Tensor | None]
 """Of the weight, and of the bias."""
 _FORWARDS = {kind: kind.forward for kind in (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.Embedding)}
-"""Torch's own."""
-
-
-def plain(module: nn.Module, x: Tensor) -> Tensor:
-    """What a module does by itself, as it was before it was prepared."""
-    if isinstance(module, ShardedModule):
-        return type(module).on_shard(module, x)
-    y: Tensor = type(module).forward(module, x)
-    return y
+"""Torch's own: a class that was given another one has no rule."""
 
 
 class SplitRule(ABC):
@@ -82,20 +79,17 @@ class SplitRule(ABC):
     pads = False
     """The module changes its input before the op itself."""
     turns = False
-    """The plain module transposes its weight at every call. That node is then there here too: whoever differentiates
-    twice adds up there what one call gives the weight."""
+    """The plain module transposes its weight at every call. That node is there here too: whoever differentiates twice
+    adds up there what one call gives the weight."""
     dtypes = REAL
     """Of weights that the arithmetic is right for; others are left to autograd."""
 
-    def fits(self, module: nn.Module) -> bool:
-        """Whether a module still does what the rule was made for: its options, such as `dilation`, may be other ones
-        by now, and its class may have been given another forward.
-        """
-        return True
-
     def plain(self, module: nn.Module, x: Tensor) -> Tensor:
         """What the module does by itself, as it was before it was prepared."""
-        return plain(module, x)
+        if isinstance(module, ShardedModule):
+            return type(module).on_shard(module, x)
+        y: Tensor = type(module).forward(module, x)
+        return y
 
     def pad(self, x: Tensor) -> Tensor:
         """What a module that pads does to its input; differentiated by autograd."""
@@ -113,10 +107,6 @@ class SplitRule(ABC):
     @abstractmethod
     def work(self, x: Tensor, weight: Tensor) -> int:
         """About how many multiply-adds (or as costly) the weight gradient takes for this input."""
-
-    def rows(self, x: Tensor) -> int:
-        """How often this input uses each entry of the weight."""
-        return x.numel() // max(x.shape[-1], 1)
 
     @abstractmethod
     def op(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -158,9 +148,6 @@ class LinearRule(SplitRule):
 
     def __init__(self, biased: bool = True) -> None:
         self.biased = biased
-
-    def fits(self, module: nn.Module) -> bool:
-        return nn.Linear.forward is _FORWARDS[nn.Linear]
 
     def plain(self, module: nn.Module, x: Tensor) -> Tensor:
         if isinstance(module, ShardedModule):
@@ -290,7 +277,6 @@ class ConvRule(SplitRule):
     """Splits the backward of a convolution with any stride, padding mode, dilation and groups."""
 
     def __init__(self, module: Conv) -> None:
-        self._made_for = _options(module)
         self._stride = list(module.stride)
         self._dilation = list(module.dilation)
         self._groups = module.groups
@@ -302,23 +288,10 @@ class ConvRule(SplitRule):
 
     @staticmethod
     def knows(module: Conv) -> bool:
-        """True unless the padding differs between two opposite sides (`padding="same"`, even kernel), or an option
-        that somebody has set does not say what it is for each dimension.
-        """
-        num = len(module.kernel_size)
-        by_dimension = [
-            module.stride,
-            module.dilation,
-            *([] if isinstance(module.padding, str) else [module.padding]),
-        ]
-        if not all(isinstance(each, tuple) and len(each) == num for each in by_dimension):
-            return False
+        """True unless the padding differs between two opposite sides (`padding="same"`, even kernel)."""
         if module.padding != "same":
             return True
         return all(d * (k - 1) % 2 == 0 for d, k in zip(module.dilation, module.kernel_size))
-
-    def fits(self, module: nn.Module) -> bool:
-        return _options(module) == self._made_for and type(module).forward is _FORWARDS[type(module)]  # type: ignore[index]
 
     def pad(self, x: Tensor) -> Tensor:
         return F.pad(x, self._around, mode=self._mode)
@@ -327,10 +300,8 @@ class ConvRule(SplitRule):
         return x.dim() != self._batched_dim
 
     def work(self, x: Tensor, weight: Tensor) -> int:
-        return self.rows(x) * weight.numel()
-
-    def rows(self, x: Tensor) -> int:
-        return x.numel() // max(x.shape[-self._batched_dim + 1], 1) // prod(self._stride)
+        num_places = x.numel() // max(x.shape[-self._batched_dim + 1], 1) // prod(self._stride)
+        return num_places * weight.numel()
 
     def op(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         if x.dim() == self._batched_dim:
@@ -385,12 +356,6 @@ class ConvRule(SplitRule):
         return grads
 
 
-def _options(module: Any) -> tuple[Any, ...]:
-    """What a convolution does, besides its weights."""
-    around = tuple(module._reversed_padding_repeated_twice)
-    return module.stride, module.padding, module.dilation, module.groups, module.padding_mode, around
-
-
 def _padding(module: Conv) -> list[int]:
     if module.padding == "valid":
         return [0] * len(module.stride)
@@ -414,11 +379,6 @@ class EmbeddingRule(SplitRule):
         padding = module.padding_here if isinstance(module, VocabularyEmbedding) else module.padding_idx
         self._padding = -1 if padding is None else padding
         self._by_frequency = module.scale_grad_by_freq
-        self._made_for = module.padding_idx, module.scale_grad_by_freq
-
-    def fits(self, module: Any) -> bool:
-        same = self.knows(module) and (module.padding_idx, module.scale_grad_by_freq) == self._made_for
-        return same and nn.Embedding.forward is _FORWARDS[nn.Embedding]
 
     @staticmethod
     def knows(module: nn.Embedding) -> bool:
@@ -427,9 +387,6 @@ class EmbeddingRule(SplitRule):
 
     def work(self, x: Tensor, weight: Tensor) -> int:
         return _WORK_PER_ENTRY * (weight.numel() + x.numel() * weight.shape[1])
-
-    def rows(self, x: Tensor) -> int:
-        return x.numel()
 
     def takes(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
         return weight.dtype in self.dtypes
@@ -449,3 +406,21 @@ class EmbeddingRule(SplitRule):
     ) -> Gradients:
         gw: Tensor = torch.ops.aten.embedding_dense_backward(g, x, weight.shape[0], self._padding, self._by_frequency)
         return gw, None
+
+
+def rule_for(module: nn.Module) -> SplitRule | None:
+    """The rule of a module, with its options as they are now. None if it has none, or its class another forward."""
+    kind = type(module)
+    if kind in _FORWARDS and kind.forward is not _FORWARDS[kind]:
+        return None
+    if kind in (nn.Linear, ColumnLinear, VocabularyLinear):
+        return LinearRule()
+    if kind is RowLinear:
+        return LinearRule(biased=False)
+    if Conv1DRule.is_for(module):
+        return Conv1DRule()
+    if isinstance(module, nn.Conv1d | nn.Conv2d | nn.Conv3d) and kind in _FORWARDS:
+        return ConvRule(module) if ConvRule.knows(module) else None
+    if isinstance(module, nn.Embedding) and kind in (nn.Embedding, VocabularyEmbedding):
+        return EmbeddingRule(module) if EmbeddingRule.knows(module) else None
+    return None

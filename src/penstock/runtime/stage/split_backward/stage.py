@@ -3,11 +3,11 @@
 A gradient that waits for its W is added to `.grad` late. If autograd adds another gradient to the same parameter in
 the meantime, that comes too early. This happens with a second use in a later microbatch, a checkpoint's own backward,
 or a whole backward (B) among split ones. So each waiting parameter is watched at its node in the graph, where
-gradients of any kind arrive. Before one is added, those that wait are added.
+gradients of any kind arrive. Before one is added, what waits in the stage is added.
 
-    I0: W0 to come      I1: W1 to come      I2: autograd brings a gradient      W0, W1: done for this parameter
-                                            -> W0 and W1 of this parameter,
-                                               then its own
+    I0: W0 to come      I1: W1 to come      I2: autograd brings a gradient of a parameter     W0, W1: nothing left
+                                                for which W0 or W1 waits
+                                            -> W0 and W1, then the gradient
 
 A `DeferredShare` says how much of the stage's work on weight gradients waits for W, in multiply-adds, and why the
 rest does not.
@@ -24,6 +24,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 import torch
 from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
+
+from penstock.runtime.tensors.dtensor import local
 
 if TYPE_CHECKING:
     from penstock.runtime.stage.split_backward.prepared_module import PreparedModule
@@ -44,8 +46,8 @@ class DeferredShare:
     """What a split backward put off in a stage, in the last step that split it.
 
     Work is in multiply-adds, of the microbatches whose backward was split. That of a parameter which no linear,
-    convolution or embedding has is an estimate: each of its entries is taken to see as many rows (tokens, or places
-    of an image) as the layer that saw most.
+    convolution or embedding has is an estimate: each of its entries is taken to need as much as an entry of the layer
+    whose entries need most.
 
     Attributes:
         deferred: done in W.
@@ -63,43 +65,21 @@ class DeferredShare:
         return self.deferred / max(self.deferred + self.at_once, 1)
 
 
-class CallCounts:
-    """Counts a stage's calls by the shapes of their inputs. The first microbatch of a step forgets those before."""
+class WeightWork:
+    """A stage's work on weight gradients in one step, in multiply-adds.
+
+    Attributes:
+        deferred: by prepared module, what waits for W.
+        at_once: the same of what is computed in I.
+        in_graph: the modules whose weight gradients a compiled backward has computed, if it called them at all.
+    """
 
     def __init__(self) -> None:
-        self._stale = False
-        self._deferred: Counter[tuple[PreparedModule, torch.Size]] = Counter()
-        self._at_once: Counter[tuple[PreparedModule, torch.Size]] = Counter()
-        self._in_graph: Counter[PreparedModule] = Counter()
-        self.num_tapes = 0
+        self.deferred: Counter[PreparedModule] = Counter()
+        self.at_once: Counter[PreparedModule] = Counter()
+        self.in_graph: dict[PreparedModule, None] = {}
 
-    def begin(self) -> None:
-        """Another step begins."""
-        self._stale = True
-
-    def begin_tape(self) -> None:
-        """Another microbatch of a split backward is recorded."""
-        if self._stale:
-            self._stale = False
-            self._deferred.clear()
-            self._at_once.clear()
-            self._in_graph.clear()
-            self.num_tapes = 0
-        self.num_tapes += 1
-
-    def deferred(self, prepared: PreparedModule, x: Tensor) -> None:
-        """A call whose weight gradient waits for W."""
-        self._deferred[prepared, x.shape] += 1
-
-    def at_once(self, prepared: PreparedModule, x: Tensor) -> None:
-        """A call whose weight gradient is computed in I."""
-        self._at_once[prepared, x.shape] += 1
-
-    def in_graph(self, prepared: PreparedModule) -> None:
-        """A microbatch in which a compiled backward computed a module's weight gradient, if it was called at all."""
-        self._in_graph[prepared] += 1
-
-    def share(self, others: Mapping[str, Tensor], compiled: Collection[str] = ()) -> DeferredShare:
+    def share(self, others: Mapping[str, Tensor], compiled: Collection[str]) -> DeferredShare:
         """What was counted.
 
         Args:
@@ -107,34 +87,22 @@ class CallCounts:
             compiled: of these the names of biases of prepared modules in compiled parts.
         """
         reasons: dict[str, dict[str, None]] = {}
-        for prepared in [*(prepared for prepared, _ in self._at_once), *self._in_graph]:
+        for prepared in (*self.at_once, *self.in_graph):
             reasons.setdefault(prepared.reason, {}).update(dict.fromkeys(prepared.parameters))
-        wanted = {name: p for name, p in others.items() if p.requires_grad}
-        for name in wanted:
+        uncounted = {name: p for name, p in others.items() if p.requires_grad}
+        for name in uncounted:
             reasons.setdefault(COMPILED if name in compiled else NO_RULE, {})[name] = None
-        rows = max(
-            (prepared.rule.rows(_like(shape)) for prepared, shape in [*self._deferred, *self._at_once]), default=0
-        )
-        rest = rows * self.num_tapes * sum(p.numel() for p in wanted.values())
-        rest += rows * sum(times * prepared.weight.numel() for prepared, times in self._in_graph.items())
+        for prepared in self.in_graph:
+            uncounted |= prepared.parameters
+        counted = (self.deferred + self.at_once).items()
+        each = max((work // prepared.num_weights for prepared, work in counted), default=0)
         return DeferredShare(
-            _work(self._deferred),
-            _work(self._at_once) + rest,
+            self.deferred.total(),
+            self.at_once.total() + each * sum(local(p).numel() for p in uncounted.values()),
             {reason: tuple(names) for reason, names in reasons.items()},
         )
 
 
-def _work(calls: Mapping[tuple[PreparedModule, torch.Size], int]) -> int:
-    return sum(
-        times * prepared.rule.work(_like(shape), prepared.weight) for (prepared, shape), times in calls.items()
-    )
-
-
-def _like(shape: torch.Size) -> Tensor:
-    return torch.empty(shape, device="meta")
-
-
-Tapes: TypeAlias = "weakref.WeakKeyDictionary[Tape, None]"
 Edges: TypeAlias = tuple[tuple[Any, int], ...]
 """Of a node in the graph, those that lead to its inputs' nodes."""
 
@@ -162,33 +130,49 @@ class SplitStage:
     Attributes:
         recomputing: the tape whose I is running. A checkpoint inside the stage then calls the modules again: on CUDA
             from autograd's own thread, where no context variable of ours is seen.
+        parameters: all of them, by name.
         others: the parameters of no prepared module, by name: their gradients are computed in I.
         compiled: the prepared modules in parts that torch.compile has taken over; of these, biases are among the
             others.
-        call_counts: counts what waits and what does not.
+        work: what waits and what does not.
     """
 
     def __init__(self) -> None:
         self.recomputing: Tape | None = None
+        self.parameters: dict[str, Tensor] = {}
         self.others: dict[str, Tensor] = {}
         self.compiled: dict[PreparedModule, None] = {}
         self.compiled_biases: set[str] = set()
-        self.call_counts = CallCounts()
-        # Between their I and W, in the order of their Is. Not held here: a step that broke has no Ws.
-        self._tapes: Tapes = weakref.WeakKeyDictionary()
-        # Of every copy of the stage that is this one module.
-        self._queues: weakref.WeakKeyDictionary[Any, Tapes] = weakref.WeakKeyDictionary()
+        self.work = WeightWork()
+        self._is_counted = False
+        self._is_new_step = False
+        # The tapes between their I and W, in the order of their Is, each with the copy of the stage that it is of.
+        # Not held here: a step that broke has no Ws.
+        self._tapes: weakref.WeakKeyDictionary[Tape, int] = weakref.WeakKeyDictionary()
+        self._copy = 0
         self._watched: dict[Any, int] = {}
         self._watches: dict[int, WatchedParameter] = {}
-        self._known: dict[PreparedModule, tuple[Edges, tuple[int, ...]]] = {}
 
     def __reduce__(self) -> tuple[type[SplitStage], tuple[()]]:
         # A copy of a module, or a pickled one, has parameters of its own, and nothing waits.
         return SplitStage, ()
 
+    def begin(self, copy: Any) -> None:
+        """Starts a copy's step. What still waits, of one that broke, is never added."""
+        self.turn_to(copy)
+        for tape in self._waiting():
+            del self._tapes[tape]
+        self._is_new_step = True
+
+    def record(self) -> None:
+        """Another microbatch of a split backward is recorded. The first one of a step forgets the work before it."""
+        if self._is_new_step:
+            self.work, self._is_new_step = WeightWork(), False
+        self._is_counted = True
+
     def share(self) -> DeferredShare | None:
         """What the last step put off to W; None before one did."""
-        return self.call_counts.share(self.others, self.compiled_biases) if self.call_counts.num_tapes else None
+        return self.work.share(self.others, self.compiled_biases) if self._is_counted else None
 
     # -- who sees a gradient ---------------------------------------------------------------------------------
 
@@ -200,20 +184,15 @@ class SplitStage:
                 return True
         return False
 
-    def watched(self, prepared: PreparedModule, edges: Edges) -> tuple[int, ...]:
+    def watched(self, edges: Edges) -> list[int]:
         """Watches the parameters to which the edges of a module's node lead; returns their ids."""
-        known = self._known.get(prepared)
-        if known is not None and known[0] == edges:
-            return known[1]
         found = []
         for node, _ in edges:
             if node is not None:
                 while type(node) is not ACCUMULATE:  # its cast, its transpose
                     node = node.next_functions[0][0]
                 found.append(self._watch(node))
-        if all(node is None or type(node) is ACCUMULATE for node, _ in edges):  # the same for every microbatch
-            self._known[prepared] = edges, tuple(found)
-        return tuple(found)
+        return found
 
     def _watch(self, node: Any) -> int:
         """Watches the node of a parameter from now on; returns the parameter's id."""
@@ -243,7 +222,6 @@ class SplitStage:
             watch.handle.remove()
         self._watches.clear()
         self._watched.clear()
-        self._known.clear()
         self.compiled.clear()
 
     # -- what waits ------------------------------------------------------------------------------------------
@@ -252,38 +230,25 @@ class SplitStage:
         """Before a backward of one of several copies of the stage that are this one module: each has gradients of
         its own, and the others' are not added to them.
         """
-        tapes = self._queues.get(copy)
-        self._tapes = self._queues.setdefault(copy, weakref.WeakKeyDictionary()) if tapes is None else tapes
+        self._copy = id(copy)
 
     def wait(self, tape: Tape) -> None:
         """A microbatch's I runs, and its W is to come."""
-        self._tapes[tape] = None
+        self._tapes[tape] = self._copy
 
     def done(self, tape: Tape) -> None:
-        for tapes in (self._tapes, *self._queues.values()):
-            tapes.pop(tape, None)
-
-    def begin(self, copy: Any) -> None:
-        """Starts a copy's step. What still waits, of one that broke, is never added."""
-        self.turn_to(copy)
-        self._tapes.clear()
-        self.call_counts.begin()
-
-    @property
-    def waits(self) -> bool:
-        return bool(self._tapes)
+        """A microbatch's W runs."""
+        self._tapes.pop(tape, None)
 
     def add_first(self, parameters: Collection[int]) -> None:
-        """Adds what waits of these parameters, by id, and of those that they share a module with."""
-        tapes = list(self._tapes)
-        wanted = set(parameters)
-        before = 0
-        while len(wanted) > before:
-            before = len(wanted)
+        """Adds what waits in this copy, if any of these parameters, by id, waits: another gradient is coming."""
+        tapes = self._waiting()
+        if any(tape.holds(parameters) for tape in tapes):
             for tape in tapes:
-                tape.spread(wanted)
-        for tape in tapes:
-            tape.add(wanted)
+                tape.add()
+
+    def _waiting(self) -> list[Tape]:
+        return [tape for tape, copy in self._tapes.items() if copy == self._copy]
 
 
 def _nothing(*_: object) -> None: ...

@@ -15,15 +15,17 @@ from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping, S
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd.function import BackwardCFunction
 
 from penstock.runtime.stage.autograd import run_backward
-from penstock.runtime.stage.split_backward.prepared_module import PreparedModule, recording, without_autocast
-from penstock.runtime.stage.split_backward.rules import SplitRule, Workspace
+from penstock.runtime.stage.split_backward.autocast import without_autocast
+from penstock.runtime.stage.split_backward.deferred_op import HeldCall
+from penstock.runtime.stage.split_backward.prepared_module import PreparedModule, recording
+from penstock.runtime.stage.split_backward.rules import Workspace
 from penstock.runtime.stage.split_backward.stage import ACCUMULATE, USED_OTHERWISE, Edges, SplitError, SplitStage
 from penstock.runtime.tensors.dtensor import as_shard, local
 
@@ -45,7 +47,7 @@ class Accumulator:
 
     def workspace(self, p: Tensor) -> Workspace | None:
         """Where a gradient of `p` may be computed, unless it will be kept."""
-        return self._workspace if p.grad is not None and self._uses.get(id(p)) == 1 else None
+        return self._workspace if p.grad is not None and self._uses[id(p)] == 1 else None
 
     def add(self, p: Tensor, grad: Tensor, cast: Hashable | None) -> None:
         """Take one gradient of `p`, that came through a cast of it or not; with the last of them, `.grad` changes."""
@@ -91,7 +93,6 @@ class ParameterUses:
 
     Attributes:
         owners: of each deferred module in the graph its parameters, by id.
-        counts: by a parameter's id, how often deferred modules use it.
         others: the parameters used in any other way, by id.
 
     An embedding whose table is also the head's weight, in a custom module, say. Autograd adds both gradients to
@@ -100,15 +101,11 @@ class ParameterUses:
     """
 
     owners: dict[PreparedModule, set[int]] = field(default_factory=dict)
-    counts: dict[int, int] = field(default_factory=dict)
     others: set[int] = field(default_factory=set)
 
     def deferred(self, prepared: PreparedModule, edges: Edges) -> None:
         """A deferred module uses the parameters to which these edges lead."""
-        found = prepared.stage.watched(prepared, edges)
-        self.owners.setdefault(prepared, set()).update(found)
-        for p in found:
-            self.counts[p] = self.counts.get(p, 0) + 1
+        self.owners.setdefault(prepared, set()).update(prepared.stage.watched(edges))
 
     def not_to_defer(self) -> set[PreparedModule]:
         """The modules that have a parameter with another use, or one that somebody waits for; and those that share
@@ -128,9 +125,14 @@ class ParameterUses:
         return found
 
 
-def find_uses(outputs: Iterable[Tensor]) -> ParameterUses:
-    """Searches the graph behind some outputs."""
-    uses = ParameterUses()
+def find_uses(outputs: Iterable[Tensor], without_graph: Iterable[int]) -> ParameterUses:
+    """Searches the graph behind some outputs.
+
+    Args:
+        without_graph: the ids of parameters that were used without a graph. What a reentrant checkpoint runs has none
+            before I.
+    """
+    uses = ParameterUses(others=set(without_graph))
     pending: list[Any] = []
     for y in outputs:
         if y.grad_fn is None:
@@ -166,21 +168,6 @@ class Phase(Enum):
     DONE = "after W"
 
 
-class DeferredCall(NamedTuple):
-    """What W needs of one call of a deferred module."""
-
-    rule: SplitRule
-    weight: Tensor
-    bias: Tensor | None
-    g: Tensor
-    x: Tensor
-    cast_weight: Tensor
-    casts: tuple[Any, Any] | None
-    needs: tuple[bool, bool]
-    g_version: int
-    x_version: int
-
-
 class Tape:
     """One microbatch's forward through a stage, and the two halves of its backward.
 
@@ -188,32 +175,26 @@ class Tape:
         stage: what the stage's prepared modules share; by default that of the modules that are called.
         defer_small: whether weight gradients that are hardly worth it wait for W too. Which are worth it is found out
             while forwards pass, so where backwards come in another order, sums would come in neither.
+
+    Attributes:
+        routes: which modules this microbatch defers; a recomputation goes the same way.
+        records: whether I has not begun.
+        deferring: whether any weight gradient of this microbatch waits for W.
     """
 
     def __init__(self, stage: SplitStage | None = None, defer_small: bool = False) -> None:
         self.defer_small = defer_small
         self.routes: dict[PreparedModule, bool] = {}
-        """Which modules this microbatch defers; a recomputation goes the same way."""
-        self.turned: set[PreparedModule] = set()
-        """Those whose weight has a node of its own at every call, where it is transposed."""
         self.records = True
-        """Whether I has not begun."""
+        self.deferring = False
         self._phase = Phase.RECORDING
-        self._deferring = False
-        self._held: list[DeferredCall] = []
-        self._uses: dict[int, int] = {}
-        self._counts: dict[int, int] = {}
+        self._held: list[HeldCall] = []
+        self._without_graph: set[int] = set()
         self._at_once: set[PreparedModule] = set()
         self._taps: dict[PreparedModule, tuple[Tensor, Tensor]] = {}
-        self._compiled: Collection[PreparedModule] = ()
         self._stages: list[SplitStage] = []
         if stage is not None:
             self._join(stage)
-
-    @property
-    def deferring(self) -> bool:
-        """Whether any weight gradient of this microbatch waits for W."""
-        return self._deferring
 
     # -- F ---------------------------------------------------------------------------------------------------
 
@@ -247,26 +228,31 @@ class Tape:
         for prepared in self._taps:
             prepared.tap = None
 
-    def choose(self, prepared: PreparedModule, deferrable: bool, turned: bool) -> bool:
-        """Fix whether this microbatch defers `prepared`, at its first call; a recomputation adds none."""
+    def choose(self, prepared: PreparedModule, deferrable: bool) -> bool:
+        """Fixes whether this microbatch defers `prepared`, at its first call; a recomputation adds none."""
         if not self.records:
             return False
         self.routes[prepared] = deferrable
-        if turned:
-            self.turned.add(prepared)
-        self._deferring = self._deferring or deferrable
+        self.deferring = self.deferring or deferrable
         if prepared.stage not in self._stages:
             self._join(prepared.stage)
         return deferrable
 
+    def note_without_graph(self, parameters: Iterable[Tensor | None]) -> None:
+        """A module is called without a graph. If a reentrant checkpoint calls it, its gradients come in a backward of
+        the checkpoint's own during I: all uses of these parameters are left to I.
+        """
+        if self.records:
+            self._without_graph.update(map(id, parameters))
+
     def _join(self, stage: SplitStage) -> None:
         self._stages.append(stage)
-        stage.call_counts.begin_tape()
+        stage.record()
 
     # -- I ---------------------------------------------------------------------------------------------------
 
     def backward_input(self, outputs: Sequence[Tensor], grads: Sequence[Tensor | None]) -> None:
-        """I: fill `.grad` of the stage's inputs and of the parameters not deferred; keep what W needs.
+        """I: fills `.grad` of the stage's inputs and of the parameters not deferred; keeps what W needs.
 
         Where a gradient is None: that of a single number (a loss) is one, as in `Tensor.backward`; any other
         output takes no part. Leave a number out that is not a loss and got no gradient.
@@ -278,15 +264,16 @@ class Tape:
             )
         if len(outputs) != len(grads):
             raise SplitError(f"backward_input got {len(outputs)} outputs and {len(grads)} gradients")
-        roots = _roots(outputs, grads)
-        if self._deferring or self._taps:
-            self._sort([output for output, _ in roots])
+        roots = [(y, g) for y, g in zip(outputs, grads) if y.requires_grad and (g is not None or y.numel() == 1)]
+        if self.deferring or self._taps:
+            self._find_out_who_waits([y for y, _ in roots])
         self._phase, self.records = Phase.INPUT, False
+        without_grad: list[Tensor] = []
         for stage in self._stages:
             stage.recomputing = self
-            if self._deferring:
+            if self.deferring:
                 stage.wait(self)
-        without_grad = self._without_grad() if self._deferring else []
+                without_grad += [p for p in stage.parameters.values() if p.grad is None]
         self._give_taps()  # what a checkpoint runs again makes the same graph
         try:
             if roots:
@@ -301,66 +288,28 @@ class Tape:
             self._part_from(without_grad)
         self.routes.clear()
         self._at_once.clear()
-        self._compiled = ()
 
-    def _sort(self, outputs: Sequence[Tensor]) -> None:
-        """Finds out which modules cannot wait in this microbatch; what waits of earlier ones is then added first."""
-        uses = find_uses(outputs)
-        self._counts = uses.counts
+    def _find_out_who_waits(self, outputs: Sequence[Tensor]) -> None:
+        """Finds the modules that cannot wait in this microbatch. What waits of earlier ones is then added first."""
+        uses = find_uses(outputs, self._without_graph)
         self._at_once = uses.not_to_defer()
         for prepared in self._at_once:
-            if prepared.stage.waits:
-                prepared.stage.add_first(uses.owners[prepared])
-        self._compiled = [
-            prepared for prepared in self._taps if prepared in uses.owners and prepared not in self._at_once
-        ]
-        self._deferring = self._deferring or bool(self._compiled)
+            prepared.stage.add_first(uses.owners[prepared])
         for prepared in self._taps:
             if prepared not in uses.owners:
-                prepared.stage.call_counts.in_graph(prepared)
+                self._at_once.add(prepared)
+                prepared.stage.work.in_graph[prepared] = None
+            elif prepared not in self._at_once:
+                self.deferring = True
 
     def defers(self, prepared: PreparedModule) -> bool:
         """True while I runs, if the weight gradients of `prepared` may wait for W."""
         return self._phase is Phase.INPUT and prepared not in self._at_once
 
-    def defers_compiled(self, prepared: PreparedModule, num_calls: int) -> bool:
-        """The same of a module in a compiled part, all of whose calls have come."""
-        if self._phase is not Phase.INPUT or prepared not in self._compiled:
-            return False
-        for p in prepared.parameters.values():  # the search counted one use, that of the tap
-            self._counts[id(p)] += num_calls - 1
-        return True
-
-    def hold(
-        self,
-        prepared: PreparedModule,
-        rule: SplitRule,
-        weight: Tensor,
-        bias: Tensor | None,
-        g: Tensor,
-        x: Tensor,
-        cast_weight: Tensor,
-        casts: tuple[Any, Any] | None,
-        needs: tuple[bool, bool],
-    ) -> None:
-        """Keep what W needs of one call. `g` itself is kept, not a view of it: nobody then takes it over."""
-        x, uses = x.detach(), self._uses
-        if needs[0]:
-            uses[id(weight)] = uses.get(id(weight), 0) + 1
-        if needs[1]:
-            uses[id(bias)] = uses.get(id(bias), 0) + 1
-        self._held.append(DeferredCall(rule, weight, bias, g, x, cast_weight, casts, needs, g._version, x._version))
-        prepared.stage.call_counts.deferred(prepared, x)
-
-    def _without_grad(self) -> list[Tensor]:
-        """The parameters that do not wait and have no `.grad` yet."""
-        there = [stage.others for stage in self._stages]
-        there += [
-            prepared.parameters
-            for prepared, deferred in self.routes.items()
-            if not deferred or prepared in self._at_once
-        ]
-        return [p for parameters in there for p in parameters.values() if p.grad is None]
+    def hold(self, prepared: PreparedModule, call: HeldCall) -> None:
+        """Keeps what W needs of one call."""
+        self._held.append(call)
+        prepared.stage.work.deferred[prepared] += call.rule.work(call.x, call.used_weight)
 
     def _part_from(self, parameters: Iterable[Tensor]) -> None:
         """Give each `.grad` that autograd made of a held tensor's own memory a memory of its own.
@@ -379,7 +328,7 @@ class Tape:
     # -- W ---------------------------------------------------------------------------------------------------
 
     def backward_weight(self) -> None:
-        """W: compute the deferred weight gradients, add them to `.grad`, free everything."""
+        """W: computes the deferred weight gradients, adds them to `.grad`, frees everything."""
         if self._phase is not Phase.HOLDING:
             raise SplitError(
                 f"backward_weight was called {self._phase.value}; call backward_input (I) first, and "
@@ -388,54 +337,40 @@ class Tape:
         self._phase = Phase.DONE
         for stage in self._stages:
             stage.done(self)
+        self._compute()
+
+    def holds(self, parameters: Collection[int]) -> bool:
+        """Whether a gradient of one of these parameters, by id, waits."""
+        return any(id(h.weight) in parameters or id(h.bias) in parameters for h in self._held)
+
+    def add(self) -> None:
+        """Computes what is held before W comes, and adds it to `.grad`."""
+        if self._held:
+            with without_autocast(self._held[0].x.device.type):
+                self._compute()
+
+    def _compute(self) -> None:
         held, self._held = self._held, []
-        if held:
-            with torch.no_grad():
-                self._compute(held)
-
-    def spread(self, parameters: set[int]) -> None:
-        """Adds to some parameters, by id, those that share a held call with them."""
-        for h in self._held:
-            own = {id(h.weight), id(h.bias)} if h.bias is not None else {id(h.weight)}
-            if own & parameters and all(self._is_complete(p) for p in own):
-                parameters |= own
-
-    def add(self, parameters: set[int]) -> None:
-        """Computes what is held of some parameters, by id, before W comes, and adds it to `.grad`."""
-        now = [h for h in self._held if self._is_complete(id(h.weight)) and {id(h.weight), id(h.bias)} & parameters]
-        if now:
-            chosen = {id(h) for h in now}
-            self._held = [h for h in self._held if id(h) not in chosen]
-            with torch.no_grad(), without_autocast(now[0].x.device.type):
-                self._compute(now)
-
-    def _is_complete(self, p: int) -> bool:
-        """Whether all uses of a parameter in this microbatch have their gradients: then autograd adds their sum."""
-        return self._phase is not Phase.INPUT or self._uses.get(p, 0) >= self._counts.get(p, 0)
-
-    def _compute(self, held: list[DeferredCall]) -> None:
-        accumulator = Accumulator(self._uses)
-        while held:
-            # What I kept last is still in cache, and its memory is given back in order.
-            rule, weight, bias, g, x, cast_weight, casts, needs, g_version, x_version = held.pop()
-            if g._version != g_version or x._version != x_version:
-                raise SplitError(
-                    "an input or output gradient of a stage was modified in place between I and W, "
-                    f"which still needs it (shapes {tuple(x.shape)} and {tuple(g.shape)}); modify a "
-                    "copy, or run W first"
-                )
-            gw, gb = rule.weight_grads(g, x, cast_weight, bias, needs, accumulator.workspace(weight))
-            if gw is not None:
-                accumulator.add(weight, gw, None if casts is None else casts[0])
-            if gb is not None and bias is not None:
-                accumulator.add(bias, gb, None if casts is None else casts[1])
+        uses = Counter(id(p) for h in held for p, needed in zip((h.weight, h.bias), h.needs) if needed)
+        accumulator = Accumulator(uses)
+        with torch.no_grad():
+            while held:
+                # What I kept last is still in cache, and its memory is given back in order.
+                rule, weight, bias, casts, g, x, used_weight, needs, g_version, x_version = held.pop()
+                if g._version != g_version or x._version != x_version:
+                    raise SplitError(
+                        "an input or output gradient of a stage was modified in place between I and W, "
+                        f"which still needs it (shapes {tuple(x.shape)} and {tuple(g.shape)}); modify a "
+                        "copy, or run W first"
+                    )
+                gw, gb = rule.weight_grads(g, x, used_weight, bias, needs, accumulator.workspace(weight))
+                if gw is not None:
+                    accumulator.add(weight, gw, casts[0])
+                if gb is not None and bias is not None:
+                    accumulator.add(bias, gb, casts[1])
 
     @property
     def deferred_bytes(self) -> int:
         """Bytes still held for W; a memory that several modules share counts once."""
         storages = {t.untyped_storage().data_ptr(): t.untyped_storage() for h in self._held for t in (h.g, h.x)}
         return sum(storage.nbytes() for storage in storages.values())
-
-
-def _roots(outputs: Sequence[Tensor], grads: Sequence[Tensor | None]) -> list[tuple[Tensor, Tensor | None]]:
-    return [(y, g) for y, g in zip(outputs, grads) if y.requires_grad and (g is not None or y.numel() == 1)]

@@ -1,0 +1,144 @@
+"""The node of a prepared module in autograd's graph: I passes through it and leaves weight and bias for W.
+
+    F    y = run_deferred(x, weight, bias, call)     the op of the plain module; the node keeps x and the weight
+    I    the tape lets it wait:   gx, and the tape keeps (g, x)
+         it does not:             gx, gw, gb, as the plain module's nodes give them
+    W    gw, gb of what the tape has kept
+
+The node carries the tape, instead of looking it up in `backward`, because several ranks may share a thread, and on
+CUDA autograd calls `backward` from a thread of its own. If the graph runs in another way than through the tape's I
+(by a plain `backward()`, or `torch.autograd.grad` inside the forward), every gradient is computed at once. If
+gradients are to be differentiated again (`create_graph`), the module's own op runs again and autograd computes them.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+from penstock.runtime.stage.split_backward.autocast import autocast, without_autocast
+from penstock.runtime.stage.split_backward.rules import Needs, SplitRule
+from penstock.runtime.tensors.dtensor import as_shard, is_sharded, local
+
+if TYPE_CHECKING:
+    from penstock.runtime.stage.split_backward.prepared_module import PreparedModule
+    from penstock.runtime.stage.split_backward.tape import Tape
+
+
+class ModuleCall(NamedTuple):
+    """One call of a prepared module, as its node in the graph keeps it.
+
+    Attributes:
+        weight, bias: the parameters themselves.
+        casts: the nodes that cast them for autocast.
+        is_turned: whether the op is given the weight's transpose, which has a node of its own.
+    """
+
+    prepared: PreparedModule
+    tape: Tape
+    weight: Tensor
+    bias: Tensor | None
+    casts: tuple[Any, Any]
+    is_turned: bool
+
+
+class HeldCall(NamedTuple):
+    """What W needs of one call: the output's gradient, the input, and the weight as the op was given it.
+
+    Attributes:
+        weight, bias: the parameters whose gradients are computed.
+        needs: which of the two.
+        g_version, x_version: by which a change in place since I is noticed.
+    """
+
+    rule: SplitRule
+    weight: Tensor
+    bias: Tensor | None
+    casts: tuple[Any, Any]
+    g: Tensor
+    x: Tensor
+    used_weight: Tensor
+    needs: Needs
+    g_version: int
+    x_version: int
+
+
+Grads = tuple[Tensor | None, Tensor | None, Tensor | None, None]
+
+
+class DeferredOp(torch.autograd.Function):
+    """A module's op whose weight gradients may wait.
+
+    The inputs are those of the plain module's op: of a weight its cast and its transpose, so that the nodes of these
+    are part of the graph too.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, call: ModuleCall) -> Tensor:
+        ctx.set_materialize_grads(False)
+        ctx.prepared, ctx.call, ctx.bias = call.prepared, call, bias
+        rule = call.prepared.rule
+        if type(call.weight) is not Parameter:
+            weight, bias = _part(rule, x, weight), None if bias is None else _part(rule, x, bias)
+        # Saved, not merely held: a checkpoint can then drop and recompute them, and a change in place is
+        # noticed when they are read.
+        ctx.save_for_backward(x, weight)
+        return rule.forward(x, weight.t() if call.is_turned else weight, bias)
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor | None) -> Grads:
+        if g is None:
+            return None, None, None, None
+        x, given = ctx.saved_tensors
+        prepared, tape, parameter, bias, casts, is_turned = ctx.call
+        if torch.is_grad_enabled():
+            gx, gw, gb = _differentiable(ctx, g, x, given)
+            return gx, gw, gb, None
+        rule, weight = prepared.rule, given.t() if is_turned else given
+        needs_x, needs_weight, needs_bias, _ = ctx.needs_input_grad
+        gx = rule.input_grad(g, x, weight, bias) if needs_x else None
+        if not (needs_weight or needs_bias):
+            return gx, None, None, None
+        needs = needs_weight, needs_bias
+        if tape.defers(prepared):
+            # `g` itself, no view of it: nobody then takes it over. `x` without its graph, which I frees.
+            x = x.detach()
+            held = HeldCall(rule, parameter, bias, casts, g, x, weight, needs, g._version, x._version)
+            tape.hold(prepared, held)
+            return gx, None, None, None
+        if not tape.records:
+            prepared.stage.work.at_once[prepared] += rule.work(x, weight)
+        gw, gb = rule.weight_grads(g, x, weight, bias, needs)
+        if gw is not None:
+            gw = gw.t() if is_turned else as_shard(gw, parameter)
+        return gx, gw, None if gb is None else as_shard(gb, bias), None
+
+
+# Past what `Function.apply` looks for in Python. Under torch.func's transforms, which it looks for, this one raises.
+run_deferred: Any = super(torch.autograd.Function, DeferredOp).apply
+
+
+def _part(rule: SplitRule, x: Tensor, p: Tensor) -> Tensor:
+    """This rank's part of a sharded parameter, in the type that the op computes in."""
+    part = local(p)
+    return autocast(part) if rule.autocasts and torch.is_autocast_enabled(x.device.type) else part
+
+
+def _differentiable(ctx: Any, g: Tensor, x: Tensor, weight: Tensor) -> list[Tensor | None]:
+    """The gradients of the inputs, as part of a graph that is exactly that of the plain module's backward."""
+    owner, bias, rule = ctx.call.weight, ctx.bias, ctx.prepared.rule
+    # Views, as `x` may itself come from the same weight: its own history is no part of this backward.
+    weight = owner if is_sharded(owner) else weight
+    weight = weight.view_as(weight)
+    bias = None if bias is None else bias.view_as(bias)
+    wanted = [t for t, needed in zip((x, weight, bias), ctx.needs_input_grad) if needed and t is not None]
+    with without_autocast(x.device.type):
+        if is_sharded(owner):
+            dtype = x.dtype if rule.autocasts else owner.dtype
+            weight, bias = local(weight).to(dtype), None if bias is None else local(bias).to(dtype)
+        y = rule.op(x, weight.t() if ctx.call.is_turned else weight, bias)
+    found = iter(torch.autograd.grad(y, wanted, g, create_graph=True, allow_unused=True))
+    return [next(found) if needed else None for needed in ctx.needs_input_grad[:3]]
