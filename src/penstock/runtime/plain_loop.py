@@ -21,7 +21,7 @@ from penstock.runtime.execute.step_end import sum_in_order
 from penstock.runtime.partitioning.cutting import Split, build_stage, stages_of
 from penstock.runtime.partitioning.traced_stage import WholeModel
 from penstock.runtime.stage.batch_rules import BatchRules, require_keys, rules_of
-from penstock.runtime.stage.loss_weights import weightless
+from penstock.runtime.stage.loss import weightless
 from penstock.runtime.stage.microbatches import Microbatches, cut_batch
 from penstock.runtime.stage.stage import StageSource
 from penstock.runtime.tensors.pytree import device_of, flatten, unflatten

@@ -21,7 +21,7 @@ from penstock.runtime.adapt import AdaptOptions
 from penstock.runtime.arguments import ParallelOptions, PrecisionOptions
 from penstock.runtime.parameters.optimizer import optimizer_of
 from penstock.runtime.parameters.rules import rule_of
-from penstock.runtime.stage.loss_weights import adds_up, sizes_of, weights_of
+from penstock.runtime.stage.loss import adds_up, sizes_of, weights_of
 from penstock.runtime.stage.registered_ops import offloads
 from penstock.schedule import Schedule
 from penstock.schedule.offload import OFFLOAD, RELOAD

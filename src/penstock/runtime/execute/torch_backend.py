@@ -34,7 +34,7 @@ from penstock.runtime.parameters.scheduled_updates import ScheduledUpdates
 from penstock.runtime.parameters.tied_gradients import TiedGradients
 from penstock.runtime.stage.branches import Branches, has_many_ends, is_plain, loss_stage
 from penstock.runtime.stage.host_memory import HostCopy, HostMemory, on_device
-from penstock.runtime.stage.loss_weights import LossFn
+from penstock.runtime.stage.loss import LossFn
 from penstock.runtime.stage.microbatches import Microbatches
 from penstock.runtime.stage.ops import StageRunner, StepSettings
 from penstock.runtime.stage.registered_ops import Calls, StageOutputs, name_of

@@ -8,5 +8,5 @@ stage          layers that run one after another                ops           F,
 microbatches   a batch in weighted parts, or a replica's part   branches      stages that fork and join
 autograd       where a stage's autograd graph begins and ends   host_memory   activations moved to host memory
 recompute      a forward run again, and what it changes        registered_ops  ops of the user's own kinds
-split_backward/  backward in two halves, I and W
+loss           the weight of a microbatch in the loss          split_backward/  backward in two halves, I and W
 """

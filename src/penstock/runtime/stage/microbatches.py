@@ -23,7 +23,7 @@ from penstock.runtime.errors import RuntimeFailure
 from penstock.runtime.mesh.process_mesh import ProcessMesh
 from penstock.runtime.stage.batch_rules import PLAIN, BatchRules, Cut, CutTensor, Signature, Uncut, rules_at, uncut
 from penstock.runtime.stage.branches import loss_stage, starts_of
-from penstock.runtime.stage.loss_weights import LossFn, adds_up, shares_of, sizes_of, weigh, weights_of
+from penstock.runtime.stage.loss import LossFn, adds_up, shares_of, sizes_of, weigh, weights_of
 from penstock.runtime.tensors.digest import batch_digest
 from penstock.runtime.tensors.pytree import DTYPES, flatten
 from penstock.schedule import Schedule

@@ -19,8 +19,7 @@ from torch import Tensor
 from penstock.runtime.errors import RuntimeFailure
 from penstock.runtime.stage.autograd import GraphInputs, exits, run_backward
 from penstock.runtime.stage.host_memory import HostMemory, OffloadStatistics, SavedTensors, copied_to
-from penstock.runtime.stage.loss_check import LossCheck
-from penstock.runtime.stage.loss_weights import LossFn, weightless
+from penstock.runtime.stage.loss import LossCheck, LossFn, weightless
 from penstock.runtime.stage.microbatches import NO_LOSS, Microbatches, Signature
 from penstock.runtime.stage.recompute import (
     BufferHistory,

@@ -12,10 +12,9 @@
 
 prepared_module  which modules are prepared, and what one does when it is called
 rules            the two halves of a module's backward, by its kind
-deferred_op      the node of a prepared module in autograd's graph
+deferred_op      the node of a prepared module in autograd's graph, and autocast's casts before it
 tape             one microbatch through one stage
 stage            what the prepared modules of one stage share, how much waits for W, and why the rest does not
-autocast         a parameter's cast, as the plain module's
 compiled         modules inside of `torch.compile`
 
 A prepared stage defers the weight gradients of `nn.Linear`, `nn.Conv1d/2d/3d`, `nn.Embedding` and transformers'

@@ -29,9 +29,8 @@ from torch.nn import Parameter
 from torch.nn.modules import module as of_all_modules
 
 from penstock.cost.costs import MERGE_WORK
-from penstock.runtime.stage.split_backward.autocast import autocast
 from penstock.runtime.stage.split_backward.compiled import COMPILED_MERGE_WORK, call_in_graph, tap_for
-from penstock.runtime.stage.split_backward.deferred_op import ModuleCall, run_deferred
+from penstock.runtime.stage.split_backward.deferred_op import ModuleCall, autocast, run_deferred
 from penstock.runtime.stage.split_backward.rules import SplitRule, rule_for
 from penstock.runtime.stage.split_backward.stage import (
     COMPILED,

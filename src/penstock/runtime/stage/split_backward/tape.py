@@ -22,8 +22,7 @@ from torch import Tensor
 from torch.autograd.function import BackwardCFunction
 
 from penstock.runtime.stage.autograd import run_backward
-from penstock.runtime.stage.split_backward.autocast import without_autocast
-from penstock.runtime.stage.split_backward.deferred_op import HeldCall
+from penstock.runtime.stage.split_backward.deferred_op import HeldCall, without_autocast
 from penstock.runtime.stage.split_backward.prepared_module import PreparedModule, recording
 from penstock.runtime.stage.split_backward.rules import Workspace
 from penstock.runtime.stage.split_backward.stage import ACCUMULATE, USED_OTHERWISE, Edges, SplitError, SplitStage
