@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
+import pickle
 import re
 import resource
 import subprocess
@@ -204,25 +207,6 @@ def test_a_disk_that_refuses(tmp_path: Path) -> None:
         write(tmp_path / "file", 2, small, {})
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ({"step": -1}, "step is 0 or more"),
-        ({"meta": {"a": object()}}, "meta must be plain JSON"),
-        ({"meta": {"a": [{0: 0.5}]}}, "the key 0 is of type int, and would come back as text"),
-        ({"step": 10**18}, "at most 999999999999999999"),
-        ({"tensors": {"": torch.zeros(1)}}, "non-empty text"),
-        ({"tensors": {"a": 3}}, "a is a int"),
-        ({"tensors": {"a": torch.zeros(2).to_sparse()}}, "only dense tensors"),
-        ({"keep": 0}, "keep is 1 or more"),
-    ],
-)
-def test_misuse(tmp_path: Path, arguments: dict[str, object], message: str) -> None:
-    with pytest.raises(CheckpointError, match=message):
-        write(**{"directory": tmp_path, "step": 1, "tensors": {}, "meta": {}} | arguments)
-    assert list(tmp_path.iterdir()) == []
-
-
 def test_another_model_is_named(tmp_path: Path) -> None:
     reader = Reader(
         write(tmp_path, 1, {"model/a": torch.zeros(2, 3), "model/b": torch.zeros(1), "x": torch.ones(1)}, {})
@@ -235,7 +219,7 @@ def test_another_model_is_named(tmp_path: Path) -> None:
     assert "is of another model (2 tensors, 6 wanted)" in text
     assert "5 missing: model/c0, model/c1, model/c2 and 2 more" in text
     assert "1 unexpected: model/b" in text
-    assert "model/a (2, 3) here, (2, 4) wanted" in text
+    assert "model/a ((2, 3), torch.float32) here, ((2, 4), torch.float32) wanted" in text
     with pytest.raises(CheckpointError, match="has no tensor 'y'"):
         reader.load(["y"])
 
@@ -251,6 +235,30 @@ def test_export_by_plain_names(tmp_path: Path) -> None:
         export_model(path, write(tmp_path / "none", 1, {}, {}))
 
 
+class Evil:
+    """What runs code when it is unpickled."""
+
+    def __init__(self, mark: Path) -> None:
+        self.mark = mark
+
+    def __reduce__(self) -> Any:
+        return os.mkdir, (str(self.mark),)
+
+
+def test_nothing_in_a_checkpoint_executes_code(tmp_path: Path) -> None:
+    """There are pickles in its files, which a load does not read."""
+    path = write(tmp_path, 1, {"a": torch.ones(2)}, {})
+    evil = pickle.dumps(Evil(tmp_path / "mark"))
+    (path / ".metadata").write_bytes(evil)
+    file = path / "__0_0.distcp"
+    content = file.read_bytes()
+    begin = content.index(b"archive/data.pkl")  # and over the pickle that DCP wrote around a tensor
+    file.write_bytes(content[: begin + 16] + evil + content[begin + 16 + len(evil) :])
+    with contextlib.suppress(CheckpointError):
+        Reader(path).load(["a"])
+    assert not (tmp_path / "mark").exists()
+
+
 def damaged(path: Path, **changes: object) -> None:
     value = json.loads((path / "manifest.json").read_text()) | changes
     (path / "manifest.json").write_text(json.dumps(value))
@@ -261,11 +269,9 @@ def damaged(path: Path, **changes: object) -> None:
     [
         (lambda path: (path / "manifest.json").unlink(), "is not a checkpoint: it has no manifest.json"),
         (lambda path: damaged(path, version=9), "format version 9; this release reads 3: upgrade"),
-        (lambda path: damaged(path, version="x"), "its checksum does not match"),
-        (lambda path: damaged(path, version=2), "its checksum does not match"),
         (lambda path: damaged(path, format="other"), "its checksum does not match"),
-        (lambda path: (path / "manifest.json").write_text("[]"), "is damaged: TypeError"),
-        (lambda path: (path / "manifest.json").write_text("[" * 100_000), "is damaged: RecursionError"),
+        (lambda path: (path / "manifest.json").write_text("[]"), "is damaged: its checksum"),
+        (lambda path: (path / "manifest.json").write_text("[" * 100_000), "is damaged: its checksum"),
         (lambda path: damaged(path, manifest={"step": 3}), "checksum does not match"),
     ],
 )

@@ -160,4 +160,4 @@ def test_a_folder_of_checkpoints_that_is_moved_away_while_one_is_saved_ends_in_a
 
     monkeypatch.setattr(checkpoint_folder, "commit", commit)
     errors = on_ranks(2, lambda peers: write(folder, 1, {f"{peers.here[0]}": torch.zeros(3)}, {}, peers=peers))
-    assert all("could not be read: No such file or directory; see to it" in str(error) for error in errors), errors
+    assert all("could not be written: No such file or directory" in str(error) for error in errors), errors

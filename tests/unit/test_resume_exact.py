@@ -215,7 +215,7 @@ def refusals() -> dict[str, tuple[Callable[[], ps.Pipeline], str]]:
             "has no extra state of 7, which its module has here",
         ),
         "names": (lambda: pipeline(nn.Sequential(*model(Scaled()), Widened())), "1 missing: model/7.other"),
-        "types": (lambda: pipeline(model(Scaled()).double()), "torch.float32 here, torch.float64 wanted"),
+        "types": (lambda: pipeline(model(Scaled()).double()), r"float32\) here, .*float64\) wanted"),
     }
 
 
@@ -250,17 +250,6 @@ class Loader:
             raise RuntimeError("no such epoch")
 
 
-class Expanded(nn.Module):
-    """Multiplies by a buffer that is one number, seen as many."""
-
-    def __init__(self, values: Tensor) -> None:
-        super().__init__()
-        self.register_buffer("scale", values)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x * self.scale
-
-
 def test_regression_a_save_after_going_back_was_passed_over_by_the_next_load_without_a_word(tmp_path: Path) -> None:
     pipe = pipeline(model())
     train(pipe, range(1))
@@ -274,52 +263,20 @@ def test_regression_a_save_after_going_back_was_passed_over_by_the_next_load_wit
     assert [n for n in pipe.notices if n.startswith(f"{last} is later than what was saved beside it")]
 
 
-def test_regression_a_load_broke_off_half_way_at_a_tensor_made_in_inference_mode(tmp_path: Path) -> None:
-    def pipeline(*layers: nn.Module) -> ps.Pipeline:
-        return ps.Pipeline(nn.Sequential(*layers), ps.build("1f1b", 1, 4), loss_fn=nn.MSELoss())
-
-    pipeline(nn.Linear(4, 4), nn.Linear(4, 4)).save(tmp_path)
-    first = nn.Linear(4, 4)
-    with torch.inference_mode():
-        second = nn.Linear(4, 4)
-    before = first.weight.clone()
-    pipe = pipeline(first, second)
-    with pytest.raises(CheckpointError, match=r"model/1\.bias was made here under torch\.inference_mode"):
-        pipe.load(tmp_path)
-    assert torch.equal(first.weight, before)
-
-
-def test_a_load_broke_off_half_way_at_an_expanded_buffer(tmp_path: Path) -> None:
-    """An error of torch's said that elements share memory, and parameters before it had been loaded."""
-    one = torch.full((1,), 0.5)
-    saved = pipeline(model(Expanded(one.expand(WIDTH))))
-    train(saved, range(2))
-    saved.save(tmp_path / "same")
-    one.fill_(3.0)
-    saved.load(tmp_path / "same")
-    assert one.item() == 0.5
-    pipeline(model(Expanded(torch.arange(WIDTH) + 1.0))).save(tmp_path / "other")
-    before = state_of(saved)
-    with pytest.raises(CheckpointError, match=r"1\.scale has different numbers along dimension 0, where it is one"):
-        saved.load(tmp_path / "other")
-    assert same(state_of(saved), before)
-
-
-def test_what_takes_no_state_back_either_is_named(tmp_path: Path) -> None:
+def test_what_takes_no_state_back_either_leaves_the_others_as_they_were(tmp_path: Path) -> None:
     """The error was the object's own, and those after it were left with what had been loaded."""
     pipe, kept, bad = pipeline(model()), Loader(3), Loader()
     pipe.save(tmp_path, stateful={"a": kept, "b": bad})
     kept.position = 5
     bad.load_state_dict = lambda state: {}[state["position"]]  # type: ignore[method-assign]
-    with pytest.raises(CheckpointError, match=r"b \(Loader\) does not take its state: KeyError: 0") as refused:
+    with pytest.raises(CheckpointError, match=r"b \(Loader\) does not take its state: KeyError: 0"):
         pipe.load(tmp_path, stateful={"a": kept, "b": bad})
-    assert "b (Loader) does not take back its state of before either (KeyError: 0)" in refused.value.__notes__[0]
     assert kept.position == 5
 
 
 def test_a_checkpoint_with_a_number_too_long_was_never_found_again(tmp_path: Path) -> None:
     pipe = pipeline(model())
-    with pytest.raises(CheckpointError, match="number= is at most 999999999999999999"):
+    with pytest.raises(CheckpointError, match="at most 999999999999999999"):
         pipe.save(tmp_path, number=10**18)
     assert pipe.save(tmp_path, number=10**18 - 1).name == "step-999999999999999999"
     pipe.load(tmp_path)
@@ -368,8 +325,8 @@ def test_a_learning_rate_schedule_and_a_loader_go_on(tmp_path: Path) -> None:
 def test_state_of_the_caller_that_does_not_fit(tmp_path: Path) -> None:
     pipe = pipeline(model())
     for name, each, words in [
-        ("a b", Loader(), "has the name 'a b'"),
-        ("loader", object(), "a object without state_dict"),
+        ("a@b", Loader(), r"has a@b \(Loader\)"),
+        ("loader", object(), r"has loader \(object\): give objects with state_dict"),
     ]:
         with pytest.raises(CheckpointError, match=words):
             pipe.save(tmp_path, stateful={name: each})
@@ -377,8 +334,16 @@ def test_state_of_the_caller_that_does_not_fit(tmp_path: Path) -> None:
     bad.state_dict = lambda: {"rows": [iter([])]}  # type: ignore[method-assign]
     with pytest.raises(CheckpointError, match=r"the state of loader cannot be stored: \['rows'\]\[0\] is a builtins"):
         pipe.save(tmp_path, stateful={"loader": bad})
-    with pytest.raises(CheckpointError, match="meta has the key 'optimizer'"):
-        pipe.save(tmp_path, meta={"optimizer": 1})
+    given: list[tuple[dict[str, Any], str]] = [
+        ({"meta": {"optimizer": 1}}, "meta has the key 'optimizer'"),
+        ({"meta": {"a": object()}}, "meta must be plain JSON"),
+        ({"meta": {"a": [{0: 0.5}]}}, "the key 0 is of type int, and would come back as text"),
+        ({"number": -1}, "number= is at least 0"),
+        ({"keep": 0}, "keep= is at least 1"),
+    ]
+    for arguments, words in given:
+        with pytest.raises(CheckpointError, match=words):
+            pipe.save(tmp_path, **arguments)
     assert list(tmp_path.iterdir()) == []
     train(pipe, range(1))
     pipe.save(tmp_path, stateful={"loader": Loader(5), "other": Loader(7)})

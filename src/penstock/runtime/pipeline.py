@@ -29,9 +29,9 @@ from penstock.runtime.arguments import (
     require_plain_modes,
 )
 from penstock.runtime.checkpoint import save_load
+from penstock.runtime.checkpoint.object_state import Stateful
 from penstock.runtime.checkpoint.state_transfer import hand_over
 from penstock.runtime.checkpoint.training_state import TrainingState
-from penstock.runtime.checkpoint.user_state import Stateful
 from penstock.runtime.errors import DeadlineExceeded, PeerLost, RuntimeFailure
 from penstock.runtime.execute.plan import ActivePlan, require_free
 from penstock.runtime.execute.step_end import StepEnd, StepResult, SummedValues, require_same_batch

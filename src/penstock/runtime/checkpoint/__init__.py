@@ -15,7 +15,7 @@ A checkpoint is written beside under a hidden name and renamed when it is comple
 last good one. Whatever can fail, fails in all processes (`together`) before anything is changed.
 
 save_load        a pipeline's, all ranks or none      training_state    a pipeline's state as plain named tensors
-dcp              writing the files                    user_state        what else has a `state_dict`
+dcp              writing the files                    object_state      what has code of its own for its state
 reader           what they hold, and reading it       codec, optimizer  values as named tensors
 folder           names of checkpoints, and renames    together          all processes act, or all raise
 state_transfer   from pipeline to pipeline, no disk

@@ -15,7 +15,7 @@ import hashlib
 import json
 import zlib
 from collections import Counter, OrderedDict, deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import numpy as np
@@ -29,48 +29,62 @@ from penstock.runtime.tensors.pytree import DTYPES
 
 AS_JSON = "#json"
 
-PAIRS: dict[type, str] = {dict: "dict", OrderedDict: "OrderedDict", Counter: "Counter"}
-ITEMS: dict[type, str] = {tuple: "tuple", set: "set", frozenset: "frozenset", torch.Size: "torch.Size"}
-FROM_PAIRS: dict[str, Callable[[Any], Any]] = {name: kind for kind, name in PAIRS.items()}
-FROM_ITEMS: dict[str, Callable[[Any], Any]] = {name: kind for kind, name in ITEMS.items()}
+_PAIRS: dict[type, str] = {dict: "dict", OrderedDict: "OrderedDict", Counter: "Counter"}
+_ITEMS: dict[type, str] = {tuple: "tuple", set: "set", frozenset: "frozenset", torch.Size: "torch.Size"}
+_LEAVES: dict[type, tuple[str, Callable[[Any], Any]]] = {
+    complex: ("complex", lambda value: [value.real, value.imag]),
+    bytes: ("bytes", lambda value: base64.b64encode(value).decode()),
+    bytearray: ("bytearray", lambda value: base64.b64encode(value).decode()),
+    torch.dtype: ("torch.dtype", str),
+    torch.device: ("torch.device", str),
+}
+_FROM_PAIRS: dict[str, Callable[[Any], Any]] = {name: kind for kind, name in _PAIRS.items()}
+_FROM_ITEMS: dict[str, Callable[[Any], Any]] = {name: kind for kind, name in _ITEMS.items()}
+_FROM_LEAVES: dict[str, Callable[[Any], Any]] = {
+    "complex": lambda inside: complex(*inside),
+    "bytes": base64.b64decode,
+    "bytearray": lambda inside: bytearray(base64.b64decode(inside)),
+    "torch.dtype": lambda inside: DTYPES[inside.removeprefix("torch.")],
+    "torch.device": torch.device,
+}
+
+
+class UnstorableValue(ValueError):
+    """A value holds something that is neither plain data nor a dense tensor. The message says where, and what."""
 
 
 def pack(base: str, value: Any, what: str) -> dict[str, Tensor]:
-    """A value's tensors by name, the first of them its JSON text as bytes.
+    """Takes a value apart. The first tensor is its JSON text as bytes, named `BASE#json`.
 
-    Raises `CheckpointError` that begins with `what` and says where in the value what cannot be stored lies.
+    Raises `CheckpointError` that begins with `what` and says where in the value the thing lies that can't be stored.
     """
     tensors: list[Tensor] = []
     try:
         text = json.dumps(_encode(value, "", tensors))
-    except _UnstorableValue as error:
+    except (ValueError, RecursionError) as error:
+        reason = "it is nested too deeply" if isinstance(error, RecursionError) else str(error)
         raise CheckpointError(
-            f"{what} cannot be stored: {error}. It must be tensors, numbers, text, and dicts, lists, tuples or sets "
+            f"{what} cannot be stored: {reason}. It must be tensors, numbers, text, and dicts, lists, tuples or sets "
             "of them; turn the rest into these"
         ) from None
-    except (RecursionError, ValueError) as error:
-        reason = "it is nested too deeply" if isinstance(error, RecursionError) else str(error)
-        raise CheckpointError(f"{what} cannot be stored: {reason}") from None
     named = {base + AS_JSON: torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8)}
     return named | {f"{base}#{number}": tensor for number, tensor in enumerate(tensors)}
 
 
 def unpack(base: str, tensors: Mapping[str, Tensor], device: torch.device | None = None) -> Any:
-    """The value that `pack` took apart; tensors that were not in host memory go to `device`.
+    """The value that `pack` took apart. Tensors that were not in host memory go to `device`."""
+    found = json.loads(bytes(tensors[base + AS_JSON].numpy()))
+    return _decode(found, lambda number: tensors[f"{base}#{number}"], device)
 
-    Raises `ValueError` for what `pack` did not write.
-    """
-    text = tensors[base + AS_JSON]
-    if text.dtype != torch.uint8 or text.dim() != 1:
-        raise ValueError(f"{base}{AS_JSON} is no text")
-    parts: dict[int, Tensor] = {}
-    while (name := f"{base}#{len(parts)}") in tensors:
-        parts[len(parts)] = tensors[name]
-    try:
-        return _decode(json.loads(bytes(text.numpy())), parts, device)
-    except (ValueError, TypeError, KeyError, AttributeError, RecursionError, RuntimeError, OverflowError) as error:
-        reason = "nested too deeply" if isinstance(error, RecursionError) else str(error)
-        raise ValueError(f"{base} holds no plain data: {reason}") from None
+
+def to_json(value: Any) -> Any:
+    """Plain data as JSON, in which numbers of torch and numpy are Python's. Raises UnstorableValue for all else."""
+    return json.loads(json.dumps(_encode(value, "", None)))
+
+
+def from_json(value: Any) -> Any:
+    """The data that `to_json` took."""
+    return _decode(value)
 
 
 def digests_of(packed: Mapping[str, Mapping[str, Tensor]]) -> dict[str, str]:
@@ -95,14 +109,9 @@ def checksum(tensor: Tensor) -> int:
     return zlib.crc32(bytes_of(on_host(tensor)))
 
 
-def require_storable(name: str, tensor: Tensor) -> None:
-    """Raises `CheckpointError` for what is no dense tensor with data."""
-    if not isinstance(name, str) or not name:
-        raise CheckpointError(f"tensor name {name!r}: a name is a non-empty text")
-    if not isinstance(tensor, Tensor):
-        raise CheckpointError(f"{name} is a {type(tensor).__name__}: only tensors are stored, put the rest into meta")
-    if tensor.layout != torch.strided or tensor.device.type == "meta" or tensor.is_quantized:
-        raise CheckpointError(f"{name} is {tensor.layout} on {tensor.device}: only dense tensors with data can be")
+def is_storable(tensor: Tensor) -> bool:
+    """Whether a tensor is dense and has data."""
+    return tensor.layout == torch.strided and tensor.device.type != "meta" and not tensor.is_quantized
 
 
 def names_by_base(names: Iterable[str], prefix: str) -> dict[str, list[str]]:
@@ -114,95 +123,68 @@ def names_by_base(names: Iterable[str], prefix: str) -> dict[str, list[str]]:
     return found
 
 
-class _UnstorableValue(Exception):
-    """What cannot be stored, and where it lies."""
-
-
-def _encode(value: Any, where: str, tensors: list[Tensor]) -> Any:
+def _encode(value: Any, where: str, tensors: list[Tensor] | None) -> Any:
+    """A value as JSON. Its tensors are added to `tensors`; where that is None only single numbers may be tensors."""
     kind = type(value)
     if value is None or kind in (bool, int, float, str):
         return value
-    if kind is list:
-        return [_encode(each, f"{where}[{place}]", tensors) for place, each in enumerate(value)]
-    if kind in (set, frozenset):  # equal sets give their items in different orders
-        items = [_encode(each, f"{where} item", tensors) for each in value]
-        return {ITEMS[kind]: sorted(items, key=json.dumps)}
-    if kind in ITEMS:
-        return {ITEMS[kind]: [_encode(each, f"{where}[{place}]", tensors) for place, each in enumerate(value)]}
-    if kind in PAIRS:
-        return {
-            PAIRS[kind]: [
-                [_encode(key, f"{where} key", tensors), _encode(each, f"{where}[{key!r}]", tensors)]
-                for key, each in value.items()
-            ]
-        }
+    if kind is list or kind in _ITEMS:
+        items = [_encode(each, f"{where}[{place}]", tensors) for place, each in enumerate(value)]
+        if kind in (set, frozenset):  # equal sets give their items in different orders
+            items.sort(key=json.dumps)
+        return items if kind is list else {_ITEMS[kind]: items}
+    if kind in _PAIRS:
+        pairs = [
+            [_encode(key, f"{where} key", tensors), _encode(each, f"{where}[{key!r}]", tensors)]
+            for key, each in value.items()
+        ]
+        return {_PAIRS[kind]: pairs}
     if kind is deque:
-        return {"deque": [[_encode(e, f"{where}[{i}]", tensors) for i, e in enumerate(value)], value.maxlen]}
-    if kind is complex:
-        return {"complex": [value.real, value.imag]}
-    if kind in (bytes, bytearray):
-        return {kind.__name__: base64.b64encode(value).decode()}
-    if kind is torch.dtype:
-        return {"torch.dtype": str(value)}
-    if kind is torch.device:
-        return {"torch.device": str(value)}
-    if kind in (Tensor, Parameter):
-        return {"tensor" if value.device.type == "cpu" else "device tensor": _add(value.detach(), where, tensors)}
-    if isinstance(value, np.generic) or kind in (np.ndarray, np.memmap):
+        return {"deque": [_encode(list(value), where, tensors), value.maxlen]}
+    if kind in _LEAVES:
+        name, plain = _LEAVES[kind]
+        return {name: plain(value)}
+    if kind in (Tensor, Parameter) or isinstance(value, np.generic) or kind in (np.ndarray, np.memmap):
+        return _encode_numbers(value, where, tensors)
+    raise UnstorableValue(f"{where} is a {kind.__module__}.{kind.__qualname__}".lstrip())
+
+
+def _encode_numbers(value: Any, where: str, tensors: list[Tensor] | None) -> Any:
+    """A tensor, or an array or a number of numpy."""
+    if tensors is None and value.ndim == 0:
+        return _encode(value.item(), where, None)
+    if isinstance(value, Tensor):
+        name, tensor = ("tensor" if value.device.type == "cpu" else "device tensor"), value.detach()
+    else:
+        name = "array" if isinstance(value, np.ndarray) else "scalar"
         try:
-            held = torch.from_numpy(np.array(value))
+            tensor = torch.from_numpy(np.array(value))
         except TypeError:
-            raise _UnstorableValue(f"{where} is a numpy array of {value.dtype}".lstrip()) from None
-        return {"array" if isinstance(value, np.ndarray) else "scalar": _add(held, where, tensors)}
-    raise _UnstorableValue(f"{where} is a {kind.__module__}.{kind.__qualname__}".lstrip())
-
-
-def _add(tensor: Tensor, where: str, tensors: list[Tensor]) -> int:
-    try:
-        require_storable(where or "it", tensor)
-    except CheckpointError as error:
-        raise _UnstorableValue(str(error)) from None
+            raise UnstorableValue(f"{where} is a numpy array of {value.dtype}".lstrip()) from None
+    if tensors is None or not is_storable(tensor):
+        raise UnstorableValue(f"{where} is {tensor.layout} on {tensor.device}, shape {tuple(tensor.shape)}".lstrip())
     tensors.append(tensor)
-    return len(tensors) - 1
+    return {name: len(tensors) - 1}
 
 
-def _decode(value: Any, tensors: Mapping[int, Tensor], device: torch.device | None) -> Any:
+def _decode(value: Any, tensor_of: Callable[[int], Tensor] | None = None, device: torch.device | None = None) -> Any:
     if isinstance(value, list):
-        return [_decode(each, tensors, device) for each in value]
+        return [_decode(each, tensor_of, device) for each in value]
     if not isinstance(value, dict):
         return value
     ((kind, inside),) = value.items()
-    if kind in FROM_ITEMS:
-        return FROM_ITEMS[kind](_decode(_list(inside), tensors, device))
-    if kind in FROM_PAIRS:
-        pairs = [(_decode(key, tensors, device), _decode(each, tensors, device)) for key, each in _list(inside)]
-        return FROM_PAIRS[kind](dict(pairs))
+    if kind in _FROM_LEAVES:
+        return _FROM_LEAVES[kind](inside)
+    if kind in _FROM_ITEMS:
+        return _FROM_ITEMS[kind](_decode(inside, tensor_of, device))
+    if kind in _FROM_PAIRS:
+        pairs = {_decode(key, tensor_of, device): _decode(each, tensor_of, device) for key, each in inside}
+        return _FROM_PAIRS[kind](pairs)
     if kind == "deque":
         items, most = inside
-        return deque(_decode(_list(items), tensors, device), most)
-    if kind == "complex":
-        return complex(*inside)
-    if kind in ("bytes", "bytearray"):
-        held = base64.b64decode(inside, validate=True)
-        return held if kind == "bytes" else bytearray(held)
-    if kind == "torch.dtype":
-        return DTYPES[inside.removeprefix("torch.")]
-    if kind == "torch.device":
-        return torch.device(inside)
-    if kind in ("tensor", "device tensor", "array", "scalar"):
-        if type(inside) is not int or inside not in tensors:
-            raise ValueError(f"there is no tensor {inside!r}")
-        tensor = tensors[inside]
-        if kind == "tensor":
-            return tensor
-        if kind == "device tensor":
-            return tensor if device is None else tensor.to(device)
-        array = tensor.numpy()
-        return array if kind == "array" else array[()]
-    raise ValueError(f"there is no kind {kind!r}")
-
-
-def _list(value: Any) -> Sequence[Any]:
-    if not isinstance(value, list):
-        raise ValueError(f"{value!r:.40} is no list")
-    return value
+        return deque(_decode(items, tensor_of, device), most)
+    assert tensor_of is not None, "options hold no tensors"
+    tensor = tensor_of(inside)
+    if kind == "device tensor" and device is not None:
+        return tensor.to(device)
+    return tensor if kind.endswith("tensor") else tensor.numpy() if kind == "array" else tensor.numpy()[()]

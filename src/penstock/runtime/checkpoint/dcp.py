@@ -31,16 +31,8 @@ from torch.distributed.checkpoint.storage import WriteResult
 from torch.utils.serialization import config
 
 from penstock.runtime.checkpoint import folder
-from penstock.runtime.checkpoint.codec import checksum, on_host, require_storable
-from penstock.runtime.checkpoint.reader import (
-    JSON,
-    LARGEST_STEP,
-    MANIFEST,
-    Chunk,
-    Manifest,
-    TensorEntry,
-    require_plain,
-)
+from penstock.runtime.checkpoint.codec import checksum, is_storable, on_host
+from penstock.runtime.checkpoint.reader import JSON, MANIFEST, Chunk, Manifest, TensorEntry
 from penstock.runtime.checkpoint.together import UNWRITTEN, together
 from penstock.runtime.errors import CheckpointError
 from penstock.runtime.mesh.peers import LocalPeers, Peers
@@ -107,11 +99,10 @@ def write(
     """
     peers = LocalPeers(1) if peers is None else peers
     me, directory = peers.here[0], Path(directory)
-    target, temporary = folder.step_folder(directory, max(0, step)), folder.temporary_folder(directory, max(0, step))
+    target, temporary = folder.step_folder(directory, step), folder.temporary_folder(directory, step)
     planner, writer = CheckedPlanner(), FileSystemWriter(temporary)
 
     def plan() -> ProcessPlan:
-        _require_writable(step, keep, meta)
         mine = _plan(planner, tensors, shards or {})
         if me == 0:
             folder.fresh(temporary)
@@ -129,7 +120,7 @@ def write(
             writer.finish(planner.metadata, [each.results for each in written])
             _manifest(temporary, step, meta, plans_of_all, written).save(temporary / MANIFEST)
             folder.commit(temporary, target)
-            _prune(directory, keep, target)
+            folder.prune(directory, keep, target)
 
     what = f"checkpoint {target} {UNWRITTEN}"
     try:
@@ -145,36 +136,25 @@ def write(
     return target
 
 
-def _require_writable(step: int, keep: int, meta: JSON) -> None:
-    if not 0 <= step <= LARGEST_STEP or keep < 1:
-        raise CheckpointError(
-            f"got step {step}, keep {keep}: step is 0 or more, at most {LARGEST_STEP}, and keep is 1 or more"
-        )
-    require_plain(meta)
-
-
 def _plan(planner: DefaultSavePlanner, tensors: Mapping[str, Tensor], shards: Mapping[str, Tensor]) -> ProcessPlan:
     """A process's plan. DCP's keys are names with dots: `optimizer/layers.0.weight/exp_avg` has no slashes there."""
-    every = {**shards, **tensors}
-    for name, tensor in every.items():
-        require_storable(name, tensor)
-    names = {name.replace("/", "."): name for name in every}
-    if twice := every.keys() - names.values():
-        raise CheckpointError(
-            f"{min(twice)} and another tensor are both {min(twice).replace('/', '.')} in a checkpoint"
-        )
     held: dict[str, Any] = {}
-    for key, name in sorted(names.items()):
-        tensor = every[name].detach()
+    names: dict[str, str] = {}
+    for name, tensor in sorted({**shards, **tensors}.items()):
+        if not is_storable(tensor):
+            raise CheckpointError(
+                f"{name} is {tensor.layout} on {tensor.device}: a checkpoint holds dense tensors that have data"
+            )
         if any(placement.is_partial() for placement in placements_of(tensor)):
             tensor = whole(tensor)  # the sum, which all who have a part of it work out here, in this order
         if name in tensors or is_sharded(tensor):
-            held[key] = tensor
+            key = name.replace("/", ".")
+            held[key], names[key] = tensor.detach(), name
     holders = {
         key: tuple(tensor.device_mesh.mesh.flatten().tolist()) for key, tensor in held.items() if is_sharded(tensor)
     }
     planner.set_up_planner(held, is_coordinator=True)
-    planner.mappings = {key: tuple(names[key].split("/")) for key in held}
+    planner.mappings = {key: tuple(name.split("/")) for key, name in names.items()}
     owned = {key for key, name in names.items() if name in tensors}
     return ProcessPlan(planner.create_local_plan(), names, owned, holders)
 
@@ -213,13 +193,10 @@ def _chunks(
                 at = content.find(_ELEMENTS, place.offset, place.offset + place.length)
                 begin = at + len(_ELEMENTS) + int.from_bytes(content[at - 2 : at], "little")
                 num_bytes = data.chunk.sizes.numel() * data.properties.dtype.itemsize
-                part = memoryview(content)[begin : begin + num_bytes]
-                if at < 0 or (not chunks and zlib.crc32(part) != checksums[index]):
+                if not chunks and (at < 0 or zlib.crc32(content[begin : begin + num_bytes]) != checksums[index]):
                     raise CheckpointError(f"{index.fqn} in {folder / name} is not where this version looks for it")
-                part.release()
-                chunks[index] = Chunk(
-                    name, begin, tuple(data.chunk.offsets), tuple(data.chunk.sizes), checksums[index]
-                )
+                offsets, sizes = tuple(data.chunk.offsets), tuple(data.chunk.sizes)
+                chunks[index] = Chunk(name, begin, offsets, sizes, checksums[index])
     return chunks
 
 
@@ -239,13 +216,3 @@ def _manifest(
                 known = tensors.get(name, TensorEntry(dtype, tuple(data.size), ()))
                 tensors[name] = replace(known, chunks=(*known.chunks, chunk))
     return Manifest(step, meta, files, tensors)
-
-
-def _prune(directory: Path, keep: int, target: Path) -> None:
-    try:
-        folder.prune(directory, keep, target)
-    except OSError as error:
-        raise CheckpointError(
-            f"checkpoint {target} was written, and then {directory} could not be read: {error.strerror or error}; "
-            "see to it that nothing else removes or moves the folder"
-        ) from error

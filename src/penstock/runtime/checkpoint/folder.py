@@ -45,13 +45,14 @@ def candidates(directory: str | Path) -> list[Path]:
     """The checkpoint meant by a path and the older ones beside it, or all in a folder; the newest first."""
     path = Path(directory)
     try:
-        itself = STEP.fullmatch(path.name) is not None and path.is_dir()
-        if not itself and not any((path / name).exists() for name in (MANIFEST, INDEX)):
-            return [each for _, each in reversed(_steps(path))]
-        beside = [each for _, each in reversed(_steps(path.parent))] if itself else []
-    except (OSError, ValueError) as error:
-        raise CheckpointError(f"{path} cannot be read: {getattr(error, 'strerror', None) or error}") from None
-    return [path, *beside[[each.name for each in beside].index(path.name) + 1 :]] if beside else [path]
+        if STEP.fullmatch(path.name) and path.is_dir():
+            beside = _newest_first(path.parent)
+            return beside[[each.name for each in beside].index(path.name) :]
+        if any((path / name).exists() for name in (MANIFEST, INDEX)):
+            return [path]
+        return _newest_first(path) if path.is_dir() else []
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be read: {error.strerror or error}") from None
 
 
 def complete(path: Path) -> bool:
@@ -85,11 +86,8 @@ def commit(temporary: Path, target: Path) -> None:
     sync(temporary)
     old = target.with_name(target.name + ".old")
     if target.exists():
-        if complete(target) or not old.exists():
-            remove(old)
-            os.rename(target, old)
-        else:
-            remove(target)
+        remove(old)
+        os.rename(target, old)
     os.rename(temporary, target)
     sync(target.parent)
     remove(old)
@@ -103,8 +101,8 @@ def prune(directory: Path, keep: int, current: Path) -> None:
     for entry in list(directory.iterdir()):
         if REMAINS.fullmatch(entry.name):
             _delete(entry)
-    others = [path for _, path in _steps(directory) if path != current and complete(path)]
-    for path in others[: len(others) - (keep - 1)] if len(others) >= keep else []:
+    others = [path for path in _newest_first(directory) if path != current and complete(path)]
+    for path in others[keep - 1 :]:
         with contextlib.suppress(OSError):
             remove(path)
 
@@ -138,13 +136,8 @@ def sync(path: Path) -> None:
         os.close(handle)
 
 
-def _steps(directory: Path) -> list[tuple[int, Path]]:
-    """Step and path of every folder named like a checkpoint, oldest first, a replaced one before its successor."""
-    found = []
-    try:
-        for path in directory.iterdir():
-            if (name := STEP.fullmatch(path.name)) and path.is_dir():
-                found.append((int(name[1]), name[2] is None, path))
-    except (FileNotFoundError, NotADirectoryError):
-        return []
-    return [(step, path) for step, _, path in sorted(found)]
+def _newest_first(directory: Path) -> list[Path]:
+    """Every folder named like a checkpoint; a replaced one comes after its successor."""
+    found = [(STEP.fullmatch(path.name), path) for path in directory.iterdir() if path.is_dir()]
+    named = [(int(name[1]), name[2] is None, path) for name, path in found if name is not None]
+    return [path for _, _, path in sorted(named, reverse=True)]

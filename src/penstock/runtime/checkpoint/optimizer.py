@@ -1,7 +1,7 @@
 """An optimizer's state as plain named tensors, and back, whatever the rank that will hold each parameter.
 
     optimizer/layers.3.qkv.weight/exp_avg      a state tensor
-    optimizer/layers.3.qkv.weight/calls#json   any other plain data, see `codec.py`
+    optimizer/layers.3.qkv.weight/calls#json   any other plain data, see `codec`
     optimizer/layers.3.qkv.weight/calls#0      a tensor inside it
     optimizer/layers.3.qkv.weight/muon:step    state in an optimizer that lies in an attribute of this one
 
@@ -11,7 +11,6 @@ gives each parameter the options that it had, whatever the order of the groups a
 
 from __future__ import annotations
 
-import json
 from collections import defaultdict, deque
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence, Set
 from typing import Any
@@ -21,7 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from penstock.runtime.checkpoint.codec import digests_of, names_by_base, pack
+from penstock.runtime.checkpoint.codec import UnstorableValue, digests_of, from_json, pack, to_json
 from penstock.runtime.checkpoint.reader import JSON, TensorSource, load_packed
 from penstock.runtime.errors import CheckpointError, listed
 from penstock.runtime.parameters.optimizer import (
@@ -43,8 +42,10 @@ OWN = "own"
 _STATEFUL = "save it by itself, with pipe.save(..., stateful=...)"
 _KERNELS = ("foreach", "fused", "capturable")
 """Options that change no update, and may differ between processes."""
-DATA = (Tensor, np.ndarray, np.generic, Mapping, Set, list, tuple, deque, bytes, bytearray, complex)
+DATA = (Tensor, np.ndarray, np.generic, Mapping, Set, list, tuple, deque)
 """What an optimizer may count on finding among its options again."""
+StateNames = Mapping[tuple[str, str], Mapping[str, list[str]]]
+"""By parameter and mark, and then by key, the names of the tensors of a part of the state."""
 
 
 def optimizer_tensors(
@@ -55,8 +56,8 @@ def optimizer_tensors(
     The tensors are the optimizer's own, not copies. Functions and other objects among the options are left out.
 
     Raises `CheckpointError` for a parameter without a name, state of no parameter, state that is no plain data, and
-    data that would be left out without a word: whole tensors and collections among the options, what the optimizer's
-    own `state_dict` has besides, and attributes that are no plain data.
+    data that would be left out without a word: tensors among the options, what the optimizer's own `state_dict` has
+    besides, and attributes that are no plain data.
 
     Args:
         constructed: `plain_attributes` when the optimizer was new. An attribute that is still the same may differ
@@ -85,13 +86,12 @@ def merged_meta(metas: Iterable[JSON]) -> JSON:
         for path, digest in meta["attributes"].items():
             if first["attributes"].setdefault(path, digest) == digest:
                 continue
-            if path in first["unchanged"] and path in meta["unchanged"]:
-                first["attributes"][path] = OWN
-            else:
+            if path not in first["unchanged"] or path not in meta["unchanged"]:
                 raise CheckpointError(
                     f"attribute {path} of {first['class']} differs between processes, and a checkpoint has one: keep "
                     f"it in the state of each parameter, in a dict with parameters as keys, or {_STATEFUL}"
                 )
+            first["attributes"][path] = OWN
         for path, each in {"": meta, **meta["inside"]}.items():
             known = first["inside"].setdefault(path, each) if path else first
             for group, members in zip(each["groups"], each["members"], strict=True):
@@ -119,15 +119,15 @@ def _attributes(optimizer: Optimizer, names: Mapping[Tensor, str]) -> tuple[dict
                 mark = "@@" if isinstance(key, int) else "@"
                 base = f"{PREFIX}{by_id[_id_of(key)]}/{mark}{path}"
                 tensors |= {base: each} if isinstance(each, Tensor) else pack(base, each, what)
-        elif any(id(tensor) in by_id for tensor in tensors_in(value)):
+            continue
+        if any(id(tensor) in by_id for tensor in tensors_in(value)):
             raise CheckpointError(
                 f"{what} holds tensors beside parameters, which a checkpoint would not bring back: keep them in the "
                 f"state of a parameter, or in a dict with parameters as keys, or {_STATEFUL}"
             )
-        else:
-            packed = pack(f"{PREFIX}{ATTRIBUTES}/{path}", value, what)
-            digests |= digests_of({path: packed})
-            tensors |= packed
+        packed = pack(f"{PREFIX}{ATTRIBUTES}/{path}", value, what)
+        digests |= digests_of({path: packed})
+        tensors |= packed
     return tensors, digests
 
 
@@ -206,6 +206,22 @@ def _require_stored(optimizer: Optimizer, attributes: Mapping[str, str]) -> None
         )
 
 
+def _options(group: Mapping[str, Any], what: str) -> JSON:
+    """What JSON can say of a group. Raises CheckpointError for data that it cannot say."""
+    options = {}
+    for key, value in group.items():
+        if key not in ("params", "param_names"):
+            try:
+                options[key] = to_json(value)
+            except UnstorableValue as error:
+                if isinstance(value, DATA):
+                    raise CheckpointError(
+                        f"{what} has a value in its option {key!r} that a checkpoint would not bring back ({error}): "
+                        "keep tensors in the state of a parameter, and plain data in options"
+                    ) from None
+    return options
+
+
 def members_of(optimizer: Optimizer, names: Mapping[Tensor, str]) -> list[list[str]]:
     """The names of the parameters of each group here."""
     return [sorted({names[p] for p in group["params"] if p in names}) for group in optimizer.param_groups]
@@ -214,7 +230,7 @@ def members_of(optimizer: Optimizer, names: Mapping[Tensor, str]) -> list[list[s
 def stage_optimizer(
     optimizer: Optimizer,
     names: Mapping[Tensor, str],
-    reader: TensorSource,
+    source: TensorSource,
     others: Sequence[Mapping[str, list[list[str]]]] = (),
 ) -> Callable[[], None]:
     """Reads the state that the optimizer's parameters had in the checkpoint, and its groups' options.
@@ -232,18 +248,12 @@ def stage_optimizer(
         CheckpointError: a checkpoint without an optimizer or of another one, parameters in other groups, or options
             of another kind; also damage. Nothing is changed then.
     """
-    every, what = optimizers_in(optimizer), f"checkpoint {reader.path}"
-    metas = _read_metas(optimizer, every, reader)
-    marks = sorted((mark_of(path) for path in every if path), key=len, reverse=True)
-    keys: dict[tuple[str, str], list[str]] = defaultdict(list)
-    for full in reader.names():
-        if full.startswith(PREFIX):
-            name, _, key = full[len(PREFIX) :].rpartition("/")
-            mark = next((mark for mark in (*marks, ATTRIBUTES) if key.startswith(mark)), "")
-            keys[name, mark].append(key[len(mark) :])
+    every, what = optimizers_in(optimizer), f"checkpoint {source.path}"
+    metas = _read_metas(optimizer, every, source)
+    stored = _state_names(source, [mark_of(path) for path in every if path])
     options: list[tuple[dict[str, Any], dict[str, Any]]] = []
     found: list[tuple[Optimizer, Tensor, dict[str, Any]]] = []
-    values = _read_attributes(every, names, reader, metas[""]["attributes"], keys)
+    values = _read_attributes(every, names, source, metas[""]["attributes"], stored)
     for path, one in every.items():
         members = [each[path] for each in others if path in each]
         groups = _matched(metas[path], one, names, members, what)
@@ -254,13 +264,13 @@ def stage_optimizer(
                 if path and parameter not in names:
                     continue
                 # Tied parameters are stored once, and each updates a state of its own: each is read for itself.
-                name = _name(names, parameter)
-                state = _read_state(reader, name, mark_of(path), keys, parameter, kept_on_host)
-                found.append((one, parameter, state))
+                parts = stored.get((_name(names, parameter), mark_of(path)), {})
+                found.append((one, parameter, _read_state(source, parts, parameter, kept_on_host)))
 
     def put() -> None:
         for group, chosen in options:
-            _set_options(group, chosen)
+            for key, value in chosen.items():
+                group[key] = _as_current(value, group.get(key))
         for one, parameter, state in found:
             one.state.pop(parameter, None)
             if state:
@@ -271,41 +281,75 @@ def stage_optimizer(
     return put
 
 
+def _state_names(source: TensorSource, marks: Iterable[str]) -> StateNames:
+    """The names of all parts of the state in a checkpoint."""
+    longest_first = (*sorted(marks, key=len, reverse=True), ATTRIBUTES)
+    stored: dict[tuple[str, str], dict[str, list[str]]] = defaultdict(lambda: defaultdict(list))
+    for full in source.names():
+        if full.startswith(PREFIX):
+            name, _, key = full.removeprefix(PREFIX).rpartition("/")
+            mark = next((mark for mark in longest_first if key.startswith(mark)), "")
+            stored[name, mark][key.removeprefix(mark).partition("#")[0]].append(full)
+    return stored
+
+
+def _read_state(
+    source: TensorSource, parts: Mapping[str, list[str]], parameter: Tensor, kept_on_host: bool
+) -> dict[str, Any]:
+    """The state of a parameter, by key. `parts` has the names of the tensors of each part."""
+    state: dict[str, Any] = {}
+    for key, fulls in parts.items():
+        base, is_packed, _ = fulls[0].partition("#")
+        if is_packed:
+            state[key] = load_packed(source, base, fulls, parameter.device)
+            continue
+        value = source.load(fulls)[base]
+        if key not in ON_HOST or value.dim() or not kept_on_host:
+            value = value.to(parameter.device)
+            value = own_shard(value, parameter) if value.shape == parameter.shape else value
+        state[key] = value
+    return state
+
+
 def _read_attributes(
     every: Mapping[str, Optimizer],
     names: Mapping[Tensor, str],
-    reader: TensorSource,
-    stored: Mapping[str, str],
-    keys: Mapping[tuple[str, str], list[str]],
+    source: TensorSource,
+    digests: Mapping[str, str],
+    stored: StateNames,
 ) -> list[tuple[Optimizer, str, Any]]:
     """Of each attribute the optimizer, its name there, and the value that it is to have."""
-    values: dict[str, Any] = {path: {} for path, digest in stored.items() if digest != OWN}
+    values: dict[str, Any] = {path: {} for path, digest in digests.items() if digest != OWN}
     stepped = {p for one in every.values() for group in one.param_groups for p in group["params"] if p in names}
     device = next((p.device for p in stepped), None)
-    for base, parts in names_by_base(reader.names(), f"{PREFIX}{ATTRIBUTES}/").items():
-        if (path := base.removeprefix(f"{PREFIX}{ATTRIBUTES}/")) in values:
-            values[path] = load_packed(reader, base, parts, device)
+    for parts in (parts for (name, _), parts in stored.items() if name == ATTRIBUTES):
+        for fulls in parts.values():
+            base = fulls[0].partition("#")[0]
+            if (path := base.removeprefix(f"{PREFIX}{ATTRIBUTES}/")) in values:
+                values[path] = load_packed(source, base, fulls, device)
     for parameter in stepped:
-        for key, value in _read_state(reader, names[parameter], ATTRIBUTES, keys, parameter, False).items():
+        parts = stored.get((names[parameter], ATTRIBUTES), {})
+        for key, value in _read_state(source, parts, parameter, False).items():
             values.setdefault(key.lstrip("@"), {})[id(parameter) if key.startswith("@") else parameter] = value
     return [(every[path.rpartition(":")[0]], path.rpartition(":")[2], value) for path, value in values.items()]
 
 
 def _read_metas(
-    optimizer: Optimizer, every: Mapping[str, Optimizer], reader: TensorSource
+    optimizer: Optimizer, every: Mapping[str, Optimizer], source: TensorSource
 ) -> dict[str, dict[str, Any]]:
     """By path the meta of an optimizer and those within it."""
-    meta = reader.meta.get("optimizer") if isinstance(reader.meta, dict) else None
-    if not isinstance(meta, dict) or not isinstance(meta.get("groups"), list):
-        raise CheckpointError(f"checkpoint {reader.path} holds no optimizer: load the model alone, or choose another")
-    metas = {"": meta, **meta.get("inside", {})}
-    for path in metas.keys() | every.keys():
-        kind, known = (type(every[path]).__name__ if path in every else "none"), metas.get(path, {})
-        if known.get("class", "none") != kind:
+    meta = source.meta.get("optimizer")
+    if meta is None:
+        raise CheckpointError(f"checkpoint {source.path} holds no optimizer: load the model alone, or choose another")
+    metas = {"": meta, **meta["inside"]}
+    for path in sorted(metas.keys() | every.keys()):
+        here = type(every[path]).__name__ if path in every else "none"
+        there = metas[path]["class"] if path in metas else "no optimizer"
+        if there != here:
             where = f" at {path} of {type(optimizer).__name__}" if path else ""
             raise CheckpointError(
-                f"checkpoint {reader.path} holds {known.get('class', 'no optimizer')}{where}, this run has {kind}: "
-                "use the optimizer it was written with, which makes all optimizers within it at once"
+                f"checkpoint {source.path} holds {there}{where}, this run has {here}: use the optimizer it was "
+                "written with, which makes all optimizers within it at once"
             )
     return metas
 
@@ -330,107 +374,49 @@ def _matched(
     stored, mine = meta["groups"], members_of(optimizer, names)
     home: dict[str, int] = {}
     for place, those in enumerate(meta["members"]):
-        home |= {name: place for name in those if name not in home}
+        home = dict.fromkeys(those, place) | home
     chosen: list[dict[str, Any]] = []
     users: dict[int, int] = {}
     for number, own in enumerate(mine):
         known = own or next((each[number] for each in others if len(each) == len(mine) and each[number]), [])
-        places = [home[name] for name in known if name in home]
-        if known and not places:
-            raise CheckpointError(
-                f"{what}: no parameter group there has {listed(known)}, which are parameter group {number} here: use "
-                "the groups it was written with"
-            )
-        first = places[0] if places else 0
-        if moved := [name for name in known if _plain(stored[home.get(name, first)]) != _plain(stored[first])]:
+        stays = [name for name in known if name in home]
+        reason = ""
+        if known and not stays:
+            reason = f"no parameter group there has {listed(known)}, which are parameter group {number} here"
+        first = home[stays[0]] if stays else 0
+        if moved := [name for name in stays if _differing(stored[home[name]], stored[first])]:
             options = _differing(stored[first], stored[home[moved[0]]])
-            stays = next(name for name in known if name in home)
-            raise CheckpointError(
-                f"{what}: parameter group {number} has {listed(moved)} beside {stays} here, which had another "
-                f"{listed(options)}: use the groups it was written with"
+            reason = (
+                f"parameter group {number} has {listed(moved)} beside {stays[0]} here, which had another "
+                f"{listed(options)}"
             )
-        if places and own:
+        elif stays and own:
             before = users.setdefault(first, number)
             now = [_options(optimizer.param_groups[k], what) for k in (before, number)]
             if options := _differing(*now):
-                raise CheckpointError(
-                    f"{what}: {mine[before][0]} and {own[0]} were in one parameter group, and are in two groups with "
-                    f"another {listed(options)} here: use the groups it was written with"
+                reason = (
+                    f"{mine[before][0]} and {own[0]} were in one parameter group, and are in two groups with another "
+                    f"{listed(options)} here"
                 )
-        alike = places or all(_plain(each) == _plain(stored[0]) for each in stored)
-        chosen.append({key: _decode(value) for key, value in stored[first].items()} if alike else {})
+        if reason:
+            raise CheckpointError(f"{what}: {reason}: use the groups it was written with")
+        alike = stays or not any(_differing(each, stored[0]) for each in stored)
+        chosen.append({key: from_json(value) for key, value in stored[first].items()} if alike else {})
     return chosen
 
 
-def _plain(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Options that decide about updates."""
-    return {key: value for key, value in options.items() if key not in _KERNELS}
-
-
 def _differing(one: Mapping[str, Any], other: Mapping[str, Any]) -> list[str]:
-    """The names of options that are not alike."""
-    return sorted(key for key in _plain({**one, **other}) if one.get(key) != other.get(key))
-
-
-def _read_state(
-    reader: TensorSource,
-    name: str,
-    mark: str,
-    keys: Mapping[tuple[str, str], list[str]],
-    parameter: Tensor,
-    kept_on_host: bool,
-) -> dict[str, Any]:
-    """What a parameter had, under keys that begin with a mark, by the rest of these."""
-    state: dict[str, Any] = {}
-    there = keys.get((name, mark), ())
-    for key in there:
-        base, _, part = key.rpartition("#")
-        if not base:
-            full = f"{PREFIX}{name}/{mark}{key}"
-            state[key] = _place(key, reader.load([full])[full], parameter, kept_on_host)
-        elif part == "json":
-            full = f"{PREFIX}{name}/{mark}{base}"
-            inner = [f"{PREFIX}{name}/{mark}{each}" for each in there if each.rpartition("#")[0] == base]
-            state[base] = load_packed(reader, full, inner, parameter.device)
-    return state
+    """The names of options that are not alike, of those that decide about updates."""
+    return sorted(key for key in {**one, **other} if key not in _KERNELS and one.get(key) != other.get(key))
 
 
 def _name(names: Mapping[Tensor, str], parameter: Tensor) -> str:
-    try:
-        return names[parameter]
-    except KeyError:
+    if parameter not in names:
         raise CheckpointError(
             f"the optimizer holds a parameter of shape {tuple(parameter.shape)} that has no name: "
             "give names for all of its parameters"
-        ) from None
-
-
-def _place(key: str, value: Tensor, parameter: Tensor, kept_on_host: bool) -> Tensor:
-    if key in ON_HOST and value.dim() == 0 and kept_on_host:
-        return value
-    value = value.to(parameter.device)
-    return own_shard(value, parameter) if value.shape == parameter.shape else value
-
-
-def _options(group: Mapping[str, Any], what: str) -> JSON:
-    """What JSON can say of a group. Raises CheckpointError for data that it cannot say."""
-    options = {}
-    for key, value in group.items():
-        if key not in ("params", "param_names"):
-            try:
-                options[key] = json.loads(json.dumps(_encode(value)))
-            except TypeError as error:
-                if isinstance(value, DATA):
-                    raise CheckpointError(
-                        f"{what} has {error} in its option {key!r}, which a checkpoint would not bring back: keep "
-                        "tensors and collections in the state of a parameter, and numbers in options of their own"
-                    ) from None
-    return options
-
-
-def _set_options(group: dict[str, Any], options: Mapping[str, Any]) -> None:
-    for key, value in options.items():
-        group[key] = _as_current(value, group.get(key))
+        )
+    return names[parameter]
 
 
 def _as_current(value: Any, current: Any) -> Any:
@@ -440,22 +426,3 @@ def _as_current(value: Any, current: Any) -> Any:
     if isinstance(current, (tuple, list)) and type(value) is type(current) and len(value) == len(current):
         return type(value)(map(_as_current, value, current))
     return value
-
-
-def _encode(value: Any) -> JSON:
-    """JSON that keeps tuples from lists. Numbers of torch and numpy are numbers. Raises TypeError for all else."""
-    if isinstance(value, tuple):
-        return {"tuple": [_encode(each) for each in value]}
-    if isinstance(value, list):
-        return [_encode(each) for each in value]
-    if isinstance(value, np.generic) or (isinstance(value, (Tensor, np.ndarray)) and value.ndim == 0):
-        value = value.item()
-    if value is None or isinstance(value, (bool, int, float, str)):
-        return value
-    raise TypeError(f"a {type(value).__name__}")
-
-
-def _decode(value: JSON) -> Any:
-    if isinstance(value, dict):
-        return tuple(_decode(each) for each in value["tuple"])
-    return [_decode(each) for each in value] if isinstance(value, list) else value

@@ -12,9 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 from collections.abc import Mapping, Sequence
-from numbers import Integral
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -22,29 +20,31 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 
 from penstock.formats.files import replaced
-from penstock.runtime.checkpoint.codec import digests_of
 from penstock.runtime.checkpoint.folder import candidates, complete, latest, set_aside, sync
-from penstock.runtime.checkpoint.optimizer import merged_meta
-from penstock.runtime.checkpoint.reader import LARGEST_STEP, Kind, Reader, match, require_plain
-from penstock.runtime.checkpoint.together import UNWRITTEN, together
-from penstock.runtime.checkpoint.training_state import (
-    BUFFERS,
+from penstock.runtime.checkpoint.object_state import (
     EXTRA,
-    MODEL,
-    CheckpointShare,
-    StagedState,
-    TrainingState,
-    extra_to_write,
+    STATE,
+    LoadedStates,
+    Stateful,
+    StatefulObject,
+    objects_of_caller,
+    packed,
+    stored,
+    to_write,
 )
-from penstock.runtime.checkpoint.user_state import ProcessPlace, StagedUserState, Stateful, packed, to_write
+from penstock.runtime.checkpoint.optimizer import merged_meta
+from penstock.runtime.checkpoint.reader import Kind, Reader, match, require_plain
+from penstock.runtime.checkpoint.together import UNWRITTEN, together
+from penstock.runtime.checkpoint.training_state import BUFFERS, MODEL, StagedState, TrainingState
 from penstock.runtime.errors import CheckpointError, DamagedCheckpointError
 from penstock.runtime.mesh.peers import Peers
 from penstock.runtime.mesh.process_mesh import ProcessMesh
 
 COUNTERS = "pipeline"
 OPTIMIZER = "optimizer"
+LARGEST_STEP = 10**18 - 1
+"""The largest number that fits into the name of a checkpoint's folder."""
 SHARED = "All processes must read one shared folder, and nothing may write to it meanwhile"
-COUNTS = ("num_steps", "num_updates", "seed")
 
 
 class LoadResult(NamedTuple):
@@ -59,12 +59,17 @@ class LoadResult(NamedTuple):
     notices: list[str]
 
 
-class ChosenCheckpoint(NamedTuple):
-    """What may be loaded, the newest first, and what the model of all processes consists of."""
+class Expected(NamedTuple):
+    """What the model of all processes consists of.
 
-    paths: list[Path]
-    expected: dict[str, Kind]
-    extra_names: set[tuple[str, str]]
+    Attributes:
+        kinds: shape and type by stored name. bases: of modules with extra state; holders: with their suffixes.
+        members: of each process. aliases: by other name of a parameter the stored one.
+    """
+
+    kinds: dict[str, Kind]
+    bases: set[str]
+    holders: set[str]
     members: list[dict[str, list[list[str]]]]
     aliases: dict[str, str]
 
@@ -80,47 +85,44 @@ def save(
     number: int | None = None,
 ) -> Path:
     """Writes a checkpoint; every process must call it. Raises CheckpointError in all of them where one cannot."""
-    peers, place = mesh.everyone, _place_of(mesh)
-    meta, stateful = {} if meta is None else meta, {} if stateful is None else stateful
-    share, extra, states, scaler = CheckpointShare({}, {}, None), {}, {}, {}
+    peers = mesh.everyone
+    own: tuple[Any, ...] = ()
 
     def collect() -> tuple[Any, ...]:
         """What the others must know of this process's share."""
-        nonlocal share, extra, states, scaler
-        _require_types(directory, stateful)
+        nonlocal own
         _require_call(meta, keep, number)
-        share, extra, states, scaler = state.share(), state.extra(), packed(stateful), state.scaler()
+        objects = [*state.objects, *objects_of_caller(stateful, mesh)]
+        share, states, scaler = state.share(), packed(objects), state.scaler()
+        own = share, states, scaler
         given = {"meta": json.dumps(meta, sort_keys=True), "number": number, "keep": keep}
-        return share.optimizer, digests_of(extra), digests_of(states), place, given
+        return share.optimizer, stored(objects, states), given
 
     parts = together(peers, collect, f"checkpoint in {directory} {UNWRITTEN}")
-    optimizers, extra_digests, state_digests, places, given = zip(*parts, strict=True)
+    share, states, scaler = own
+    optimizers, told, given = zip(*parts, strict=True)
     for process, mine in enumerate(given):
         if other := [name for name, value in mine.items() if value != given[0][name]]:
             raise CheckpointError(
                 f"process {process} was given another {other[0]}= than process 0; give all the same"
             )
-    me = peers.here[0]
-    writes = share.writes | extra_to_write(extra, extra_digests, me) | to_write(states, state_digests, places, me)
-    content = {**meta, COUNTERS: {**counters, **scaler}}
+    content = {**(meta or {}), COUNTERS: {**counters, **scaler}}
     if (optimizer := merged_meta(optimizers)) is not None:
         content[OPTIMIZER] = optimizer
     from penstock.runtime.checkpoint.dcp import write
 
-    step = counters["num_steps"] if number is None else int(number)
-    return write(Path(directory), step, writes, content, peers=peers, keep=int(keep), shards=share.helps)
+    writes = share.writes | to_write(states, told, peers.here[0])
+    step = counters["num_steps"] if number is None else number
+    return write(directory, step, writes, content, peers=peers, keep=keep, shards=share.helps)
 
 
-def _require_call(meta: Any, keep: Any, number: Any) -> None:
-    if not isinstance(meta, Mapping):
-        raise CheckpointError(f"meta= is a dict of small JSON data, got {type(meta).__name__}")
-    for name, count, least in (("keep", keep, 1), ("number", 0 if number is None else number, 0)):
-        if not isinstance(count, Integral) or count < least:
-            raise CheckpointError(f"{name}= is a whole number, at least {least}, got {count!r:.60}")
-    if number is not None and number > LARGEST_STEP:
-        raise CheckpointError(f"number= is at most {LARGEST_STEP}, as no longer one is found again, got {number}")
+def _require_call(meta: Mapping[str, Any] | None, keep: int, number: int | None) -> None:
+    if keep < 1 or not 0 <= (number or 0) <= LARGEST_STEP:
+        raise CheckpointError(
+            f"got keep={keep}, number={number}: keep= is at least 1; number= is at least 0 and at most {LARGEST_STEP}"
+        )
     require_plain(meta)
-    if taken := sorted({COUNTERS, OPTIMIZER} & set(meta)):
+    if taken := sorted({COUNTERS, OPTIMIZER} & set(meta or {})):
         raise CheckpointError(f"meta has the key {taken[0]!r}, which is the pipeline's own: give it another name")
 
 
@@ -134,80 +136,60 @@ def load(
     """Loads a checkpoint, or the newest of a folder; every process must call it.
 
     Args:
-        fallback: whether one that is damaged is set aside and the newest whole one before it loaded instead.
+        fallback: whether one that is damaged is set aside and the newest whole one before it loaded instead. Process
+            0's counts.
 
     Raises:
         CheckpointError: none there, damaged, of another model, or not the same in all processes. Nothing is changed
             then, in any process.
     """
-    peers, place = mesh.everyone, _place_of(mesh)
-    stateful = {} if stateful is None else stateful
-    chosen = _choose(directory, state, peers, stateful, fallback)
+    peers = mesh.everyone
+    paths, fallback = _choose(directory, peers, fallback)
+    expected = _expected(state, peers)
     damaged: list[tuple[Path, str]] = []
-    for path in chosen.paths:
+    for path in paths:
         try:
-            loaded, staged = _load_one(path, state, peers, place, stateful, chosen)
+            loaded, staged = _load_one(path, state, mesh, stateful, expected)
         except DamagedCheckpointError as error:
-            if fallback and path != chosen.paths[-1]:
-                _require_damaged(path, error.damage, peers)
+            if fallback and path != paths[-1]:
                 damaged.append((path, error.damage))
                 continue
             later = "".join(f"; {each.name} is damaged too: {damage}" for each, damage in damaged)
-            raise DamagedCheckpointError(error.damage + later, _older(path, chosen.paths, peers)) from error
+            raise DamagedCheckpointError(error.damage + later, _older(path, paths, peers)) from error
         staged.put()
         return loaded._replace(notices=[*_set_aside(damaged, path, peers), *loaded.notices])
     raise AssertionError("a load ends with a checkpoint or an error")
 
 
-def _require_types(directory: Any, stateful: Any) -> None:
-    """Raises CheckpointError for what is no path, and no dict of objects with a state."""
-    if not isinstance(directory, str | os.PathLike) or "\0" in str(directory):
-        raise CheckpointError(f"a folder is named by text or a Path without zero bytes, got {directory!r:.80}")
-    if not isinstance(stateful, Mapping):
-        raise CheckpointError(f"stateful= is a dict of objects by name, got {type(stateful).__name__}")
+def _choose(directory: str | Path, peers: Peers, fallback: bool) -> tuple[list[Path], bool]:
+    """The checkpoints that may be loaded, the newest first, and whether any but the first may be.
+
+    As process 0 sees them: if every process looked for the newest, they might come to different ones.
+    """
+
+    def look() -> tuple[list[str], bool, bool]:
+        if peers.here[0] != 0:
+            return [], False, False
+        paths = candidates(directory)
+        if not paths:
+            raise CheckpointError(f"{directory}: no checkpoint there; give a checkpoint or a folder of them")
+        return [path.name for path in paths], paths[0] == Path(directory), fallback
+
+    names, is_itself, fallback = together(peers, look, f"{directory} cannot be read")[0]
+    given = Path(directory)
+    if is_itself:
+        return [given, *(given.parent / name for name in names[1:])], fallback
+    return [given / name for name in names], fallback
 
 
-def _place_of(mesh: ProcessMesh) -> ProcessPlace:
-    peers = mesh.everyone
-    num_processes = peers.num_ranks if len(peers.here) == 1 else 1
-    return ProcessPlace(mesh.replica, mesh.num_replicas, peers.here[0], num_processes)
-
-
-def _choose(
-    directory: Any, state: TrainingState, peers: Peers, stateful: Mapping[str, Stateful], fallback: bool
-) -> ChosenCheckpoint:
-    """As process 0 sees them: if every process looked for the newest, they might come to different ones."""
-
-    def look() -> tuple[Any, ...]:
-        _require_types(directory, stateful)
-        paths: list[Path] = []
-        try:
-            paths = candidates(directory)
-            if not paths:
-                raise CheckpointError(f"{directory}: no checkpoint there; give a checkpoint or a folder of them")
-        except CheckpointError:
-            if peers.here[0] == 0:
-                raise
-        given = paths[0].name if paths and paths[0] == Path(directory) else None
-        call = {"checkpoint": given, "stateful": sorted(map(str, stateful)), "fallback": fallback}
-        names = [path.name for path in paths]
-        return names, call, state.expected(), state.extra_names(), state.members(), state.aliases()
-
-    parts = together(peers, look, f"{directory} cannot be read")
-    names, call, *_ = parts[0]
-    for process, (own, other, *_) in enumerate(parts):
-        if own and other != call:
-            key = next(key for key in call if other[key] != call[key])
-            raise CheckpointError(
-                f"process {process} was given {key} {other[key]!r} and process 0 {call[key]!r}: every process must "
-                "make the same call of load"
-            )
-    parent = Path(directory) if call["checkpoint"] is None else Path(directory).parent
-    _, _, expected, extra_names, members, aliases = zip(*parts, strict=True)
-    return ChosenCheckpoint(
-        [parent / name for name in names],
-        {name: kind for part in expected for name, kind in part.items()},
-        {name for part in extra_names for name in part},
+def _expected(state: TrainingState, peers: Peers) -> Expected:
+    mine = (state.expected(), [(each.base, each.suffixes[-1]) for each in state.objects])
+    parts = peers.gather((*mine, state.members(), state.aliases()))
+    kinds, objects, members, aliases = zip(*parts, strict=True)
+    return Expected(
+        {name: kind for part in kinds for name, kind in part.items()},
+        {base for part in objects for base, _ in part},
+        {base + suffix for part in objects for base, suffix in part},
         list(members),
         {other: name for part in aliases for other, name in part.items()},
     )
@@ -216,45 +198,41 @@ def _choose(
 def _load_one(
     path: Path,
     state: TrainingState,
-    peers: Peers,
-    place: ProcessPlace,
-    stateful: Mapping[str, Stateful],
-    chosen: ChosenCheckpoint,
+    mesh: ProcessMesh,
+    stateful: Mapping[str, Stateful] | None,
+    expected: Expected,
 ) -> tuple[LoadResult, StagedState]:
     """Reads and checks a checkpoint in all processes; all of them raise where one does."""
-    what = f"checkpoint {path} could not be loaded"
+    peers, what = mesh.everyone, f"checkpoint {path} could not be loaded"
     reader = _open(path, peers)
-
-    loaded: LoadResult
     staged: StagedState
-    users: StagedUserState
+    users: LoadedStates
+    notices: list[str] = []
 
     def stage() -> None:
-        nonlocal loaded, staged, users
-        reader.rename(chosen.aliases)
-        match(reader, chosen.expected, prefix=MODEL)
-        loaded = _read_meta(reader)
-        loaded.notices.extend(_unknown(reader, chosen))
-        users = StagedUserState(stateful, reader, place)
-        if users.left:
-            loaded.notices.append(
-                f"{path} has the state of {', '.join(users.left)}, which was not loaded: give load(..., stateful=...)"
-            )
-        staged = state.stage(reader, loaded.counters["num_updates"], reader.meta[COUNTERS], chosen.members)
-        loaded.notices.extend(staged.notices)
+        nonlocal staged, users
+        reader.rename(expected.aliases)
+        match(reader, expected.kinds, MODEL)
+        objects = objects_of_caller(stateful, mesh)
+        notices.extend(_left_out(reader, expected, objects))
+        users = LoadedStates(objects, reader)
+        counters = reader.meta[COUNTERS]
+        staged = state.stage(reader, counters["num_updates"], counters, expected.members)
+        notices.extend(staged.notices)
 
     def give() -> None:
-        staged.trial.give()
-        users.trial.give()
+        staged.extra.give()
+        users.give()
 
     together(peers, stage, what)
     try:
         together(peers, give, what)
-    except BaseException as refused:
-        users.trial.take_back(refused)
-        staged.trial.take_back(refused)
+    except BaseException:
+        users.take_back()
+        staged.extra.take_back()
         raise
-    return loaded, staged
+    meta = {name: value for name, value in reader.meta.items() if name not in (COUNTERS, OPTIMIZER)}
+    return LoadResult(reader.meta[COUNTERS], meta, notices), staged
 
 
 def _open(path: Path, peers: Peers) -> Reader:
@@ -275,17 +253,6 @@ def _open(path: Path, peers: Peers) -> Reader:
     return reader
 
 
-def _require_damaged(path: Path, damage: str, peers: Peers) -> None:
-    """Raises CheckpointError where process 0 finds nothing wrong with what another process cannot read."""
-    is_whole = False
-    if peers.here[0] == 0:
-        with contextlib.suppress(CheckpointError):
-            Reader(path).verify()
-            is_whole = True
-    if peers.gather(is_whole)[0]:
-        raise CheckpointError(f"{damage}; process 0 reads all of it. {SHARED}")
-
-
 def _older(path: Path, paths: Sequence[Path], peers: Peers) -> Path | None:
     """The newest checkpoint before one that looks whole to process 0."""
     before = paths[paths.index(path) + 1 :]
@@ -294,46 +261,37 @@ def _older(path: Path, paths: Sequence[Path], peers: Peers) -> Path | None:
     return found
 
 
-def _read_meta(reader: Reader) -> LoadResult:
-    """The counters and the caller's meta. Raises CheckpointError."""
-    meta = dict(reader.meta) if isinstance(reader.meta, dict) else {}
-    counters = meta.pop(COUNTERS, None)
-    if not isinstance(counters, dict):
-        raise CheckpointError(f"checkpoint {reader.path} was not written by a pipeline: it has no counters")
-    for name in COUNTS:
-        value = counters.get(name)
-        if type(value) is not int or not (name == "seed" or 0 <= value < 2**63):
-            raise CheckpointError(f"checkpoint {reader.path}: its counter {name} is {value!r:.60}, which is no count")
-    meta.pop(OPTIMIZER, None)
-    return LoadResult({name: counters[name] for name in COUNTS}, meta, [])
-
-
-def _unknown(reader: Reader, chosen: ChosenCheckpoint) -> list[str]:
-    """What a checkpoint has and no process takes. Raises CheckpointError where it is extra state."""
-    names = {name for name, _ in chosen.extra_names}
-    others: list[str] = []
+def _left_out(reader: Reader, expected: Expected, given: Sequence[StatefulObject]) -> list[str]:
+    """What a checkpoint has and nobody takes. Raises CheckpointError where it is a module's extra state."""
+    buffers: list[str] = []
     dropped: set[str] = set()
+    untaken: set[str] = set()
     for name in reader.names():
-        if name.startswith(BUFFERS) and name not in chosen.expected:
-            others.append(name.removeprefix(BUFFERS))
-        if name.startswith(EXTRA):
-            base = name.removeprefix(EXTRA).rpartition("#")[0]
-            module, _, holder = base.rpartition("@")
-            if not {base, module} & names:
+        base = name.rpartition("#")[0]
+        if name.startswith(BUFFERS) and name not in expected.kinds:
+            buffers.append(name.removeprefix(BUFFERS))
+        if name.startswith(STATE):
+            untaken.add(base.partition("@")[0])
+        if name.startswith(EXTRA) and base not in expected.bases | expected.holders:
+            if base.partition("@")[0] not in expected.bases:
                 raise CheckpointError(
-                    f"checkpoint {reader.path} has extra state of {base or 'the model'}, and no module here has that "
-                    "name and takes it: build the model it was written with, or choose another checkpoint"
+                    f"checkpoint {reader.path} has extra state of {base.removeprefix(EXTRA) or 'the model'}, and no "
+                    "module here has that name and takes it: build the model it was written with, or choose another "
+                    "checkpoint"
                 )
-            if base not in names and (module, holder) not in chosen.extra_names:
-                dropped.add(module)
+            dropped.add(base.removeprefix(EXTRA).partition("@")[0])
+    untaken -= {each.base for each in given}
     notices = [
         f"{reader.path} has extra state of {module} from more pipelines, replicas or shards than there are now, "
         "which differed: theirs is left out"
         for module in sorted(dropped)
     ]
-    if others:
-        listed = ", ".join(others)
+    if buffers:
+        listed = ", ".join(buffers)
         notices.append(f"{reader.path} has {listed}, buffers that are not persistent and not there yet: left out")
+    if untaken:
+        listed = ", ".join(sorted(each.removeprefix(STATE) for each in untaken))
+        notices.append(f"{reader.path} has the state of {listed}, which was not loaded: give load(..., stateful=...)")
     return notices
 
 

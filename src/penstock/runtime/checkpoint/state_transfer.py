@@ -113,8 +113,7 @@ def hand_over(giver: OptimizerState, taker: OptimizerState, peers: Peers) -> int
         meta = merged_meta(each for _, each in parts)
     except CheckpointError as error:
         raise RuntimeFailure(f"the pipeline before can't be handed over: {error}") from error
-    if meta is not None:
-        rename_members(meta, aliases)
+    rename_members(meta, aliases)
     wanted = peers.gather((after.wanted(known), after.expected(), after.members()))
     inventories = [StateInventory(kinds, *each[:2]) for (kinds, _), each in zip(parts, wanted, strict=True)]
     _require_shapes(inventories, known)
@@ -124,13 +123,13 @@ def hand_over(giver: OptimizerState, taker: OptimizerState, peers: Peers) -> int
     try:
         members = [each[2] for each in wanted]
         staged = after.stage(ReceivedState(mine, meta), giver.num_updates, before.scaler(), members)
-        staged.trial.give()
+        staged.extra.give()
     except CheckpointError as error:
         said = str(error)
     if refusals := [each for each in peers.gather(said) if each is not None]:
         refused = RuntimeFailure(f"the pipeline after does not take what the one before has: {refusals[0]}")
         if staged is not None:
-            staged.trial.take_back(refused)
+            staged.extra.take_back()
         raise refused
     assert staged is not None
     staged.put()

@@ -2,31 +2,24 @@
 
 from __future__ import annotations
 
-import errno
 from collections.abc import Callable
 from typing import TypeVar
 
+from penstock.host_process import chain, limit_behind
 from penstock.runtime.errors import CheckpointError, DamagedCheckpointError
 from penstock.runtime.mesh.peers import Peers
 
 T = TypeVar("T")
 
 UNWRITTEN = "could not be written"
-_MAKE_ROOM, _ELSEWHERE = "; make room there, or save to another folder", "; save to a folder that can be written to"
-_WAYS: dict[int | None, str] = {
-    **dict.fromkeys((errno.ENOSPC, errno.EDQUOT), _MAKE_ROOM),
-    **dict.fromkeys((errno.EROFS, errno.EACCES, errno.EPERM, errno.ENOTDIR), _ELSEWHERE),
-    errno.EFBIG: "; raise the limit of this process (ulimit -f) or of the file system",
-    errno.EMFILE: "; raise the limit of this process (ulimit -n)",
-}
-"""What to do, by the disk's error."""
+WHAT_TO_DO = "make room there if it is full, or save to another folder, one that can be written to"
 
 
 def together(peers: Peers, action: Callable[[], T], what: str) -> list[T]:
     """Runs an action in every process and returns everyone's result. Every process must call it.
 
     Args:
-        what: what an error says before the reason, if the action raises another one than CheckpointError.
+        what: the subject of the error, where the action raises something other than CheckpointError.
 
     Raises:
         CheckpointError: in every process, where the action failed in one. DamagedCheckpointError only where nothing
@@ -55,13 +48,11 @@ def together(peers: Peers, action: Callable[[], T], what: str) -> list[T]:
 
 def _explained(failure: Exception, what: str) -> CheckpointError:
     """The disk's error where there is one, which torch.save hides behind one of its own."""
-    found: BaseException | None = failure
-    while found is not None and not isinstance(found, OSError):
-        found = found.__cause__ or found.__context__
+    found = next((each for each in chain(failure) if isinstance(each, OSError)), None)
     if found is None:
         return CheckpointError(f"{what}: {type(failure).__name__}: {failure}".splitlines()[0])
-    reason = found.strerror or f"{type(found).__name__}: {found}"
+    reason = f"{what}: {found.strerror or found}"
     if not what.endswith(UNWRITTEN):
-        return CheckpointError(f"{what}: {reason}")
-    way = _WAYS.get(found.errno, "")
-    return CheckpointError(f"{what}: {reason}. Nothing of it is left; older ones are untouched{way}")
+        return CheckpointError(reason)
+    advice = limit_behind(found) or WHAT_TO_DO
+    return CheckpointError(f"{reason}. Nothing of it is left; older ones are untouched; {advice}")

@@ -106,16 +106,6 @@ class LossScaling:
         return {} if self._scaler is None else self._scaler.state_dict()
 
 
-def is_scaler_state(state: Any) -> bool:
-    """Whether these may be the numbers of a scaler, as `LossScaling.state` gives them."""
-    if not isinstance(state, dict) or state.keys() != torch.amp.GradScaler("cpu").state_dict().keys():
-        return False
-    numbers = [value for name, value in state.items() if name != _IN_A_ROW]
-    if any(type(n) not in (int, float) or not 0 < n < math.inf for n in numbers):
-        return False
-    return type(state[_IN_A_ROW]) is int and 0 <= state[_IN_A_ROW] < state["growth_interval"]
-
-
 def _float32(number: float) -> Tensor:
     return torch.tensor(number, dtype=torch.float32)
 

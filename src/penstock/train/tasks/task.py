@@ -15,7 +15,7 @@ from penstock.data import Corpus
 from penstock.planning.batches import Lengths
 from penstock.runtime import Pipeline
 from penstock.runtime.checkpoint import Reader
-from penstock.runtime.checkpoint.user_state import Stateful
+from penstock.runtime.checkpoint.object_state import Stateful
 from penstock.schedule import Schedule
 
 
