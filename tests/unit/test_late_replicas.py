@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch.nn import Parameter
 
 from penstock.runtime.mesh.peers import GroupPeers
-from penstock.runtime.parameters.data_parallel import Replicas
+from penstock.runtime.parameters.replicas import Replicas
 from penstock.runtime.parameters.sharding import ReplicaParameters
 from waiting import PATIENCE
 

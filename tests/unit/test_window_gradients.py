@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.nn import Parameter
 
-from penstock.runtime.parameters.gradients import WindowGradients
+from penstock.runtime.parameters.gradients import GradientSums
 
 pytestmark = pytest.mark.unit
 
@@ -15,7 +15,7 @@ def test_a_sum_that_was_taken_leaves_nothing_behind() -> None:
     """Regression: of each update of a pass a list of None stayed until the pass ended, and was looked through again
     at every later one, in time by the square of their number."""
     parameter = Parameter(torch.zeros(4))
-    windows = WindowGradients([parameter])
+    windows = GradientSums([parameter])
     windows.begin()
     for window in range(50):
         windows.select(window)

@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 from penstock.runtime.adapt import AdaptOptions
 from penstock.runtime.errors import RuntimeFailure, is_amount, is_number, require_value
 from penstock.runtime.parameters.optimizer import GivenOptimizer, require_steps_alone
-from penstock.runtime.parameters.shared_tensors import Parallelize
+from penstock.runtime.parameters.shared import Parallelize
 from penstock.runtime.stage.batch_rules import BatchRules
 from penstock.runtime.stage.registered_ops import OpFunction
 from penstock.runtime.stage.stage import StageSource

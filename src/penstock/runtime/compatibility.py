@@ -24,7 +24,7 @@ from penstock.runtime.adapt import AdaptOptions
 from penstock.runtime.errors import RuntimeFailure
 from penstock.runtime.mesh.peers import GroupPeers, Peers
 from penstock.runtime.mesh.process_mesh import Nodes, why_sorted
-from penstock.runtime.parameters.pipeline_copies import require_one_copy_a_rank
+from penstock.runtime.parameters.copies import require_one_copy_a_rank
 from penstock.runtime.stage.branches import has_many_ends, is_plain, require_matching
 from penstock.runtime.transport.wiring import tied_sums
 from penstock.schedule import Schedule, ScheduleError, StageGraph, check

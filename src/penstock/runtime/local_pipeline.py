@@ -51,11 +51,11 @@ from penstock.runtime.execute.worker import Worker
 from penstock.runtime.lifetime import Lifetime
 from penstock.runtime.mesh.peers import GroupPeers, require_same, schedule_digest
 from penstock.runtime.mesh.process_mesh import Nodes, read_mesh, require_order
-from penstock.runtime.parameters.data_parallel import reductions_of, with_reductions, without_reductions
+from penstock.runtime.parameters.copies import digest_of, form_of
 from penstock.runtime.parameters.local_model import LocalModel
 from penstock.runtime.parameters.optimizer import facts_of
 from penstock.runtime.parameters.optimizer_state import OptimizerState
-from penstock.runtime.parameters.pipeline_copies import digest_of, form_of
+from penstock.runtime.parameters.replicas import reductions_of, with_reductions, without_reductions
 from penstock.runtime.partitioning import Split
 from penstock.runtime.partitioning.cutting import stages_of
 from penstock.runtime.partitioning.traced_stage import TracedStage

@@ -27,7 +27,7 @@ from penstock.runtime.arguments import PipelineArguments
 from penstock.runtime.errors import BrokenContract, DeadlineExceeded, PeerLost, RuntimeFailure, VerifyError
 from penstock.runtime.execute.plan import ActivePlan, start_of
 from penstock.runtime.local_pipeline import LocalPipeline
-from penstock.runtime.parameters.data_parallel import without_reductions
+from penstock.runtime.parameters.replicas import without_reductions
 from penstock.runtime.partitioning import Split
 from penstock.runtime.partitioning.cutting import build_stage
 from penstock.runtime.partitioning.tracer import Untraceable

@@ -19,7 +19,7 @@ from penstock.runtime.adapt import AdaptOptions
 from penstock.runtime.errors import RuntimeFailure
 from penstock.runtime.mesh.peers import Peers
 from penstock.runtime.mesh.process_mesh import ProcessMesh
-from penstock.runtime.parameters.data_parallel import with_reductions, without_reductions
+from penstock.runtime.parameters.replicas import with_reductions, without_reductions
 from penstock.runtime.transport.channel import ExpectedMessages, Tags, expected_by_channel
 from penstock.runtime.transport.choose import TransportChoice
 from penstock.runtime.transport.wiring import Wiring, wire

@@ -30,8 +30,8 @@ from penstock.runtime.execute.plan import ActivePlan, StepPlan
 from penstock.runtime.execute.update_ops import UpdatingOps
 from penstock.runtime.execute.worker import Backend, Handler
 from penstock.runtime.parameters.local_model import LocalModel
-from penstock.runtime.parameters.scheduled_updates import ScheduledUpdates
 from penstock.runtime.parameters.tied_gradients import TiedGradients
+from penstock.runtime.parameters.updates import ScheduledUpdates
 from penstock.runtime.stage.branches import Branches, has_many_ends, is_plain, loss_stage
 from penstock.runtime.stage.host_memory import HostCopy, HostMemory, on_device
 from penstock.runtime.stage.loss import LossFn

@@ -2,9 +2,9 @@
 
     sum 0 in .grad, sum 1 aside --select(1)--> sum 1 in .grad, sum 0 aside
 
-If copies of a stage are one module, each has a sum of its own (`pipeline_copies.py`). If updates are ops, so has each
-window of microbatches: an input half (I) of the next window may run before a weight half (W) of this one. Autograd
-and the split backward add to whatever is in `.grad`.
+If copies of a stage are one module, each has a sum of its own (`copies.py`). If updates are ops, so has each window
+of microbatches: an input half (I) of the next window may run before a weight half (W) of this one. Autograd and the
+split backward add to whatever is in `.grad`.
 
 Gradients are clipped by the norm of the whole model's gradient, once, wherever the parts of the model are. Norms are
 computed parameter by parameter, gathered in the model's order, and combined as in `torch.nn.utils.clip_grad_norm_`.
@@ -30,36 +30,50 @@ Gradients = list[Tensor | None]
 """One for each parameter, in their order; None where there is none."""
 
 
-class Accumulators:
-    """Sums of the gradients of some parameters, by number; one of them lies in `.grad`.
+class GradientSums:
+    """Sums of the gradients of some parameters, by number: one lies in `.grad`, and the others are kept aside.
 
     Args:
-        selected: the number of the first that does.
+        selected: the number of the first that lies in `.grad`.
+
+    Attributes:
+        peak_bytes: the most bytes held since `begin`.
     """
 
     def __init__(self, parameters: Sequence[Parameter], selected: int = 0) -> None:
-        self._parameters = parameters
+        self._parameters, self._first = parameters, selected
         self._selected = selected
         self._aside: dict[int, Gradients] = {}
+        self.peak_bytes = 0
+
+    def begin(self) -> None:
+        """Starts anew: the first sum lies in `.grad`, and there is no other."""
+        self._selected, self.peak_bytes = self._first, 0
+        self._aside.clear()
 
     def select(self, number: int) -> None:
         """Puts a sum into `.grad`; None if there is no such sum yet."""
         if number == self._selected:
             return
-        before = self._exchange(self._aside.pop(number, None))
+        before = taken_from(self._parameters, self._aside.pop(number, None))
         if any(gradient is not None for gradient in before):  # nothing is left of a sum that was taken
             self._aside[self._selected] = before
         self._selected = number
 
     def take(self, number: int) -> Gradients:
         """Gives a sum away."""
+        self._measure()
         if number == self._selected:
-            return self._exchange(None)
+            return taken_from(self._parameters)
         return self._aside.pop(number, None) or [None] * len(self._parameters)
+
+    def now(self) -> Gradients:
+        """The sum in `.grad`."""
+        return [p.grad for p in self._parameters]
 
     @property
     def has_others(self) -> bool:
-        """Whether sums lie aside."""
+        """Whether sums are kept aside."""
         return bool(self._aside)
 
     def clear(self, place: int) -> None:
@@ -71,47 +85,28 @@ class Accumulators:
         """Drops the sums aside."""
         self._aside.clear()
 
-    def now(self) -> Gradients:
-        """The sum in `.grad`."""
-        return [p.grad for p in self._parameters]
-
-    def _exchange(self, gradients: Gradients | None) -> Gradients:
-        before = self.now()
-        for place, parameter in enumerate(self._parameters):
-            parameter.grad = None if gradients is None else gradients[place]
-        return before
-
-
-class WindowGradients(Accumulators):
-    """The sums of the windows of one pass. Between passes `.grad` has the sum of an open window, or None."""
-
-    def __init__(self, parameters: Sequence[Parameter]) -> None:
-        super().__init__(parameters)
-        self.peak_bytes = 0
-
-    def begin(self) -> None:
-        """Starts a pass. Its first window adds to `.grad`."""
-        self.peak_bytes = self._selected = 0
-        self._aside.clear()
-
-    def take(self, number: int) -> Gradients:
+    def end(self, kept: int | None) -> None:
+        """Drops all sums but one, which lies in `.grad` then."""
         self._measure()
-        return super().take(number)
-
-    def end(self, still_open: int | None) -> None:
-        """Ends a pass: only the gradients of an open window stay."""
-        self._measure()
-        if still_open is None:
-            self._exchange(None)
+        if kept is None:
+            taken_from(self._parameters)
         else:
-            self.select(still_open)
+            self.select(kept)
         self._aside.clear()
-        self._selected = 0
+        self._selected = self._first
 
     def _measure(self) -> None:
         """Notes the bytes held. Sums grow until one is taken, so this is called then, and at the end."""
         held = [*self.now(), *(g for gradients in self._aside.values() for g in gradients)]
         self.peak_bytes = max(self.peak_bytes, num_bytes(g for g in held if g is not None))
+
+
+def taken_from(parameters: Sequence[Parameter], others: Gradients | None = None) -> Gradients:
+    """Takes the gradients out of `.grad`, and puts others there, if any."""
+    before = [p.grad for p in parameters]
+    for place, parameter in enumerate(parameters):
+        parameter.grad = None if others is None else others[place]
+    return before
 
 
 def num_bytes(tensors: Iterable[Tensor]) -> int:

@@ -14,9 +14,9 @@ from penstock.runtime.errors import RuntimeFailure
 from penstock.runtime.mesh.peers import GroupPeers, Peers
 from penstock.runtime.mesh.process_mesh import ProcessMesh
 from penstock.runtime.parameters.buckets import send_values
-from penstock.runtime.parameters.pipeline_copies import Copies, build_alike
+from penstock.runtime.parameters.copies import Copies, build_alike
 from penstock.runtime.parameters.sharding import ShardedParameters
-from penstock.runtime.parameters.shared_tensors import Parallelize, SharedTensors, cut_stages, share_values_of_stages
+from penstock.runtime.parameters.shared import Parallelize, SharedTensors, cut_stages, share_values_of_stages
 from penstock.runtime.parameters.tied_gradients import TiedGradients
 from penstock.runtime.parameters.ties import (
     keep_as_one,

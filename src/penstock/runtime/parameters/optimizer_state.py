@@ -20,10 +20,8 @@ from penstock.runtime.errors import RuntimeFailure
 from penstock.runtime.mesh.peers import GroupPeers, Peers
 from penstock.runtime.mesh.process_mesh import ProcessMesh
 from penstock.runtime.parameters.checksum import HolderChecksums
-from penstock.runtime.parameters.data_parallel import replicas_of
 from penstock.runtime.parameters.gradients import begin_norm, num_bytes, scale_gradients
 from penstock.runtime.parameters.local_model import LocalModel
-from penstock.runtime.parameters.loss_scaling import LossScaling, require_scalable
 from penstock.runtime.parameters.muon import mark_ends, require_whole_matrices
 from penstock.runtime.parameters.optimizer import (
     GivenOptimizer,
@@ -32,7 +30,9 @@ from penstock.runtime.parameters.optimizer import (
     optimizer_of,
     plain_attributes,
 )
-from penstock.runtime.parameters.scheduled_updates import ScheduledUpdates
+from penstock.runtime.parameters.replicas import replicas_of
+from penstock.runtime.parameters.scaling import LossScaling, require_scalable
+from penstock.runtime.parameters.updates import ScheduledUpdates
 from penstock.runtime.stage.stage import Stage
 from penstock.runtime.transport.link_conditions import LateRing
 from penstock.schedule import Schedule

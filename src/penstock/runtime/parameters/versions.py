@@ -50,7 +50,7 @@ from torch.nn import Parameter
 from torch.optim import Optimizer
 
 from penstock.runtime.errors import RuntimeFailure
-from penstock.runtime.parameters.gradients import Gradients, WindowGradients, factor_of, norms_of, num_bytes
+from penstock.runtime.parameters.gradients import Gradients, GradientSums, factor_of, norms_of, num_bytes
 from penstock.runtime.parameters.muon import marked_like
 from penstock.runtime.parameters.optimizer import make_step
 from penstock.runtime.parameters.rules import ReadContext, VersionRule, WeightRead
@@ -402,7 +402,7 @@ class CopyWeights:
         self._owns, self._predicts, self._needs = owns, owns and predicts, needs
         self.mismatch: dict[int, int] = {}
         self._slowed = rule.slowed(schedule, index)
-        self._gradients = WindowGradients(list(self._parameters.values()))
+        self._gradients = GradientSums(list(self._parameters.values()))
         masters = list(self.masters.values())
         predict = self._predict if self._predicts else None
         self.versions = VersionedParameters(self._parameters, masters, rule, schedule, index, moves, predict, needs)

@@ -10,7 +10,7 @@
 
 Backwards add the gradients of one microbatch between a tie's stages on their way (`tied_gradients.py`). What ranks
 add here are sums over all microbatches. Updates that are ops of the schedule send the same over the schedule's edges.
-`data_parallel.py` is about what other replicas hold.
+`replicas.py` is about what other replicas hold.
 
 Each process that shares a stage builds it, and then cuts it (`cut_stages`):
 
@@ -37,7 +37,7 @@ from penstock.runtime.errors import RuntimeFailure
 from penstock.runtime.mesh.peers import GroupPeers, Peers, groups_of, groups_of_processes
 from penstock.runtime.mesh.process_mesh import ProcessMesh
 from penstock.runtime.parameters.buckets import cut_into_buckets
-from penstock.runtime.parameters.pipeline_copies import Copies
+from penstock.runtime.parameters.copies import Copies
 from penstock.runtime.parameters.ties import Tie, Ties
 from penstock.runtime.stage.autograd import added
 from penstock.runtime.stage.stage import Stage

@@ -9,7 +9,7 @@ Copies of one stage in one process are one module, the user's own. So whatever t
     pipeline 0   F0 B0 ..       B2       gradients 0, buffers 0     the module's own between steps
     pipeline 1         F1 B1 ..    B3    gradients 1, buffers 1     laid in their place for an op, and aside again
 
-If updates are ops, copies also have weights of their own. `shared_tensors.py` adds up the gradients of all copies.
+If updates are ops, copies also have weights of their own. `shared.py` adds up the gradients of all copies.
 
 Copies are built where they run, and what processes were given is compared before anything of it is shared:
 
@@ -40,7 +40,7 @@ from torch.nn.parameter import is_lazy
 from penstock.runtime.errors import RuntimeFailure
 from penstock.runtime.mesh.peers import Peers, raise_together
 from penstock.runtime.mesh.process_mesh import ProcessMesh
-from penstock.runtime.parameters.gradients import Accumulators
+from penstock.runtime.parameters.gradients import GradientSums
 from penstock.runtime.parameters.ties import Ties
 from penstock.runtime.partitioning.cutting import build_stage
 from penstock.runtime.stage.recompute import Place
@@ -77,7 +77,7 @@ class Copies:
 
     def __init__(self, here: Mapping[Copy, Stage], placement: Placement, peers: Peers) -> None:
         self.here = dict(here)
-        self._pipelines, self._placement, self._peers = placement.pipelines, placement, peers
+        self._placement, self._peers = placement, peers
         self._turns: dict[int, CopyTurns] = {}
         self._ties = Ties()
 
@@ -105,11 +105,10 @@ class Copies:
     def of_rank(self, rank: int) -> list[Copy]:
         """The copies that a rank runs. A copy that ranks of this process share counts for the first of them."""
         found: list[Copy] = []
-        for k in range(len(self._pipelines)):
-            for stage in range(self._placement.num_stages):
-                hosts = self._placement.hosts(k, stage)
-                if hosts[0] == rank or (rank in hosts and hosts[0] not in self._peers.here):
-                    found.append((k, stage))
+        for k, stage in sorted(self.here):
+            hosts = self._placement.hosts(k, stage)
+            if hosts[0] == rank or (rank in hosts and hosts[0] not in self._peers.here):
+                found.append((k, stage))
         return found
 
     def parameters(self) -> list[Parameter]:
@@ -160,12 +159,9 @@ class Copies:
     # Gradients.
 
     def follow_cleared(self) -> None:
-        """Before a step that goes on with an open window, clears in all copies what the caller cleared in one.
-
-        Raises RuntimeFailure as `CopyTurns.follow_cleared`.
-        """
-        for index, turns in self._turns.items():
-            turns.follow_cleared(index, list(self.own(index)))
+        """Before a step that goes on with an open window, clears in all copies what the caller cleared in one."""
+        for turns in self._turns.values():
+            turns.follow_cleared()
 
     def own(self, index: int) -> dict[str, Parameter]:
         """By name the parameters of a stage that no other stage owns, in the same order on every rank."""
@@ -217,34 +213,23 @@ class CopyTurns:
         self._owner, *self._others = pipelines
         self._selected = self._owner
         self._parameters = list(parameters)
-        self._gradients = Accumulators(self._parameters, self._owner)
+        self._gradients = GradientSums(self._parameters, self._owner)
         self._separate: list[Parameter] = []
         self._aside = {k: _CopyState() for k in self._others}
-        self._known: list[tuple[Tensor, int] | None] = []
-        """The owner's gradients between two steps and torch's count of their changes, where other copies have sums of
-        their own then."""
+        self._had_gradient: list[bool] = []
+        """By parameter, whether the owner had a gradient as a step ended that left other copies sums of their own."""
 
     def rest(self) -> None:
         """The module has what is the owner's, and the caller may change it."""
         self.select(self._owner)
         gradients = self._gradients.now() if self._gradients.has_others else []
-        self._known = [None if one is None else (one, one._version) for one in gradients]
+        self._had_gradient = [gradient is not None for gradient in gradients]
 
-    def follow_cleared(self, stage: int, names: Sequence[str]) -> None:
-        """Clears the gradients of an open window in all copies that the caller has cleared in the module.
-
-        Raises:
-            RuntimeFailure: one was changed otherwise, which the module has of the owner's copy alone.
-        """
-        for place, (known, parameter) in enumerate(zip(self._known, self._parameters, strict=False)):
-            if known is not None and parameter.grad is None:
+    def follow_cleared(self) -> None:
+        """Clears the gradients of an open window in all copies that the caller has cleared in the module."""
+        for place, (had_gradient, parameter) in enumerate(zip(self._had_gradient, self._parameters, strict=False)):
+            if had_gradient and parameter.grad is None:
                 self._gradients.clear(place)
-            elif known is not None and (parameter.grad is not known[0] or parameter.grad._version != known[1]):
-                raise RuntimeFailure(
-                    f"the gradient of {names[place]} of stage {stage} was changed while a window was open, and each "
-                    f"of {len(self._others) + 1} pipelines here has a sum of its own for it, of which the parameter "
-                    "holds the first; let the window end, or clear all of them (pipe.zero_grad())"
-                )
 
     def separate_weights(self) -> None:
         """From now on every copy has weights of its own, of those parameters that are trained."""
@@ -305,7 +290,7 @@ class CopyTurns:
         """Leaves none but the owner's."""
         self.select(self._owner)
         self._gradients.drop_others()
-        self._known = []
+        self._had_gradient = []
 
 
 def form_of(module: nn.Module, prefix: str = "") -> list[str]:

@@ -16,9 +16,9 @@ from torch.optim import Optimizer
 
 from penstock.runtime.errors import RuntimeFailure, listed
 from penstock.runtime.mesh.peers import Peers
-from penstock.runtime.parameters.data_parallel import Replicas
 from penstock.runtime.parameters.local_model import LocalModel
 from penstock.runtime.parameters.optimizer import GivenOptimizer, optimizer_of
+from penstock.runtime.parameters.replicas import Replicas
 from penstock.runtime.parameters.rules import TiedPrediction, rule_of
 from penstock.runtime.parameters.ties import Tie
 from penstock.runtime.parameters.versions import CopyWeights, VersionedParameters
@@ -167,8 +167,7 @@ class ScheduledUpdates:
         """Starts a step.
 
         Raises:
-            RuntimeFailure: there is no optimizer, another number of rates than updates, or
-                gradients of an open window that the caller has changed of one pipeline alone.
+            RuntimeFailure: there is no optimizer, or another number of rates than updates.
         """
         if optimizer is None:
             raise RuntimeFailure(

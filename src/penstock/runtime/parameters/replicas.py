@@ -30,6 +30,7 @@ from penstock.runtime.mesh.peers import GroupPeers, Peers
 from penstock.runtime.mesh.process_mesh import ProcessMesh
 from penstock.runtime.parameters.buckets import GradientBucket, PartBucket, cut_into_buckets, send_values
 from penstock.runtime.parameters.checksum import HolderChecksums
+from penstock.runtime.parameters.gradients import Gradients, taken_from
 from penstock.runtime.parameters.local_model import LocalModel
 from penstock.runtime.parameters.sharding import OwnedParameters, ReplicaParameters
 from penstock.runtime.stage.registered_ops import OpFunction
@@ -78,7 +79,8 @@ class Replicas:
         self._late: list[list[Parameter]] = []
         self._wanting: list[Parameter] | None = None
         self._to_share: dict[int, Parameter] = {}
-        self._kept: list[tuple[Parameter, Tensor]] = []
+        self._earlier: Gradients = []
+        """The gradients of earlier steps, in the order of the model's parameters, while a step runs."""
         self._ready: set[int] = set()
         self._due: deque[int] = deque()
         self._under_way: list[tuple[GradientBucket | PartBucket, Any, int]] = []
@@ -141,9 +143,7 @@ class Replicas:
         self._cut()
         for parameter, _ in self._follow:
             self.sharding.at_rest(parameter).grad = None
-        self._kept = [(p, p.grad) for p in self._model.parameters if p.grad is not None]
-        for parameter, _ in self._kept:
-            parameter.grad = None
+        self._earlier = taken_from(self._model.parameters)
         self._ready.clear()
         self._due = deque(self._order)
 
@@ -171,9 +171,10 @@ class Replicas:
         for parameters in self._late:
             self._reduce(parameters)
         self._wait(self._peers)
-        for parameter, before in self._kept:
-            parameter.grad = before if parameter.grad is None else _added(before, parameter.grad)
-        self._kept.clear()
+        for parameter, before in zip(self._model.parameters, self._earlier, strict=True):
+            if before is not None:
+                parameter.grad = before if parameter.grad is None else _added(before, parameter.grad)
+        self._earlier = []
         for parameter, first in self._follow:
             self.sharding.at_rest(parameter).grad = self.sharding.at_rest(first).grad
 
@@ -214,10 +215,7 @@ class Replicas:
         for part in cut_into_buckets(parameters, lambda _: None):
             self._begin(GradientBucket(part, self._peers, None), part)
         self._wait(self._peers)
-        found = [None if parameter.grad is None else local(parameter.grad) for parameter in parameters]
-        for parameter in parameters:
-            parameter.grad = None
-        return found
+        return [None if gradient is None else local(gradient) for gradient in taken_from(parameters)]
 
     # Updates.
 
