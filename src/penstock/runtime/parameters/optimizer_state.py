@@ -139,12 +139,15 @@ class OptimizerState:
 
     def _make_optimizer(self, given: GivenOptimizer) -> Optimizer | None:
         """Makes the optimizer over the parameters that are stepped here: of the owner's copies, or of all copies."""
+        model, sharding = self.model, self.replicas.sharding
         if self.updating is not None:
-            return self.updating.make_optimizer(given, self._mesh.everyone)
-        model = self.model
-        stepped = model.owned() if self._one_copy_steps else model.parameters
-        sharding = self.replicas.sharding
-        return optimizer_of(given, sharding.owned(stepped), model.stand_ins(), sharding.dealt(stepped))
+            stepped, stand_ins = self.updating.masters(), self.updating.stand_ins()
+        else:
+            stepped, stand_ins = model.owned() if self._one_copy_steps else model.parameters, model.stand_ins()
+        optimizer = optimizer_of(given, sharding.owned(stepped), stand_ins, sharding.dealt(stepped))
+        if self.updating is not None:
+            self.updating.require_optimizer(optimizer, self._mesh.everyone)
+        return optimizer
 
     def begin(self, rates: Sequence[float] | None, update: bool) -> None:
         """Starts a step. `rates` and `update` as in `Pipeline.step`."""

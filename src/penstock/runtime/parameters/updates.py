@@ -17,7 +17,6 @@ from torch.optim import Optimizer
 from penstock.runtime.errors import RuntimeFailure, listed
 from penstock.runtime.mesh.peers import Peers
 from penstock.runtime.parameters.local_model import LocalModel
-from penstock.runtime.parameters.optimizer import GivenOptimizer, optimizer_of
 from penstock.runtime.parameters.replicas import Replicas
 from penstock.runtime.parameters.rules import TiedPrediction, rule_of
 from penstock.runtime.parameters.ties import Tie
@@ -130,28 +129,24 @@ class ScheduledUpdates:
             found.setdefault(given, []).extend(master for one in those for master in found.get(id(one), ()))
         return found
 
-    def make_optimizer(self, given: GivenOptimizer, everyone: Peers) -> Optimizer | None:
-        """Makes the optimizer over the masters here. Every process must call it.
+    def masters(self) -> list[Parameter]:
+        """What the optimizer steps here, before replicas deal it out."""
+        return [master for weights in self.weights.values() for master in weights.masters.values()]
+
+    def require_optimizer(self, optimizer: Optimizer | None, everyone: Peers) -> None:
+        """Checks the optimizer over the masters. Every process must call it.
 
         Raises:
             RuntimeFailure: the rule has no formula for it; or, in every process, one lacks what the rule predicts.
         """
-        masters = [master for weights in self.weights.values() for master in weights.masters.values()]
-        sharding = self.replicas.sharding
-        optimizer = optimizer_of(given, sharding.owned(masters), self.stand_ins(), sharding.dealt(masters))
         self.rule.require(optimizer)
-        if self._needs:
-            self._require_predictable(optimizer, everyone)
-        return optimizer
-
-    def _require_predictable(self, optimizer: Optimizer | None, everyone: Peers) -> None:
-        """Raises RuntimeFailure in every process. In a step one alone would raise it, and the others would wait."""
         known = set() if optimizer is None else {id(p) for group in optimizer.param_groups for p in group["params"]}
         mine = [
             name
-            for key, weights in self.weights.items()
+            for (_, stage), weights in self.weights.items()
             for name, master in weights.masters.items()
-            if key in self._needs and not known.issuperset(map(id, self.replicas.sharding.owned([master])))
+            if self.rule.most_steps(self.schedule, stage)
+            and not known.issuperset(map(id, self.replicas.sharding.owned([master])))
         ]
         lacking = sorted({name for part in everyone.gather([] if optimizer is None else mine) for name in part})
         if lacking:

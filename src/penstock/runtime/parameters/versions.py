@@ -587,11 +587,7 @@ class CopyWeights:
 
     def _predict(self, out: Tensor, stepped: Parameter, num_steps: int) -> None:
         """Writes where a master, or a replica's part of one, will be after so many more updates."""
-        if self._optimizer is None or id(stepped) not in self._groups:
-            raise RuntimeFailure(
-                f"rule {self._rule.name!r} predicts weights of stage {self._index}, and the optimizer does not have "
-                "them; give ps.Pipeline an optimizer over all parameters"
-            )
+        assert self._optimizer is not None, "an optimizer was required when the pipeline was made"
         group = self._groups[id(stepped)]
         rate = group["lr"] if self._rates is None else self._rates[self.versions.num_in_pass]
         state = {key: local(value) for key, value in self._optimizer.state.get(stepped, {}).items()}
