@@ -30,7 +30,7 @@ from penstock.runtime.mesh.peers import GroupPeers, Peers
 from penstock.runtime.mesh.process_mesh import ProcessMesh
 from penstock.runtime.parameters.buckets import GradientBucket, PartBucket, cut_into_buckets, send_values
 from penstock.runtime.parameters.checksum import HolderChecksums
-from penstock.runtime.parameters.gradients import Gradients, taken_from
+from penstock.runtime.parameters.gradients import taken_from
 from penstock.runtime.parameters.local_model import LocalModel
 from penstock.runtime.parameters.sharding import OwnedParameters, ReplicaParameters
 from penstock.runtime.stage.registered_ops import OpFunction
@@ -79,8 +79,8 @@ class Replicas:
         self._late: list[list[Parameter]] = []
         self._wanting: list[Parameter] | None = None
         self._to_share: dict[int, Parameter] = {}
-        self._earlier: Gradients = []
-        """The gradients of earlier steps, in the order of the model's parameters, while a step runs."""
+        self._earlier: list[tuple[Parameter, Tensor | None]] = []
+        """The gradients of earlier steps, while a step runs."""
         self._ready: set[int] = set()
         self._due: deque[int] = deque()
         self._under_way: list[tuple[GradientBucket | PartBucket, Any, int]] = []
@@ -143,7 +143,8 @@ class Replicas:
         self._cut()
         for parameter, _ in self._follow:
             self.sharding.at_rest(parameter).grad = None
-        self._earlier = taken_from(self._model.parameters)
+        parameters = self._model.parameters
+        self._earlier = list(zip(parameters, taken_from(parameters), strict=True))
         self._ready.clear()
         self._due = deque(self._order)
 
@@ -171,7 +172,7 @@ class Replicas:
         for parameters in self._late:
             self._reduce(parameters)
         self._wait(self._peers)
-        for parameter, before in zip(self._model.parameters, self._earlier, strict=True):
+        for parameter, before in self._earlier:
             if before is not None:
                 parameter.grad = before if parameter.grad is None else _added(before, parameter.grad)
         self._earlier = []
