@@ -29,7 +29,6 @@ from penstock.runtime.checkpoint.reader import Kind, TensorSource
 from penstock.runtime.errors import CheckpointError
 from penstock.runtime.parameters.optimizer import optimizers_in
 from penstock.runtime.parameters.optimizer_state import OptimizerState
-from penstock.runtime.parameters.scaling import is_scaler_state
 from penstock.runtime.parameters.updates import GRADIENTS
 from penstock.runtime.parameters.updates import PREFIX as ASYNCHRONOUS
 from penstock.runtime.tensors.dtensor import is_sharded, local, overwrite, own_shard, whole
