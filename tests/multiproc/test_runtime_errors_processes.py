@@ -89,9 +89,8 @@ def test_a_rank_whose_model_has_another_type_was_told_by_torch_alone(changed: in
     """And the others waited for it until their deadline, or until its process ended."""
     first, second = run_ranks(2, other_types, changed)
     assert (first.code, second.code) == (0, 0), first.text[-2000:] + second.text[-2000:]
-    said = "what comes from the stage before is torch.float64, and the parameters of stage 1 are torch.float32; give"
-    if changed == 1:
-        said = "parameter 1.weight of stage 1 is torch.float64 now, and was torch.float32 when ps.Pipeline was made"
+    given, own = ("torch.float64", "torch.float32") if changed == 0 else ("torch.float32", "torch.float64")
+    said = f"stage 1 was given {given}, and its parameters are {own}; give"
     assert second.value.startswith(f"RuntimeFailure: {said}")
     assert first.value.startswith(f"PeerFailed: rank 1 could not do its part of the step: {said}")
 

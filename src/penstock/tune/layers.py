@@ -501,7 +501,7 @@ def _entering(value: Any) -> Any:
     entry = GraphInputs([leaves[place] for place in wanted])
     for place, tensor in zip(wanted, entry.tensors, strict=True):
         leaves[place] = tensor
-    entry.close()  # nobody shares their memory
+    entry.close()
     return unflatten(leaves, skeleton)
 
 

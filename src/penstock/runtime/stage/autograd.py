@@ -14,7 +14,6 @@ from torch import Tensor
 from torch.autograd import Variable
 
 from penstock.runtime.errors import RuntimeFailure
-from penstock.runtime.tensors.storage import storage_of
 
 _ENGINE = getattr(Variable, "_execution_engine", None)
 
@@ -49,21 +48,21 @@ class GraphInputs:
     """The inputs of one microbatch that want a gradient.
 
     Attributes:
-        tensors: the same memory as those given, for the stage to use.
+        tensors: the same memory as those given, for the stage to use. None are left once the forward has ended.
         grads: their gradients, once the backward ran; None if none came.
     """
 
-    __slots__ = ("_given", "_passed", "grads", "tensors")
+    __slots__ = ("_given", "grads", "tensors")
 
     def __init__(self, given: list[Tensor]) -> None:
         self._given = given
-        self._passed: list[tuple[Tensor, Tensor, int]] = []
         self.grads: list[Tensor | None] = [None] * len(given)
         self.tensors: tuple[Tensor, ...] = _enter(_ANCHOR, self) if given else ()
 
     def entering(self) -> tuple[Tensor, ...]:
-        # `.data`, as a view would refuse changes in place.
-        return tuple([tensor.data for tensor in self._given])
+        # Detached, they still count changes in place with the tensors of the stage before, whose backward may have
+        # to refuse them.
+        return tuple([tensor.detach() for tensor in self._given])
 
     def take(self, grads: Sequence[Tensor | None]) -> None:
         if self.tensors:  # the forward still runs
@@ -74,33 +73,9 @@ class GraphInputs:
             )
         self.grads = list(grads)
 
-    def close(self, outputs: Sequence[Tensor] = ()) -> None:
-        """After the forward: lets torch know of changes in place, which the stages before may have to refuse.
-
-        Args:
-            outputs: what the stage returned. Inputs may be among these, and later stages may change them in place.
-        """
-        going_on = {storage_of(output) for output in outputs} if self.tensors else ()
-        for given, tensor in zip(self._given, self.tensors, strict=True):
-            if tensor._version:
-                torch.autograd.graph.increment_version(given)
-            if storage_of(tensor) in going_on:
-                self._passed.append((_counter_of(tensor), _counter_of(given), tensor._version))
+    def close(self) -> None:
+        """After the forward."""
         self._given, self.tensors = [], ()
-
-    def mark_later_changes(self) -> None:
-        """Before the backward: lets torch know of changes in place that later stages have made since."""
-        for own, given, version in self._passed:
-            if own._version != version:
-                torch.autograd.graph.increment_version(given)
-        self._passed.clear()
-
-
-def _counter_of(tensor: Tensor) -> Tensor:
-    """A tensor that counts its changes in place with another, and does not hold that one's memory."""
-    counter = tensor.detach()
-    counter.data = tensor.new_empty(0)
-    return counter
 
 
 class _Enter(torch.autograd.Function):

@@ -173,7 +173,8 @@ def _joined(payloads: Sequence[Payload]) -> Payload:
 
 
 def _cut(payload: Payload, parts: int, place: int) -> Payload:
-    leaves = [None if leaf is None else leaf.tensor_split(parts)[place] for leaf in payload.leaves]
+    """One of the parts, in memory of its own: a stage that changes it in place changes no other part."""
+    leaves = [None if leaf is None else copy_of(leaf.tensor_split(parts)[place]) for leaf in payload.leaves]
     return Payload(leaves, payload.skeleton, payload.needs_grad)
 
 

@@ -140,7 +140,6 @@ class StageRunner:
         self._saved: dict[int, SavedTensors] = {}
         """What forwards saved, for microbatches whose activations go to host memory."""
         self._buffers = BufferHistory(stage)
-        self._dtypes = {name: parameter.dtype for name, parameter in stage.named_parameters()}
         # Microbatches of which nothing was found worth deferring, while none of another kind was: no tape for them.
         self._plain: set[Signature] = set()
         self._defers = False
@@ -219,9 +218,13 @@ class StageRunner:
             value, _ = self._input(m, received)
             with torch.no_grad(), self._casting():
                 output = self._call(value, m)
-                if self._is_last:
-                    self._keep_result(m, output)
-                return Payload([]) if self._is_last else self._outgoing(output)[0]
+                if not self._is_last:
+                    return self._outgoing(output)[0]
+                if self.settings.purpose is Purpose.EVALUATE:
+                    self._loss(m, output)
+                else:
+                    self.results[m] = output
+                return Payload([])
         if (self.index, m) in self.settings.recomputed:
             return self._forward_keeping_input(m, received)
         return self._forward_keeping_all(m, received)
@@ -242,9 +245,7 @@ class StageRunner:
     def _first_run(self, m: int, received: Payload | None, keeping: AbstractContextManager[None]) -> Payload:
         value, _ = self._input(m, received, copied=True)
         with self._buffers.noted(m), self._casting(), keeping:
-            output = self._call(value, m)
-            if self._is_last:
-                output = self._loss(m, output)
+            output = self._output(value, m)
         self._kept[m] = received
         return self._outgoing(output)[0]
 
@@ -254,28 +255,29 @@ class StageRunner:
         away = self.settings.away
         saved = SavedTensors(self._host, self.offload_statistics) if away and (self.index, m) in away else None
         if self.autocast is None and tape is None and saved is None:
-            output = self._call(value, m)
-            if self._is_last:
-                output = self._loss(m, output)
+            output = self._output(value, m)
         else:
             keeping = nullcontext() if saved is None else saved.recording()
             with keeping, self._casting(), tape.recording() if tape is not None else nullcontext():
-                output = self._call(value, m)
-                if self._is_last:
-                    output = self._loss(m, output)
+                output = self._output(value, m)
                 if self.autocast is not None and self._note_casts is not None:
                     self._note_casts(self.index, m, output)
         if tape is not None:
             self._note(tape, m)
         payload, outputs = self._outgoing(output)
         if entry is not _NO_ENTRY:
-            entry.close(outputs)
+            entry.close()
         if saved is not None:
             gave = [leaf for leaf in payload.leaves if leaf is not None]
             saved.close(self._own_memory(), [*flatten(value)[0], *gave, *outputs])
             self._saved[m] = saved
         self._held[m] = HeldMicrobatch(entry, outputs, tape)
         return payload
+
+    def _output(self, value: Any, m: int) -> Any:
+        """What the stage returns; of the last one, the loss of that."""
+        output = self._call(value, m)
+        return self._loss(m, output) if self._is_last else output
 
     def _tape(self, split: SplitStage, m: int) -> Tape | None:
         """A tape, if the backward is split and something may wait for W.
@@ -335,29 +337,15 @@ class StageRunner:
         except Exception as error:
             rules = "; batch=ps.BatchRules(...) says how inputs are cut" * (self.index == 0)
             error.add_note(f"stage {self.index} was given {shown(value)} as microbatch {m}{rules}")
-            # Torch's own, as of what has another type than before. What is of another class says more by that.
-            if type(error) is not RuntimeError or not (words := self._types(value)):
+            held = {parameter.dtype for parameter in self.stage.parameters()}
+            came = {leaf.dtype for leaf in flatten(value)[0] if leaf.is_floating_point()}
+            if type(error) is not RuntimeError or not held or came <= held:
                 raise
-            raise RuntimeFailure(f"{words}; the error was: {error}") from error
-
-    def _types(self, value: Any) -> str:
-        """In words, that the stage's parameters have changed their type, or that what came has another."""
-        now = {name: parameter.dtype for name, parameter in self.stage.named_parameters()}
-        for name, dtype in now.items():
-            if (before := self._dtypes.get(name, dtype)) is not dtype:
-                return (
-                    f"parameter {name} of stage {self.index} is {dtype} now, and was {before} when ps.Pipeline was "
-                    "made; change the type of a model on every rank, between the same two steps"
-                )
-        came = {leaf.dtype for leaf in flatten(value)[0] if leaf.is_floating_point()} - set(now.values())
-        if not came or not now:
-            return ""
-        held = ", ".join(sorted({str(dtype) for dtype in now.values()}))
-        where = "the inputs are" if self.index == 0 else "what comes from the stage before is"
-        return (
-            f"{where} {', '.join(sorted(map(str, came)))}, and the parameters of stage {self.index} are {held}; give "
-            "inputs of that type, and change the type of a model on every rank, between the same two steps"
-        )
+            given, own = (", ".join(sorted(map(str, types))) for types in (came, held))
+            raise RuntimeFailure(
+                f"stage {self.index} was given {given}, and its parameters are {own}; give inputs of that type, and "
+                f"change the type of a model on every rank, between the same two steps; the error was: {error}"
+            ) from error
 
     def _casting(self) -> AbstractContextManager[Any]:
         if self.autocast is None:
@@ -372,7 +360,7 @@ class StageRunner:
         checked = None if check.is_over or not self.settings.training else check.inputs(m, output, target, batch)
         try:
             loss = self.loss_fn(output, target)
-        except _LOSS_ERRORS as error:
+        except Exception as error:
             if type(error) not in _LOSS_ERRORS:  # what is of another class says more by that
                 raise
             given = "that were not given" if target is None else shown(target)
@@ -385,15 +373,6 @@ class StageRunner:
             raise RuntimeFailure(
                 f'loss_fn must return one number as a tensor, it returned {got}; return a mean (reduction="mean")'
             )
-        if loss.is_complex():
-            raise RuntimeFailure(
-                f"loss_fn returned {loss.dtype}, and a loss is a real number; return its .real, or its .abs()"
-            )
-        if loss.is_floating_point() and loss.element_size() < 2:
-            raise RuntimeFailure(
-                f"loss_fn returned {loss.dtype}, and torch can't multiply or add numbers of that type, as the losses "
-                "of microbatches are; return it as .float()"
-            )
         if checked is not None:
             check.compare(checked, loss, batch)
         scale = batch.scales[m]
@@ -403,12 +382,6 @@ class StageRunner:
         if self.settings.loss_scale is not None:
             loss = loss * torch.tensor(self.settings.loss_scale, device=loss.device)  # float32, as torch's scaler
         return loss
-
-    def _keep_result(self, m: int, output: Any) -> None:
-        if self.settings.purpose is Purpose.EVALUATE:
-            self._loss(m, output)
-        else:
-            self.results[m] = output
 
     def _outgoing(self, output: Any) -> tuple[Payload, list[Tensor]]:
         """Returns what goes to the next stages, and the outputs from which the backward starts."""
@@ -467,33 +440,11 @@ class StageRunner:
             also: tensors of the graph, and gradients that they get from elsewhere.
         """
         held = self._held[m]
-        if self._saved:
-            self._saved.pop(m, None)
-        held.entry.mark_later_changes()
-        if received is None and not self._is_last:
-            if m not in self._starts:
-                raise RuntimeFailure(
-                    f"no loss was given for microbatch {m} of stage {self.index}, which feeds no other stage; an op "
-                    "that comes before its backward must call add_loss"
-                )
-            received = Payload.gradients(self._starts.pop(m))
-        if self._leaves:
-            self._leaves.pop(m, None)
-        outputs: list[Tensor] = held.outputs
-        gradients: list[Tensor | None]
-        if received is None:
-            gradients = [None] * len(outputs)
-        else:
-            if len(received.leaves) != len(outputs):
-                raise RuntimeFailure(
-                    f"stage {self.index} got {len(received.leaves)} gradients for {len(outputs)} outputs of "
-                    f"microbatch {m}"
-                )
-            outputs = [output for output, g in zip(outputs, received.leaves, strict=True) if g is not None]
-            gradients = [g for g in received.leaves if g is not None]
-        if also:
-            outputs = [*outputs, *(tensor for tensor, _ in also)]
-            gradients += [gradient for _, gradient in also]
+        self._saved.pop(m, None)
+        self._leaves.pop(m, None)
+        outputs, gradients = self._starts_of(m, held.outputs, received)
+        outputs += [tensor for tensor, _ in also]
+        gradients += [gradient for _, gradient in also]
         if self._split is not None:
             self._split.turn_to(self)
         try:
@@ -513,6 +464,28 @@ class StageRunner:
         else:
             self._held[m] = HeldMicrobatch(_NO_ENTRY, [], held.tape, held.deferred)
         return payload
+
+    def _starts_of(
+        self, m: int, outputs: list[Tensor], received: Payload | None
+    ) -> tuple[list[Tensor], list[Tensor | None]]:
+        """The tensors from which a backward starts, and the gradients of these; None for that of the loss."""
+        if received is not None:
+            gradients = received.leaves
+        elif self._is_last:
+            return list(outputs), [None] * len(outputs)
+        elif m in self._starts:
+            gradients = self._starts.pop(m)
+        else:
+            raise RuntimeFailure(
+                f"no loss was given for microbatch {m} of stage {self.index}, which feeds no other stage; an op "
+                "that comes before its backward must call add_loss"
+            )
+        if len(gradients) != len(outputs):
+            raise RuntimeFailure(
+                f"stage {self.index} got {len(gradients)} gradients for {len(outputs)} outputs of microbatch {m}"
+            )
+        given = [(output, g) for output, g in zip(outputs, gradients, strict=True) if g is not None]
+        return [output for output, _ in given], [g for _, g in given]
 
     def backward_weight(self, m: int) -> None:
         """Runs W: computes the weight gradients that I deferred."""
