@@ -102,7 +102,8 @@ def measure_cases(seed: int, out: Path, numbers: Sequence[int]) -> None:
     given = json.loads(out.read_text()) if out.exists() else {"record": {}, "seed": seed, "overhead": {}, "rows": []}
     even = costs_in_torch(ps.Costs.uniform(NUM_RANKS, f=40, i=40, w=40))
     jobs = [case(seed, number) for number in numbers]
-    rows, piece = given["rows"], f"{numbers[0]}-{numbers[-1]}"
+    rows = [row for row in given["rows"] if row[0] not in numbers]
+    piece = f"{numbers[0]}-{numbers[-1]}"
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         first = Job.of("placed", ps.build("zb", NUM_RANKS, 8), even, profile=f"{name}/first")

@@ -121,6 +121,7 @@ def run_rank(folder: Path) -> None:
         while not (folder / f"go-{number}").exists():
             time.sleep(0.02)
         found = _run_job(Job(**given), folder)
+        dist.barrier()  # the profiles of all ranks are written
         if dist.get_rank() == 0:
             (folder / "found.json").write_text(json.dumps(found))
             (folder / "found.json").rename(folder / f"done-{number}")
