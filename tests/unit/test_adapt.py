@@ -49,9 +49,9 @@ HOLDS = Vote(2, 77, 3, 99)
     [
         ([RUNS, RUNS, RUNS], VoteResult()),
         ([HOLDS, HOLDS, HOLDS], VoteResult(switch=3)),
-        ([HOLDS, RUNS, HOLDS], VoteResult(missing=(1,))),
+        ([HOLDS, RUNS, HOLDS], VoteResult()),
         ([RUNS, HOLDS, HOLDS], VoteResult()),  # rank 0 has withdrawn it
-        ([HOLDS, Vote(2, 77, 1, 55), HOLDS], VoteResult(missing=(1,))),  # an old one
+        ([HOLDS, Vote(2, 77, 1, 55), HOLDS], VoteResult()),  # an old one
         ([HOLDS, HOLDS, Vote(2, 77, 3, REFUSED)], VoteResult(refused=2)),
         ([Vote(2, 77, 3, REFUSED), HOLDS, HOLDS], VoteResult(refused=0)),
         ([HOLDS, Vote(2, 77, 3, 98), HOLDS], VoteResult(refused=1)),  # another text under the same number

@@ -214,18 +214,6 @@ class Forgetful:
 
 
 @pytest.mark.slow
-def test_a_plan_that_got_lost_is_handed_out_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(agent, "RESEND_S", 0.05)
-    lose = ["test/plans/1", "test/plans/3", "test/plans/3"]
-    with group(tmp_path, stores=[Forgetful(InProcessStore(), lose)] * NUM_RANKS) as ranks:
-        for _ in range(8):
-            ranks.step(HEALTHY)
-        ranks.until(LATE, lambda: ranks.agents[0].number == 1)
-        assert lose == []
-        assert ranks.news(Dropped) == []
-
-
-@pytest.mark.slow
 def test_a_plan_that_never_reaches_a_rank_is_given_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(agent, "GIVE_UP_S", 0.2)
     lose = ["test/plans/3"] * 1000

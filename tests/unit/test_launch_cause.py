@@ -12,7 +12,6 @@ from penstock.runtime.launch import child
 from penstock.runtime.launch.failures import (
     FailureKind,
     FailureReport,
-    LossKind,
     RankExit,
     exit_code,
     explain,
@@ -89,23 +88,23 @@ def test_an_interrupt_has_the_shells_code() -> None:
 @pytest.mark.parametrize(
     ("error", "loss"),
     [
-        (PeerLost("x"), LossKind.LOST),
-        (DeadlineExceeded("x"), LossKind.LATE),
-        (ConnectionResetError("x"), LossKind.LOST),
+        (PeerLost("x"), FailureKind.LOST),
+        (DeadlineExceeded("x"), FailureKind.LATE),
+        (ConnectionResetError("x"), FailureKind.LOST),
         (
             RuntimeError("[gloo/transport/tcp/pair.cc:553] Connection closed by peer [::1]:61081. This"),
-            LossKind.LOST,
+            FailureKind.LOST,
         ),
-        (RuntimeError("Application timeout caused pair closure"), LossKind.LOST),
+        (RuntimeError("Application timeout caused pair closure"), FailureKind.LOST),
         (
             RuntimeError("[unbound_buffer.cc:78] Timed out waiting 4000ms for recv operation to complete"),
-            LossKind.LATE,
+            FailureKind.LATE,
         ),
         (RuntimeError("mat1 and mat2 shapes cannot be multiplied"), None),
         (ValueError("Connection closed by peer"), None),
     ],
 )
-def test_losses_by_their_words(error: BaseException, loss: LossKind | None) -> None:
+def test_losses_by_their_words(error: BaseException, loss: FailureKind | None) -> None:
     assert loss_of(error) is loss
 
 

@@ -47,10 +47,8 @@ CLOCK_COMPARISON_ITERATIONS = 64
 """Iterations after which clocks of several hosts are compared again: they drift by some milliseconds in a minute."""
 THREAD_EXIT_S, ABANDONED_EXIT_S = 1.0, 10.0
 """Seconds that threads have to end, and other processes to say that they have; and once the store is let go of."""
-RESEND_S, GIVE_UP_S = 1.0, 15.0
-"""Seconds after which a plan that not all ranks hold is handed out again, and is dropped."""
-
-
+GIVE_UP_S = 15.0
+"""Seconds after which a plan that not all ranks hold is dropped."""
 STOPPED = -1
 """What a rank holds that adapts no more."""
 REFUSED = 0
@@ -80,13 +78,11 @@ class VoteResult(NamedTuple):
         switch: the decision that all run from the next step on; None for none.
         stopped: the first rank that adapts no more; then nobody does.
         refused: the first rank that cannot run what rank 0 holds.
-        missing: ranks that do not hold it yet.
     """
 
     switch: int | None = None
     stopped: int | None = None
     refused: int | None = None
-    missing: tuple[int, ...] = ()
 
 
 def short_digest(digest: str) -> int:
@@ -116,8 +112,7 @@ def agree(votes: Sequence[Vote]) -> VoteResult:
     for rank, digest in theirs.items():
         if digest == REFUSED or digest != first.held_digest:
             return VoteResult(refused=rank)
-    missing = tuple(rank for rank in range(len(votes)) if rank not in theirs)
-    return VoteResult(missing=missing) if missing else VoteResult(switch=first.held)
+    return VoteResult(switch=first.held) if len(theirs) == len(votes) else VoteResult()
 
 
 @dataclass(frozen=True)
@@ -170,7 +165,6 @@ class Agent:
         self._least = 1
         self._lock = threading.Lock()
         self._since: float | None = None
-        self._resent = 0.0
         self._out: SimpleQueue[tuple[int, MeasuredStep, Sequence[int], int] | None] = SimpleQueue()
         self._stretch = setting.stretch
         self._rendezvous = rendezvous
@@ -238,7 +232,8 @@ class Agent:
     def vote(self) -> Vote:
         """What this process tells all others at the end of a step; their answers go to `count_votes`."""
         running = self.number, short_digest(self.digest)
-        if self._stopped is None and (late := [client for client in self._clients if self._is_lost(client)]):
+        late = [client for client in self._clients if client.silent() > self._options.patience]
+        if self._stopped is None and late:
             self._stopped = f"the store was gone for {self._options.patience:g} s: {late[0].error}"
         if self._stopped is not None:
             return Vote(*running, STOPPED)
@@ -267,7 +262,7 @@ class Agent:
                 self._coordinator.note(self._iteration, Switched(chosen.number))
             return chosen
         if self._coordinator is not None and self._voted_for is not None:
-            self._follow_up(self._coordinator, self._voted_for.number, outcome.refused, outcome.missing)
+            self._drop_if_late(self._coordinator, self._voted_for.number, outcome.refused)
         return None
 
     def close(self) -> None:
@@ -293,15 +288,11 @@ class Agent:
         for client in self._clients:
             client.close()
 
-    def _follow_up(self, coordinator: Coordinator, number: int, refused: int | None, missing: Sequence[int]) -> None:
-        """Rank 0 sees to a plan that not all ranks hold."""
+    def _drop_if_late(self, coordinator: Coordinator, number: int, refused: int | None) -> None:
+        """Rank 0 drops a plan that some rank cannot run, or that not all ranks hold in time."""
         now = time.monotonic()
-        if self._since is None:
-            self._since = self._resent = now
+        self._since = now if self._since is None else self._since
         if refused is None and now - self._since < GIVE_UP_S:
-            if now - self._resent >= RESEND_S:
-                self._resent = now
-                coordinator.resend([self._rendezvous.processes[place] for place in missing])
             return
         if refused is not None:
             self.notices.append(f"plan {number} is dropped: rank {refused} cannot run it")
@@ -315,9 +306,6 @@ class Agent:
             self._least = number + 1
             if self._held is not None and self._held.number <= number:
                 self._held = None
-
-    def _is_lost(self, client: StoreClient) -> bool:
-        return client.silent() > self._options.patience
 
     def end(self, reason: str) -> None:
         """Adapts no more, on every process alike; training goes on with what runs now."""

@@ -209,8 +209,6 @@ class Coordinator:
         self._number = 0
         self._num_since = 0
         self._last: Sequence[RankReport] = ()
-        self._plan: NumberedPlan | None = None
-        self._again: SimpleQueue[Sequence[int]] = SimpleQueue()
         self._controller_process: ControllerProcess | None = None
         self._closed = threading.Event()
         try:
@@ -233,10 +231,6 @@ class Coordinator:
         """Takes news of a decision, which the controller hears before what iteration `iteration` brought."""
         self._notes.put((iteration, event))
 
-    def resend(self, processes: Sequence[int]) -> None:
-        """Hands the last plan out again, to those whose copy may be lost."""
-        self._again.put(processes)
-
     def stop(self) -> None:
         """Asks the thread to end; what the controller still says is not heard."""
         self._closed.set()
@@ -258,8 +252,6 @@ class Coordinator:
         try:
             while not self._closed.is_set():
                 data = self._reports.pop(self._rendezvous.reports, POLL_S)
-                while not self._again.empty():
-                    self._hand_out(self._reports, self._again.get())
                 if data is None:
                     continue
                 complete = self._report_collector.add(RankReport.from_json(data))
@@ -335,15 +327,10 @@ class Coordinator:
             self.decisions.append(decision)
             text = json.dumps(decision["configuration"], sort_keys=True)
             self._digests[decision["number"]] = decision["digest"]
-            self._plan = plan = NumberedPlan(decision["number"], text, decision["digest"])
-            self._hand_out(self._plans, self._rendezvous.processes[1:])  # at once, for iterations may be short
+            plan = NumberedPlan(decision["number"], text, decision["digest"])
+            for first in self._rendezvous.processes[1:]:  # at once, for iterations may be short
+                self._plans.push(self._rendezvous.plans(first), plan.to_json())
             self._take_plan(plan)
-
-    def _hand_out(self, client: StoreClient, processes: Sequence[int]) -> None:
-        plan = self._plan
-        if plan is not None:
-            for first in processes:
-                client.push(self._rendezvous.plans(first), plan.to_json())
 
 
 WARMUP_ITERATIONS, MEASURED_ITERATIONS = 2, 3

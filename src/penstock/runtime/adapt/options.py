@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import math
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 from penstock.control import Configuration, Job, Prices, Sensitivity
 from penstock.cost import Costs, Mesh, Ring
@@ -80,27 +77,13 @@ class AdaptOptions:
     __repr__ = short_repr
 
     def __post_init__(self) -> None:
-        fits = self.folder is None or isinstance(self.folder, str | os.PathLike)
-        require_value(fits, "folder", self.folder, "a path, or None")
-        fits = self.store is None or isinstance(self.store, str)
-        require_value(fits, "store", self.store, "an address like tcp://HOST:PORT or redis://HOST:PORT/DB, or None")
-        fits = self.costs is None or isinstance(self.costs, Costs)
-        require_value(fits, "costs", self.costs, "ps.Costs(...), or None")
-        fits = self.memory_limit is None or _are_amounts(self.memory_limit, most=math.inf)
-        require_value(fits, "memory_limit", self.memory_limit, "a number of at least 0, one per rank, or None")
-        fits = _are_amounts(self.host_memory)
-        require_value(fits, "host_memory", self.host_memory, "a number of at least 0, or one per rank")
-        fits = isinstance(self.dispatches, Sequence) and not isinstance(self.dispatches, str)
-        require_value(fits, "dispatches", self.dispatches, 'a tuple like ("frozen", "dynamic")')
         for dispatch in self.dispatches:
             as_dispatch(dispatch)
-        for name in ("may_replan", "may_delegate", "may_move"):
-            require_value(isinstance(getattr(self, name), bool), name, getattr(self, name), "True or False")
-        require_value(isinstance(self.ring, Ring), "ring", self.ring, "penstock.cost.Ring(...)")
-        require_value(isinstance(self.prices, Prices), "prices", self.prices, "penstock.control.Prices(...)")
-        fits = isinstance(self.sensitivity, Sensitivity)
-        require_value(fits, "sensitivity", self.sensitivity, "penstock.control.Sensitivity(...)")
-        require_value(is_amount(self.delegate_ms), "delegate_ms", self.delegate_ms, "milliseconds, at least 0")
+        for name in ("memory_limit", "host_memory"):
+            value = getattr(self, name)
+            each = value if isinstance(value, (list, tuple)) else [0.0 if value is None else value]
+            fits = all(is_number(number) and number >= 0 for number in each)
+            require_value(fits, name, value, "a number of at least 0, or one per rank")
         fits = is_number(self.least_gain) and 0 <= self.least_gain <= 1
         require_value(fits, "least_gain", self.least_gain, "a share of the iteration time, from 0 to 1")
         fits = self.least_delay is None or is_amount(self.least_delay)
@@ -137,9 +120,3 @@ class AdaptOptions:
             mesh=mesh,
             ring=self.ring,
         )
-
-
-def _are_amounts(value: Any, most: float | None = None) -> bool:
-    """Whether it is one number of at least 0, or one per rank: finite ones, unless it may be as much as `most`."""
-    each = value if isinstance(value, Sequence) and not isinstance(value, str) else [value]
-    return all(is_amount(number) or (most is not None and number == most) for number in each)

@@ -10,12 +10,11 @@ ranks, watches them, and ends all when one has failed. `rank` is what a rank doe
 """
 
 from penstock.runtime.launch.child import init_process, warm_up_malloc
-from penstock.runtime.launch.failures import LossKind, loss_of
+from penstock.runtime.launch.failures import loss_of
 from penstock.runtime.launch.parent import FIRST_OPTIMIZER, RankServer, launch
 
 __all__ = [
     "FIRST_OPTIMIZER",
-    "LossKind",
     "RankServer",
     "init_process",
     "launch",

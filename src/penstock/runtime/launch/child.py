@@ -22,7 +22,6 @@ from penstock.runtime.errors import DeadlineExceeded, PeerLost, RuntimeFailure
 from penstock.runtime.launch.failures import (
     FailureKind,
     FailureReport,
-    LossKind,
     details,
     loss_of,
     one_line,
@@ -120,7 +119,7 @@ def init_process(timeout: float) -> tuple[int, int]:
             ) from None
         if loss is None:
             raise
-        if loss is LossKind.LATE:
+        if loss is FailureKind.LATE:
             text = f"rank {rank} waited {timeout:g} s for all {num_ranks} ranks to start{_advice()}"
             raise DeadlineExceeded(text) from None
         raise PeerLost(f"rank {rank} lost another rank while all {num_ranks} started{_advice()}") from None

@@ -16,7 +16,7 @@ import time
 import traceback
 from collections.abc import Sequence
 from dataclasses import dataclass
-from enum import Enum, StrEnum
+from enum import StrEnum
 from pathlib import Path
 
 import torch
@@ -43,25 +43,27 @@ LOST = (
 )
 
 
-class LossKind(Enum):
-    """A peer is gone, or nothing came from it in time."""
+class FailureKind(StrEnum):
+    """Why a rank ended, as far as it can tell itself."""
 
-    LOST = "lost"
-    LATE = "late"
+    ERROR = "error"
+    LATE = "late"  # nothing came from a peer in time
+    LOST = "lost"  # secondary: a peer is gone
+    INTERRUPT = "interrupt"
 
 
-def loss_of(error: BaseException) -> LossKind | None:
+def loss_of(error: BaseException) -> FailureKind | None:
     """What an exception of ours or of torch.distributed says of a peer; None when it is about this rank."""
     if isinstance(error, PeerLost | PeerFailed):
-        return LossKind.LOST
+        return FailureKind.LOST
     if isinstance(error, DeadlineExceeded):
-        return LossKind.LATE
+        return FailureKind.LATE
     if not isinstance(error, (RuntimeError, ConnectionError)):
         return None
     text = text_of(error).lower()
     if isinstance(error, ConnectionError) or any(words in text for words in LOST):
-        return LossKind.LOST
-    return LossKind.LATE if any(words in text for words in LATE) else None
+        return FailureKind.LOST
+    return FailureKind.LATE if any(words in text for words in LATE) else None
 
 
 FRAMES = 3
@@ -73,15 +75,6 @@ NOT_THE_USERS = tuple(
         sysconfig.get_path("stdlib"),
     )
 )
-
-
-class FailureKind(StrEnum):
-    """Why a rank ended, as far as it can tell itself."""
-
-    ERROR = "error"
-    LATE = "late"
-    LOST = "lost"  # secondary: merely the loss of a peer
-    INTERRUPT = "interrupt"
 
 
 @dataclass(frozen=True)
@@ -121,9 +114,9 @@ def _kind(error: BaseException) -> FailureKind:
     if isinstance(error, KeyboardInterrupt):
         return FailureKind.INTERRUPT
     losses = {loss_of(each) for each in chain(error)}
-    if LossKind.LOST in losses:
+    if FailureKind.LOST in losses:
         return FailureKind.LOST
-    return FailureKind.LATE if LossKind.LATE in losses else FailureKind.ERROR
+    return FailureKind.LATE if FailureKind.LATE in losses else FailureKind.ERROR
 
 
 def _user_lines(error: BaseException) -> list[str]:
