@@ -2,8 +2,8 @@
 
     a step begins     replicas compare which parameters they train, of which types, by which options and rates. If
                       they differ, they add up no gradients: sums of different lengths would crash a process
-    a step ends       the first step, and every `EVERY`th after it, compares by name, between all processes, which
-                      parameters are trained, what the optimizer is told of them, and checksums of their values
+    a step ends       the first step, and every `EVERY`th after it, compares the same between all processes, and
+                      checksums of the values of each parameter, by its name
 
 If something differs, all processes raise the same error. It names the parameter and two processes.
 """
@@ -45,8 +45,6 @@ class HolderChecksums:
     """Compares what processes have of the parameters that several of them hold. Every process must make one.
 
     Args:
-        masters: by id of a parameter, the parameters that updates step in its place; None if updates are no ops.
-        one_copy_steps: only the owner's copy of a stage is stepped.
         optimizer: returns the optimizer.
     """
 
@@ -55,16 +53,14 @@ class HolderChecksums:
         model: LocalModel,
         mesh: ProcessMesh,
         sharding: ReplicaParameters,
-        masters: Mapping[int, Sequence[Tensor]] | None,
-        one_copy_steps: bool,
         optimizer: Callable[[], Optimizer | None],
     ) -> None:
         self._model, self._mesh, self._sharding, self._optimizer = model, mesh, sharding, optimizer
-        self._masters, self._num_steps = masters, 0
         self._rates: tuple[float, ...] = ()
+        self._num_steps = 0
         copies = mesh.num_replicas * mesh.num_shards * model.placement.num_pipelines
         self._is_needed = copies > 1 or bool(model.ties or model.placement.shared)
-        self._held = _held_parameters(model, mesh, sharding, masters is not None, one_copy_steps)
+        self._held = _held_parameters(model, mesh, sharding)
         self._trained: Facts = {}
         self._digest = 0
         self._wait: Callable[[], Tensor] | None = None
@@ -115,7 +111,7 @@ class HolderChecksums:
 
     def _compare_all(self) -> None:
         if self._is_needed:
-            self._compare({**self._facts_of_training(), **self._facts_of_optimizer()})
+            self._compare(self._facts_of_training())
             if differing := self._differing(self._values(hash_of)):
                 self._compare({key: value for key, value in self._values(_Rounded).items() if key in differing})
 
@@ -154,19 +150,6 @@ class HolderChecksums:
         }
         return {**facts, ("the optimizer", rank): options, ("rates= of the step", rank): self._rates}
 
-    def _facts_of_optimizer(self) -> Facts:
-        """By which options the optimizer steps each parameter; None for one that it does not have."""
-        optimizer = self._optimizer()
-        groups = [] if optimizer is None else optimizer.param_groups
-        options = {id(p): told for group in groups for told in [_options_of(group)] for p in group["params"]}
-        facts: Facts = {}
-        for one in self._held:
-            if one.stepped_by and one.parameter.requires_grad:
-                masters = (one.parameter,) if self._masters is None else self._masters.get(id(one.parameter), ())
-                told = [options.get(id(master)) for master in masters]
-                facts[f"{one.subject} in the optimizer", one.stepped_by] = told, self._rates
-        return facts
-
     def _values(self, fact: Callable[[Tensor], object]) -> Facts:
         """Makes a fact of the values of each parameter, or of the part that lies here."""
         return {(one.subject, one.part): fact(self._sharding.in_step(one.parameter)) for one in self._held}
@@ -197,35 +180,25 @@ class _Held(NamedTuple):
     Attributes:
         subject: its owner's name for it, in words.
         part: which part of the parameter lies here; equal for processes with the same part.
-        stepped_by: equal for processes whose optimizers step it alike; () if this process does not step it, or alone.
     """
 
     subject: str
     parameter: Parameter
     part: tuple[object, ...]
-    stepped_by: tuple[object, ...]
 
 
-def _held_parameters(
-    model: LocalModel, mesh: ProcessMesh, sharding: ReplicaParameters, updates: bool, one_copy_steps: bool
-) -> list[_Held]:
-    """Lists the parameters in this process, each by one name. `updates`: whether updates are ops."""
-    is_dealt = sharding.keeps_whole and not sharding.has_all_state
-    rank, owners = mesh.pipeline.here[0], model.stages
-    shared, tied = {stage for stage, _ in model.placement.shared}, {tie.name for tie in model.ties}
+def _held_parameters(model: LocalModel, mesh: ProcessMesh, sharding: ReplicaParameters) -> list[_Held]:
+    """Lists the parameters in this process, each by one name."""
+    rank, shared = mesh.pipeline.here[0], {stage for stage, _ in model.placement.shared}
     held: dict[str, _Held] = {}
-    # If a process has a tied parameter in several stages, the stage where it is stepped comes first.
-    for index, stage in sorted(model.copies.stages.items(), key=lambda one: one[0] not in owners):
+    for index, stage in model.copies.stages.items():
         for name, parameter in stage.named_parameters():
-            owned = model.ties.owned_name(name)
             value = sharding.in_step(parameter)
             part = _part_of(value)
             if not is_sharded(value) and (mesh.shards is not None or index in shared):
                 part = mesh.shard, rank if index in shared else None  # it may be cut, and nothing says how
-            steps = (index in owners or not one_copy_steps) and not (updates if owned in tied else is_dealt)
-            # The same replica steps a tied parameter on all ranks.
-            stepped_by = ("replica", mesh.replica if is_dealt else None) if steps else ()
-            held.setdefault(owned, _Held(f"parameter {owned}", parameter, part, stepped_by))
+            subject = f"parameter {model.ties.owned_name(name)}"
+            held.setdefault(subject, _Held(subject, parameter, part))
     return list(held.values())
 
 

@@ -93,10 +93,7 @@ class OptimizerState:
         self._refuse_foreign_steps()
         self.constructed = plain_attributes(self.optimizer)
         require_whole_matrices(self.optimizer, model.sharded is not None)
-        masters = None if self.updating is None else self.updating.stand_ins()
-        self.agreement = HolderChecksums(
-            model, mesh, self.replicas.sharding, masters, one_copy_steps, lambda: self.optimizer
-        )
+        self.agreement = HolderChecksums(model, mesh, self.replicas.sharding, lambda: self.optimizer)
         self.replicas.agreement = self.agreement
 
     @property
