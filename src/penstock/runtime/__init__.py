@@ -14,7 +14,7 @@ parameters/      gradients, optimizer, weight versions     tensor_parallel  laye
 mesh/            processes, and what each is for           launch/          rank processes of this machine
 adapt/           plans that change while it runs           emulation/       the same, with ops that only take time
 checkpoint/      files, and state sent between ranks       errors           what can go wrong, and checks of values
-verify           a step computed in ways that must agree   verification     what that finds
+verify           a step computed in ways that must agree   node_moves       nodes that change places
 plain_loop       the reference loop                        lifetime         open, broken or closed
 execute/         what each rank does next, in a step
 """
@@ -34,7 +34,7 @@ from penstock.runtime.stage.batch_rules import WHOLE, BatchRules
 from penstock.runtime.stage.registered_ops import OpCall
 from penstock.runtime.stage.stage import Stage
 from penstock.runtime.transport.choose import DelegateOptions, TransportOptions
-from penstock.runtime.verification import ComparedWays, Verification
+from penstock.runtime.verify import ComparedWays, Verification
 
 __all__ = [
     "ComparedWays",

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 
 from penstock.control import Configuration
 from penstock.cost import Ring
@@ -30,7 +31,6 @@ from penstock.runtime.compatibility import (
     require_compatible,
     require_runnable,
     why_never_fewer,
-    why_nodes_stay,
 )
 from penstock.runtime.errors import RuntimeFailure
 from penstock.runtime.execute.executors import StepExecutor
@@ -98,6 +98,7 @@ class LocalPipeline:
             kept this process from doing its part of that.
         notices: messages for the user.
         found: what `held` gave when this was built.
+        groups: the process groups that were made for its place, after nodes have moved.
         sources: the stages as they were given or cut, those of other processes too.
         model, optimizer_state, devices, executor, transport, failover, conditions: what `build` makes.
 
@@ -181,6 +182,7 @@ class LocalPipeline:
         self.conditions: Conditions | None = None
         self.last: tuple[Wiring, list[Worker]] | None = None
         self.failure = StepFailure(is_shared=False)
+        self.groups: DeviceMesh | None = None
         self._interfaces = choice.delegates.interfaces
         self._made = ExitStack()
 
@@ -266,21 +268,6 @@ class LocalPipeline:
         around = nodes.mesh.ring_links(links, self.peers.here[0])
         return LateRing(Ring() if self.adapt is None else self.adapt.ring, around, self.conditions)
 
-    def require_new_groups(self) -> None:
-        """What must hold before torch.distributed is asked for more groups. Every process must call it.
-
-        Raises:
-            RuntimeFailure: in every process, where connections have broken since this was built. torch makes groups
-                by the store and over the interface that it was set up with, and would wait for these.
-        """
-        # Every process has a guard, or none has.
-        if self.failover is not None and any(self.mesh.everyone.gather(self.failover.number)):
-            raise RuntimeFailure(
-                "nodes can't change places any more: connections have broken, what ranks sum goes by another "
-                "interface since, and torch.distributed makes groups only by the store and over the interface that "
-                "it was set up with; start again from the newest checkpoint"
-            )
-
     # What runs.
 
     def ready(self, configuration: Configuration) -> ActivePlan | Configuration:
@@ -329,24 +316,6 @@ class LocalPipeline:
         """Runs something else from the next step on."""
         self.running = then
         self.notices.note(self.devices.split_stages(then))
-
-    def movable_nodes(self) -> Nodes | None:
-        """The nodes that may change places; None where none may, which a notice explains. All processes call it."""
-        given, nodes = self._given, self.nodes
-        if nodes is None:
-            return None
-        why = why_nodes_stay(self.start.schedule, given.model, given.optimizer, nodes)
-        if self.own_batches is not None:
-            why = "each replica is given its own part of a batch, which its loader would go on giving it there"
-        why = next(filter(None, self.mesh.everyone.gather(why)), None)  # each process has a torch of its own
-        if why is None:
-            return nodes
-        self.notices.note([f"nodes stay where they lie, also where a link between them is late: {why}"])
-        return None
-
-    def note_nodes(self, nodes: tuple[int, ...]) -> None:
-        """What runs says from now on where nodes lie: they may change places."""
-        self.running = replace(self.running, configuration=replace(self.running.configuration, nodes=nodes))
 
     def begin(self) -> StepFailure:
         """A step, evaluation or prediction begins. Returns what is to keep the errors of this process in it."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from time import perf_counter_ns
 from typing import Any
@@ -18,7 +17,7 @@ from torch.optim import Optimizer
 from penstock.control import Configuration
 from penstock.cost import Links
 from penstock.dispatch import Dispatch
-from penstock.runtime.adapt import AdaptOptions, Agent, NodeProbes, RunSetting, start_agent
+from penstock.runtime.adapt import AdaptOptions, Agent, start_agent
 from penstock.runtime.arguments import (
     ParallelOptions,
     PipelineArguments,
@@ -39,9 +38,8 @@ from penstock.runtime.execute.timeline import gathered_timeline, idle_share, mea
 from penstock.runtime.lifetime import Lifetime, one_at_a_time
 from penstock.runtime.local_pipeline import LocalPipeline
 from penstock.runtime.mesh.peers import require_same
-from penstock.runtime.mesh.process_mesh import device_mesh_of, end_groups
-from penstock.runtime.parameters.optimizer import GivenOptimizer, kept_groups, require_alike
-from penstock.runtime.parameters.optimizer_state import gradient_bytes
+from penstock.runtime.node_moves import move_nodes, probes_of, run_setting, tell_place
+from penstock.runtime.parameters.optimizer import GivenOptimizer, kept_groups
 from penstock.runtime.partitioning.cutting import evaluating
 from penstock.runtime.stage.batch_rules import BatchRules
 from penstock.runtime.stage.branches import has_many_ends, is_plain
@@ -53,10 +51,8 @@ from penstock.runtime.stage.stage import StageSource
 from penstock.runtime.tensors.pytree import flatten, unflatten
 from penstock.runtime.tensors.rng import mix, restored
 from penstock.runtime.transport.choose import TransportOptions
-from penstock.runtime.transport.link_conditions import probed_besides
 from penstock.runtime.transport.shared_memory import SharedMemoryTransport
-from penstock.runtime.verification import Verification
-from penstock.runtime.verify import Verifier
+from penstock.runtime.verify import Verification, Verifier
 from penstock.schedule import Schedule
 from penstock.simulation import Timeline
 from penstock.unknown_names import refuse_unknown
@@ -168,8 +164,6 @@ class Pipeline:
         self._agent: Agent | None = None
         self._has_noted_stays = False
         self._moving_to: Configuration | None = None
-        self._groups: Any = None
-        """The process groups that were made for its place, after nodes have moved."""
         self._life = Lifetime()
         self._local = LocalPipeline(given, mesh, dispatch, self._life)
         try:
@@ -184,39 +178,12 @@ class Pipeline:
 
     def _start_agent(self, adapt: AdaptOptions) -> None:
         """Starts an agent, one over all processes of the mesh."""
-        local, given = self._local, self._given
-        place, nodes, first = local.mesh, local.movable_nodes() if adapt.may_move else None, local.start
-        weighs: tuple[float, ...] = ()
-        if nodes is not None:
-            first = replace(first, nodes=nodes.mesh.nodes)
-            local.note_nodes(first.nodes)
-            weighs = gradient_bytes(local.model.copies.stages, local.peers, first.schedule.num_stages)
-        setting = RunSetting(
-            first,
-            local.costs,
-            local.choice,
-            num_copies=place.num_replicas * place.num_shards,
-            mesh=None if nodes is None else nodes.mesh,
-            gradient_bytes=weighs,
-        )
+        local, setting = self._local, run_setting(self._local, self._given, adapt.may_move)
         # `ready` of where it lies by then.
-        self._agent = start_agent(adapt, place.everyone, setting, lambda then: self._local.ready(then))
-        self._tell_place()
-        if nodes is not None:
-            injected, links = None, given.transport.links
-            if links is not None and local.conditions is not None:
-                injected = partial(probed_besides, links, local.conditions)
-            self._agent.probes = NodeProbes(nodes.processes, given.timeout, injected)
-
-    def _tell_place(self) -> None:
-        """Tells the agent where this process lies. Every process must call it."""
-        place, agent = self._local.mesh, self._agent
-        if agent is None or place.is_flat:
-            return
-        agent.pipeline_index = place.replica * place.num_shards + place.shard
-        agent.pipeline = self._local.peers.gather(place.everyone.here[0])
-        if len(agent.pipeline) < self.schedule.num_ranks:  # one process runs the whole pipeline
-            agent.pipeline = agent.pipeline * self.schedule.num_ranks
+        self._agent = start_agent(adapt, local.mesh.everyone, setting, lambda then: self._local.ready(then))
+        tell_place(self._agent, local)
+        if setting.mesh is not None:
+            self._agent.probes = probes_of(local, self._given)
 
     def _switch(self, then: ActivePlan | Configuration) -> None:
         """Switches to something else for the next step. Nodes move when that step begins, not before."""
@@ -226,52 +193,9 @@ class Pipeline:
             self._local.switch(then)
 
     def _move(self, then: Configuration) -> None:
-        """Moves to where a configuration places the nodes. Every process calls it, between two steps.
-
-        It builds the pipeline of the new place beside the old one, hands all state over, and replaces the old one.
-        """
-        before, moved, groups = self._local, None, None
-        assert before.nodes is not None, "nodes that move are known"
+        """Moves to where a configuration places the nodes. Every process calls it, between two steps."""
         self._moving_to = None
-        try:
-            before.require_new_groups()
-            groups = device_mesh_of(before.nodes.at(then.nodes).layout, before.model.device.type)
-            moved = LocalPipeline(self._given, groups, then.dispatch, self._life)
-            moved.build()
-            moved.note_nodes(then.nodes)
-            self._require_movable(moved)
-            plan = moved.ready(then)
-            assert isinstance(plan, ActivePlan), "the nodes lie there by now"
-            hand_over(before.optimizer_state, moved.optimizer_state, before.mesh.everyone)
-        except BaseException as error:
-            if moved is not None:
-                moved.close()
-            if groups is not None:
-                end_groups(groups)
-            if type(error) is not RuntimeFailure or self._agent is None:
-                raise
-            self._agent.end(f"nodes could not move: {error}")  # as on every process, and training goes on
-            return
-        if before.conditions is not None and moved.conditions is not None:
-            moved.conditions.origin = before.conditions.origin
-        moved.optimizer_state.go_on_from(before.optimizer_state)
-        moved.switch(plan)
-        before.close()
-        if self._groups is not None:
-            end_groups(self._groups)
-        before.notices.move_to(moved.mesh.everyone, moved.notices.known())
-        moved.notices = before.notices
-        self._local, self._groups = moved, groups
-        self._tell_place()
-
-    def _require_movable(self, then: LocalPipeline) -> None:
-        """Raises RuntimeFailure, in every process, if this pipeline cannot continue as `then`."""
-        known = {id(parameter) for parameter in self.parameters()}
-        shared = sum(id(parameter) in known for parameter in then.model.parameters)
-        why = f"it shares {shared} parameters: functions are to make fresh stages" if shared else ""
-        why = why or require_alike(self._local.optimizer_state.optimizer, then.optimizer_state.optimizer)
-        if said := [each for each in self.gather(why) if each]:
-            raise RuntimeFailure(f"the other pipeline cannot continue: {said[0]}")
+        self._local = move_nodes(self._local, then, self._given, self._life, self._agent)
 
     @property
     def schedule(self) -> Schedule:

@@ -1,0 +1,154 @@
+"""Nodes of a mesh that change places while a pipeline trains: what an agent is told of them, and the move itself.
+
+LocalPipeline at the old place --hand_over--> LocalPipeline at the new place      between two steps, everywhere
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import partial
+
+from penstock.control import Configuration
+from penstock.runtime.adapt import Agent, NodeProbes, RunSetting
+from penstock.runtime.arguments import PipelineArguments
+from penstock.runtime.checkpoint.state_transfer import hand_over
+from penstock.runtime.compatibility import why_nodes_stay
+from penstock.runtime.errors import RuntimeFailure
+from penstock.runtime.execute.plan import ActivePlan
+from penstock.runtime.lifetime import Lifetime
+from penstock.runtime.local_pipeline import LocalPipeline
+from penstock.runtime.mesh.process_mesh import Nodes, device_mesh_of, end_groups
+from penstock.runtime.parameters.optimizer import require_alike
+from penstock.runtime.parameters.optimizer_state import gradient_bytes
+from penstock.runtime.transport.link_conditions import probed_besides
+
+
+def run_setting(local: LocalPipeline, given: PipelineArguments, may_move: bool) -> RunSetting:
+    """What an agent is to know of the run. It has a mesh if nodes may move. Every process must call it."""
+    place, nodes, first = local.mesh, _movable_nodes(local, given) if may_move else None, local.start
+    weighs: tuple[float, ...] = ()
+    if nodes is not None:
+        first = replace(first, nodes=nodes.mesh.nodes)
+        _note_nodes(local, first.nodes)
+        weighs = gradient_bytes(local.model.copies.stages, local.peers, first.schedule.num_stages)
+    return RunSetting(
+        first,
+        local.costs,
+        local.choice,
+        num_copies=place.num_replicas * place.num_shards,
+        mesh=None if nodes is None else nodes.mesh,
+        gradient_bytes=weighs,
+    )
+
+
+def _movable_nodes(local: LocalPipeline, given: PipelineArguments) -> Nodes | None:
+    """The nodes that may change places; None where none may, which a notice explains."""
+    nodes = local.nodes
+    if nodes is None:
+        return None
+    why = why_nodes_stay(local.start.schedule, given.model, given.optimizer, nodes)
+    if local.own_batches is not None:
+        why = "each replica is given its own part of a batch, which its loader would go on giving it there"
+    why = next(filter(None, local.mesh.everyone.gather(why)), None)  # each process has a torch of its own
+    if why is None:
+        return nodes
+    local.notices.note([f"nodes stay where they lie, also where a link between them is late: {why}"])
+    return None
+
+
+def _note_nodes(local: LocalPipeline, nodes: tuple[int, ...]) -> None:
+    """What runs says from now on where nodes lie."""
+    local.running = replace(local.running, configuration=replace(local.running.configuration, nodes=nodes))
+
+
+def probes_of(local: LocalPipeline, given: PipelineArguments) -> NodeProbes | None:
+    """The probes of the links between nodes; None if there are no nodes that may move."""
+    if local.nodes is None:
+        return None
+    links, injected = given.transport.links, None
+    if links is not None and local.conditions is not None:
+        injected = partial(probed_besides, links, local.conditions)
+    return NodeProbes(local.nodes.processes, given.timeout, injected)
+
+
+def tell_place(agent: Agent, local: LocalPipeline) -> None:
+    """Tells the agent where this process lies. Every process must call it."""
+    place = local.mesh
+    if place.is_flat:
+        return
+    agent.pipeline_index = place.replica * place.num_shards + place.shard
+    agent.pipeline = local.peers.gather(place.everyone.here[0])
+    num_ranks = local.running.schedule.num_ranks
+    if len(agent.pipeline) < num_ranks:  # one process runs the whole pipeline
+        agent.pipeline = agent.pipeline * num_ranks
+
+
+def move_nodes(
+    before: LocalPipeline, then: Configuration, given: PipelineArguments, life: Lifetime, agent: Agent | None
+) -> LocalPipeline:
+    """Moves to where a configuration places the nodes. Every process calls it, between two steps.
+
+    It builds the pipeline of the new place beside the old one, hands all state over, and closes the old one. If nodes
+    can't move, the agent ends, and training goes on in the old place.
+
+    Returns:
+        The pipeline that trains from here on.
+    """
+    moved, groups = None, None
+    assert before.nodes is not None, "nodes that move are known"
+    try:
+        _require_new_groups(before)
+        groups = device_mesh_of(before.nodes.at(then.nodes).layout, before.model.device.type)
+        moved = LocalPipeline(given, groups, then.dispatch, life)
+        moved.build()
+        _note_nodes(moved, then.nodes)
+        _require_movable(before, moved)
+        plan = moved.ready(then)
+        assert isinstance(plan, ActivePlan), "the nodes lie there by now"
+        hand_over(before.optimizer_state, moved.optimizer_state, before.mesh.everyone)
+    except BaseException as error:
+        if moved is not None:
+            moved.close()
+        if groups is not None:
+            end_groups(groups)
+        if type(error) is not RuntimeFailure or agent is None:
+            raise
+        agent.end(f"nodes could not move: {error}")  # as on every process
+        return before
+    if before.conditions is not None and moved.conditions is not None:
+        moved.conditions.origin = before.conditions.origin
+    moved.optimizer_state.go_on_from(before.optimizer_state)
+    moved.switch(plan)
+    moved.groups = groups
+    before.close()
+    if before.groups is not None:
+        end_groups(before.groups)
+    before.notices.move_to(moved.mesh.everyone, moved.notices.known())
+    moved.notices = before.notices
+    if agent is not None:
+        tell_place(agent, moved)
+    return moved
+
+
+def _require_movable(before: LocalPipeline, then: LocalPipeline) -> None:
+    """Raises RuntimeFailure, in every process, if one pipeline cannot continue as another."""
+    known = set(map(id, before.model.parameters))
+    shared = sum(id(parameter) in known for parameter in then.model.parameters)
+    why = f"it shares {shared} parameters: functions are to make fresh stages" if shared else ""
+    why = why or require_alike(before.optimizer_state.optimizer, then.optimizer_state.optimizer)
+    if said := [each for each in before.mesh.everyone.gather(why) if each]:
+        raise RuntimeFailure(f"the other pipeline cannot continue: {said[0]}")
+
+
+def _require_new_groups(local: LocalPipeline) -> None:
+    """Raises RuntimeFailure, in every process, where connections have broken since the pipeline was built.
+
+    torch makes groups by the store and over the interface that it was set up with, and would wait for these.
+    """
+    # Every process has a guard, or none has.
+    if local.failover is not None and any(local.mesh.everyone.gather(local.failover.number)):
+        raise RuntimeFailure(
+            "nodes can't change places any more: connections have broken, what ranks sum goes by another interface "
+            "since, and torch.distributed makes groups only by the store and over the interface that it was set up "
+            "with; start again from the newest checkpoint"
+        )
