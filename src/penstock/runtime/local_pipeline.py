@@ -132,12 +132,12 @@ class LocalPipeline:
             links.check_ranks(schedule.num_ranks if self.nodes is None else self.nodes.mesh.num_nodes)
         choice = TransportChoice(given.transport, adapt is not None and adapt.may_delegate)
         self.choice = choice if apart else TransportChoice(TransportOptions())
-        scaler = given.precision.enabled_scaler
+        scaler, loss_fn = given.precision.enabled_scaler, given.loss_fn
         facts = {
             "schedule": schedule_digest(schedule),
             "model": _form_of(given.model),
             "number of stages in its list": None if isinstance(given.model, nn.Module) else len(given.model),
-            "loss_fn": _name_of(given.loss_fn),
+            "loss_fn": None if loss_fn is None else in_words(getattr(loss_fn, "func", loss_fn)),
             "dispatch": str(dispatch),
             "seed": given.seed,
             "autocast": str(given.precision.autocast),
@@ -477,12 +477,6 @@ class LocalPipeline:
     def _end_failover(self, failover: Failover | None) -> None:
         if failover is not None:
             failover.close(parts=not self._life.is_broken)
-
-
-def _name_of(function: Any) -> str | None:
-    """What a function is called, or the class of an object that is called."""
-    known = getattr(function, "func", function)  # of a partial
-    return None if known is None else getattr(known, "__qualname__", type(known).__qualname__)
 
 
 def _form_of(model: nn.Module | Sequence[StageSource]) -> str | None:

@@ -18,7 +18,6 @@ from penstock.runtime.execute.plan import ActivePlan
 from penstock.runtime.lifetime import Lifetime
 from penstock.runtime.local_pipeline import LocalPipeline
 from penstock.runtime.mesh.process_mesh import Nodes, device_mesh_of, end_groups
-from penstock.runtime.parameters.optimizer import require_alike
 from penstock.runtime.parameters.optimizer_state import gradient_bytes
 from penstock.runtime.transport.link_conditions import probed_besides
 
@@ -135,7 +134,6 @@ def _require_movable(before: LocalPipeline, then: LocalPipeline) -> None:
     known = set(map(id, before.model.parameters))
     shared = sum(id(parameter) in known for parameter in then.model.parameters)
     why = f"it shares {shared} parameters: functions are to make fresh stages" if shared else ""
-    why = why or require_alike(before.optimizer_state.optimizer, then.optimizer_state.optimizer)
     if said := [each for each in before.mesh.everyone.gather(why) if each]:
         raise RuntimeFailure(f"the other pipeline cannot continue: {said[0]}")
 

@@ -452,16 +452,16 @@ class Pipeline:
         This is what ran; `ps.schedule.count_mismatch(schedule)` computes the same from the schedule. Every rank must
         call it. It is empty without updates.
         """
-        mine = {} if self._local.optimizer_state.updating is None else self._local.optimizer_state.updating.mismatch()
-        return {key: count for part in self._local.peers.gather(mine) for key, count in part.items()}
+        updating = self._local.optimizer_state.updating
+        return self._of_all_ranks({} if updating is None else updating.mismatch())
 
     def state_bytes(self) -> list[dict[str, int]]:
         """Bytes that each rank held: parameters, older versions, gradients and the optimizer's state.
 
         Of older versions and gradients it is the most in the last step. Every rank must call it.
         """
-        mine = {rank: self._local.optimizer_state.bytes_of(rank) for rank in self._local.peers.here}
-        found = {rank: held for part in self._local.peers.gather(mine) for rank, held in part.items()}
+        state, here = self._local.optimizer_state, self._local.peers.here
+        found = self._of_all_ranks({rank: state.bytes_of(rank) for rank in here})
         return [found[rank] for rank in sorted(found)]
 
     def host_memory(self) -> list[int]:
@@ -475,10 +475,10 @@ class Pipeline:
 
         The result is by stage. Stages whose backward is not split are left out. Every rank must call it.
         """
-        found: dict[int, DeferredShare] = {}
-        for part in self._local.peers.gather(self._local.devices.deferred_shares()):
-            found |= part
-        return dict(sorted(found.items()))
+        return dict(sorted(self._of_all_ranks(self._local.devices.deferred_shares()).items()))
+
+    def _of_all_ranks(self, mine: dict[Any, Any]) -> dict[Any, Any]:
+        return {key: value for part in self._local.peers.gather(mine) for key, value in part.items()}
 
     @one_at_a_time
     def zero_grad(self) -> None:

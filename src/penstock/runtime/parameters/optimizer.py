@@ -189,20 +189,6 @@ def goes_on_as(before: Optimizer | None, after: Optimizer | None) -> Optimizer |
     return before
 
 
-def require_alike(before: Optimizer | None, after: Optimizer | None) -> str:
-    """Says why the first optimizer can't go on as the second one; returns "" if it can."""
-    if (before is None) != (after is None):
-        return "one of them has an optimizer"
-    if before is None or after is None:
-        return ""
-    forms = [
-        [f"{type(one).__name__} with {len(one.param_groups)} groups" for one in optimizers_in(each).values()]
-        for each in (before, after)
-    ]
-    was, would_be = (" and ".join(form) for form in forms)
-    return "" if was == would_be else f"its optimizer was {was}, and would be {would_be}"
-
-
 def require_steps_alone(optimizer: Any) -> None:
     """Raises RuntimeFailure if the step of an optimizer, or of a class, needs arguments, as LBFGS's does."""
     known = getattr(optimizer, "func", optimizer)  # of a partial
