@@ -132,12 +132,12 @@ class LocalPipeline:
             links.check_ranks(schedule.num_ranks if self.nodes is None else self.nodes.mesh.num_nodes)
         choice = TransportChoice(given.transport, adapt is not None and adapt.may_delegate)
         self.choice = choice if apart else TransportChoice(TransportOptions())
-        scaler, loss_fn = given.precision.enabled_scaler, given.loss_fn
+        scaler, loss_fn = given.precision.enabled_scaler, getattr(given.loss_fn, "func", given.loss_fn)
         facts = {
             "schedule": schedule_digest(schedule),
             "model": _form_of(given.model),
             "number of stages in its list": None if isinstance(given.model, nn.Module) else len(given.model),
-            "loss_fn": None if loss_fn is None else in_words(getattr(loss_fn, "func", loss_fn)),
+            "loss_fn": in_words(loss_fn),
             "dispatch": str(dispatch),
             "seed": given.seed,
             "autocast": str(given.precision.autocast),
