@@ -132,7 +132,8 @@ class LocalPipeline:
             links.check_ranks(schedule.num_ranks if self.nodes is None else self.nodes.mesh.num_nodes)
         choice = TransportChoice(given.transport, adapt is not None and adapt.may_delegate)
         self.choice = choice if apart else TransportChoice(TransportOptions())
-        scaler, loss_fn = given.precision.enabled_scaler, getattr(given.loss_fn, "func", given.loss_fn)
+        scaler = given.precision.enabled_scaler
+        loss_fn: Any = getattr(given.loss_fn, "func", given.loss_fn)
         facts = {
             "schedule": schedule_digest(schedule),
             "model": _form_of(given.model),
