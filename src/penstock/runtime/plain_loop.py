@@ -16,7 +16,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from penstock.runtime.errors import is_count, require_value
 from penstock.runtime.execute.step_end import sum_in_order
 from penstock.runtime.partitioning.cutting import Split, build_stage, stages_of
 from penstock.runtime.partitioning.traced_stage import WholeModel
@@ -76,8 +75,6 @@ def plain_step(
         >>> all(torch.equal(p.grad, q.grad) for p, q in zip(model.parameters(), plain.parameters()))
         True
     """
-    require_value(callable(loss_fn), "loss_fn", loss_fn, "a function (output, targets) -> loss")
-    require_value(is_count(num_microbatches), "num_microbatches", num_microbatches, "a whole number, at least 1")
     require_keys(batch, inputs, targets)
     rules = rules_of(model, batch, inputs)
     cut = cut_batch(inputs, targets, num_microbatches, loss_fn, rules=rules)
