@@ -199,35 +199,6 @@ def _turn_alike(worker: Worker, on_the_way: OnTheWay) -> bool:
     return moved
 
 
-def run_threads(name: str, works: Sequence[Callable[[], None]], lose: Callable[[int], None]) -> None:
-    """Runs functions to their ends, a thread each. Raises what went wrong first, not what came of that elsewhere.
-
-    Args:
-        name: of the threads, before their numbers.
-        lose: called with the number of one that failed, so that the others end; with 0 where the wait is broken off.
-    """
-    errors: list[BaseException] = []
-
-    def run(place: int) -> None:
-        try:
-            works[place]()
-        except BaseException as error:
-            errors.append(error)
-            lose(place)
-
-    threads = [threading.Thread(target=run, args=(place,), name=f"{name}-{place}") for place in range(len(works))]
-    for thread in threads:
-        thread.start()
-    try:
-        for thread in threads:
-            thread.join()
-    except BaseException:
-        lose(0)
-        raise
-    if errors:
-        raise next((error for error in errors if not isinstance(error, PeerLost)), errors[0])
-
-
 class RankThreads:
     """The ranks of a pipeline.
 
@@ -245,9 +216,27 @@ class RankThreads:
         self.barrier = ThreadBarrier(num_ranks, timeout)
 
     def run(self, workers: Sequence[Worker]) -> None:
-        """Runs every worker to its end. Raises as `run_threads`."""
-        works = [partial(run_rank, worker) for worker in workers]
-        run_threads("penstock-rank", works, lambda place: self._lose(workers[place].rank))
+        """Runs every worker to its end. Raises what went wrong first, not what came of that on other ranks."""
+        errors: list[BaseException] = []
+
+        def run(worker: Worker) -> None:
+            try:
+                run_rank(worker)
+            except BaseException as error:
+                errors.append(error)
+                self._lose(worker.rank)
+
+        threads = [threading.Thread(target=run, args=(each,), name=f"penstock-rank-{each.rank}") for each in workers]
+        for thread in threads:
+            thread.start()
+        try:
+            for thread in threads:
+                thread.join()
+        except BaseException:
+            self._lose(workers[0].rank)
+            raise
+        if errors:
+            raise next((error for error in errors if not isinstance(error, PeerLost)), errors[0])
 
     def close(self) -> None:
         for transport in self.transports:

@@ -8,14 +8,13 @@ from dataclasses import replace
 
 from penstock.control import Event
 from penstock.cost import Costs
-from penstock.cost.overlap import Overlap
 from penstock.runtime.adapt import MeasuredStep
 from penstock.runtime.adapt.report import costs_of_ops
 from penstock.runtime.execute.worker import Worker
 from penstock.runtime.mesh.peers import Peers
 from penstock.runtime.transport.wiring import Wiring
 from penstock.schedule import Op
-from penstock.schedule.op import BACKWARD, COMMUNICATION, FORWARD, INPUT, KINDS, UPDATE
+from penstock.schedule.op import COMMUNICATION, KINDS, UPDATE
 from penstock.schedule.updates import OWNER
 from penstock.simulation import Message, TimedOp, Timeline
 
@@ -76,55 +75,24 @@ def measured_costs(timelines: Sequence[Timeline]) -> Costs:
     """Per stage the mean duration of each kind of op over some measured steps: means add up to the time spent.
 
     Backwards and their halves are as in `costs_of_ops`. Forwards that ran again (R), updates on the owner of a stage
-    (U) and registered kinds are among the costs of other ops; updates on other copies are `take_over`. Pairs whose
-    ops ran at the same time are `overlap.measured`, by their stages, and none of the ops by themselves, unless a
-    stage has no others: then each of the two counts for half of the pair.
+    (U) and registered kinds are among the costs of other ops; updates on other copies are `take_over`.
     """
     num_stages = timelines[0].schedule.num_stages
     found: dict[tuple[str, int], list[float]] = {}
     taken: dict[int, list[float]] = {}
-    together: dict[tuple[int, int], list[float]] = {}
     for timeline in timelines:
         schedule = timeline.schedule
-        as_one = _ran_as_one(timeline)
         for timed in timeline.ops:
             op, ms = timed.op, timed.end - timed.start
-            if op in as_one:
-                if op.kind == FORWARD:
-                    together.setdefault((op.stage, as_one[op].stage), []).append(ms)
-            elif op.kind == UPDATE and schedule.pipeline_of(op) != OWNER:
+            if op.kind == UPDATE and schedule.pipeline_of(op) != OWNER:
                 taken.setdefault(op.stage, []).append(ms)
             else:
                 found.setdefault((op.kind, op.stage), []).append(ms)
-    for (forward, backward), values in together.items():
-        for key in ((FORWARD, forward), (BACKWARD, backward)):
-            if key not in found and not (key[0] == BACKWARD and (INPUT, backward) in found):
-                found[key] = [ms / 2 for ms in values]
     mean = {key: statistics.fmean(values) for key, values in found.items()}
     take_over = [statistics.fmean(taken.get(s, [0.0])) for s in range(num_stages)] if taken else ()
-    costs = replace(costs_of_ops(mean, num_stages), take_over=take_over, overlap=_overlap(num_stages, together))
+    costs = replace(costs_of_ops(mean, num_stages), take_over=take_over)
     other = {key: ms for key, ms in mean.items() if key[0] not in (*KINDS, *COMMUNICATION)}
     return costs.with_other(other) if other else costs
-
-
-def _ran_as_one(timeline: Timeline) -> dict[Op, Op]:
-    """The ops of pairs that ran at the same time, each with the other one of its pair."""
-    if not timeline.schedule.pairs:
-        return {}
-    at = {timed.op: timed for timed in timeline.ops}
-    found: dict[Op, Op] = {}
-    for forward, backward in timeline.schedule.pairs:
-        if forward in at and backward in at and at[backward].start == at[backward].end == at[forward].end:
-            found |= {forward: backward, backward: forward}
-    return found
-
-
-def _overlap(num_stages: int, together: Mapping[tuple[int, int], Sequence[float]]) -> Overlap | None:
-    """What pairs took that ran at the same time."""
-    if not together:
-        return None
-    nothing = [0.0] * num_stages
-    return Overlap(nothing, nothing, measured={stages: statistics.fmean(ms) for stages, ms in together.items()})
 
 
 def idle_share(rows: Sequence[Sequence[tuple[Op, int, int]]]) -> float:

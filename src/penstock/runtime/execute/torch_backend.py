@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -184,21 +184,13 @@ class TorchOps:
 
         def run(op: Op, inputs: Sequence[Payload]) -> Payload | None:
             key = pipelines[op.microbatch], op.stage
-            if inside is None:
-                return work(runners[key], op, inputs)
-            with inside(*key):
+            with nullcontext() if inside is None else inside(*key):
                 return work(runners[key], op, inputs)
 
         def handle(wired: WiredOp, inputs: Sequence[Payload]) -> Sequence[Payload]:
-            outcome = run(wired.op, inputs)
-            return self._outputs(wired, outcome) if wired.output_edges else ()
-
-        def handle_together(wired: WiredOp, inputs: Sequence[Payload]) -> Sequence[Payload]:
             return self._outputs(wired, self._together(run, wired.op, inputs))
 
-        if self._shared:
-            return handle_together
-        return handle_alone if inside is None else handle
+        return handle_alone if inside is None and not self._shared else handle
 
     def _together(
         self, run: Callable[[Op, Sequence[Payload]], Payload | None], op: Op, inputs: Sequence[Payload]

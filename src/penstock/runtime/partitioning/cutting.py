@@ -325,7 +325,7 @@ def _stages(tracing: ModelTracer, program: TracedProgram) -> list[Stage]:
     taken: set[str] = set()
     for index in range(len(tracing.begins) + 1):
         found = [each[index] for each in parts]
-        paths = dict.fromkeys(step.layer.path for part in found for step in part.steps if step.layer is not None)
+        paths = dict.fromkeys(step.meta["layer"].path for part in found for step in part.steps if step.meta["layer"])
         layers = {path: model.get_submodule(path) for path in paths}
         used = dict.fromkeys(path for part in found for path in part.tensors.values())
         if index == len(tracing.begins):
@@ -479,18 +479,16 @@ def evaluating(model: nn.Module | Sequence[StageSource], stages: Iterable[nn.Mod
         model: as it was given, whole or in parts.
     """
     whole = model if isinstance(model, nn.Module) else model.model if isinstance(model, Split) else None
-    roots = [*([] if whole is None else [whole]), *stages]
-    before = {module: module.training for root in roots for module in root.modules()}
-    seen: set[nn.Module] = set()
+    before: dict[nn.Module, bool] = {}
     try:
-        for root in roots:
-            new = [module for module in root.modules() if module not in seen]
+        for root in [*([] if whole is None else [whole]), *stages]:
+            new = {module: module.training for module in root.modules() if module not in before}
+            before |= new
             if any(map(_does_more, new)):
                 root.eval()
-            else:
+            else:  # the model's own `train` may have kept some layers of a stage in training mode
                 for module in new:
                     module.training = False
-            seen.update(new)
         yield
     finally:
         for module, training in before.items():

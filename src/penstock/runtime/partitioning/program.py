@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import inspect
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from itertools import pairwise
 from typing import Any, NamedTuple
@@ -26,10 +26,8 @@ from penstock.cost.cut import PartitionError
 from penstock.runtime.partitioning.tracer import (
     MODEL,
     ForwardTracer,
-    SourceLine,
     Untraceable,
     attribute_of,
-    own_lists,
 )
 from penstock.runtime.stage.module_state import untouched
 from penstock.runtime.stage.split_backward import unrecorded
@@ -38,38 +36,11 @@ from penstock.runtime.tensors.pytree import Skeleton, device_of, flatten, num_le
 from penstock.runtime.tensors.rng import restored
 
 
-class ValueRef(NamedTuple):
-    """Stands for the value of a step in the arguments of another."""
-
-    slot: int
-
-
 class LayerCall(NamedTuple):
     """A call of a layer: the layer's path in the model, and how many calls of it come before."""
 
     path: str
     occurrence: int
-
-
-class TracedStep(NamedTuple):
-    """One step of a traced forward: a call of a layer, a method or a function.
-
-    Attributes:
-        slot: the number of its value. target: a layer's path, a method's name, or a function.
-        layer: the call of a layer; None for other steps. number: the call's number among all calls of layers, from 1.
-        no_grad: whether it runs without gradients.
-    """
-
-    slot: int
-    op: str
-    target: str | Callable[..., Any]
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
-    uses: frozenset[int]
-    line: SourceLine | None
-    no_grad: bool
-    layer: LayerCall | None
-    number: int
 
 
 class StageProgram(NamedTuple):
@@ -80,61 +51,54 @@ class StageProgram(NamedTuple):
         tensors: for each value that is a parameter or buffer of the model, its path.
     """
 
-    steps: Sequence[TracedStep]
-    frees: Sequence[Collection[int]]
-    comes: Sequence[int]
-    goes: Sequence[int]
-    tensors: Mapping[int, str]
+    steps: Sequence[fx.Node]
+    frees: Sequence[Collection[fx.Node]]
+    comes: Sequence[fx.Node]
+    goes: Sequence[fx.Node]
+    tensors: Mapping[fx.Node, str]
 
 
 class TracedProgram:
-    """A traced forward as a list of steps, from which stages are cut.
+    """A traced forward as a list of steps, from which stages are cut. A node of its graph stands for a step's value.
+
+    The `meta` of a step has the `line` of the user's code, whether it runs with `no_grad`, and, if it calls a layer,
+    the call (`layer`, else None) and its `number` among all calls, from 1.
 
     Attributes:
         steps, calls: all steps and all calls of layers, in order.
         tensors: for each value that is a parameter or buffer of the model, its path.
         constants: other values that are there before the first step.
-        inputs: the number of the value that is the list of the model's inputs.
-        output: what the forward returns, made of `ValueRef`s.
+        inputs: the value that is the list of the model's inputs.
+        output: what the forward returns, with nodes in the places of values.
     """
 
     def __init__(self, graph: fx.Graph, entry: nn.Module) -> None:
         model = entry.get_submodule(MODEL)
         paths = {id(tensor): path for path, tensor in (*model.named_buffers(), *model.named_parameters())}
-        slots = {node: slot for slot, node in enumerate(graph.nodes)}
-        self.tensors: dict[int, str] = {}
-        self.constants: dict[int, Any] = {}
-        self.steps: list[TracedStep] = []
+        self.tensors: dict[fx.Node, str] = {}
+        self.constants: dict[fx.Node, Any] = {}
+        self.steps: list[fx.Node] = []
         self.calls: list[LayerCall] = []
         counts: Counter[str] = Counter()
-
-        def with_references(value: Any) -> Any:
-            return own_lists(fx.node.map_arg(value, lambda node: ValueRef(slots[node])))
-
-        for node, slot in slots.items():
-            uses = frozenset(slots[each] for each in node.all_input_nodes)
+        for node in graph.nodes:
             if node.op == "output":
-                self.output, self._returned = with_references(node.args[0]), uses
+                self.output, self._returned = node.args[0], node.all_input_nodes
             elif node.op == "placeholder":
-                self.inputs = slot
+                self.inputs = node
             elif node.op == "get_attr":
                 value = attribute_of(entry, str(node.target))
                 if id(value) in paths:
-                    self.tensors[slot] = paths[id(value)]
+                    self.tensors[node] = paths[id(value)]
                 else:
-                    self.constants[slot] = value
+                    self.constants[node] = value
             else:
-                target: Any = node.target
-                layer, number = None, 0
+                node.meta["layer"] = None
                 if node.op == "call_module":
-                    target = target.removeprefix(f"{MODEL}.")
-                    layer = LayerCall(target, counts[target])
-                    counts[target] += 1
-                    self.calls.append(layer)
-                    number = len(self.calls)
-                args, kwargs = with_references(node.args), with_references(node.kwargs)
-                line, no_grad = node.meta["line"], node.meta["no_grad"]
-                self.steps.append(TracedStep(slot, node.op, target, args, kwargs, uses, line, no_grad, layer, number))
+                    path = str(node.target).removeprefix(f"{MODEL}.")
+                    self.calls.append(LayerCall(path, counts[path]))
+                    counts[path] += 1
+                    node.meta.update(layer=self.calls[-1], number=len(self.calls))
+                self.steps.append(node)
 
     def parts(self, begins: Sequence[LayerCall]) -> list[StageProgram]:
         """Returns the part of each stage.
@@ -145,7 +109,7 @@ class TracedProgram:
         Raises:
             PartitionError: the forward does not make these calls, in this order.
         """
-        places = {step.layer: place for place, step in enumerate(self.steps) if step.layer is not None}
+        places = {step.meta["layer"]: place for place, step in enumerate(self.steps)}
         starts = [0, *(places.get(call, -1) for call in begins), len(self.steps)]
         if sorted(starts) != starts:
             raise PartitionError(
@@ -155,45 +119,31 @@ class TracedProgram:
             )
         stages = [self.steps[a:b] for a, b in pairwise(starts)]
         made_at = {self.inputs: 0}
-        last_use: dict[int, int] = {}
+        last_use: dict[fx.Node, int] = {}
         for stage, steps in enumerate(stages):
-            made_at |= {step.slot: stage for step in steps}
-            last_use |= {slot: stage for step in steps for slot in step.uses}
+            made_at |= dict.fromkeys(steps, stage)
+            last_use |= {value: stage for step in steps for value in step.all_input_nodes}
         last_use |= dict.fromkeys(self._returned, len(stages) - 1)
-        travels = sorted(slot for slot in made_at if made_at[slot] < last_use.get(slot, 0))
+        travels = [value for value in made_at if made_at[value] < last_use.get(value, 0)]
         found = []
         for stage, steps in enumerate(stages):
-            comes = [slot for slot in travels if made_at[slot] < stage <= last_use[slot]]
-            goes = [slot for slot in travels if made_at[slot] <= stage < last_use[slot]]
-            returned = self._returned if stage == len(begins) else frozenset[int]()
-            used = returned.union(*(step.uses for step in steps))
+            comes = [value for value in travels if made_at[value] < stage <= last_use[value]]
+            goes = [value for value in travels if made_at[value] <= stage < last_use[value]]
+            returned = self._returned if stage == len(begins) else []
+            used = {*returned, *(value for step in steps for value in step.all_input_nodes)}
             frees = _frees(steps, {*goes, *returned, *self.tensors, *self.constants})
-            tensors = {slot: path for slot, path in self.tensors.items() if slot in used}
+            tensors = {value: path for value, path in self.tensors.items() if value in used}
             found.append(StageProgram(steps, frees, comes, goes, tensors))
         return found
 
 
-def _frees(steps: Sequence[TracedStep], kept: set[int]) -> list[set[int]]:
+def _frees(steps: Sequence[fx.Node], kept: set[fx.Node]) -> list[set[fx.Node]]:
     """Returns for each step the values that no later step needs, without those that are kept."""
     needed, frees = set(kept), []
     for step in reversed(steps):
-        frees.append({*step.uses, step.slot} - needed)
+        frees.append({*step.all_input_nodes, step} - needed)
         needed |= frees[-1]
     return frees[::-1]
-
-
-def fill(template: Any, values: Mapping[int, Any]) -> Any:
-    """Returns a template with values in the places of its references."""
-    kind = type(template)
-    if kind is ValueRef:
-        return values[template.slot]
-    if kind in (tuple, list):
-        return kind([fill(each, values) for each in template])
-    if kind is dict:
-        return {key: fill(each, values) for key, each in template.items()}
-    if kind is slice:
-        return slice(fill(template.start, values), fill(template.stop, values), fill(template.step, values))
-    return template
 
 
 _Form = tuple[str, bool, tuple[bool, ...]]

@@ -13,14 +13,14 @@ from dataclasses import is_dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 from torch.nn import Parameter
 
 from penstock.cost.cut import PartitionError
 from penstock.runtime.errors import RuntimeFailure
 from penstock.runtime.partitioning.layers import opened_modules
-from penstock.runtime.partitioning.program import ModelTracer, TracedProgram, TracedStep, fill
-from penstock.runtime.partitioning.tracer import Untraceable, run_call
+from penstock.runtime.partitioning.program import ModelTracer
+from penstock.runtime.partitioning.tracer import Untraceable, fill, run_call
 from penstock.runtime.stage.module_state import untouched
 from penstock.runtime.stage.split_backward import is_compiled
 from penstock.runtime.stage.stage import WHOLE, Calling, Stage, holder_of, with_arguments
@@ -109,37 +109,37 @@ class TracedStage(Stage):
             skeleton = json.loads(value.pop(_FORM)) if _FORM in value else tracing.skeleton
         device = device_of(leaves)
         program, part = tracing.part(number, skeleton, self.training)
-        values: dict[int, Any] = dict(program.constants)
+        values: dict[fx.Node, Any] = dict(program.constants)
         if number == 0:
             values[program.inputs] = leaves
             if seed is not None:
                 seed_generators(mix(seed, 0), device)
         else:
-            values |= {slot: _unpacked(value[str(slot)], device) for slot in part.comes}
-        values |= {slot: getattr(*self._held(self._places, path)) for slot, path in part.tensors.items()}
+            values |= {node: _unpacked(value[node.name], device) for node in part.comes}
+        values |= {node: getattr(*self._held(self._places, path)) for node, path in part.tensors.items()}
         del value, leaves
         for step, freed in zip(part.steps, part.frees, strict=True):
-            if step.layer is not None and seed is not None:
-                seed_generators(mix(seed, step.number), device)
+            if seed is not None and step.meta["layer"] is not None:
+                seed_generators(mix(seed, step.meta["number"]), device)
             try:
-                values[step.slot] = self._run(step, values)
+                values[step] = self._run(step, values)
             except Exception as error:
-                error.add_note(f"in stage {number} of the {type(tracing.model).__name__}, at {step.line}")
+                error.add_note(f"in stage {number} of the {type(tracing.model).__name__}, at {step.meta['line']}")
                 raise
-            for slot in freed:
-                values.pop(slot, None)
+            for node in freed:
+                values.pop(node, None)
         if number == len(tracing.begins):
             return fill(program.output, values)
-        return self._passed_on(program, part.goes, values, skeleton)
+        return self._passed_on(part.goes, values, skeleton)
 
-    def _run(self, step: TracedStep, values: Mapping[int, Any]) -> Any:
-        if step.no_grad and torch.is_grad_enabled():
+    def _run(self, step: fx.Node, values: Mapping[fx.Node, Any]) -> Any:
+        if step.meta["no_grad"] and torch.is_grad_enabled():
             with torch.no_grad():
                 return self._run(step, values)
-        args, kwargs = fill(step.args, values), fill(step.kwargs, values)
-        if step.layer is None:
-            return run_call(step.op, step.target, args, kwargs)
-        return self._held(self._calls, step.layer.path)(*args, **kwargs)
+        call = step.meta["layer"]
+        if call is None:
+            return run_call(step, values)
+        return self._held(self._calls, call.path)(*fill(step.args, values), **fill(step.kwargs, values))
 
     def _held(self, where: Mapping[str, Any], path: str) -> Any:
         if path not in where:
@@ -149,14 +149,13 @@ class TracedStage(Stage):
             )
         return where[path]
 
-    def _passed_on(self, program: TracedProgram, goes: Any, values: Mapping[int, Any], skeleton: Any) -> Any:
+    def _passed_on(self, goes: Sequence[fx.Node], values: Mapping[fx.Node, Any], skeleton: Any) -> dict[str, Any]:
         out: dict[str, Any] = {}
-        for slot in goes:
+        for node in goes:
             try:
-                out[str(slot)] = _packed(values[slot])
+                out[node.name] = _packed(values[node])
             except TypeError as error:
-                line = next((step.line for step in program.steps if step.slot == slot), None)
-                raise Untraceable(f"{error}; a stage between uses it", line) from None
+                raise Untraceable(f"{error}; a stage between uses it", node.meta.get("line")) from None
         if str(skeleton) != str(self._tracing.skeleton):
             out[_FORM] = json.dumps(skeleton)
         return out

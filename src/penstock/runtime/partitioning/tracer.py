@@ -19,7 +19,7 @@ import operator
 import random
 import sys
 import threading
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial, partialmethod
 from pathlib import Path
@@ -267,6 +267,7 @@ class ForwardTracer(fx.Tracer):
         self._example = example
         self._num_suspensions = 0
         self._before: dict[nn.Module, Snapshot] = {}
+        self._known: dict[fx.Node, Known] = {}
         self._depth = 0
         self._thread = threading.get_ident()
 
@@ -351,7 +352,7 @@ class ForwardTracer(fx.Tracer):
         node = super().create_node(kind, target, args, kwargs, name, type_expr)
         node.meta.update(line=here(), no_grad=not torch.is_grad_enabled())
         if kind != "output":
-            node.meta["known"] = self._learn(node)
+            self._known[node] = self._learn(node)
         return node
 
     def create_proxy(self, kind: str, target: Any, args: Any, kwargs: Any, *rest: Any, **named: Any) -> Any:
@@ -359,7 +360,7 @@ class ForwardTracer(fx.Tracer):
             self.refuse("computes gradients itself, which may need more than the stage that it lies in")
         with self.suspended():
             proxy = super().create_proxy(kind, target, args, kwargs, *rest, **named)
-        return None if proxy.node.meta["known"].value is None else proxy
+        return None if self._known[proxy.node].value is None else proxy
 
     def to_bool(self, obj: Any) -> bool:
         return bool(self.fixed(obj, bool, "takes a branch that depends on"))
@@ -371,7 +372,7 @@ class ForwardTracer(fx.Tracer):
 
     def value_of(self, traced: TracedValue) -> Any:
         """Returns the value for the example; `_UNKNOWN` without an example, or while nothing is recorded."""
-        return _UNKNOWN if self._is_not_meant() else traced.node.meta["known"].value
+        return _UNKNOWN if self._is_not_meant() else self._known[traced.node].value
 
     def fixed(self, traced: TracedValue, kind: Callable[[Any], Any], doing: str) -> Any:
         """Returns `kind` of a value for the example if it follows from shapes alone, and guards it.
@@ -379,7 +380,7 @@ class ForwardTracer(fx.Tracer):
         Raises:
             Untraceable: it follows from values of tensors, or there is no example.
         """
-        number, size, value = traced.node.meta["known"]
+        number, size, value = self._known[traced.node]
         if kind is len:
             number = size if isinstance(value, Tensor) else min(size, SHAPES)
         # How many tokens an expert gets differs among microbatches, so a block that asks for it is kept whole. The
@@ -417,7 +418,7 @@ class ForwardTracer(fx.Tracer):
             return Known(VALUES, SHAPES, _UNKNOWN if self._example is None else list(self._example))
         if node.op == "get_attr":
             return Known(VALUES, NOTHING, attribute_of(self.root, str(node.target)))
-        inputs = [each.meta["known"] for each in node.all_input_nodes]
+        inputs = [self._known[each] for each in node.all_input_nodes]
         asked = node.target if node.op == "call_method" else node.args[1] if node.target is getattr else ""
         if asked in _ABOUT_TENSORS:
             number = max((known.size for known in inputs), default=NOTHING)
@@ -439,18 +440,18 @@ class ForwardTracer(fx.Tracer):
         is_nonzero = name == "where" and len(node.args) + len(node.kwargs) == 1
         if name in _SIZED_BY_VALUES or is_nonzero or (name == "getitem" and any(map(_is_mask, inputs[1:]))):
             return COUNTS
-        first = node.args[0].meta["known"] if node.args and isinstance(node.args[0], fx.Node) else None
+        first = self._known.get(node.args[0]) if node.args and isinstance(node.args[0], fx.Node) else None
         if first is not None and getattr(first.value, "shape", None) == getattr(value, "shape", ()):
-            return int(first.size)  # as of an assignment of some rows
+            return first.size  # as of an assignment of some rows
         sizes = [min(known.number, COUNTS) if _is_number(known.value) else known.size for known in inputs]
         return max(sizes, default=NOTHING)
 
     def _run(self, node: fx.Node) -> Any:
-        args, kwargs = (fx.node.map_arg(each, lambda of: of.meta["known"].value) for each in (node.args, node.kwargs))
+        values = {each: self._known[each].value for each in node.all_input_nodes}
         if node.op != "call_module":
-            return run_call(node.op, node.target, args, kwargs)
+            return run_call(node, values)
         layer = self.root.get_submodule(str(node.target))
-        value = layer(*own_lists(args), **own_lists(kwargs))
+        value = layer(*fill(node.args, values), **fill(node.kwargs, values))
         self._before.update((part, snapshot_of(part)) for part in layer.modules())  # a layer may change itself
         return value
 
@@ -502,12 +503,12 @@ class ForwardTracer(fx.Tracer):
 
     def _class_of(self, node: Any) -> type:
         """Returns the class of a value: that for the example, or a tensor's if a function of torch made it."""
-        while node.meta["known"].value is _UNKNOWN and node.target is operator.getitem:
+        while self._known[node].value is _UNKNOWN and node.target is operator.getitem:
             if node.args[0].op == "placeholder":
                 return Tensor
             node = node.args[0]
-        if node.meta["known"].value is not _UNKNOWN:
-            return type(node.meta["known"].value)
+        if self._known[node].value is not _UNKNOWN:
+            return type(self._known[node].value)
         if node.op == "call_module" or node.target is getattr or node.target in _ABOUT_TENSORS:
             self.refuse("asks what kind of thing a value is, which is not known without an example of the inputs")
         return Tensor
@@ -548,23 +549,26 @@ def _is_number(value: Any) -> bool:
     return isinstance(value, bool | int | float)
 
 
-def own_lists(value: Any) -> Any:
-    """Returns a value with plain lists and dicts in place of those of fx's graph, which can't be changed."""
-    if isinstance(value, list):
-        return [own_lists(each) for each in value]
-    if type(value) is tuple:
-        return tuple(own_lists(each) for each in value)
-    if isinstance(value, dict):
-        return {key: own_lists(each) for key, each in value.items()}
-    if type(value) is slice:
-        return slice(own_lists(value.start), own_lists(value.stop), own_lists(value.step))
-    return value
+def fill(template: Any, values: Mapping[fx.Node, Any]) -> Any:
+    """Returns arguments of a recorded call with values in the places of nodes. Its lists and dicts are new ones."""
+    if isinstance(template, fx.Node):
+        return values[template]
+    if type(template) is tuple:
+        return tuple([fill(each, values) for each in template])
+    if isinstance(template, list):
+        return [fill(each, values) for each in template]
+    if isinstance(template, dict):
+        return {key: fill(each, values) for key, each in template.items()}
+    if type(template) is slice:
+        return slice(fill(template.start, values), fill(template.stop, values), fill(template.step, values))
+    return template
 
 
-def run_call(op: str, target: Any, args: Any, kwargs: Any) -> Any:
-    """Runs a recorded call of a method ("call_method") or a function."""
-    if op == "call_method":
-        return getattr(args[0], str(target))(*args[1:], **kwargs)
+def run_call(node: fx.Node, values: Mapping[fx.Node, Any]) -> Any:
+    """Runs a recorded call of a method or a function."""
+    args, kwargs, target = fill(node.args, values), fill(node.kwargs, values), node.target
+    if isinstance(target, str):
+        return getattr(args[0], target)(*args[1:], **kwargs)
     return target(*args, **kwargs)
 
 
