@@ -373,9 +373,7 @@ def square() -> tuple[nn.Sequential, ps.Pipeline]:
     [
         (lambda pipe, x, folder: pipe.clip(-1.0), "max_norm is -1.0; give a number, at least 0"),
         (lambda pipe, x, folder: pipe.reconfigure("zb"), "got str, give a Configuration"),
-        (lambda pipe, x, folder: pipe.hand_over(3), "handed over to another ps.Pipeline, got int"),
         (lambda pipe, x, folder: pipe.agree("ab"), "values is 'ab'; give a list of numbers"),
-        (lambda pipe, x, folder: pipe.sum_each_step([1.0]), "values is a list; give a function that returns numbers"),
     ],
 )
 def test_calls_of_a_pipeline_that_do_not_fit_ended_in_a_type_error(call: Any, said: str, tmp_path: Path) -> None:

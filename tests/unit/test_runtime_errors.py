@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import json
-import pickle
 from collections import UserDict, namedtuple
 from collections.abc import Callable
 from enum import StrEnum
@@ -438,14 +437,6 @@ def test_regression_a_buffer_made_in_inference_mode_ended_in_an_error_about_a_ve
     x = torch.ones(8, 4)
     with pytest.raises(RuntimeFailure, match=r"^0\.running_mean was made under torch\.inference_mode\(\), of which"):
         pipe.step(x, x)
-
-
-@pytest.mark.parametrize("way", [copy.copy, copy.deepcopy, pickle.dumps])
-def test_a_pipeline_that_is_copied_or_pickled_ended_in_an_error_about_a_lock(way: Callable[[Any], Any]) -> None:
-    pipe = pipeline([lin(), lin()])
-    with pytest.raises(RuntimeFailure, match=r"can't be copied or pickled.*pipe.save\(folder\)"):
-        way(pipe)
-    pipe.step(*batches(4, 8)[0], update=False)
 
 
 def test_a_complex_loss_ended_in_an_error_about_a_tuple() -> None:

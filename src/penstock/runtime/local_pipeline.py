@@ -225,35 +225,19 @@ class LocalPipeline:
         self.tags = Tags.of(schedule, held.ties.stages)
         start = start_of(schedule, self.start.dispatch, self.costs, self.adapt)
         self.running = self.activated(start)
-        ranks, updating = self.peers.here, self.optimizer_state.updating
+        ranks, updating, autocast = self.peers.here, self.optimizer_state.updating, given.precision.autocast
         calls = calls_of(schedule, self._functions, held.stages, self.peers, given.timeout)
         together = lockstep_of(place, schedule.updates is not None, given.timeout)
-        autocast = given.precision.autocast
         most_ahead = 1 if place.waits_in_ops(bool(schedule.placement.shared)) else MOST_LAUNCHED_OPS
-        self.devices = TorchDevices(
-            schedule,
-            held,
-            ranks,
-            given.loss_fn,
-            autocast,
-            calls,
-            updating,
-            most_ahead,
-        )
+        self.devices = TorchDevices(schedule, held, ranks, given.loss_fn, autocast, calls, updating, most_ahead)
         self._made.callback(self.devices.close)
         self.executor = StepExecutor(self.devices, ranks, self.choice, self.conditions, together)
         self.switch(self.running)
         self.notices.share()
         if isinstance(self.peers, GroupPeers):
-            wiring = self.running.plan.wiring
+            wiring, conditions = self.running.plan.wiring, self.conditions
             self.transport = self.choice.make(
-                self.peers,
-                self.tags,
-                given.timeout,
-                wiring,
-                held.device,
-                self.conditions,
-                self.failover,
+                self.peers, self.tags, given.timeout, wiring, held.device, conditions, self.failover
             )
             self._made.callback(self.transport.close)
 

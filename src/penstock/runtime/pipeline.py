@@ -661,8 +661,6 @@ class Pipeline:
         Raises RuntimeFailure if the pipelines' models differ.
         """
         self._life.require_whole()
-        if not isinstance(then, Pipeline):
-            raise RuntimeFailure(f"training is handed over to another ps.Pipeline, got {type(then).__name__}")
         then._life.require_open()
         with nullcontext() if then is self else then._life.alone():
             self._local.follow_model()
@@ -689,8 +687,6 @@ class Pipeline:
             values: a function that returns this process's values; every process returns equally many, in every step.
                 A step in which it raises fails in all processes, as one in which a layer raises.
         """
-        if not callable(values):
-            raise RuntimeFailure(f"values is a {type(values).__name__}; give a function that returns numbers")
         self._summed = SummedValues(lambda: numbers_of(values(), "what sum_each_step(values) is given"))
 
     def agree(self, values: Sequence[float]) -> list[float]:
@@ -726,13 +722,6 @@ class Pipeline:
                 self._agent.close()
         finally:
             self._local.close()
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        raise RuntimeFailure(
-            "a pipeline can't be copied or pickled: it has hooks in its model, and may have connections to other "
-            "processes; make another ps.Pipeline of copy.deepcopy(model), save the state of training with "
-            "pipe.save(folder), or only the weights with torch.save(model.state_dict(), file)"
-        )
 
     def __repr__(self) -> str:
         schedule = self.schedule

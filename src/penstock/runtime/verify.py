@@ -299,9 +299,6 @@ class Verifier:
         if getattr(self._given.loss_fn, "by_microbatch", False):
             self._note_left_out(ways, "the loss is meant for each microbatch by itself (by_microbatch)")
             return
-        if len(batch) == 1:
-            self._note_left_out(ways, "the batch is one microbatch")
-            return
         one = self._local.cut(inputs, targets, self._given.loss_fn, (), num=1)
         before, casts = self._buffers(), self._given.precision.autocast is not None
         for without, modules in self._modes():
