@@ -15,6 +15,7 @@ import torch
 
 from delegate_ranks import Chain, exchange, payload_of
 from penstock.runtime.errors import DeadlineExceeded, PeerLost, RuntimeFailure
+from penstock.runtime.tensors.message import Edge
 from penstock.runtime.transport import rank_memory
 from penstock.runtime.transport.base import StepMessages
 from penstock.runtime.transport.channel import why_unexpected
@@ -84,45 +85,63 @@ def test_every_message_comes_once_bit_for_bit_whatever_its_shape() -> None:
 def test_memory_is_used_again_from_step_to_step() -> None:
     chain = Chain(2, 6)
     made = ends(2, chain)
+    first = made[0]._own.used
 
     def work(rank: int) -> list[int]:
         used = []
         for step in range(8):
             exchange(made[rank], chain, rank, step, lambda m: (100 + step, 10))  # type: ignore[arg-type]  # noqa: B023
-            used.append(made[rank]._next)
+            used.append(made[rank]._own.used)
         return used
 
     try:
         for used in in_threads(2, work):
             # 48 messages of as good as one size: a rank may be a step ahead of the other one, with 6 more under way.
-            assert used[-1] - made[0]._own.first_slot <= 4 * 6 * 5120
+            assert used[-1] - first <= 4 * 6 * 5120
     finally:
         for one in made:
             one.close()
 
 
-def test_what_finds_no_room_in_a_ring_is_sent_later(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_two_ranks_that_find_each_others_ring_full_go_on(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rank_memory, "RING", 2)
     chain = Chain(2, 9)
     made = ends(2, chain)
-    edges = chain.forward(0)
-    try:
-        for rank, one in enumerate(made):
-            chain.begin(one, rank)  # type: ignore[arg-type]
-        for edge in edges:
-            assert made[0].send(edge, 1, payload_of(edge, 0, (3,)))
-        came = []
-        while len(came) < len(edges):
-            found = made[1].wait(edges, who)
-            came += found
-            made[0].arrivals()  # the sender looks in, and sends what found no room
-        assert came == edges
-        for edge in edges:
-            (leaf,) = made[1].take(edge).leaves
+
+    def work(rank: int) -> list[Edge]:
+        one, out = made[rank], chain.backward(rank) if rank else chain.forward(rank)
+        into = chain.forward(0) if rank else chain.backward(1)
+        chain.begin(one, rank)  # type: ignore[arg-type]
+        for edge in out:
+            assert one.send(edge, 1 - rank, payload_of(edge, 0, (3,)))
+        came = one.arrivals()
+        while len(came) < len(into):
+            came += one.wait(into, who)
+        for edge in into:
+            (leaf,) = one.take(edge).leaves
             assert leaf is not None
             assert torch.equal(leaf, payload_of(edge, 0, (3,)).leaves[0])  # type: ignore[arg-type]
+        one.end()
+        return came
+
+    try:
+        assert in_threads(2, work) == [chain.backward(1), chain.forward(0)]
+    finally:
         for one in made:
-            one.end()
+            one.close()
+
+
+def test_a_ring_that_nobody_looks_at_meets_the_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rank_memory, "RING", 2)
+    chain = Chain(2, 3)
+    made = ends(2, chain, timeout=0.1)
+    *fitting, last = chain.forward(0)
+    try:
+        chain.begin(made[0], 0)  # type: ignore[arg-type]
+        for edge in fitting:
+            assert made[0].send(edge, 1, payload_of(edge, 0, (3,)))
+        with pytest.raises(DeadlineExceeded, match=r"rank 0 waited 0\.1 s for rank 1 to look at what it was sent"):
+            made[0].send(last, 1, payload_of(last, 0, (3,)))
     finally:
         for one in made:
             one.close()
@@ -257,8 +276,7 @@ def test_a_full_channel_is_sent_to_again_once_a_message_is_taken() -> None:
     try:
         _, most = in_threads(2, lambda rank: take(made[1]) if rank else send(made[0]))
         assert most <= 2
-        # Two, and the first one's, which had the bytes of its shapes in it.
-        assert sum(len(slots) for channel in made[0]._channels.values() for slots in channel.slots.values()) <= 3
+        assert sum(len(slots) for channel in made[0]._channels.values() for slots in channel.slots.values()) <= 2
     finally:
         for one in made:
             one.close()

@@ -20,6 +20,5 @@ what goes on when a network dies
 
 wiring       which messages an op receives and sends       channel       messages told apart, and kept in order
 inbox        where a rank sleeps until something comes     wire_format   a payload as one flat buffer, a header
-shared_sums  sums over the ranks of a host                 mapped_memory   what several processes map
-rank_memory  how the memory of a rank of a host is laid out, and the pipe that it sleeps on
+rank_memory  what a rank of a host shares with the others  mapped_memory   what several processes map
 """

@@ -6,6 +6,9 @@
 
 A rank writes into its own memory alone, but for three kinds of words: how far it has read another's ring, that a slot
 of another's is free again, and that it has woken another.
+
+The spec of a message says how its slot is to be read (see `wire_format`). A rank writes each spec once, for all
+receivers, and each message says where it lies.
 """
 
 from __future__ import annotations
@@ -14,11 +17,13 @@ import os
 import platform
 import select
 import threading
-from collections import deque
 from contextlib import suppress
-from mmap import PAGESIZE
+from functools import partial
+from mmap import MADV_REMOVE, PAGESIZE
+from struct import Struct
 from typing import NamedTuple
 
+from penstock.runtime.errors import RuntimeFailure
 from penstock.runtime.mesh.interfaces import network_name
 from penstock.runtime.tensors.message import Edge
 from penstock.runtime.transport.mapped_memory import MappedMemory
@@ -39,9 +44,11 @@ WRITTEN, READ, WANTED, ENTRIES = 0, 8, 9, 16
 used; then the places of slots."""
 PLACE = 8 + ROW
 """Words of one of the two places of sums: the number of the sum, then its row."""
-FULL, TAG, STEP, SENT, THERE, SPEC, TOLD_AT, TOLD = range(8)
-"""Words of a slot, before its tensors. The step's has the digest of its shapes too; the last two say where in the
-slot the bytes of a spec lie that the receiver has not met, and how many they are."""
+SLOT_HEADER = Struct("7q")
+"""Words of a slot, before its tensors: 1 while its message is not taken; the message's tag, its step with the digest
+of the shapes, when it was sent and when it was there; where its spec lies in the sender's memory, and its bytes."""
+WAITING, SUMMING = 1, 2
+"""What a rank says in its memory that sleeps until a message comes, or until a sum is whole."""
 
 _IN_ORDER = platform.machine() in ("x86_64", "AMD64")
 """Whether processors see one another's writes in the order in which they were made, and read in order. None of them
@@ -53,11 +60,6 @@ def fence() -> None:
     """Orders what this process reads and writes before and after: taking a lock does."""
     with _fence_lock:
         pass
-
-
-def sums_start(num_ranks: int) -> int:
-    """The first word of the rows that are summed, behind the rings."""
-    return HEAD + num_ranks * (ENTRIES + RING)
 
 
 class MemoryAddress(NamedTuple):
@@ -84,50 +86,72 @@ class PeerMemory(MappedMemory):
         super().__init__(descriptor, span)
         self.words = memoryview(self.map).cast("q")
 
-    def numbers(self, start: int, size: int) -> memoryview[float]:
-        """Some of its words, as floating-point numbers."""
-        return memoryview(self.map)[start * WORD : (start + size) * WORD].cast("d")
-
     def ring(self, target: int) -> memoryview:
         """The ring of messages to a rank."""
         start = HEAD + target * (ENTRIES + RING)
         return self.words[start : start + ENTRIES + RING]
 
-    def header(self, offset: int) -> memoryview:
+    def rows(self, num_ranks: int) -> list[tuple[memoryview, memoryview[float]]]:
+        """The two places of sums, behind the rings: for each the number of the sum, and the row."""
+        first = HEAD + num_ranks * (ENTRIES + RING)
+        floats = memoryview(self.map)[: self.span // WORD * WORD].cast("d")
+        return [(self.words[at : at + 1], floats[at + 8 : at + PLACE]) for at in (first, first + PLACE)]
+
+    def header(self, offset: int) -> tuple[int, ...]:
         """The words of a slot before its tensors."""
-        return self.words[offset // WORD : (offset + ALIGN) // WORD]
+        return SLOT_HEADER.unpack_from(self.map, offset)
+
+    def word(self, offset: int) -> memoryview:
+        """The word at an offset."""
+        return self.words[offset // WORD : offset // WORD + 1]
 
     def packet(self, offset: int, spec: WireSpec) -> Packet:
         """A slot, laid out for payloads of a spec."""
         return Packet(spec, self.part(offset, spec.num_bytes))
 
     def close(self) -> None:
-        self.words.release()
+        del self.words
         super().close()
 
 
 class MemorySlot:
-    """A piece of this rank's memory, used for one message after another."""
+    """A piece of this rank's memory, used for one message after another.
 
-    __slots__ = ("capacity", "header", "offset", "packet", "spec", "step")
+    Attributes:
+        full: its first word, not 0 while its message is not taken.
+        packet: the slot, laid out for its last message.
+        step: of its last message; 0 if its pages were given back.
+    """
 
-    def __init__(self, memory: PeerMemory, offset: int, capacity: int) -> None:
-        self.offset, self.capacity = offset, capacity
-        self.header = memory.header(offset)
-        self.spec: WireSpec | None = None
-        self.packet: Packet | None = None
-        self.step = 0
+    __slots__ = ("capacity", "full", "offset", "packet", "step", "write_header")
+
+    def __init__(self, memory: PeerMemory, offset: int, capacity: int, spec: WireSpec) -> None:
+        self.offset, self.capacity, self.step = offset, capacity, 0
+        self.full = memory.word(offset)
+        self.packet = memory.packet(offset, spec)
+        self.write_header = partial(SLOT_HEADER.pack_into, memory.map, offset)
 
 
-class PeerRing:
-    """The way to one rank: its ring, what found no room there yet, and how it is woken."""
+class ReadSlot(NamedTuple):
+    """A slot of another rank, laid out for the message that it has.
 
-    __slots__ = ("asleep", "ring", "specs", "unsent", "wake")
+    Attributes:
+        place: of the message's spec, in that rank's memory.
+        full: the slot's first word, to be set to 0 when the message is taken.
+    """
+
+    place: int
+    full: memoryview
+    packet: Packet
+
+
+class OutgoingRing:
+    """The way to one rank: its ring, and how it is woken."""
+
+    __slots__ = ("asleep", "ring", "wake")
 
     def __init__(self, ring: memoryview, asleep: memoryview, wake: int) -> None:
         self.ring, self.asleep, self.wake = ring, asleep, wake
-        self.unsent: deque[int] = deque()
-        self.specs: dict[WireSpec, int] = {}
 
     def put(self, offset: int) -> bool:
         """Tells the rank of a message in a slot, and wakes it where it sleeps; False where the ring has no room."""
@@ -140,7 +164,7 @@ class PeerRing:
             fence()
         ring[WRITTEN] = written + 1
         fence()
-        if self.asleep[0]:
+        if self.asleep[0] == WAITING:
             self.rouse()
         return True
 
@@ -157,17 +181,18 @@ class IncomingRing:
     Attributes:
         due: this step's messages that are yet to come, by tag.
         early: places of messages of the next step.
+        specs: by their places in the sender's memory. slots: by theirs, as they were last read.
         gone: whether its process is known to have ended. What it wrote before may be there still.
     """
 
-    __slots__ = ("due", "early", "gone", "memory", "packets", "peer", "ring", "specs")
+    __slots__ = ("due", "early", "gone", "memory", "peer", "ring", "slots", "specs")
 
     def __init__(self, peer: int, memory: PeerMemory, ring: memoryview) -> None:
         self.peer, self.memory, self.ring = peer, memory, ring
         self.due: dict[int, Edge] = {}
         self.early: list[int] = []
         self.specs: dict[int, WireSpec] = {}
-        self.packets: dict[int, tuple[int, Packet, memoryview]] = {}
+        self.slots: dict[int, ReadSlot] = {}
         self.gone = False
 
     def new(self) -> list[int]:
@@ -182,6 +207,14 @@ class IncomingRing:
         ring[READ] = written
         return places
 
+    def lay_out(self, offset: int, place: int, num_bytes: int) -> ReadSlot:
+        """A slot, as the spec says that lies at `place`."""
+        spec = self.specs.get(place)
+        if spec is None:
+            spec = self.specs[place] = WireSpec.from_json(self.memory.map[place : place + num_bytes].decode())
+        slot = self.slots[offset] = ReadSlot(place, self.memory.word(offset), self.memory.packet(offset, spec))
+        return slot
+
 
 class OwnMemory:
     """The memory that a rank sends from, and the pipe that it sleeps on.
@@ -190,6 +223,9 @@ class OwnMemory:
         num_ranks: of the pipeline.
         span: bytes of memory, of which what was never written takes none.
 
+    Attributes:
+        used: bytes of it that have a place.
+
     Raises:
         OSError: the system has no such memory.
     """
@@ -197,10 +233,11 @@ class OwnMemory:
     def __init__(self, num_ranks: int, span: int | None = None) -> None:
         if not hasattr(os, "pidfd_open") or not hasattr(os, "memfd_create"):
             raise OSError("this system has no memory that processes could share by descriptors")
-        self.first_slot = -(-(sums_start(num_ranks) + 2 * PLACE) * WORD // PAGESIZE) * PAGESIZE
-        self.span = self.first_slot + (span or 2 * os.sysconf("SC_PHYS_PAGES") * PAGESIZE)
+        num_words = HEAD + num_ranks * (ENTRIES + RING) + 2 * PLACE
+        self.used = -(-num_words * WORD // PAGESIZE) * PAGESIZE
         self._sleeper = select.epoll()
-        self.memory = PeerMemory.make("penstock-shared", self.span)
+        span = self.used + (span or 2 * os.sysconf("SC_PHYS_PAGES") * PAGESIZE)
+        self.memory = PeerMemory.make("penstock-shared", span)
         try:
             self.pipe, self.wake = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
             self._sleeper.register(self.pipe, select.EPOLLIN)
@@ -214,7 +251,28 @@ class OwnMemory:
     @property
     def address(self) -> MemoryAddress:
         host = f"{network_name()}/{os.stat('/proc/self/ns/pid').st_ino}"
-        return MemoryAddress(host, os.getpid(), self.memory.descriptor, self.wake, self.span, self._nonce)
+        return MemoryAddress(host, os.getpid(), self.memory.descriptor, self.wake, self.memory.span, self._nonce)
+
+    def allocate(self, num_bytes: int) -> int:
+        """A place for so many bytes, for good.
+
+        Raises:
+            RuntimeFailure: no memory is left.
+        """
+        offset, self.used = self.used, self.used + -(-num_bytes // ALIGN) * ALIGN
+        if self.used > self.memory.span:
+            self.used = offset
+            raise RuntimeFailure(
+                f"the messages of this rank that were not taken fill {self.memory.span} bytes of shared memory; use "
+                "transport='gloo'"
+            )
+        return offset
+
+    def give_back(self, slot: MemorySlot) -> None:
+        """Gives the system the pages of a slot back, until it is written again."""
+        first, last = -(-slot.offset // PAGESIZE) * PAGESIZE, (slot.offset + slot.capacity) // PAGESIZE
+        with suppress(OSError):
+            self.memory.map.madvise(MADV_REMOVE, first, last * PAGESIZE - first)
 
     def watch(self, process: int) -> None:
         """Lets the end of a process, given as a descriptor, end a sleep."""
@@ -235,7 +293,7 @@ class OwnMemory:
         return ended
 
     def close(self) -> None:
-        self.asleep.release()
+        del self.asleep
         self.memory.close()
         self._sleeper.close()
         for descriptor in (self.pipe, self.wake):

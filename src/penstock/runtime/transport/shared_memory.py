@@ -10,78 +10,91 @@ its slots in turn, because its messages are received in the order in which they 
 
 A rank that finds nothing sleeps on a pipe. First it says so in its memory, so that others write to the pipe only if
 somebody sleeps there. It also watches the processes that owe it messages, and so notices when one ends.
+
+Each step ends with a sum over all ranks, which goes through the same memory:
+
+    rank 0's memory   | ... | sum 6 | row of numbers |   | sum 7 | row of numbers |
+    rank 1's memory   | ... | sum 6 | row of numbers |   | sum 5 | row of numbers |    has not come to sum 7 yet
+
+Each rank writes its row and the sum's number into its own memory, and reads the others' rows once all are there. The
+last one to come wakes those who sleep. A rank that writes sum 7 has read all of sum 6, for which all had written. So
+two places per rank are enough, and nobody overwrites what another rank still reads.
 """
 
 from __future__ import annotations
 
 import os
 import time
-from collections import deque
+from array import array
+from collections import defaultdict, deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from mmap import MADV_REMOVE, PAGESIZE
 from time import perf_counter_ns
-from typing import Any
+from typing import Any, NamedTuple
 
 from penstock.runtime.errors import DeadlineExceeded, PeerLost, RuntimeFailure
 from penstock.runtime.tensors.message import Edge, Payload
 from penstock.runtime.transport.base import CrossingLog, StepMessages, TransferRecord
-from penstock.runtime.transport.channel import ChannelKey, ExpectedMessages, Tags, why_unexpected
+from penstock.runtime.transport.channel import ChannelKey, Tags, why_unexpected
 from penstock.runtime.transport.inbox import BRIEFLY, FINELY
 from penstock.runtime.transport.rank_memory import (
     ASLEEP,
-    FULL,
     NONCE,
-    SENT,
-    SPEC,
-    STEP,
-    TAG,
-    THERE,
-    TOLD,
-    TOLD_AT,
+    SUMMING,
+    WAITING,
     WANTED,
     IncomingRing,
     MemoryAddress,
     MemorySlot,
+    OutgoingRing,
     OwnMemory,
     PeerMemory,
-    PeerRing,
+    ReadSlot,
     fence,
 )
-from penstock.runtime.transport.shared_sums import POLL_S, SharedSums
-from penstock.runtime.transport.wire_format import ALIGN, Packet, WireSpec
+from penstock.runtime.transport.wire_format import ALIGN, WireSpec
 
-KEPT_PLANS = 16
-"""Kinds of steps of which it is remembered what they bring."""
 TRIMMED = 1 << 16
 """Bytes from which a slot that is no longer used gives its pages back."""
+POLL_S = 0.5
+"""Seconds after which a rank that sleeps looks up, whatever was said."""
+SOON_S = 0.001
+"""Seconds after which a rank that found a full ring tries again: those who read a ring wake nobody."""
 
 
-class KnownSpec:
-    """A spec that was sent to a rank: its number there, or its bytes, which the next message brings."""
+class SentSpec(NamedTuple):
+    """A spec of this rank's messages: where it lies in the rank's memory, and what slots for it have."""
 
-    __slots__ = ("capacity", "number", "spec", "told")
-
-    def __init__(self, spec: WireSpec, number: int, told: bytes) -> None:
-        self.spec, self.number, self.told = spec, number, told
-        self.capacity = _capacity(spec.num_bytes)
+    spec: WireSpec
+    place: int
+    num_bytes: int
+    capacity: int
 
 
 class OutChannel:
     """The sending end of a channel.
 
     Attributes:
-        known: what the receiver knows of shapes, by signature.
+        target: the rank that receives.
+        specs: by signature, of the last message that had it.
         slots: by capacity, the longest used first.
         under_way: slots that were full when last looked at, where the channel has a bound.
     """
 
-    __slots__ = ("known", "slots", "under_way")
+    __slots__ = ("slots", "specs", "target", "under_way")
 
-    def __init__(self) -> None:
+    def __init__(self, target: int) -> None:
+        self.target = target
+        self.specs: dict[str, SentSpec] = {}
+        self.slots: defaultdict[int, deque[MemorySlot]] = defaultdict(deque)
         self.under_way: deque[MemorySlot] = deque()
-        self.known: dict[str, KnownSpec] = {}
-        self.slots: dict[int, deque[MemorySlot]] = {}
+
+    def has_room(self, window: int) -> bool:
+        """Whether fewer messages than that are not taken."""
+        under_way = self.under_way
+        while under_way and not under_way[0].full[0]:
+            under_way.popleft()
+        return len(under_way) < window
 
 
 class SharedMemoryTransport:
@@ -90,7 +103,7 @@ class SharedMemoryTransport:
     Args:
         rank: whose end this is. tags: the same on all ranks.
         timeout: seconds before a wait ends with DeadlineExceeded.
-        own: this rank's memory and pipe. peers: everyone's addresses, by rank.
+        own: this rank's memory and pipe. addresses: everyone's, by rank.
 
     Raises:
         OSError, ValueError: the memory of another rank can't be reached.
@@ -102,33 +115,33 @@ class SharedMemoryTransport:
         self.rank = rank
         self._tags, self._timeout = tags, timeout
         self._own = own
-        self._step = self._now = 0
+        self._step = self._now = self._sum = 0
         self._signatures: Sequence[str] = ()
-        self._routes: dict[tuple[Edge, int], tuple[OutChannel, int]] = {}
-        self._channels: dict[tuple[ChannelKey, int], OutChannel] = {}
-        self._senders: dict[int, PeerRing] = {}
+        self._window: Mapping[int, int] = {}
+        self._senders: dict[int, OutgoingRing] = {}
         self._receivers: dict[int, IncomingRing] = {}
         self._watched: dict[int, IncomingRing] = {}
         """By a descriptor that tells when the process ends."""
         self._owing: list[IncomingRing] = []
-        self._plans: dict[int, tuple[Sequence[ExpectedMessages], dict[int, dict[int, Edge]]]] = {}
-        self._ready: dict[Edge, tuple[IncomingRing, Packet, memoryview]] = {}
-        self._arrived: list[Edge] = []
-        self._window: Mapping[int, int] = {}
+        self._specs: dict[WireSpec, SentSpec] = {}
+        self._routes: dict[tuple[Edge, int], tuple[OutChannel, int]] = {}
+        self._channels: dict[tuple[ChannelKey, int], OutChannel] = {}
         self._full: OutChannel | None = None
-        self._has_unsent = self._woken = self._closed = False
-        self._next = own.first_slot
+        self._ready: dict[Edge, tuple[IncomingRing, ReadSlot]] = {}
+        self._arrived: list[Edge] = []
+        self._woken = self._closed = False
         self._log = CrossingLog()
         self._opened: list[int] = []
-        self._sums: SharedSums | None = None
         try:
             for peer, address in enumerate(addresses):
                 if peer != rank:
                     self._meet(peer, address)
-            self._sums = SharedSums(rank, own, self._senders, self._receivers, timeout, self._sleep)
         except BaseException:
             self.close()
             raise
+        memories = {rank: own.memory} | {peer: receiver.memory for peer, receiver in self._receivers.items()}
+        rows = [memories[each].rows(len(memories)) for each in sorted(memories)]
+        self._rows = [[places[which] for places in rows] for which in (0, 1)]
 
     def _meet(self, peer: int, address: MemoryAddress) -> None:
         descriptors = f"/proc/{address.pid}/fd/"
@@ -144,7 +157,7 @@ class SharedMemoryTransport:
         pidfd = os.pidfd_open(address.pid)
         self._opened.append(pidfd)
         self._own.watch(pidfd)
-        self._senders[peer] = PeerRing(self._own.memory.ring(peer), memory.words[ASLEEP : ASLEEP + 1], wake)
+        self._senders[peer] = OutgoingRing(self._own.memory.ring(peer), memory.words[ASLEEP : ASLEEP + 1], wake)
         self._receivers[peer] = self._watched[pidfd] = IncomingRing(peer, memory, memory.ring(self.rank))
 
     # Steps.
@@ -156,72 +169,43 @@ class SharedMemoryTransport:
             RuntimeFailure: messages came that are not of this step.
         """
         self._step += 1
-        self._now, self._signatures, self._window = _step_word(self._step, step.digest), step.signatures, step.window
-        self._full, expected = None, step.expected
-        plan = self._plans.get(id(expected))
-        if plan is None or plan[0] is not expected:
-            if len(self._plans) > KEPT_PLANS:
-                self._plans.clear()
-            by_peer: dict[int, dict[int, Edge]] = {}
-            for _, peer, messages in expected:
-                by_peer.setdefault(peer, {}).update({tag: edge for edge, tag in messages})
-            plan = self._plans[id(expected)] = expected, by_peer
-        self._owing = [self._receivers[peer] for peer in plan[1]]
-        for receiver in self._owing:
-            receiver.due = plan[1][receiver.peer].copy()
+        self._now = self._step << 32 | step.digest & 0xFFFFFFFF
+        self._signatures, self._window, self._full = step.signatures, step.window, None
+        self._owing = list({peer: self._receivers[peer] for _, peer, _ in step.expected}.values())
+        for receiver in self._receivers.values():
+            receiver.due = {}
+        for _, peer, messages in step.expected:
+            self._receivers[peer].due.update({tag: edge for edge, tag in messages})
         for receiver in self._receivers.values():
             early, receiver.early = receiver.early, []
             for offset in early:
                 self._came(receiver, offset)
 
     def end(self) -> None:
-        """Ends a step: all that was sent lies where its receiver finds it."""
-        end = time.monotonic() + self._timeout
-        while self._has_unsent:
-            self._flush()
-            if self._has_unsent:
-                if time.monotonic() > end:
-                    raise DeadlineExceeded(f"rank {self.rank} waited {self._timeout:g} s to send the last of a step")
-                time.sleep(0.001)  # a ring is full until its receiver, which wakes nobody for that, reads on
+        """Ends a step: all that was sent lies where its receiver finds it. Large slots that the last two steps did
+        not use give their pages back.
+        """
         for channel in self._channels.values():
             for capacity, slots in channel.slots.items():
-                if capacity >= TRIMMED:
-                    self._trim(slots)
-
-    def _trim(self, slots: deque[MemorySlot]) -> None:
-        """Gives back the pages of slots that the last two steps did not use."""
-        for slot in slots:
-            if slot.step and slot.step < self._step - 1 and not slot.header[FULL]:
-                first, last = -(-slot.offset // PAGESIZE) * PAGESIZE, (slot.offset + slot.capacity) // PAGESIZE
-                slot.step = 0
-                with suppress(OSError):
-                    self._own.memory.map.madvise(MADV_REMOVE, first, last * PAGESIZE - first)
+                for slot in slots if capacity >= TRIMMED else ():
+                    if slot.step and slot.step < self._step - 1 and not slot.full[0]:
+                        slot.step = 0
+                        self._own.give_back(slot)
 
     def close(self) -> None:
         """Lets go of all memory. What was sent stays with those that have mapped it."""
         if self._closed:
             return
         self._closed = True
-        self._ready.clear()
-        self._routes.clear()
-        self._channels.clear()
-        if self._sums is not None:
-            self._sums.close()
-        for sender in self._senders.values():
-            sender.ring.release()
-            sender.asleep.release()
-        for receiver in self._receivers.values():
-            receiver.packets.clear()
-            receiver.ring.release()
-            receiver.memory.close()
+        memories = [receiver.memory for receiver in self._receivers.values()]
+        self._owing, self._rows, self._full = [], [], None
+        for views in (self._ready, self._routes, self._channels, self._senders, self._watched, self._receivers):
+            views.clear()  # memory is unmapped when nothing looks at it any more
+        for memory in memories:
+            memory.close()
         for descriptor in self._opened:
             os.close(descriptor)
         self._own.close()
-
-    def sum(self, row: Sequence[float]) -> list[float]:
-        """The sum of every rank's row of numbers, the same everywhere; see `SharedSums`."""
-        assert self._sums is not None
-        return self._sums.sum(row)
 
     # Sending.
 
@@ -231,6 +215,7 @@ class SharedMemoryTransport:
 
         Raises:
             RuntimeFailure: no memory is left, or a tensor that can't travel.
+            DeadlineExceeded, PeerLost: the receiver does not look at what it was sent before.
         """
         sent = perf_counter_ns()
         route = self._routes.get((edge, target))
@@ -238,88 +223,68 @@ class SharedMemoryTransport:
             route = self._routes[edge, target] = self._route(edge, target)
         channel, tag = route
         window = self._window.get(edge.slot) if self._window else None
-        if window is not None and not self._is_open(channel, target, window):
-            return False
+        if window is not None:
+            self._full = None if channel.has_room(window) else channel
+            if self._full is not None:
+                return False
         signature = self._signatures[edge.consumer.microbatch]
-        known = channel.known.get(signature)
+        known = channel.specs.get(signature)
         if known is None or not known.spec.fits(payload):
-            known = channel.known[signature] = self._tell(target, WireSpec.of(payload))
-        spec, told = known.spec, known.told
-        slot = self._slot(channel, spec, _capacity(spec.num_bytes + len(told)) if told else known.capacity)
-        packet = slot.packet
-        assert packet is not None
-        packet.pack(payload)
-        header = slot.header
-        if told:
-            start = slot.offset + spec.num_bytes
-            self._own.memory.map[start : start + len(told)] = told
-            known.told, header[TOLD_AT] = b"", spec.num_bytes
-        header[TAG], header[STEP], header[SPEC], header[TOLD] = tag, self._now, known.number, len(told)
-        header[SENT], header[THERE] = sent, perf_counter_ns()
-        header[FULL] = 1
+            known = channel.specs[signature] = self._sent_spec(WireSpec.of(payload))
+        slot = self._slot(channel, known)
+        slot.packet.pack(payload)
+        there = perf_counter_ns()
+        slot.write_header(1, tag, self._now, sent, there, known.place, known.num_bytes)
         slot.step = self._step
         if self._window:
             channel.under_way.append(slot)
-        sender = self._senders[target]
-        if sender.unsent or not sender.put(slot.offset):
-            sender.unsent.append(slot.offset)
-            self._has_unsent = True
+        if not self._senders[target].put(slot.offset):
+            self._put_later(target, slot.offset)
         return True
 
-    def _is_open(self, channel: OutChannel, target: int, window: int) -> bool:
-        """Whether fewer messages of a channel than that are not taken; where not, this rank is woken once one is."""
-        under_way = channel.under_way
-        while under_way and not under_way[0].header[FULL]:
-            under_way.popleft()
-        if len(under_way) < window:
-            self._full = None
-            return True
-        self._full = channel
-        self._senders[target].ring[WANTED] = 1
-        return False
-
-    def _flush(self) -> None:
-        """Puts in what found no room before."""
-        self._has_unsent = False
-        for sender in self._senders.values():
-            while sender.unsent and sender.put(sender.unsent[0]):
-                sender.unsent.popleft()
-            self._has_unsent = self._has_unsent or bool(sender.unsent)
+    def _put_later(self, target: int, offset: int) -> None:
+        """Puts a message into a ring that is full until its receiver looks, which may itself wait for this rank to
+        look.
+        """
+        end = time.monotonic() + self._timeout
+        what = f"for rank {target} to look at what it was sent"
+        while not self._senders[target].put(offset):
+            if self._receivers[target].gone:
+                raise PeerLost(f"rank {self.rank} waited {what}, and the process of rank {target} has ended")
+            if time.monotonic() > end:
+                raise DeadlineExceeded(f"rank {self.rank} waited {self._timeout:g} s {what}")
+            for receiver in self._receivers.values():
+                for come in receiver.new():
+                    self._came(receiver, come)
+            self._sleep(SOON_S)
 
     def _route(self, edge: Edge, target: int) -> tuple[OutChannel, int]:
         key = ChannelKey.of(edge), target
         channel = self._channels.get(key)
         if channel is None:
-            channel = self._channels[key] = OutChannel()
+            channel = self._channels[key] = OutChannel(target)
         return channel, self._tags.message(edge)
 
-    def _tell(self, target: int, spec: WireSpec) -> KnownSpec:
-        """A spec as a rank knows it, or will once it has its bytes."""
-        numbers = self._senders[target].specs
-        number = numbers.get(spec)
-        if number is not None:
-            return KnownSpec(spec, number, b"")
-        numbers[spec] = len(numbers)
-        return KnownSpec(spec, numbers[spec], spec.to_json().encode())
+    def _sent_spec(self, spec: WireSpec) -> SentSpec:
+        """A spec, written where all receivers find it."""
+        known = self._specs.get(spec)
+        if known is None:
+            text = spec.to_json().encode()
+            place = self._own.allocate(len(text))
+            self._own.memory.map[place : place + len(text)] = text
+            known = self._specs[spec] = SentSpec(spec, place, len(text), _capacity(spec.num_bytes))
+        return known
 
-    def _slot(self, channel: OutChannel, spec: WireSpec, capacity: int) -> MemorySlot:
+    def _slot(self, channel: OutChannel, known: SentSpec) -> MemorySlot:
         """A free slot, laid out for a spec."""
-        slots = channel.slots.get(capacity)
-        if slots is None:
-            slots = channel.slots[capacity] = deque()
-        if slots and not slots[0].header[FULL]:
+        slots, memory = channel.slots[known.capacity], self._own.memory
+        if slots and not slots[0].full[0]:
             slot = slots.popleft()
+            if slot.packet.spec is not known.spec:
+                slot.packet = memory.packet(slot.offset, known.spec)
         else:
-            if self._next + capacity > self._own.span:
-                raise RuntimeFailure(
-                    f"the messages of rank {self.rank} that were not taken fill {self._own.span} bytes of shared "
-                    "memory; use transport='gloo'"
-                )
-            slot = MemorySlot(self._own.memory, self._next, capacity)
-            self._next += capacity
+            slot = MemorySlot(memory, self._own.allocate(known.capacity), known.capacity, known.spec)
         slots.append(slot)
-        if slot.spec is not spec:
-            slot.spec, slot.packet = spec, self._own.memory.packet(slot.offset, spec)
         return slot
 
     # Receiving.
@@ -330,8 +295,6 @@ class SharedMemoryTransport:
         Raises:
             RuntimeFailure: one came that is not expected.
         """
-        if self._has_unsent:
-            self._flush()
         for receiver in self._owing:
             for offset in receiver.new():
                 self._came(receiver, offset)
@@ -342,37 +305,25 @@ class SharedMemoryTransport:
 
     def _came(self, receiver: IncomingRing, offset: int) -> None:
         """Takes note of a message."""
-        number, packet, header = receiver.packets.get(offset) or self._laid_out(receiver, offset)
-        if header[SPEC] != number:
-            number, packet, header = self._laid_out(receiver, offset)
-        now, tag = header[STEP], header[TAG]
+        _, tag, now, sent, there, place, num_bytes = receiver.memory.header(offset)
+        slot = receiver.slots.get(offset)
+        if slot is None or slot.place != place:
+            slot = receiver.lay_out(offset, place, num_bytes)
         if now != self._now and now >> 32 > self._step:
             receiver.early.append(offset)
             return
         edge = receiver.due.pop(tag, None)
         if edge is None or now != self._now:
             raise RuntimeFailure(why_unexpected(self.rank, self._step, receiver.peer, now >> 32, tag, edge))
-        self._ready[edge] = receiver, packet, header
-        sent = header[SENT]
-        self._log.add(receiver.peer, self.rank, packet.spec.carried_bytes, sent, sent, header[THERE], edge)
+        self._ready[edge] = receiver, slot
+        self._log.add(receiver.peer, self.rank, slot.packet.spec.carried_bytes, sent, sent, there, edge)
         self._arrived.append(edge)
-
-    def _laid_out(self, receiver: IncomingRing, offset: int) -> tuple[int, Packet, memoryview]:
-        memory = receiver.memory
-        header = memory.header(offset)
-        number = header[SPEC]
-        spec = receiver.specs.get(number)
-        if spec is None:
-            start = offset + header[TOLD_AT]
-            spec = receiver.specs[number] = WireSpec.from_json(memory.map[start : start + header[TOLD]].decode())
-        found = receiver.packets[offset] = number, memory.packet(offset, spec), header
-        return found
 
     def take(self, edge: Edge) -> Payload:
         """The payload of an edge that has arrived. Its slot is free again."""
-        receiver, packet, header = self._ready.pop(edge)
-        payload = packet.unpack()
-        header[FULL] = 0
+        receiver, slot = self._ready.pop(edge)
+        payload = slot.packet.unpack()
+        slot.full[0] = 0
         if self._window:
             fence()
             if receiver.ring[WANTED]:
@@ -387,13 +338,14 @@ class SharedMemoryTransport:
             DeadlineExceeded, PeerLost: with who waited for what from whom.
         """
         end = time.monotonic() + self._timeout
-        asleep = self._own.memory.words
+        asleep, full = self._own.asleep, self._full
         while True:
-            asleep[ASLEEP] = 1
+            asleep[0] = WAITING
+            if full is not None:
+                self._senders[full.target].ring[WANTED] = 1
             fence()
-            full = self._full
-            if (came := self.arrivals()) or self._woken or (full and not full.under_way[0].header[FULL]):
-                asleep[ASLEEP] = 0
+            if (came := self.arrivals()) or self._woken or (full and not full.under_way[0].full[0]):
+                asleep[0] = 0
                 self._woken = False
                 return came
             lost = next((receiver.peer for receiver in self._owing if receiver.gone and receiver.due), None)
@@ -407,13 +359,13 @@ class SharedMemoryTransport:
             if until is not None:
                 soon = (until - perf_counter_ns()) / 1e9
                 if soon <= 0:
-                    asleep[ASLEEP] = 0
+                    asleep[0] = 0
                     return came
                 if soon < FINELY:
                     time.sleep(min(soon, BRIEFLY))
                     continue
                 left = min(left, soon - FINELY / 2)
-            self._sleep(0.001 if self._has_unsent else min(POLL_S, left))
+            self._sleep(min(POLL_S, left))
 
     def _sleep(self, seconds: float) -> None:
         """Sleeps until somebody writes to the pipe, or another rank's process ends."""
@@ -429,6 +381,57 @@ class SharedMemoryTransport:
     def crossings(self) -> list[TransferRecord]:
         """The messages that came in since the last call: each arrived when it was written, whoever looked when."""
         return self._log.take()
+
+    # Sums.
+
+    def sum(self, row: Sequence[float]) -> list[float]:
+        """The sum of every rank's row of numbers, in the order of the ranks: the same everywhere. Rows have the same
+        length, at most `rank_memory.ROW`.
+
+        Raises:
+            DeadlineExceeded, PeerLost: with who waited for whom.
+        """
+        self._sum += 1
+        number, size = self._sum, len(row)
+        places = self._rows[number % 2]
+        word, numbers = places[self.rank]
+        numbers[:size] = array("d", row)
+        fence()
+        word[0] = number
+        fence()
+        if missing := [rank for rank, (word, _) in enumerate(places) if word[0] != number]:
+            self._wait_for_rows(missing, number)
+        else:
+            for sender in self._senders.values():
+                if sender.asleep[0] == SUMMING:
+                    sender.rouse()
+        return [sum(column) for column in zip(*(numbers[:size].tolist() for _, numbers in places), strict=True)]
+
+    def _wait_for_rows(self, missing: list[int], number: int) -> None:
+        """Waits until these ranks have written their rows of a sum."""
+        asleep, places = self._own.asleep, self._rows[number % 2]
+        end = time.monotonic() + self._timeout
+        while True:
+            asleep[0] = SUMMING
+            fence()
+            missing = [rank for rank in missing if places[rank][0][0] != number]
+            if not missing:
+                asleep[0] = 0
+                fence()
+                return
+            if lost := [rank for rank in missing if self._receivers[rank].gone]:
+                raise PeerLost(
+                    f"rank {self.rank} lost its connection to rank {lost[0]}, whose process has ended, while it "
+                    "waited for a sum over all ranks"
+                )
+            left = end - time.monotonic()
+            if left <= 0:
+                raise DeadlineExceeded(
+                    f"rank {self.rank} waited {self._timeout:g} s for a sum over all ranks from rank "
+                    f"{', '.join(map(str, missing))}; if that is just slow, give a longer timeout; if not, it stands "
+                    "still or was given other batches or calls"
+                )
+            self._sleep(min(POLL_S, left))
 
 
 def open_shared_memory(
@@ -458,7 +461,3 @@ def _capacity(num_bytes: int) -> int:
     step = max(ALIGN, 1 << max(0, num_bytes.bit_length() - 3))
     capacity = -(-num_bytes // step) * step
     return -(-capacity // ALIGN) * ALIGN
-
-
-def _step_word(step: int, digest: int) -> int:
-    return step << 32 | digest & 0xFFFFFFFF
