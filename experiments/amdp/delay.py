@@ -63,7 +63,8 @@ from experiments.common.command import options
 from experiments.common.results import Row, known, runs, save, table
 from penstock.models import CrossEntropy, GPTConfig
 from penstock.models.gpt import build_layers
-from penstock.runtime.parameters.muon import mark_ends, marked_like
+from penstock.runtime.parameters.muon import mark_ends
+from penstock.runtime.tensors.dtensor import standing_for
 
 SEEDS, HELD_OUT, UPDATES = (0, 1, 2), 100, 300
 CONFIG = GPTConfig(vocab_size=256, context=16, depth=8, width=64, num_heads=4)
@@ -203,7 +204,7 @@ class Loop:
                 self._parameters.append(parameter)
                 self._versions.append(1 + (NUM_STAGES - 1 - stage if way.every is None else way.every))
         self.delays = [versions - 1 if way.late else 0 for versions in self._versions]
-        weights = [marked_like(each, nn.Parameter(each.detach().clone(), False)) for each in self._parameters]
+        weights = [standing_for(each, each.detach().clone()).requires_grad_(False) for each in self._parameters]
         feedback = ErrorFeedback(self.delays) if way.feeds_back else None
         self._stepped = Stepped(way.optimizer, weights, way.momentum, self._momentum_decay(), feedback)
         self.weights = self._stepped.weights

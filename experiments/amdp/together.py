@@ -22,7 +22,8 @@ from torch.optim import Optimizer
 
 from penstock.models.bert import BERTEmbedding
 from penstock.models.gpt import Embedding
-from penstock.runtime.parameters.muon import leave_to_adamw, marked_like
+from penstock.runtime.parameters.muon import leave_to_adamw
+from penstock.runtime.tensors.dtensor import standing_for
 
 
 class StackedLinear(nn.Module):
@@ -161,7 +162,7 @@ class RunByRun(Optimizer):
         self._factors = factors
         self._stacks = [stack for group in self.param_groups for stack in group["params"]]
         self._slices = [
-            [marked_like(stack, Parameter(stack.data[run])) for stack in self._stacks] for run in range(len(factors))
+            [standing_for(stack, stack.data[run]) for stack in self._stacks] for run in range(len(factors))
         ]
         self._optimizers = [make(own, lr=lr * factor) for own, factor in zip(self._slices, factors, strict=True)]
 

@@ -277,3 +277,26 @@ def test_verify_finds_parameters_that_were_replaced_under_fsdp() -> None:
         assert "0.weight is of torch.float64 and was of torch.float32" in found["another type, fsdp"]
         assert found["inference"].startswith("step() was called under torch.inference_mode()")
         assert "`nn.SyncBatchNorm` and a pipeline over processes (1 of stage 0) exclude" in found["sums in a forward"]
+
+
+def marked_parameters(rank: int) -> list[int]:
+    """How many parameters an optimizer function is called with that have an attribute of the model's."""
+    found = []
+
+    def optimizer(parameters: list[nn.Parameter]) -> Optimizer:
+        found.append(sum(hasattr(parameter, "no_decay") for parameter in parameters))
+        return SGD(parameters, lr=0.1)
+
+    for sharding in SHARDINGS:
+        module = model()
+        for layer in module:
+            if isinstance(layer, nn.Linear):
+                layer.bias.no_decay = True  # type: ignore[attr-defined]
+        pipeline(module, sharding, optimizer).close()
+    return found
+
+
+def test_bug_parts_of_parameters_had_lost_their_attributes() -> None:
+    for outcome in run_ranks(2, marked_parameters):
+        assert outcome.code == 0, outcome.text
+        assert outcome.value == [3] * len(SHARDINGS)

@@ -216,3 +216,24 @@ def test_what_a_step_refuses() -> None:
     plain = ps.Pipeline(runs.model_of(4), ps.build("1f1b", 4, 8), loss_fn=runs.MSE, optimizer=runs.ADAM)
     with pytest.raises(RuntimeFailure, match="1f1b has no updates as ops"):
         plain.step(*runs.batch_of(8, 0), rates=[0.1])
+
+
+def without_decay_where_marked(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
+    """Puts parameters into groups by an attribute that the model has set on them."""
+    marked = [p for p in parameters if hasattr(p, "no_decay")]
+    rest = [p for p in parameters if not hasattr(p, "no_decay")]
+    groups = [{"params": marked, "weight_decay": 0.0}, {"params": rest, "weight_decay": 0.1}]
+    return torch.optim.SGD([group for group in groups if group["params"]], lr=0.1)
+
+
+def test_bug_what_an_optimizer_function_is_called_with_had_lost_the_attributes_of_parameters() -> None:
+    """So every parameter got weight decay where updates are ops, without a word."""
+    for name, options in (("1f1b", {}), ("amdp", {"window": 8, "max_mismatch": 0})):
+        schedule = ps.build(name, 4, 8, **options)
+        model = runs.without_dropout(runs.model_of(schedule.num_stages))
+        biases = [parameter for name, parameter in model.named_parameters() if name.endswith("bias")]
+        for parameter in biases:
+            parameter.no_decay = True  # type: ignore[attr-defined]
+        pipe = ps.Pipeline(model, schedule, loss_fn=runs.MSE, optimizer=without_decay_where_marked)
+        assert pipe.optimizer is not None
+        assert len(pipe.optimizer.param_groups[0]["params"]) == len(biases), name

@@ -137,13 +137,6 @@ def leave_to_adamw(parameter: Tensor) -> None:
     setattr(parameter, _MARK, ADAMW)
 
 
-def marked_like(parameter: Tensor, other: Parameter) -> Parameter:
-    """Gives `other`, which is stepped in place of a parameter, the parameter's mark, and returns it."""
-    if getattr(parameter, _MARK, MUON) == ADAMW:
-        leave_to_adamw(other)
-    return other
-
-
 def mark_ends(stage: nn.Module, is_last: bool, tied: Iterable[str] = ()) -> None:
     """Marks what in a stage is not a hidden matrix: embedding tables, output layers, and tied parameters.
 

@@ -34,7 +34,7 @@ from penstock.runtime.parameters.buckets import (
 from penstock.runtime.parameters.gradients import Gradients
 from penstock.runtime.parameters.versions import Write
 from penstock.runtime.stage.stage import Stage
-from penstock.runtime.tensors.dtensor import is_sharded, local, memory, rows_of_part, rows_per_part
+from penstock.runtime.tensors.dtensor import is_sharded, local, memory, rows_of_part, rows_per_part, standing_for
 
 
 class ReplicaParameters:
@@ -284,7 +284,7 @@ class ShardedParameters(ReplicaParameters):
             shape=parameter.shape,
             stride=parameter.stride(),
         )
-        return Parameter(part, requires_grad=parameter.requires_grad), rows.start
+        return standing_for(parameter, part), rows.start
 
     def _holders_with(self, across: Any) -> Any:
         """The device mesh of the replicas of all ranks that have a stage together."""

@@ -31,7 +31,7 @@ from torch.nn import Parameter
 from penstock.runtime.parameters.tied_casts import AutocastUses, TiedGradientSum
 from penstock.runtime.parameters.ties import Ties
 from penstock.runtime.stage.stage import Copy
-from penstock.runtime.tensors.dtensor import as_shard, local
+from penstock.runtime.tensors.dtensor import as_shard, local, standing_for
 from penstock.runtime.tensors.message import Edge, Payload
 from penstock.schedule import Op
 
@@ -63,8 +63,7 @@ class TiedPlace:
 
     def _made(self) -> Parameter:
         value = self.parameter.detach()
-        leaf = Parameter(value.clone() if self._is_separate else value, self.parameter.requires_grad)
-        leaf.__dict__.update(self.parameter.__dict__)
+        leaf = standing_for(self.parameter, value.clone() if self._is_separate else value)
         if leaf.requires_grad:
             leaf.register_post_accumulate_grad_hook(_nothing)
         return leaf

@@ -51,11 +51,10 @@ from torch.optim import Optimizer
 
 from penstock.runtime.errors import RuntimeFailure
 from penstock.runtime.parameters.gradients import Gradients, GradientSums, factor_of, norms_of, num_bytes
-from penstock.runtime.parameters.muon import marked_like
 from penstock.runtime.parameters.optimizer import make_step
 from penstock.runtime.parameters.rules import ReadContext, VersionRule, WeightRead
 from penstock.runtime.stage.autograd import added
-from penstock.runtime.tensors.dtensor import as_shard, is_sharded, laid_like, local, memory, own_shard
+from penstock.runtime.tensors.dtensor import as_shard, is_sharded, laid_like, local, memory, own_shard, standing_for
 from penstock.schedule import Schedule
 from penstock.schedule.staleness import Needs, WeightReads
 
@@ -602,9 +601,9 @@ def _master_of(parameter: Parameter, apart: bool) -> Parameter:
     `apart`.
     """
     if not is_sharded(parameter):
-        return marked_like(parameter, Parameter(parameter.data))
+        return standing_for(parameter, parameter.data)
     values = memory(parameter)
-    return marked_like(parameter, Parameter(as_shard(values.clone() if apart else values, parameter)))
+    return standing_for(parameter, as_shard(values.clone() if apart else values, parameter))
 
 
 def summed(parts: Sequence[Gradients]) -> Gradients:

@@ -9,6 +9,7 @@ import sys
 from typing import Any
 
 from torch import Tensor
+from torch.nn import Parameter
 
 
 def is_sharded(tensor: Any) -> bool:
@@ -32,6 +33,15 @@ def memory(tensor: Tensor) -> Tensor:
     what autograd has saved.
     """
     return local(tensor.detach()).data
+
+
+def standing_for(parameter: Parameter, values: Tensor) -> Parameter:
+    """Makes a parameter of these values that stands for another one. It has the attributes that were set on that, by
+    which a user's function may put parameters into groups.
+    """
+    other = Parameter(values, parameter.requires_grad)
+    other.__dict__.update(parameter.__dict__)
+    return other
 
 
 def overwrite(target: Tensor, value: Tensor) -> None:
