@@ -100,7 +100,7 @@ def test_every_dtype_and_layout(tmp_path: Path) -> None:
             each.detach().resolve_conj().contiguous().reshape(-1).view(torch.uint8) for each in (held, tensor)
         ]
         assert torch.equal(*as_bytes), name
-        assert (Reader(path).shape(name), Reader(path).dtype(name)) == (tuple(tensor.shape), tensor.dtype)
+        assert Reader(path).kinds("")[name] == (tuple(tensor.shape), tensor.dtype)
     loaded["whole"][0] = 9
     assert loaded["tied"][0] == 0
 

@@ -23,7 +23,7 @@ names = st.lists(st.sampled_from(NAMES), unique=True)
 
 @given(st.lists(st.tuples(names, names), min_size=1, max_size=6))
 def test_everyone_gets_what_it_lacks_once_from_one_who_has_it(processes: list[tuple[list[str], list[str]]]) -> None:
-    told = [StateInventory(dict.fromkeys(held, KIND), wanted, {}) for held, wanted in processes]
+    told = [StateInventory(dict.fromkeys(held, KIND), wanted) for held, wanted in processes]
     anywhere = {name for held, _ in processes for name in held}
     if lost := {name for _, wanted in processes for name in wanted} - anywhere:
         with pytest.raises(RuntimeFailure, match="which no process holds") as failure:
@@ -37,8 +37,8 @@ def test_everyone_gets_what_it_lacks_once_from_one_who_has_it(processes: list[tu
 
 
 def test_those_who_hold_the_same_share_the_sending() -> None:
-    holds = StateInventory(dict.fromkeys(NAMES[:4], KIND), [], {})
-    plan = sendings([holds, StateInventory({}, NAMES[:4], {}), holds])
+    holds = StateInventory(dict.fromkeys(NAMES[:4], KIND), [])
+    plan = sendings([holds, StateInventory({}, NAMES[:4]), holds])
     assert [each.source for each in plan] == [0, 2, 0, 2]
 
 

@@ -83,7 +83,7 @@ def copy_kept(source: Path | None, folder: Path) -> None:
 
 def _write_weights(folder: Path, checkpoint: Reader, shapes: Any, blocks: str) -> None:
     stored = {name.removeprefix(MODEL): name for name in checkpoint.names() if name.startswith(MODEL)}
-    sizes = [checkpoint.dtype(name).itemsize * torch.Size(checkpoint.shape(name)).numel() for name in stored.values()]
+    sizes = [torch.Size(shape).numel() * dtype.itemsize for shape, dtype in checkpoint.kinds(MODEL).values()]
     limit = min(LARGEST, max(SMALLEST, sum(sizes) // PARTS))
     files: list[list[str]] = []
     waiting: dict[str, Tensor] = {}

@@ -167,9 +167,6 @@ def base_of(each: StatefulObject, there: Iterable[str]) -> str | None:
 class LoadedStates:
     """The states of objects as a source has them: read, and not yet given to the objects.
 
-    Attributes:
-        notices: what a person should know of it.
-
     Raises:
         CheckpointError: there is no state of an object, or only others' where each had its own.
     """
@@ -177,7 +174,6 @@ class LoadedStates:
     def __init__(
         self, objects: Iterable[StatefulObject], source: TensorSource, device: torch.device | None = None
     ) -> None:
-        self.notices: list[str] = []
         self._states: list[tuple[StatefulObject, Any]] = []
         self._before: list[tuple[StatefulObject, Any]] = []
         names = set(source.names())
@@ -186,11 +182,6 @@ class LoadedStates:
             base = base_of(each, names)
             if base is None:
                 raise CheckpointError(f"checkpoint {source.path} has {_what_there_is(each, parts)}")
-            if base.endswith(FIRST) and base != each.base + each.suffixes[-1]:
-                self.notices.append(
-                    f"the extra state of {each.name} differed between the pipelines, replicas or shards that "
-                    f"{source.path} comes from, and had none for {each.suffixes[-1][1:]}: it has that of the first"
-                )
             self._states.append((each, load_packed(source, base, parts[base], device)))
 
     def give(self) -> None:

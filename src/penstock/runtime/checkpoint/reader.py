@@ -222,14 +222,6 @@ class Reader:
         self._tensors = {renamed(name, known): entry for name, entry in there.items()}
         rename_members(self.meta.get("optimizer"), known)
 
-    def shape(self, name: str) -> tuple[int, ...]:
-        """A tensor's shape. Raises `CheckpointError` for a name that is not there."""
-        return self._entry(name).shape
-
-    def dtype(self, name: str) -> torch.dtype:
-        """A tensor's dtype. Raises `CheckpointError` for a name that is not there."""
-        return self._entry(name).kind[1]
-
     def kinds(self, prefix: str) -> dict[str, Kind]:
         """Shape and type of the tensors whose names begin with a prefix."""
         return {name: entry.kind for name, entry in self._tensors.items() if name.startswith(prefix)}

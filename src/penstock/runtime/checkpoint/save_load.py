@@ -35,7 +35,7 @@ from penstock.runtime.checkpoint.object_state import (
 from penstock.runtime.checkpoint.optimizer import merged_meta
 from penstock.runtime.checkpoint.reader import Kind, Reader, match, require_plain
 from penstock.runtime.checkpoint.together import UNWRITTEN, together
-from penstock.runtime.checkpoint.training_state import BUFFERS, MODEL, StagedState, TrainingState
+from penstock.runtime.checkpoint.training_state import MODEL, StagedState, TrainingState
 from penstock.runtime.errors import CheckpointError, DamagedCheckpointError
 from penstock.runtime.mesh.peers import Peers
 from penstock.runtime.mesh.process_mesh import ProcessMesh
@@ -63,13 +63,12 @@ class Expected(NamedTuple):
     """What the model of all processes consists of.
 
     Attributes:
-        kinds: shape and type by stored name. bases: of modules with extra state; holders: with their suffixes.
-        members: of each process. aliases: by other name of a parameter the stored one.
+        kinds: shape and type by stored name. bases: of modules with extra state. members: of each process.
+        aliases: by other name of a parameter the stored one.
     """
 
     kinds: dict[str, Kind]
     bases: set[str]
-    holders: set[str]
     members: list[dict[str, list[list[str]]]]
     aliases: dict[str, str]
 
@@ -183,13 +182,12 @@ def _choose(directory: str | Path, peers: Peers, fallback: bool) -> tuple[list[P
 
 
 def _expected(state: TrainingState, peers: Peers) -> Expected:
-    mine = (state.expected(), [(each.base, each.suffixes[-1]) for each in state.objects])
-    parts = peers.gather((*mine, state.members(), state.aliases()))
+    bases = {each.base for each in state.objects}
+    parts = peers.gather((state.expected(), bases, state.members(), state.aliases()))
     kinds, objects, members, aliases = zip(*parts, strict=True)
     return Expected(
         {name: kind for part in kinds for name, kind in part.items()},
-        {base for part in objects for base, _ in part},
-        {base + suffix for part in objects for base, suffix in part},
+        set().union(*objects),
         list(members),
         {other: name for part in aliases for other, name in part.items()},
     )
@@ -214,7 +212,7 @@ def _load_one(
         reader.rename(expected.aliases)
         match(reader, expected.kinds, MODEL)
         objects = objects_of_caller(stateful, mesh)
-        notices.extend(_left_out(reader, expected, objects))
+        notices.extend(_require_taken(reader, expected, objects))
         users = LoadedStates(objects, reader)
         counters = reader.meta[COUNTERS]
         staged = state.stage(reader, counters["num_updates"], counters, expected.members)
@@ -243,13 +241,13 @@ def _open(path: Path, peers: Peers) -> Reader:
     except CheckpointError as error:
         failure = error
     opened = peers.gather((reader and reader.digest, failure and str(failure)))
-    if len(set(opened)) > 1 and any(said for _, said in opened):
-        process, said = next((process, said) for process, (_, said) in enumerate(opened) if said)
-        raise CheckpointError(f"process {process} cannot open what others can: {said}. {SHARED}")
+    if differing := [process for process, each in enumerate(opened) if each != opened[0]]:
+        process = next((process for process, (_, said) in enumerate(opened) if said), differing[0])
+        said = opened[process][1]
+        found = "another checkpoint" if said is None else f"none ({said})"
+        raise CheckpointError(f"process {process} sees {found} at {path}, and others do not. {SHARED}")
     if reader is None:
         raise failure or AssertionError
-    if other := [process for process, each in enumerate(opened) if each != opened[0]]:
-        raise CheckpointError(f"process {other[0]} sees another checkpoint at {path} than process 0. {SHARED}")
     return reader
 
 
@@ -261,38 +259,21 @@ def _older(path: Path, paths: Sequence[Path], peers: Peers) -> Path | None:
     return found
 
 
-def _left_out(reader: Reader, expected: Expected, given: Sequence[StatefulObject]) -> list[str]:
-    """What a checkpoint has and nobody takes. Raises CheckpointError where it is a module's extra state."""
-    buffers: list[str] = []
-    dropped: set[str] = set()
-    untaken: set[str] = set()
-    for name in reader.names():
-        base = name.rpartition("#")[0]
-        if name.startswith(BUFFERS) and name not in expected.kinds:
-            buffers.append(name.removeprefix(BUFFERS))
-        if name.startswith(STATE):
-            untaken.add(base.partition("@")[0])
-        if name.startswith(EXTRA) and base not in expected.bases | expected.holders:
-            if base.partition("@")[0] not in expected.bases:
-                raise CheckpointError(
-                    f"checkpoint {reader.path} has extra state of {base.removeprefix(EXTRA) or 'the model'}, and no "
-                    "module here has that name and takes it: build the model it was written with, or choose another "
-                    "checkpoint"
-                )
-            dropped.add(base.removeprefix(EXTRA).partition("@")[0])
-    untaken -= {each.base for each in given}
-    notices = [
-        f"{reader.path} has extra state of {module} from more pipelines, replicas or shards than there are now, "
-        "which differed: theirs is left out"
-        for module in sorted(dropped)
-    ]
-    if buffers:
-        listed = ", ".join(buffers)
-        notices.append(f"{reader.path} has {listed}, buffers that are not persistent and not there yet: left out")
-    if untaken:
-        listed = ", ".join(sorted(each.removeprefix(STATE) for each in untaken))
-        notices.append(f"{reader.path} has the state of {listed}, which was not loaded: give load(..., stateful=...)")
-    return notices
+def _require_taken(reader: Reader, expected: Expected, given: Sequence[StatefulObject]) -> list[str]:
+    """Notices of the caller's state that nobody takes. Raises CheckpointError where it is a module's extra state."""
+    bases = {name.rpartition("#")[0].partition("@")[0] for name in reader.names() if name.startswith((EXTRA, STATE))}
+    for base in sorted(bases):
+        name = base.removeprefix(EXTRA)
+        if base.startswith(EXTRA) and base not in expected.bases:
+            raise CheckpointError(
+                f"checkpoint {reader.path} has extra state of {name or 'the model'}, and no module here has that "
+                "name and takes it: build the model it was written with, or choose another checkpoint"
+            )
+    untaken = sorted(base for base in bases - {each.base for each in given} if base.startswith(STATE))
+    if not untaken:
+        return []
+    listed = ", ".join(base.removeprefix(STATE) for base in untaken)
+    return [f"{reader.path} has the state of {listed}, which was not loaded: give load(..., stateful=...)"]
 
 
 def _set_aside(damaged: Sequence[tuple[Path, str]], loaded: Path, peers: Peers) -> list[str]:

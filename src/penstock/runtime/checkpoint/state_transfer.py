@@ -37,13 +37,11 @@ class StateInventory(NamedTuple):
     """What a process tells the others.
 
     Attributes:
-        held: shape and type of each tensor that it holds, by name.
-        wanted: names. kinds: shape and type that those of the model are to have.
+        held: shape and type of each tensor that it holds, by name. wanted: names.
     """
 
     held: dict[str, Kind]
     wanted: list[str]
-    kinds: dict[str, Kind]
 
 
 def sendings(inventories: Sequence[StateInventory]) -> list[TensorTransfer]:
@@ -114,14 +112,18 @@ def hand_over(giver: OptimizerState, taker: OptimizerState, peers: Peers) -> int
     except CheckpointError as error:
         raise RuntimeFailure(f"the pipeline before can't be handed over: {error}") from error
     rename_members(meta, aliases)
-    wanted = peers.gather((after.wanted(known), after.expected(), after.members()))
-    inventories = [StateInventory(kinds, *each[:2]) for (kinds, _), each in zip(parts, wanted, strict=True)]
-    _require_shapes(inventories, known)
+    wanted = peers.gather((after.wanted(known), after.members()))
+    inventories = [StateInventory(kinds, names) for (kinds, _), (names, _) in zip(parts, wanted, strict=True)]
     came = _exchange(sendings(inventories), held, known, peers)
     mine = {name: came[name] if name in came else held[name] for name in after.wanted(known)}
     staged, said = None, None
     try:
-        members = [each[2] for each in wanted]
+        for name, (shape, _) in after.expected().items():
+            if name.startswith(MODEL) and known[name][0] != shape:
+                raise CheckpointError(
+                    f"{name} has shape {known[name][0]} there and {shape} here; build both from one model"
+                )
+        members = [each for _, each in wanted]
         staged = after.stage(ReceivedState(mine, meta), giver.num_updates, before.scaler(), members)
         staged.extra.give()
     except CheckpointError as error:
@@ -134,16 +136,6 @@ def hand_over(giver: OptimizerState, taker: OptimizerState, peers: Peers) -> int
     assert staged is not None
     staged.put()
     return sum(_num_bytes(*known[name]) for name in came)
-
-
-def _require_shapes(inventories: Sequence[StateInventory], known: dict[str, Kind]) -> None:
-    """The same answer in every process."""
-    for name, (shape, _) in (each for one in inventories for each in one.kinds.items()):
-        if name.startswith(MODEL) and name in known and known[name][0] != shape:
-            raise RuntimeFailure(
-                f"{name} has shape {known[name][0]} in the pipeline before and {shape} in the one after; build both "
-                "from one model"
-            )
 
 
 def _exchange(

@@ -298,7 +298,7 @@ class TrainingState:
                 scaling.begin_again(scaler)
             extra.give_again()
 
-        return StagedState(put, extra, [*notices, *extra.notices])
+        return StagedState(put, extra, notices)
 
     def _stage_values(self, source: TensorSource, there: set[str]) -> tuple[list[tuple[Tensor, Tensor]], list[str]]:
         """Pairs of a parameter or buffer and its new value, and notices."""
