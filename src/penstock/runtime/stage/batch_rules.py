@@ -215,24 +215,9 @@ class Cut(Sequence[Any]):
         self._parts, self.sizes, self.is_listed = parts, sizes, is_listed
 
     def __len__(self) -> int:
-        return len(self._parts if self.sizes is None else self.sizes)
+        return len(self._parts)
 
     def __getitem__(self, place: Any) -> Any:
-        return self._parts[place]
-
-
-class CutTensor(Cut):
-    """A tensor's microbatches; cut where one is first asked for, as most ranks of a pipeline ask for none."""
-
-    def __init__(self, tensor: Tensor, dimension: int, sizes: list[float]) -> None:
-        super().__init__((), sizes)
-        shape, dtype = tensor.shape, tensor.dtype
-        before, after = shape[:dimension], shape[dimension + 1 :]
-        self.signatures: list[Signature] = [(((*before, int(size), *after), dtype),) for size in sizes]
-        self._tensor, self._dimension = tensor, dimension
-
-    def __getitem__(self, place: Any) -> Any:
-        self._parts = self._parts or self._tensor.tensor_split(len(self), self._dimension)
         return self._parts[place]
 
 
@@ -297,9 +282,6 @@ class Uncut:
                 )
             least, larger = divmod(total, num)
             sizes = [float(least + (m < larger)) for m in range(num)]  # as Tensor.tensor_split cuts
-            rule = self._pieces[0].rule
-            if type(self.value) is Tensor and isinstance(rule, int):
-                return CutTensor(self.value, rule, sizes)
         parts = [piece.cut(num) for piece in self._pieces]
         return Cut([unflatten([p[m] for p in parts], self._skeleton) for m in range(num)], sizes)
 

@@ -83,11 +83,9 @@ class Branches:
             start = sum(widths[:place])
             mine = slice(start, start + widths[place])
             outcome = Payload.gradients(outcome.leaves[mine])
-        elif kind == "F" and other != self._graph.targets[stage][-1]:  # another target may change its own in place
-            copies = [None if leaf is None else copy_of(leaf) for leaf in outcome.leaves]
-            outcome = Payload(copies, outcome.skeleton, outcome.needs_grad)
         parts = self._parts(stage, other)
-        return outcome if parts == 1 else _cut(outcome, parts, their % parts)
+        is_copied = kind == "F" and other != self._graph.targets[stage][-1]  # another target may change its own
+        return outcome if parts == 1 and not is_copied else _part_of(outcome, parts, their % parts)
 
     def _groups(self, op: Op, stages: Sequence[int], received: Sequence[Payload]) -> list[list[Payload]]:
         """The payloads that came, stage by stage."""
@@ -172,7 +170,7 @@ def _joined(payloads: Sequence[Payload]) -> Payload:
     return Payload(leaves, first.skeleton, needs)
 
 
-def _cut(payload: Payload, parts: int, place: int) -> Payload:
+def _part_of(payload: Payload, parts: int, place: int) -> Payload:
     """One of the parts, in memory of its own: a stage that changes it in place changes no other part."""
     leaves = [None if leaf is None else copy_of(leaf.tensor_split(parts)[place]) for leaf in payload.leaves]
     return Payload(leaves, payload.skeleton, payload.needs_grad)

@@ -21,11 +21,11 @@ from typing import Any
 
 from penstock.runtime.errors import RuntimeFailure
 from penstock.runtime.mesh.process_mesh import ProcessMesh
-from penstock.runtime.stage.batch_rules import PLAIN, BatchRules, Cut, CutTensor, Signature, Uncut, rules_at, uncut
+from penstock.runtime.stage.batch_rules import PLAIN, BatchRules, Cut, Signature, Uncut, rules_at, uncut
 from penstock.runtime.stage.branches import loss_stage, starts_of
 from penstock.runtime.stage.loss import LossFn, adds_up, shares_of, sizes_of, weigh, weights_of
 from penstock.runtime.tensors.digest import batch_digest
-from penstock.runtime.tensors.pytree import DTYPES, flatten
+from penstock.runtime.tensors.pytree import flatten
 from penstock.schedule import Schedule
 
 NO_LOSS = (
@@ -213,13 +213,16 @@ def _sources(inputs: Any, starts: Sequence[int], rules: BatchRules) -> dict[int,
     """By stage, what goes into each of the stages that no other feeds."""
     if len(starts) == 1:
         return {starts[0]: uncut(inputs, "inputs", rules.inputs)}
-    given = inputs_by_stage(inputs, starts)
-    return {stage: uncut(value, "inputs", rules_at(rules.inputs, stage), (stage,)) for stage, value in given.items()}
+    if not isinstance(inputs, Mapping) or set(inputs) != set(starts):
+        got = f"entries {', '.join(map(repr, inputs))}" if isinstance(inputs, Mapping) else type(inputs).__name__
+        raise RuntimeFailure(
+            f"the batch goes into stages {_listed(starts)}; give the inputs as a dict with one entry for "
+            f"each, {{{starts[0]}: ..., {starts[1]}: ...}}, not {got}"
+        )
+    return {stage: uncut(inputs[stage], "inputs", rules_at(rules.inputs, stage), (stage,)) for stage in starts}
 
 
 def _signatures(cut: Sequence[Sequence[Any]]) -> list[Signature]:
-    if len(cut) == 1 and isinstance(cut[0], CutTensor):
-        return cut[0].signatures
     leaves = [[flatten(value)[0] for value in values] for values in cut]
     return [
         tuple((tuple(t.shape), t.dtype) for each in leaves if m < len(each) for t in each[m])
@@ -285,23 +288,6 @@ def _require_alike(sources: Mapping[int, Uncut], counts: Sequence[int]) -> None:
 
 def _listed(values: Iterable[int]) -> str:
     return ", ".join(map(str, values))
-
-
-def inputs_by_stage(inputs: Any, starts: Sequence[int]) -> dict[int, Any]:
-    """What goes into each of the stages that no other feeds.
-
-    Raises:
-        RuntimeFailure: several such stages, and not an entry for each.
-    """
-    if len(starts) == 1:
-        return {starts[0]: inputs}
-    if not isinstance(inputs, Mapping) or set(inputs) != set(starts):
-        got = f"entries {', '.join(map(repr, inputs))}" if isinstance(inputs, Mapping) else type(inputs).__name__
-        raise RuntimeFailure(
-            f"the batch goes into stages {', '.join(map(str, starts))}; give the inputs as a dict with one entry for "
-            f"each, {{{starts[0]}: ..., {starts[1]}: ...}}, not {got}"
-        )
-    return {stage: inputs[stage] for stage in starts}
 
 
 Facts = dict[str, Any]
@@ -383,14 +369,11 @@ class ReplicaBatches:
         scales = [1.0] * count
         if not adds_up(loss_fn):
             scales = shares_of([part["weights"] for part in parts], windows)[self._mesh.replica]
-        signatures: list[Signature] = [
-            tuple((tuple(shape), DTYPES[name]) for shape, name in each) for each in own["signatures"]
-        ]
         nothing = [None] * count
         cut_inputs = nothing if batch is None or inputs is None else batch.inputs[0]
         cut_targets = nothing if batch is None or targets is None else batch.targets
         into: Mapping[int, Sequence[Any]] = {self._start: cut_inputs}
-        return Microbatches(into, cut_targets, lambda: scales, signatures, 0, windows, self._mesh.replica)
+        return Microbatches(into, cut_targets, lambda: scales, own["signatures"], 0, windows, self._mesh.replica)
 
     def _own(self, inputs: Any, targets: Any, num: int, fewer: bool, rules: BatchRules) -> Microbatches | None:
         """What this process was given, cut; None where that is nothing."""
@@ -411,10 +394,7 @@ class ReplicaBatches:
         if inputs is not None:
             cut = batch.inputs[0]
             assert isinstance(cut, Cut)
-            signatures = [
-                [(list(shape), str(dtype).removeprefix("torch.")) for shape, dtype in batch.signature(m)]
-                for m in range(len(batch))
-            ]
+            signatures = [batch.signature(m) for m in range(len(batch))]
             facts["inputs"] = {"digest": batch_digest(inputs), "signatures": signatures, **_sizes_said(cut)}
         if targets is not None:
             cut = batch.targets
@@ -461,8 +441,8 @@ class ReplicaBatches:
         by = {inputs["cut"], targets["cut"]}
         if BY_FUNCTIONS not in by and by != {BY_LIST} and inputs["sizes"] != targets["sizes"]:
             raise RuntimeFailure(
-                f"replica {replica} was given microbatches of {_listed_sizes(inputs['sizes'])} samples and of "
-                f"{_listed_sizes(targets['sizes'])} targets; give as many of both"
+                f"replica {replica} was given microbatches of {_in_words(inputs['sizes'])} samples and of "
+                f"{_in_words(targets['sizes'])} targets; give as many of both"
             )
         sizes = targets["sizes"] if inputs["cut"] == BY_FUNCTIONS != targets["cut"] else inputs["sizes"]
         weights = sizes if targets["weights"] is None else targets["weights"]
@@ -474,5 +454,5 @@ def _sizes_said(cut: Cut) -> Facts:
     return {"sizes": sizes_of(cut), "cut": by}
 
 
-def _listed_sizes(sizes: Sequence[float]) -> str:
+def _in_words(sizes: Sequence[float]) -> str:
     return ", ".join(f"{size:g}" for size in sizes)

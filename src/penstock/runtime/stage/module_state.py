@@ -10,43 +10,14 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.nn.modules.lazy import LazyModuleMixin
 
-from penstock.runtime.stage.stage import Stage
 from penstock.runtime.tensors.digest import hash_of
-from penstock.runtime.tensors.dtensor import is_sharded, memory, overwrite
+from penstock.runtime.tensors.dtensor import memory, overwrite
 
-OF_EVERY_MODULE = frozenset(vars(nn.Module()))
-"""What torch keeps in each: parameters, buffers, layers and hooks, which others look after, and the mode."""
-DEPTH = 3
-"""Levels of containers in an attribute that are searched."""
-
-
-def attributes_of(module: nn.Module) -> dict[str, Any]:
-    """A module's own attributes, by name; of a stage, which has none but ours, nothing."""
-    if isinstance(module, Stage):
-        return {}
-    return {name: value for name, value in vars(module).items() if name not in OF_EVERY_MODULE}
-
-
-def tensors_in(value: Any, depth: int = DEPTH) -> list[Tensor]:
-    """A tensor, or the tensors in containers up to so many levels deep."""
-    if isinstance(value, Tensor):
-        return [value]
-    if not depth or not isinstance(value, (Mapping, list, tuple, set, deque)):
-        return []
-    if isinstance(value, Mapping):
-        value = value.values()
-    return [tensor for each in value for tensor in tensors_in(each, depth - 1)]
-
-
-def is_plain(tensor: Tensor) -> bool:
-    """Whether a tensor's elements are numbers that torch can sum."""
-    strided = tensor.layout is torch.strided and not is_sharded(tensor) and not tensor.is_meta
-    return strided and not tensor.is_quantized and tensor.dtype.itemsize <= 16
-
+DEPTH = 4
+"""Levels of containers in a module that are searched for tensors: the first are its own dicts, such as of buffers."""
 
 Snapshot = dict[str, tuple[Any, Any]]
 """Of a module, by name, and what its lists, dicts and sets hold."""
@@ -101,20 +72,27 @@ def untouched(model: nn.Module) -> Iterator[None]:
     """Buffers and attributes that change inside are set back, as far as into lists and dicts."""
     modules = [module for module in model.modules() if not isinstance(module, LazyModuleMixin)]  # that become others
     before = {module: snapshot_of(module) for module in modules}
-    buffers = {id(buffer): (buffer, buffer.detach().clone()) for buffer in model.buffers()}
-    others = {
-        id(tensor): (tensor, tensor.detach().clone(), hash_of(tensor))
+    kept = {
+        id(tensor): (tensor, tensor.detach().clone())
         for module in modules
-        for value in attributes_of(module).values()
-        for tensor in tensors_in(value)
-        if is_plain(tensor) and not isinstance(tensor, nn.Parameter) and id(tensor) not in buffers
+        for tensor in _tensors_in(vars(module))
+        if not isinstance(tensor, nn.Parameter) and not tensor.is_meta and not tensor.is_quantized
     }
     try:
         yield
     finally:
         put_back(before)
-        for buffer, value in buffers.values():
-            overwrite(memory(buffer), value)  # which counts as no change in place
-        for tensor, value, known in others.values():
-            if hash_of(tensor) != known:  # memory may be of a file that is read alone
-                overwrite(memory(tensor), value)
+        for tensor, value in kept.values():
+            if hash_of(tensor) != hash_of(value):  # memory may be of a file that is read alone
+                overwrite(memory(tensor), value)  # which counts as no change in place
+
+
+def _tensors_in(value: Any, depth: int = DEPTH) -> list[Tensor]:
+    """A tensor, or the tensors in containers up to so many levels deep."""
+    if isinstance(value, Tensor):
+        return [value]
+    if not depth or not isinstance(value, (Mapping, list, tuple, set, deque)):
+        return []
+    if isinstance(value, Mapping):
+        value = value.values()
+    return [tensor for each in value for tensor in _tensors_in(each, depth - 1)]

@@ -21,12 +21,7 @@ from penstock.runtime.stage.autograd import GraphInputs, exits, run_backward
 from penstock.runtime.stage.host_memory import HostMemory, OffloadStatistics, SavedTensors, copied_to
 from penstock.runtime.stage.loss import LossCheck, LossFn, weightless
 from penstock.runtime.stage.microbatches import NO_LOSS, Microbatches, Signature
-from penstock.runtime.stage.recompute import (
-    BufferHistory,
-    GradientAskedFor,
-    keeping_nothing,
-    keeping_to_the_end,
-)
+from penstock.runtime.stage.recompute import BufferHistory, GradientAskedFor, keeping_nothing
 from penstock.runtime.stage.split_backward import DeferredShare, SplitStage, Tape
 from penstock.runtime.stage.stage import Stage
 from penstock.runtime.tensors.message import Payload
@@ -148,7 +143,7 @@ class StageRunner:
         self._num_targets = num_targets
         self._own: frozenset[int] | None = None
         self._differentiates = False
-        """Whether its forward asks for gradients of its own, as far as one that is run again has shown."""
+        """Whether its forward asks for gradients of its own, as one that was to be run again has shown."""
 
     def may_split(self, shared: SplitStage | None, reason: str = "") -> None:
         """Sets, between two steps, whether I and W can run separately from now on.
@@ -225,26 +220,22 @@ class StageRunner:
                 else:
                     self.results[m] = output
                 return Payload([])
-        if (self.index, m) in self.settings.recomputed:
-            return self._forward_keeping_input(m, received)
+        if (self.index, m) in self.settings.recomputed and not self._differentiates:
+            try:
+                return self._forward_keeping_input(m, received)
+            except GradientAskedFor:
+                self._differentiates = True
         return self._forward_keeping_all(m, received)
 
     def recompute(self, m: int) -> None:
         """Runs R: the forward of a microbatch again, which now keeps what its backward needs."""
-        with self._buffers.as_found(m):
-            self._forward_keeping_all(m, self._kept.pop(m))
+        if m in self._kept:
+            with self._buffers.as_found(m):
+                self._forward_keeping_all(m, self._kept.pop(m))
 
     def _forward_keeping_input(self, m: int, received: Payload | None) -> Payload:
-        if not self._differentiates:
-            try:
-                return self._first_run(m, received, keeping_nothing())
-            except GradientAskedFor:
-                self._differentiates = True
-        return self._first_run(m, received, keeping_to_the_end(self.stage))
-
-    def _first_run(self, m: int, received: Payload | None, keeping: AbstractContextManager[None]) -> Payload:
         value, _ = self._input(m, received, copied=True)
-        with self._buffers.noted(m), self._casting(), keeping:
+        with self._buffers.noted(m), self._casting(), keeping_nothing():
             output = self._output(value, m)
         self._kept[m] = received
         return self._outgoing(output)[0]

@@ -7,8 +7,8 @@ needs. Both must compute the same, to the bit:
 - random draws: each layer draws from the seed of this step, microbatch and layer, both times;
 - buffers (BatchNorm's statistics): the second run finds them as the first run did. Its changes to them are thrown
   away, so they are updated once;
-- gradients are switched on in the first run, so that no layer takes another path. What it would keep is dropped; if
-  it asks for gradients of its own, only at its end.
+- gradients are switched on in the first run, so that no layer takes another path. What it would keep is dropped. A
+  stage whose forward asks for gradients of its own keeps all from then on, and its forwards run once.
 
 State that a forward changes otherwise is not kept: parameters, a random generator or a number of the module's own. A
 model that changes such state breaks the contract (docs/contract.md), and `Pipeline.verify` finds that.
@@ -42,42 +42,10 @@ def keeping_nothing() -> Iterator[None]:
 
 
 def _asked_for(nothing: Any) -> Tensor:
-    raise GradientAskedFor("a forward that is to be recomputed asked for a gradient of its own")
-
-
-@contextmanager
-def keeping_to_the_end(stage: nn.Module) -> Iterator[None]:
-    """As `keeping_nothing`, for forwards that ask for gradients of their own: what they save is dropped at the end.
-
-    Raises:
-        RuntimeFailure: the forward added to the gradients of parameters, which the second run would do again.
-    """
-    saved: list[Tensor] = []
-    before = [(p, p.grad, None if p.grad is None else p.grad._version) for p in stage.parameters()]
-
-    def save(tensor: Tensor) -> int:
-        saved.append(tensor)
-        return len(saved) - 1
-
-    def find(place: int) -> Tensor:
-        if place < len(saved):
-            return saved[place]
-        raise RuntimeFailure(
-            "a gradient was asked for through a forward that is to be recomputed, after that forward had ended, and "
-            "nothing is kept for that; use a schedule without R for this model"
-        )
-
-    with torch.autograd.graph.saved_tensors_hooks(save, find):
-        try:
-            yield
-        finally:
-            saved.clear()
-    if any(p.grad is not grad or (grad is not None and grad._version != version) for p, grad, version in before):
-        raise RuntimeFailure(
-            "a forward that is to be recomputed calls backward(), which adds to the gradients of its parameters, and "
-            "would add to them twice; take gradients within a forward by torch.autograd.grad, or use a schedule "
-            "without R for this model"
-        )
+    raise GradientAskedFor(
+        "a gradient was asked for through a forward that is to be recomputed, and nothing is kept for that; use a "
+        "schedule without R for this model"
+    )
 
 
 Place = tuple[nn.Module, str]
