@@ -439,21 +439,6 @@ def test_regression_a_buffer_made_in_inference_mode_ended_in_an_error_about_a_ve
         pipe.step(x, x)
 
 
-def test_a_complex_loss_ended_in_an_error_about_a_tuple() -> None:
-    pipe = pipeline([lin(), lin()], loss_fn=lambda output, target: output.mean() * 1j)
-    for run in (pipe.step, pipe.evaluate):
-        with pytest.raises(RuntimeFailure, match=r"loss_fn returned torch.complex64, .* return its .real"):
-            run(*batches(4, 8)[0])
-
-
-@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2fnuz])
-def test_a_loss_of_eight_bits_ended_in_an_error_about_a_product(dtype: torch.dtype) -> None:
-    pipe = pipeline([lin(), lin()], loss_fn=lambda output, target: output.mean().to(dtype))
-    for run in (pipe.step, pipe.evaluate):
-        with pytest.raises(RuntimeFailure, match=rf"loss_fn returned {dtype}, .* return it as .float\(\)"):
-            run(*batches(4, 8)[0])
-
-
 def test_a_batch_that_torch_cannot_cut_ended_in_an_error_about_strides() -> None:
     pipe = pipeline([Do(lambda ls, x: ls[0](x.to_dense()), lin()), lin()])
     (x, y), *_ = batches(4, 8)
