@@ -262,29 +262,16 @@ class OptimizerState:
         parameters = [p for key in mine for p in here[key].parameters()]
         if updating is None:
             owned = [key for key in mine if key[0] == OWNER or not self._one_copy_steps]
-            stepped: list[Tensor] = [p for key in owned for p in here[key].parameters()]
-            versions, gradients = 0, num_bytes(p for p in parameters if p.requires_grad)
+            stepped = [p for key in owned for p in here[key].parameters()]
+            held = {"versions": 0, "gradients": num_bytes(p for p in parameters if p.requires_grad)}
         else:
-            held = [updating.weights[key] for key in mine]
-            stepped = [
-                *updating.replicas.sharding.owned(master for weights in held for master in weights.masters.values())
-            ]
-            counted = [weights.bytes() for weights in held]
-            versions = sum(each["versions"] for each in counted)
-            gradients = sum(each["gradients"] for each in counted)
+            weights = [updating.weights[key] for key in mine]
+            stepped = self.replicas.sharding.owned(master for each in weights for master in each.masters.values())
+            held = {what: sum(each.bytes()[what] for each in weights) for what in ("versions", "gradients")}
         state = {} if self.optimizer is None else self.optimizer.state
-        kept = [
-            value
-            for one in dict.fromkeys(stepped)
-            for value in state.get(one, {}).values()
-            if isinstance(value, Tensor)
-        ]
-        return {
-            "parameters": num_bytes(parameters),
-            "versions": versions,
-            "gradients": gradients,
-            "optimizer": num_bytes(kept),
-        }
+        values = (value for one in dict.fromkeys(stepped) for value in state.get(one, {}).values())
+        kept = num_bytes(value for value in values if isinstance(value, Tensor))
+        return {"parameters": num_bytes(parameters), **held, "optimizer": kept}
 
     def answers(self, stage: int, tensor: Tensor) -> bool:
         """Whether this process writes a tensor of a stage."""
