@@ -8,26 +8,39 @@ op's end is not "now plus its duration" but a moment of its own, counted from wh
 
 A debt is carried only while the rank has work. Once it stood idle for a message the next op starts when that came.
 So what errors there are do not add up along a rank, and no run is shorter than its ops on any rank.
+
+A real op that several ranks run brings their parts together by itself, with a collective for example. An emulated op
+has none. A barrier replaces it, and tells all ranks when the last one came. Ranks are threads of this process, or
+processes of one host.
 """
 
 from __future__ import annotations
 
 import ctypes
 import sys
+import threading
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from datetime import timedelta
 from time import perf_counter_ns
+from typing import Protocol
 
 import torch
+import torch.distributed as dist
 
 from penstock.cost import Costs
-from penstock.runtime.errors import RuntimeFailure
-from penstock.runtime.execute.gang import Barrier, Gang
+from penstock.runtime.errors import DeadlineExceeded, PeerLost, RuntimeFailure
+from penstock.runtime.execute.executors import run_rank
+from penstock.runtime.execute.gang import Gang
 from penstock.runtime.execute.plan import StepPlan
-from penstock.runtime.execute.worker import Backend
+from penstock.runtime.execute.worker import Backend, Worker
+from penstock.runtime.mesh.collective import WeakGroup, explain
+from penstock.runtime.mesh.peers import Peers
 from penstock.runtime.tensors.message import Edge, Payload
-from penstock.runtime.transport.base import SHORTEST_WAIT
-from penstock.runtime.transport.link_conditions import sleep_until
+from penstock.runtime.transport.base import SHORTEST_WAIT, Transport
+from penstock.runtime.transport.choose import TransportChoice
+from penstock.runtime.transport.link_conditions import Conditions, sleep_until
+from penstock.runtime.transport.loopback import Mailbox
 from penstock.runtime.transport.wiring import WiredOp, Wiring
 from penstock.schedule import Op
 from penstock.schedule.op import UPDATE
@@ -37,6 +50,90 @@ _PR_SET_TIMERSLACK = 29
 LEAD = 5_000_000
 """Nanoseconds from the moment when all ranks are ready to the start of a step, so that all start it together."""
 Ended = Callable[[Op], None]
+
+
+class Barrier(Protocol):
+    """Where ranks meet that have a clock in common, and a thread or a process each.
+
+    Both methods wait until all have come, and return the last of their moments (ns of that clock).
+
+    Raises:
+        DeadlineExceeded, PeerLost: with who did not come.
+    """
+
+    def begin(self, rank: int, moment: int) -> int:
+        """All ranks come to the begin of a step."""
+
+    def meet(self, op: Op, rank: int, ranks: Sequence[int], moment: int) -> int:
+        """All of `ranks` come to `op`, this one being ready for it from `moment` on."""
+
+
+class ThreadBarrier:
+    """Of ranks that are threads of this process.
+
+    Args:
+        timeout: seconds before a wait ends with DeadlineExceeded.
+    """
+
+    def __init__(self, num_ranks: int, timeout: float) -> None:
+        self._ranks, self._timeout = range(num_ranks), timeout
+        self._changed = threading.Condition()
+        self._moments: dict[Hashable, dict[int, int]] = {}
+        self._left: dict[Hashable, int] = {}
+        self._lost: int | None = None
+
+    def lose(self, rank: int) -> None:
+        """Lets all who wait know that a rank failed."""
+        with self._changed:
+            self._lost = rank
+            self._changed.notify_all()
+
+    def begin(self, rank: int, moment: int) -> int:
+        return self._last("the begin of a step", rank, self._ranks, moment)
+
+    def meet(self, op: Op, rank: int, ranks: Sequence[int], moment: int) -> int:
+        return self._last(op, rank, ranks, moment)
+
+    def _last(self, what: Hashable, rank: int, ranks: Sequence[int], moment: int) -> int:
+        with self._changed:
+            moments = self._moments.setdefault(what, {})
+            moments[rank] = moment
+            self._changed.notify_all()
+            came = self._changed.wait_for(lambda: self._lost is not None or len(moments) == len(ranks), self._timeout)
+            absent = ", ".join(str(r) for r in ranks if r not in moments)
+            if absent and self._lost is not None:
+                raise PeerLost(f"rank {self._lost} failed; rank {rank} waits at {what} for rank {absent}")
+            if not came:
+                raise DeadlineExceeded(f"rank {rank} waited {self._timeout:g} s at {what} for rank {absent}")
+            self._left[what] = self._left.get(what, len(ranks)) - 1
+            if not self._left[what]:  # the next step has the same ops
+                del self._left[what], self._moments[what]
+            return max(moments.values())
+
+
+class ProcessBarrier:
+    """Of ranks that are processes of one host, whose clocks are one.
+
+    Args:
+        groups: for each kind of op on a stage the ranks that run it. One group an order of ops: what another thread
+            meets for must have its own.
+    """
+
+    def __init__(self, peers: Peers, groups: Mapping[tuple[str, int], WeakGroup], timeout: float) -> None:
+        self._peers, self._groups, self._timeout = peers, groups, timeout
+
+    def begin(self, rank: int, moment: int) -> int:
+        return int(max(self._peers.gather(moment)))
+
+    def meet(self, op: Op, rank: int, ranks: Sequence[int], moment: int) -> int:
+        latest = torch.tensor([moment], device="cpu")
+        group = self._groups[op.kind, op.stage]()
+        try:
+            work = dist.all_reduce(latest, dist.ReduceOp.MAX, group=group, async_op=True)
+            work.wait(timedelta(seconds=self._timeout))
+        except RuntimeError as error:
+            raise explain(error, rank, None, f"them to come to {op}", self._timeout) from None
+        return int(latest)
 
 
 class EmulatedBackend(Backend):
@@ -201,6 +298,55 @@ class EmulatedDevices:
         made = EmulatedBackend(plan.wiring, self._costs, self.stretch, self.ended, rank, self._barrier)
         self.backends[rank] = made
         return made
+
+
+class ThreadedRanks:
+    """The ranks of a pipeline, each of which is a thread of this process.
+
+    Args:
+        choice: how messages travel, which are handed over: its bound holds, its name makes no difference.
+        conditions: of the links. timeout: seconds that any wait may last.
+
+    Attributes:
+        transports: by rank. barrier: where they meet for ops that they run together.
+    """
+
+    def __init__(self, num_ranks: int, choice: TransportChoice, conditions: Conditions, timeout: float) -> None:
+        self._boxes = [Mailbox() for _ in range(num_ranks)]
+        self.transports: list[Transport] = choice.between_threads(self._boxes, conditions, timeout)
+        self.barrier = ThreadBarrier(num_ranks, timeout)
+
+    def run(self, workers: Sequence[Worker]) -> None:
+        """Runs every worker to its end. Raises what went wrong first, not what came of that on other ranks."""
+        errors: list[BaseException] = []
+
+        def run(worker: Worker) -> None:
+            try:
+                run_rank(worker)
+            except BaseException as error:
+                errors.append(error)
+                self._lose(worker.rank)
+
+        threads = [threading.Thread(target=run, args=(each,), name=f"penstock-rank-{each.rank}") for each in workers]
+        for thread in threads:
+            thread.start()
+        try:
+            for thread in threads:
+                thread.join()
+        except BaseException:
+            self._lose(workers[0].rank)
+            raise
+        if errors:
+            raise next((error for error in errors if not isinstance(error, PeerLost)), errors[0])
+
+    def close(self) -> None:
+        for transport in self.transports:
+            transport.close()
+
+    def _lose(self, rank: int) -> None:
+        self.barrier.lose(rank)
+        for box in self._boxes:
+            box.lose(rank)
 
 
 def sharpen_timers() -> None:

@@ -32,10 +32,9 @@ from penstock.cost.links import LinkQueues
 from penstock.dispatch import Dispatch, lower
 from penstock.runtime.adapt import AdaptOptions, RunSetting, Vote, start_agent
 from penstock.runtime.compatibility import allowed_adaptation, require_runnable
-from penstock.runtime.emulation.backend import EmulatedDevices, Ended
+from penstock.runtime.emulation.backend import EmulatedDevices, Ended, ProcessBarrier, ThreadedRanks
 from penstock.runtime.errors import RuntimeFailure
-from penstock.runtime.execute.executors import RankThreads, StepExecutor
-from penstock.runtime.execute.gang import ProcessBarrier
+from penstock.runtime.execute.executors import StepExecutor
 from penstock.runtime.execute.plan import ActivePlan, activate, dispatch_of, require_free, require_switchable
 from penstock.runtime.execute.step_end import Notices
 from penstock.runtime.execute.timeline import measured_of, measured_timeline
@@ -174,7 +173,7 @@ class EmulatedPipeline:
                 self._connect(peers, timeout)
             else:
                 self._conditions = Conditions(conditions, stretch)
-                threads = RankThreads(schedule.num_ranks, choice, self._conditions, timeout)
+                threads = ThreadedRanks(schedule.num_ranks, choice, self._conditions, timeout)
                 on_failure.callback(threads.close)
                 self._devices = EmulatedDevices(costs, stretch, threads.barrier, num_indices(schedule))
                 self._executor = StepExecutor(self._devices, peers.here, choice, threads=threads)

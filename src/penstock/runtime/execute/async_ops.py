@@ -15,7 +15,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from functools import partial
 from time import perf_counter_ns
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 from penstock.runtime.errors import DeadlineExceeded, RuntimeFailure
 from penstock.runtime.execute.launched_ops import DeviceQueue, WaitingThread
@@ -42,12 +42,8 @@ Start = Callable[[Op, Sequence[Payload]], AsyncOpHandle]
 """Starts an asynchronous op, given what its incoming edges brought."""
 
 
-class EndedOp(NamedTuple):
-    """An op that has ended, by its number, and when it began and ended (ns)."""
-
-    number: int
-    start: int
-    end: int
+EndedOp = tuple[int, int, int]
+"""The number of an op that has ended, and when it began and ended (ns)."""
 
 
 class AsyncStream:
@@ -114,7 +110,7 @@ class AsyncStream:
         if self._has_failed:
             return  # and the rank ends with that
         try:
-            self._ended.append(EndedOp(number, *started.wait()))
+            self._ended.append((number, *started.wait()))
         except BaseException as error:
             self._has_failed = True
             self._ended.append(error)

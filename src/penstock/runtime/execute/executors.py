@@ -2,7 +2,7 @@
 
     run_rank       worker runs what is ready -> waits for messages of other ranks -> ...
     run_local      rank 0 runs what is ready -> rank 1 runs what is ready -> ... -> rank 0 ...
-    RankThreads    `run_rank` in a thread per rank, each with its end of the transport; one that fails ends all
+    RankThreads    `run_rank` in a thread per rank (`emulation/`)
 
 A process with one rank uses `run_rank`. If all ranks are in one process, they take turns (`run_local`), or each has a
 thread.
@@ -18,22 +18,21 @@ and whose turn is next follows from the orders alone:
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Sequence
 from functools import partial
 from time import perf_counter_ns
 from typing import Protocol
 
 from penstock.dispatch import Dispatch, Dispatcher, FrozenDispatcher
-from penstock.runtime.errors import PeerLost, RuntimeFailure
-from penstock.runtime.execute.gang import Gang, Lockstep, LockstepDispatcher, ThreadBarrier
+from penstock.runtime.errors import RuntimeFailure
+from penstock.runtime.execute.gang import Gang, Lockstep, LockstepDispatcher
 from penstock.runtime.execute.plan import ActivePlan, StepPlan
 from penstock.runtime.execute.step_end import StepFailure
 from penstock.runtime.execute.worker import Backend, Worker
 from penstock.runtime.transport.base import StepMessages, Transport
 from penstock.runtime.transport.choose import TransportChoice
 from penstock.runtime.transport.link_conditions import Conditions
-from penstock.runtime.transport.loopback import Mailbox, OnTheWay, local_transports
+from penstock.runtime.transport.loopback import OnTheWay, local_transports
 
 
 class Devices(Protocol):
@@ -49,6 +48,17 @@ class Devices(Protocol):
     @property
     def signatures(self) -> tuple[list[str], int]:
         """What messages of each microbatch of the step look like, in words, and a number for all of it."""
+
+
+class RankThreads(Protocol):
+    """The ranks of this process, with a thread each."""
+
+    @property
+    def transports(self) -> Sequence[Transport]:
+        """By rank."""
+
+    def run(self, workers: Sequence[Worker]) -> None:
+        """Runs every worker to its end."""
 
 
 class StepExecutor:
@@ -197,52 +207,3 @@ def _turn_alike(worker: Worker, on_the_way: OnTheWay) -> bool:
     while worker.run_ready() or worker.wait_for_first():
         moved = True
     return moved
-
-
-class RankThreads:
-    """The ranks of a pipeline.
-
-    Args:
-        choice: how messages travel, which are handed over: its bound holds, its name makes no difference.
-        conditions: of the links. timeout: seconds that any wait may last.
-
-    Attributes:
-        transports: by rank. barrier: where they meet for ops that they run together.
-    """
-
-    def __init__(self, num_ranks: int, choice: TransportChoice, conditions: Conditions, timeout: float) -> None:
-        self._boxes = [Mailbox() for _ in range(num_ranks)]
-        self.transports: list[Transport] = choice.between_threads(self._boxes, conditions, timeout)
-        self.barrier = ThreadBarrier(num_ranks, timeout)
-
-    def run(self, workers: Sequence[Worker]) -> None:
-        """Runs every worker to its end. Raises what went wrong first, not what came of that on other ranks."""
-        errors: list[BaseException] = []
-
-        def run(worker: Worker) -> None:
-            try:
-                run_rank(worker)
-            except BaseException as error:
-                errors.append(error)
-                self._lose(worker.rank)
-
-        threads = [threading.Thread(target=run, args=(each,), name=f"penstock-rank-{each.rank}") for each in workers]
-        for thread in threads:
-            thread.start()
-        try:
-            for thread in threads:
-                thread.join()
-        except BaseException:
-            self._lose(workers[0].rank)
-            raise
-        if errors:
-            raise next((error for error in errors if not isinstance(error, PeerLost)), errors[0])
-
-    def close(self) -> None:
-        for transport in self.transports:
-            transport.close()
-
-    def _lose(self, rank: int) -> None:
-        self.barrier.lose(rank)
-        for box in self._boxes:
-            box.lose(rank)

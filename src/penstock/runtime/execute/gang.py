@@ -7,7 +7,7 @@ The op runs when the last of its ranks has come:
 
 Ranks that take turns in one thread have a `Gang`: the first of them runs the op for all. Ranks with a thread or a
 process of their own each run their own part, and the op itself brings the parts together, with a collective for
-example. An emulated op has no such collective. A barrier replaces it, and tells all ranks when the last one came.
+example.
 
 Processes with shards of the same stages, or with replicas if updates are ops (each update sums over the replicas),
 are in `Lockstep`: the first decides what runs next, and the others follow.
@@ -25,19 +25,17 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Callable, Hashable, Mapping, Sequence
-from datetime import timedelta
+from collections.abc import Callable, Sequence
 from itertools import pairwise
 from queue import Empty, SimpleQueue
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from penstock.dispatch import Dispatch, Dispatcher, Graph
-from penstock.runtime.errors import DeadlineExceeded, PeerLost
-from penstock.runtime.mesh.collective import WeakGroup, explain, wait_for
-from penstock.runtime.mesh.peers import GroupPeers, Peers, groups_of_processes
+from penstock.runtime.mesh.collective import WeakGroup, wait_for
+from penstock.runtime.mesh.peers import GroupPeers, groups_of_processes
 from penstock.runtime.mesh.process_mesh import ProcessMesh
 from penstock.schedule import Op
 
@@ -86,90 +84,6 @@ class Gang:
         graph, gang = self._graph, self._graph.gang[number]
         members = graph.gang_ops[graph.gang_first[gang] : graph.gang_first[gang + 1]]
         return [graph.host(n) for n in members if n not in self._arrived[gang]]
-
-
-class Barrier(Protocol):
-    """Where ranks meet that have a clock in common, and a thread or a process each.
-
-    Both methods wait until all have come, and return the last of their moments (ns of that clock).
-
-    Raises:
-        DeadlineExceeded, PeerLost: with who did not come.
-    """
-
-    def begin(self, rank: int, moment: int) -> int:
-        """All ranks come to the begin of a step."""
-
-    def meet(self, op: Op, rank: int, ranks: Sequence[int], moment: int) -> int:
-        """All of `ranks` come to `op`, this one being ready for it from `moment` on."""
-
-
-class ThreadBarrier:
-    """Of ranks that are threads of this process.
-
-    Args:
-        timeout: seconds before a wait ends with DeadlineExceeded.
-    """
-
-    def __init__(self, num_ranks: int, timeout: float) -> None:
-        self._ranks, self._timeout = range(num_ranks), timeout
-        self._changed = threading.Condition()
-        self._moments: dict[Hashable, dict[int, int]] = {}
-        self._left: dict[Hashable, int] = {}
-        self._lost: int | None = None
-
-    def lose(self, rank: int) -> None:
-        """Lets all who wait know that a rank failed."""
-        with self._changed:
-            self._lost = rank
-            self._changed.notify_all()
-
-    def begin(self, rank: int, moment: int) -> int:
-        return self._last("the begin of a step", rank, self._ranks, moment)
-
-    def meet(self, op: Op, rank: int, ranks: Sequence[int], moment: int) -> int:
-        return self._last(op, rank, ranks, moment)
-
-    def _last(self, what: Hashable, rank: int, ranks: Sequence[int], moment: int) -> int:
-        with self._changed:
-            moments = self._moments.setdefault(what, {})
-            moments[rank] = moment
-            self._changed.notify_all()
-            came = self._changed.wait_for(lambda: self._lost is not None or len(moments) == len(ranks), self._timeout)
-            absent = ", ".join(str(r) for r in ranks if r not in moments)
-            if absent and self._lost is not None:
-                raise PeerLost(f"rank {self._lost} failed; rank {rank} waits at {what} for rank {absent}")
-            if not came:
-                raise DeadlineExceeded(f"rank {rank} waited {self._timeout:g} s at {what} for rank {absent}")
-            self._left[what] = self._left.get(what, len(ranks)) - 1
-            if not self._left[what]:  # the next step has the same ops
-                del self._left[what], self._moments[what]
-            return max(moments.values())
-
-
-class ProcessBarrier:
-    """Of ranks that are processes of one host, whose clocks are one.
-
-    Args:
-        groups: for each kind of op on a stage the ranks that run it. One group an order of ops: what another thread
-            meets for must have its own.
-    """
-
-    def __init__(self, peers: Peers, groups: Mapping[tuple[str, int], WeakGroup], timeout: float) -> None:
-        self._peers, self._groups, self._timeout = peers, groups, timeout
-
-    def begin(self, rank: int, moment: int) -> int:
-        return int(max(self._peers.gather(moment)))
-
-    def meet(self, op: Op, rank: int, ranks: Sequence[int], moment: int) -> int:
-        latest = torch.tensor([moment], device="cpu")
-        group = self._groups[op.kind, op.stage]()
-        try:
-            work = dist.all_reduce(latest, dist.ReduceOp.MAX, group=group, async_op=True)
-            work.wait(timedelta(seconds=self._timeout))
-        except RuntimeError as error:
-            raise explain(error, rank, None, f"them to come to {op}", self._timeout) from None
-        return int(latest)
 
 
 _DECISION_TAG = 1

@@ -191,14 +191,6 @@ class DeviceClock:
         return self._look.middle + round(self._look.mark.elapsed_time(mark) * 1e6)
 
 
-class LaunchedOp(NamedTuple):
-    """An op under way, between two marks."""
-
-    op: Op
-    start: DeviceMark
-    end: DeviceMark
-
-
 class LaunchedOps:
     """The ops of one rank in one step that a device was given.
 
@@ -216,7 +208,8 @@ class LaunchedOps:
         self._queue, self._most = queue, most
         self._clock = clock or DeviceClock(queue)
         self._wake: Callable[[], None] | None = None
-        self._under_way: deque[LaunchedOp] = deque()
+        self._under_way: deque[tuple[Op, DeviceMark, DeviceMark]] = deque()
+        """Each op between its two marks."""
         self.num_launched = self.num_ended = 0
 
     @property
@@ -242,7 +235,7 @@ class LaunchedOps:
         start = self._queue.mark()
         outputs = run()
         end = self._queue.mark()
-        self._under_way.append(LaunchedOp(op, start, end))
+        self._under_way.append((op, start, end))
         self.num_launched += 1
         if self._most == 1:
             self.wait()

@@ -337,12 +337,11 @@ class StepEnd:
 
     def _summed(self, row: list[float]) -> list[float]:
         """Sums a row over all processes: over the pipeline's ranks, then along the other dimensions of the mesh."""
-        others = self._everyone.along[1:] if isinstance(self._everyone, MeshPeers) else ()
         if self._memory is not None and len(row) <= ROW:
             row = self._memory.sum(row)
         else:
             row = _summed_over(self._place.pipeline, row)
-        for peers in others:
+        for peers in self._everyone.along[1:] if isinstance(self._everyone, MeshPeers) else ():
             row = _summed_over(peers, row)
         return row
 
