@@ -22,7 +22,7 @@ OF_OTHER_PARTS = (
     ("`ps.plan`", "memory limits under which no order exists", "[planning](planning.md#limits-that-leave-nothing)"),
     ("`ps.plan`", "pairs together with other features", "[planning](planning/pairs.md)"),
     ("dispatch", "ways to wait that only the simulator has", "[dispatch](dispatch.md#waiting)"),
-    ("transports", "schedules that need more lines or deeper channels", "[transports](runtime/transports.md)"),
+    ("transports", "schedules that need more lines than a GPU has queues", "[transports](runtime/transports.md)"),
     ("meshes", "parts of parameters on a GPU (tp, fsdp) over gloo", "[meshes](runtime/meshes.md#on-gpus)"),
     ("optimizers", "rules and meshes that an optimizer can't serve", "[weight versions](runtime/weight-versions.md)"),
     ("checkpoints", "what can't be saved", "[checkpoints](runtime/checkpoints.md)"),

@@ -274,7 +274,7 @@ class LocalPipeline:
                 f"{plain.name} has the gradients of more stages complete at one place than {first.name}, with "
                 "which this pipeline was made: start a new one"
             )
-        self.choice.require_schedule(configuration.schedule, configuration.delegated)
+        self.choice.require_delegates(configuration.delegated)
         if configuration.nodes != self.running.configuration.nodes:
             self._require_places(configuration.nodes)
             return configuration

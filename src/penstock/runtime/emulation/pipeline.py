@@ -315,7 +315,6 @@ class EmulatedPipeline:
 
     def _ready(self, configuration: Configuration) -> ActivePlan:
         require_switchable(configuration.schedule, self.configuration.schedule)
-        self._choice.require_schedule(configuration.schedule)
         self._choice.prepare(self._transport, configuration.delegated)
         return self._activated(configuration)
 

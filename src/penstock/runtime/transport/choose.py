@@ -19,13 +19,12 @@ from penstock.runtime.transport.delegate import DelegateTransport
 from penstock.runtime.transport.delegate.transport import HOST_MEMORY
 from penstock.runtime.transport.failover import Failover
 from penstock.runtime.transport.gloo import GlooTransport
-from penstock.runtime.transport.link_conditions import ConditionedTransport, Conditions, clocks_ahead, require_depth
+from penstock.runtime.transport.link_conditions import ConditionedTransport, Conditions, clocks_ahead
 from penstock.runtime.transport.loopback import Mailbox, loopback_ends
 from penstock.runtime.transport.nccl import DeviceLines, LineStreams, lines_of, require_queues
 from penstock.runtime.transport.routed import RoutedTransport
 from penstock.runtime.transport.shared_memory import open_shared_memory
 from penstock.runtime.transport.wiring import Wiring
-from penstock.schedule import Schedule
 from penstock.schedule.short_repr import short_repr
 from penstock.simulation import Blocking
 from penstock.unknown_names import refuse_unknown
@@ -184,17 +183,13 @@ class TransportChoice:
         delegates = _delegates_of(transport)
         return [] if delegates is None else [*delegates.notices]
 
-    def require_schedule(self, schedule: Schedule, delegated: Collection[tuple[int, int]] = ()) -> None:
-        """Raises RuntimeFailure if a schedule could deadlock in channels of this depth, or if links are to be
-        delegated and there are no delegates.
-        """
+    def require_delegates(self, delegated: Collection[tuple[int, int]]) -> None:
+        """Raises RuntimeFailure if links are to be delegated and there are no delegates."""
         if delegated and not self.has_delegates:
             raise RuntimeFailure(
                 f"links {sorted(delegated)} are to be delegated, and transport {self.name!r} was made without "
                 "delegates: give ps.TransportOptions(delegates=ps.runtime.DelegateOptions())"
             )
-        if self.depth is not None:
-            require_depth(schedule, self.depth)
 
     def simulated(self, delegated: Collection[tuple[int, int]] = ()) -> Blocking | str:
         """The simulator's model of this transport, with these links delegated."""
@@ -221,13 +216,11 @@ class TransportChoice:
                 break.
 
         Raises:
-            RuntimeFailure: "nccl" without a GPU, or with more channels than a GPU has queues for; a schedule that
-                needs more than `depth`; an interface that does not exist; a half-duplex link.
+            RuntimeFailure: "nccl" without a GPU, or with more channels than a GPU has queues for; an interface that
+                does not exist; a half-duplex link.
         """
         if conditions is not None:
             conditions.require_own_queues()
-        if self.depth is not None:
-            require_depth(wiring.schedule, self.depth)
         made = self._carrying(peers, tags, timeout, wiring, device, failover)
         if conditions is not None:
             made = ConditionedTransport(made, conditions, clocks_ahead(peers), self.depth)

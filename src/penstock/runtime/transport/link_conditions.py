@@ -30,9 +30,6 @@ from penstock.runtime.mesh.peers import GroupPeers
 from penstock.runtime.mesh.probe import ahead_of_first
 from penstock.runtime.tensors.message import Edge, Payload
 from penstock.runtime.transport.base import CrossingLog, StepMessages, TransferRecord, Transport
-from penstock.runtime.transport.channel import ChannelKey
-from penstock.runtime.transport.wiring import wire
-from penstock.schedule import Schedule, needed_channel_depth
 
 
 class Conditions:
@@ -123,7 +120,8 @@ class ConditionedTransport:
     """A transport in front of another one, whose messages arrive when the conditions say.
 
     With a depth, a message that finds as many others on its link waits at its sender, which starts nothing else. This
-    is the head-of-line blocking of the PipeMorph paper, section 3.2, and `ps.Blocking(depth)` in the simulator:
+    is the head-of-line blocking of the PipeMorph paper, section 3.2, and `ps.Blocking(depth)` in the simulator. It
+    never lasts: a message arrives when the conditions say, whether its receiver looks or not.
 
         rank 0   |F0|F1|F2|............|F3|      depth 2: F2's message finds two under way and waits for room, and
                    `----. `----.       ^         F3, though it is ready, is not started
@@ -288,38 +286,6 @@ class ConditionedTransport:
         when they had been carried, if that was later.
         """
         return self._log.take()
-
-
-def require_depth(schedule: Schedule, depth: int) -> None:
-    """Refuses a schedule whose order may come to a standstill with channels of this depth.
-
-    That takes messages that are awaited in another order than they leave in: those that leave in order arrive one
-    after the other, whether their receiver is busy or not, and make room.
-
-    Raises:
-        RuntimeFailure: with the depth that is needed.
-    """
-    needed = 1 if _keeps_order(schedule) else needed_channel_depth(schedule)
-    if needed > depth:
-        raise RuntimeFailure(
-            f"{schedule.name} needs channels of depth {needed}: a rank sends that many messages before the other one "
-            f"takes the first, and channels of depth {depth} would hold both up forever; give depth={needed} or "
-            "transport='host'"
-        )
-
-
-def _keeps_order(schedule: Schedule) -> bool:
-    """Whether all messages of each channel are awaited in the order in which they leave."""
-    wiring = wire(schedule)
-    place = {op: number for row in schedule.order for number, op in enumerate(row)}
-    for rank in range(schedule.num_ranks):
-        latest: dict[ChannelKey, int] = {}
-        for edge in wiring.expected(rank):
-            key = ChannelKey.of(edge)
-            if place[edge.producer] < latest.get(key, -1):
-                return False
-            latest[key] = place[edge.producer]
-    return True
 
 
 def clocks_ahead(peers: GroupPeers) -> list[int]:
