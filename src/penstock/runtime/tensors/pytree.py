@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import sys
 from collections import namedtuple
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import fields, is_dataclass
 from enum import Enum
 from typing import Any
@@ -88,19 +88,12 @@ def unflatten(leaves: list[Tensor], skeleton: Skeleton) -> Any:
     items = [unflatten(leaves, v) for v in inside]
     if kind == "list":
         return items
-    if kind.startswith("dataclass"):
-        return _dataclass(kind, items)
-    return tuple(items) if kind == "tuple" else _named_tuple(kind)._make(items)
+    return tuple(items) if kind == "tuple" else _made(kind, items)
 
 
 def num_leaves(skeleton: Skeleton) -> int:
     """How many tensors a value of this form has."""
-    if isinstance(skeleton, int):
-        return skeleton + 1
-    kind, inside = skeleton
-    if kind in ("const", "mask"):
-        return 0
-    return max((num_leaves(each[1] if kind == "dict" else each) for each in inside), default=0)
+    return max((part + 1 for part in _parts(skeleton) if isinstance(part, int)), default=0)
 
 
 def shifted(skeleton: Skeleton, by: int) -> Skeleton:
@@ -117,16 +110,24 @@ def shifted(skeleton: Skeleton, by: int) -> Skeleton:
 
 def require_no_mask(skeleton: Skeleton, stage: int) -> None:
     """Raises RuntimeFailure for a BlockMask in what a stage passes on: its function can't travel."""
-    if isinstance(skeleton, int) or skeleton[0] == "const":
-        return
-    if skeleton[0] == "mask":
+    if any(part == "mask" for part in _parts(skeleton)):
         raise BrokenContract(
             f"stage {stage} returned a BlockMask, whose mask_mod is a function and can't pass between stages; return "
             "the tensors that it is made of, such as document numbers, and call create_block_mask in the next stage",
             6,
         )
-    for each in skeleton[1]:
-        require_no_mask(each[1] if skeleton[0] == "dict" else each, stage)
+
+
+def _parts(skeleton: Skeleton) -> Iterator[int | str]:
+    """The numbers of the tensors in a form, and the kinds of all else."""
+    if isinstance(skeleton, int):
+        yield skeleton
+        return
+    kind, inside = skeleton
+    yield kind
+    if kind not in ("const", "mask"):
+        for each in inside:
+            yield from _parts(each[1] if kind == "dict" else each)
 
 
 def shown(value: Any) -> str:
@@ -156,22 +157,15 @@ def kind_of(of: type[Any]) -> str:
     return kind
 
 
-def _named_tuple(kind: str) -> Any:
-    """The class of a named tuple."""
-    if kind not in _CLASSES:
-        make: Any = namedtuple
-        _, module, name, *names = kind.split("\0")
-        found = _class_at(module, name)
-        if getattr(found, "_fields", None) != tuple(names):
-            found = make(name.rpartition(".")[2], names)
-        _CLASSES[kind] = found
-    return _CLASSES[kind]
-
-
-def _dataclass(kind: str, items: list[Any]) -> Any:
-    """An instance with these fields, whatever its `__init__` takes."""
-    _, module, name, *names = kind.split("\0")
+def _made(kind: str, items: list[Any]) -> Any:
+    """A named tuple, or a dataclass with these fields, whatever its `__init__` takes."""
+    what, module, name, *names = kind.split("\0")
     of = _CLASSES.get(kind) or _class_at(module, name)
+    if what == "tuple":
+        if getattr(of, "_fields", None) != tuple(names):
+            make: Any = namedtuple
+            of = make(name.rpartition(".")[2], names)
+        return _CLASSES.setdefault(kind, of)._make(items)
     if not is_dataclass(of):
         raise BrokenContract(
             f"a stage returned a dataclass {name} of module {module}, which this process does not have; define it in "
