@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch import nn
 
 import branches_runs as runs
 import penstock as ps
@@ -85,3 +86,17 @@ def test_towers_that_are_updated_in_the_order() -> None:
     pipes[1].step(x, y)
     for (name, p), (_, q) in zip(pipes[0].named_parameters(), pipes[1].named_parameters(), strict=True):
         assert torch.equal(p, q), name
+
+
+def test_a_first_layer_in_place_changes_no_other_part_of_a_larger_microbatch() -> None:
+    """Parts that shared memory counted each other's changes, and the backward of a part then refused to run."""
+    graph = ps.schedule.StageGraph(3, ((0, 1), (1, 2)), num_microbatches=(2, 8, 8))
+    schedule = ps.Program(ps.placements.one_to_one(3), 8, stages=graph).build()
+    results = []
+    for in_place in (False, True):
+        torch.manual_seed(1)
+        stages = [nn.Linear(6, 6), nn.Sequential(nn.ReLU(in_place), nn.Linear(6, 6)), nn.Linear(6, 6)]
+        with ps.Pipeline(stages, schedule, loss_fn=nn.MSELoss()) as pipe:
+            loss = pipe.step(torch.randn(16, 6), torch.randn(16, 6), update=False).loss
+        results.append([loss, *(p.grad for stage in stages for p in stage.parameters())])
+    assert all(map(torch.equal, *results))

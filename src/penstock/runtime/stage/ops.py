@@ -37,7 +37,6 @@ class HeldMicrobatch:
     entry: GraphInputs
     outputs: list[Tensor]
     tape: Tape | None
-    deferred: bool = False
 
 
 class Purpose(Enum):
@@ -442,7 +441,6 @@ class StageRunner:
             if outputs and held.tape is not None:
                 held.tape.backward_input(outputs, gradients)
                 self._note(held.tape, m, ran=True)
-                held.deferred = True
             elif outputs:
                 run_backward(outputs, gradients)
         except RuntimeError as error:
@@ -453,7 +451,7 @@ class StageRunner:
         if kind == "B":
             del self._held[m]
         else:
-            self._held[m] = HeldMicrobatch(_NO_ENTRY, [], held.tape, held.deferred)
+            self._held[m] = HeldMicrobatch(_NO_ENTRY, [], held.tape if outputs else None)
         return payload
 
     def _starts_of(
@@ -480,9 +478,9 @@ class StageRunner:
 
     def backward_weight(self, m: int) -> None:
         """Runs W: computes the weight gradients that I deferred."""
-        held = self._held.pop(m)
-        if held.tape is not None and held.deferred:
-            held.tape.backward_weight()
+        tape = self._held.pop(m).tape
+        if tape is not None:
+            tape.backward_weight()
 
 
 _NO_ENTRY = GraphInputs([])

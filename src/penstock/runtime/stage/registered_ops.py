@@ -320,18 +320,18 @@ def offloads(schedule: Schedule, given: Collection[str]) -> bool:
     kinds = {each.kind for each in schedule.stage_graph.registered} if schedule.stage_graph else set()
     if not {OFFLOAD, RELOAD} <= kinds or {OFFLOAD, RELOAD} & set(given):
         return False
-    cells = {
-        kind: {(op.stage, op.microbatch) for row in schedule.order for op in row if op.kind == kind}
-        for kind in (OFFLOAD, RELOAD)
+    moves = {
+        (op.kind, op.stage, op.microbatch) for row in schedule.order for op in row if op.kind in (OFFLOAD, RELOAD)
     }
     shared = {stage for stage, _ in schedule.placement.shared}
-    for stage, m in sorted(cells[OFFLOAD] | cells[RELOAD]):
-        why = ""
-        if (stage, m) not in cells[OFFLOAD] & cells[RELOAD]:
-            why = f"has one of {OFFLOAD} and {RELOAD} alone"
-        elif stage in shared:
-            why = "belongs to a stage that several ranks share"
-        if why:
+    for stage, m in sorted({(stage, m) for _, stage, m in moves}):
+        has_both = {(OFFLOAD, stage, m), (RELOAD, stage, m)} <= moves
+        if not has_both or stage in shared:
+            why = (
+                "belongs to a stage that several ranks share"
+                if has_both
+                else f"has one of {OFFLOAD} and {RELOAD} alone"
+            )
             raise RuntimeFailure(
                 f"{OFFLOAD} moves what a forward saved to host memory, and microbatch {m} of stage {stage} {why}; "
                 "leave the two ops out there, or give functions of your own for both in ops="

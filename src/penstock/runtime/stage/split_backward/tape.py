@@ -25,7 +25,7 @@ from penstock.runtime.stage.autograd import run_backward
 from penstock.runtime.stage.split_backward.deferred_op import HeldCall, without_autocast
 from penstock.runtime.stage.split_backward.prepared_module import PreparedModule, recording
 from penstock.runtime.stage.split_backward.rules import Workspace
-from penstock.runtime.stage.split_backward.stage import ACCUMULATE, USED_OTHERWISE, Edges, SplitError, SplitStage
+from penstock.runtime.stage.split_backward.stage import ACCUMULATE, USED_OTHERWISE, SplitError, SplitStage
 from penstock.runtime.tensors.dtensor import as_shard, local
 
 Part = tuple[Hashable | None, Tensor]
@@ -102,10 +102,6 @@ class ParameterUses:
     owners: dict[PreparedModule, set[int]] = field(default_factory=dict)
     others: set[int] = field(default_factory=set)
 
-    def deferred(self, prepared: PreparedModule, edges: Edges) -> None:
-        """A deferred module uses the parameters to which these edges lead."""
-        self.owners.setdefault(prepared, set()).update(prepared.stage.watched(edges))
-
     def not_to_defer(self) -> set[PreparedModule]:
         """The modules that have a parameter with another use, or one that somebody waits for; and those that share
         a parameter with one of these.
@@ -148,7 +144,7 @@ def find_uses(outputs: Iterable[Tensor], without_graph: Iterable[int]) -> Parame
         if isinstance(node, BackwardCFunction) and isinstance(
             prepared := getattr(node, "prepared", None), PreparedModule
         ):
-            uses.deferred(prepared, edges[1:])
+            uses.owners.setdefault(prepared, set()).update(prepared.stage.watched(edges[1:]))
             edges = edges[:1]
         for following, _ in edges:
             if type(following) is ACCUMULATE:
