@@ -277,6 +277,8 @@ def _blocks(rng: random.Random) -> tuple[str, ...]:
                 rng.choice([*["in place"] * (kind not in SHARING), "on first " + rng.choice(names)])
                 for _ in range(rng.choice([0, 1, 1, 2]))
             ]
+            # A layer may end in a view, which a change in place in another stage finds as a tensor of its own.
+            inner = [name for place, name in enumerate(inner) if not place or name != "in place"]
             found += [f"fork {kind}", *inner, "join"]
     if rng.random() < 0.3:
         for _ in range(rng.choice([2, 2, 3])):
