@@ -18,8 +18,7 @@ from typing import Any
 import pytest
 from test_adapt_agents import COSTS, HEALTHY, LATE, NUM_RANKS, START, Group, group
 
-import penstock as ps
-from penstock.control import Sensitivity
+from penstock.control import Job, Sensitivity
 from penstock.runtime.adapt.coordinator import CONTROL, ITERATIONS, TIMELINES, ControllerProcess, RunLog
 from penstock.runtime.adapt.store import InProcessStore, StoreLost, open_store
 from stores import Server, running
@@ -103,7 +102,7 @@ def test_a_disk_that_fills_leaves_whole_lines(tmp_path: Path) -> None:
 
 def test_a_reader_that_cannot_go_on_is_noticed_and_ends_the_controller() -> None:
     said: list[str] = []
-    job = ps.AdaptOptions().job(COSTS, START, 0, False)
+    job = Job(COSTS, START)
 
     def take(line: str) -> None:
         raise OSError(28, "No space left on device")
@@ -126,7 +125,7 @@ def test_a_controller_that_still_starts_when_a_short_run_ends_gives_its_records(
     monkeypatch.setattr("penstock.runtime.adapt.coordinator.END", 0.05)
     came: list[str] = []
     with nothing_left():
-        job = ps.AdaptOptions().job(COSTS, START, 0, False)
+        job = Job(COSTS, START)
         decider = ControllerProcess(job, Sensitivity(), came.append, came.append)
         os.kill(decider.pid, signal.SIGSTOP)
         decider.feed(json.dumps({"record": {"iteration": 0, "number": 0, "links": {}}}))

@@ -39,6 +39,7 @@ from penstock.runtime.adapt.report import RankReport, ReportCollector, costs_of_
 from penstock.runtime.adapt.store import Rendezvous, StoreClient
 from penstock.runtime.errors import RuntimeFailure
 from penstock.runtime.transport.choose import TransportChoice
+from penstock.simulation.simulator import as_dispatch
 
 CONTROL, ITERATIONS, TIMELINES = "control.jsonl", "iterations.jsonl", "timelines.jsonl"
 
@@ -148,10 +149,27 @@ class RunSetting:
     gradient_bytes: tuple[float, ...] = ()
 
     def job(self, options: AdaptOptions, costs: Costs) -> Job:
-        """What the controller works on, with these costs. Raises as `AdaptOptions.job`."""
-        if self.mesh is not None:
-            costs = replace(costs, gradient_bytes=self.gradient_bytes)
-        return options.job(costs, self.start, self.choice.depth or 0, self.choice.has_delegates, self.mesh)
+        """What the controller works on, with these costs.
+
+        Raises:
+            ControlError: invalid numbers, or caps below what the start needs.
+            ScheduleError: an unknown dispatch.
+        """
+        return Job(
+            costs if self.mesh is None else replace(costs, gradient_bytes=self.gradient_bytes),
+            self.start,
+            host_memory=options.host_memory,
+            depth=self.choice.depth or 0,
+            delegate_ms=options.delegate_ms,
+            prices=options.prices,
+            least_gain=options.least_gain,
+            dispatches=tuple(as_dispatch(each) for each in options.dispatches),
+            may_replan=options.may_replan,
+            may_delegate=options.may_delegate and self.choice.has_delegates,
+            least_delay=options.least_delay,
+            mesh=self.mesh,
+            ring=options.ring,
+        )
 
 
 @dataclass(frozen=True)

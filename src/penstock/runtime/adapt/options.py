@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from penstock.control import Configuration, Job, Prices, Sensitivity
-from penstock.cost import Costs, Mesh, Ring
+from penstock.control import Prices, Sensitivity
+from penstock.cost import Costs, Ring
 from penstock.dispatch import Dispatch
 from penstock.runtime.errors import RuntimeFailure, is_amount, is_number, require_value
 from penstock.schedule.short_repr import short_repr
@@ -90,33 +90,3 @@ class AdaptOptions:
         require_value(fits, "least_delay", self.least_delay, "milliseconds, at least 0, or None")
         fits = is_amount(self.patience) and self.patience > 0
         require_value(fits, "patience", self.patience, "seconds, above 0")
-
-    def job(
-        self, costs: Costs, start: Configuration, depth: int, has_delegates: bool, mesh: Mesh | None = None
-    ) -> Job:
-        """The job that the controller works on.
-
-        Args:
-            depth: how many messages a link holds before its sender waits; 0 for any number.
-            has_delegates: whether the transport can send a link's messages through delegates.
-            mesh: the mesh whose nodes may move. The costs must then include the bytes of gradients.
-
-        Raises:
-            ControlError: invalid numbers, or caps below what the start needs.
-            ScheduleError: an unknown dispatch.
-        """
-        return Job(
-            costs,
-            start,
-            host_memory=self.host_memory,
-            depth=depth,
-            delegate_ms=self.delegate_ms,
-            prices=self.prices,
-            least_gain=self.least_gain,
-            dispatches=tuple(as_dispatch(each) for each in self.dispatches),
-            may_replan=self.may_replan,
-            may_delegate=self.may_delegate and has_delegates,
-            least_delay=self.least_delay,
-            mesh=mesh,
-            ring=self.ring,
-        )

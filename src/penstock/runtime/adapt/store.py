@@ -22,12 +22,14 @@ from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from queue import Empty, SimpleQueue
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 from penstock.runtime.errors import RuntimeFailure
 from penstock.runtime.mesh.interfaces import addresses_for, clock_name, listen, network_name
 from penstock.runtime.mesh.peers import GroupPeers, Peers
 from penstock.runtime.mesh.probe import ahead_of_first
+
+T = TypeVar("T")
 
 
 class StoreLost(RuntimeFailure):
@@ -356,25 +358,16 @@ class StoreClient:
 
     def push(self, queue: str, value: bytes) -> bool:
         """Pushes; returns whether the store took it."""
-        self._begin()
-        try:
+
+        def push() -> bool:
             self._store.push(queue, value)
-        except StoreLost as error:
-            self._fail(error)
-            return False
-        self._since = None
-        return True
+            return True
+
+        return self._tried(push) is not None
 
     def pop(self, queue: str, timeout: float) -> bytes | None:
         """Pops; None where nothing came within `timeout` seconds, or the store is gone."""
-        self._begin()
-        try:
-            found = self._store.pop(queue, timeout)
-        except StoreLost as error:
-            self._fail(error)
-            return None
-        self._since = None
-        return found
+        return self._tried(lambda: self._store.pop(queue, timeout))
 
     def silent(self) -> float:
         """Seconds since the store last answered, where a call waits for it or failed."""
@@ -384,13 +377,18 @@ class StoreClient:
     def close(self) -> None:
         self._store.close()
 
-    def _begin(self) -> None:
+    def _tried(self, call: Callable[[], T]) -> T | None:
+        """What a call returns; None where the store is gone."""
         if self._since is None:
             self._since = time.monotonic()
-
-    def _fail(self, error: StoreLost) -> None:
-        self.error = str(error)
-        time.sleep(PAUSE)
+        try:
+            found = call()
+        except StoreLost as error:
+            self.error = str(error)
+            time.sleep(PAUSE)
+            return None
+        self._since = None
+        return found
 
 
 @dataclass

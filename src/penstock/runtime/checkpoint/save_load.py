@@ -169,9 +169,7 @@ def _choose(directory: str | Path, peers: Peers, fallback: bool) -> tuple[list[P
     def look() -> tuple[list[str], bool, bool]:
         if peers.here[0] != 0:
             return [], False, False
-        paths = candidates(directory)
-        if not paths:
-            raise CheckpointError(f"{directory}: no checkpoint there; give a checkpoint or a folder of them")
+        paths = _found(directory)
         return [path.name for path in paths], paths[0] == Path(directory), fallback
 
     names, is_itself, fallback = together(peers, look, f"{directory} cannot be read")[0]
@@ -302,10 +300,14 @@ def later_than(path: Path) -> list[str]:
 
 def find(directory: str | Path) -> Path:
     """The checkpoint meant by a path: itself, or the newest inside. Raises CheckpointError."""
-    newest = latest(directory)
-    if newest is None:
-        raise CheckpointError(f"{directory}: no checkpoint there; give a checkpoint or a folder of them")
-    return newest
+    return _found(directory)[0]
+
+
+def _found(directory: str | Path) -> list[Path]:
+    """See `candidates`. Raises CheckpointError where there are none."""
+    if paths := candidates(directory):
+        return paths
+    raise CheckpointError(f"{directory}: no checkpoint there; give a checkpoint or a folder of them")
 
 
 def export_model(path: str | Path, checkpoint: str | Path) -> Path:

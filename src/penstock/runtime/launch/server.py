@@ -94,24 +94,16 @@ class RankProcess:
     """A rank and how it ended.
 
     Attributes:
-        asked: whether it was told to end.
+        pid: its number. sentinel: a descriptor that becomes readable when it ends. asked: whether it was told to end.
     """
 
     def __init__(self, rank: int, process: BaseProcess, reports: Connection) -> None:
         self.rank, self._process, self._reports = rank, process, reports
+        assert process.pid is not None
+        self.pid, self.sentinel = process.pid, process.sentinel
         self.asked = False
         self._said: FailureReport | None = None
         self._ended_at: float | None = None
-
-    @property
-    def pid(self) -> int:
-        assert self._process.pid is not None
-        return self._process.pid
-
-    @property
-    def sentinel(self) -> int:
-        """A descriptor that becomes readable when it ends."""
-        return self._process.sentinel
 
     def look(self) -> None:
         """Takes what happened to it since."""
