@@ -251,8 +251,7 @@ class Sharding:
 
     def head(self, linear: nn.Linear) -> None:
         """This rank keeps some of the vocabulary; the logits become a DTensor."""
-        self.parameter(linear, "weight", 0)
-        self.parameter(linear, "bias", 0)
+        self.columns(linear)
         self.become(linear, VocabularyLinear)
 
     def embedding(self, embedding: nn.Embedding) -> None:
@@ -266,8 +265,15 @@ class Sharding:
             self.become(embedding, VocabularyEmbedding)
 
     def whole(self, module: nn.Module) -> None:
-        """In a region: every rank keeps all the weights, and uses them on its own part of the work."""
-        enter_parameters(module, self.mesh)
+        """In a region: every rank keeps all the weights, and uses them on its own part of the work.
+
+        A norm over each head's features is such a module: each rank uses it on its own heads. The gradient of the
+        weights is the sum of all ranks', so the module's code sees them as they enter the region. They keep their
+        names.
+        """
+        kind = type(module)
+        seen = {name: _entering(name, self.mesh) for name, p in module._parameters.items() if p is not None}
+        module.__class__ = type(f"Entering{kind.__name__}", (kind,), seen)
 
     def region(self, module: nn.Module, last: nn.Module | None = None) -> None:
         """What goes into `module`, by its first argument or as `hidden_states`, enters a region.
@@ -310,17 +316,6 @@ class Sharding:
         """Turns a module, in place, into another with the same parameters."""
         module.__class__ = kind
         module.__dict__["mesh"] = self.mesh
-
-
-def enter_parameters(module: nn.Module, mesh: DeviceMesh) -> None:
-    """Makes a module's code see its parameters as they enter the region; they keep their names and values.
-
-    For modules inside a region whose weights every rank holds in full, such as a norm over each head's features: each
-    rank uses them on its own heads, so their gradient is the sum of all ranks'.
-    """
-    kind = type(module)
-    seen = {name: _entering(name, mesh) for name, p in module._parameters.items() if p is not None}
-    module.__class__ = type(f"Entering{kind.__name__}", (kind,), seen)
 
 
 def _entering(name: str, mesh: DeviceMesh) -> property:
