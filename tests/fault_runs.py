@@ -89,7 +89,7 @@ def points() -> list[Fault]:
         ),
         "delegating": (
             ("penstock.runtime.transport.delegate.transport:DelegateTransport.prepare", (1,)),
-            ("penstock.runtime.transport.delegate.delegates:DelegateProcess._begin", (1, 2, 4)),
+            ("penstock.runtime.transport.delegate.delegate:DelegateProcess.meet", (1,)),
             ("penstock.runtime.transport.routed:RoutedTransport.route", (3, 4, 6)),
             ("penstock.runtime.transport.delegate.transport:DelegateTransport.send", (1, 3)),
             ("penstock.runtime.transport.delegate.transport:DelegateTransport.take", (1, 4)),
@@ -121,7 +121,7 @@ def filling() -> list[Fault]:
 
 
 def without_delegates() -> list[Fault]:
-    """Places where a rank's delegates die and the rank does not: they are started again, and nothing is lost."""
+    """Places where a rank's delegate dies and the rank does not: the run ends, and says whose it was."""
     return [
         dataclasses.replace(each, action="kill delegates")
         for each in points()
@@ -185,6 +185,9 @@ def wrong(fault: Fault, outcome: Outcome, expected: list[str]) -> list[str]:
         named = f"penstock: rank {fault.rank} was killed by SIGKILL"
         if outcome.code != 137 or not said or not said[0].startswith(named) or len(said) > 2:
             found.append(f"ended with {outcome.code} and not with one message that names the rank: {outcome.said}")
+    elif fault.action == "kill delegates":
+        if outcome.code and not any(f"the delegate of rank {fault.rank} ended" in line for line in said):
+            found.append(f"ended with {outcome.code} and not with a message that names the delegate: {outcome.said}")
     elif outcome.code and (fault.action != "fill" or len(said) > 2 or "No space left on device" not in said[0]):
         found.append(f"ended with {outcome.code} and not with one clear message: {outcome.said}")
     if outcome.resumed[0]:

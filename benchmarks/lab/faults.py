@@ -144,17 +144,6 @@ def still(targets: FaultTargets) -> dict[str, Any]:
     return {"at": at, "host": host, "lasted_s": 5.0}
 
 
-def killed(targets: FaultTargets) -> dict[str, Any]:
-    """A delegate is killed."""
-    host = targets.chance.randrange(2)
-    found = delegates_of(targets.ranks[host].pid)
-    victim = targets.chance.choice(found)
-    at = time.perf_counter_ns()
-    os.kill(victim, signal.SIGKILL)
-    targets.begun()
-    return {"at": at, "host": host, "num_delegates": len(found)}
-
-
 def silence(targets: FaultTargets) -> dict[str, Any]:
     """The network over which ranks agree, and where the store is, carries nothing for 2 s."""
     at = time.perf_counter_ns()
@@ -183,7 +172,6 @@ FAULTS: dict[str, Fault] = {
     "loss": loss,
     "stopped": stopped,
     "still": still,
-    "killed": killed,
     "silence": silence,
     "store": store,
 }
@@ -370,7 +358,7 @@ def line_of(row: dict[str, Any]) -> str:
     waited = ", ".join(f"{way} {seconds:.2f} s" for way, seconds in row.get("wait_s", {}).items())
     counted = {
         name: sum(each[name] for each in row["counters"].values())
-        for name in ("failovers", "failbacks", "resent", "doubled", "restarts")
+        for name in ("failovers", "failbacks", "resent", "doubled")
     }
     return (
         f"{row['fault']:<10} longest step {row['longest_step_s']:.2f} s"

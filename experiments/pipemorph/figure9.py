@@ -294,7 +294,7 @@ def _sending(peer: Peer, protocol: Protocol9, folder: str) -> dict[str, Any]:
         if way == "receive stands":
             time.sleep(0.02)  # the receive is there when the ops begin
         rows.append(turn(number, way, late_ms, sender, lambda: peer.gather(None)[1]))
-    pinned = link.transport._delegates.out_memory.part(0, 1).is_pinned()
+    pinned = link.transport._delegate.out_memory.part(0, 1).is_pinned()
     link.transport.close()
     facts = {**device_facts(device), "gemms_an_op": count, "pinned": pinned, "turns": rounds}
     return {"rows": [row for row in rows if row["turn"] >= 0], "refused": refused, "facts": facts}

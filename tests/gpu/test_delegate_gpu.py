@@ -60,7 +60,7 @@ def exchange(rank: int, gather: Any) -> tuple[bool, bool, int]:
                     same = same and leaf.is_cuda and leaf.stride() == wanted.stride() and torch.equal(leaf, wanted)
                 num += 1
         transport.end()
-        pinned = transport._delegates.out_memory.part(0, 1).is_pinned()
+        pinned = transport._delegate.out_memory.part(0, 1).is_pinned()
         return same, pinned, transport.counters.messages
     finally:
         transport.close()

@@ -17,7 +17,7 @@ pytestmark = [pytest.mark.multiproc, pytest.mark.xdist_group("lab"), needs_lab]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("faults", [["interface"], pytest.param(["killed", "loss"], marks=pytest.mark.nightly)])
+@pytest.mark.parametrize("faults", [["interface"], pytest.param(["loss"], marks=pytest.mark.nightly)])
 def test_training_goes_on(faults: list[str], record_property: pytest.RecordProperty) -> None:
     rows = run(faults, seed=3, num_steps=3)
     record_property("rows", rows)
@@ -27,15 +27,10 @@ def test_training_goes_on(faults: list[str], record_property: pytest.RecordPrope
         assert row["num_messages"] == row["num_messages_due"] == 2 * 4 * 3, row["fault"]
         assert row["before_the_end"], f"{row['fault']} came too late to show anything"
     by_name = {row["fault"]: row for row in rows}
-    counted = {
-        name: {key: sum(each[key] for each in row["counters"].values()) for key in ("failovers", "restarts")}
-        for name, row in by_name.items()
-    }
-    assert counted["none"] == {"failovers": 0, "restarts": 0}
+    failovers = {name: sum(each["failovers"] for each in row["counters"].values()) for name, row in by_name.items()}
+    assert failovers["none"] == 0
     if "interface" in faults:
-        assert counted["interface"]["failovers"] >= 1
-    else:
-        assert counted["killed"] == {"failovers": 0, "restarts": 1}
+        assert failovers["interface"] >= 1
 
 
 @pytest.mark.nightly

@@ -10,21 +10,23 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.runtime.transport.delegate.carrier.descriptor import (
+    DEPTH,
     FRAME_BYTES,
+    RING_BYTES,
     Descriptor,
     DescriptorKind,
+    DescriptorRing,
     FrameError,
     Lane,
     body_bytes,
     spec_room,
 )
-from penstock.runtime.transport.delegate.carrier.shared import DEPTH, RING_BYTES, DescriptorRing
 
 pytestmark = pytest.mark.unit
 
 words, signed = st.integers(0, 2**63 - 1), st.integers(-(2**63), 2**63 - 1)
 ranks, bytes_ = st.integers(0, 2**16 - 1), st.integers(0, 2**32 - 1)
-lanes = st.builds(Lane, ranks, ranks, st.integers(0, 1), st.integers(0, 255))
+lanes = st.builds(Lane, ranks, ranks, st.integers(0, 255))
 descriptors = st.builds(
     Descriptor,
     st.sampled_from(DescriptorKind),
@@ -40,6 +42,7 @@ descriptors = st.builds(
     words,
     words,
     words,
+    ranks,
 )
 
 
@@ -51,7 +54,7 @@ def test_a_frame_is_read_as_it_was_written(told: Descriptor) -> None:
 
 
 def test_other_bytes_are_no_frame() -> None:
-    data = Descriptor(DescriptorKind.PING, Lane(0, 1, 0, 0)).frame()
+    data = Descriptor(DescriptorKind.PING, Lane(0, 1, 0)).frame()
     with pytest.raises(FrameError, match="starts with"):
         Descriptor.of_frame(b"HTTP" + data[4:])
     with pytest.raises(FrameError, match="kind 99"):
@@ -84,7 +87,7 @@ def test_a_ring_gives_descriptors_in_the_order_in_which_they_were_put(given: lis
 
 def test_a_full_ring_takes_no_more_until_one_was_read() -> None:
     writer, reader = rings()
-    lane = Lane(0, 1, 0, 0)
+    lane = Lane(0, 1, 0)
     put = taken = 0
     for _ in range(5):  # several times around
         while writer.put(Descriptor(DescriptorKind.SEND, lane, put)):

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.runtime.transport.delegate.carrier.lane import (
+from penstock.runtime.transport.delegate.carrier.paths import (
     FIRST_HOLD,
     FIRST_REST,
     LONGEST_HOLD,

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.runtime.transport.delegate.carrier.shared import PAGE, Slots, rounded
+from penstock.runtime.transport.delegate.carrier.descriptor import PAGE, Slots, rounded
 
 pytestmark = pytest.mark.unit
 
@@ -51,13 +51,3 @@ def test_a_grant_lets_more_be_taken_up_to_what_is_mapped() -> None:
     slots.free(PAGE, 2 * PAGE)
     slots.grant(-100 * PAGE)
     assert slots.take(1) is None
-
-
-def test_what_is_taken_from_the_start_is_not_given_out() -> None:
-    slots = Slots(4 * PAGE, 4 * PAGE, [(2 * PAGE, PAGE), (0, PAGE)])
-    assert slots.used == 2 * PAGE
-    assert {slots.take(1), slots.take(1)} == {(PAGE, PAGE), (3 * PAGE, PAGE)}
-    slots.free(0, PAGE)
-    slots.free(2 * PAGE, PAGE)
-    slots.free(PAGE, PAGE)
-    assert slots.take(3 * PAGE) == (0, 3 * PAGE)

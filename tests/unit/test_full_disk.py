@@ -20,7 +20,7 @@ from penstock.runtime.checkpoint import folder as checkpoint_folder
 from penstock.runtime.checkpoint import latest
 from penstock.runtime.checkpoint.dcp import write
 from penstock.runtime.errors import CheckpointError, RuntimeFailure
-from penstock.runtime.transport.delegate.delegates import cannot
+from penstock.runtime.transport.delegate.delegate import cannot
 from penstock.train import command
 from penstock.train.folder import write_whole
 from penstock.train.job import TrainJob, hand_over

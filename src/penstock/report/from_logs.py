@@ -51,7 +51,6 @@ COUNTED = {
     "reconnects": "connections made again over the same interface",
     "resent": "messages sent again",
     "doubled": "messages that came twice, and were dropped",
-    "restarts": "delegates started again",
     "starved": "messages that waited for room in host memory",
 }
 """What delegates count, in words; where none of it happened nothing is said."""

@@ -240,9 +240,7 @@ def train(
         str | None, _option("What carries messages: host, gloo, direct, delegate or nccl.", "transport")
     ] = None,
     link_depth: Annotated[int | None, _option("Most messages under way on a link with --link. [direct: 2]")] = None,
-    delegates: Annotated[
-        int | None, _option("Delegate processes per direction of a link. [by measured rates]")
-    ] = None,
+    delegates: Annotated[int | None, _option("TCP connections per direction of a delegated link. [2]")] = None,
     interfaces: Annotated[
         str | None,
         _option(

@@ -44,7 +44,7 @@ class RunSettings:
     Attributes:
         transport: see `ROUTES`. link_depth: most messages under way on a late link; None: 2 if it is direct,
             otherwise no limit.
-        delegates: processes for each direction and kind of a delegated link; None: chosen by the measured rates.
+        delegates: TCP connections for each direction of a delegated link; None: see `DelegateOptions`.
         interfaces: of this host, names or addresses separated by commas, the preferred one first. If one fails,
             delegated messages use the next. None: see `DelegateOptions`.
         adapt: change schedule, dispatch and delegated links if that is faster over the measured links.
@@ -156,7 +156,7 @@ class RunSettings:
 
         found = DelegateOptions()
         if self.delegates is not None:
-            found = replace(found, num=self.delegates, most=self.delegates)
+            found = replace(found, num=self.delegates)
         if self.interfaces is not None:
             found = replace(found, interfaces=tuple(filter(None, self.interfaces.split(","))))
         return found

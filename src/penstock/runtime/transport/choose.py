@@ -16,7 +16,7 @@ from penstock.runtime.mesh.peers import GroupPeers
 from penstock.runtime.transport.base import Transport
 from penstock.runtime.transport.channel import Tags
 from penstock.runtime.transport.delegate import DelegateTransport
-from penstock.runtime.transport.delegate.transport import HOST_MEMORY
+from penstock.runtime.transport.delegate.transport import HOST_MEMORY, NUM_LANES
 from penstock.runtime.transport.failover import Failover
 from penstock.runtime.transport.gloo import GlooTransport
 from penstock.runtime.transport.link_conditions import ConditionedTransport, Conditions, clocks_ahead
@@ -39,11 +39,10 @@ DEPTH = 2
 @refuse_unknown(RuntimeFailure)
 @dataclass(frozen=True)
 class DelegateOptions:
-    """How delegates carry messages. A delegate is a process of its own that sends messages for a rank.
+    """How delegates carry messages. A delegate is a process beside a rank that sends and receives for it.
 
     Attributes:
-        num: how many delegates each direction and kind of message of a link has at the start.
-        most: the largest number of delegates that measured rates may lead to.
+        num: how many TCP connections, in each direction of a link, share the chunks of its messages.
         interfaces: this host's addresses or names of interfaces, the preferred one first. If one dies, messages use
             the next. None: those in PENSTOCK_INTERFACES, else in GLOO_SOCKET_IFNAME, else loopback if all ranks are
             on one host, else the interface that reaches MASTER_ADDR.
@@ -54,20 +53,18 @@ class DelegateOptions:
 
     Examples:
         >>> import penstock as ps
-        >>> ps.TransportOptions("delegate", delegates=ps.runtime.DelegateOptions(num=2))
-        TransportOptions(name='delegate', delegates=DelegateOptions(num=2))
+        >>> ps.TransportOptions("delegate", delegates=ps.runtime.DelegateOptions(num=4))
+        TransportOptions(name='delegate', delegates=DelegateOptions(num=4))
     """
 
-    num: int = 1
-    most: int = 4
+    num: int = NUM_LANES
     interfaces: tuple[str, ...] | None = None
     host_memory: int = HOST_MEMORY
 
     __repr__ = short_repr
 
     def __post_init__(self) -> None:
-        for name in ("num", "most"):
-            require_value(is_count(getattr(self, name)), name, getattr(self, name), "a whole number, at least 1")
+        require_value(is_count(self.num), "num", self.num, "a whole number, at least 1")
         listed = isinstance(self.interfaces, Sequence) and not isinstance(self.interfaces, str)
         fits = self.interfaces is None or (listed and all(isinstance(each, str) for each in self.interfaces or ()))
         require_value(fits, "interfaces", self.interfaces, 'a tuple of addresses or names: ("eth0",), or None')
@@ -152,7 +149,7 @@ class TransportChoice:
     @property
     def shared(self) -> str:
         """What must be the same on all ranks, in words."""
-        routed = f" with {self.delegates.num} to {self.delegates.most} delegates" if self.has_delegates else ""
+        routed = f" with delegates of {self.delegates.num} lanes" if self.has_delegates else ""
         return f"{self.name}{'' if self.depth is None else f' of depth {self.depth}'}{routed}"
 
     def route(self, transport: Transport | None, delegated: Collection[tuple[int, int]]) -> None:
@@ -266,7 +263,6 @@ class TransportChoice:
             timeout,
             interfaces=addresses_for(peers.gather(network_name()), options.interfaces),
             num_lanes=options.num,
-            most_lanes=max(options.num, options.most),
             host_memory=options.host_memory,
             device=device,
             takes_over=takes_over,

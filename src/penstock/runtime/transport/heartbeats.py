@@ -23,8 +23,8 @@ from typing import Any
 
 from penstock.runtime.transport.delegate.carrier import sockets
 from penstock.runtime.transport.delegate.carrier.descriptor import CloseReason
-from penstock.runtime.transport.delegate.carrier.lane import Path
 from penstock.runtime.transport.delegate.carrier.monitor import InterfaceMonitor
+from penstock.runtime.transport.delegate.carrier.paths import Path
 from penstock.runtime.transport.delegate.carrier.sockets import (
     BEAT,
     CONNECT,

@@ -1,19 +1,25 @@
-"""The delegate transport: light processes carry messages beside the computation, exactly once.
+"""The delegate transport: a light process beside each rank carries its messages while it computes, exactly once.
 
-    rank 0                                 its delegate         a delegate of rank 1                     rank 1
-    send --> outbox --> slot, descriptor --> sends ===TCP===> receives --> slot, descriptor --> inbox --> take
-                        (shared memory)        ^   any interface that works    (shared memory)
-                                               |
-                         delegates: starts one again when it dies; numbers and answers leave nothing out
+    rank 0                       its delegate                    rank 1's delegate                      rank 1
 
-transport   the rank's end: send, arrivals, wait, take       delegates   the processes, started and restarted
+    copies a message  | slot |   sends what is       chunk a     reads chunks right   | slot |   uses the message
+    in, piece by      |aabbcc|   there, chunk by  ==lane 0====>  into the message's   |aabbcc|   where it lies, gives
+    piece             |......|   chunk            ==lane 1====>  slot                 |......|   the slot back
+                       memory                        chunk b                           memory
+    SEND 7  -------ring------>                                             MESSAGE 7 -----ring------>
+            <----- ANSWERED 7    all are answered <--ANSWER----            <---------- FREE
+
+Copying in, the wire and reading overlap. Lanes are TCP connections over the best interfaces that work; any lane may
+carry any chunk, and the chunks of a lane that fails go once more, over the others. Between ranks that exchange
+messages in one direction, delegates connect in both: by that each knows whether the other is there.
+
+transport   the rank's end: send, arrivals, wait, take      delegate    the process as the rank has it
 boxes       what was sent and is not answered, what came in and was not taken
-health      the links, as delegates report them              carrier/    what a delegate process runs
+health      the links, as the delegate reports them         carrier/    what the delegate process runs
 payload_copies   payloads into slots of shared memory, and out
 """
 
-from penstock.runtime.transport.delegate.boxes import LaneCount, lanes_for
 from penstock.runtime.transport.delegate.health import Counters
 from penstock.runtime.transport.delegate.transport import DelegateTransport
 
-__all__ = ["Counters", "DelegateTransport", "LaneCount", "lanes_for"]
+__all__ = ["Counters", "DelegateTransport"]

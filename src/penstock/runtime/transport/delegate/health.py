@@ -15,17 +15,15 @@ class Counters:
 
     Attributes:
         messages, num_bytes: that came in.
-        restarts: delegates started again after their death.
         failovers: connections that went on over another interface; failbacks: that went back to a better one;
             reconnects: over the same.
-        resent: messages given to a connection, or to a new delegate, for a second time; doubled: that came twice,
-            and were dropped.
+        resent: chunks of messages given to a connection for a second time; doubled: that came twice, and were
+            dropped.
         starved: messages that waited for room in host memory.
     """
 
     messages: int = 0
     num_bytes: int = 0
-    restarts: int = 0
     failovers: int = 0
     failbacks: int = 0
     reconnects: int = 0
@@ -36,7 +34,7 @@ class Counters:
 
 @dataclass
 class LaneState:
-    """The last known state of a lane's connection.
+    """The last known state of a connection to another rank.
 
     Attributes:
         path: interfaces at its ends (ours, theirs) as long as it stands, and the last one before.
@@ -52,7 +50,7 @@ class LaneState:
 
 
 class ConnectionHealth:
-    """Which of a rank's lanes have a connection, and which links have lost theirs.
+    """Which of a rank's lanes to others have a connection, and which links have lost theirs.
 
     Args:
         addresses: of a rank's interfaces.
@@ -68,33 +66,35 @@ class ConnectionHealth:
 
     def learn(self, note: Descriptor) -> None:
         """Takes in a note about a connection."""
-        what, lane, counters = note.kind, note.lane, self._counters
-        outgoing = lane.source == self._rank
+        what, lane = note.kind, note.lane
         if what is DescriptorKind.DOUBLED:
-            counters.doubled += 1
+            self._counters.doubled += 1
             return
         way = self._ways.setdefault(lane, LaneState())
         if what is DescriptorKind.CONNECTED:
             path = note.tag, note.step
-            if outgoing:
-                counters.resent += note.number
-                self._compare(way, path)
-                self._mark(lane.target, up=path == (0, 0))
-                if path != (0, 0):
-                    self._tell(lane, path, way.why)
-            way.path, way.stands, way.why, way.refused, way.silent = path, True, None, False, False
+            self._compare(way, path)
+            self._mark(lane.target, up=path == (0, 0))
+            if path != (0, 0):
+                self._tell(lane, path, way.why)
+            for each in self._to(lane.target):
+                each.refused = False
+            way.path, way.stands, way.why, way.silent = path, True, None, False
         elif what is DescriptorKind.CUT:
             way.stands, way.why, way.silent = False, CloseReason(note.number), False
-            if outgoing and way.why in (CloseReason.INTERFACE_DOWN, CloseReason.TIMED_OUT, CloseReason.UNREACHABLE):
+            self._counters.resent += note.offset
+            if way.why in (CloseReason.INTERFACE_DOWN, CloseReason.TIMED_OUT, CloseReason.UNREACHABLE):
                 self._mark(lane.target, up=False)
         elif what is DescriptorKind.REFUSED:
             way.stands, way.refused, way.why = False, True, CloseReason.REFUSED
         elif what is DescriptorKind.NO_WAY:
             way.stands, way.why = False, CloseReason(note.number)
-            if outgoing:
-                self._mark(lane.target, up=False)
+            self._mark(lane.target, up=False)
         elif what in (DescriptorKind.SILENT, DescriptorKind.HEARD):
             way.silent = what is DescriptorKind.SILENT
+
+    def _to(self, target: int) -> list[LaneState]:
+        return [way for lane, way in self._ways.items() if lane.target == target]
 
     def _compare(self, way: LaneState, path: tuple[int, int]) -> None:
         if way.path is None:
@@ -127,23 +127,21 @@ class ConnectionHealth:
             self.events.append(LinkDown((self._rank, target)))
 
     def gone(self) -> set[int]:
-        """Ranks whose process has ended."""
-        return {self._peer(lane) for lane, way in self._ways.items() if way.refused}
+        """Ranks whose delegate, and so most likely whose process, has ended."""
+        return {lane.target for lane, way in self._ways.items() if way.refused}
 
     def words(self) -> str:
         """What is wrong with connections, in words; nothing where nothing is known to be."""
         found = []
         for lane, way in sorted(self._ways.items()):
-            peer = self._peer(lane)
             if way.silent:
-                found.append(f"rank {peer}'s delegate is connected and says nothing: it, or its host, stands still")
+                found.append(
+                    f"rank {lane.target}'s delegate is connected and says nothing: it, or its host, stands still"
+                )
             elif not way.stands and way.why is not None:
                 where = ""
-                if way.path is not None and lane.source == self._rank:
-                    ours, theirs = self._addresses(self._rank)[way.path[0]], self._addresses(peer)[way.path[1]]
+                if way.path is not None:
+                    ours, theirs = self._addresses(self._rank)[way.path[0]], self._addresses(lane.target)[way.path[1]]
                     where = f" (last over {ours} -> {theirs})"
                 found.append(f"no connection {lane}{where}: {way.why}")
         return "; ".join(dict.fromkeys(found))
-
-    def _peer(self, lane: Lane) -> int:
-        return lane.target if lane.source == self._rank else lane.source

@@ -1,6 +1,7 @@
-"""How payloads get into slots of the memory that a rank and its delegates share, and out of them.
+"""How payloads get into slots of the memory that a rank and its delegate share, and out of them.
 
-Payloads are copied at once from the host, and beside ops from a GPU.
+Payloads are copied at once from the host, and beside ops from a GPU. Large ones are copied piece by piece, and the
+delegate sends each as soon as it is there.
 
 In a slot lie the bytes of the spec, then the flat buffer of the wire format. Copies between a GPU and slots have
 streams of their own, and slots that CUDA knows (pinned):
@@ -20,6 +21,7 @@ import json
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator
+from functools import partial
 from queue import SimpleQueue
 
 import torch
@@ -28,17 +30,30 @@ from torch import Tensor
 from penstock.runtime.errors import RuntimeFailure
 from penstock.runtime.tensors.message import Payload
 from penstock.runtime.transport.channel import ChannelKey
-from penstock.runtime.transport.wire_format import BufferPlace, Packet, WireSpec
+from penstock.runtime.transport.wire_format import ALIGN, BufferPlace, Packet, WireSpec
+
+PIECE = 1 << 21
+"""Bytes of a payload that are copied before the delegate is told of them."""
 
 
 class SlotPacket(Packet):
     """A packet whose buffer lies in memory that others share."""
 
-    def parts(self, payload: Payload) -> Iterator[tuple[Tensor, BufferPlace, Tensor]]:
-        """Each leaf of a payload, with where it lies and a view of that."""
+    def pieces(self, payload: Payload) -> Iterator[tuple[Tensor, Tensor, int]]:
+        """Which tensor to copy where, piece by piece, and how much of the buffer is there when it was copied."""
         for view, place, leaf in zip(self._views, self.spec.places, payload.leaves, strict=True):
-            if leaf is not None and view is not None and place is not None:
-                yield view, place, leaf
+            if leaf is None or view is None or place is None:
+                continue
+            source = place.once(leaf)
+            if place.num_bytes <= PIECE or place.rebuilt is not None or source.is_conj() or source.is_neg():
+                yield view, source, place.start + place.num_bytes
+                continue
+            # Its elements fill their memory without gaps, in the buffer as in the leaf.
+            size, step = view.numel(), PIECE // view.element_size()
+            flat_view, flat_source = view.as_strided((size,), (1,)), source.as_strided((size,), (1,))
+            for at in range(0, size, step):
+                end = min(at + step, size)
+                yield flat_view[at:end], flat_source[at:end], place.start + end * view.element_size()
 
     def leaves_in_place(self) -> Payload:
         """The payload, where it lies: its leaves keep the memory. Each counts its changes by itself."""
@@ -107,10 +122,18 @@ class PayloadCopier:
 
     lends = True
 
-    def pack(self, packet: SlotPacket, payload: Payload, packed: Callable[[], None]) -> None:
-        """Copies a payload in; calls `packed` when all of it is there, in the order of the calls."""
-        packet.pack(payload)
-        packed()
+    def pack(self, packet: SlotPacket, payload: Payload, packed: Callable[[int], None]) -> None:
+        """Copies a payload in; calls `packed` with how many bytes of the buffer are there, the last time with all."""
+        whole, told = packet.spec.num_bytes, 0
+        if whole <= 2 * PIECE:
+            packet.pack(payload)
+        else:
+            for view, source, there in packet.pieces(payload):
+                view.copy_(source)
+                if told + PIECE <= there < whole - ALIGN:
+                    packed(there)
+                    told = there
+        packed(whole)
 
     def unpack(self, packet: SlotPacket, unpacked: Callable[[], None]) -> Payload:
         """The payload, copied out; calls `unpacked` when the packet's memory is free again."""
@@ -148,18 +171,25 @@ class GpuPayloadCopier(PayloadCopier):
         self._thread = threading.Thread(target=self._hand_over, name="penstock-copies", daemon=True)
         self._thread.start()
 
-    def pack(self, packet: SlotPacket, payload: Payload, packed: Callable[[], None]) -> None:
+    def pack(self, packet: SlotPacket, payload: Payload, packed: Callable[[int], None]) -> None:
+        whole, told = packet.spec.num_bytes, 0
         self._outward.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(self._outward):
-            for view, place, leaf in packet.parts(payload):
-                _to_host(view, place, leaf)
-                if leaf.is_cuda:
-                    leaf.record_stream(self._outward)
-            # One that blocks lets the thread that waits for it sleep.
-            event = torch.cuda.Event(blocking=True)
-            event.record(self._outward)
+            for view, source, there in packet.pieces(payload):
+                _to_host(view, source)
+                if source.is_cuda:
+                    source.record_stream(self._outward)
+                if told + PIECE <= there < whole - ALIGN:
+                    self._tell_when_copied(packed, there)
+                    told = there
+            self._tell_when_copied(packed, whole)
+
+    def _tell_when_copied(self, packed: Callable[[int], None], there: int) -> None:
+        # An event that blocks lets the thread that waits for it sleep.
+        event = torch.cuda.Event(blocking=True)
+        event.record(self._outward)
         self._num_packing += 1
-        self._packing.put((event, packed))
+        self._packing.put((event, partial(packed, there)))
 
     def unpack(self, packet: SlotPacket, unpacked: Callable[[], None]) -> Payload:
         current = torch.cuda.current_stream(self._device)
@@ -214,16 +244,13 @@ class GpuPayloadCopier(PayloadCopier):
                 self._packed.notify_all()
 
 
-def _to_host(view: Tensor, place: BufferPlace, leaf: Tensor) -> None:
-    """Copies a leaf into its place; asynchronous where it lies on a GPU.
+def _to_host(view: Tensor, source: Tensor) -> None:
+    """Copies a tensor into its place; asynchronous where it lies on a GPU.
 
     A copy between different strides would pass through a buffer of torch's, and an asynchronous one might read that
-    too early: a leaf with gaps is put together on the GPU first.
+    too early: a tensor with gaps is put together on the GPU first.
     """
-    source = place.once(leaf)
-    if place.rebuilt is not None:
-        source = source.contiguous()
-    view.copy_(source, non_blocking=True)
+    view.copy_(source if source.stride() == view.stride() else source.contiguous(), non_blocking=True)
 
 
 def copying_for(device: torch.device, lock: threading.RLock) -> PayloadCopier:

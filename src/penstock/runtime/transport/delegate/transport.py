@@ -1,11 +1,11 @@
-"""Messages between ranks by delegates: light processes that send and receive while the rank computes.
+"""Messages between ranks by delegates: a light process beside each rank sends and receives while the rank computes.
 
     rank 0: pack into a slot --> delegate ==TCP==> delegate --> slot, unpack: rank 1
                  shared memory                        shared memory
 
 The rank only copies and writes a descriptor; nothing that happens on a link holds it up (PipeMorph, section 5). Past
-the paper: messages are numbered and answered, so that each arrives once whatever happens to connections, interfaces
-and delegates, in the middle of a message too.
+the paper: messages are numbered and answered chunk by chunk, so that each arrives once whatever happens to
+connections and interfaces, in the middle of a message too.
 """
 
 from __future__ import annotations
@@ -27,17 +27,20 @@ from penstock.runtime.transport.base import StepMessages, TransferRecord
 from penstock.runtime.transport.channel import ChannelKey, Tags
 from penstock.runtime.transport.delegate.boxes import DelegateInbox, Outbox
 from penstock.runtime.transport.delegate.carrier.descriptor import (
+    SLOT_HEAD,
     Descriptor,
     DescriptorKind,
     Lane,
     body_bytes,
     spec_room,
 )
-from penstock.runtime.transport.delegate.delegates import DelegateKey, Delegates, cannot
+from penstock.runtime.transport.delegate.delegate import DelegateProcess, cannot
 from penstock.runtime.transport.delegate.health import ConnectionHealth, Counters
 from penstock.runtime.transport.delegate.payload_copies import SlotPacket, SpecCache, copying_for
 from penstock.runtime.transport.inbox import BRIEFLY, FINELY
 
+NUM_LANES = 2
+"""TCP connections from a rank to another."""
 HOST_MEMORY = 1 << 30
 """Bytes of messages that may wait on their way out, and as many that came in."""
 POLL_S = 0.5
@@ -51,7 +54,7 @@ FLUSH_S = 10.0
 class DelegateTransport:
     """One rank's end of all its links.
 
-    Delegates are started as links need them, or ahead by `prepare`. They end when the rank ends, however it ends.
+    The delegate starts at once, and ends when the rank ends, however it ends.
 
     Args:
         rank, num_ranks: of the pipeline.
@@ -59,8 +62,7 @@ class DelegateTransport:
         tags: the same on all ranks.
         timeout: seconds before a wait ends with DeadlineExceeded.
         interfaces: local addresses, the preferred one first; when one dies messages go by the next.
-        num_lanes: delegates of each kind and direction to begin with.
-        most_lanes: as many as measured rates may ask for; the same on all ranks.
+        num_lanes: TCP connections to each other rank, which share the chunks of its messages; the same on all ranks.
         host_memory: bytes that messages may take on their way out, and as many when they came in.
         device: where payloads that came in are to lie.
         takes_over: whether a step may go on here that another transport began, see `begin_within`.
@@ -79,57 +81,56 @@ class DelegateTransport:
         timeout: float,
         *,
         interfaces: Sequence[str] = ("127.0.0.1",),
-        num_lanes: int = 1,
-        most_lanes: int = 4,
+        num_lanes: int = NUM_LANES,
         host_memory: int = HOST_MEMORY,
         device: torch.device | str = "cpu",
         takes_over: bool = False,
     ) -> None:
         if not hasattr(os, "eventfd"):
             raise RuntimeFailure("delegates need Linux; use transport='host'")
-        if not 1 <= num_lanes <= most_lanes <= 255:
-            raise RuntimeFailure(f"{num_lanes} lanes of at most {most_lanes}: give at least 1, and at most 255")
+        if not 1 <= num_lanes <= 255:
+            raise RuntimeFailure(f"{num_lanes} lanes: give at least 1, and at most 255")
         if host_memory < 1 << 20:
             raise RuntimeFailure(f"{host_memory} bytes of host memory for delegates: give at least {1 << 20}")
+        if not interfaces:
+            raise RuntimeFailure("delegates without an interface: give at least one local address")
         self.rank = rank
         self._tags, self._timeout = tags, timeout
         self.counters = Counters()
         place = torch.device(device)
-        pinned = place.type == "cuda"
-        self._delegates = Delegates(rank, num_ranks, gather, interfaces, most_lanes, host_memory, pinned)
-        self._outbox = Outbox(self._delegates, num_lanes, most_lanes)
-        self._inbox = DelegateInbox(self._delegates, self.counters, takes_over)
-        self._health = ConnectionHealth(rank, self._delegates.addresses, self.counters)
-        self._num_lanes = num_lanes
+        self._delegate = DelegateProcess(rank, interfaces, num_lanes, host_memory, place.type == "cuda")
+        try:
+            self._waker = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+            self._delegate.also_watch(self._waker)
+            self._delegate.meet(gather, num_ranks)
+        except OSError as error:
+            self._delegate.close()
+            raise cannot(error) from None
+        except BaseException:
+            self._delegate.close()
+            os.close(self._waker)
+            raise
+        self._outbox = Outbox(self._delegate)
+        self._inbox = DelegateInbox(self._delegate, self.counters, takes_over)
+        self._health = ConnectionHealth(rank, self._delegate.addresses, self.counters)
         self._specs = SpecCache()
         self._step = self._digest = 0
         self._signatures: Sequence[str] = ()
         self._arrived: list[Edge] = []
-        self._starving: dict[DelegateKey, int] = {}
+        self._starving = 0
         self._full = self._room = self._failed = self._closed = False
-        # One thread of the rank's uses this; the other one is the delegates' own.
+        # One thread of the rank's uses this; another hands over what was copied from a GPU.
         self._lock = threading.RLock()
         self._copying = copying_for(place, self._lock)
-        self._delegates.supervise(self._lock, self._restart)
-        try:
-            self._waker = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-        except OSError as error:
-            self._delegates.close()
-            raise cannot(error) from None
-        self._delegates.also_watch(self._waker)
 
     # Steps.
 
     def prepare(self, links: Iterable[tuple[int, int]]) -> None:
-        """Starts and connects the delegates of this rank's links (pairs of ranks, in either order), both ways, before
-        they are needed.
-        """
+        """Connects the delegates of this rank's links (pairs of ranks, in either order) before they are needed."""
         with self._lock:
+            self._delegate.pin()
             for peer in {a + b - self.rank for a, b in links if self.rank in (a, b)}:
-                for kind in (0, 1):
-                    for place in range(self._num_lanes):
-                        self._inbox.expect(Lane(peer, self.rank, kind, place))
-                    self._outbox.connect(peer, kind)
+                self._inbox.connect(peer)
 
     def begin(self, step: StepMessages) -> None:
         """Starts a step. `threaded` and `window` make no difference here: all arrivals are told as they come, and
@@ -141,9 +142,9 @@ class DelegateTransport:
         self._step += 1
         self._digest, self._signatures = step.digest & 0xFFFFFFFF, step.signatures
         with self._lock:
+            self._delegate.pin()
             self._listen()
-            self._outbox.grow()
-            self._arrived = self._inbox.begin(self._step, self._digest, step.expected, self._num_lanes)
+            self._arrived = self._inbox.begin(self._step, self._digest, step.expected)
 
     def skip(self) -> None:
         """A step begins in which this transport carries nothing, unless `begin_within` says otherwise."""
@@ -155,8 +156,9 @@ class DelegateTransport:
         """
         self._digest, self._signatures = step.digest & 0xFFFFFFFF, step.signatures
         with self._lock:
+            self._delegate.pin()
             self._listen()
-            self._arrived += self._inbox.begin_within(self._step, self._digest, step.expected, self._num_lanes)
+            self._arrived += self._inbox.begin_within(self._step, self._digest, step.expected)
 
     def end(self) -> None:
         """Ends a step. What was sent goes on its way: its slots are kept until it is there."""
@@ -164,7 +166,7 @@ class DelegateTransport:
             self._listen()
 
     def close(self) -> None:
-        """Waits until what was sent is there, unless a wait failed before, then ends the delegates."""
+        """Waits until what was sent is there, unless a wait failed before, then ends the delegate."""
         if self._closed:
             return
         self._closed = True
@@ -180,9 +182,8 @@ class DelegateTransport:
         except RuntimeFailure:
             pass  # nothing more can be done for what is on its way
         finally:
-            self._delegates.stop()
             self._copying.close()
-            self._delegates.close()
+            self._delegate.close()
             os.close(self._waker)
 
     # Sending.
@@ -200,23 +201,22 @@ class DelegateTransport:
         key = ChannelKey.of(edge)
         spec, spec_bytes = self._specs.of(payload, key, self._signatures[edge.consumer.microbatch])
         size = body_bytes(len(spec_bytes), spec.num_bytes)
-        kind = 0 if key.forward else 1
-        found = self._outbox.take(target, kind, size)
-        if found is None:
+        slot = self._outbox.take(target, size)
+        if slot is None:
             self._listen()
-            found = self._outbox.take(target, kind, size)
-            if found is None:
+            slot = self._outbox.take(target, size)
+            if slot is None:
                 self._full, self._room = True, False
                 return False
-        lane, (offset, capacity) = found
-        memory = self._delegates.out_memory
-        memory.map[offset : offset + len(spec_bytes)] = spec_bytes
-        packet = SlotPacket(spec, memory.part(offset + spec_room(len(spec_bytes)), spec.num_bytes))
-        tag = self._tags.message(edge)
-        message = Descriptor(
+        offset, capacity = slot
+        start, before = offset + SLOT_HEAD, spec_room(len(spec_bytes))
+        memory = self._delegate.out_memory
+        memory.map[start : start + len(spec_bytes)] = spec_bytes
+        packet = SlotPacket(spec, memory.part(start + before, spec.num_bytes))
+        message: Descriptor | None = Descriptor(
             DescriptorKind.SEND,
-            lane,
-            tag=tag,
+            Lane(self.rank, target),
+            tag=self._tags.message(edge),
             step=self._step,
             digest=self._digest,
             sent=sent,
@@ -225,7 +225,17 @@ class DelegateTransport:
             spec_bytes=len(spec_bytes),
             payload_bytes=spec.num_bytes,
         )
-        self._copying.pack(packet, payload, lambda: self._outbox.post(message))
+
+        def packed(num_bytes: int) -> None:
+            nonlocal message
+            self._delegate.fill(offset, before + num_bytes)
+            if message is None:
+                self._delegate.flush()
+            else:
+                self._outbox.post(message)
+                message = None
+
+        self._copying.pack(packet, payload, packed)
         return True
 
     # Receiving.
@@ -261,7 +271,7 @@ class DelegateTransport:
                 lost_since = (lost_since or now) if lost else None
                 if lost_since is not None and now - lost_since >= LATE_MESSAGES_S:
                     self._failed = True
-                    raise PeerLost(f"rank {min(lost)} is gone, its process has ended: {who()}")
+                    raise PeerLost(f"rank {min(lost)} is gone, its process or its delegate has ended: {who()}")
                 if now >= end:
                     self._failed = True
                     words = self._health.words()
@@ -293,17 +303,15 @@ class DelegateTransport:
             RuntimeFailure: its shapes can't be read.
         """
         with self._lock:
-            held = self._inbox.take(edge)
-            note = held.note
-            memory = self._delegates.memory(held.key)
-            spec_bytes = memory.map[note.offset : note.offset + note.spec_bytes]
-            spec = self._specs.read(spec_bytes, note.payload_bytes)
+            note = self._inbox.take(edge)
+            memory = self._delegate.in_memory
+            spec = self._specs.read(memory.map[note.offset : note.offset + note.spec_bytes], note.payload_bytes)
             start = note.offset + spec_room(note.spec_bytes)
-            returned = self._inbox.lend(held) if self._copying.lends else None
+            returned = self._inbox.lend(note) if self._copying.lends else None
             if returned is not None:
                 return SlotPacket(spec, memory.lend(start, note.payload_bytes, returned)).leaves_in_place()
             packet = SlotPacket(spec, memory.part(start, note.payload_bytes))
-            return self._copying.unpack(packet, lambda: self._inbox.free(held))
+            return self._copying.unpack(packet, lambda: self._inbox.free(note))
 
     # What was seen.
 
@@ -330,57 +338,44 @@ class DelegateTransport:
 
     def also_watch(self, descriptor: int) -> None:
         """Lets `wait` return, too, when this descriptor is ready to be read."""
-        self._delegates.also_watch(descriptor)
+        self._delegate.also_watch(descriptor)
 
     @property
     def pids(self) -> dict[str, int]:
-        """The delegates' processes, by name."""
-        with self._lock:
-            found = [self._delegates.get(key) for key in self._delegates.started_keys()]
-            return {delegate.name: delegate.pid for delegate in found}
+        """The delegate's process, by name."""
+        return {self._delegate.name: self._delegate.pid}
 
-    # Delegates.
+    # The delegate.
 
     def _pause(self, seconds: float) -> bool:
-        """Sleeps until a delegate says something; returns whether another descriptor is ready."""
-        other = self._delegates.wait(seconds)
-        with self._lock:
-            self._delegates.reset_wakeups()
+        """Sleeps until the delegate says something; returns whether another descriptor is ready."""
+        try:
+            other = self._delegate.wait(seconds)
+        except RuntimeFailure:
+            self._failed = True
+            raise
+        self._delegate.reset_wakeup()
         return other
 
-    def _restart(self, key: DelegateKey) -> None:
-        """Starts a dead delegate again, after all that it still told was taken in."""
-        self._listen()
-        if key.outgoing:
-            self.counters.resent += self._outbox.restart(key)
-        else:
-            self._inbox.restart(key)
-        self._starving.pop(key, None)
-
     def _listen(self) -> None:
-        """Takes in all that the delegates told."""
-        if self._delegates.error is not None:
-            raise self._delegates.error
+        """Takes in all that the delegate told."""
         self._copying.progress()
         self._inbox.take_back()
-        for key, note in self._delegates.notes():
+        for note in self._delegate.notes():
             if note.kind is DescriptorKind.MESSAGE:
-                if (edge := self._inbox.came(key, note)) is not None:
+                if (edge := self._inbox.came(note)) is not None:
                     self._arrived.append(edge)
             elif note.kind is DescriptorKind.ANSWERED:
-                self._room = self._outbox.answered(note) or self._room
+                self._outbox.answered(note)
+                self._room = True
             elif note.kind is DescriptorKind.STARVED:
                 self.counters.starved += 1
-                self._starving[key] = note.number
+                self._starving = max(self._starving, note.number)
             else:
                 self._health.learn(note)
-        self.counters.restarts = self._delegates.restarts
 
     def _feed(self) -> None:
-        """Lets starving delegates have more than their share: the rank may stand still for just that."""
-        for key, num_bytes in list(self._starving.items()):
-            if self._inbox.grant(key, 2 * num_bytes):
-                del self._starving[key]
-        for key in self._delegates.started_keys():
-            if not key.outgoing:
-                self._inbox.flush(key)
+        """Lets a starving delegate have more than host memory: the rank may stand still for just that."""
+        if self._starving:
+            self._inbox.grant(2 * self._starving)
+            self._starving = 0

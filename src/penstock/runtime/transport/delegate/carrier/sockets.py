@@ -16,7 +16,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 
 from .descriptor import CloseReason
-from .lane import MS, Path
+from .paths import MS, Path
 
 BEAT = 250 * MS
 """A connection on which nothing is sent for so long is asked whether it lives."""
