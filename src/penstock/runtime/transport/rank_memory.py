@@ -211,7 +211,7 @@ class IncomingRing:
         """A slot, as the spec says that lies at `place`."""
         spec = self.specs.get(place)
         if spec is None:
-            spec = self.specs[place] = WireSpec.from_json(self.memory.map[place : place + num_bytes].decode())
+            spec = self.specs[place] = WireSpec.from_bytes(self.memory.map[place : place + num_bytes])
         slot = self.slots[offset] = ReadSlot(place, self.memory.word(offset), self.memory.packet(offset, spec))
         return slot
 

@@ -269,7 +269,7 @@ class SharedMemoryTransport:
         """A spec, written where all receivers find it."""
         known = self._specs.get(spec)
         if known is None:
-            text = spec.to_json().encode()
+            text = spec.to_bytes()
             place = self._own.allocate(len(text))
             self._own.memory.map[place : place + len(text)] = text
             known = self._specs[spec] = SentSpec(spec, place, len(text), _capacity(spec.num_bytes))

@@ -1,7 +1,7 @@
 """The format of a payload on the wire: one flat buffer of bytes, and a header that says how to read it.
 
     payload  | preamble, 64 bytes | tensor, padded to 64 | tensor, padded to 64 | ...
-    header   | length, 8 bytes    | JSON of the spec, padded to HEADER_BYTES    |
+    header   | length, 8 bytes    | key, end of line, JSON of the spec: padded to HEADER_BYTES
 
 A header travels only if the receiver can't know the spec: the first time that a channel carries a microbatch of some
 shape. After that only the payload is sent, into a buffer posted ahead. The preamble identifies the message, so that a
@@ -89,20 +89,27 @@ class WireSpec:
     def needs_grad(self) -> list[bool]:
         return [leaf is not None and leaf[3] for leaf in self.leaves]
 
-    def to_json(self) -> str:
+    def to_bytes(self) -> bytes:
+        """The spec as the receiver of a message gets it."""
         leaves = [
             None if leaf is None else [*leaf[:2], str(leaf[2]).removeprefix("torch."), leaf[3]]
             for leaf in self.leaves
         ]
-        return json.dumps([leaves, self.skeleton])
+        return json.dumps([leaves, self.skeleton]).encode()
 
     @classmethod
-    def from_json(cls, text: str) -> WireSpec:
-        leaves, skeleton = json.loads(text)
-        specs = tuple(
-            None if leaf is None else (tuple(leaf[0]), tuple(leaf[1]), DTYPES[leaf[2]], bool(leaf[3]))
-            for leaf in leaves
-        )
+    def from_bytes(cls, data: bytes) -> WireSpec:
+        """Reads `to_bytes`. Raises RuntimeFailure where another version wrote it."""
+        try:
+            leaves, skeleton = json.loads(data)
+            specs = tuple(
+                None if leaf is None else (tuple(leaf[0]), tuple(leaf[1]), DTYPES[leaf[2]], bool(leaf[3]))
+                for leaf in leaves
+            )
+        except (ValueError, KeyError, TypeError) as error:
+            raise RuntimeFailure(
+                f"the shapes of a message can't be read ({error}); the ranks run different versions"
+            ) from None
         return cls(specs, skeleton)
 
 
@@ -199,17 +206,14 @@ class Packet:
     """A flat buffer for payloads of one spec, and views of its parts.
 
     Args:
-        buffer: memory to use; its own where not given.
+        buffer: memory to use; its own where not given. head: where the preamble lies, if not there.
     """
 
-    def __init__(self, spec: WireSpec, buffer: Tensor | None = None) -> None:
+    def __init__(self, spec: WireSpec, buffer: Tensor | None = None, head: Tensor | None = None) -> None:
         self.spec = spec
         self.buffer = torch.empty(spec.num_bytes, dtype=torch.uint8, device="cpu") if buffer is None else buffer
-        self._lay_out()
-
-    def _lay_out(self) -> None:
-        self._head = self.buffer.numpy().data.cast("B")[:ALIGN]
-        self._views = [None if place is None else place.view(self.buffer) for place in self.spec.places]
+        self._head = (self.buffer if head is None else head).numpy().data.cast("B")[:ALIGN]
+        self._views = [None if place is None else place.view(self.buffer) for place in spec.places]
 
     @cached_property
     def _only(self) -> Tensor | None:
@@ -224,7 +228,7 @@ class Packet:
             return
         for view, place, leaf in zip(self._views, self.spec.places, payload.leaves, strict=True):
             if leaf is not None and view is not None and place is not None:
-                view.copy_(leaf if place.repeated is None else place.once(leaf))
+                view.copy_(place.once(leaf))
 
     def announce(self, preamble: Preamble) -> None:
         """Writes the preamble alone."""
@@ -259,14 +263,10 @@ class DevicePacket(Packet):
     """
 
     def __init__(self, spec: WireSpec, device: torch.device, used: Callable[[Tensor], Any] | None = None) -> None:
-        super().__init__(spec, torch.empty(spec.num_bytes, dtype=torch.uint8, device=device))
+        self.head = torch.empty(ALIGN, dtype=torch.uint8, device="cpu")
+        super().__init__(spec, torch.empty(spec.num_bytes, dtype=torch.uint8, device=device), self.head)
         self.free: Any = None
         self._used = used
-
-    def _lay_out(self) -> None:
-        self.head = torch.empty(ALIGN, dtype=torch.uint8, device="cpu")
-        self._head = self.head.numpy().data.cast("B")
-        self._views = [None if place is None else place.view(self.buffer) for place in self.spec.places]
 
     def unpack(self) -> Payload:
         payload = super().unpack()
@@ -292,9 +292,9 @@ class Preamble(NamedTuple):
     changed: int = 0
 
 
-def pack_header(key: Any, spec: WireSpec) -> list[Tensor]:
+def pack_header(key: str, spec: WireSpec) -> list[Tensor]:
     """The header of a spec that goes by `key`: one fixed-size part, and the rest where it does not fit."""
-    text = json.dumps([key, spec.to_json()]).encode()
+    text = json.dumps(key).encode() + b"\n" + spec.to_bytes()
     first = torch.zeros(HEADER_BYTES, dtype=torch.uint8, device="cpu")
     first[:8].view(torch.int64)[0] = len(text)
     data = torch.frombuffer(bytearray(text), dtype=torch.uint8)
@@ -308,12 +308,10 @@ def header_rest(first: Tensor) -> int:
     return max(0, int(first[:8].view(torch.int64)[0]) - (HEADER_BYTES - 8))
 
 
-def unpack_header(first: Tensor, rest: Tensor | None) -> tuple[Any, WireSpec]:
+def unpack_header(first: Tensor, rest: Tensor | None) -> tuple[str, WireSpec]:
     """The key and the spec of a header."""
     length = int(first[:8].view(torch.int64)[0])
     data = bytes(first[8:].tolist()) + (b"" if rest is None else bytes(rest.tolist()))
-    try:
-        key, spec = json.loads(data[:length])
-        return key, WireSpec.from_json(spec)
-    except (ValueError, KeyError, TypeError) as error:
-        raise RuntimeFailure(f"a message header can't be read ({error}); the ranks run different versions") from None
+    key, _, text = data[:length].partition(b"\n")
+    spec = WireSpec.from_bytes(text)
+    return json.loads(key), spec

@@ -81,7 +81,7 @@ class SpecCache:
         known = self._sent.get((key, signature))
         if known is None or not known[0].fits(payload):
             spec = WireSpec.of(payload)
-            known = self._sent[key, signature] = spec, spec.to_json().encode()
+            known = self._sent[key, signature] = spec, spec.to_bytes()
         return known
 
     def read(self, data: bytes, payload_bytes: int) -> WireSpec:
@@ -92,13 +92,7 @@ class SpecCache:
         """
         spec = self._read.get(data)
         if spec is None:
-            try:
-                spec = WireSpec.from_json(data.decode())
-            except (ValueError, KeyError, TypeError) as error:
-                raise RuntimeFailure(
-                    f"the shapes of a message can't be read ({error}); the ranks run different versions"
-                ) from None
-            self._read[data] = spec
+            spec = self._read[data] = WireSpec.from_bytes(data)
         if spec.num_bytes != payload_bytes:
             raise RuntimeFailure(
                 f"a message of {payload_bytes} bytes whose shapes say {spec.num_bytes}; the ranks run different "
