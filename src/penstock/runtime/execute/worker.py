@@ -251,6 +251,7 @@ class Worker:
     def _advance_async_ops(self, stream: AsyncStream) -> bool:
         """Takes note of asynchronous ops that ended, and starts those whose turn it is; whether there were any."""
         moved = False
+        gang, gang_of = self._gang, self._wiring.graph.gang
         for number, start, end in stream.ended():
             wired = self._wiring.wired_ops[number]
             self.async_times.append((wired.op, start, end))
@@ -260,20 +261,19 @@ class Worker:
             self.dispatcher.finish(number)
             moved = True
         while (found := self.dispatcher.next_async()) is not None:
-            if self._gang is not None and self._wiring.graph.gang[found] != ALONE:
-                self._gang.arrive(found)
+            if gang is not None and gang_of[found] != ALONE:
+                gang.arrive(found)
             self._next_async.append(found)
             moved = True
-        while self._next_async and self._may_start(self._next_async[0]):
-            number = self._next_async.pop(0)
+        while self._next_async:
+            number = self._next_async[0]
+            if gang is not None and gang_of[number] != ALONE and not gang.may_run(number):
+                break
+            del self._next_async[0]
             wired = self._wiring.wired_ops[number]
             stream.start(number, wired.op, [self.transport.take(edge) for edge in wired.input_edges])
             moved = True
         return moved
-
-    def _may_start(self, number: int) -> bool:
-        alone = self._gang is None or self._wiring.graph.gang[number] == ALONE
-        return alone or self._gang.may_run(number)  # type: ignore[union-attr]
 
     def _run(self, number: int) -> None:
         wired = self._wired_ops[number]

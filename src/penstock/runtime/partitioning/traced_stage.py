@@ -63,11 +63,6 @@ class TracedStage(Stage):
             self._hold(path, alias.get(path, path), tensor)
 
     @property
-    def tensors_at(self) -> dict[str, Tensor]:
-        """Path in the model -> the parameter or buffer that the forward itself uses here."""
-        return {path: getattr(*where) for path, where in self._places.items()}
-
-    @property
     def around(self) -> dict[str, nn.Module]:
         opened = set(self._tracing.opened)
         return {path: module for path, module in self._tracing.model.named_modules() if module in opened}
@@ -173,7 +168,7 @@ class TracedStage(Stage):
 
     def _apply(self, fn: Any, recurse: bool = True) -> TracedStage:
         """Moves the stage to another device or type, and gives the user's model the buffers that are new then."""
-        before = self.tensors_at
+        before = {path: getattr(*where) for path, where in self._places.items()}
         super()._apply(fn, recurse)
         for path, (holder, name) in self._places.items():
             owner, last = _owner_of(self._tracing.model, path)

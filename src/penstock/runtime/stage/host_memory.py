@@ -160,9 +160,6 @@ class HostCopy:
         self._event.synchronize()
         self._then()
 
-    def done(self) -> bool:
-        return bool(self._event.query())
-
 
 class SavedTensors:
     """What the forward of one microbatch of a stage saved for its backward.
