@@ -25,6 +25,7 @@ with the last one until the network is cut, so that no cut comes after the end. 
 has ended.
 
 A run is right if it ended on every rank with losses and parameters that are bitwise those of the run without a fault.
+A cut may cost one step, which is repeated; by "delegate" a network that carries no sums of gradients costs none.
 Told besides: the longest step beside the median of the run without faults, and in how many runs the fault came before
 the end, and in a transfer.
 """
@@ -171,6 +172,7 @@ def train(job: LinkJob, run: int, rank: int) -> tuple[dict[str, Any], dict[str, 
         state["losses"] = torch.cat(losses).cpu()
         told = {"run": run, "rank": rank, "steps": steps, "notices": pipe.notices}
         counters = getattr(pipe._local.transport, "counters", None)
+        told["repeats"] = pipe._local.attempts.num_repeats if pipe._local.attempts is not None else 0
         told["counters"] = {} if counters is None else {key: n for key, n in asdict(counters).items() if n}
     return told, state
 
@@ -269,6 +271,7 @@ def cell(transport: str, mesh: str, network: int, how: str, count: int, seed: in
                     "in_transfer": moving,
                     "before_the_end": at < max(each["steps"][-1][1] for each in told.values()),
                     "longest_step_s": max(steps),
+                    "repeats": max(each["repeats"] for each in told.values()),
                     "counters": {rank: each["counters"] for rank, each in sorted(told.items())},
                     "notices": sorted({notice for each in told.values() for notice in each["notices"]}),
                 }
@@ -328,6 +331,7 @@ def summary(row: dict[str, Any]) -> dict[str, Any]:
         "equal": sum(each["equal"] for each in row["runs"][1:]),
         "in_transfer": sum(each["in_transfer"] for each in runs),
         "before_the_end": sum(each["before_the_end"] for each in runs),
+        "most_repeats": max((each["repeats"] for each in runs), default=0),
         "usual_step_s": round(row["usual_s"], 2),
         "median_longest_step_s": round(statistics.median([each["longest_step_s"] for each in runs] or [0]), 2),
         "longest_step_s": round(max([each["longest_step_s"] for each in runs] or [0]), 2),

@@ -109,7 +109,7 @@ def where_interfaces_are_named(rank: int) -> tuple[str, list[str], list[str]]:
         mesh.require_collectives(gpu, False)
         before = mesh.slower_sums(gpu)
         assert isinstance(mesh.replicas, GroupPeers)
-        mesh.replicas.retried = object()  # type: ignore[assignment]
+        mesh.replicas.guard = object()  # type: ignore[assignment]
         mesh.require_collectives(torch.device("cpu"), False)
         with pytest.raises(ps.runtime.RuntimeFailure) as caught:
             mesh.require_collectives(gpu, False)

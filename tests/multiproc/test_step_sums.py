@@ -53,25 +53,25 @@ def batch(seed: int = 0) -> tuple[Tensor, Tensor]:
 def watched(rank: int) -> list[str]:
     """What the sums of a step do, in order."""
     seen: list[str] = []
-    begun = GroupPeers._begun
+    begun = GroupPeers.begin_sum
 
-    def watching(self: GroupPeers, op: Any, what: str) -> Any:
+    def watching(self: GroupPeers, terms: Tensor) -> Any:
         number = sum(each.startswith("begin") for each in seen)
         seen.append(f"begin {number}")
-        wait = begun(self, op, what)
+        wait = begun(self, terms)
 
-        def waits() -> None:
+        def waits() -> Tensor:
             seen.append(f"wait {number}")
-            wait()
+            return wait()
 
         return waits
 
     pipe = pipeline(2)
     pipe.sum_each_step(lambda: (1.0, float(rank)))
     pipe.step(*batch())
-    GroupPeers._begun = watching  # type: ignore[method-assign]
+    GroupPeers.begin_sum = watching  # type: ignore[method-assign]
     pipe.step(*batch())
-    GroupPeers._begun = begun  # type: ignore[method-assign]
+    GroupPeers.begin_sum = begun  # type: ignore[method-assign]
     assert pipe.step_sums == (2.0, 1.0)
     pipe.close()
     return seen

@@ -1,8 +1,8 @@
-"""Links of a transport that fail, whichever it is: what is left of the step goes by delegates, what came in before is
-not waited for again, and nothing goes by the base any more."""
+"""Links that fail in a step: every wait in it ends, all processes vote, and all begin it anew or none does."""
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from types import SimpleNamespace
@@ -12,334 +12,224 @@ import pytest
 import torch
 
 import penstock as ps
-from penstock.runtime.errors import DeadlineExceeded, PeerLost, RuntimeFailure
-from penstock.runtime.mesh.collective import AllReduce, Reduce
-from penstock.runtime.mesh.retried_group import RetriedGroup
+from penstock.runtime.errors import DeadlineExceeded, LinkLost, PeerLost
 from penstock.runtime.tensors.message import Edge, Payload
 from penstock.runtime.transport import choose
-from penstock.runtime.transport.base import StepMessages
-from penstock.runtime.transport.channel import ChannelKey, ExpectedMessages, Tags
-from penstock.runtime.transport.gloo import LeftMessages
-from penstock.runtime.transport.inbox import Inbox
-from penstock.runtime.transport.routed import RoutedTransport
+from penstock.runtime.transport.channel import Tags
+from penstock.runtime.transport.repeat import MOST_ATTEMPTS, Attempts, GuardedGroup, GuardedTransport
 from penstock.runtime.transport.wiring import wire
 from penstock.schedule import Op
 
-PEER = 1
+FORWARD = Edge(Op("F", 0, 0), Op("F", 1, 0), 0)
+BROKEN = "[third_party/gloo/gloo/transport/tcp/pair.cc:553] Connection closed by peer"
 
 
-def forward(m: int) -> Edge:
-    return Edge(Op("F", 0, m), Op("F", 1, m), 0)
+class Told:
+    """What two processes tell each other; the other one's part is told by the test, as `said`."""
+
+    def __init__(self, said: Callable[[str], Any]) -> None:
+        self._said, self._told = said, dict[str, Any]()
+
+    def tell(self, key: str, value: Any) -> None:
+        self._told[key] = value
+
+    def known(self, key: str) -> Any:
+        return self._told.get(key, self._said(key))
+
+    def forget(self, beginning: str) -> None: ...
 
 
-def backward(m: int) -> Edge:
-    return Edge(Op("B", 1, m), Op("B", 0, m), 0)
+class Links:
+    """Stands for what changes over: it has the next groups at once."""
+
+    def __init__(self, said: Callable[[str], Any]) -> None:
+        self.number = self.wanted = 0
+        self.timeout = 5.0
+        self.groups = {"pipeline": object()}
+        self.looks: list[Callable[[], None]] = []
+        self.changed = threading.Condition()
+        self.beats = Told(said)
+
+    def want(self, number: int, why: str) -> None:
+        self.wanted = max(self.wanted, number)
+
+    def await_newest(self) -> None:
+        self.number = self.wanted
+
+    def require_alive(self, missing: Sequence[int]) -> None: ...
 
 
-def payload() -> Payload:
-    return Payload([torch.ones(1)])
+def agrees(key: str) -> Any:
+    """What the other process tells: in every vote that its part is whole."""
+    return b"\1".hex() if key.endswith(" 1") and "lost" not in key else None
 
 
-EXPECTED = [
-    ExpectedMessages(ChannelKey.of(backward(0)), PEER, tuple((backward(m), 10 + m) for m in range(3))),
-]
+def made(said: Callable[[str], Any] = agrees) -> Any:
+    links = Links(said)
+    attempts = Attempts(links, 0)  # type: ignore[arg-type]
+    return links, attempts, GuardedGroup(attempts, "pipeline", [0, 1])
 
 
-class FailingBase:
-    """Carries until `fails` is set; then every call raises it."""
+class Work:
+    def __init__(self, *errors: str) -> None:
+        self._errors = list(errors)
+
+    def wait(self, limit: timedelta) -> None:
+        if self._errors:
+            raise RuntimeError(self._errors.pop(0))
+
+
+def test_an_op_whose_connection_ends_is_begun_anew_with_all_that_belongs_to_it() -> None:
+    links, _, group = made()
+    works = [Work(), Work(BROKEN), Work(), Work()]
+    begun: list[int] = []
+
+    def once() -> str:
+        for _ in range(2):
+            begun.append(links.number)
+            group.start(lambda group: works.pop(0)).wait(timedelta(seconds=1))
+        return "whole"
+
+    assert group.repeated(once) == "whole"
+    assert begun == [0, 0, 1, 1]
+    assert works == []
+
+
+def test_a_process_that_has_its_part_begins_anew_where_another_has_not() -> None:
+    votes = iter([b"\0".hex(), b"\1".hex()])
+    said = dict[str, str]()
+
+    def heard(key: str) -> Any:
+        if not key.endswith(" 1") or "lost" in key:
+            return None
+        if key not in said:
+            said[key] = next(votes)
+        return said[key]
+
+    _, _, group = made(heard)
+    times: list[int] = []
+    group.repeated(lambda: times.append(1))
+    assert len(times) == 2
+
+
+def test_a_wait_ends_where_another_process_has_given_the_attempt_up() -> None:
+    _, attempts, group = made(lambda key: 0 if key == "pipeline#1 lost 1" else None)
+
+    def once(is_again: bool) -> int:
+        if is_again:
+            return attempts.number
+        with pytest.raises(LinkLost):
+            group.begin_gather(b"")(1.0)
+        raise LinkLost("as every process does")
+
+    assert attempts.repeated(group, once) == 1
+
+
+def test_links_that_come_and_go_all_the_time_end_the_training() -> None:
+    _, attempts, group = made()
+    times: list[bool] = []
+
+    def once(is_again: bool) -> None:
+        times.append(is_again)
+        raise LinkLost("once more")
+
+    with pytest.raises(PeerLost, match="once more") as caught:
+        attempts.repeated(group, once)
+    assert type(caught.value) is PeerLost
+    assert times == [False] + [True] * (MOST_ATTEMPTS - 1)
+
+
+def test_a_wait_for_an_op_ends_at_its_deadline() -> None:
+    _, attempts, group = made()
+    with pytest.raises(RuntimeError, match="timed out"):
+        group.start(lambda group: Work(*["timed out"] * 9)).wait(timedelta(seconds=0.1))
+    assert attempts.failover.wanted == 0
+
+
+class Carrying:
+    """A transport that raises what it is given."""
 
     rank = 0
 
-    def __init__(self) -> None:
-        self.inbox = Inbox()
-        self.fails: Exception | None = None
-        self.left = LeftMessages([], set(), [])
-        self.sent: list[Edge] = []
-        self.began = 0
-
-    def _carry(self) -> None:
-        if self.fails is not None:
-            raise self.fails
-
-    def begin(self, *_: Any) -> None:
-        self._carry()
-        self.began += 1
+    def __init__(self, *errors: Exception) -> None:
+        self._errors = list(errors)
+        self.num_wakes = 0
+        self.take = self.crossings = list
 
     def send(self, edge: Edge, target: int, payload: Payload) -> bool:
-        self._carry()
-        self.sent.append(edge)
+        if self._errors:
+            raise self._errors.pop(0)
         return True
 
-    def arrivals(self) -> list[Edge]:
-        self._carry()
-        return []
-
-    def wait(self, awaited: Sequence[Edge], who: Callable[[], str], until: int | None = None) -> list[Edge]:
-        self._carry()
-        return list(awaited)[:1]
-
-    def take(self, edge: Edge) -> Payload:
-        return payload()
-
-    def end(self) -> None:
-        self._carry()
-
-    def leave(self) -> LeftMessages:
-        return self.left
-
-    def wake(self) -> None: ...
-
-    def end_waits(self) -> None: ...
+    def wake(self) -> None:
+        self.num_wakes += 1
 
 
-class CarryingDelegates:
-    def __init__(self) -> None:
-        self.steps = 0
-        self.within: list[tuple[int, list[Edge]]] = []
-        self.notices: list[str] = []
-        self.sent: list[tuple[int, Edge]] = []
-        self.is_full = False
+def sends(*errors: Exception, by_group: bool = True) -> tuple[Any, Callable[[], bool], Carrying]:
+    """Sends once in an attempt, by a transport that raises these."""
+    _, attempts, group = made()
+    inner: Any = Carrying(*errors)
+    transport = GuardedTransport(inner, attempts, by_group)
 
-    def also_watch(self, descriptor: int) -> None: ...
+    def once(is_again: bool) -> bool:
+        return is_again or transport.send(FORWARD, 1, Payload([]))
 
-    def skip(self) -> None:
-        self.steps += 1
-
-    def begin(self, *_: Any) -> None:
-        self.steps += 1
-
-    def begin_within(self, step: StepMessages) -> None:
-        self.within.append((self.steps, [edge for one in step.expected for edge, _ in one.messages]))
-
-    def send(self, edge: Edge, target: int, payload: Payload) -> bool:
-        if self.is_full:
-            return False
-        self.sent.append((self.steps, edge))
-        return True
-
-    def arrivals(self) -> list[Edge]:
-        return []
-
-    def wait(self, awaited: Sequence[Edge], who: Callable[[], str], until: int | None = None) -> list[Edge]:
-        self.is_full = False
-        return [backward(2)]
-
-    def end(self) -> None: ...
+    return attempts, lambda: attempts.repeated(group, once), inner
 
 
-class Guard:
-    def __init__(self) -> None:
-        self.number = 0
-        self.hooks: list[Callable[[], None]] = []
-
-    def lost(self, number: int, error: Exception) -> None:
-        self.number = number + 1
-
-    def at_change(self, hook: Callable[[], None], wake: Callable[[], None]) -> None:
-        self.hooks.append(hook)
+def test_a_message_whose_connection_ends_gives_the_attempt_up() -> None:
+    attempts, send, _ = sends(PeerLost("the network is gone"))
+    assert send()
+    assert attempts.failover.wanted == 1
+    assert attempts.failover.beats.known("pipeline#1 lost 0") == 0
 
 
-def make() -> tuple[RoutedTransport, FailingBase, CarryingDelegates, Guard]:
-    base, delegates, guard = FailingBase(), CarryingDelegates(), Guard()
-    made: Any = base, delegates
-    return RoutedTransport(*made, guard=guard), base, delegates, guard
+@pytest.mark.parametrize(
+    ("error", "by_group"),
+    [(DeadlineExceeded("nothing came"), True), (PeerLost("the delegates say so"), False)],
+    ids=["a deadline that passed", "delegates, who have tried every interface"],
+)
+def test_what_is_no_link_that_failed(error: Exception, by_group: bool) -> None:
+    attempts, send, _ = sends(error, by_group=by_group)
+    with pytest.raises(type(error)):
+        send()
+    assert attempts.failover.wanted == 0
 
 
-def begin(transport: RoutedTransport) -> None:
-    transport.begin(StepMessages(EXPECTED, [""] * 3, threaded=False))
+def test_a_rank_that_waits_is_woken_where_groups_are_left() -> None:
+    links, attempts, group = made()
+    inner: Any = Carrying()
+    transport = GuardedTransport(inner, attempts, by_group=True)
 
+    def once(is_again: bool) -> None:
+        if not is_again:
+            links.want(1, "another rank said so")
+            for look in links.looks:
+                look()
+            transport.send(FORWARD, 1, Payload([]))
 
-def test_what_is_left_of_a_step_goes_by_delegates() -> None:
-    transport, base, delegates, _ = make()
-    begin(transport)
-    assert all(transport.send(forward(m), PEER, payload()) for m in range(2))
-    base.fails = PeerLost("the network is gone")
-    base.left = LeftMessages([backward(0)], {backward(0)}, [(forward(1), PEER, payload())])
-    assert transport.send(forward(2), PEER, payload())
-    assert base.sent == [forward(0), forward(1)]
-    assert delegates.within == [(1, [backward(1), backward(2)])]
-    assert delegates.sent == [(1, forward(1)), (1, forward(2))]
-    assert transport.arrivals() == [backward(0)]  # it came in by the base, and was not reported before
-    transport.end()
-    begin(transport)
-    assert (base.began, delegates.steps) == (1, 2)
-    assert transport.send(forward(0), PEER, payload())
-    assert delegates.sent[-1] == (2, forward(0))
-
-
-def test_what_was_sent_in_a_step_that_ended_goes_once_more_where_ranks_go_another_way_before_the_next() -> None:
-    transport, base, delegates, guard = make()
-    begin(transport)
-    transport.send(forward(0), PEER, payload())
-    transport.end()
-    base.left = LeftMessages([], {backward(m) for m in range(3)}, [(forward(0), PEER, payload())])
-    for hook in guard.hooks:
-        hook()
-    assert delegates.within == [(1, [])]
-    assert delegates.sent == [(1, forward(0))]
-    begin(transport)
-    assert base.began == 1
-
-
-def test_while_delegates_have_no_room_for_what_is_sent_again_what_comes_in_is_kept() -> None:
-    transport, base, delegates, _ = make()
-    begin(transport)
-    base.fails, delegates.is_full = PeerLost("the network is gone"), True
-    base.left = LeftMessages([], set(), [(forward(0), PEER, payload())])
-    assert transport.arrivals() == [backward(2)]
-    assert delegates.sent == [(1, forward(0))]
+    attempts.repeated(group, once)
+    assert inner.num_wakes == 1
+    assert transport.is_stale
 
 
 def test_lines_between_gpus_are_guarded_by_what_changes_over(monkeypatch: pytest.MonkeyPatch) -> None:
     lines = SimpleNamespace(give_up=lambda: None, may_use=lambda address: True)
     monkeypatch.setattr(choose, "_lines", lambda *_: lines)
-    monkeypatch.setattr(choose.TransportChoice, "_delegate", lambda *_, takes_over: CarryingDelegates())
-    schedule, guard, guarded = ps.build("1f1b", 2, 4), Guard(), []
-    peers = SimpleNamespace(group=Settled())
-    failover = SimpleNamespace(
-        group=lambda of: of.group,
-        at_change=guard.at_change,
-        guard_lines=lambda *given: guarded.append(given),
-    )
+    monkeypatch.setattr(choose, "GlooTransport", lambda *_, **__: Carrying())
+    links, attempts, group = made()
+    guarded: list[Any] = []
+    links.guard_lines = lambda *given: guarded.append(given)
+    schedule, peers = ps.build("1f1b", 2, 4), SimpleNamespace(group=None, guard=group)
     choice: Any = choose.TransportChoice(ps.TransportOptions("nccl"))
-    made = choice.make(peers, Tags.of(schedule), 1.0, wire(schedule), torch.device("cpu"), None, failover)
-    assert isinstance(made, RoutedTransport)
+    made_transport = choice._carrying(peers, Tags.of(schedule), 1.0, wire(schedule), torch.device("cpu"), attempts)
+    assert isinstance(made_transport, Carrying)
     assert guarded == [(lines.give_up, lines.may_use)]
-    assert len(guard.hooks) == 1
 
 
 def test_notices_of_delegates_of_single_links_were_told_to_nobody() -> None:
-    transport, _, delegates, _ = make()
-    delegates.notices = ["messages of rank 0 to rank 1 go from the second interface"]
+    delegates: Any = SimpleNamespace(notices=["messages of rank 0 to rank 1 go from the second interface"])
+    base: Any = SimpleNamespace(rank=0)
     choice = choose.TransportChoice(ps.TransportOptions())
-    made: Any = transport
-    assert choice.notices(made) == delegates.notices
+    assert choice.notices(choose.RoutedTransport(base, delegates)) == delegates.notices
     assert choice.notices(None) == []
-
-
-def test_a_deadline_that_passed_is_no_link_that_failed() -> None:
-    transport, base, delegates, _ = make()
-    begin(transport)
-    base.fails = DeadlineExceeded("nothing came")
-    with pytest.raises(DeadlineExceeded, match="nothing came"):
-        transport.wait([backward(0)], str)
-    assert delegates.within == []
-
-
-class Settled:
-    """A group of two whose other rank adds 10, or gives 5; it keeps what it was asked for."""
-
-    def __init__(self, fails: bool = False) -> None:
-        self.fails = fails
-        self.asked: list[str] = []
-
-    def rank(self) -> int:
-        return 0
-
-    def done(self, tensor: torch.Tensor, value: float | None) -> Any:
-        group = self
-
-        class Work:
-            def wait(self, limit: timedelta) -> None:
-                if group.fails:
-                    tensor.fill_(float("nan"))  # what is left of an op that failed
-                    raise RuntimeError("[third_party/gloo/gloo/transport/tcp/pair.cc:553] Connection closed by peer")
-                if value is None:
-                    tensor.add_(10)
-                else:
-                    tensor.fill_(value)
-
-        return Work()
-
-
-@pytest.fixture
-def settled(monkeypatch: pytest.MonkeyPatch) -> None:
-    def all_reduce(tensor: torch.Tensor, group: Settled, async_op: bool) -> Any:
-        group.asked.append("sum")
-        return group.done(tensor, None)
-
-    def broadcast(tensor: torch.Tensor, group: Settled, group_src: int, async_op: bool) -> Any:
-        group.asked.append(f"from {group_src}")
-        return group.done(tensor, 5.0 if group_src else float(tensor[0]))
-
-    def reduce(tensor: torch.Tensor, group: Settled, group_dst: int, async_op: bool) -> Any:
-        group.asked.append(f"to {group_dst}")
-        return group.done(tensor, None)
-
-    for name, function in {"all_reduce": all_reduce, "broadcast": broadcast, "reduce": reduce}.items():
-        monkeypatch.setattr(torch.distributed, name, function)
-
-
-class Changing:
-    """A service whose next group is given, with what the other rank says that it had done."""
-
-    def __init__(self, other: dict[str, Any]) -> None:
-        self.other, self.next = other, Settled()
-        self.group: RetriedGroup = RetriedGroup(self, (0, 1), 0)
-
-    def run_hooks(self) -> None: ...
-
-    def lost(self, number: int, error: Exception) -> None:
-        mine = self.group.freeze()
-        self.group.adopt(number + 1, self.next, {0: mine, 1: {**mine, **self.other}})
-
-
-@pytest.mark.usefixtures("settled")
-@pytest.mark.parametrize(
-    ("done", "asked", "value"),
-    [([], ["sum"], 11.0), ([0], ["from 1"], 5.0)],
-    ids=["on no rank begins anew", "on another rank comes from there"],
-)
-def test_a_sum_that_failed_and_was_done(done: list[int], asked: list[str], value: float) -> None:
-    service = Changing({"done": done})
-    service.group.adopt(0, Settled(fails=True), {})
-    op = AllReduce(lambda: torch.ones(1))
-    service.group.start(op).wait(timedelta(seconds=1))
-    assert service.next.asked == asked
-    assert op.tensor.tolist() == [value]
-
-
-@pytest.mark.usefixtures("settled")
-def test_what_was_done_here_is_given_to_the_rank_that_does_not_have_it() -> None:
-    service = Changing({"done": []})
-    first = Settled()
-    service.group.adopt(0, first, {})
-    early, late = AllReduce(lambda: torch.ones(1)), AllReduce(lambda: torch.ones(1))
-    service.group.start(early).wait(timedelta(seconds=1))
-    first.fails = True
-    service.group.start(late).wait(timedelta(seconds=1))
-    assert service.next.asked == ["from 0", "sum"]
-    assert (early.tensor.tolist(), late.tensor.tolist()) == ([11.0], [11.0])
-
-
-@pytest.mark.usefixtures("settled")
-@pytest.mark.parametrize(("done", "asked"), [([0], []), ([], ["to 1"])])
-def test_a_sum_for_one_rank_is_done_when_that_one_has_it(done: list[int], asked: list[str]) -> None:
-    service = Changing({"done": done})
-    service.group.adopt(0, Settled(fails=True), {})
-    service.group.start(Reduce(lambda: torch.ones(1), root=1)).wait(timedelta(seconds=1))
-    assert service.next.asked == asked
-
-
-@pytest.mark.usefixtures("settled")
-def test_a_sum_that_is_done_everywhere_is_not_asked_for_again_though_one_rank_knows_that_alone() -> None:
-    service = Changing({"done": [1], "before": 1})  # the other rank has forgotten op 0, and is done with op 1
-    first = Settled()
-    service.group.adopt(0, first, {})
-    service.group.start(AllReduce(lambda: torch.ones(1))).wait(timedelta(seconds=1))
-    first.fails = True
-    late = AllReduce(lambda: torch.ones(1))
-    service.group.start(late).wait(timedelta(seconds=1))
-    assert service.next.asked == ["from 1"]
-    assert late.tensor.tolist() == [5.0]
-
-
-@pytest.mark.usefixtures("settled")
-def test_a_sum_that_another_rank_has_forgotten_is_not_done_again_with_what_that_one_does_next() -> None:
-    service = Changing({"done": [1], "before": 1})
-    service.group.adopt(0, Settled(fails=True), {})
-    with pytest.raises(
-        RuntimeFailure, match=r"process 0 is not done with op 0 \(AllReduce\) .* process 1 has forgotten"
-    ):
-        service.group.start(AllReduce(lambda: torch.ones(1))).wait(timedelta(seconds=1))
-    assert service.next.asked == []

@@ -68,6 +68,10 @@ class PeerLost(RuntimeFailure):
     """
 
 
+class LinkLost(PeerLost):
+    """A link between processes broke in a step, which all of them begin anew over another interface."""
+
+
 class PeerFailed(RuntimeFailure):
     """Another process could not do its part of a step, and the message has its error. The cause is there.
 

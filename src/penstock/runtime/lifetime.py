@@ -16,7 +16,7 @@ from typing import Any, ParamSpec, TypeVar
 
 import torch
 
-from penstock.runtime.errors import RuntimeFailure
+from penstock.runtime.errors import LinkLost, RuntimeFailure
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -43,6 +43,8 @@ class Lifetime:
         """Around what processes do together: an error in the middle breaks the pipeline."""
         try:
             yield
+        except LinkLost:  # all begin it anew
+            raise
         except BaseException as error:
             self.is_broken = True
             self._ended = (

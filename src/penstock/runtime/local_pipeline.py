@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -32,7 +32,7 @@ from penstock.runtime.compatibility import (
     require_runnable,
     why_never_fewer,
 )
-from penstock.runtime.errors import RuntimeFailure
+from penstock.runtime.errors import LinkLost, RuntimeFailure
 from penstock.runtime.execute.executors import StepExecutor
 from penstock.runtime.execute.gang import lockstep_of
 from penstock.runtime.execute.launched_ops import MOST_LAUNCHED_OPS
@@ -63,6 +63,7 @@ from penstock.runtime.stage.batch_rules import BatchRules, in_words, require_key
 from penstock.runtime.stage.branches import is_plain
 from penstock.runtime.stage.host_memory import SavedTensors
 from penstock.runtime.stage.microbatches import Microbatches, ReplicaBatches, cut_for, num_for
+from penstock.runtime.stage.module_state import StepStart
 from penstock.runtime.stage.ops import Purpose, StepSettings
 from penstock.runtime.stage.registered_ops import calls_of, functions_for, functions_of, offloads
 from penstock.runtime.stage.split_backward import unprepare
@@ -70,8 +71,8 @@ from penstock.runtime.stage.stage import StageSource
 from penstock.runtime.transport.base import Transport
 from penstock.runtime.transport.channel import Tags
 from penstock.runtime.transport.choose import TransportChoice, TransportOptions
-from penstock.runtime.transport.failover import Failover, guard
 from penstock.runtime.transport.link_conditions import Conditions, LateRing
+from penstock.runtime.transport.repeat import MOST_ATTEMPTS, Attempts, GuardedGroup, guard
 from penstock.runtime.transport.wiring import Wiring
 from penstock.schedule.send_recv import remove_communication
 from penstock.schedule.staleness import why_none_is_predicted
@@ -80,6 +81,7 @@ _UNSCALED = (
     "autocast=torch.float16 without loss scaling: gradients smaller than 3e-8 become 0, and nothing else says so; "
     'give PrecisionOptions(scaler=torch.amp.GradScaler("cuda")), or torch.bfloat16, which needs none'
 )
+R = TypeVar("R")
 _SAME = "every rank must make the same ps.Pipeline(...)"
 
 
@@ -100,7 +102,7 @@ class LocalPipeline:
         found: what `held` gave when this was built.
         groups: the process groups that were made for its place, after nodes have moved.
         sources: the stages as they were given or cut, those of other processes too.
-        model, optimizer_state, devices, executor, transport, failover, conditions: what `build` makes.
+        model, optimizer_state, devices, executor, transport, attempts, conditions: what `build` makes.
 
     Raises:
         The errors of `Pipeline`: what cannot run is refused before anything is built.
@@ -179,7 +181,9 @@ class LocalPipeline:
         self.sources = stages_of(given.model, schedule.num_stages, parallel.costs)
         self.notices = Notices(place.everyone)
         self.transport: Transport | None = None
-        self.failover: Failover | None = None
+        self.attempts: Attempts | None = None
+        self._is_stale = False
+        """Whether messages of an attempt that was given up may be on their way by the transport."""
         self.conditions: Conditions | None = None
         self.last: tuple[Wiring, list[Worker]] | None = None
         self.failure = StepFailure(is_shared=False)
@@ -190,8 +194,8 @@ class LocalPipeline:
     def build(self) -> None:
         """Makes all that a step needs. What is there when it fails, `close` takes back."""
         given, schedule, place, parallel = self._given, self._schedule, self.mesh, self._given.parallel
-        self.failover = guard(place, self._interfaces, given.timeout)
-        self._made.callback(self._end_failover, self.failover)
+        self.attempts = guard(place, self._interfaces, given.timeout)
+        self._made.callback(self._end_attempts, self.attempts)
         self.model = held = LocalModel(
             self.sources, schedule.placement, place, parallel.device, parallel.tied, parallel.parallelize
         )
@@ -235,11 +239,8 @@ class LocalPipeline:
         self.switch(self.running)
         self.notices.share()
         if isinstance(self.peers, GroupPeers):
-            wiring, conditions = self.running.plan.wiring, self.conditions
-            self.transport = self.choice.make(
-                self.peers, self.tags, given.timeout, wiring, held.device, conditions, self.failover
-            )
-            self._made.callback(self.transport.close)
+            self.transport = self._make_transport(self.peers)
+            self._made.callback(self._end_transport)
 
     def _late_links(self) -> LateRing | None:
         """Injects conditions into the links between ranks; returns those of the ring of its replicas."""
@@ -327,6 +328,62 @@ class LocalPipeline:
             now.away if self.offloads else frozenset(),
             None if scaling is None else scaling.scale,
         )
+
+    def repeated(self, once: Callable[[], R], undo: Callable[[], None] | None = None, most: int = MOST_ATTEMPTS) -> R:
+        """Does something together with all processes, and again from its start where a link was lost meanwhile.
+
+        Args:
+            once: raises LinkLost in all processes, or in none. Most of what it does lies within `attempted`.
+            undo: drops what it did. Buffers, attributes of modules and gradients are put back besides.
+            most: how often it may be tried.
+
+        Raises:
+            PeerLost: links were lost that often.
+        """
+        attempts, everyone = self.attempts, self.mesh.everyone
+        if attempts is None or not isinstance(everyone, GroupPeers) or not isinstance(everyone.guard, GuardedGroup):
+            return once()
+        start = StepStart(self.model.every_stage(), self.model.parameters)
+        failure, failed = self.failure, (self.failure.error, self.failure.has_failed)
+
+        def attempt(is_again: bool) -> R:
+            if is_again:
+                failure.error, failure.has_failed = failed
+                failure.has_lost_link, self._is_stale = False, True
+                if undo is not None:
+                    undo()
+                start.put_back()
+            return once()
+
+        return attempts.repeated(everyone.guard, attempt, most)
+
+    @contextmanager
+    def attempted(self) -> Iterator[None]:
+        """Around what is given up where a link is lost. All processes say afterwards whether they have done so."""
+        try:
+            yield
+        except LinkLost:
+            self.failure.has_lost_link = True
+        if self.attempts is not None:
+            self.attempts.vote()
+
+    def renew_transport(self) -> None:
+        """Makes another transport if messages of an attempt that was given up may be on their way by this one, or if
+        it goes by groups that were left. Every process calls it in an attempt.
+        """
+        if self.attempts is None or not isinstance(self.peers, GroupPeers):
+            return
+        if not self._is_stale and not self.choice.is_stale(self.transport):
+            return
+        if self.transport is not None:
+            self.attempts.failover.keep(self.transport)
+            self.transport.close()
+        self._is_stale, self.transport = True, None  # until there is another one
+        self.transport, self._is_stale = self._make_transport(self.peers), False
+
+    def _make_transport(self, peers: GroupPeers) -> Transport:
+        wiring, device, timeout = self.running.plan.wiring, self.model.device, self._given.timeout
+        return self.choice.make(peers, self.tags, timeout, wiring, device, self.conditions, self.attempts)
 
     def run(self, settings: StepSettings, plan: StepPlan) -> list[Worker]:
         """Runs a step of some kind to its end."""
@@ -459,9 +516,13 @@ class LocalPipeline:
         """Takes back what was made, the last first; doing it again does nothing."""
         self._made.close()
 
-    def _end_failover(self, failover: Failover | None) -> None:
-        if failover is not None:
-            failover.close(parts=not self._life.is_broken)
+    def _end_transport(self) -> None:
+        if self.transport is not None:
+            self.transport.close()
+
+    def _end_attempts(self, attempts: Attempts | None) -> None:
+        if attempts is not None:
+            attempts.failover.close(parts=not self._life.is_broken)
 
 
 def _form_of(model: nn.Module | Sequence[StageSource]) -> str | None:

@@ -144,7 +144,7 @@ def _require_new_groups(local: LocalPipeline) -> None:
     torch makes groups by the store and over the interface that it was set up with, and would wait for these.
     """
     # Every process has a guard, or none has.
-    if local.failover is not None and any(local.mesh.everyone.gather(local.failover.number)):
+    if local.attempts is not None and any(local.mesh.everyone.gather(local.attempts.failover.number)):
         raise RuntimeFailure(
             "nodes can't change places any more: connections have broken, what ranks sum goes by another interface "
             "since, and torch.distributed makes groups only by the store and over the interface that it was set up "

@@ -7,7 +7,7 @@ from contextlib import nullcontext, suppress
 from dataclasses import replace
 from pathlib import Path
 from time import perf_counter_ns
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 from penstock.control import Configuration
 from penstock.cost import Links
 from penstock.dispatch import Dispatch
-from penstock.runtime.adapt import AdaptOptions, Agent, start_agent
+from penstock.runtime.adapt import AdaptOptions, Agent, MeasuredStep, start_agent
 from penstock.runtime.arguments import (
     ParallelOptions,
     PipelineArguments,
@@ -31,7 +31,7 @@ from penstock.runtime.checkpoint import save_load
 from penstock.runtime.checkpoint.object_state import Stateful
 from penstock.runtime.checkpoint.state_transfer import hand_over
 from penstock.runtime.checkpoint.training_state import TrainingState
-from penstock.runtime.errors import DeadlineExceeded, PeerLost, RuntimeFailure
+from penstock.runtime.errors import DeadlineExceeded, LinkLost, PeerLost, RuntimeFailure
 from penstock.runtime.execute.plan import ActivePlan, require_free
 from penstock.runtime.execute.step_end import StepEnd, StepResult, SummedValues, require_same_batch
 from penstock.runtime.execute.timeline import gathered_timeline, idle_share, measured_of
@@ -51,11 +51,14 @@ from penstock.runtime.stage.stage import StageSource
 from penstock.runtime.tensors.pytree import flatten, unflatten
 from penstock.runtime.tensors.rng import mix, restored
 from penstock.runtime.transport.choose import TransportOptions
+from penstock.runtime.transport.repeat import MOST_ATTEMPTS
 from penstock.runtime.transport.shared_memory import SharedMemoryTransport
 from penstock.runtime.verify import Verification, Verifier
 from penstock.schedule import Schedule
 from penstock.simulation import Timeline
 from penstock.unknown_names import refuse_unknown
+
+R = TypeVar("R")
 
 
 class Pipeline:
@@ -349,28 +352,41 @@ class Pipeline:
             local.follow_model()
             local.model.require_trainable()
         batch = local.cut(inputs, targets, self._loss_fn, windows, trains=True)
-        local.begin_training(rates, update)
-        self._num_steps += 1
-        self._num_forwards = 0
-        try:
+        number, has_begun = self._num_steps + 1, False
+
+        def attempt() -> tuple[StepResult, Callable[[], Tensor] | None]:
+            nonlocal has_begun
+            measured: list[MeasuredStep] = []
+            has_begun = False
             try:
-                self._run_schedule(batch)
-                result, norm = self._end_schedule(batch, update)
+                with local.attempted():
+                    local.begin_training(rates, update)
+                    has_begun, self._num_steps, self._num_forwards = True, number, 0
+                    local.renew_transport()
+                    measured = self._run_schedule(batch)
+                return self._end_schedule(batch, update, measured)
             finally:
-                state.end()
+                if has_begun:
+                    state.end()
+
+        try:
+            # Nothing puts back weights that updates among the ops have changed.
+            most = MOST_ATTEMPTS if state.updating is None else 1
+            result, norm = local.repeated(attempt, state.zero_grad, most)
             result = self._update_after(result, norm, update)
         except BaseException as error:
-            state.zero_grad()
-            if state.updating is not None:
-                self._life.lose_updates(error)
+            if has_begun:
+                state.zero_grad()
+                if state.updating is not None:
+                    self._life.lose_updates(error)
             raise
         if self._agent is not None:
             with local.sharing("a probe of the links between nodes"):
                 self._agent.look_at_nodes()
         return result
 
-    def _run_schedule(self, batch: Microbatches) -> None:
-        """Runs all ops of a training step. The gradients lie in `.grad` afterwards."""
+    def _run_schedule(self, batch: Microbatches) -> list[MeasuredStep]:
+        """Runs all ops of a training step. The gradients lie in `.grad` afterwards. Returns what an agent is told."""
         local, doing = self._local, f"step {self._num_steps}"
         with restored(local.model.device):
             if self._agent is not None and local.transport is not None:
@@ -383,27 +399,31 @@ class Pipeline:
         with local.sharing(doing):
             local.optimizer_state.gather()
         end = perf_counter_ns()
-        if self._agent is not None and now is local.running:
-            seen = local.choice.link_events(local.transport), local.choice.counters(local.transport)
-            self._agent.ended([measured_of(worker, begin, end, *seen) for worker in workers])
         local.notices.note(local.devices.little_deferred())
         if settings.away and not self._has_noted_stays:
             local.notices.note(local.devices.staying())
             self._has_noted_stays = True
+        if self._agent is None or now is not local.running:
+            return []
+        seen = local.choice.link_events(local.transport), local.choice.counters(local.transport)
+        return [measured_of(worker, begin, end, *seen) for worker in workers]
 
-    def _end_schedule(self, batch: Microbatches, update: bool) -> tuple[StepResult, Callable[[], Tensor] | None]:
+    def _end_schedule(
+        self, batch: Microbatches, update: bool, measured: Sequence[MeasuredStep]
+    ) -> tuple[StepResult, Callable[[], Tensor] | None]:
         """Shares the losses. Returns them, and what waits for the gradient norm if it is clipped after the ops.
 
         The norm is on its way while the losses are: over a late link, each sum takes as long as the link is late.
         """
         state, mesh = self._local.optimizer_state, self._local.mesh
         norm = None
-        if state.updating is None and state.clip_norm is not None and state.scaling is None:
+        is_certain = self._local.attempts is None  # else a process may have given the attempt up, with its gradients
+        if is_certain and state.updating is None and state.clip_norm is not None and state.scaling is None:
             with mesh.waiting():
                 norm = state.begin_norm() if update else state.begin_no_norm()
         try:
             usual = self._local.running_for(batch) is self._local.running
-            return self._result(batch, self._agent if usual else None, update), norm
+            return self._result(batch, self._agent if usual else None, update, measured), norm
         except Exception as error:
             if norm is not None and not isinstance(error, DeadlineExceeded | PeerLost):
                 norm()  # all ranks began it
@@ -530,27 +550,35 @@ class Pipeline:
         """
         if self._loss_fn is None and not has_many_ends(self.schedule.graph):
             raise RuntimeFailure(NO_LOSS.format("evaluate"))
-        return self._result(self._run_forward(inputs, targets, Purpose.EVALUATE))
+        return self._run_forward(inputs, targets, Purpose.EVALUATE, self._result)
 
     @one_at_a_time
     def predict(self, inputs: Any) -> list[Any]:
         """The model's output for each microbatch, in evaluation mode. Every rank gets all outputs."""
-        batch = self._run_forward(inputs, None, Purpose.PREDICT)
+        batch = self._run_forward(inputs, None, Purpose.PREDICT, self._require_outputs)
         outputs: dict[int, Any] = {}
-        agreement, failure = self._local.optimizer_state.agreement, self._local.failure
         # Taken apart: the classes of named tuples may be none that can be pickled.
         taken_apart = {m: flatten(output) for m, output in self._local.devices.outputs(batch).items()}
-        mine = taken_apart, agreement.is_alike(), failure.has_failed, batch.digest
-        gathered = self._local.mesh.everyone.gather(mine)
-        require_same_batch([digest for *_, digest in gathered])
-        if any(failed for _, _, failed, _ in gathered):
-            failure.conclude(self._local.mesh.everyone)
-        agreement.conclude(all(agrees for _, agrees, *_ in gathered))
-        for part, *_ in gathered:
+        for part in self._local.mesh.everyone.gather(taken_apart):
             outputs |= {m: unflatten(leaves, skeleton) for m, (leaves, skeleton) in part.items()}
         return [outputs[m] for m in sorted(outputs)]
 
-    def _run_forward(self, inputs: Any, targets: Any, purpose: Purpose) -> Microbatches:
+    def _require_outputs(self, batch: Microbatches) -> Microbatches:
+        """Raises, in every process, where one could not do its part of a prediction."""
+        agreement, failure = self._local.optimizer_state.agreement, self._local.failure
+        everyone = self._local.mesh.everyone
+        mine = agreement.is_alike(), failure.has_failed, failure.has_lost_link, batch.digest
+        agrees, failed, lost, digests = zip(*everyone.gather(mine), strict=True)
+        require_same_batch(digests)
+        if any(lost):
+            raise LinkLost("a process lost a link in a prediction")
+        if any(failed):
+            failure.conclude(everyone)
+        agreement.conclude(all(agrees))
+        return batch
+
+    def _run_forward(self, inputs: Any, targets: Any, purpose: Purpose, collect: Callable[[Microbatches], R]) -> R:
+        """Runs the forwards of a batch, and returns what `collect` makes of it, again where a link was lost."""
         if has_many_ends(self.schedule.graph):
             raise RuntimeFailure(
                 f"several stages of {self.schedule.name} feed no other, and what compares them are ops, which run in "
@@ -562,32 +590,47 @@ class Pipeline:
             self._local.follow_model()
         loss_fn = self._loss_fn if purpose is Purpose.EVALUATE else None
         batch = self._local.cut(inputs, targets, loss_fn, ())
-        self._local.optimizer_state.agreement.begin()
         num = len(batch) if is_plain(self.schedule) else self.schedule.num_microbatches
         self._num_forwards += 1
         seed = mix(self._seed, self._num_steps, self._num_forwards)
         settings = StepSettings(batch, purpose, seed, counts=self._local.running.counts)
-        with (
-            evaluating(self._given.model, self._local.model.every_stage()),
-            restored(self._local.model.device),
-            self._local.sharing("an evaluation"),
-        ):
-            with self._local.failure.noted():
-                self._local.optimizer_state.replicas.unshard()
-            self._local.failure.has_failed |= not self._local.optimizer_state.replicas.can_unshard
-            self._local.run(settings, self._local.running.forward(num))
-        self._local.optimizer_state.replicas.reshard()
-        return batch
+        local, replicas = self._local, self._local.optimizer_state.replicas
 
-    def _result(self, batch: Microbatches, agent: Agent | None = None, updates: bool | None = None) -> StepResult:
+        def attempt() -> R:
+            try:
+                with (
+                    local.attempted(),
+                    evaluating(self._given.model, local.model.every_stage()),
+                    restored(local.model.device),
+                    local.sharing("an evaluation"),
+                ):
+                    local.optimizer_state.agreement.begin()
+                    with local.failure.noted():
+                        replicas.unshard()
+                    local.failure.has_failed |= not replicas.can_unshard
+                    local.renew_transport()
+                    local.run(settings, local.running.forward(num))
+            finally:
+                replicas.reshard()
+            return collect(batch)
+
+        return local.repeated(attempt)
+
+    def _result(
+        self,
+        batch: Microbatches,
+        agent: Agent | None = None,
+        updates: bool | None = None,
+        measured: Sequence[MeasuredStep] = (),
+    ) -> StepResult:
         """Collects the losses from the processes that ran them, and switches if an agent says so."""
         memory = self._local.transport if isinstance(self._local.transport, SharedMemoryTransport) else None
         devices = self._local.devices
         agreement, failure = self._local.optimizer_state.agreement, self._local.failure
         tells = [] if self._summed is None else self._summed.now(self._local.mesh.everyone, failure)
-        outcome = StepEnd(self._local.mesh, devices.last, updates, memory, tells, agreement, failure)
+        outcome = StepEnd(self._local.mesh, devices.last, updates, memory, tells, agreement, failure, measured)
         self._local.notices.note(self._agent.notices if self._agent is not None else ())
-        self._local.notices.note(self._local.failover.notices if self._local.failover is not None else ())
+        self._local.notices.note(self._local.attempts.failover.notices if self._local.attempts is not None else ())
         self._local.notices.note(self._local.choice.notices(self._local.transport))
         result, self.step_sums, following = outcome.share(batch, agent, self._local.notices)
         if following is not None:

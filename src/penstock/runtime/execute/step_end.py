@@ -4,7 +4,7 @@ Each process fills in what it knows of one row, and zeros elsewhere. The rows ar
 (in their memory, if they share it), then over its replicas, then over its shards.
 
     | loss of each microbatch of each replica | type of the losses
-    | number of new notices | processes that failed | processes whose replicas differ
+    | number of new notices | processes that failed | processes whose replicas differ | processes that lost a link
     | ranks that update | last stages whose losses have a gradient | those whose losses have none
     | digest of each process's batch | what the caller tells | votes of all processes |
 
@@ -34,8 +34,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from penstock.runtime.adapt import Agent, Vote
-from penstock.runtime.errors import DeadlineExceeded, PeerFailed, PeerLost, RuntimeFailure
+from penstock.runtime.adapt import Agent, MeasuredStep, Vote
+from penstock.runtime.errors import DeadlineExceeded, LinkLost, PeerFailed, PeerLost, RuntimeFailure
 from penstock.runtime.execute.plan import ActivePlan
 from penstock.runtime.mesh.peers import MeshPeers, Peers, raise_together, require_same
 from penstock.runtime.mesh.process_mesh import ProcessMesh
@@ -63,6 +63,8 @@ class StepFailure:
         self._is_shared = is_shared
         self.error: Exception | None = None
         self.has_failed = False
+        self.has_lost_link = False
+        """Whether this process has given up the attempt at the step, which all then begin anew."""
 
     def keeps(self, error: Exception) -> bool:
         """Takes note of an error, the first one of a step. Returns whether the step goes on."""
@@ -232,6 +234,7 @@ class StepEnd:
         tells: values of this process that are summed over all processes.
         agreement: compares the parameters that several processes hold.
         failure: what kept this process from doing its part.
+        measured: of the ranks here, for the agent.
     """
 
     def __init__(
@@ -243,10 +246,11 @@ class StepEnd:
         tells: Sequence[float],
         agreement: HolderChecksums,
         failure: StepFailure,
+        measured: Sequence[MeasuredStep] = (),
     ) -> None:
         self._place, self._everyone = place, place.everyone
         self._last, self._updates, self._memory, self._tells = last, updates, memory, tells
-        self._agreement, self._failure = agreement, failure
+        self._agreement, self._failure, self._measured = agreement, failure, measured
 
     def share(
         self, batch: Microbatches, agent: Agent | None, notices: Notices
@@ -258,6 +262,7 @@ class StepEnd:
             notices: new notices, which all processes have afterwards.
 
         Raises:
+            LinkLost, in every process: one has given up the attempt.
             PeerFailed, or the error of this process: a process could not do its part.
             RuntimeFailure: processes that had different batches, disagree on whether to update, or ran different
                 plans; holders of a parameter that differ; or a training step in which no microbatch's loss has a
@@ -267,21 +272,26 @@ class StepEnd:
             self._losses(len(batch)),
             [self._loss_type()],
             [notices.num_new, float(self._failure.has_failed), float(not self._agreement.is_alike())],
+            [float(self._failure.has_lost_link)],
             self._training_facts(),
             self._in_places([float(batch.digest)]),
             self._tells,
             [] if agent is None else self._in_places(agent.vote()),
         ]
         row = self._summed([value for part in mine for value in part])
-        losses, (loss_type,), counts, of_training, digests, tells, votes = split_like(row, mine)
+        losses, (loss_type,), counts, (num_lost,), of_training, digests, tells, votes = split_like(row, mine)
         num_notices, num_failed, num_unlike = counts
         if num_notices:
             notices.share()
         if digests.count(digests[0]) < len(digests):
             require_same_batch(self._everyone.gather(batch.digest))
+        if num_lost:
+            raise LinkLost(f"{num_lost:g} of {self._everyone.num_ranks} processes lost a link in the step")
         if num_failed:
             self._failure.conclude(self._everyone)
         self._agreement.conclude(not num_unlike, self._updates is not None)
+        if agent is not None:
+            agent.ended(self._measured)
         self._require(*of_training)
         following = None
         if agent is not None:

@@ -8,6 +8,5 @@
 process_mesh  where this process lies, and the mesh's nodes    peers   sums, gathers, barriers, with deadlines
 probe         what links take by themselves, and how far the clocks of two hosts are apart
 interfaces    the addresses of this host
-collective    sums that may be done again on another group, and what errors of a group mean
-retried_group  one group's collective ops, done again on the next group
+collective    the collective ops of a group, and what its errors mean
 """

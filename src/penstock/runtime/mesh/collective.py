@@ -1,17 +1,10 @@
-"""Collective ops over a process group, which may be done again on another group of the same ranks where one broke.
+"""Collective ops over a process group, and what its errors mean.
 
-    one = peers.start(AllReduce(lambda: values.clone()))    begins it; once more on another group where that fails
-    one.wait(limit)
-    one.tensor                                              the sum
+    work = peers.start(all_reduce, tensor)      begins the op; `tensor` is its own until it is done
+    peers.wait_for(work, "a sum")               afterwards `tensor` is the sum
 
-An op keeps what it was given until it is done on every rank. Where it must be done again, it begins with a buffer of
-its own, for the op that failed may still write into the one before. A rank on which it was done takes part for the
-others' sake: what it has, and may be reading just now, stays as it is.
-
-Every wait must end after the limit that it is given: in between, a rank that waits for an op of a group that broke
-learns of the next group. Not all of torch's do: gloo's `reduce_scatter` gives something to wait for that ignores it.
-
-The functions at the top hold a group of torch's without keeping it alive, and say what its errors mean.
+Every wait must end after the limit that it is given: in between, a rank looks whether a link was lost. Not all of
+torch's waits do: gloo's `reduce_scatter` gives something to wait for that ignores its limit.
 """
 
 from __future__ import annotations
@@ -20,13 +13,12 @@ import atexit
 import sys
 import time
 import weakref
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from types import FunctionType
-from typing import Any, Protocol
+from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -122,110 +114,27 @@ def explain(error: Exception, rank: int, peer: int | None, what: str, timeout: f
     return PeerLost(f"rank {rank} lost its connection to {source} while it waited for {what}")
 
 
-class Collective(Protocol):
-    """One op of all ranks of a group.
-
-    Attributes:
-        is_meeting: whether a rank on which it is done knows that every rank had begun it.
-    """
-
-    is_meeting: bool
-
-    def start(self, group: Any) -> Any:
-        """Begins it; returns what to wait for, for no longer than is said."""
-
-    def again(self, group: Any, done: Collection[int]) -> Any | None:
-        """Begins it on another group; None where nobody needs that.
-
-        Args:
-            done: the ranks on which it was done, not all of them, the same on every rank that calls this.
-        """
+def all_reduce(group: Any, tensor: Tensor) -> Any:
+    """Begins a sum that every rank gets, in place; returns what to wait for."""
+    return dist.all_reduce(tensor, group=group, async_op=True)
 
 
-class AllReduce:
-    """A sum that every rank gets.
-
-    Args:
-        fill: makes a tensor with what this rank adds, the same until the op is done here.
-
-    Attributes:
-        tensor: afterwards the sum.
-    """
-
-    is_meeting = True
-
-    def __init__(self, fill: Callable[[], Tensor]) -> None:
-        self._fill = fill
-        self.tensor = fill()
-
-    def start(self, group: Any) -> Any:
-        return dist.all_reduce(self.tensor, group=group, async_op=True)
-
-    def again(self, group: Any, done: Collection[int]) -> Any:
-        """Where some rank has the sum it gives it to the others: what went into it may be gone by now."""
-        if not done:
-            self.tensor = self._fill()
-            return self.start(group)
-        mine = group.rank()
-        if mine not in done:
-            self.tensor = torch.empty_like(self.tensor)
-        given = self.tensor if mine == min(done) or mine not in done else torch.empty_like(self.tensor)
-        return dist.broadcast(given, group=group, group_src=min(done), async_op=True)
+def reduce(group: Any, tensor: Tensor, root: int) -> Any:
+    """Begins a sum that rank `root` gets, in place. On the others the tensor holds nothing of use afterwards."""
+    return dist.reduce(tensor, group=group, group_dst=root, async_op=True)
 
 
-class Reduce:
-    """A sum that one rank gets.
-
-    Args:
-        fill: as for `AllReduce`; on the others than `root` the same until the op is done at `root`.
-    """
-
-    is_meeting = False
-
-    def __init__(self, fill: Callable[[], Tensor], root: int) -> None:
-        self._fill, self._root = fill, root
-        self.tensor = fill()
-
-    def start(self, group: Any) -> Any:
-        return dist.reduce(self.tensor, group=group, group_dst=self._root, async_op=True)
-
-    def again(self, group: Any, done: Collection[int]) -> Any | None:
-        if self._root in done:
-            return None
-        self.tensor = self._fill()
-        return self.start(group)
-
-
-class Broadcast:
-    """One rank's values for all.
-
-    Args:
-        tensor: with the values on rank `root`; a buffer that nothing else is done with.
-    """
-
-    is_meeting = False
-
-    def __init__(self, tensor: Tensor, root: int) -> None:
-        self.tensor, self._root = tensor, root
-
-    def start(self, group: Any) -> Any:
-        return dist.broadcast(self.tensor, group=group, group_src=self._root, async_op=True)
-
-    def again(self, group: Any, done: Collection[int]) -> Any:
-        mine = group.rank()
-        if mine not in done and mine != self._root:
-            self.tensor = torch.empty_like(self.tensor)
-        own = mine == self._root or mine not in done
-        given = self.tensor if own else torch.empty_like(self.tensor)
-        return dist.broadcast(given, group=group, group_src=self._root, async_op=True)
+def broadcast(group: Any, tensor: Tensor, root: int) -> Any:
+    """Begins to give every rank the values of rank `root`."""
+    return dist.broadcast(tensor, group=group, group_src=root, async_op=True)
 
 
 FEW_BYTES = 1 << 20
-"""What a rank may send in all where it sends its values to each other rank by itself."""
+"""Most bytes, of all ranks together, where each rank sends its values to each other one by itself."""
 
 
-class AllGather:
-    """Every rank's values for all.
+def all_gather(group: Any, mine: Tensor, rows: Tensor) -> Any:
+    """Begins to give every rank all ranks' values.
 
     Many values go round a ring, so that no rank sends more than all have. In a ring of n ranks each of n - 1 rounds
     waits for the round before it, and one late link delays all of them. So few values go from each rank to each other
@@ -235,65 +144,30 @@ class AllGather:
         direct  0 -> 1, 2, 3 and so on     120 ms: gloo sends once the receiver has said that it is ready
 
     Args:
-        mine: this rank's; a buffer that nothing else is done with.
-        tensor: one for all of them, with a dimension for the ranks in front.
+        mine: this rank's values. rows: those of all ranks afterwards, a row for each.
     """
-
-    is_meeting = True
-
-    def __init__(self, mine: Tensor, tensor: Tensor) -> None:
-        self._mine, self.tensor = mine, tensor
-
-    @staticmethod
-    def is_direct(mine: Tensor, num_ranks: int) -> bool:
-        """Whether such values go directly from each rank to each other one."""
-        return mine.device.type == "cpu" and 0 < mine.numel() * mine.element_size() * num_ranks <= FEW_BYTES
-
-    def start(self, group: Any) -> Any:
-        return self._begin(group, self.tensor)
-
-    def again(self, group: Any, done: Collection[int]) -> Any:
-        tensor = torch.empty_like(self.tensor)
-        if group.rank() not in done:
-            self.tensor = tensor
-        return self._begin(group, tensor)
-
-    def _begin(self, group: Any, tensor: Tensor) -> Any:
-        num_ranks = len(tensor)
-        if not self.is_direct(self._mine, num_ranks):
-            return dist.all_gather(list(tensor.unbind(0)), self._mine, group=group, async_op=True)
-        sent = self._mine.expand(num_ranks, *self._mine.shape).contiguous()
-        return group.alltoall_base(tensor.view(num_ranks, -1), sent.view(num_ranks, -1), [], [])
+    num_ranks = len(rows)
+    if not is_direct(mine, num_ranks):
+        return dist.all_gather(list(rows.unbind(0)), mine, group=group, async_op=True)
+    sent = mine.expand(num_ranks, *mine.shape).contiguous()
+    return group.alltoall_base(rows.view(num_ranks, -1), sent.view(num_ranks, -1), [], [])
 
 
-class ReduceScatter:
-    """A sum of which every rank gets a part.
+def is_direct(mine: Tensor, num_ranks: int) -> bool:
+    """Whether such values go directly from each rank to each other one."""
+    return mine.device.type == "cpu" and 0 < mine.numel() * mine.element_size() * num_ranks <= FEW_BYTES
+
+
+def reduce_scatter(group: Any, rows: Sequence[Tensor], part: Tensor) -> Any:
+    """Begins a sum of which every rank gets a part.
 
     Args:
-        rows: what this rank adds to each part; buffers that nothing else is done with.
-        tensor: for this rank's part.
+        rows: what this rank adds to each part, which holds nothing of use afterwards. part: for this rank's part.
     """
-
-    is_meeting = True
-
-    def __init__(self, rows: Sequence[Tensor], tensor: Tensor) -> None:
-        self._rows, self.tensor = list(rows), tensor
-
-    def start(self, group: Any) -> Any:
-        return self._begin(group, self.tensor)
-
-    def again(self, group: Any, done: Collection[int]) -> Any:
-        part = torch.empty_like(self.tensor)
-        if group.rank() not in done:
-            self.tensor = part
-        return self._begin(group, part)
-
-    def _begin(self, group: Any, part: Tensor) -> Any:
-        if part.device.type != "cpu":
-            return dist.reduce_scatter(part, self._rows, group=group, async_op=True)
-        rows = [row.clone() for row in self._rows]  # a sum towards another rank leaves them as it likes
-        works = [dist.reduce(row, group=group, group_dst=r, async_op=True) for r, row in enumerate(rows)]
-        return _PartWork(works, rows[group.rank()], part)
+    if part.device.type != "cpu":
+        return dist.reduce_scatter(part, list(rows), group=group, async_op=True)
+    works = [dist.reduce(row, group=group, group_dst=r, async_op=True) for r, row in enumerate(rows)]
+    return _PartWork(works, rows[group.rank()], part)
 
 
 class _PartWork:

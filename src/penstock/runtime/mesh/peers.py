@@ -17,17 +17,46 @@ from torch import Tensor
 
 from penstock.host_process import text_of
 from penstock.runtime.errors import RuntimeFailure
-from penstock.runtime.mesh.collective import AllGather, AllReduce, Collective, WeakGroup, explained, wait_for
-from penstock.runtime.mesh.retried_group import RetriedGroup
+from penstock.runtime.mesh.collective import (
+    FEW_BYTES,
+    WeakGroup,
+    all_gather,
+    all_reduce,
+    explained,
+    is_direct,
+    wait_for,
+)
 from penstock.schedule import Schedule
 from penstock.schedule.placement import ranks_together
 
 FIRST_BYTES, _SIZE = 4096, 8
 """Bytes that ranks send one another before they know how many there are; and those of them that give the number."""
-TIED = "a tied parameter"
-"""What `share` sends, in errors."""
+TIED, SUM, SHARED = "a tied parameter", "a sum over all ranks", "what all ranks share"
+"""What processes send each other here, in errors."""
 _COUNTS_CALLS = torch.torch_version.TorchVersion(torch.__version__) >= "2.15"
 """Whether torch counts the groups that a process has helped to make, and no longer those that it is in."""
+
+
+R = TypeVar("R")
+
+
+class Guard(Protocol):
+    """What processes of a group tell each other where there is another interface for it."""
+
+    def start(self, op: Callable[..., Any], *given: Any) -> Any:
+        """Begins `op(group, *given)` on the group that there is now; returns what to wait for."""
+
+    def begin_gather(self, data: bytes) -> Callable[[float], list[bytes]]:
+        """Tells the others a few bytes, which no lost link holds up; returns what waits, so many seconds, for all."""
+
+    def repeated(self, once: Callable[[], R]) -> R:
+        """Does something together, from its start where a link was lost, until no process has lost one."""
+
+    def send(self, tensor: Tensor, target: int, limit: timedelta) -> None:
+        """Sends a tensor."""
+
+    def receive(self, tensor: Tensor, source: int, limit: timedelta) -> None:
+        """Fills a tensor with what another rank sends."""
 
 
 class Peers(Protocol):
@@ -51,6 +80,11 @@ class Peers(Protocol):
     def barrier(self) -> None:
         """Waits for everyone."""
 
+    def repeated(self, once: Callable[[], R]) -> R:
+        """Does something together, from its start where a link was lost, until no process has lost one. Doing it
+        again must come to the same.
+        """
+
 
 class LocalPeers:
     """All ranks in this process: nothing to exchange."""
@@ -71,6 +105,9 @@ class LocalPeers:
     def barrier(self) -> None:
         pass
 
+    def repeated(self, once: Callable[[], R]) -> R:
+        return once()
+
 
 class UnsendableValue(NamedTuple):
     """In place of a value that cannot be pickled, and why."""
@@ -85,10 +122,10 @@ class GroupPeers:
         timeout: seconds that any wait may last.
 
     Attributes:
-        retried: what ops go by where there is another interface for them; None: the group alone.
+        guard: what ops go by where there is another interface for them; None: the group alone.
     """
 
-    retried: RetriedGroup | None = None
+    guard: Guard | None = None
 
     def __init__(self, group: dist.ProcessGroup, timeout: float) -> None:
         self._group = WeakGroup(group)
@@ -100,30 +137,46 @@ class GroupPeers:
     def group(self) -> dist.ProcessGroup:
         return self._group()
 
-    def start(self, op: Collective) -> Any:
-        """Begins an op of all ranks; returns what to wait for. All must begin theirs in one order."""
-        return op.start(self.group) if self.retried is None else self.retried.start(op)
+    def start(self, op: Callable[..., Any], *given: Any) -> Any:
+        """Begins an op of all ranks (see `collective.py`); returns what to wait for. All must begin theirs in one
+        order. Raises PeerLost.
+        """
+        with self.explained(None, "all ranks' values"):
+            return op(self.group, *given) if self.guard is None else self.guard.start(op, *given)
 
     def sum(self, values: Tensor) -> Tensor:
         return self.begin_sum(values)()
 
     def begin_sum(self, values: Tensor) -> Callable[[], Tensor]:
-        what = "a sum over all ranks"
-        if AllGather.is_direct(values, self.num_ranks):
-            gathered = AllGather(values.clone(), values.new_empty(self.num_ranks, *values.shape))
-            all_came = self._begun(gathered, what)
+        if self.guard is not None and is_direct(values, self.num_ranks):
+            told = self.guard.begin_gather(_bytes_of(values))
 
-            def added() -> Tensor:
-                all_came()
-                return reduce(torch.add, gathered.tensor.unbind(0))  # in the order of ranks, on all of them
+            def summed() -> Tensor:
+                with self.explained(None, SUM) as limit:
+                    parts = told(limit.total_seconds())
+                return reduce(torch.add, (_tensor_of(part, values) for part in parts))
 
-            return added
-        op = AllReduce(values.clone)
-        is_done = self._begun(op, what)
+            return summed
+        if self.guard is not None:
+            return lambda: self.repeated(lambda: self._large_sum(values)())
+        if not is_direct(values, self.num_ranks):
+            return self._large_sum(values)
+        rows = values.new_empty(self.num_ranks, *values.shape)
+        work = self.start(all_gather, values.clone(), rows)
+
+        def added() -> Tensor:
+            self.wait_for(work, SUM)
+            return reduce(torch.add, rows.unbind(0))  # in the order of ranks, on all of them
+
+        return added
+
+    def _large_sum(self, values: Tensor) -> Callable[[], Tensor]:
+        total = values.clone()
+        work = self.start(all_reduce, total)
 
         def found() -> Tensor:
-            is_done()
-            return op.tensor.clone()
+            self.wait_for(work, SUM)
+            return total
 
         return found
 
@@ -192,15 +245,7 @@ class GroupPeers:
             data = pickle.dumps(value)
         except Exception as error:  # whatever it is, the others wait for what this one has
             data = pickle.dumps(UnsendableValue(f"{type(error).__name__}: {error}"))
-        head = len(data).to_bytes(_SIZE, "little") + data[: FIRST_BYTES - _SIZE]
-        parts = self._gather_bytes(head.ljust(FIRST_BYTES, b"\0"))
-        sizes = [int.from_bytes(part[:_SIZE], "little") for part in parts]
-        longest = max(sizes)
-        if longest <= FIRST_BYTES - _SIZE:
-            parts = [part[_SIZE:] for part in parts]
-        else:
-            parts = self._gather_bytes(data.ljust(longest, b"\0"))
-        found = [pickle.loads(part[:size]) for part, size in zip(parts, sizes, strict=True)]
+        found = [pickle.loads(part) for part in self._gathered(data)]
         for rank, each in enumerate(found):
             if isinstance(each, UnsendableValue):
                 raise RuntimeFailure(
@@ -209,29 +254,51 @@ class GroupPeers:
                 )
         return found
 
-    def _gather_bytes(self, data: bytes) -> list[bytes]:
+    def _gathered(self, data: bytes) -> list[bytes]:
+        """Everyone's data."""
+        head = len(data).to_bytes(_SIZE, "little") + data[: FIRST_BYTES - _SIZE]
+        parts = self._gather_rows(head.ljust(FIRST_BYTES, b"\0"))
+        sizes = [int.from_bytes(part[:_SIZE], "little") for part in parts]
+        longest = max(sizes)
+        if longest <= FIRST_BYTES - _SIZE:
+            parts = [part[_SIZE:] for part in parts]
+        else:
+            parts = self._gather_rows(data.ljust(longest, b"\0"))
+        return [part[:size] for part, size in zip(parts, sizes, strict=True)]
+
+    def _gather_rows(self, data: bytes) -> list[bytes]:
         """Everyone's data, of which all have as much."""
+        if self.guard is not None and len(data) <= FEW_BYTES:
+            with self.explained(None, SHARED) as limit:
+                return self.guard.begin_gather(data)(limit.total_seconds())
         mine = torch.frombuffer(bytearray(data), dtype=torch.uint8)
-        op = AllGather(mine, mine.new_empty(self.num_ranks, len(mine)))
-        self._begun(op, "what all ranks share")()
-        return [row.tobytes() for row in op.tensor.numpy()]
+
+        def once() -> list[bytes]:
+            rows = mine.new_empty(self.num_ranks, len(mine))
+            self.wait_for(self.start(all_gather, mine, rows), SHARED)
+            return [row.tobytes() for row in rows.numpy()]
+
+        return self.repeated(once)
 
     def barrier(self) -> None:
         self.sum(torch.zeros(1, device="cpu"))
 
+    def repeated(self, once: Callable[[], R]) -> R:
+        return once() if self.guard is None else self.guard.repeated(once)
+
     def send(self, tensor: Tensor, target: int, what: str, timeout: float | None = None) -> None:
         """Sends a tensor on the processor that lies in one piece. Raises DeadlineExceeded, PeerLost, with `what`."""
         with self.explained(target, f"{what} to be taken", timeout) as limit:
-            if self.retried is not None:
-                self.retried.send(tensor, target, limit)
+            if self.guard is not None:
+                self.guard.send(tensor, target, limit)
             elif (work := dist.isend(tensor, group=self.group, group_dst=target)) is not None:
                 work.wait(limit)
 
     def receive(self, tensor: Tensor, source: int, what: str, timeout: float | None = None) -> None:
         """Fills a tensor with what another rank sends. Raises as `send`."""
         with self.explained(source, what, timeout) as limit:
-            if self.retried is not None:
-                self.retried.receive(tensor, source, limit)
+            if self.guard is not None:
+                self.guard.receive(tensor, source, limit)
             elif (work := dist.irecv(tensor, group=self.group, group_src=source)) is not None:
                 work.wait(limit)
 
@@ -239,22 +306,19 @@ class GroupPeers:
         """Waits for what was begun here, with one rank or all. Raises DeadlineExceeded, PeerLost, with `what`."""
         wait_for(work, self.here[0], peer, what, self.timeout)
 
-    def _begun(self, op: Collective, what: str) -> Callable[[], None]:
-        """Begins an op; returns what waits for it. Both raise DeadlineExceeded, PeerLost, with `what`."""
-        with self.explained(None, what):
-            work = self.start(op)
-
-        def wait() -> None:
-            with self.explained(None, what) as limit:
-                work.wait(limit)
-
-        return wait
-
     def explained(
         self, peer: int | None, what: str, timeout: float | None = None
     ) -> AbstractContextManager[timedelta]:
         """Around a wait; gives how long it may take."""
         return explained(self.here[0], peer, what, self.timeout if timeout is None else timeout)
+
+
+def _bytes_of(tensor: Tensor) -> bytes:
+    return bytes(tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy())
+
+
+def _tensor_of(data: bytes, like: Tensor) -> Tensor:
+    return torch.frombuffer(bytearray(data), dtype=like.dtype).view(like.shape)
 
 
 def _kind_of(tensor: Tensor | None) -> list[int]:

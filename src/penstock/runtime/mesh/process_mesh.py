@@ -155,7 +155,7 @@ class ProcessMesh:
     @property
     def _is_retried(self) -> bool:
         """Whether what replicas sum goes on over another interface, and so goes by gloo."""
-        return isinstance(self.replicas, GroupPeers) and self.replicas.retried is not None
+        return isinstance(self.replicas, GroupPeers) and self.replicas.guard is not None
 
     def slower_sums(self, device: torch.device) -> list[str]:
         """In words for a person, that replicas sum gradients by gloo though NCCL could.

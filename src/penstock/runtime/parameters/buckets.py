@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from penstock.runtime.errors import RuntimeFailure
-from penstock.runtime.mesh.collective import AllReduce, Broadcast, Reduce, ReduceScatter
+from penstock.runtime.mesh.collective import all_reduce, broadcast, reduce, reduce_scatter
 from penstock.runtime.mesh.peers import GroupPeers
 from penstock.runtime.tensors.dtensor import as_shard, local, overwrite, placements_of, rows_per_part
 
@@ -53,11 +53,13 @@ class GradientBucket:
     def __init__(self, parameters: Sequence[Parameter], peers: GroupPeers, owner: int | None) -> None:
         self._parameters, self._peers, self._owner = parameters, peers, owner
         parts = [gradient_of(p).reshape(-1) for p in parameters] + [_there(parameters)]
-        self._op = AllReduce(lambda: torch.cat(parts)) if owner is None else Reduce(lambda: torch.cat(parts), owner)
+        self._flat = torch.cat(parts)
 
     def start(self) -> Any:
         """Begins the sum; returns what to wait for."""
-        return self._peers.start(self._op)
+        if self._owner is None:
+            return self._peers.start(all_reduce, self._flat)
+        return self._peers.start(reduce, self._flat, self._owner)
 
     def unpack(self) -> None:
         """Gives the parameters what the sum gave, after the wait."""
@@ -65,8 +67,7 @@ class GradientBucket:
             for parameter in self._parameters:
                 parameter.grad = None  # what a sum towards another process left here is no one's
             return
-        flat = self._op.tensor
-        *parts, there = pieces(flat, [*(local(p).shape for p in self._parameters), (len(self._parameters),)])
+        *parts, there = pieces(self._flat, [*(local(p).shape for p in self._parameters), (len(self._parameters),)])
         for parameter, part, found in zip(self._parameters, parts, there.tolist(), strict=True):
             if found and parameter.grad is None:
                 parameter.grad = as_shard(part.clone(), parameter)
@@ -101,15 +102,14 @@ class PartBucket:
             for row, part in zip(rows, padded.reshape(peers.num_ranks, -1), strict=True):
                 row.append(part)
         whole = torch.cat([part for row in rows for part in (*row, there)])
-        mine = whole.new_empty(whole.numel() // peers.num_ranks)
-        self._op = ReduceScatter(as_real(whole).chunk(peers.num_ranks), as_real(mine))
+        self._rows = as_real(whole).chunk(peers.num_ranks)
+        self._mine = whole.new_empty(whole.numel() // peers.num_ranks)
 
     def start(self) -> Any:
-        return self._peers.start(self._op)
+        return self._peers.start(reduce_scatter, self._rows, as_real(self._mine))
 
     def unpack(self) -> None:
-        flat = real_as(self._op.tensor, self._parts[0])
-        *found, there = pieces(flat, [*self._shapes, (len(self._parts),)])
+        *found, there = pieces(self._mine, [*self._shapes, (len(self._parts),)])
         for part, dim, rows, is_there in zip(self._parts, self._dims, found, there.tolist(), strict=True):
             if is_there:
                 mine = rows[: local(part).shape[dim]].movedim(0, dim)
@@ -133,11 +133,6 @@ def pieces(flat: Tensor, shapes: Sequence[Sequence[int]]) -> list[Tensor]:
 def as_real(tensor: Tensor) -> Tensor:
     """Returns a complex tensor as real numbers, for backends that only know these."""
     return torch.view_as_real(tensor) if tensor.is_complex() else tensor
-
-
-def real_as(tensor: Tensor, like: Tensor) -> Tensor:
-    """Undoes `as_real` for a tensor of the same type as `like`."""
-    return torch.view_as_complex(tensor) if like.is_complex() else tensor
 
 
 def _there(parameters: Sequence[Parameter]) -> Tensor:
@@ -170,15 +165,14 @@ def gradient_of(parameter: Parameter) -> Tensor:
 
 def send_values(tensors: Iterable[Any], source: Callable[[Any], int], peers: GroupPeers) -> None:
     """Gives every process the values of each tensor's source. All processes must call it for the same tensors."""
-    begun: list[tuple[list[Tensor], int, Broadcast, Any]] = []
+    begun: list[tuple[list[Tensor], int, Tensor, Any]] = []
     for bucket in cut_into_buckets(tensors, source):
         mine, root = [local(tensor.detach()) for tensor in bucket], source(bucket[0])
-        op = Broadcast(as_real(torch.cat([tensor.reshape(-1) for tensor in mine])), root)
-        begun.append((mine, root, op, peers.start(op)))
-    for mine, root, op, work in begun:
+        flat = torch.cat([tensor.reshape(-1) for tensor in mine])
+        begun.append((mine, root, flat, peers.start(broadcast, as_real(flat), root)))
+    for mine, root, flat, work in begun:
         peers.wait_for(work, "parameters of the replica that owns them")
         if root != peers.here[0]:
             with torch.no_grad():
-                flat = real_as(op.tensor, mine[0])
                 for tensor, part in zip(mine, pieces(flat, [each.shape for each in mine]), strict=True):
                     overwrite(tensor, part)

@@ -203,14 +203,19 @@ class OptimizerState:
                 make_step(self.optimizer)
             finally:
                 self._is_updating = False
-            self.replicas.share_stepped()
-            if self._one_copy_steps:
-                self.model.shared.share_parameters()
+            if self._one_copy_steps or not self.replicas.sharding.has_all_state:
+                self._mesh.everyone.repeated(self._share_stepped)
+            self.replicas.forget_stepped()
         self.num_updates += 1
         if self.scaling is not None:
             self.scaling.updated()
         self.zero_grad()
         return norm
+
+    def _share_stepped(self) -> None:
+        self.replicas.share_stepped()
+        if self._one_copy_steps:
+            self.model.shared.share_parameters()
 
     def require_updates_apart(self) -> None:
         """Raises RuntimeFailure where updates are ops of the schedule."""

@@ -230,6 +230,9 @@ class Replicas:
         if self._wanting is None:  # no step has run yet: gradients came with a checkpoint
             self._to_share = {id(p): p for p in self._model.parameters if p.requires_grad}
         self.sharding.spread(self._to_share.values())
+
+    def forget_stepped(self) -> None:
+        """After an update, all replicas have what others have stepped."""
         self._to_share = {id(p): p for p in self._wanting or ()}
 
     def share_buffers(self) -> None:

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.nn import Parameter
 
 from penstock.runtime.errors import RuntimeFailure
-from penstock.runtime.mesh.collective import AllGather
+from penstock.runtime.mesh.collective import all_gather
 from penstock.runtime.mesh.peers import GroupPeers
 from penstock.runtime.mesh.process_mesh import REPLICAS, ProcessMesh
 from penstock.runtime.parameters.buckets import (
@@ -334,10 +334,7 @@ class ShardedParameters(ReplicaParameters):
             mine.append(padded_rows(part, one.dim, rows_per_part(local(one.whole).shape[one.dim], num)))
         flat = torch.cat([rows.reshape(-1) for rows in mine])
         rows = flat.new_empty(num, flat.numel())
-        op = AllGather(as_real(flat), as_real(rows))
-        self._peers.wait_for(self._peers.start(op), "parts of a stage")
-        if op.tensor.data_ptr() != rows.data_ptr():  # it was done again, elsewhere
-            as_real(rows).copy_(op.tensor)
+        self._peers.wait_for(self._peers.start(all_gather, as_real(flat), as_real(rows)), "parts of a stage")
         found = rows.split([own.numel() for own in mine], dim=1)
         for one, own, value, whole in zip(bucket, mine, found, into, strict=True):
             value = value.reshape(num * len(own), *own.shape[1:])

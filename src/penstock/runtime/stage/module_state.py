@@ -6,7 +6,7 @@ Nobody says what a forward does with these. So modules can be put back to how th
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -72,19 +72,28 @@ def untouched(model: nn.Module) -> Iterator[None]:
     """Buffers and attributes that change inside are set back, as far as into lists and dicts."""
     modules = [module for module in model.modules() if not isinstance(module, LazyModuleMixin)]  # that become others
     before = {module: snapshot_of(module) for module in modules}
-    kept = {
-        id(tensor): (tensor, tensor.detach().clone())
-        for module in modules
-        for tensor in _tensors_in(vars(module))
-        if not isinstance(tensor, nn.Parameter) and not tensor.is_meta and not tensor.is_quantized
-    }
+    kept = _copies_of(modules)
     try:
         yield
     finally:
         put_back(before)
-        for tensor, value in kept.values():
-            if hash_of(tensor) != hash_of(value):  # memory may be of a file that is read alone
-                overwrite(memory(tensor), value)  # which counts as no change in place
+        _write_back(kept)
+
+
+def _copies_of(modules: Iterable[nn.Module]) -> list[tuple[Tensor, Tensor]]:
+    """The tensors that modules hold besides parameters, each once, and a copy of each."""
+    found = {id(tensor): tensor for module in modules for tensor in _tensors_in(vars(module))}
+    return [
+        (tensor, tensor.detach().clone())
+        for tensor in found.values()
+        if not isinstance(tensor, nn.Parameter) and not tensor.is_meta and not tensor.is_quantized
+    ]
+
+
+def _write_back(copies: Iterable[tuple[Tensor, Tensor]]) -> None:
+    for tensor, value in copies:
+        if hash_of(tensor) != hash_of(value):  # memory may be of a file that is read alone
+            overwrite(memory(tensor), value)  # which counts as no change in place
 
 
 def _tensors_in(value: Any, depth: int = DEPTH) -> list[Tensor]:
@@ -96,3 +105,23 @@ def _tensors_in(value: Any, depth: int = DEPTH) -> list[Tensor]:
     if isinstance(value, Mapping):
         value = value.values()
     return [tensor for each in value for tensor in _tensors_in(each, depth - 1)]
+
+
+class StepStart:
+    """What a step changes before its end, as it was at its start, from where a step is repeated that lost a link.
+
+    Parameters and the optimizer change only after all processes have the whole step. A step puts back torch's
+    generators itself. So this copies buffers, what modules keep in attributes, and gradients of earlier steps.
+    """
+
+    def __init__(self, stages: Iterable[nn.Module], parameters: Iterable[nn.Parameter]) -> None:
+        modules = list({id(module): module for stage in stages for module in stage.modules()}.values())
+        self._modules = {module: snapshot_of(module) for module in modules}
+        self._tensors = _copies_of(modules)
+        self._gradients = [(one, None if one.grad is None else one.grad.detach().clone()) for one in parameters]
+
+    def put_back(self) -> None:
+        put_back(self._modules)
+        _write_back(self._tensors)
+        for parameter, gradient in self._gradients:
+            parameter.grad = None if gradient is None else gradient.clone()

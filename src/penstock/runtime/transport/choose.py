@@ -17,11 +17,11 @@ from penstock.runtime.transport.base import Transport
 from penstock.runtime.transport.channel import Tags
 from penstock.runtime.transport.delegate import DelegateTransport
 from penstock.runtime.transport.delegate.transport import HOST_MEMORY, NUM_LANES
-from penstock.runtime.transport.failover import Failover
 from penstock.runtime.transport.gloo import GlooTransport
 from penstock.runtime.transport.link_conditions import ConditionedTransport, Conditions, clocks_ahead
 from penstock.runtime.transport.loopback import Mailbox, loopback_ends
 from penstock.runtime.transport.nccl import DeviceLines, LineStreams, lines_of, require_queues
+from penstock.runtime.transport.repeat import Attempts, GuardedGroup, GuardedTransport
 from penstock.runtime.transport.routed import RoutedTransport
 from penstock.runtime.transport.shared_memory import open_shared_memory
 from penstock.runtime.transport.wiring import Wiring
@@ -159,6 +159,12 @@ class TransportChoice:
         if isinstance(carrying := _carrying(transport), RoutedTransport):
             carrying.route(delegated)
 
+    def is_stale(self, transport: Transport | None) -> bool:
+        """Whether an attempt goes by another group than a transport."""
+        while isinstance(transport, ConditionedTransport):
+            transport = transport.inner
+        return isinstance(transport, GuardedTransport) and transport.is_stale
+
     def prepare(self, transport: Transport | None, delegated: Collection[tuple[int, int]]) -> None:
         """Starts delegates of links that will be delegated, before they are needed. Any thread may call it."""
         delegates = _delegates_of(transport)
@@ -204,13 +210,12 @@ class TransportChoice:
         wiring: Wiring,
         device: torch.device,
         conditions: Conditions | None,
-        failover: Failover | None = None,
+        attempts: Attempts | None = None,
     ) -> Transport:
         """One rank's end, with link conditions if they are given. Every rank must call it.
 
         Args:
-            failover: given if there is another interface. Messages then continue through delegates when connections
-                break.
+            attempts: given if there is another interface. A step is then repeated if connections break in it.
 
         Raises:
             RuntimeFailure: "nccl" without a GPU, or with more channels than a GPU has queues for; an interface that
@@ -218,7 +223,9 @@ class TransportChoice:
         """
         if conditions is not None:
             conditions.require_own_queues()
-        made = self._carrying(peers, tags, timeout, wiring, device, failover)
+        made = self._carrying(peers, tags, timeout, wiring, device, attempts)
+        if attempts is not None:
+            made = GuardedTransport(made, attempts, isinstance(made, GlooTransport | RoutedTransport))
         if conditions is not None:
             made = ConditionedTransport(made, conditions, clocks_ahead(peers), self.depth)
         return made
@@ -230,7 +237,7 @@ class TransportChoice:
         timeout: float,
         wiring: Wiring,
         device: torch.device,
-        failover: Failover | None,
+        attempts: Attempts | None,
     ) -> Transport:
         """The transport that carries messages from process to process."""
         if self.name == "delegate":
@@ -239,21 +246,19 @@ class TransportChoice:
             made = open_shared_memory(peers.here[0], peers.num_ranks, peers.gather, tags, timeout)
             if made is not None:
                 return made
-        lines = _lines(peers.group, timeout, wiring, device) if self.name == "nccl" else None
-        if failover is not None:
-            kept = GlooTransport(failover.group(peers), tags, timeout, lines, keeps=True)
-            delegates = self._delegate(peers, tags, timeout, device, takes_over=True)
-            if lines is not None:
-                failover.guard_lines(lines.give_up, lines.may_use)
-            return RoutedTransport(kept, delegates, guard=failover)
-        base = GlooTransport(peers.group, tags, timeout, lines)
+        lines, group = None, peers.group
+        if self.name == "nccl" and (attempts is None or not attempts.failover.number):
+            lines = _lines(peers.group, timeout, wiring, device)
+            if attempts is not None:
+                attempts.failover.guard_lines(lines.give_up, lines.may_use)
+        if isinstance(peers.guard, GuardedGroup):
+            group = peers.guard.group
+        base = GlooTransport(group, tags, timeout, lines, keeps=attempts is not None)
         if not self.has_delegates:
             return base
         return RoutedTransport(base, self._delegate(peers, tags, timeout, device))
 
-    def _delegate(
-        self, peers: GroupPeers, tags: Tags, timeout: float, device: torch.device, takes_over: bool = False
-    ) -> DelegateTransport:
+    def _delegate(self, peers: GroupPeers, tags: Tags, timeout: float, device: torch.device) -> DelegateTransport:
         options = self.delegates
         return DelegateTransport(
             peers.here[0],
@@ -265,13 +270,14 @@ class TransportChoice:
             num_lanes=options.num,
             host_memory=options.host_memory,
             device=device,
-            takes_over=takes_over,
         )
 
 
 def _carrying(transport: Transport | None) -> Transport | None:
-    """The transport that carries, behind one that injects conditions."""
-    return transport.inner if isinstance(transport, ConditionedTransport) else transport
+    """The transport that carries, behind those that inject conditions and look for lost links."""
+    while isinstance(transport, ConditionedTransport | GuardedTransport):
+        transport = transport.inner
+    return transport
 
 
 def _delegates_of(transport: Transport | None) -> DelegateTransport | None:

@@ -1,23 +1,19 @@
-"""When the network dies by which gloo's messages and sums travel, they go on over another one.
+"""When the network dies by which gloo's messages and sums travel, all processes change over to another one.
 
-    rank 0   eth0 ====== gloo, number 0 ====== eth0   rank 1      heartbeats tell within a second that a link is dead
-             eth1 - - - - heartbeats - - - - - eth1               (the kernel of its own host at once)
+    process 0   eth0 ====== gloo, number 0 ====== eth0   process 1     heartbeats tell within a second that a link is
+                eth1 - - - - heartbeats - - - - - eth1                 dead (the kernel of its own host at once)
 
-             eth0            X                 eth0               every rank leaves the groups of number 0,
-             eth1 ====== gloo, number 1 ====== eth1               says what it had done, makes number 1 by the next
-                                                                    interface, and does again what was not done
+                eth0            X                 eth0                 every process makes groups of number 1, by the
+                eth1 ====== gloo, number 1 ====== eth1                 next interface
 
-Where a rank stands in its program when that happens does not matter: the changing over is done by a thread, for all
-of a process's groups at once. What waits for an op goes on waiting for the same op on another group
-(`mesh/retried_group.py`). Messages from stage to stage then go by delegates (`routed.py`), which have interfaces of
-their own to choose from.
+What was under way in a group that broke is not saved: the step is repeated (`repeat.py`). So where a rank stands in
+its program does not matter here, and a thread changes over for all of a process's groups at once.
 
     heartbeats, or an op that failed --> want number 1 --> say so with every beat: everyone wants number 1
       |
-      v   freeze the groups (what waits for their ops waits for number 1)
-      |   tell what was done; wait until everyone did
+      v   wait until every process is there
       v   make the groups of number 1 by interface 1; where that fails, want number 2, by the next one
-    go on
+    number 1 it is
 
 Number n goes by the n-th interface, in turn, from the one that gloo began with, so that a number is all that has to
 be agreed on: the largest that anyone wants.
@@ -31,26 +27,31 @@ from __future__ import annotations
 
 import atexit
 import os
-import secrets
 import socket
 import threading
 import time
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from typing import Any
 
 import torch.distributed as dist
 
 from penstock.runtime.errors import DeadlineExceeded, PeerLost, RuntimeFailure
-from penstock.runtime.mesh.interfaces import listen, local_addresses, named
-from penstock.runtime.mesh.peers import GroupPeers, MeshPeers
-from penstock.runtime.mesh.process_mesh import ProcessMesh
-from penstock.runtime.mesh.retried_group import RetriedGroup
+from penstock.runtime.mesh.interfaces import local_addresses
 from penstock.runtime.transport.heartbeats import Heartbeats
 
 MAKING = 5.0
 """Seconds that the ranks of a group get to connect."""
+LOOK = 0.25
+"""Seconds after which a wait looks whether a link was lost: an op whose connection ends while gloo writes to it may
+never be told so."""
+AGAIN = 0.05
+"""Seconds before another number is tried where one could not be had."""
+PARTING = 3.0
+"""Seconds that who closes waits for others to do so."""
+MARGIN = 5.0
+"""Seconds beyond its deadline that the changing over may take to say that it failed."""
 
 
 class RelayedStore(dist.Store):
@@ -94,117 +95,56 @@ class GlooDevice:
         return made
 
 
-AGAIN = 0.05
-"""Seconds before another number is tried where one could not be had."""
-PARTING = 3.0
-"""Seconds that who closes waits for others to do so."""
-MARGIN = 5.0
-"""Seconds beyond its deadline that the changing over may take to say that it failed."""
-
-
-def guard(mesh: ProcessMesh, interfaces: Sequence[str] | None, timeout: float) -> Failover | None:
-    """Has what the ranks of a mesh sum and agree on outlive the loss of an interface, where every process is told of
-    at least two (see `local_addresses`). Every process must call it.
-
-    Returns:
-        None where some process knows of one interface alone.
-
-    Raises:
-        RuntimeFailure: an interface that is not there; on all processes alike.
-    """
-    everyone = mesh.everyone
-    if not isinstance(everyone, GroupPeers):
-        return None
-    listeners: list[socket.socket] = []
-    refused = ""
-    try:
-        for address in local_addresses(interfaces) if len(named(interfaces)) > 1 else ():
-            listeners.append(listen(0, address))
-    except (RuntimeFailure, OSError) as error:
-        refused = f"rank {everyone.here[0]} can't use the interfaces it was told of: {error}"
-    gathered = everyone.gather((len(listeners), refused))
-    num = min(count for count, _ in gathered)
-    errors = [error for _, error in gathered if error]
-    for one in listeners if errors or num < 2 else listeners[num:]:
-        one.close()
-    if errors:
-        raise RuntimeFailure(errors[0])
-    return Failover(mesh, everyone, listeners[:num], timeout) if num > 1 else None
-
-
 class Failover:
     """The groups of this process that are changed over together.
 
     Args:
-        listeners: one an interface, for those who call by it.
+        me: this process's number. listeners: one an interface, for those who call by it.
+        ends: of every process, where it listens, by interface. key: known to the processes of this run alone.
+        first: the interface of number 0.
+        groups: by name the processes of each group that has this one.
 
     Attributes:
+        timeout: seconds that any wait may last.
+        number: of the groups that there are. wanted: the largest number that any process wants.
+        groups: by name, of that number.
+        beats: what processes tell each other, which no lost link holds up.
+        changed: notified at whatever happens. looks: called then, by any thread.
         notices: what a person should know.
-        number: of the groups that there are; the 0th go by the interface that gloo was told, or the last of them.
     """
 
     def __init__(
-        self, mesh: ProcessMesh, everyone: GroupPeers, listeners: Sequence[socket.socket], timeout: float
+        self,
+        me: int,
+        listeners: Sequence[socket.socket],
+        ends: Sequence[Sequence[tuple[str, int]]],
+        key: str,
+        first: int,
+        groups: Mapping[str, Sequence[int]],
+        timeout: float,
     ) -> None:
-        self._timeout, self._me = timeout, everyone.here[0]
-        self._notes = mesh.pipeline.here[0] == 0
+        self._me, self._ends, self._first, self._members, self.timeout = me, ends, first, groups, timeout
         self.notices: list[str] = []
-        self._hooks: list[Callable[[], None]] = []
-        self._wakes: list[Callable[[], None]] = []
         self._lines: list[Callable[[], None]] = []
         self._lines_by: set[int] = set()
-        self.number = self._wanted = -1
-        self._owner, self._hooks_ran = threading.get_ident(), 0
+        self.number = self.wanted = -1
+        self.groups: dict[str, Any] = {}
+        self.looks: list[Callable[[], None]] = []
+        self.changed = threading.Condition()
         self._error: RuntimeFailure | None = None
-        self._why = ""
-        self._closed = False
-        self._changed = threading.Condition()
-        self._old: list[Any] = []
-        ends = [one.getsockname()[:2] for one in listeners]
-        first = _begins_with([address for address, _ in ends])
-        gathered = everyone.gather((ends, secrets.token_hex(16), first))
-        self._ends: list[list[tuple[str, int]]] = [each for each, _, _ in gathered]
-        self._first = gathered[0][2]
-        self._groups = self._read(mesh, dist.get_process_group_ranks(everyone.group))
-        self._beats = Heartbeats(self._me, listeners, self._ends, gathered[0][1], self._look)
+        self._why, self._closed = "", False
+        self._left: list[Any] = []
+        self.beats = Heartbeats(me, listeners, ends, key, self._look)
         self._thread = threading.Thread(target=self._run, name="penstock-failover", daemon=True)
         self._thread.start()
         _open.add(self)
-        self._beats.begin()
+        self.beats.begin()
         try:
-            self._want(0, "")
-            self._await(0)
+            self.want(0, "")
+            self.await_newest()
         except BaseException:
             self.close()
             raise
-
-    def _read(self, mesh: ProcessMesh, processes: Sequence[int]) -> dict[str, RetriedGroup]:
-        """A group for each set of processes that sum or agree on something."""
-        place = {process: number for number, process in enumerate(processes)}
-        found: dict[str, RetriedGroup] = {}
-        along = mesh.everyone.along if isinstance(mesh.everyone, MeshPeers) else ()
-        kinds = {
-            "pipeline": [mesh.pipeline],
-            "replicas": [mesh.replicas],
-            "everyone": [mesh.everyone],
-            "along": along,
-        }
-        for kind, several in kinds.items():
-            for peers in several:
-                if isinstance(peers, GroupPeers) and peers.retried is None:
-                    members = [place[process] for process in dist.get_process_group_ranks(peers.group)]
-                    name = f"{kind} {' '.join(map(str, members))}"
-                    peers.retried = found[name] = RetriedGroup(self, members, peers.here[0])
-        return found
-
-    def at_change(self, hook: Callable[[], None], wake: Callable[[], None]) -> None:
-        """Has `hook` called after each change, those before included, in the rank's own thread, before it waits for
-        anything else; `wake`, by the service's, ends the wait in which that is.
-        """
-        self._hooks.append(hook)
-        self._wakes.append(wake)
-        if self._hooks_ran > 0:
-            hook()
 
     def guard_lines(self, give_up: Callable[[], None], may_use: Callable[[str], bool]) -> None:
         """Has ranks change over, too, where an interface dies by which lines between GPUs may go.
@@ -216,68 +156,66 @@ class Failover:
         """
         self._lines.append(give_up)
         self._lines_by |= {place for place, (address, _) in enumerate(self._ends[self._me]) if may_use(address)}
-        if self.number > 0 or self._wanted > 0:
+        if self.wanted > 0:
             give_up()
         self._look()
 
-    def group(self, peers: GroupPeers) -> Any:
-        """The group that there is now, for messages."""
-        assert peers.retried is not None
-        return peers.retried.group
+    def keep(self, left: Any) -> None:
+        """Keeps what a group that broke may still write to, until the end."""
+        self._left.append(left)
 
-    # The rank's own thread.
-
-    def run_hooks(self) -> None:
-        while self._hooks_ran < self.number and threading.get_ident() == self._owner:
-            self._hooks_ran = self.number
-            for hook in self._hooks:
-                hook()
-
-    def lost(self, number: int, error: Exception) -> None:
-        """Group `number` broke: returns when there is a newer one.
+    def await_newest(self) -> None:
+        """Waits until there are groups of the number that is wanted.
 
         Raises:
             PeerLost, DeadlineExceeded: a process has ended, or there is no interface by which all are reached.
         """
-        said = str(error).partition("\n")[0]
-        self._want(number + 1, "connections ended" if "/gloo/" in said else said)
-        self._await(number + 1)
+        end = time.monotonic() + self.timeout + MARGIN
+        with self.changed:
+            while self.number < self.wanted:
+                self.require_alive(())
+                if time.monotonic() > end:
+                    raise self._late(range(len(self._ends)))
+                self.changed.wait(LOOK)
 
-    def _await(self, number: int) -> None:
-        end = time.monotonic() + self._timeout + MARGIN
-        with self._changed:
-            while self.number < number or self.number < self._wanted:
-                if self._error is not None:
-                    raise type(self._error)(str(self._error))
-                if self._closed or time.monotonic() > end:
-                    raise PeerLost(
-                        f"rank {self._me} lost its connections, and this pipeline was closed ({self._why})"
-                    )
-                self._changed.wait(0.25)
+    def require_alive(self, missing: Sequence[int]) -> None:
+        """Raises PeerLost if one of some processes has ended, or no interface is left by which all are reached."""
+        if self._error is not None:
+            raise type(self._error)(str(self._error))
+        if self._closed:
+            raise PeerLost(f"rank {self._me} lost its connections, and this pipeline was closed ({self._why})")
+        if gone := sorted(self.beats.gone().intersection(missing)):
+            why = f" ({self._why})" if self._why else ""
+            raise PeerLost(f"rank {self._me} lost its connection to rank {gone[0]}, whose process has ended{why}")
 
     # Any thread.
 
-    def _want(self, number: int, why: str) -> None:
-        with self._changed:
-            if number > self._wanted:
-                self._wanted, self._why = number, why or self._why
-                self._changed.notify_all()
-        self._beats.say(self._wanted)
+    def want(self, number: int, why: str) -> None:
+        """Leaves the groups of smaller numbers."""
+        with self.changed:
+            if number > self.wanted:
+                self.wanted, self._why = number, why or self._why
+        self.beats.say(self.wanted)
+        self._tell_here()
 
     def _look(self) -> None:
         """A link changed, or something was heard."""
-        beats = self._beats
-        if beats.heard > self._wanted:
-            self._want(beats.heard, "another rank said so")
-        number = self.number
-        if number >= 0 and number == self._wanted and (down := beats.down()):
+        beats, number = self.beats, self.number
+        if beats.heard > self.wanted:
+            self.want(beats.heard, "another rank said so")
+        if number >= 0 and number == self.wanted and (down := beats.down()):
             if self._place(number) in down:
-                self._want(number + 1, f"{self._interface(number)} reaches not everyone any more")
+                self.want(number + 1, f"{self._interface(number)} reaches not everyone any more")
             elif number == 0 and (places := sorted(self._lines_by & down)):
                 address, _ = self._ends[self._me][places[0]]
-                self._want(1, f"interface {address}, by which NCCL may go, reaches not everyone any more")
-        with self._changed:
-            self._changed.notify_all()
+                self.want(1, f"interface {address}, by which NCCL may go, reaches not everyone any more")
+        self._tell_here()
+
+    def _tell_here(self) -> None:
+        for look in list(self.looks):
+            look()
+        with self.changed:
+            self.changed.notify_all()
 
     def _place(self, number: int) -> int:
         return (self._first + number) % len(self._ends[self._me])
@@ -289,152 +227,138 @@ class Failover:
         """Ends the groups and the heartbeats.
 
         Args:
-            parts: whether to wait, not for long, until all others are about to: one may need this one's part of the
-                last op once more.
+            parts: whether to wait, not for long, until all others are about to: one may not have heard yet what this
+                one told.
         """
         if self._closed:
             return
         if parts and self._error is None:
             self._part()
         self._closed = True
-        with self._changed:
-            self._changed.notify_all()
+        with self.changed:
+            self.changed.notify_all()
         self._thread.join()
-        self._beats.close()
-        for group in self._groups.values():
-            group.group = None
+        self.beats.close()
+        self.groups.clear()
         _open.discard(self)
         # The end of a group waits for its ops, one of which may not know that its connection has ended.
-        ending = threading.Thread(target=self._old.clear, name="penstock-groups-end", daemon=True)
+        ending = threading.Thread(target=self._left.clear, name="penstock-groups-end", daemon=True)
         ending.start()
         ending.join(PARTING)
 
     def _part(self) -> None:
         """Waits, not for long, until every process closes, has ended, or can't go on."""
-        self._beats.tell(f"parts {self._me}", True)
-        end = time.monotonic() + min(PARTING, self._timeout)
+        self.beats.tell(f"parts {self._me}", True)
+        end = time.monotonic() + min(PARTING, self.timeout)
         others = set(range(len(self._ends))) - {self._me}
-        with self._changed:
+        with self.changed:
             while (left := end - time.monotonic()) > 0 and self._error is None:
-                gone = self._beats.gone()
-                if all(each in gone or self._beats.known(f"parts {each}") for each in others):
+                gone = self.beats.gone()
+                if all(each in gone or self.beats.known(f"parts {each}") for each in others):
                     break
-                self._changed.wait(min(left, 0.25))
+                self.changed.wait(min(left, LOOK))
 
     # The thread that changes over.
 
     def _run(self) -> None:
         while True:
-            with self._changed:
-                while self._wanted <= self.number and not self._closed:
-                    self._changed.wait()
+            with self.changed:
+                while self.wanted <= self.number and not self._closed:
+                    self.changed.wait()
             if self._closed:
                 return
             try:
                 self._change()
             except Exception as error:
-                with self._changed:
+                with self.changed:
                     if isinstance(error, RuntimeFailure):
                         self._error = error
                     else:
                         self._error = RuntimeFailure(f"no other interface could be used: {error!r}")
-                    self._changed.notify_all()
+                self._tell_here()
                 return
 
     def _change(self) -> None:
         before, begun = self.number, time.monotonic()
         for give_up in self._lines if before >= 0 else ():
             give_up()
-        states = {name: group.freeze() for name, group in self._groups.items()}
         while not self._closed:
-            number = self._wanted
+            number = self.wanted
             try:
-                self._make(number, states, begun + self._timeout)
+                made = self._make(number, begun + self.timeout)
             except _NewerGroupWanted:
                 continue
             except RuntimeError as error:
                 if isinstance(error, RuntimeFailure):
                     raise
-                if time.monotonic() > begun + self._timeout:
+                if time.monotonic() > begun + self.timeout:
                     raise self._late(range(len(self._ends))) from None
-                self._want(number + 1, "")  # what broke first is told, not this
+                self.want(number + 1, "")  # what broke first is told, not this
                 time.sleep(AGAIN)
                 continue
             break
         else:
             return
-        if before >= 0 and self._notes:
+        if before >= 0 and self._me == 0:
             ours, now = self._interface(before), self._interface(number)
             broke = f"connections by {ours} of rank 0" if now != ours else "a link"
             self.notices.append(
-                f"{broke} broke ({self._why}); what ranks sum and agree on goes by {now} now, and messages by "
-                "delegates: nothing was lost"
+                f"{broke} broke ({self._why}); what ranks send and sum by gloo goes by {now} now, and what was under "
+                "way is repeated: nothing was lost"
             )
-        with self._changed:
-            self.number = number
-            self._changed.notify_all()
-        for wake in self._wakes if before >= 0 else ():
-            wake()
+        with self.changed:
+            self.number, self.groups = number, made
+        self._left += made.values()
+        self._tell_here()
 
-    def _make(self, number: int, states: dict[str, Any], end: float) -> None:
-        """Makes the groups of a number, and has everything go on there.
+    def _make(self, number: int, end: float) -> dict[str, Any]:
+        """Makes the groups of a number.
 
         Raises:
             _NewerGroupWanted, RuntimeError: it can't be; another number may.
             PeerLost, DeadlineExceeded: none can.
         """
-        place, beats = self._place(number), self._beats
-        beats.forget(number)
-        if place in beats.down():
+        beats, everyone = self.beats, range(len(self._ends))
+        for older in range(number):
+            beats.forget(f"{older}/")
+        if self._place(number) in beats.down():
             raise RuntimeError(f"{self._interface(number)} reaches not everyone")
-        device = GlooDevice(self._ends[self._me][place][0])
-        beats.tell(f"{number}/state {self._me}", states)
-        said: dict[int, Any] = {}
-        for process in range(len(self._ends)):
-            said[process] = self._told(f"{number}/state {process}", number, end)
-        made: dict[str, Any] = {}
-        for name in sorted(self._groups):
-            group = self._groups[name]
-            store = self._store(f"{number}/{name}/", number, end)
-            made[name] = device.group(store, group.rank, len(group.members), self._timeout)
-        for name, group in self._groups.items():
-            those = {rank: said[process][name] for rank, process in enumerate(group.members)}
-            self._old.append(made[name])
-            group.adopt(number, made[name], those)
+        device = GlooDevice(self._ends[self._me][self._place(number)][0])
+        beats.tell(f"{number}/here {self._me}", True)
+        for process in everyone:
+            self._told(f"{number}/here {process}", number, end)
+        return {name: self._group(device, f"{number}/{name}/", name, number, end) for name in sorted(self._members)}
 
-    def _store(self, prefix: str, number: int, end: float) -> RelayedStore:
-        """By which the ranks of a group find each other; waits for them as `_told` does."""
-        return RelayedStore(
-            lambda key, value: self._beats.tell(prefix + key, value),
+    def _group(self, device: GlooDevice, prefix: str, name: str, number: int, end: float) -> Any:
+        store = RelayedStore(
+            lambda key, value: self.beats.tell(prefix + key, value),
             lambda key: self._told(prefix + key, number, end),
         )
+        members = self._members[name]
+        return device.group(store, members.index(self._me), len(members), self.timeout)
 
     def _told(self, key: str, number: int, end: float) -> Any:
         """Waits for what some process tells. Raises as `_make`."""
-        with self._changed:
-            while (found := self._beats.known(key)) is None:
-                if self._wanted > number or self._closed:
+        with self.changed:
+            while (found := self.beats.known(key)) is None:
+                if self.wanted > number or self._closed:
                     raise _NewerGroupWanted
+                # Who has said that it is there, and tells nothing of the group that is made then, may have ended.
                 everyone = range(len(self._ends))
-                # Who has said how far it is, and tells nothing of the group that is made then, may have ended since.
-                missing = [p for p in everyone if self._beats.known(f"{number}/state {p}") is None] or [*everyone]
-                if gone := sorted(self._beats.gone().intersection(missing)):
-                    raise PeerLost(
-                        f"rank {self._me} lost its connection to rank {gone[0]}, whose process has ended "
-                        f"({self._why})"
-                    )
-                if self._place(number) in self._beats.down():
+                missing = [p for p in everyone if self.beats.known(f"{number}/here {p}") is None] or everyone
+                self.require_alive(missing)
+                if self._place(number) in self.beats.down():
                     raise RuntimeError(f"{self._interface(number)} reaches not everyone")
                 if time.monotonic() > end:
                     raise self._late(missing)
-                self._changed.wait(0.25)
+                self.changed.wait(LOOK)
         return found
 
     def _late(self, missing: Sequence[int]) -> DeadlineExceeded:
         others = ", ".join(str(process) for process in missing if process != self._me)
-        down = ", ".join(self._ends[self._me][place][0] for place in sorted(self._beats.down())) or "none"
+        down = ", ".join(self._ends[self._me][place][0] for place in sorted(self.beats.down())) or "none"
         return DeadlineExceeded(
-            f"rank {self._me} lost its connections ({self._why}) and waited {self._timeout:g} s for rank {others} to "
+            f"rank {self._me} lost its connections ({self._why}) and waited {self.timeout:g} s for rank {others} to "
             f"go on by another interface; of its own, some rank can't be reached by: {down}"
         )
 
@@ -443,7 +367,7 @@ class _NewerGroupWanted(RuntimeError):
     """Some process wants another number."""
 
 
-def _begins_with(addresses: Sequence[str]) -> int:
+def begins_with(addresses: Sequence[str]) -> int:
     """Which of some addresses gloo uses by what it is told; the last where that is none of them."""
     named = os.environ.get("GLOO_SOCKET_IFNAME", "")
     if named:

@@ -21,13 +21,13 @@ from datetime import timedelta
 from functools import partial
 from queue import Empty
 from time import perf_counter_ns
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from penstock.runtime.errors import DeadlineExceeded, PeerLost, RuntimeFailure
+from penstock.runtime.errors import DeadlineExceeded, RuntimeFailure
 from penstock.runtime.mesh.collective import WeakGroup, explain
 from penstock.runtime.tensors.message import Edge, Payload
 from penstock.runtime.transport.base import SHORTEST_WAIT, CrossingLog, StepMessages, TransferRecord
@@ -65,19 +65,6 @@ MOST_AHEAD = 16
 """Receives posted ahead where a link is so late that more messages than that are under way."""
 
 
-class LeftMessages(NamedTuple):
-    """What a transport leaves to another in the middle of a step.
-
-    Attributes:
-        came: edges whose messages came in and were not reported yet. received: all that came in.
-        sent: messages not known to have been taken, with whom they are for, each channel's in order.
-    """
-
-    came: list[Edge]
-    received: set[Edge]
-    sent: list[tuple[Edge, int, Payload]]
-
-
 class GlooTransport:
     """One rank's end of all its channels.
 
@@ -86,8 +73,8 @@ class GlooTransport:
         tags: the same on all ranks.
         timeout: seconds before a wait ends with DeadlineExceeded.
         lines: by which payloads go from device to device; by host memory and the group where not given.
-        keeps: whether what a step sent is kept until the next begins, when all have taken what they were sent (a
-            step's losses are summed in between): should connections break, it can be sent again in another way.
+        keeps: whether what a step sent is let go when the next begins, by when all have taken what they were sent (a
+            step's losses are summed in between): no wait for that can be broken off where a link is lost.
 
     Attributes:
         rank: whose end this is. inbox: where its threads report.
@@ -181,35 +168,6 @@ class GlooTransport:
             for signature, pool in channel_end.pools.items():
                 if signature not in used:
                     pool.spare.clear()
-
-    def leave(self) -> LeftMessages:
-        """Gives up: the group's connections are broken, and what is left of the step goes in another way.
-
-        Raises:
-            RuntimeFailure: a message came in that was not expected.
-        """
-        self._give_up_lines()
-        self._threads.clear()  # what they wait for does not come this way any more, and gloo ends no wait
-        came: list[Edge] = []
-        while True:
-            try:
-                found = self.inbox.poll()
-            except (PeerLost, DeadlineExceeded):
-                continue  # a thread that waited for what does not come this way any more
-            if found is None:
-                break
-            came += found
-        received = {
-            edge
-            for key, _, messages in self._expected
-            for edge, _ in messages[: self._incoming[key].received if key in self._incoming else 0]
-        }
-        sent = [
-            (one.edge, channel.peer, one.packet.unpack())
-            for channel in self._outgoing.values()
-            for one in list(channel.under_way)[max(0, channel.taken - channel.released) :]
-        ]
-        return LeftMessages(came, received, sent)
 
     # Sending.
 
@@ -358,15 +316,6 @@ class GlooTransport:
     def wake(self) -> None:
         """Ends this rank's wait, or the next one, in a step whose arrivals are reported; any thread may call it."""
         self.inbox.put(list)
-
-    def end_waits(self) -> None:
-        """Ends this rank's waits for what does not come this way any more; any thread may call it."""
-        self._give_up_lines()
-        self.wake()
-
-    def _give_up_lines(self) -> None:
-        if self._lines is not None:
-            self._lines.give_up()
 
     def take(self, edge: Edge) -> Payload:
         if self._window and edge.slot == 0 and (room := self._channels[edge].room) is not None:

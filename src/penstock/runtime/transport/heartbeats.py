@@ -111,14 +111,12 @@ class Heartbeats:
         self._wake()
         self._changed()
 
-    def forget(self, before: int) -> None:
-        """What was told under keys that begin with a smaller number, as in "3/state 1", is of no use any more."""
+    def forget(self, beginning: str) -> None:
+        """What was told under keys that begin so is of no use any more."""
         with self._lock:
             for known in (self._told, self._known):
-                for key in list(known):
-                    number = key.partition("/")[0]
-                    if number.isdecimal() and int(number) < before:
-                        del known[key]
+                for key in [key for key in known if key.startswith(beginning)]:
+                    del known[key]
 
     def known(self, key: str) -> Any | None:
         """What was told under a key, by whomever; None where nothing has come yet."""

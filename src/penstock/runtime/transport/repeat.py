@@ -1,0 +1,401 @@
+"""A step in which a link was lost is repeated by all processes, over the groups that there are then.
+
+    rank 0 | attempt 0: F0 F1 F2    X lost ->|                 | attempt 1: F0 F1 F2 B0 ...
+    rank 1 | attempt 0: F0 F1 B0 B1   told ->|   vote: lost    | attempt 1: F0 F1 B0 B1 ...
+    rank 2 | attempt 0: F0 F1 B0 B1 ...      |                 | attempt 1: ...
+
+Whoever notices that a link was lost tells all others, and raises LinkLost, which unwinds the attempt. Every wait of
+the others looks for that. All processes then vote. The vote goes by heartbeats over every interface, as all else does
+that is small, and so is never lost: either all have the whole attempt, or all begin another. What a process told in
+an attempt has the attempt's number, so nothing of one is taken for another's.
+
+Between attempts, what is small goes the same way, and what is large is an attempt of its own, see
+`GuardedGroup.repeated`.
+"""
+
+from __future__ import annotations
+
+import secrets
+import socket
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from datetime import timedelta
+from typing import Any, TypeVar
+
+import torch.distributed as dist
+from torch import Tensor
+
+from penstock.runtime.errors import DeadlineExceeded, LinkLost, PeerLost, RuntimeFailure
+from penstock.runtime.mesh.collective import is_late, is_of_a_group
+from penstock.runtime.mesh.interfaces import listen, local_addresses, named
+from penstock.runtime.mesh.peers import GroupPeers, MeshPeers
+from penstock.runtime.mesh.process_mesh import ProcessMesh
+from penstock.runtime.tensors.message import Edge, Payload
+from penstock.runtime.transport.base import StepMessages, Transport
+from penstock.runtime.transport.failover import LOOK, Failover, begins_with
+
+R = TypeVar("R")
+MOST_ATTEMPTS = 16
+"""Links that come and go all the time are no links."""
+KEPT = 16
+"""Gathers of a group of which it is remembered what was told: more than are ever under way."""
+
+
+class Attempts:
+    """What this process tries together with others, again where a link was lost.
+
+    Args:
+        me: this process's number.
+
+    Attributes:
+        failover: what changes over. number: of the groups by which the attempt goes.
+        num_repeats: attempts that were given up.
+    """
+
+    def __init__(self, failover: Failover, me: int) -> None:
+        self.failover, self._me = failover, me
+        self.number = self.num_repeats = 0
+        self._groups: dict[str, Any] = {}
+        self._members: Sequence[int] = ()
+        self._name = ""
+        """Of the attempt; empty between attempts."""
+        self._is_voting = self._is_lost = False
+        self._num_gathers: Counter[str] = Counter()
+        self._num_attempts: Counter[str] = Counter()
+        failover.looks.append(self._look)
+
+    def repeated(self, group: GuardedGroup, once: Callable[[bool], R], most: int = MOST_ATTEMPTS) -> R:
+        """Does something until no process of a group has lost a link meanwhile.
+
+        Args:
+            once: raises LinkLost in every process or in none. It is told whether it does it again.
+
+        Raises:
+            PeerLost: links were lost in as many attempts as there may be.
+        """
+        if self._name:
+            return once(False)
+        for attempt in range(most):
+            self._begin(group)
+            try:
+                return once(attempt > 0)
+            except LinkLost as error:
+                lost = error
+                self.num_repeats += 1
+                known = [self.failover.beats.known(f"{self._name} lost {process}") for process in group.members]
+                self.failover.want(max([each + 1 for each in known if each is not None], default=0), "")
+            finally:
+                self._name, self._is_voting, self._is_lost = "", False, False
+        raise PeerLost(str(lost)) from None
+
+    def _begin(self, group: GuardedGroup) -> None:
+        self.failover.await_newest()
+        self._num_attempts[group.name] += 1
+        number = self._num_attempts[group.name]
+        # Who begins this attempt has heard the vote of the one before, so that all have ended the one before that.
+        self.failover.beats.forget(f"{group.name}#{number - 2} ")
+        for told in [key for key in self._num_gathers if "#" in key]:
+            del self._num_gathers[told]
+        with self.failover.changed:
+            self.number, self._groups = self.failover.number, self.failover.groups
+            self._members, self._name = group.members, f"{group.name}#{number}"
+        self._look()
+
+    @property
+    def is_within(self) -> bool:
+        """Whether an attempt is under way."""
+        return bool(self._name)
+
+    def vote(self) -> None:
+        """This process has ended its part of an attempt, or given it up, and tells the others."""
+        self._is_voting = True
+
+    def _look(self) -> None:
+        """Whether another process has given up the attempt."""
+        with self.failover.changed:
+            if self._name and not self._is_lost:
+                known = self.failover.beats.known
+                self._is_lost = any(known(f"{self._name} lost {process}") is not None for process in self._members)
+
+    def is_broken(self, by_group: bool) -> bool:
+        """Whether a wait in the attempt is in vain.
+
+        Args:
+            by_group: whether it is for what goes by the groups, which ranks may be about to leave.
+        """
+        if not self._name or self._is_voting:
+            return False
+        return self._is_lost or (by_group and self.failover.wanted > self.number)
+
+    def require_links(self, by_group: bool) -> None:
+        """Raises LinkLost where a wait in the attempt is in vain."""
+        if self.is_broken(by_group):
+            raise self.lost("another rank said so")
+
+    def lost(self, error: object) -> PeerLost:
+        """The error to raise where a link was lost, which all others then raise too."""
+        why = str(error).partition("\n")[0]
+        failover = self.failover
+        if not self._name or self._is_voting:
+            failover.want(failover.number + 1, why)
+            return PeerLost(
+                f"rank {self._me} lost a link between two steps ({why}); start again from the newest checkpoint"
+            )
+        failover.want(self.number + 1, "connections ended" if "/gloo/" in why else why)
+        if not self._is_lost:
+            failover.beats.tell(f"{self._name} lost {self._me}", self.number)
+        return LinkLost(f"rank {self._me} lost a link ({why})")
+
+    def group(self, name: str) -> Any:
+        """The group by which the attempt goes; between attempts the newest."""
+        return (self._groups if self._name else self.failover.groups)[name]
+
+    def begin_gather(self, group: GuardedGroup, data: bytes) -> Callable[[float], list[bytes]]:
+        """See `Guard`."""
+        beats = self.failover.beats
+        stage = f"{self._name}{' vote' if self._is_voting else ''} " if self._name else ""
+        name = f"{stage}{group.name}|"
+        self._num_gathers[name] += 1
+        number = self._num_gathers[name]
+        beats.forget(f"{name}{number - KEPT} ")
+        beats.tell(f"{name}{number} {self._me}", data.hex())
+
+        def told(timeout: float) -> list[bytes]:
+            end = time.monotonic() + timeout
+            return [bytes.fromhex(self._heard(f"{name}{number} {each}", each, end)) for each in group.members]
+
+        return told
+
+    def _heard(self, key: str, process: int, end: float) -> str:
+        failover = self.failover
+        with failover.changed:
+            while (found := failover.beats.known(key)) is None:
+                if self.is_broken(by_group=False):
+                    break
+                failover.require_alive([process])
+                if time.monotonic() > end:
+                    raise RuntimeError(f"timed out as process {process} told nothing")
+                failover.changed.wait(LOOK)
+        self.require_links(by_group=False)
+        return str(found)
+
+
+class GuardedGroup:
+    """A group of processes whose ops are part of an attempt. See `Guard` of `mesh/peers.py`.
+
+    Args:
+        members: its processes, by their numbers in the mesh.
+    """
+
+    def __init__(self, attempts: Attempts, name: str, members: Sequence[int]) -> None:
+        self.attempts, self.name, self.members = attempts, name, tuple(members)
+
+    @property
+    def group(self) -> Any:
+        return self.attempts.group(self.name)
+
+    def start(self, op: Callable[..., Any], *given: Any) -> GuardedWork:
+        self.attempts.require_links(by_group=True)
+        try:
+            return GuardedWork(self.attempts, op(self.group, *given))
+        except RuntimeError as error:
+            raise self.attempts.lost(error) from None
+
+    def begin_gather(self, data: bytes) -> Callable[[float], list[bytes]]:
+        return self.attempts.begin_gather(self, data)
+
+    def repeated(self, once: Callable[[], R]) -> R:
+        if self.attempts.is_within:
+            return once()
+
+        def attempt(is_again: bool) -> R:
+            found: R
+            try:
+                found, is_whole = once(), True
+            except LinkLost:
+                is_whole = False
+            self.attempts.vote()
+            told = self.begin_gather(bytes([is_whole]))(self.attempts.failover.timeout)
+            if not all(each[0] for each in told):
+                raise LinkLost("a link between ranks was lost")
+            return found
+
+        return self.attempts.repeated(self, attempt)
+
+    def send(self, tensor: Tensor, target: int, limit: timedelta) -> None:
+        self._watched(lambda group: group.send([tensor], target, 0).wait(limit))
+
+    def receive(self, tensor: Tensor, source: int, limit: timedelta) -> None:
+        self._watched(lambda group: group.recv([tensor], source, 0).wait(limit))
+
+    def _watched(self, once: Callable[[Any], object]) -> None:
+        """Does something with the group until it is done or a link is lost: gloo does not end a wait for a message
+        whose connection ended in its middle.
+        """
+        attempts, ended, group = self.attempts, list[RuntimeError | None](), self.group
+
+        def run() -> None:
+            try:
+                once(group)
+                ended.append(None)
+            except RuntimeError as error:
+                ended.append(error)
+
+        thread = threading.Thread(target=run, name="penstock-shares", daemon=True)
+        attempts.require_links(by_group=True)
+        thread.start()
+        while thread.is_alive():
+            thread.join(LOOK)
+            attempts.require_links(by_group=True)
+        if (error := ended[0]) is not None:
+            raise error if is_late(error) or not is_of_a_group(error) else attempts.lost(error)
+
+
+class GuardedWork:
+    """An op of a group that is under way."""
+
+    def __init__(self, attempts: Attempts, work: Any) -> None:
+        self._attempts, self._work = attempts, work
+
+    def wait(self, limit: timedelta) -> None:
+        """Waits until it is done here. Raises LinkLost; RuntimeError where it was not for so long."""
+        end = time.monotonic() + limit.total_seconds()
+        while True:
+            self._attempts.require_links(by_group=True)
+            left = end - time.monotonic()
+            try:
+                self._work.wait(timedelta(seconds=max(0.001, min(LOOK, left))))
+                return
+            except RuntimeError as error:
+                if is_late(error) and left > LOOK:
+                    continue
+                if is_late(error) or not is_of_a_group(error):
+                    raise
+                raise self._attempts.lost(error) from None
+
+
+class GuardedTransport:
+    """A transport whose waits end where the attempt is given up. All its arrivals are reported as they come.
+
+    Args:
+        inner: the transport that carries. by_group: whether it does so by the group.
+    """
+
+    def __init__(self, inner: Transport, attempts: Attempts, by_group: bool) -> None:
+        self.inner, self._attempts, self._by_group = inner, attempts, by_group
+        self.rank = inner.rank
+        self._number = attempts.number if attempts.is_within else attempts.failover.number
+        self.take, self.wake, self.crossings = inner.take, inner.wake, inner.crossings
+        attempts.failover.looks.append(self._look)
+
+    @property
+    def is_stale(self) -> bool:
+        """Whether the attempt goes by another group than this."""
+        return self._by_group and self._attempts.number != self._number
+
+    def begin(self, step: StepMessages) -> None:
+        self._guarded(lambda: self.inner.begin(replace(step, threaded=True)))
+
+    def send(self, edge: Edge, target: int, payload: Payload) -> bool:
+        return self._guarded(lambda: self.inner.send(edge, target, payload))
+
+    def arrivals(self) -> list[Edge]:
+        return self._guarded(self.inner.arrivals)
+
+    def wait(self, awaited: Sequence[Edge], who: Callable[[], str], until: int | None = None) -> list[Edge]:
+        came = self._guarded(lambda: self.inner.wait(awaited, who, until))
+        self._attempts.require_links(self._by_group)
+        return came
+
+    def end(self) -> None:
+        self._guarded(self.inner.end)
+
+    def close(self) -> None:
+        if self._look in self._attempts.failover.looks:
+            self._attempts.failover.looks.remove(self._look)
+        self.inner.close()
+
+    def _guarded(self, call: Callable[[], R]) -> R:
+        self._attempts.require_links(self._by_group)
+        try:
+            return call()
+        except (PeerLost, DeadlineExceeded) as error:
+            is_link = isinstance(error, PeerLost) and self._by_group
+            if not is_link and not self._attempts.is_broken(self._by_group):
+                raise
+            raise self._attempts.lost(error) from None
+
+    def _look(self) -> None:
+        """Ends the rank's wait where it is in vain; any thread."""
+        if self._attempts.is_broken(self._by_group):
+            self.inner.wake()
+
+
+def guard(mesh: ProcessMesh, interfaces: Sequence[str] | None, timeout: float) -> Attempts | None:
+    """Has a step outlive the loss of an interface, where every process is told of at least two (see
+    `local_addresses`). Every process must call it.
+
+    Returns:
+        None where some process knows of one interface alone.
+
+    Raises:
+        RuntimeFailure: an interface that is not there; on all processes alike.
+    """
+    everyone = mesh.everyone
+    if not isinstance(everyone, GroupPeers):
+        return None
+    listeners: list[socket.socket] = []
+    refused = ""
+    try:
+        for address in local_addresses(interfaces) if len(named(interfaces)) > 1 else ():
+            listeners.append(listen(0, address))
+    except (RuntimeFailure, OSError) as error:
+        refused = f"rank {everyone.here[0]} can't use the interfaces it was told of: {error}"
+    ends = [one.getsockname()[:2] for one in listeners]
+    gathered = everyone.gather((refused, ends, secrets.token_hex(16), begins_with([address for address, _ in ends])))
+    num = min(len(each) for _, each, _, _ in gathered)
+    errors = [error for error, *_ in gathered if error]
+    for one in listeners if errors or num < 2 else listeners[num:]:
+        one.close()
+    if errors:
+        raise RuntimeFailure(errors[0])
+    if num < 2:
+        return None
+    _, _, key, first = gathered[0]
+    guarded = _guarded_peers(mesh)
+    failover = Failover(
+        everyone.here[0],
+        listeners[:num],
+        [each[:num] for _, each, _, _ in gathered],
+        key,
+        min(first, num - 1),
+        {name: members for _, name, members in guarded},
+        timeout,
+    )
+    attempts = Attempts(failover, everyone.here[0])
+    for peers, name, members in guarded:
+        peers.guard = GuardedGroup(attempts, name, members)
+    return attempts
+
+
+def _guarded_peers(mesh: ProcessMesh) -> list[tuple[GroupPeers, str, list[int]]]:
+    """All sets of processes here that tell one another something, their names and members."""
+    assert isinstance(mesh.everyone, GroupPeers)
+    place = {process: number for number, process in enumerate(dist.get_process_group_ranks(mesh.everyone.group))}
+    along = mesh.everyone.along if isinstance(mesh.everyone, MeshPeers) else ()
+    kinds: dict[str, Sequence[Any]] = {
+        "pipeline": [mesh.pipeline],
+        "replicas": [mesh.replicas],
+        "everyone": [mesh.everyone],
+        "along": along,
+    }
+    found: dict[int, tuple[GroupPeers, str, list[int]]] = {}
+    for kind, several in kinds.items():
+        for peers in several:
+            if isinstance(peers, GroupPeers) and id(peers) not in found:
+                members = [place[process] for process in dist.get_process_group_ranks(peers.group)]
+                found[id(peers)] = peers, f"{kind} {' '.join(map(str, members))}", members
+    return list(found.values())
