@@ -318,11 +318,10 @@ def offloads(schedule: Schedule, given: Collection[str]) -> bool:
         RuntimeFailure: only one of the two kinds, or ops of them for a stage that several ranks share.
     """
     kinds = {each.kind for each in schedule.stage_graph.registered} if schedule.stage_graph else set()
-    if not {OFFLOAD, RELOAD} <= kinds or {OFFLOAD, RELOAD} & set(given):
+    both = {OFFLOAD, RELOAD}
+    if not both <= kinds or both & set(given):
         return False
-    moves = {
-        (op.kind, op.stage, op.microbatch) for row in schedule.order for op in row if op.kind in (OFFLOAD, RELOAD)
-    }
+    moves = {(op.kind, op.stage, op.microbatch) for row in schedule.order for op in row if op.kind in both}
     shared = {stage for stage, _ in schedule.placement.shared}
     for stage, m in sorted({(stage, m) for _, stage, m in moves}):
         has_both = {(OFFLOAD, stage, m), (RELOAD, stage, m)} <= moves

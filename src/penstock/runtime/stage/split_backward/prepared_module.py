@@ -123,7 +123,8 @@ class PreparedModule:
             and (type(x) is Tensor or type(x) is Parameter)
             and weight.requires_grad
         ):
-            if self._may_wait(tape, x, weight):
+            part = weight if type(weight) is Parameter else local(weight)
+            if self._may_wait(tape, x, part):
                 try:
                     y = self._deferred(tape, x, weight, bias)
                     if y is not None:
@@ -136,7 +137,7 @@ class PreparedModule:
                     pass
                 self.reason = UNKNOWN
             if tape.records:
-                self.stage.work.at_once[self] += rule.work(x, local(weight))
+                self.stage.work.at_once[self] += rule.work(x, part)
         return rule.plain(module, x)
 
     def _may_wait(self, tape: Tape, x: Tensor, weight: Tensor) -> bool:
@@ -145,7 +146,7 @@ class PreparedModule:
         if known is not None:
             return known
         if not (self._is_worth_it or tape.defer_small):
-            self._is_worth_it = self.rule.work(x, local(weight)) >= MERGE_WORK
+            self._is_worth_it = self.rule.work(x, weight) >= MERGE_WORK
             self.reason = TOO_SMALL
         return tape.choose(self, self._is_worth_it or tape.defer_small)
 
@@ -153,7 +154,7 @@ class PreparedModule:
         """The op, as one whose weight gradients may wait; None where its rule is not for these types."""
         rule, w, b = self.rule, weight, bias
         casts: tuple[Any, Any] = (None, None)
-        is_turned = False
+        is_turned = rule.turns and type(weight) is Parameter
         if rule.pads:
             x = rule.pad(x)
         is_cast = rule.autocasts and torch.is_autocast_enabled(x.device.type)
@@ -165,7 +166,6 @@ class PreparedModule:
                 casts = None if w is weight else w.grad_fn, None if b is bias or b is None else b.grad_fn
             if not rule.takes(x, w, b):
                 return None
-            is_turned = rule.turns
             if is_turned:
                 w = w.t()
         y: Tensor = run_deferred(x, w, b, ModuleCall(self, tape, weight, bias, casts, is_turned))

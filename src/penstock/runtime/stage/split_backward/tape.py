@@ -332,7 +332,8 @@ class Tape:
         self._phase = Phase.DONE
         for stage in self._stages:
             stage.done(self)
-        self._compute()
+        if self._held:
+            self._compute()
 
     def holds(self, parameters: Collection[int]) -> bool:
         """Whether a gradient of one of these parameters, by id, waits."""
