@@ -17,7 +17,7 @@ import pytest
 import torch
 
 import penstock as ps
-from link_runs import INTERFACES, TIMEOUT, LinkCase, lines_over_gloo, trainings
+from link_runs import INTERFACES, TIMEOUT, LinkCase, cutting, lines_over_gloo, trainings
 from processes import Outcome, appears, run_ranks
 from tiers import NIGHTLY
 from waiting import wait_until
@@ -200,6 +200,33 @@ def test_nodes_of_one_pipeline_stay_where_they_are_after_an_interface_was_lost()
     assert (losses, refused) == other
     assert losses[0] > losses[1]
     assert "nodes can't change places any more" in refused
+
+
+def updates_in_its_order(rank: int) -> tuple[str, str]:
+    """A step whose updates are ops, in which a link is lost; and what the next step says."""
+    os.environ["PENSTOCK_INTERFACES"] = INTERFACES
+    stages: list[torch.nn.Module] = [torch.nn.Linear(4, 4), torch.nn.Linear(4, 1)]
+    schedule = ps.build("pipedream", 2, 4, window=1)
+    assert schedule.updates is not None
+    x, said = torch.ones(8, 4), []
+    with ps.Pipeline(
+        stages, schedule, loss_fn=torch.nn.MSELoss(), optimizer=torch.optim.SGD, transport="gloo", timeout=TIMEOUT
+    ) as pipe:
+        pipe.step(x, x[:, :1])
+        with cutting(rank, pipe, [(1, "receiving", 2, False)]):
+            for _ in range(2):
+                with pytest.raises(ps.RuntimeFailure) as caught:
+                    pipe.step(x, x[:, :1])
+                said.append(str(caught.value))
+    return said[0], said[1]
+
+
+def test_a_step_whose_updates_are_ops_goes_on_from_a_checkpoint() -> None:
+    outcomes = run_ranks(2, updates_in_its_order)
+    assert [o.code for o in outcomes] == [0, 0], outcomes[0].text + outcomes[1].text
+    for first, second in (o.value for o in outcomes):
+        assert "lost a link in the step, and it can't be repeated; go on from the newest checkpoint" in first
+        assert "go on from a checkpoint with load(...)" in second
 
 
 def killed(rank: int, folder: str) -> str:

@@ -89,7 +89,8 @@ class Attempts:
                 self.failover.want(max([each + 1 for each in known if each is not None], default=0), "")
             finally:
                 self._name, self._is_voting, self._is_lost = "", False, False
-        raise PeerLost(str(lost)) from None
+        tried = "it can't be repeated" if most == 1 else f"so it was in each of {most} attempts"
+        raise PeerLost(f"{lost}, and {tried}; go on from the newest checkpoint") from None
 
     def _begin(self, group: GuardedGroup) -> None:
         self.failover.await_newest()
