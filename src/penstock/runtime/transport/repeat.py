@@ -387,16 +387,10 @@ def _guarded_peers(mesh: ProcessMesh) -> list[tuple[GroupPeers, str, list[int]]]
     assert isinstance(mesh.everyone, GroupPeers)
     place = {process: number for number, process in enumerate(dist.get_process_group_ranks(mesh.everyone.group))}
     along = mesh.everyone.along if isinstance(mesh.everyone, MeshPeers) else ()
-    kinds: dict[str, Sequence[Any]] = {
-        "pipeline": [mesh.pipeline],
-        "replicas": [mesh.replicas],
-        "everyone": [mesh.everyone],
-        "along": along,
-    }
+    kinds = [("pipeline", mesh.pipeline), ("replicas", mesh.replicas), ("everyone", mesh.everyone)]
     found: dict[int, tuple[GroupPeers, str, list[int]]] = {}
-    for kind, several in kinds.items():
-        for peers in several:
-            if isinstance(peers, GroupPeers) and id(peers) not in found:
-                members = [place[process] for process in dist.get_process_group_ranks(peers.group)]
-                found[id(peers)] = peers, f"{kind} {' '.join(map(str, members))}", members
+    for kind, peers in [*kinds, *(("along", each) for each in along)]:
+        if isinstance(peers, GroupPeers) and id(peers) not in found:
+            members = [place[process] for process in dist.get_process_group_ranks(peers.group)]
+            found[id(peers)] = peers, f"{kind} {' '.join(map(str, members))}", members
     return list(found.values())
