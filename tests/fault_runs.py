@@ -97,12 +97,12 @@ def points() -> list[Fault]:
             ("penstock.runtime.transport.delegate.transport:DelegateTransport.close", (1,)),
         ),
         "handing over": (
-            ("penstock.runtime.pipeline:device_mesh_of", (1, 2)),
-            ("penstock.runtime.pipeline:Pipeline._require_movable", (1, 2)),
-            ("penstock.runtime.pipeline:hand_over", (1, 2)),
+            ("penstock.runtime.node_moves:device_mesh_of", (1, 2)),
+            ("penstock.runtime.node_moves:_require_movable", (1, 2)),
+            ("penstock.runtime.node_moves:hand_over", (1, 2)),
             ("penstock.runtime.checkpoint.state_transfer:sendings", (1,)),
             ("penstock.runtime.checkpoint.state_transfer:_exchange", (1, 2)),
-            ("penstock.runtime.pipeline:end_groups", (1, 2)),
+            ("penstock.runtime.node_moves:end_groups", (1, 2)),
         ),
     }
     return [
