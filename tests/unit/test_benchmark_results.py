@@ -285,7 +285,7 @@ def test_the_index_has_every_folder_with_the_figures_of_its_results(monkeypatch:
 
 
 NOT_RECORDED = {
-    "analyze": "results", "compatibility": "gpu", "delegate": "results stream",
+    "analyze": "results", "compatibility": "gpu", "delegate": "results",
     "dispatch": "emulated", "emulated": "processes-stretch-2 threads-stretch-2 threads",
     "engine": "results", "faults": "mptcp results", "fuzz": "gpu planted-before",
     "gaps": "optimum results", "head_of_line": "threads", "lab": "interface links others store",
