@@ -83,8 +83,3 @@ def test_checkpoints_do_not_ask_for_the_option(tmp_path: Path) -> None:
 def test_updates_as_ops_refuse_it_with_the_reason() -> None:
     with pytest.raises(RuntimeFailure, match=r"skip_not_finite.*each stage as soon as its own gradients"):
         pipeline("amdp", window=2)
-
-
-def test_another_type_is_refused() -> None:
-    with pytest.raises(RuntimeFailure, match=r"skip_not_finite is 'yes'.*True or False"):
-        ps.PrecisionOptions(skip_not_finite="yes")  # type: ignore[arg-type]

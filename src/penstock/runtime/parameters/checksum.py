@@ -59,7 +59,8 @@ class HolderChecksums:
         self._rates: tuple[float, ...] = ()
         self._num_steps = 0
         copies = mesh.num_replicas * mesh.num_shards * model.placement.num_pipelines
-        self._is_needed = copies > 1 or bool(model.ties or model.placement.shared)
+        has_holders = copies > 1 or bool(model.ties or model.placement.shared)
+        self._is_needed = has_holders and isinstance(mesh.everyone, GroupPeers)
         self._held = _held_parameters(model, mesh, sharding)
         self._trained: Facts = {}
         self._digest = 0
