@@ -146,9 +146,7 @@ class HolderChecksums:
         """Which parameters are trained, of which types, and by which options."""
         optimizer, rank = self._optimizer(), self._mesh.pipeline.here[0]
         options = [] if optimizer is None else [_options_of(group) for group in optimizer.param_groups]
-        facts: Facts = {
-            (one.subject, None): (one.parameter.requires_grad, str(one.parameter.dtype)) for one in self._held
-        }
+        facts: Facts = {(name, None): (p.requires_grad, str(p.dtype)) for name, p, _ in self._held}
         return {**facts, ("the optimizer", rank): options, ("rates= of the step", rank): self._rates}
 
     def _values(self, fact: Callable[[Tensor], object]) -> Facts:
