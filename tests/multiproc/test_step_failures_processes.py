@@ -190,7 +190,7 @@ SAID = {
     "autocast": "step() was called under torch.autocast, which",
     "autocast of an evaluation": "evaluate() was called under torch.autocast, which",
     "inference mode": "step() was called under torch.inference_mode()",
-    "a type": "parameter 1.weight of stage 1 is torch.float16 now",
+    "a type": "stage 1 was given torch.float32, and its parameters are torch.float16",
 }
 
 
