@@ -68,10 +68,10 @@ class DelegateInbox:
     """What came in for one rank and was not taken.
 
     Args:
-        counters: where it counts messages. takes_over: see `DelegateTransport`.
+        counters: where it counts messages.
     """
 
-    def __init__(self, delegate: DelegateProcess, counters: Counters, takes_over: bool = False) -> None:
+    def __init__(self, delegate: DelegateProcess, counters: Counters) -> None:
         self._delegate, self._counters = delegate, counters
         self._step, self._digest = 0, 0
         self._edges: dict[tuple[int, int], Edge] = {}  # (sender, tag) -> what is yet to come in this step
@@ -81,8 +81,6 @@ class DelegateInbox:
         self._lent = 0
         self._returned: deque[Descriptor] = deque()
         self.crossings = CrossingLog()
-        self._takes_over, self._taken_over = takes_over, -1
-        """The step that began in another way: what of it, and of those before, is not expected came in that way."""
 
     def begin(self, step: int, digest: int, expected: Sequence[ExpectedMessages]) -> list[Edge]:
         """A step begins; returns what of it came before it began here.
@@ -90,17 +88,8 @@ class DelegateInbox:
         Raises:
             RuntimeFailure: what came is not of this step.
         """
-        self._step, self._digest, self._edges = step, digest, {}
-        return self._expect(expected)
-
-    def begin_within(self, step: int, digest: int, expected: Sequence[ExpectedMessages]) -> list[Edge]:
-        """A step that began in another way goes on by delegates; returns as `begin`."""
-        self._step, self._digest, self._taken_over = step, digest, step
-        return self._expect(expected)
-
-    def _expect(self, expected: Sequence[ExpectedMessages]) -> list[Edge]:
-        """Messages are to come; returns those that did already."""
-        self._edges |= {(one.peer, tag): edge for one in expected for edge, tag in one.messages}
+        self._step, self._digest = step, digest
+        self._edges = {(one.peer, tag): edge for one in expected for edge, tag in one.messages}
         for one in expected:
             self.connect(one.peer)
         early, self._early = self._early, []
@@ -124,14 +113,6 @@ class DelegateInbox:
         if note.step > self._step:
             self._early.append(note)
             return None
-        if self._takes_over and (note.step < self._step or (source, note.tag) not in self._edges):
-            if note.step <= self._taken_over:
-                self._counters.doubled += 1
-                self.free(note)
-                return None
-            if note.step == self._step:  # its sender goes on by delegates already
-                self._early.append(note)
-                return None
         edge = self._edges.pop((source, note.tag), None)
         if edge is None or note.step != self._step or note.digest != self._digest:
             raise RuntimeFailure(why_unexpected(self._delegate.rank, self._step, source, note.step, note.tag, edge))

@@ -65,7 +65,6 @@ class DelegateTransport:
         num_lanes: TCP connections to each other rank, which share the chunks of its messages; the same on all ranks.
         host_memory: bytes that messages may take on their way out, and as many when they came in.
         device: where payloads that came in are to lie.
-        takes_over: whether a step may go on here that another transport began, see `begin_within`.
 
     Raises:
         RuntimeFailure: an interface that is not of this host, too few descriptors or processes, numbers that make no
@@ -84,7 +83,6 @@ class DelegateTransport:
         num_lanes: int = NUM_LANES,
         host_memory: int = HOST_MEMORY,
         device: torch.device | str = "cpu",
-        takes_over: bool = False,
     ) -> None:
         if not hasattr(os, "eventfd"):
             raise RuntimeFailure("delegates need Linux; use transport='host'")
@@ -111,7 +109,7 @@ class DelegateTransport:
             os.close(self._waker)
             raise
         self._outbox = Outbox(self._delegate)
-        self._inbox = DelegateInbox(self._delegate, self.counters, takes_over)
+        self._inbox = DelegateInbox(self._delegate, self.counters)
         self._health = ConnectionHealth(rank, self._delegate.addresses, self.counters)
         self._specs = SpecCache()
         self._step = self._digest = 0
@@ -145,20 +143,6 @@ class DelegateTransport:
             self._delegate.pin()
             self._listen()
             self._arrived = self._inbox.begin(self._step, self._digest, step.expected)
-
-    def skip(self) -> None:
-        """A step begins in which this transport carries nothing, unless `begin_within` says otherwise."""
-        self._step += 1
-
-    def begin_within(self, step: StepMessages) -> None:
-        """The step that began goes on here: `expected` is still to come too. What else there is of it, or of steps
-        before, has come in another way, and is dropped where it comes once more.
-        """
-        self._digest, self._signatures = step.digest & 0xFFFFFFFF, step.signatures
-        with self._lock:
-            self._delegate.pin()
-            self._listen()
-            self._arrived += self._inbox.begin_within(self._step, self._digest, step.expected)
 
     def end(self) -> None:
         """Ends a step. What was sent goes on its way: its slots are kept until it is there."""
