@@ -112,7 +112,7 @@ def train(
             "steps": steps,
             "losses": losses,
             "crossings": [list(each) for each in crossings],
-            "counters": asdict(transport.counters),
+            "counters": pipe._local.choice.counters(transport),
             "notices": pipe.notices,
         }
     finally:

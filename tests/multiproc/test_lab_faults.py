@@ -48,7 +48,7 @@ def test_where_no_way_is_left_each_rank_says_so_and_ends() -> None:
             training.hear(0, "equal")
         said = {host: [line for line in lines if "penstock:" in line] for host, lines in training.errors.items()}
         assert [len(lines) for lines in said.values()] == [1, 1], said
-        assert "rank 0 failed: DeadlineExceeded: nothing came in for 15 s" in said[0][0]
-        assert "no connection" in said[0][0]
-        assert "the interface went down" in said[1][0]
+        for rank, (line,) in said.items():
+            assert f"rank {rank} failed: DeadlineExceeded" in line
+            assert "15 s" in line
     assert left_of(name) == []
