@@ -88,17 +88,15 @@ def test_a_run_that_adapts_leaves_such_a_step_out_of_what_it_measures() -> None:
 
 
 @pytest.mark.parametrize(
-    ("schedule", "why"),
-    [
-        (partial(ps.build, "pipedream", 2, 4, window=1), "pipedream has its updates in the order"),
-        (lambda: ps.passes.add_reductions(ps.build("1f1b", 2, 4)), "1f1b has ops of kind REDUCE, which were placed"),
-    ],
+    "schedule",
+    [partial(ps.build, "pipedream", 2, 4, window=1), lambda: ps.passes.add_reductions(ps.build("1f1b", 2, 4))],
 )
-def test_schedules_that_always_run_all_their_microbatches_say_why(schedule: Any, why: str) -> None:
+def test_schedules_that_always_run_all_their_microbatches_say_why(schedule: Any) -> None:
     made = schedule()
     ops: Any = {"REDUCE": lambda call: None} if made.graph.registered else None
     with ps.Pipeline(model(2), made, loss_fn=MSE, optimizer=torch.optim.SGD, ops=ops) as pipe:
         x = torch.randn(3, 8)
+        why = f"{made.name} has .* updates or other ops that were placed for all its microbatches"
         with pytest.raises(
             ps.RuntimeFailure, match=rf"3 samples can't be cut into 4 microbatches, nor into fewer: {why}.*drop_last"
         ):
