@@ -108,6 +108,31 @@ def test_batch_norms_are_told_as_what_they_are() -> None:
     assert "batch norms (1) in evaluation mode" in whole.found
 
 
+def test_batch_norms_without_running_statistics_are_left_out() -> None:
+    """They normalise by the batch in evaluation mode too, so this was told as a mistake."""
+    pipe = piped(row(nn.BatchNorm1d(D, track_running_stats=False), ranks=2), 2)
+    whole = pipe.verify(*batch()).comparisons[3]
+    assert whole.outcome == "not compared"
+    assert "batch norms (1) without running statistics" in whole.found
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_inputs_that_a_layer_changes_in_place_and_targets_stay_as_they_were(ranks: int) -> None:
+    class Shifts(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x.sub_(0.5).mul_(2))
+
+    x, y = batch()
+    before, labels, model = x.clone(), y.clone(), row(ranks=ranks)
+    model.insert(0, Shifts(D, D))
+    pipe = ps.Pipeline(
+        model, ps.build("1f1b", ranks, M), loss_fn=lambda o, t: nn.functional.mse_loss(o, t.clamp_(-0.1, 0.1))
+    )
+    assert pipe.verify(x, y).holds
+    assert torch.equal(x, before)
+    assert torch.equal(y, labels)
+
+
 def test_a_model_with_dropout_and_batch_norms_is_told_that_both_were_left_out() -> None:
     pipe = piped(row(nn.Sequential(nn.BatchNorm1d(D), nn.Dropout(0.4)), ranks=2), 2)
     whole = pipe.verify(*batch()).comparisons[3]

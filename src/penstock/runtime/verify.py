@@ -33,12 +33,13 @@ from penstock.runtime.partitioning.cutting import build_stage
 from penstock.runtime.partitioning.tracer import Untraceable
 from penstock.runtime.plain_loop import chained, own_forward, run_plain
 from penstock.runtime.stage.microbatches import Microbatches
-from penstock.runtime.stage.module_state import untouched
+from penstock.runtime.stage.module_state import having, untouched
 from penstock.runtime.tensors.digest import hash_of
 from penstock.runtime.tensors.dtensor import is_sharded, memory, overwrite
-from penstock.runtime.tensors.pytree import flatten
+from penstock.runtime.tensors.pytree import flatten, unflatten
 from penstock.runtime.tensors.rng import mix, restored
 from penstock.runtime.tensors.sketch import Sketch
+from penstock.runtime.tensors.storage import copy_of
 from penstock.schedule import Schedule, ScheduleError
 
 CONTRACT = {
@@ -299,12 +300,17 @@ class Verifier:
         if getattr(self._given.loss_fn, "by_microbatch", False):
             self._note_left_out(ways, "the loss is meant for each microbatch by itself (by_microbatch)")
             return
+        norms = [m for m in self._modules.modules() if isinstance(m, _BATCH_NORMS) and m.running_mean is None]
+        their = f"batch norms ({len(norms)}) without running statistics normalise each microbatch by itself"
+        if (why := self._first(their if norms else None)) is not None:
+            self._note_left_out(ways, f"{why}, in evaluation mode too")
+            return
         one = self._local.cut(inputs, targets, self._given.loss_fn, (), num=1)
         before, casts = self._buffers(), self._given.precision.autocast is not None
         for without, modules in self._modes():
             # Without autocast, ops compute in the types of their parameters, whose rounding is less.
             runners = self._local.devices.runners.values()
-            with _in_evaluation(modules), _having((runner, "autocast", None) for runner in runners):
+            with _in_evaluation(modules), having((runner, "autocast", None) for runner in runners):
                 if modules or casts:
                     parts = self._run(plain, batch, sketched=True)
                 together = self._run(whole, one, sketched=True)
@@ -359,22 +365,20 @@ class Verifier:
         def computed(forward: Callable[..., Any]) -> Computed:
             result, loss_fn = Computed(), self._given.loss_fn
             assert loss_fn is not None, "verify needs a loss"
+            autocast = self._given.precision.autocast
             try:
                 with untouched(model), _values_kept(parameters.values()):
-                    result.losses = dict(
-                        enumerate(
-                            run_plain(forward, batch, loss_fn, self._seed, self._given.precision.autocast, device)
-                        )
-                    )
+                    losses = run_plain(forward, _copied(batch), loss_fn, self._seed, autocast, device)
+                    result.losses = dict(enumerate(losses))
             except Exception as error:
                 result.error = error
             result.note_gradients(parameters)
             return result
 
-        with _having((tensor, "data", tensor.data.to(device)) for tensor in tensors if tensor.device != device):
-            with _having((parameter, "grad", None) for parameter in parameters.values()):
+        with having((tensor, "data", tensor.data.to(device)) for tensor in tensors if tensor.device != device):
+            with having((parameter, "grad", None) for parameter in parameters.values()):
                 staged = computed(chained(stages))
-            with _having((parameter, "grad", None) for parameter in parameters.values()):
+            with having((parameter, "grad", None) for parameter in parameters.values()):
                 own = computed(own_forward(self._given.model))
         if own.error is not None:
             return f"the model's own forward fails: {own.said}"
@@ -390,7 +394,7 @@ class Verifier:
     ) -> Computed:
         """Runs a step by a plan, and puts back what it changes."""
         local, state, result = self._local, self._local.optimizer_state, Computed()
-        settings = local.settings(batch, plan, self._seed if seed is None else seed)
+        settings = local.settings(_copied(batch), plan, self._seed if seed is None else seed)
 
         failure = local.begin()
         local.switch(plan)
@@ -432,7 +436,7 @@ class Verifier:
         before, last = local.running, local.last
         try:
             gradients = ((parameter, "grad", None) for parameter in local.model.parameters)
-            with _having(gradients), restored(local.model.device):
+            with having(gradients), restored(local.model.device):
                 yield
         finally:
             local.switch(before)
@@ -518,34 +522,27 @@ def _rate_of(module: nn.Module) -> Any:
     return getattr(module, "p", getattr(module, "dropout", 1.0))
 
 
-@contextmanager
-def _having(changes: Iterable[tuple[Any, str, Any]]) -> Iterator[None]:
-    """Inside, some attributes have other values; afterwards those that they had.
+def _copied(batch: Microbatches) -> Microbatches:
+    """A batch with tensors of its own, as a forward or a loss may change them in place."""
 
-    Args:
-        changes: (object, name of its attribute, value).
-    """
-    changes = list(changes)
-    before = [(one, name, getattr(one, name)) for one, name, _ in changes]
-    try:
-        for one, name, value in changes:
-            setattr(one, name, value)
-        yield
-    finally:
-        for one, name, value in before:
-            setattr(one, name, value)
+    def copied(values: Sequence[Any]) -> Any:
+        leaves, skeleton = flatten(list(values))
+        return unflatten([copy_of(leaf).requires_grad_(leaf.requires_grad) for leaf in leaves], skeleton)
+
+    inputs = {stage: copied(values) for stage, values in batch.inputs.items()}
+    return replace(batch, inputs=inputs, targets=copied(batch.targets))
 
 
 def _in_evaluation(modules: Sequence[nn.Module]) -> Any:
     """These modules in evaluation mode. Recurrent layers stay in training mode, without their dropout, as cuDNN has
     no backward in evaluation mode.
     """
-    return _having((m, "dropout", 0.0) if isinstance(m, nn.RNNBase) else (m, "training", False) for m in modules)
+    return having((m, "dropout", 0.0) if isinstance(m, nn.RNNBase) else (m, "training", False) for m in modules)
 
 
 def _nudged(parameters: Iterable[nn.Parameter]) -> Any:
     """Inside, each number of each parameter is another one by a few roundings."""
-    return _having((p, "data", _another(p.data)) for p in parameters if p.is_floating_point() and not is_sharded(p))
+    return having((p, "data", _another(p.data)) for p in parameters if p.is_floating_point() and not is_sharded(p))
 
 
 def _another(data: Tensor) -> Tensor:

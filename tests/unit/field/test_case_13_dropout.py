@@ -40,6 +40,47 @@ class Net(nn.Module):
         return self.head(x if scale is None else x * scale)
 
 
+class Slope(nn.Module):
+    """Adds the gradient of what a layer gives to it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.dropout = nn.Linear(D, D), nn.Dropout(0.3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x if x.requires_grad else x.detach().requires_grad_()
+        y = self.linear(x)
+        (slope,) = torch.autograd.grad(y.pow(2).sum(), x, create_graph=True)
+        return self.dropout(y + slope)
+
+
+class SlopeNet(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.head = Slope(), Slope(), nn.Linear(D, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.second(self.first(x)))
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_traced_model_that_takes_gradients_in_its_forward_draws_the_same(ranks: int) -> None:
+    """Without autograd its forward failed before it drew anything, so it was taken for one that does not draw."""
+    torch.manual_seed(0)
+    model = SlopeNet()
+    plain, x, y = copy.deepcopy(model), torch.randn(8, D), torch.randn(8, 1)
+    with ps.Pipeline(model, ps.build("1f1b", ranks, M), loss_fn=nn.MSELoss(), seed=3) as pipe:
+        assert pipe.verify(x, y).holds
+        for step in (1, 2):
+            loss = pipe.step(x, y, update=False).loss
+            assert torch.equal(
+                loss, ps.plain_step(plain, x, y, loss_fn=nn.MSELoss(), num_microbatches=M, seed=3, step=step)
+            )
+        found, want = ({n: p.grad for n, p in each.named_parameters()} for each in (model, plain))
+        assert not differences(want, found)
+
+
 def row() -> nn.Module:
     return nn.Sequential(nn.Linear(D, D), *(Block() for _ in range(5)), nn.Linear(D, 1))
 

@@ -31,6 +31,13 @@ def no_class() -> Tensor:
         (nn.BCELoss(), nn.Linear(4, 3), torch.rand(4, 2), ValueError, "targets float32 [2, 2]"),
         (lambda o, t: (o - t["y"]).mean(), nn.Linear(4, 3), {"x": torch.rand(4, 3)}, KeyError, "{x: float32 [2, 3]}"),
         (lambda o, t: o.loss, nn.Linear(4, 3), (torch.rand(4), torch.rand(4)), AttributeError, "(float32 [2], floa"),
+        (
+            lambda t, o: F.cross_entropy(o, t),
+            nn.Linear(4, 3),
+            no_class(),
+            NotImplementedError,
+            "and targets int64 [2]",
+        ),
         (lambda o: o.mean(), nn.Linear(4, 3), torch.rand(4), TypeError, "output float32 [2, 3]"),
     ],
 )

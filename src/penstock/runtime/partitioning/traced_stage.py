@@ -21,7 +21,7 @@ from penstock.runtime.errors import RuntimeFailure
 from penstock.runtime.partitioning.layers import opened_modules
 from penstock.runtime.partitioning.program import ModelTracer
 from penstock.runtime.partitioning.tracer import Untraceable, fill, run_call
-from penstock.runtime.stage.module_state import untouched
+from penstock.runtime.stage.module_state import having, untouched
 from penstock.runtime.stage.split_backward import is_compiled
 from penstock.runtime.stage.stage import WHOLE, Calling, Stage, holder_of, with_arguments
 from penstock.runtime.tensors.pytree import DTYPES, device_of, flatten, unflatten
@@ -265,13 +265,14 @@ class WholeModel(Stage):
             return self._calling(model, value)
 
     def _has_drawn(self, leaves: Sequence[Tensor], skeleton: Any, device: torch.device) -> bool:
-        """Runs the forward once and returns whether it draws.
+        """Runs the forward once and returns whether it draws. Puts back the model's state and gradients.
 
         A model that draws nothing is never traced. One that draws has filled its own caches before it is traced.
         """
         (model,) = self.in_order
-        copies = [leaf.detach().clone() for leaf in leaves]
-        with untouched(model), restored(device) as has_drawn, torch.no_grad():
+        gradients = ((parameter, "grad", None) for parameter in model.parameters())
+        copies = [leaf.detach().clone().requires_grad_(leaf.requires_grad) for leaf in leaves]
+        with untouched(model), having(gradients), restored(device) as has_drawn:
             try:
                 self._calling(model, unflatten(copies, skeleton))
             except Exception:  # the forward itself raises it next

@@ -80,6 +80,24 @@ def untouched(model: nn.Module) -> Iterator[None]:
         _write_back(kept)
 
 
+@contextmanager
+def having(changes: Iterable[tuple[Any, str, Any]]) -> Iterator[None]:
+    """Inside, some attributes have other values; afterwards those that they had.
+
+    Args:
+        changes: (object, name of its attribute, value).
+    """
+    changes = list(changes)
+    before = [(one, name, getattr(one, name)) for one, name, _ in changes]
+    try:
+        for one, name, value in changes:
+            setattr(one, name, value)
+        yield
+    finally:
+        for one, name, value in before:
+            setattr(one, name, value)
+
+
 def _copies_of(modules: Iterable[nn.Module]) -> list[tuple[Tensor, Tensor]]:
     """The tensors that modules hold besides parameters, each once, and a copy of each."""
     found = {id(tensor): tensor for module in modules for tensor in _tensors_in(vars(module))}

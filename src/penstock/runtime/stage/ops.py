@@ -491,5 +491,5 @@ _CHANGED = (
     "parameter, and here forwards of later microbatches run before the backward of microbatch {m}; assign a new "
     "tensor to the buffer (self.n = self.n + 1), and leave parameters to the optimizer"
 )
-_LOSS_ERRORS = (AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueError)
+_LOSS_ERRORS = (AttributeError, IndexError, KeyError, NotImplementedError, RuntimeError, TypeError, ValueError)
 """Classes of errors of a loss that is given what it doesn't expect."""
