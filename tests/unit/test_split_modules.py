@@ -13,6 +13,7 @@ from split_loops import assert_same, leaf, plain_loop, split_loop
 from torch import Tensor, nn
 from torch.nn.utils import parametrize, prune
 
+import penstock as ps
 from penstock.runtime.stage.split_backward import Tape, prepare, prepared_module, unprepare
 
 pytestmark = pytest.mark.unit
@@ -257,6 +258,85 @@ def test_freezing_between_steps() -> None:
             tape.backward_weight()
         for a, b in zip(stage.parameters(), twin.parameters()):
             assert torch.equal(a.grad, b.grad)
+
+
+def make(layer: nn.Module, name: str, value: object) -> nn.Module:
+    setattr(layer, name, value)
+    return layer
+
+
+CHANGES = [("stride", 2), ("padding", 2), ("padding", (1,)), ("dilation", 2), ("stride", (2,))]
+
+
+@pytest.mark.parametrize(("name", "value"), CHANGES)
+def test_a_convolution_whose_option_was_set_to_one_number(name: str, value: object) -> None:
+    stage = nn.Sequential(make(nn.Conv2d(3, 4, 3, padding=1), name, value), nn.Conv2d(4, 3, 1))
+    assert assert_same(stage, batches(2, 3, 8, 8)) > 0
+
+
+@pytest.mark.parametrize(
+    ("name", "value"), [*CHANGES, ("stride", (2, 2)), ("padding_mode", "circular"), ("dilation", (2, 2))]
+)
+def test_an_option_of_a_convolution_is_followed_at_the_next_step(name: str, value: object) -> None:
+    """It was read when the pipeline was made, and a change went by silently."""
+    follows(nn.Sequential(nn.Conv2d(3, 4, 3, padding=1), nn.Flatten(), nn.LazyLinear(2)), (4, 3, 8, 8), name, value)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"), [("max_norm", 0.5), ("padding_idx", 0), ("scale_grad_by_freq", True), ("sparse", True)]
+)
+def test_an_option_of_an_embedding_is_followed_at_the_next_step(name: str, value: object) -> None:
+    follows(nn.Sequential(nn.Embedding(5, 8), nn.Flatten(), nn.Linear(24, 2)), (4, 3), name, value)
+
+
+def follows(model: nn.Sequential, shape: tuple[int, ...], name: str, value: object) -> None:
+    x = torch.randn(*shape) if len(shape) > 2 else torch.randint(5, shape)
+    y, loss_fn, old = torch.randn(4, 2), nn.MSELoss(), getattr(model[0], name)
+    model(x)
+    linear = model[2].in_features
+    with ps.Pipeline(model, ps.build("zb-h1", 2, 2), loss_fn=loss_fn) as pipe:
+        for each in (old, value, old):
+            make(model[0], name, each)
+            with torch.no_grad():
+                width = model[1](model[0](x)).shape[1]
+            if width != linear:
+                model[2].weight.data, linear = torch.randn(2, width), width
+            model.zero_grad()
+            twin = copy.deepcopy(model)
+            loss = pipe.step(x, y, update=False).loss
+            assert torch.equal(loss, ps.plain_step(twin, x, y, loss_fn=loss_fn, num_microbatches=2))
+            for (path, p), q in zip(model.named_parameters(), twin.parameters()):
+                assert torch.equal(p.to_dense(), q.to_dense()), path
+                assert p.grad is not None
+                assert q.grad is not None
+                assert torch.equal(p.grad.to_dense(), q.grad.to_dense()), path
+
+
+def test_under_autocast_a_call_within_a_transform_is_left_to_autograd_and_leaves_nothing_behind() -> None:
+    class Tangent(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(6, 6)
+
+        def forward(self, x: Tensor) -> Tensor:
+            with torch.autocast("cpu", torch.bfloat16):
+                return torch.func.jvp(self.linear, (x,), (torch.ones_like(x),))[1] + self.linear(x)
+
+    assert_same(nn.Sequential(Tangent(), nn.Linear(6, 6, dtype=torch.bfloat16)), batches(3, 6))
+    assert assert_same(nn.Sequential(Wrapped(nn.Linear(6, 6))), batches(3, 6)) > 0
+
+
+class Wrapped(nn.Module):
+    """Calls a layer under autocast."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            y: Tensor = self.layer(x)
+        return y
 
 
 def test_a_module_that_is_not_called_keeps_no_gradient() -> None:

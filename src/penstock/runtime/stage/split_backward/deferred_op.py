@@ -17,7 +17,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import lru_cache
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -152,7 +151,9 @@ def _differentiable(ctx: Any, g: Tensor, x: Tensor, weight: Tensor) -> list[Tens
 
 # -- autocast ----------------------------------------------------------------------------------------------------
 
-_PRODUCTS = {3: F.conv1d, 4: F.conv2d, 5: F.conv3d}
+_PRODUCTS: list[tuple[Any, str]] = [(torch.matmul, "_saved_vec"), (torch.mm, "_saved_mat2")]
+_PRODUCTS += [(conv, "_saved_weight") for conv in (F.conv1d, F.conv2d, F.conv3d)]
+"""For a parameter of one dimension, two and so on, an op that takes it second, and where that op's node keeps it."""
 
 
 def autocast(t: Tensor) -> Tensor:
@@ -161,6 +162,9 @@ def autocast(t: Tensor) -> Tensor:
     While a region of autocast lasts, torch casts a parameter once, and every op in the region uses that one copy:
     their gradients meet at it, in the lower precision. A copy of our own beside it would round otherwise. Nothing
     public asks for autocast's copy, so a product with nothing is made of it, whose node keeps what it was given.
+
+    Raises:
+        RuntimeError: the product has no node, as under torch.func's transforms.
     """
     if not t.is_floating_point() or t.dtype is torch.float64:
         return t
@@ -171,15 +175,15 @@ def autocast(t: Tensor) -> Tensor:
         return t.to(dtype)
     # Without the hooks of a checkpoint around, which would take what is kept here for an activation.
     with saved_tensors_hooks(_same, _same):
-        kept: Tensor
-        if t.dim() == 2:
-            kept = torch.mm(_nothing(dtype, t.device, t.shape[0]), t).grad_fn._saved_mat2  # type: ignore[union-attr]
-        elif t.dim() == 1:
-            kept = torch.matmul(_nothing(dtype, t.device, t.shape[0]), t).grad_fn._saved_vec  # type: ignore[union-attr]
-        else:
-            nothing = _nothing(dtype, t.device, *t.shape[1:])
-            kept = _PRODUCTS[t.dim()](nothing, t).grad_fn._saved_weight  # type: ignore[union-attr]
-    return kept
+        # Made for each call: one that was made under a transform is of no use after it.
+        shape = t.shape[:1] if t.dim() <= 2 else t.shape[1:]
+        nothing = torch.empty(0, *shape, dtype=dtype, device=t.device, requires_grad=True)
+        product, kept = _PRODUCTS[t.dim() - 1]
+        node = product(nothing, t).grad_fn
+        if node is None:
+            raise RuntimeError("nothing is recorded for autograd here")
+        cast: Tensor = getattr(node, kept)
+    return cast
 
 
 @contextmanager
@@ -207,12 +211,6 @@ def _is_kept(t: Tensor) -> bool:
         and not t._is_view()
         and torch.is_autocast_cache_enabled()
     )
-
-
-@lru_cache(maxsize=64)
-def _nothing(dtype: torch.dtype, device: torch.device, *shape: int) -> Tensor:
-    """No rows of a shape; autograd keeps what they are multiplied with."""
-    return torch.empty(0, *shape, dtype=dtype, device=device, requires_grad=True)
 
 
 def _same(t: Tensor) -> Tensor:

@@ -21,7 +21,7 @@ from collections.abc import Callable, Collection, Iterator
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from types import MethodType
-from typing import TYPE_CHECKING, Any, NamedTuple, ParamSpec, TypeGuard, TypeVar
+from typing import TYPE_CHECKING, Any, ParamSpec, TypeGuard, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -79,6 +79,7 @@ class PreparedModule:
         is_compiled: whether one of these is compiled by torch.compile.
 
     Attributes:
+        module: the prepared one.
         reason: why its weight gradients were last computed in I.
         stages: those that have prepared it, such as of several pipelines of one model.
         tap: of a module in a compiled part, while a tape records: the weight, cut off from autograd, and what stands
@@ -94,14 +95,16 @@ class PreparedModule:
         self.stages = PreparedFor()
         self.tap: tuple[Tensor, Tensor] | None = None
         self.defer_small = False
-        self._around = around
+        self.module, self._around = around[-1], around
+        self._options = self._read_options()
+        self._has_rule = True
         self._is_worth_it = False
         """Whether an input large enough to be worth deferring was seen."""
 
     @property
     def parameters(self) -> dict[str, Tensor]:
         """Those whose gradients may wait, by their names in the stage."""
-        own = self._around[-1]._parameters
+        own = self.module._parameters
         prefix = f"{self.name}." if self.name else ""
         names = ("weight", "bias") if self.rule.biased and not self.is_compiled else ("weight",)
         return {prefix + name: p for name in names if (p := own.get(name)) is not None}
@@ -109,7 +112,17 @@ class PreparedModule:
     @property
     def num_weights(self) -> int:
         """The entries of its weight; of a sharded one, of this rank's part."""
-        return local(self._around[-1]._parameters["weight"]).numel()
+        return local(self.module._parameters["weight"]).numel()
+
+    def _read_options(self) -> list[Any]:
+        return [getattr(self.module, name) for name in self.rule.options]
+
+    def follow_options(self) -> None:
+        """Makes the rule anew if somebody has changed an option of the module. One that no rule knows is plain."""
+        options = self._read_options()
+        if options != self._options:
+            self._options, rule = options, rule_for(self.module)
+            self.rule, self._has_rule = rule or self.rule, rule is not None
 
     def call(self, module: nn.Module, tape: Tape, x: Tensor) -> Tensor:
         """The module's forward while `tape` records, or while a checkpoint recomputes it during I."""
@@ -124,7 +137,7 @@ class PreparedModule:
             and weight.requires_grad
         ):
             part = weight if type(weight) is Parameter else local(weight)
-            if self._may_wait(tape, x, part):
+            if self._has_rule and self._may_wait(tape, x, part):
                 try:
                     y = self._deferred(tape, x, weight, bias)
                     if y is not None:
@@ -135,6 +148,8 @@ class PreparedModule:
                     # Under torch.func's transforms and forward-mode AD no plain custom function runs: the
                     # module itself does. Where the input is at fault, it raises the error the user expects.
                     pass
+                self.reason = UNKNOWN
+            if not self._has_rule:
                 self.reason = UNKNOWN
             if tape.records:
                 self.stage.work.at_once[self] += rule.work(x, part)
@@ -173,7 +188,7 @@ class PreparedModule:
 
     def new_tap(self, tape: Tape) -> tuple[Tensor, Tensor] | None:
         """What compiled parts are given in one microbatch; None where the weight's gradient is not to wait."""
-        weight = self._around[-1]._parameters.get("weight")
+        weight = self.module._parameters.get("weight")
         if type(weight) is not Parameter or not weight.requires_grad:
             return None
         return weight.detach(), tap_for(self, tape, weight)
@@ -181,7 +196,7 @@ class PreparedModule:
     def call_compiled(self, module: nn.Module, x: Tensor) -> Tensor:
         """The module's forward as torch.compile traces it: nothing here may depend on the tape."""
         rule, standing = self.rule, self.tap
-        if standing is None or not torch.is_grad_enabled():
+        if standing is None or not self._has_rule or not torch.is_grad_enabled():
             return rule.plain(module, x)
         weight, tap = standing  # the parameter itself would become an input of the compiled graph, used or not
         if weight.dtype not in rule.dtypes or not (self.defer_small or rule.work(x, weight) >= COMPILED_MERGE_WORK):
@@ -238,19 +253,21 @@ _PREPARED = "_penstock_split"
 
 def prepare(stage: nn.Module) -> SplitReport:
     """Patches the modules of `stage` whose weight gradients can wait for W; doing it again is harmless."""
-    found = list(_modules(stage))
-    earlier = [prepared for each in found if (prepared := each.module.__dict__.get(_PREPARED)) is not None]
-    shared = earlier[0].stage if earlier else SplitStage()
+    found = list(_modules(stage, SplitStage()))
+    earlier = [known for each in found if (known := each.module.__dict__.get(_PREPARED)) is not None]
+    shared = (earlier or found)[0].stage if found else SplitStage()
     deferred: dict[str, Tensor] = {}
     for each in found:
-        prepared = PreparedModule(each.rule, shared, each.path, each.around, each.is_compiled)
-        own: PreparedModule = each.module.__dict__.setdefault(_PREPARED, prepared)  # several stages may have it
+        each.stage = shared
+        own: PreparedModule = each.module.__dict__.setdefault(_PREPARED, each)  # several stages may have it
         own.stages.add(stage)
         each.module.__dict__[_patched(each.module)] = MethodType(forward, each.module)
-        deferred |= prepared.parameters
+        deferred |= each.parameters
+        if own.rule.options:
+            shared.optional[own] = None
         if each.is_compiled:
             shared.compiled[own] = None
-            shared.compiled_biases.add(f"{each.path}.bias" if each.path else "bias")
+            shared.compiled_biases.add(f"{each.name}.bias" if each.name else "bias")
     waiting = set(map(id, deferred.values()))
     parameters = dict(stage.named_parameters())
     shared.parameters |= parameters
@@ -266,6 +283,7 @@ def unprepare(stage: nn.Module) -> None:
             continue
         prepared.stages.discard(stage)
         if not prepared.stages:
+            prepared.stage.optional.pop(prepared, None)
             prepared.stage.release()
             del module.__dict__[_PREPARED], module.__dict__[_patched(module)]
 
@@ -279,29 +297,16 @@ def forward(self: nn.Module, input: Tensor) -> Tensor:
     return prepared.rule.plain(self, input) if tape is None else prepared.call(self, tape, input)
 
 
-class FoundModule(NamedTuple):
-    """A module that can be split, by its path, with those that it lies in, itself last."""
-
-    path: str
-    around: tuple[nn.Module, ...]
-    rule: SplitRule
-    is_compiled: bool
-
-    @property
-    def module(self) -> nn.Module:
-        return self.around[-1]
-
-
 def _modules(
-    module: nn.Module, path: str = "", around: tuple[nn.Module, ...] = (), compiled: bool = False
-) -> Iterator[FoundModule]:
+    module: nn.Module, stage: SplitStage, path: str = "", around: tuple[nn.Module, ...] = (), compiled: bool = False
+) -> Iterator[PreparedModule]:
     """The module and those below it, as far as they can be split."""
     around = (*around, module)
     compiled = compiled or is_compiled(module)
     if _is_plain_or_ours(module) and (rule := rule_for(module)) is not None:
-        yield FoundModule(path, around, rule, compiled)
+        yield PreparedModule(rule, stage, path, around, compiled)
     for name, child in module.named_children():
-        yield from _modules(child, f"{path}.{name}" if path else name, around, compiled)
+        yield from _modules(child, stage, f"{path}.{name}" if path else name, around, compiled)
 
 
 def is_compiled(module: nn.Module) -> bool:

@@ -78,6 +78,8 @@ class SplitRule(ABC):
     """Autocast lowers the precision of this op."""
     pads = False
     """The module changes its input before the op itself."""
+    options: tuple[str, ...] = ()
+    """Attributes of the module from which the rule is made."""
     turns = False
     """The plain module transposes its weight at every call. That node is there here too: whoever differentiates twice
     adds up there what one call gives the weight."""
@@ -276,19 +278,26 @@ Conv = nn.Conv1d | nn.Conv2d | nn.Conv3d
 class ConvRule(SplitRule):
     """Splits the backward of a convolution with any stride, padding mode, dilation and groups."""
 
+    options = ("stride", "padding", "dilation", "groups", "padding_mode", "_reversed_padding_repeated_twice")
+
     def __init__(self, module: Conv) -> None:
         self._stride = list(module.stride)
-        self._dilation = list(module.dilation)
-        self._groups = module.groups
         self._batched_dim = len(self._stride) + 2
         self._mode = module.padding_mode
         self.pads = self._mode != "zeros"
-        self._zeros = [0] * len(self._stride) if self.pads else _padding(module)
+        nothing = [0] * len(self._stride)
+        padding = nothing if self.pads else _padding(module)
         self._around = list(module._reversed_padding_repeated_twice)
+        self._call = self._stride, padding, list(module.dilation), False, nothing, module.groups
 
     @staticmethod
     def knows(module: Conv) -> bool:
-        """True unless the padding differs between two opposite sides (`padding="same"`, even kernel)."""
+        """True unless the padding differs between two opposite sides (`padding="same"`, even kernel), or an option
+        that somebody has set does not say what it is for each dimension.
+        """
+        each = [module.stride, module.dilation, *([] if isinstance(module.padding, str) else [module.padding])]
+        if not all(isinstance(option, tuple) and len(option) == len(module.kernel_size) for option in each):
+            return False
         if module.padding != "same":
             return True
         return all(d * (k - 1) % 2 == 0 for d, k in zip(module.dilation, module.kernel_size))
@@ -305,8 +314,8 @@ class ConvRule(SplitRule):
 
     def op(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         if x.dim() == self._batched_dim:
-            return self._convolve(x, weight, bias)
-        return self._convolve(x.unsqueeze(0), weight, bias).squeeze(0)
+            return torch.convolution(x, weight, bias, *self._call)
+        return torch.convolution(x.unsqueeze(0), weight, bias, *self._call).squeeze(0)
 
     def forward(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         y = self.op(x, weight, bias)
@@ -322,37 +331,13 @@ class ConvRule(SplitRule):
         _, gw, gb = self._backward(g, x, weight, bias, [False, *needs])
         return (gw if needs[0] else None), (gb if needs[1] else None)
 
-    def _convolve(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        return torch.convolution(
-            x,
-            weight,
-            bias,
-            self._stride,
-            self._zeros,
-            self._dilation,
-            False,
-            [0] * len(self._stride),
-            self._groups,
-        )
-
     def _backward(
         self, g: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, wanted: list[bool]
     ) -> tuple[Tensor, Tensor, Tensor]:
         if x.dim() != self._batched_dim:
             g, x = g.unsqueeze(0), x.unsqueeze(0)
-        grads: tuple[Tensor, Tensor, Tensor] = torch.ops.aten.convolution_backward(
-            g,
-            x,
-            weight,
-            None if bias is None else list(bias.shape),
-            self._stride,
-            self._zeros,
-            self._dilation,
-            False,
-            [0] * len(self._stride),
-            self._groups,
-            wanted,
-        )
+        sizes, backward = None if bias is None else list(bias.shape), torch.ops.aten.convolution_backward
+        grads: tuple[Tensor, Tensor, Tensor] = backward(g, x, weight, sizes, *self._call, wanted)
         return grads
 
 
@@ -374,6 +359,7 @@ class EmbeddingRule(SplitRule):
 
     biased = False
     autocasts = False
+    options = ("padding_idx", "max_norm", "scale_grad_by_freq", "sparse")
 
     def __init__(self, module: nn.Embedding) -> None:
         padding = module.padding_here if isinstance(module, VocabularyEmbedding) else module.padding_idx

@@ -134,6 +134,7 @@ class SplitStage:
         others: the parameters of no prepared module, by name: their gradients are computed in I.
         compiled: the prepared modules in parts that torch.compile has taken over; of these, biases are among the
             others.
+        optional: the prepared modules with options that a step follows.
         work: what waits and what does not.
     """
 
@@ -143,6 +144,7 @@ class SplitStage:
         self.others: dict[str, Tensor] = {}
         self.compiled: dict[PreparedModule, None] = {}
         self.compiled_biases: set[str] = set()
+        self.optional: dict[PreparedModule, None] = {}
         self.work = WeightWork()
         self._is_counted = False
         self._is_new_step = False
@@ -158,7 +160,11 @@ class SplitStage:
         return SplitStage, ()
 
     def begin(self, copy: Any) -> None:
-        """Starts a copy's step. What still waits, of one that broke, is never added."""
+        """Starts a copy's step, with the options that its modules have now. What still waits, of one that broke, is
+        never added.
+        """
+        for prepared in self.optional:
+            prepared.follow_options()
         self.turn_to(copy)
         for tape in self._waiting():
             del self._tapes[tape]
