@@ -30,7 +30,7 @@ class Told:
     def __init__(self, said: Callable[[str], Any]) -> None:
         self._said, self._told = said, dict[str, Any]()
 
-    def tell(self, key: str, value: Any) -> None:
+    def tell(self, key: str, value: Any, to: Sequence[int] | None = None) -> None:
         self._told[key] = value
 
     def known(self, key: str) -> Any:
@@ -115,8 +115,8 @@ def test_a_process_that_has_its_part_begins_anew_where_another_has_not() -> None
 def test_a_wait_ends_where_another_process_has_given_the_attempt_up() -> None:
     _, attempts, group = made(lambda key: 0 if key == "pipeline#1 lost 1" else None)
 
-    def once(is_again: bool) -> int:
-        if is_again:
+    def once() -> int:
+        if attempts.num_repeats:
             return attempts.number
         with pytest.raises(LinkLost):
             group.begin_gather(b"")(1.0)
@@ -127,16 +127,16 @@ def test_a_wait_ends_where_another_process_has_given_the_attempt_up() -> None:
 
 def test_links_that_come_and_go_all_the_time_end_the_training() -> None:
     _, attempts, group = made()
-    times: list[bool] = []
+    times: list[int] = []
 
-    def once(is_again: bool) -> None:
-        times.append(is_again)
+    def once() -> None:
+        times.append(attempts.num_repeats)
         raise LinkLost("once more")
 
     with pytest.raises(PeerLost, match="once more") as caught:
         attempts.repeated(group, once)
     assert type(caught.value) is PeerLost
-    assert times == [False] + [True] * (MOST_ATTEMPTS - 1)
+    assert times == list(range(MOST_ATTEMPTS))
 
 
 def test_a_wait_for_an_op_ends_at_its_deadline() -> None:
@@ -171,8 +171,8 @@ def sends(*errors: Exception, by_group: bool = True) -> tuple[Any, Callable[[], 
     inner: Any = Carrying(*errors)
     transport = GuardedTransport(inner, attempts, by_group)
 
-    def once(is_again: bool) -> bool:
-        return is_again or transport.send(FORWARD, 1, Payload([]))
+    def once() -> bool:
+        return bool(attempts.num_repeats) or transport.send(FORWARD, 1, Payload([]))
 
     return attempts, lambda: attempts.repeated(group, once), inner
 
@@ -201,8 +201,8 @@ def test_a_rank_that_waits_is_woken_where_groups_are_left() -> None:
     inner: Any = Carrying()
     transport = GuardedTransport(inner, attempts, by_group=True)
 
-    def once(is_again: bool) -> None:
-        if not is_again:
+    def once() -> None:
+        if not attempts.num_repeats:
             links.want(1, "another rank said so")
             for look in links.looks:
                 look()
@@ -228,8 +228,16 @@ def test_lines_between_gpus_are_guarded_by_what_changes_over(monkeypatch: pytest
 
 
 def test_notices_of_delegates_of_single_links_were_told_to_nobody() -> None:
-    delegates: Any = SimpleNamespace(notices=["messages of rank 0 to rank 1 go from the second interface"])
-    base: Any = SimpleNamespace(rank=0)
+    said = ["messages of rank 0 to rank 1 go from the second interface"]
+    delegates: Any = SimpleNamespace(notices=said, also_watch=lambda descriptor: None)
+    base: Any = SimpleNamespace(rank=0, inbox=SimpleNamespace(fileno=lambda: 0))
     choice = choose.TransportChoice(ps.TransportOptions())
     assert choice.notices(choose.RoutedTransport(base, delegates)) == delegates.notices
     assert choice.notices(None) == []
+
+
+def test_a_vote_that_nobody_answered_ended_with_an_error_of_torch_s() -> None:
+    links, _, group = made(lambda key: None)
+    links.timeout = 0.05
+    with pytest.raises(DeadlineExceeded, match=r"rank 0 waited 0\.05 s for what all ranks vote from the other ranks"):
+        group.repeated(lambda: None)

@@ -385,3 +385,42 @@ def test_a_process_that_ended_and_owed_nothing_wakes_a_rank_once_and_is_missed_w
         os.close(pidfd)
         for one in made:
             one.close()
+
+
+def test_a_rank_with_a_full_ring_did_not_look_whether_its_step_was_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    chain = Chain(2, 3)
+    made = ends(2, chain)
+    edges = chain.forward(0)
+
+    def require_going_on() -> None:
+        raise PeerLost("the step was given up")
+
+    try:
+        monkeypatch.setattr(rank_memory, "RING", 2)
+        chain.begin(made[0], 0)  # type: ignore[arg-type]
+        made[0].require_going_on = require_going_on
+        for edge in edges[:2]:
+            made[0].send(edge, 1, payload_of(edge, 0, (3,)))
+        with pytest.raises(PeerLost, match="the step was given up"):
+            made[0].send(edges[2], 1, payload_of(edges[2], 0, (3,)))
+    finally:
+        for one in made:
+            one.close()
+
+
+def test_slots_of_messages_without_a_bound_were_kept_for_good() -> None:
+    """A shared weight's messages have no bound, where others have."""
+    chain = Chain(2, 4)
+    made = ends(2, chain)
+    try:
+        for step in range(3):
+            for rank, one in enumerate(made):
+                one.begin(StepMessages(chain.expected(rank), ["s"] * 4, 7, window={99: 2}))
+            for edge in chain.forward(0):
+                made[0].send(edge, 1, payload_of(edge, step, (3,)))
+                assert made[1].wait([edge], who) == [edge]
+                made[1].take(edge)
+        assert [len(channel.under_way) for channel in made[0]._channels.values()] == [0]
+    finally:
+        for one in made:
+            one.close()

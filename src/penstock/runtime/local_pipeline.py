@@ -346,14 +346,16 @@ class LocalPipeline:
         start = StepStart(self.model.every_stage(), self.model.parameters)
         failure, failed = self.failure, (self.failure.error, self.failure.has_failed)
 
-        def attempt(is_again: bool) -> R:
-            if is_again:
+        def attempt() -> R:
+            try:
+                return once()
+            except LinkLost:
                 failure.error, failure.has_failed = failed
                 failure.has_lost_link, self._is_stale = False, True
                 if undo is not None:
                     undo()
                 start.put_back()
-            return once()
+                raise
 
         return attempts.repeated(everyone.guard, attempt, most)
 
@@ -387,7 +389,7 @@ class LocalPipeline:
 
     def run(self, settings: StepSettings, plan: StepPlan) -> list[Worker]:
         """Runs a step of some kind to its end."""
-        with self.devices.step(settings):
+        with self.devices.step(replace(settings, keeps_batch=self.attempts is not None)):
             with self.failure.noted():
                 self.devices.begin()
             workers = self.executor.run(self.running, plan, self.transport, settings.training, self.failure)

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from penstock.dispatch import Dispatch
 from penstock.passes.plain import in_plain_order
 from penstock.runtime.arguments import PipelineArguments
-from penstock.runtime.errors import BrokenContract, DeadlineExceeded, PeerLost, RuntimeFailure, VerifyError
+from penstock.runtime.errors import BrokenContract, DeadlineExceeded, LinkLost, PeerLost, RuntimeFailure, VerifyError
 from penstock.runtime.execute.plan import ActivePlan, start_of
 from penstock.runtime.local_pipeline import LocalPipeline
 from penstock.runtime.parameters.replicas import without_reductions
@@ -276,11 +276,10 @@ class Verifier:
         Here every function is called. A parameter that lives on when its stage is gone was taken from outside.
         """
         sources, owned_name = self._local.sources, self._local.model.ties.owned_name
-        functions = {
-            n: one for n, one in enumerate(sources) if not isinstance(one, nn.Module) and self._local.is_told
-        }
         taken: dict[int, tuple[int, str, nn.Parameter]] = {}
-        for index, function in functions.items():
+        for index, function in enumerate(sources if self._local.is_told else ()):
+            if isinstance(function, nn.Module):
+                continue
             made = [(n, weakref.ref(p)) for n, p in build_stage(function, index, len(sources)).named_parameters()]
             gc.collect()
             for name, one in [(name, one) for name, held in made if (one := held()) is not None]:
@@ -398,19 +397,26 @@ class Verifier:
 
         failure = local.begin()
         local.switch(plan)
-        with untouched(self._modules), _values_kept(local.model.parameters):
-            try:
-                local.begin_training(None, False)
+
+        def attempt() -> None:
+            with local.attempted():
                 try:
+                    local.begin_training(None, False)
+                    local.renew_transport()
                     with local.sharing("verify"):
                         local.run(settings, plan.plan)
                         state.gather()
+                except (DeadlineExceeded, PeerLost):
+                    raise
+                except Exception as error:
+                    failure.note(error)
                 finally:
                     state.end()
-            except (DeadlineExceeded, PeerLost):
-                raise
-            except Exception as error:
-                failure.note(error)
+            if any(self._everyone.gather(failure.has_lost_link)):
+                raise LinkLost("some process lost a link in a step of verify")
+
+        with untouched(self._modules), _values_kept(local.model.parameters):
+            local.repeated(attempt, state.zero_grad)
             result.has_failed, result.error = failure.has_failed, failure.error
             if not failure.has_failed:
                 for runner in local.devices.last:

@@ -77,9 +77,6 @@ class Peers(Protocol):
     def gather(self, value: Any) -> list[Any]:
         """Everyone's value, by process; plain data of our own making."""
 
-    def barrier(self) -> None:
-        """Waits for everyone."""
-
     def repeated(self, once: Callable[[], R]) -> R:
         """Does something together, from its start where a link was lost, until no process has lost one. Doing it
         again must come to the same.
@@ -101,9 +98,6 @@ class LocalPeers:
 
     def gather(self, value: Any) -> list[Any]:
         return [value]
-
-    def barrier(self) -> None:
-        pass
 
     def repeated(self, once: Callable[[], R]) -> R:
         return once()
@@ -279,9 +273,6 @@ class GroupPeers:
             return [row.tobytes() for row in rows.numpy()]
 
         return self.repeated(once)
-
-    def barrier(self) -> None:
-        self.sum(torch.zeros(1, device="cpu"))
 
     def repeated(self, once: Callable[[], R]) -> R:
         return once() if self.guard is None else self.guard.repeated(once)

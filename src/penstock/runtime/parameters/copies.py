@@ -222,14 +222,15 @@ class CopyTurns:
     def rest(self) -> None:
         """The module has what is the owner's, and the caller may change it."""
         self.select(self._owner)
-        gradients = self._gradients.now() if self._gradients.has_others else []
+        gradients = self._gradients.now() if self._gradients.aside else []
         self._had_gradient = [gradient is not None for gradient in gradients]
 
     def follow_cleared(self) -> None:
         """Clears the gradients of an open window in all copies that the caller has cleared in the module."""
         for place, (had_gradient, parameter) in enumerate(zip(self._had_gradient, self._parameters, strict=False)):
             if had_gradient and parameter.grad is None:
-                self._gradients.clear(place)
+                for gradients in self._gradients.aside.values():
+                    gradients[place] = None
 
     def separate_weights(self) -> None:
         """From now on every copy has weights of its own, of those parameters that are trained."""
@@ -289,7 +290,7 @@ class CopyTurns:
     def drop_gradients(self) -> None:
         """Leaves none but the owner's."""
         self.select(self._owner)
-        self._gradients.drop_others()
+        self._gradients.aside.clear()
         self._had_gradient = []
 
 

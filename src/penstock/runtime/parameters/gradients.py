@@ -37,27 +37,27 @@ class GradientSums:
         selected: the number of the first that lies in `.grad`.
 
     Attributes:
-        peak_bytes: the most bytes held since `begin`.
+        aside: the sums that are kept aside, by number. peak_bytes: the most bytes held since `begin`.
     """
 
     def __init__(self, parameters: Sequence[Parameter], selected: int = 0) -> None:
         self._parameters, self._first = parameters, selected
         self._selected = selected
-        self._aside: dict[int, Gradients] = {}
+        self.aside: dict[int, Gradients] = {}
         self.peak_bytes = 0
 
     def begin(self) -> None:
         """Starts anew: the first sum lies in `.grad`, and there is no other."""
         self._selected, self.peak_bytes = self._first, 0
-        self._aside.clear()
+        self.aside.clear()
 
     def select(self, number: int) -> None:
         """Puts a sum into `.grad`; None if there is no such sum yet."""
         if number == self._selected:
             return
-        before = taken_from(self._parameters, self._aside.pop(number, None))
+        before = taken_from(self._parameters, self.aside.pop(number, None))
         if any(gradient is not None for gradient in before):  # nothing is left of a sum that was taken
-            self._aside[self._selected] = before
+            self.aside[self._selected] = before
         self._selected = number
 
     def take(self, number: int) -> Gradients:
@@ -65,25 +65,11 @@ class GradientSums:
         self._measure()
         if number == self._selected:
             return taken_from(self._parameters)
-        return self._aside.pop(number, None) or [None] * len(self._parameters)
+        return self.aside.pop(number, None) or [None] * len(self._parameters)
 
     def now(self) -> Gradients:
         """The sum in `.grad`."""
         return [p.grad for p in self._parameters]
-
-    @property
-    def has_others(self) -> bool:
-        """Whether sums are kept aside."""
-        return bool(self._aside)
-
-    def clear(self, place: int) -> None:
-        """Drops a parameter's gradients in the sums aside."""
-        for gradients in self._aside.values():
-            gradients[place] = None
-
-    def drop_others(self) -> None:
-        """Drops the sums aside."""
-        self._aside.clear()
 
     def end(self, kept: int | None) -> None:
         """Drops all sums but one, which lies in `.grad` then."""
@@ -92,12 +78,12 @@ class GradientSums:
             taken_from(self._parameters)
         else:
             self.select(kept)
-        self._aside.clear()
+        self.aside.clear()
         self._selected = self._first
 
     def _measure(self) -> None:
         """Notes the bytes held. Sums grow until one is taken, so this is called then, and at the end."""
-        held = [*self.now(), *(g for gradients in self._aside.values() for g in gradients)]
+        held = [*self.now(), *(g for gradients in self.aside.values() for g in gradients)]
         self.peak_bytes = max(self.peak_bytes, num_bytes(g for g in held if g is not None))
 
 
@@ -118,13 +104,22 @@ _ABSENT = -1.0
 CPU = torch.device("cpu")
 
 
-def norms_of(gradients: Sequence[Tensor]) -> list[Tensor]:
-    """The norm of each gradient, on its device. Processes that hold shards of one compute its norm together."""
+def norms_of(gradients: Sequence[Tensor], holders: Peers | None = None) -> list[Tensor]:
+    """The norm of each gradient, on its device. Processes that hold shards of one compute its norm together.
+
+    Args:
+        holders: who hold shards, where they outlive a lost link, as sums of torch's own do not.
+    """
     found: dict[int, Tensor] = {}
     plain = [place for place, gradient in enumerate(gradients) if not is_sharded(gradient) and gradient.is_cuda]
     for group in _by_type([gradients[place] for place in plain]):
         members = [plain[number] for number in group]
         found |= zip(members, torch._foreach_norm([gradients[place] for place in members]), strict=True)
+    shards = [place for place, gradient in enumerate(gradients) if holders is not None and is_sharded(gradient)]
+    if shards and holders is not None:
+        parts = [torch.linalg.vector_norm(local(gradients[place])) for place in shards]
+        squares = holders.sum(torch.stack([part.square().to(CPU, torch.float64) for part in parts]))
+        found |= {p: square.to(part).sqrt() for p, square, part in zip(shards, squares, parts, strict=True)}
     return [
         found[place] if place in found else whole(torch.linalg.vector_norm(gradient))
         for place, gradient in enumerate(gradients)
@@ -137,6 +132,7 @@ def begin_norm(
     owned: Collection[str],
     peers: Peers,
     device: torch.device = CPU,
+    holders: Peers | None = None,
 ) -> Callable[[], Tensor]:
     """Begins to compute the norm of all gradients of the model; returns a function that waits for it.
 
@@ -145,6 +141,7 @@ def begin_norm(
         held: the parameters in this process. Processes that hold shards of one compute its norm together.
         owned: the names that this process answers for. One process answers for each.
         device: of the gradients. There norms are combined, and the result lies.
+        holders: see `norms_of`.
     """
     places = {name: place for place, name in enumerate(dtypes) if name in held and held[name].grad is not None}
     gradients = [held[name].grad.detach() for name in places]  # type: ignore[union-attr]
@@ -154,7 +151,7 @@ def begin_norm(
                 f"{name} has a sparse gradient, which clip_norm cannot measure; make the op that gave it dense "
                 "(sparse=False), or leave clip_norm out"
             )
-    measured = {name: norm for name, norm in zip(places, norms_of(gradients), strict=True) if name in owned}
+    measured = {name: norm for name, norm in zip(places, norms_of(gradients, holders), strict=True) if name in owned}
     norms = torch.zeros(len(dtypes), dtype=torch.float64, device="cpu")
     for place, name in enumerate(dtypes):
         if name in owned and name not in places:

@@ -240,9 +240,11 @@ class OptimizerState:
         """Begins to compute the norm of all gradients; returns a function that waits for it. Every process must call
         both.
         """
-        model = self.model
+        model, replicas, everyone = self.model, self._mesh.replicas, self._mesh.everyone
         names = [name for name, p in model.own.items() if self._answers_for(p)]
-        return begin_norm(model.dtypes, model.named, names, self._mesh.everyone, model.device)
+        is_guarded = self._mesh.shards is None and isinstance(replicas, GroupPeers) and replicas.guard is not None
+        holders = replicas if is_guarded else None
+        return begin_norm(model.dtypes, model.named, names, everyone, model.device, holders)
 
     def begin_no_norm(self) -> Callable[[], Tensor]:
         """Takes part in the sum of `begin_norm`, if this process does not update and others do.

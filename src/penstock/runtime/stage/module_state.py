@@ -129,7 +129,8 @@ class StepStart:
     """What a step changes before its end, as it was at its start, from where a step is repeated that lost a link.
 
     Parameters and the optimizer change only after all processes have the whole step. A step puts back torch's
-    generators itself. So this copies buffers, what modules keep in attributes, and gradients of earlier steps.
+    generators itself, and computes with copies of the batch (`StepSettings.keeps_batch`). So this copies buffers,
+    what modules keep in attributes, and gradients of earlier steps.
     """
 
     def __init__(self, stages: Iterable[nn.Module], parameters: Iterable[nn.Parameter]) -> None:

@@ -61,6 +61,7 @@ class StepSettings:
         away: (stage, microbatch) pairs whose activations go to host memory between forward and backward.
         taped_out_of_order: stages whose backwards come in another order than the forwards that build their graphs.
         loss_scale: what losses are multiplied by before their backward; None for nothing.
+        keeps_batch: whether stages and the loss get copies of the batch, as the step may be repeated from it.
     """
 
     microbatches: Microbatches
@@ -72,6 +73,7 @@ class StepSettings:
     taped_out_of_order: frozenset[int] = frozenset()
     away: frozenset[tuple[int, int]] = frozenset()
     loss_scale: float | None = None
+    keeps_batch: bool = False
 
     def first(self, stage: int) -> int:
         """The number of a stage's first microbatch here in the whole batch, after those of earlier replicas."""
@@ -318,7 +320,10 @@ class StageRunner:
 
     def _on_device(self, value: Any) -> Any:
         leaves, skeleton = flatten(value)
-        return unflatten([copied_to(self._device, leaf) for leaf in leaves], skeleton)
+        there = [copied_to(self._device, leaf) for leaf in leaves]
+        if self.settings.keeps_batch:
+            there = [leaf if leaf.requires_grad else copy_of(leaf) for leaf in there]
+        return unflatten(there, skeleton)
 
     def _call(self, value: Any, m: int) -> Any:
         seed = self.settings.seed

@@ -28,6 +28,8 @@ def storage_of(tensor: Tensor) -> int:
 def copy_of(tensor: Tensor) -> Tensor:
     """Returns the same values in other memory, laid out alike, so that kernels round alike."""
     once = tensor.detach()
+    if type(tensor) is not Tensor or tensor.layout is not torch.strided or tensor.is_nested:
+        return once.clone()
     for place, stride in enumerate(tensor.stride()):
         once = once.narrow(place, 0, 1) if stride == 0 and once.shape[place] > 1 else once  # an expanded tensor
     copy = torch.empty_strided(once.shape, once.stride(), dtype=once.dtype, device=once.device).copy_(once)

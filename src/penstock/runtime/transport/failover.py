@@ -270,11 +270,9 @@ class Failover:
             try:
                 self._change()
             except Exception as error:
+                unexpected = RuntimeFailure(f"no other interface could be used: {error!r}")
                 with self.changed:
-                    if isinstance(error, RuntimeFailure):
-                        self._error = error
-                    else:
-                        self._error = RuntimeFailure(f"no other interface could be used: {error!r}")
+                    self._error = error if isinstance(error, RuntimeFailure) else unexpected
                 self._tell_here()
                 return
 

@@ -83,7 +83,7 @@ class Heartbeats:
         self._changed = changed
         self.number = self.heard = 0
         self._lock = threading.Lock()
-        self._told: dict[str, Any] = {}
+        self._told: dict[str, bytes] = {}
         self._known: dict[str, Any] = {}
         self._news: list[str] = []
         self._down: set[tuple[int, int]] = set()
@@ -103,10 +103,11 @@ class Heartbeats:
 
     # Any thread.
 
-    def tell(self, key: str, value: Any) -> None:
-        """Tells everyone, this process included."""
+    def tell(self, key: str, value: Any, to: Sequence[int] | None = None) -> None:
+        """Tells some processes or everyone, this process included. Nobody else keeps it, nor has to forget it."""
         with self._lock:
-            self._told[key] = self._known[key] = value
+            self._known[key] = value
+            self._told[key] = _line({"key": key, "value": value, "to": to})
             self._news.append(key)
         self._wake()
         self._changed()
@@ -177,14 +178,11 @@ class Heartbeats:
             os.eventfd_read(self._waker)
         with self._lock:
             news, self._news = self._news, []
-            lines = b"".join(_line({"key": key, "value": self._told[key]}) for key in news if key in self._told)
-        lines += self._beat()
+            lines = b"".join(self._told[key] for key in news if key in self._told)
+        lines += _line({"number": self.number})
         for call in self._calls:
             if call.stream is not None:
                 self._write(call, call.stream, lines)
-
-    def _beat(self) -> bytes:
-        return _line({"number": self.number})
 
     def _turn(self, call: HeartbeatLine, now: int) -> None:
         """A beat; or another try to connect."""
@@ -193,7 +191,7 @@ class Heartbeats:
             if sockets.is_unacknowledged(call.stream.socket, UNACKNOWLEDGED_MS):
                 self._lost(call)  # its kernel does not always end it
             else:
-                self._write(call, call.stream, self._beat())
+                self._write(call, call.stream, _line({"number": self.number}))
             return
         if call.attempt is not None:  # it took too long
             self._lost(call)
@@ -216,7 +214,7 @@ class Heartbeats:
         with self._lock:
             self._down.discard((call.peer, call.place))
             self._gone.discard(call.peer)
-            lines = [_line({"key": key, "value": value}) for key, value in self._told.items()]
+            lines = [*self._told.values()]
         call.stream = SocketStream(self._loop, attempt.socket, partial(self._ready, call))
         self._write(call, call.stream, _line({"hello": self._key, "from": self._me}) + b"".join(lines))
         self._changed()
@@ -275,13 +273,12 @@ class Heartbeats:
     def _interfaces_changed(self, mask: int) -> None:
         """The kernel says that an interface of ours went down: nobody is reached by it any more."""
         for place, up in self._monitor.changes():
-            for call in self._calls:
-                if call.place == place:
-                    if up:
-                        call.due = 0
-                    else:
-                        self._lost(call)
-                        call.due = time.perf_counter_ns() + BEAT
+            for call in (each for each in self._calls if each.place == place):
+                if up:
+                    call.due = 0
+                else:
+                    self._lost(call)
+                    call.due = time.perf_counter_ns() + BEAT
 
     def _accept(self, listener: socket.socket, mask: int) -> None:
         with contextlib.suppress(OSError):
@@ -319,9 +316,10 @@ class Heartbeats:
                 return False
             self._greeted.add(made)
         elif "key" in said:
-            with self._lock:
-                self._known[said["key"]] = said["value"]
-            self._changed()
+            if said["to"] is None or self._me in said["to"]:
+                with self._lock:
+                    self._known[said["key"]] = said["value"]
+                self._changed()
         elif said["number"] > self.heard:
             self.heard = said["number"]
             self._changed()

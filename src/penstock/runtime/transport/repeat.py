@@ -29,13 +29,14 @@ import torch.distributed as dist
 from torch import Tensor
 
 from penstock.runtime.errors import DeadlineExceeded, LinkLost, PeerLost, RuntimeFailure
-from penstock.runtime.mesh.collective import is_late, is_of_a_group
+from penstock.runtime.mesh.collective import explained, is_late, is_of_a_group
 from penstock.runtime.mesh.interfaces import listen, local_addresses, named
 from penstock.runtime.mesh.peers import GroupPeers, MeshPeers
 from penstock.runtime.mesh.process_mesh import ProcessMesh
 from penstock.runtime.tensors.message import Edge, Payload
 from penstock.runtime.transport.base import StepMessages, Transport
 from penstock.runtime.transport.failover import LOOK, Failover, begins_with
+from penstock.runtime.transport.shared_memory import SharedMemoryTransport
 
 R = TypeVar("R")
 MOST_ATTEMPTS = 16
@@ -51,44 +52,44 @@ class Attempts:
         me: this process's number.
 
     Attributes:
+        me: as given.
         failover: what changes over. number: of the groups by which the attempt goes.
-        num_repeats: attempts that were given up.
+        num_repeats: attempts that were given up. name: of the attempt that is under way; empty between attempts.
     """
 
     def __init__(self, failover: Failover, me: int) -> None:
-        self.failover, self._me = failover, me
+        self.failover, self.me = failover, me
         self.number = self.num_repeats = 0
         self._groups: dict[str, Any] = {}
         self._members: Sequence[int] = ()
-        self._name = ""
-        """Of the attempt; empty between attempts."""
+        self.name = ""
         self._is_voting = self._is_lost = False
         self._num_gathers: Counter[str] = Counter()
         self._num_attempts: Counter[str] = Counter()
         failover.looks.append(self._look)
 
-    def repeated(self, group: GuardedGroup, once: Callable[[bool], R], most: int = MOST_ATTEMPTS) -> R:
+    def repeated(self, group: GuardedGroup, once: Callable[[], R], most: int = MOST_ATTEMPTS) -> R:
         """Does something until no process of a group has lost a link meanwhile.
 
         Args:
-            once: raises LinkLost in every process or in none. It is told whether it does it again.
+            once: raises LinkLost in every process or in none, and then leaves nothing of what it did.
 
         Raises:
             PeerLost: links were lost in as many attempts as there may be.
         """
-        if self._name:
-            return once(False)
-        for attempt in range(most):
+        if self.name:
+            return once()
+        for _ in range(most):
             self._begin(group)
             try:
-                return once(attempt > 0)
+                return once()
             except LinkLost as error:
                 lost = error
                 self.num_repeats += 1
-                known = [self.failover.beats.known(f"{self._name} lost {process}") for process in group.members]
+                known = [self.failover.beats.known(f"{self.name} lost {process}") for process in group.members]
                 self.failover.want(max([each + 1 for each in known if each is not None], default=0), "")
             finally:
-                self._name, self._is_voting, self._is_lost = "", False, False
+                self.name, self._is_voting, self._is_lost = "", False, False
         tried = "it can't be repeated" if most == 1 else f"so it was in each of {most} attempts"
         raise PeerLost(f"{lost}, and {tried}; go on from the newest checkpoint") from None
 
@@ -98,17 +99,11 @@ class Attempts:
         number = self._num_attempts[group.name]
         # Who begins this attempt has heard the vote of the one before, so that all have ended the one before that.
         self.failover.beats.forget(f"{group.name}#{number - 2} ")
-        for told in [key for key in self._num_gathers if "#" in key]:
-            del self._num_gathers[told]
+        self._num_gathers = Counter({key: num for key, num in self._num_gathers.items() if "#" not in key})
         with self.failover.changed:
             self.number, self._groups = self.failover.number, self.failover.groups
-            self._members, self._name = group.members, f"{group.name}#{number}"
+            self._members, self.name = group.members, f"{group.name}#{number}"
         self._look()
-
-    @property
-    def is_within(self) -> bool:
-        """Whether an attempt is under way."""
-        return bool(self._name)
 
     def vote(self) -> None:
         """This process has ended its part of an attempt, or given it up, and tells the others."""
@@ -117,9 +112,9 @@ class Attempts:
     def _look(self) -> None:
         """Whether another process has given up the attempt."""
         with self.failover.changed:
-            if self._name and not self._is_lost:
+            if self.name and not self._is_lost:
                 known = self.failover.beats.known
-                self._is_lost = any(known(f"{self._name} lost {process}") is not None for process in self._members)
+                self._is_lost = any(known(f"{self.name} lost {process}") is not None for process in self._members)
 
     def is_broken(self, by_group: bool) -> bool:
         """Whether a wait in the attempt is in vain.
@@ -127,7 +122,7 @@ class Attempts:
         Args:
             by_group: whether it is for what goes by the groups, which ranks may be about to leave.
         """
-        if not self._name or self._is_voting:
+        if not self.name or self._is_voting:
             return False
         return self._is_lost or (by_group and self.failover.wanted > self.number)
 
@@ -140,29 +135,29 @@ class Attempts:
         """The error to raise where a link was lost, which all others then raise too."""
         why = str(error).partition("\n")[0]
         failover = self.failover
-        if not self._name or self._is_voting:
+        if not self.name or self._is_voting:
             failover.want(failover.number + 1, why)
             return PeerLost(
-                f"rank {self._me} lost a link between two steps ({why}); start again from the newest checkpoint"
+                f"rank {self.me} lost a link between two steps ({why}); start again from the newest checkpoint"
             )
         failover.want(self.number + 1, "connections ended" if "/gloo/" in why else why)
         if not self._is_lost:
-            failover.beats.tell(f"{self._name} lost {self._me}", self.number)
-        return LinkLost(f"rank {self._me} lost a link ({why})")
+            failover.beats.tell(f"{self.name} lost {self.me}", self.number, self._members)
+        return LinkLost(f"rank {self.me} lost a link ({why})")
 
     def group(self, name: str) -> Any:
         """The group by which the attempt goes; between attempts the newest."""
-        return (self._groups if self._name else self.failover.groups)[name]
+        return (self._groups if self.name else self.failover.groups)[name]
 
     def begin_gather(self, group: GuardedGroup, data: bytes) -> Callable[[float], list[bytes]]:
         """See `Guard`."""
         beats = self.failover.beats
-        stage = f"{self._name}{' vote' if self._is_voting else ''} " if self._name else ""
+        stage = f"{self.name}{' vote' if self._is_voting else ''} " if self.name else ""
         name = f"{stage}{group.name}|"
         self._num_gathers[name] += 1
         number = self._num_gathers[name]
         beats.forget(f"{name}{number - KEPT} ")
-        beats.tell(f"{name}{number} {self._me}", data.hex())
+        beats.tell(f"{name}{number} {self.me}", data.hex(), group.members)
 
         def told(timeout: float) -> list[bytes]:
             end = time.monotonic() + timeout
@@ -209,17 +204,18 @@ class GuardedGroup:
         return self.attempts.begin_gather(self, data)
 
     def repeated(self, once: Callable[[], R]) -> R:
-        if self.attempts.is_within:
+        if self.attempts.name:
             return once()
 
-        def attempt(is_again: bool) -> R:
+        def attempt() -> R:
             found: R
             try:
                 found, is_whole = once(), True
             except LinkLost:
                 is_whole = False
             self.attempts.vote()
-            told = self.begin_gather(bytes([is_whole]))(self.attempts.failover.timeout)
+            with explained(self.attempts.me, None, "what all ranks vote", self.attempts.failover.timeout) as limit:
+                told = self.begin_gather(bytes([is_whole]))(limit.total_seconds())
             if not all(each[0] for each in told):
                 raise LinkLost("a link between ranks was lost")
             return found
@@ -236,14 +232,13 @@ class GuardedGroup:
         """Does something with the group until it is done or a link is lost: gloo does not end a wait for a message
         whose connection ended in its middle.
         """
-        attempts, ended, group = self.attempts, list[RuntimeError | None](), self.group
+        attempts, errors, group = self.attempts, list[RuntimeError](), self.group
 
         def run() -> None:
             try:
                 once(group)
-                ended.append(None)
             except RuntimeError as error:
-                ended.append(error)
+                errors.append(error)
 
         thread = threading.Thread(target=run, name="penstock-shares", daemon=True)
         attempts.require_links(by_group=True)
@@ -251,7 +246,7 @@ class GuardedGroup:
         while thread.is_alive():
             thread.join(LOOK)
             attempts.require_links(by_group=True)
-        if (error := ended[0]) is not None:
+        for error in errors:
             raise error if is_late(error) or not is_of_a_group(error) else attempts.lost(error)
 
 
@@ -288,8 +283,10 @@ class GuardedTransport:
     def __init__(self, inner: Transport, attempts: Attempts, by_group: bool) -> None:
         self.inner, self._attempts, self._by_group = inner, attempts, by_group
         self.rank = inner.rank
-        self._number = attempts.number if attempts.is_within else attempts.failover.number
+        self._number = attempts.number if attempts.name else attempts.failover.number
         self.take, self.wake, self.crossings = inner.take, inner.wake, inner.crossings
+        if isinstance(inner, SharedMemoryTransport):
+            inner.require_going_on = lambda: attempts.require_links(by_group)
         attempts.failover.looks.append(self._look)
 
     @property

@@ -33,8 +33,8 @@ class RoutedTransport:
         self.rank = base.rank
         self._base, self.delegates = base, delegates
         self._source: dict[Edge, GlooTransport | DelegateTransport] = {}
-        self._watches = False
         self._delegated: set[int] = set()
+        delegates.also_watch(base.inbox.fileno())  # a wait for delegates ends when something happens on the base
 
     def route(self, delegated: Collection[tuple[int, int]]) -> None:
         """Says, between two steps, which links, by their two ranks in either order, go by delegates from now on.
@@ -46,7 +46,6 @@ class RoutedTransport:
         """Starts a step on both."""
         step = replace(step, threaded=True)
         self._source = {edge: self._carrier(peer) for _, peer, messages in step.expected for edge, _ in messages}
-        self._watch()
         by_delegates = [channel for channel in step.expected if channel.peer in self._delegated]
         by_base = [channel for channel in step.expected if channel.peer not in self._delegated]
         self.delegates.begin(replace(step, expected=by_delegates))
@@ -79,12 +78,6 @@ class RoutedTransport:
     def end(self) -> None:
         self._base.end()
         self.delegates.end()
-
-    def _watch(self) -> None:
-        """Lets a wait for delegates end when something happens on the base."""
-        if not self._watches:
-            self.delegates.also_watch(self._base.inbox.fileno())
-            self._watches = True
 
     def crossings(self) -> list[TransferRecord]:
         """The messages that came in by either since the last call."""

@@ -130,6 +130,8 @@ class SharedMemoryTransport:
         self._ready: dict[Edge, tuple[IncomingRing, ReadSlot]] = {}
         self._arrived: list[Edge] = []
         self._woken = self._closed = False
+        self.require_going_on: Callable[[], object] = bool
+        """Raises where what this rank sends is in vain."""
         self._log = CrossingLog()
         self._opened: list[int] = []
         try:
@@ -236,7 +238,7 @@ class SharedMemoryTransport:
         there = perf_counter_ns()
         slot.write_header(1, tag, self._now, sent, there, known.place, known.num_bytes)
         slot.step = self._step
-        if self._window:
+        if window is not None:
             channel.under_way.append(slot)
         if not self._senders[target].put(slot.offset):
             self._put_later(target, slot.offset)
@@ -249,6 +251,7 @@ class SharedMemoryTransport:
         end = time.monotonic() + self._timeout
         what = f"for rank {target} to look at what it was sent"
         while not self._senders[target].put(offset):
+            self.require_going_on()
             if self._receivers[target].gone:
                 raise PeerLost(f"rank {self.rank} waited {what}, and the process of rank {target} has ended")
             if time.monotonic() > end:
@@ -259,10 +262,7 @@ class SharedMemoryTransport:
             self._sleep(SOON_S)
 
     def _route(self, edge: Edge, target: int) -> tuple[OutChannel, int]:
-        key = ChannelKey.of(edge), target
-        channel = self._channels.get(key)
-        if channel is None:
-            channel = self._channels[key] = OutChannel(target)
+        channel = self._channels.setdefault((ChannelKey.of(edge), target), OutChannel(target))
         return channel, self._tags.message(edge)
 
     def _sent_spec(self, spec: WireSpec) -> SentSpec:
