@@ -148,7 +148,8 @@ class GroupPeers:
             def summed() -> Tensor:
                 with self.explained(None, SUM) as limit:
                     parts = told(limit.total_seconds())
-                return reduce(torch.add, (_tensor_of(part, values) for part in parts))
+                found = (torch.frombuffer(bytearray(part), dtype=values.dtype) for part in parts)
+                return reduce(torch.add, found).view(values.shape)
 
             return summed
         if self.guard is not None:
@@ -306,10 +307,6 @@ class GroupPeers:
 
 def _bytes_of(tensor: Tensor) -> bytes:
     return bytes(tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy())
-
-
-def _tensor_of(data: bytes, like: Tensor) -> Tensor:
-    return torch.frombuffer(bytearray(data), dtype=like.dtype).view(like.shape)
 
 
 def _kind_of(tensor: Tensor | None) -> list[int]:

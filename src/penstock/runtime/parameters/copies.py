@@ -159,9 +159,12 @@ class Copies:
     # Gradients.
 
     def follow_cleared(self) -> None:
-        """Before a step that goes on with an open window, clears in all copies what the caller cleared in one."""
-        for turns in self._turns.values():
-            turns.follow_cleared()
+        """Before a step that goes on with an open window, clears in all copies what the caller cleared in one.
+
+        Raises RuntimeFailure as `CopyTurns.follow_cleared`.
+        """
+        for index, turns in self._turns.items():
+            turns.follow_cleared(index, list(self.own(index)))
 
     def own(self, index: int) -> dict[str, Parameter]:
         """By name the parameters of a stage that no other stage owns, in the same order on every rank."""
@@ -216,21 +219,32 @@ class CopyTurns:
         self._gradients = GradientSums(self._parameters, self._owner)
         self._separate: list[Parameter] = []
         self._aside = {k: _CopyState() for k in self._others}
-        self._had_gradient: list[bool] = []
-        """By parameter, whether the owner had a gradient as a step ended that left other copies sums of their own."""
+        self._known: list[tuple[Tensor, int] | None] = []
+        """The owner's gradients as a step ended that left other copies sums of their own, each with torch's count of
+        its changes."""
 
     def rest(self) -> None:
         """The module has what is the owner's, and the caller may change it."""
         self.select(self._owner)
         gradients = self._gradients.now() if self._gradients.aside else []
-        self._had_gradient = [gradient is not None for gradient in gradients]
+        self._known = [None if one is None else (one, one._version) for one in gradients]
 
-    def follow_cleared(self) -> None:
-        """Clears the gradients of an open window in all copies that the caller has cleared in the module."""
-        for place, (had_gradient, parameter) in enumerate(zip(self._had_gradient, self._parameters, strict=False)):
-            if had_gradient and parameter.grad is None:
+    def follow_cleared(self, stage: int, names: Sequence[str]) -> None:
+        """Clears the gradients of an open window in all copies that the caller has cleared in the module.
+
+        Raises:
+            RuntimeFailure: one was changed otherwise, which the module has of the owner's copy alone.
+        """
+        for place, (known, parameter) in enumerate(zip(self._known, self._parameters, strict=False)):
+            if known is not None and parameter.grad is None:
                 for gradients in self._gradients.aside.values():
                     gradients[place] = None
+            elif known is not None and (parameter.grad is not known[0] or parameter.grad._version != known[1]):
+                raise RuntimeFailure(
+                    f"the gradient of {names[place]} of stage {stage} was changed while a window was open, and each "
+                    f"of {len(self._others) + 1} pipelines here has a sum of its own for it, of which the parameter "
+                    "holds the first; let the window end, or clear all of them (pipe.zero_grad())"
+                )
 
     def separate_weights(self) -> None:
         """From now on every copy has weights of its own, of those parameters that are trained."""
@@ -291,7 +305,7 @@ class CopyTurns:
         """Leaves none but the owner's."""
         self.select(self._owner)
         self._gradients.aside.clear()
-        self._had_gradient = []
+        self._known = []
 
 
 def form_of(module: nn.Module, prefix: str = "") -> list[str]:

@@ -88,7 +88,7 @@ def _within(module: nn.Module, total: int) -> Iterator[nn.Module]:
     for child, is_block in _children(module):
         if why_closed(child) or (_is_torchs(child) and type(child) is not nn.Sequential):
             continue
-        large, holds = _size(child) > LARGE * total, _holds_blocks(child)
+        large, holds = _size(child) > LARGE * total, any(map(_repeats, child.modules()))
         if (large and holds) if is_block else (large or holds):
             yield child
             yield from _within(child, total)
@@ -110,10 +110,6 @@ def _repeats(module: nn.Module) -> bool:
         return False
     kinds = Counter(type(child) for child in module._modules.values())
     return any(num > 1 and not kind.__module__.startswith("torch.nn") for kind, num in kinds.items())
-
-
-def _holds_blocks(module: nn.Module) -> bool:
-    return any(_repeats(part) for part in module.modules())
 
 
 def _is_torchs(module: nn.Module) -> bool:

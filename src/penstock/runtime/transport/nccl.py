@@ -100,7 +100,8 @@ def require_queues(channels: Sequence[NcclChannel], rank: int) -> None:
     """Raises RuntimeFailure where a rank has more lines than queues of its GPU: the stream that computes could share
     one with a receive that waits, and stand still behind it.
     """
-    needed, queues = _num_streams(channels, rank), _num_queues()
+    queues = _num_queues()
+    needed = sum(rank in (line.source, line.target) for line in channels) + OTHER_STREAMS
     if needed <= queues:
         return
     instead = (
@@ -113,10 +114,6 @@ def require_queues(channels: Sequence[NcclChannel], rank: int) -> None:
         f"and CUDA_DEVICE_MAX_CONNECTIONS gives its GPU {queues} queues of work: what computes could wait behind a "
         f"message; {instead}"
     )
-
-
-def _num_streams(channels: Sequence[NcclChannel], rank: int) -> int:
-    return sum(rank in (line.source, line.target) for line in channels) + OTHER_STREAMS
 
 
 def _num_queues() -> int:

@@ -28,8 +28,6 @@ CONNECT = 1_000 * MS
 WELCOME = 2_000 * MS
 """Deadlines of the two steps of connecting; they double with each failure, up to `LONGEST`."""
 LONGEST = 16_000 * MS
-PROBE = 500 * MS
-"""How often a rank that does not connect is looked for."""
 
 
 READ, WRITE, GONE = select.EPOLLIN, select.EPOLLOUT, select.EPOLLHUP | select.EPOLLERR
@@ -249,15 +247,10 @@ class SocketStream:
 
     Args:
         made: a connected socket; ready: called when there is something to read, or to write.
-
-    Attributes:
-        queued: bytes not yet taken by the socket; spoke: when it last took some.
     """
 
     def __init__(self, loop: EventLoop, made: socket.socket, ready: Callable[[int], None]) -> None:
         self.socket = made
-        self.queued = 0
-        self.spoke = time.perf_counter_ns()
         self._loop = loop
         self._queue: deque[memoryview] = deque()
         self._reading = True
@@ -270,9 +263,7 @@ class SocketStream:
         Raises:
             OSError: the connection is gone.
         """
-        for part in parts:
-            self._queue.append(memoryview(part))
-            self.queued += len(part)
+        self._queue.extend(map(memoryview, parts))
         self.flush()
 
     def flush(self) -> None:
@@ -282,8 +273,6 @@ class SocketStream:
                 sent = self.socket.sendmsg([self._queue[place] for place in range(min(MOST_PARTS, len(self._queue)))])
             except BlockingIOError:
                 break
-            self.spoke = time.perf_counter_ns()
-            self.queued -= sent
             while sent:
                 first = self._queue[0]
                 if sent < len(first):
