@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from enum import IntEnum
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import pytest
@@ -234,3 +236,62 @@ def test_tensors_inside_state_of_another_kind(tmp_path: Path) -> None:
     reader = Reader(write(tmp_path, 1, tensors, {"optimizer": meta}))
     stage_optimizer(fresh, {parameter: "a/b"}, reader)()
     assert repr(fresh.state[parameter]) == repr({k: adam.state[parameter][k] for k in ("exp_avg", "history")})
+
+
+class Mode(IntEnum):
+    FAST = 1
+    SLOW = 2
+
+
+class Betas(NamedTuple):
+    first: float
+    second: float
+
+
+def reloaded(tmp_path: Path, given: list[object], fresh: list[object]) -> list[dict]:
+    """The groups, which have such an option `kept`, after a load of a checkpoint in which they had others."""
+    parameters = [nn.Parameter(torch.ones(2)) for _ in given]
+    names = {parameter: f"p{place}" for place, parameter in enumerate(parameters)}
+    saved, loaded = (
+        SGD([{"params": [p], "kept": each} for p, each in zip(parameters, values, strict=True)], lr=1.0)
+        for values in (given, fresh)
+    )
+    tensors, meta = optimizer_tensors(saved, names)
+    stage_optimizer(loaded, names, Reader(write(tmp_path, 1, tensors, {"optimizer": meta})))()
+    return loaded.param_groups
+
+
+@pytest.mark.parametrize(
+    ("given", "fresh", "plain"),
+    [
+        (Mode.SLOW, Mode.FAST, 2),
+        (Mode.SLOW, Mode.SLOW, Mode.SLOW),
+        (Betas(0.8, 0.9), Betas(0.1, 0.2), Betas(0.8, 0.9)),
+        (Betas(0.8, 0.9), None, (0.8, 0.9)),
+    ],
+)
+def test_bug_options_of_a_subclass_of_a_plain_type_were_dropped(
+    tmp_path: Path, given: object, fresh: object, plain: object
+) -> None:
+    (group,) = reloaded(tmp_path, [given], [fresh])
+    assert group["kept"] == plain
+    assert type(group["kept"]) is type(plain)
+
+
+def test_bug_a_dict_that_groups_share_was_one_for_each_after_a_load(tmp_path: Path) -> None:
+    saved, here = ({"step": torch.tensor(step), "seen": [1] * int(step)} for step in (3.0, 0.0))
+    first, second = reloaded(tmp_path, [saved, saved], [here, here])
+    assert first["kept"] is second["kept"] is here
+    assert isinstance(here["step"], Tensor)
+    assert here == {"step": torch.tensor(3.0), "seen": [1, 1, 1]}
+
+
+def test_bug_groups_that_share_an_option_here_got_that_of_the_last_group(tmp_path: Path) -> None:
+    shared: list[int] = []
+    first, second = reloaded(tmp_path, [[1], [2]], [shared, shared])
+    assert (first["kept"], second["kept"]) == ([1], [2])
+
+
+def test_bug_a_device_among_the_options_was_that_of_another_process(tmp_path: Path) -> None:
+    (group,) = reloaded(tmp_path, [torch.device("cuda", 3)], [torch.device("cpu")])
+    assert group["kept"] == torch.device("cpu")

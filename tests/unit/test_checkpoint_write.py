@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import os
 import pickle
 import re
 import resource
+import shutil
 import subprocess
 import sys
 import zlib
@@ -169,6 +171,32 @@ def test_a_replaced_checkpoint_counts_until_its_successor_is_there(tmp_path: Pat
     assert latest(tmp_path) == tmp_path / "step-00000001.old"
     write(tmp_path, 1, {"a": torch.ones(2)}, {})
     assert [entry.name for entry in tmp_path.iterdir()] == ["step-00000001"]
+
+
+def test_bug_a_whole_replaced_checkpoint_went_before_the_successor_of_a_damaged_one_was_in_place(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, old = write(tmp_path, 1, {"a": torch.zeros(2)}, {}), tmp_path / "step-00000001.old"
+    shutil.copytree(path, old)
+    (path / "__0_0.distcp").unlink()
+    rename = os.rename
+
+    def refuse(source: Path, target: Path) -> None:
+        if source.name.endswith(".writing"):
+            raise OSError(errno.EIO, "Input/output error")
+        rename(source, target)
+
+    monkeypatch.setattr(os, "rename", refuse)
+    with pytest.raises(CheckpointError, match="Input/output error"):
+        write(tmp_path, 1, {"a": torch.ones(2)}, {})
+    assert latest(tmp_path) == old
+    assert complete(old)
+
+
+def test_bug_a_folder_that_cannot_be_reached_had_no_checkpoint(tmp_path: Path) -> None:
+    (tmp_path / "loop").symlink_to(tmp_path / "loop")
+    with pytest.raises(CheckpointError, match="loop cannot be read"):
+        candidates(tmp_path / "loop")
 
 
 def test_a_failed_rank_fails_all_and_leaves_nothing(tmp_path: Path) -> None:

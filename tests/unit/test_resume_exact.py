@@ -20,8 +20,9 @@ from torch.optim.lr_scheduler import CosineAnnealingLR, LinearLR, MultiStepLR, R
 import penstock as ps
 from checkpoint_cases import flip_tensor
 from packed import packed
-from penstock.runtime.checkpoint import CheckpointError, DamagedCheckpointError
+from penstock.runtime.checkpoint import CheckpointError, DamagedCheckpointError, Reader
 from penstock.runtime.checkpoint.codec import pack, unpack
+from penstock.runtime.checkpoint.dcp import write
 
 pytestmark = pytest.mark.unit
 
@@ -559,3 +560,88 @@ def test_parameters_of_complex128_could_not_be_saved(tmp_path: Path) -> None:
         with made(schedule, ranks) as pipe:
             pipe.load(tmp_path)
             assert all(map(torch.equal, train(pipe, range(2, 5)), want))
+
+
+class Masked(nn.Module):
+    """Adds a buffer."""
+
+    def __init__(self, mask: Tensor) -> None:
+        super().__init__()
+        self.register_buffer("mask", mask)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.mask.sum(0)
+
+
+def inferred() -> Tensor:
+    with torch.inference_mode():
+        return torch.zeros(3, WIDTH)
+
+
+@pytest.mark.parametrize(
+    ("mask", "said"),
+    [
+        (lambda: torch.zeros(1, WIDTH).expand(3, WIDTH), "mask is expanded here, and has other values for one place"),
+        (inferred, "mask was made in inference mode"),
+    ],
+)
+def test_bug_a_buffer_that_cannot_hold_the_values_of_a_checkpoint_took_some_of_them(
+    tmp_path: Path, mask: Callable[[], Tensor], said: str
+) -> None:
+    pipe = pipeline(model(Masked(torch.arange(3.0 * WIDTH).view(3, WIDTH))))
+    train(pipe, range(1))
+    pipe.save(tmp_path)
+    other = pipeline(model(Masked(mask())), optimizer=None)
+    before = state_of(other)
+    with pytest.raises(CheckpointError, match=said):
+        other.load(tmp_path)
+    assert same(before, state_of(other))
+
+
+def test_an_expanded_buffer_can_be_loaded(tmp_path: Path) -> None:
+    def make() -> ps.Pipeline:
+        return pipeline(model(Masked(torch.full((1, WIDTH), torch.nan).expand(3, WIDTH))))
+
+    make().save(tmp_path)
+    make().load(tmp_path)
+
+
+def test_bug_a_save_under_a_number_of_numpy_failed_once_all_was_written(tmp_path: Path) -> None:
+    pipe = pipeline(model())
+    assert pipe.save(tmp_path, number=np.int64(7), keep=np.int64(1)).name == "step-00000007"
+    pipe.load(tmp_path)
+
+
+class Late(nn.Module):
+    """Makes its buffer in its first forward."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not hasattr(self, "first"):
+            self.register_buffer("first", x.detach().mean(), persistent=False)
+        return x - self.first
+
+
+def test_bug_a_buffer_that_no_module_has_before_a_forward_was_not_loaded_without_a_word(tmp_path: Path) -> None:
+    pipe = pipeline(model(Late()))
+    train(pipe, range(1))
+    pipe.save(tmp_path)
+    pipe.load(tmp_path)
+    assert not any("so far" in notice for notice in pipe.notices)
+    fresh = pipeline(model(Late()))
+    fresh.load(tmp_path)
+    assert any("has 1.first, buffers that are not persistent" in notice for notice in fresh.notices)
+
+
+def test_bug_extra_state_of_each_replica_went_without_a_word_under_another_number_of_them(tmp_path: Path) -> None:
+    pipe = pipeline(model(Scaled()))
+    train(pipe, range(1))
+    reader = Reader(pipe.save(tmp_path / "one"))
+    pipe.load(tmp_path / "one")
+    assert not any("replicas" in notice for notice in pipe.notices)
+    tensors = reader.load(reader.names())
+    of_module = {name: tensors.pop(name) for name in list(tensors) if name.startswith("extra/1#")}
+    for replica in ("@0.0.0#", "@0.1.0#"):
+        tensors |= {name.replace("#", replica): tensor for name, tensor in of_module.items()}
+    write(tmp_path / "two", 1, tensors, reader.meta)
+    pipe.load(tmp_path / "two")
+    assert any("has an extra state of 1 for each of other replicas than here" in notice for notice in pipe.notices)

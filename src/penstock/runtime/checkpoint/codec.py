@@ -31,22 +31,19 @@ AS_JSON = "#json"
 
 _PAIRS: dict[type, str] = {dict: "dict", OrderedDict: "OrderedDict", Counter: "Counter"}
 _ITEMS: dict[type, str] = {tuple: "tuple", set: "set", frozenset: "frozenset", torch.Size: "torch.Size"}
-_LEAVES: dict[type, tuple[str, Callable[[Any], Any]]] = {
-    complex: ("complex", lambda value: [value.real, value.imag]),
-    bytes: ("bytes", lambda value: base64.b64encode(value).decode()),
-    bytearray: ("bytearray", lambda value: base64.b64encode(value).decode()),
-    torch.dtype: ("torch.dtype", str),
-    torch.device: ("torch.device", str),
+_LEAVES: dict[type, tuple[str, Callable[[Any], Any], Callable[[Any], Any]]] = {
+    complex: ("complex", lambda v: [v.real, v.imag], lambda v: complex(*v)),
+    bytes: ("bytes", lambda v: base64.b64encode(v).decode(), base64.b64decode),
+    bytearray: ("bytearray", lambda v: base64.b64encode(v).decode(), lambda v: bytearray(base64.b64decode(v))),
+    torch.dtype: ("torch.dtype", str, lambda v: DTYPES[v.removeprefix("torch.")]),
+    torch.device: ("torch.device", str, torch.device),
 }
+"""By type its name, what JSON has of a value, and the value of that."""
+_BENEATH: dict[type, Any] = {int: int.__int__, float: float.__float__, str: str.__str__, tuple: tuple, list: list}
+"""What an option of a subclass becomes."""
 _FROM_PAIRS: dict[str, Callable[[Any], Any]] = {name: kind for kind, name in _PAIRS.items()}
 _FROM_ITEMS: dict[str, Callable[[Any], Any]] = {name: kind for kind, name in _ITEMS.items()}
-_FROM_LEAVES: dict[str, Callable[[Any], Any]] = {
-    "complex": lambda inside: complex(*inside),
-    "bytes": base64.b64decode,
-    "bytearray": lambda inside: bytearray(base64.b64decode(inside)),
-    "torch.dtype": lambda inside: DTYPES[inside.removeprefix("torch.")],
-    "torch.device": torch.device,
-}
+_FROM_LEAVES = {name: value_of for name, _, value_of in _LEAVES.values()}
 
 
 class UnstorableValue(ValueError):
@@ -78,7 +75,7 @@ def unpack(base: str, tensors: Mapping[str, Tensor], device: torch.device | None
 
 
 def to_json(value: Any) -> Any:
-    """Plain data as JSON, in which numbers of torch and numpy are Python's. Raises UnstorableValue for all else."""
+    """Options as JSON, in which numbers of torch and numpy are Python's. Raises UnstorableValue for all else."""
     return json.loads(json.dumps(_encode(value, "", None)))
 
 
@@ -124,7 +121,9 @@ def names_by_base(names: Iterable[str], prefix: str) -> dict[str, list[str]]:
 
 
 def _encode(value: Any, where: str, tensors: list[Tensor] | None) -> Any:
-    """A value as JSON. Its tensors are added to `tensors`; where that is None only single numbers may be tensors."""
+    """A value as JSON. Its tensors are added to `tensors`. That is None for options: there only single numbers may be
+    tensors, subclasses of plain types become these, and a device is refused, as each process has another.
+    """
     kind = type(value)
     if value is None or kind in (bool, int, float, str):
         return value
@@ -141,11 +140,13 @@ def _encode(value: Any, where: str, tensors: list[Tensor] | None) -> Any:
         return {_PAIRS[kind]: pairs}
     if kind is deque:
         return {"deque": [_encode(list(value), where, tensors), value.maxlen]}
-    if kind in _LEAVES:
-        name, plain = _LEAVES[kind]
+    if kind in _LEAVES and not (tensors is None and kind is torch.device):
+        name, plain, _ = _LEAVES[kind]
         return {name: plain(value)}
     if kind in (Tensor, Parameter) or isinstance(value, np.generic) or kind in (np.ndarray, np.memmap):
         return _encode_numbers(value, where, tensors)
+    if tensors is None and (base := next((each for each in _BENEATH if isinstance(value, each)), None)):
+        return _encode(_BENEATH[base](value), where, None)
     raise UnstorableValue(f"{where} is a {kind.__module__}.{kind.__qualname__}".lstrip())
 
 

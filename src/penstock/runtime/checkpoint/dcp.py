@@ -99,7 +99,7 @@ def write(
     """
     peers = LocalPeers(1) if peers is None else peers
     me, directory = peers.here[0], Path(directory)
-    target, temporary = folder.step_folder(directory, step), folder.temporary_folder(directory, step)
+    target, temporary = directory / f"step-{step:08d}", directory / f".step-{step:08d}.writing"
     planner, writer = CheckedPlanner(), FileSystemWriter(temporary)
 
     def plan() -> ProcessPlan:

@@ -21,16 +21,6 @@ from penstock.runtime.errors import CheckpointError
 REMAINS = re.compile(r"\.step-\d{8,18}(\.old)?\.(writing|deleting)", re.ASCII)
 
 
-def step_folder(directory: Path, step: int) -> Path:
-    """Where the checkpoint of a step lies when it is complete."""
-    return directory / f"step-{step:08d}"
-
-
-def temporary_folder(directory: Path, step: int) -> Path:
-    """Where the checkpoint of a step is written."""
-    return directory / f".step-{step:08d}.writing"
-
-
 def latest(directory: str | Path) -> Path | None:
     """The newest checkpoint in a folder, None without one; a folder that is a checkpoint is its own.
 
@@ -50,7 +40,9 @@ def candidates(directory: str | Path) -> list[Path]:
             return beside[[each.name for each in beside].index(path.name) :]
         if any((path / name).exists() for name in (MANIFEST, INDEX)):
             return [path]
-        return _newest_first(path) if path.is_dir() else []
+        return _newest_first(path)
+    except FileNotFoundError:
+        return []
     except OSError as error:
         raise CheckpointError(f"{path} cannot be read: {error.strerror or error}") from None
 
@@ -85,7 +77,9 @@ def commit(temporary: Path, target: Path) -> None:
     """Makes a written temporary the checkpoint of its step; one that was there goes once the new one is in place."""
     sync(temporary)
     old = target.with_name(target.name + ".old")
-    if target.exists():
+    if target.exists() and old.exists() and not complete(target):
+        remove(target)
+    elif target.exists():
         remove(old)
         os.rename(target, old)
     os.rename(temporary, target)

@@ -22,8 +22,8 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor, nn
 
-from penstock.runtime.checkpoint.codec import AS_JSON, digests_of, names_by_base, pack
-from penstock.runtime.checkpoint.reader import TensorSource, load_packed
+from penstock.runtime.checkpoint.codec import AS_JSON, digests_of, names_by_base, pack, unpack
+from penstock.runtime.checkpoint.reader import TensorSource
 from penstock.runtime.errors import CheckpointError
 from penstock.runtime.mesh.process_mesh import ProcessMesh
 
@@ -182,7 +182,7 @@ class LoadedStates:
             base = base_of(each, names)
             if base is None:
                 raise CheckpointError(f"checkpoint {source.path} has {_what_there_is(each, parts)}")
-            self._states.append((each, load_packed(source, base, parts[base], device)))
+            self._states.append((each, unpack(base, source.load(parts[base]), device)))
 
     def give(self) -> None:
         """Gives each object its state. Raises CheckpointError if one does not take it; see `take_back`."""

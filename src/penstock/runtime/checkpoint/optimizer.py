@@ -11,6 +11,7 @@ gives each parameter the options that it had, whatever the order of the groups a
 
 from __future__ import annotations
 
+import copy
 from collections import defaultdict, deque
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence, Set
 from typing import Any
@@ -20,8 +21,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from penstock.runtime.checkpoint.codec import UnstorableValue, digests_of, from_json, pack, to_json
-from penstock.runtime.checkpoint.reader import JSON, TensorSource, load_packed
+from penstock.runtime.checkpoint.codec import UnstorableValue, digests_of, from_json, pack, to_json, unpack
+from penstock.runtime.checkpoint.reader import JSON, TensorSource
 from penstock.runtime.errors import CheckpointError, listed
 from penstock.runtime.parameters.optimizer import (
     attributes_of,
@@ -268,9 +269,13 @@ def stage_optimizer(
                 found.append((one, parameter, _read_state(source, parts, parameter, kept_on_host)))
 
     def put() -> None:
+        filled: dict[int, tuple[Any, Any]] = {}
         for group, chosen in options:
             for key, value in chosen.items():
-                group[key] = _as_current(value, group.get(key))
+                current = group.get(key)
+                if isinstance(current, DATA) and filled.setdefault(id(current), (current, value))[1] != value:
+                    current = copy.deepcopy(current)  # groups share it here, and had different values
+                group[key] = _as_current(value, current)
         for one, parameter, state in found:
             one.state.pop(parameter, None)
             if state:
@@ -301,7 +306,7 @@ def _read_state(
     for key, fulls in parts.items():
         base, is_packed, _ = fulls[0].partition("#")
         if is_packed:
-            state[key] = load_packed(source, base, fulls, parameter.device)
+            state[key] = unpack(base, source.load(fulls), parameter.device)
             continue
         value = source.load(fulls)[base]
         if key not in ON_HOST or value.dim() or not kept_on_host:
@@ -326,7 +331,7 @@ def _read_attributes(
         for fulls in parts.values():
             base = fulls[0].partition("#")[0]
             if (path := base.removeprefix(f"{PREFIX}{ATTRIBUTES}/")) in values:
-                values[path] = load_packed(source, base, fulls, device)
+                values[path] = unpack(base, source.load(fulls), device)
     for parameter in stepped:
         parts = stored.get((names[parameter], ATTRIBUTES), {})
         for key, value in _read_state(source, parts, parameter, False).items():
@@ -420,9 +425,23 @@ def _name(names: Mapping[Tensor, str], parameter: Tensor) -> str:
 
 
 def _as_current(value: Any, current: Any) -> Any:
-    """An option as it is to be. Tensors stay tensors, as an update with floats rounds otherwise."""
+    """An option as it is to be. Tensors stay tensors, as an update with floats rounds otherwise; dicts, sets, lists
+    stay the same objects, as groups may share them.
+    """
     if isinstance(current, Tensor) and isinstance(value, (int, float)):
         return current.fill_(value)
-    if isinstance(current, (tuple, list)) and type(value) is type(current) and len(value) == len(current):
-        return type(value)(map(_as_current, value, current))
+    if isinstance(value, (int, float, str)) and isinstance(current, type(value)) and current == value:
+        return current  # such as a member of an IntEnum
+    if type(value) is tuple and hasattr(current, "_make"):
+        return current._make(map(_as_current, value, current))
+    if type(value) is not type(current):
+        return value
+    if isinstance(value, dict):
+        value = {key: _as_current(each, current.get(key)) for key, each in value.items()}
+    elif isinstance(value, (tuple, list)):
+        value = type(value)(map(_as_current, value, (*current, *[None] * len(value))))
+    if isinstance(current, (dict, set, list)):
+        current.clear()
+        (current.extend if isinstance(current, list) else current.update)(value)
+        return current
     return value

@@ -31,7 +31,6 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from penstock.runtime.checkpoint.codec import unpack
 from penstock.runtime.errors import CheckpointError, DamagedCheckpointError, listed
 from penstock.runtime.tensors.digest import bytes_of
 from penstock.runtime.tensors.pytree import DTYPES
@@ -164,11 +163,6 @@ class TensorSource(Protocol):
         """Tensors by name, each with memory of its own."""
 
 
-def load_packed(source: TensorSource, base: str, names: Iterable[str], device: torch.device | None = None) -> Any:
-    """The value that was packed under a base, from the tensors with these names; see `codec.unpack`."""
-    return unpack(base, source.load(names), device)
-
-
 class Reader:
     """A checkpoint's manifest, and its tensors on demand. Only files that are needed are opened.
 
@@ -177,10 +171,6 @@ class Reader:
 
     Raises `CheckpointError` when the folder is no checkpoint, is of another format, or its manifest is damaged.
     """
-
-    path: Path
-    step: int
-    meta: JSON
 
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)

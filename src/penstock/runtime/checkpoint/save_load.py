@@ -35,8 +35,8 @@ from penstock.runtime.checkpoint.object_state import (
 from penstock.runtime.checkpoint.optimizer import merged_meta
 from penstock.runtime.checkpoint.reader import Kind, Reader, match, require_plain
 from penstock.runtime.checkpoint.together import UNWRITTEN, together
-from penstock.runtime.checkpoint.training_state import MODEL, StagedState, TrainingState
-from penstock.runtime.errors import CheckpointError, DamagedCheckpointError
+from penstock.runtime.checkpoint.training_state import BUFFERS, MODEL, StagedState, TrainingState
+from penstock.runtime.errors import CheckpointError, DamagedCheckpointError, listed
 from penstock.runtime.mesh.peers import Peers
 from penstock.runtime.mesh.process_mesh import ProcessMesh
 
@@ -63,12 +63,13 @@ class Expected(NamedTuple):
     """What the model of all processes consists of.
 
     Attributes:
-        kinds: shape and type by stored name. bases: of modules with extra state. members: of each process.
+        kinds: shape and type by stored name. holders: of modules' extra state, as names in a checkpoint. members: of
+            each process.
         aliases: by other name of a parameter the stored one.
     """
 
     kinds: dict[str, Kind]
-    bases: set[str]
+    holders: set[str]
     members: list[dict[str, list[list[str]]]]
     aliases: dict[str, str]
 
@@ -84,7 +85,7 @@ def save(
     number: int | None = None,
 ) -> Path:
     """Writes a checkpoint; every process must call it. Raises CheckpointError in all of them where one cannot."""
-    peers = mesh.everyone
+    peers, keep, number = mesh.everyone, int(keep), None if number is None else int(number)
     own: tuple[Any, ...] = ()
 
     def collect() -> tuple[Any, ...]:
@@ -180,8 +181,8 @@ def _choose(directory: str | Path, peers: Peers, fallback: bool) -> tuple[list[P
 
 
 def _expected(state: TrainingState, peers: Peers) -> Expected:
-    bases = {each.base for each in state.objects}
-    parts = peers.gather((state.expected(), bases, state.members(), state.aliases()))
+    holders = {each.base + each.suffixes[-1] for each in state.objects}
+    parts = peers.gather((state.expected(), holders, state.members(), state.aliases()))
     kinds, objects, members, aliases = zip(*parts, strict=True)
     return Expected(
         {name: kind for part in kinds for name, kind in part.items()},
@@ -192,11 +193,7 @@ def _expected(state: TrainingState, peers: Peers) -> Expected:
 
 
 def _load_one(
-    path: Path,
-    state: TrainingState,
-    mesh: ProcessMesh,
-    stateful: Mapping[str, Stateful] | None,
-    expected: Expected,
+    path: Path, state: TrainingState, mesh: ProcessMesh, stateful: Mapping[str, Stateful] | None, expected: Expected
 ) -> tuple[LoadResult, StagedState]:
     """Reads and checks a checkpoint in all processes; all of them raise where one does."""
     peers, what = mesh.everyone, f"checkpoint {path} could not be loaded"
@@ -258,20 +255,27 @@ def _older(path: Path, paths: Sequence[Path], peers: Peers) -> Path | None:
 
 
 def _require_taken(reader: Reader, expected: Expected, given: Sequence[StatefulObject]) -> list[str]:
-    """Notices of the caller's state that nobody takes. Raises CheckpointError where it is a module's extra state."""
-    bases = {name.rpartition("#")[0].partition("@")[0] for name in reader.names() if name.startswith((EXTRA, STATE))}
+    """Notices of state that nobody takes, or others do. Raises CheckpointError for extra state of a module."""
+    holders = {name.rpartition("#")[0] for name in reader.names() if name.startswith((EXTRA, STATE))}
+    bases, known = ({name.partition("@")[0] for name in names} for names in (holders, expected.holders))
     for base in sorted(bases):
         name = base.removeprefix(EXTRA)
-        if base.startswith(EXTRA) and base not in expected.bases:
+        if base.startswith(EXTRA) and base not in known:
             raise CheckpointError(
                 f"checkpoint {reader.path} has extra state of {name or 'the model'}, and no module here has that "
                 "name and takes it: build the model it was written with, or choose another checkpoint"
             )
-    untaken = sorted(base for base in bases - {each.base for each in given} if base.startswith(STATE))
-    if not untaken:
-        return []
-    listed = ", ".join(base.removeprefix(STATE) for base in untaken)
-    return [f"{reader.path} has the state of {listed}, which was not loaded: give load(..., stateful=...)"]
+    apart = {name.partition("@")[0] for name in holders if name.startswith(EXTRA) and "@" in name}
+    others = {name.partition("@")[0] for name in holders ^ expected.holders} & apart
+    untaken = {base for base in bases - {each.base for each in given} if base.startswith(STATE)}
+    absent = {name for name in reader.names() if name.startswith(BUFFERS)} - expected.kinds.keys()
+    named = {
+        "the state of {}, which was not loaded: give load(..., stateful=...)": untaken,
+        "{}, buffers that are not persistent and that no module here has so far: they were not loaded": absent,
+        "an extra state of {} for each of other replicas than here: those it does not know got the first's": others,
+    }
+    said = {text: listed(sorted(name.partition("/")[2] for name in names)) for text, names in named.items() if names}
+    return [f"{reader.path} has {text.format(names)}" for text, names in said.items()]
 
 
 def _set_aside(damaged: Sequence[tuple[Path, str]], loaded: Path, peers: Peers) -> list[str]:

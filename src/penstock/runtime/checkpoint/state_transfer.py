@@ -139,10 +139,7 @@ def hand_over(giver: OptimizerState, taker: OptimizerState, peers: Peers) -> int
 
 
 def _exchange(
-    plan: Sequence[TensorTransfer],
-    held: dict[str, Tensor],
-    known: dict[str, Kind],
-    peers: Peers,
+    plan: Sequence[TensorTransfer], held: dict[str, Tensor], known: dict[str, Kind], peers: Peers
 ) -> dict[str, Tensor]:
     """What comes to this process, by name. All is started, then waited for."""
     if not isinstance(peers, GroupPeers):

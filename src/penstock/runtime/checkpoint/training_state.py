@@ -14,6 +14,7 @@ A tied parameter is stored once, under the name it has in its lowest stage.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import nullcontext
 from functools import reduce
 from operator import add
 from typing import Any, NamedTuple
@@ -23,6 +24,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import Parameter
 
+from penstock.runtime.checkpoint.codec import checksum
 from penstock.runtime.checkpoint.object_state import LoadedStates, base_of, module_with_extra_state, packed
 from penstock.runtime.checkpoint.optimizer import ATTRIBUTES, members_of, optimizer_tensors, stage_optimizer
 from penstock.runtime.checkpoint.reader import Kind, TensorSource
@@ -31,7 +33,7 @@ from penstock.runtime.parameters.optimizer import optimizers_in
 from penstock.runtime.parameters.optimizer_state import OptimizerState
 from penstock.runtime.parameters.updates import GRADIENTS
 from penstock.runtime.parameters.updates import PREFIX as ASYNCHRONOUS
-from penstock.runtime.tensors.dtensor import is_sharded, local, overwrite, own_shard, whole
+from penstock.runtime.tensors.dtensor import is_sharded, local, overwrite, own_shard, unexpanded, whole
 from penstock.schedule.updates import OWNER
 
 MODEL = "model/"
@@ -270,13 +272,9 @@ class TrainingState:
             put_optimizer = stage_optimizer(self._optimizer, self._names, source, members)
         extra = LoadedStates(self.objects, source, self._model.device)
         scaler = self._scaler_of(source, there, counters.get(SCALER))
-        gradients: list[tuple[Parameter, Tensor]] = []
-        kept: dict[str, Tensor] = {}
-        if self._updating is None:
-            gradients = self._stage_gradients(source, there)
-        else:
-            kept = self._stage_updating(source, there)
         model, updating, scaling = self._model, self._updating, self._trained.scaling
+        gradients = self._stage_gradients(source, there) if updating is None else []
+        kept = {} if updating is None else self._stage_updating(source, there)
 
         def put() -> None:
             with torch.no_grad():
@@ -284,13 +282,10 @@ class TrainingState:
                     overwrite(target, value)
             if put_optimizer is not None:
                 put_optimizer()
-            if updating is None:
+            with nullcontext() if updating is None else model.as_whole():  # versions are of whole parameters
                 model.share_values()
                 model.zero_grad()
-            else:
-                with model.as_whole():  # versions are of whole parameters
-                    model.share_values()
-                    model.zero_grad()
+                if updating is not None:
                     updating.load(kept, num_updates)
             for parameter, gradient in gradients:
                 parameter.grad = gradient
@@ -316,7 +311,17 @@ class TrainingState:
                     "stays as its module made it"
                 )
                 continue
-            values += [(local(target.detach()), local(own_shard(value, target))) for target in targets[name]]
+            here = [(local(target.detach()), local(own_shard(value, target))) for target in targets[name]]
+            for target, mine in here:
+                first = unexpanded(mine, target)
+                if first.numel() < mine.numel() and checksum(first.expand_as(mine)) != checksum(mine):
+                    reason = "is expanded here, and has other values for one place there: make it contiguous()"
+                elif target.is_inference() and not torch.is_inference_mode_enabled():
+                    reason = "was made in inference mode, and cannot be set outside of it: make it outside"
+                else:
+                    continue
+                raise CheckpointError(f"checkpoint {source.path} does not fit: {name.partition('/')[2]} {reason}")
+            values += here
         return values, notices
 
     def _require_constants(self, source: TensorSource, there: set[str]) -> None:

@@ -18,13 +18,7 @@ from penstock.runtime.parameters.copies import Copies, build_alike
 from penstock.runtime.parameters.sharding import ShardedParameters
 from penstock.runtime.parameters.shared import Parallelize, SharedTensors, cut_stages, share_values_of_stages
 from penstock.runtime.parameters.tied_gradients import TiedGradients
-from penstock.runtime.parameters.ties import (
-    keep_as_one,
-    names_of_one,
-    require_cut_alike,
-    require_tied_alike,
-    ties_of,
-)
+from penstock.runtime.parameters.ties import keep_as_one, names_of_one, require_cut_alike, require_tied_alike, ties_of
 from penstock.runtime.stage.stage import Stage, StageSource
 from penstock.schedule import Placement
 

@@ -123,7 +123,7 @@ class TiedPlace:
             return came
         direct, self.leaf.grad = self.leaf.grad, None
         if uses is None or (not uses.has_cast and came.cast is None):
-            return TiedGradientSum(direct)
+            return TiedGradientSum(direct, came.cast)
         return came.after(direct, uses, f"{self.name} is shared by stages, and stage {stage}")
 
 

@@ -75,12 +75,7 @@ class Ties(tuple[Tie, ...]):
         return enumerate(self, start=1)
 
 
-def ties_of(
-    sources: Sequence[Any],
-    stages: Mapping[int, Stage],
-    tied: Sequence[Sequence[str]],
-    peers: Peers,
-) -> Ties:
+def ties_of(sources: Sequence[Any], stages: Mapping[int, Stage], tied: Sequence[Sequence[str]], peers: Peers) -> Ties:
     """Parameters that several stages share: the same object in the model given, or named together in `tied`.
 
     Args:

@@ -46,10 +46,14 @@ def standing_for(parameter: Parameter, values: Tensor) -> Parameter:
 
 def overwrite(target: Tensor, value: Tensor) -> None:
     """Gives a tensor here other values. Where it was expanded, a place that stands for many is written once."""
-    for dim, stride in enumerate(target.stride()):
-        if stride == 0 and target.shape[dim] > 1:
-            target, value = target.narrow(dim, 0, 1), value.narrow(dim, 0, 1)
-    target.copy_(value)
+    unexpanded(target, target).copy_(unexpanded(value, target))
+
+
+def unexpanded(tensor: Tensor, like: Tensor) -> Tensor:
+    """The first along each dimension in which `like` was expanded: there one place in memory stands for many."""
+    for dim, stride in enumerate(like.stride()):
+        tensor = tensor.narrow(dim, 0, 1) if stride == 0 and like.shape[dim] > 1 else tensor
+    return tensor
 
 
 def whole(tensor: Any) -> Tensor:
