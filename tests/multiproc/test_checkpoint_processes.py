@@ -245,6 +245,7 @@ def test_state_that_differs_between_processes(tmp_path: Path) -> None:
         assert found["extra"]
         assert "a state of replica for each replica of 2, and this is replica 0 of 1" in found["other mesh"]
         assert "has the state of replica, which was not loaded" in found["notices"]
+        assert "has an extra state of 4 for each of other replicas than here" in found["notices"]
 
 
 def sharded(rank: int, folder: str) -> dict[str, Any]:

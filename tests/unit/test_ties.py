@@ -13,6 +13,8 @@ from torch.utils.checkpoint import checkpoint
 import penstock as ps
 import tie_runs
 from penstock.runtime import RuntimeFailure
+from penstock.runtime.parameters.tied_casts import TiedGradientSum
+from penstock.runtime.parameters.tied_gradients import TiedPlace
 from penstock.runtime.stage.split_backward import prepared_module
 from plain_loop import differences, plain_step
 from tie_runs import MSE
@@ -339,3 +341,11 @@ def wrong_checkpoints(uses: Any, name: str, dtype: torch.dtype | None = None) ->
 def test_a_tied_weight_in_a_checkpoint_with_a_backward_of_its_own_in_the_owner_s_stage(uses: Any) -> None:
     for name in ("1f1b", "zb-h1", *(["chimera"] if len(uses) in (2, 4) else [])):
         assert not wrong_checkpoints(uses, name), name
+
+
+def test_bug_the_gradient_of_a_cast_was_lost_in_a_stage_that_noted_no_uses() -> None:
+    stage = nn.Linear(2, 2)
+    place = TiedPlace(1, "weight", stage, stage.weight, is_owner=False, is_deepest=False)
+    cast = torch.ones(2, 2, dtype=torch.bfloat16)
+    place.starts(0, TiedGradientSum(cast=cast))
+    assert place.after_backward(0, 1).cast is cast

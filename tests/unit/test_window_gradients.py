@@ -26,7 +26,7 @@ def test_a_sum_that_was_taken_leaves_nothing_behind() -> None:
         assert taken is not None
         assert taken[0] == window
         windows.take(window + 1)
-        assert not windows._aside
+        assert not windows.aside
     assert windows.peak_bytes == 2 * 16
     windows.end(None)
     assert parameter.grad is None
