@@ -9,7 +9,17 @@ from penstock.tune.errors import TuneError
 from penstock.tune.memory import memory_of, peak_bytes
 from penstock.tune.predict import predict, reduce_time, stage_costs
 from penstock.tune.profile import MessageCosts, Profile
-from penstock.tune.transfer import ALONE, COPIES, REPLICAS, SIZES, AfterOps, of_holders, rising_with_size, undisturbed
+from penstock.tune.transfer import (
+    ALONE,
+    COPIES,
+    REPLICAS,
+    SIZES,
+    AfterOps,
+    measure_transfer,
+    of_holders,
+    rising_with_size,
+    undisturbed,
+)  # fmt: skip
 from tune_models import profile, ranges, transfer
 
 pytestmark = pytest.mark.unit
@@ -255,3 +265,14 @@ def test_a_profile_reads_back() -> None:
         Profile.from_json({**told.to_json(), "speed": 1})
     with pytest.raises(TuneError, match="field 'held' is missing"):
         Profile.from_json({name: value for name, value in told.to_json().items() if name != "held"})
+
+
+def test_bug_time_of_other_threads_between_two_readings_of_a_clock_was_below_nothing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The clocks of a process and of a thread are read one after the other, so a difference may be negative."""
+    timeline = ps.simulate(ps.build("gpipe", 2, 2), ps.Costs.uniform(2))
+    monkeypatch.setattr("penstock.tune.transfer._steps", lambda *_: ([timeline], 0.0, -0.001))
+    monkeypatch.setattr("penstock.tune.transfer._after_ops", lambda *_: AfterOps(0.0, 0.0))
+    found = measure_transfer(0, 2, 4, lambda: None)
+    assert found["threads"] == [0.0] * len(found["sizes"])
