@@ -14,7 +14,7 @@ from __future__ import annotations
 import heapq
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 from penstock.control import Configuration
 from penstock.control.configuration import transport_of
 from penstock.cost import Costs, LinkCondition, Links, Mesh, Ring
-from penstock.runtime.emulation.backend import sharpen_timers
+from penstock.runtime.emulation.backend import run_threads, sharpen_timers
 from penstock.runtime.emulation.pipeline import EmulatedPipeline, EmulatedStep
 from penstock.runtime.errors import DeadlineExceeded, PeerLost, RuntimeFailure
 from penstock.runtime.mesh.peers import LocalPeers
@@ -303,7 +303,7 @@ class EmulatedMesh:
 
         works = [partial(pipeline, replica) for replica in range(mesh.dp)]
         works += [partial(node, rank, replica) for rank in range(mesh.pp) for replica in range(mesh.dp)]
-        _run_threads(works, lose)
+        run_threads("penstock-node", works, lose)
         return self._measured(steps, nodes)
 
     def simulated(self) -> MeshTimeline:
@@ -385,34 +385,3 @@ class EmulatedMesh:
                 _, ready, start, end = (max(values) for values in zip(*of_stage, strict=True))
                 reductions.append(TimedReduction(rank, of_stage[0][0], ms(ready), ms(start), ms(end)))
         return MeshTimeline(self.mesh, timelines, tuple(reductions), max(ms(node.end) for node in nodes.values()))
-
-
-def _run_threads(works: Sequence[Callable[[], None]], lose: Callable[[int], None]) -> None:
-    """Runs functions to their ends, a thread each. Raises the first failure, not those that it led to elsewhere.
-
-    Args:
-        lose: called with the number of a function that failed, so that the others end; with 0 where the wait is
-            broken off.
-    """
-    errors: list[BaseException] = []
-
-    def run(place: int) -> None:
-        try:
-            works[place]()
-        except BaseException as error:
-            errors.append(error)
-            lose(place)
-
-    threads = [
-        threading.Thread(target=run, args=(place,), name=f"penstock-node-{place}") for place in range(len(works))
-    ]
-    for thread in threads:
-        thread.start()
-    try:
-        for thread in threads:
-            thread.join()
-    except BaseException:
-        lose(0)
-        raise
-    if errors:
-        raise next((error for error in errors if not isinstance(error, PeerLost)), errors[0])

@@ -304,7 +304,7 @@ class LocalPipeline:
         self.notices.note(self.devices.split_stages(then))
 
     def begin(self) -> StepFailure:
-        """A step, evaluation or prediction begins. Returns what is to keep the errors of this process in it."""
+        """A step, evaluation or prediction begins. Returns the keeper of this process's errors in it."""
         self.failure = StepFailure(self._shares_failures())
         return self.failure
 
@@ -330,12 +330,12 @@ class LocalPipeline:
         )
 
     def repeated(self, once: Callable[[], R], undo: Callable[[], None] | None = None, most: int = MOST_ATTEMPTS) -> R:
-        """Does something together with all processes, and again from its start where a link was lost meanwhile.
+        """Calls a function together with all processes, and again from the start if a link was lost meanwhile.
 
         Args:
             once: raises LinkLost in all processes, or in none. Most of what it does lies within `attempted`.
-            undo: drops what it did. Buffers, attributes of modules and gradients are put back besides.
-            most: how often it may be tried.
+            undo: drops the results of `once`. Buffers, attributes of modules and gradients are put back besides.
+            most: how often `once` may be called.
 
         Raises:
             PeerLost: links were lost that often.
@@ -361,7 +361,7 @@ class LocalPipeline:
 
     @contextmanager
     def attempted(self) -> Iterator[None]:
-        """Around what is given up where a link is lost. All processes say afterwards whether they have done so."""
+        """Around the work of an attempt, which a lost link ends. Afterwards all processes vote on the attempt."""
         try:
             yield
         except LinkLost:

@@ -8,9 +8,9 @@ Each process fills in what it knows of one row, and zeros elsewhere. The rows ar
     | ranks that update | last stages whose losses have a gradient | those whose losses have none
     | digest of each process's batch | what the caller tells | votes of all processes |
 
-Doubles carry any loss type, digest and number without rounding. What differs anywhere is known everywhere before a
-process raises, so that none waits for one that has. Votes are in the row too: all replicas and shards switch to a new
-plan at the same step, or none does.
+Doubles carry any loss type, digest and number without rounding. Every process learns of a difference before any
+process raises, so that no process waits for one that has raised. Votes are in the row too: all replicas and shards
+switch to a new plan at the same step, or none does.
 
 A process that can't do its part of a step goes on without computing, so that nobody waits for it in vain:
 
@@ -48,12 +48,12 @@ from penstock.runtime.transport.shared_memory import SharedMemoryTransport
 from penstock.schedule.short_repr import short_repr
 
 FAILED = Payload([], ["failed"])
-"""What an op sends that has computed nothing."""
+"""The message of an op that has computed nothing."""
 _LOSS_TYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 
 
 class StepFailure:
-    """Whether this process can go on to compute in a step, and what kept it from that.
+    """Whether this process can go on to compute in a step, and the error that keeps it from computing.
 
     Args:
         is_shared: whether the step goes on for the sake of the others; where not, an error ends it here at once.
@@ -81,7 +81,7 @@ class StepFailure:
 
     @contextmanager
     def noted(self) -> Iterator[None]:
-        """Around something in whose middle no other process waits for this one: an error ends that alone."""
+        """Around work during which no other process waits for this one: an error ends that work alone."""
         try:
             yield
         except Exception as error:
@@ -126,7 +126,7 @@ class Notices:
         self._new: list[str] = []
 
     def note(self, notices: Iterable[str]) -> None:
-        """Takes down what this process has to say, as far as it is new."""
+        """Takes down the new ones among some messages of this process."""
         self._new += [notice for notice in dict.fromkeys(notices) if notice not in [*self._all, *self._new]]
 
     def move_to(self, peers: Peers, known: Iterable[str]) -> None:

@@ -58,7 +58,7 @@ def put_back(before: dict[nn.Module, Snapshot]) -> tuple[nn.Module, str] | None:
 
 
 _REGISTERED = ("_buffers", "_parameters", "_modules")
-"""Where torch keeps what a module's code reads as attributes."""
+"""The dicts in which torch keeps parameters, buffers and layers, which a module's code reads as attributes."""
 
 
 def _same(a: Any, b: Any) -> bool:
@@ -69,15 +69,12 @@ def _same(a: Any, b: Any) -> bool:
 
 @contextmanager
 def untouched(model: nn.Module) -> Iterator[None]:
-    """Buffers and attributes that change inside are set back, as far as into lists and dicts."""
-    modules = [module for module in model.modules() if not isinstance(module, LazyModuleMixin)]  # that become others
-    before = {module: snapshot_of(module) for module in modules}
-    kept = _copies_of(modules)
+    """Buffers and attributes that change inside are set back, also within lists and dicts."""
+    start = StepStart([model], ())
     try:
         yield
     finally:
-        put_back(before)
-        _write_back(kept)
+        start.put_back()
 
 
 @contextmanager
@@ -108,12 +105,6 @@ def _copies_of(modules: Iterable[nn.Module]) -> list[tuple[Tensor, Tensor]]:
     ]
 
 
-def _write_back(copies: Iterable[tuple[Tensor, Tensor]]) -> None:
-    for tensor, value in copies:
-        if hash_of(tensor) != hash_of(value):  # memory may be of a file that is read alone
-            overwrite(memory(tensor), value)  # which counts as no change in place
-
-
 def _tensors_in(value: Any, depth: int = DEPTH) -> list[Tensor]:
     """A tensor, or the tensors in containers up to so many levels deep."""
     if isinstance(value, Tensor):
@@ -126,21 +117,24 @@ def _tensors_in(value: Any, depth: int = DEPTH) -> list[Tensor]:
 
 
 class StepStart:
-    """What a step changes before its end, as it was at its start, from where a step is repeated that lost a link.
+    """Copies of the state that a step changes before its end. A step that lost a link is repeated from these copies.
 
     Parameters and the optimizer change only after all processes have the whole step. A step puts back torch's
-    generators itself, and computes with copies of the batch (`StepSettings.keeps_batch`). So this copies buffers,
-    what modules keep in attributes, and gradients of earlier steps.
+    generators itself, and computes with copies of the batch (`StepSettings.keeps_batch`). So only buffers, attributes
+    of modules, and gradients of earlier steps are copied here.
     """
 
     def __init__(self, stages: Iterable[nn.Module], parameters: Iterable[nn.Parameter]) -> None:
-        modules = list({id(module): module for stage in stages for module in stage.modules()}.values())
+        # A lazy module becomes a module of another class, which nothing can set back.
+        modules = dict.fromkeys(m for stage in stages for m in stage.modules() if not isinstance(m, LazyModuleMixin))
         self._modules = {module: snapshot_of(module) for module in modules}
         self._tensors = _copies_of(modules)
         self._gradients = [(one, None if one.grad is None else one.grad.detach().clone()) for one in parameters]
 
     def put_back(self) -> None:
         put_back(self._modules)
-        _write_back(self._tensors)
+        for tensor, value in self._tensors:
+            if hash_of(tensor) != hash_of(value):  # memory may be of a file that is read alone
+                overwrite(memory(tensor), value)  # which counts as no change in place
         for parameter, gradient in self._gradients:
             parameter.grad = None if gradient is None else gradient.clone()

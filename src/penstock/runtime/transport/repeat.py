@@ -4,12 +4,12 @@
     rank 1 | attempt 0: F0 F1 B0 B1   told ->|   vote: lost    | attempt 1: F0 F1 B0 B1 ...
     rank 2 | attempt 0: F0 F1 B0 B1 ...      |                 | attempt 1: ...
 
-Whoever notices that a link was lost tells all others, and raises LinkLost, which unwinds the attempt. Every wait of
-the others looks for that. All processes then vote. The vote goes by heartbeats over every interface, as all else does
-that is small, and so is never lost: either all have the whole attempt, or all begin another. What a process told in
-an attempt has the attempt's number, so nothing of one is taken for another's.
+The process that notices a lost link tells all others, and raises LinkLost, which unwinds its attempt. Every wait of
+the others looks for this news. All processes then vote. The vote and all other small values go by heartbeats over
+every interface, so they are never lost: either all processes have the whole attempt, or all begin another one. Each
+value carries the number of its attempt, so no value of one attempt is taken for a value of another.
 
-Between attempts, what is small goes the same way, and what is large is an attempt of its own, see
+Between attempts small values go by heartbeats too. The exchange of a large value is an attempt of its own, see
 `GuardedGroup.repeated`.
 """
 
@@ -40,13 +40,13 @@ from penstock.runtime.transport.shared_memory import SharedMemoryTransport
 
 R = TypeVar("R")
 MOST_ATTEMPTS = 16
-"""Links that come and go all the time are no links."""
+"""After so many attempts a step ends with an error: its links come and go too often to train."""
 KEPT = 16
-"""Gathers of a group of which it is remembered what was told: more than are ever under way."""
+"""So many gathers of a group are remembered with their values: more than are ever under way."""
 
 
 class Attempts:
-    """What this process tries together with others, again where a link was lost.
+    """The attempts of this process and others at a step, or at another exchange, until one attempt loses no link.
 
     Args:
         me: this process's number.
@@ -180,7 +180,7 @@ class Attempts:
 
 
 class GuardedGroup:
-    """A group of processes whose ops are part of an attempt. See `Guard` of `mesh/peers.py`.
+    """A group of processes. Its ops are part of an attempt. See `Guard` of `mesh/peers.py`.
 
     Args:
         members: its processes, by their numbers in the mesh.
@@ -274,7 +274,7 @@ class GuardedWork:
 
 
 class GuardedTransport:
-    """A transport whose waits end where the attempt is given up. All its arrivals are reported as they come.
+    """A transport whose waits end as soon as the attempt is given up. Arrivals are reported as they come.
 
     Args:
         inner: the transport that carries. by_group: whether it does so by the group.

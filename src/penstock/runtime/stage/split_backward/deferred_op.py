@@ -3,7 +3,7 @@
     F    y = run_deferred(x, weight, bias, call)     the op of the plain module; the node keeps x and the weight
     I    the tape lets it wait:   gx, and the tape keeps (g, x)
          it does not:             gx, gw, gb, as the plain module's nodes give them
-    W    gw, gb of what the tape has kept
+    W    gw, gb of the tensors that the tape has kept
 
 The node carries the tape, instead of looking it up in `backward`, because several ranks may share a thread, and on
 CUDA autograd calls `backward` from a thread of its own. If the graph runs in another way than through the tape's I
@@ -51,7 +51,7 @@ class ModuleCall(NamedTuple):
 
 
 class HeldCall(NamedTuple):
-    """What W needs of one call: the output's gradient, the input, and the weight as the op was given it.
+    """The tensors of one call from which W computes: the output's gradient, the input, and the op's own weight.
 
     Attributes:
         weight, bias: the parameters whose gradients are computed.
