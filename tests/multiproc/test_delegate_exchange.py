@@ -11,6 +11,7 @@ import torch
 from delegate_ranks import Chain, Ended, exchange, run_delegate_ranks
 from penstock.cost import Links
 from penstock.runtime.errors import RuntimeFailure
+from penstock.runtime.transport.base import StepMessages
 from penstock.runtime.transport.delegate import DelegateTransport
 from penstock.runtime.transport.link_conditions import ConditionedTransport, Conditions
 from waiting import PATIENCE
@@ -113,11 +114,11 @@ def other_steps(rank: int, gather: Any, what: str) -> str:
     transport = DelegateTransport(rank, 2, gather, chain.tags, PATIENCE)
     try:
         exchange(transport, chain, rank, 0, lambda m: (5,))  # its delegates start, which may take long
-        gather(None)
         transport._timeout = 10.0  # for the rank that meets no error
         if rank == 0 and what == "step":
-            chain.begin(transport, rank)
+            transport.begin(StepMessages([], [], 7))
             transport.end()
+        gather(None)  # rank 0 has ended its second step before rank 1 sends in it
         exchange(transport, chain, rank, 1, lambda m: (5,)) if what == "step" else _digests(transport, chain, rank)
         return ""
     except RuntimeFailure as error:

@@ -141,7 +141,6 @@ class DelegateTransport:
         self._digest, self._signatures = step.digest & 0xFFFFFFFF, step.signatures
         with self._lock:
             self._delegate.pin()
-            self._listen()
             self._arrived = self._inbox.begin(self._step, self._digest, step.expected)
 
     def end(self) -> None:
