@@ -15,8 +15,12 @@ If updates are ops, the owner's stage steps the parameter at its own updates. Th
 with the first forward that passes after that (`transport/wiring.py`). Stand-ins then have memory of their own, one
 for each copy of a stage, which holds what the copy's ops are to read (`versions.py`).
 
-A tied parameter's gradient is never deferred to W: its hook makes the split backward compute it in I. Under autocast
-the gradient of the parameter's cast travels beside the sum (`tied_casts.py`).
+A tied parameter's gradient is never deferred to W: its hook makes the split backward compute it in I.
+
+Under autocast each stage casts the parameter for itself, and the sum travels in the parameter's own type. A plain
+loop casts once, and adds up what all uses of that cast give in the low precision. So if several stages use the cast,
+as two linear layers do, the sum here is rounded less, and its last bits differ. An embedding and a linear head are
+the same to the bit, as only the head uses the cast.
 """
 
 from __future__ import annotations
@@ -28,7 +32,6 @@ from typing import Any
 from torch import Tensor, nn
 from torch.nn import Parameter
 
-from penstock.runtime.parameters.tied_casts import AutocastUses, TiedGradientSum
 from penstock.runtime.parameters.ties import Ties
 from penstock.runtime.stage.stage import Copy
 from penstock.runtime.tensors.dtensor import as_shard, local, standing_for
@@ -47,19 +50,14 @@ class TiedPlace:
         leaf: what ops of the copy read, and give a gradient: the parameter or its stand-in.
     """
 
-    def __init__(
-        self, slot: int, name: str, stage: nn.Module, parameter: Parameter, is_owner: bool, is_deepest: bool
-    ) -> None:
-        self.slot, self.name, self.parameter = slot, name, parameter
+    def __init__(self, slot: int, stage: nn.Module, parameter: Parameter, is_owner: bool, is_deepest: bool) -> None:
+        self.slot, self.parameter = slot, parameter
         self.is_owner, self.is_deepest = is_owner, is_deepest
         self._modules = [
             (module, own) for module in stage.modules() for own, one in module._parameters.items() if one is parameter
         ]
         self._is_separate = False
         self.leaf = parameter if is_owner else self._made()
-        self._came = TiedGradientSum()
-        self._uses: dict[int, AutocastUses] = {}
-        """By microbatch; empty without autocast."""
 
     def _made(self) -> Parameter:
         value = self.parameter.detach()
@@ -76,7 +74,6 @@ class TiedPlace:
 
     def begin(self) -> None:
         """Starts a step: the stand-in takes over the parameter's memory, type and `requires_grad`."""
-        self._uses.clear()
         if self.is_owner:
             return
         known, now = self.leaf, self.parameter
@@ -92,40 +89,6 @@ class TiedPlace:
         for module, name in self._modules:
             setattr(module, name, parameter)  # by setattr, so that a recurrent layer notices
 
-    def note_casts(self, m: int, output: Any) -> None:
-        """Finds the uses of the parameter in a forward. Call it after the forward, inside its autocast."""
-        self._uses[m] = AutocastUses(self.leaf, None if self.is_owner else output)
-
-    def starts(self, m: int, came: TiedGradientSum) -> list[tuple[Tensor, Tensor]]:
-        """Returns where the backward of a microbatch starts from the sum of deeper stages: (tensor, gradient)."""
-        self._came, uses = came, self._uses.get(m)
-        has_cast = uses is not None and uses.has_cast
-        if not self.leaf.requires_grad:
-            return []
-        found: list[tuple[Tensor, Tensor]] = []
-        direct = came.whole() if self.is_owner and not has_cast else came.direct
-        if direct is not None:
-            found.append((self.leaf, as_shard(direct, self.leaf)))
-        if uses is not None and has_cast and came.cast is not None:
-            found.append(uses.start(came.cast))
-        return found
-
-    def before_backward(self, m: int) -> None:
-        """Has the gradient of the cast stay out of the parameter's, unless this stage is the owner."""
-        if not self.is_owner and m in self._uses:
-            self._uses[m].take_cast()
-
-    def after_backward(self, m: int, stage: int) -> TiedGradientSum:
-        """Takes the sum with this stage's part, which the owner leaves in the gradient."""
-        came, uses = self._came, self._uses.pop(m, None)
-        self._came = TiedGradientSum()
-        if self.is_owner:
-            return came
-        direct, self.leaf.grad = self.leaf.grad, None
-        if uses is None or (not uses.has_cast and came.cast is None):
-            return TiedGradientSum(direct, came.cast)
-        return came.after(direct, uses, f"{self.name} is shared by stages, and stage {stage}")
-
 
 class TiedGradients:
     """Takes, passes on and sums the gradients of tied parameters in this process.
@@ -139,13 +102,13 @@ class TiedGradients:
         for k, index in copies:
             for slot, tie in ties.slots():
                 if index in tie.names:
-                    stage, name = stages[index], tie.names[index]
-                    parameter, is_owner = stage.get_parameter(name), index == tie.owner
-                    one = TiedPlace(slot, name, stage, parameter, is_owner, is_deepest=index == tie.stages[-1])
+                    stage = stages[index]
+                    parameter = stage.get_parameter(tie.names[index])
+                    one = TiedPlace(slot, stage, parameter, index == tie.owner, index == tie.stages[-1])
                     self._places.setdefault((k, index), []).append(one)
         self._here: list[TiedPlace] = []
         """Those of the copy whose op runs."""
-        self._sums: dict[tuple[int, int], TiedGradientSum] = {}
+        self._sums: dict[tuple[int, int], Tensor | None] = {}
         """By slot and stage, the sums that are still to be sent."""
         self._handles: dict[int, Any] = {}
 
@@ -188,11 +151,6 @@ class TiedGradients:
                 place.put(place.parameter)
             self._here = []
 
-    def note_casts(self, stage: int, m: int, output: Any) -> None:
-        """Notes how a forward used tied parameters under autocast. Call it after the forward, inside its autocast."""
-        for place in self._here:
-            place.note_casts(m, output)
-
     def sort(self, op: Op, received: Sequence[Payload]) -> tuple[Sequence[Payload], list[tuple[Tensor, Tensor]]]:
         """Separates the gradients of outputs from the tied sums, which follow them, by slot.
 
@@ -203,21 +161,21 @@ class TiedGradients:
         main = len(received) - len(deeper)
         starts: list[tuple[Tensor, Tensor]] = []
         for place, payload in zip(deeper, received[main:], strict=True):
-            starts += place.starts(op.microbatch, TiedGradientSum.of(payload))
-        for place in self._here:
-            place.before_backward(op.microbatch)
+            (gradient,) = payload.leaves
+            if gradient is not None and place.leaf.requires_grad:
+                starts.append((place.leaf, as_shard(gradient, place.leaf)))
         return received[:main], starts
 
     def take(self, op: Op) -> None:
-        """Takes this microbatch's sums after a backward, unless this stage is the owner."""
+        """Takes this microbatch's sums after a backward, unless this stage is the owner, which keeps the gradient."""
         for place in self._here:
-            found = place.after_backward(op.microbatch, op.stage)
             if not place.is_owner:
-                self._sums[place.slot, op.stage] = found
+                self._sums[place.slot, op.stage], place.leaf.grad = place.leaf.grad, None
 
     def give(self, edge: Edge) -> Payload:
         """The sum so far, for the next stage up."""
-        return self._sums.pop((edge.slot, edge.producer.stage), TiedGradientSum()).payload()
+        gradient = self._sums.pop((edge.slot, edge.producer.stage), None)
+        return Payload.gradients([None if gradient is None else local(gradient)])
 
 
 def _nothing(_: Tensor) -> None:

@@ -7,7 +7,7 @@ the input.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from enum import Enum
@@ -92,7 +92,6 @@ class StageRunner:
         autocast: a type for `torch.autocast` around forwards and the loss, or None.
         num_targets: how many stages it feeds.
         host: the host memory to which activations are moved.
-        note_casts: called inside autocast, to record what a forward of (stage, microbatch, its output) has cast.
         is_checked: whether the first step checks the loss, see `LossCheck`.
     """
 
@@ -105,7 +104,6 @@ class StageRunner:
         loss_fn: LossFn,
         autocast: torch.dtype | None,
         num_targets: int = 1,
-        note_casts: Callable[[int, int, Any], None] | None = None,
         host: HostMemory | None = None,
         is_checked: bool = False,
     ) -> None:
@@ -120,7 +118,6 @@ class StageRunner:
         self.loss_fn = loss_fn
         self._loss_check = LossCheck(loss_fn, device, not is_checked)
         self.autocast = autocast
-        self._note_casts = note_casts
         # Where I and W can run apart; where not, I runs the full backward and W does nothing.
         self._split: SplitStage | None = None
         self._whole_because, self._is_reported = "", False
@@ -252,8 +249,6 @@ class StageRunner:
             keeping = nullcontext() if saved is None else saved.recording()
             with keeping, self._casting(), tape.recording() if tape is not None else nullcontext():
                 output = self._output(value, m)
-                if self.autocast is not None and self._note_casts is not None:
-                    self._note_casts(self.index, m, output)
         if tape is not None:
             self._note(tape, m)
         payload, outputs = self._outgoing(output)
