@@ -7,7 +7,7 @@ import socket
 
 import pytest
 
-from penstock.runtime.errors import DeadlineExceeded, PeerLost, RuntimeFailure
+from penstock.runtime.errors import DeadlineExceeded, PeerLost
 from penstock.runtime.launch import child
 from penstock.runtime.launch.failures import (
     FailureKind,
@@ -19,7 +19,7 @@ from penstock.runtime.launch.failures import (
     ranks,
     root_cause,
 )
-from penstock.runtime.mesh.peers import LocalPeers, raise_together
+from penstock.runtime.mesh.peers import LocalPeers
 
 pytestmark = pytest.mark.unit
 
@@ -158,5 +158,8 @@ def test_a_host_whose_name_stands_for_loopback_is_told_what_to_set(monkeypatch: 
 
 
 def test_bug_an_error_without_a_text_left_the_processes_waiting_that_were_to_raise_with_it() -> None:
+    def fail() -> None:
+        raise Unsayable
+
     with pytest.raises(Unsayable):
-        raise_together(LocalPeers(1), Unsayable(), lambda n, said: RuntimeFailure(f"{n}: {said}"))
+        LocalPeers(1).together(fail, "say so")

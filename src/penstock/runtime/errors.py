@@ -73,7 +73,7 @@ class LinkLost(PeerLost):
 
 
 class PeerFailed(RuntimeFailure):
-    """Another process could not do its part of a step, and the message has its error. The cause is there.
+    """Another process could not do its part. The message has its error; look for the cause there.
 
     Examples:
         >>> import penstock as ps

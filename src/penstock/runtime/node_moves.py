@@ -13,7 +13,7 @@ from penstock.runtime.adapt import Agent, NodeProbes, RunSetting
 from penstock.runtime.arguments import PipelineArguments
 from penstock.runtime.checkpoint.state_transfer import hand_over
 from penstock.runtime.compatibility import why_nodes_stay
-from penstock.runtime.errors import RuntimeFailure
+from penstock.runtime.errors import PeerFailed, RuntimeFailure
 from penstock.runtime.execute.plan import ActivePlan
 from penstock.runtime.lifetime import Lifetime
 from penstock.runtime.local_pipeline import LocalPipeline
@@ -110,7 +110,7 @@ def move_nodes(
             moved.close()
         if groups is not None:
             end_groups(groups)
-        if type(error) is not RuntimeFailure or agent is None:
+        if type(error) not in (RuntimeFailure, PeerFailed) or agent is None:
             raise
         agent.end(f"nodes could not move: {error}")  # as on every process
         return before
@@ -130,12 +130,16 @@ def move_nodes(
 
 
 def _require_movable(before: LocalPipeline, then: LocalPipeline) -> None:
-    """Raises RuntimeFailure, in every process, if one pipeline cannot continue as another."""
+    """Raises RuntimeFailure or PeerFailed, in every process, if one pipeline cannot continue as another."""
     known = set(map(id, before.model.parameters))
-    shared = sum(id(parameter) in known for parameter in then.model.parameters)
-    why = f"it shares {shared} parameters: functions are to make fresh stages" if shared else ""
-    if said := [each for each in before.mesh.everyone.gather(why) if each]:
-        raise RuntimeFailure(f"the other pipeline cannot continue: {said[0]}")
+
+    def require_fresh() -> None:
+        if shared := sum(id(parameter) in known for parameter in then.model.parameters):
+            raise RuntimeFailure(
+                f"the other pipeline shares {shared} parameters with this one; give functions that make fresh stages"
+            )
+
+    before.mesh.everyone.together(require_fresh, "continue as another pipeline")
 
 
 def _require_new_groups(local: LocalPipeline) -> None:

@@ -134,5 +134,5 @@ def failing(rank: int) -> str:
 
 def test_a_function_that_fails_the_second_time_ends_all_processes() -> None:
     first, second = run_ranks(2, failing)
-    assert first.value == "RuntimeFailure: rank 1 could not build its stages: ValueError: once is enough"
+    assert first.value == "PeerFailed: rank 1 could not build its stages: ValueError: once is enough"
     assert second.value == "ValueError: once is enough"

@@ -35,9 +35,9 @@ import torch
 from torch import Tensor
 
 from penstock.runtime.adapt import Agent, MeasuredStep, Vote
-from penstock.runtime.errors import DeadlineExceeded, LinkLost, PeerFailed, PeerLost, RuntimeFailure
+from penstock.runtime.errors import DeadlineExceeded, LinkLost, PeerLost, RuntimeFailure
 from penstock.runtime.execute.plan import ActivePlan
-from penstock.runtime.mesh.peers import MeshPeers, Peers, raise_together, require_same
+from penstock.runtime.mesh.peers import MeshPeers, Peers, require_same
 from penstock.runtime.mesh.process_mesh import ProcessMesh
 from penstock.runtime.parameters.checksum import HolderChecksums
 from penstock.runtime.stage.microbatches import IN_PLACE, Microbatches
@@ -104,10 +104,12 @@ class StepFailure:
         Raises:
             PeerFailed: on those that have no error of their own; the others raise theirs.
         """
-        who = "process" if isinstance(everyone, MeshPeers) else "rank"
-        raise_together(
-            everyone, self.error, lambda n, said: PeerFailed(f"{who} {n} could not do its part of the step: {said}")
-        )
+
+        def raise_own() -> None:
+            if self.error is not None:
+                raise self.error
+
+        everyone.together(raise_own, "do its part of the step")
 
 
 class Notices:

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from penstock.host_process import text_of
-from penstock.runtime.errors import RuntimeFailure
+from penstock.runtime.errors import DeadlineExceeded, PeerFailed, PeerLost, RuntimeFailure
 from penstock.runtime.mesh.collective import (
     FEW_BYTES,
     WeakGroup,
@@ -63,10 +63,14 @@ class Peers(Protocol):
     """Ranks in this process, and what is shared with the others.
 
     Where there are others, each wait ends after the timeout. Raises DeadlineExceeded, PeerLost.
+
+    Attributes:
+        called: what errors call one of them.
     """
 
     num_ranks: int
     here: tuple[int, ...]
+    called: str = "rank"
 
     def sum(self, values: Tensor) -> Tensor:
         """The sum of every process's `values`."""
@@ -82,8 +86,35 @@ class Peers(Protocol):
         again must come to the same.
         """
 
+    def together(self, action: Callable[[], R], what: str) -> list[R]:
+        """Runs an action in every process, and returns what it returned in each. If it fails in one, all raise.
 
-class LocalPeers:
+        Every process must call it. Results must be plain data.
+
+        Args:
+            what: what the action does, as an error says that a process could not do.
+
+        Raises:
+            PeerFailed: names the first process in which the action failed, and the cause. Processes in which it
+                failed raise their own error.
+        """
+        result, error, words = None, None, None
+        try:
+            result = action()
+        except (DeadlineExceeded, PeerLost):
+            raise  # some process is late or gone, so there is no telling it
+        except Exception as failure:  # whatever it is, the others wait to hear of it
+            error, words = failure, _in_a_line(failure)
+        told = self.gather((result, words))
+        if error is not None:
+            raise error
+        for process, (_, said) in enumerate(told):
+            if said is not None:
+                raise PeerFailed(f"{self.called} {process} could not {what}: {said}")
+        return [each for each, _ in told]
+
+
+class LocalPeers(Peers):
     """All ranks in this process: nothing to exchange."""
 
     def __init__(self, num_ranks: int) -> None:
@@ -109,7 +140,7 @@ class UnsendableValue(NamedTuple):
     why: str
 
 
-class GroupPeers:
+class GroupPeers(Peers):
     """One process per rank.
 
     Args:
@@ -327,6 +358,8 @@ class MeshPeers(GroupPeers):
         along: the peers of this process along each dimension.
     """
 
+    called: str = "process"
+
     def __init__(self, group: dist.ProcessGroup, along: Sequence[Peers], timeout: float) -> None:
         super().__init__(group, timeout)
         self.along = tuple(along)
@@ -423,18 +456,6 @@ def meeting_groups(schedule: Schedule, peers: GroupPeers) -> dict[tuple[str, int
     groups = groups_of({key: key[0] for key in keys.values()}, peers.group, peers.timeout)
     found = {place: groups[key] for place, key in keys.items()}
     return {place: WeakGroup(group) for place, group in found.items() if group is not None}
-
-
-def raise_together(peers: Peers, error: Exception | None, failed: Callable[[int, str], RuntimeFailure]) -> None:
-    """Raises `error`, where this process has one; elsewhere what `failed` makes of the first process that has one and
-    of its words. Every process must call it.
-    """
-    errors = peers.gather(None if error is None else _in_a_line(error))
-    if error is not None:
-        raise error
-    for process, words in enumerate(errors):
-        if words is not None:
-            raise failed(process, words)
 
 
 def _in_a_line(error: Exception) -> str:

@@ -123,8 +123,8 @@ class ProcessMesh:
         return [dist.get_backend_config(group) for group in groups]
 
     def require_collectives(self, device: torch.device, cuts_shared: bool) -> None:
-        """Raises RuntimeFailure, the same on every rank, where parts of parameters lie on a GPU and gloo would gather
-        them: it takes them for host memory, and the process ends.
+        """Raises in every process where parts of parameters lie on a GPU and gloo would gather them in one: it takes
+        them for host memory, and the process ends.
 
         Args:
             device: where the stages of this process lie.
@@ -132,25 +132,27 @@ class ProcessMesh:
         """
         if self.shards is None and not self.has_parts and not cuts_shared:
             return
-        on_gpu = device.type == "cuda"
-        by_gloo = on_gpu and any("cuda:gloo" in config for config in self._backends(cuts_shared))
-        goes_on = on_gpu and self.has_parts and self._is_retried
-        gathered = self.everyone.gather((by_gloo, goes_on))
-        if any(gloo for gloo, _ in gathered):
-            what = "tensor parallelism" if self.shards is not None else "a shared stage"
-            if self.has_parts:
-                what = 'sharding="fsdp"'
-            raise RuntimeFailure(
-                f"{what} gathers parts of parameters on a GPU, which gloo can't; initialise torch.distributed with "
-                '"cpu:gloo,cuda:nccl", which takes a GPU for each process, or keep whole parameters '
-                '(tp 1, sharding="copies" or "zero1")'
-            )
-        if any(retried for _, retried in gathered):
-            raise RuntimeFailure(
-                'sharding="fsdp" gathers parts of parameters on a GPU, and where two interfaces are named (by '
-                "PENSTOCK_INTERFACES or DelegateOptions) that goes by gloo, which can't; name one, or keep whole "
-                'parameters (sharding="copies" or "zero1")'
-            )
+
+        def require() -> None:
+            if device.type != "cuda":
+                return
+            if any("cuda:gloo" in config for config in self._backends(cuts_shared)):
+                what = "tensor parallelism" if self.shards is not None else "a shared stage"
+                if self.has_parts:
+                    what = 'sharding="fsdp"'
+                raise RuntimeFailure(
+                    f"{what} gathers parts of parameters on a GPU, which gloo can't; initialise torch.distributed "
+                    'with "cpu:gloo,cuda:nccl", which takes a GPU for each process, or keep whole parameters '
+                    '(tp 1, sharding="copies" or "zero1")'
+                )
+            if self.has_parts and self._is_retried:
+                raise RuntimeFailure(
+                    'sharding="fsdp" gathers parts of parameters on a GPU, and where two interfaces are named (by '
+                    "PENSTOCK_INTERFACES or DelegateOptions) that goes by gloo, which can't; name one, or keep "
+                    'whole parameters (sharding="copies" or "zero1")'
+                )
+
+        self.everyone.together(require, "gather parts of parameters")
 
     @property
     def _is_retried(self) -> bool:

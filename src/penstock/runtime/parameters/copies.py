@@ -38,7 +38,7 @@ from torch.nn import Parameter
 from torch.nn.parameter import is_lazy
 
 from penstock.runtime.errors import RuntimeFailure
-from penstock.runtime.mesh.peers import Peers, raise_together
+from penstock.runtime.mesh.peers import Peers
 from penstock.runtime.mesh.process_mesh import ProcessMesh
 from penstock.runtime.parameters.gradients import GradientSums
 from penstock.runtime.parameters.ties import Ties
@@ -336,19 +336,17 @@ def build_alike(sources: Sequence[Stage | StageSource], placement: Placement, me
         if here & set(placement.hosts(pipeline, stage))
     ]
     stages: dict[int, Stage] = {}
-    forms: dict[str, list[str]] = {}
     error = _build_in_order(sources, list(dict.fromkeys(stage for _, stage in copies)), stages, mesh.pipeline)
-    try:
-        forms = _forms_of(sources, stages)
-    except Exception as failure:  # the others would wait for this process
-        error = error or failure
-    raise_together(
-        mesh.everyone, error, lambda n, said: RuntimeFailure(f"rank {n} could not build its stages: {said}")
-    )
-    digests = mesh.everyone.gather({subject: digest_of(lines) for subject, lines in forms.items()})
+
+    def digests_of_forms() -> dict[str, str]:
+        if error is not None:
+            raise error
+        return {subject: digest_of(lines) for subject, lines in _forms_of(sources, stages).items()}
+
+    digests = mesh.everyone.together(digests_of_forms, "build its stages")
     for subject in sorted({subject for each in digests for subject in each}):
         if len({each[subject] for each in digests if subject in each}) > 1:
-            _refuse(subject, mesh.everyone.gather(forms.get(subject)))
+            _refuse(subject, mesh.everyone.gather(_forms_of(sources, stages).get(subject)))
     return {(pipeline, stage): stages[stage] for pipeline, stage in copies}
 
 
