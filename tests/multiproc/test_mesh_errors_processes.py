@@ -96,7 +96,7 @@ def test_a_layer_of_several_types_trains_under_fsdp() -> None:
         assert torch.equal(outcome.value["none"], outcome.value["fsdp"])
 
 
-def where_interfaces_are_named(rank: int) -> tuple[str, list[str], list[str]]:
+def where_interfaces_are_named(rank: int) -> str:
     """What a mesh says of stages on a GPU whose groups NCCL could serve, if there is another interface or not."""
     from penstock.runtime.mesh import process_mesh
     from penstock.runtime.mesh.peers import GroupPeers
@@ -107,24 +107,21 @@ def where_interfaces_are_named(rank: int) -> tuple[str, list[str], list[str]]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(process_mesh.dist, "get_backend_config", lambda group: "cpu:gloo,cuda:nccl")
         mesh.require_collectives(gpu, False)
-        before = mesh.slower_sums(gpu)
         assert isinstance(mesh.replicas, GroupPeers)
         mesh.replicas.guard = object()  # type: ignore[assignment]
         mesh.require_collectives(torch.device("cpu"), False)
         with pytest.raises(ps.runtime.RuntimeFailure) as caught:
             mesh.require_collectives(gpu, False)
-        return str(caught.value), before, mesh.slower_sums(gpu)
+        return str(caught.value)
 
 
 def test_what_gloo_cannot_gather_on_a_gpu_is_refused_where_two_interfaces_are_named() -> None:
     """All that is to go on over another interface goes by gloo, whatever the groups were made with."""
     outcomes = run_ranks(2, where_interfaces_are_named)
     assert [o.code for o in outcomes] == [0, 0], outcomes[0].text + outcomes[1].text
-    for refused, before, after in (o.value for o in outcomes):
+    for refused in (o.value for o in outcomes):
         assert "two interfaces are named" in refused
         assert "name one" in refused
-        assert before == []
-        assert "replicas sum gradients by gloo, through host memory" in after[0]
 
 
 def frozen_in_one_replica(rank: int) -> list[str]:

@@ -201,7 +201,6 @@ class LocalPipeline:
         )
         self._made.callback(_leave, held)
         self.found = self.held()
-        self.notices.note(place.slower_sums(held.device))
         if given.precision.autocast is torch.float16 and given.precision.enabled_scaler is None:
             self.notices.note([_UNSCALED])
         if (why := why_none_is_predicted(schedule)) is not None:

@@ -159,21 +159,6 @@ class ProcessMesh:
         """Whether what replicas sum goes on over another interface, and so goes by gloo."""
         return isinstance(self.replicas, GroupPeers) and self.replicas.guard is not None
 
-    def slower_sums(self, device: torch.device) -> list[str]:
-        """In words for a person, that replicas sum gradients by gloo though NCCL could.
-
-        Args:
-            device: where the stages of this process lie.
-        """
-        if device.type != "cuda" or not self._is_retried or not isinstance(self.replicas, GroupPeers):
-            return []
-        if "cuda:nccl" not in dist.get_backend_config(self.replicas.group):
-            return []
-        return [
-            "replicas sum gradients by gloo, through host memory, which goes on where an interface is lost; to "
-            "have NCCL sum them, name one interface alone (PENSTOCK_INTERFACES)"
-        ]
-
     @property
     def is_flat(self) -> bool:
         """Whether there is a pipeline and nothing else."""
