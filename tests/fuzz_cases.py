@@ -26,7 +26,7 @@ import torch
 from torch import Tensor, nn
 
 import penstock as ps
-import penstock.runtime.stage.split_backward.prepared_module as slot_module
+import penstock.runtime.split_backward.prepared as slot_module
 from fuzz_blocks import BLOCKS, FORKS, SHARING, Fork, InPlace, Join, OnFirst, Tied, real
 from offload_programs import offloaded
 from own_loop import seeded

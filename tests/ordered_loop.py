@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 import penstock as ps
-import penstock.runtime.stage.split_backward.prepared_module as slot_module
+import penstock.runtime.split_backward.prepared as slot_module
 from penstock.runtime.tensors.rng import mix
 from plain_loop import cut, differences, named_as, seed_devices, weights
 from runtime_cases import W, mlp

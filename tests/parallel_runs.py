@@ -23,7 +23,7 @@ from parallel_cases import CASES, GPT, Case, decoder, decoders, decoders_config,
 from penstock.models import CrossEntropy, gpt_stage, parallelize
 from penstock.models.block import Attention
 from penstock.runtime import RuntimeFailure
-from penstock.runtime.stage.split_backward import Tape, prepare, prepared_module
+from penstock.runtime.split_backward import Tape, prepare, prepared
 from penstock.runtime.tensor_parallel import summed
 from penstock.train.tasks.layers import recomputed
 from processes import appears
@@ -47,7 +47,7 @@ class Distance:
 
 def compare(rank: int, names: Sequence[str]) -> dict[str, Distance]:
     """Of each case the distance."""
-    prepared_module.MERGE_WORK = 0
+    prepared.MERGE_WORK = 0
     mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("tp",))
     known = {**CASES, **(decoders() if set(names) - set(CASES) else {})}
     return {name: distance(known[name](), mesh) for name in names}

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import penstock as ps
-import penstock.runtime.stage.split_backward.prepared_module as slot_module
+import penstock.runtime.split_backward.prepared as slot_module
 from packed import packed
 from plain_loop import Model, differences, gradients, named_as, plain_step
 from waiting import PATIENCE

@@ -30,7 +30,7 @@ from torch import Tensor, nn
 
 from experiments.common.record import record
 from penstock.runtime.launch import warm_up_malloc
-from penstock.runtime.stage.split_backward import SplitStage, Tape, prepare
+from penstock.runtime.split_backward import SplitStage, Tape, prepare
 
 Row = dict[str, Any]
 Timing = tuple[float, float, float]  # forward, first half (or all), second half; ms

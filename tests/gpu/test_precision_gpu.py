@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import penstock as ps
-import penstock.runtime.stage.split_backward.prepared_module as slot_module
+import penstock.runtime.split_backward.prepared as slot_module
 from packed import packed
 from penstock.models.block import TransformerBlock
 from plain_loop import plain_step

@@ -12,7 +12,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import penstock as ps
-import penstock.runtime.stage.split_backward.prepared_module as slot_module
+import penstock.runtime.split_backward.prepared as slot_module
 from penstock.runtime import RuntimeFailure
 from penstock.runtime.mesh.peers import GroupPeers
 from penstock.runtime.tensors.dtensor import whole

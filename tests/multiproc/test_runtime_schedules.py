@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import penstock as ps
-import penstock.runtime.stage.split_backward.prepared_module as slot_module
+import penstock.runtime.split_backward.prepared as slot_module
 from penstock.runtime.execute import plan as step_plan
 from processes import run_ranks
 from runtime_cases import Case, Plain, batches, compare_case, mlp, plain_case

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import penstock as ps
-import penstock.runtime.stage.split_backward.prepared_module as slot_module
+import penstock.runtime.split_backward.prepared as slot_module
 from processes import run_ranks
 
 pytestmark = pytest.mark.multiproc

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 import penstock as ps
-import penstock.runtime.stage.split_backward.prepared_module as slot_module
+import penstock.runtime.split_backward.prepared as slot_module
 from runtime_cases import Case, compare_case, mlp
 from tiers import examples
 

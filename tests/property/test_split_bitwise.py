@@ -12,8 +12,8 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-import penstock.runtime.stage.split_backward.prepared_module as slot_module
-from penstock.runtime.stage.split_backward import Tape, prepare
+import penstock.runtime.split_backward.prepared as slot_module
+from penstock.runtime.split_backward import Tape, prepare
 from tiers import examples
 
 pytestmark = pytest.mark.property

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor, nn
 
-from penstock.runtime.stage.split_backward import Tape, prepare
+from penstock.runtime.split_backward import Tape, prepare
 from plain_loop import seed_devices
 
 Grads = dict[str, Tensor | None]

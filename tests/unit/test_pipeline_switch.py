@@ -15,7 +15,7 @@ from penstock.control import Configuration
 from penstock.control.configuration import peaks
 from penstock.dispatch import Dispatch
 from penstock.runtime import RuntimeFailure
-from penstock.runtime.stage.split_backward import prepared_module
+from penstock.runtime.split_backward import prepared
 from plain_loop import differences, plain_step
 
 pytestmark = pytest.mark.unit
@@ -53,7 +53,7 @@ SWITCHES = [
 def test_every_step_after_a_switch_is_the_plain_loops(monkeypatch: pytest.MonkeyPatch, defer: bool) -> None:
     """Split backward begins and stops being needed on the way, and two steps add up before each update."""
     if defer:
-        monkeypatch.setattr(prepared_module, "MERGE_WORK", 0)
+        monkeypatch.setattr(prepared, "MERGE_WORK", 0)
     stages = tied_model(3)
     plain = copy.deepcopy(stages)
     names = dict(nn.ModuleList(plain).named_parameters())

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import penstock as ps
-import penstock.runtime.stage.split_backward.prepared_module as slot_module
+import penstock.runtime.split_backward.prepared as slot_module
 from null_backend import NullBackend
 from packed import packed
 from penstock.cost import Costs

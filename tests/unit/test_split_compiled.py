@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import penstock as ps
-from penstock.runtime.stage.split_backward import SplitReport, Tape, prepare, prepared_module, unprepare
+from penstock.runtime.split_backward import SplitReport, Tape, prepare, prepared, unprepare
 from plain_loop import plain_step
 from tiers import others_nightly
 
@@ -31,8 +31,8 @@ def small_work_is_deferred(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     torch.manual_seed(0)
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
-    monkeypatch.setattr(prepared_module, "COMPILED_MERGE_WORK", 0)
-    monkeypatch.setattr(prepared_module, "MERGE_WORK", 0)
+    monkeypatch.setattr(prepared, "COMPILED_MERGE_WORK", 0)
+    monkeypatch.setattr(prepared, "MERGE_WORK", 0)
     yield
     torch.set_num_threads(threads)
     torch.compiler.reset()
@@ -334,7 +334,7 @@ def test_calls_that_never_came_are_an_error() -> None:
 
 
 def test_small_work_stays_in_the_compiled_graph(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(prepared_module, "COMPILED_MERGE_WORK", 1 << 30)
+    monkeypatch.setattr(prepared, "COMPILED_MERGE_WORK", 1 << 30)
     report = assert_same(Block(), whole("aot_eager"), 2, 5, 16, waits=False)
     share = report.shared.share()
     assert share is not None

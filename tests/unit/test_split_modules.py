@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrize, prune
 
 import penstock as ps
-from penstock.runtime.stage.split_backward import Tape, prepare, prepared_module, unprepare
+from penstock.runtime.split_backward import Tape, prepare, prepared, unprepare
 
 pytestmark = pytest.mark.unit
 
@@ -24,7 +24,7 @@ def small_work_is_deferred(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     torch.manual_seed(0)
-    monkeypatch.setattr(prepared_module, "MERGE_WORK", 0)
+    monkeypatch.setattr(prepared, "MERGE_WORK", 0)
     yield
     torch.set_num_threads(threads)
 
@@ -204,7 +204,7 @@ def test_a_bias_shared_with_a_module_whose_weight_is_used_raw() -> None:
 def test_tied_to_a_module_that_is_too_small_to_wait(monkeypatch: pytest.MonkeyPatch) -> None:
     table, head = nn.Embedding(7, 4), nn.Linear(4, 7, bias=False)
     head.weight = table.weight
-    monkeypatch.setattr(prepared_module, "MERGE_WORK", 400)
+    monkeypatch.setattr(prepared, "MERGE_WORK", 400)
     stage = nn.Sequential(table, nn.Tanh(), head)
     assert_same(stage, [torch.randint(7, (rows,)) for rows in (2, 3, 30, 3, 30)])
 

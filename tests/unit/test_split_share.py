@@ -8,8 +8,8 @@ from torch import Tensor, nn
 
 import penstock as ps
 from penstock.runtime.execute.step_end import Notices
-from penstock.runtime.stage.split_backward import prepared_module
-from penstock.runtime.stage.split_backward.stage import HOOKED, HOOKED_MODULE, NO_RULE, TOO_SMALL, USED_OTHERWISE
+from penstock.runtime.split_backward import prepared
+from penstock.runtime.split_backward.stage import HOOKED, HOOKED_MODULE, NO_RULE, TOO_SMALL, USED_OTHERWISE
 
 pytestmark = [pytest.mark.unit, pytest.mark.usefixtures("one_thread")]
 
@@ -17,7 +17,7 @@ pytestmark = [pytest.mark.unit, pytest.mark.usefixtures("one_thread")]
 @pytest.fixture(autouse=True)
 def from_hundred_multiply_adds(monkeypatch: pytest.MonkeyPatch) -> None:
     torch.manual_seed(0)
-    monkeypatch.setattr(prepared_module, "MERGE_WORK", 100)
+    monkeypatch.setattr(prepared, "MERGE_WORK", 100)
 
 
 def stepped(layers: list[nn.Module], num_ranks: int = 1, steps: int = 1) -> ps.Pipeline:

@@ -13,7 +13,7 @@ from split_loops import assert_same, leaf
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from penstock.runtime.stage.split_backward import SplitError, Tape, prepare, prepared_module
+from penstock.runtime.split_backward import SplitError, Tape, prepare, prepared
 
 pytestmark = pytest.mark.unit
 
@@ -23,7 +23,7 @@ def small_work_is_deferred(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     torch.manual_seed(0)
-    monkeypatch.setattr(prepared_module, "MERGE_WORK", 0)
+    monkeypatch.setattr(prepared, "MERGE_WORK", 0)
     yield
     torch.set_num_threads(threads)
 
@@ -403,7 +403,7 @@ def test_checkpoint_under_autocast(reentrant: bool) -> None:
 
 
 def test_small_work_is_done_in_i_until_a_larger_input_comes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(prepared_module, "MERGE_WORK", 100)
+    monkeypatch.setattr(prepared, "MERGE_WORK", 100)
     stage = nn.Linear(4, 4)
     sizes: list[int] = []
     prepare(stage)
@@ -416,6 +416,6 @@ def test_small_work_is_done_in_i_until_a_larger_input_comes(monkeypatch: pytest.
 
 
 def test_ragged_microbatches_around_the_threshold(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(prepared_module, "MERGE_WORK", 100)
+    monkeypatch.setattr(prepared, "MERGE_WORK", 100)
     inputs = [torch.randn(rows, 4) for rows in (2, 9, 9, 3, 1)]
     assert assert_same(nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4)), inputs) > 0

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge, register_multi_grad_hook
 from torch.utils.checkpoint import checkpoint
 
-from penstock.runtime.stage.split_backward import Tape, prepare, prepared_module, unprepare
+from penstock.runtime.split_backward import Tape, prepare, prepared, unprepare
 
 pytestmark = [pytest.mark.unit, pytest.mark.usefixtures("one_thread")]
 
@@ -21,7 +21,7 @@ pytestmark = [pytest.mark.unit, pytest.mark.usefixtures("one_thread")]
 @pytest.fixture(autouse=True)
 def small_work_is_deferred(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     torch.manual_seed(0)
-    monkeypatch.setattr(prepared_module, "MERGE_WORK", 0)
+    monkeypatch.setattr(prepared, "MERGE_WORK", 0)
     return
 
 

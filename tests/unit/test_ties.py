@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 import penstock as ps
 import tie_runs
-from penstock.runtime.stage.split_backward import prepared_module
+from penstock.runtime.split_backward import prepared
 from plain_loop import differences, plain_step
 from tie_runs import MSE
 
@@ -227,7 +227,7 @@ ROUNDED = ["mm", "mmmm", "lm_m", ("mlm", "l", "m", "ll"), ("m", "mL"), ("lM", "M
 
 @pytest.mark.parametrize("uses", [*EXACT, *ROUNDED])
 def test_tied_weights_under_autocast(uses: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(prepared_module, "MERGE_WORK", 0)  # everything that may wait for W does
+    monkeypatch.setattr(prepared, "MERGE_WORK", 0)  # everything that may wait for W does
     each = [use.replace("_", "") for use in uses]
     for name in ("zb-h1", *(["chimera"] if len(each) == 4 else [])):
         schedule = ps.build(name, len(each), 4)

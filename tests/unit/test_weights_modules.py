@@ -17,8 +17,8 @@ from torch import Tensor, nn
 from weights_loop import Loop, run_order
 
 import penstock as ps
-import penstock.runtime.stage.split_backward.prepared_module as slot_module
-from penstock.runtime.stage.split_backward import prepare
+import penstock.runtime.split_backward.prepared as slot_module
+from penstock.runtime.split_backward import prepare
 from penstock.schedule import Op, Schedule, Updates, count_mismatch, with_updates
 
 pytestmark = pytest.mark.unit

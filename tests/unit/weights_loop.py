@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from penstock.runtime.parameters.rules import rule_of
 from penstock.runtime.parameters.versions import CopyWeights, summed
-from penstock.runtime.stage.split_backward import Tape
+from penstock.runtime.split_backward import Tape
 from penstock.schedule import Op, Schedule
 
 Loss = Callable[[Tensor, Tensor], Tensor]

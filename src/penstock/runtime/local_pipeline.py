@@ -59,6 +59,7 @@ from penstock.runtime.parameters.replicas import reductions_of, with_reductions,
 from penstock.runtime.partitioning import Split
 from penstock.runtime.partitioning.cutting import stages_of
 from penstock.runtime.partitioning.traced_stage import TracedStage
+from penstock.runtime.split_backward import unprepare
 from penstock.runtime.stage.batch_rules import BatchRules, in_words, require_keys, rules_of, uncut
 from penstock.runtime.stage.branches import is_plain
 from penstock.runtime.stage.host_memory import SavedTensors
@@ -66,7 +67,6 @@ from penstock.runtime.stage.microbatches import Microbatches, ReplicaBatches, cu
 from penstock.runtime.stage.module_state import StepStart
 from penstock.runtime.stage.ops import Purpose, StepSettings
 from penstock.runtime.stage.registered_ops import calls_of, functions_for, functions_of, offloads
-from penstock.runtime.stage.split_backward import unprepare
 from penstock.runtime.stage.stage import StageSource
 from penstock.runtime.transport.base import Transport
 from penstock.runtime.transport.channel import Tags

@@ -41,12 +41,12 @@ from penstock.runtime.mesh.peers import require_same
 from penstock.runtime.node_moves import move_nodes, probes_of, run_setting, tell_place
 from penstock.runtime.parameters.optimizer import GivenOptimizer, kept_groups
 from penstock.runtime.partitioning.cutting import evaluating
+from penstock.runtime.split_backward import DeferredShare
 from penstock.runtime.stage.batch_rules import BatchRules
 from penstock.runtime.stage.branches import has_many_ends, is_plain
 from penstock.runtime.stage.microbatches import NO_LOSS, Microbatches
 from penstock.runtime.stage.ops import Purpose, StepSettings
 from penstock.runtime.stage.registered_ops import OpFunction
-from penstock.runtime.stage.split_backward import DeferredShare
 from penstock.runtime.stage.stage import StageSource
 from penstock.runtime.tensors.pytree import flatten, unflatten
 from penstock.runtime.tensors.rng import mix, restored

@@ -39,10 +39,10 @@ from penstock.models.clip_stages import contrast_stage
 from penstock.runtime import Stage, partition, split
 from penstock.runtime.mesh.peers import LocalPeers
 from penstock.runtime.parameters.gradients import begin_norm, scale_gradients
-from penstock.runtime.stage.autograd import GraphInputs
+from penstock.runtime.split_backward import SplitReport, Tape, prepare, unprepare
 from penstock.runtime.stage.microbatches import cut_batch
 from penstock.runtime.stage.ops import Purpose, StageRunner, StepSettings
-from penstock.runtime.stage.split_backward import SplitReport, Tape, prepare, unprepare
+from penstock.runtime.tensors.autograd import GraphInputs
 from penstock.runtime.tensors.dtensor import local
 from penstock.runtime.tensors.message import Payload
 from penstock.runtime.tensors.pytree import flatten, unflatten

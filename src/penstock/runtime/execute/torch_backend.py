@@ -32,13 +32,13 @@ from penstock.runtime.execute.worker import Backend, Handler
 from penstock.runtime.parameters.local_model import LocalModel
 from penstock.runtime.parameters.tied_gradients import TiedGradients
 from penstock.runtime.parameters.updates import ScheduledUpdates
+from penstock.runtime.split_backward import DeferredShare, prepare, unprepare
 from penstock.runtime.stage.branches import Branches, has_many_ends, is_plain, loss_stage
 from penstock.runtime.stage.host_memory import HostCopy, HostMemory, on_device
 from penstock.runtime.stage.loss import LossFn
 from penstock.runtime.stage.microbatches import Microbatches
 from penstock.runtime.stage.ops import StageRunner, StepSettings
 from penstock.runtime.stage.registered_ops import Calls, StageOutputs, name_of
-from penstock.runtime.stage.split_backward import DeferredShare, prepare, unprepare
 from penstock.runtime.stage.stage import Copy
 from penstock.runtime.tensors.message import Payload
 from penstock.runtime.tensors.pytree import on_host

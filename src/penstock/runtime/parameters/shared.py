@@ -39,8 +39,8 @@ from penstock.runtime.mesh.process_mesh import ProcessMesh
 from penstock.runtime.parameters.buckets import cut_into_buckets
 from penstock.runtime.parameters.copies import Copies
 from penstock.runtime.parameters.ties import Tie, Ties
-from penstock.runtime.stage.autograd import added
 from penstock.runtime.stage.stage import Stage
+from penstock.runtime.tensors.autograd import added
 from penstock.runtime.tensors.dtensor import as_shard, local, memory, overwrite
 from penstock.schedule import Placement
 from penstock.schedule.updates import OWNER

@@ -53,7 +53,7 @@ from penstock.runtime.errors import RuntimeFailure
 from penstock.runtime.parameters.gradients import Gradients, GradientSums, factor_of, norms_of, num_bytes
 from penstock.runtime.parameters.optimizer import make_step
 from penstock.runtime.parameters.rules import ReadContext, VersionRule, WeightRead
-from penstock.runtime.stage.autograd import added
+from penstock.runtime.tensors.autograd import added
 from penstock.runtime.tensors.dtensor import as_shard, is_sharded, laid_like, local, memory, own_shard, standing_for
 from penstock.schedule import Schedule
 from penstock.schedule.staleness import Needs, WeightReads

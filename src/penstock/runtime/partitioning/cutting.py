@@ -22,8 +22,8 @@ from penstock.runtime.partitioning.layers import HOOKS, opened_modules
 from penstock.runtime.partitioning.program import ModelTracer, TracedProgram
 from penstock.runtime.partitioning.traced_stage import TracedStage, WholeModel
 from penstock.runtime.partitioning.tracer import KeptValue, Untraceable
+from penstock.runtime.split_backward import is_compiled
 from penstock.runtime.stage.module_state import untouched
-from penstock.runtime.stage.split_backward import is_compiled
 from penstock.runtime.stage.stage import (
     WHOLE,
     Stage,

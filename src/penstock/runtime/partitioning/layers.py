@@ -20,7 +20,7 @@ import torch
 from torch import nn
 
 from penstock.runtime.partitioning.tracer import Untraceable
-from penstock.runtime.stage.split_backward import is_compiled
+from penstock.runtime.split_backward import is_compiled
 
 LARGE = 1 / 8
 """The share of the model's parameters from which on a module is worth opening."""

@@ -29,8 +29,8 @@ from penstock.runtime.partitioning.tracer import (
     Untraceable,
     attribute_of,
 )
+from penstock.runtime.split_backward import unrecorded
 from penstock.runtime.stage.module_state import untouched
-from penstock.runtime.stage.split_backward import unrecorded
 from penstock.runtime.stage.stage import with_arguments
 from penstock.runtime.tensors.pytree import Skeleton, device_of, flatten, num_leaves, unflatten
 from penstock.runtime.tensors.rng import restored

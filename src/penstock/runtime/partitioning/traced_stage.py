@@ -21,8 +21,8 @@ from penstock.runtime.errors import RuntimeFailure
 from penstock.runtime.partitioning.layers import opened_modules
 from penstock.runtime.partitioning.program import ModelTracer
 from penstock.runtime.partitioning.tracer import Untraceable, fill, run_call
+from penstock.runtime.split_backward import is_compiled
 from penstock.runtime.stage.module_state import having, untouched
-from penstock.runtime.stage.split_backward import is_compiled
 from penstock.runtime.stage.stage import WHOLE, Calling, Stage, holder_of, with_arguments
 from penstock.runtime.tensors.pytree import DTYPES, device_of, flatten, unflatten
 from penstock.runtime.tensors.rng import mix, restored, seed_generators

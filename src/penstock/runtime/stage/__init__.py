@@ -2,11 +2,10 @@
 
     layers --------> Stage   batch --microbatches--> microbatch m
                        |                                |
-    F: GraphInputs ----+-> forward -> exits     B, or I then W (split_backward/)     R: forward again (recompute)
+    F: GraphInputs ----+-> forward -> exits     B, or I then W (../split_backward)     R: forward again (recompute)
 
 stage          layers that run one after another                ops           F, B, I, W and R (`StageRunner`)
 microbatches   a batch in weighted parts, or a replica's part   branches      stages that fork and join
-autograd       where a stage's autograd graph begins and ends   host_memory   activations moved to host memory
-recompute      a forward run again, and what it changes        registered_ops  ops of the user's own kinds
-loss           the weight of a microbatch in the loss          split_backward/  backward in two halves, I and W
+recompute      a forward run again, and what it changes       host_memory   activations moved to host memory
+loss           the weight of a microbatch in the loss         registered_ops  ops of the user's own kinds
 """

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from penstock.runtime.errors import RuntimeFailure
-from penstock.runtime.stage.autograd import added
+from penstock.runtime.tensors.autograd import added
 from penstock.runtime.tensors.message import Edge, Payload
 from penstock.runtime.tensors.pytree import shifted
 from penstock.runtime.tensors.storage import copy_of

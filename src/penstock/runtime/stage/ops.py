@@ -17,13 +17,13 @@ import torch
 from torch import Tensor
 
 from penstock.runtime.errors import RuntimeFailure
-from penstock.runtime.stage.autograd import GraphInputs, exits, run_backward
+from penstock.runtime.split_backward import DeferredShare, SplitStage, Tape
 from penstock.runtime.stage.host_memory import HostMemory, OffloadStatistics, SavedTensors, copied_to
 from penstock.runtime.stage.loss import LossCheck, LossFn, weightless
 from penstock.runtime.stage.microbatches import NO_LOSS, Microbatches, Signature
 from penstock.runtime.stage.recompute import BufferHistory, GradientAskedFor, keeping_nothing
-from penstock.runtime.stage.split_backward import DeferredShare, SplitStage, Tape
 from penstock.runtime.stage.stage import Stage
+from penstock.runtime.tensors.autograd import GraphInputs, exits, run_backward
 from penstock.runtime.tensors.message import Payload
 from penstock.runtime.tensors.pytree import flatten, require_no_mask, shown, unflatten
 from penstock.runtime.tensors.rng import mix

@@ -29,13 +29,13 @@ import torch
 from torch import Tensor
 from torch.library import Library, register_fake
 
-from penstock.runtime.stage.split_backward.deferred_op import HeldCall
-from penstock.runtime.stage.split_backward.stage import SplitError
+from penstock.runtime.split_backward.deferred_op import HeldCall
+from penstock.runtime.split_backward.stage import SplitError
 
 if TYPE_CHECKING:
-    from penstock.runtime.stage.split_backward.prepared_module import PreparedModule
-    from penstock.runtime.stage.split_backward.rules import SplitRule
-    from penstock.runtime.stage.split_backward.tape import Tape
+    from penstock.runtime.split_backward.prepared import PreparedModule
+    from penstock.runtime.split_backward.rules import SplitRule
+    from penstock.runtime.split_backward.tape import Tape
 
 # A weight gradient of fewer multiply-adds stays in the compiled graph. Measured on one core of an AMD EPYC: a call
 # that waits takes about 60 us more besides its copies; 2**24 multiply-adds of a float32 weight gradient take 400 us.

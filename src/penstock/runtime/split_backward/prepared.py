@@ -29,10 +29,10 @@ from torch.nn import Parameter
 from torch.nn.modules import module as of_all_modules
 
 from penstock.cost.costs import MERGE_WORK
-from penstock.runtime.stage.split_backward.compiled import COMPILED_MERGE_WORK, call_in_graph, tap_for
-from penstock.runtime.stage.split_backward.deferred_op import ModuleCall, autocast, run_deferred
-from penstock.runtime.stage.split_backward.rules import SplitRule, rule_for
-from penstock.runtime.stage.split_backward.stage import (
+from penstock.runtime.split_backward.compiled import COMPILED_MERGE_WORK, call_in_graph, tap_for
+from penstock.runtime.split_backward.deferred_op import ModuleCall, autocast, run_deferred
+from penstock.runtime.split_backward.rules import SplitRule, rule_for
+from penstock.runtime.split_backward.stage import (
     COMPILED,
     HOOKED,
     HOOKED_MODULE,
@@ -44,7 +44,7 @@ from penstock.runtime.tensor_parallel import ShardedModule
 from penstock.runtime.tensors.dtensor import is_sharded, local
 
 if TYPE_CHECKING:
-    from penstock.runtime.stage.split_backward.tape import Tape
+    from penstock.runtime.split_backward.tape import Tape
 
 P = ParamSpec("P")
 R = TypeVar("R")

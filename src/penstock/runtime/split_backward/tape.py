@@ -21,11 +21,11 @@ import torch
 from torch import Tensor
 from torch.autograd.function import BackwardCFunction
 
-from penstock.runtime.stage.autograd import run_backward
-from penstock.runtime.stage.split_backward.deferred_op import HeldCall, without_autocast
-from penstock.runtime.stage.split_backward.prepared_module import PreparedModule, recording
-from penstock.runtime.stage.split_backward.rules import Workspace
-from penstock.runtime.stage.split_backward.stage import ACCUMULATE, USED_OTHERWISE, SplitError, SplitStage
+from penstock.runtime.split_backward.deferred_op import HeldCall, without_autocast
+from penstock.runtime.split_backward.prepared import PreparedModule, recording
+from penstock.runtime.split_backward.rules import Workspace
+from penstock.runtime.split_backward.stage import ACCUMULATE, USED_OTHERWISE, SplitError, SplitStage
+from penstock.runtime.tensors.autograd import run_backward
 from penstock.runtime.tensors.dtensor import as_shard, local
 
 Part = tuple[Hashable | None, Tensor]

@@ -10,7 +10,7 @@
     tape.backward_input([y], [gy])           I: gradients of inputs; keeps (x, gy) of each prepared module
     tape.backward_weight()                   W: gradients of weights from what was kept
 
-prepared_module  which modules are prepared, and what one does when it is called
+prepared         which modules are prepared, and what one does when it is called
 rules            the two halves of a module's backward, by its kind
 deferred_op      the node of a prepared module in autograd's graph, and autocast's casts before it
 tape             one microbatch through one stage
@@ -24,15 +24,15 @@ plain backward, as long as I and W each run in microbatch order. Weights in part
 wait too (`compiled`). For them, give the tape the report's `shared`, as the runtime does.
 """
 
-from penstock.runtime.stage.split_backward.prepared_module import (
+from penstock.runtime.split_backward.prepared import (
     SplitReport,
     is_compiled,
     prepare,
     unprepare,
     unrecorded,
 )
-from penstock.runtime.stage.split_backward.stage import DeferredShare, SplitError, SplitStage
-from penstock.runtime.stage.split_backward.tape import Tape
+from penstock.runtime.split_backward.stage import DeferredShare, SplitError, SplitStage
+from penstock.runtime.split_backward.tape import Tape
 
 __all__ = [
     "DeferredShare",

@@ -25,12 +25,12 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 from torch.nn import Parameter
 
-from penstock.runtime.stage.split_backward.rules import Needs, SplitRule
+from penstock.runtime.split_backward.rules import Needs, SplitRule
 from penstock.runtime.tensors.dtensor import as_shard, is_sharded, local
 
 if TYPE_CHECKING:
-    from penstock.runtime.stage.split_backward.prepared_module import PreparedModule
-    from penstock.runtime.stage.split_backward.tape import Tape
+    from penstock.runtime.split_backward.prepared import PreparedModule
+    from penstock.runtime.split_backward.tape import Tape
 
 
 class ModuleCall(NamedTuple):

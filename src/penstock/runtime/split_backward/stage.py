@@ -28,8 +28,8 @@ from torch.autograd.graph import get_gradient_edge
 from penstock.runtime.tensors.dtensor import local
 
 if TYPE_CHECKING:
-    from penstock.runtime.stage.split_backward.prepared_module import PreparedModule
-    from penstock.runtime.stage.split_backward.tape import Tape
+    from penstock.runtime.split_backward.prepared import PreparedModule
+    from penstock.runtime.split_backward.tape import Tape
 
 
 TOO_SMALL = "too little work to be worth the delay"
