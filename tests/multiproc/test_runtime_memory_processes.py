@@ -11,7 +11,7 @@ from torch import nn
 
 import penstock as ps
 from penstock.runtime.stage.ops import StageRunner
-from penstock.runtime.transport import channel
+from penstock.runtime.transport import gloo
 from penstock.runtime.transport.gloo import GlooTransport
 from penstock.runtime.transport.wire_format import Packet
 from processes import run_ranks
@@ -32,7 +32,8 @@ class Peaks:
                 super().__init__(*args)
                 watch.alive.add(self)
 
-        channel.Packet = Watched  # type: ignore[misc]
+        gloo.Packet = Watched  # type: ignore[misc]
+        gloo.AHEAD_BYTES = 0  # these messages stand for large ones
         for cls, method in ((GlooTransport, "_accept"), (GlooTransport, "send"), (StageRunner, "forward")):
             self._watch(cls, method)
 
@@ -90,8 +91,6 @@ def test_buffers_do_not_grow_with_the_number_of_microbatches() -> None:
     assert all(o.code == 0 for o in outcomes), "\n".join(o.text[-2000:] for o in outcomes)
     for outcome in outcomes:
         for name, by_count in outcome.value.items():
+            # How many are posted ahead, and when they come back, depends on the clock; their bound does not.
             few, many = by_count[16], by_count[64]
-            if "dynamic" in name or "host" in name:  # arrivals depend on the clock, their bound does not
-                assert all(many[what] <= 32 for what in many), (outcome.rank, name, by_count)
-            else:
-                assert few == many, (outcome.rank, name, by_count)
+            assert all(many[what] <= few[what] + 32 for what in many), (outcome.rank, name, by_count)

@@ -16,7 +16,7 @@ import penstock as ps
 from penstock.runtime.errors import DeadlineExceeded, PeerLost, RuntimeFailure
 from penstock.runtime.mesh.collective import explain
 from penstock.runtime.transport import nccl
-from penstock.runtime.transport.channel import ChannelKey, IncomingChannel, OutgoingChannel
+from penstock.runtime.transport.channel import ChannelKey
 from penstock.runtime.transport.nccl import DeviceLines, NcclMessageHandle, lines_of, may_use, require_queues
 from penstock.runtime.transport.wiring import wire
 
@@ -129,8 +129,7 @@ def lines_over(groups: Groups) -> DeviceLines:
     return DeviceLines(None, made, "nccl", 1.0, torch.device("cpu"), NoStreams())  # type: ignore[arg-type]
 
 
-FORWARD = OutgoingChannel(ChannelKey(0, 1, True, 0), 1)
-BACKWARD = IncomingChannel(ChannelKey(1, 0, False, 0), 1)
+FORWARD, BACKWARD = (ChannelKey(0, 1, True, 0), 1), (ChannelKey(1, 0, False, 0), 1)
 PACKET: Any = SimpleNamespace(buffer=None, free=None)
 
 
@@ -141,13 +140,13 @@ def test_lines_are_given_up_all_at_once_and_for_good(monkeypatch: pytest.MonkeyP
     assert groups.environment == nccl.WITHOUT_WATCHDOG
     assert os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] == "1"
     assert "TORCH_NCCL_DUMP_ON_TIMEOUT" not in os.environ
-    before = lines.receive(BACKWARD, PACKET, 1.0)
+    before = lines.receive(*BACKWARD, PACKET, 1.0)
     lines.give_up()
     lines.give_up()
     assert len(groups.aborted) == len(groups.kept) == 2
     with pytest.raises(RuntimeError, match="given up"):
         before.wait(timedelta(seconds=1))
-    for post in (lambda: lines.send(FORWARD, PACKET, 1.0), lambda: lines.receive(BACKWARD, PACKET, 1.0)):
+    for post in (lambda: lines.send(*FORWARD, PACKET, 1.0), lambda: lines.receive(*BACKWARD, PACKET, 1.0)):
         with pytest.raises(PeerLost, match="rank 0 lost its connection to rank 1"):
             post()
 
@@ -171,7 +170,7 @@ def test_what_is_under_way_at_the_end_of_a_pipeline_is_given_up(
     monkeypatch.setattr(nccl, "LEAVING", 0.05)
     groups = Groups(monkeypatch, work)
     lines = lines_over(groups)
-    lines.send(FORWARD, PACKET, 1.0)
+    lines.send(*FORWARD, PACKET, 1.0)
     lines.close()
     assert bool(groups.aborted) == gives_up
 

@@ -7,15 +7,11 @@ can be posted for it before it is sent.
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Sequence
 from itertools import accumulate
-from threading import Semaphore
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from penstock.runtime.tensors.message import Edge
-from penstock.runtime.transport.wire_format import Packet, WireSpec
 from penstock.runtime.transport.wiring import num_indices, twins_of
 from penstock.schedule import Needs, Schedule
 from penstock.schedule.op import FORWARD, UPDATE
@@ -45,10 +41,10 @@ class ChannelKey(NamedTuple):
 
 
 class Tags:
-    """Numbers for messages, the same on every rank: each channel has one for headers, one per microbatch.
+    """Numbers for messages, the same on every rank: each channel has one for specs, one per microbatch.
 
-    The tokens of a need are a channel as well: it has one for headers, and one for each of the `num_before` tokens
-    that each of its ops waits for.
+    The tokens of a need are a channel as well: it has one for specs, and one for each of the `num_before` tokens that
+    each of its ops waits for.
 
     What is left of gloo's range holds a digest of the batch's shapes. Messages about different shapes then
     never meet (gloo ends the process where a message does not fit), and a deadline tells.
@@ -75,8 +71,8 @@ class Tags:
         self._slots = 2 * len(edges)
         sizes = (1 + num_indices * need.num_before for need in needs)
         messages = (self._slots + num_slots * num_stages) * (num_microbatches + 1)
-        self._token_headers = list(accumulate(sizes, initial=messages))
-        self._span = max(1, self._token_headers[-1])  # one stage sends nothing
+        self._first_tokens = list(accumulate(sizes, initial=messages))
+        self._span = max(1, self._first_tokens[-1])  # one stage sends nothing
         self._variants = max(1, TAG_LIMIT // self._span)
 
     @classmethod
@@ -95,20 +91,22 @@ class Tags:
         """What to add to the tags of a step whose shapes have this digest."""
         return digest % self._variants * self._span
 
-    def header(self, key: ChannelKey) -> int:
+    def of_specs(self, key: ChannelKey) -> int:
+        """The number of the messages by which a channel's sender says what the others look like."""
         if key.slot < 0:
-            return self._token_headers[-key.slot - 1]
+            return self._first_tokens[-key.slot - 1]
         if key.slot:  # tied stages send to one stage in each slot, as copies do: the producer says it all
             return (self._slots + (key.slot - 1) * self._stages + key.producer) * (self._microbatches + 1)
         edge = (key.producer, key.consumer) if key.forward else (key.consumer, key.producer)
         return (2 * self._number[edge] + int(key.forward)) * (self._microbatches + 1)
 
     def message(self, edge: Edge) -> int:
-        first = self.header(ChannelKey.of(edge)) + 1
-        if edge.slot < 0:
-            num_before = self._needs[-edge.slot - 1].num_before
-            return first + edge.consumer.microbatch * num_before + edge.producer.microbatch % num_before
+        """The number of the message that an edge carries."""
+        first = self.of_specs(ChannelKey.of(edge)) + 1
         (_, producer, m), (_, consumer, n) = edge.producer, edge.consumer
+        if edge.is_token:
+            num_before = self._needs[-edge.slot - 1].num_before
+            return first + n * num_before + m % num_before
         # Where several of the producer's make one of the consumer's, theirs tell them apart.
         several = bool(self._counts) and edge.slot == 0 and self._counts[producer] > self._counts[consumer]
         return first + (m if several or edge.is_tied_value else n)
@@ -146,101 +144,3 @@ def why_unexpected(rank: int, step: int, peer: int, of_step: int, tag: int, edge
         f"rank {rank} got {what} ({edge}) of other shapes: it was given other batches or calls; every rank must give "
         "the same inputs and targets"
     )
-
-
-@dataclass(slots=True)
-class PostedReceive:
-    """A receive under way.
-
-    Attributes:
-        since: when it was posted, in nanoseconds of the monotonic clock.
-        follows: whether it was posted because another message of the channel had arrived.
-        arrived: when the message was there, where that is known.
-    """
-
-    edge: Edge
-    tag: int
-    work: Any
-    packet: Packet
-    pool: PacketPool
-    since: int
-    follows: bool
-    arrived: int | None = None
-
-
-@dataclass
-class PacketPool:
-    """A spec that both ends know, and packets of it that are free.
-
-    Attributes:
-        ahead: how many receives of it are posted ahead at the least, and how many that were sent are kept.
-    """
-
-    spec: WireSpec
-    make: Callable[[WireSpec], Packet]
-    ahead: int = 0
-    spare: list[Packet] = field(default_factory=list)
-
-    def packet(self) -> Packet:
-        return self.spare.pop() if self.spare else self.make(self.spec)
-
-
-@dataclass(slots=True)
-class IncomingChannel:
-    """The receiving end of a channel.
-
-    Attributes:
-        peer: the rank that sends.
-        pools: by signature, kept from step to step.
-        waiting: this step's messages with no buffer posted yet; posted: those with one.
-        headers_due: how many headers this step still brings.
-        received: payloads taken in this step.
-        answered: the channel whose messages these answer, where it is there.
-        room: for messages that came in and were not taken yet, where their number has a bound.
-        ahead: how many receives are posted ahead.
-        is_direct: whether payloads go from device to device.
-    """
-
-    key: ChannelKey
-    peer: int
-    pools: dict[str, PacketPool] = field(default_factory=dict)
-    waiting: deque[tuple[Edge, int]] = field(default_factory=deque)
-    posted: deque[PostedReceive] = field(default_factory=deque)
-    headers_due: int = 0
-    received: int = 0
-    answered: OutgoingChannel | None = None
-    room: Semaphore | None = None
-    ahead: int = 0
-    is_direct: bool = False
-
-
-class PendingSend(NamedTuple):
-    """A message that was not let go: all its sends, and the packet to use again."""
-
-    edge: Edge
-    works: Sequence[Any]
-    packet: Packet
-    pool: PacketPool
-
-
-@dataclass(slots=True)
-class OutgoingChannel:
-    """The sending end of a channel.
-
-    Attributes:
-        peer: the rank that receives.
-        pools: by signature: what the other side has been told.
-        under_way: this step's messages that were not let go; released: how many were.
-        taken: how many are known to have been taken.
-        answers: the channel that brings them.
-        is_direct: whether payloads go from device to device.
-    """
-
-    key: ChannelKey
-    peer: int
-    pools: dict[str, PacketPool] = field(default_factory=dict)
-    under_way: deque[PendingSend] = field(default_factory=deque)
-    released: int = 0
-    taken: int = 0
-    answers: IncomingChannel | None = None
-    is_direct: bool = False

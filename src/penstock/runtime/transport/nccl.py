@@ -27,7 +27,7 @@ import os
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
 from typing import Any, NamedTuple
@@ -39,7 +39,7 @@ from penstock.runtime.errors import RuntimeFailure
 from penstock.runtime.mesh.collective import WeakGroup, explained
 from penstock.runtime.mesh.interfaces import names_of
 from penstock.runtime.mesh.peers import groups_of
-from penstock.runtime.transport.channel import ChannelKey, IncomingChannel, OutgoingChannel
+from penstock.runtime.transport.channel import ChannelKey
 from penstock.runtime.transport.wire_format import DevicePacket, Packet, WireSpec
 from penstock.runtime.transport.wiring import Wiring
 
@@ -207,22 +207,19 @@ class DeviceLines:
         with self._receiving(None):
             return DevicePacket(spec, self._device, None if self._streams is None else self._streams.used)
 
-    def send(self, channel: OutgoingChannel, packet: Packet, timeout: float) -> Any:
-        """Starts to send; the error of a line that failed names the other end."""
-        end = self._end(channel.peer)
-        what = "a message to leave"
-        with explained(self._rank, channel.peer, what, timeout), self._at_line(channel.key, sends=True) as line:
-            return self._begun(dist.isend(packet.buffer, group=line, group_dst=end))
+    def send(self, key: ChannelKey, peer: int, packet: Packet, timeout: float) -> Any:
+        """Starts to send by a channel; the error of a line that failed names the other end."""
+        with explained(self._rank, peer, "a message to leave", timeout), self._at_line(key, sends=True) as line:
+            return self._begun(dist.isend(packet.buffer, group=line, group_dst=self._end(peer)))
 
-    def receive(self, channel: IncomingChannel, packet: DevicePacket, timeout: float) -> Any:
-        """Starts to receive, likewise."""
-        end = self._end(channel.peer)
+    def receive(self, key: ChannelKey, peer: int, packet: Packet, timeout: float) -> Any:
+        """Starts to receive, likewise, what has been announced."""
         with (
-            explained(self._rank, channel.peer, "a message", timeout),
-            self._at_line(channel.key, sends=False) as line,
+            explained(self._rank, peer, "a message", timeout),
+            self._at_line(key, sends=False) as line,
             self._receiving(packet.free),
         ):
-            return self._begun(dist.irecv(packet.buffer, group=line, group_src=end))
+            return self._begun(dist.irecv(packet.buffer, group=line, group_src=self._end(peer)))
 
     def _receiving(self, free: Any) -> AbstractContextManager[Any]:
         """See `LineStreams`; nothing where there are none."""
@@ -313,22 +310,6 @@ def _environment(values: dict[str, str]) -> Iterator[None]:
                 del os.environ[name]
             else:
                 os.environ[name] = value
-
-
-class AnnouncedReceive:
-    """A message that is received from device to device once it has been announced.
-
-    Args:
-        announced: the announcement under way. receive: starts to receive what it announces.
-    """
-
-    def __init__(self, announced: Any, receive: Callable[[], Any]) -> None:
-        self._announced, self._receive = announced, receive
-
-    def wait(self, limit: timedelta) -> None:
-        """Returns once the message has come. Raises as `NcclMessageHandle.wait`."""
-        self._announced.wait(limit)
-        self._receive().wait(limit)
 
 
 class NcclMessageHandle:

@@ -1,10 +1,9 @@
-"""The format of a payload on the wire: one flat buffer of bytes, and a header that says how to read it.
+"""The format of a payload on the wire: one flat buffer of bytes, and a spec (as JSON) that says how to read it.
 
-    payload  | preamble, 64 bytes | tensor, padded to 64 | tensor, padded to 64 | ...
-    header   | length, 8 bytes    | key, end of line, JSON of the spec: padded to HEADER_BYTES
+    | preamble, 64 bytes | tensor, padded to 64 | tensor, padded to 64 | ...
 
-A header travels only if the receiver can't know the spec: the first time that a channel carries a microbatch of some
-shape. After that only the payload is sent, into a buffer posted ahead. The preamble identifies the message, so that a
+Whoever sends says what a message looks like: its spec lies before it where both ends map one memory, and goes before
+it over gloo if the receiver can't know it (see `gloo`). The preamble identifies the message, so that a
 mix-up is an error and never a wrong number. It also says how many of the other side's messages have come in, so that
 the other side can release its copies, and when the message was handed over.
 
@@ -29,7 +28,6 @@ from penstock.runtime.tensors.message import Payload
 from penstock.runtime.tensors.pytree import DTYPES, Skeleton
 
 ALIGN = 64
-HEADER_BYTES = 2048
 _PREAMBLE = Struct("5q")
 """Of the fields of `Preamble`, in their order."""
 Shape = tuple[int, ...]
@@ -207,13 +205,25 @@ class Packet:
 
     Args:
         buffer: memory to use; its own where not given. head: where the preamble lies, if not there.
+
+    Attributes:
+        free: a mark of a device behind the last use of the buffer, for which whatever fills it again must wait; None
+            where there is nothing to wait for.
     """
+
+    free: Any = None
 
     def __init__(self, spec: WireSpec, buffer: Tensor | None = None, head: Tensor | None = None) -> None:
         self.spec = spec
         self.buffer = torch.empty(spec.num_bytes, dtype=torch.uint8, device="cpu") if buffer is None else buffer
+        self._head_apart = head
         self._head = (self.buffer if head is None else head).numpy().data.cast("B")[:ALIGN]
         self._views = [None if place is None else place.view(self.buffer) for place in spec.places]
+
+    @cached_property
+    def head(self) -> Tensor:
+        """The preamble's bytes."""
+        return self.buffer[:ALIGN] if self._head_apart is None else self._head_apart
 
     @cached_property
     def _only(self) -> Tensor | None:
@@ -256,16 +266,11 @@ class DevicePacket(Packet):
 
     Args:
         used: gives a mark behind the last use of a buffer, where a device queues what it is given.
-
-    Attributes:
-        head: the preamble's bytes.
-        free: that mark: what fills the packet again must wait for it.
     """
 
     def __init__(self, spec: WireSpec, device: torch.device, used: Callable[[Tensor], Any] | None = None) -> None:
-        self.head = torch.empty(ALIGN, dtype=torch.uint8, device="cpu")
-        super().__init__(spec, torch.empty(spec.num_bytes, dtype=torch.uint8, device=device), self.head)
-        self.free: Any = None
+        head = torch.empty(ALIGN, dtype=torch.uint8, device="cpu")
+        super().__init__(spec, torch.empty(spec.num_bytes, dtype=torch.uint8, device=device), head)
         self._used = used
 
     def unpack(self) -> Payload:
@@ -282,36 +287,11 @@ class Preamble(NamedTuple):
         tag, step: which message it is.
         received: how many of the other side's have come in.
         sent: when it was handed over, in nanoseconds of the sender's monotonic clock.
-        changed: 1 where the payload follows in another message, for it has not the shapes that were promised.
+        spec_bytes: how many bytes of a spec follow, where this is no message but says what messages look like.
     """
 
     tag: int
     step: int
     received: int
     sent: int
-    changed: int = 0
-
-
-def pack_header(key: str, spec: WireSpec) -> list[Tensor]:
-    """The header of a spec that goes by `key`: one fixed-size part, and the rest where it does not fit."""
-    text = json.dumps(key).encode() + b"\n" + spec.to_bytes()
-    first = torch.zeros(HEADER_BYTES, dtype=torch.uint8, device="cpu")
-    first[:8].view(torch.int64)[0] = len(text)
-    data = torch.frombuffer(bytearray(text), dtype=torch.uint8)
-    room = HEADER_BYTES - 8
-    first[8 : 8 + min(room, len(text))] = data[:room]
-    return [first, data[room:].clone()] if len(text) > room else [first]
-
-
-def header_rest(first: Tensor) -> int:
-    """How many bytes of a header follow its first part."""
-    return max(0, int(first[:8].view(torch.int64)[0]) - (HEADER_BYTES - 8))
-
-
-def unpack_header(first: Tensor, rest: Tensor | None) -> tuple[str, WireSpec]:
-    """The key and the spec of a header."""
-    length = int(first[:8].view(torch.int64)[0])
-    data = bytes(first[8:].tolist()) + (b"" if rest is None else bytes(rest.tolist()))
-    key, _, text = data[:length].partition(b"\n")
-    spec = WireSpec.from_bytes(text)
-    return json.loads(key), spec
+    spec_bytes: int = 0
