@@ -1,0 +1,57 @@
+"""Messages between ranks over gloo: each once, bit for bit, whatever its shape and whatever the order of sending."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+from delegate_ranks import Chain, exchange, payload_of
+from penstock.runtime.transport.base import StepMessages
+from penstock.runtime.transport.gloo import GlooTransport
+from processes import run_ranks
+from waiting import PATIENCE
+
+pytestmark = pytest.mark.multiproc
+
+SHAPES: list[tuple[int, ...]] = [(4, 33), (7,), (), (0, 3), (1 << 19,)]
+
+
+def shapes_that_differ(rank: int) -> int:
+    """Microbatches that are said to be alike, and are not."""
+    chain = Chain(3, 12)
+    transport: Any = GlooTransport(dist.group.WORLD, chain.tags, PATIENCE)
+    return sum(exchange(transport, chain, rank, step, lambda m: SHAPES[(step + m) % 5]) for step in range(4))  # noqa: B023
+
+
+def sent_in_another_order(rank: int) -> list[tuple[int, ...]]:
+    """Rank 0 sends first what rank 1 takes last, shapes that rank 1 does not know."""
+    chain = Chain(2, 6)
+    transport = GlooTransport(dist.group.WORLD, chain.tags, PATIENCE)
+    came = []
+    for step in range(2):
+        signatures = [str(SHAPES[m % 3]) for m in range(6)]
+        transport.begin(StepMessages(chain.expected(rank) if rank else [], signatures, threaded=False))
+        for edge in chain.forward(0) if rank else reversed(chain.forward(0)):
+            shape = SHAPES[edge.consumer.microbatch % 3]
+            if rank == 0:
+                assert transport.send(edge, 1, payload_of(edge, step, shape))
+                continue
+            assert transport.wait([edge], str) == [edge]
+            found, wanted = transport.take(edge).leaves[0], payload_of(edge, step, shape).leaves[0]
+            assert found is not None
+            assert wanted is not None
+            assert found.equal(wanted)
+            came.append(tuple(found.shape))
+        transport.end()
+    return came
+
+
+@pytest.mark.parametrize(
+    ("num_ranks", "work", "values"),
+    [(3, shapes_that_differ, [48, 96, 48]), (2, sent_in_another_order, [[], 4 * SHAPES[:3]])],
+)
+def test_every_message_comes_once_bit_for_bit(num_ranks: int, work: Any, values: list[Any]) -> None:
+    outcomes = run_ranks(num_ranks, work)
+    assert [o.value for o in outcomes] == values, "\n".join(o.text for o in outcomes)
