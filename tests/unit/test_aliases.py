@@ -1,4 +1,4 @@
-"""Outputs that share memory, all ranks in this process. They arrive as separate tensors, as if a loop made copies."""
+"""Outputs that share memory. They arrive as separate tensors, as if a loop made copies."""
 
 from __future__ import annotations
 
@@ -8,16 +8,18 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
 
 import branches_runs
 import penstock as ps
 from alias_cases import ALIASES, CLOSE
+from backends import Backend, processes
 from packed import packed
+from penstock.runtime import RuntimeFailure
 from plain_loop import differences, gradients
 from recomputed import with_recompute
 from runtime_cases import Case, Do, batches, compare_case, lin, plain_case
-
-pytestmark = pytest.mark.unit
+from tiers import in_turn
 
 RUNS = [("1f1b", 4, "dynamic"), ("zb-h1", 3, "frozen"), ("zb-v", 2, "frozen"), ("gpipe", 2, "frozen")]
 
@@ -40,6 +42,27 @@ def wrong(name: str) -> list[str]:
 def test_as_the_plain_loop(name: str) -> None:
     found = wrong(name)
     assert not found, "\n".join(found)
+
+
+BETWEEN = [("1f1b", "dynamic"), ("zb-v", "frozen")]
+
+
+def run_cases(rank: int) -> dict[str, list[str]]:
+    found = {}
+    for number, (name, make) in enumerate(ALIASES.items()):
+        for schedule, dispatch in in_turn(BETWEEN, number):
+            built = ps.build(schedule, 2, 4)
+            torch.manual_seed(7)
+            made = make(built.num_stages, 4)
+            plain = plain_case(made, 4)
+            for each in in_turn((built, with_recompute(built)), number // 2):
+                found[f"{each.name} {name}"] = compare_case(copy.deepcopy(made), each, dispatch, plain)
+    return found
+
+
+@pytest.mark.parametrize("backend", [processes(2)])
+def test_between_processes_as_the_plain_loop(backend: Backend) -> None:
+    assert not backend.wrong(run_cases)
 
 
 @pytest.mark.parametrize("name", CLOSE)
@@ -246,3 +269,57 @@ def test_a_change_of_one_output_is_not_seen_in_another() -> None:
         return ls[0](h) + view.sum(1, keepdim=True)
 
     step([Do(first, lin()), Do(last, lin())])
+
+
+def given_again(rank: int, batches: str) -> dict[str, str]:
+    """What is said of a second step, or evaluation, with the tensors of the first, by what the first layer is."""
+    replicas = batches == "replica"
+    mesh = init_device_mesh("cpu", (1, 2) if batches == "replicas" else (2, 1), mesh_dim_names=("pp", "dp"))
+    first: dict[str, nn.Module] = {"in place": nn.ReLU(inplace=True), "copy": nn.ReLU(), "drawn": InPlaceDropout()}
+    found = {}
+    for name, layer in first.items():
+        for evaluates in (False, True):
+            model = nn.Sequential(layer, *(nn.Linear(8, 8) for _ in range(3)))
+            pipe = ps.Pipeline(
+                model,
+                ps.build("1f1b", mesh.size(0), 4),
+                loss_fn=nn.MSELoss(),
+                timeout=20,
+                mesh=mesh,
+                parallel=ps.ParallelOptions(batches="replica" if replicas else "whole"),
+            )
+            call = pipe.evaluate if evaluates else pipe.step
+            x = torch.randn(8, 8, generator=torch.Generator().manual_seed(3))
+            y = x.clone()
+            call(x, y)
+            try:
+                call(x, y)
+                found[f"{name}, {evaluates}"] = "nothing"
+            except RuntimeFailure as error:
+                found[f"{name}, {evaluates}"] = str(error)
+    if rank:
+        x = x + 1
+    try:  # no layer changes these
+        call(x, y)
+    except RuntimeFailure as error:
+        found["other"] = str(error)
+    return found
+
+
+class InPlaceDropout(nn.Module):
+    """Changes its input in training alone."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return nn.functional.dropout(x, 0.5, self.training, inplace=True)
+
+
+@pytest.mark.multiproc
+@pytest.mark.parametrize("batches", ["whole", "replicas", "replica"])
+def test_a_batch_that_the_first_stage_had_changed_was_called_another_one(batches: str) -> None:
+    """The reason given was that ranks were given different ones."""
+    for found in Backend(2).values(given_again, batches):
+        for case in ("in place, False", "in place, True", "drawn, False"):
+            assert "If the first stage changes its inputs in place" in found[case], found
+            assert "x.clone()" in found[case]
+        assert {found[case] for case in ("copy, False", "copy, True", "drawn, True")} == {"nothing"}
+        assert "given" in found["other"]

@@ -1,10 +1,11 @@
-"""Schedules whose updates are ops of the order, in one process."""
+"""Schedules whose updates are ops of the order."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from torch import Tensor, nn
 
 import asynchronous_runs as runs
 import penstock as ps
+from backends import Backend
 from penstock.runtime import RuntimeFailure
 
 RUNS = runs.RUNS
@@ -237,3 +239,23 @@ def test_bug_what_an_optimizer_function_is_called_with_had_lost_the_attributes_o
         pipe = ps.Pipeline(model, schedule, loss_fn=runs.MSE, optimizer=without_decay_where_marked)
         assert pipe.optimizer is not None
         assert len(pipe.optimizer.param_groups[0]["params"]) == len(biases), name
+
+
+def train_all(rank: int) -> dict[str, Any]:
+    return {name: runs.trained(name) for name in runs.RUNS}
+
+
+@pytest.mark.multiproc
+@pytest.mark.nightly
+def test_a_process_a_rank_gives_fifty_updates_by_every_rule_as_one_process() -> None:
+    values = Backend(runs.NUM_RANKS).values(train_all)
+    for name in runs.RUNS:
+        parameters, losses, mismatch, evaluated = runs.trained(name)
+        found: dict[str, Tensor] = {}
+        for value in values:
+            own, its_losses, its_mismatch, its_evaluated = value[name]
+            assert (its_losses, its_mismatch, its_evaluated) == (losses, mismatch, evaluated), name
+            found |= own
+        assert found.keys() == parameters.keys()
+        assert not runs.unlike(parameters, found), name
+        assert len(losses) >= 50

@@ -1,4 +1,4 @@
-"""Stages that branch and join, in one process."""
+"""Stages that branch and join."""
 
 from __future__ import annotations
 
@@ -8,19 +8,30 @@ from torch import nn
 
 import branches_runs as runs
 import penstock as ps
+from backends import Backend
 from packed import packed
 from penstock.runtime import RuntimeFailure
+from tiers import in_turn
+
+WAYS = [("frozen", False), ("dynamic", True), ("frozen", True), ("dynamic", False)]
+"""The dispatch, and whether backwards are split."""
 
 
-@pytest.mark.parametrize("dispatch", ["frozen", "dynamic"])
-@pytest.mark.parametrize("name", runs.GRAPHS)
-def test_as_the_plain_loop(name: str, dispatch: str) -> None:
-    assert not runs.wrong(name, dispatch, exact=name in runs.EVEN)
+def run_all(rank: int, ranks: int) -> dict[str, list[str]]:
+    names = [name for name, graph in runs.GRAPHS.items() if graph.num_stages == ranks]
+    return {
+        f"{name} {dispatch} {split}": runs.wrong(name, dispatch, split, exact=name in runs.EVEN)
+        for number, name in enumerate(names)
+        for dispatch, split in in_turn(WAYS, number)
+    }
 
 
-@pytest.mark.parametrize("name", runs.GRAPHS)
-def test_split_backwards(name: str) -> None:
-    assert not runs.wrong(name, split=True, exact=name in runs.EVEN)
+@pytest.mark.parametrize(
+    ("backend", "ranks"),
+    [(Backend(1), 4), (Backend(1), 5), *(pytest.param(Backend(n), n, marks=pytest.mark.multiproc) for n in (4, 5))],
+)
+def test_as_the_plain_loop(backend: Backend, ranks: int) -> None:
+    assert not backend.wrong(run_all, ranks)
 
 
 def pipeline(graph: ps.schedule.StageGraph, **options: object) -> ps.Pipeline:

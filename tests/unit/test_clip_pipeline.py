@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 import clip_runs as runs
 import penstock as ps
+from backends import Backend, backends
 from branches_runs import Joined, Plain
 from clip_runs import NANO, SIZES, batch
 from penstock.models import (
@@ -27,8 +28,6 @@ from penstock.models import (
 from penstock.runtime import RuntimeFailure
 from tiers import examples
 
-pytestmark = pytest.mark.unit
-
 TWO = CLIPConfig({name: dataclasses.replace(NANO.towers[name], depth=1) for name in ("audio", "text")}, 8)
 
 
@@ -37,16 +36,31 @@ def one_thread() -> None:
     torch.set_num_threads(1)
 
 
-@pytest.mark.parametrize("split", [False, True], ids=["whole backwards", "split ones"])
-@pytest.mark.parametrize("dispatch", ["frozen", "dynamic"])
-@pytest.mark.parametrize("name", SIZES)
-def test_loss_and_gradients_are_those_of_the_model_in_one_module(name: str, dispatch: str, split: bool) -> None:
-    program = runs.program(SIZES[name], split)
-    cut = CLIPStages.of(NANO, program)
-    assert dict(cut.num_stages) == {"audio": 2, "text": 4, "video": 1}
-    built = program.build()
-    assert built.graph == cut.graph(None if len(set(SIZES[name].values())) == 1 else SIZES[name])
-    assert not runs.wrong(SIZES[name], built, cut, dispatch)
+def test_a_graph_of_stages_is_that_of_the_cut() -> None:
+    for sizes in SIZES.values():
+        program = runs.program(sizes, False)
+        cut = CLIPStages.of(NANO, program)
+        assert dict(cut.num_stages) == {"audio": 2, "text": 4, "video": 1}
+        assert program.build().graph == cut.graph(None if len(set(sizes.values())) == 1 else sizes)
+
+
+EVEN, GATHERED = SIZES
+WAYS = [(EVEN, "dynamic", True), (GATHERED, "frozen", False), (GATHERED, "dynamic", True), (EVEN, "frozen", False)]
+"""The sizes of microbatches, the dispatch, and whether backwards are split."""
+
+
+def run_all(rank: int) -> dict[str, list[str]]:
+    found: dict[str, list[str]] = {}
+    for name, dispatch, split in WAYS:
+        program = runs.program(SIZES[name], split)
+        cut = CLIPStages.of(NANO, program)
+        found[f"{name}, {dispatch}"] = runs.wrong(SIZES[name], program.build(), cut, dispatch)
+    return found
+
+
+@pytest.mark.parametrize("backend", backends(5))
+def test_loss_and_gradients_are_those_of_the_model_in_one_module(backend: Backend) -> None:
+    assert not backend.wrong(run_all)
 
 
 COUNTS = [1, 2, 4, 8]

@@ -1,4 +1,4 @@
-"""Schedules with several pipelines in one process: gradients and values of a loop grouped alike, to the bit."""
+"""Schedules with several pipelines: gradients and values of a loop grouped alike, to the bit."""
 
 from __future__ import annotations
 
@@ -13,17 +13,27 @@ from torch import nn
 
 import copies_runs
 import penstock as ps
+from backends import Backend, backends
 from packed import packed
 from penstock.runtime import RuntimeFailure
+from penstock.runtime.mesh.peers import GroupPeers
 from plain_loop import differences
+from tiers import in_turn
 
 MSE = nn.MSELoss()
 
 
-@pytest.mark.parametrize("zero", [True, False])
-@pytest.mark.parametrize(("name", "options"), copies_runs.SCHEDULES)
-def test_a_grouped_loop(name: str, options: dict[str, Any], zero: bool) -> None:
-    assert not copies_runs.wrong(name, options, zero)
+def run_all(rank: int) -> dict[str, list[str]]:
+    return {
+        f"{name} {options} zero={zero}": copies_runs.wrong(name, options, zero)
+        for number, (name, options) in enumerate(copies_runs.SCHEDULES)
+        for zero in in_turn((True, False), number)
+    }
+
+
+@pytest.mark.parametrize("backend", backends(4))
+def test_a_grouped_loop(backend: Backend) -> None:
+    assert not backend.wrong(run_all)
 
 
 def small(schedule: ps.Schedule, **options: Any) -> ps.Pipeline:
@@ -244,3 +254,31 @@ def test_an_optimizer_that_has_stepped_goes_on() -> None:
     theirs.step()
     pipe.step(x, y)
     assert not differences(dict(plain.named_parameters()), dict(model.named_parameters()))
+
+
+def messages_of_sums(rank: int) -> list[int]:
+    """How many messages this process sends to add up the copies' gradients, for models of few and many parameters."""
+    return [_sent_in_a_step(num_layers) for num_layers in (2, 12)]
+
+
+def _sent_in_a_step(num_layers: int) -> int:
+    layers = nn.Sequential(*(nn.Sequential(*(nn.Linear(4, 4) for _ in range(num_layers))) for _ in range(2)))
+    pipe = ps.Pipeline(layers, ps.build("chimera", 2, 4), loss_fn=nn.MSELoss())
+    sent, once = [], GroupPeers.send
+
+    def counted(*args: Any) -> None:
+        sent.append(args)
+        once(*args)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(GroupPeers, "send", counted)
+        pipe.step(torch.ones(8, 4), torch.zeros(8, 4), update=False)
+    pipe.close()
+    return len(sent)
+
+
+@pytest.mark.multiproc
+def test_bug_each_parameter_of_a_copy_was_a_message_of_its_own() -> None:
+    """Two pipelines sent two messages for each parameter of each stage, and waited for every one."""
+    # Of each stage a copy's gradients go to its owner, or the sums come back: what there is, and all of it.
+    assert Backend(2).values(messages_of_sums) == [[4, 4], [4, 4]]

@@ -12,14 +12,13 @@ import torch
 from torch import Tensor, nn
 
 import penstock as ps
+from backends import Backend, processes
 from penstock.passes import recompute
 from penstock.runtime.errors import RuntimeFailure
 from plain_loop import differences, gradients, plain_step
 from recomputed import with_recompute
 from runtime_cases import CASES, compare
-from tiers import in_turn
-
-pytestmark = pytest.mark.unit
+from tiers import chosen, in_turn
 
 
 @pytest.fixture(autouse=True)
@@ -48,6 +47,27 @@ def test_as_the_plain_loop(name: str) -> None:
             built = with_recompute(ps.build(schedule, ranks, 4), every)
             found += [f"{schedule} {ranks} {dispatch} {every}: {d}" for d in compare(name, built, dispatch, defer)]
     assert not found, "\n".join(found)
+
+
+BETWEEN = [("zb-v", "frozen", True, 1), ("1f1b", "dynamic", False, 2)]
+SAMPLE = chosen(CASES, list(CASES)[::2])
+"""Half of the cases run between processes by day; all run in one process."""
+
+
+def run_cases(rank: int) -> dict[str, list[str]]:
+    warnings.simplefilter("ignore")
+    return {
+        f"{name}, {schedule}, {dispatch}": compare(
+            name, with_recompute(ps.build(schedule, 2, 4), every), dispatch, defer
+        )
+        for number, name in enumerate(SAMPLE)
+        for schedule, dispatch, defer, every in in_turn(BETWEEN, number)
+    }
+
+
+@pytest.mark.parametrize("backend", [processes(2)])
+def test_forwards_run_again_from_messages_that_came_from_another_process(backend: Backend) -> None:
+    assert not backend.wrong(run_cases)
 
 
 class Counting(nn.Module):
