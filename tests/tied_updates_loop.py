@@ -180,20 +180,19 @@ class VersionsLoop:
     def stands_for(self, kinds: str, s: int, m: int) -> dict[str, int] | None:
         """By name after how many updates the weights are that an op reads; None where nothing is predicted.
 
-        What a stage has of a tied parameter, and what it predicts, stands for what its owner's stage reads.
+        Of a tied parameter the owner's stage predicts alone. The other ones read what has come.
         """
         if self.rule in KEEPING or self.rule == "none":
             return None
         found = {}
         for _, full, owned in self.names(s):
-            owner = int(owned.split(".")[0])
-            made = self.num_before(kinds, owner, m)
+            made = self.num_before(kinds, s, m)
             if self.rule == "spectrain":
-                back = owner // 2
-                made += (back if kinds == "BI" else back + len(self.copies[0]) - owner - 1) // self.window
+                back = s // 2
+                made += (back if kinds == "BI" else back + len(self.copies[0]) - s - 1) // self.window
             elif kinds == "F":
                 made = m // self.window
-            found[full] = self.first_window + made
+            found[full] = self.first_window + made if full == owned else 0
         return found
 
     def F(self, op: Op, k: int) -> None:
@@ -241,10 +240,7 @@ class VersionsLoop:
             gradient = module.get_parameter(name).grad
             assert gradient is not None
             if (came := self.held.pop(("sum", owned, m), None)) is not None:
-                # Of what autocast makes of a parameter once, the uses are added up in its type.
-                gradient = (
-                    came + gradient if self.autocast is None else (came.bfloat16() + gradient.bfloat16()).float()
-                )
+                gradient = came + gradient
             if full != owned:
                 self.held["sum", owned, m] = gradient
                 continue
@@ -350,11 +346,9 @@ def unlike_the_loop(
 
 def _other_versions(pipe: ps.Pipeline, sharding: str, num_replicas: int) -> list[str]:
     """Where copies of stages here held another number of versions than is counted from the order."""
-    state, ties = pipe._local.optimizer_state, pipe._local.model.ties.stages
+    state = pipe._local.optimizer_state
     assert state.updating is not None
-    counted = ps.schedule.count_versions(
-        pipe.schedule, sharding=sharding, num_replicas=num_replicas, tied_stages=ties
-    )
+    counted = ps.schedule.count_versions(pipe.schedule, sharding=sharding, num_replicas=num_replicas)
     held = {(stage, k): weights.versions.most for (k, stage), weights in state.updating.weights.items()}
     return [
         f"versions of {each}: {num}, counted {counted[each]}" for each, num in held.items() if num != counted[each]
