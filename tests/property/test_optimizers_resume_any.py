@@ -15,7 +15,6 @@ from torch.nn import Parameter
 from torch.optim.lr_scheduler import CosineAnnealingLR, LambdaLR, LRScheduler, OneCycleLR, StepLR
 
 import penstock as ps
-from penstock.runtime import RuntimeFailure
 from tiers import examples
 
 pytestmark = pytest.mark.property
@@ -126,8 +125,3 @@ def test_any_optimizer_goes_on_bit_for_bit(
     after.train(range(before, before + 3))
     mine, theirs = (dict(each.pipe.named_parameters()) for each in (run, after))
     assert all(torch.equal(p, theirs[name]) for name, p in mine.items())
-
-
-def test_the_one_that_computes_the_loss_again_is_refused() -> None:
-    with pytest.raises(RuntimeFailure, match=r"LBFGS\.step needs closure"):
-        ps.Pipeline(model(""), ps.build("1f1b", 2, 4), loss_fn=nn.MSELoss(), optimizer=optim.LBFGS)

@@ -28,11 +28,6 @@ pytestmark = pytest.mark.unit
 MSE = nn.MSELoss()
 
 
-class NeedsMore(torch.optim.SGD):
-    def step(self, loss: Any, closure: Any = None) -> None:  # type: ignore[override]
-        raise AssertionError(loss)
-
-
 @pytest.mark.parametrize(
     ("options", "said"),
     [
@@ -45,11 +40,6 @@ class NeedsMore(torch.optim.SGD):
         ({"loss_fn": nn.MSELoss}, r"loss_fn is the class MSELoss; give an instance: MSELoss\(\)"),
         ({"optimizer": "adamw"}, "optimizer is 'adamw'; give an optimizer, or a function"),
         ({"optimizer": lambda parameters: None}, "optimizer= made NoneType, not a torch optimizer"),
-        ({"optimizer": torch.optim.LBFGS}, "LBFGS.step needs closure.*take another one"),
-        ({"optimizer": partial(torch.optim.LBFGS, lr=0.1)}, "LBFGS.step needs closure"),
-        ({"optimizer": lambda parameters: torch.optim.LBFGS(parameters)}, "LBFGS.step needs closure"),
-        ({"optimizer": torch.optim.LBFGS(lin().parameters())}, "LBFGS.step needs closure"),
-        ({"optimizer": NeedsMore}, "NeedsMore.step needs loss"),
         ({"optimizer": torch.optim.SGD(lin().parameters(), lr=0.1)}, "has 2 parameters that are not in the model"),
         ({"clip_norm": -1.0}, "clip_norm is -1.0; give a number, at least 0"),
         ({"clip_norm": float("nan")}, "clip_norm is nan"),

@@ -52,7 +52,6 @@ BAD: dict[str, tuple[str, list[str]]] = {
     "optimizer": ("--optimizer Adamm", ["no optimizer 'Adamm'", "did you mean Adam"]),
     "optimizer's options": ("--optimizer-options '{\"momentum\": 1}'", ["AdamW", "momentum"]),
     "optimizer's values": ("--optimizer-options '{\"betas\": [2, 0.9]}'", ["AdamW", "beta"]),
-    "optimizer that needs a closure": ("--optimizer LBFGS", ["LBFGS", "closure"]),
     "optimizer for sparse gradients": ("--optimizer SparseAdam", ["SparseAdam", "dense"]),
     "options not JSON": ("--optimizer-options momentum=1", ["--optimizer-options", "not JSON"]),
     "options not an object": ("--optimizer-options 3", ["--optimizer-options", "object"]),

@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 
 from penstock.runtime.adapt import AdaptOptions
 from penstock.runtime.errors import RuntimeFailure, is_amount, is_number, require_value
-from penstock.runtime.parameters.optimizer import GivenOptimizer, require_steps_alone
+from penstock.runtime.parameters.optimizer import GivenOptimizer
 from penstock.runtime.parameters.shared import Parallelize
 from penstock.runtime.stage.batch_rules import BatchRules
 from penstock.runtime.stage.registered_ops import OpFunction
@@ -201,7 +201,6 @@ class PipelineArguments:
             raise RuntimeFailure(f"loss_fn is the class {loss_fn.__name__}; give an instance: {loss_fn.__name__}()")
         fits = optimizer is None or callable(optimizer) or isinstance(optimizer, Optimizer)
         require_value(fits, "optimizer", optimizer, "an optimizer, or a function from parameters to one")
-        require_steps_alone(optimizer)
         sources: Sequence[Any] = [self.model] if isinstance(self.model, nn.Module) else self.model
         if optimizer is not None and all(isinstance(source, nn.Module) for source in sources):
             known = {id(p) for source in sources for p in source.parameters()}

@@ -39,7 +39,7 @@ from penstock.runtime.lifetime import Lifetime, one_at_a_time
 from penstock.runtime.local_pipeline import LocalPipeline
 from penstock.runtime.mesh.peers import require_same
 from penstock.runtime.node_moves import move_nodes, probes_of, run_setting, tell_place
-from penstock.runtime.parameters.optimizer import GivenOptimizer, kept_groups
+from penstock.runtime.parameters.optimizer import GivenOptimizer
 from penstock.runtime.partitioning.cutting import evaluating
 from penstock.runtime.split_backward import DeferredShare
 from penstock.runtime.stage.batch_rules import BatchRules
@@ -170,10 +170,9 @@ class Pipeline:
         self._life = Lifetime()
         self._local = LocalPipeline(given, mesh, dispatch, self._life)
         try:
-            with kept_groups(optimizer):
-                self._local.build()
-                if self._local.adapt is not None:
-                    self._start_agent(self._local.adapt)
+            self._local.build()
+            if self._local.adapt is not None:
+                self._start_agent(self._local.adapt)
         except BaseException:
             with suppress(Exception):
                 self.close()

@@ -19,11 +19,9 @@ Optimizers of torch and of this package keep nothing that counts in attributes.
 
 from __future__ import annotations
 
-import inspect
 import logging
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence, Set
-from contextlib import contextmanager
 from enum import Enum
 from functools import partial
 from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
@@ -42,20 +40,6 @@ GivenOptimizer = Callable[[list[Parameter]], Optimizer] | Optimizer | None
 _OF_TORCH = {*vars(Optimizer([Parameter(torch.zeros(0))], {})), "step", "zero_grad", "grad_scale", "found_inf"}
 """Attributes that torch gives every optimizer, or that its schedulers and scalers add."""
 _STATELESS = (type, FunctionType, MethodType, BuiltinFunctionType, partial, ModuleType, Enum, logging.Logger)
-
-
-@contextmanager
-def kept_groups(optimizer: object) -> Iterator[None]:
-    """Gives a given optimizer its parameters back if the body of the `with` statement fails."""
-    every = optimizers_in(optimizer).values() if isinstance(optimizer, Optimizer) else ()
-    groups = [group for one in every for group in one.param_groups]
-    before = [list(group["params"]) for group in groups]
-    try:
-        yield
-    except BaseException:
-        for group, parameters in zip(groups, before, strict=True):
-            group["params"] = parameters
-        raise
 
 
 def optimizer_of(
@@ -88,7 +72,6 @@ def optimizer_of(
                 f"optimizer= made {type(made).__name__}, not a torch optimizer; give a class like torch.optim.AdamW, "
                 "or a partial of it"
             )
-        require_steps_alone(made)
         optimizer = made
     own = {id(p) for p in parameters}
     elsewhere = {id(p): p for p in known if id(p) not in own}  # an optimizer may step others that it made itself
@@ -115,31 +98,18 @@ def _require_no_lists(optimizer: Optimizer, lengths: Collection[int], known: Seq
     it would match the parameters that are left with the tensors of others.
     """
     ids = set(map(id, known))
-    for one in optimizers_in(optimizer).values() if lengths else ():
-        of_groups = [{**group, "params": ()} for group in one.param_groups]
-        for name, value in (*attributes_of(one).items(), ("param_groups", of_groups), ("state", one.state)):
-            for found in _lists_in(value):
-                if len(found) in lengths and not ids.issuperset(map(id, found)):
-                    kind = type(one).__name__
-                    raise RuntimeFailure(
-                        f"{kind}.{name} holds a list of {len(found)} tensors, as many as it was given parameters. "
-                        "This process steps a part of these, and would match them with tensors of others. Give a "
-                        f"function, optimizer=lambda params: {kind}(params), which each process calls with its own "
-                        "parameters; or keep the tensors by parameter, self.state[p], which works under zero1 too"
-                    )
-
-
-def _lists_in(value: Any) -> Iterator[Sequence[Tensor]]:
-    """Yields the lists of tensors within data, but none of a dict whose keys are parameters."""
-    if isinstance(value, list | tuple):
-        if all(isinstance(each, Tensor) for each in value):
-            yield value
-        below: Iterable[Any] = value
-    else:
-        pairs = value.items() if isinstance(value, Mapping) else ()
-        below = (each for key, each in pairs if not isinstance(key, Tensor))
-    for each in below:
-        yield from _lists_in(each)
+    kept = [*attributes_of(optimizer).items()]
+    kept += [("param_groups", value) for group in optimizer.param_groups for value in group.values()]
+    for name, value in kept:
+        is_list = isinstance(value, list | tuple) and all(isinstance(each, Tensor) for each in value)
+        if is_list and len(value) in lengths and not ids.issuperset(map(id, value)):
+            kind = type(optimizer).__name__
+            raise RuntimeFailure(
+                f"{kind}.{name} holds a list of {len(value)} tensors, as many as it was given parameters, and this "
+                "process steps a part of these: it would match them with tensors of others. Give a function, "
+                f"optimizer=lambda params: {kind}(params), which each process calls with its own parameters; or keep "
+                "the tensors by parameter, self.state[p], which works under zero1 too"
+            )
 
 
 def facts_of(optimizer: Optimizer | None) -> dict[str, object]:
@@ -161,17 +131,13 @@ def make_step(optimizer: Optimizer) -> None:
     """Runs an optimizer's step. Raises RuntimeFailure if it fails, and some of its parameters are shards."""
     try:
         optimizer.step()
-    except RuntimeFailure:
-        raise
     except Exception as error:
         if not any(is_sharded(parameter) for group in optimizer.param_groups for parameter in group["params"]):
             raise
-        option = next((f"{name}=True" for name in ("fused", "foreach") if optimizer.defaults.get(name)), "")
-        first = str(error).partition("\n")[0]
         raise RuntimeFailure(
-            f"{type(optimizer).__name__}{' with ' * bool(option)}{option} can't step the parts of parameters that "
-            f"processes hold here ({type(error).__name__}: {first}); {f'leave {option} out, ' if option else ''}take "
-            "AdamW, or give ParallelOptions(sharding='zero1') in place of 'fsdp', which deals out whole parameters"
+            f"{type(optimizer).__name__} can't step the parts of parameters that processes hold here ({error}); "
+            "leave out fused= and foreach=, take AdamW, or give ParallelOptions(sharding='zero1') instead of 'fsdp', "
+            "which deals out whole parameters"
         ) from error
 
 
@@ -187,25 +153,6 @@ def goes_on_as(before: Optimizer | None, after: Optimizer | None) -> Optimizer |
             mine["params"] = theirs["params"]
         one.state = other.state
     return before
-
-
-def require_steps_alone(optimizer: Any) -> None:
-    """Raises RuntimeFailure if the step of an optimizer, or of a class, needs arguments, as LBFGS's does."""
-    known = getattr(optimizer, "func", optimizer)  # of a partial
-    kind = known if isinstance(known, type) else type(known)
-    if not issubclass(kind, Optimizer):
-        return
-    needed = [
-        name
-        for name, parameter in list(inspect.signature(kind.step).parameters.items())[1:]
-        if parameter.default is parameter.empty
-        and parameter.kind not in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD)
-    ]
-    if needed:
-        raise RuntimeFailure(
-            f"{kind.__name__}.step needs {', '.join(needed)}, and a pipeline calls step() once after each batch: an "
-            "optimizer that computes the loss again has nothing to do that with; take another one"
-        )
 
 
 # What an optimizer keeps in attributes.
