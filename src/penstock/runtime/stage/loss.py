@@ -27,7 +27,7 @@ compared only if its loss is not finite: nothing may count in it.
 
 The check changes nothing. It calls a copy of a loss that is a module or another object, with outputs that want no
 gradient, and puts the generators back. It is left out where it can't know: outputs that can't be joined along the
-samples, a loss that draws random numbers, or one that gives another value when it is called again.
+samples, or a loss that draws random numbers.
 """
 
 from __future__ import annotations
@@ -204,9 +204,6 @@ def weightless(loss: Tensor, output: Any) -> Tensor:
     return share
 
 
-# -- the check ---------------------------------------------------------------------------------------------------
-
-
 @dataclass
 class LossInputs:
     """The outputs and targets of a microbatch, and their loss once it is known.
@@ -261,7 +258,7 @@ class LossCheck:
             return None
         targets, form_of_targets = flatten(target)
         leaves = outputs + targets
-        if not all(map(_is_plain, leaves)):
+        if any(type(leaf) not in (Tensor, nn.Parameter) or leaf.is_inference() for leaf in leaves):
             return None
         sizes, given = getattr(batch.targets, "sizes", None), flatten(batch.targets[m])[0]
         versions, detached = [leaf._version for leaf in leaves], [leaf.detach() for leaf in leaves]
@@ -286,89 +283,71 @@ class LossCheck:
         if not total or not (before.is_unchanged and now.is_unchanged):
             return
         weights = [scale / total for scale in scales]
-        try:
-            joined = _joined(before, now)
-            if joined is None:
+        self._is_compared = True
+        found: list[float] = []
+        for dtype in (torch.float32, torch.float64):  # in float32 terms that cancel each other may round much
+            try:
+                together = self._call(now, _joined(before, now), dtype)
+                values = [together, *(self._call(now, each.leaves, dtype) for each in (before, now))]
+            except Exception:  # nothing to join, no loss of so many samples, or of this type, or too little memory
+                break
+            if not _differ(values[0], _sum(values[1:], weights)):
                 return
-            self._is_compared = True
-            together = float(self._call(now, joined))
-            differs = self._differs(together, [before, now], joined, weights)
-        except Exception:  # a loss that takes no other number of samples, or too little memory for both
+            found = values
+        if not found:
             return
-        if differs:
-            raise BrokenContract(self._words(together, [before, now], weights), 7)
-
-    def _call(self, like: LossInputs, leaves: Sequence[Tensor], in_double: bool = False) -> Tensor:
-        """The loss of outputs and targets; not a number if it draws random numbers."""
-        loss_fn: Any = self._loss_fn
-        loss_fn = copy.deepcopy(loss_fn) if isinstance(loss_fn, nn.Module) else copy.copy(loss_fn)
-        if in_double and isinstance(loss_fn, nn.Module):
-            loss_fn.double()
-        types = [torch.float64 if in_double and leaf.is_floating_point() else leaf.dtype for leaf in leaves]
-        own = [leaf.to(dtype, copy=True) for leaf, dtype in zip(leaves, types, strict=True)]
-        output, target = like.values(own)
-        is_compiling = "torch._dynamo" in sys.modules
-        eager = torch.compiler.set_stance("force_eager") if is_compiling else nullcontext()
-        with restored(self._device) as has_drawn, eager:
-            loss: Tensor = loss_fn(output, target).detach()
-            return torch.full_like(loss, math.nan) if has_drawn() else loss
-
-    def _differs(
-        self, together: float, pair: Sequence[LossInputs], joined: Sequence[Tensor], weights: Sequence[float]
-    ) -> bool:
-        """Whether the loss of both differs from what theirs come to, beyond rounding. False if nobody can know."""
-        losses, now = [each.loss for each in pair], pair[1]
-        if _is_close(together, _sum(losses, weights), losses, _SHARE, _LEAST):
-            return False
-        again = self._call(now, now.leaves)
-        if not _is_close(float(again), losses[1], losses, _SHARE, _LEAST):
-            return False  # its value depends on more than what it is given
-        try:
-            exact = [self._call(now, leaves, True) for leaves in (joined, *(each.leaves for each in pair))]
-        except Exception:  # a loss with numbers of its own, of another type
-            return not _is_close(together, _sum(losses, weights), losses, *_rounding(again.dtype))
-        both, *each = map(float, exact)
-        return not _is_close(both, _sum(each, weights), each, *_rounding(exact[0].dtype))
-
-    def _words(self, together: float, pair: Sequence[LossInputs], weights: Sequence[float]) -> str:
-        losses = [each.loss for each in pair]
-        how = "added up" if adds_up(self._loss_fn) else f"weighed {weights[0]:.3g} to {weights[1]:.3g}"
-        kind, other = ("mean", sum(losses) / 2) if how == "added up" else ("sum", sum(losses))
-        hint = f" It looks like a {kind}." if _is_close(together, other, losses, _SHARE, _LEAST) else ""
-        output, target = pair[1].values(pair[1].leaves)
-        return (
-            f"loss_fn gives {together:.6g} for microbatches {pair[0].m} and {pair[1].m} together. Their own losses, "
+        together, *losses = found
+        if adds_up(self._loss_fn):
+            how, kind, other = "added up", "mean", sum(losses) / 2
+        else:
+            how, kind, other = f"weighed {weights[0]:.3g} to {weights[1]:.3g}", "sum", sum(losses)
+        hint = "" if _differ(together, other) else f" It looks like a {kind}."
+        output, target = now.values(now.leaves)
+        raise BrokenContract(
+            f"loss_fn gives {together:.6g} for microbatches {before.m} and {now.m} together. Their own losses, "
             f"{losses[0]:.6g} and {losses[1]:.6g}, come to {_sum(losses, weights):.6g}, {how}. So a step would train "
             f"another loss than that of its batch.{hint} Say what the loss is: give it a method weight(targets) that "
             'counts what its mean is over; or set loss_fn.adds_up = True if it sums (reduction="sum" of torch\'s '
             "losses); or loss_fn.by_microbatch = True if it is meant for each microbatch by itself. It was given "
-            f"output {shown(output)} and targets {shown(target)}"
+            f"output {shown(output)} and targets {shown(target)}",
+            7,
         )
 
+    def _call(self, like: LossInputs, leaves: Sequence[Tensor], dtype: torch.dtype) -> float:
+        """The loss of outputs and targets in this type at least; not a number if it draws random numbers."""
+        loss_fn: Any = self._loss_fn
+        loss_fn = copy.deepcopy(loss_fn) if isinstance(loss_fn, nn.Module) else copy.copy(loss_fn)
+        types = [
+            torch.promote_types(leaf.dtype, dtype) if leaf.is_floating_point() else leaf.dtype for leaf in leaves
+        ]
+        own = [leaf.to(wide, copy=True) for leaf, wide in zip(leaves, types, strict=True)]
+        if isinstance(loss_fn, nn.Module) and types != [leaf.dtype for leaf in leaves]:
+            loss_fn.to(dtype)
+        output, target = like.values(own)
+        is_compiling = "torch._dynamo" in sys.modules
+        eager = torch.compiler.set_stance("force_eager") if is_compiling else nullcontext()
+        with restored(self._device) as has_drawn, eager:
+            loss = float(loss_fn(output, target).detach())
+            return math.nan if has_drawn() else loss
 
-def _is_plain(leaf: Tensor) -> bool:
-    """Whether a tensor has values, and counts changes in place."""
-    return type(leaf) in (Tensor, nn.Parameter) and not leaf.is_meta and not leaf.is_inference()
 
+def _joined(one: LossInputs, other: LossInputs) -> list[Tensor]:
+    """Outputs and targets of both, sample after sample.
 
-def _joined(one: LossInputs, other: LossInputs) -> list[Tensor] | None:
-    """Outputs and targets of both, sample after sample. None where a tensor has no dimension of samples in front."""
-    if one.forms != other.forms:
-        return None
+    Raises:
+        ValueError: a tensor has no dimension of samples in front.
+    """
     num_outputs = len(one.leaves) - len(one.given)
     are_whole = [False] * num_outputs + [a is b for a, b in zip(one.given, other.given, strict=True)]
     leaves = list(zip(one.leaves, other.leaves, are_whole, strict=True))
-    sizes = {(_rows(a), _rows(b)) for a, b, is_whole in leaves[num_outputs:] if not is_whole}
-    if len(sizes) != 1 or (0, 0) in sizes:
-        return None
-    num, num_of_other = sizes.pop()
-    if one.num_samples not in (None, num):  # they are in another dimension
-        return None
+    (num, num_of_other), *others = {(_rows(a), _rows(b)) for a, b, is_whole in leaves[num_outputs:] if not is_whole}
+    if others or one.forms != other.forms or one.num_samples not in (None, num):
+        raise ValueError("samples are in another dimension, or nobody knows which")
     for a, b, is_whole in leaves:
-        times = _rows(a) // max(1, num)  # several for tokens in a row: [B * T, ...]
+        times = _rows(a) // num  # several for tokens in a row: [B * T, ...]
         fits = times and a.shape[1:] == b.shape[1:] and (_rows(a), _rows(b)) == (times * num, times * num_of_other)
         if not is_whole and (not fits or (times > 1 and num in a.shape[1:])):  # [T, B, ...]
-            return None
+            raise ValueError("an output has no sample for each target")
     return [a if is_whole else torch.cat([a, b]) for a, b, is_whole in leaves]
 
 
@@ -380,21 +359,7 @@ def _sum(losses: Sequence[float], weights: Sequence[float]) -> float:
     return sum(loss * weight for loss, weight in zip(losses, weights, strict=True) if weight)
 
 
-def _is_close(one: float, other: float, losses: Sequence[float], share: float, least: float) -> bool:
-    """Whether a loss is the other one but for rounding, a share of the losses' size. True if it is no number."""
-    if not math.isfinite(one) or not math.isfinite(other):
-        return not math.isfinite(one)
-    size = max(map(abs, (one, other, *filter(math.isfinite, losses))))
-    return abs(one - other) <= share * size + least
-
-
-def _rounding(dtype: torch.dtype) -> tuple[float, float]:
-    """How much losses of a type may differ by rounding: a share, also where terms cancel, and the least."""
-    eps = torch.finfo(dtype).eps
-    return (_SHARE, 8 * eps) if dtype is torch.float64 else (max(1e-4, 4 * eps), _LEAST)
-
-
-_SHARE = 1e-5
-"""The share of losses by which rounding may make them differ. Beyond it, they are computed again in float64."""
-_LEAST = 1e-6
-"""The same for losses near 0, whose terms are of the order of 1."""
+def _differ(one: float, other: float) -> bool:
+    """Whether one loss is not the other, but for rounding. False if the first is no number: then nobody can know."""
+    known = [abs(loss) for loss in (one, other) if math.isfinite(loss)]
+    return math.isfinite(one) and not abs(one - other) <= 1e-5 * max([0.1, *known])
