@@ -293,7 +293,7 @@ class LossCheck:
                 break
             if not _differ(values[0], _sum(values[1:], weights)):
                 return
-            found = values
+            found = found or values
         if not found:
             return
         together, *losses = found

@@ -3,28 +3,24 @@
     (x, {"mask": m, "scale": 2})  ->  [x, m],  ["tuple", [0, ["dict", [["mask", 1], ["scale", ["const", 2]]]]]]
 
 The skeleton is JSON, so that it can travel in a message header, and holds an index for each tensor. A named tuple is
-one again where it comes in: of its own class if that can be found there, else of one with the same name and fields. A
-dataclass is one of its own class again.
+one of its own class again where it comes in, and so is a dataclass: the class must be found there.
 """
 
 from __future__ import annotations
 
 import sys
-from collections import namedtuple
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import fields, is_dataclass
-from enum import Enum
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from penstock.runtime.errors import BrokenContract
-from penstock.runtime.tensors.block_mask import HeldMask, is_block_mask
 from penstock.runtime.tensors.dtensor import whole
 
 Skeleton = Any
-"""An int (index of a tensor) or [kind, ...]: "tuple", "list", "dict", "const", "mask" or what `kind_of` gives."""
+"""An int (index of a tensor) or [kind, ...]: "tuple", "list", "dict", "const" or what `kind_of` gives."""
 
 _CONSTANTS = (bool, int, float, str, type(None))
 """Of these classes alone: what comes of an Enum or a numpy number in another process is none any more."""
@@ -57,16 +53,11 @@ def _flatten(value: Any, leaves: list[Tensor]) -> Skeleton:
     kind = type(value)
     if kind in _CONSTANTS:
         return ["const", value]
-    if is_block_mask(value):
-        return ["mask", HeldMask(value)]
     if is_dataclass(value) and not isinstance(value, type):
         names = [each.name for each in fields(value)]
         _CLASSES[of := "\0".join(("dataclass", kind.__module__, kind.__qualname__, *names))] = kind
         return [of, [_flatten(getattr(value, name), leaves) for name in names]]
     how = "; torch.as_tensor makes a tensor of it" if kind.__module__ == "numpy" else ""
-    how = f"; give dict(...) of the {kind.__name__}" if isinstance(value, Mapping) and kind is not dict else how
-    if plain := next((each.__name__ for each in _CONSTANTS if isinstance(value, each)), ""):
-        how = "; give its .value" if isinstance(value, Enum) else f"; give {plain}(...) of it"
     raise BrokenContract(
         f"a value of type {kind.__name__} can't be cut or pass between stages; use tensors, tuples, lists, dicts "
         f"with string keys, dataclasses, numbers, strings or None{how}",
@@ -81,8 +72,6 @@ def unflatten(leaves: list[Tensor], skeleton: Skeleton) -> Any:
     kind, inside = skeleton
     if kind == "const":
         return inside
-    if kind == "mask":
-        return inside.on(leaves[0].device if leaves else None)
     if kind == "dict":
         return {key: unflatten(leaves, v) for key, v in inside}
     items = [unflatten(leaves, v) for v in inside]
@@ -93,7 +82,12 @@ def unflatten(leaves: list[Tensor], skeleton: Skeleton) -> Any:
 
 def num_leaves(skeleton: Skeleton) -> int:
     """How many tensors a value of this form has."""
-    return max((part + 1 for part in _parts(skeleton) if isinstance(part, int)), default=0)
+    if isinstance(skeleton, int):
+        return skeleton + 1
+    kind, inside = skeleton
+    if kind == "const":
+        return 0
+    return max((num_leaves(each[1] if kind == "dict" else each) for each in inside), default=0)
 
 
 def shifted(skeleton: Skeleton, by: int) -> Skeleton:
@@ -101,33 +95,11 @@ def shifted(skeleton: Skeleton, by: int) -> Skeleton:
     if isinstance(skeleton, int):
         return skeleton + by
     kind, inside = skeleton
-    if kind in ("const", "mask"):
+    if kind == "const":
         return skeleton
     if kind == "dict":
         return [kind, [[key, shifted(each, by)] for key, each in inside]]
     return [kind, [shifted(each, by) for each in inside]]
-
-
-def require_no_mask(skeleton: Skeleton, stage: int) -> None:
-    """Raises RuntimeFailure for a BlockMask in what a stage passes on: its function can't travel."""
-    if any(part == "mask" for part in _parts(skeleton)):
-        raise BrokenContract(
-            f"stage {stage} returned a BlockMask, whose mask_mod is a function and can't pass between stages; return "
-            "the tensors that it is made of, such as document numbers, and call create_block_mask in the next stage",
-            6,
-        )
-
-
-def _parts(skeleton: Skeleton) -> Iterator[int | str]:
-    """The numbers of the tensors in a form, and the kinds of all else."""
-    if isinstance(skeleton, int):
-        yield skeleton
-        return
-    kind, inside = skeleton
-    yield kind
-    if kind not in ("const", "mask"):
-        for each in inside:
-            yield from _parts(each[1] if kind == "dict" else each)
 
 
 def shown(value: Any) -> str:
@@ -161,18 +133,16 @@ def _made(kind: str, items: list[Any]) -> Any:
     """A named tuple, or a dataclass with these fields, whatever its `__init__` takes."""
     what, module, name, *names = kind.split("\0")
     of = _CLASSES.get(kind) or _class_at(module, name)
-    if what == "tuple":
-        if getattr(of, "_fields", None) != tuple(names):
-            make: Any = namedtuple
-            of = make(name.rpartition(".")[2], names)
-        return _CLASSES.setdefault(kind, of)._make(items)
-    if not is_dataclass(of):
+    if of is None:
         raise BrokenContract(
-            f"a stage returned a dataclass {name} of module {module}, which this process does not have; define it in "
-            "a module that every process imports",
+            f"a stage returned a {name} of module {module}, which this process does not have; define it in a module "
+            "that every process imports",
             6,
         )
-    made = object.__new__(_CLASSES.setdefault(kind, of))
+    _CLASSES[kind] = of
+    if what == "tuple":
+        return of._make(items)
+    made = object.__new__(of)
     for field, item in zip(names, items, strict=True):
         object.__setattr__(made, field, item)
     return made
