@@ -27,7 +27,7 @@ compared only if its loss is not finite: nothing may count in it.
 
 The check changes nothing. It calls a copy of a loss that is a module or another object, with outputs that want no
 gradient, and puts the generators back. It is left out where it can't know: outputs that can't be joined along the
-samples, or a loss that draws random numbers.
+samples, a loss that draws random numbers, or one that gives another value when it is called again.
 """
 
 from __future__ import annotations
@@ -284,19 +284,17 @@ class LossCheck:
             return
         weights = [scale / total for scale in scales]
         self._is_compared = True
-        found: list[float] = []
-        for dtype in (torch.float32, torch.float64):  # in float32 terms that cancel each other may round much
-            try:
-                together = self._call(now, _joined(before, now), dtype)
-                values = [together, *(self._call(now, each.leaves, dtype) for each in (before, now))]
-            except Exception:  # nothing to join, no loss of so many samples, or of this type, or too little memory
-                break
-            if not _differ(values[0], _sum(values[1:], weights)):
+        try:
+            joined = _joined(before, now)
+            together, losses = self._call(now, joined, torch.bfloat16), [before.loss, now.loss]
+            if not _differ(together, _sum(losses, weights)):
                 return
-            found = found or values
-        if not found:
+            # Perhaps by rounding, or as the loss depends on what earlier calls left, or on how many there were.
+            exact, *each, again = self._exactly(now, [joined, before.leaves, now.leaves, now.leaves])
+        except Exception:  # nothing to join, no loss of so many samples or of these types, or too little memory
             return
-        together, *losses = found
+        if not _differ(exact, _sum(each, weights)) or _differ(again, each[1]):
+            return
         if adds_up(self._loss_fn):
             how, kind, other = "added up", "mean", sum(losses) / 2
         else:
@@ -312,6 +310,13 @@ class LossCheck:
             f"output {shown(output)} and targets {shown(target)}",
             7,
         )
+
+    def _exactly(self, like: LossInputs, each: Sequence[Sequence[Tensor]]) -> list[float]:
+        """The losses of outputs and targets in float64; in float32 if it has numbers of that type itself."""
+        try:
+            return [self._call(like, leaves, torch.float64) for leaves in each]
+        except Exception:
+            return [self._call(like, leaves, torch.float32) for leaves in each]
 
     def _call(self, like: LossInputs, leaves: Sequence[Tensor], dtype: torch.dtype) -> float:
         """The loss of outputs and targets in this type at least; not a number if it draws random numbers."""
