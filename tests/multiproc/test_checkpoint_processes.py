@@ -150,8 +150,8 @@ def test_ranks_could_load_different_checkpoints(tmp_path: Path) -> None:
         "another": "process 1 sees another checkpoint at ",
         "older": "process 1 sees none (",
         "call": "process 1 sees another checkpoint at ",
-        "names": "has no state of a, it has no state of the caller's",
-        "saved names": "process 1 saves the state of a and process 0 that of nothing",
+        "names": "has no state of a (Loader)",
+        "saved names": "process 1 was given another stateful= than process 0",
         "nothing": "nowhere: no checkpoint there",
         "damaged": "__1_0.distcp is not what was written: its checksum differs",
         "optimizer": "holds AdamW, this run has SGD",
@@ -207,7 +207,7 @@ def replicas(rank: int, folder: str) -> dict[str, Any]:
     kept = {"same": Loader(5), "replica": Loader(10 + replica), "process": Loader(20 + rank)}
     pipe.save(Path(folder) / "a", stateful=kept)
     found["names"] = [
-        n for n in Reader(Path(folder) / "a" / "step-00000002").names() if n[0] in "es" and "#json" in n
+        n for n in Reader(Path(folder) / "a" / "step-00000002").names() if n[0] in "es" and "#data" in n
     ]
     expected = train(pipe, range(2, 4))
     extra = seen(pipe)
@@ -233,17 +233,20 @@ def test_state_that_differs_between_processes(tmp_path: Path) -> None:
     for outcome in outcomes:
         found = outcome.value
         assert found["names"] == [
-            "extra/4@0.0.0#json",
-            "extra/4@0.1.0#json",
-            *(f"state/process@process-{p}-of-4#json" for p in range(4)),
-            "state/replica@replica-0-of-2#json",
-            "state/replica@replica-1-of-2#json",
-            "state/same#json",
+            "extra/4@0.0.0#data",
+            "extra/4@0.1.0#data",
+            *(f"state/process@process-{p}-of-4#data" for p in range(4)),
+            "state/replica@replica-0-of-2#data",
+            "state/replica@replica-1-of-2#data",
+            "state/same#data",
         ]
         assert found["same"]
         assert found["losses"]
         assert found["extra"]
-        assert "a state of replica for each replica of 2, and this is replica 0 of 1" in found["other mesh"]
+        assert (
+            "has no state of replica (Loader), but that of replica-0-of-2, and here is replica-0-of-1"
+            in found["other mesh"]
+        )
         assert "has the state of replica, which was not loaded" in found["notices"]
         assert "has an extra state of 4 for each of other replicas than here" in found["notices"]
 

@@ -26,9 +26,10 @@ from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 from checkpoint_cases import on_ranks
 from penstock.runtime.checkpoint import CheckpointError, Reader, candidates, complete, latest
-from penstock.runtime.checkpoint.codec import checksum
 from penstock.runtime.checkpoint.dcp import write
-from penstock.runtime.checkpoint.reader import CONVERTER, compact, match
+from penstock.runtime.checkpoint.object_state import unpack
+from penstock.runtime.checkpoint.optimizer import stage_optimizer
+from penstock.runtime.checkpoint.reader import match
 from penstock.runtime.checkpoint.save_load import export_model
 from penstock.runtime.tensors.pytree import DTYPES
 
@@ -296,7 +297,7 @@ def damaged(path: Path, **changes: object) -> None:
     ("harm", "message"),
     [
         (lambda path: (path / "manifest.json").unlink(), "is not a checkpoint: it has no manifest.json"),
-        (lambda path: damaged(path, version=9), "format version 9; this release reads 3: upgrade"),
+        (lambda path: damaged(path, version=9), "format version 9, and this release of penstock reads 4"),
         (lambda path: damaged(path, format="other"), "its checksum does not match"),
         (lambda path: (path / "manifest.json").write_text("[]"), "is damaged: its checksum"),
         (lambda path: (path / "manifest.json").write_text("[" * 100_000), "is damaged: its checksum"),
@@ -312,36 +313,48 @@ def test_a_manifest_that_is_wrong(tmp_path: Path, harm: Callable[[Path], object]
 
 def test_latest_does_not_go_back_past_a_newer_format(tmp_path: Path) -> None:
     write(tmp_path, 1, {"a": torch.zeros(2)}, {})
-    damaged(write(tmp_path, 2, {"a": torch.zeros(2)}, {}), version=4)
+    damaged(write(tmp_path, 2, {"a": torch.zeros(2)}, {}), version=5)
     assert latest(tmp_path) == tmp_path / "step-00000002"
 
 
 def earlier(folder: Path, tensors: dict[str, Tensor], meta: object) -> Path:
-    """A checkpoint as version 2 of the format had it."""
+    """A checkpoint as version 0.1 wrote it."""
     path = folder / "step-00000003"
     path.mkdir(parents=True)
     save_file(tensors, path / "rank-00000.safetensors")
     entries = {
-        name: {"shard": "rank-00000.safetensors", "shape": [*each.shape], "dtype": "F32", "crc32": checksum(each)}
-        for name, each in tensors.items()
+        name: {"shard": "rank-00000.safetensors", "shape": [*t.shape], "dtype": "F32", "crc32": zlib.crc32(t.numpy())}
+        for name, t in tensors.items()
     }
     index = {"step": 3, "meta": meta, "shards": {"rank-00000.safetensors": 0}, "tensors": entries}
-    whole = {"format": "penstock-checkpoint", "version": 2, "crc32": zlib.crc32(compact(index).encode())}
-    (path / "index.json").write_text(json.dumps(whole | {"index": index}))
+    checksum = zlib.crc32(json.dumps(index, separators=(",", ":")).encode())
+    whole = {"format": "penstock-checkpoint", "version": 2, "crc32": checksum, "index": index}
+    (path / "index.json").write_text(json.dumps(whole))
     return path
 
 
 def test_a_checkpoint_of_an_earlier_version_is_refused_and_can_be_converted(tmp_path: Path) -> None:
-    tensors, meta = model(3), {"epoch": 4}
-    path = earlier(tmp_path / "old", tensors, meta)
-    with pytest.raises(CheckpointError, match=f"was written by an earlier version .* with the script {CONVERTER}"):
+    tensors, value = model(3), {"a": (1, torch.ones(2))}
+    stored = {"dict": [["a", {"tuple": [1, {"tensor": 0}]}]]}
+    packed = {
+        "extra/0#json": torch.frombuffer(bytearray(json.dumps(stored).encode()), dtype=torch.uint8),
+        "extra/0#0": torch.ones(2),
+    }
+    groups = [{"lr": 0.5, "betas": {"tuple": [0.8, 0.9]}}]
+    optimizer = {"class": "Adam", "groups": groups, "members": [["layers.0.weight"]]}
+    path = earlier(tmp_path / "old", tensors | packed, {"epoch": 4, "optimizer": optimizer})
+    with pytest.raises(CheckpointError, match=r"it has no manifest\.json that can be read"):
         Reader(path)
-    assert latest(tmp_path / "old") == path
-    script = Path(__file__).parents[2] / CONVERTER
+    script = Path(__file__).parents[2] / "docs/runtime/convert_checkpoint.py"
     subprocess.run([sys.executable, str(script), str(path), str(tmp_path / "new")], check=True)
     reader = Reader(tmp_path / "new" / path.name)
-    assert (reader.step, reader.meta) == (3, meta)
+    assert (reader.step, reader.meta["epoch"]) == (3, 4)
     assert same(reader.load(tensors), tensors)
+    assert repr(unpack(reader.load(["extra/0#data"])["extra/0#data"])) == repr(value)
+    weight = torch.nn.Parameter(torch.ones(1, 3))
+    adam = torch.optim.Adam([weight])
+    stage_optimizer(adam, {weight: "layers.0.weight"}, reader)()
+    assert (adam.param_groups[0]["lr"], adam.param_groups[0]["betas"]) == (0.5, (0.8, 0.9))
 
 
 def test_tools_of_torch_read_it_by_plain_names(tmp_path: Path) -> None:

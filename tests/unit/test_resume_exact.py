@@ -6,7 +6,7 @@ import copy
 import json
 import shutil
 import sys
-from collections import Counter, OrderedDict, deque
+from collections import Counter, OrderedDict
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -21,8 +21,8 @@ import penstock as ps
 from checkpoint_cases import flip_tensor
 from packed import packed
 from penstock.runtime.checkpoint import CheckpointError, DamagedCheckpointError, Reader
-from penstock.runtime.checkpoint.codec import pack, unpack
 from penstock.runtime.checkpoint.dcp import write
+from penstock.runtime.checkpoint.object_state import digest_of, pack, unpack
 
 pytestmark = pytest.mark.unit
 
@@ -148,10 +148,8 @@ def test_extra_state_that_cannot_be_stored_is_named(tmp_path: Path) -> None:
 
     pipe = pipeline(model(Bad()))
     for value, words in [
-        (object(), r"the extra state of 1 cannot be stored: \['deep'\]\[1\] is a builtins.object"),
-        (lambda: 0, r"\['deep'\]\[1\] is a builtins.method"),
-        (torch.zeros(2).to_sparse(), r"\['deep'\]\[1\] is torch.sparse_coo"),
-        (np.array(["text"]), r"\['deep'\]\[1\] is a numpy array of <U4"),
+        (object(), r"the extra state of 1 \(Bad\) cannot be stored: Unsupported global: GLOBAL object was not an"),
+        (lambda: 0, r"the extra state of 1 \(Bad\) cannot be stored: Can't pickle"),
     ]:
         Bad.value = value
         with pytest.raises(CheckpointError, match=words):
@@ -159,19 +157,9 @@ def test_extra_state_that_cannot_be_stored_is_named(tmp_path: Path) -> None:
     circle: list[Any] = []
     circle.append(circle)
     Bad.value = circle
-    with pytest.raises(CheckpointError, match="nested too deeply"):
+    with pytest.raises(CheckpointError, match="RecursionError"):
         pipe.save(tmp_path)
     assert list(tmp_path.iterdir()) == []
-
-    class Half(nn.Module):
-        def get_extra_state(self) -> Any:
-            return 1
-
-        def forward(self, x: Tensor) -> Tensor:
-            return x
-
-    with pytest.raises(CheckpointError, match=r"1 \(Half\) has get_extra_state and no set_extra_state"):
-        pipeline(model(Half())).save(tmp_path)
 
 
 def test_state_dict_entries_that_are_no_state_are_refused(tmp_path: Path) -> None:
@@ -209,11 +197,11 @@ def refusals() -> dict[str, tuple[Callable[[], ps.Pipeline], str]]:
             ),
             "were in one parameter group, and are in two groups with another weight_decay here",
         ),
-        "extra": (lambda: pipeline(model(Fails())), r"1 \(Fails\) does not take its extra state: ValueError: not"),
+        "extra": (lambda: pipeline(model(Fails())), r"extra state of 1 \(Fails\) was not taken: ValueError: not"),
         "no extra": (lambda: pipeline(model(nn.Identity())), "has extra state of 1, and no module here"),
         "more extra": (
             lambda: pipeline(nn.Sequential(*model(Scaled()), Scaled())),
-            "has no extra state of 7, which its module has here",
+            r"has no extra state of 7 \(Scaled\): load what it was written with",
         ),
         "names": (lambda: pipeline(nn.Sequential(*model(Scaled()), Widened())), "1 missing: model/7.other"),
         "types": (lambda: pipeline(model(Scaled()).double()), r"float32\) here, .*float64\) wanted"),
@@ -270,7 +258,7 @@ def test_what_takes_no_state_back_either_leaves_the_others_as_they_were(tmp_path
     pipe.save(tmp_path, stateful={"a": kept, "b": bad})
     kept.position = 5
     bad.load_state_dict = lambda state: {}[state["position"]]  # type: ignore[method-assign]
-    with pytest.raises(CheckpointError, match=r"b \(Loader\) does not take its state: KeyError: 0"):
+    with pytest.raises(CheckpointError, match=r"state of b \(Loader\) was not taken: KeyError: 0"):
         pipe.load(tmp_path, stateful={"a": kept, "b": bad})
     assert kept.position == 5
 
@@ -333,12 +321,11 @@ def test_state_of_the_caller_that_does_not_fit(tmp_path: Path) -> None:
             pipe.save(tmp_path, stateful={name: each})
     bad = Loader()
     bad.state_dict = lambda: {"rows": [iter([])]}  # type: ignore[method-assign]
-    with pytest.raises(CheckpointError, match=r"the state of loader cannot be stored: \['rows'\]\[0\] is a builtins"):
+    with pytest.raises(CheckpointError, match=r"the state of loader \(Loader\) cannot be stored: .*GLOBAL iter"):
         pipe.save(tmp_path, stateful={"loader": bad})
     given: list[tuple[dict[str, Any], str]] = [
         ({"meta": {"optimizer": 1}}, "meta has the key 'optimizer'"),
         ({"meta": {"a": object()}}, "meta must be plain JSON"),
-        ({"meta": {"a": [{0: 0.5}]}}, "the key 0 is of type int, and would come back as text"),
         ({"number": -1}, "number= is at least 0"),
         ({"keep": 0}, "keep= is at least 1"),
     ]
@@ -351,10 +338,10 @@ def test_state_of_the_caller_that_does_not_fit(tmp_path: Path) -> None:
     then = pipeline(model())
     before = state_of(then)
     loader, other = Loader(1), Loader(2)
-    with pytest.raises(CheckpointError, match="no state of scheduler, it has that of loader, other"):
+    with pytest.raises(CheckpointError, match=r"has no state of scheduler \(Loader\)"):
         then.load(tmp_path, stateful={"scheduler": loader})
     other.refuses = True
-    with pytest.raises(CheckpointError, match=r"other \(Loader\) does not take its state: RuntimeError: no"):
+    with pytest.raises(CheckpointError, match=r"state of other \(Loader\) was not taken: RuntimeError: no"):
         then.load(tmp_path, stateful={"loader": loader, "other": other})
     assert (loader.position, other.position) == (1, 2)
     assert same(state_of(then), before)
@@ -427,8 +414,8 @@ def test_no_fallback_past_another_model_or_a_newer_format(tmp_path: Path) -> Non
     with pytest.raises(CheckpointError, match="is of another model"):
         pipeline(model(nn.Tanh())).load(tmp_path, fallback=True)
     index = tmp_path / "step-00000003" / "manifest.json"
-    index.write_text(json.dumps(json.loads(index.read_text()) | {"version": 4}))
-    with pytest.raises(CheckpointError, match="format version 4; this release reads 3: upgrade"):
+    index.write_text(json.dumps(json.loads(index.read_text()) | {"version": 5}))
+    with pytest.raises(CheckpointError, match="format version 5, and this release of penstock reads 4"):
         pipe.load(tmp_path, fallback=True)
 
 
@@ -486,7 +473,6 @@ VALUES: list[Any] = [
     {1: "a", "1": "b", (2, 3): {}, None: ()},
     OrderedDict(b=1, a=2),
     Counter("hello"),
-    deque([1, 2], maxlen=3),
     {1, 2},
     frozenset({"a"}),
     b"\x00\xff",
@@ -502,22 +488,30 @@ VALUES: list[Any] = [
 
 @pytest.mark.parametrize("value", VALUES, ids=repr)
 def test_plain_data_comes_back_as_it_was(value: Any) -> None:
-    packed = pack("a", value, "it")
-    found = unpack("a", packed)
+    found = unpack(pack(value, "it"))
     assert (type(found), found) == (type(value), value)
     assert repr(found) == repr(value)
-    assert pack("a", copy.deepcopy(value), "it")["a#json"].tolist() == packed["a#json"].tolist()
+    assert digest_of(copy.deepcopy(value)) == digest_of(value)
 
 
 def test_regression_equal_sets_were_stored_in_different_orders_and_seemed_to_differ_between_processes() -> None:
     one, other = {0, 8}, {8, 0}
     assert list(one) != list(other)  # as those of text are in two processes
-    assert pack("a", one, "it")["a#json"].tolist() == pack("a", other, "it")["a#json"].tolist()
+    assert digest_of(one) == digest_of(other)
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [(1, 1.0), ("1", 1), ([1], (1,)), ({"a": 1}, {"a": 2}), (torch.zeros(2), torch.zeros(1, 2)), (0.0, -0.0)],
+)
+def test_values_that_differ_have_other_digests(one: Any, other: Any) -> None:
+    assert digest_of(one) != digest_of(other)
+    assert digest_of([one]) != digest_of([other])
 
 
 def test_regression_matrices_of_numpy_came_back_as_plain_arrays() -> None:
-    with pytest.raises(CheckpointError, match=r"is a numpy\.matrix"):
-        pack("a", np.ones((2, 2)).view(np.matrix), "it")
+    with pytest.raises(CheckpointError, match=r"GLOBAL numpy\.matrix"):
+        pack(np.ones((2, 2)).view(np.matrix), "it")
 
 
 def test_tensors_and_arrays_inside_plain_data() -> None:
@@ -526,7 +520,7 @@ def test_tensors_and_arrays_inside_plain_data() -> None:
         "a": np.arange(6).reshape(2, 3),
         "b": np.array(True),
     }
-    found = unpack("x", pack("x", value, "it"))
+    found = unpack(pack(value, "it"))
     assert torch.equal(found["t"][0], torch.arange(3))
     assert torch.equal(found["t"][1], torch.ones(2))
     assert np.array_equal(found["a"], value["a"])

@@ -6,8 +6,8 @@ from itertools import pairwise
 
 import pytest
 import torch
-
 from penstock.runtime.checkpoint.codec import checksum
+
 from penstock.runtime.tensors.digest import batch_digest, hash_of
 
 pytestmark = pytest.mark.unit

@@ -12,6 +12,7 @@ from penstock.control import Configuration
 from penstock.runtime.adapt import Agent, NodeProbes, RunSetting
 from penstock.runtime.arguments import PipelineArguments
 from penstock.runtime.checkpoint.state_transfer import hand_over
+from penstock.runtime.checkpoint.training_state import TrainingState
 from penstock.runtime.compatibility import why_nodes_stay
 from penstock.runtime.errors import PeerFailed, RuntimeFailure
 from penstock.runtime.execute.plan import ActivePlan
@@ -104,7 +105,8 @@ def move_nodes(
         _require_movable(before, moved)
         plan = moved.ready(then)
         assert isinstance(plan, ActivePlan), "the nodes lie there by now"
-        hand_over(before.optimizer_state, moved.optimizer_state, before.mesh.everyone)
+        giver, taker = (TrainingState(each.optimizer_state, each.mesh) for each in (before, moved))
+        hand_over(giver, taker, before.optimizer_state.num_updates, before.mesh.everyone)
     except BaseException as error:
         if moved is not None:
             moved.close()

@@ -660,7 +660,7 @@ class Pipeline:
         self._life.require_whole()
         self._local.follow_model()
         counters = {"num_steps": self._num_steps, "num_updates": self.num_updates, "seed": self._seed}
-        state, place = TrainingState(self._local.optimizer_state), self._local.mesh
+        state, place = TrainingState(self._local.optimizer_state, self._local.mesh), self._local.mesh
         self._local.optimizer_state.agreement.require()
         with place.waiting():
             path = save_load.save(directory, state, place, counters, meta, stateful, keep, number)
@@ -685,7 +685,7 @@ class Pipeline:
         the checkpoint is damaged or belongs to another model; nothing has changed then.
         """
         self._local.follow_model()
-        state, place = TrainingState(self._local.optimizer_state), self._local.mesh
+        state, place = TrainingState(self._local.optimizer_state, self._local.mesh), self._local.mesh
         loaded = save_load.load(directory, state, place, stateful, fallback)
         self._num_steps, self._seed = loaded.counters["num_steps"], loaded.counters["seed"]
         self._num_forwards = 0
@@ -707,7 +707,8 @@ class Pipeline:
         with nullcontext() if then is self else then._life.alone():
             self._local.follow_model()
             then._local.follow_model()
-            fetched = hand_over(self._local.optimizer_state, then._local.optimizer_state, self._local.mesh.everyone)
+            giver, taker = (TrainingState(each.optimizer_state, each.mesh) for each in (self._local, then._local))
+            fetched = hand_over(giver, taker, self.num_updates, self._local.mesh.everyone)
             then._num_steps, then._seed, then._num_forwards = self._num_steps, self._seed, self._num_forwards
             then._local.optimizer_state.num_updates = self.num_updates
             then._life.load()

@@ -7,16 +7,15 @@
                     manifest.json   for us: where each tensor lies, its checksums, the step, and small data
 
 Each process writes the tensors that it owns and the shards that it holds, so nothing is gathered. A load goes by the
-manifest. It unpickles nothing, so a checkpoint cannot execute code, and compares checksums, which DCP does not.
-DCP's tools go by `.metadata`, and find the tensors under plain names: `model.layers.0.weight`,
-`optimizer.layers.0.weight.exp_avg`.
+manifest. It executes no code, and compares checksums, which DCP does not. DCP's tools go by `.metadata`, and find the
+tensors under plain names: `model.layers.0.weight`, `optimizer.layers.0.weight.exp_avg`.
 
 A checkpoint is written beside under a hidden name and renamed when it is complete, so a kill at any moment keeps the
 last good one. Whatever can fail, fails in all processes (`together`) before anything is changed.
 
 save_load        a pipeline's, all ranks or none      training_state    a pipeline's state as plain named tensors
-dcp              writing the files                    object_state      what has code of its own for its state
-reader           what they hold, and reading it       codec, optimizer  values as named tensors
+dcp              writing the files                    optimizer         an optimizer's
+reader           what they hold, and reading it       object_state      values that are no tensors, and their owners
 folder           names of checkpoints, and renames    together          all processes act, or all raise
 state_transfer   from pipeline to pipeline, no disk
 """

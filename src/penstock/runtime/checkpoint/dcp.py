@@ -23,6 +23,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple, cast
 
+import torch
 from torch import Tensor
 from torch.distributed.checkpoint import DefaultSavePlanner, FileSystemWriter, SavePlan
 from torch.distributed.checkpoint.metadata import MetadataIndex
@@ -31,11 +32,11 @@ from torch.distributed.checkpoint.storage import WriteResult
 from torch.utils.serialization import config
 
 from penstock.runtime.checkpoint import folder
-from penstock.runtime.checkpoint.codec import checksum, is_storable, on_host
 from penstock.runtime.checkpoint.reader import JSON, MANIFEST, Chunk, Manifest, TensorEntry
 from penstock.runtime.checkpoint.together import UNWRITTEN, together
 from penstock.runtime.errors import CheckpointError
 from penstock.runtime.mesh.peers import LocalPeers, Peers
+from penstock.runtime.tensors.digest import bytes_of
 from penstock.runtime.tensors.dtensor import is_sharded, placements_of, whole
 
 _ELEMENTS = b"archive/data/0"
@@ -70,8 +71,9 @@ class CheckedPlanner(DefaultSavePlanner):
         self.checksums: dict[MetadataIndex, int] = {}
 
     def resolve_data(self, write_item: WriteItem) -> Tensor:
-        part = on_host(cast(Tensor, super().resolve_data(write_item)))
-        self.checksums[write_item.index] = checksum(part)
+        tensor = cast(Tensor, super().resolve_data(write_item))
+        part = tensor.detach().resolve_conj().resolve_neg().cpu().contiguous()
+        self.checksums[write_item.index] = zlib.crc32(bytes_of(part))
         return part
 
 
@@ -141,7 +143,7 @@ def _plan(planner: DefaultSavePlanner, tensors: Mapping[str, Tensor], shards: Ma
     held: dict[str, Any] = {}
     names: dict[str, str] = {}
     for name, tensor in sorted({**shards, **tensors}.items()):
-        if not is_storable(tensor):
+        if tensor.layout != torch.strided or tensor.device.type == "meta" or tensor.is_quantized:
             raise CheckpointError(
                 f"{name} is {tensor.layout} on {tensor.device}: a checkpoint holds dense tensors that have data"
             )

@@ -15,8 +15,8 @@ import re
 import shutil
 from pathlib import Path
 
-from penstock.runtime.checkpoint.reader import INDEX, MANIFEST, STEP, OtherVersion, Reader
-from penstock.runtime.errors import CheckpointError
+from penstock.runtime.checkpoint.reader import MANIFEST, STEP, Reader
+from penstock.runtime.errors import CheckpointError, DamagedCheckpointError
 
 REMAINS = re.compile(r"\.step-\d{8,18}(\.old)?\.(writing|deleting)", re.ASCII)
 
@@ -38,7 +38,7 @@ def candidates(directory: str | Path) -> list[Path]:
         if STEP.fullmatch(path.name) and path.is_dir():
             beside = _newest_first(path.parent)
             return beside[[each.name for each in beside].index(path.name) :]
-        if any((path / name).exists() for name in (MANIFEST, INDEX)):
+        if (path / MANIFEST).exists():
             return [path]
         return _newest_first(path)
     except FileNotFoundError:
@@ -48,13 +48,16 @@ def candidates(directory: str | Path) -> list[Path]:
 
 
 def complete(path: Path) -> bool:
-    """Whether the manifest can be read and every file that it lists is there with its full size."""
+    """Whether the manifest can be read and every file that it lists is there with its full size.
+
+    So is a checkpoint of a format that this release does not read.
+    """
     try:
         Reader(path).require_complete()
-    except OtherVersion:
-        return True
-    except CheckpointError:
+    except DamagedCheckpointError:
         return False
+    except CheckpointError:
+        pass
     return True
 
 

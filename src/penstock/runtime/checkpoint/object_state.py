@@ -1,36 +1,104 @@
-"""State that an object's own code gives and takes: the extra state of modules, and the caller's objects.
+"""Values that are no tensors, and the objects whose own code gives and takes them.
 
-A learning-rate schedule, a data loader, whatever has `state_dict`, is the caller's. What is alike in all holders is
-stored once, and any number of them may load it. Where holders differ each has its own, under the first of its names
-that only holders with the same state have:
+A value is stored as the bytes that `torch.save` makes of it, in a tensor of its own. It is read by `torch.load` with
+`weights_only=True`, which executes no code.
 
-    state/scheduler#json                       alike in every process
-    state/loader@replica-1-of-2#json           alike within each replica: as many replicas may load it
-    state/rng@process-3-of-4#json              of one process: as many processes may
-    extra/layers.3#json                        alike in every pipeline, replica and shard that holds the module
-    extra/layers.3@1.0.0#json                  of one of them
+Objects are the modules with extra state, the attributes of an optimizer, and whatever the caller saves that has
+`state_dict`, such as a learning-rate schedule or a data loader. What is alike in all holders is stored once, and any
+number of them may load it. Where holders differ each has its own, under the first of its names that only holders with
+the same state have:
+
+    state/scheduler#data                       alike in every process
+    state/loader@replica-1-of-2#data           alike within each replica: as many replicas may load it
+    state/rng@process-3-of-4#data              of one process: as many processes may
+    extra/layers.3#data                        alike in every pipeline, replica and shard that holds the module
+    extra/layers.3@1.0.0#data                  of one of them
+    attribute/num_steps#data                   of an optimizer
 """
 
 from __future__ import annotations
 
 import contextlib
 import copy
+import hashlib
+import io
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
-from penstock.runtime.checkpoint.codec import AS_JSON, digests_of, names_by_base, pack, unpack
 from penstock.runtime.checkpoint.reader import TensorSource
 from penstock.runtime.errors import CheckpointError
 from penstock.runtime.mesh.process_mesh import ProcessMesh
+from penstock.runtime.tensors.digest import bytes_of, hash_of
 
-STATE = "state/"
-EXTRA = "extra/"
+DATA = "#data"
+"""What the name of a stored value ends with."""
+STATE, EXTRA, ATTRIBUTE = "state/", "extra/", "attribute/"
 FIRST = "@0.0.0"
 """The holder of extra state that stands for one which a checkpoint does not know."""
+_SAFE: list[Any] = [
+    frozenset,
+    np.ndarray,
+    np.dtype,
+    np.zeros(0).__reduce__()[0],
+    np.float64(0).__reduce__()[0],
+    *{type(np.dtype(code)) for code in "?bBhHiIlLqQefdFDU"},
+]
+"""What `torch.load` may make beside its own: arrays and numbers of numpy."""
+
+
+def pack(value: Any, what: str) -> Tensor:
+    """A value as bytes.
+
+    Raises `CheckpointError`, with `what` the value is, if `torch.load` would not take the bytes.
+    """
+    file = io.BytesIO()
+    try:
+        torch.save(value, file)
+        packed = torch.frombuffer(bytearray(file.getbuffer()), dtype=torch.uint8)
+        unpack(packed)
+    except Exception as error:  # pickle raises whatever an object's own code raises
+        reason = (str(error).partition("WeightsUnpickler error: ")[2] or str(error)).partition("\n")[0]
+        raise CheckpointError(
+            f"{what} cannot be stored: {reason.partition(' by default')[0]}. It must be tensors, numbers, text, and "
+            "dicts, lists, tuples or sets of them; turn the rest into these"
+        ) from error
+    return packed
+
+
+def unpack(packed: Tensor, device: torch.device | None = None) -> Any:
+    """The value that `pack` was given. Tensors that were not in host memory go to `device`."""
+
+    def placed(storage: Any, location: str) -> Any:
+        return storage if device is None or location == "cpu" else storage.to(device=device)
+
+    with torch.serialization.safe_globals(_SAFE):
+        return torch.load(io.BytesIO(bytes_of(packed)), map_location=placed, weights_only=True)
+
+
+def digest_of(value: Any) -> str:
+    """The same for equal values, in whatever order a set has its items."""
+    return hashlib.sha256(_text_of(value).encode("utf-8", "surrogatepass")).hexdigest()
+
+
+def _text_of(value: Any) -> str:
+    if isinstance(value, np.ndarray):
+        value = (value.dtype.str, value.shape, value.tobytes())
+    if isinstance(value, Tensor):
+        return f"{value.dtype} {tuple(value.shape)} {hash_of(value)}"
+    if isinstance(value, Mapping):
+        parts = [f"{_text_of(key)}: {_text_of(each)}" for key, each in value.items()]
+    elif isinstance(value, (list, tuple)):
+        parts = [_text_of(each) for each in value]
+    elif isinstance(value, (set, frozenset)):
+        parts = sorted(map(_text_of, value))
+    else:
+        parts = [repr(value)]
+    return f"{type(value).__name__}({', '.join(parts)})"
 
 
 class Stateful(Protocol):
@@ -47,19 +115,26 @@ class StatefulObject(NamedTuple):
     """An object with state.
 
     Attributes:
-        base: `extra/` or `state/` and its name. suffixes: of names that it may have, the widest first.
-        label: what errors call it. get, put: its code. What `get` gives `put` takes.
+        base: the prefix of its kind, and its name. suffixes: of names that it may have, the widest first.
+        what: what errors call its state. get, put: its code. What `get` gives `put` takes.
     """
 
     base: str
     suffixes: tuple[str, ...]
-    label: str
+    what: str
     get: Callable[[], Any]
     put: Callable[[Any], Any]
 
     @property
-    def name(self) -> str:
-        return self.base.partition("/")[2]
+    def narrowest(self) -> str:
+        """The name of a state that no other holder has."""
+        return self.base + self.suffixes[-1] + DATA
+
+    def name_in(self, there: Container[str]) -> str | None:
+        """Under which of its names the state is there; None for none."""
+        suffixes = (*self.suffixes, FIRST) if self.base.startswith(EXTRA) else self.suffixes
+        names = (self.base + suffix + DATA for suffix in suffixes)
+        return next((name for name in names if name in there), None)
 
 
 class StoredState(NamedTuple):
@@ -70,72 +145,54 @@ class StoredState(NamedTuple):
     digest: str
 
 
+def suffixes_in(mesh: ProcessMesh) -> tuple[str, ...]:
+    """The suffixes of objects that every process has."""
+    peers = mesh.everyone
+    num_processes = peers.num_ranks if len(peers.here) == 1 else 1
+    replica = f"@replica-{mesh.replica}-of-{mesh.num_replicas}"
+    return "", replica, f"@process-{peers.here[0]}-of-{num_processes}"
+
+
 def module_with_extra_state(name: str, holder: str, module: nn.Module) -> StatefulObject:
     """A module of the model that has `get_extra_state`, in one pipeline, replica and shard."""
-    label = f"{name} ({type(module).__name__})"
-    return StatefulObject(EXTRA + name, ("", f"@{holder}"), label, module.get_extra_state, module.set_extra_state)
+    what = f"extra state of {name or 'the model'} ({type(module).__name__})"
+    return StatefulObject(EXTRA + name, ("", f"@{holder}"), what, module.get_extra_state, module.set_extra_state)
 
 
 def objects_of_caller(stateful: Mapping[str, Stateful] | None, mesh: ProcessMesh) -> list[StatefulObject]:
     """The objects given to `save` or `load`. Raises CheckpointError for one without the two functions."""
-    peers = mesh.everyone
-    suffixes = (
-        "",
-        f"@replica-{mesh.replica}-of-{mesh.num_replicas}",
-        f"@process-{peers.here[0]}-of-{peers.num_ranks if len(peers.here) == 1 else 1}",
-    )
     found = []
     for name, each in (stateful or {}).items():
-        label = f"{name} ({type(each).__name__})"
+        what = f"{name} ({type(each).__name__})"
         if not (hasattr(each, "state_dict") and hasattr(each, "load_state_dict")) or {"@", "/", "#"} & set(name):
             raise CheckpointError(
-                f"stateful= has {label}: give objects with state_dict and load_state_dict, under names without @, / "
+                f"stateful= has {what}: give objects with state_dict and load_state_dict, under names without @, / "
                 "and #"
             )
-        found.append(StatefulObject(STATE + name, suffixes, label, each.state_dict, each.load_state_dict))
+        get, put = each.state_dict, each.load_state_dict
+        found.append(StatefulObject(STATE + name, suffixes_in(mesh), f"state of {what}", get, put))
     return found
 
 
-def packed(objects: Iterable[StatefulObject]) -> dict[str, dict[str, Tensor]]:
-    """By base and narrowest suffix each object's state as tensors.
+def states_of(objects: Iterable[StatefulObject]) -> tuple[dict[str, Tensor], list[StoredState]]:
+    """By narrowest name each object's state as bytes, and what the other processes must know of it.
 
     Raises CheckpointError for state that can't be stored.
     """
-    found = {}
+    states, told = {}, []
     for each in objects:
-        what = "the extra state" if each.base.startswith(EXTRA) else "the state"
-        base = each.base + each.suffixes[-1]
-        found[base] = pack(base, each.get(), f"{what} of {each.name or 'the model'}")
-    return found
+        value = each.get()
+        states[each.narrowest] = pack(value, f"the {each.what}")
+        told.append(StoredState(each.base, each.suffixes, digest_of(value)))
+    return states, told
 
 
-def stored(objects: Iterable[StatefulObject], states: Mapping[str, Mapping[str, Tensor]]) -> list[StoredState]:
-    """What the other processes must know of the objects here."""
-    digests = digests_of(states)
-    return [StoredState(each.base, each.suffixes, digests[each.base + each.suffixes[-1]]) for each in objects]
-
-
-def to_write(
-    states: Mapping[str, Mapping[str, Tensor]], told: Sequence[Sequence[StoredState]], me: int
-) -> dict[str, Tensor]:
+def to_write(states: Mapping[str, Tensor], told: Sequence[Sequence[StoredState]], me: int) -> dict[str, Tensor]:
     """What this process writes: of holders with the same state and the same name the first one writes.
 
     Args:
-        states: as `packed` gives them. told: of every process. me: which of them this one is.
-
-    Raises:
-        CheckpointError: processes gave the caller's objects by other names. The same in every process.
+        states: as `states_of` gives them. told: of every process. me: which of them this one is.
     """
-    names = [sorted(each.base for each in those if each.base.startswith(STATE)) for those in told]
-    for process, given in enumerate(names):
-        if given != names[0]:
-            mine, first = (
-                ", ".join(n.removeprefix(STATE) for n in those) or "nothing" for those in (given, names[0])
-            )
-            raise CheckpointError(
-                f"process {process} saves the state of {mine} and process 0 that of {first}: every process must give "
-                "the same names to stateful="
-            )
     holders: dict[str, list[tuple[int, StoredState]]] = defaultdict(list)
     for process, those in enumerate(told):
         for each in those:
@@ -143,25 +200,14 @@ def to_write(
     tensors: dict[str, Tensor] = {}
     for base, those_of_base in holders.items():
         for level in range(len(those_of_base[0][1].suffixes)):
-            digests: dict[str, set[str]] = defaultdict(set)
-            for _, each in those_of_base:
-                digests[each.suffixes[level]].add(each.digest)
-            if all(len(alike) == 1 for alike in digests.values()):
+            found = {(each.suffixes[level], each.digest) for _, each in those_of_base}
+            if len(found) == len({suffix for suffix, _ in found}):
                 break
-        writers: dict[str, tuple[int, StoredState]] = {}
-        for process, each in those_of_base:
-            writers.setdefault(each.suffixes[level], (process, each))
+        writers = {each.suffixes[level]: (process, each) for process, each in reversed(those_of_base)}
         for suffix, (process, each) in writers.items():
             if process == me:
-                own = base + each.suffixes[-1]
-                tensors |= {base + suffix + name.removeprefix(own): t for name, t in states[own].items()}
+                tensors[base + suffix + DATA] = states[base + each.suffixes[-1] + DATA]
     return tensors
-
-
-def base_of(each: StatefulObject, there: Iterable[str]) -> str | None:
-    """Under which of its names the state of an object is there; None for none."""
-    suffixes = (*each.suffixes, FIRST) if each.base.startswith(EXTRA) else each.suffixes
-    return next((each.base + suffix for suffix in suffixes if each.base + suffix + AS_JSON in there), None)
 
 
 class LoadedStates:
@@ -171,18 +217,21 @@ class LoadedStates:
         CheckpointError: there is no state of an object, or only others' where each had its own.
     """
 
-    def __init__(
-        self, objects: Iterable[StatefulObject], source: TensorSource, device: torch.device | None = None
-    ) -> None:
+    def __init__(self, objects: Iterable[StatefulObject], source: TensorSource, device: torch.device) -> None:
         self._states: list[tuple[StatefulObject, Any]] = []
         self._before: list[tuple[StatefulObject, Any]] = []
-        names = set(source.names())
-        parts = names_by_base(sorted(names), STATE) | names_by_base(sorted(names), EXTRA)
+        there = set(source.names())
         for each in objects:
-            base = base_of(each, names)
-            if base is None:
-                raise CheckpointError(f"checkpoint {source.path} has {_what_there_is(each, parts)}")
-            self._states.append((each, unpack(base, source.load(parts[base]), device)))
+            name = each.name_in(there)
+            if name is None:
+                others = sorted(other.removesuffix(DATA) for other in there if other.startswith(f"{each.base}@"))
+                here = " ".join(each.suffixes[1:]).replace("@", "")
+                has = f", but that of {others[0].rpartition('@')[2]}, and here is {here}" if others else ""
+                raise CheckpointError(
+                    f"checkpoint {source.path} has no {each.what}{has}: load what it was written with, on as many "
+                    "processes if their states differ"
+                )
+            self._states.append((each, unpack(source.load([name])[name], device)))
 
     def give(self) -> None:
         """Gives each object its state. Raises CheckpointError if one does not take it; see `take_back`."""
@@ -191,10 +240,7 @@ class LoadedStates:
             try:
                 each.put(copy.deepcopy(value))
             except Exception as error:
-                what = "extra state" if each.base.startswith(EXTRA) else "state"
-                raise CheckpointError(
-                    f"{each.label} does not take its {what}: {type(error).__name__}: {error}"
-                ) from error
+                raise CheckpointError(f"the {each.what} was not taken: {type(error).__name__}: {error}") from error
 
     def take_back(self) -> None:
         """Gives the objects what they had before `give`, as far as they take it."""
@@ -208,23 +254,3 @@ class LoadedStates:
         for each, value in self._states:
             if each.base.startswith(EXTRA):
                 each.put(value)
-
-
-def _what_there_is(each: StatefulObject, parts: Mapping[str, Any]) -> str:
-    """Why the state of an object is not there, and what to do, as the end of a sentence."""
-    if each.base.startswith(EXTRA):
-        return (
-            f"no extra state of {each.name or 'the model'}, which its module has here: build the model it was "
-            "written with, or choose another checkpoint"
-        )
-    others = [base for base in parts if base.startswith(f"{each.base}@")]
-    if others:
-        kind, _, rest = others[0].rpartition("@")[2].partition("-")
-        here = ", ".join(suffix[1:].replace("-", " ") for suffix in each.suffixes[1:])
-        return (
-            f"a state of {each.name} for each {kind} of {rest.rpartition('-')[2]}, and this is {here}: run as many, "
-            "or leave it out of stateful="
-        )
-    there = sorted({base.removeprefix(STATE).partition("@")[0] for base in parts if base.startswith(STATE)})
-    held = f"it has that of {', '.join(there)}" if there else "it has no state of the caller's"
-    return f"no state of {each.name}, {held}: leave it out of stateful=, or save it"

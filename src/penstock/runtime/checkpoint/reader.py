@@ -2,7 +2,7 @@
 
 The manifest says which file holds which part of each tensor, and has a checksum of every part:
 
-    {"format": "penstock-checkpoint", "version": 3, "crc32": ..., "manifest": {
+    {"format": "penstock-checkpoint", "version": 4, "crc32": ..., "manifest": {
         "step": 100, "meta": {...},
         "files": {"__0_0.distcp": <bytes>, ".metadata": <bytes>, ...},
         "tensors": {"model/layers.0.weight": {"dtype": "float32", "shape": [8, 4], "chunks": [
@@ -12,8 +12,8 @@ The manifest says which file holds which part of each tensor, and has a checksum
 A whole tensor has one chunk. A tensor of which processes hold shards has a chunk for each shard. The checksum beside
 the manifest is of its compact JSON, so a changed byte anywhere in it is found.
 
-The reader unpickles nothing, neither `.metadata` nor what is around the elements of a tensor in the other files. It
-reads the elements from the places that the manifest gives, and compares their checksums.
+The reader unpickles neither `.metadata` nor what is around the elements of a tensor in the other files. It reads the
+elements from the places that the manifest gives, and compares their checksums.
 """
 
 from __future__ import annotations
@@ -38,19 +38,12 @@ from penstock.runtime.tensors.pytree import DTYPES
 JSON = Any
 
 FORMAT = "penstock-checkpoint"
-VERSION = 3
+VERSION = 4
 MANIFEST = "manifest.json"
-INDEX = "index.json"
-"""In place of the manifest, in checkpoints of versions 1 and 2."""
-CONVERTER = "docs/runtime/convert_checkpoint.py"
 STEP = re.compile(r"step-(\d{8,18})(\.old)?", re.ASCII)
 """The name of a checkpoint's folder."""
 Kind = tuple[tuple[int, ...], torch.dtype]
 """Shape and type of a tensor."""
-
-
-class OtherVersion(CheckpointError):
-    """The checkpoint is whole, and in a format that this release does not read."""
 
 
 @dataclass(frozen=True)
@@ -88,30 +81,35 @@ class Manifest:
 
     def save(self, path: Path) -> None:
         """Writes and syncs the file. Raises `OSError` as the disk does."""
-        inner = compact(asdict(self))
-        head = f'"format":"{FORMAT}","version":{VERSION},"crc32":{_sum(inner)}'
-        with open(path, "w", encoding="ascii") as file:
-            file.write(f'{{{head},\n"manifest":{inner}}}\n')
+        inner = _compact(asdict(self))
+        head = f'"format":"{FORMAT}","version":{VERSION},"crc32":{zlib.crc32(inner)}'
+        with open(path, "wb") as file:
+            file.write(b'{%s,\n"manifest":%s}\n' % (head.encode(), inner))
             file.flush()
             os.fsync(file.fileno())
 
     @classmethod
     def read(cls, path: Path, content: bytes) -> Manifest:
-        """Reads the content of a manifest. Raises DamagedCheckpointError, and OtherVersion for a later format.
+        """Reads the content of a manifest.
 
         A manifest with the right checksum is one that `save` wrote, so nothing in it is checked.
+
+        Raises:
+            DamagedCheckpointError: the checksum does not match.
+            CheckpointError: the checkpoint is whole, and in a format that this release does not read.
         """
         try:
             value = json.loads(content)
             inner = value["manifest"]
-            is_whole = (value["format"], value["crc32"]) == (FORMAT, _sum(compact(inner)))
+            is_whole = (value["format"], value["crc32"]) == (FORMAT, zlib.crc32(_compact(inner)))
         except (ValueError, KeyError, TypeError, RecursionError):
             is_whole = False
         if not is_whole:
             raise DamagedCheckpointError(f"{path} is damaged: its checksum does not match")
         if (version := value["version"]) != VERSION:
-            raise OtherVersion(
-                f"{path.parent} has format version {version}; this release reads {VERSION}: upgrade penstock"
+            raise CheckpointError(
+                f"{path.parent} has format version {version}, and this release of penstock reads {VERSION}: load it "
+                "with the release that wrote it"
             )
         tensors = {
             name: TensorEntry(each["dtype"], tuple(each["shape"]), tuple(Chunk(**chunk) for chunk in each["chunks"]))
@@ -120,32 +118,9 @@ class Manifest:
         return cls(inner["step"], inner["meta"], inner["files"], tensors)
 
 
-def compact(value: JSON) -> str:
-    """The JSON text that checksums are taken of; loading and writing it again gives the same text."""
-    return json.dumps(value, separators=(",", ":"))
-
-
-def require_plain(meta: JSON) -> None:
-    """Raises CheckpointError for what JSON cannot say, or would give back as something else."""
-    try:
-        if bad := [key for key in _keys(meta) if not isinstance(key, str)]:
-            raise TypeError(f"the key {bad[0]!r:.60} is of type {type(bad[0]).__name__}, and would come back as text")
-        compact(meta)
-    except (TypeError, ValueError, RecursionError) as error:
-        raise CheckpointError(f"meta must be plain JSON (dicts, lists, text, numbers): {error}") from None
-
-
-def _keys(value: JSON) -> Iterator[object]:
-    """Those of all dicts in a value."""
-    if isinstance(value, dict):
-        yield from value
-        value = list(value.values())
-    for each in value if isinstance(value, (list, tuple)) else ():
-        yield from _keys(each)
-
-
-def _sum(text: str) -> int:
-    return zlib.crc32(text.encode("ascii"))
+def _compact(value: JSON) -> bytes:
+    """The JSON that checksums are taken of. Loading and writing it again gives the same bytes."""
+    return json.dumps(value, separators=(",", ":")).encode("ascii")
 
 
 class TensorSource(Protocol):
@@ -178,11 +153,6 @@ class Reader:
         try:
             content = file.read_bytes()
         except OSError as error:
-            if (self.path / INDEX).exists():
-                raise OtherVersion(
-                    f"{self.path} was written by an earlier version of penstock, which this one does not read: "
-                    f"convert it with the script {CONVERTER}"
-                ) from None
             raise DamagedCheckpointError(
                 f"{self.path} is not a checkpoint: it has no {MANIFEST} that can be read ({error.strerror or error})"
             ) from None
@@ -217,18 +187,19 @@ class Reader:
         return {name: entry.kind for name, entry in self._tensors.items() if name.startswith(prefix)}
 
     def load(self, names: Iterable[str]) -> dict[str, Tensor]:
-        """Tensors by name, on the CPU, each with memory of its own, in the order asked for.
+        """Tensors by name, on the CPU, each with memory of its own.
 
         Raises `CheckpointError` for an unknown name, a missing or truncated file, and bytes that have changed.
         """
-        wanted = list(names)
-        found = dict(self.iterate(wanted))
-        return {name: found[name] for name in wanted}
+        return dict(self.iterate(names))
 
     def iterate(self, names: Iterable[str]) -> Iterator[tuple[str, Tensor]]:
         """Like `load`, one at a time, in the order in which they lie on the disk."""
-        entries = {name: self._entry(name) for name in names}
-        for name, entry in sorted(entries.items(), key=lambda item: [(c.file, c.offset) for c in item[1].chunks]):
+        wanted = list(names)
+        if unknown := [name for name in wanted if name not in self._tensors]:
+            raise CheckpointError(f"checkpoint {self.path} has no tensor {unknown[0]!r}")
+        entries = [(name, self._tensors[name]) for name in wanted]
+        for name, entry in sorted(entries, key=lambda item: [(c.file, c.offset) for c in item[1].chunks]):
             yield name, self._tensor(name, entry)
 
     def require_complete(self) -> None:
@@ -241,13 +212,6 @@ class Reader:
         self.require_complete()
         for _ in self.iterate(self._tensors):
             pass
-
-    def _entry(self, name: str) -> TensorEntry:
-        if name not in self._tensors:
-            raise CheckpointError(
-                f"checkpoint {self.path} has no tensor {name!r}; it has {len(self._tensors)} others"
-            )
-        return self._tensors[name]
 
     def _tensor(self, name: str, entry: TensorEntry) -> Tensor:
         shape, dtype = entry.kind
@@ -291,10 +255,9 @@ def renamed(name: str, aliases: Mapping[str, str]) -> str:
 
 
 def rename_members(optimizer: JSON, aliases: Mapping[str, str]) -> None:
-    """The same of the parameters of each group, in the meta of an optimizer, if there is one."""
-    for one in () if optimizer is None else (optimizer, *optimizer["inside"].values()):
-        for members in one["members"]:
-            members[:] = [aliases.get(name, name) for name in members]
+    """The same for the parameters of each group in the meta of an optimizer, if there is one."""
+    for group in () if optimizer is None else optimizer["groups"]:
+        group["members"] = [aliases.get(name, name) for name in group["members"]]
 
 
 def match(reader: Reader, expected: Mapping[str, Kind], prefix: str) -> None:

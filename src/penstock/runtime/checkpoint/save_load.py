@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -24,16 +24,13 @@ from penstock.runtime.checkpoint.folder import candidates, complete, latest, set
 from penstock.runtime.checkpoint.object_state import (
     EXTRA,
     STATE,
-    LoadedStates,
     Stateful,
-    StatefulObject,
     objects_of_caller,
-    packed,
-    stored,
+    states_of,
     to_write,
 )
 from penstock.runtime.checkpoint.optimizer import merged_meta
-from penstock.runtime.checkpoint.reader import Kind, Reader, match, require_plain
+from penstock.runtime.checkpoint.reader import Kind, Reader, match
 from penstock.runtime.checkpoint.together import UNWRITTEN, together
 from penstock.runtime.checkpoint.training_state import BUFFERS, MODEL, StagedState, TrainingState
 from penstock.runtime.errors import CheckpointError, DamagedCheckpointError, listed
@@ -63,14 +60,13 @@ class Expected(NamedTuple):
     """What the model of all processes consists of.
 
     Attributes:
-        kinds: shape and type by stored name. holders: of modules' extra state, as names in a checkpoint. members: of
-            each process.
-        aliases: by other name of a parameter the stored one.
+        kinds: shape and type by stored name. holders: of modules' extra state, by their own names in a checkpoint.
+        members: of each process. aliases: by other name of a parameter the stored one.
     """
 
     kinds: dict[str, Kind]
     holders: set[str]
-    members: list[dict[str, list[list[str]]]]
+    members: list[list[list[str]]]
     aliases: dict[str, str]
 
 
@@ -85,18 +81,23 @@ def save(
     number: int | None = None,
 ) -> Path:
     """Writes a checkpoint; every process must call it. Raises CheckpointError in all of them where one cannot."""
-    peers, keep, number = mesh.everyone, int(keep), None if number is None else int(number)
+    from penstock.runtime.checkpoint.dcp import write
+
+    peers, keep, step = mesh.everyone, int(keep), int(counters["num_steps"] if number is None else number)
     own: tuple[Any, ...] = ()
 
     def collect() -> tuple[Any, ...]:
         """What the others must know of this process's share."""
         nonlocal own
-        _require_call(meta, keep, number)
-        objects = [*state.objects, *objects_of_caller(stateful, mesh)]
-        share, states, scaler = state.share(), packed(objects), state.scaler()
-        own = share, states, scaler
-        given = {"meta": json.dumps(meta, sort_keys=True), "number": number, "keep": keep}
-        return share.optimizer, stored(objects, states), given
+        if keep < 1 or not 0 <= step <= LARGEST_STEP:
+            raise CheckpointError(
+                f"got keep={keep}, number={step}: keep= is at least 1; number= is at least 0 and at most "
+                f"{LARGEST_STEP}"
+            )
+        given = {"meta": _json_of(meta), "number": step, "keep": keep, "stateful": sorted(stateful or {})}
+        states, told = states_of([*state.objects(), *objects_of_caller(stateful, mesh)])
+        own = state.share(), states, state.scaler()
+        return own[0].optimizer, told, given
 
     parts = together(peers, collect, f"checkpoint in {directory} {UNWRITTEN}")
     share, states, scaler = own
@@ -109,21 +110,18 @@ def save(
     content = {**(meta or {}), COUNTERS: {**counters, **scaler}}
     if (optimizer := merged_meta(optimizers)) is not None:
         content[OPTIMIZER] = optimizer
-    from penstock.runtime.checkpoint.dcp import write
-
     writes = share.writes | to_write(states, told, peers.here[0])
-    step = counters["num_steps"] if number is None else number
     return write(directory, step, writes, content, peers=peers, keep=keep, shards=share.helps)
 
 
-def _require_call(meta: Mapping[str, Any] | None, keep: int, number: int | None) -> None:
-    if keep < 1 or not 0 <= (number or 0) <= LARGEST_STEP:
-        raise CheckpointError(
-            f"got keep={keep}, number={number}: keep= is at least 1; number= is at least 0 and at most {LARGEST_STEP}"
-        )
-    require_plain(meta)
+def _json_of(meta: Mapping[str, Any] | None) -> str:
+    """The caller's meta as text. Raises CheckpointError for what JSON cannot say, and for our own keys."""
     if taken := sorted({COUNTERS, OPTIMIZER} & set(meta or {})):
         raise CheckpointError(f"meta has the key {taken[0]!r}, which is the pipeline's own: give it another name")
+    try:
+        return json.dumps(meta, sort_keys=True)
+    except (TypeError, ValueError, RecursionError) as error:
+        raise CheckpointError(f"meta must be plain JSON (dicts, lists, text, numbers): {error}") from None
 
 
 def load(
@@ -149,14 +147,14 @@ def load(
     damaged: list[tuple[Path, str]] = []
     for path in paths:
         try:
-            loaded, staged = _load_one(path, state, mesh, stateful, expected)
+            loaded = _load_one(path, state, mesh, stateful, expected)
         except DamagedCheckpointError as error:
             if fallback and path != paths[-1]:
                 damaged.append((path, error.damage))
                 continue
             later = "".join(f"; {each.name} is damaged too: {damage}" for each, damage in damaged)
-            raise DamagedCheckpointError(error.damage + later, _older(path, paths, peers)) from error
-        staged.put()
+            older = next(filter(complete, paths[paths.index(path) + 1 :]), None) if peers.here[0] == 0 else None
+            raise DamagedCheckpointError(error.damage + later, peers.gather(older)[0]) from error
         return loaded._replace(notices=[*_set_aside(damaged, path, peers), *loaded.notices])
     raise AssertionError("a load ends with a checkpoint or an error")
 
@@ -181,12 +179,12 @@ def _choose(directory: str | Path, peers: Peers, fallback: bool) -> tuple[list[P
 
 
 def _expected(state: TrainingState, peers: Peers) -> Expected:
-    holders = {each.base + each.suffixes[-1] for each in state.objects}
+    holders = {each.narrowest for each in state.modules}
     parts = peers.gather((state.expected(), holders, state.members(), state.aliases()))
-    kinds, objects, members, aliases = zip(*parts, strict=True)
+    kinds, modules, members, aliases = zip(*parts, strict=True)
     return Expected(
         {name: kind for part in kinds for name, kind in part.items()},
-        set().union(*objects),
+        set().union(*modules),
         list(members),
         {other: name for part in aliases for other, name in part.items()},
     )
@@ -194,38 +192,25 @@ def _expected(state: TrainingState, peers: Peers) -> Expected:
 
 def _load_one(
     path: Path, state: TrainingState, mesh: ProcessMesh, stateful: Mapping[str, Stateful] | None, expected: Expected
-) -> tuple[LoadResult, StagedState]:
-    """Reads and checks a checkpoint in all processes; all of them raise where one does."""
+) -> LoadResult:
+    """Reads and checks a checkpoint in all processes, and puts it in place. All of them raise where one does."""
     peers, what = mesh.everyone, f"checkpoint {path} could not be loaded"
     reader = _open(path, peers)
     staged: StagedState
-    users: LoadedStates
-    notices: list[str] = []
 
     def stage() -> None:
-        nonlocal staged, users
+        nonlocal staged
         reader.rename(expected.aliases)
         match(reader, expected.kinds, MODEL)
-        objects = objects_of_caller(stateful, mesh)
-        notices.extend(_require_taken(reader, expected, objects))
-        users = LoadedStates(objects, reader)
-        counters = reader.meta[COUNTERS]
-        staged = state.stage(reader, counters["num_updates"], counters, expected.members)
-        notices.extend(staged.notices)
-
-    def give() -> None:
-        staged.extra.give()
-        users.give()
+        _require_modules(reader, expected.holders)
+        objects, counters = objects_of_caller(stateful, mesh), reader.meta[COUNTERS]
+        staged = state.stage(reader, counters["num_updates"], counters, expected.members, objects)
 
     together(peers, stage, what)
-    try:
-        together(peers, give, what)
-    except BaseException:
-        users.take_back()
-        staged.extra.take_back()
-        raise
+    staged.put_together(peers, what)
     meta = {name: value for name, value in reader.meta.items() if name not in (COUNTERS, OPTIMIZER)}
-    return LoadResult(reader.meta[COUNTERS], meta, notices), staged
+    notices = [*staged.notices, *_untaken(reader, expected, stateful or {})]
+    return LoadResult(reader.meta[COUNTERS], meta, notices)
 
 
 def _open(path: Path, peers: Peers) -> Reader:
@@ -246,36 +231,36 @@ def _open(path: Path, peers: Peers) -> Reader:
     return reader
 
 
-def _older(path: Path, paths: Sequence[Path], peers: Peers) -> Path | None:
-    """The newest checkpoint before one that looks whole to process 0."""
-    before = paths[paths.index(path) + 1 :]
-    is_first = peers.here[0] == 0
-    found: Path | None = peers.gather(next(filter(complete, before), None) if is_first else None)[0]
-    return found
-
-
-def _require_taken(reader: Reader, expected: Expected, given: Sequence[StatefulObject]) -> list[str]:
-    """Notices of state that nobody takes, or others do. Raises CheckpointError for extra state of a module."""
-    holders = {name.rpartition("#")[0] for name in reader.names() if name.startswith((EXTRA, STATE))}
-    bases, known = ({name.partition("@")[0] for name in names} for names in (holders, expected.holders))
-    for base in sorted(bases):
-        name = base.removeprefix(EXTRA)
-        if base.startswith(EXTRA) and base not in known:
-            raise CheckpointError(
-                f"checkpoint {reader.path} has extra state of {name or 'the model'}, and no module here has that "
-                "name and takes it: build the model it was written with, or choose another checkpoint"
-            )
-    apart = {name.partition("@")[0] for name in holders if name.startswith(EXTRA) and "@" in name}
-    others = {name.partition("@")[0] for name in holders ^ expected.holders} & apart
-    untaken = {base for base in bases - {each.base for each in given} if base.startswith(STATE)}
-    absent = {name for name in reader.names() if name.startswith(BUFFERS)} - expected.kinds.keys()
-    named = {
-        "the state of {}, which was not loaded: give load(..., stateful=...)": untaken,
-        "{}, buffers that are not persistent and that no module here has so far: they were not loaded": absent,
-        "an extra state of {} for each of other replicas than here: those it does not know got the first's": others,
+def _bases(names: Iterable[str], prefix: str) -> set[str]:
+    """The objects whose states have these names, whoever holds them."""
+    return {
+        name.removeprefix(prefix).partition("#")[0].partition("@")[0] for name in names if name.startswith(prefix)
     }
-    said = {text: listed(sorted(name.partition("/")[2] for name in names)) for text, names in named.items() if names}
-    return [f"{reader.path} has {text.format(names)}" for text, names in said.items()]
+
+
+def _require_modules(reader: Reader, holders: set[str]) -> None:
+    """Raises CheckpointError for extra state of a module that is not here."""
+    for name in sorted(_bases(reader.names(), EXTRA) - _bases(holders, EXTRA)):
+        raise CheckpointError(
+            f"checkpoint {reader.path} has extra state of {name or 'the model'}, and no module here has that name "
+            "and takes it: build the model it was written with, or choose another checkpoint"
+        )
+
+
+def _untaken(reader: Reader, expected: Expected, stateful: Mapping[str, Stateful]) -> list[str]:
+    """Notices of what the checkpoint has and nobody takes, or others do."""
+    there = set(reader.names())
+    apart = {name for name in there if name.startswith(EXTRA) and "@" in name}
+    named = {
+        "the state of {}, which was not loaded: give load(..., stateful=...)": _bases(there, STATE) - set(stateful),
+        "{}, buffers that are not persistent and that no module here has so far: they were not loaded": {
+            name.removeprefix(BUFFERS) for name in there - expected.kinds.keys() if name.startswith(BUFFERS)
+        },
+        "an extra state of {} for each of other replicas than here: those it does not know got the first's": (
+            _bases(apart ^ expected.holders, EXTRA) & _bases(apart, EXTRA)
+        ),
+    }
+    return [f"{reader.path} has {text.format(listed(sorted(names)))}" for text, names in named.items() if names]
 
 
 def _set_aside(damaged: Sequence[tuple[Path, str]], loaded: Path, peers: Peers) -> list[str]:

@@ -19,10 +19,10 @@ from torch import Tensor
 
 from penstock.runtime.checkpoint.optimizer import merged_meta
 from penstock.runtime.checkpoint.reader import Kind, rename_members, renamed
-from penstock.runtime.checkpoint.training_state import MODEL, TrainingState
+from penstock.runtime.checkpoint.together import together
+from penstock.runtime.checkpoint.training_state import MODEL, StagedState, TrainingState
 from penstock.runtime.errors import CheckpointError, RuntimeFailure
 from penstock.runtime.mesh.peers import GroupPeers, Peers
-from penstock.runtime.parameters.optimizer_state import OptimizerState
 
 
 class TensorTransfer(NamedTuple):
@@ -91,8 +91,11 @@ class ReceivedState:
         return {name: self._tensors[name].clone() for name in names}
 
 
-def hand_over(giver: OptimizerState, taker: OptimizerState, peers: Peers) -> int:
+def hand_over(giver: TrainingState, taker: TrainingState, num_updates: int, peers: Peers) -> int:
     """Lets one go on where another is, over the same processes; every one must call this.
+
+    Args:
+        num_updates: so far.
 
     Returns:
         Bytes that this process received.
@@ -101,40 +104,36 @@ def hand_over(giver: OptimizerState, taker: OptimizerState, peers: Peers) -> int
         RuntimeFailure: they are not of one model.
         DeadlineExceeded, PeerLost: a process is late or gone.
     """
-    before, after = TrainingState(giver), TrainingState(taker)
-    aliases = {name: stored for part in peers.gather(after.aliases()) for name, stored in part.items()}
-    held, meta = before.held()
+    aliases = {name: stored for part in peers.gather(taker.aliases()) for name, stored in part.items()}
+    try:
+        held, meta = giver.held()
+    except CheckpointError as error:
+        raise RuntimeFailure(f"the pipeline before can't be handed over: {error}") from error
     held = {renamed(name, aliases): tensor for name, tensor in held.items()}
     parts = peers.gather(({name: (tuple(t.shape), t.dtype) for name, t in held.items()}, meta))
     known: dict[str, Kind] = {name: kind for kinds, _ in parts for name, kind in kinds.items()}
-    try:
-        meta = merged_meta(each for _, each in parts)
-    except CheckpointError as error:
-        raise RuntimeFailure(f"the pipeline before can't be handed over: {error}") from error
+    meta = merged_meta(each for _, each in parts)
     rename_members(meta, aliases)
-    wanted = peers.gather((after.wanted(known), after.members()))
+    wanted = peers.gather((taker.wanted(known), taker.members()))
     inventories = [StateInventory(kinds, names) for (kinds, _), (names, _) in zip(parts, wanted, strict=True)]
     came = _exchange(sendings(inventories), held, known, peers)
-    mine = {name: came[name] if name in came else held[name] for name in after.wanted(known)}
-    staged, said = None, None
-    try:
-        for name, (shape, _) in after.expected().items():
+    source = ReceivedState({name: came[name] if name in came else held[name] for name in taker.wanted(known)}, meta)
+    staged: StagedState
+
+    def stage() -> None:
+        nonlocal staged
+        for name, (shape, _) in taker.expected().items():
             if name.startswith(MODEL) and known[name][0] != shape:
                 raise CheckpointError(
                     f"{name} has shape {known[name][0]} there and {shape} here; build both from one model"
                 )
-        members = [each for _, each in wanted]
-        staged = after.stage(ReceivedState(mine, meta), giver.num_updates, before.scaler(), members)
-        staged.extra.give()
+        staged = taker.stage(source, num_updates, giver.scaler(), [each for _, each in wanted])
+
+    try:
+        together(peers, stage, "its state could not be read")
+        staged.put_together(peers, "its state could not be put in place")
     except CheckpointError as error:
-        said = str(error)
-    if refusals := [each for each in peers.gather(said) if each is not None]:
-        refused = RuntimeFailure(f"the pipeline after does not take what the one before has: {refusals[0]}")
-        if staged is not None:
-            staged.extra.take_back()
-        raise refused
-    assert staged is not None
-    staged.put()
+        raise RuntimeFailure(f"the pipeline after does not take what the one before has: {error}") from error
     return sum(_num_bytes(*known[name]) for name in came)
 
 

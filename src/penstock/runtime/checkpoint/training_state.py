@@ -3,9 +3,9 @@
     model/layers.3.mlp.up.weight             parameters and persistent buffers, by their names in the whole model
     constants/layers.3.mlp.up.weight         in place of a parameter that never changes, a number of its values
     buffers/layers.3.mask                    other buffers
-    extra/layers.3#json                      what a module's `get_extra_state` gave, see `checkpoint/codec.py`
-    extra/layers.3@1.0.0#json                the same of one holder, where those of a stage differ
+    extra/layers.3#data                      what a module's `get_extra_state` gave, see `object_state`
     optimizer/layers.3.mlp.up.weight/exp_avg
+    attribute/num_steps#data                 of the optimizer
     gradients/layers.3.mlp.up.weight         where gradients wait for an update
 
 A tied parameter is stored once, under the name it has in its lowest stage.
@@ -24,15 +24,32 @@ import torch
 from torch import Tensor, nn
 from torch.nn import Parameter
 
-from penstock.runtime.checkpoint.codec import checksum
-from penstock.runtime.checkpoint.object_state import LoadedStates, base_of, module_with_extra_state, packed
-from penstock.runtime.checkpoint.optimizer import ATTRIBUTES, members_of, optimizer_tensors, stage_optimizer
+from penstock.runtime.checkpoint.object_state import (
+    ATTRIBUTE,
+    DATA,
+    LoadedStates,
+    StatefulObject,
+    module_with_extra_state,
+    states_of,
+    suffixes_in,
+)
+from penstock.runtime.checkpoint.optimizer import PREFIX as OPTIMIZER
+from penstock.runtime.checkpoint.optimizer import (
+    attribute_objects,
+    members_of,
+    optimizer_tensors,
+    plain_attributes,
+    stage_optimizer,
+)
 from penstock.runtime.checkpoint.reader import Kind, TensorSource
+from penstock.runtime.checkpoint.together import together
 from penstock.runtime.errors import CheckpointError
-from penstock.runtime.parameters.optimizer import optimizers_in
+from penstock.runtime.mesh.peers import Peers
+from penstock.runtime.mesh.process_mesh import ProcessMesh
 from penstock.runtime.parameters.optimizer_state import OptimizerState
 from penstock.runtime.parameters.updates import GRADIENTS
 from penstock.runtime.parameters.updates import PREFIX as ASYNCHRONOUS
+from penstock.runtime.tensors.digest import hash_of
 from penstock.runtime.tensors.dtensor import is_sharded, local, overwrite, own_shard, unexpanded, whole
 from penstock.schedule.updates import OWNER
 
@@ -61,12 +78,21 @@ class StagedState(NamedTuple):
 
     Attributes:
         put: puts all in place, and cannot fail. Every process must call it.
-        extra: the extra state of modules, which `put` gives them once more. notices: what a person should know.
+        objects: the states of objects, which may not take them. notices: what a person should know.
     """
 
     put: Callable[[], None]
-    extra: LoadedStates
+    objects: LoadedStates
     notices: list[str]
+
+    def put_together(self, peers: Peers, what: str) -> None:
+        """Puts all in place in every process, or nothing in any. Raises CheckpointError, with `what` failed."""
+        try:
+            together(peers, self.objects.give, what)
+        except BaseException:
+            self.objects.take_back()
+            raise
+        self.put()
 
 
 class TrainingState:
@@ -76,15 +102,15 @@ class TrainingState:
     update, and what a schedule with updates keeps besides.
 
     Attributes:
-        objects: the modules here that have extra state.
+        modules: those here that have extra state.
 
     Args:
         trained: what training changes in this process.
     """
 
-    def __init__(self, trained: OptimizerState) -> None:
+    def __init__(self, trained: OptimizerState, mesh: ProcessMesh) -> None:
         self._trained, self._model, self._updating = trained, trained.model, trained.updating
-        self._optimizer = trained.optimizer
+        self._optimizer, self._suffixes = trained.optimizer, suffixes_in(mesh)
         self._stored_as = trained.model.ties.owned_name
         self._tensors: list[tuple[str, Tensor]] = []
         """Stored name, with its prefix -> each parameter and buffer here that has it."""
@@ -98,17 +124,21 @@ class TrainingState:
                 self._tensors.append(((MODEL if is_kept else BUFFERS) + name, buffer))
                 if trained.answers(index, buffer):
                     self._answers.add(name)
-        self.objects = [
+        self.modules = [
             module_with_extra_state(name, f"{k}.{trained.holder(index)}", module)
             for (k, index), stage in sorted(self._model.copies.here.items())
             for name, module in (*stage.named_modules(), *stage.around.items())
             if type(module).get_extra_state is not nn.Module.get_extra_state
         ]
-        for stage in self._model.copies.here.values():
-            for name, parameter in stage.named_parameters():
-                self._names.setdefault(parameter, self._stored_as(name))
+        for name, parameter in self._parameters():
+            self._names.setdefault(parameter, name)
         if self._updating is not None:
             self._names |= self._updating.names()
+
+    def _parameters(self) -> list[tuple[str, Parameter]]:
+        """Stored name and parameter of each copy of a stage here."""
+        stages = self._model.copies.here.values()
+        return [(self._stored_as(name), each) for stage in stages for name, each in stage.named_parameters()]
 
     def _add_parameters(self, index: int, stage: Any) -> None:
         for name, parameter in stage.named_parameters():
@@ -124,17 +154,25 @@ class TrainingState:
 
     # Saving.
 
+    def objects(self) -> list[StatefulObject]:
+        """The modules with extra state and the attributes of the optimizer that are saved."""
+        if self._optimizer is None:
+            return self.modules
+        attributes = plain_attributes(self._optimizer, self._names)
+        return [*self.modules, *attribute_objects(self._optimizer, attributes, self._suffixes)]
+
     def share(self) -> CheckpointShare:
-        """What this process writes but for extra state, and what it helps with. Raises CheckpointError."""
+        """What this process writes but for objects, and what it helps with. Raises CheckpointError."""
         self._require_loadable()
         tensors, meta = self._all()
         writes = {name: tensor for name, tensor in tensors.items() if self._writes(name)}
         helps = {name: t for name, t in tensors.items() if name not in writes and is_sharded(t)}
-        for name, tensor in ({} if self._updating is None else self._updating.tensors()).items():
-            if self._updating is not None and self._updating.is_first_shard:
-                writes[name] = tensor
-            elif is_sharded(tensor):
-                helps[name] = tensor
+        if self._updating is not None:
+            kept = self._updating.tensors()
+            if self._updating.is_first_shard:
+                writes |= kept
+            else:
+                helps |= {name: tensor for name, tensor in kept.items() if is_sharded(tensor)}
         return CheckpointShare(writes, helps, meta)
 
     def held(self) -> tuple[dict[str, Tensor], Any]:
@@ -145,10 +183,7 @@ class TrainingState:
         tensors, meta = self._all()
         if self._updating is not None:
             tensors |= self._updating.tensors()
-        found = {name: whole(tensor) for name, tensor in tensors.items()}
-        for state in packed(self.objects).values():
-            found |= state
-        return found, meta
+        return {name: whole(tensor) for name, tensor in tensors.items()} | states_of(self.objects())[0], meta
 
     def scaler(self) -> dict[str, Any]:
         """The numbers of loss scaling under their name in a checkpoint; nothing where losses are not scaled.
@@ -178,24 +213,16 @@ class TrainingState:
                         tensors.setdefault(GRADIENTS + self._stored_as(name), parameter.grad)
         if self._optimizer is None:
             return tensors, None
-        state, meta = optimizer_tensors(self._optimizer, self._names, self._trained.constructed)
+        state, meta = optimizer_tensors(self._optimizer, self._names)
         return tensors | state, meta
 
     def _writes(self, name: str) -> bool:
-        kind, _, rest = name.partition("/")
-        owner = rest.rpartition("/")[0] if kind == "optimizer" else rest
-        return owner in self._answers or (owner == ATTRIBUTES and self._trained.is_first)
+        owner = _owner(name) if name.startswith(OPTIMIZER) else name.partition("/")[2]
+        return owner in self._answers
 
     def _require_loadable(self) -> None:
-        """Raises CheckpointError for what a module saves and could not load again."""
+        """Raises CheckpointError for what the model's state dict has and could not be loaded again."""
         for stage in self._model.stages.values():
-            for name, module in stage.named_modules():
-                takes = type(module).set_extra_state is not nn.Module.set_extra_state
-                if type(module).get_extra_state is not nn.Module.get_extra_state and not takes:
-                    raise CheckpointError(
-                        f"{name} ({type(module).__name__}) has get_extra_state and no set_extra_state, so what is "
-                        "saved could not be loaded: give it one"
-                    )
             own = {id(tensor) for tensor in (*stage.parameters(), *stage.buffers())}
             names = {n for n, _ in (*stage.named_parameters(remove_duplicate=False), *stage.named_buffers())}
             for name, value in stage.state_dict(keep_vars=True).items():
@@ -211,30 +238,21 @@ class TrainingState:
     def wanted(self, names: Iterable[str]) -> list[str]:
         """Of the names of all that is held anywhere those that `stage` reads here."""
         there = set(names)
-        stepped = {ATTRIBUTES, *(name for those in self.members().values() for each in those for name in each)}
-        waiting = {
-            self._stored_as(name)
-            for stage in self._model.copies.here.values()
-            for name, _ in stage.named_parameters()
-        }
+        stepped = {name for members in self.members() for name in members}
         found = {name for name in self.expected() if name in there or name.startswith(MODEL)}
         found |= self._constants.keys() & there
-        for name in there:
-            kind, _, rest = name.partition("/")
-            of_stepped = kind == "optimizer" and rest.rpartition("/")[0] in stepped
-            if of_stepped or ((place := _place(name)) is not None and place.split("/", 3)[-1] in waiting):
-                found.add(name)
-        bases = {base_of(each, there) for each in self.objects}
-        return sorted(found.union(name for name in there if name.rpartition("#")[0] in bases))
+        found |= set(self._kept_by_updates(there).values())
+        found |= {name for name in there if name.startswith(OPTIMIZER) and _owner(name) in stepped}
+        found |= {name for each in self._objects_in(there) if (name := each.name_in(there)) is not None}
+        return sorted(found)
 
     def expected(self) -> dict[str, Kind]:
         """Stored name -> shape and type of the model's parameters and buffers in this process."""
         return {name: _kind(tensor) for name, tensor in self._tensors}
 
-    def members(self) -> dict[str, list[list[str]]]:
-        """By path of an optimizer here, the names of the parameters of each of its groups."""
-        every = {} if self._optimizer is None else optimizers_in(self._optimizer)
-        return {path: members_of(one, self._names) for path, one in every.items()}
+    def members(self) -> list[list[str]]:
+        """The names of the parameters of each group of the optimizer here."""
+        return [] if self._optimizer is None else members_of(self._optimizer, self._names)
 
     def aliases(self) -> dict[str, str]:
         """By each other name of a parameter here, the name that it is stored under."""
@@ -246,6 +264,31 @@ class TrainingState:
                 found |= {name: stored} if name != stored else {}
         return found
 
+    def _objects_in(self, there: Iterable[str]) -> list[StatefulObject]:
+        """The objects here whose states are among these names, or have to be."""
+        if self._optimizer is None:
+            return self.modules
+        attributes = {
+            name.removeprefix(ATTRIBUTE).removesuffix(DATA).partition("@")[0]
+            for name in there
+            if name.startswith(ATTRIBUTE)
+        }
+        return [*self.modules, *attribute_objects(self._optimizer, sorted(attributes), self._suffixes)]
+
+    def _kept_by_updates(self, there: Iterable[str]) -> dict[str, str]:
+        """Of these names what a schedule with updates keeps of the parameters here.
+
+        By the name under which such a schedule takes it over: gradients from other schedules are the owner's.
+        """
+        here = {name for stage in self._model.copies.here.values() for name, _ in stage.named_parameters()}
+        here |= set(map(self._stored_as, here))
+        found: dict[str, str] = {}
+        for name in sorted(there):
+            place = f"{ASYNCHRONOUS}{OWNER}/{name}" if name.startswith(GRADIENTS) else name
+            if place.startswith(ASYNCHRONOUS) and place.split("/", 3)[-1] in here:
+                found[place] = name
+        return found
+
     # Loading.
 
     def stage(
@@ -253,13 +296,14 @@ class TrainingState:
         source: TensorSource,
         num_updates: int,
         counters: Mapping[str, Any],
-        members: Sequence[Mapping[str, list[list[str]]]],
+        members: Sequence[list[list[str]]],
+        objects: Sequence[StatefulObject] = (),
     ) -> StagedState:
         """Reads all that is loaded here and finds it right, and changes nothing.
 
         Args:
             counters: with the numbers of loss scaling, as `scaler` gives them.
-            members: of every process.
+            members: of every process. objects: of the caller.
 
         Raises:
             CheckpointError: something is damaged or does not fit.
@@ -270,11 +314,13 @@ class TrainingState:
         put_optimizer = None
         if self._optimizer is not None:
             put_optimizer = stage_optimizer(self._optimizer, self._names, source, members)
-        extra = LoadedStates(self.objects, source, self._model.device)
+        states = LoadedStates([*self._objects_in(there), *objects], source, self._model.device)
         scaler = self._scaler_of(source, there, counters.get(SCALER))
         model, updating, scaling = self._model, self._updating, self._trained.scaling
         gradients = self._stage_gradients(source, there) if updating is None else []
-        kept = {} if updating is None else self._stage_updating(source, there)
+        kept = {}
+        if updating is not None:
+            kept = {place: source.load([name])[name] for place, name in self._kept_by_updates(there).items()}
 
         def put() -> None:
             with torch.no_grad():
@@ -291,9 +337,9 @@ class TrainingState:
                 parameter.grad = gradient
             if scaling is not None:
                 scaling.begin_again(scaler)
-            extra.give_again()
+            states.give_again()
 
-        return StagedState(put, extra, notices)
+        return StagedState(put, states, notices)
 
     def _stage_values(self, source: TensorSource, there: set[str]) -> tuple[list[tuple[Tensor, Tensor]], list[str]]:
         """Pairs of a parameter or buffer and its new value, and notices."""
@@ -314,7 +360,7 @@ class TrainingState:
             here = [(local(target.detach()), local(own_shard(value, target))) for target in targets[name]]
             for target, mine in here:
                 first = unexpanded(mine, target)
-                if first.numel() < mine.numel() and checksum(first.expand_as(mine)) != checksum(mine):
+                if first.numel() < mine.numel() and hash_of(first.expand_as(mine)) != hash_of(mine):
                     reason = "is expanded here, and has other values for one place there: make it contiguous()"
                 elif target.is_inference() and not torch.is_inference_mode_enabled():
                     reason = "was made in inference mode, and cannot be set outside of it: make it outside"
@@ -351,29 +397,12 @@ class TrainingState:
             if name.startswith((GRADIENTS, ASYNCHRONOUS)) and (stored := name.partition(GRADIENTS)[2]):
                 parts.setdefault(stored, []).append(name)
         waiting: list[tuple[Parameter, Tensor]] = []
-        for stage in self._model.copies.here.values():
-            for name, parameter in stage.named_parameters():
-                those = parts.get(self._stored_as(name))
-                if those and self._trained.steps(parameter):
-                    loaded = source.load(those)
-                    total = reduce(add, (loaded[each] for each in those)).to(parameter.device)
-                    waiting.append((parameter, own_shard(total, parameter)))
+        for name, parameter in self._parameters():
+            if (those := parts.get(name)) and self._trained.steps(parameter):
+                loaded = source.load(those)
+                total = reduce(add, (loaded[each] for each in those)).to(parameter.device)
+                waiting.append((parameter, own_shard(total, parameter)))
         return waiting
-
-    def _stage_updating(self, source: TensorSource, there: Iterable[str]) -> dict[str, Tensor]:
-        """What a schedule with updates keeps besides."""
-        mine = {
-            each
-            for stage in self._model.copies.here.values()
-            for name, _ in stage.named_parameters()
-            for each in (name, self._stored_as(name))
-        }
-        found: dict[str, Tensor] = {}
-        for name in sorted(there):
-            place = _place(name)
-            if place is not None and place.split("/", 3)[-1] in mine:
-                found[place] = source.load([name])[name]
-        return found
 
 
 def _buffers(stage: nn.Module) -> dict[str, tuple[Tensor, bool]]:
@@ -386,8 +415,6 @@ def _kind(tensor: Tensor) -> Kind:
     return tuple(tensor.shape), tensor.dtype
 
 
-def _place(name: str) -> str | None:
-    """Under which name a schedule with updates takes a tensor over: gradients from others are the owner's."""
-    if name.startswith(GRADIENTS):
-        return f"{ASYNCHRONOUS}{OWNER}/{name}"
-    return name if name.startswith(ASYNCHRONOUS) else None
+def _owner(name: str) -> str:
+    """The parameter that a part of an optimizer's state belongs to."""
+    return name.removeprefix(OPTIMIZER).rpartition("/")[0]

@@ -6,7 +6,8 @@
 
 So a function makes the same groups on every replica, whichever parameters each of them steps (zero1).
 
-Besides the state of parameters, an optimizer may keep something in attributes, which checkpoints bring back:
+Besides the state of parameters, an optimizer may keep something in attributes. Checkpoints bring back attributes, and
+refuse optimizers within another one:
 
     class Both(Optimizer):
         self.muon = Muon(...)              an optimizer within it, at "muon"
@@ -190,21 +191,6 @@ def attributes_of(optimizer: Optimizer) -> dict[str, Any]:
         elif not optimizers_in(value):
             found[name] = value
     return found
-
-
-def plain_attributes(optimizer: Optimizer | None) -> dict[str, str]:
-    """Returns by path the text of each attribute without tensors, to tell later whether the attribute changed."""
-    return {
-        mark_of(path) + name: repr(value)
-        for path, one in optimizers_in(optimizer).items()
-        for name, value in attributes_of(one).items()
-        if isinstance(value, int | float | str | tuple | list | dict) and next(tensors_in(value), None) is None
-    }
-
-
-def mark_of(path: str) -> str:
-    """The prefix of names of state, for an optimizer at a path within another one."""
-    return f"{path}:" if path else ""
 
 
 def tensors_in(value: Any) -> Iterator[Tensor]:

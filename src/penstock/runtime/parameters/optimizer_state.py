@@ -28,7 +28,6 @@ from penstock.runtime.parameters.optimizer import (
     goes_on_as,
     make_step,
     optimizer_of,
-    plain_attributes,
 )
 from penstock.runtime.parameters.replicas import replicas_of
 from penstock.runtime.parameters.scaling import LossScaling, require_scalable
@@ -45,7 +44,7 @@ class OptimizerState:
     Attributes:
         model: the part in this process. num_updates: so far.
         clip_norm: see `ps.Pipeline`.
-        optimizer: over what is stepped here. constructed: the optimizer's attributes when it was new.
+        optimizer: over what is stepped here.
         replicas: exchange with other replicas. updating: the updates that are ops; None if there are none.
         scaling: scales losses, and checks that gradients are finite; None if nobody asks for it.
         skipped: the last update was left out, because some gradient was not finite.
@@ -91,7 +90,6 @@ class OptimizerState:
         self._hook: RemovableHandle | None = None
         self._is_updating = False
         self._refuse_foreign_steps()
-        self.constructed = plain_attributes(self.optimizer)
         require_whole_matrices(self.optimizer, model.sharded is not None)
         self.agreement = HolderChecksums(model, mesh, self.replicas.sharding, lambda: self.optimizer)
         self.replicas.agreement = self.agreement
