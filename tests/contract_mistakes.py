@@ -302,7 +302,7 @@ def layer_replaced(ranks: int) -> Made:
     return pipe, *batch()
 
 
-@mistake(3)
+@mistake(4)
 def layer_added(ranks: int) -> Made:
     model = row(ranks=ranks)
     pipe = piped(model, ranks)

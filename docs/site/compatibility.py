@@ -61,8 +61,8 @@ def page() -> str:
 _HEAD = (
     "# What excludes what",
     "",
-    "A pipeline that has both features of a row is refused where it is made, before anything is built, with the",
-    "reason given here. The page is written from the table in `runtime/compatibility.py`.",
+    "A pipeline that has both features of a row is refused where it is made, with the reason given here. The page is",
+    "written from the table in `runtime/compatibility.py`.",
     "",
     "| feature | other feature | why | instead |",
     "|---|---|---|---|",

@@ -88,16 +88,16 @@ class SavesOnHost(Does):
 REFUSED: dict[str, tuple[Callable[[], Does], str]] = {
     "an attribute": (
         lambda: SetsOfLayer(lambda model, sets: setattr(model.block[1], "momentum", 0.5 if sets else 0.1)),
-        "changes 'momentum' of a BatchNorm1d, one of its layers, which tracing would do once",
+        "changes 'momentum' of a BatchNorm1d, which tracing would do once",
     ),
     "a mode": (
         lambda: SetsOfLayer(lambda model, sets: model.block.train(not sets)),
-        "changes 'training' of a Linear, one of its layers",
+        "changes 'training' of a Linear",
     ),
     "a parameter": (lambda: SetsOfLayer(put_weight), "cannot assign 'Proxy.*' as parameter 'weight_of_another'"),
     "an attribute after the call": (
         lambda: SetsOfLayer(lambda model, sets: sets or setattr(model.block[1], "momentum", 0.5)),
-        "changes 'momentum' of a BatchNorm1d, one of its layers",
+        "changes 'momentum' of a BatchNorm1d",
     ),
     "saved tensors": (SavesOnHost, "sets hooks for what its layers save .*, at .*save_on_cpu"),
 }

@@ -18,7 +18,7 @@ from torch import nn
 import branches_runs
 import penstock as ps
 from packed import packed
-from penstock.runtime import PartitionError, RuntimeFailure
+from penstock.runtime import RuntimeFailure
 from penstock.runtime.errors import CheckpointError
 from penstock.runtime.transport.choose import TransportChoice, TransportOptions
 from runtime_cases import Do, batches, lin
@@ -31,14 +31,9 @@ MSE = nn.MSELoss()
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        ({"schedule": "1f1b"}, r'the schedule is the text .1f1b.; build it first: ps.build\("1f1b", num_ranks='),
-        ({"schedule": None}, "schedule is None; give a ps.Schedule"),
-        ({"model": None}, "model is None; give a module, or a list"),
-        ({"model": "gpt"}, "model is 'gpt'; give a module"),
-        ({"model": [lin(), 3]}, "stage 1 of the model is 3; give a module, or a function that makes one"),
-        ({"loss_fn": 3}, "loss_fn is 3; give a function"),
+        ({"schedule": "1f1b"}, r"schedule is '1f1b'; give a schedule: ps.build\(name, num_ranks="),
+        ({"schedule": None}, "schedule is None; give a schedule"),
         ({"loss_fn": nn.MSELoss}, r"loss_fn is the class MSELoss; give an instance: MSELoss\(\)"),
-        ({"optimizer": "adamw"}, "optimizer is 'adamw'; give an optimizer, or a function"),
         ({"optimizer": lambda parameters: None}, "optimizer= made NoneType, not a torch optimizer"),
         ({"optimizer": torch.optim.SGD(lin().parameters(), lr=0.1)}, "has 2 parameters that are not in the model"),
         ({"clip_norm": -1.0}, "clip_norm is -1.0; give a number, at least 0"),
@@ -53,7 +48,7 @@ MSE = nn.MSELoss()
         ({"tied": ("0.weight", "1.weight")}, "tied is .*; give groups of names"),
         ({"tied": "0.weight"}, "tied is '0.weight'"),
         ({"ops": {"LOOK": 3}}, "ops= has a function for kind LOOK, of which 1f1b has no ops"),
-        ({"sharding": "zero2"}, "no sharding 'zero2'"),
+        ({"sharding": "zero2"}, "sharding is 'zero2'; give one of none, copies, zero1, fsdp"),
         ({"transport": 3}, "transport 3: give 'host'"),
         ({"dispatch": 3}, "dispatch"),
         ({"dispatch": "dynamics"}, "dispatch"),
@@ -250,20 +245,6 @@ def test_a_pipeline_takes_few_arguments_and_values_for_the_rest() -> None:
 
 
 @pytest.mark.parametrize(
-    ("options", "said"),
-    [
-        ({"precision": torch.bfloat16}, r"precision is torch.bfloat16; give ps.PrecisionOptions\(...\)"),
-        ({"parallel": "fsdp"}, r"parallel is 'fsdp'; give ps.ParallelOptions"),
-        ({"adapt": True}, r"adapt is True; give ps.AdaptOptions"),
-        ({"transport": "pigeon"}, "transport 'pigeon': give 'host'"),
-    ],
-)
-def test_an_option_of_another_type(options: dict[str, Any], said: str) -> None:
-    with pytest.raises(RuntimeFailure, match=said):
-        ps.Pipeline([lin(), lin()], ps.build("1f1b", 2, 4), loss_fn=MSE, **options)
-
-
-@pytest.mark.parametrize(
     ("kind", "wrong"),
     [
         (ps.PrecisionOptions, {"autocast": ["bfloat16", torch.int64, 16], "clip_norm": ["1", -1.0, True]}),
@@ -344,7 +325,6 @@ def test_a_name_alone_stands_for_a_transport() -> None:
         (lambda s, c: ps.emulate(s, c, mesh=3), RuntimeFailure, "mesh is 3; give a process group that"),
         (lambda s, c: ps.Pipeline([lin(), lin()], s, mesh=ps.Mesh(2, 2)), RuntimeFailure, "mesh is .*device_mesh"),
         (lambda s, c: ps.plan(c, 2, 4, progress=3), ps.ScheduleError, "progress is 3: give a function"),
-        (lambda s, c: ps.split(None, 2), ps.runtime.PartitionError, "the model is NoneType; give a module"),
         (lambda s, c: ps.split(nn.Sequential(lin(), lin()), at="1"), ps.runtime.PartitionError, "at is the text '1'"),
     ],
 )
@@ -362,8 +342,6 @@ def square() -> tuple[nn.Sequential, ps.Pipeline]:
     ("call", "said"),
     [
         (lambda pipe, x, folder: pipe.clip(-1.0), "max_norm is -1.0; give a number, at least 0"),
-        (lambda pipe, x, folder: pipe.reconfigure("zb"), "got str, give a Configuration"),
-        (lambda pipe, x, folder: pipe.agree("ab"), "values is 'ab'; give a list of numbers"),
     ],
 )
 def test_calls_of_a_pipeline_that_do_not_fit_ended_in_a_type_error(call: Any, said: str, tmp_path: Path) -> None:
@@ -383,21 +361,6 @@ def test_calls_of_save_and_load_that_do_not_fit_ended_in_a_type_error(call: Any,
     with square()[1] as pipe, pytest.raises(CheckpointError, match=re.escape(said)):
         call(pipe, tmp_path)
     assert list(tmp_path.iterdir()) == []
-
-
-@pytest.mark.parametrize(
-    ("given", "said"),
-    [
-        ({"num_stages": "2"}, "num_stages is '2'; give a whole number, at least 1"),
-        ({"num_stages": 2.0}, "num_stages is 2.0; give a whole number"),
-        ({"at": [1]}, "at is [1]; give a list of paths of layers"),
-        ({"sizes": [2.0, 2.0]}, "sizes is [2.0, 2.0]; give a list of numbers of layers, one for each stage"),
-        ({"num_stages": 2, "costs": ["a"] * 4}, "costs is ['a', 'a', 'a', 'a']; give a list of numbers, one for"),
-    ],
-)
-def test_arguments_of_split_that_do_not_fit_ended_in_a_type_error(given: dict[str, Any], said: str) -> None:
-    with pytest.raises(PartitionError, match=re.escape(said)):
-        ps.split(square()[0], **given)
 
 
 def test_generators_of_arguments_were_read_once_and_then_empty() -> None:
@@ -434,7 +397,10 @@ def test_verify_finds_a_parameter_that_the_pipeline_was_not_made_with(change: st
         model[3].scale = nn.Parameter(torch.ones(4))
     else:
         torch.nn.utils.parametrizations.weight_norm(model[3])
-    with pytest.raises(ps.VerifyError, match=r"parameter 3\..* is newer than ps\.Pipeline"):
+    with pytest.raises(
+        ps.VerifyError,
+        match=r"(parameter|layer) 3\..* of stage 1 is another one than when ps\.Pipeline was made, or there was none",
+    ):
         pipe.verify(x, x)
 
 

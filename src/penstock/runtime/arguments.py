@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from penstock.runtime.adapt import AdaptOptions
-from penstock.runtime.errors import RuntimeFailure, is_amount, is_number, require_value
+from penstock.runtime.errors import RuntimeFailure, is_number, require_value
 from penstock.runtime.parameters.optimizer import GivenOptimizer
 from penstock.runtime.parameters.shared import Parallelize
 from penstock.runtime.stage.batch_rules import BatchRules
@@ -40,11 +40,6 @@ def numbers_of(
     numbers = [each.item() if isinstance(each, Tensor) and each.numel() == 1 else each for each in given]
     require_value(all(map(fits, numbers)), what, numbers, wanted)
     return list(map(float, numbers))
-
-
-def rates_of(given: Iterable[float]) -> list[float]:
-    """Learning rates of updates as a list. Raises RuntimeFailure for what is none."""
-    return numbers_of(given, "rates", "a learning rate for each update, at least 0", is_amount)
 
 
 SHARDINGS = ("none", "copies", "zero1", "fsdp")
@@ -90,8 +85,6 @@ class PrecisionOptions:
         require_value(fits, "autocast", self.autocast, "a type like torch.bfloat16")
         if self.clip_norm is not None:
             require_norm(self.clip_norm, "clip_norm")
-        fits = self.scaler is None or isinstance(self.scaler, torch.amp.GradScaler)
-        require_value(fits, "scaler", self.scaler, "a torch.amp.GradScaler(device), or None")
 
     @property
     def enabled_scaler(self) -> torch.amp.GradScaler | None:
@@ -141,11 +134,8 @@ class ParallelOptions:
     __repr__ = short_repr
 
     def __post_init__(self) -> None:
-        if self.sharding not in SHARDINGS:
-            names = f"{', '.join(SHARDINGS[:-1])} or {SHARDINGS[-1]}"
-            raise RuntimeFailure(f"no sharding {self.sharding!r}; choose {names}")
-        if self.batches not in BATCHES:
-            raise RuntimeFailure(f"no batches {self.batches!r}; choose {' or '.join(BATCHES)}")
+        require_value(self.sharding in SHARDINGS, "sharding", self.sharding, f"one of {', '.join(SHARDINGS)}")
+        require_value(self.batches in BATCHES, "batches", self.batches, f"one of {', '.join(BATCHES)}")
         fits = not isinstance(self.tied, str) and not any(isinstance(group, str) for group in self.tied)
         wanted = 'groups of names of parameters that are one: [("0.weight", "3.weight")]'
         require_value(fits, "tied", self.tied, wanted)
@@ -183,15 +173,9 @@ class PipelineArguments:
     batch: BatchRules | None
 
     def __post_init__(self) -> None:
-        schedule, loss_fn, optimizer = self.schedule, self.loss_fn, self.optimizer
-        if isinstance(schedule, str):
-            raise RuntimeFailure(
-                f"the schedule is the text {schedule!r}; build it first: "
-                f'ps.build("{schedule}", num_ranks=..., num_microbatches=...), or ps.parse(text)'
-            )
-        fits = isinstance(schedule, Schedule)
-        require_value(fits, "schedule", schedule, "a ps.Schedule, which ps.build(...) makes")
-        _require_model(self.model)
+        loss_fn, optimizer = self.loss_fn, self.optimizer
+        wanted = "a schedule: ps.build(name, num_ranks=..., num_microbatches=...), or ps.parse(text)"
+        require_value(isinstance(self.schedule, Schedule), "schedule", self.schedule, wanted)
         wanted = (
             "a function (output, targets) -> loss; have a stage with a loss of its own return it beside its output, "
             "and add the losses up in one function"
@@ -199,8 +183,6 @@ class PipelineArguments:
         require_value(loss_fn is None or callable(loss_fn), "loss_fn", loss_fn, wanted)
         if isinstance(loss_fn, type) and issubclass(loss_fn, nn.Module):
             raise RuntimeFailure(f"loss_fn is the class {loss_fn.__name__}; give an instance: {loss_fn.__name__}()")
-        fits = optimizer is None or callable(optimizer) or isinstance(optimizer, Optimizer)
-        require_value(fits, "optimizer", optimizer, "an optimizer, or a function from parameters to one")
         sources: Sequence[Any] = [self.model] if isinstance(self.model, nn.Module) else self.model
         if optimizer is not None and all(isinstance(source, nn.Module) for source in sources):
             known = {id(p) for source in sources for p in source.parameters()}
@@ -208,32 +190,11 @@ class PipelineArguments:
             _require_no_others(loss_fn, known)
         fits = is_number(self.timeout) and 0 < self.timeout < math.inf
         require_value(fits, "timeout", self.timeout, "seconds, above 0")
-        for name, kind in _OPTIONS.items():
-            given = getattr(self, name)
-            require_value(given is None or isinstance(given, kind), name, given, f"ps.{kind.__name__}(...)")
-
-
-_OPTIONS = {
-    "precision": PrecisionOptions,
-    "parallel": ParallelOptions,
-    "adapt": AdaptOptions,
-    "batch": BatchRules,
-}
 
 
 def require_norm(norm: Any, what: str) -> None:
     """Raises RuntimeFailure for what gradients can't be clipped to: a negative one would turn them round."""
     require_value(is_number(norm) and norm >= 0, what, norm, "a number, at least 0")
-
-
-def _require_model(model: Any) -> None:
-    if isinstance(model, nn.Module):
-        return
-    wanted = "a module, or a list with one module, or function that makes one, for each stage"
-    require_value(isinstance(model, Sequence) and not isinstance(model, str), "model", model, wanted)
-    for stage, source in enumerate(model):
-        fits = isinstance(source, nn.Module) or callable(source)
-        require_value(fits, f"stage {stage} of the model", source, "a module, or a function that makes one")
 
 
 def _require_its_parameters(optimizer: Any, known: Collection[int]) -> None:

@@ -1,6 +1,6 @@
 """What does not go with what: schedules and options that are refused before anything starts, each with its reason.
 
-schedule --require_runnable--> options --require_compatible--> stages --names_of_layers--> require_compatible again
+schedule --require_runnable--> stages --names_of_layers--> FeatureCombination --require_compatible--> a pipeline
    |
    +--allowed_adaptation--> what may change of it while it runs
 
@@ -27,7 +27,7 @@ from penstock.runtime.mesh.process_mesh import Nodes, why_sorted
 from penstock.runtime.parameters.copies import require_one_copy_a_rank
 from penstock.runtime.stage.branches import has_many_ends, is_plain, require_matching
 from penstock.runtime.transport.wiring import tied_sums
-from penstock.schedule import Schedule, ScheduleError, StageGraph, check
+from penstock.schedule import Schedule, StageGraph
 from penstock.schedule.liveness import run_on
 
 
@@ -61,10 +61,6 @@ class FeatureCombination:
     @property
     def has_updates(self) -> bool:
         return self.schedule.updates is not None
-
-    def num_microbatches(self, stage: int) -> int:
-        """How many a stage works on."""
-        return self.schedule.graph.microbatches_of(stage, self.schedule.num_microbatches)
 
 
 def _fed_by(graph: StageGraph, stage: int) -> set[int]:
@@ -104,8 +100,10 @@ def _ties_of(c: FeatureCombination) -> Sequence[str]:
     return [f"{names} of stages {', '.join(map(str, stages))}" for names, stages in c.tied.items()]
 
 
-def _no_names(c: FeatureCombination) -> Sequence[str]:
-    return ()
+def _work_apart(c: FeatureCombination) -> bool:
+    """Whether stages that share a parameter work on different numbers of microbatches."""
+    of, most = c.schedule.graph.microbatches_of, c.schedule.num_microbatches
+    return any(len({of(stage, most) for stage in stages}) > 1 for stages in c.tied.values())
 
 
 @dataclass(frozen=True)
@@ -122,7 +120,7 @@ class Refusal:
     why: str
     instead: str
     holds: Callable[[FeatureCombination], bool]
-    names: Callable[[FeatureCombination], Sequence[str]] = _no_names
+    names: Callable[[FeatureCombination], Sequence[str]] = lambda c: ()
 
 
 UPDATES = "updates as ops of the schedule"
@@ -131,17 +129,16 @@ REFUSALS = (
     Refusal(
         "stages that work on different numbers of microbatches",
         TIED,
-        "its gradient is added up microbatch by microbatch, from the last stage that uses it to the first. The "
-        "microbatches of these stages have different samples",
+        "its gradient is added up microbatch by microbatch, and the microbatches of these stages have other samples",
         "give the stages that share it the same number of microbatches, or untie them",
-        lambda c: any(len({c.num_microbatches(stage) for stage in stages}) > 1 for stages in c.tied.values()),
+        _work_apart,
         _ties_of,
     ),
     Refusal(
         "stages of which none feeds the other, in a frozen order that runs backwards of the lower one first",
         TIED,
-        "its gradient is added up from the last stage that uses it to the first, as in a plain loop. So the backward "
-        "of the lower stage waits for that of the higher one, which comes behind it in the order",
+        "its gradient is added up from the last stage that uses it to the first. This order runs the lower stage's "
+        "backward first, so it would wait for a backward scheduled after it",
         "let the backwards of the higher stage come first, give dispatch='dynamic', or untie them",
         lambda c: c.dispatch is Dispatch.FROZEN and _sums_wait(c.schedule, c.tied.values()),
         _ties_of,
@@ -149,9 +146,8 @@ REFUSALS = (
     Refusal(
         UPDATES,
         "replicas whose ranks share a process, on a GPU",
-        "each update sums gradients over the replicas, so ranks that share a process must take the same turns on "
-        "every replica. They do on a CPU. On a GPU, whose ops end later than the calls that start them, this has not "
-        "been tried",
+        "each update sums gradients over the replicas, which must then take the same turns. On a GPU, whose ops end "
+        "later than the calls that start them, this has not been tried",
         "give each rank a process",
         lambda c: c.has_updates and c.num_replicas > 1 and c.one_process and c.device != "cpu",
     ),
@@ -159,8 +155,8 @@ REFUSALS = (
         UPDATES,
         "a tied parameter whose lowest stage does not feed all other stages that use it, or a tied parameter of a "
         "model whose stages work on different numbers of microbatches",
-        "new values of a tied parameter travel from its lowest stage with the forwards. Where another stage has no "
-        "such forward to wait for, its forwards and the lowest stage's updates could wait for each other",
+        "new values of a tied parameter travel from its lowest stage with the forwards. Without such a forward, a "
+        "stage and the lowest one's updates could wait for each other",
         "untie them, or use a schedule without updates as ops",
         lambda c: c.has_updates and not all(_carries(c.schedule, stages) for stages in c.tied.values()),
         _ties_of,
@@ -168,10 +164,8 @@ REFUSALS = (
     Refusal(
         UPDATES,
         "loss scaling (`PrecisionOptions(scaler=)`), or updates that are left out (`skip_not_finite=`)",
-        "whether a gradient is finite in every process decides about an update. Such an update is made by each stage "
-        "as soon as its own gradients are there, while others still compute theirs",
-        "give autocast=torch.bfloat16, which needs no scaler, use a schedule without updates as ops, or have the "
-        "optimizer's own step leave out what is not finite",
+        "whether all gradients are finite decides about an update, and each stage makes its own before all are there",
+        "give autocast=torch.bfloat16, which needs no scaler, or use a schedule without updates as ops",
         lambda c: c.has_updates and (c.scales_loss or c.skips_updates),
     ),
     Refusal(
@@ -184,8 +178,7 @@ REFUSALS = (
     Refusal(
         "sparse gradients (`nn.Embedding(sparse=True)`)",
         "replicas, `clip_norm`, processes that tie such a parameter, or several pipelines with updates as ops",
-        "replicas, processes and pipelines add gradients up, and `clip_norm` measures them. All of these take dense "
-        "gradients",
+        "all of these add gradients up or measure them, and take dense ones",
         "give the embedding sparse=False",
         _sends_sparse,
         lambda c: c.sparse,
@@ -193,15 +186,13 @@ REFUSALS = (
     Refusal(
         "`nn.SyncBatchNorm`",
         "a pipeline over processes",
-        "its forward waits for all processes of torch.distributed, and those of a pipeline run other stages and "
-        "microbatches then",
+        "its forward waits for all processes, and those of a pipeline run other stages and microbatches then",
         "take BatchNorm, which normalizes each microbatch, or GroupNorm",
         lambda c: bool(c.summing),
         lambda c: c.summing,
     ),
 )
-"""Every one is looked at before any stage is built, and again once layers and tied parameters are known. The first
-that holds is raised."""
+"""All are looked at once layers and tied parameters are known. The first that holds is raised."""
 
 
 def refusal_of(combination: FeatureCombination) -> Refusal | None:
@@ -218,16 +209,6 @@ def require_compatible(combination: FeatureCombination) -> None:
         f"{combination.schedule.name}: {row.one} and {row.other}{f' ({names})' * bool(names)} exclude one another: "
         f"{row.why}; {row.instead}"
     )
-
-
-def check_once(schedule: Schedule, peers: Peers) -> None:
-    """Checks the schedule; only the first rank says what is wrong, so that it is said once."""
-    try:
-        check(schedule)
-    except ScheduleError:
-        if 0 in peers.here:
-            raise
-        raise SystemExit(1) from None
 
 
 def require_runnable(schedule: Schedule) -> None:

@@ -14,7 +14,6 @@ from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any, TypeVar
 
-import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -26,7 +25,6 @@ from penstock.runtime.arguments import PipelineArguments
 from penstock.runtime.compatibility import (
     FeatureCombination,
     allowed_adaptation,
-    check_once,
     names_of_layers,
     require_compatible,
     require_runnable,
@@ -74,19 +72,17 @@ from penstock.runtime.transport.choose import TransportChoice, TransportOptions
 from penstock.runtime.transport.link_conditions import Conditions, LateRing
 from penstock.runtime.transport.repeat import MOST_ATTEMPTS, Attempts, GuardedGroup, guard
 from penstock.runtime.transport.wiring import Wiring
+from penstock.schedule import Schedule, check
 from penstock.schedule.send_recv import remove_communication
-from penstock.schedule.staleness import why_none_is_predicted
 
-_UNSCALED = (
-    "autocast=torch.float16 without loss scaling: gradients smaller than 3e-8 become 0, and nothing else says so; "
-    'give PrecisionOptions(scaler=torch.amp.GradScaler("cuda")), or torch.bfloat16, which needs none'
-)
 R = TypeVar("R")
 _SAME = "every rank must make the same ps.Pipeline(...)"
 
 
 class LocalPipeline:
     """A pipeline in one process: its stages, transport, optimizer and plans, made anew when nodes move.
+
+    If making one fails, nothing is left behind.
 
     Args:
         given: the arguments of the pipeline. None of them depends on the place.
@@ -99,34 +95,46 @@ class LocalPipeline:
         running: what the next step runs. last: what the last step or evaluation ran, and its workers. failure: what
             kept this process from doing its part of that.
         notices: messages for the user.
-        found: what `held` gave when this was built.
+        found: what `held` gave when this was made.
         groups: the process groups that were made for its place, after nodes have moved.
         sources: the stages as they were given or cut, those of other processes too.
-        model, optimizer_state, devices, executor, transport, attempts, conditions: what `build` makes.
+        own_batches: cuts the parts of a batch that replicas are given. None: each process is given the whole batch.
 
     Raises:
-        The errors of `Pipeline`: what cannot run is refused before anything is built.
+        The errors of `Pipeline`.
     """
 
-    model: LocalModel
-    optimizer_state: OptimizerState
-    devices: TorchDevices
-    executor: StepExecutor
-    running: ActivePlan
-
     def __init__(self, given: PipelineArguments, mesh: Any, dispatch: Dispatch | str, life: Lifetime) -> None:
-        self._given, self._life = given, life
+        self._given, self._life, self._made = given, life, ExitStack()
+        self._has_cut = False  # whether a training step's batch has been cut
+        self._is_stale = False
+        """Whether messages of an attempt that was given up may be on their way by the transport."""
+        self.transport: Transport | None = None
+        self.attempts: Attempts | None = None
+        self.conditions: Conditions | None = None
+        self.last: tuple[Wiring, list[Worker]] | None = None
+        self.failure = StepFailure(is_shared=False)
+        self.groups: DeviceMesh | None = None
+        try:
+            self._build(self._checked(mesh, dispatch))
+        except BaseException:
+            self.close()
+            raise
+
+    def _checked(self, mesh: Any, dispatch: Dispatch | str) -> Schedule:
+        """Checks the arguments, which all processes must give alike. Returns the schedule with its reductions."""
+        given, links = self._given, self._given.transport.links
         schedule = remove_communication(given.schedule)  # the transport places messages
-        parallel, links = given.parallel, given.transport.links
-        self.mesh = place = read_mesh(mesh, schedule.num_ranks, given.timeout, parallel.of_replicas)
+        require_runnable(schedule)
+        self.mesh = place = read_mesh(mesh, schedule.num_ranks, given.timeout, given.parallel.of_replicas)
         self.peers = place.pipeline
         self.is_told = isinstance(place.everyone, GroupPeers)  # whether others must be given the same
-        require_runnable(schedule)
-        self._has_cut = False  # whether a training step's batch has been cut
+        self.notices = Notices(place.everyone)
         self.own_batches: ReplicaBatches | None = None
-        if parallel.batches == "replica":
+        if given.parallel.batches == "replica":
             self.own_batches = ReplicaBatches(schedule, place, self._said_by_all)
         self.adapt = adapt = allowed_adaptation(schedule, given.adapt)
+        self.costs = None if adapt is None else adapt.costs
         apart = isinstance(self.peers, GroupPeers)
         whole = apart or schedule.num_ranks == 1  # a node has one rank
         self.nodes = Nodes.of(mesh) if whole and place.num_replicas > 1 else None
@@ -134,108 +142,66 @@ class LocalPipeline:
             links.check_ranks(schedule.num_ranks if self.nodes is None else self.nodes.mesh.num_nodes)
         choice = TransportChoice(given.transport, adapt is not None and adapt.may_delegate)
         self.choice = choice if apart else TransportChoice(TransportOptions())
-        scaler = given.precision.enabled_scaler
-        loss_fn: Any = getattr(given.loss_fn, "func", given.loss_fn)
-        facts = {
-            "schedule": schedule_digest(schedule),
-            "model": _form_of(given.model),
-            "number of stages in its list": None if isinstance(given.model, nn.Module) else len(given.model),
-            "loss_fn": in_words(loss_fn),
-            "dispatch": str(dispatch),
-            "seed": given.seed,
-            "autocast": str(given.precision.autocast),
-            "clip_norm": given.precision.clip_norm,
-            "skip_not_finite": given.precision.skip_not_finite,
-            "scaler": None if scaler is None else scaler.state_dict(),
-            "tied": [list(group) for group in parallel.tied],
-            "ops": sorted(given.ops),
-            "transport": choice.shared,
-            "links": str(links),
-            "adapt": adapt is not None,
-            "sharding": parallel.sharding,
-            "batches": parallel.batches,
-            "batch": None if given.batch is None else [in_words(given.batch.inputs), in_words(given.batch.targets)],
-        }
-        require_same(place.everyone.gather(facts), _SAME)
-        check_once(schedule, place.everyone)
-        self.costs = adapt.costs if adapt is not None else None
+        require_same(place.everyone.gather(_facts(given, schedule, choice, dispatch)), _SAME)
+        check(schedule)
         chosen = dispatch_of(dispatch, schedule, self.costs, self.choice, peers=place.everyone)
-        self._combination = FeatureCombination(
-            schedule,
-            place.num_replicas,
-            one_process=not apart,
-            dispatch=chosen,
-            scales_loss=scaler is not None,
-            skips_updates=given.precision.skip_not_finite,
-            clips=given.precision.clip_norm is not None,
-        )
-        require_compatible(self._combination)
         self.start = start_of(schedule, chosen, self.costs, adapt)
-        self._schedule = with_reductions(schedule, place)
-        reducing = reductions_of(
-            self._schedule, place, given.ops, lambda stage: self.optimizer_state.replicas.start(stage)
-        )
-        self.offloads = offloads(self._schedule, given.ops)
-        moving = functions_for(self._saved) if self.offloads else {}
-        self._functions = functions_of(self._schedule, {**given.ops, **reducing, **moving})
-        self.sources = stages_of(given.model, schedule.num_stages, parallel.costs)
-        self.notices = Notices(place.everyone)
-        self.transport: Transport | None = None
-        self.attempts: Attempts | None = None
-        self._is_stale = False
-        """Whether messages of an attempt that was given up may be on their way by the transport."""
-        self.conditions: Conditions | None = None
-        self.last: tuple[Wiring, list[Worker]] | None = None
-        self.failure = StepFailure(is_shared=False)
-        self.groups: DeviceMesh | None = None
-        self._interfaces = choice.delegates.interfaces
-        self._made = ExitStack()
-
-    def build(self) -> None:
-        """Makes all that a step needs. What is there when it fails, `close` takes back."""
-        given, schedule, place, parallel = self._given, self._schedule, self.mesh, self._given.parallel
-        self.attempts = guard(place, self._interfaces, given.timeout)
+        self.sources = stages_of(given.model, schedule.num_stages, given.parallel.costs)
+        self.attempts = guard(place, choice.delegates.interfaces, given.timeout)
         self._made.callback(self._end_attempts, self.attempts)
+        return with_reductions(schedule, place)
+
+    def _build(self, schedule: Schedule) -> None:
+        """Makes all that a step needs."""
+        given, place, parallel, precision = self._given, self.mesh, self._given.parallel, self._given.precision
         self.model = held = LocalModel(
             self.sources, schedule.placement, place, parallel.device, parallel.tied, parallel.parallelize
         )
         self._made.callback(_leave, held)
-        self.found = self.held()
-        if given.precision.autocast is torch.float16 and given.precision.enabled_scaler is None:
-            self.notices.note([_UNSCALED])
-        if (why := why_none_is_predicted(schedule)) is not None:
-            self.notices.note([why])
-        tied = {", ".join(tie.names.values()): tie.stages for tie in held.ties}
         sparse, summing = names_of_layers(held.copies.stages, place.everyone)
-        self._combination = replace(
-            self._combination, schedule=schedule, tied=tied, device=held.device.type, sparse=sparse, summing=summing
+        self._combination = FeatureCombination(
+            schedule,
+            place.num_replicas,
+            held.device.type,
+            one_process=not isinstance(self.peers, GroupPeers),
+            tied={", ".join(tie.names.values()): tie.stages for tie in held.ties},
+            dispatch=self.start.dispatch,
+            scales_loss=precision.enabled_scaler is not None,
+            skips_updates=precision.skip_not_finite,
+            clips=precision.clip_norm is not None,
+            sparse=sparse,
+            summing=summing,
         )
         require_compatible(self._combination)
-        late = self._late_links()
+        self.found = self.held()
         self.optimizer_state = OptimizerState(
             held,
             place,
             schedule,
             given.optimizer,
-            given.precision.clip_norm,
+            precision.clip_norm,
             parallel.one_copy_steps,
-            late,
-            given.precision.enabled_scaler,
-            given.precision.skip_not_finite,
+            self._late_links(),
+            precision.enabled_scaler,
+            precision.skip_not_finite,
         )
         self._made.callback(self.optimizer_state.close)
         require_same(place.everyone.gather(facts_of(self.optimizer_state.optimizer)), _SAME)
-        self.tags = Tags.of(schedule, held.ties.stages)
-        start = start_of(schedule, self.start.dispatch, self.costs, self.adapt)
-        self.running = self.activated(start)
-        ranks, updating, autocast = self.peers.here, self.optimizer_state.updating, given.precision.autocast
-        calls = calls_of(schedule, self._functions, held.stages, self.peers, given.timeout)
+        reducing = reductions_of(schedule, place, given.ops, self.optimizer_state.replicas.start)
+        self.offloads = offloads(schedule, given.ops)
+        moving = functions_for(self._saved) if self.offloads else {}
+        functions = functions_of(schedule, {**given.ops, **reducing, **moving})
+        calls = calls_of(schedule, functions, held.stages, self.peers, given.timeout)
         together = lockstep_of(place, schedule.updates is not None, given.timeout)
         most_ahead = 1 if place.waits_in_ops(bool(schedule.placement.shared)) else MOST_LAUNCHED_OPS
-        self.devices = TorchDevices(schedule, held, ranks, given.loss_fn, autocast, calls, updating, most_ahead)
+        ranks, updating = self.peers.here, self.optimizer_state.updating
+        self.devices = TorchDevices(
+            schedule, held, ranks, given.loss_fn, precision.autocast, calls, updating, most_ahead
+        )
         self._made.callback(self.devices.close)
         self.executor = StepExecutor(self.devices, ranks, self.choice, self.conditions, together)
-        self.switch(self.running)
+        self.tags = Tags.of(schedule, held.ties.stages)
+        self.switch(self.activated(start_of(schedule, self.start.dispatch, self.costs, self.adapt)))
         self.notices.share()
         if isinstance(self.peers, GroupPeers):
             self.transport = self._make_transport(self.peers)
@@ -524,6 +490,32 @@ class LocalPipeline:
     def _end_attempts(self, attempts: Attempts | None) -> None:
         if attempts is not None:
             attempts.failover.close(parts=not self._life.is_broken)
+
+
+def _facts(
+    given: PipelineArguments, schedule: Schedule, choice: TransportChoice, dispatch: Dispatch | str
+) -> dict[str, object]:
+    """What all processes must give alike, by its name."""
+    scaler, parallel = given.precision.enabled_scaler, given.parallel
+    loss_fn: Any = getattr(given.loss_fn, "func", given.loss_fn)
+    return {
+        "schedule": schedule_digest(schedule),
+        "model": _form_of(given.model),
+        "number of stages in its list": None if isinstance(given.model, nn.Module) else len(given.model),
+        "loss_fn": in_words(loss_fn),
+        "dispatch": str(dispatch),
+        "seed": given.seed,
+        "precision": repr(replace(given.precision, scaler=None)),
+        "scaler": None if scaler is None else scaler.state_dict(),
+        "tied": [list(group) for group in parallel.tied],
+        "ops": sorted(given.ops),
+        "transport": choice.shared,
+        "links": str(given.transport.links),
+        "adapt": given.adapt is not None,
+        "sharding": parallel.sharding,
+        "batches": parallel.batches,
+        "batch": None if given.batch is None else [in_words(given.batch.inputs), in_words(given.batch.targets)],
+    }
 
 
 def _form_of(model: nn.Module | Sequence[StageSource]) -> str | None:

@@ -100,7 +100,6 @@ def move_nodes(
         _require_new_groups(before)
         groups = device_mesh_of(before.nodes.at(then.nodes).layout, before.model.device.type)
         moved = LocalPipeline(given, groups, then.dispatch, life)
-        moved.build()
         _note_nodes(moved, then.nodes)
         _require_movable(before, moved)
         plan = moved.ready(then)

@@ -7,9 +7,8 @@ from contextlib import nullcontext, suppress
 from dataclasses import replace
 from pathlib import Path
 from time import perf_counter_ns
-from typing import Any, TypeVar
+from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.nn import Parameter
 from torch.optim import Optimizer
@@ -23,7 +22,6 @@ from penstock.runtime.arguments import (
     PipelineArguments,
     PrecisionOptions,
     numbers_of,
-    rates_of,
     require_norm,
     require_plain_modes,
 )
@@ -31,9 +29,9 @@ from penstock.runtime.checkpoint import save_load
 from penstock.runtime.checkpoint.object_state import Stateful
 from penstock.runtime.checkpoint.state_transfer import hand_over
 from penstock.runtime.checkpoint.training_state import TrainingState
-from penstock.runtime.errors import DeadlineExceeded, LinkLost, PeerLost, RuntimeFailure
+from penstock.runtime.errors import DeadlineExceeded, PeerLost, RuntimeFailure, is_amount
 from penstock.runtime.execute.plan import ActivePlan, require_free
-from penstock.runtime.execute.step_end import StepEnd, StepResult, SummedValues, require_same_batch
+from penstock.runtime.execute.step_end import StepEnd, StepResult, SummedValues
 from penstock.runtime.execute.timeline import gathered_timeline, idle_share, measured_of
 from penstock.runtime.lifetime import Lifetime, one_at_a_time
 from penstock.runtime.local_pipeline import LocalPipeline
@@ -58,7 +56,7 @@ from penstock.schedule import Schedule
 from penstock.simulation import Timeline
 from penstock.unknown_names import refuse_unknown
 
-R = TypeVar("R")
+_RATES = "a learning rate for each update, at least 0"
 
 
 class Pipeline:
@@ -109,7 +107,7 @@ class Pipeline:
     schedule names. `PrecisionOptions.clip_norm` then limits the norm of each stage's gradient.
 
     Raises:
-        ScheduleError: the schedule is not valid. Only the first rank's error gives the reason.
+        ScheduleError: the schedule is not valid.
         PartitionError: more stages than layers, a list whose length is not the schedule's number of stages, or
             something in the model's forward that can't be cut; the message names the line.
         RuntimeFailure: torch.distributed or `ops` do not fit the schedule, or a store cannot be reached.
@@ -170,7 +168,6 @@ class Pipeline:
         self._life = Lifetime()
         self._local = LocalPipeline(given, mesh, dispatch, self._life)
         try:
-            self._local.build()
             if self._local.adapt is not None:
                 self._start_agent(self._local.adapt)
         except BaseException:
@@ -273,16 +270,10 @@ class Pipeline:
                 cannot run it, or the run adapts.
         """
         require_free(self._agent is not None)
-        if not isinstance(configuration, Configuration):
-            raise RuntimeFailure(
-                f"got {type(configuration).__name__}, give a Configuration, such as a changed pipe.configuration "
-                "(dataclasses.replace)"
-            )
         # Replicas and shards sum in the order of the schedule: they must switch to the same, too.
         digests = [{"configuration": digest} for digest in self._local.mesh.everyone.gather(configuration.digest)]
         require_same(digests, "every rank must switch to the same", shown=False)
-        then = self._local.ready(configuration)
-        self._switch(then)
+        self._switch(self._local.ready(configuration))
 
     @property
     def rank(self) -> int:
@@ -346,7 +337,7 @@ class Pipeline:
             raise RuntimeFailure(f"{self.schedule.name} has no updates as ops; set the optimizer's own learning rate")
         local, state = self._local, self._local.optimizer_state
         with local.begin().noted():
-            rates = None if rates is None else rates_of(rates)
+            rates = None if rates is None else numbers_of(rates, "rates", _RATES, is_amount)
             require_plain_modes(local.model.device, "step", trains=True)
             local.follow_model()
             local.model.require_trainable()
@@ -549,12 +540,13 @@ class Pipeline:
         """
         if self._loss_fn is None and not has_many_ends(self.schedule.graph):
             raise RuntimeFailure(NO_LOSS.format("evaluate"))
-        return self._run_forward(inputs, targets, Purpose.EVALUATE, self._result)
+        _, result = self._run_forward(inputs, targets, Purpose.EVALUATE)
+        return result
 
     @one_at_a_time
     def predict(self, inputs: Any) -> list[Any]:
         """The model's output for each microbatch, in evaluation mode. Every rank gets all outputs."""
-        batch = self._run_forward(inputs, None, Purpose.PREDICT, self._require_outputs)
+        batch, _ = self._run_forward(inputs, None, Purpose.PREDICT)
         outputs: dict[int, Any] = {}
         # Taken apart: the classes of named tuples may be none that can be pickled.
         taken_apart = {m: flatten(output) for m, output in self._local.devices.outputs(batch).items()}
@@ -562,22 +554,8 @@ class Pipeline:
             outputs |= {m: unflatten(leaves, skeleton) for m, (leaves, skeleton) in part.items()}
         return [outputs[m] for m in sorted(outputs)]
 
-    def _require_outputs(self, batch: Microbatches) -> Microbatches:
-        """Raises, in every process, where one could not do its part of a prediction."""
-        agreement, failure = self._local.optimizer_state.agreement, self._local.failure
-        everyone = self._local.mesh.everyone
-        mine = agreement.is_alike(), failure.has_failed, failure.has_lost_link, batch.digest
-        agrees, failed, lost, digests = zip(*everyone.gather(mine), strict=True)
-        require_same_batch(digests)
-        if any(lost):
-            raise LinkLost("a process lost a link in a prediction")
-        if any(failed):
-            failure.conclude(everyone)
-        agreement.conclude(all(agrees))
-        return batch
-
-    def _run_forward(self, inputs: Any, targets: Any, purpose: Purpose, collect: Callable[[Microbatches], R]) -> R:
-        """Runs the forwards of a batch, and returns what `collect` makes of it, again where a link was lost."""
+    def _run_forward(self, inputs: Any, targets: Any, purpose: Purpose) -> tuple[Microbatches, StepResult]:
+        """Runs the forwards of a batch, again where a link was lost, and shares what became of them."""
         if has_many_ends(self.schedule.graph):
             raise RuntimeFailure(
                 f"several stages of {self.schedule.name} feed no other, and what compares them are ops, which run in "
@@ -595,7 +573,7 @@ class Pipeline:
         settings = StepSettings(batch, purpose, seed, counts=self._local.running.counts)
         local, replicas = self._local, self._local.optimizer_state.replicas
 
-        def attempt() -> R:
+        def attempt() -> StepResult:
             try:
                 with (
                     local.attempted(),
@@ -611,9 +589,9 @@ class Pipeline:
                     local.run(settings, local.running.forward(num))
             finally:
                 replicas.reshard()
-            return collect(batch)
+            return self._result(batch)
 
-        return local.repeated(attempt)
+        return batch, local.repeated(attempt)
 
     def _result(
         self,
@@ -720,10 +698,10 @@ class Pipeline:
         return self._num_steps
 
     def sum_each_step(self, values: Callable[[], Sequence[float]]) -> None:
-        """Sums values over all processes, at the end of each step and evaluation from now on.
+        """Sums values over all processes, at the end of each step, evaluation and prediction from now on.
 
         The sums travel with the losses. They are then in `step_sums`, the same on every process. Use them for
-        decisions that all ranks must make alike. A separate sum (`agree`) would take as long again over a late link.
+        decisions that all ranks must make alike. A separate sum would take as long again over a late link.
         Every process must call it.
 
         Args:
@@ -731,11 +709,6 @@ class Pipeline:
                 A step in which it raises fails in all processes, as one in which a layer raises.
         """
         self._summed = SummedValues(lambda: numbers_of(values(), "what sum_each_step(values) is given"))
-
-    def agree(self, values: Sequence[float]) -> list[float]:
-        """Sums values over all processes. All get the same sum, for decisions that all ranks must make alike."""
-        mine = torch.tensor(numbers_of(values, "values"), dtype=torch.float64, device="cpu")
-        return [float(each) for each in self._local.mesh.everyone.sum(mine)]
 
     def idle_share(self) -> float:
         """The share of the last step, from its first op to its last, in which this process's ranks were idle."""

@@ -35,7 +35,7 @@ from penstock.runtime.plain_loop import chained, own_forward, run_plain
 from penstock.runtime.stage.microbatches import Microbatches
 from penstock.runtime.stage.module_state import having, untouched
 from penstock.runtime.tensors.digest import hash_of
-from penstock.runtime.tensors.dtensor import is_sharded, memory, overwrite
+from penstock.runtime.tensors.dtensor import memory, overwrite
 from penstock.runtime.tensors.pytree import flatten, unflatten
 from penstock.runtime.tensors.rng import mix, restored
 from penstock.runtime.tensors.sketch import Sketch
@@ -117,7 +117,7 @@ class Computed:
     Attributes:
         losses: by microbatch, each one's share of the loss. Empty where another process has them.
         digests: of each gradient and buffer, by its name in words.
-        sketches: of each gradient, if gradients are to be compared but for rounding.
+        sketches: of each gradient, to compare gradients but for rounding.
         has_failed: whether some process could not compute it. error: what kept this one from that.
     """
 
@@ -127,13 +127,12 @@ class Computed:
     has_failed: bool = False
     error: Exception | None = None
 
-    def note_gradients(self, parameters: Mapping[str, nn.Parameter], where: str = "", sketched: bool = False) -> None:
-        """Takes digests of the gradients of parameters, and sketches if those are asked for."""
+    def note_gradients(self, parameters: Mapping[str, nn.Parameter], where: str = "") -> None:
+        """Takes digests and sketches of the gradients of parameters."""
         for name, parameter in parameters.items():
             if parameter.grad is not None:
                 self.digests[f"the gradient of {name}{where}"] = hash_of(parameter.grad)
-                if sketched:
-                    self.sketches[f"the gradient of {name}{where}"] = Sketch.of(parameter.grad)
+                self.sketches[f"the gradient of {name}{where}"] = Sketch.of(parameter.grad)
 
     @property
     def said(self) -> str | None:
@@ -213,43 +212,52 @@ class Verifier:
     def _compare_holders(self) -> None:
         """Modules and parameters are those that the pipeline was made with, and alike wherever they are held."""
         local = self._local
-        said = self._first(self._replaced() or _said_by(local.follow_model))
+        local.follow_model()
+        said = self._first(self._replaced())
         if said is None:
-            said = self._first(_said_by(local.optimizer_state.agreement.require))
+            try:
+                local.optimizer_state.agreement.require()
+            except (DeadlineExceeded, PeerLost):
+                raise
+            except RuntimeFailure as error:
+                said = str(error)
+            said = self._first(said)
         self._note("the model, and the model as ps.Pipeline got it", said, 4)
         self._conclude()
 
     def _replaced(self) -> str | None:
-        """Says which layer or parameter is another one than when the pipeline was made, or was added to a stage."""
-        before, now = self._local.found, self._local.held()
-        for name, one in now.items():
-            if before.get(name, one) is not one:
-                return (
-                    f"{name} is another one than when ps.Pipeline was made, which runs and trains the one before; "
-                    "make a new pipeline, or change values in place, such as by copy_() under torch.no_grad()"
-                )
-        known = set(map(id, self._local.model.parameters))
-        stages = self._local.model.every_stage()
-        newer = [name for stage in stages for name, one in stage.named_parameters() if id(one) not in known]
-        return f"parameter {newer[0]} is newer than ps.Pipeline, and no optimizer would train it" if newer else None
+        """Says which layer or parameter is not the one with which the pipeline was made."""
+        before = self._local.found
+        return next(
+            (
+                f"{name} is another one than when ps.Pipeline was made, or there was none, and ps.Pipeline runs and "
+                "trains what there was; make a new pipeline, or change values in place (copy_() in torch.no_grad())"
+                for name, one in self._local.held().items()
+                if before.get(name) is not one
+            ),
+            None,
+        )
 
     def _compare_orders(self, own: ActivePlan, plain: ActivePlan, batch: Microbatches) -> Computed | None:
         """Compares the schedule's order with the plain one. Returns what the plain order came to, if it ran."""
-        ways = "the schedule's order, and one microbatch after another"
+        ways, local = "the schedule's order, and one microbatch after another", self._local
         exactly = not own.schedule.microbatch_orders
-        theirs = self._run(own, batch, sketched=not exactly)
-        parts = self._run(plain, batch, sketched=True)
+        theirs = self._run(own, batch)
+        parts = self._run(plain, batch)
         if (said := self._failure(parts)) is not None:
-            self._require_contract_error(ways, parts, said)
+            sentence = self._first(_sentence_of(parts.error))
+            if sentence is None:  # the user's own error
+                local.failure.conclude(self._everyone)
+                raise RuntimeFailure(said)
+            self._note(ways, said, int(sentence))
             return None
         if (said := self._failure(theirs)) is not None:
             self._note(ways, f"the schedule's order fails: {said}", 2)
             return parts
         found = self._first(theirs.difference(parts)) if exactly else self._beyond_rounding(theirs, parts)
-        sentence = 1 if own.recomputed else 2
-        if found is not None and self._first(self._run(plain, batch).difference(parts)) is not None:
-            sentence = 1  # a second run in the same order gives something else, too
-        self._note(ways, found, sentence, "" if exactly else "but for rounding, as it sums in another order")
+        is_repeatable = found is None or self._first(self._run(plain, batch).difference(parts)) is None
+        broken = 2 if is_repeatable and not own.recomputed else 1
+        self._note(ways, found, broken, "" if exactly else "but for rounding, as it sums in another order")
         return parts
 
     def _compare_parameters(self, whole: ActivePlan, batch: Microbatches) -> None:
@@ -302,37 +310,29 @@ class Verifier:
         norms = [m for m in self._modules.modules() if isinstance(m, _BATCH_NORMS) and m.running_mean is None]
         their = f"batch norms ({len(norms)}) without running statistics normalise each microbatch by itself"
         if (why := self._first(their if norms else None)) is not None:
-            self._note_left_out(ways, f"{why}, in evaluation mode too")
+            self._note_left_out(ways, why)
             return
         one = self._local.cut(inputs, targets, self._given.loss_fn, (), num=1)
         before, casts = self._buffers(), self._given.precision.autocast is not None
-        for without, modules in self._modes():
+        runners = self._local.devices.runners.values()
+        for modules, mode in ((), ""), ([*self._modules.modules()], "compared in evaluation mode"):
             # Without autocast, ops compute in the types of their parameters, whose rounding is less.
-            runners = self._local.devices.runners.values()
             with _in_evaluation(modules), having((runner, "autocast", None) for runner in runners):
                 if modules or casts:
-                    parts = self._run(plain, batch, sketched=True)
-                together = self._run(whole, one, sketched=True)
+                    parts = self._run(plain, batch)
+                together = self._run(whole, one)
                 if (said := self._failure(parts) or self._failure(together)) is not None:
                     self._note_left_out(ways, f"the batch does not run in one piece: {said}")
                     return
                 found = self._beyond_rounding(parts, together)
                 if found is not None:
-                    if self._first(parts.changed(before)) is not None:
-                        continue  # each microbatch sees statistics of those before it
-                    other = self._run(whole, one, sketched=True, seed=mix(self._seed, 1))
-                    if self._beyond_rounding(together, other) is not None:
-                        continue  # random draws differ
-                    with _nudged(self._local.model.parameters):
-                        other = self._run(whole, one, sketched=True)
-                    if self._beyond_rounding(together, other) is not None:
-                        self._note_left_out(ways, "weights that differ by rounding alone give other results")
-                        return
-            self._note(ways, found, 7, without)
+                    changed = self._first(parts.changed(before))
+                    other = self._run(whole, one, seed=mix(self._seed, 1))
+                    if changed is not None or self._beyond_rounding(together, other) is not None:
+                        continue  # each microbatch sees statistics of those before it, or draws other numbers
+            self._note(ways, found, 7, mode)
             return
-        buffer = self._first(parts.changed(before))
-        why = "draws random numbers" if buffer is None else f"changes {buffer}"
-        self._note_left_out(ways, f"a forward {why} in evaluation mode, so microbatches differ from the whole batch")
+        self._note_left_out(ways, "a forward changes buffers or draws random numbers in evaluation mode too")
 
     def _compare_with_model(self, plain: ActivePlan, batch: Microbatches) -> None:
         """Compares the stages, called one after another, with the model's own forward: in one process, which uses
@@ -388,9 +388,7 @@ class Verifier:
     def _plan(self, schedule: Schedule) -> ActivePlan:
         return self._local.activated(start_of(schedule, Dispatch.FROZEN, self._local.costs, None))
 
-    def _run(
-        self, plan: ActivePlan, batch: Microbatches, *, sketched: bool = False, seed: int | None = None
-    ) -> Computed:
+    def _run(self, plan: ActivePlan, batch: Microbatches, seed: int | None = None) -> Computed:
         """Runs a step by a plan, and puts back what it changes."""
         local, state, result = self._local, self._local.optimizer_state, Computed()
         settings = local.settings(_copied(batch), plan, self._seed if seed is None else seed)
@@ -422,7 +420,7 @@ class Verifier:
                 for runner in local.devices.last:
                     result.losses.update(runner.losses)
                 for (pipeline, _), stage in local.model.copies.here.items():
-                    result.note_gradients(dict(stage.named_parameters()), _in_pipeline(pipeline), sketched)
+                    result.note_gradients(dict(stage.named_parameters()), _in_pipeline(pipeline))
                 result.digests |= self._buffers()
             state.zero_grad()
         return result
@@ -448,19 +446,6 @@ class Verifier:
             local.switch(before)
             local.last = last
 
-    def _modes(self) -> Iterator[tuple[str, list[nn.Module]]]:
-        """Yields words and modules to put into evaluation mode, so that batch norms and random draws do not differ
-        between microbatches and the whole batch: first torch's layers that do so, then all.
-        """
-        modules = list(self._modules.modules())
-        norms = [m for m in modules if isinstance(m, _BATCH_NORMS) and m.training]
-        drawing = [m for m in modules if isinstance(m, _DRAWING) and m.training and _rate_of(m)]
-        words = ["without dropout"] * bool(drawing)
-        if norms:
-            words.append(f"with batch norms ({len(norms)}) in evaluation mode, as each normalises a microbatch alone")
-        yield f"compared {', and '.join(words)}" if words else "", [*norms, *drawing]
-        yield "compared in evaluation mode", modules
-
     # What all processes hear.
 
     def _first(self, found: str | None) -> str | None:
@@ -481,14 +466,6 @@ class Verifier:
 
     def _note_left_out(self, ways: str, why: str) -> None:
         self._comparisons.append(ComparedWays(ways, LEFT_OUT, why))
-
-    def _require_contract_error(self, ways: str, result: Computed, said: str) -> None:
-        """A step that fails in plain order too: notes the contract's sentence, or raises the user's own error."""
-        sentence = self._first(_sentence_of(result.error))
-        if sentence is None:
-            self._local.failure.conclude(self._everyone)
-            raise RuntimeFailure(said)
-        self._note(ways, said, int(sentence))
 
     def _beyond_rounding(self, one: Computed, other: Computed) -> str | None:
         """The first thing that differs by more than rounding, the same in every process."""
@@ -518,14 +495,6 @@ _SMALL = 0.02
 """A gradient is judged by its own norm, or by this share of what is typical for its size, if that is more. The
 gradient of a key's bias, for one, is rounding alone."""
 _BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
-_DRAWING = (
-    nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout, nn.RReLU,
-    nn.MultiheadAttention, nn.RNNBase,
-)  # fmt: skip
-
-
-def _rate_of(module: nn.Module) -> Any:
-    return getattr(module, "p", getattr(module, "dropout", 1.0))
 
 
 def _copied(batch: Microbatches) -> Microbatches:
@@ -544,17 +513,6 @@ def _in_evaluation(modules: Sequence[nn.Module]) -> Any:
     no backward in evaluation mode.
     """
     return having((m, "dropout", 0.0) if isinstance(m, nn.RNNBase) else (m, "training", False) for m in modules)
-
-
-def _nudged(parameters: Iterable[nn.Parameter]) -> Any:
-    """Inside, each number of each parameter is another one by a few roundings."""
-    return having((p, "data", _another(p.data)) for p in parameters if p.is_floating_point() and not is_sharded(p))
-
-
-def _another(data: Tensor) -> Tensor:
-    draw = torch.Generator(data.device).manual_seed(0)  # alike in every process that holds the parameter
-    signs = torch.randint(0, 2, data.shape, generator=draw, device=data.device) * 2 - 1
-    return data * (1 + 8 * torch.finfo(data.dtype).eps * signs.to(data.dtype))
 
 
 @contextmanager
@@ -607,17 +565,6 @@ def _parameters_behind(outputs: Sequence[Tensor]) -> Iterator[nn.Parameter]:
         if isinstance(leaf, nn.Parameter):
             yield leaf
         waiting.extend(following for following, _ in node.next_functions if following is not None)
-
-
-def _said_by(check: Callable[[], None]) -> str | None:
-    """What a check says that fails."""
-    try:
-        check()
-    except (DeadlineExceeded, PeerLost):
-        raise
-    except RuntimeFailure as error:
-        return str(error)
-    return None
 
 
 def _sentence_of(error: Exception | None) -> str | None:

@@ -81,5 +81,5 @@ def test_checkpoints_do_not_ask_for_the_option(tmp_path: Path) -> None:
 
 
 def test_updates_as_ops_refuse_it_with_the_reason() -> None:
-    with pytest.raises(RuntimeFailure, match=r"skip_not_finite.*each stage as soon as its own gradients"):
+    with pytest.raises(RuntimeFailure, match=r"skip_not_finite.*each stage makes its own before all are there"):
         pipeline("amdp", window=2)

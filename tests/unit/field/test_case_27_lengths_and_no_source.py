@@ -72,7 +72,7 @@ class Made(Layers):
             "if x.sum() > 0: x = self.b(x)",
             r"takes a branch that depends on the values of a tensor.*, at <string>:5\.",
         ),
-        ("self.last = x", r"the forward of Made changes its attribute 'last'\."),
+        ("self.last = x", r"the forward changes 'last' of a Made, which tracing would do once\."),
         ("x = x / len(x)", r"asks for the length.*, at <string>:5\."),
     ],
 )

@@ -8,21 +8,19 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from itertools import pairwise
-from numbers import Integral, Real
-from typing import Any, TypeVar, overload
+from itertools import accumulate, pairwise
+from typing import Any, overload
 
 import torch
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from penstock.cost.cut import PartitionError, partition
-from penstock.runtime.errors import RuntimeFailure, is_count
-from penstock.runtime.partitioning.layers import HOOKS, opened_modules
+from penstock.runtime.errors import RuntimeFailure
+from penstock.runtime.partitioning.layers import opened_modules, why_closed
 from penstock.runtime.partitioning.program import ModelTracer, TracedProgram
 from penstock.runtime.partitioning.traced_stage import TracedStage, WholeModel
 from penstock.runtime.partitioning.tracer import KeptValue, Untraceable
-from penstock.runtime.split_backward import is_compiled
 from penstock.runtime.stage.module_state import untouched
 from penstock.runtime.stage.stage import (
     WHOLE,
@@ -35,8 +33,6 @@ from penstock.runtime.stage.stage import (
 from penstock.runtime.tensors.pytree import device_of, flatten
 from penstock.runtime.tensors.rng import restored
 from penstock.unknown_names import refuse_unknown
-
-T = TypeVar("T")
 
 
 class Split(Sequence[Stage]):
@@ -60,12 +56,11 @@ class Split(Sequence[Stage]):
     """
 
     def __init__(
-        self, tracing: ModelTracer, program: TracedProgram, sizes: Sequence[int], costs: Sequence[float]
+        self, tracing: ModelTracer, program: TracedProgram, ends: Sequence[int], costs: Sequence[float]
     ) -> None:
         calls = program.calls
         self.model, self.tracing, self.costs = tracing.model, tracing, list(costs)
         self.kept_whole = tracing.closed_paths()
-        ends = [sum(sizes[:k]) for k in range(len(sizes) + 1)]
         self.shares = [sum(costs[a:b]) / (sum(costs) or 1.0) for a, b in pairwise(ends)]
         self.layers = [[call.path for call in calls[a:b]] for a, b in pairwise(ends)]
         tracing.begins = tuple(calls[start] for start in ends[1:-1])
@@ -90,9 +85,6 @@ class Split(Sequence[Stage]):
 
     def __getitem__(self, index: int | slice) -> Stage | list[Stage]:
         return self._stages[index]
-
-    def __iter__(self) -> Iterator[Stage]:
-        return iter(self._stages)
 
     @property
     def num_parameters(self) -> list[int]:
@@ -124,10 +116,10 @@ def split(
     model: nn.Module,
     num_stages: int | None = None,
     *,
-    at: Sequence[str] = (),
-    sizes: Sequence[int] = (),
+    at: Iterable[str] = (),
+    sizes: Iterable[int] = (),
     example: Any = None,
-    costs: Sequence[float] | None = None,
+    costs: Iterable[float] | None = None,
 ) -> Split:
     """Cuts a model into stages, between its layers and whatever its forward does between them.
 
@@ -163,81 +155,66 @@ def split(
         >>> len(cut), [len(list(stage.parameters())) for stage in cut]
         (2, [4, 4])
     """
-    if not isinstance(model, nn.Module):
-        raise PartitionError(f"the model is {type(model).__name__}; give a module")
     if isinstance(at, str):
         raise PartitionError(f"at is the text {at!r}; give a list of paths, at=[{at!r}]")
-    at = _listed_as("at", at, lambda each: isinstance(each, str), "paths of layers")
-    sizes = _listed_as("sizes", sizes, is_count, "numbers of layers, one for each stage")
-    if costs is not None:
-        costs = _listed_as("costs", costs, lambda each: isinstance(each, Real), "numbers, one for each layer")
-    if num_stages is not None and (not isinstance(num_stages, Integral) or isinstance(num_stages, bool)):
-        raise PartitionError(f"num_stages is {num_stages!r:.60}; give a whole number, at least 1")
+    at, sizes, weights = list(at), list(sizes), None if costs is None else list(costs)
     require_stage(model, "the model")
     try:
         tracing = ModelTracer(model, opened_modules(model, [_known(model, name) for name in at]), example)
         program = tracing.first()
         paths = [call.path for call in program.calls]
-        if costs is None:
+        if weights is None:
             layers = [model.get_submodule(path) for path in paths]
-            costs = parameter_costs(layers) if example is None else _operations(tracing, paths)
-        if len(costs) != len(paths):
-            raise PartitionError(f"{len(costs)} costs given for {len(paths)} layers: {', '.join(paths)}")
-        return Split(tracing, program, _sizes(tracing, paths, num_stages, at, sizes, costs), costs)
+            weights = parameter_costs(layers) if example is None else _operations(tracing, paths)
+        if len(weights) != len(paths):
+            raise PartitionError(f"{len(weights)} costs given for {len(paths)} layers: {', '.join(paths)}")
+        return Split(tracing, program, _ends(tracing, paths, num_stages, at, sizes, weights), weights)
     except Untraceable as error:
         raise PartitionError(_cannot(model, error)) from error
 
 
-def _sizes(
+def _ends(
     tracing: ModelTracer,
     paths: Sequence[str],
     num_stages: int | None,
     at: Sequence[str],
     sizes: Sequence[int],
     costs: Sequence[float],
-) -> Sequence[int]:
-    """Returns the number of layers of each stage.
+) -> list[int]:
+    """Returns how many layers come before each stage, and the number of all layers.
 
     Args:
         paths: of the layers, in the order in which the forward calls them. The other arguments are those of `split`.
     """
     if at:
-        starts = [0, *(_place(paths, name, tracing) for name in at), len(paths)]
-        if any(a >= b for a, b in pairwise(starts)):
+        ends = [0, *(_place(paths, name, tracing) for name in at), len(paths)]
+        if any(a >= b for a, b in pairwise(ends)):
             raise PartitionError(
                 f"stages cannot begin at {', '.join(at)}: the forward calls its layers in the order "
                 f"{', '.join(paths)}"
             )
         if num_stages is not None and num_stages != len(at) + 1:
             raise PartitionError(f"{len(at)} names in at= make {len(at) + 1} stages, not {num_stages}")
-        if sizes:
-            raise PartitionError("at= and sizes= both say where stages begin; give one of them")
-        return [b - a for a, b in pairwise(starts)]
+        return ends
     if sizes:
         if min(sizes) < 1 or sum(sizes) != len(paths) or len(sizes) != (num_stages or len(sizes)):
             raise PartitionError(
                 f"sizes {', '.join(map(str, sizes))} are for {len(sizes)} stages and {sum(sizes)} layers; give each "
                 f"of the {num_stages or len(sizes)} stages at least one of the {len(paths)} layers"
             )
-        return sizes
+        return [0, *accumulate(sizes)]
     wanted = len(paths) if num_stages is None else num_stages
     if wanted > len(paths):
         raise PartitionError(
             f"{wanted} stages asked of a {type(tracing.model).__name__} with {len(paths)} layers to cut between: "
-            f"{', '.join(paths) or 'none'}"
-            + "".join(f"; {each}" for each in tracing.closed_paths())
-            + "; name layers inside of these with ps.split(model, at=[...]), or use fewer stages"
+            f"{', '.join(paths) or 'none'}{_why_whole(tracing)}; name layers inside of these with "
+            "ps.split(model, at=[...]), or use fewer stages"
         )
-    return [len(part) for part in partition(costs, wanted)]
+    return [0, *(part.stop for part in partition(costs, wanted))]
 
 
-def _listed_as(name: str, given: Iterable[T], fits: Callable[[T], bool], what: str) -> list[T]:
-    """Returns an argument as a list. Raises PartitionError if it is none, or one of its entries does not fit."""
-    found = list(given) if isinstance(given, Iterable) and not isinstance(given, str) else None
-    if found is None or not all(map(fits, found)):
-        shown = repr(given if found is None else found)
-        raise PartitionError(f"{name} is {shown:.60}; give a list of {what}")
-    return found
+def _why_whole(tracing: ModelTracer) -> str:
+    return "".join(f"; {each}" for each in tracing.closed_paths())
 
 
 def _cannot(model: nn.Module, error: Untraceable) -> str:
@@ -267,9 +244,9 @@ def _place(paths: Sequence[str], name: str, tracing: ModelTracer) -> int:
     for place, path in enumerate(paths):
         if f"{path}.".startswith(f"{name}."):
             return place
-    why = "".join(f"; {each}" for each in tracing.closed_paths())
     raise PartitionError(
-        f"at= names {name!r}, which the forward does not call by itself; it calls {', '.join(paths)}{why}"
+        f"at= names {name!r}, which the forward does not call by itself; it calls {', '.join(paths)}"
+        f"{_why_whole(tracing)}"
     )
 
 
@@ -279,31 +256,26 @@ def parameter_costs(layers: Sequence[nn.Module]) -> list[float]:
 
 
 def _operations(tracing: ModelTracer, paths: Sequence[str]) -> list[float]:
-    """Returns for each call of a layer its floating-point operations for the example, at least 1."""
-    counter = FlopCounterMode(display=False)
-    device = device_of(tracing.example)
-    with untouched(tracing.model), restored(device), torch.no_grad(), _in_single_operations(), counter:
-        tracing.outputs()
-    counts = {path: sum(found.values()) for path, found in counter.get_flop_counts().items()}
-    name, num_calls = type(tracing.model).__name__, Counter(paths)
-    return [max(1.0, counts.get(f"{name}.{path}", 0) / num_calls[path]) for path in paths]
+    """Returns for each call of a layer its floating-point operations for the example, at least 1.
 
-
-@contextmanager
-def _in_single_operations() -> Iterator[None]:
-    """Inside, torch computes recurrent and attention layers by matmuls, which its counter knows.
-
-    Otherwise oneDNN, cuDNN or torch's fast path computes such a layer in one piece, which counts as nothing.
+    oneDNN, cuDNN and torch's fast path compute recurrent and attention layers in one piece, which counts as nothing.
+    Without them torch computes these layers by matmuls.
     """
-    fast_path = torch.backends.mha.get_fastpath_enabled()
+    counter, is_fast = FlopCounterMode(display=False), torch.backends.mha.get_fastpath_enabled()
     one_dnn, *_ = torch.backends.mkldnn.set_flags(False)
     torch.backends.mha.set_fastpath_enabled(False)
     try:
-        with torch.backends.cudnn.flags(enabled=False):
-            yield
+        with (
+            untouched(tracing.model), restored(device_of(tracing.example)), torch.no_grad(), counter,
+            torch.backends.cudnn.flags(enabled=False),
+        ):  # fmt: skip
+            tracing.outputs()
     finally:
-        torch.backends.mha.set_fastpath_enabled(fast_path)
+        torch.backends.mha.set_fastpath_enabled(is_fast)
         torch.backends.mkldnn.set_flags(one_dnn)
+    counts = {path: sum(found.values()) for path, found in counter.get_flop_counts().items()}
+    name, num_calls = type(tracing.model).__name__, Counter(paths)
+    return [max(1.0, counts.get(f"{name}.{path}", 0) / num_calls[path]) for path in paths]
 
 
 def _stages(tracing: ModelTracer, program: TracedProgram) -> list[Stage]:
@@ -408,7 +380,7 @@ def stages_of(
     if isinstance(model, nn.Sequential) and (num_stages > 1 or len(model) > 0):
         if costs is not None and len(costs) != len(model._modules):
             raise PartitionError(f"{len(costs)} costs given for {len(model._modules)} layers; give one per layer")
-        more = beside_layers(model)
+        more = _does_more(model)
         if more and num_stages == 1:
             own = type(model).forward is not nn.Sequential.forward or "forward" in model.__dict__
             return [WholeModel(model, with_arguments if own else with_one_argument)]
@@ -434,21 +406,12 @@ def stages_of(
     return list(sources)
 
 
-def beside_layers(model: nn.Sequential) -> list[str]:
-    """Says what a sequential does or holds beside its layers."""
-    kind, plain, found = type(model), nn.Sequential, []
-    if "parametrizations" in model._modules:
-        found.append("parametrizations")
-    if kind.forward is not plain.forward or "forward" in model.__dict__ or kind.__call__ is not plain.__call__:
-        found.append("a forward of its own")
-    if kind.__iter__ is not plain.__iter__:
-        found.append("an order of its own (__iter__)")
-    found += [words for attribute, words in HOOKS.items() if getattr(model, attribute)]
-    if is_compiled(model):
-        found.append("a forward compiled by torch.compile as one piece (compile its layers instead)")
-    found += [f"parameter {name!r}" for name, value in model._parameters.items() if value is not None]
-    found += [f"buffer {name!r}" for name, value in model._buffers.items() if value is not None]
-    return found
+def _does_more(model: nn.Sequential) -> bool:
+    """Returns whether a sequential does or holds something beside its layers."""
+    names = ("forward", "__call__", "__iter__")
+    has_own = any(getattr(type(model), name) is not getattr(nn.Sequential, name) for name in names)
+    has_tensors = any(each is not None for each in (*model._parameters.values(), *model._buffers.values()))
+    return has_own or has_tensors or "forward" in vars(model) or bool(why_closed(model))
 
 
 def build_stage(source: Stage | StageSource, index: int, num_stages: int) -> Stage:
@@ -484,7 +447,7 @@ def evaluating(model: nn.Module | Sequence[StageSource], stages: Iterable[nn.Mod
         for root in [*([] if whole is None else [whole]), *stages]:
             new = {module: module.training for module in root.modules() if module not in before}
             before |= new
-            if any(map(_does_more, new)):
+            if any(map(_has_own_modes, new)):
                 root.eval()
             else:  # the model's own `train` may have kept some layers of a stage in training mode
                 for module in new:
@@ -492,13 +455,13 @@ def evaluating(model: nn.Module | Sequence[StageSource], stages: Iterable[nn.Mod
         yield
     finally:
         for module, training in before.items():
-            if _does_more(module):
+            if _has_own_modes(module):
                 module.train(training)
         for module, training in before.items():
             module.training = training
 
 
-def _does_more(module: nn.Module) -> bool:
+def _has_own_modes(module: nn.Module) -> bool:
     """Whether a module's `train` or `eval` may do more than note its mode, and those of its parts."""
     kind = type(module)
     own = kind.train is not nn.Module.train or kind.eval is not nn.Module.eval

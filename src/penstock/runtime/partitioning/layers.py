@@ -25,13 +25,8 @@ from penstock.runtime.split_backward import is_compiled
 LARGE = 1 / 8
 """The share of the model's parameters from which on a module is worth opening."""
 
-HOOKS = {
-    "_forward_pre_hooks": "a forward pre-hook",
-    "_forward_hooks": "a forward hook",
-    "_backward_pre_hooks": "a backward pre-hook",
-    "_backward_hooks": "a backward hook",
-}
-"""Where a module keeps its hooks, and what one of them is, in words."""
+_HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
+"""Where a module keeps its hooks."""
 
 
 def opened_modules(model: nn.Module, names: Collection[str] = ()) -> list[nn.Module]:
@@ -60,23 +55,16 @@ def opened_modules(model: nn.Module, names: Collection[str] = ()) -> list[nn.Mod
 
 def why_closed(module: nn.Module) -> str:
     """Says why a module's forward cannot be traced; empty if it can."""
-    if hooked := why_hooked(module):
-        return hooked
+    for kind in _HOOKS:
+        if getattr(module, kind):
+            return f"has a hook ({kind.strip('_').replace('_', ' ')})"
     if "parametrizations" in module._modules:
         return "has parametrizations"
-    if is_compiled(module):
-        return "is compiled by torch.compile as one piece (compile its layers instead)"
-    if isinstance(module, torch.jit.ScriptModule):
-        return "is compiled by TorchScript as one piece"
+    if is_compiled(module) or isinstance(module, torch.jit.ScriptModule):
+        return "is compiled by torch.compile or TorchScript as one piece (compile its layers instead)"
     if type(module).__call__ is not nn.Module.__call__:
         return "has a __call__ of its own"
     return ""
-
-
-def why_hooked(module: nn.Module) -> str:
-    """Says that a module has a hook; empty if it has none."""
-    kind = next((kind for kind in HOOKS if getattr(module, kind)), "")
-    return f"has a hook ({kind.strip('_').replace('_', ' ')})" if kind else ""
 
 
 def is_list(module: nn.Module) -> bool:

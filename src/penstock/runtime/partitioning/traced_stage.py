@@ -7,9 +7,8 @@ from __future__ import annotations
 
 import json
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import is_dataclass
 from typing import Any
 
 import torch
@@ -68,28 +67,14 @@ class TracedStage(Stage):
         return {path: module for path, module in self._tracing.model.named_modules() if module in opened}
 
     def follow_model(self) -> None:
-        """Takes the buffers that the user has given the model since, as `model.half()` and `model.mask = other` do.
-
-        Raises:
-            RuntimeFailure: a parameter has been replaced, which an optimizer would go on training, or a tensor has
-                been taken away.
-        """
+        """Takes buffers that the user has given the model since, as `model.half()` and `model.mask = other` do."""
         for path, known in self._found.items():
             holder, name = self._places[path]
             owner, last = _owner_of(self._tracing.model, path)
-            if owner is None or owner is holder:
-                continue
-            now = owner._buffers.get(last) if owner._parameters.get(last) is None else owner._parameters[last]
-            if now is known:
-                continue
-            if now is None or isinstance(known, Parameter) or isinstance(now, Parameter):
-                is_what = "is another one than" if isinstance(now, Tensor) else "is no longer there, which it was"
-                raise RuntimeFailure(
-                    f"{path} of the model {is_what} when ps.Pipeline was made, whose stages have that one; make a "
-                    "new pipeline, or change it in place, such as by copy_() under torch.no_grad()"
-                )
-            holder._buffers[name] = now if holder._buffers[name] is known else now.clone()
-            self._found[path] = now
+            now = None if owner is None or owner is holder else owner._buffers.get(last)
+            if now is not None and now is not known:
+                holder._buffers[name] = now if holder._buffers[name] is known else now.clone()
+                self._found[path] = now
 
     def replace(self, old: nn.Module, new: nn.Module) -> None:
         super().replace(old, new)
@@ -145,12 +130,7 @@ class TracedStage(Stage):
         return where[path]
 
     def _passed_on(self, goes: Sequence[fx.Node], values: Mapping[fx.Node, Any], skeleton: Any) -> dict[str, Any]:
-        out: dict[str, Any] = {}
-        for node in goes:
-            try:
-                out[node.name] = _packed(values[node])
-            except TypeError as error:
-                raise Untraceable(f"{error}; a stage between uses it", node.meta.get("line")) from None
+        out: dict[str, Any] = {node.name: _packed(values[node]) for node in goes}
         if str(skeleton) != str(self._tracing.skeleton):
             out[_FORM] = json.dumps(skeleton)
         return out
@@ -197,32 +177,23 @@ def _packed(value: Any) -> Any:
     """Returns a value in the form in which it travels between stages."""
     if isinstance(value, torch.dtype):
         return {_DTYPE: str(value).removeprefix("torch.")}
-    if isinstance(value, torch.device):
-        return {_DEVICE: None}
-    if type(value) in (tuple, torch.Size):
-        return tuple(_packed(each) for each in value)
-    if type(value) is list:
-        return [_packed(each) for each in value]
-    if type(value) is dict and all(isinstance(key, str) for key in value):
-        return {key: _packed(each) for key, each in value.items()}
-    if (
-        isinstance(value, Tensor | bool | int | float | str | None)
-        or is_dataclass(value)
-        or hasattr(value, "_fields")
-    ):
-        return value
-    raise TypeError(f"a value of type {type(value).__name__} cannot pass from one stage to the next")
+    return {_DEVICE: None} if isinstance(value, torch.device) else _mapped(_packed, value)
 
 
 def _unpacked(value: Any, device: torch.device) -> Any:
+    if type(value) is dict and value.keys() <= {_DTYPE, _DEVICE} and value:
+        return DTYPES[value[_DTYPE]] if _DTYPE in value else device
+    return _mapped(lambda each: _unpacked(each, device), value)
+
+
+def _mapped(function: Callable[[Any], Any], value: Any) -> Any:
+    """Returns a tuple, list or dict with the function's results for its items, and another value as it is."""
+    if type(value) in (tuple, torch.Size):
+        return tuple(map(function, value))
+    if type(value) is list:
+        return list(map(function, value))
     if type(value) is dict:
-        if _DTYPE in value:
-            return DTYPES[value[_DTYPE]]
-        if _DEVICE in value:
-            return device
-        return {key: _unpacked(each, device) for key, each in value.items()}
-    if type(value) in (tuple, list):
-        return type(value)(_unpacked(each, device) for each in value)
+        return {key: function(each) for key, each in value.items()}
     return value
 
 

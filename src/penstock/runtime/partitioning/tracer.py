@@ -19,9 +19,9 @@ import operator
 import random
 import sys
 import threading
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from functools import partial, partialmethod
+from functools import partialmethod
 from pathlib import Path
 from traceback import walk_stack, walk_tb
 from types import FrameType
@@ -81,17 +81,6 @@ _PYTHON = str(Path(linecache.__file__).parent)
 _INSTEAD = "Move that into one of its layers, or give ps.Pipeline a list with one module for each stage"
 
 
-class SourceLine(NamedTuple):
-    """A line of source."""
-
-    path: str
-    number: int
-
-    def __str__(self) -> str:
-        text = linecache.getline(self.path, self.number).strip()
-        return f"{self.path}:{self.number}" + (f": {text}" if text else "")
-
-
 class Untraceable(PartitionError):
     """The forward does something that stands in the way of cutting it.
 
@@ -106,7 +95,7 @@ class Untraceable(PartitionError):
 
     module: nn.Module | None = None
 
-    def __init__(self, what: str, line: SourceLine | None, instead: str = _INSTEAD) -> None:
+    def __init__(self, what: str, line: str | None, instead: str = _INSTEAD) -> None:
         super().__init__(what if line is None else f"{what}, at {line}")
         self.instead = instead
 
@@ -140,7 +129,7 @@ class ExampleGuard:
 
     __name__ = "same"
 
-    def __init__(self, kind: Callable[[Any], Any], expected: Any, line: SourceLine | None) -> None:
+    def __init__(self, kind: Callable[[Any], Any], expected: Any, line: str | None) -> None:
         self.kind, self.expected, self.line = kind, expected, line
 
     def __call__(self, value: Any) -> None:
@@ -300,12 +289,9 @@ class ForwardTracer(fx.Tracer):
             changed = put_back(self._before)
         if changed is not None:
             module, name = changed
+            self.failed_in = module if module in self._opened else None
             kind = type(module).__name__
-            if module not in self._opened:
-                words = f"the forward changes {name!r} of a {kind}, one of its layers, which tracing would do once"
-                raise Untraceable(words, None)
-            self.failed_in = module
-            raise Untraceable(f"the forward of {kind} changes its attribute {name!r}", None)
+            raise Untraceable(f"the forward changes {name!r} of a {kind}, which tracing would do once", None)
         if self._refused_first is not None:  # and an except clause of the forward went on
             raise self._refused_first
         return graph, entry
@@ -461,19 +447,14 @@ class ForwardTracer(fx.Tracer):
         """Returns functions that are replaced: (owner, name, replacement)."""
         for owner, names, doing in _REFUSED:
             for name in names:
-                yield owner, name, self._unless_not_meant(getattr(owner, name), partial(self._refuse_call, doing))
+                yield owner, name, self._instead_of(getattr(owner, name), doing)
         for name in _FACTORIES:
-            function = getattr(torch, name)
-            yield torch, name, self._unless_not_meant(function, partial(self._record_call, function))
+            yield torch, name, self._instead_of(getattr(torch, name))
         apply = torch.autograd.Function.__dict__["apply"]  # a class method, of Python or, since torch 2.15, of C
 
         def applied(cls: type, *args: Any, **kwargs: Any) -> Any:
-            function = apply.__get__(None, cls)
-            if self._is_not_meant():
-                return function(*args, **kwargs)
-            if cls.__module__ == "torch.utils.checkpoint":
-                self.refuse(_HOOKS)
-            return self._record_call(function, *args, **kwargs)
+            doing = _HOOKS if cls.__module__ == "torch.utils.checkpoint" else ""
+            return self._instead_of(apply.__get__(None, cls), doing)(*args, **kwargs)
 
         yield torch.autograd.Function, "apply", classmethod(applied)
         yield builtins, "isinstance", self._is_instance
@@ -485,14 +466,17 @@ class ForwardTracer(fx.Tracer):
         """
         return self._num_suspensions > 0 or threading.get_ident() != self._thread
 
-    def _unless_not_meant(self, function: Callable[..., Any], instead: Callable[..., Any]) -> Callable[..., Any]:
-        return lambda *args, **kwargs: (function if self._is_not_meant() else instead)(*args, **kwargs)
+    def _instead_of(self, function: Callable[..., Any], doing: str = "") -> Callable[..., Any]:
+        """Returns a function whose calls are recorded, or refused if `doing` says in words what they do."""
 
-    def _refuse_call(self, doing: str, *args: Any, **kwargs: Any) -> None:
-        self.refuse(doing)
+        def called(*args: Any, **kwargs: Any) -> Any:
+            if self._is_not_meant():
+                return function(*args, **kwargs)
+            if doing:
+                self.refuse(doing)
+            return self.create_proxy("call_function", function, args, kwargs)
 
-    def _record_call(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        return self.create_proxy("call_function", function, args, kwargs)
+        return called
 
     def _is_instance(self, value: Any, kinds: Any = Tensor) -> bool:
         """An `isinstance` that tells the user's code about the value that a traced one stands for."""
@@ -579,16 +563,19 @@ def is_users(path: str) -> bool:
     return not path.startswith((*_LIBRARIES, "<frozen"))
 
 
-def here() -> SourceLine | None:
+def here() -> str | None:
     """Returns the user's innermost line that is running."""
-    return next(_users_lines(walk_stack(None)), None)
+    return _first_line(walk_stack(None))
 
 
-def line_of_error(error: BaseException) -> SourceLine | None:
+def line_of_error(error: BaseException) -> str | None:
     """Returns the user's innermost line that an error came through."""
-    lines = list(_users_lines(walk_tb(error.__traceback__)))
-    return lines[-1] if lines else None
+    return _first_line(reversed(list(walk_tb(error.__traceback__))))
 
 
-def _users_lines(frames: Iterator[tuple[FrameType, int]]) -> Iterator[SourceLine]:
-    return (SourceLine(path, number) for frame, number in frames if is_users(path := frame.f_code.co_filename))
+def _first_line(frames: Iterable[tuple[FrameType, int]]) -> str | None:
+    """Returns the first of these lines that is the user's."""
+    for frame, number in frames:
+        if is_users(path := frame.f_code.co_filename):
+            return f"{path}:{number}: {linecache.getline(path, number).strip()}".removesuffix(": ")
+    return None
