@@ -1,4 +1,6 @@
-"""Where a rank sleeps until something happens. Its transport's threads put events in, and the rank takes them out.
+"""What came in for a rank: the messages of its step, each by its edge, and the events for which it sleeps.
+
+A transport's threads put events in, and the rank takes them out.
 
     a thread a channel ----put----> +-------+
     acknowledgements   ----put----> | Inbox | ----wait----> the rank: event() -> the edges that came in
@@ -14,8 +16,14 @@ import os
 from collections.abc import Callable
 from contextlib import suppress
 from queue import Empty, SimpleQueue
+from typing import Any, Generic, TypeVar
 
+from penstock.runtime.errors import RuntimeFailure
 from penstock.runtime.tensors.message import Edge
+from penstock.runtime.transport.base import CrossingLog, StepMessages
+from penstock.runtime.transport.channel import why_unexpected
+
+M = TypeVar("M")
 
 ArrivalEvent = Callable[[], list[Edge]]
 FINELY, BRIEFLY = 0.002, 0.0001
@@ -86,3 +94,70 @@ class Inbox:
         if self._descriptor is not None:
             os.close(self._descriptor)
         self._descriptor = None
+
+
+class StepInbox(Generic[M]):
+    """A rank's messages of a step: those that it expects, and those that came in and were not taken.
+
+    Attributes:
+        step: the number of the step. stamp: the number with the digest of the step's shapes; each message brings it.
+        crossings: of what came in.
+    """
+
+    def __init__(self, rank: int) -> None:
+        self._rank = rank
+        self.step = self.stamp = 0
+        self._due: dict[tuple[int, int], Edge] = {}
+        """By sender and tag."""
+        self._early: list[tuple[Any, ...]] = []
+        self._ready: dict[Edge, M] = {}
+        self._arrived: list[Edge] = []
+        self.crossings = CrossingLog()
+
+    def begin(self, step: StepMessages) -> None:
+        """Begins a step, with those of its messages that came before.
+
+        Raises:
+            RuntimeFailure: one of them is not expected.
+        """
+        self.step += 1
+        self.stamp = self.step << 32 | step.digest & 0xFFFFFFFF
+        self._due = {(peer, tag): edge for _, peer, messages in step.expected for edge, tag in messages}
+        early, self._early = self._early, []
+        for each in early:
+            self.came(*each)
+
+    def came(self, peer: int, tag: int, stamp: int, message: M, *times: int) -> None:
+        """Takes in a message from a rank; of the next step, it waits for that.
+
+        Args:
+            times: the bytes that it carries; when it was sent, could be received, and arrived.
+
+        Raises:
+            RuntimeFailure: it is not expected.
+        """
+        of_step = stamp >> 32
+        if of_step > self.step:
+            self._early.append((peer, tag, stamp, message, *times))
+            return
+        edge = self._due.pop((peer, tag), None)
+        if edge is None or stamp != self.stamp:
+            raise RuntimeFailure(why_unexpected(self._rank, self.step, peer, of_step, tag, edge))
+        self._ready[edge] = message
+        self._arrived.append(edge)
+        self.crossings.add(peer, self._rank, *times, edge)
+
+    def arrivals(self) -> list[Edge]:
+        """Edges whose messages came in since the last call."""
+        arrived = self._arrived
+        if arrived:
+            self._arrived = []
+        return arrived
+
+    def take(self, edge: Edge) -> M:
+        """The message of an edge that has arrived."""
+        return self._ready.pop(edge)
+
+    def owed(self) -> set[int]:
+        """Ranks from which messages are yet to come."""
+        return {peer for peer, _ in self._due}

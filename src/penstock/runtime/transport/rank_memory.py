@@ -14,18 +14,15 @@ receivers, and each message says where it lies.
 from __future__ import annotations
 
 import os
-import platform
 import select
 import threading
 from contextlib import suppress
-from functools import partial
 from mmap import MADV_REMOVE, PAGESIZE
 from struct import Struct
 from typing import NamedTuple
 
 from penstock.runtime.errors import RuntimeFailure
 from penstock.runtime.mesh.interfaces import network_name
-from penstock.runtime.tensors.message import Edge
 from penstock.runtime.transport.mapped_memory import MappedMemory
 from penstock.runtime.transport.wire_format import ALIGN, Packet, WireSpec
 
@@ -39,9 +36,8 @@ WORD = 8
 ASLEEP, NONCE, HEAD = 0, 8, 16
 """Words of a rank's memory: whether it sleeps, what tells it from other memory; then come its rings, and its rows of
 sums."""
-WRITTEN, READ, WANTED, ENTRIES = 0, 8, 9, 16
-"""Words of a ring: how many messages were put in; how many were taken out, and whether the sender waits until one is
-used; then the places of slots."""
+WRITTEN, READ, ENTRIES = 0, 8, 16
+"""Words of a ring: how many messages were put in; how many were taken out; then the places of slots."""
 PLACE = 8 + ROW
 """Words of one of the two places of sums: the number of the sum, then its row."""
 SLOT_HEADER = Struct("7q")
@@ -50,9 +46,6 @@ of the shapes, when it was sent and when it was there; where its spec lies in th
 WAITING, SUMMING = 1, 2
 """What a rank says in its memory that sleeps until a message comes, or until a sum is whole."""
 
-_IN_ORDER = platform.machine() in ("x86_64", "AMD64")
-"""Whether processors see one another's writes in the order in which they were made, and read in order. None of them
-keeps a read behind a write that comes before it."""
 _fence_lock = threading.Lock()
 
 
@@ -97,52 +90,31 @@ class PeerMemory(MappedMemory):
         floats = memoryview(self.map)[: self.span // WORD * WORD].cast("d")
         return [(self.words[at : at + 1], floats[at + 8 : at + PLACE]) for at in (first, first + PLACE)]
 
-    def header(self, offset: int) -> tuple[int, ...]:
-        """The words of a slot before its tensors."""
-        return SLOT_HEADER.unpack_from(self.map, offset)
-
-    def word(self, offset: int) -> memoryview:
-        """The word at an offset."""
-        return self.words[offset // WORD : offset // WORD + 1]
-
-    def packet(self, offset: int, spec: WireSpec) -> Packet:
-        """A slot, laid out for payloads of a spec."""
-        return Packet(spec, self.part(offset, spec.num_bytes))
-
     def close(self) -> None:
         del self.words
         super().close()
 
 
 class MemorySlot:
-    """A piece of this rank's memory, used for one message after another.
+    """A piece of a rank's memory, used for one message after another: by the rank itself, or as another one reads it.
 
     Attributes:
         full: its first word, not 0 while its message is not taken.
-        packet: the slot, laid out for its last message.
-        step: of its last message; 0 if its pages were given back.
+        spec_place: where the spec lies for which it is laid out, in the memory; packet: the slot, so laid out.
+        step: of its last message, for the rank itself; 0 if its pages were given back.
     """
 
-    __slots__ = ("capacity", "full", "offset", "packet", "step", "write_header")
+    __slots__ = ("capacity", "full", "memory", "offset", "packet", "spec_place", "step")
 
-    def __init__(self, memory: PeerMemory, offset: int, capacity: int, spec: WireSpec) -> None:
-        self.offset, self.capacity, self.step = offset, capacity, 0
-        self.full = memory.word(offset)
-        self.packet = memory.packet(offset, spec)
-        self.write_header = partial(SLOT_HEADER.pack_into, memory.map, offset)
+    def __init__(self, memory: PeerMemory, offset: int, capacity: int = 0) -> None:
+        self.memory, self.offset, self.capacity = memory, offset, capacity
+        self.full = memory.words[offset // WORD : offset // WORD + 1]
+        self.spec_place = self.step = 0
+        self.packet: Packet
 
-
-class ReadSlot(NamedTuple):
-    """A slot of another rank, laid out for the message that it has.
-
-    Attributes:
-        place: of the message's spec, in that rank's memory.
-        full: the slot's first word, to be set to 0 when the message is taken.
-    """
-
-    place: int
-    full: memoryview
-    packet: Packet
+    def lay_out(self, spec: WireSpec, place: int) -> None:
+        """Lays the slot out for messages of a spec, which lies at `place`."""
+        self.packet, self.spec_place = Packet(spec, self.memory.part(self.offset, spec.num_bytes)), place
 
 
 class OutgoingRing:
@@ -153,20 +125,20 @@ class OutgoingRing:
     def __init__(self, ring: memoryview, asleep: memoryview, wake: int) -> None:
         self.ring, self.asleep, self.wake = ring, asleep, wake
 
-    def put(self, offset: int) -> bool:
-        """Tells the rank of a message in a slot, and wakes it where it sleeps; False where the ring has no room."""
+    def has_room(self) -> bool:
+        """Whether the ring takes one more message."""
+        return self.ring[WRITTEN] - self.ring[READ] < RING
+
+    def put(self, offset: int) -> None:
+        """Tells the rank of a message in a slot, and wakes it where it sleeps; the ring must have room."""
         ring = self.ring
         written = ring[WRITTEN]
-        if written - ring[READ] >= RING:
-            return False
         ring[ENTRIES + written % RING] = offset
-        if not _IN_ORDER:
-            fence()
+        fence()
         ring[WRITTEN] = written + 1
         fence()
         if self.asleep[0] == WAITING:
             self.rouse()
-        return True
 
     def rouse(self) -> None:
         """Wakes the rank, once."""
@@ -179,21 +151,14 @@ class IncomingRing:
     """What comes from one rank.
 
     Attributes:
-        due: this step's messages that are yet to come, by tag.
-        early: places of messages of the next step.
-        specs: by their places in the sender's memory. slots: by theirs, as they were last read.
-        gone: whether its process is known to have ended. What it wrote before may be there still.
+        slots: by their places, as they were last read.
     """
 
-    __slots__ = ("due", "early", "gone", "memory", "peer", "ring", "slots", "specs")
+    __slots__ = ("memory", "peer", "ring", "slots")
 
     def __init__(self, peer: int, memory: PeerMemory, ring: memoryview) -> None:
         self.peer, self.memory, self.ring = peer, memory, ring
-        self.due: dict[int, Edge] = {}
-        self.early: list[int] = []
-        self.specs: dict[int, WireSpec] = {}
-        self.slots: dict[int, ReadSlot] = {}
-        self.gone = False
+        self.slots: dict[int, MemorySlot] = {}
 
     def new(self) -> list[int]:
         """The places of messages that were put in since the last call."""
@@ -201,19 +166,10 @@ class IncomingRing:
         read, written = ring[READ], ring[WRITTEN]
         if read == written:
             return []
-        if not _IN_ORDER:
-            fence()
+        fence()
         places = [ring[ENTRIES + number % RING] for number in range(read, written)]
         ring[READ] = written
         return places
-
-    def lay_out(self, offset: int, place: int, num_bytes: int) -> ReadSlot:
-        """A slot, as the spec says that lies at `place`."""
-        spec = self.specs.get(place)
-        if spec is None:
-            spec = self.specs[place] = WireSpec.from_bytes(self.memory.map[place : place + num_bytes])
-        slot = self.slots[offset] = ReadSlot(place, self.memory.word(offset), self.memory.packet(offset, spec))
-        return slot
 
 
 class OwnMemory:
@@ -259,13 +215,13 @@ class OwnMemory:
         Raises:
             RuntimeFailure: no memory is left.
         """
-        offset, self.used = self.used, self.used + -(-num_bytes // ALIGN) * ALIGN
-        if self.used > self.memory.span:
-            self.used = offset
+        offset, end = self.used, self.used + -(-num_bytes // ALIGN) * ALIGN
+        if end > self.memory.span:
             raise RuntimeFailure(
                 f"the messages of this rank that were not taken fill {self.memory.span} bytes of shared memory; use "
                 "transport='gloo'"
             )
+        self.used = end
         return offset
 
     def give_back(self, slot: MemorySlot) -> None:

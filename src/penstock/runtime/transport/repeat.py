@@ -36,7 +36,6 @@ from penstock.runtime.mesh.process_mesh import ProcessMesh
 from penstock.runtime.tensors.message import Edge, Payload
 from penstock.runtime.transport.base import StepMessages, Transport
 from penstock.runtime.transport.failover import LOOK, Failover, begins_with
-from penstock.runtime.transport.shared_memory import SharedMemoryTransport
 
 R = TypeVar("R")
 MOST_ATTEMPTS = 16
@@ -285,8 +284,6 @@ class GuardedTransport:
         self.rank = inner.rank
         self._number = attempts.number if attempts.name else attempts.failover.number
         self.take, self.wake, self.crossings = inner.take, inner.wake, inner.crossings
-        if isinstance(inner, SharedMemoryTransport):
-            inner.require_going_on = lambda: attempts.require_links(by_group)
         attempts.failover.looks.append(self._look)
 
     @property

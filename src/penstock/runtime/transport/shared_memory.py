@@ -27,45 +27,43 @@ import os
 import time
 from array import array
 from collections import defaultdict, deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from time import perf_counter_ns
 from typing import Any, NamedTuple
 
-from penstock.runtime.errors import DeadlineExceeded, PeerLost, RuntimeFailure
+from penstock.runtime.errors import DeadlineExceeded, PeerLost
 from penstock.runtime.tensors.message import Edge, Payload
-from penstock.runtime.transport.base import CrossingLog, StepMessages, TransferRecord
-from penstock.runtime.transport.channel import ChannelKey, Tags, why_unexpected
-from penstock.runtime.transport.inbox import BRIEFLY, FINELY
+from penstock.runtime.transport.base import StepMessages, TransferRecord
+from penstock.runtime.transport.channel import ChannelKey, Tags
+from penstock.runtime.transport.inbox import BRIEFLY, FINELY, StepInbox
 from penstock.runtime.transport.rank_memory import (
     ASLEEP,
     NONCE,
+    SLOT_HEADER,
     SUMMING,
     WAITING,
-    WANTED,
     IncomingRing,
     MemoryAddress,
     MemorySlot,
     OutgoingRing,
     OwnMemory,
     PeerMemory,
-    ReadSlot,
     fence,
 )
-from penstock.runtime.transport.wire_format import ALIGN, WireSpec
+from penstock.runtime.transport.wire_format import ALIGN, SpecCache, WireSpec
 
 TRIMMED = 1 << 16
 """Bytes from which a slot that is no longer used gives its pages back."""
 POLL_S = 0.5
 """Seconds after which a rank that sleeps looks up, whatever was said."""
 SOON_S = 0.001
-"""Seconds after which a rank that found a full ring tries again: those who read a ring wake nobody."""
+"""Seconds after which a rank whose channel was full looks again: those who take messages wake nobody."""
 
 
-class SentSpec(NamedTuple):
-    """A spec of this rank's messages: where it lies in the rank's memory, and what slots for it have."""
+class WrittenSpec(NamedTuple):
+    """A spec of this rank's messages: where it lies in the rank's memory, how long, and what slots for it have."""
 
-    spec: WireSpec
     place: int
     num_bytes: int
     capacity: int
@@ -75,26 +73,24 @@ class OutChannel:
     """The sending end of a channel.
 
     Attributes:
-        target: the rank that receives.
-        specs: by signature, of the last message that had it.
+        target: the rank that receives; ring: to it.
         slots: by capacity, the longest used first.
         under_way: slots that were full when last looked at, where the channel has a bound.
     """
 
-    __slots__ = ("slots", "specs", "target", "under_way")
+    __slots__ = ("ring", "slots", "target", "under_way")
 
-    def __init__(self, target: int) -> None:
-        self.target = target
-        self.specs: dict[str, SentSpec] = {}
+    def __init__(self, target: int, ring: OutgoingRing) -> None:
+        self.target, self.ring = target, ring
         self.slots: defaultdict[int, deque[MemorySlot]] = defaultdict(deque)
         self.under_way: deque[MemorySlot] = deque()
 
-    def has_room(self, window: int) -> bool:
-        """Whether fewer messages than that are not taken."""
+    def has_room(self, window: int | None) -> bool:
+        """Whether the ring takes one more message, and fewer than `window` of the channel's are not taken."""
         under_way = self.under_way
         while under_way and not under_way[0].full[0]:
             under_way.popleft()
-        return len(under_way) < window
+        return self.ring.has_room() and (window is None or len(under_way) < window)
 
 
 class SharedMemoryTransport:
@@ -115,24 +111,23 @@ class SharedMemoryTransport:
         self.rank = rank
         self._tags, self._timeout = tags, timeout
         self._own = own
-        self._step = self._now = self._sum = 0
+        self._inbox: StepInbox[MemorySlot] = StepInbox(rank)
+        self._num_sums = 0
         self._signatures: Sequence[str] = ()
         self._window: Mapping[int, int] = {}
         self._senders: dict[int, OutgoingRing] = {}
         self._receivers: dict[int, IncomingRing] = {}
-        self._watched: dict[int, IncomingRing] = {}
-        """By a descriptor that tells when the process ends."""
         self._owing: list[IncomingRing] = []
-        self._specs: dict[WireSpec, SentSpec] = {}
+        self._watched: dict[int, int] = {}
+        """The rank of each process, by a descriptor that tells when it ends."""
+        self._gone: set[int] = set()
+        """Ranks whose process has ended. What they wrote before may be there still."""
+        self._specs, self._written = SpecCache(), dict[bytes, WrittenSpec]()
         self._routes: dict[tuple[Edge, int], tuple[OutChannel, int]] = {}
         self._channels: dict[tuple[ChannelKey, int], OutChannel] = {}
-        self._full: OutChannel | None = None
-        self._ready: dict[Edge, tuple[IncomingRing, ReadSlot]] = {}
-        self._arrived: list[Edge] = []
+        self._full: tuple[OutChannel, int | None] | None = None
+        """The channel that had no room for a message, and its bound."""
         self._woken = self._closed = False
-        self.require_going_on: Callable[[], object] = bool
-        """Raises where what this rank sends is in vain."""
-        self._log = CrossingLog()
         self._opened: list[int] = []
         try:
             for peer, address in enumerate(addresses):
@@ -159,8 +154,9 @@ class SharedMemoryTransport:
         pidfd = os.pidfd_open(address.pid)
         self._opened.append(pidfd)
         self._own.watch(pidfd)
+        self._watched[pidfd] = peer
         self._senders[peer] = OutgoingRing(self._own.memory.ring(peer), memory.words[ASLEEP : ASLEEP + 1], wake)
-        self._receivers[peer] = self._watched[pidfd] = IncomingRing(peer, memory, memory.ring(self.rank))
+        self._receivers[peer] = IncomingRing(peer, memory, memory.ring(self.rank))
 
     # Steps.
 
@@ -170,18 +166,9 @@ class SharedMemoryTransport:
         Raises:
             RuntimeFailure: messages came that are not of this step.
         """
-        self._step += 1
-        self._now = self._step << 32 | step.digest & 0xFFFFFFFF
         self._signatures, self._window, self._full = step.signatures, step.window, None
-        self._owing = list({peer: self._receivers[peer] for _, peer, _ in step.expected}.values())
-        for receiver in self._receivers.values():
-            receiver.due = {}
-        for _, peer, messages in step.expected:
-            self._receivers[peer].due.update({tag: edge for edge, tag in messages})
-        for receiver in self._receivers.values():
-            early, receiver.early = receiver.early, []
-            for offset in early:
-                self._came(receiver, offset)
+        self._owing = [self._receivers[peer] for peer in dict.fromkeys(peer for _, peer, _ in step.expected)]
+        self._inbox.begin(step)
 
     def end(self) -> None:
         """Ends a step: all that was sent lies where its receiver finds it. Large slots that the last two steps did
@@ -190,7 +177,7 @@ class SharedMemoryTransport:
         for channel in self._channels.values():
             for capacity, slots in channel.slots.items():
                 for slot in slots if capacity >= TRIMMED else ():
-                    if slot.step and slot.step < self._step - 1 and not slot.full[0]:
+                    if slot.step and slot.step < self._inbox.step - 1 and not slot.full[0]:
                         slot.step = 0
                         self._own.give_back(slot)
 
@@ -200,8 +187,8 @@ class SharedMemoryTransport:
             return
         self._closed = True
         memories = [receiver.memory for receiver in self._receivers.values()]
-        self._owing, self._rows, self._full = [], [], None
-        for views in (self._ready, self._routes, self._channels, self._senders, self._watched, self._receivers):
+        self._rows, self._owing, self._full, self._inbox = [], [], None, StepInbox(self.rank)
+        for views in (self._routes, self._channels, self._senders, self._receivers):
             views.clear()  # memory is unmapped when nothing looks at it any more
         for memory in memories:
             memory.close()
@@ -212,12 +199,11 @@ class SharedMemoryTransport:
     # Sending.
 
     def send(self, edge: Edge, target: int, payload: Payload) -> bool:
-        """Writes a message where its receiver finds it. False where the channel has a bound and is full: try again
-        after a wait.
+        """Writes a message where its receiver finds it. False where the receiver has not taken, or not looked at, as
+        many as there may be: try again after a wait.
 
         Raises:
             RuntimeFailure: no memory is left, or a tensor that can't travel.
-            DeadlineExceeded, PeerLost: the receiver does not look at what it was sent before.
         """
         sent = perf_counter_ns()
         route = self._routes.get((edge, target))
@@ -225,65 +211,47 @@ class SharedMemoryTransport:
             route = self._routes[edge, target] = self._route(edge, target)
         channel, tag = route
         window = self._window.get(edge.slot) if self._window else None
-        if window is not None:
-            self._full = None if channel.has_room(window) else channel
-            if self._full is not None:
-                return False
-        signature = self._signatures[edge.consumer.microbatch]
-        known = channel.specs.get(signature)
-        if known is None or not known.spec.fits(payload):
-            known = channel.specs[signature] = self._sent_spec(WireSpec.of(payload))
-        slot = self._slot(channel, known)
+        self._full = None if channel.has_room(window) else (channel, window)
+        if self._full is not None:
+            return False
+        spec, text = self._specs.of(payload, channel, self._signatures[edge.consumer.microbatch])
+        written = self._written.get(text) or self._write_spec(spec, text)
+        slot = self._slot(channel, spec, written)
         slot.packet.pack(payload)
-        there = perf_counter_ns()
-        slot.write_header(1, tag, self._now, sent, there, known.place, known.num_bytes)
-        slot.step = self._step
+        stamp, there = self._inbox.stamp, perf_counter_ns()
+        SLOT_HEADER.pack_into(
+            slot.memory.map, slot.offset, 1, tag, stamp, sent, there, written.place, written.num_bytes
+        )
+        slot.step = self._inbox.step
         if window is not None:
             channel.under_way.append(slot)
-        if not self._senders[target].put(slot.offset):
-            self._put_later(target, slot.offset)
+        channel.ring.put(slot.offset)
         return True
 
-    def _put_later(self, target: int, offset: int) -> None:
-        """Puts a message into a ring that is full until its receiver looks, which may itself wait for this rank to
-        look.
-        """
-        end = time.monotonic() + self._timeout
-        what = f"for rank {target} to look at what it was sent"
-        while not self._senders[target].put(offset):
-            self.require_going_on()
-            if self._receivers[target].gone:
-                raise PeerLost(f"rank {self.rank} waited {what}, and the process of rank {target} has ended")
-            if time.monotonic() > end:
-                raise DeadlineExceeded(f"rank {self.rank} waited {self._timeout:g} s {what}")
-            for receiver in self._receivers.values():
-                for come in receiver.new():
-                    self._came(receiver, come)
-            self._sleep(SOON_S)
-
     def _route(self, edge: Edge, target: int) -> tuple[OutChannel, int]:
-        channel = self._channels.setdefault((ChannelKey.of(edge), target), OutChannel(target))
-        return channel, self._tags.message(edge)
+        """The channel of an edge, and the tag of its message."""
+        fresh = OutChannel(target, self._senders[target])
+        return self._channels.setdefault((ChannelKey.of(edge), target), fresh), self._tags.message(edge)
 
-    def _sent_spec(self, spec: WireSpec) -> SentSpec:
-        """A spec, written where all receivers find it."""
-        known = self._specs.get(spec)
-        if known is None:
-            text = spec.to_bytes()
-            place = self._own.allocate(len(text))
-            self._own.memory.map[place : place + len(text)] = text
-            known = self._specs[spec] = SentSpec(spec, place, len(text), _capacity(spec.num_bytes))
-        return known
+    def _write_spec(self, spec: WireSpec, text: bytes) -> WrittenSpec:
+        """Writes a spec where all receivers find it. Slots for it have at most a quarter more than it needs, so that
+        messages of like sizes share slots.
+        """
+        place = self._own.allocate(len(text))
+        self._own.memory.map[place : place + len(text)] = text
+        step = max(ALIGN, 1 << max(0, spec.num_bytes.bit_length() - 3))
+        written = self._written[text] = WrittenSpec(place, len(text), -(-spec.num_bytes // step) * step)
+        return written
 
-    def _slot(self, channel: OutChannel, known: SentSpec) -> MemorySlot:
+    def _slot(self, channel: OutChannel, spec: WireSpec, written: WrittenSpec) -> MemorySlot:
         """A free slot, laid out for a spec."""
-        slots, memory = channel.slots[known.capacity], self._own.memory
+        slots, capacity = channel.slots[written.capacity], written.capacity
         if slots and not slots[0].full[0]:
             slot = slots.popleft()
-            if slot.packet.spec is not known.spec:
-                slot.packet = memory.packet(slot.offset, known.spec)
         else:
-            slot = MemorySlot(memory, self._own.allocate(known.capacity), known.capacity, known.spec)
+            slot = MemorySlot(self._own.memory, self._own.allocate(capacity), capacity)
+        if slot.spec_place != written.place:
+            slot.lay_out(spec, written.place)
         slots.append(slot)
         return slot
 
@@ -298,37 +266,24 @@ class SharedMemoryTransport:
         for receiver in self._owing:
             for offset in receiver.new():
                 self._came(receiver, offset)
-        arrived = self._arrived
-        if arrived:
-            self._arrived = []
-        return arrived
+        return self._inbox.arrivals()
 
     def _came(self, receiver: IncomingRing, offset: int) -> None:
-        """Takes note of a message."""
-        _, tag, now, sent, there, place, num_bytes = receiver.memory.header(offset)
+        """Takes in a message that lies in a slot."""
+        memory = receiver.memory
+        _, tag, stamp, sent, there, place, num_bytes = SLOT_HEADER.unpack_from(memory.map, offset)
         slot = receiver.slots.get(offset)
-        if slot is None or slot.place != place:
-            slot = receiver.lay_out(offset, place, num_bytes)
-        if now != self._now and now >> 32 > self._step:
-            receiver.early.append(offset)
-            return
-        edge = receiver.due.pop(tag, None)
-        if edge is None or now != self._now:
-            raise RuntimeFailure(why_unexpected(self.rank, self._step, receiver.peer, now >> 32, tag, edge))
-        self._ready[edge] = receiver, slot
-        self._log.add(receiver.peer, self.rank, slot.packet.spec.carried_bytes, sent, sent, there, edge)
-        self._arrived.append(edge)
+        if slot is None:
+            slot = receiver.slots[offset] = MemorySlot(memory, offset)
+        if slot.spec_place != place:
+            slot.lay_out(self._specs.read(memory.map[place : place + num_bytes]), place)
+        self._inbox.came(receiver.peer, tag, stamp, slot, slot.packet.spec.carried_bytes, sent, sent, there)
 
     def take(self, edge: Edge) -> Payload:
         """The payload of an edge that has arrived. Its slot is free again."""
-        receiver, slot = self._ready.pop(edge)
+        slot = self._inbox.take(edge)
         payload = slot.packet.unpack()
         slot.full[0] = 0
-        if self._window:
-            fence()
-            if receiver.ring[WANTED]:
-                receiver.ring[WANTED] = 0
-                self._senders[receiver.peer].rouse()
         return payload
 
     def wait(self, awaited: Sequence[Edge], who: Callable[[], str], until: int | None = None) -> list[Edge]:
@@ -337,40 +292,66 @@ class SharedMemoryTransport:
         Raises:
             DeadlineExceeded, PeerLost: with who waited for what from whom.
         """
-        end = time.monotonic() + self._timeout
-        asleep, full = self._own.asleep, self._full
-        while True:
-            asleep[0] = WAITING
-            if full is not None:
-                self._senders[full.target].ring[WANTED] = 1
-            fence()
-            if (came := self.arrivals()) or self._woken or (full and not full.under_way[0].full[0]):
-                asleep[0] = 0
-                self._woken = False
-                return came
-            lost = next((receiver.peer for receiver in self._owing if receiver.gone and receiver.due), None)
-            if lost is not None:
-                raise PeerLost(
-                    f"rank {self.rank} lost its connection to rank {lost}, whose process has ended: {who()}"
-                )
-            left = end - time.monotonic()
-            if left <= 0:
-                raise DeadlineExceeded(f"nothing came in for {self._timeout:g} s: {who()}")
-            if until is not None:
-                soon = (until - perf_counter_ns()) / 1e9
-                if soon <= 0:
-                    asleep[0] = 0
-                    return came
-                if soon < FINELY:
-                    time.sleep(min(soon, BRIEFLY))
-                    continue
-                left = min(left, soon - FINELY / 2)
-            self._sleep(min(POLL_S, left))
+        full = self._full
+        came: list[Edge] = []
+
+        def has_ended() -> bool:
+            came.extend(self.arrivals())
+            return bool(came) or self._woken or (full is not None and full[0].has_room(full[1]))
+
+        def awaits() -> set[int]:
+            return self._inbox.owed() | (set() if full is None else {full[0].target})
+
+        if self._wait(WAITING, has_ended, awaits, who, POLL_S if full is None else SOON_S, until):
+            self._woken = False
+        return came
+
+    def _wait(
+        self,
+        state: int,
+        has_ended: Callable[[], bool],
+        awaits: Callable[[], Iterable[int]],
+        who: Callable[[], str],
+        look: float = POLL_S,
+        until: int | None = None,
+    ) -> bool:
+        """Sleeps until what is waited for is there; False where `until` came first.
+
+        Args:
+            state: what this rank says in its memory meanwhile.
+            awaits: the ranks that it waits for.
+            look: seconds after which it looks up, whatever was said.
+        """
+        asleep, end = self._own.asleep, time.monotonic() + self._timeout
+        try:
+            while True:
+                asleep[0] = state
+                fence()
+                if has_ended():
+                    return True
+                if self._gone and (lost := self._gone.intersection(awaits())):
+                    raise PeerLost(
+                        f"rank {self.rank} lost its connection to rank {min(lost)}, whose process has ended: {who()}"
+                    )
+                left = end - time.monotonic()
+                if left <= 0:
+                    raise DeadlineExceeded(f"nothing came in for {self._timeout:g} s: {who()}")
+                if until is not None:
+                    soon = (until - perf_counter_ns()) / 1e9
+                    if soon <= 0:
+                        return False
+                    if soon < FINELY:
+                        time.sleep(min(soon, BRIEFLY))
+                        continue
+                    left = min(left, soon - FINELY / 2)
+                self._sleep(min(look, left))
+        finally:
+            asleep[0] = 0
 
     def _sleep(self, seconds: float) -> None:
         """Sleeps until somebody writes to the pipe, or another rank's process ends."""
         for ended in self._own.sleep(seconds):
-            self._watched[ended].gone = True
+            self._gone.add(self._watched[ended])
 
     def wake(self) -> None:
         """Ends this rank's wait, or the next one; any thread may call it."""
@@ -380,7 +361,7 @@ class SharedMemoryTransport:
 
     def crossings(self) -> list[TransferRecord]:
         """The messages that came in since the last call: each arrived when it was written, whoever looked when."""
-        return self._log.take()
+        return self._inbox.crossings.take()
 
     # Sums.
 
@@ -391,47 +372,33 @@ class SharedMemoryTransport:
         Raises:
             DeadlineExceeded, PeerLost: with who waited for whom.
         """
-        self._sum += 1
-        number, size = self._sum, len(row)
+        self._num_sums += 1
+        number, size = self._num_sums, len(row)
         places = self._rows[number % 2]
         word, numbers = places[self.rank]
         numbers[:size] = array("d", row)
         fence()
         word[0] = number
         fence()
-        if missing := [rank for rank, (word, _) in enumerate(places) if word[0] != number]:
-            self._wait_for_rows(missing, number)
+
+        def missing() -> list[int]:
+            return [rank for rank, (word, _) in enumerate(places) if word[0] != number]
+
+        def who() -> str:
+            ranks = ", ".join(map(str, missing()))
+            return (
+                f"rank {self.rank} waits for a sum over all ranks from rank {ranks}; if that is just slow, give a "
+                "longer timeout; if not, it stands still or was given other batches or calls"
+            )
+
+        if missing():
+            self._wait(SUMMING, lambda: not missing(), missing, who)
+            fence()
         else:
             for sender in self._senders.values():
                 if sender.asleep[0] == SUMMING:
                     sender.rouse()
         return [sum(column) for column in zip(*(numbers[:size].tolist() for _, numbers in places), strict=True)]
-
-    def _wait_for_rows(self, missing: list[int], number: int) -> None:
-        """Waits until these ranks have written their rows of a sum."""
-        asleep, places = self._own.asleep, self._rows[number % 2]
-        end = time.monotonic() + self._timeout
-        while True:
-            asleep[0] = SUMMING
-            fence()
-            missing = [rank for rank in missing if places[rank][0][0] != number]
-            if not missing:
-                asleep[0] = 0
-                fence()
-                return
-            if lost := [rank for rank in missing if self._receivers[rank].gone]:
-                raise PeerLost(
-                    f"rank {self.rank} lost its connection to rank {lost[0]}, whose process has ended, while it "
-                    "waited for a sum over all ranks"
-                )
-            left = end - time.monotonic()
-            if left <= 0:
-                raise DeadlineExceeded(
-                    f"rank {self.rank} waited {self._timeout:g} s for a sum over all ranks from rank "
-                    f"{', '.join(map(str, missing))}; if that is just slow, give a longer timeout; if not, it stands "
-                    "still or was given other batches or calls"
-                )
-            self._sleep(min(POLL_S, left))
 
 
 def open_shared_memory(
@@ -454,10 +421,3 @@ def open_shared_memory(
             made.close()
         return None
     return made
-
-
-def _capacity(num_bytes: int) -> int:
-    """What a slot for so many bytes has: at most a quarter more, so that messages of like sizes share slots."""
-    step = max(ALIGN, 1 << max(0, num_bytes.bit_length() - 3))
-    capacity = -(-num_bytes // step) * step
-    return -(-capacity // ALIGN) * ALIGN

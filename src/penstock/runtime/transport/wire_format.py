@@ -13,7 +13,7 @@ Tensors keep their memory layout: a matmul may round differently on a transposed
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from functools import cached_property
 from struct import Struct
@@ -109,6 +109,29 @@ class WireSpec:
                 f"the shapes of a message can't be read ({error}); the ranks run different versions"
             ) from None
         return cls(specs, skeleton)
+
+
+class SpecCache:
+    """The specs of messages, each made once by its sender, and read once by a receiver."""
+
+    def __init__(self) -> None:
+        self._sent: dict[tuple[Hashable, str], tuple[WireSpec, bytes]] = {}
+        self._read: dict[bytes, WireSpec] = {}
+
+    def of(self, payload: Payload, channel: Hashable, signature: str) -> tuple[WireSpec, bytes]:
+        """A payload's spec and its bytes, most likely those of the last payload of this channel and signature."""
+        known = self._sent.get((channel, signature))
+        if known is None or not known[0].fits(payload):
+            spec = WireSpec.of(payload)
+            known = self._sent[channel, signature] = spec, spec.to_bytes()
+        return known
+
+    def read(self, data: bytes) -> WireSpec:
+        """The spec that these bytes tell."""
+        spec = self._read.get(data)
+        if spec is None:
+            spec = self._read[data] = WireSpec.from_bytes(data)
+        return spec
 
 
 def _as_json(skeleton: Skeleton) -> str:
