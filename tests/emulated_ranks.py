@@ -14,9 +14,8 @@ from penstock.runtime.execute.executors import run_rank
 from penstock.runtime.execute.timeline import measured_timeline
 from penstock.runtime.execute.worker import Worker
 from penstock.runtime.transport.base import StepMessages, TransferRecord, Transport
-from penstock.runtime.transport.choose import TransportChoice
 from penstock.runtime.transport.link_conditions import ConditionedTransport, Conditions
-from penstock.runtime.transport.loopback import Mailbox
+from penstock.runtime.transport.loopback import Mailbox, loopback_ends
 from penstock.runtime.transport.wiring import WiredOp, Wiring, wire
 from penstock.schedule import Op, Schedule
 from penstock.simulation import Timeline
@@ -45,8 +44,7 @@ def in_thread(
     boxes: Sequence[Mailbox], rank: int, conditions: Conditions, timeout: float, depth: int | None = None
 ) -> Transport:
     """The end of a rank that is a thread, with conditions and perhaps a bound."""
-    options = ps.TransportOptions(depth=depth, links=conditions.links)
-    return TransportChoice(options).between_threads(boxes, conditions, timeout)[rank]
+    return loopback_ends(boxes, conditions, timeout, depth)[rank]
 
 
 def wired_op(wiring: Wiring, op: Op) -> WiredOp:

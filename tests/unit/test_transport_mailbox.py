@@ -16,8 +16,8 @@ from penstock.runtime import DeadlineExceeded
 from penstock.runtime.errors import PeerLost
 from penstock.runtime.tensors.message import Edge, Payload
 from penstock.runtime.transport.base import KEPT_CROSSINGS, CrossingLog, StepMessages, TransferRecord
-from penstock.runtime.transport.link_conditions import Conditions
-from penstock.runtime.transport.loopback import Mailbox, local_transports
+from penstock.runtime.transport.link_conditions import Conditions, sleep_until
+from penstock.runtime.transport.loopback import Mailbox, loopback_ends
 from penstock.schedule import Op
 from waiting import PATIENCE
 
@@ -38,6 +38,10 @@ def two(links: str = "", depth: int | None = None, timeout: float = PATIENCE) ->
     boxes, conditions = [Mailbox(), Mailbox()], Conditions(Links.parse(links))
     one, other = (in_thread(boxes, rank, conditions, timeout, depth) for rank in (0, 1))
     return one, other
+
+
+def in_turns(links: str | None) -> list[Any]:
+    return loopback_ends([Mailbox(), Mailbox()], None if links is None else Conditions(Links.parse(links)))
 
 
 # Bounded channels.
@@ -216,22 +220,20 @@ def test_every_condition_is_met(links: str, at_least: list[int], depth: int | No
 
 
 def test_ranks_in_turn_see_what_the_conditions_say() -> None:
-    make, on_the_way = local_transports(2, Conditions(Links.parse("0:1=latency:20ms")))
-    one, other = make(0), make(1)
+    one, other = in_turns("0:1=latency:20ms")
     one.send(edge(0), 1, Payload([torch.zeros(100, dtype=torch.uint8)]))
-    assert on_the_way.wait_for_first()
+    sleep_until(min(other.dues()))
     assert other.arrivals() == [edge(0)]
     (found,) = other.crossings()
     assert (found.source, found.target, found.num_bytes) == (0, 1, 100)
     assert 20_000_000 - 1000 <= found.duration <= 20_000_000 + 1000
-    plain, _ = local_transports(2, None)
-    plain(0).send(edge(0), 1, Payload([]))
-    assert plain(1).crossings() == [], "what is handed over crosses no link"
+    one, other = in_turns(None)
+    one.send(edge(0), 1, Payload([]))
+    assert other.crossings() == [], "what is handed over crosses no link"
 
 
 def test_bug_a_link_of_one_process_that_turns_late_had_no_records_of_when_it_was_not() -> None:
-    make, _ = local_transports(2, Conditions(Links.parse("0:1=latency:steps:0ms/0ms,100s/30ms")))
-    one, other = make(0), make(1)
+    one, other = in_turns("0:1=latency:steps:0ms/0ms,100s/30ms")
     one.send(edge(0), 1, Payload([torch.zeros(100, dtype=torch.uint8)]))
     assert other.arrivals() == [edge(0)]
     (found,) = other.crossings()

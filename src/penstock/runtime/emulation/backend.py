@@ -38,10 +38,10 @@ from penstock.runtime.execute.worker import Backend, Worker
 from penstock.runtime.mesh.collective import WeakGroup, explain
 from penstock.runtime.mesh.peers import Peers
 from penstock.runtime.tensors.message import Edge, Payload
-from penstock.runtime.transport.base import SHORTEST_WAIT, Transport
+from penstock.runtime.transport.base import SHORTEST_WAIT
 from penstock.runtime.transport.choose import TransportChoice
 from penstock.runtime.transport.link_conditions import Conditions, sleep_until
-from penstock.runtime.transport.loopback import Mailbox
+from penstock.runtime.transport.loopback import Mailbox, loopback_ends
 from penstock.runtime.transport.wiring import WiredOp, Wiring
 from penstock.schedule import Op
 from penstock.schedule.op import UPDATE
@@ -344,7 +344,7 @@ class ThreadedRanks:
 
     def __init__(self, num_ranks: int, choice: TransportChoice, conditions: Conditions, timeout: float) -> None:
         self._boxes = [Mailbox() for _ in range(num_ranks)]
-        self.transports: list[Transport] = choice.between_threads(self._boxes, conditions, timeout)
+        self.transports = loopback_ends(self._boxes, conditions, timeout, choice.depth)
         self.barrier = ThreadBarrier(num_ranks, timeout)
 
     def run(self, workers: Sequence[Worker]) -> None:

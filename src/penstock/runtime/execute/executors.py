@@ -31,8 +31,8 @@ from penstock.runtime.execute.step_end import StepFailure
 from penstock.runtime.execute.worker import Backend, Worker
 from penstock.runtime.transport.base import StepMessages, Transport
 from penstock.runtime.transport.choose import TransportChoice
-from penstock.runtime.transport.link_conditions import Conditions
-from penstock.runtime.transport.loopback import OnTheWay, local_transports
+from penstock.runtime.transport.link_conditions import ConditionedTransport, Conditions, sleep_until
+from penstock.runtime.transport.loopback import Mailbox, loopback_ends
 
 
 class Devices(Protocol):
@@ -107,7 +107,7 @@ class StepExecutor:
         decides = Dispatcher if together is None else partial(LockstepDispatcher, together)
         changes, in_order = plan.memory_change, not (dispatch.is_dynamic or graph.has_streams)
         gang = Gang(graph) if takes_turns and graph.gang_ops else None
-        end_of, on_the_way = self._ends(plan.wiring.schedule.num_ranks, transport)
+        ends = self._ends(plan.wiring.schedule.num_ranks, transport)
         workers: list[Worker] = []
         for rank in self._ranks:
             dispatcher = (
@@ -116,9 +116,9 @@ class StepExecutor:
                 else decides(graph, rank, dispatch, changes, plan.caps[rank])
             )
             table = self._devices.table(rank, plan, training, gang)
-            workers.append(Worker(plan.wiring, rank, dispatcher, table, end_of(rank), gang, failure))
+            workers.append(Worker(plan.wiring, rank, dispatcher, table, ends[rank], gang, failure))
         if takes_turns:
-            run_local(workers, on_the_way, alike=takes_turns_alike)
+            run_local(workers, alike=takes_turns_alike)
         else:
             signatures, digest = self._devices.signatures
             threaded = dispatch.is_dynamic or graph.has_streams or self._devices.runs_ahead
@@ -140,13 +140,13 @@ class StepExecutor:
             together.end()
         return workers
 
-    def _ends(self, num_ranks: int, transport: Transport | None) -> tuple[Callable[[int], Transport], OnTheWay]:
-        """What gives each rank its end, and the messages that are on their way where ranks take turns."""
+    def _ends(self, num_ranks: int, transport: Transport | None) -> Sequence[Transport]:
+        """Each rank's end, by rank."""
         if transport is not None:
-            return lambda rank: transport, OnTheWay()
+            return [transport] * num_ranks
         if self._threads is not None:
-            return self._threads.transports.__getitem__, OnTheWay()
-        return local_transports(num_ranks, self._conditions)
+            return self._threads.transports
+        return loopback_ends([Mailbox() for _ in range(num_ranks)], self._conditions)
 
 
 def run_rank(worker: Worker) -> None:
@@ -171,25 +171,23 @@ def run_rank(worker: Worker) -> None:
         worker.end()
 
 
-def run_local(workers: Sequence[Worker], on_the_way: OnTheWay | None = None, alike: bool = False) -> None:
+def run_local(workers: Sequence[Worker], alike: bool = False) -> None:
     """Runs every worker to its end, each as far as it goes, round after round.
 
     Args:
-        on_the_way: the messages between these ranks that were sent and have not come; none where not given.
         alike: whether turns must not depend on the clock, as other processes take the same.
 
     Raises:
         RuntimeFailure: no worker can go on; it names what each waits for.
     """
-    on_the_way = on_the_way or OnTheWay()
     for worker in workers:
         worker.begin(None)
     try:
         while not all(worker.finished for worker in workers):
             moved = False
             for worker in workers:
-                moved = (_turn_alike(worker, on_the_way) if alike else worker.run_ready()) or moved
-            if not (moved or any(worker.wait_for_first() for worker in workers) or on_the_way.wait_for_first()):
+                moved = (_turn_alike(worker, workers) if alike else worker.run_ready()) or moved
+            if not (moved or any(worker.wait_for_first() for worker in workers) or _wait_for_messages(workers, min)):
                 waits = "\n".join(f"  {w.stuck_on()}" for w in workers if not w.finished)
                 raise RuntimeFailure(
                     f"no rank can go on:\n{waits}\nThe schedule was checked before it ran, so this is a mistake in "
@@ -200,9 +198,20 @@ def run_local(workers: Sequence[Worker], on_the_way: OnTheWay | None = None, ali
             worker.end()
 
 
-def _turn_alike(worker: Worker, on_the_way: OnTheWay) -> bool:
+def _wait_for_messages(workers: Sequence[Worker], which: Callable[[list[int]], int]) -> bool:
+    """Waits for the first or for all (`min`, `max`) of the messages that were sent between these ranks and have not
+    come; False where there is none.
+    """
+    ends = (worker.transport for worker in workers)
+    dues = [due for end in ends if isinstance(end, ConditionedTransport) for due in end.dues()]
+    if dues:
+        sleep_until(which(dues))
+    return bool(dues)
+
+
+def _turn_alike(worker: Worker, workers: Sequence[Worker]) -> bool:
     """A turn that begins and ends with nothing under way; whether anything moved."""
-    on_the_way.wait_for_all()
+    _wait_for_messages(workers, max)
     moved = False
     while worker.run_ready() or worker.wait_for_first():
         moved = True

@@ -164,15 +164,15 @@ class Worker:
         number, gang, arrivals = self._number, self._gang, self.transport.arrivals
         launched = self._launched
         while True:
+            for edge in arrivals():  # before what a wake told of: `arrivals` takes that as well
+                self.dispatcher.arrive(number[edge.consumer])
+                moved = True
             if launched is not None and self._take_ended(launched):
                 moved = True
             while self._unsent and (launched is None or self._unsent[0].after <= launched.num_ended):
                 if not self._send(self._unsent[0]):
                     return moved
                 self._unsent.popleft()
-                moved = True
-            for edge in arrivals():
-                self.dispatcher.arrive(number[edge.consumer])
                 moved = True
             if self._stream is not None and self._advance_async_ops(self._stream):
                 moved = True

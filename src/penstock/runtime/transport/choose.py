@@ -19,7 +19,6 @@ from penstock.runtime.transport.delegate import DelegateTransport
 from penstock.runtime.transport.delegate.transport import HOST_MEMORY, NUM_LANES
 from penstock.runtime.transport.gloo import GlooTransport
 from penstock.runtime.transport.link_conditions import ConditionedTransport, Conditions, clocks_ahead
-from penstock.runtime.transport.loopback import Mailbox, loopback_ends
 from penstock.runtime.transport.nccl import DeviceLines, LineStreams, lines_of, require_queues
 from penstock.runtime.transport.repeat import Attempts, GuardedGroup, GuardedTransport
 from penstock.runtime.transport.routed import RoutedTransport
@@ -197,10 +196,6 @@ class TransportChoice:
     def simulated(self, delegated: Collection[tuple[int, int]] = ()) -> Blocking | str:
         """The simulator's model of this transport, with these links delegated."""
         return "decoupled" if self.depth is None else Blocking(self.depth, frozenset(delegated))
-
-    def between_threads(self, boxes: Sequence[Mailbox], conditions: Conditions, timeout: float) -> list[Transport]:
-        """The ends of ranks that are threads, by rank. Messages are handed over, with this transport's bound."""
-        return [*loopback_ends(boxes, conditions, timeout, self.depth)]
 
     def make(
         self,

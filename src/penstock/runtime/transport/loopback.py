@@ -6,51 +6,36 @@ thread, what drives them waits (see `run_local`).
 
 from __future__ import annotations
 
-import threading
-import time
-from collections import deque
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from queue import Empty, SimpleQueue
+from time import perf_counter_ns
 
 from penstock.runtime.errors import DeadlineExceeded, PeerLost
 from penstock.runtime.tensors.message import Edge, Payload
 from penstock.runtime.transport.base import StepMessages, TransferRecord, Transport
-from penstock.runtime.transport.link_conditions import ConditionedTransport, Conditions, sleep_until
-
-
-class Envelope(NamedTuple):
-    """A message in a mailbox, of one of its sender's steps."""
-
-    step: int
-    edge: Edge
-    payload: Payload
+from penstock.runtime.transport.link_conditions import ConditionedTransport, Conditions
 
 
 class Mailbox:
-    """What was sent to one rank, in the order in which it was sent."""
+    """What was sent to one rank, in the order in which it was sent. Any thread may call its methods.
+
+    Attributes:
+        waiting: messages as (step of the sender, edge, payload), and None for each time that the owner was woken.
+        lost: another rank, which failed.
+    """
 
     def __init__(self) -> None:
-        self.changed = threading.Condition()
-        self.waiting: deque[Envelope] = deque()
+        self.waiting: SimpleQueue[tuple[int, Edge, Payload] | None] = SimpleQueue()
         self.lost: int | None = None
-        self.woken = False
 
     def wake(self) -> None:
         """Ends its owner's wait, or the next one."""
-        with self.changed:
-            self.woken = True
-            self.changed.notify()
-
-    def put(self, envelope: Envelope) -> None:
-        with self.changed:
-            self.waiting.append(envelope)
-            self.changed.notify()
+        self.waiting.put(None)
 
     def lose(self, rank: int) -> None:
         """Lets the owner know that another rank failed."""
-        with self.changed:
-            self.lost = rank
-            self.changed.notify()
+        self.lost = rank
+        self.wake()
 
 
 class LoopbackTransport:
@@ -65,13 +50,14 @@ class LoopbackTransport:
         self.rank = rank
         self._boxes, self._own, self._timeout = boxes, boxes[rank], timeout
         self._step = 0
-        self._came: dict[Edge, Payload] = {}
-        self._early: list[Envelope] = []
+        self._ready: dict[Edge, Payload] = {}
+        self._early: list[tuple[int, Edge, Payload]] = []
 
     def begin(self, step: StepMessages) -> None:
         """Starts a step: what others sent for it meanwhile is let in. What it expects makes no difference here."""
         self._step += 1
-        self._own.waiting.extendleft(reversed(self._early))
+        for message in self._early:
+            self._own.waiting.put(message)
         self._early.clear()
 
     def end(self) -> None:
@@ -81,47 +67,48 @@ class LoopbackTransport:
         """Nothing is left behind."""
 
     def send(self, edge: Edge, target: int, payload: Payload) -> bool:
-        self._boxes[target].put(Envelope(self._step, edge, payload))
+        self._boxes[target].waiting.put((self._step, edge, payload))
         return True
 
     def arrivals(self) -> list[Edge]:
         came: list[Edge] = []
-        waiting = self._own.waiting
-        while waiting:  # appended to by other threads alone
-            envelope = waiting.popleft()
-            if envelope.step != self._step:  # its sender has begun the next step already
-                self._early.append(envelope)
-                continue
-            self._came[envelope.edge] = envelope.payload
-            came.append(envelope.edge)
+        while not self._own.waiting.empty():
+            came += self._came(self._own.waiting.get())
         return came
 
+    def _came(self, message: tuple[int, Edge, Payload] | None) -> list[Edge]:
+        """Takes in what lay in the mailbox."""
+        if message is None:
+            return []
+        step, edge, payload = message
+        if step != self._step:  # its sender has begun the next step already
+            self._early.append(message)
+            return []
+        self._ready[edge] = payload
+        return [edge]
+
     def wait(self, awaited: Sequence[Edge], who: Callable[[], str], until: int | None = None) -> list[Edge]:
-        box, end = self._own, time.monotonic() + self._timeout
-        with box.changed:
-            while True:
-                came = self.arrivals()
-                if came or box.woken:
-                    box.woken = False
-                    return came
-                if box.lost is not None:
-                    raise PeerLost(f"rank {box.lost} failed; {who()}")
-                left = end - time.monotonic()
-                if left <= 0:
-                    raise DeadlineExceeded(f"nothing came in for {self._timeout:g} s: {who()}")
-                if until is not None:
-                    soon = (until - time.perf_counter_ns()) / 1e9
-                    if soon <= 0:
-                        return []
-                    left = min(left, soon)
-                box.changed.wait(left)
+        box, left = self._own, self._timeout
+        if until is not None:
+            left = min(left, max(0.0, (until - perf_counter_ns()) / 1e9))
+        if box.lost is not None and box.waiting.empty():
+            box.wake()
+        try:
+            message = box.waiting.get(timeout=left)
+        except Empty:
+            if left < self._timeout:
+                return []
+            raise DeadlineExceeded(f"nothing came in for {self._timeout:g} s: {who()}") from None
+        if message is None and box.lost is not None:
+            raise PeerLost(f"rank {box.lost} failed; {who()}")
+        return self._came(message)
 
     def wake(self) -> None:
         """Ends this rank's wait, or the next one; any thread may call it."""
         self._own.wake()
 
     def take(self, edge: Edge) -> Payload:
-        return self._came.pop(edge)
+        return self._ready.pop(edge)
 
     def crossings(self) -> list[TransferRecord]:
         """None: what is handed over crosses no link."""
@@ -129,44 +116,10 @@ class LoopbackTransport:
 
 
 def loopback_ends(
-    boxes: Sequence[Mailbox], conditions: Conditions, timeout: float = 0.0, depth: int | None = None
-) -> list[ConditionedTransport]:
-    """The ends of ranks of one process, by rank. For `depth` see `ConditionedTransport`."""
-    return [
-        ConditionedTransport(LoopbackTransport(boxes, rank, timeout), conditions, depth=depth, hands_over=True)
-        for rank in range(len(boxes))
-    ]
-
-
-class OnTheWay:
-    """The messages between ranks of one process, which take turns in one thread, that were sent and have not come.
-
-    Args:
-        ends: those of the ranks, where links have conditions; without, what is sent is there at once.
-    """
-
-    def __init__(self, ends: Sequence[ConditionedTransport] = ()) -> None:
-        self._ends = ends
-
-    def wait_for_first(self) -> bool:
-        """Waits for the first to come; False where there is none."""
-        return self._wait(min)
-
-    def wait_for_all(self) -> bool:
-        """Waits for all to come; False where there is none."""
-        return self._wait(max)
-
-    def _wait(self, which: Callable[[Sequence[int]], int]) -> bool:
-        if not (dues := [due for end in self._ends for due in end.dues()]):
-            return False
-        sleep_until(which(dues))
-        return True
-
-
-def local_transports(num_ranks: int, conditions: Conditions | None) -> tuple[Callable[[int], Transport], OnTheWay]:
-    """What makes the ends of one step's ranks, which take turns in one thread, and the messages between them."""
-    boxes = [Mailbox() for _ in range(num_ranks)]
+    boxes: Sequence[Mailbox], conditions: Conditions | None, timeout: float = 0.0, depth: int | None = None
+) -> list[Transport]:
+    """The ends of ranks of one process, by rank, with conditions where given. `depth`: see `ConditionedTransport`."""
+    ends: list[Transport] = [LoopbackTransport(boxes, rank, timeout) for rank in range(len(boxes))]
     if conditions is None:
-        return lambda rank: LoopbackTransport(boxes, rank), OnTheWay()
-    ends = loopback_ends(boxes, conditions)
-    return ends.__getitem__, OnTheWay(ends)
+        return ends
+    return [ConditionedTransport(end, conditions, depth=depth, hands_over=True) for end in ends]
