@@ -73,11 +73,6 @@ def test_the_state_goes_on_where_it_is_loaded() -> None:
         assert torch.equal(own, other)
 
 
-def test_groups_are_refused() -> None:
-    with pytest.raises(RuntimeFailure, match="was given a dict; give it parameters"):
-        MuonAdamW([{"params": parameters()}])  # type: ignore[list-item]
-
-
 def hidden(stage: nn.Module) -> set[str]:
     return {name for name, p in stage.named_parameters() if is_hidden_matrix(p)}
 

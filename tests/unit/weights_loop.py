@@ -33,7 +33,6 @@ class Loop:
     ) -> None:
         assert schedule.updates is not None
         rule = rule_of(schedule.updates.rule)
-        rule.require_schedule(schedule)
         self.copies, self.schedule, self.zero, self.loss = copies, schedule, zero, loss
         self.weights = {
             (j, i): CopyWeights(stage, schedule, i, rule, owns=j == 0 or not zero)

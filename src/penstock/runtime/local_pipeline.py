@@ -187,7 +187,7 @@ class LocalPipeline:
         )
         self._made.callback(self.optimizer_state.close)
         require_same(place.everyone.gather(facts_of(self.optimizer_state.optimizer)), _SAME)
-        reducing = reductions_of(schedule, place, given.ops, self.optimizer_state.replicas.start)
+        reducing = reductions_of(schedule, place, self.optimizer_state.replicas.start)
         self.offloads = offloads(schedule, given.ops)
         moving = functions_for(self._saved) if self.offloads else {}
         functions = functions_of(schedule, {**given.ops, **reducing, **moving})

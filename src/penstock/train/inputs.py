@@ -100,7 +100,6 @@ def _check_rule(settings: Settings, schedule: Schedule, build: Callable[..., tor
     rule = rule_of(schedule.updates.rule)
     try:
         rule.require(build([torch.nn.Parameter(torch.zeros(1))]))
-        rule.require_schedule(schedule)
     except RuntimeFailure as error:
         raise SettingsError(f"{schedule.name} with --optimizer {settings.optimizer}: {error}") from None
 

@@ -145,16 +145,11 @@ def gradient_of(parameter: Parameter) -> Tensor:
     """The local part of a parameter's gradient; zeros if the parameter has none.
 
     Raises:
-        RuntimeFailure: the gradient is sparse, or its placement is not the parameter's.
+        RuntimeFailure: the gradient's placement is not the parameter's.
     """
     gradient = parameter.grad
     if gradient is None:
         return torch.zeros_like(local(parameter))
-    if gradient.is_sparse:
-        raise RuntimeFailure(
-            f"a parameter of shape {list(parameter.shape)} has a sparse gradient, and replicas add up dense "
-            "ones; make the op that gave it dense (sparse=False)"
-        )
     if placements_of(gradient) != placements_of(parameter):
         raise RuntimeFailure(
             f"a gradient is placed as {placements_of(gradient)} and its parameter as {placements_of(parameter)}; let "

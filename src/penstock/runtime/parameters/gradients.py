@@ -22,7 +22,6 @@ from torch import Tensor
 from torch.nn import Parameter
 from torch.optim import Optimizer
 
-from penstock.runtime.errors import RuntimeFailure
 from penstock.runtime.mesh.peers import Peers
 from penstock.runtime.tensors.dtensor import is_sharded, local, whole
 
@@ -145,12 +144,6 @@ def begin_norm(
     """
     places = {name: place for place, name in enumerate(dtypes) if name in held and held[name].grad is not None}
     gradients = [held[name].grad.detach() for name in places]  # type: ignore[union-attr]
-    for name, gradient in zip(places, gradients, strict=True):
-        if gradient.is_sparse:
-            raise RuntimeFailure(
-                f"{name} has a sparse gradient, which clip_norm cannot measure; make the op that gave it dense "
-                "(sparse=False), or leave clip_norm out"
-            )
     measured = {name: norm for name, norm in zip(places, norms_of(gradients, holders), strict=True) if name in owned}
     norms = torch.zeros(len(dtypes), dtype=torch.float64, device="cpu")
     for place, name in enumerate(dtypes):

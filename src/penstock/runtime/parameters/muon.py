@@ -48,7 +48,7 @@ class MuonAdamW(Optimizer):
         betas, eps: options of AdamW.
 
     Raises:
-        RuntimeFailure: groups of parameters, or a parameter that is sharded over processes.
+        RuntimeFailure: a parameter that is sharded over processes.
 
     Examples:
         >>> import penstock as ps
@@ -71,12 +71,6 @@ class MuonAdamW(Optimizer):
         eps: float = 1e-8,
     ) -> None:
         given = list(params)
-        for each in given:
-            if not isinstance(each, Tensor):
-                raise RuntimeFailure(
-                    "MuonAdamW deals parameters out to Muon and AdamW itself, and was given a "
-                    f"{type(each).__name__}; give it parameters, not groups of them"
-                )
         matrices = [p for p in given if is_hidden_matrix(p)]
         mine = set(map(id, matrices))
         like = Parameter(torch.zeros(1, 1))  # an optimizer of torch wants a parameter to begin with

@@ -141,7 +141,7 @@ class OptimizerState:
             stepped, stand_ins = model.owned() if self._one_copy_steps else model.parameters, model.stand_ins()
         optimizer = optimizer_of(given, sharding.owned(stepped), stand_ins, sharding.dealt(stepped))
         if self.updating is not None:
-            self.updating.require_optimizer(optimizer, self._mesh.everyone)
+            self.updating.rule.require(optimizer)
         return optimizer
 
     def begin(self, rates: Sequence[float] | None, update: bool) -> None:

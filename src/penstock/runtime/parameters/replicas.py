@@ -16,7 +16,7 @@ Where link conditions are injected, a sum ends when it would over such links (`L
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -25,7 +25,6 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from penstock.passes.reduce import REDUCE, add_reductions
-from penstock.runtime.errors import RuntimeFailure
 from penstock.runtime.mesh.peers import GroupPeers, Peers
 from penstock.runtime.mesh.process_mesh import ProcessMesh
 from penstock.runtime.parameters.buckets import GradientBucket, PartBucket, cut_into_buckets, send_values
@@ -270,24 +269,10 @@ def without_reductions(schedule: Schedule, mesh: ProcessMesh) -> Schedule:
     )
 
 
-def reductions_of(
-    schedule: Schedule, mesh: ProcessMesh, given: Collection[str], start: Callable[[int], None]
-) -> dict[str, OpFunction]:
-    """Returns the function that runs a schedule's REDUCE ops, if it has any: `start` with an op's stage.
-
-    Args:
-        given: kinds for which the user gave functions. REDUCE may be one of them if there are no replicas.
-
-    Raises:
-        RuntimeFailure: REDUCE is one of them, and there are replicas.
-    """
-    if REDUCE in given and mesh.num_replicas > 1:
-        raise RuntimeFailure(
-            f"ops= has a function for kind {REDUCE}, which is that of the reductions over the {mesh.num_replicas} "
-            "replicas; give your own ops another kind"
-        )
+def reductions_of(schedule: Schedule, mesh: ProcessMesh, start: Callable[[int], None]) -> dict[str, OpFunction]:
+    """Returns the function that runs a schedule's REDUCE ops, if there are replicas: `start` with an op's stage."""
     found = any(registered.kind == REDUCE for registered in schedule.graph.registered)
-    return {REDUCE: lambda call: start(call.stage)} if found and REDUCE not in given else {}
+    return {REDUCE: lambda call: start(call.stage)} if found and mesh.num_replicas > 1 else {}
 
 
 def replicas_of(model: LocalModel, mesh: ProcessMesh, schedule: Schedule, late: LateRing | None = None) -> Replicas:

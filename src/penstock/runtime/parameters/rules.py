@@ -80,11 +80,13 @@ class VersionRule:
         keeps: a microbatch's backward reads the version its forward read, which is held until then. Where not, all
             ops read from one memory, into which what they read is written.
         is_slowed: stages whose gradients are late learn at a lower rate.
+        wanted: the optimizers that the rule has a formula for; empty for any.
     """
 
     name: str
     keeps: bool = False
     is_slowed: bool = False
+    wanted: str = ""
 
     def forward(self, context: ReadContext) -> WeightRead:
         """What a forward reads."""
@@ -119,18 +121,18 @@ class VersionRule:
             rate: learning rate of the next update.
             group, state: what the optimizer has of this weight.
         """
-        raise RuntimeFailure(f"rule {self.name!r} predicts no weights, and was asked for {steps} updates ahead")
+        raise NotImplementedError
+
+    def fits(self, optimizer: Optimizer | None) -> bool:
+        """Whether the rule has a formula for the optimizer."""
+        return True
 
     def require(self, optimizer: Optimizer | None) -> None:
         """Raises RuntimeFailure where the rule has no formula for the optimizer."""
-
-    def require_schedule(self, schedule: Schedule) -> None:
-        """Raises ScheduleError for a schedule without updates. `check` proves that its order fits the rule."""
-        if schedule.updates is None:
-            raise ScheduleError(
-                f"{schedule.name} has no updates as ops (U), and rule {self.name!r} says which weights ops between "
-                "updates read; build it with a window (rule: updates)",
-                rule="updates",
+        if not self.fits(optimizer):
+            raise RuntimeFailure(
+                f"rule {self.name!r} has no formula for {type(optimizer).__name__} with these options; use "
+                f"{self.wanted}, or rule 'pipedream' with any optimizer"
             )
 
 
@@ -227,6 +229,7 @@ class MomentumPrediction(VersionRule):
     """
 
     name = "spectrain"
+    wanted = "torch.optim.SGD(momentum=0.9), without nesterov"
 
     def forward(self, context: ReadContext) -> WeightRead:
         return WeightRead(context.newest, forward_steps(context.stage, context.num_stages, context.window_size))
@@ -249,17 +252,8 @@ class MomentumPrediction(VersionRule):
         torch.mul(velocity, -(steps * rate), out=out)
         out.add_(weight)
 
-    def require(self, optimizer: Optimizer | None) -> None:
-        groups = optimizer.param_groups if isinstance(optimizer, SGD) else []
-        if not isinstance(optimizer, SGD) or any(not g["momentum"] or g["nesterov"] for g in groups):
-            found = type(optimizer).__name__
-            if isinstance(optimizer, SGD):
-                found += " without momentum" if any(not g["momentum"] for g in groups) else " with nesterov=True"
-            raise RuntimeFailure(
-                f"rule {self.name!r} predicts weights from SGD's momentum, W - s lr v, and has no formula for "
-                f"{found}; use torch.optim.SGD(momentum=0.9), or rule "
-                "'xpipe' with Adam or AdamW, or rule 'pipedream' with any optimizer"
-            )
+    def fits(self, optimizer: Optimizer | None) -> bool:
+        return isinstance(optimizer, SGD) and all(g["momentum"] and not g["nesterov"] for g in optimizer.param_groups)
 
 
 class AdamPrediction(VersionRule):
@@ -279,6 +273,7 @@ class AdamPrediction(VersionRule):
     """
 
     name = "xpipe"
+    wanted = "torch.optim.Adam or AdamW, without amsgrad, or penstock's MuonAdamW"
 
     def forward(self, context: ReadContext) -> WeightRead:
         return WeightRead(context.newest, context.ahead)
@@ -304,20 +299,10 @@ class AdamPrediction(VersionRule):
         denominator = state["exp_avg_sq"].sqrt().div_((1 - beta2**t) ** 0.5).add_(group["eps"])
         torch.addcdiv(weight, state["exp_avg"], denominator, value=-(steps * (rate / (1 - beta1**t))), out=out)
 
-    def require(self, optimizer: Optimizer | None) -> None:
-        found = None
-        if isinstance(optimizer, MuonAdamW):
-            return
-        if not isinstance(optimizer, Adam):
-            found = type(optimizer).__name__
-        elif any(group["amsgrad"] for group in optimizer.param_groups):
-            found = f"{type(optimizer).__name__} with amsgrad=True"
-        if found is not None:
-            raise RuntimeFailure(
-                f"rule {self.name!r} predicts weights from Adam's two moments and has no formula for {found}; use "
-                "torch.optim.Adam, AdamW or penstock's MuonAdamW, or rule 'spectrain' with SGD's momentum, or rule "
-                "'pipedream' with any optimizer"
-            )
+    def fits(self, optimizer: Optimizer | None) -> bool:
+        if isinstance(optimizer, Adam):
+            return not any(group["amsgrad"] for group in optimizer.param_groups)
+        return isinstance(optimizer, MuonAdamW)
 
 
 def _predict_by_muon(
@@ -353,14 +338,10 @@ class StashingNesterov(WeightStashing):
     """
 
     name = "vnag"
+    wanted = "torch.optim.NAdam(betas=(0.99, 0.999), momentum_decay=0.004, decoupled_weight_decay=True)"
 
-    def require(self, optimizer: Optimizer | None) -> None:
-        if not isinstance(optimizer, NAdam):
-            raise RuntimeFailure(
-                f"rule {self.name!r} is PipeDream's stashing with NAdam, and the optimizer is "
-                f"{type(optimizer).__name__}; use torch.optim.NAdam(betas=(0.99, 0.999), momentum_decay=0.004, "
-                "decoupled_weight_decay=True), or rule 'pipedream' for any optimizer"
-            )
+    def fits(self, optimizer: Optimizer | None) -> bool:
+        return isinstance(optimizer, NAdam)
 
 
 class SlowedStashing(WeightStashing):

@@ -14,8 +14,7 @@ from torch import Tensor
 from torch.nn import Parameter
 from torch.optim import Optimizer
 
-from penstock.runtime.errors import RuntimeFailure, listed
-from penstock.runtime.mesh.peers import Peers
+from penstock.runtime.errors import RuntimeFailure
 from penstock.runtime.parameters.local_model import LocalModel
 from penstock.runtime.parameters.replicas import Replicas
 from penstock.runtime.parameters.rules import rule_of
@@ -41,9 +40,6 @@ class ScheduledUpdates:
         one_copy_steps: only the owner's copy of a stage has the optimizer's state.
         replicas: add up gradients with this process. is_first_shard: this process has the first shards.
         leaves_open: the last window of the running step goes on in the next step.
-
-    Raises:
-        ScheduleError: the rule does not go with the schedule.
     """
 
     def __init__(
@@ -61,7 +57,6 @@ class ScheduledUpdates:
         self.replicas, self.is_first_shard = replicas, is_first_shard
         self._windows = schedule.windows
         self.rule = rule_of(schedule.updates.rule)
-        self.rule.require_schedule(schedule)
         self._needs: dict[Copy, Needs] = predictions_of(schedule, one_copy_steps)
         replicas.unshard()
         copies.separate_weights()
@@ -121,29 +116,6 @@ class ScheduledUpdates:
     def masters(self) -> list[Parameter]:
         """What the optimizer steps here, before replicas deal it out."""
         return [master for weights in self.weights.values() for master in weights.masters.values()]
-
-    def require_optimizer(self, optimizer: Optimizer | None, everyone: Peers) -> None:
-        """Checks the optimizer over the masters. Every process must call it.
-
-        Raises:
-            RuntimeFailure: the rule has no formula for it; or, in every process, one lacks what the rule predicts.
-        """
-        self.rule.require(optimizer)
-        known = set() if optimizer is None else {id(p) for group in optimizer.param_groups for p in group["params"]}
-        mine = [
-            name
-            for (_, stage), weights in self.weights.items()
-            for name, master in weights.masters.items()
-            if self.rule.most_steps(self.schedule, stage)
-            and not known.issuperset(map(id, self.replicas.sharding.owned([master])))
-        ]
-        lacking = sorted({name for part in everyone.gather([] if optimizer is None else mine) for name in part})
-        if lacking:
-            raise RuntimeFailure(
-                f"rule {self.rule.name!r} predicts weights that the optimizer does not have: "
-                f"{listed(lacking)}; give ps.Pipeline an optimizer over all parameters, or freeze these "
-                "before (requires_grad_(False))"
-            )
 
     def begin(
         self, optimizer: Optimizer | None, rates: Sequence[float] | None, clip_norm: float | None, leave_open: bool

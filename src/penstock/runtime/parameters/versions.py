@@ -329,8 +329,7 @@ class VersionedParameters:
             out.copy_(self._ahead[steps][place])
         else:
             raise RuntimeFailure(
-                f"an op reads weights {steps} updates ahead of version {self.newest}, and with that version came "
-                f"those {', '.join(map(str, self._ahead)) or 0} ahead: the order does not fit the rule"
+                f"no prediction {steps} updates ahead of version {self.newest} came: the order does not fit the rule"
             )
 
     def _free_before(self, oldest: int) -> None:
@@ -576,8 +575,12 @@ class CopyWeights:
 
     def _predict(self, out: Tensor, stepped: Parameter, num_steps: int) -> None:
         """Writes where a master, or a replica's part of one, will be after so many more updates."""
-        assert self._optimizer is not None, "an optimizer was required when the pipeline was made"
-        group = self._groups[id(stepped)]
+        assert self._optimizer is not None, "a pass begins with an optimizer where updates are ops"
+        if (group := self._groups.get(id(stepped))) is None:
+            raise RuntimeFailure(
+                f"rule {self._rule.name!r} predicts weights of stage {self._index} that the optimizer does not have; "
+                "give ps.Pipeline an optimizer over all parameters, or freeze these before (requires_grad_(False))"
+            )
         rate = group["lr"] if self._rates is None else self._rates[self.versions.num_in_pass]
         state = {key: local(value) for key, value in self._optimizer.state.get(stepped, {}).items()}
         self._rule.predict(out, memory(stepped), num_steps, float(rate) / self._slowed, group, state)
