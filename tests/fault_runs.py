@@ -89,7 +89,7 @@ def points() -> list[Fault]:
         ),
         "delegating": (
             ("penstock.runtime.transport.delegate.transport:DelegateTransport.prepare", (1,)),
-            ("penstock.runtime.transport.delegate.delegate:DelegateProcess.meet", (1,)),
+            ("penstock.runtime.transport.delegate.boxes:DelegateProcess.meet", (1,)),
             ("penstock.runtime.transport.routed:RoutedTransport.route", (3, 4, 6)),
             ("penstock.runtime.transport.delegate.transport:DelegateTransport.send", (1, 3)),
             ("penstock.runtime.transport.delegate.transport:DelegateTransport.take", (1, 4)),

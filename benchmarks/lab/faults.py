@@ -357,8 +357,7 @@ def line_of(row: dict[str, Any]) -> str:
     """A row in words."""
     waited = ", ".join(f"{way} {seconds:.2f} s" for way, seconds in row.get("wait_s", {}).items())
     counted = {
-        name: sum(each[name] for each in row["counters"].values())
-        for name in ("failovers", "failbacks", "resent", "doubled")
+        name: sum(each[name] for each in row["counters"].values()) for name in ("failovers", "failbacks", "resent")
     }
     return (
         f"{row['fault']:<10} longest step {row['longest_step_s']:.2f} s"

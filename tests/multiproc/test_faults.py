@@ -22,7 +22,7 @@ DELEGATE = "penstock.runtime.transport.delegate"
 
 KILLED = [
     Fault("switching", "penstock.runtime.pipeline:Pipeline._switch", 1, "after", 1),
-    Fault("delegating", f"{DELEGATE}.delegate:DelegateProcess.meet", 1, "after", 0),
+    Fault("delegating", f"{DELEGATE}.boxes:DelegateProcess.meet", 1, "after", 0),
     Fault("delegating", f"{DELEGATE}.transport:DelegateTransport.send", 3, "after", 1, "kill delegates"),
     Fault("handing over", "penstock.runtime.checkpoint.state_transfer:_exchange", 1, "before", 1),
 ]

@@ -14,8 +14,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from penstock.runtime.transport.delegate.carrier.chunks import CHUNK, InStream, OutStream
-from penstock.runtime.transport.delegate.carrier.descriptor import Descriptor, DescriptorKind, Lane
+from penstock.runtime.transport.delegate.carrier.frames import Descriptor, DescriptorKind
+from penstock.runtime.transport.delegate.carrier.lanes import CHUNK, InStream, OutStream
 from tiers import examples
 
 pytestmark = pytest.mark.property
@@ -50,7 +50,7 @@ class World:
         if self.num_given < NUM_MESSAGES:
             self.num_given += 1
             size = num_chunks * CHUNK - 100
-            self.out.give(Descriptor(DescriptorKind.SEND, Lane(0, 1), self.num_given, payload_bytes=size))
+            self.out.give(Descriptor(DescriptorKind.SEND, 0, 1, number=self.num_given, payload_bytes=size))
 
     def write(self, lane: Connection) -> None:
         if self.out.next is not None:
@@ -143,7 +143,7 @@ def test_each_message_is_delivered_once_and_whole(moves: list[tuple[str, int]]) 
 
 def test_a_chunk_that_an_older_connection_still_brings_is_dropped() -> None:
     stream: InStream[str] = InStream()
-    chunk = Descriptor(DescriptorKind.CHUNK, Lane(0, 1), 1, offset=0, capacity=10, payload_bytes=20)
+    chunk = Descriptor(DescriptorKind.CHUNK, 0, 1, number=1, offset=0, capacity=10, payload_bytes=20)
     assert stream.begins(chunk, "older") == (True, None)
     again = chunk._replace(attempt=1)
     assert stream.begins(again, "newer") == (True, "older")

@@ -1,4 +1,4 @@
-"""What a rank keeps of messages on their way: slots and numbers, what is expected, what is lent and granted."""
+"""What a rank keeps of messages on their way: slots and numbers, what is expected, and what is lent."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from penstock.runtime.tensors.message import Edge
 from penstock.runtime.transport.channel import ChannelKey, ExpectedMessages
 from penstock.runtime.transport.delegate import Counters
 from penstock.runtime.transport.delegate.boxes import LENT, DelegateInbox, Outbox
-from penstock.runtime.transport.delegate.carrier.descriptor import Descriptor, DescriptorKind, Lane
+from penstock.runtime.transport.delegate.carrier.frames import Descriptor, DescriptorKind
 from penstock.schedule import Op
 
 pytestmark = pytest.mark.unit
@@ -33,7 +33,7 @@ def send(outbox: Outbox, target: int = 1, size: int = MB // 2) -> bool:
     if slot is None:
         return False
     offset, capacity = slot
-    outbox.post(Descriptor(DescriptorKind.SEND, Lane(0, target), offset=offset, capacity=capacity))
+    outbox.post(Descriptor(DescriptorKind.SEND, 0, target, offset=offset, capacity=capacity))
     return True
 
 
@@ -41,18 +41,18 @@ def test_messages_to_each_rank_have_numbers_of_their_own() -> None:
     orders = Orders(0, 64 * MB)
     outbox = Outbox(orders)  # type: ignore[arg-type]
     assert all(send(outbox, target) for target in (1, 2, 1))
-    assert [(each.lane.target, each.number) for each in orders.given] == [(1, 1), (2, 1), (1, 2)]
+    assert [(each.target, each.number) for each in orders.given] == [(1, 1), (2, 1), (1, 2)]
     assert outbox.targets() == {1, 2}
-    outbox.answered(Descriptor(DescriptorKind.ANSWERED, Lane(0, 1), 2))  # answers come in any order
-    outbox.answered(Descriptor(DescriptorKind.ANSWERED, Lane(0, 1), 1))
+    outbox.answered(Descriptor(DescriptorKind.ANSWERED, 0, 1, number=2))  # answers come in any order
+    outbox.answered(Descriptor(DescriptorKind.ANSWERED, 0, 1, number=1))
     assert outbox.targets() == {2}
 
 
 def test_room_is_what_was_answered() -> None:
     outbox = Outbox(Orders(0, 2 * MB))  # type: ignore[arg-type]
-    assert all(send(outbox) for _ in range(3))
+    assert all(send(outbox) for _ in range(4))
     assert not send(outbox)
-    outbox.answered(Descriptor(DescriptorKind.ANSWERED, Lane(0, 1), 2))
+    outbox.answered(Descriptor(DescriptorKind.ANSWERED, 0, 1, number=2))
     assert send(outbox)
     assert not send(outbox)
     with pytest.raises(RuntimeFailure, match="host_memory"):
@@ -65,7 +65,7 @@ EXPECTED = [ExpectedMessages(ChannelKey.of(EDGES[0]), 0, tuple((edge, 100 + m) f
 
 def message(number: int, tag: int, step: int = 1, digest: int = 5, capacity: int = 4096) -> Descriptor:
     return Descriptor(
-        DescriptorKind.MESSAGE, Lane(0, 1), number, tag, step, digest, 0, 0, 0, number * 4096, capacity, 10, 1064
+        DescriptorKind.MESSAGE, 0, 1, 0, number, tag, step, digest, 0, 0, 0, number * 4096, capacity, 10, 1064
     )
 
 
@@ -98,10 +98,10 @@ def test_the_delegate_connects_once_to_those_from_whom_messages_are_expected() -
     inbox = DelegateInbox(orders, Counters())  # type: ignore[arg-type]
     for step in (1, 2):
         inbox.begin(step, 5, EXPECTED)
-    assert [(one.kind, one.lane) for one in orders.given] == [(DescriptorKind.CONNECT, Lane(1, 0))]
+    assert orders.given == [Descriptor(DescriptorKind.CONNECT, 1, 0)]
 
 
-def test_what_is_lent_may_be_used_on_top_until_it_is_given_back() -> None:
+def test_as_much_as_host_memory_is_lent_until_it_is_given_back() -> None:
     orders = Orders(1, MB)
     inbox = DelegateInbox(orders, Counters())  # type: ignore[arg-type]
     inbox.begin(1, 5, EXPECTED)
@@ -109,10 +109,8 @@ def test_what_is_lent_may_be_used_on_top_until_it_is_given_back() -> None:
     held = message(2, 101, capacity=MB)
     give_back = inbox.lend(held)
     assert give_back is not None
-    assert inbox.lend(message(3, 102, capacity=LENT)) is None  # as much as host memory is lent
-    assert (orders.given[-1].kind, orders.given[-1].number) == (DescriptorKind.GRANT, MB)
+    assert inbox.lend(message(3, 102, capacity=LENT)) is None
     give_back()
     inbox.take_back()
-    freed = orders.given[-1]
-    assert (freed.kind, freed.number, freed.offset) == (DescriptorKind.FREE, MB, held.offset)
+    assert (orders.given[-1].kind, orders.given[-1].offset) == (DescriptorKind.FREE, held.offset)
     assert inbox.lend(message(3, 102, capacity=LENT)) is not None

@@ -20,7 +20,7 @@ from penstock.runtime.checkpoint import folder as checkpoint_folder
 from penstock.runtime.checkpoint import latest
 from penstock.runtime.checkpoint.dcp import write
 from penstock.runtime.errors import CheckpointError, RuntimeFailure
-from penstock.runtime.transport.delegate.delegate import cannot
+from penstock.runtime.transport.delegate.boxes import cannot
 from penstock.train import command
 from penstock.train.folder import write_whole
 from penstock.train.job import TrainJob, hand_over
@@ -102,9 +102,8 @@ def test_what_ranks_need_names_the_folder_that_is_full(tmp_path: Path) -> None:
 
 def test_delegates_whose_memory_may_not_be_as_long_are_told_the_limit() -> None:
     """A limit of files counts for memory that processes share, too; it was told as: File too large."""
-    with files_of_at_most(4096):
-        said = str(cannot(OSError(errno.EFBIG, "File too large")))
-    assert "the 4096 bytes that a process may write" in said
+    said = str(cannot(OSError(errno.EFBIG, "File too large")))
+    assert "delegates need more shared memory" in said
     assert "ulimit -f" in said
 
 

@@ -9,7 +9,8 @@ from collections.abc import Iterator
 import pytest
 
 from penstock.runtime.mesh.interfaces import listen
-from penstock.runtime.transport.delegate.carrier import sockets
+from penstock.runtime.transport import heartbeats as module
+from penstock.runtime.transport.delegate.carrier.frames import WRITE
 from penstock.runtime.transport.heartbeats import Heartbeats
 
 
@@ -50,10 +51,11 @@ def test_the_larger_of_two_numbers_is_said_though_two_threads_say_one_at_once(he
 def test_a_call_that_ends_with_its_first_words_is_made_again(heartbeats: Heartbeats) -> None:
     (call,) = heartbeats._calls
     heartbeats._turn(call, 0)
-    assert call.attempt is not None
-    call.attempt.socket.shutdown(socket.SHUT_WR)
-    call.attempt._ready(sockets.WRITE)
-    assert call.attempt is None
+    assert call.stream is not None
+    heartbeats._ready(call, WRITE)
+    assert call.stands
+    call.stream.socket.shutdown(socket.SHUT_WR)
+    heartbeats._turn(call, 0)
     assert call.stream is None
     assert call.due == 0
 
@@ -63,11 +65,10 @@ def test_a_link_whose_network_acknowledges_nothing_is_dead_though_its_kernel_kee
 ) -> None:
     (call,) = heartbeats._calls
     heartbeats._turn(call, 0)
-    assert call.attempt is not None
-    call.attempt._ready(sockets.WRITE)
     assert call.stream is not None
+    heartbeats._ready(call, WRITE)
     stands = call.stream.socket
-    monkeypatch.setattr(sockets, "is_unacknowledged", lambda made, least_ms: made is stands)
+    monkeypatch.setattr(module, "is_unacknowledged", lambda made, least_ms: made is stands)
     heartbeats._turn(call, 0)
     assert call.stream is None
     assert heartbeats.down() == {0}

@@ -11,6 +11,7 @@ that comes back: hearing it twice changes nothing.
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import os
 import socket
@@ -21,20 +22,20 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from penstock.runtime.transport.delegate.carrier import sockets
-from penstock.runtime.transport.delegate.carrier.descriptor import CloseReason
-from penstock.runtime.transport.delegate.carrier.monitor import InterfaceMonitor
-from penstock.runtime.transport.delegate.carrier.paths import Path
-from penstock.runtime.transport.delegate.carrier.sockets import (
+from penstock.runtime.transport.delegate.carrier.frames import (
     BEAT,
-    CONNECT,
+    MS,
     READ,
+    RESETS,
     WRITE,
-    ConnectAttempt,
     EventLoop,
     SocketStream,
+    begin_connect,
+    is_unacknowledged,
 )
 
+CONNECT = 1_000 * MS
+"""How long a call may take until it is answered."""
 UNACKNOWLEDGED_MS = 1000
 """Milliseconds after which a link that acknowledges nothing is dead."""
 LONGEST = 1 << 22
@@ -46,14 +47,14 @@ class HeartbeatLine:
     """This process's connection to another by one interface.
 
     Attributes:
-        attempt: while it is being made; stream: when it stands.
+        stream: its socket. stands: whether it is connected, and not still being made.
         due: when to say something, or to try again (nanoseconds of the monotonic clock).
     """
 
     peer: int
     place: int
-    attempt: ConnectAttempt | None = None
     stream: SocketStream | None = None
+    stands: bool = False
     due: int = 0
 
 
@@ -94,7 +95,6 @@ class Heartbeats:
         self._greeted: set[socket.socket] = set()
         self._loop = EventLoop()
         self._waker = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-        self._monitor = InterfaceMonitor([address for address, _ in ends[me]])
         self._thread = threading.Thread(target=self._run, name="penstock-heartbeats", daemon=True)
 
     def begin(self) -> None:
@@ -147,9 +147,7 @@ class Heartbeats:
         for call in self._calls:
             self._hang_up(call)
         for one in [*self._incoming, *self._listeners]:
-            sockets.close(one)
-        if self._monitor.socket is not None:
-            self._monitor.socket.close()
+            one.close()
         self._loop.close()
         os.close(self._waker)
 
@@ -163,8 +161,6 @@ class Heartbeats:
         for one in self._listeners:
             one.setblocking(False)
             self._loop.watch(one.fileno(), READ, partial(self._accept, one))
-        if self._monitor.socket is not None:
-            self._loop.watch(self._monitor.socket.fileno(), READ, self._interfaces_changed)
         self._loop.run(self._turn_all)
 
     def _turn_all(self, now: int) -> int:
@@ -186,46 +182,34 @@ class Heartbeats:
 
     def _turn(self, call: HeartbeatLine, now: int) -> None:
         """A beat; or another try to connect."""
-        if call.stream is not None:
+        if call.stream is not None and call.stands:
             call.due = now + BEAT
-            if sockets.is_unacknowledged(call.stream.socket, UNACKNOWLEDGED_MS):
-                self._lost(call)  # its kernel does not always end it
+            if is_unacknowledged(call.stream.socket, UNACKNOWLEDGED_MS):
+                self._lost(call)
             else:
                 self._write(call, call.stream, _line({"number": self.number}))
             return
-        if call.attempt is not None:  # it took too long
+        if call.stream is not None:  # it took too long
             self._lost(call)
         call.due = now + CONNECT
-        ours, theirs = ([address for address, _ in self._ends[self._me]], self._ends[call.peer])
-        path, answered = Path(call.place, call.place), partial(self._answered, call)
         try:
-            call.attempt = ConnectAttempt(self._loop, path, ours, theirs, call.due, answered)
+            made = begin_connect(self._ends[self._me][call.place][0], self._ends[call.peer][call.place])
         except OSError as error:
             self._failed(call, error.errno or 0)
-
-    def _answered(self, call: HeartbeatLine, attempt: ConnectAttempt, error: int) -> None:
-        """A call was answered or refused."""
-        call.attempt = None
-        if error:
-            self._failed(call, error)
             return
-        call.due = 0
-        attempt.socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, UNACKNOWLEDGED_MS)
+        call.stream = SocketStream(self._loop, made, partial(self._ready, call))
+        call.stream.wants_write = True
         with self._lock:
-            self._down.discard((call.peer, call.place))
-            self._gone.discard(call.peer)
             lines = [*self._told.values()]
-        call.stream = SocketStream(self._loop, attempt.socket, partial(self._ready, call))
         self._write(call, call.stream, _line({"hello": self._key, "from": self._me}) + b"".join(lines))
-        self._changed()
 
     def _ready(self, call: HeartbeatLine, mask: int) -> None:
-        """A call can be written to again, or ended."""
+        """A call stands, can be written to again, or ended."""
         stream = call.stream
         if stream is None:
             return
         try:
-            ended = mask & ~WRITE and stream.socket.recv(1) == b""  # nothing is ever said this way
+            ended = stream.socket.recv(1) == b""  # nothing is ever said this way
         except BlockingIOError:
             ended = False
         except OSError as error:
@@ -234,8 +218,14 @@ class Heartbeats:
         if ended:  # the process there is gone, or goes: whoever calls again finds out
             self._hang_up(call)
             call.due = 0
-        else:
-            self._write(call, stream)
+            return
+        if not call.stands and mask & WRITE:
+            call.stands, call.due, stream.wants_write = True, 0, False
+            with self._lock:
+                self._down.discard((call.peer, call.place))
+                self._gone.discard(call.peer)
+            self._changed()
+        self._write(call, stream)
 
     def _write(self, call: HeartbeatLine, stream: SocketStream, *lines: bytes) -> None:
         try:
@@ -245,14 +235,13 @@ class Heartbeats:
 
     def _failed(self, call: HeartbeatLine, error: int) -> None:
         """A call ended with an error, or could not be made."""
-        why, stood = sockets.meaning(error), call.stream is not None
         call.due = time.perf_counter_ns() + BEAT
-        if why is CloseReason.REFUSED:
+        if error == errno.ECONNREFUSED:
             self._hang_up(call)
             with self._lock:
                 self._gone.add(call.peer)
             self._changed()
-        elif stood and why is CloseReason.RESET:
+        elif call.stands and error in RESETS:
             self._hang_up(call)
             call.due = 0
         else:
@@ -265,20 +254,9 @@ class Heartbeats:
         self._changed()
 
     def _hang_up(self, call: HeartbeatLine) -> None:
-        for one in (call.attempt, call.stream):
-            if one is not None:
-                one.close()
-        call.attempt = call.stream = None
-
-    def _interfaces_changed(self, mask: int) -> None:
-        """The kernel says that an interface of ours went down: nobody is reached by it any more."""
-        for place, up in self._monitor.changes():
-            for call in (each for each in self._calls if each.place == place):
-                if up:
-                    call.due = 0
-                else:
-                    self._lost(call)
-                    call.due = time.perf_counter_ns() + BEAT
+        if call.stream is not None:
+            call.stream.close()
+        call.stream, call.stands = None, False
 
     def _accept(self, listener: socket.socket, mask: int) -> None:
         with contextlib.suppress(OSError):

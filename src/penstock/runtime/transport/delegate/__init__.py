@@ -19,7 +19,7 @@ health      the links, as the delegate reports them         carrier/    what the
 payload_copies   payloads into slots of shared memory, and out
 """
 
-from penstock.runtime.transport.delegate.health import Counters
+from penstock.runtime.transport.delegate.boxes import Counters
 from penstock.runtime.transport.delegate.transport import DelegateTransport
 
 __all__ = ["Counters", "DelegateTransport"]

@@ -1,27 +1,263 @@
-"""A rank's messages in the slots that it shares with its delegate: sent and not answered, and come in and not taken.
+"""The rank's end of what it shares with its delegate: the process, slots of messages, and how the links stand.
 
 rank --copies--> slot --SEND 7--> delegate          take <-- slot <--MESSAGE 7-- delegate     by the edge that it
 free <-----ANSWERED 7-----'                         free -----FREE------------>               is about
+
+The process is started before the ranks meet, so that a host that can start none says so before anyone waits. It ends
+when the rank ends, however that ends. If the delegate ends first, the rank sees the end of their pair of sockets.
 """
 
 from __future__ import annotations
 
+import contextlib
+import errno
+import os
+import secrets
+import select
+import socket
+import subprocess
+import sys
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
 from functools import partial
+from pathlib import Path
+from typing import Any
 
+from penstock.control.events import LinkDown, LinkUp
 from penstock.runtime.errors import RuntimeFailure
+from penstock.runtime.mesh.interfaces import listen
 from penstock.runtime.tensors.message import Edge
 from penstock.runtime.transport.base import CrossingLog
 from penstock.runtime.transport.channel import ExpectedMessages, why_unexpected
-from penstock.runtime.transport.delegate.carrier.descriptor import SLOT_HEAD, Descriptor, DescriptorKind, Lane, Slots
-from penstock.runtime.transport.delegate.delegate import DelegateProcess
-from penstock.runtime.transport.delegate.health import Counters
+from penstock.runtime.transport.delegate.carrier.frames import RESETS, Descriptor, DescriptorKind, Slots, frames
+from penstock.runtime.transport.delegate.carrier.process import DelegateOrders
+from penstock.runtime.transport.mapped_memory import MappedMemory
 from penstock.runtime.transport.wire_format import ALIGN
+
+_MAIN = (
+    f"import sys; sys.path.insert(0, {str(Path(__file__).parent)!r}); "
+    "from carrier.process import Delegate; Delegate.main()"
+)
+STOP_GRACE = 2.0
+"""Seconds that a delegate gets to end."""
+MOST_GRANTED, MOST_PINNED = 8, 2
+"""How many times its rank's host memory a delegate may be granted for messages that come in. Memory that is not used
+takes no pages, unless it is pinned."""
+
+
+class DelegateProcess:
+    """A rank's delegate. It starts at once, and carries messages once `meet` was called.
+
+    Args:
+        interfaces: local addresses, the preferred one first.
+        num_lanes: connections to each other rank.
+        host_memory: bytes that messages on their way out may take, and as many those that came in.
+        pinned: whether CUDA is to know the memory.
+
+    Raises:
+        RuntimeFailure: an address that is not of this host; too few descriptors, processes or memory.
+    """
+
+    def __init__(
+        self, rank: int, interfaces: Sequence[str], num_lanes: int, host_memory: int, pinned: bool = False
+    ) -> None:
+        self.rank, self.host_memory, self._pinned = rank, host_memory, pinned
+        self._interfaces, self._num_lanes = list(interfaces), num_lanes
+        self._stack = contextlib.ExitStack()
+        self._late = bytearray()  # orders for which the line had no room
+        self._came = bytearray()
+        self._others: set[int] = set()
+        self.key = 0
+        try:
+            self._begin()
+        except OSError as error:
+            self._stack.close()
+            raise cannot(error) from None
+        except BaseException:
+            self._stack.close()
+            raise
+
+    def _begin(self) -> None:
+        stack = self._stack
+        self._listeners = [stack.enter_context(_listener(address)) for address in self._interfaces]
+        self.out_memory = self._memory(self.host_memory)
+        self.in_memory = self._memory((MOST_PINNED if self._pinned else MOST_GRANTED) * self.host_memory)
+        self._waker = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        stack.callback(os.close, self._waker)
+        self._poll = stack.enter_context(select.epoll())
+        self._line, theirs = socket.socketpair()
+        stack.callback(self._line.close)
+        with theirs:
+            self._poll.register(self._line, select.EPOLLIN)
+            self.also_watch(self._waker)
+            memories = [self.out_memory.descriptor, self.in_memory.descriptor]
+            self._process = subprocess.Popen(
+                [sys.executable, "-I", "-S", "-c", _MAIN, str(theirs.fileno())],
+                pass_fds=[theirs.fileno(), *memories, *(each.fileno() for each in self._listeners)],
+                stdin=subprocess.PIPE,
+                # A group of its own: a signal to the rank's group is not meant for it, and a stopped one is woken and
+                # ended by the kernel when its rank goes.
+                process_group=0,
+            )
+        stack.callback(self._reap)
+
+    def _memory(self, span: int) -> MappedMemory:
+        memory = MappedMemory.make("penstock-messages", span)
+        self._stack.callback(memory.close)
+        return memory
+
+    def meet(self, gather: Callable[[Any], list[Any]], num_ranks: int) -> None:
+        """Tells every rank where this delegate listens, and the delegate where the others do. All have started then.
+
+        Raises:
+            RuntimeFailure: ranks that differ in how many lanes they want; the delegate did not start.
+        """
+        if not self._line.recv(1):
+            raise self._ended()
+        self._line.setblocking(False)
+        ports = [each.getsockname()[1] for each in self._listeners]
+        ends = list(zip(self._interfaces, ports, strict=True))
+        gathered = gather((self.rank, self._num_lanes, secrets.randbits(62), ends))
+        if len({each[1] for each in gathered}) > 1:
+            counts = ", ".join(str(each[1]) for each in gathered)
+            raise RuntimeFailure(f"ranks with different numbers of lanes ({counts}): give all the same")
+        self.key = gathered[0][2]
+        self._peers = [each[3] for each in gathered]
+        orders = DelegateOrders(
+            self.rank,
+            os.getpid(),
+            self.key,
+            self._interfaces,
+            [each.fileno() for each in self._listeners],
+            self._peers,
+            self._num_lanes,
+            (self.out_memory.descriptor, self.out_memory.span),
+            (self.in_memory.descriptor, self.in_memory.span),
+            self.host_memory if self._pinned else 2 * self.host_memory,
+        )
+        assert self._process.stdin is not None
+        with contextlib.suppress(OSError), self._process.stdin as line:  # if it is dead, the first wait says so
+            line.write(orders.to_bytes())
+        for each in self._listeners:
+            each.close()  # now the delegate alone has them: where it is not, nobody listens
+
+    def pin(self) -> None:
+        """Lets CUDA know the memory, where it is to."""
+        if self._pinned:
+            for memory in (self.out_memory, self.in_memory):
+                memory.pin()
+            self._pinned = False
+
+    @property
+    def name(self) -> str:
+        return f"the delegate of rank {self.rank}"
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    def addresses(self, rank: int) -> list[str]:
+        """The interfaces of a rank."""
+        return [host for host, _ in self._peers[rank]]
+
+    def order(self, descriptor: Descriptor) -> None:
+        """Gives it an order, now or when the line has room again."""
+        self._late += descriptor.to_bytes()
+        self._flush()
+
+    def _flush(self) -> None:
+        with contextlib.suppress(OSError):  # no room; or it has ended, which `notes` says
+            while self._late:
+                del self._late[: self._line.send(self._late)]
+
+    def notes(self) -> Iterator[Descriptor]:
+        """What it told since the last call.
+
+        Raises:
+            RuntimeFailure: the process has ended.
+        """
+        self._flush()
+        try:
+            while data := self._line.recv(1 << 16):
+                self._came += data
+                yield from frames(self._came)
+        except BlockingIOError:
+            return
+        except OSError:
+            pass  # it was killed before it read its orders
+        raise self._ended()
+
+    def also_watch(self, descriptor: int) -> None:
+        """Lets `wait` end, too, when this descriptor is ready to be read."""
+        self._poll.register(descriptor, select.EPOLLIN)
+        self._others.add(descriptor)
+
+    def wait(self, seconds: float) -> bool:
+        """Waits until it says something, at most so long; returns whether `wake` was called, or another descriptor is
+        ready.
+        """
+        self._poll.modify(self._line, select.EPOLLIN | (select.EPOLLOUT if self._late else 0))
+        ready = {number for number, _ in self._poll.poll(max(0.0, seconds))}
+        if self._waker in ready:
+            os.eventfd_read(self._waker)
+        return bool(ready & self._others)
+
+    def wake(self) -> None:
+        """Ends a wait, or the next one; any thread may call it."""
+        os.eventfd_write(self._waker, 1)
+
+    def _ended(self) -> RuntimeFailure:
+        code = self._process.wait()
+        return RuntimeFailure(
+            f"{self.name} ended with exit code {code}, and with it the messages on their way; what it wrote to "
+            "stderr says why, or somebody killed it: start again, from the latest checkpoint"
+        )
+
+    def close(self) -> None:
+        """Ends the process, and lets go of all that it used."""
+        self._stack.close()
+
+    def _reap(self) -> None:
+        self._line.close()
+        if self._process.stdin is not None:
+            self._process.stdin.close()
+        try:
+            self._process.wait(STOP_GRACE)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+
+
+def _listener(address: str) -> socket.socket:
+    try:
+        made = listen(0, address)
+    except OSError as error:
+        if error.errno in _SHORT_OF:
+            raise
+        raise RuntimeFailure(
+            f"interface {address!r}: {error.strerror}; give addresses of this host, as `ip address` lists them"
+        ) from None
+    made.setblocking(False)
+    return made
+
+
+_SHORT_OF = {
+    errno.EMFILE: "file descriptors: raise the limit (ulimit -n)",
+    errno.ENFILE: "file descriptors: raise the system's limit (sysctl fs.file-max)",
+    errno.EFBIG: "shared memory, which counts as a file: raise the limit (ulimit -f)",
+    errno.EAGAIN: "processes: raise the limit (ulimit -u)",
+}
+
+
+def cannot(error: OSError) -> RuntimeFailure:
+    """What it means that a descriptor, memory or process could not be had."""
+    short_of = f"; delegates need more {_SHORT_OF[error.errno]}" if error.errno in _SHORT_OF else ""
+    return RuntimeFailure(f"a delegate cannot be started: {error.strerror}{short_of}")
 
 
 class Outbox:
-    """What one rank has sent: slots, and numbers by which messages are told apart."""
+    """The messages that a rank has sent and that are not answered: their slots, and their numbers."""
 
     def __init__(self, delegate: DelegateProcess) -> None:
         self._delegate = delegate
@@ -35,24 +271,25 @@ class Outbox:
         Raises:
             RuntimeFailure: a message that there will never be room for.
         """
-        if num_bytes + SLOT_HEAD > self._slots.limit:
+        if num_bytes > self._slots.limit:
             raise RuntimeFailure(
                 f"a message of {num_bytes} bytes to rank {target} is more than the {self._slots.limit} bytes of host "
                 "memory that delegates may use; give host_memory= more"
             )
-        return self._slots.take(num_bytes + SLOT_HEAD)
+        return self._slots.take(num_bytes)
 
-    def post(self, message: Descriptor) -> None:
-        """Hands a message over, whose first bytes at least are in its slot. It gets the next number."""
-        target = message.lane.target
+    def post(self, message: Descriptor) -> int:
+        """Hands a message over, whose first bytes at least are in its slot; returns the number that it gets."""
+        target = message.target
         number = self._given[target] = self._given.get(target, 0) + 1
         message = message._replace(number=number)
         self._waiting.setdefault(target, {})[number] = message
         self._delegate.order(message)
+        return number
 
     def answered(self, note: Descriptor) -> None:
         """Frees what was answered."""
-        message = self._waiting[note.lane.target].pop(note.number)
+        message = self._waiting[note.target].pop(note.number)
         self._slots.free(message.offset, message.capacity)
 
     def targets(self) -> set[int]:
@@ -65,7 +302,7 @@ LENT = 64 << 10
 
 
 class DelegateInbox:
-    """What came in for one rank and was not taken.
+    """The messages that came in for a rank and were not taken.
 
     Args:
         counters: where it counts messages.
@@ -83,10 +320,10 @@ class DelegateInbox:
         self.crossings = CrossingLog()
 
     def begin(self, step: int, digest: int, expected: Sequence[ExpectedMessages]) -> list[Edge]:
-        """A step begins; returns what of it came before it began here.
+        """A step begins; returns the edges whose messages came before it began here.
 
         Raises:
-            RuntimeFailure: what came is not of this step.
+            RuntimeFailure: a message came that is not of this step.
         """
         self._step, self._digest = step, digest
         self._edges = {(one.peer, tag): edge for one in expected for edge, tag in one.messages}
@@ -96,12 +333,12 @@ class DelegateInbox:
         return [edge for note in early if (edge := self.came(note)) is not None]
 
     def connect(self, peer: int) -> None:
-        """Has the delegate connect to a rank before anything is to be sent there, by which it is known whether the
+        """Has the delegate connect to a rank before anything is to be sent there. By that it is known whether the
         other's process is there.
         """
         if peer not in self._connected:
             self._connected.add(peer)
-            self._delegate.order(Descriptor(DescriptorKind.CONNECT, Lane(self._delegate.rank, peer)))
+            self._delegate.order(Descriptor(DescriptorKind.CONNECT, self._delegate.rank, peer))
 
     def came(self, note: Descriptor) -> Edge | None:
         """Takes a message in; returns its edge, or None where its step has not begun here.
@@ -109,7 +346,7 @@ class DelegateInbox:
         Raises:
             RuntimeFailure: it is not expected.
         """
-        source = note.lane.source
+        source = note.source
         if note.step > self._step:
             self._early.append(note)
             return None
@@ -118,9 +355,8 @@ class DelegateInbox:
             raise RuntimeFailure(why_unexpected(self._delegate.rank, self._step, source, note.step, note.tag, edge))
         self._ready[edge] = note
         self._counters.messages += 1
-        self._counters.num_bytes += note.payload_bytes
         size = max(0, note.payload_bytes - ALIGN)
-        self.crossings.add(source, note.lane.target, size, note.sent, note.start, note.arrived, edge)
+        self.crossings.add(source, note.target, size, note.sent, note.start, note.arrived, edge)
         return edge
 
     def owed(self) -> set[int]:
@@ -131,19 +367,17 @@ class DelegateInbox:
         """A message that came in; its slot is the caller's until `free`."""
         return self._ready.pop(edge)
 
-    def free(self, note: Descriptor, granted: int = 0) -> None:
-        """Gives a slot back, and what was granted for it."""
-        freed = Descriptor(DescriptorKind.FREE, note.lane, granted, offset=note.offset, capacity=note.capacity)
-        self._delegate.order(freed)
+    def free(self, note: Descriptor) -> None:
+        """Gives a slot back."""
+        self._delegate.order(Descriptor(DescriptorKind.FREE, offset=note.offset, capacity=note.capacity))
 
     def lend(self, note: Descriptor) -> Callable[[], None] | None:
         """Lets a slot be used as it is; what it returns gives it back, from any thread. None: copy it out instead.
 
-        The delegate may use as much more meanwhile: host memory bounds what is not taken, and as much again is lent.
+        As much as host memory is lent: messages that come in have as much again.
         """
         if note.capacity < LENT or self._lent + note.capacity > self._delegate.host_memory:
             return None
-        self.grant(note.capacity)
         self._lent += note.capacity
         return partial(self._returned.append, note)
 
@@ -152,8 +386,101 @@ class DelegateInbox:
         while self._returned:
             note = self._returned.popleft()
             self._lent -= note.capacity
-            self.free(note, note.capacity)
+            self.free(note)
 
     def grant(self, num_bytes: int) -> None:
         """Lets the delegate use more memory."""
-        self._delegate.order(Descriptor(DescriptorKind.GRANT, Lane(0, self._delegate.rank), num_bytes))
+        self._delegate.order(Descriptor(DescriptorKind.GRANT, number=num_bytes))
+
+
+@dataclass
+class Counters:
+    """What a rank's delegate went through.
+
+    Attributes:
+        messages: that came in.
+        failovers: connections that went on over another interface; failbacks: that went back to a better one;
+            reconnects: over the same.
+        resent: chunks of messages given to a connection for a second time.
+        starved: messages that waited for room in host memory.
+    """
+
+    messages: int = 0
+    failovers: int = 0
+    failbacks: int = 0
+    reconnects: int = 0
+    resent: int = 0
+    starved: int = 0
+
+
+@dataclass
+class LinkHealth:
+    """How a rank's links stand, as its delegate reports their lanes.
+
+    Args:
+        addresses: of a rank's interfaces.
+
+    Attributes:
+        gone: ranks whose delegate, and so most likely whose process, has ended.
+        events: links that died or came back since these were last taken; notices: for a person.
+    """
+
+    rank: int
+    addresses: Callable[[int], list[str]]
+    counters: Counters
+    gone: set[int] = field(default_factory=set)
+    events: list[LinkDown | LinkUp] = field(default_factory=list)
+    notices: list[str] = field(default_factory=list)
+    _down: set[int] = field(default_factory=set)
+    _paths: dict[tuple[int, int], tuple[int, int]] = field(default_factory=dict)
+    """By rank and lane, the interfaces at its ends, also of a connection that went."""
+    _lost: dict[tuple[int, int], int] = field(default_factory=dict)
+    """The error of lanes without a connection."""
+
+    def learn(self, note: Descriptor) -> None:
+        """Takes in a note about a lane."""
+        lane, target = (note.target, note.place), note.target
+        if note.kind is DescriptorKind.LOST:
+            self._lost[lane] = note.number
+            self.counters.resent += note.offset
+            if note.number == errno.ECONNREFUSED:
+                self.gone.add(target)
+            elif note.number not in (0, errno.EPROTO, *RESETS):
+                self._mark(target, is_up=False)
+            return
+        path, before, error = (note.tag, note.step), self._paths.get(lane), self._lost.pop(lane, None)
+        if before == path:
+            self.counters.reconnects += 1
+        elif before is not None and error == 0:
+            self.counters.failbacks += 1
+        elif before is not None:
+            self.counters.failovers += 1
+        self._paths[lane] = path
+        self.gone.discard(target)
+        self._mark(target, is_up=path == (0, 0))
+        if path != (0, 0):
+            ours, theirs = self.addresses(self.rank), self.addresses(target)
+            notice = (
+                f"messages of rank {self.rank} to rank {target} go from {ours[path[0]]} to {theirs[path[1]]}, as "
+                f"{ours[0]} to {theirs[0]} did not carry them: nothing was lost"
+            )
+            if notice not in self.notices:
+                self.notices.append(notice)
+
+    def _mark(self, target: int, is_up: bool) -> None:
+        """Notes whether the link's preferred interfaces carry it."""
+        if is_up and target in self._down:
+            self._down.remove(target)
+            self.events.append(LinkUp((self.rank, target)))
+        elif not is_up and target not in self._down:
+            self._down.add(target)
+            self.events.append(LinkDown((self.rank, target)))
+
+    def words(self) -> str:
+        """Which links have no connection, and why, in words; nothing where all have one."""
+        found = [
+            f"no connection {self.rank}->{target}: {os.strerror(error)}"
+            for (target, _), error in sorted(self._lost.items())
+            if error
+        ]
+        return "; ".join(dict.fromkeys(found))

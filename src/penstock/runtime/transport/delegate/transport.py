@@ -14,7 +14,6 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import suppress
 from time import perf_counter_ns
 from typing import Any
 
@@ -25,17 +24,8 @@ from penstock.runtime.errors import DeadlineExceeded, PeerLost, RuntimeFailure
 from penstock.runtime.tensors.message import Edge, Payload
 from penstock.runtime.transport.base import StepMessages, TransferRecord
 from penstock.runtime.transport.channel import ChannelKey, Tags
-from penstock.runtime.transport.delegate.boxes import DelegateInbox, Outbox
-from penstock.runtime.transport.delegate.carrier.descriptor import (
-    SLOT_HEAD,
-    Descriptor,
-    DescriptorKind,
-    Lane,
-    body_bytes,
-    spec_room,
-)
-from penstock.runtime.transport.delegate.delegate import DelegateProcess, cannot
-from penstock.runtime.transport.delegate.health import ConnectionHealth, Counters
+from penstock.runtime.transport.delegate.boxes import Counters, DelegateInbox, DelegateProcess, LinkHealth, Outbox
+from penstock.runtime.transport.delegate.carrier.frames import Descriptor, DescriptorKind, spec_room
 from penstock.runtime.transport.delegate.payload_copies import SlotPacket, SpecCache, copying_for
 from penstock.runtime.transport.inbox import BRIEFLY, FINELY
 
@@ -67,8 +57,7 @@ class DelegateTransport:
         device: where payloads that came in are to lie.
 
     Raises:
-        RuntimeFailure: an interface that is not of this host, too few descriptors or processes, numbers that make no
-            sense.
+        RuntimeFailure: an interface that is not of this host; too few descriptors or processes.
     """
 
     def __init__(
@@ -86,31 +75,19 @@ class DelegateTransport:
     ) -> None:
         if not hasattr(os, "eventfd"):
             raise RuntimeFailure("delegates need Linux; use transport='host'")
-        if not 1 <= num_lanes <= 255:
-            raise RuntimeFailure(f"{num_lanes} lanes: give at least 1, and at most 255")
-        if host_memory < 1 << 20:
-            raise RuntimeFailure(f"{host_memory} bytes of host memory for delegates: give at least {1 << 20}")
-        if not interfaces:
-            raise RuntimeFailure("delegates without an interface: give at least one local address")
         self.rank = rank
         self._tags, self._timeout = tags, timeout
         self.counters = Counters()
         place = torch.device(device)
         self._delegate = DelegateProcess(rank, interfaces, num_lanes, host_memory, place.type == "cuda")
         try:
-            self._waker = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-            self._delegate.also_watch(self._waker)
             self._delegate.meet(gather, num_ranks)
-        except OSError as error:
-            self._delegate.close()
-            raise cannot(error) from None
         except BaseException:
             self._delegate.close()
-            os.close(self._waker)
             raise
         self._outbox = Outbox(self._delegate)
         self._inbox = DelegateInbox(self._delegate, self.counters)
-        self._health = ConnectionHealth(rank, self._delegate.addresses, self.counters)
+        self._health = LinkHealth(rank, self._delegate.addresses, self.counters)
         self._specs = SpecCache()
         self._step = self._digest = 0
         self._signatures: Sequence[str] = ()
@@ -142,6 +119,7 @@ class DelegateTransport:
         with self._lock:
             self._delegate.pin()
             self._arrived = self._inbox.begin(self._step, self._digest, step.expected)
+            self._listen()  # slots that are free again are used before memory that was never touched
 
     def end(self) -> None:
         """Ends a step. What was sent goes on its way: its slots are kept until it is there."""
@@ -159,15 +137,14 @@ class DelegateTransport:
             while time.monotonic() < end:
                 with self._lock:
                     self._listen()
-                    if not self._outbox.targets() - self._health.gone():
+                    if not self._outbox.targets() - self._health.gone:
                         break
-                self._pause(min(POLL_S, end - time.monotonic()))
+                self._delegate.wait(min(POLL_S, end - time.monotonic()))
         except RuntimeFailure:
             pass  # nothing more can be done for what is on its way
         finally:
             self._copying.close()
             self._delegate.close()
-            os.close(self._waker)
 
     # Sending.
 
@@ -183,22 +160,22 @@ class DelegateTransport:
     def _send(self, edge: Edge, target: int, payload: Payload, sent: int) -> bool:
         key = ChannelKey.of(edge)
         spec, spec_bytes = self._specs.of(payload, key, self._signatures[edge.consumer.microbatch])
-        size = body_bytes(len(spec_bytes), spec.num_bytes)
-        slot = self._outbox.take(target, size)
+        before = spec_room(len(spec_bytes))
+        slot = self._outbox.take(target, before + spec.num_bytes)
         if slot is None:
             self._listen()
-            slot = self._outbox.take(target, size)
+            slot = self._outbox.take(target, before + spec.num_bytes)
             if slot is None:
                 self._full, self._room = True, False
                 return False
         offset, capacity = slot
-        start, before = offset + SLOT_HEAD, spec_room(len(spec_bytes))
         memory = self._delegate.out_memory
-        memory.map[start : start + len(spec_bytes)] = spec_bytes
-        packet = SlotPacket(spec, memory.part(start + before, spec.num_bytes))
-        message: Descriptor | None = Descriptor(
+        memory.map[offset : offset + len(spec_bytes)] = spec_bytes
+        packet = SlotPacket(spec, memory.part(offset + before, spec.num_bytes))
+        message = Descriptor(
             DescriptorKind.SEND,
-            Lane(self.rank, target),
+            self.rank,
+            target,
             tag=self._tags.message(edge),
             step=self._step,
             digest=self._digest,
@@ -208,15 +185,16 @@ class DelegateTransport:
             spec_bytes=len(spec_bytes),
             payload_bytes=spec.num_bytes,
         )
+        number = 0
 
         def packed(num_bytes: int) -> None:
-            nonlocal message
-            self._delegate.fill(offset, before + num_bytes)
-            if message is None:
-                self._delegate.flush()
+            nonlocal number
+            filled = before + num_bytes
+            if number:
+                more = Descriptor(DescriptorKind.FILLED, self.rank, target, number=number, filled=filled)
+                self._delegate.order(more)
             else:
-                self._outbox.post(message)
-                message = None
+                number = self._outbox.post(message._replace(filled=filled))
 
         self._copying.pack(packet, payload, packed)
         return True
@@ -250,7 +228,7 @@ class DelegateTransport:
                 return edges
             now = time.monotonic()
             with self._lock:
-                lost = self._health.gone() & (self._inbox.owed() | self._outbox.targets())
+                lost = self._health.gone & (self._inbox.owed() | self._outbox.targets())
                 lost_since = (lost_since or now) if lost else None
                 if lost_since is not None and now - lost_since >= LATE_MESSAGES_S:
                     self._failed = True
@@ -267,9 +245,7 @@ class DelegateTransport:
                 if soon <= 0:
                     return []
                 left = min(left, soon - FINELY / 2) if soon >= FINELY else 0.0
-            if self._pause(left):
-                with suppress(BlockingIOError):
-                    os.eventfd_read(self._waker)
+            if self._delegate.wait(left):
                 return self.arrivals()
             if soon < FINELY:
                 time.sleep(min(soon, BRIEFLY))
@@ -277,7 +253,7 @@ class DelegateTransport:
     def wake(self) -> None:
         """Ends this rank's wait, or the next one; any thread may call it."""
         if not self._closed:
-            os.eventfd_write(self._waker, 1)
+            self._delegate.wake()
 
     def take(self, edge: Edge) -> Payload:
         """The payload of an edge that has arrived.
@@ -288,7 +264,7 @@ class DelegateTransport:
         with self._lock:
             note = self._inbox.take(edge)
             memory = self._delegate.in_memory
-            spec = self._specs.read(memory.map[note.offset : note.offset + note.spec_bytes], note.payload_bytes)
+            spec = self._specs.read(memory.map[note.offset : note.offset + note.spec_bytes])
             start = note.offset + spec_room(note.spec_bytes)
             returned = self._inbox.lend(note) if self._copying.lends else None
             if returned is not None:
@@ -329,16 +305,6 @@ class DelegateTransport:
         return {self._delegate.name: self._delegate.pid}
 
     # The delegate.
-
-    def _pause(self, seconds: float) -> bool:
-        """Sleeps until the delegate says something; returns whether another descriptor is ready."""
-        try:
-            other = self._delegate.wait(seconds)
-        except RuntimeFailure:
-            self._failed = True
-            raise
-        self._delegate.reset_wakeup()
-        return other
 
     def _listen(self) -> None:
         """Takes in all that the delegate told."""
