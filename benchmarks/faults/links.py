@@ -36,6 +36,7 @@ import argparse
 import json
 import os
 import random
+import socket
 import statistics
 import subprocess
 import sys
@@ -104,13 +105,12 @@ def rank_main(job: LinkJob) -> int:
 
     from benchmarks.lab.faults_rank import wait_for
     from penstock.runtime.launch import init_process
-    from penstock.runtime.mesh.interfaces import names_of
 
     torch.set_num_threads(1)
     if job.transport == "nccl":  # before CUDA or NCCL have read the environment
         interface = os.environ["PENSTOCK_INTERFACES"].split(",")[0]  # that which delegates prefer
         os.environ |= {
-            "NCCL_HOSTID": os.environ["RANK"], "NCCL_SOCKET_IFNAME": "=" + names_of(interface)[0],
+            "NCCL_HOSTID": os.environ["RANK"], "NCCL_SOCKET_IFNAME": "=" + name_of(interface),
             "NCCL_NET": "Socket", "NCCL_IB_DISABLE": "1",
         }  # fmt: skip
     rank, _ = init_process(TIMEOUT)
@@ -175,6 +175,13 @@ def train(job: LinkJob, run: int, rank: int) -> tuple[dict[str, Any], dict[str, 
         told["repeats"] = pipe._local.attempts.num_repeats if pipe._local.attempts is not None else 0
         told["counters"] = {} if counters is None else {key: n for key, n in asdict(counters).items() if n}
     return told, state
+
+
+def name_of(address: str) -> str:
+    """The interface of this host that has an address."""
+    from penstock.runtime.mesh.interfaces import local_addresses
+
+    return next(name for _, name in socket.if_nameindex() if local_addresses([name]) == (address,))
 
 
 def gpu_name() -> str:

@@ -238,8 +238,10 @@ def killed(rank: int, folder: str) -> str:
     x = torch.ones(4, 4)
     pipe.step(x, x[:, :1])
     if rank == 1:
+        appears(Path(folder, "stepped"))  # else what this rank told last of the step may still be on its way
         Path(folder, "killed").touch()
         os.kill(os.getpid(), signal.SIGKILL)
+    Path(folder, "stepped").touch()
     appears(Path(folder, "killed"))
     try:
         pipe.step(x, x[:, :1])

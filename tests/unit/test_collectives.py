@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from penstock.runtime.mesh.collective import all_gather, all_reduce, broadcast, is_late, reduce, reduce_scatter
-from penstock.runtime.transport.failover import GlooDevice
+from penstock.runtime.transport.failover import gloo_group
 
 NUM_RANKS = 3
 SIZE = 5
@@ -23,11 +23,11 @@ SHORT, LONG = timedelta(seconds=0.05), timedelta(seconds=60)
 
 def groups() -> list[Any]:
     """A group of gloo for each of some ranks of this process."""
-    store, device = dist.HashStore(), GlooDevice("127.0.0.1")
+    store = dist.HashStore()
     made: list[Any] = [None] * NUM_RANKS
 
     def make(rank: int) -> None:
-        made[rank] = device.group(store, rank, NUM_RANKS, timeout=60.0)
+        made[rank] = gloo_group("127.0.0.1", store, rank, NUM_RANKS, timeout=60.0)
 
     threads = [threading.Thread(target=make, args=(rank,)) for rank in range(NUM_RANKS)]
     for thread in threads:

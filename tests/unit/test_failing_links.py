@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from types import SimpleNamespace
@@ -43,7 +44,7 @@ class Links:
     """Stands for what changes over: it has the next groups at once."""
 
     def __init__(self, said: Callable[[str], Any]) -> None:
-        self.number = self.wanted = 0
+        self.number = self.wanted = self.me = 0
         self.timeout = 5.0
         self.groups = {"pipeline": object()}
         self.looks: list[Callable[[], None]] = []
@@ -58,6 +59,12 @@ class Links:
 
     def require_alive(self, missing: Sequence[int]) -> None: ...
 
+    def wait_for(self, find: Callable[[], Any], check: Callable[[], object], end: float) -> Any:
+        while (found := find()) is None and time.monotonic() <= end:
+            check()
+            time.sleep(0.01)
+        return found
+
 
 def agrees(key: str) -> Any:
     """What the other process tells: in every vote that its part is whole."""
@@ -66,7 +73,7 @@ def agrees(key: str) -> Any:
 
 def made(said: Callable[[str], Any] = agrees) -> Any:
     links = Links(said)
-    attempts = Attempts(links, 0)  # type: ignore[arg-type]
+    attempts = Attempts(links)  # type: ignore[arg-type]
     return links, attempts, GuardedGroup(attempts, "pipeline", [0, 1])
 
 
@@ -181,7 +188,7 @@ def test_a_message_whose_connection_ends_gives_the_attempt_up() -> None:
     attempts, send, _ = sends(PeerLost("the network is gone"))
     assert send()
     assert attempts.failover.wanted == 1
-    assert attempts.failover.beats.known("pipeline#1 lost 0") == 0
+    assert attempts.failover.beats.known("pipeline#1 lost 0")
 
 
 @pytest.mark.parametrize(
@@ -214,17 +221,17 @@ def test_a_rank_that_waits_is_woken_where_groups_are_left() -> None:
 
 
 def test_lines_between_gpus_are_guarded_by_what_changes_over(monkeypatch: pytest.MonkeyPatch) -> None:
-    lines = SimpleNamespace(give_up=lambda: None, may_use=lambda address: True)
+    lines = SimpleNamespace(give_up=lambda: None)
     monkeypatch.setattr(choose, "_lines", lambda *_: lines)
     monkeypatch.setattr(choose, "GlooTransport", lambda *_, **__: Carrying())
     links, attempts, group = made()
     guarded: list[Any] = []
-    links.guard_lines = lambda *given: guarded.append(given)
+    links.guard_lines = guarded.append
     schedule, peers = ps.build("1f1b", 2, 4), SimpleNamespace(group=None, guard=group)
     choice: Any = choose.TransportChoice(ps.TransportOptions("nccl"))
     made_transport = choice._carrying(peers, Tags.of(schedule), 1.0, wire(schedule), torch.device("cpu"), attempts)
     assert isinstance(made_transport, Carrying)
-    assert guarded == [(lines.give_up, lines.may_use)]
+    assert guarded == [lines.give_up]
 
 
 def test_notices_of_delegates_of_single_links_were_told_to_nobody() -> None:

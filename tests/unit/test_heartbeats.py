@@ -1,74 +1,75 @@
-"""The heartbeats between processes, call by call."""
+"""The heartbeats between two processes of which each knows one interface."""
 
 from __future__ import annotations
 
 import socket
-import threading
 from collections.abc import Iterator
 
 import pytest
 
 from penstock.runtime.mesh.interfaces import listen
-from penstock.runtime.transport import heartbeats as module
-from penstock.runtime.transport.delegate.carrier.frames import WRITE
+from penstock.runtime.transport import heartbeats
 from penstock.runtime.transport.heartbeats import Heartbeats
+from waiting import wait_until
 
 
 @pytest.fixture
-def heartbeats() -> Iterator[Heartbeats]:
-    """Those of process 0 of two, which have not begun."""
-    listeners = [listen(0, "127.0.0.1") for _ in range(2)]
-    ends = [[one.getsockname()[:2]] for one in listeners]
-    made = Heartbeats(0, listeners[:1], ends, "key", lambda: None)
+def listeners() -> Iterator[list[socket.socket]]:
+    made = [listen(0, "127.0.0.1") for _ in range(2)]
     yield made
-    made.begin()
-    made.close()
-    listeners[1].close()
+    for one in made:
+        one.close()
 
 
-def test_the_larger_of_two_numbers_is_said_though_two_threads_say_one_at_once(heartbeats: Heartbeats) -> None:
-    said = threading.Event()
-
-    def say_more() -> None:
-        heartbeats.say(3)
-        said.set()
-
-    other = threading.Thread(target=say_more)
-
-    class Interrupted(int):
-        """A number whose comparing gives another thread time to say a larger one, where it may."""
-
-        def __gt__(self, than: object) -> bool:
-            other.start()
-            said.wait(0.2)
-            return int(self) > int(str(than))
-
-    heartbeats.say(Interrupted(2))
-    other.join()
-    assert heartbeats.number == 3
+@pytest.fixture
+def pair(listeners: list[socket.socket]) -> Iterator[list[Heartbeats]]:
+    """Those of both processes, which have begun."""
+    ends = [[one.getsockname()[:2]] for one in listeners]
+    made = [Heartbeats(me, [one], ends, "key", lambda: None) for me, one in enumerate(listeners)]
+    for each in made:
+        each.begin()
+    yield made
+    for each in made:
+        if each._thread.is_alive():
+            each.close()
 
 
-def test_a_call_that_ends_with_its_first_words_is_made_again(heartbeats: Heartbeats) -> None:
-    (call,) = heartbeats._calls
-    heartbeats._turn(call, 0)
-    assert call.stream is not None
-    heartbeats._ready(call, WRITE)
-    assert call.stands
-    call.stream.socket.shutdown(socket.SHUT_WR)
-    heartbeats._turn(call, 0)
-    assert call.stream is None
-    assert call.due == 0
+def test_what_is_told_is_known_there_and_here(pair: list[Heartbeats]) -> None:
+    pair[0].tell("number", 3)
+    pair[0].tell("for itself", 4, [0])
+    pair[0].tell("after", 5)
+    wait_until(lambda: pair[1].known("after") == 5, lambda: "nothing was heard")
+    assert (pair[0].known("number"), pair[1].known("number")) == (3, 3)
+    assert (pair[0].known("for itself"), pair[1].known("for itself")) == (4, None)
+    pair[1].forget("num")
+    assert (pair[1].known("number"), pair[1].known("after")) == (None, 5)
+
+
+def test_what_is_told_just_before_the_end_is_heard(pair: list[Heartbeats]) -> None:
+    pair[0].tell("here", True)
+    wait_until(lambda: pair[1].known("here"), lambda: "nothing was heard")
+    for number in range(20):
+        pair[0].tell(f"last {number}", "word" * (1 << 18))
+    pair[0].close()
+    wait_until(lambda: pair[1].known("last 19") == "word" * (1 << 18), lambda: "the last was not heard")
+    wait_until(lambda: pair[1].gone() == {0}, lambda: "a process that has ended is taken for one that lives")
+    assert pair[1].down() == set()
 
 
 def test_a_link_whose_network_acknowledges_nothing_is_dead_though_its_kernel_keeps_it(
-    heartbeats: Heartbeats, monkeypatch: pytest.MonkeyPatch
+    pair: list[Heartbeats], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    (call,) = heartbeats._calls
-    heartbeats._turn(call, 0)
-    assert call.stream is not None
-    heartbeats._ready(call, WRITE)
-    stands = call.stream.socket
-    monkeypatch.setattr(module, "is_unacknowledged", lambda made, least_ms: made is stands)
-    heartbeats._turn(call, 0)
-    assert call.stream is None
-    assert heartbeats.down() == {0}
+    pair[0].tell("here", True)
+    wait_until(lambda: pair[1].known("here"), lambda: "nothing was heard")
+    with monkeypatch.context() as silent:
+        silent.setattr(heartbeats, "is_unacknowledged", lambda made, least_ms: True)
+        wait_until(lambda: pair[0].down() == {0}, lambda: "a dead link is taken for one that lives")
+    wait_until(lambda: pair[0].down() == set(), lambda: "a link that came back is taken for dead")
+    assert pair[0].gone() == set()
+
+
+def test_a_process_without_the_key_is_not_heard(pair: list[Heartbeats], listeners: list[socket.socket]) -> None:
+    with socket.create_connection(listeners[0].getsockname()) as made:
+        made.sendall(b'another\n["number", 9]\n')
+        assert made.recv(1) == b""
+    assert pair[0].known("number") is None

@@ -17,7 +17,7 @@ from penstock.runtime.errors import DeadlineExceeded, PeerLost, RuntimeFailure
 from penstock.runtime.mesh.collective import explain
 from penstock.runtime.transport import nccl
 from penstock.runtime.transport.channel import ChannelKey
-from penstock.runtime.transport.nccl import DeviceLines, NcclMessageHandle, lines_of, may_use, require_queues
+from penstock.runtime.transport.nccl import DeviceLines, NcclMessageHandle, lines_of, require_queues
 from penstock.runtime.transport.wiring import wire
 
 
@@ -173,21 +173,3 @@ def test_what_is_under_way_at_the_end_of_a_pipeline_is_given_up(
     lines.send(*FORWARD, PACKET, 1.0)
     lines.close()
     assert bool(groups.aborted) == gives_up
-
-
-@pytest.mark.parametrize(
-    ("names", "answer"),
-    [
-        ("", True),
-        ("lo", True),
-        ("l", True),
-        ("=lo", True),
-        ("=l", False),
-        ("eth,ib", False),
-        ("^lo", False),
-        ("^docker", True),
-    ],
-)
-def test_which_interfaces_nccl_may_go_by(names: str, answer: bool) -> None:
-    assert may_use("127.0.0.1", names) == answer
-    assert may_use("192.0.2.1", names), "no interface of this host is known by it"

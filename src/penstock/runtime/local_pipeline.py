@@ -148,7 +148,8 @@ class LocalPipeline:
         self.start = start_of(schedule, chosen, self.costs, adapt)
         self.sources = stages_of(given.model, schedule.num_stages, given.parallel.costs)
         self.attempts = guard(place, choice.delegates.interfaces, given.timeout)
-        self._made.callback(self._end_attempts, self.attempts)
+        if self.attempts is not None:
+            self._made.callback(self.attempts.failover.close)
         return with_reductions(schedule, place)
 
     def _build(self, schedule: Schedule) -> None:
@@ -343,7 +344,7 @@ class LocalPipeline:
         if not self._is_stale and not self.choice.is_stale(self.transport):
             return
         if self.transport is not None:
-            self.attempts.failover.keep(self.transport)
+            self.attempts.failover.left.append(self.transport)
             self.transport.close()
         self._is_stale, self.transport = True, None  # until there is another one
         self.transport, self._is_stale = self._make_transport(self.peers), False
@@ -486,10 +487,6 @@ class LocalPipeline:
     def _end_transport(self) -> None:
         if self.transport is not None:
             self.transport.close()
-
-    def _end_attempts(self, attempts: Attempts | None) -> None:
-        if attempts is not None:
-            attempts.failover.close(parts=not self._life.is_broken)
 
 
 def _facts(

@@ -6,7 +6,6 @@ address that peers use.
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import fcntl
 import ipaddress
@@ -123,16 +122,6 @@ def _address_of(name: str) -> str:
             f"give an address"
         ) from None
     return socket.inet_ntoa(answer[20:24])
-
-
-def names_of(address: str) -> list[str]:
-    """The interfaces of this host that have an address as their first."""
-    found = []
-    for _, name in socket.if_nameindex():
-        with contextlib.suppress(RuntimeFailure):
-            if _address_of(name) == address:
-                found.append(name)
-    return found
 
 
 def _address_towards(host: str) -> str:

@@ -245,7 +245,7 @@ class TransportChoice:
         if self.name == "nccl" and (attempts is None or not attempts.failover.number):
             lines = _lines(peers.group, timeout, wiring, device)
             if attempts is not None:
-                attempts.failover.guard_lines(lines.give_up, lines.may_use)
+                attempts.failover.guard_lines(lines.give_up)
         if isinstance(peers.guard, GuardedGroup):
             group = peers.guard.group
         base = GlooTransport(group, tags, timeout, lines, keeps=attempts is not None)

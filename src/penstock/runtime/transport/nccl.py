@@ -22,7 +22,6 @@ and NCCL reports no error. So from that moment on no message counts as arrived, 
 
 from __future__ import annotations
 
-import fnmatch
 import os
 import threading
 import time
@@ -37,7 +36,6 @@ import torch.distributed as dist
 
 from penstock.runtime.errors import RuntimeFailure
 from penstock.runtime.mesh.collective import WeakGroup, explained
-from penstock.runtime.mesh.interfaces import names_of
 from penstock.runtime.mesh.peers import groups_of
 from penstock.runtime.transport.channel import ChannelKey
 from penstock.runtime.transport.wire_format import DevicePacket, Packet, WireSpec
@@ -246,10 +244,6 @@ class DeviceLines:
         """The peer's rank in a line: its ends are in ascending order."""
         return int(peer > self._rank)
 
-    def may_use(self, address: str) -> bool:
-        """Whether lines may go by the interface of this host that has an address."""
-        return may_use(address, os.environ.get("NCCL_SOCKET_IFNAME", ""))
-
     def give_up(self) -> None:
         """Aborts all lines: the device lets go of what is under way, none of which comes or leaves any more. Any
         thread may call it; it returns when that is done, which needs nothing of the device or of another rank.
@@ -281,20 +275,6 @@ class DeviceLines:
                 each.wait(timedelta(seconds=max(0.0, until - time.monotonic())))
         except RuntimeError:
             self.give_up()
-
-
-def may_use(address: str, names: str) -> bool:
-    """Whether NCCL may go by the interface of this host that has an address.
-
-    Args:
-        names: what NCCL_SOCKET_IFNAME says: beginnings of names, apart by commas; "=" before them asks for whole
-            names, "^" excludes. Empty: any interface.
-    """
-    excludes, exact = names.startswith("^"), names.lstrip("^").startswith("=")
-    patterns = [name + ("" if exact else "*") for name in names.lstrip("^=").split(",") if name]
-    here = names_of(address)
-    matches = any(fnmatch.fnmatchcase(name, pattern) for name in here for pattern in patterns)
-    return not patterns or not here or matches != excludes
 
 
 @contextmanager

@@ -16,11 +16,11 @@ Between attempts small values go by heartbeats too. The exchange of a large valu
 from __future__ import annotations
 
 import secrets
-import socket
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from datetime import timedelta
 from typing import Any, TypeVar
@@ -35,7 +35,7 @@ from penstock.runtime.mesh.peers import GroupPeers, MeshPeers
 from penstock.runtime.mesh.process_mesh import ProcessMesh
 from penstock.runtime.tensors.message import Edge, Payload
 from penstock.runtime.transport.base import StepMessages, Transport
-from penstock.runtime.transport.failover import LOOK, Failover, begins_with
+from penstock.runtime.transport.failover import LOOK, Failover
 
 R = TypeVar("R")
 MOST_ATTEMPTS = 16
@@ -47,24 +47,21 @@ KEPT = 16
 class Attempts:
     """The attempts of this process and others at a step, or at another exchange, until one attempt loses no link.
 
-    Args:
-        me: this process's number.
-
     Attributes:
-        me: as given.
         failover: what changes over. number: of the groups by which the attempt goes.
-        num_repeats: attempts that were given up. name: of the attempt that is under way; empty between attempts.
+        groups: these, by name. num_repeats: attempts that were given up.
+        name: of the attempt that is under way; empty between attempts.
     """
 
-    def __init__(self, failover: Failover, me: int) -> None:
-        self.failover, self.me = failover, me
+    def __init__(self, failover: Failover) -> None:
+        self.failover = failover
         self.number = self.num_repeats = 0
-        self._groups: dict[str, Any] = {}
-        self._members: Sequence[int] = ()
+        self.groups: dict[str, Any] = {}
         self.name = ""
+        self._members: Sequence[int] = ()
         self._is_voting = self._is_lost = False
-        self._num_gathers: Counter[str] = Counter()
         self._num_attempts: Counter[str] = Counter()
+        self._num_gathers: Counter[str] = Counter()
         failover.looks.append(self._look)
 
     def repeated(self, group: GuardedGroup, once: Callable[[], R], most: int = MOST_ATTEMPTS) -> R:
@@ -85,10 +82,8 @@ class Attempts:
             except LinkLost as error:
                 lost = error
                 self.num_repeats += 1
-                known = [self.failover.beats.known(f"{self.name} lost {process}") for process in group.members]
-                self.failover.want(max([each + 1 for each in known if each is not None], default=0), "")
             finally:
-                self.name, self._is_voting, self._is_lost = "", False, False
+                self.name = ""
         tried = "it can't be repeated" if most == 1 else f"so it was in each of {most} attempts"
         raise PeerLost(f"{lost}, and {tried}; go on from the newest checkpoint") from None
 
@@ -100,13 +95,21 @@ class Attempts:
         self.failover.beats.forget(f"{group.name}#{number - 2} ")
         self._num_gathers = Counter({key: num for key, num in self._num_gathers.items() if "#" not in key})
         with self.failover.changed:
-            self.number, self._groups = self.failover.number, self.failover.groups
+            self.number, self.groups = self.failover.number, self.failover.groups
             self._members, self.name = group.members, f"{group.name}#{number}"
+            self._is_voting = self._is_lost = False
         self._look()
 
     def vote(self) -> None:
         """This process has ended its part of an attempt, or given it up, and tells the others."""
         self._is_voting = True
+
+    def next_gather(self, group: GuardedGroup) -> tuple[str, int]:
+        """The name of a gather that begins, and its number among those of that name."""
+        stage = f"{self.name}{' vote' if self._is_voting else ''} " if self.name else ""
+        name = f"{stage}{group.name}|"
+        self._num_gathers[name] += 1
+        return name, self._num_gathers[name]
 
     def _look(self) -> None:
         """Whether another process has given up the attempt."""
@@ -126,56 +129,33 @@ class Attempts:
         return self._is_lost or (by_group and self.failover.wanted > self.number)
 
     def require_links(self, by_group: bool) -> None:
-        """Raises LinkLost where a wait in the attempt is in vain."""
+        """Raises LinkLost if a wait in the attempt is in vain."""
         if self.is_broken(by_group):
             raise self.lost("another rank said so")
 
+    @contextmanager
+    def guarded(self) -> Iterator[None]:
+        """Around an op of a group. If it fails since a link was lost, raises LinkLost or PeerLost."""
+        self.require_links(by_group=True)
+        try:
+            yield
+        except RuntimeError as error:
+            if isinstance(error, RuntimeFailure) or is_late(error) or not is_of_a_group(error):
+                raise
+            raise self.lost(error) from None
+
     def lost(self, error: object) -> PeerLost:
-        """The error to raise where a link was lost, which all others then raise too."""
-        why = str(error).partition("\n")[0]
-        failover = self.failover
+        """The error to raise where a link was lost. In an attempt, all others then raise LinkLost too."""
+        why, failover = str(error).partition("\n")[0], self.failover
+        me = failover.me
         if not self.name or self._is_voting:
             failover.want(failover.number + 1, why)
-            return PeerLost(
-                f"rank {self.me} lost a link between two steps ({why}); start again from the newest checkpoint"
-            )
-        failover.want(self.number + 1, "connections ended" if "/gloo/" in why else why)
+            return PeerLost(f"rank {me} lost a link between two steps ({why}); go on from the newest checkpoint")
         if not self._is_lost:
-            failover.beats.tell(f"{self.name} lost {self.me}", self.number, self._members)
-        return LinkLost(f"rank {self.me} lost a link ({why})")
-
-    def group(self, name: str) -> Any:
-        """The group by which the attempt goes; between attempts the newest."""
-        return (self._groups if self.name else self.failover.groups)[name]
-
-    def begin_gather(self, group: GuardedGroup, data: bytes) -> Callable[[float], list[bytes]]:
-        """See `Guard`."""
-        beats = self.failover.beats
-        stage = f"{self.name}{' vote' if self._is_voting else ''} " if self.name else ""
-        name = f"{stage}{group.name}|"
-        self._num_gathers[name] += 1
-        number = self._num_gathers[name]
-        beats.forget(f"{name}{number - KEPT} ")
-        beats.tell(f"{name}{number} {self.me}", data.hex(), group.members)
-
-        def told(timeout: float) -> list[bytes]:
-            end = time.monotonic() + timeout
-            return [bytes.fromhex(self._heard(f"{name}{number} {each}", each, end)) for each in group.members]
-
-        return told
-
-    def _heard(self, key: str, process: int, end: float) -> str:
-        failover = self.failover
-        with failover.changed:
-            while (found := failover.beats.known(key)) is None:
-                if self.is_broken(by_group=False):
-                    break
-                failover.require_alive([process])
-                if time.monotonic() > end:
-                    raise RuntimeError(f"timed out as process {process} told nothing")
-                failover.changed.wait(LOOK)
-        self.require_links(by_group=False)
-        return str(found)
+            self._is_lost = True
+            failover.beats.tell(f"{self.name} lost {me}", True, self._members)
+        failover.want(self.number + 1, "connections ended" if "/gloo/" in why else why)
+        return LinkLost(f"rank {me} lost a link ({why})")
 
 
 class GuardedGroup:
@@ -190,17 +170,38 @@ class GuardedGroup:
 
     @property
     def group(self) -> Any:
-        return self.attempts.group(self.name)
+        """The group by which the attempt goes; between attempts the newest."""
+        return (self.attempts if self.attempts.name else self.attempts.failover).groups[self.name]
 
     def start(self, op: Callable[..., Any], *given: Any) -> GuardedWork:
-        self.attempts.require_links(by_group=True)
-        try:
+        with self.attempts.guarded():
             return GuardedWork(self.attempts, op(self.group, *given))
-        except RuntimeError as error:
-            raise self.attempts.lost(error) from None
 
     def begin_gather(self, data: bytes) -> Callable[[float], list[bytes]]:
-        return self.attempts.begin_gather(self, data)
+        beats = self.attempts.failover.beats
+        name, number = self.attempts.next_gather(self)
+        beats.forget(f"{name}{number - KEPT} ")
+        beats.tell(f"{name}{number} {self.attempts.failover.me}", data.hex(), self.members)
+
+        def told(timeout: float) -> list[bytes]:
+            end = time.monotonic() + timeout
+            return [bytes.fromhex(self._told(f"{name}{number} {each}", each, end)) for each in self.members]
+
+        return told
+
+    def _told(self, key: str, process: int, end: float) -> str:
+        """Waits for what a process tells in the attempt."""
+        failover = self.attempts.failover
+
+        def find() -> Any:
+            told = failover.beats.known(key)
+            return False if told is None and self.attempts.is_broken(by_group=False) else told
+
+        found = failover.wait_for(find, lambda: failover.require_alive([process]), end)
+        self.attempts.require_links(by_group=False)
+        if found is None:
+            raise RuntimeError(f"timed out as process {process} told nothing")
+        return str(found)
 
     def repeated(self, once: Callable[[], R]) -> R:
         if self.attempts.name:
@@ -213,7 +214,8 @@ class GuardedGroup:
             except LinkLost:
                 is_whole = False
             self.attempts.vote()
-            with explained(self.attempts.me, None, "what all ranks vote", self.attempts.failover.timeout) as limit:
+            failover = self.attempts.failover
+            with explained(failover.me, None, "what all ranks vote", failover.timeout) as limit:
                 told = self.begin_gather(bytes([is_whole]))(limit.total_seconds())
             if not all(each[0] for each in told):
                 raise LinkLost("a link between ranks was lost")
@@ -231,7 +233,7 @@ class GuardedGroup:
         """Does something with the group until it is done or a link is lost: gloo does not end a wait for a message
         whose connection ended in its middle.
         """
-        attempts, errors, group = self.attempts, list[RuntimeError](), self.group
+        errors, group = list[RuntimeError](), self.group
 
         def run() -> None:
             try:
@@ -240,13 +242,13 @@ class GuardedGroup:
                 errors.append(error)
 
         thread = threading.Thread(target=run, name="penstock-shares", daemon=True)
-        attempts.require_links(by_group=True)
-        thread.start()
-        while thread.is_alive():
-            thread.join(LOOK)
-            attempts.require_links(by_group=True)
-        for error in errors:
-            raise error if is_late(error) or not is_of_a_group(error) else attempts.lost(error)
+        with self.attempts.guarded():
+            thread.start()
+            while thread.is_alive():
+                thread.join(LOOK)
+                self.attempts.require_links(by_group=True)
+            for error in errors:
+                raise error
 
 
 class GuardedWork:
@@ -256,20 +258,17 @@ class GuardedWork:
         self._attempts, self._work = attempts, work
 
     def wait(self, limit: timedelta) -> None:
-        """Waits until it is done here. Raises LinkLost; RuntimeError where it was not for so long."""
+        """Waits until it is done here. Raises LinkLost; RuntimeError if it was not for so long."""
         end = time.monotonic() + limit.total_seconds()
         while True:
-            self._attempts.require_links(by_group=True)
             left = end - time.monotonic()
-            try:
-                self._work.wait(timedelta(seconds=max(0.001, min(LOOK, left))))
-                return
-            except RuntimeError as error:
-                if is_late(error) and left > LOOK:
-                    continue
-                if is_late(error) or not is_of_a_group(error):
-                    raise
-                raise self._attempts.lost(error) from None
+            with self._attempts.guarded():
+                try:
+                    self._work.wait(timedelta(seconds=max(0.001, min(LOOK, left))))
+                    return
+                except RuntimeError as error:
+                    if not is_late(error) or left <= LOOK:
+                        raise
 
 
 class GuardedTransport:
@@ -292,31 +291,37 @@ class GuardedTransport:
         return self._by_group and self._attempts.number != self._number
 
     def begin(self, step: StepMessages) -> None:
-        self._guarded(lambda: self.inner.begin(replace(step, threaded=True)))
+        with self._guarded():
+            self.inner.begin(replace(step, threaded=True))
 
     def send(self, edge: Edge, target: int, payload: Payload) -> bool:
-        return self._guarded(lambda: self.inner.send(edge, target, payload))
+        with self._guarded():
+            return self.inner.send(edge, target, payload)
 
     def arrivals(self) -> list[Edge]:
-        return self._guarded(self.inner.arrivals)
+        with self._guarded():
+            return self.inner.arrivals()
 
     def wait(self, awaited: Sequence[Edge], who: Callable[[], str], until: int | None = None) -> list[Edge]:
-        came = self._guarded(lambda: self.inner.wait(awaited, who, until))
+        with self._guarded():
+            came = self.inner.wait(awaited, who, until)
         self._attempts.require_links(self._by_group)
         return came
 
     def end(self) -> None:
-        self._guarded(self.inner.end)
+        with self._guarded():
+            self.inner.end()
 
     def close(self) -> None:
         if self._look in self._attempts.failover.looks:
             self._attempts.failover.looks.remove(self._look)
         self.inner.close()
 
-    def _guarded(self, call: Callable[[], R]) -> R:
+    @contextmanager
+    def _guarded(self) -> Iterator[None]:
         self._attempts.require_links(self._by_group)
         try:
-            return call()
+            yield
         except (PeerLost, DeadlineExceeded) as error:
             is_link = isinstance(error, PeerLost) and self._by_group
             if not is_link and not self._attempts.is_broken(self._by_group):
@@ -324,55 +329,44 @@ class GuardedTransport:
             raise self._attempts.lost(error) from None
 
     def _look(self) -> None:
-        """Ends the rank's wait where it is in vain; any thread."""
+        """Ends the rank's wait if it is in vain; any thread."""
         if self._attempts.is_broken(self._by_group):
             self.inner.wake()
 
 
 def guard(mesh: ProcessMesh, interfaces: Sequence[str] | None, timeout: float) -> Attempts | None:
-    """Has a step outlive the loss of an interface, where every process is told of at least two (see
-    `local_addresses`). Every process must call it.
+    """Has a step outlive the loss of an interface, if every process is told of at least two (see `local_addresses`).
+    Every process must call it.
 
     Returns:
-        None where some process knows of one interface alone.
+        None if some process knows of one interface alone.
 
     Raises:
-        RuntimeFailure: an interface that is not there; on all processes alike.
+        RuntimeFailure, PeerFailed: a process can't use an interface that it was told of.
     """
     everyone = mesh.everyone
     if not isinstance(everyone, GroupPeers):
         return None
-    listeners: list[socket.socket] = []
-    refused = ""
-    try:
-        for address in local_addresses(interfaces) if len(named(interfaces)) > 1 else ():
-            listeners.append(listen(0, address))
-    except (RuntimeFailure, OSError) as error:
-        refused = f"rank {everyone.here[0]} can't use the interfaces it was told of: {error}"
-    ends = [one.getsockname()[:2] for one in listeners]
-    gathered = everyone.gather((refused, ends, secrets.token_hex(16), begins_with([address for address, _ in ends])))
-    num = min(len(each) for _, each, _, _ in gathered)
-    errors = [error for error, *_ in gathered if error]
-    for one in listeners if errors or num < 2 else listeners[num:]:
+    with ExitStack() as made:
+
+        def begin() -> tuple[str, list[tuple[str, int]]]:
+            addresses = local_addresses(interfaces) if len(named(interfaces)) > 1 else ()
+            listeners.extend(made.enter_context(listen(0, address)) for address in addresses)
+            return secrets.token_hex(16), [one.getsockname()[:2] for one in listeners]
+
+        listeners: list[Any] = []
+        told = everyone.together(begin, "use the interfaces that it was told of")
+        num = min(len(ends) for _, ends in told)
+        if num < 2:
+            return None
+        made.pop_all()
+    for one in listeners[num:]:
         one.close()
-    if errors:
-        raise RuntimeFailure(errors[0])
-    if num < 2:
-        return None
-    _, _, key, first = gathered[0]
-    guarded = _guarded_peers(mesh)
-    failover = Failover(
-        everyone.here[0],
-        listeners[:num],
-        [each[:num] for _, each, _, _ in gathered],
-        key,
-        min(first, num - 1),
-        {name: members for _, name, members in guarded},
-        timeout,
-    )
-    attempts = Attempts(failover, everyone.here[0])
-    for peers, name, members in guarded:
-        peers.guard = GuardedGroup(attempts, name, members)
+    guarded, me = _guarded_peers(mesh), everyone.here[0]
+    members = {name: each for _, name, each in guarded}
+    attempts = Attempts(Failover(me, listeners[:num], [ends[:num] for _, ends in told], told[0][0], members, timeout))
+    for peers, name, each in guarded:
+        peers.guard = GuardedGroup(attempts, name, each)
     return attempts
 
 
