@@ -476,9 +476,7 @@ def test_a_block_that_asks_how_many_rows_an_expert_gets_is_kept_whole_with_an_ex
     split = ps.split(model, 4, example=x[:4])
     assert split.layers == [["blocks.0"], ["blocks.1"], ["blocks.2"], ["head"]]
     (line,) = split.kept_whole  # equal blocks share one
-    assert line.startswith(
-        "blocks.0, blocks.1 and blocks.2 are kept whole: the forward asks for the length of the values"
-    )
+    assert line.startswith("kept whole: blocks.0, blocks.1, blocks.2: the forward asks for the length of the values")
     assert str(split).endswith(f"\n{line}")
     ps.Pipeline(split, ps.build("zb-h1", 4, 8), loss_fn=F.mse_loss).step(x, y, update=False)
     for x_m, y_m in zip(x.chunk(8), y.chunk(8), strict=True):

@@ -13,17 +13,14 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
-from typing import Any
 
 from torch import nn
-from torch.optim import Optimizer
 
 from penstock.dispatch import Dispatch
 from penstock.passes.reduce import REDUCE
 from penstock.runtime.adapt import AdaptOptions
 from penstock.runtime.errors import RuntimeFailure
 from penstock.runtime.mesh.peers import GroupPeers, Peers
-from penstock.runtime.mesh.process_mesh import Nodes, why_sorted
 from penstock.runtime.parameters.copies import require_one_copy_a_rank
 from penstock.runtime.stage.branches import has_many_ends, is_plain, require_matching
 from penstock.runtime.transport.wiring import tied_sums
@@ -252,19 +249,3 @@ def why_never_fewer(schedule: Schedule, num_replicas: int = 1) -> str | None:
     return (
         f"{schedule.name} has stages that branch, or updates or other ops that were placed for all its microbatches"
     )
-
-
-def why_nodes_stay(schedule: Schedule, model: Any, optimizer: Any, nodes: Nodes) -> str | None:
-    """Why nodes of a mesh cannot change places while it trains, in words; None where they can."""
-    if schedule.updates is not None or schedule.placement.num_pipelines > 1:
-        return (
-            f"what an iteration of {schedule.name} takes over a mesh is not predicted, as it has several pipelines "
-            "or its updates in the order"
-        )
-    if isinstance(model, nn.Module) or any(isinstance(stage, nn.Module) for stage in model):
-        return "stages are given as modules; give functions that make them, so that a node can run another rank's"
-    if isinstance(optimizer, Optimizer):
-        return "the optimizer is given as it is; give a function that makes one, like its class or a partial of it"
-    if not nodes.is_everything:
-        return "torch.distributed has processes outside of the mesh, which would have to make its groups with it"
-    return why_sorted()

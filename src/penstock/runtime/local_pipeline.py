@@ -10,7 +10,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import replace
 from typing import Any, TypeVar
 
@@ -118,7 +118,8 @@ class LocalPipeline:
         try:
             self._build(self._checked(mesh, dispatch))
         except BaseException:
-            self.close()
+            with suppress(Exception):
+                self.close()
             raise
 
     def _checked(self, mesh: Any, dispatch: Dispatch | str) -> Schedule:
@@ -243,22 +244,15 @@ class LocalPipeline:
             )
         self.choice.require_delegates(configuration.delegated)
         if configuration.nodes != self.running.configuration.nodes:
-            self._require_places(configuration.nodes)
+            if self.nodes is None:
+                raise RuntimeFailure("only nodes of a mesh with replicas change places; leave nodes= as it is")
+            require_order(self.nodes.at(configuration.nodes).layout)
             return configuration
         self.choice.prepare(self.transport, configuration.delegated)
         now = self.running
         if configuration == replace(now.configuration, dispatch=configuration.dispatch):
             return replace(now, configuration=configuration)  # how ranks pick ops is no part of the plan
         return self.activated(configuration)
-
-    def _require_places(self, nodes: tuple[int, ...]) -> None:
-        """Raises RuntimeFailure where nodes can't lie so."""
-        if self.nodes is None:
-            raise RuntimeFailure(
-                f"nodes can't lie at {nodes}: only those of a mesh with replicas change places, and each runs one "
-                "rank; leave Configuration(nodes=...) out"
-            )
-        require_order(self.nodes.at(nodes).layout)
 
     def activated(self, configuration: Configuration) -> ActivePlan:
         """What this process needs to run a configuration. Its schedule is not checked here."""
@@ -389,11 +383,7 @@ class LocalPipeline:
         return self.devices.runners[pipeline, stage].saved(microbatch)
 
     def follow_model(self) -> None:
-        """Stages of a model whose forward is traced hold the buffers that the user has given it since.
-
-        Raises:
-            RuntimeFailure: it got another parameter.
-        """
+        """Stages of a model whose forward is traced take the buffers that the user has given it since."""
         for stage in self.model.every_stage():
             if isinstance(stage, TracedStage):
                 stage.follow_model()

@@ -8,17 +8,19 @@ from __future__ import annotations
 from dataclasses import replace
 from functools import partial
 
+from torch import nn
+from torch.optim import Optimizer
+
 from penstock.control import Configuration
 from penstock.runtime.adapt import Agent, NodeProbes, RunSetting
 from penstock.runtime.arguments import PipelineArguments
 from penstock.runtime.checkpoint.state_transfer import hand_over
 from penstock.runtime.checkpoint.training_state import TrainingState
-from penstock.runtime.compatibility import why_nodes_stay
 from penstock.runtime.errors import PeerFailed, RuntimeFailure
 from penstock.runtime.execute.plan import ActivePlan
 from penstock.runtime.lifetime import Lifetime
 from penstock.runtime.local_pipeline import LocalPipeline
-from penstock.runtime.mesh.process_mesh import Nodes, device_mesh_of, end_groups
+from penstock.runtime.mesh.process_mesh import Nodes, device_mesh_of, end_groups, why_sorted
 from penstock.runtime.parameters.optimizer_state import gradient_bytes
 from penstock.runtime.transport.link_conditions import probed_besides
 
@@ -43,12 +45,19 @@ def run_setting(local: LocalPipeline, given: PipelineArguments, may_move: bool) 
 
 def _movable_nodes(local: LocalPipeline, given: PipelineArguments) -> Nodes | None:
     """The nodes that may change places; None where none may, which a notice explains."""
-    nodes = local.nodes
+    nodes, schedule = local.nodes, local.start.schedule
     if nodes is None:
         return None
-    why = why_nodes_stay(local.start.schedule, given.model, given.optimizer, nodes)
-    if local.own_batches is not None:
-        why = "each replica is given its own part of a batch, which its loader would go on giving it there"
+    stages = [given.model] if isinstance(given.model, nn.Module) else given.model
+    reasons = {
+        "the schedule has several pipelines, or its updates in the order": schedule.updates is not None
+        or schedule.placement.num_pipelines > 1,
+        "stages are given as modules; give functions that make them": any(isinstance(s, nn.Module) for s in stages),
+        "the optimizer is given as it is; give a function that makes one": isinstance(given.optimizer, Optimizer),
+        "each replica is given its own part of a batch": local.own_batches is not None,
+        "torch.distributed has processes outside of the mesh": not nodes.is_everything,
+    }
+    why = next((words for words, holds in reasons.items() if holds), why_sorted())
     why = next(filter(None, local.mesh.everyone.gather(why)), None)  # each process has a torch of its own
     if why is None:
         return nodes

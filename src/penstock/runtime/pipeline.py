@@ -235,11 +235,6 @@ class Pipeline:
         return self._local.optimizer_state.optimizer
 
     @property
-    def clip_norm(self) -> float | None:
-        """The largest norm that a gradient may have at an update."""
-        return self._local.optimizer_state.clip_norm
-
-    @property
     def num_updates(self) -> int:
         """Number of updates so far, including those before a `load`."""
         return self._local.optimizer_state.num_updates

@@ -357,28 +357,11 @@ class Verifier:
 
     def _differs_from_model(self, model: nn.Module, batch: Microbatches) -> str | None:
         local, device = self._local, self._local.model.device
-        parameters = dict(model.named_parameters())
         stages: list[Any] = [local.model.copies.stages.get(n, source) for n, source in enumerate(local.sources)]
         tensors = [tensor for stage in stages for tensor in (*stage.parameters(), *stage.buffers())]
-
-        def computed(forward: Callable[..., Any]) -> Computed:
-            result, loss_fn = Computed(), self._given.loss_fn
-            assert loss_fn is not None, "verify needs a loss"
-            autocast = self._given.precision.autocast
-            try:
-                with untouched(model), _values_kept(parameters.values()):
-                    losses = run_plain(forward, _copied(batch), loss_fn, self._seed, autocast, device)
-                    result.losses = dict(enumerate(losses))
-            except Exception as error:
-                result.error = error
-            result.note_gradients(parameters)
-            return result
-
         with having((tensor, "data", tensor.data.to(device)) for tensor in tensors if tensor.device != device):
-            with having((parameter, "grad", None) for parameter in parameters.values()):
-                staged = computed(chained(stages))
-            with having((parameter, "grad", None) for parameter in parameters.values()):
-                own = computed(own_forward(self._given.model))
+            staged = self._run_loop(chained(stages), model, batch)
+            own = self._run_loop(own_forward(self._given.model), model, batch)
         if own.error is not None:
             return f"the model's own forward fails: {own.said}"
         return staged.difference(own) if staged.error is None else f"the stages fail: {staged.said}"
@@ -423,6 +406,21 @@ class Verifier:
                     result.note_gradients(dict(stage.named_parameters()), _in_pipeline(pipeline))
                 result.digests |= self._buffers()
             state.zero_grad()
+        return result
+
+    def _run_loop(self, forward: Callable[..., Any], model: nn.Module, batch: Microbatches) -> Computed:
+        """Runs a plain loop over the microbatches in this process, and puts back what it changes."""
+        result, loss_fn, parameters = Computed(), self._given.loss_fn, dict(model.named_parameters())
+        assert loss_fn is not None, "verify needs a loss"
+        autocast, device = self._given.precision.autocast, self._local.model.device
+        with having((parameter, "grad", None) for parameter in parameters.values()):
+            try:
+                with untouched(model), _values_kept(parameters.values()):
+                    losses = run_plain(forward, _copied(batch), loss_fn, self._seed, autocast, device)
+                    result.losses = dict(enumerate(losses))
+            except Exception as error:
+                result.error = error
+            result.note_gradients(parameters)
         return result
 
     def _buffers(self) -> dict[str, int]:

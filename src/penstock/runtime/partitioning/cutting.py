@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import accumulate, pairwise
-from typing import Any, overload
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -35,8 +35,8 @@ from penstock.runtime.tensors.rng import restored
 from penstock.unknown_names import refuse_unknown
 
 
-class Split(Sequence[Stage]):
-    """A model cut into stages: a sequence of stages for `ps.Pipeline`. `print` shows it as a table.
+class Split(list[Stage]):
+    """A model cut into stages: a list of stages for `ps.Pipeline`. `print` shows it as a table.
 
     Attributes:
         model: the whole model. tracing: how its forward was traced.
@@ -64,32 +64,18 @@ class Split(Sequence[Stage]):
         self.shares = [sum(costs[a:b]) / (sum(costs) or 1.0) for a, b in pairwise(ends)]
         self.layers = [[call.path for call in calls[a:b]] for a, b in pairwise(ends)]
         tracing.begins = tuple(calls[start] for start in ends[1:-1])
-        self._stages = _stages(tracing, program)
-        self.sent: list[int] | None = None
-        if tracing.example is not None:
-            self.sent = _compared(tracing, self._stages)
+        super().__init__(_stages(tracing, program))
+        self.sent = None if tracing.example is None else _compared(tracing, self)
 
     @property
     def batch_rules(self) -> Any:
         """The model's own rules for its batches; None if it has none. See `ps.BatchRules`."""
         return getattr(self.model, "batch_rules", None)
 
-    def __len__(self) -> int:
-        return len(self._stages)
-
-    @overload
-    def __getitem__(self, index: int) -> Stage: ...
-
-    @overload
-    def __getitem__(self, index: slice) -> list[Stage]: ...
-
-    def __getitem__(self, index: int | slice) -> Stage | list[Stage]:
-        return self._stages[index]
-
     @property
     def num_parameters(self) -> list[int]:
         """Number of parameters of each stage. A shared parameter counts in each stage that has it."""
-        return [sum(p.numel() for p in stage.parameters()) for stage in self._stages]
+        return [sum(p.numel() for p in stage.parameters()) for stage in self]
 
     def __str__(self) -> str:
         sent = ["" if self.sent is None else _bytes(each) for each in self.sent or [0] * len(self)]
@@ -441,28 +427,16 @@ def evaluating(model: nn.Module | Sequence[StageSource], stages: Iterable[nn.Mod
     Args:
         model: as it was given, whole or in parts.
     """
-    whole = model if isinstance(model, nn.Module) else model.model if isinstance(model, Split) else None
-    before: dict[nn.Module, bool] = {}
+    whole = model.model if isinstance(model, Split) else model
+    roots = [*([whole] if isinstance(whole, nn.Module) else []), *stages]
+    before = {module: module.training for root in roots for module in root.modules()}
     try:
-        for root in [*([] if whole is None else [whole]), *stages]:
-            new = {module: module.training for module in root.modules() if module not in before}
-            before |= new
-            if any(map(_has_own_modes, new)):
-                root.eval()
-            else:  # the model's own `train` may have kept some layers of a stage in training mode
-                for module in new:
-                    module.training = False
+        for root in reversed(roots):  # what the model's own `eval` does is last
+            root.eval()
         yield
     finally:
         for module, training in before.items():
-            if _has_own_modes(module):
+            if type(module).train is not nn.Module.train or "train" in vars(module):
                 module.train(training)
         for module, training in before.items():
             module.training = training
-
-
-def _has_own_modes(module: nn.Module) -> bool:
-    """Whether a module's `train` or `eval` may do more than note its mode, and those of its parts."""
-    kind = type(module)
-    own = kind.train is not nn.Module.train or kind.eval is not nn.Module.eval
-    return own or not {"train", "eval"}.isdisjoint(vars(module))

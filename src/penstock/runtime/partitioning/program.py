@@ -225,7 +225,6 @@ class ModelTracer:
         return self._programs[key]
 
     def _traced(self, skeleton: Skeleton, training: bool, modes: tuple[bool, ...]) -> TracedProgram:
-        _require_fits(self.model, skeleton)
         tracer = ForwardTracer(self.opened, self._leaves if skeleton == self.skeleton else None)
         before = [(module, module.training) for module in self.model.modules()]
         try:
@@ -253,28 +252,7 @@ class ModelTracer:
         by_reason: dict[str, list[str]] = {}
         for module, error in self.closed.items():
             by_reason.setdefault(str(error), []).append(paths[module])
-        return [f"{_listed(found)} kept whole: {reason}" for reason, found in by_reason.items()]
-
-
-def _require_fits(model: nn.Module, skeleton: Skeleton) -> None:
-    """Raises PartitionError if the model's forward does not take inputs of this form."""
-    try:
-        signature = inspect.signature(model.forward)
-    except ValueError:  # the forward is not written in Python
-        return
-    kind, inside = ("tensor", ()) if isinstance(skeleton, int) else skeleton
-    kind = kind.partition("\0")[0]  # the skeleton of a named tuple has its class, too
-    named = [name for name, _ in inside] if kind == "dict" else []
-    places = {"tuple": len(inside), "dict": 0}.get(kind, 1)
-    try:
-        signature.bind(*range(places), **dict.fromkeys(named))
-    except TypeError as error:
-        given = {"tuple": f"a tuple of {places}", "dict": f"a dict of {', '.join(named)}"}.get(kind, "one tensor")
-        takes = [name + "=..." * (each.default is not each.empty) for name, each in signature.parameters.items()]
-        raise PartitionError(
-            f"the inputs are {given}, and {type(model).__name__}.forward takes {', '.join(takes)}: {error}; give a "
-            "tensor, a tuple of positional arguments or a dict of keyword arguments"
-        ) from None
+        return [f"kept whole: {', '.join(found)}: {reason}" for reason, found in by_reason.items()]
 
 
 def _form_of(model: nn.Module) -> Skeleton:
@@ -295,11 +273,3 @@ def _form_of(model: nn.Module) -> Skeleton:
 
 
 _ANY_NUMBER = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
-
-
-def _listed(paths: list[str]) -> str:
-    if len(paths) == 1:
-        return f"{paths[0]} is"
-    if len(paths) < 5:
-        return f"{', '.join(paths[:-1])} and {paths[-1]} are"
-    return f"{paths[0]} to {paths[-1]} ({len(paths)} modules) are"
