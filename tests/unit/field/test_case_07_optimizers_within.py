@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import enum
 import logging
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -19,6 +17,7 @@ from torch.optim import Optimizer
 
 import penstock as ps
 from lookahead_runs import Lookahead as ByPosition
+from penstock.runtime import RuntimeFailure
 from penstock.runtime.checkpoint import CheckpointError
 
 WIDTH = 6
@@ -63,26 +62,13 @@ class Lookahead(torch.optim.AdamW):
                 p.data.copy_(slow)
 
 
-class Phase(enum.Enum):
-    WARM = 1
-
-
-@dataclass
-class Clock:
-    """An object with numbers of its own."""
-
-    now: int = 0
-    seen: list[float] = field(default_factory=list)
-    phase: Phase = Phase.WARM
-
-
 class Counted(Optimizer):
-    """Numbers, a tensor, an array, a list and an object in attributes."""
+    """Numbers, a tensor, an array and a list in attributes."""
 
     def __init__(self, params: Parameters) -> None:
         super().__init__(params, {"lr": 0.05})
         self.t, self.scale = 0, torch.ones(())
-        self.table, self.recent, self.clock = np.ones(3), [1.0], Clock()
+        self.table, self.recent = np.ones(3), [1.0]
         self.log, self.rule, self.device = logging.getLogger("x"), partial(max, 1), torch.device("cpu")
 
     def step(self, closure: Any = None) -> None:
@@ -90,15 +76,7 @@ class Counted(Optimizer):
         self.scale.mul_(0.9)
         self.table = self.table * 0.95
         self.recent.append(float(self.scale))
-        self.clock.now += 2
-        self.clock.seen.append(self.clock.now / 10)
-        rate = (
-            0.05
-            * float(self.scale)
-            * self.table[0]
-            * sum(self.recent)
-            / (self.t + self.clock.now + sum(self.clock.seen))
-        )
+        rate = 0.05 * float(self.scale) * self.table[0] * sum(self.recent) / self.t
         for group in self.param_groups:
             for p in group["params"]:
                 if p.grad is not None:
@@ -159,6 +137,24 @@ def test_an_optimizer_over_the_model_has_its_inner_ones_stepped() -> None:
         beside.step()
         plain.zero_grad()
     assert all(torch.equal(a, b) for a, b in zip(net.parameters(), plain.parameters(), strict=True))
+
+
+def test_optimizers_within_one_that_get_other_parameters_are_refused() -> None:
+    """Updates as ops step masters, which only the groups of the optimizer itself would have."""
+    net = model()
+    with pytest.raises(RuntimeFailure, match=r"Nested\.muon is an optimizer with other parameters"):
+        ps.Pipeline(
+            net, ps.build("pipedream", 2, 4, window=1), loss_fn=nn.MSELoss(), optimizer=Nested(net.parameters())
+        )
+
+
+class Nested(torch.optim.AdamW):
+    """Has an optimizer with groups of its own."""
+
+    def __init__(self, params: Any) -> None:
+        params = list(params)
+        super().__init__(params)
+        self.muon = torch.optim.SGD(params, lr=0.1)
 
 
 class Noisy(Counted):

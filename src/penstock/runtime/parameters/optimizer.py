@@ -6,23 +6,15 @@
 
 So a function makes the same groups on every replica, whichever parameters each of them steps (zero1).
 
-Besides the state of parameters, an optimizer may keep something in attributes. Checkpoints bring back attributes, and
-refuse optimizers within another one:
-
-    class Both(Optimizer):
-        self.muon = Muon(...)              an optimizer within it, at "muon"
-        self.halves = [AdamW(...), ...]    the same, at "halves.0"
-        self.num_steps = 3                 an attribute, which steps may change
-        self.clock = Clock()               the same, by the attributes that it has itself
-
-Optimizers of torch and of this package keep nothing that counts in attributes.
+Besides the state of parameters, a class of the user's may keep something in attributes, such as `self.num_steps`.
+Checkpoints bring that back (`checkpoint/optimizer.py`).
 """
 
 from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence, Set
 from enum import Enum
 from functools import partial
 from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
@@ -75,22 +67,30 @@ def optimizer_of(
             )
         optimizer = made
     own = {id(p) for p in parameters}
-    elsewhere = {id(p): p for p in known if id(p) not in own}  # an optimizer may step others that it made itself
+    elsewhere = {id(p): p for p in known if id(p) not in own}
     shortened: set[int] = set()
-    for one in optimizers_in(optimizer).values():
-        for group in one.param_groups:
-            named = [each for p in group["params"] for each in (stand_ins or {}).get(id(p), (p,))]
-            kept = [p for p in named if id(p) not in elsewhere]
-            if len(kept) != len(group["params"]):
-                shortened |= {len(known), len(group["params"])}
-            group["params"] = kept
-            # Torch steps a group at once, as it does by default on a GPU, only if all of it are shards, or none.
-            if "foreach" in group and group["foreach"] is None and len({is_sharded(p) for p in kept}) > 1:
-                group["foreach"] = False
-        if optimizer is not given:  # some make state for all parameters at once
-            for p in elsewhere.values():
-                one.state.pop(p, None)
+    has_changed = False
+    for group in optimizer.param_groups:
+        named = [each for p in group["params"] for each in (stand_ins or {}).get(id(p), (p,))]
+        kept = [p for p in named if id(p) not in elsewhere]
+        if len(kept) != len(group["params"]):
+            shortened |= {len(known), len(group["params"])}
+        has_changed = has_changed or list(map(id, kept)) != list(map(id, group["params"]))
+        group["params"] = kept
+        # Torch steps a group at once, as it does by default on a GPU, only if all of it are shards, or none.
+        if "foreach" in group and group["foreach"] is None and len({is_sharded(p) for p in kept}) > 1:
+            group["foreach"] = False
+    if optimizer is not given:  # some make state for all parameters at once
+        for p in elsewhere.values():
+            optimizer.state.pop(p, None)
     _require_no_lists(optimizer, shortened - {1}, known)
+    groups = [id(group) for group in optimizer.param_groups]
+    for name, one in optimizers_in(optimizer).items():
+        if has_changed and any(id(group) not in groups for group in one.param_groups):
+            raise RuntimeFailure(
+                f"{type(optimizer).__name__}.{name} is an optimizer with other parameters than this process steps; "
+                "give one optimizer with a parameter group for each, such as ps.runtime.MuonAdamW"
+            )
     return optimizer
 
 
@@ -149,47 +149,34 @@ def goes_on_as(before: Optimizer | None, after: Optimizer | None) -> Optimizer |
     """
     if before is None or after is None:
         return after
-    for one, other in zip(optimizers_in(before).values(), optimizers_in(after).values(), strict=True):
-        for mine, theirs in zip(one.param_groups, other.param_groups, strict=True):
-            mine["params"] = theirs["params"]
-        one.state = other.state
+    for mine, theirs in zip(before.param_groups, after.param_groups, strict=True):
+        mine["params"] = theirs["params"]
+    before.state = after.state
     return before
 
 
 # What an optimizer keeps in attributes.
 
 
-def optimizers_in(holder: Any) -> dict[str, Optimizer]:
-    """Returns by path the optimizers within an object, each once. The object itself comes first, at ""."""
-    found: dict[str, Optimizer] = {}
-    seen: set[int] = set()
-
-    def visit(path: str, value: Any) -> None:
-        if id(value) in seen:
-            return
-        seen.add(id(value))
-        if isinstance(value, Optimizer):
-            found[path] = value
-        for name, each in _inside(value):
-            visit(f"{path}.{name}" if path else str(name), each)
-
-    visit("", holder)
-    return found
-
-
 def attributes_of(optimizer: Optimizer) -> dict[str, Any]:
-    """Returns by name the attributes of an optimizer that may be state: neither torch's own nor other optimizers.
+    """Returns by name the attributes that may be state: those that a class of the user's has.
 
-    An object of the user's is given as the dict of its attributes.
+    Optimizers of torch and of this package keep nothing that counts in attributes.
     """
-    found: dict[str, Any] = {}
-    for name, value in _inside(optimizer):
-        if isinstance(value, dict) or _is_object(value):
-            left_out = _left_out(value)
-            is_same = isinstance(value, dict) and not left_out
-            found[name] = value if is_same else {key: one for key, one in _inside(value) if key not in left_out}
-        elif not optimizers_in(value):
-            found[name] = value
+    if type(optimizer).__module__.startswith(("torch.", "penstock.")):
+        return {}
+    own = {name: value for name, value in vars(optimizer).items() if name not in _OF_TORCH}
+    return {name: value for name, value in own.items() if not isinstance(value, _STATELESS)}
+
+
+def optimizers_in(optimizer: Optimizer) -> dict[str, Optimizer]:
+    """Returns by name the optimizers that another one has in attributes, or in lists and dicts there."""
+    found: dict[str, Optimizer] = {}
+    for name, value in attributes_of(optimizer).items():
+        values = value.values() if isinstance(value, Mapping) else value if isinstance(value, list) else [value]
+        for one in values:
+            if isinstance(one, Optimizer):
+                found[name] = one
     return found
 
 
@@ -212,39 +199,12 @@ def set_attribute(optimizer: Optimizer, name: str, value: Any) -> None:
     them as well.
     """
     known = vars(optimizer).get(name)
-    known = vars(known) if _is_object(known) else known
     if isinstance(known, Tensor) and isinstance(value, Tensor) and known.shape == value.shape:
         known.detach().copy_(value)
     elif isinstance(known, dict) and isinstance(value, dict):
-        for key in known.keys() - _left_out(known):
-            del known[key]
+        known.clear()
         known.update(value)
     elif isinstance(known, list) and isinstance(value, list):
         known[:] = value
     else:
         vars(optimizer)[name] = value
-
-
-def _inside(value: Any) -> Iterable[tuple[Any, Any]]:
-    """Returns names and values of the attributes or items of an optimizer, a user's object or a collection."""
-    if isinstance(value, Optimizer):
-        is_known = type(value).__module__.startswith(("torch.", "penstock."))
-        named = {} if is_known else {name: each for name, each in vars(value).items() if name not in _OF_TORCH}
-        return [item for item in named.items() if not isinstance(item[1], _STATELESS)]
-    if isinstance(value, dict):
-        return list(value.items())
-    if isinstance(value, list | tuple):
-        return list(enumerate(value))
-    return list(vars(value).items()) if _is_object(value) else ()
-
-
-def _left_out(value: Any) -> set[Any]:
-    """The keys of a dict or an object under which functions lie, or optimizers, which are stored by themselves."""
-    return {key for key, each in _inside(value) if isinstance(each, _STATELESS) or optimizers_in(each)}
-
-
-def _is_object(value: Any) -> bool:
-    """Whether a value is an object of a user's class that keeps its state in attributes."""
-    if isinstance(value, (*_STATELESS, Optimizer, nn.Module, Tensor, dict)) or not hasattr(value, "__dict__"):
-        return False
-    return not type(value).__module__.startswith(("torch.", "builtins", "numpy", "collections"))
