@@ -139,7 +139,7 @@ def _digests(transport: DelegateTransport, chain: Chain, rank: int) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("what", "words"), [("step", "ranks run different steps"), ("digest", "of other shapes")])
+@pytest.mark.parametrize(("what", "words"), [("step", "run the same steps"), ("digest", "of the same shapes")])
 def test_messages_of_another_step_or_batch_are_errors(what: str, words: str) -> None:
     assert any(words in said for said in values(run_delegate_ranks(2, other_steps, what)))
 

@@ -6,6 +6,7 @@ import pytest
 
 from penstock.runtime.errors import RuntimeFailure
 from penstock.runtime.tensors.message import Edge
+from penstock.runtime.transport.base import StepMessages
 from penstock.runtime.transport.channel import ChannelKey, ExpectedMessages
 from penstock.runtime.transport.delegate import Counters
 from penstock.runtime.transport.delegate.boxes import LENT, DelegateInbox, Outbox
@@ -61,6 +62,7 @@ def test_room_is_what_was_answered() -> None:
 
 EDGES = [Edge(Op("F", 0, m), Op("F", 1, m)) for m in range(4)]
 EXPECTED = [ExpectedMessages(ChannelKey.of(EDGES[0]), 0, tuple((edge, 100 + m) for m, edge in enumerate(EDGES)))]
+STEP = StepMessages(EXPECTED, digest=5)
 
 
 def message(number: int, tag: int, step: int = 1, digest: int = 5, capacity: int = 4096) -> Descriptor:
@@ -72,39 +74,42 @@ def message(number: int, tag: int, step: int = 1, digest: int = 5, capacity: int
 def test_messages_are_known_by_their_tags_and_freed_once_taken() -> None:
     orders = Orders(1, 64 * MB)
     inbox = DelegateInbox(orders, Counters())  # type: ignore[arg-type]
-    assert inbox.begin(1, 5, EXPECTED) == []
-    assert inbox.came(message(1, 102)) == EDGES[2]
+    inbox.begin(STEP)
+    inbox.heard(message(1, 102))
+    assert inbox.arrivals() == [EDGES[2]]
     assert inbox.owed() == {0}
     inbox.free(inbox.take(EDGES[2]))
     assert (orders.given[-1].kind, orders.given[-1].offset) == (DescriptorKind.FREE, 4096)
     assert [one.num_bytes for one in inbox.crossings.take()] == [1000]
     with pytest.raises(RuntimeFailure, match="does not wait for"):
-        inbox.came(message(2, 102))  # a second time
-    with pytest.raises(RuntimeFailure, match="other shapes"):
-        inbox.came(message(3, 101, digest=6))
+        inbox.heard(message(2, 102))  # a second time
+    with pytest.raises(RuntimeFailure, match="of the same shapes"):
+        inbox.heard(message(3, 101, digest=6))
 
 
 def test_messages_of_the_next_step_wait_and_late_ones_are_errors() -> None:
     inbox = DelegateInbox(Orders(1, 64 * MB), Counters())  # type: ignore[arg-type]
-    inbox.begin(1, 5, EXPECTED)
-    assert inbox.came(message(1, 100, step=2)) is None
-    assert inbox.begin(2, 5, EXPECTED) == [EDGES[0]]
-    with pytest.raises(RuntimeFailure, match="different steps"):
-        inbox.came(message(2, 101, step=1))
+    inbox.begin(STEP)
+    inbox.heard(message(1, 100, step=2))
+    assert inbox.arrivals() == []
+    inbox.begin(STEP)
+    assert inbox.arrivals() == [EDGES[0]]
+    with pytest.raises(RuntimeFailure, match="at step 2 and got message 101 of step 1"):
+        inbox.heard(message(2, 101, step=1))
 
 
 def test_the_delegate_connects_once_to_those_from_whom_messages_are_expected() -> None:
     orders = Orders(1, 64 * MB)
     inbox = DelegateInbox(orders, Counters())  # type: ignore[arg-type]
-    for step in (1, 2):
-        inbox.begin(step, 5, EXPECTED)
+    for _ in range(2):
+        inbox.begin(STEP)
     assert orders.given == [Descriptor(DescriptorKind.CONNECT, 1, 0)]
 
 
 def test_as_much_as_host_memory_is_lent_until_it_is_given_back() -> None:
     orders = Orders(1, MB)
     inbox = DelegateInbox(orders, Counters())  # type: ignore[arg-type]
-    inbox.begin(1, 5, EXPECTED)
+    inbox.begin(STEP)
     assert inbox.lend(message(1, 100, capacity=LENT // 2)) is None  # small ones are copied out
     held = message(2, 101, capacity=MB)
     give_back = inbox.lend(held)

@@ -128,19 +128,9 @@ def expected_by_channel(edges: Iterable[tuple[Edge, int]], tags: Tags) -> list[E
     return [ExpectedMessages(key, peer, tuple(messages)) for (key, peer), messages in found.items()]
 
 
-def why_unexpected(rank: int, step: int, peer: int, of_step: int, tag: int, edge: Edge | None) -> str:
-    """What to say of a message that a rank does not expect.
-
-    Args:
-        step: the one that the rank is at. of_step: the message's.
-        edge: what the rank waits for under this tag; None for nothing (any more).
-    """
-    what = f"message {tag} of step {of_step} from rank {peer}"
-    if of_step != step:
-        return f"rank {rank} is at step {step} and got {what}; the ranks run different steps"
-    if edge is None:
-        return f"rank {rank} got {what}, which it does not wait for (any more); the ranks run different schedules"
+def why_unexpected(rank: int, step: int, peer: int, of_step: int, tag: int) -> str:
+    """The error of a rank, at a step, to which another one sends a message of a step that it does not expect."""
     return (
-        f"rank {rank} got {what} ({edge}) of other shapes: it was given other batches or calls; every rank must give "
-        "the same inputs and targets"
+        f"rank {rank} is at step {step} and got message {tag} of step {of_step} from rank {peer}, which it does not "
+        "wait for; every rank must run the same steps and schedules, on inputs and targets of the same shapes"
     )

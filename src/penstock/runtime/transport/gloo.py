@@ -40,7 +40,7 @@ from penstock.runtime.errors import DeadlineExceeded, RuntimeFailure
 from penstock.runtime.mesh.collective import WeakGroup, explain
 from penstock.runtime.tensors.message import Edge, Payload
 from penstock.runtime.transport.base import SHORTEST_WAIT, CrossingLog, StepMessages, TransferRecord
-from penstock.runtime.transport.channel import ChannelKey, Tags
+from penstock.runtime.transport.channel import ChannelKey, Tags, why_unexpected
 from penstock.runtime.transport.inbox import THREADS_WAIT, Inbox
 from penstock.runtime.transport.nccl import DeviceLines
 from penstock.runtime.transport.wire_format import Packet, Preamble, WireSpec
@@ -406,10 +406,7 @@ class GlooTransport:
         now = perf_counter_ns()
         tag, step, posted.num_taken, sent, spec_bytes = posted.packet.preamble()
         if tag != posted.tag or step != self._step:
-            raise RuntimeFailure(
-                f"rank {self.rank} expected {posted.edge} (message {posted.tag} of step {self._step}) from rank "
-                f"{peer} and got message {tag} of step {step}; the ranks run different schedules or steps"
-            )
+            raise RuntimeFailure(why_unexpected(self.rank, self._step, peer, step, tag))
         if spec_bytes:
             self._receive_changed(channel, posted, spec_bytes)
         elif posted.since > sent:

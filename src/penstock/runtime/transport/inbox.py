@@ -123,7 +123,7 @@ class StepInbox(Generic[M]):
         self.step += 1
         self.stamp = self.step << 32 | step.digest & 0xFFFFFFFF
         self._due = {(peer, tag): edge for _, peer, messages in step.expected for edge, tag in messages}
-        early, self._early = self._early, []
+        early, self._early, self._arrived = self._early, [], []
         for each in early:
             self.came(*each)
 
@@ -142,7 +142,7 @@ class StepInbox(Generic[M]):
             return
         edge = self._due.pop((peer, tag), None)
         if edge is None or stamp != self.stamp:
-            raise RuntimeFailure(why_unexpected(self._rank, self.step, peer, of_step, tag, edge))
+            raise RuntimeFailure(why_unexpected(self._rank, self.step, peer, of_step, tag))
         self._ready[edge] = message
         self._arrived.append(edge)
         self.crossings.add(peer, self._rank, *times, edge)

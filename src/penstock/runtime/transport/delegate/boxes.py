@@ -27,11 +27,10 @@ from typing import Any
 from penstock.control.events import LinkDown, LinkUp
 from penstock.runtime.errors import RuntimeFailure
 from penstock.runtime.mesh.interfaces import listen
-from penstock.runtime.tensors.message import Edge
-from penstock.runtime.transport.base import CrossingLog
-from penstock.runtime.transport.channel import ExpectedMessages, why_unexpected
+from penstock.runtime.transport.base import StepMessages
 from penstock.runtime.transport.delegate.carrier.frames import RESETS, Descriptor, DescriptorKind, Slots, frames
 from penstock.runtime.transport.delegate.carrier.process import DelegateOrders
+from penstock.runtime.transport.inbox import StepInbox
 from penstock.runtime.transport.mapped_memory import MappedMemory
 from penstock.runtime.transport.wire_format import ALIGN
 
@@ -301,36 +300,25 @@ LENT = 64 << 10
 """Bytes from which a message is used where it lies; smaller ones are copied out."""
 
 
-class DelegateInbox:
-    """The messages that came in for a rank and were not taken.
+class DelegateInbox(StepInbox[Descriptor]):
+    """The messages that came in for a rank and were not taken. The slot of one that was taken is the rank's until
+    `free`.
 
     Args:
         counters: where it counts messages.
     """
 
     def __init__(self, delegate: DelegateProcess, counters: Counters) -> None:
+        super().__init__(delegate.rank)
         self._delegate, self._counters = delegate, counters
-        self._step, self._digest = 0, 0
-        self._edges: dict[tuple[int, int], Edge] = {}  # (sender, tag) -> what is yet to come in this step
-        self._early: list[Descriptor] = []
-        self._ready: dict[Edge, Descriptor] = {}
         self._connected: set[int] = set()
         self._lent = 0
         self._returned: deque[Descriptor] = deque()
-        self.crossings = CrossingLog()
 
-    def begin(self, step: int, digest: int, expected: Sequence[ExpectedMessages]) -> list[Edge]:
-        """A step begins; returns the edges whose messages came before it began here.
-
-        Raises:
-            RuntimeFailure: a message came that is not of this step.
-        """
-        self._step, self._digest = step, digest
-        self._edges = {(one.peer, tag): edge for one in expected for edge, tag in one.messages}
-        for one in expected:
+    def begin(self, step: StepMessages) -> None:
+        for one in step.expected:
             self.connect(one.peer)
-        early, self._early = self._early, []
-        return [edge for note in early if (edge := self.came(note)) is not None]
+        super().begin(step)
 
     def connect(self, peer: int) -> None:
         """Has the delegate connect to a rank before anything is to be sent there. By that it is known whether the
@@ -340,32 +328,15 @@ class DelegateInbox:
             self._connected.add(peer)
             self._delegate.order(Descriptor(DescriptorKind.CONNECT, self._delegate.rank, peer))
 
-    def came(self, note: Descriptor) -> Edge | None:
-        """Takes a message in; returns its edge, or None where its step has not begun here.
+    def heard(self, note: Descriptor) -> None:
+        """Takes a message in.
 
         Raises:
             RuntimeFailure: it is not expected.
         """
-        source = note.source
-        if note.step > self._step:
-            self._early.append(note)
-            return None
-        edge = self._edges.pop((source, note.tag), None)
-        if edge is None or note.step != self._step or note.digest != self._digest:
-            raise RuntimeFailure(why_unexpected(self._delegate.rank, self._step, source, note.step, note.tag, edge))
-        self._ready[edge] = note
         self._counters.messages += 1
-        size = max(0, note.payload_bytes - ALIGN)
-        self.crossings.add(source, note.target, size, note.sent, note.start, note.arrived, edge)
-        return edge
-
-    def owed(self) -> set[int]:
-        """Ranks from which messages are yet to come in this step."""
-        return {peer for peer, _ in self._edges}
-
-    def take(self, edge: Edge) -> Descriptor:
-        """A message that came in; its slot is the caller's until `free`."""
-        return self._ready.pop(edge)
+        size, stamp = max(0, note.payload_bytes - ALIGN), note.step << 32 | note.digest
+        self.came(note.source, note.tag, stamp, note, size, note.sent, note.start, note.arrived)
 
     def free(self, note: Descriptor) -> None:
         """Gives a slot back."""

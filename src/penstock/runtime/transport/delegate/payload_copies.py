@@ -29,8 +29,7 @@ from torch import Tensor
 
 from penstock.runtime.errors import RuntimeFailure
 from penstock.runtime.tensors.message import Payload
-from penstock.runtime.transport.channel import ChannelKey
-from penstock.runtime.transport.wire_format import ALIGN, BufferPlace, Packet, WireSpec
+from penstock.runtime.transport.wire_format import ALIGN, BufferPlace, Packet
 
 PIECE = 1 << 21
 """Bytes of a payload that are copied before the delegate is told of them."""
@@ -67,29 +66,6 @@ class SlotPacket(Packet):
             for view, place in zip(self._views, spec.places, strict=True)
         ]
         return Payload(leaves, json.loads(spec.skeleton), spec.needs_grad)
-
-
-class SpecCache:
-    """Specs and their bytes, made once for each that is met."""
-
-    def __init__(self) -> None:
-        self._sent: dict[tuple[ChannelKey, str], tuple[WireSpec, bytes]] = {}
-        self._read: dict[bytes, WireSpec] = {}
-
-    def of(self, payload: Payload, key: ChannelKey, signature: str) -> tuple[WireSpec, bytes]:
-        """The spec of a payload, most likely that of the last one of its channel and signature."""
-        known = self._sent.get((key, signature))
-        if known is None or not known[0].fits(payload):
-            spec = WireSpec.of(payload)
-            known = self._sent[key, signature] = spec, spec.to_bytes()
-        return known
-
-    def read(self, data: bytes) -> WireSpec:
-        """The spec that these bytes tell. Raises RuntimeFailure: they tell none."""
-        spec = self._read.get(data)
-        if spec is None:
-            spec = self._read[data] = WireSpec.from_bytes(data)
-        return spec
 
 
 def _in_place(view: Tensor, place: BufferPlace) -> Tensor:

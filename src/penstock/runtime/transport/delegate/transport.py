@@ -26,8 +26,9 @@ from penstock.runtime.transport.base import StepMessages, TransferRecord
 from penstock.runtime.transport.channel import ChannelKey, Tags
 from penstock.runtime.transport.delegate.boxes import Counters, DelegateInbox, DelegateProcess, LinkHealth, Outbox
 from penstock.runtime.transport.delegate.carrier.frames import Descriptor, DescriptorKind, spec_room
-from penstock.runtime.transport.delegate.payload_copies import SlotPacket, SpecCache, copying_for
+from penstock.runtime.transport.delegate.payload_copies import SlotPacket, copying_for
 from penstock.runtime.transport.inbox import BRIEFLY, FINELY
+from penstock.runtime.transport.wire_format import SpecCache
 
 NUM_LANES = 2
 """TCP connections from a rank to another."""
@@ -89,9 +90,7 @@ class DelegateTransport:
         self._inbox = DelegateInbox(self._delegate, self.counters)
         self._health = LinkHealth(rank, self._delegate.addresses, self.counters)
         self._specs = SpecCache()
-        self._step = self._digest = 0
         self._signatures: Sequence[str] = ()
-        self._arrived: list[Edge] = []
         self._starving = 0
         self._full = self._room = self._failed = self._closed = False
         # One thread of the rank's uses this; another hands over what was copied from a GPU.
@@ -114,11 +113,10 @@ class DelegateTransport:
         Raises:
             RuntimeFailure: messages came that are not of this step.
         """
-        self._step += 1
-        self._digest, self._signatures = step.digest & 0xFFFFFFFF, step.signatures
+        self._signatures = step.signatures
         with self._lock:
             self._delegate.pin()
-            self._arrived = self._inbox.begin(self._step, self._digest, step.expected)
+            self._inbox.begin(step)
             self._listen()  # slots that are free again are used before memory that was never touched
 
     def end(self) -> None:
@@ -177,8 +175,8 @@ class DelegateTransport:
             self.rank,
             target,
             tag=self._tags.message(edge),
-            step=self._step,
-            digest=self._digest,
+            step=self._inbox.step,
+            digest=self._inbox.stamp & 0xFFFFFFFF,
             sent=sent,
             offset=offset,
             capacity=capacity,
@@ -209,8 +207,7 @@ class DelegateTransport:
         """
         with self._lock:
             self._listen()
-            edges, self._arrived = self._arrived, []
-            return edges
+            return self._inbox.arrivals()
 
     def wait(self, awaited: Sequence[Edge], who: Callable[[], str], until: int | None = None) -> list[Edge]:
         """Waits until a message has come in, until there is room again after a `send` that found none, or until
@@ -256,11 +253,7 @@ class DelegateTransport:
             self._delegate.wake()
 
     def take(self, edge: Edge) -> Payload:
-        """The payload of an edge that has arrived.
-
-        Raises:
-            RuntimeFailure: its shapes can't be read.
-        """
+        """The payload of an edge that has arrived."""
         with self._lock:
             note = self._inbox.take(edge)
             memory = self._delegate.in_memory
@@ -312,8 +305,7 @@ class DelegateTransport:
         self._inbox.take_back()
         for note in self._delegate.notes():
             if note.kind is DescriptorKind.MESSAGE:
-                if (edge := self._inbox.came(note)) is not None:
-                    self._arrived.append(edge)
+                self._inbox.heard(note)
             elif note.kind is DescriptorKind.ANSWERED:
                 self._outbox.answered(note)
                 self._room = True
