@@ -360,51 +360,6 @@ def test_verify_finds_a_layer_within_a_layer_that_is_replaced() -> None:
             pipe.verify(x, x)
 
 
-def test_a_step_within_a_step_named_an_attribute_of_ours() -> None:
-    """And one in another thread gave gradients of both batches."""
-    x = torch.randn(8, 4)
-
-    def loss(output: Tensor, target: Tensor) -> Tensor:
-        (pipe.step if target[0, 0] > 0 else pipe.evaluate)(x, x)
-        return nn.functional.mse_loss(output, target)
-
-    with ps.Pipeline([nn.Linear(4, 4), nn.Linear(4, 4)], ps.build("1f1b", 2, 4), loss_fn=loss) as pipe:
-        for target in (torch.ones(8, 4), -torch.ones(8, 4)):
-            with pytest.raises(RuntimeFailure, match="in the middle of another call, which a stage, loss_fn"):
-                pipe.step(x, target)
-        assert len(pipe.predict(x)) == 4
-
-
-def test_a_pipeline_was_reconfigured_and_handed_over_in_the_middle_of_a_step() -> None:
-    x = torch.randn(8, 4)
-
-    def loss(output: Tensor, target: Tensor) -> Tensor:
-        pipe.reconfigure(pipe.configuration) if target[0, 0] > 0 else pipe.hand_over(then)
-        return nn.functional.mse_loss(output, target)
-
-    with (
-        ps.Pipeline([nn.Linear(4, 4), nn.Linear(4, 4)], ps.build("1f1b", 2, 4), loss_fn=loss) as pipe,
-        ps.Pipeline([nn.Linear(4, 4), nn.Linear(4, 4)], ps.build("gpipe", 2, 4), loss_fn=nn.MSELoss()) as then,
-    ):
-        for target in (torch.ones(8, 4), -torch.ones(8, 4)):
-            with pytest.raises(RuntimeFailure, match="in the middle of another call, which a stage, loss_fn"):
-                pipe.step(x, target)
-        pipe.hand_over(then)
-
-
-def test_gradients_were_cleared_in_the_middle_of_a_step() -> None:
-    x = torch.randn(8, 4)
-
-    def loss(output: Tensor, target: Tensor) -> Tensor:
-        pipe.zero_grad()
-        return nn.functional.mse_loss(output, target)
-
-    with ps.Pipeline([nn.Linear(4, 4), nn.Linear(4, 4)], ps.build("1f1b", 2, 4), loss_fn=loss) as pipe:
-        with pytest.raises(RuntimeFailure, match="in the middle of another call, which a stage, loss_fn"):
-            pipe.step(x, x)
-        pipe.zero_grad()
-
-
 def test_a_model_made_in_inference_mode_ended_in_an_error_about_a_version_counter() -> None:
     with torch.inference_mode():
         frozen = nn.Linear(4, 4)

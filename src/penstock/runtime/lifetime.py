@@ -1,4 +1,4 @@
-"""Whether a pipeline may be used: it is open, broken or closed, and no other call is in it.
+"""Whether a pipeline may be used: it is open, broken or closed.
 
 open --> closed
   |
@@ -11,7 +11,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import wraps
-from threading import Lock
 from typing import Any, ParamSpec, TypeVar
 
 import torch
@@ -36,7 +35,6 @@ class Lifetime:
         """Why no call may begin."""
         self._lost: str | None = None
         """Why only a load may begin."""
-        self._lock = Lock()
 
     @contextmanager
     def sharing(self, doing: str, rank: int) -> Iterator[None]:
@@ -53,19 +51,6 @@ class Lifetime:
                 "new pipeline and load a checkpoint (pipe.load), on every rank"
             )
             raise
-
-    @contextmanager
-    def alone(self) -> Iterator[None]:
-        """Around a call in which no other one may begin. Raises RuntimeFailure if this one is in such a call."""
-        if not self._lock.acquire(blocking=False):
-            raise RuntimeFailure(
-                "this pipeline is in the middle of another call, which a stage, loss_fn or another thread made this "
-                "one in; call it after that one has returned, from one thread at a time"
-            )
-        try:
-            yield
-        finally:
-            self._lock.release()
 
     def lose_updates(self, error: BaseException) -> None:
         """A step broke off when some of its updates may have been made."""
@@ -99,16 +84,15 @@ def _first_line(error: BaseException) -> str:
     return str(error).splitlines()[0] if str(error) else ""
 
 
-def one_at_a_time(method: Callable[P, R]) -> Callable[P, R]:
-    """Makes a method of what has a `_life` refuse to begin while another such method runs, or if it is not open."""
+def while_open(method: Callable[P, R]) -> Callable[P, R]:
+    """Makes a method of an object that has a `_life` refuse to begin where that life is not open."""
 
     @wraps(method)
     def called(*args: P.args, **given: P.kwargs) -> R:
-        owner: Any = args[0]
         if torch.compiler.is_compiling():  # the caller is compiled, and a step's own Python is no part of that
             return torch.compiler.disable(called)(*args, **given)
+        owner: Any = args[0]
         owner._life.require_open()
-        with owner._life.alone():
-            return method(*args, **given)
+        return method(*args, **given)
 
     return called

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import nullcontext, suppress
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from time import perf_counter_ns
@@ -33,7 +33,7 @@ from penstock.runtime.errors import DeadlineExceeded, PeerLost, RuntimeFailure, 
 from penstock.runtime.execute.plan import ActivePlan, require_free
 from penstock.runtime.execute.step_end import StepEnd, StepResult, SummedValues
 from penstock.runtime.execute.timeline import gathered_timeline, idle_share, measured_of
-from penstock.runtime.lifetime import Lifetime, one_at_a_time
+from penstock.runtime.lifetime import Lifetime, while_open
 from penstock.runtime.local_pipeline import LocalPipeline
 from penstock.runtime.mesh.peers import require_same
 from penstock.runtime.node_moves import move_nodes, probes_of, run_setting, tell_place
@@ -253,7 +253,7 @@ class Pipeline:
         """The decisions of adapting so far, as in its log. Only rank 0's process has them."""
         return self._agent.decisions if self._agent is not None else []
 
-    @one_at_a_time
+    @while_open
     def reconfigure(self, configuration: Configuration) -> None:
         """Switches to another schedule, dispatch or set of delegated links from the next step on.
 
@@ -289,7 +289,7 @@ class Pipeline:
 
     # Stepping.
 
-    @one_at_a_time
+    @while_open
     def step(
         self, inputs: Any, targets: Any = None, *, update: bool = True, rates: Sequence[float] | None = None
     ) -> StepResult:
@@ -427,7 +427,7 @@ class Pipeline:
                 norm()
         return result
 
-    @one_at_a_time
+    @while_open
     def update(self) -> Tensor | None:
         """Clips, runs the optimizer and clears the gradients. Returns the norm if clipping is on.
 
@@ -439,7 +439,7 @@ class Pipeline:
         with self._local.sharing("an update"):
             return state.update()
 
-    @one_at_a_time
+    @while_open
     def clip(self, max_norm: float) -> Tensor:
         """Scales the gradients so that the norm of the whole model's is at most `max_norm`. Returns the norm before.
 
@@ -485,11 +485,11 @@ class Pipeline:
     def _of_all_ranks(self, mine: dict[Any, Any]) -> dict[Any, Any]:
         return {key: value for part in self._local.peers.gather(mine) for key, value in part.items()}
 
-    @one_at_a_time
+    @while_open
     def zero_grad(self) -> None:
         self._local.optimizer_state.zero_grad()
 
-    @one_at_a_time
+    @while_open
     def verify(self, inputs: Any, targets: Any = None) -> Verification:
         """Checks on one step that the model and the loss keep the contract (docs/contract.md). Nothing of it lasts.
 
@@ -527,7 +527,7 @@ class Pipeline:
         require_plain_modes(self._local.model.device, "verify", trains=True)
         return Verifier(self._local, self._given, mix(self._seed, self._num_steps + 1)).verify(inputs, targets)
 
-    @one_at_a_time
+    @while_open
     def evaluate(self, inputs: Any, targets: Any = None) -> StepResult:
         """Computes the loss of a batch without gradients, in evaluation mode. The model does not change.
 
@@ -538,7 +538,7 @@ class Pipeline:
         _, result = self._run_forward(inputs, targets, Purpose.EVALUATE)
         return result
 
-    @one_at_a_time
+    @while_open
     def predict(self, inputs: Any) -> list[Any]:
         """The model's output for each microbatch, in evaluation mode. Every rank gets all outputs."""
         batch, _ = self._run_forward(inputs, None, Purpose.PREDICT)
@@ -609,7 +609,7 @@ class Pipeline:
             self._switch(following)
         return result
 
-    @one_at_a_time
+    @while_open
     def save(
         self,
         directory: str | Path,
@@ -640,7 +640,7 @@ class Pipeline:
         self._local.notices.note(save_load.later_than(path))
         return path
 
-    @one_at_a_time
+    @while_open
     def load(
         self,
         directory: str | Path,
@@ -667,7 +667,7 @@ class Pipeline:
         self._local.notices.note(loaded.notices)
         return loaded.meta
 
-    @one_at_a_time
+    @while_open
     def hand_over(self, then: Pipeline) -> int:
         """Hands all state of training to another pipeline of the same model, which continues from here.
 
@@ -677,14 +677,13 @@ class Pipeline:
         """
         self._life.require_whole()
         then._life.require_open()
-        with nullcontext() if then is self else then._life.alone():
-            self._local.follow_model()
-            then._local.follow_model()
-            giver, taker = (TrainingState(each.optimizer_state, each.mesh) for each in (self._local, then._local))
-            fetched = hand_over(giver, taker, self.num_updates, self._local.mesh.everyone)
-            then._num_steps, then._seed, then._num_forwards = self._num_steps, self._seed, self._num_forwards
-            then._local.optimizer_state.num_updates = self.num_updates
-            then._life.load()
+        self._local.follow_model()
+        then._local.follow_model()
+        giver, taker = (TrainingState(each.optimizer_state, each.mesh) for each in (self._local, then._local))
+        fetched = hand_over(giver, taker, self.num_updates, self._local.mesh.everyone)
+        then._num_steps, then._seed, then._num_forwards = self._num_steps, self._seed, self._num_forwards
+        then._local.optimizer_state.num_updates = self.num_updates
+        then._life.load()
         return fetched
 
     @property

@@ -301,15 +301,14 @@ class Verifier:
     ) -> None:
         """Compares the microbatches with the batch in one piece. A model that draws is compared without its draws."""
         ways = "the microbatches, and the batch in one piece"
-        if isinstance(inputs, list) or isinstance(targets, list):
-            self._note_left_out(ways, "the batch was given as microbatches; give it whole, to be cut")
-            return
-        if getattr(self._given.loss_fn, "by_microbatch", False):
-            self._note_left_out(ways, "the loss is meant for each microbatch by itself (by_microbatch)")
-            return
         norms = [m for m in self._modules.modules() if isinstance(m, _BATCH_NORMS) and m.running_mean is None]
         their = f"batch norms ({len(norms)}) without running statistics normalise each microbatch by itself"
-        if (why := self._first(their if norms else None)) is not None:
+        why = self._first(their if norms else None)
+        if isinstance(inputs, list) or isinstance(targets, list):
+            why = "the batch was given as microbatches; give it whole, to be cut"
+        elif getattr(self._given.loss_fn, "by_microbatch", False):
+            why = "the loss is meant for each microbatch by itself (by_microbatch)"
+        if why is not None:
             self._note_left_out(ways, why)
             return
         one = self._local.cut(inputs, targets, self._given.loss_fn, (), num=1)
@@ -327,8 +326,10 @@ class Verifier:
                 found = self._beyond_rounding(parts, together)
                 if found is not None:
                     changed = self._first(parts.changed(before))
-                    other = self._run(whole, one, seed=mix(self._seed, 1))
-                    if changed is not None or self._beyond_rounding(together, other) is not None:
+                    if changed is None:
+                        other = self._run(whole, one, seed=mix(self._seed, 1))
+                        changed = self._beyond_rounding(together, other)
+                    if changed is not None:
                         continue  # each microbatch sees statistics of those before it, or draws other numbers
             self._note(ways, found, 7, mode)
             return
@@ -339,21 +340,18 @@ class Verifier:
         the parameters that it has, as old as they may be.
         """
         ways = "the stages, and the model's own forward"
-        local, model = self._local, self._model
+        local, model, found = self._local, self._model, None
         if model is None:
             self._note_left_out(ways, "the model was given as a list of stages")
-            return
-        if len(local.sources) == 1:
+        elif len(local.sources) == 1:
             self._note_left_out(ways, "the only stage calls the model's own forward")
-            return
-        if local.mesh.shards is not None or local.mesh.has_parts or self._given.parallel.parallelize is not None:
+        elif local.mesh.shards is not None or local.mesh.has_parts or self._given.parallel.parallelize is not None:
             self._note_left_out(ways, "processes hold parts of parameters")
-            return
-        found = None
-        if local.mesh.replica == 0 and local.devices.last:
-            local.switch(plain)
-            found = self._differs_from_model(model, batch)
-        self._note(ways, self._first(found), 3)
+        else:
+            if local.mesh.replica == 0 and local.devices.last:
+                local.switch(plain)
+                found = self._differs_from_model(model, batch)
+            self._note(ways, self._first(found), 3)
 
     def _differs_from_model(self, model: nn.Module, batch: Microbatches) -> str | None:
         local, device = self._local, self._local.model.device

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from penstock.cost.cut import PartitionError, partition
-from penstock.runtime.errors import RuntimeFailure
+from penstock.runtime.errors import BrokenContract, RuntimeFailure
 from penstock.runtime.partitioning.layers import opened_modules, why_closed
 from penstock.runtime.partitioning.program import ModelTracer, TracedProgram
 from penstock.runtime.partitioning.traced_stage import TracedStage, WholeModel
@@ -157,6 +157,8 @@ def split(
         return Split(tracing, program, _ends(tracing, paths, num_stages, at, sizes, weights), weights)
     except Untraceable as error:
         raise PartitionError(_cannot(model, error)) from error
+    except BrokenContract as error:
+        raise PartitionError(f"{type(model).__name__} cannot be cut there: {error}") from error
 
 
 def _ends(
