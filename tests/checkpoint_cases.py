@@ -15,9 +15,10 @@ from pathlib import Path
 from typing import Any
 
 from penstock.runtime.checkpoint import CheckpointError
+from penstock.runtime.mesh.peers import Peers
 
 
-class ThreadPeers:
+class ThreadPeers(Peers):
     """Peers that meet at a barrier. `before` is called in each before it meets the others, with how often it has."""
 
     def __init__(

@@ -57,11 +57,12 @@ KILLS = (
     + """
 import shutil
 from crashes import kill_at
+from penstock.runtime.mesh.peers import Peers
 
 context = multiprocessing.get_context("fork")
 
 
-class PipePeers:
+class PipePeers(Peers):
     "Two processes, each with its end of a pipe."
 
     def __init__(self, rank, end):
@@ -149,6 +150,7 @@ import penstock as ps
 from penstock.runtime.checkpoint import latest
 from checkpoint_cases import flip_tensor
 from crashes import kill_at
+from penstock.runtime.mesh.peers import Peers
 
 torch.set_num_threads(1)
 folder = Path(sys.argv[1])

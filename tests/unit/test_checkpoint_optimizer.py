@@ -31,6 +31,10 @@ MAKERS: dict[str, Callable[[list[dict]], Optimizer]] = {
 }
 
 
+def load(optimizer: Optimizer, names: dict[Tensor, str], reader: Reader) -> None:
+    stage_optimizer(optimizer, names, reader, reader.meta.get("optimizer"))()
+
+
 def layers() -> nn.Sequential:
     torch.manual_seed(0)
     net = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 2))
@@ -88,7 +92,7 @@ def test_training_continues_bit_for_bit_on_other_ranks(tmp_path: Path, kind: str
             parameter.copy_(reader.load([f"model/{name}"])[f"model/{name}"])
     others = [make(groups(part)) for part in split(resumed, 2)]
     for optimizer in others:
-        stage_optimizer(optimizer, names, reader)()
+        load(optimizer, names, reader)
     train(resumed, others, range(4, 8))
     for (name, left), right in zip(straight.named_parameters(), resumed.parameters()):
         assert torch.equal(left, right), name
@@ -110,7 +114,7 @@ def test_regression_state_of_complex_beside_real_parameters_could_not_be_loaded(
     tensors, meta = optimizer_tensors(one, names)
     reader = Reader(write(tmp_path, 1, tensors, {"optimizer": meta}))
     fresh = MAKERS[kind]([{"params": parameters}])
-    stage_optimizer(fresh, names, reader)()
+    load(fresh, names, reader)
     for parameter in parameters:
         assert fresh.state[parameter].keys() == one.state[parameter].keys()
         for key, value in one.state[parameter].items():
@@ -137,7 +141,7 @@ def test_state_and_options_that_are_not_tensors(tmp_path: Path) -> None:
     reader = Reader(write(tmp_path, 1, tensors, {"optimizer": meta}))
     fresh = Odd([parameter])
     fresh.param_groups[0] |= {"pair": (), "lr": 5.0}
-    stage_optimizer(fresh, {parameter: "a/b.c"}, reader)()
+    load(fresh, {parameter: "a/b.c"}, reader)
     assert fresh.state[parameter] == state
     assert type(fresh.state[parameter]["on"]) is bool
     group = fresh.param_groups[0]
@@ -148,7 +152,7 @@ def test_regression_numbers_of_numpy_among_the_options_were_left_out(tmp_path: P
     parameter = nn.Parameter(torch.ones(2))
     saved, fresh = (SGD([parameter], lr=np.float32(lr)) for lr in (0.25, 0.5))
     meta = optimizer_tensors(saved, {parameter: "a"})[1]
-    stage_optimizer(fresh, {parameter: "a"}, Reader(write(tmp_path, 1, {}, {"optimizer": meta})))()
+    load(fresh, {parameter: "a"}, Reader(write(tmp_path, 1, {}, {"optimizer": meta})))
     assert fresh.param_groups[0]["lr"] == 0.25
 
 
@@ -159,7 +163,7 @@ def test_regression_tensors_in_a_tuple_of_options_became_floats_which_round_othe
     parameter = nn.Parameter(torch.ones(2))
     tensors, meta = optimizer_tensors(make(0.8), {parameter: "a"})
     fresh = make(0.9)
-    stage_optimizer(fresh, {parameter: "a"}, Reader(write(tmp_path, 1, tensors, {"optimizer": meta})))()
+    load(fresh, {parameter: "a"}, Reader(write(tmp_path, 1, tensors, {"optimizer": meta})))
     beta = fresh.param_groups[0]["betas"][0]
     assert isinstance(beta, Tensor)
     assert torch.equal(beta, torch.tensor(0.8))
@@ -171,7 +175,7 @@ def test_regression_data_among_the_options_was_left_out_without_a_word(tmp_path:
     saved, fresh = SGD([parameter], lr=1.0), SGD([parameter], lr=1.0)
     saved.param_groups[0]["kept"] = value
     meta = optimizer_tensors(saved, {parameter: "a"})[1]
-    stage_optimizer(fresh, {parameter: "a"}, Reader(write(tmp_path, 1, {}, {"optimizer": meta})))()
+    load(fresh, {parameter: "a"}, Reader(write(tmp_path, 1, {}, {"optimizer": meta})))
     assert repr(fresh.param_groups[0]["kept"]) == repr(value)
 
 
@@ -181,7 +185,7 @@ def test_plain_data_among_the_options_comes_back(tmp_path: Path) -> None:
     saved, fresh = SGD([parameter], lr=1.0), SGD([parameter], lr=1.0)
     saved.param_groups[0]["kept"] = kept
     meta = optimizer_tensors(saved, {parameter: "a"})[1]
-    stage_optimizer(fresh, {parameter: "a"}, Reader(write(tmp_path, 1, {}, {"optimizer": meta})))()
+    load(fresh, {parameter: "a"}, Reader(write(tmp_path, 1, {}, {"optimizer": meta})))
     assert fresh.param_groups[0]["kept"] == kept
 
 
@@ -203,9 +207,9 @@ def test_errors(tmp_path: Path) -> None:
     del adam.state["all"]
     reader = Reader(write(tmp_path, 1, {}, {"optimizer": optimizer_tensors(adam, {parameter: "a"})[1]}))
     with pytest.raises(CheckpointError, match="holds Adam, this run has SGD"):
-        stage_optimizer(SGD([parameter], lr=1.0), {parameter: "a"}, reader)()
+        load(SGD([parameter], lr=1.0), {parameter: "a"}, reader)
     with pytest.raises(CheckpointError, match="holds no optimizer"):
-        stage_optimizer(adam, {parameter: "a"}, Reader(write(tmp_path, 2, {}, {})))
+        load(adam, {parameter: "a"}, Reader(write(tmp_path, 2, {}, {})))
 
 
 class Historic(Adam):
@@ -219,7 +223,7 @@ def test_tensors_inside_state_of_another_kind(tmp_path: Path) -> None:
     tensors, meta = optimizer_tensors(adam, {parameter: "a/b"})
     fresh = Historic([parameter])
     reader = Reader(write(tmp_path, 1, tensors, {"optimizer": meta}))
-    stage_optimizer(fresh, {parameter: "a/b"}, reader)()
+    load(fresh, {parameter: "a/b"}, reader)
     assert repr(fresh.state[parameter]) == repr({k: adam.state[parameter][k] for k in ("exp_avg", "history")})
 
 
@@ -236,7 +240,7 @@ def reloaded(tmp_path: Path, given: list[object], fresh: list[object]) -> list[d
         for values in (given, fresh)
     )
     tensors, meta = optimizer_tensors(saved, names)
-    stage_optimizer(loaded, names, Reader(write(tmp_path, 1, tensors, {"optimizer": meta})))()
+    load(loaded, names, Reader(write(tmp_path, 1, tensors, {"optimizer": meta})))
     return loaded.param_groups
 
 

@@ -12,7 +12,7 @@ from torch import nn
 
 import penstock as ps
 from penstock.runtime import RuntimeFailure
-from penstock.runtime.checkpoint.state_transfer import StateInventory, sendings
+from penstock.runtime.checkpoint.state_transfer import sendings
 
 pytestmark = pytest.mark.unit
 
@@ -23,23 +23,23 @@ names = st.lists(st.sampled_from(NAMES), unique=True)
 
 @given(st.lists(st.tuples(names, names), min_size=1, max_size=6))
 def test_everyone_gets_what_it_lacks_once_from_one_who_has_it(processes: list[tuple[list[str], list[str]]]) -> None:
-    told = [StateInventory(dict.fromkeys(held, KIND), wanted) for held, wanted in processes]
-    anywhere = {name for held, _ in processes for name in held}
-    if lost := {name for _, wanted in processes for name in wanted} - anywhere:
+    kinds, wants = [dict.fromkeys(held, KIND) for held, _ in processes], [wanted for _, wanted in processes]
+    anywhere = {name for held in kinds for name in held}
+    if lost := {name for wanted in wants for name in wanted} - anywhere:
         with pytest.raises(RuntimeFailure, match="which no process holds") as failure:
-            sendings(told)
+            sendings(kinds, wants)
         assert any(name in str(failure.value) for name in lost)
         return
-    plan = sendings(told)
-    assert all(each.name in told[each.source].held for each in plan)
+    plan = sendings(kinds, wants)
+    assert all(name in kinds[source] for name, source, _ in plan)
     for process, (held, wanted) in enumerate(processes):
-        assert sorted(each.name for each in plan if each.target == process) == sorted(set(wanted) - set(held))
+        assert sorted(name for name, _, target in plan if target == process) == sorted(set(wanted) - set(held))
 
 
 def test_those_who_hold_the_same_share_the_sending() -> None:
-    holds = StateInventory(dict.fromkeys(NAMES[:4], KIND), [])
-    plan = sendings([holds, StateInventory({}, NAMES[:4]), holds])
-    assert [each.source for each in plan] == [0, 2, 0, 2]
+    holds = dict.fromkeys(NAMES[:4], KIND)
+    plan = sendings([holds, {}, holds], [[], NAMES[:4], []])
+    assert [source for _, source, _ in plan] == [0, 2, 0, 2]
 
 
 def test_a_pipeline_goes_on_where_another_was_under_another_schedule() -> None:
@@ -90,5 +90,5 @@ def test_a_pipeline_of_another_model_takes_nothing() -> None:
     def made(width: int) -> ps.Pipeline:
         return ps.Pipeline([nn.Linear(8, width)], ps.build("1f1b", 1, 2), optimizer=torch.optim.SGD)
 
-    with pytest.raises(RuntimeFailure, match="build both from one model"):
+    with pytest.raises(RuntimeFailure, match="the pipeline before is of another model"):
         made(8).hand_over(made(4))

@@ -32,7 +32,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 from torch.utils.serialization import config
 
 from penstock.runtime.checkpoint import folder
-from penstock.runtime.checkpoint.reader import JSON, MANIFEST, Chunk, Manifest, TensorEntry
+from penstock.runtime.checkpoint.reader import JSON, MANIFEST, write_manifest
 from penstock.runtime.checkpoint.together import UNWRITTEN, together
 from penstock.runtime.errors import CheckpointError
 from penstock.runtime.mesh.peers import LocalPeers, Peers
@@ -46,21 +46,13 @@ class ProcessPlan(NamedTuple):
     """What a process could write of a checkpoint.
 
     Attributes:
-        plan: by DCP's keys. names: by key the name of a tensor. owned: keys of tensors that this process answers for.
+        plan: by DCP's keys. owned: keys of tensors that this process answers for.
         holders: by key of a sharded tensor the processes that hold shards of it.
     """
 
     plan: SavePlan
-    names: dict[str, str]
     owned: set[str]
     holders: dict[str, tuple[int, ...]]
-
-
-class WrittenFile(NamedTuple):
-    """What a process has written: for DCP's metadata, and for the manifest."""
-
-    results: list[WriteResult]
-    chunks: dict[MetadataIndex, Chunk]
 
 
 class CheckedPlanner(DefaultSavePlanner):
@@ -107,20 +99,24 @@ def write(
     def plan() -> ProcessPlan:
         mine = _plan(planner, tensors, shards or {})
         if me == 0:
-            folder.fresh(temporary)
+            folder.remove(temporary)  # what an earlier kill left
+            temporary.mkdir(parents=True)
         return mine
 
-    def write_parts() -> WrittenFile:
+    def write_parts() -> tuple[list[WriteResult], dict[str, JSON]]:
         plans, _ = planner.create_global_plan(_chosen(plans_of_all))
         mine = planner.finish_plan(writer.prepare_global_plan(plans)[me])
         with config.patch("save.compute_crc32", False):  # type: ignore[attr-defined] # no reader compares that one
             results = writer.write_data(mine, planner).wait()
-        return WrittenFile(results, _chunks(temporary, mine, results, planner.checksums))
+        return results, _entries(temporary, mine, results, planner)
 
     def complete() -> None:
         if me == 0:
-            writer.finish(planner.metadata, [each.results for each in written])
-            _manifest(temporary, step, meta, plans_of_all, written).save(temporary / MANIFEST)
+            writer.finish(planner.metadata, [results for results, _ in written])
+            files = {path.name: path.stat().st_size for path in sorted(temporary.iterdir())}
+            entries = _merged([each for _, each in written], temporary, files)
+            manifest = {"step": step, "meta": meta, "files": files, "tensors": entries}
+            write_manifest(temporary / MANIFEST, manifest)
             folder.commit(temporary, target)
             folder.prune(directory, keep, target)
 
@@ -141,7 +137,7 @@ def write(
 def _plan(planner: DefaultSavePlanner, tensors: Mapping[str, Tensor], shards: Mapping[str, Tensor]) -> ProcessPlan:
     """A process's plan. DCP's keys are names with dots: `optimizer/layers.0.weight/exp_avg` has no slashes there."""
     held: dict[str, Any] = {}
-    names: dict[str, str] = {}
+    paths: dict[str, tuple[str | int, ...]] = {}
     for name, tensor in sorted({**shards, **tensors}.items()):
         if tensor.layout != torch.strided or tensor.device.type == "meta" or tensor.is_quantized:
             raise CheckpointError(
@@ -151,14 +147,12 @@ def _plan(planner: DefaultSavePlanner, tensors: Mapping[str, Tensor], shards: Ma
             tensor = whole(tensor)  # the sum, which all who have a part of it work out here, in this order
         if name in tensors or is_sharded(tensor):
             key = name.replace("/", ".")
-            held[key], names[key] = tensor.detach(), name
-    holders = {
-        key: tuple(tensor.device_mesh.mesh.flatten().tolist()) for key, tensor in held.items() if is_sharded(tensor)
-    }
+            held[key], paths[key] = tensor.detach(), tuple(name.split("/"))
     planner.set_up_planner(held, is_coordinator=True)
-    planner.mappings = {key: tuple(name.split("/")) for key, name in names.items()}
-    owned = {key for key, name in names.items() if name in tensors}
-    return ProcessPlan(planner.create_local_plan(), names, owned, holders)
+    planner.mappings = paths
+    owned = {name.replace("/", ".") for name in tensors}
+    holders = {key: tuple(t.device_mesh.mesh.flatten().tolist()) for key, t in held.items() if is_sharded(t)}
+    return ProcessPlan(planner.create_local_plan(), owned, holders)
 
 
 def _chosen(plans: Sequence[ProcessPlan]) -> list[SavePlan]:
@@ -174,10 +168,10 @@ def _chosen(plans: Sequence[ProcessPlan]) -> list[SavePlan]:
     ]
 
 
-def _chunks(
-    folder: Path, plan: SavePlan, results: Sequence[WriteResult], checksums: Mapping[MetadataIndex, int]
-) -> dict[MetadataIndex, Chunk]:
-    """Where the elements of each written part lie.
+def _entries(
+    temporary: Path, plan: SavePlan, results: Sequence[WriteResult], planner: CheckedPlanner
+) -> dict[str, JSON]:
+    """By name what the manifest says of the parts that this process has written, all into one file.
 
     DCP writes each part by `torch.save`: a zip archive, in which the elements lie as they are, in `archive/data/0`:
 
@@ -185,36 +179,37 @@ def _chunks(
 
     The first part is read again, so that a save fails under a torch that writes them otherwise.
     """
+    entries: dict[str, JSON] = {}
+    if not results:
+        return entries
     planned = {item.index: item.tensor_data for item in plan.items}
-    chunks: dict[MetadataIndex, Chunk] = {}
-    for name in {result.storage_data.relative_path for result in results}:
-        with open(folder / name, "rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
-            for index, place in ((r.index, r.storage_data) for r in results if r.storage_data.relative_path == name):
-                data = planned[index]
-                assert data is not None
-                at = content.find(_ELEMENTS, place.offset, place.offset + place.length)
-                begin = at + len(_ELEMENTS) + int.from_bytes(content[at - 2 : at], "little")
-                num_bytes = data.chunk.sizes.numel() * data.properties.dtype.itemsize
-                if not chunks and (at < 0 or zlib.crc32(content[begin : begin + num_bytes]) != checksums[index]):
-                    raise CheckpointError(f"{index.fqn} in {folder / name} is not where this version looks for it")
-                offsets, sizes = tuple(data.chunk.offsets), tuple(data.chunk.sizes)
-                chunks[index] = Chunk(name, begin, offsets, sizes, checksums[index])
-    return chunks
+    file = results[0].storage_data.relative_path
+    with open(temporary / file, "rb") as opened, mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_READ) as content:
+        for result in results:
+            index, place, data = result.index, result.storage_data, planned[result.index]
+            assert data is not None
+            at = content.find(_ELEMENTS, place.offset, place.offset + place.length)
+            begin = at + len(_ELEMENTS) + int.from_bytes(content[at - 2 : at], "little")
+            end = begin + data.chunk.sizes.numel() * data.properties.dtype.itemsize
+            crc32 = planner.checksums[index]
+            if not entries and (at < 0 or zlib.crc32(content[begin:end]) != crc32):
+                raise CheckpointError(f"{index.fqn} in {temporary / file} is not where this version looks for it")
+            chunk = {"file": file, "offset": begin, "begin": [*data.chunk.offsets], "shape": [*data.chunk.sizes]}
+            dtype = str(data.properties.dtype).removeprefix("torch.")
+            entry = {"dtype": dtype, "shape": [*data.size], "chunks": []}
+            name = "/".join(map(str, planner.mappings[index.fqn]))
+            entries.setdefault(name, entry)["chunks"].append({**chunk, "crc32": crc32})
+    return entries
 
 
-def _manifest(
-    temporary: Path, step: int, meta: JSON, plans: Sequence[ProcessPlan], written: Sequence[WrittenFile]
-) -> Manifest:
-    files = {path.name: path.stat().st_size for path in sorted(temporary.iterdir())}
-    tensors: dict[str, TensorEntry] = {}
-    for process, (each, (_, chunks)) in enumerate(zip(plans, written, strict=True)):
-        if lost := {chunk.file for chunk in chunks.values()} - files.keys():
-            raise CheckpointError(
-                f"process {process} left no {min(lost)} in {temporary}: all processes must write to one shared folder"
-            )
-        for item in each.plan.items:
-            if (chunk := chunks.get(item.index)) is not None and (data := item.tensor_data) is not None:
-                name, dtype = each.names[item.index.fqn], str(data.properties.dtype).removeprefix("torch.")
-                known = tensors.get(name, TensorEntry(dtype, tuple(data.size), ()))
-                tensors[name] = replace(known, chunks=(*known.chunks, chunk))
-    return Manifest(step, meta, files, tensors)
+def _merged(parts: Sequence[dict[str, JSON]], temporary: Path, files: Mapping[str, int]) -> dict[str, JSON]:
+    """The entries of all processes as those of whole tensors."""
+    entries: dict[str, JSON] = {}
+    for process, part in enumerate(parts):
+        for name, entry in part.items():
+            if (file := entry["chunks"][0]["file"]) not in files:
+                raise CheckpointError(
+                    f"process {process} left no {file} in {temporary}: all processes must write to one shared folder"
+                )
+            entries.setdefault(name, {**entry, "chunks": []})["chunks"] += entry["chunks"]
+    return entries

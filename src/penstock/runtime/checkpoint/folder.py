@@ -18,7 +18,7 @@ from pathlib import Path
 from penstock.runtime.checkpoint.reader import MANIFEST, STEP, Reader
 from penstock.runtime.errors import CheckpointError, DamagedCheckpointError
 
-REMAINS = re.compile(r"\.step-\d{8,18}(\.old)?\.(writing|deleting)", re.ASCII)
+REMAINS = re.compile(r"\.step-\d{8,}(\.old)?\.(writing|deleting)", re.ASCII)
 
 
 def latest(directory: str | Path) -> Path | None:
@@ -70,12 +70,6 @@ def set_aside(path: Path) -> Path:
     return aside
 
 
-def fresh(temporary: Path) -> None:
-    """An empty folder to write into, whatever an earlier kill left there."""
-    remove(temporary)
-    temporary.mkdir(parents=True)
-
-
 def commit(temporary: Path, target: Path) -> None:
     """Makes a written temporary the checkpoint of its step; one that was there goes once the new one is in place."""
     sync(temporary)
@@ -97,7 +91,7 @@ def prune(directory: Path, keep: int, current: Path) -> None:
     """
     for entry in list(directory.iterdir()):
         if REMAINS.fullmatch(entry.name):
-            _delete(entry)
+            shutil.rmtree(entry, ignore_errors=True)
     others = [path for path in _newest_first(directory) if path != current and complete(path)]
     for path in others[keep - 1 :]:
         with contextlib.suppress(OSError):
@@ -106,22 +100,12 @@ def prune(directory: Path, keep: int, current: Path) -> None:
 
 def remove(path: Path) -> None:
     """Deletes a folder so that it is never seen half-deleted under its own name. Does nothing where there is none."""
-    if not os.path.lexists(path):
-        return
-    if not path.name.startswith("."):
+    if not path.name.startswith(".") and path.exists():
         hidden = path.with_name(f".{path.name}.deleting")
-        _delete(hidden)
+        shutil.rmtree(hidden, ignore_errors=True)
         os.rename(path, hidden)
         path = hidden
-    _delete(path)
-
-
-def _delete(path: Path) -> None:
-    if path.is_symlink() or path.is_file():  # what a link points to is not ours
-        with contextlib.suppress(OSError):
-            path.unlink()
-    else:
-        shutil.rmtree(path, ignore_errors=True)
+    shutil.rmtree(path, ignore_errors=True)
 
 
 def sync(path: Path) -> None:

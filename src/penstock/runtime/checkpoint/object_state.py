@@ -30,7 +30,6 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from penstock.runtime.checkpoint.reader import TensorSource
 from penstock.runtime.errors import CheckpointError
 from penstock.runtime.mesh.process_mesh import ProcessMesh
 from penstock.runtime.tensors.digest import bytes_of, hash_of
@@ -137,12 +136,8 @@ class StatefulObject(NamedTuple):
         return next((name for name in names if name in there), None)
 
 
-class StoredState(NamedTuple):
-    """What a process tells the others of an object's state."""
-
-    base: str
-    suffixes: tuple[str, ...]
-    digest: str
+StoredState = tuple[str, tuple[str, ...], str]
+"""What a process tells the others of an object's state: its base, its suffixes, and a digest."""
 
 
 def suffixes_in(mesh: ProcessMesh) -> tuple[str, ...]:
@@ -160,17 +155,14 @@ def module_with_extra_state(name: str, holder: str, module: nn.Module) -> Statef
 
 
 def objects_of_caller(stateful: Mapping[str, Stateful] | None, mesh: ProcessMesh) -> list[StatefulObject]:
-    """The objects given to `save` or `load`. Raises CheckpointError for one without the two functions."""
+    """The objects given to `save` or `load`. Raises CheckpointError for a name that can't be stored."""
     found = []
     for name, each in (stateful or {}).items():
-        what = f"{name} ({type(each).__name__})"
-        if not (hasattr(each, "state_dict") and hasattr(each, "load_state_dict")) or {"@", "/", "#"} & set(name):
-            raise CheckpointError(
-                f"stateful= has {what}: give objects with state_dict and load_state_dict, under names without @, / "
-                "and #"
-            )
+        what = f"state of {name} ({type(each).__name__})"
+        if {"@", "/", "#"} & set(name):
+            raise CheckpointError(f"stateful= has the name {name!r}: give names without @, / and #")
         get, put = each.state_dict, each.load_state_dict
-        found.append(StatefulObject(STATE + name, suffixes_in(mesh), f"state of {what}", get, put))
+        found.append(StatefulObject(STATE + name, suffixes_in(mesh), what, get, put))
     return found
 
 
@@ -183,7 +175,7 @@ def states_of(objects: Iterable[StatefulObject]) -> tuple[dict[str, Tensor], lis
     for each in objects:
         value = each.get()
         states[each.narrowest] = pack(value, f"the {each.what}")
-        told.append(StoredState(each.base, each.suffixes, digest_of(value)))
+        told.append((each.base, each.suffixes, digest_of(value)))
     return states, told
 
 
@@ -193,45 +185,55 @@ def to_write(states: Mapping[str, Tensor], told: Sequence[Sequence[StoredState]]
     Args:
         states: as `states_of` gives them. told: of every process. me: which of them this one is.
     """
-    holders: dict[str, list[tuple[int, StoredState]]] = defaultdict(list)
+    holders: dict[str, list[tuple[int, tuple[str, ...], str]]] = defaultdict(list)
     for process, those in enumerate(told):
-        for each in those:
-            holders[each.base].append((process, each))
+        for base, suffixes, digest in those:
+            holders[base].append((process, suffixes, digest))
     tensors: dict[str, Tensor] = {}
-    for base, those_of_base in holders.items():
-        for level in range(len(those_of_base[0][1].suffixes)):
-            found = {(each.suffixes[level], each.digest) for _, each in those_of_base}
+    for base, held in holders.items():
+        for level in range(len(held[0][1])):
+            found = {(suffixes[level], digest) for _, suffixes, digest in held}
             if len(found) == len({suffix for suffix, _ in found}):
                 break
-        writers = {each.suffixes[level]: (process, each) for process, each in reversed(those_of_base)}
-        for suffix, (process, each) in writers.items():
+        writers = {suffixes[level]: (process, suffixes[-1]) for process, suffixes, _ in reversed(held)}
+        for suffix, (process, narrowest) in writers.items():
             if process == me:
-                tensors[base + suffix + DATA] = states[base + each.suffixes[-1] + DATA]
+                tensors[base + suffix + DATA] = states[base + narrowest + DATA]
     return tensors
 
 
+def bases_in(names: Iterable[str], prefix: str) -> set[str]:
+    """The objects of a kind that have states in a checkpoint, by name."""
+    there = (name.removeprefix(prefix) for name in names if name.startswith(prefix))
+    return {name.removesuffix(DATA).partition("@")[0] for name in there}
+
+
 class LoadedStates:
-    """The states of objects as a source has them: read, and not yet given to the objects.
+    """The states of objects, read and not yet given to the objects.
+
+    Args:
+        what: what has the tensors, in errors.
 
     Raises:
         CheckpointError: there is no state of an object, or only others' where each had its own.
     """
 
-    def __init__(self, objects: Iterable[StatefulObject], source: TensorSource, device: torch.device) -> None:
+    def __init__(
+        self, objects: Iterable[StatefulObject], tensors: Mapping[str, Tensor], what: str, device: torch.device
+    ) -> None:
         self._states: list[tuple[StatefulObject, Any]] = []
         self._before: list[tuple[StatefulObject, Any]] = []
-        there = set(source.names())
         for each in objects:
-            name = each.name_in(there)
+            name = each.name_in(tensors)
             if name is None:
-                others = sorted(other.removesuffix(DATA) for other in there if other.startswith(f"{each.base}@"))
+                others = sorted(other.removesuffix(DATA) for other in tensors if other.startswith(f"{each.base}@"))
                 here = " ".join(each.suffixes[1:]).replace("@", "")
                 has = f", but that of {others[0].rpartition('@')[2]}, and here is {here}" if others else ""
                 raise CheckpointError(
-                    f"checkpoint {source.path} has no {each.what}{has}: load what it was written with, on as many "
+                    f"{what} has no {each.what}{has}: load what it was written with, on as many "
                     "processes if their states differ"
                 )
-            self._states.append((each, unpack(source.load([name])[name], device)))
+            self._states.append((each, unpack(tensors[name], device)))
 
     def give(self) -> None:
         """Gives each object its state. Raises CheckpointError if one does not take it; see `take_back`."""

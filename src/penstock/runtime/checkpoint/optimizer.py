@@ -24,7 +24,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from penstock.runtime.checkpoint.object_state import ATTRIBUTE, DATA, StatefulObject, digest_of, pack, unpack
-from penstock.runtime.checkpoint.reader import JSON, TensorSource
+from penstock.runtime.checkpoint.reader import JSON
 from penstock.runtime.errors import CheckpointError, listed
 from penstock.runtime.parameters.optimizer import attributes_of, optimizers_in, set_attribute, tensors_in
 from penstock.runtime.tensors.digest import bytes_of
@@ -36,7 +36,6 @@ _OF_PROCESS = ("params", "param_names", "foreach", "fused", "capturable")
 """What of a group is not stored: its parameters, and how this process computes."""
 _PLAIN = (int, float, complex, str, bytes, Tensor, np.ndarray, np.generic, Mapping, Set, list, tuple, deque)
 """Options of these types, and None, are stored. Functions, devices and other objects stay as they are here."""
-_ADVICE = "use the groups it was written with"
 Names = Mapping[Tensor, str]
 """By parameter its name in a checkpoint."""
 
@@ -136,7 +135,12 @@ def members_of(optimizer: Optimizer, names: Names) -> list[list[str]]:
 
 
 def stage_optimizer(
-    optimizer: Optimizer, names: Names, source: TensorSource, others: Sequence[list[list[str]]] = ()
+    optimizer: Optimizer,
+    names: Names,
+    tensors: Mapping[str, Tensor],
+    meta: JSON,
+    what: str = "checkpoint",
+    others: Sequence[list[list[str]]] = (),
 ) -> Callable[[], None]:
     """Reads the state that the optimizer's parameters had in the checkpoint, and its groups' options.
 
@@ -144,6 +148,7 @@ def stage_optimizer(
     parameter's device. A group gets the options that its parameters had, see `_options_here`.
 
     Args:
+        meta: of the optimizer. what: what has all this, in errors.
         others: of each process, the names of the parameters of each group there.
 
     Returns:
@@ -153,15 +158,13 @@ def stage_optimizer(
         CheckpointError: a checkpoint without an optimizer or of another one, parameters in other groups, or options
             of another kind; also damage. Nothing is changed then.
     """
-    meta, kind = source.meta.get("optimizer"), type(optimizer).__name__
+    kind = type(optimizer).__name__
     if meta is None or meta["class"] != kind:
         there = "no optimizer" if meta is None else meta["class"]
-        raise CheckpointError(
-            f"checkpoint {source.path} holds {there}, this run has {kind}: use the optimizer it was written with"
-        )
-    chosen = _options_here(meta["groups"], optimizer, names, others, f"checkpoint {source.path}")
+        raise CheckpointError(f"{what} holds {there}, this run has {kind}: use the optimizer it was written with")
+    chosen = _options_here(meta["groups"], optimizer, names, others, what)
     parts: dict[str, list[str]] = defaultdict(list)
-    for full in source.names():
+    for full in tensors:
         if full.startswith(PREFIX):
             parts[full.removeprefix(PREFIX).rpartition("/")[0]].append(full)
     states: list[tuple[Tensor, dict[str, Any]]] = []
@@ -170,8 +173,8 @@ def stage_optimizer(
         for parameter in group["params"]:
             # Tied parameters are stored once, and each updates a state of its own: each is read for itself.
             state: dict[str, Any] = {}
-            for full, tensor in source.load(parts[_name(names, parameter)]).items():
-                key, value = _read(full, tensor, parameter, group)
+            for full in sorted(parts[_name(names, parameter)]):
+                key, value = _read(full, tensors[full], parameter, group)
                 if key.startswith("@"):
                     of_parameter = id(parameter) if key.startswith("@@") else parameter
                     attributes.setdefault(key.lstrip("@"), {})[of_parameter] = value
@@ -223,29 +226,23 @@ def _options_here(
     home = {name: number for number, group in reversed([*enumerate(stored)]) for name in group["members"]}
     mine = members_of(optimizer, names)
     chosen: list[dict[str, Any]] = []
-    users: dict[int, int] = {}
-    for number, (own, group) in enumerate(zip(mine, optimizer.param_groups, strict=True)):
+    for number, own in enumerate(mine):
         known = own or next((each[number] for each in others if len(each) == len(mine) and each[number]), [])
         stays = [name for name in known if name in home]
         first = home[stays[0]] if stays else 0
+        moved = next(
+            (name for name in stays if home[name] != first and _differing(options[home[name]], options[first])), None
+        )
+        reason = None
         if known and not stays:
+            reason = f"no parameter group there has {listed(known)}"
+        elif moved is not None:
+            changed = listed(_differing(options[home[moved]], options[first]))
+            reason = f"{moved} is beside {stays[0]} here, and had another {changed}"
+        if reason is not None:
             raise CheckpointError(
-                f"{what}: no parameter group there has {listed(known)}, which are parameter group {number} "
-                f"here: {_ADVICE}"
+                f"{what} does not fit parameter group {number} here: {reason}: use the groups it was written with"
             )
-        for name in stays:
-            if home[name] != first and (changed := _differing(options[home[name]], options[first])):
-                raise CheckpointError(
-                    f"{what}: parameter group {number} has {name} beside {stays[0]} here, which had another "
-                    f"{listed(changed)}: {_ADVICE}"
-                )
-        if stays and own:
-            before = users.setdefault(first, number)
-            if changed := _differing(_options(group), _options(optimizer.param_groups[before])):
-                raise CheckpointError(
-                    f"{what}: {mine[before][0]} and {own[0]} were in one parameter group, and are in two groups with "
-                    f"another {listed(changed)} here: {_ADVICE}"
-                )
         is_known = stays or not any(_differing(each, options[0]) for each in options)
         chosen.append(_unpacked(stored[first], device) if is_known else {})
     return chosen

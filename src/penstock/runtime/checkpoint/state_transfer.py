@@ -10,55 +10,39 @@ list of sendings: each tensor from the holder with the least to send so far.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from penstock.runtime.checkpoint.optimizer import merged_meta
-from penstock.runtime.checkpoint.reader import Kind, rename_members, renamed
+from penstock.runtime.checkpoint.reader import Kind, match, rename_members, renamed
 from penstock.runtime.checkpoint.together import together
-from penstock.runtime.checkpoint.training_state import MODEL, StagedState, TrainingState
+from penstock.runtime.checkpoint.training_state import COUNTERS, MODEL, StagedState, TrainingState
 from penstock.runtime.errors import CheckpointError, RuntimeFailure
 from penstock.runtime.mesh.peers import GroupPeers, Peers
 
 
-class TensorTransfer(NamedTuple):
-    """A tensor on its way from one process to another."""
+def sendings(held: Sequence[Mapping[str, Kind]], wanted: Sequence[Sequence[str]]) -> list[tuple[str, int, int]]:
+    """By name, source and target who sends what to whom; what a process holds already it keeps.
 
-    name: str
-    source: int
-    target: int
-
-
-class StateInventory(NamedTuple):
-    """What a process tells the others.
-
-    Attributes:
-        held: shape and type of each tensor that it holds, by name. wanted: names.
-    """
-
-    held: dict[str, Kind]
-    wanted: list[str]
-
-
-def sendings(inventories: Sequence[StateInventory]) -> list[TensorTransfer]:
-    """Who sends what to whom; what a process holds already it keeps.
+    Args:
+        held: of each process, shape and type of the tensors that it holds. wanted: names, of each process.
 
     Raises:
         RuntimeFailure: something is wanted that nobody holds.
     """
     holders: dict[str, list[int]] = {}
-    for process, each in enumerate(inventories):
-        for name in each.held:
+    for process, those in enumerate(held):
+        for name in those:
             holders.setdefault(name, []).append(process)
-    load = [0] * len(inventories)
+    load = [0] * len(held)
     found = []
-    for target, each in enumerate(inventories):
-        for name in each.wanted:
-            if name in each.held:
+    for target, names in enumerate(wanted):
+        for name in names:
+            if name in held[target]:
                 continue
             if name not in holders:
                 raise RuntimeFailure(
@@ -66,29 +50,21 @@ def sendings(inventories: Sequence[StateInventory]) -> list[TensorTransfer]:
                     "the same model and kind of optimizer only"
                 )
             source = min(holders[name], key=lambda process: (load[process], process))
-            load[source] += _num_bytes(*inventories[source].held[name])
-            found.append(TensorTransfer(name, source, target))
+            load[source] += _num_bytes(held[source][name])
+            found.append((name, source, target))
     return found
 
 
-def _num_bytes(shape: tuple[int, ...], dtype: torch.dtype) -> int:
+def _num_bytes(kind: Kind) -> int:
+    shape, dtype = kind
     return math.prod(shape) * dtype.itemsize
 
 
-class ReceivedState:
-    """State that came from another pipeline, in the form of a checkpoint's `Reader`."""
+class ReceivedState(dict[str, Tensor]):
+    """State of another pipeline, which stays what it is there."""
 
-    path = "the pipeline before"
-
-    def __init__(self, tensors: dict[str, Tensor], meta: Any) -> None:
-        self._tensors, self.meta = tensors, {"optimizer": meta}
-
-    def names(self) -> list[str]:
-        return sorted(self._tensors)
-
-    def load(self, names: Iterable[str]) -> dict[str, Tensor]:
-        """Tensors with memory of their own."""
-        return {name: self._tensors[name].clone() for name in names}
+    def __getitem__(self, name: str) -> Tensor:
+        return super().__getitem__(name).clone()
 
 
 def hand_over(giver: TrainingState, taker: TrainingState, num_updates: int, peers: Peers) -> int:
@@ -110,35 +86,33 @@ def hand_over(giver: TrainingState, taker: TrainingState, num_updates: int, peer
     except CheckpointError as error:
         raise RuntimeFailure(f"the pipeline before can't be handed over: {error}") from error
     held = {renamed(name, aliases): tensor for name, tensor in held.items()}
-    parts = peers.gather(({name: (tuple(t.shape), t.dtype) for name, t in held.items()}, meta))
-    known: dict[str, Kind] = {name: kind for kinds, _ in parts for name, kind in kinds.items()}
-    meta = merged_meta(each for _, each in parts)
+    mine = {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in held.items()}
+    kinds, metas = zip(*peers.gather((mine, meta)), strict=True)
+    known: dict[str, Kind] = {name: kind for those in kinds for name, kind in those.items()}
+    meta = merged_meta(metas)
     rename_members(meta, aliases)
-    wanted = peers.gather((taker.wanted(known), taker.members()))
-    inventories = [StateInventory(kinds, names) for (kinds, _), (names, _) in zip(parts, wanted, strict=True)]
-    came = _exchange(sendings(inventories), held, known, peers)
-    source = ReceivedState({name: came[name] if name in came else held[name] for name in taker.wanted(known)}, meta)
+    wanted, members = zip(*peers.gather((taker.wanted(known), taker.members())), strict=True)
+    came = _exchange(sendings(kinds, wanted), held, known, peers)
+    tensors = ReceivedState({name: held[name] for name in taker.wanted(known) if name in held} | came)
     staged: StagedState
 
     def stage() -> None:
         nonlocal staged
-        for name, (shape, _) in taker.expected().items():
-            if name.startswith(MODEL) and known[name][0] != shape:
-                raise CheckpointError(
-                    f"{name} has shape {known[name][0]} there and {shape} here; build both from one model"
-                )
-        staged = taker.stage(source, num_updates, giver.scaler(), [each for _, each in wanted])
+        expected = taker.expected(MODEL)
+        match("the pipeline before", {name: known[name] for name in expected}, expected)
+        counters = {"num_updates": num_updates, **giver.scaler()}
+        staged = taker.stage(tensors, {COUNTERS: counters, "optimizer": meta}, "the pipeline before", members)
 
     try:
         together(peers, stage, "its state could not be read")
         staged.put_together(peers, "its state could not be put in place")
     except CheckpointError as error:
         raise RuntimeFailure(f"the pipeline after does not take what the one before has: {error}") from error
-    return sum(_num_bytes(*known[name]) for name in came)
+    return sum(_num_bytes(known[name]) for name in came)
 
 
 def _exchange(
-    plan: Sequence[TensorTransfer], held: dict[str, Tensor], known: dict[str, Kind], peers: Peers
+    plan: Sequence[tuple[str, int, int]], held: dict[str, Tensor], known: dict[str, Kind], peers: Peers
 ) -> dict[str, Tensor]:
     """What comes to this process, by name. All is started, then waited for."""
     if not isinstance(peers, GroupPeers):

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import TypeVar
 
 from penstock.host_process import chain, limit_behind
-from penstock.runtime.errors import CheckpointError, DamagedCheckpointError
+from penstock.runtime.errors import CheckpointError, DamagedCheckpointError, DeadlineExceeded, PeerFailed, PeerLost
 from penstock.runtime.mesh.peers import Peers
 
 T = TypeVar("T")
@@ -25,25 +25,25 @@ def together(peers: Peers, action: Callable[[], T], what: str) -> list[T]:
         CheckpointError: in every process, where the action failed in one. DamagedCheckpointError only where nothing
             else failed, as the caller may try an older checkpoint then.
     """
-    result, error = None, None
+
+    def act() -> tuple[T | None, str | None]:
+        """The result, or the damage that was found."""
+        try:
+            return action(), None
+        except DamagedCheckpointError as error:
+            return None, error.damage
+        except (CheckpointError, DeadlineExceeded, PeerLost):
+            raise
+        except Exception as error:  # whatever it is, the other processes wait to hear of it
+            raise _explained(error, what) from error
+
     try:
-        result = action()
-    except CheckpointError as failure:
-        error = failure
-    except Exception as failure:  # whatever it is, the other processes wait to hear of it
-        error = _explained(failure, what)
-        error.__cause__ = failure
-    said = None
-    if error is not None:
-        said = (True, error.damage) if isinstance(error, DamagedCheckpointError) else (False, str(error))
-    everyone = peers.gather((result, said))
-    failures = [(process, each) for process, (_, each) in enumerate(everyone) if each is not None]
-    if not failures:
-        return [each for each, _ in everyone]
-    process, (is_damage, text) = min(failures, key=lambda failure: failure[1][0])
-    if error is not None and said == (is_damage, text):
-        raise error
-    raise (DamagedCheckpointError if is_damage else CheckpointError)(f"process {process}: {text}")
+        everyone = peers.together(act, "do its part")
+    except PeerFailed as error:
+        raise CheckpointError(str(error)) from None
+    for damage in (each for _, each in everyone if each is not None):
+        raise DamagedCheckpointError(damage)
+    return [result for result, _ in everyone]  # type: ignore[misc] # None is a result where T allows it
 
 
 def _explained(failure: Exception, what: str) -> CheckpointError:

@@ -26,9 +26,9 @@ from torch.nn import Parameter
 
 from penstock.runtime.checkpoint.object_state import (
     ATTRIBUTE,
-    DATA,
     LoadedStates,
     StatefulObject,
+    bases_in,
     module_with_extra_state,
     states_of,
     suffixes_in,
@@ -41,7 +41,7 @@ from penstock.runtime.checkpoint.optimizer import (
     plain_attributes,
     stage_optimizer,
 )
-from penstock.runtime.checkpoint.reader import Kind, TensorSource
+from penstock.runtime.checkpoint.reader import Kind
 from penstock.runtime.checkpoint.together import together
 from penstock.runtime.errors import CheckpointError
 from penstock.runtime.mesh.peers import Peers
@@ -56,21 +56,8 @@ from penstock.schedule.updates import OWNER
 MODEL = "model/"
 BUFFERS = "buffers/"
 CONSTANTS = "constants/"
-SCALER = "scaler"
-
-
-class CheckpointShare(NamedTuple):
-    """What of a checkpoint a process has to do with.
-
-    Attributes:
-        writes: what it writes, by name; a tensor may be a shard, to be put together when its turn comes.
-        helps: shards here of what others write.
-        optimizer: the options of the optimizer, None without one.
-    """
-
-    writes: dict[str, Tensor]
-    helps: dict[str, Tensor]
-    optimizer: Any
+COUNTERS, SCALER = "pipeline", "scaler"
+"""In the meta of a checkpoint, the key of the counters; and in these, that of the numbers of loss scaling."""
 
 
 class StagedState(NamedTuple):
@@ -78,12 +65,11 @@ class StagedState(NamedTuple):
 
     Attributes:
         put: puts all in place, and cannot fail. Every process must call it.
-        objects: the states of objects, which may not take them. notices: what a person should know.
+        objects: the states of objects, which may not take them.
     """
 
     put: Callable[[], None]
     objects: LoadedStates
-    notices: list[str]
 
     def put_together(self, peers: Peers, what: str) -> None:
         """Puts all in place in every process, or nothing in any. Raises CheckpointError, with `what` failed."""
@@ -154,26 +140,33 @@ class TrainingState:
 
     # Saving.
 
-    def objects(self) -> list[StatefulObject]:
-        """The modules with extra state and the attributes of the optimizer that are saved."""
+    def objects(self, there: Iterable[str] | None = None) -> list[StatefulObject]:
+        """The modules with extra state, and the attributes of the optimizer: those here, or those that are there."""
         if self._optimizer is None:
             return self.modules
-        attributes = plain_attributes(self._optimizer, self._names)
-        return [*self.modules, *attribute_objects(self._optimizer, attributes, self._suffixes)]
+        here = plain_attributes(self._optimizer, self._names) if there is None else bases_in(there, ATTRIBUTE)
+        return [*self.modules, *attribute_objects(self._optimizer, sorted(here), self._suffixes)]
 
-    def share(self) -> CheckpointShare:
-        """What this process writes but for objects, and what it helps with. Raises CheckpointError."""
-        self._require_loadable()
+    def share(self) -> tuple[dict[str, Tensor], dict[str, Tensor], Any]:
+        """What this process writes but for objects, its shards of what others write, and the optimizer's meta.
+
+        Raises CheckpointError for what can't be stored.
+        """
         tensors, meta = self._all()
-        writes = {name: tensor for name, tensor in tensors.items() if self._writes(name)}
-        helps = {name: t for name, t in tensors.items() if name not in writes and is_sharded(t)}
+        writes, helps = {}, {}
+        for name, tensor in tensors.items():
+            owner = _owner(name) if name.startswith(OPTIMIZER) else name.partition("/")[2]
+            if owner in self._answers:
+                writes[name] = tensor
+            elif is_sharded(tensor):
+                helps[name] = tensor
         if self._updating is not None:
             kept = self._updating.tensors()
             if self._updating.is_first_shard:
                 writes |= kept
             else:
                 helps |= {name: tensor for name, tensor in kept.items() if is_sharded(tensor)}
-        return CheckpointShare(writes, helps, meta)
+        return writes, helps, meta
 
     def held(self) -> tuple[dict[str, Tensor], Any]:
         """All that this process holds, whoever writes it, and the optimizer's meta.
@@ -216,39 +209,22 @@ class TrainingState:
         state, meta = optimizer_tensors(self._optimizer, self._names)
         return tensors | state, meta
 
-    def _writes(self, name: str) -> bool:
-        owner = _owner(name) if name.startswith(OPTIMIZER) else name.partition("/")[2]
-        return owner in self._answers
-
-    def _require_loadable(self) -> None:
-        """Raises CheckpointError for what the model's state dict has and could not be loaded again."""
-        for stage in self._model.stages.values():
-            own = {id(tensor) for tensor in (*stage.parameters(), *stage.buffers())}
-            names = {n for n, _ in (*stage.named_parameters(remove_duplicate=False), *stage.named_buffers())}
-            for name, value in stage.state_dict(keep_vars=True).items():
-                if id(value) not in own and name not in names and not name.endswith("_extra_state"):
-                    raise CheckpointError(
-                        f"the model's state dict has {name}, which is neither a parameter nor a buffer nor extra "
-                        "state, so that it could not be loaded again: give its module get_extra_state and "
-                        "set_extra_state"
-                    )
-
     # What there is to load.
 
     def wanted(self, names: Iterable[str]) -> list[str]:
         """Of the names of all that is held anywhere those that `stage` reads here."""
         there = set(names)
         stepped = {name for members in self.members() for name in members}
-        found = {name for name in self.expected() if name in there or name.startswith(MODEL)}
+        found = {*self.expected(MODEL), *(name for name in self.expected(BUFFERS) if name in there)}
         found |= self._constants.keys() & there
         found |= set(self._kept_by_updates(there).values())
         found |= {name for name in there if name.startswith(OPTIMIZER) and _owner(name) in stepped}
-        found |= {name for each in self._objects_in(there) if (name := each.name_in(there)) is not None}
+        found |= {name for each in self.objects(there) if (name := each.name_in(there)) is not None}
         return sorted(found)
 
-    def expected(self) -> dict[str, Kind]:
-        """Stored name -> shape and type of the model's parameters and buffers in this process."""
-        return {name: _kind(tensor) for name, tensor in self._tensors}
+    def expected(self, prefix: str = "") -> dict[str, Kind]:
+        """By stored name shape and type of the model's parameters and buffers in this process."""
+        return {name: _kind(tensor) for name, tensor in self._tensors if name.startswith(prefix)}
 
     def members(self) -> list[list[str]]:
         """The names of the parameters of each group of the optimizer here."""
@@ -263,17 +239,6 @@ class TrainingState:
                 stored = self._stored_as(first.setdefault(parameter, name))
                 found |= {name: stored} if name != stored else {}
         return found
-
-    def _objects_in(self, there: Iterable[str]) -> list[StatefulObject]:
-        """The objects here whose states are among these names, or have to be."""
-        if self._optimizer is None:
-            return self.modules
-        attributes = {
-            name.removeprefix(ATTRIBUTE).removesuffix(DATA).partition("@")[0]
-            for name in there
-            if name.startswith(ATTRIBUTE)
-        }
-        return [*self.modules, *attribute_objects(self._optimizer, sorted(attributes), self._suffixes)]
 
     def _kept_by_updates(self, there: Iterable[str]) -> dict[str, str]:
         """Of these names what a schedule with updates keeps of the parameters here.
@@ -293,34 +258,34 @@ class TrainingState:
 
     def stage(
         self,
-        source: TensorSource,
-        num_updates: int,
-        counters: Mapping[str, Any],
+        tensors: Mapping[str, Tensor],
+        meta: Mapping[str, Any],
+        what: str,
         members: Sequence[list[list[str]]],
         objects: Sequence[StatefulObject] = (),
     ) -> StagedState:
         """Reads all that is loaded here and finds it right, and changes nothing.
 
         Args:
-            counters: with the numbers of loss scaling, as `scaler` gives them.
-            members: of every process. objects: of the caller.
+            tensors: each with memory of its own whenever it is asked for. meta: as a checkpoint has it.
+            what: what has both, in errors. members: of every process. objects: of the caller.
 
         Raises:
             CheckpointError: something is damaged or does not fit.
         """
-        there = set(source.names())
-        values, notices = self._stage_values(source, there)
-        self._require_constants(source, there)
+        counters = meta[COUNTERS]
+        values = self._stage_values(tensors, what)
+        self._require_constants(tensors, what)
         put_optimizer = None
-        if self._optimizer is not None:
-            put_optimizer = stage_optimizer(self._optimizer, self._names, source, members)
-        states = LoadedStates([*self._objects_in(there), *objects], source, self._model.device)
-        scaler = self._scaler_of(source, there, counters.get(SCALER))
+        if (one := self._optimizer) is not None:
+            put_optimizer = stage_optimizer(one, self._names, tensors, meta.get(OPTIMIZER[:-1]), what, members)
+        states = LoadedStates([*self.objects(tensors), *objects], tensors, what, self._model.device)
+        scaler = self._scaler_of(tensors, what, counters.get(SCALER))
         model, updating, scaling = self._model, self._updating, self._trained.scaling
-        gradients = self._stage_gradients(source, there) if updating is None else []
+        gradients = self._stage_gradients(tensors) if updating is None else []
         kept = {}
         if updating is not None:
-            kept = {place: source.load([name])[name] for place, name in self._kept_by_updates(there).items()}
+            kept = {place: tensors[name] for place, name in self._kept_by_updates(tensors).items()}
 
         def put() -> None:
             with torch.no_grad():
@@ -332,75 +297,70 @@ class TrainingState:
                 model.share_values()
                 model.zero_grad()
                 if updating is not None:
-                    updating.load(kept, num_updates)
+                    updating.load(kept, counters["num_updates"])
             for parameter, gradient in gradients:
                 parameter.grad = gradient
             if scaling is not None:
                 scaling.begin_again(scaler)
             states.give_again()
 
-        return StagedState(put, states, notices)
+        return StagedState(put, states)
 
-    def _stage_values(self, source: TensorSource, there: set[str]) -> tuple[list[tuple[Tensor, Tensor]], list[str]]:
-        """Pairs of a parameter or buffer and its new value, and notices."""
+    def _stage_values(self, tensors: Mapping[str, Tensor], what: str) -> list[tuple[Tensor, Tensor]]:
+        """Pairs of a parameter or buffer here and its new value.
+
+        A buffer that is not persistent stays as its module made it where there is none of its kind.
+        """
         targets: dict[str, list[Tensor]] = {}
         for name, tensor in self._tensors:
-            targets.setdefault(name, []).append(tensor)
+            if name in tensors or name.startswith(MODEL):
+                targets.setdefault(name, []).append(tensor)
         values: list[tuple[Tensor, Tensor]] = []
-        notices: list[str] = []
-        for name in sorted(targets):
-            value = source.load([name])[name] if name in there or name.startswith(MODEL) else None
-            if value is None or (name.startswith(BUFFERS) and _kind(value) != _kind(targets[name][0])):
-                found = "not there" if value is None else "another"
-                notices.append(
-                    f"{name.removeprefix(BUFFERS)}, a buffer that is not persistent, is {found} in {source.path}: it "
-                    "stays as its module made it"
-                )
+        for name, those in sorted(targets.items()):
+            value = tensors[name]
+            if name.startswith(BUFFERS) and _kind(value) != _kind(those[0]):
                 continue
-            here = [(local(target.detach()), local(own_shard(value, target))) for target in targets[name]]
-            for target, mine in here:
-                first = unexpanded(mine, target)
+            for target in those:
+                mine, here = local(own_shard(value, target)), local(target.detach())
+                first = unexpanded(mine, here)
                 if first.numel() < mine.numel() and hash_of(first.expand_as(mine)) != hash_of(mine):
-                    reason = "is expanded here, and has other values for one place there: make it contiguous()"
-                elif target.is_inference() and not torch.is_inference_mode_enabled():
-                    reason = "was made in inference mode, and cannot be set outside of it: make it outside"
-                else:
-                    continue
-                raise CheckpointError(f"checkpoint {source.path} does not fit: {name.partition('/')[2]} {reason}")
-            values += here
-        return values, notices
+                    raise CheckpointError(
+                        f"{what} does not fit: {name.partition('/')[2]} is expanded here, and has "
+                        "other values for one place there: make it contiguous()"
+                    )
+                values.append((here, mine))
+        return values
 
-    def _require_constants(self, source: TensorSource, there: set[str]) -> None:
+    def _require_constants(self, tensors: Mapping[str, Tensor], what: str) -> None:
         """Raises CheckpointError where parameters that never change have other values than when it was written."""
-        for name, number in source.load(sorted(self._constants.keys() & there)).items():
-            if not torch.equal(number, self._constants[name]):
+        for name in sorted(self._constants.keys() & tensors.keys()):
+            if not torch.equal(tensors[name], self._constants[name]):
                 raise CheckpointError(
-                    f"checkpoint {source.path} holds adapters alone, and {name.removeprefix(CONSTANTS)} under them "
+                    f"{what} holds adapters alone, and {name.removeprefix(CONSTANTS)} under them "
                     "is not what it was when they were trained: give the model that they were trained on"
                 )
 
-    def _scaler_of(self, source: TensorSource, there: Iterable[str], stored: Any) -> dict[str, Any] | None:
+    def _scaler_of(self, there: Iterable[str], what: str, stored: Any) -> dict[str, Any] | None:
         """The numbers with which loss scaling goes on; None where it begins, or there is none."""
         scales = self._trained.scaling is not None and self._trained.scaling.scale is not None
         if scales != (stored is not None) and any(name.startswith(GRADIENTS) for name in there):
             was, now = ("multiplied", "does not scale") if stored is not None else ("not multiplied", "scales")
             raise CheckpointError(
-                f"checkpoint {source.path} has gradients that wait for an update and are {was} by a loss scale, and "
+                f"{what} has gradients that wait for an update and are {was} by a loss scale, and "
                 f"this pipeline {now} losses; give both PrecisionOptions(scaler=...), or save after an update"
             )
         return stored if scales else None
 
-    def _stage_gradients(self, source: TensorSource, there: Iterable[str]) -> list[tuple[Parameter, Tensor]]:
+    def _stage_gradients(self, tensors: Mapping[str, Tensor]) -> list[tuple[Parameter, Tensor]]:
         """Gradients that wait for an update, whatever kind of schedule they come from."""
         parts: dict[str, list[str]] = {}
-        for name in sorted(there):
+        for name in sorted(tensors):
             if name.startswith((GRADIENTS, ASYNCHRONOUS)) and (stored := name.partition(GRADIENTS)[2]):
                 parts.setdefault(stored, []).append(name)
         waiting: list[tuple[Parameter, Tensor]] = []
         for name, parameter in self._parameters():
             if (those := parts.get(name)) and self._trained.steps(parameter):
-                loaded = source.load(those)
-                total = reduce(add, (loaded[each] for each in those)).to(parameter.device)
+                total = reduce(add, (tensors[each] for each in those)).to(parameter.device)
                 waiting.append((parameter, own_shard(total, parameter)))
         return waiting
 
