@@ -129,7 +129,7 @@ def _training(rank: int, case: LinkCase) -> dict[str, Any]:
             "losses": torch.cat(losses),
             "state": state,
             "number": pipe._local.attempts.failover.number,
-            "counters": pipe._local.choice.counters(pipe._local.transport) or {},
+            "counters": pipe._local.choice.seen(pipe._local.transport)[1] or {},
             "notices": pipe.notices,
             "repeats": pipe._local.attempts.num_repeats,
         }

@@ -112,7 +112,7 @@ def train(
             "steps": steps,
             "losses": losses,
             "crossings": [list(each) for each in crossings],
-            "counters": pipe._local.choice.counters(transport),
+            "counters": pipe._local.choice.seen(transport)[1],
             "notices": pipe.notices,
         }
     finally:

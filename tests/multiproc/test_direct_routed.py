@@ -84,9 +84,9 @@ def emulated(rank: int, second: str, dispatch: str) -> list[tuple[int, int]]:
         seen = step(transport.whole, wiring, rank, costs, dispatch, threaded=False)
         held = [delay_count(seen, link) for link in ((0, 1), (1, 2))]
         found.append((held[0], held[1]))
+    events, counters = choice.seen(transport.whole)
     if second == "group":  # delegates may have something to tell where the machine is busy
-        assert choice.link_events(transport.whole) == ["what it tells"]
-    counters = choice.counters(transport.whole)
+        assert events == ["what it tells"]
     assert counters == asdict(Second.counters) if second == "group" else counters["messages"] > 0
     transport.whole.close()
     return found

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -227,10 +227,11 @@ def test_lines_between_gpus_are_guarded_by_what_changes_over(monkeypatch: pytest
     links, attempts, group = made()
     guarded: list[Any] = []
     links.guard_lines = guarded.append
-    schedule, peers = ps.build("1f1b", 2, 4), SimpleNamespace(group=None, guard=group)
-    choice: Any = choose.TransportChoice(ps.TransportOptions("nccl"))
-    made_transport = choice._carrying(peers, Tags.of(schedule), 1.0, wire(schedule), torch.device("cpu"), attempts)
-    assert isinstance(made_transport, Carrying)
+    schedule, peers = ps.build("1f1b", 2, 4), cast("Any", SimpleNamespace(group=None, guard=group))
+    choice = choose.TransportChoice(ps.TransportOptions("nccl"))
+    transport = choice.make(peers, Tags.of(schedule), 1.0, wire(schedule), torch.device("cpu"), None, attempts)
+    assert isinstance(transport, GuardedTransport)
+    assert isinstance(transport.inner, Carrying)
     assert guarded == [lines.give_up]
 
 

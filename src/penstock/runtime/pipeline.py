@@ -390,7 +390,7 @@ class Pipeline:
             self._has_noted_stays = True
         if self._agent is None or now is not local.running:
             return []
-        seen = local.choice.link_events(local.transport), local.choice.counters(local.transport)
+        seen = local.choice.seen(local.transport)
         return [measured_of(worker, begin, end, *seen) for worker in workers]
 
     def _end_schedule(

@@ -242,7 +242,7 @@ class EmulatedPipeline:
         workers = self._executor.run(plan, plan.plan, transport)
         backends = [self._devices.backends[worker.rank] for worker in workers]
         start = backends[0].step_start
-        seen = self._choice.link_events(transport), self._choice.counters(transport)
+        seen = self._choice.seen(transport)
         measured = [measured_of(worker, start, _end(worker, start), *seen) for worker in workers]
         vote = None
         if agent is not None:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import asdict, dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -151,18 +152,15 @@ class TransportChoice:
         routed = f" with delegates of {self.delegates.num} lanes" if self.has_delegates else ""
         return f"{self.name}{'' if self.depth is None else f' of depth {self.depth}'}{routed}"
 
-    def route(self, transport: Transport | None, delegated: Collection[tuple[int, int]]) -> None:
+    def route(self, transport: Transport, delegated: Collection[tuple[int, int]]) -> None:
         """Sets, between two steps, which links use delegates, and so have no bound."""
-        if isinstance(transport, ConditionedTransport):
-            transport.route(delegated)
-        if isinstance(carrying := _carrying(transport), RoutedTransport):
-            carrying.route(delegated)
+        for part in _parts(transport):
+            if isinstance(part, ConditionedTransport | RoutedTransport):
+                part.route(delegated)
 
     def is_stale(self, transport: Transport | None) -> bool:
         """Whether an attempt goes by another group than a transport."""
-        while isinstance(transport, ConditionedTransport):
-            transport = transport.inner
-        return isinstance(transport, GuardedTransport) and transport.is_stale
+        return any(isinstance(part, GuardedTransport) and part.is_stale for part in _parts(transport))
 
     def prepare(self, transport: Transport | None, delegated: Collection[tuple[int, int]]) -> None:
         """Starts delegates of links that will be delegated, before they are needed. Any thread may call it."""
@@ -170,15 +168,12 @@ class TransportChoice:
         if delegates is not None and delegated:
             delegates.prepare(delegated)
 
-    def counters(self, transport: Transport | None) -> dict[str, int] | None:
-        """What this rank's delegates have counted so far, if there are any."""
+    def seen(self, transport: Transport | None) -> tuple[list[Event], dict[str, int] | None]:
+        """What this rank's delegates know: links whose interfaces died or came back since the last call, and all that
+        they have counted. Nothing and None where there are no delegates.
+        """
         delegates = _delegates_of(transport)
-        return None if delegates is None else asdict(delegates.counters)
-
-    def link_events(self, transport: Transport | None) -> list[Event]:
-        """Links whose interfaces died or came back since the last call, as far as delegates know."""
-        delegates = _delegates_of(transport)
-        return [] if delegates is None else [*delegates.link_events()]
+        return ([], None) if delegates is None else ([*delegates.link_events()], asdict(delegates.counters))
 
     def notices(self, transport: Transport | None) -> list[str]:
         """Messages for the user about the interfaces that messages use."""
@@ -218,69 +213,54 @@ class TransportChoice:
         """
         if conditions is not None:
             conditions.require_own_queues()
-        made = self._carrying(peers, tags, timeout, wiring, device, attempts)
+        made: Transport | None = None
+        base: GlooTransport | None = None
+        if self.name == "host" and not self.has_delegates:
+            made = open_shared_memory(peers.here[0], peers.num_ranks, peers.gather, tags, timeout)
+        if made is None and self.name != "delegate":
+            lines = None
+            if self.name == "nccl" and (attempts is None or not attempts.failover.number):
+                lines = _lines(peers.group, timeout, wiring, device)
+                if attempts is not None:
+                    attempts.failover.guard_lines(lines.give_up)
+            group = peers.guard.group if isinstance(peers.guard, GuardedGroup) else peers.group
+            made = base = GlooTransport(group, tags, timeout, lines, keeps=attempts is not None)
+        if self.name == "delegate" or self.has_delegates:
+            delegates = DelegateTransport(
+                peers.here[0],
+                peers.num_ranks,
+                peers.gather,
+                tags,
+                timeout,
+                interfaces=addresses_for(peers.gather(network_name()), self.delegates.interfaces),
+                num_lanes=self.delegates.num,
+                host_memory=self.delegates.host_memory,
+                device=device,
+            )
+            made = delegates if base is None else RoutedTransport(base, delegates)
+        assert made is not None
         if attempts is not None:
-            made = GuardedTransport(made, attempts, isinstance(made, GlooTransport | RoutedTransport))
+            made = GuardedTransport(made, attempts, by_group=base is not None)
         if conditions is not None:
             made = ConditionedTransport(made, conditions, clocks_ahead(peers), self.depth)
         return made
 
-    def _carrying(
-        self,
-        peers: GroupPeers,
-        tags: Tags,
-        timeout: float,
-        wiring: Wiring,
-        device: torch.device,
-        attempts: Attempts | None,
-    ) -> Transport:
-        """The transport that carries messages from process to process."""
-        if self.name == "delegate":
-            return self._delegate(peers, tags, timeout, device)
-        if self.name == "host" and not self.has_delegates:
-            made = open_shared_memory(peers.here[0], peers.num_ranks, peers.gather, tags, timeout)
-            if made is not None:
-                return made
-        lines, group = None, peers.group
-        if self.name == "nccl" and (attempts is None or not attempts.failover.number):
-            lines = _lines(peers.group, timeout, wiring, device)
-            if attempts is not None:
-                attempts.failover.guard_lines(lines.give_up)
-        if isinstance(peers.guard, GuardedGroup):
-            group = peers.guard.group
-        base = GlooTransport(group, tags, timeout, lines, keeps=attempts is not None)
-        if not self.has_delegates:
-            return base
-        return RoutedTransport(base, self._delegate(peers, tags, timeout, device))
 
-    def _delegate(self, peers: GroupPeers, tags: Tags, timeout: float, device: torch.device) -> DelegateTransport:
-        options = self.delegates
-        return DelegateTransport(
-            peers.here[0],
-            peers.num_ranks,
-            peers.gather,
-            tags,
-            timeout,
-            interfaces=addresses_for(peers.gather(network_name()), options.interfaces),
-            num_lanes=options.num,
-            host_memory=options.host_memory,
-            device=device,
-        )
-
-
-def _carrying(transport: Transport | None) -> Transport | None:
-    """The transport that carries, behind those that inject conditions and look for lost links."""
-    while isinstance(transport, ConditionedTransport | GuardedTransport):
-        transport = transport.inner
-    return transport
+def _parts(transport: Any) -> Iterator[Any]:
+    """A transport, and those that stand behind it, one after the other."""
+    while transport is not None:
+        yield transport
+        transport = getattr(transport, "inner", None)
 
 
 def _delegates_of(transport: Transport | None) -> DelegateTransport | None:
     """The delegates of a rank, those of single links among them."""
-    carrying = _carrying(transport)
-    if isinstance(carrying, RoutedTransport):
-        return carrying.delegates
-    return carrying if isinstance(carrying, DelegateTransport) else None
+    for part in _parts(transport):
+        if isinstance(part, RoutedTransport):
+            return part.delegates
+        if isinstance(part, DelegateTransport):
+            return part
+    return None
 
 
 def _lines(group: dist.ProcessGroup, timeout: float, wiring: Wiring, device: torch.device) -> DeviceLines:
