@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 
+import penstock as ps
 from penstock.runtime.tensors.message import Edge, Payload
 from penstock.runtime.transport.base import StepMessages
 from penstock.runtime.transport.channel import ChannelKey, ExpectedMessages, Tags
@@ -101,7 +102,7 @@ class Chain:
 
     def __init__(self, num_ranks: int, num_microbatches: int) -> None:
         self.num_ranks, self.num_microbatches = num_ranks, num_microbatches
-        self.tags = Tags(num_ranks, 0, num_microbatches)
+        self.tags = Tags(ps.build("gpipe", num_ranks, num_microbatches))
 
     def forward(self, source: int) -> list[Edge]:
         return [Edge(Op("F", source, m), Op("F", source + 1, m)) for m in range(self.num_microbatches)]

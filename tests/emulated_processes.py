@@ -13,7 +13,6 @@ from penstock.runtime.mesh.peers import GroupPeers
 from penstock.runtime.transport.base import StepMessages, Transport
 from penstock.runtime.transport.channel import Tags, expected_by_channel
 from penstock.runtime.transport.wiring import Wiring, num_indices
-from penstock.schedule import Schedule
 from waiting import PATIENCE
 
 DIGEST = zlib.crc32(b"test")
@@ -23,10 +22,6 @@ def world() -> dist.ProcessGroup:
     group = dist.group.WORLD
     assert group is not None
     return group
-
-
-def tags_of(schedule: Schedule) -> Tags:
-    return Tags(schedule.num_stages, 0, schedule.num_microbatches, schedule.graph.needs, num_indices(schedule))
 
 
 def step(
@@ -41,7 +36,7 @@ def step(
     schedule = wiring.schedule
     edges = ((edge, wiring.rank_of(edge.producer)) for edge in wiring.expected(rank))
     signatures = ["emulated"] * num_indices(schedule)
-    expected = expected_by_channel(edges, tags_of(schedule))
+    expected = expected_by_channel(edges, Tags(schedule))
     transport.begin(StepMessages(expected, signatures, DIGEST, threaded))
     worker = start_worker(wiring, rank, costs, dispatch, transport)
     run_rank(worker)

@@ -34,6 +34,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 import torch
 import torch.distributed as dist
 
+import penstock as ps
 from experiments.common.record import record
 from penstock.runtime.tensors.message import Edge, Payload
 from penstock.runtime.transport.base import StepMessages
@@ -153,7 +154,7 @@ class Delegates:
 
     def __init__(self, rank: int, gather: Callable[[Any], list[Any]]) -> None:
         self._edges = [Edge(Op("F", 0, m), Op("F", 1, m)) for m in range(MAX_MESSAGES)]
-        self._tags = Tags(2, 0, MAX_MESSAGES)
+        self._tags = Tags(ps.build("gpipe", 2, MAX_MESSAGES))
         self._rank = rank
         self.transport = DelegateTransport(rank, 2, gather, self._tags, 60.0, host_memory=HOST_MEMORY)
         self._came: list[Edge] = []

@@ -31,6 +31,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import torch
 
+import penstock as ps
 from experiments.common.record import record
 from penstock.lab import Lab
 from penstock.runtime.mesh.interfaces import local_addresses
@@ -51,7 +52,7 @@ class Delegates:
     """A rank's delegates, and one edge to send by."""
 
     def __init__(self, rank: int, gather: Callable[[Any], list[Any]], lanes: int | None) -> None:
-        self._rank, tags = rank, Tags(2, 0, 1)
+        self._rank, tags = rank, Tags(ps.build("gpipe", 2, 1))
         options: dict[str, Any] = {"interfaces": local_addresses()} | ({} if lanes is None else {"num_lanes": lanes})
         self.transport = DelegateTransport(rank, 2, gather, tags, 60.0, **options)
         self._edge = Edge(Op("F", 0, 0), Op("F", 1, 0))

@@ -57,7 +57,7 @@ from experiments.pipemorph.gpu import (
 from experiments.pipemorph.spans import copies, drawn, inside, profiled, tracks
 from penstock.draw.chart import Axis, Bars, Figure, bar_chart
 from penstock.runtime.execute.launched_ops import MOST_LAUNCHED_OPS
-from penstock.runtime.transport.mapped_memory import MappedMemory
+from penstock.runtime.transport.rank_memory import MappedMemory
 
 LIMIT = 110.0
 """Seconds that the two processes may take."""

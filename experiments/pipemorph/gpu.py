@@ -25,6 +25,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+import penstock as ps
 from penstock.runtime.tensors.message import Edge, Payload
 from penstock.runtime.transport.base import StepMessages
 from penstock.runtime.transport.channel import ChannelKey, ExpectedMessages, Tags
@@ -231,7 +232,7 @@ class DelegatedLink:
             [Edge(Op("F", 0, m), Op("F", 1, m)) for m in range(most)],
             [Edge(Op("B", 1, m), Op("B", 0, m)) for m in range(most)],
         )
-        self._tags = Tags(2, 0, most)
+        self._tags = Tags(ps.build("gpipe", 2, most))
         self._most = most
         self.transport = DelegateTransport(
             peer.rank, 2, peer.gather, self._tags, 60.0, host_memory=host_memory, device=device

@@ -8,13 +8,14 @@ import torch.distributed as dist
 from torch import nn
 
 import penstock as ps
-from emulated_processes import step, tags_of, world
+from emulated_processes import step, world
 from emulated_ranks import blocked_starts
 from packed import packed
 from penstock.cost import Links
 from penstock.runtime import DeadlineExceeded, PeerLost
 from penstock.runtime.mesh.peers import GroupPeers
 from penstock.runtime.transport.base import TransferRecord, Transport
+from penstock.runtime.transport.channel import Tags
 from penstock.runtime.transport.choose import TransportChoice, TransportOptions
 from penstock.runtime.transport.gloo import GlooTransport
 from penstock.runtime.transport.link_conditions import ConditionedTransport, Conditions
@@ -32,7 +33,7 @@ def made(
     name: str, schedule: Schedule, links: str = "", depth: int | None = None, timeout: float = PATIENCE
 ) -> Transport:
     """A transport by its name, with conditions where they are given; "lines" are NCCL's, over gloo."""
-    tags, wiring = tags_of(schedule), wire(schedule)
+    tags, wiring = Tags(schedule), wire(schedule)
     conditions = Conditions(Links.parse(links)) if links else None
     if name != "lines":
         choice = TransportChoice(TransportOptions(name, depth=depth, links=conditions and conditions.links))

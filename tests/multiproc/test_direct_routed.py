@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import nn
 
 import penstock as ps
-from emulated_processes import step, tags_of, world
+from emulated_processes import step, world
 from emulated_ranks import Ran, blocked_starts
 from penstock.cost import Links
 from penstock.runtime.mesh.peers import GroupPeers
@@ -75,7 +75,7 @@ def routed(second: str, tags: Tags, links: str, depth: int) -> Routed:
 
 def emulated(rank: int, second: str, dispatch: str) -> list[tuple[int, int]]:
     schedule = ps.build("1f1b", num_ranks=3, num_microbatches=6)
-    transport = routed(second, tags_of(schedule), "0:1=latency:20ms 1:0=latency:100ms 1:2=latency:45ms", 1)
+    transport = routed(second, Tags(schedule), "0:1=latency:20ms 1:0=latency:100ms 1:2=latency:45ms", 1)
     wiring, costs = wire(schedule), ps.Costs.uniform(3, 1, 1, 1)
     choice: Any = TransportChoice(ps.TransportOptions())
     found = []

@@ -8,11 +8,12 @@ import pytest
 import torch.distributed as dist
 
 import penstock as ps
-from emulated_processes import tags_of, world
+from emulated_processes import world
 from penstock.cost import Links
 from penstock.runtime import RuntimeFailure
 from penstock.runtime.mesh.peers import GroupPeers
 from penstock.runtime.transport.base import StepMessages, Transport
+from penstock.runtime.transport.channel import Tags
 from penstock.runtime.transport.delegate import DelegateTransport
 from penstock.runtime.transport.gloo import GlooTransport
 from penstock.runtime.transport.link_conditions import ConditionedTransport, Conditions
@@ -31,7 +32,7 @@ LIMIT = PATIENCE
 
 def transports(rank: int) -> dict[str, Transport]:
     """Of each kind one, between two ranks."""
-    tags, gather = tags_of(ps.build("1f1b", 2, 2)), GroupPeers(world(), PATIENCE).gather
+    tags, gather = Tags(ps.build("1f1b", 2, 2)), GroupPeers(world(), PATIENCE).gather
     own = OwnMemory(2)
     made: dict[str, Transport] = {
         "loopback": LoopbackTransport([Mailbox(), Mailbox()], rank, LIMIT),

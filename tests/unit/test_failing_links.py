@@ -229,7 +229,7 @@ def test_lines_between_gpus_are_guarded_by_what_changes_over(monkeypatch: pytest
     links.guard_lines = guarded.append
     schedule, peers = ps.build("1f1b", 2, 4), cast("Any", SimpleNamespace(group=None, guard=group))
     choice = choose.TransportChoice(ps.TransportOptions("nccl"))
-    transport = choice.make(peers, Tags.of(schedule), 1.0, wire(schedule), torch.device("cpu"), None, attempts)
+    transport = choice.make(peers, Tags(schedule), 1.0, wire(schedule), torch.device("cpu"), None, attempts)
     assert isinstance(transport, GuardedTransport)
     assert isinstance(transport.inner, Carrying)
     assert guarded == [lines.give_up]

@@ -202,7 +202,7 @@ class LocalPipeline:
         )
         self._made.callback(self.devices.close)
         self.executor = StepExecutor(self.devices, ranks, self.choice, self.conditions, together)
-        self.tags = Tags.of(schedule, held.ties.stages)
+        self.tags = Tags(schedule, held.ties.stages)
         self.switch(self.activated(start_of(schedule, self.start.dispatch, self.costs, self.adapt)))
         self.notices.share()
         if isinstance(self.peers, GroupPeers):

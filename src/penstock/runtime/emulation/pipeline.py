@@ -320,7 +320,7 @@ class EmulatedPipeline:
 
     def _activated(self, configuration: Configuration) -> ActivePlan:
         """Raises ScheduleError for a cap that is below what the schedule's own order needs."""
-        plan = activate(configuration, (), self._rank, Tags.of(configuration.schedule), self._costs)
+        plan = activate(configuration, (), self._rank, Tags(configuration.schedule), self._costs)
         frozen_caps(plan.plan.wiring.graph, plan.plan.memory_change, configuration.caps)
         return plan
 

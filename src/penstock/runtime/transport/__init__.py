@@ -18,7 +18,7 @@ what goes on when a network dies
     failover        all groups of a process change over to another interface
     heartbeats      who can be reached by which interface; what ranks tell one another while they change over
 
-wiring       which messages an op receives and sends       channel       messages told apart, and kept in order
-inbox        where a rank sleeps until something comes     wire_format   a payload as one flat buffer, a header
-rank_memory  what a rank of a host shares with the others  mapped_memory   what several processes map
+wiring       which messages an op receives and sends      channel      messages told apart, and kept in order
+inbox        what came in, and where a rank sleeps        wire_format  a payload as one flat buffer, and its spec
+rank_memory  what processes of a host share
 """

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from penstock.runtime.tensors.message import Edge
 from penstock.runtime.transport.wiring import num_indices, twins_of
-from penstock.schedule import Needs, Schedule
+from penstock.schedule import Schedule
 from penstock.schedule.op import FORWARD, UPDATE
 
 TAG_LIMIT = 2**31 - 1
@@ -50,42 +50,23 @@ class Tags:
     never meet (gloo ends the process where a message does not fit), and a deadline tells.
     """
 
-    def __init__(
-        self,
-        num_stages: int,
-        num_slots: int,
-        num_microbatches: int,
-        needs: Sequence[Needs] = (),
-        num_indices: int = 0,
-        edges: Sequence[tuple[int, int]] = (),
-        counts: Sequence[int] = (),
-    ) -> None:
-        """`needs` are the stage graph's; no kind has more than `num_indices` ops on a stage, F, B and U not more than
-        `num_microbatches`. `edges` say which stage feeds which, the next one where not given, and `counts` how many
-        microbatches each works on.
-        """
-        self._stages, self._microbatches, self._counts = num_stages, num_microbatches, counts
-        self._needs = needs
-        edges = edges or [(stage, stage + 1) for stage in range(num_stages - 1)]
+    def __init__(self, schedule: Schedule, tied_stages: Sequence[Sequence[int]] = ()) -> None:
+        """`tied_stages[k]` are the stages that share tied parameter k."""
+        graph, windows, num = schedule.graph, schedule.windows, schedule.num_microbatches
+        num_slots = len(tied_stages)
+        if windows is not None:
+            num_slots += windows.num_pipelines - 1 + len(twins_of(tied_stages))
+        self._stages, self._needs = schedule.num_stages, graph.needs
+        self._counts = [graph.microbatches_of(stage, num) for stage in range(self._stages)]
+        self._microbatches = max(num, *graph.num_microbatches, 0 if windows is None else windows.num_ops)
+        edges = graph.edges or [(stage, stage + 1) for stage in range(self._stages - 1)]
         self._number = {edge: place for place, edge in enumerate(edges)}
         self._slots = 2 * len(edges)
-        sizes = (1 + num_indices * need.num_before for need in needs)
-        messages = (self._slots + num_slots * num_stages) * (num_microbatches + 1)
+        sizes = (1 + num_indices(schedule) * need.num_before for need in graph.needs)
+        messages = (self._slots + num_slots * self._stages) * (self._microbatches + 1)
         self._first_tokens = list(accumulate(sizes, initial=messages))
         self._span = max(1, self._first_tokens[-1])  # one stage sends nothing
         self._variants = max(1, TAG_LIMIT // self._span)
-
-    @classmethod
-    def of(cls, schedule: Schedule, tied_stages: Sequence[Sequence[int]] = ()) -> Tags:
-        """The numbers for a schedule; `tied_stages[k]` are the stages that share tied parameter k."""
-        windows = schedule.windows
-        updating = 0 if windows is None else windows.num_pipelines - 1 + len(twins_of(tied_stages))
-        counted = schedule.graph.num_microbatches
-        most = max(schedule.num_microbatches, *counted, 0 if windows is None else windows.num_ops)
-        needs = schedule.graph.needs
-        graph, num_stages = schedule.graph, schedule.num_stages
-        counts = [graph.microbatches_of(stage, schedule.num_microbatches) for stage in range(num_stages)]
-        return cls(num_stages, len(tied_stages) + updating, most, needs, num_indices(schedule), graph.edges, counts)
 
     def shift(self, digest: int) -> int:
         """What to add to the tags of a step whose shapes have this digest."""
@@ -108,7 +89,7 @@ class Tags:
             num_before = self._needs[-edge.slot - 1].num_before
             return first + n * num_before + m % num_before
         # Where several of the producer's make one of the consumer's, theirs tell them apart.
-        several = bool(self._counts) and edge.slot == 0 and self._counts[producer] > self._counts[consumer]
+        several = edge.slot == 0 and self._counts[producer] > self._counts[consumer]
         return first + (m if several or edge.is_tied_value else n)
 
 

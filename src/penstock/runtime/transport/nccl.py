@@ -98,27 +98,15 @@ def require_queues(channels: Sequence[NcclChannel], rank: int) -> None:
     """Raises RuntimeFailure where a rank has more lines than queues of its GPU: the stream that computes could share
     one with a receive that waits, and stand still behind it.
     """
-    queues = _num_queues()
+    queues = int(os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS", QUEUES))
     needed = sum(rank in (line.source, line.target) for line in channels) + OTHER_STREAMS
-    if needed <= queues:
-        return
-    instead = (
-        "set CUDA_DEVICE_MAX_CONNECTIONS=32 before the program starts"
-        if needed <= MOST_QUEUES
-        else "use transport='host', or a schedule with fewer stages per rank"
-    )
-    raise RuntimeFailure(
-        f"transport 'nccl' would use {needed} streams on rank {rank}, a line of its own for each channel among them, "
-        f"and CUDA_DEVICE_MAX_CONNECTIONS gives its GPU {queues} queues of work: what computes could wait behind a "
-        f"message; {instead}"
-    )
-
-
-def _num_queues() -> int:
-    try:
-        return int(os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS", QUEUES))
-    except ValueError:
-        return QUEUES
+    if needed > queues:
+        raise RuntimeFailure(
+            f"transport 'nccl' would use {needed} streams on rank {rank}, a line of its own for each channel among "
+            f"them, and CUDA_DEVICE_MAX_CONNECTIONS gives its GPU {queues} queues of work: what computes could wait "
+            f"behind a message; set CUDA_DEVICE_MAX_CONNECTIONS={MOST_QUEUES} before the program starts, or use "
+            "transport='host' or a schedule with fewer stages per rank"
+        )
 
 
 class LineStreams:

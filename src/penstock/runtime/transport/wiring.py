@@ -46,21 +46,6 @@ class WiredOp(NamedTuple):
         """Those of `input_edges` that come from other ranks."""
         return tuple(edge for edge, is_remote in self.inputs if is_remote)
 
-    @classmethod
-    def of(
-        cls, op: Op, rank: int, incoming: Sequence[tuple[Edge, int]], outgoing: Sequence[tuple[Edge, int]]
-    ) -> WiredOp:
-        """A rank's part of an op, with the ranks that edges come from and go to."""
-        output_edges = tuple(dict.fromkeys(edge for edge, _ in outgoing if not edge.is_token))
-        place = {edge: number for number, edge in enumerate(output_edges)}
-        return cls(
-            op,
-            tuple((edge, source != rank) for edge, source in incoming),
-            sum(edge.is_token for edge, _ in incoming),
-            output_edges,
-            tuple((place.get(edge, -1), edge, target, target == rank) for edge, target in outgoing),
-        )
-
 
 @dataclass(frozen=True)
 class Wiring:
@@ -114,7 +99,15 @@ class Wiring:
             for target in self.ranks_of(edge.consumer)
             if self.sender(edge, target) == rank and self._travels(edge, target)
         ]
-        return WiredOp.of(op, rank, incoming, outgoing)
+        output_edges = tuple(dict.fromkeys(edge for edge, _ in outgoing if not edge.is_token))
+        place = {edge: number for number, edge in enumerate(output_edges)}
+        return WiredOp(
+            op,
+            tuple((edge, source != rank) for edge, source in incoming),
+            sum(edge.is_token for edge, _ in incoming),
+            output_edges,
+            tuple((place.get(edge, -1), edge, target, target == rank) for edge, target in outgoing),
+        )
 
     def _travels(self, edge: Edge, target: int) -> bool:
         """Whether a rank is told of an edge. It is not told by tokens of what it ran itself, nor of what another one

@@ -31,7 +31,7 @@ from penstock.runtime.transport.base import StepMessages
 from penstock.runtime.transport.delegate.carrier.frames import RESETS, Descriptor, DescriptorKind, Slots, frames
 from penstock.runtime.transport.delegate.carrier.process import DelegateOrders
 from penstock.runtime.transport.inbox import StepInbox
-from penstock.runtime.transport.mapped_memory import MappedMemory
+from penstock.runtime.transport.rank_memory import MappedMemory
 from penstock.runtime.transport.wire_format import ALIGN
 
 _MAIN = (
