@@ -108,6 +108,13 @@ def test_every_dtype_and_layout(tmp_path: Path) -> None:
     assert loaded["tied"][0] == 0
 
 
+def test_asking_for_a_name_reads_no_tensor(tmp_path: Path) -> None:
+    path = write(tmp_path, 1, {"a": torch.ones(2)}, {})
+    (path / "__0_0.distcp").unlink()
+    reader = Reader(path)
+    assert ("a" in reader, "b" in reader, len(reader)) == (True, False, 1)
+
+
 def test_only_needed_shards_are_opened(tmp_path: Path) -> None:
     whole = model(4)
     on_ranks(2, lambda peers: write(tmp_path, 1, share(whole, peers.here[0], 2), {}, peers=peers))

@@ -73,10 +73,10 @@ def optimizer_tensors(optimizer: Optimizer, names: Names) -> tuple[dict[str, Ten
     groups = []
     for number, (group, members) in enumerate(zip(optimizer.param_groups, members_of(optimizer, names), strict=True)):
         for parameter in group["params"]:
-            name = _name(names, parameter)
+            name = names[parameter]
             for key, value in optimizer.state.get(parameter, {}).items():
                 add(name, key, value)
-        packed = pack(_options(group), f"{kind}'s parameter group {number}")
+        packed = pack(_options(group, names), f"{kind}'s parameter group {number}")
         groups.append({"members": members, "options": base64.b64encode(bytes_of(packed)).decode()})
     by_id = {id(parameter): name for parameter, name in names.items()}
     for attribute, held in _attributes_by_parameter(optimizer, names).items():
@@ -173,7 +173,7 @@ def stage_optimizer(
         for parameter in group["params"]:
             # Tied parameters are stored once, and each updates a state of its own: each is read for itself.
             state: dict[str, Any] = {}
-            for full in sorted(parts[_name(names, parameter)]):
+            for full in sorted(parts[names[parameter]]):
                 key, value = _read(full, tensors[full], parameter, group)
                 if key.startswith("@"):
                     of_parameter = id(parameter) if key.startswith("@@") else parameter
@@ -248,12 +248,14 @@ def _options_here(
     return chosen
 
 
-def _options(group: Mapping[str, Any]) -> dict[str, Any]:
-    """What is stored of a group."""
+def _options(group: Mapping[str, Any], names: Names) -> dict[str, Any]:
+    """What is stored of a group. Parameters among the options are those of this process."""
     return {
         key: value
         for key, value in group.items()
-        if key not in _OF_PROCESS and (value is None or isinstance(value, _PLAIN))
+        if key not in _OF_PROCESS
+        and (value is None or isinstance(value, _PLAIN))
+        and not any(tensor in names for tensor in tensors_in(value))
     }
 
 
@@ -282,12 +284,3 @@ def _goes_by_parameter(value: Any, by_id: Set[int]) -> bool:
 
 def _id_of(key: Any) -> int:
     return key if isinstance(key, int) else id(key)
-
-
-def _name(names: Names, parameter: Tensor) -> str:
-    if parameter not in names:
-        raise CheckpointError(
-            f"the optimizer holds a parameter of shape {tuple(parameter.shape)} that has no name: "
-            "give names for all of its parameters"
-        )
-    return names[parameter]

@@ -116,6 +116,9 @@ class Reader(Mapping[str, Tensor]):
     def __iter__(self) -> Iterator[str]:
         return iter(self._tensors)
 
+    def __contains__(self, name: object) -> bool:
+        return name in self._tensors  # the base class would read the tensor
+
     def __len__(self) -> int:
         return len(self._tensors)
 

@@ -91,8 +91,8 @@ def save(
         if keep < 1 or step < 0:
             raise CheckpointError(f"got keep={keep}, number={step}: keep= is at least 1, number= is at least 0")
         given = {"meta": _json_of(meta), "number": step, "keep": keep, "stateful": sorted(stateful or {})}
-        states, told = states_of([*state.objects(), *objects_of_caller(stateful, mesh)])
         *tensors, optimizer = state.share()
+        states, told = states_of([*state.objects(), *objects_of_caller(stateful, mesh)])
         own = *tensors, states, state.scaler()
         return optimizer, told, given
 
