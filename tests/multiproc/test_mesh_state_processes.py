@@ -145,9 +145,9 @@ def test_what_a_mesh_cannot_run_is_told() -> None:
     assert [o.code for o in outcomes] == [0] * 4, outcomes[0].text
     wanted = [
         "parallelize=penstock.models.parallelize",
-        "a dimension 'rows'; the names are pp, dp and tp",
+        "2 dimensions, named pp, rows; name them pp, dp and tp",
         "2 dimensions, named nothing",
-        "no sharding 'zero3'; choose none, copies, zero1 or fsdp",
+        "sharding is 'zero3'; give one of none, copies, zero1, fsdp",
         "the schedule is for 4 ranks and the process group has 2",
         "rank 1 was given another sharding than rank 0",
     ]

@@ -113,12 +113,16 @@ def refusals(rank: int) -> dict[str, list[str]]:
     mesh = init_device_mesh("cpu", (2, 2, 1), mesh_dim_names=("pp", "dp", "tp"))
     said: dict[str, tuple[str, str]] = {}
     sparse = tie_runs.sparse_model(4)
-    said["sparse and updates"] = tie_runs.refused(sparse, asynchronous), "several pipelines with updates as ops"
+    said["sparse and updates"] = tie_runs.refused(sparse, asynchronous), "or run several pipelines"
+    said["sparse and several pipelines"] = (
+        tie_runs.refused(sparse, ps.build("chimera", 4, 8)),
+        "or run several pipelines",
+    )
     tied_sparse = tie_runs.refused(tie_runs.sparse_model(4, tied=True), ps.build("1f1b", 4, 4))
     said["sparse and tied"] = tied_sparse, "(0.table.weight; 1.table.weight"
     for sharding in ("none", "zero1", "fsdp"):
         found = tie_runs.refused(tie_runs.sparse_model(2), ps.build("1f1b", 2, 4), mesh=mesh, sharding=sharding)
-        said[f"sparse and {sharding}"] = found, "replicas, processes and pipelines add gradients up"
+        said[f"sparse and {sharding}"] = found, "all of these add gradients up"
     shared, fresh = nn.Linear(6, 6), partial(nn.Linear, 6, 6)
     tied = [("0.weight", "3.weight"), ("0.bias", "3.bias")]
     sources = [lambda: shared, fresh, fresh, lambda: shared]
@@ -129,7 +133,7 @@ def refusals(rank: int) -> dict[str, list[str]]:
 
 
 def sparse(rank: int) -> dict[str, list[str]]:
-    return {name: tie_runs.wrong_sparse(name, 4) for name in ("zb-v", "chimera", "bitpipe")}
+    return {"zb-v": tie_runs.wrong_sparse("zb-v", 4)}
 
 
 def casts(rank: int) -> dict[str, list[str]]:

@@ -31,7 +31,6 @@ from penstock.runtime import RuntimeFailure
 from penstock.runtime.adapt.agent import REFUSED, STOPPED, Vote, VoteResult, agree, short_digest
 from penstock.runtime.adapt.coordinator import MEASURED_ITERATIONS, WARMUP_ITERATIONS, MeasuredCosts, RunLog
 from penstock.runtime.adapt.report import MeasuredStep, RankReport, ReportCollector, lines_of, report_of
-from penstock.runtime.mesh.probe import ClockSample, clock_offset
 from penstock.runtime.transport.base import TransferRecord
 from penstock.schedule import Op
 
@@ -153,12 +152,6 @@ def test_clocks_of_two_hosts(posted_ahead: bool) -> None:
     assert [each.ms for each in transfers_in(found.events)] == [(30.0,)]
     assert found.links == {"0:1": 30.0}
     assert found.ops[0][3:] == [1.0 - 1000, 11.0 - 1000]
-
-
-def test_the_shortest_trip_tells_the_clock() -> None:
-    samples = [ClockSample(1000, 1900, 400), ClockSample(2000, 2100, 1050), ClockSample(3000, 3500, 2300)]
-    assert clock_offset(samples) == 1000
-    assert clock_offset([ClockSample(10, 20, 15)]) == 0
 
 
 def test_costs_are_read_off_the_first_iterations() -> None:

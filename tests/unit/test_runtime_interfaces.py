@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import ast
-import errno
 import fcntl
+import socket
 from pathlib import Path
 
 import pytest
@@ -39,7 +39,7 @@ def test_the_address_that_reaches_the_master(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_an_interface_that_is_not_there() -> None:
-    with pytest.raises(RuntimeFailure, match=r"interface 'wan7' has no address here .*this host has .*lo"):
+    with pytest.raises(RuntimeFailure, match=r"interface 'wan7' has no address here; this host has .*lo"):
         local_addresses(["wan7"])
 
 
@@ -103,12 +103,10 @@ def test_regression_a_name_that_is_too_long_found_the_interface_with_its_beginni
     monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
     def address(_: int, request: int, asked_for: bytes) -> bytes:
-        known = [b"lo", b"enp0s31f6.vlan1"]  # the kernel reads 15 bytes, up to a zero
-        if asked_for[:15].partition(b"\0")[0] not in known:
-            raise OSError(errno.ENODEV, "No such device")
-        return bytes(20) + bytes([10, 0, 0, 1]) + bytes(8)
+        return bytes(20) + bytes([10, 0, 0, 1]) + bytes(8)  # the kernel reads 15 bytes of the name, up to a zero
 
     monkeypatch.setattr(fcntl, "ioctl", address)
+    monkeypatch.setattr(socket, "if_nameindex", lambda: [(1, "lo"), (2, "enp0s31f6.vlan1")])
     assert local_addresses(["enp0s31f6.vlan1"]) == ("10.0.0.1",)
     with pytest.raises(RuntimeFailure, match="has no address here"):
         local_addresses([name])

@@ -89,7 +89,7 @@ def _sums_wait(schedule: Schedule, tied: Collection[Sequence[int]]) -> bool:
 def _sends_sparse(c: FeatureCombination) -> bool:
     """Whether something takes the gradients of a parameter that are sparse, and needs dense ones."""
     tied = {name for names in c.tied for name in names.split(", ")}
-    sent = not tied.isdisjoint(c.sparse) or (c.has_updates and c.schedule.placement.num_pipelines > 1)
+    sent = not tied.isdisjoint(c.sparse) or c.schedule.placement.num_pipelines > 1
     return bool(c.sparse) and (c.num_replicas > 1 or c.clips or (sent and not c.one_process))
 
 
@@ -174,7 +174,7 @@ REFUSALS = (
     ),
     Refusal(
         "sparse gradients (`nn.Embedding(sparse=True)`)",
-        "replicas, `clip_norm`, processes that tie such a parameter, or several pipelines with updates as ops",
+        "replicas, `clip_norm`, or processes that tie such a parameter or run several pipelines",
         "all of these add gradients up or measure them, and take dense ones",
         "give the embedding sparse=False",
         _sends_sparse,

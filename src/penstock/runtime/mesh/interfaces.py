@@ -6,21 +6,19 @@ address that peers use.
 
 from __future__ import annotations
 
-import errno
 import fcntl
 import ipaddress
 import os
 import socket
 import struct
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 
 from penstock.runtime.errors import RuntimeFailure
 
 _GET_ADDRESS = 0x8915
 """SIOCGIFADDR: the IPv4 address of an interface (Linux)."""
-_LONGEST_NAME = 15
-"""Bytes that the kernel compares of a name: of a longer one it would find the interface that has the first 15."""
 LOOPBACK = "127.0.0.1"
 _BOOT, _NETWORK = Path("/proc/sys/kernel/random/boot_id"), Path("/proc/self/ns/net")
 VARIABLES = ("PENSTOCK_INTERFACES", "GLOO_SOCKET_IFNAME")
@@ -109,19 +107,14 @@ def _address_of(name: str) -> str:
                 "one address"
             )
         return str(address)
-    asked_for = name.encode(errors="replace")
-    try:
-        if len(asked_for) > _LONGEST_NAME or b"\0" in asked_for:
-            raise OSError(errno.ENODEV, os.strerror(errno.ENODEV))
-        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asked:
-            answer = fcntl.ioctl(asked.fileno(), _GET_ADDRESS, struct.pack("256s", asked_for))
-    except OSError as error:
-        have = ", ".join(each for _, each in socket.if_nameindex())
-        raise RuntimeFailure(
-            f"interface {name!r} has no address here ({error.strerror}); this host has {have}: name one of those, or "
-            f"give an address"
-        ) from None
-    return socket.inet_ntoa(answer[20:24])
+    have = [each for _, each in socket.if_nameindex()]
+    if name in have:  # of a longer name the kernel would find the interface that has its first 15 bytes
+        with suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asked:
+            answer = fcntl.ioctl(asked.fileno(), _GET_ADDRESS, struct.pack("256s", name.encode()))
+            return socket.inet_ntoa(answer[20:24])
+    raise RuntimeFailure(
+        f"interface {name!r} has no address here; this host has {', '.join(have)}: name one of those, or an address"
+    )
 
 
 def _address_towards(host: str) -> str:

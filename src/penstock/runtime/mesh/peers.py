@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import pickle
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import astuple
 from datetime import timedelta
-from functools import reduce
-from typing import Any, NamedTuple, Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -38,25 +38,6 @@ _COUNTS_CALLS = torch.torch_version.TorchVersion(torch.__version__) >= "2.15"
 
 
 R = TypeVar("R")
-
-
-class Guard(Protocol):
-    """What processes of a group tell each other where there is another interface for it."""
-
-    def start(self, op: Callable[..., Any], *given: Any) -> Any:
-        """Begins `op(group, *given)` on the group that there is now; returns what to wait for."""
-
-    def begin_gather(self, data: bytes) -> Callable[[float], list[bytes]]:
-        """Tells the others a few bytes, which no lost link holds up; returns what waits, so many seconds, for all."""
-
-    def repeated(self, once: Callable[[], R]) -> R:
-        """Does something together, from its start where a link was lost, until no process has lost one."""
-
-    def send(self, tensor: Tensor, target: int, limit: timedelta) -> None:
-        """Sends a tensor."""
-
-    def receive(self, tensor: Tensor, source: int, limit: timedelta) -> None:
-        """Fills a tensor with what another rank sends."""
 
 
 class Peers(Protocol):
@@ -134,12 +115,6 @@ class LocalPeers(Peers):
         return once()
 
 
-class UnsendableValue(NamedTuple):
-    """In place of a value that cannot be pickled, and why."""
-
-    why: str
-
-
 class GroupPeers(Peers):
     """One process per rank.
 
@@ -147,10 +122,11 @@ class GroupPeers(Peers):
         timeout: seconds that any wait may last.
 
     Attributes:
-        guard: what ops go by where there is another interface for them; None: the group alone.
+        guard: what ops go by if there is another interface for them, a `GuardedGroup` of `transport/repeat.py`; None:
+            the group alone.
     """
 
-    guard: Guard | None = None
+    guard: Any = None
 
     def __init__(self, group: dist.ProcessGroup, timeout: float) -> None:
         self._group = WeakGroup(group)
@@ -173,30 +149,14 @@ class GroupPeers(Peers):
         return self.begin_sum(values)()
 
     def begin_sum(self, values: Tensor) -> Callable[[], Tensor]:
-        if self.guard is not None and is_direct(values, self.num_ranks):
-            told = self.guard.begin_gather(_bytes_of(values))
-
-            def summed() -> Tensor:
-                with self.explained(None, SUM) as limit:
-                    parts = told(limit.total_seconds())
-                found = (torch.frombuffer(bytearray(part), dtype=values.dtype) for part in parts)
-                return reduce(torch.add, found).view(values.shape)
-
-            return summed
+        if is_direct(values, self.num_ranks):
+            begun = self._begin_rows(values.clone(), SUM)
+            return lambda: functools.reduce(torch.add, begun())  # in the order of ranks, on all of them
         if self.guard is not None:
-            return lambda: self.repeated(lambda: self._large_sum(values)())
-        if not is_direct(values, self.num_ranks):
-            return self._large_sum(values)
-        rows = values.new_empty(self.num_ranks, *values.shape)
-        work = self.start(all_gather, values.clone(), rows)
+            return lambda: self.repeated(lambda: self._begin_large_sum(values)())
+        return self._begin_large_sum(values)
 
-        def added() -> Tensor:
-            self.wait_for(work, SUM)
-            return reduce(torch.add, rows.unbind(0))  # in the order of ranks, on all of them
-
-        return added
-
-    def _large_sum(self, values: Tensor) -> Callable[[], Tensor]:
+    def _begin_large_sum(self, values: Tensor) -> Callable[[], Tensor]:
         total = values.clone()
         work = self.start(all_reduce, total)
 
@@ -206,105 +166,88 @@ class GroupPeers(Peers):
 
         return found
 
+    def _begin_rows(self, mine: Tensor, what: str) -> Callable[[], Sequence[Tensor]]:
+        """Begins to give every rank the few values of all ranks; returns what waits for them."""
+        if self.guard is None:
+            return self._begin_large_rows(mine, what)
+        told = self.guard.begin_gather(mine.detach().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
+
+        def heard() -> Sequence[Tensor]:
+            with self.explained(None, what) as limit:
+                parts = told(limit.total_seconds())
+            return [torch.frombuffer(bytearray(part), dtype=mine.dtype).view(mine.shape) for part in parts]
+
+        return heard
+
+    def _begin_large_rows(self, mine: Tensor, what: str) -> Callable[[], Sequence[Tensor]]:
+        """Begins to give every rank the values of all ranks, which a lost link ends."""
+        rows = mine.new_empty(self.num_ranks, *mine.shape)
+        work = self.start(all_gather, mine, rows)
+
+        def came() -> Sequence[Tensor]:
+            self.wait_for(work, what)
+            return rows.unbind(0)
+
+        return came
+
     def share(
         self, tensors: Sequence[Tensor | None], likes: Sequence[Tensor | None], source: int, targets: Sequence[int]
     ) -> list[Tensor | None]:
-        """What `source` has, for `targets`, who say by `likes` what shapes and one type it has; None for others."""
-        rank = self.here[0]
-        if rank == source:
-            self._send_all(tensors, [target for target in targets if target != source])
-            return list(tensors)
-        if rank not in targets or any(like is None for like in likes):
-            return [None] * len(tensors)
-        return self._receive_all([like for like in likes if like is not None], source)
+        """What `source` has, for `targets`; None for others. All are dense.
 
-    def _send_all(self, tensors: Sequence[Tensor | None], targets: Sequence[int]) -> None:
-        """For each (whether there is one, sparse dimensions, entries, whether coalesced), then all dense ones as one
-        message, then the parts of the sparse ones.
+        Args:
+            likes: of each tensor the shape and the one type.
         """
-        if not targets:
-            return
-        there = [tensor for tensor in tensors if tensor is not None]
-        dense = [tensor.reshape(-1) for tensor in there if not tensor.is_sparse]
-        parts = [
-            torch.tensor([_kind_of(tensor) for tensor in tensors], device="cpu"),
-            *([torch.cat(dense)] if dense else []),
-        ]
-        parts += [part for t in there if t.is_sparse for part in (t._indices(), t._values())]
-        for part in (part.cpu().contiguous() for part in parts):
+        rank = self.here[0]
+        if (rank != source and rank not in targets) or any(like is None for like in likes):
+            return list(tensors) if rank == source else [None] * len(tensors)
+        known = [like for like in likes if like is not None]
+        there = torch.tensor([tensor is not None for tensor in tensors]).to(known[0])
+        if rank == source:
+            pairs = zip(tensors, known, strict=True)
+            whole = [torch.zeros_like(like) if tensor is None else tensor for tensor, like in pairs]
+            flat = torch.cat([there, *(tensor.reshape(-1) for tensor in whole)]).cpu()
             for target in targets:
-                self.send(part, target, TIED)
-
-    def _receive_all(self, likes: Sequence[Tensor], source: int) -> list[Tensor | None]:
-        """What `_send_all` sent."""
-        kinds = torch.zeros(len(likes), 4, dtype=torch.int64, device="cpu")
-        self.receive(kinds, source, TIED)
-        dense = [like for like, (there, dims, _, _) in zip(likes, kinds.tolist(), strict=True) if there and not dims]
-        flat = torch.empty(sum(like.numel() for like in dense), dtype=likes[0].dtype, device="cpu")
-        if dense:
-            self.receive(flat, source, TIED)
-        found: list[Tensor | None] = []
-        start = 0
-        for like, (present, sparse_dims, num, coalesced) in zip(likes, kinds.tolist(), strict=True):
-            if not present:
-                found.append(None)
-            elif not sparse_dims:
-                part = flat[start : start + like.numel()].view(like.shape)
-                found.append(torch.empty_like(like).copy_(part))
-                start += like.numel()
-            else:
-                found.append(self._receive_sparse(like, source, sparse_dims, num, bool(coalesced)))
-        return found
-
-    def _receive_sparse(self, like: Tensor, source: int, sparse_dims: int, num: int, coalesced: bool) -> Tensor:
-        indices = torch.empty(sparse_dims, num, dtype=torch.int64, device="cpu")
-        values = torch.empty(num, *like.shape[sparse_dims:], dtype=like.dtype, device="cpu")
-        self.receive(indices, source, TIED)
-        self.receive(values, source, TIED)
-        return torch.sparse_coo_tensor(
-            indices, values, like.shape, device=like.device, is_coalesced=coalesced, check_invariants=False
-        )
+                if target != source:
+                    self.send(flat, target, TIED)
+            return list(tensors)
+        sizes = [len(likes), *(like.numel() for like in known)]
+        flat = torch.empty(sum(sizes), dtype=known[0].dtype, device="cpu")
+        self.receive(flat, source, TIED)
+        flags, *parts = flat.split(sizes)
+        return [
+            torch.empty_like(like).copy_(part.view(like.shape)) if is_there else None
+            for like, part, is_there in zip(known, parts, flags.tolist(), strict=True)
+        ]
 
     def gather(self, value: Any) -> list[Any]:
         """Raises RuntimeFailure, in every process, for a value that cannot be sent."""
         try:
             data = pickle.dumps(value)
         except Exception as error:  # whatever it is, the others wait for what this one has
-            data = pickle.dumps(UnsendableValue(f"{type(error).__name__}: {error}"))
-        found = [pickle.loads(part) for part in self._gathered(data)]
-        for rank, each in enumerate(found):
-            if isinstance(each, UnsendableValue):
-                raise RuntimeFailure(
-                    f"rank {rank} shares a value that can't be sent ({each.why}); give plain data: numbers, text, "
-                    "tensors, and lists, tuples and dicts of them"
-                )
-        return found
-
-    def _gathered(self, data: bytes) -> list[bytes]:
-        """Everyone's data."""
+            said = f"rank {self.here[0]} shares a value that can't be sent ({type(error).__name__}: {error})"
+            data = pickle.dumps(RuntimeFailure(f"{said}; give plain data: numbers, text, tensors, lists, dicts"))
         head = len(data).to_bytes(_SIZE, "little") + data[: FIRST_BYTES - _SIZE]
-        parts = self._gather_rows(head.ljust(FIRST_BYTES, b"\0"))
+        parts = self._gather_bytes(head.ljust(FIRST_BYTES, b"\0"))
         sizes = [int.from_bytes(part[:_SIZE], "little") for part in parts]
-        longest = max(sizes)
-        if longest <= FIRST_BYTES - _SIZE:
+        if max(sizes) <= FIRST_BYTES - _SIZE:
             parts = [part[_SIZE:] for part in parts]
         else:
-            parts = self._gather_rows(data.ljust(longest, b"\0"))
-        return [part[:size] for part, size in zip(parts, sizes, strict=True)]
+            parts = self._gather_bytes(data.ljust(max(sizes), b"\0"))
+        found = [pickle.loads(part[:size]) for part, size in zip(parts, sizes, strict=True)]
+        for each in found:
+            if isinstance(each, RuntimeFailure):
+                raise each
+        return found
 
-    def _gather_rows(self, data: bytes) -> list[bytes]:
+    def _gather_bytes(self, data: bytes) -> list[bytes]:
         """Everyone's data, of which all have as much."""
-        if self.guard is not None and len(data) <= FEW_BYTES:
-            with self.explained(None, SHARED) as limit:
-                return self.guard.begin_gather(data)(limit.total_seconds())
         mine = torch.frombuffer(bytearray(data), dtype=torch.uint8)
-
-        def once() -> list[bytes]:
-            rows = mine.new_empty(self.num_ranks, len(mine))
-            self.wait_for(self.start(all_gather, mine, rows), SHARED)
-            return [row.tobytes() for row in rows.numpy()]
-
-        return self.repeated(once)
+        if self.guard is None or len(data) <= FEW_BYTES:
+            rows = self._begin_rows(mine, SHARED)()
+        else:
+            rows = self.repeated(lambda: self._begin_large_rows(mine, SHARED)())
+        return [row.numpy().tobytes() for row in rows]
 
     def repeated(self, once: Callable[[], R]) -> R:
         return once() if self.guard is None else self.guard.repeated(once)
@@ -334,18 +277,6 @@ class GroupPeers(Peers):
     ) -> AbstractContextManager[timedelta]:
         """Around a wait; gives how long it may take."""
         return explained(self.here[0], peer, what, self.timeout if timeout is None else timeout)
-
-
-def _bytes_of(tensor: Tensor) -> bytes:
-    return bytes(tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy())
-
-
-def _kind_of(tensor: Tensor | None) -> list[int]:
-    if tensor is None:
-        return [0, 0, 0, 0]
-    if tensor.is_sparse:
-        return [1, tensor.sparse_dim(), tensor._nnz(), int(tensor.is_coalesced())]
-    return [1, 0, 0, 0]
 
 
 class MeshPeers(GroupPeers):

@@ -23,7 +23,6 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterator, Sequence
-from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -117,32 +116,20 @@ def probe(
             for a, b in pairs:
                 if node in (a, b):
                     found[a, b] = _round_trip(node == a, firsts[a + b - node], timeout) / 2
-    _tell_all(found, firsts, timeout, pace)
-    return {(a, b): float(found[a, b]) for a in range(num) for b in range(a + 1, num)}
-
-
-def _tell_all(found: torch.Tensor, firsts: Sequence[int], timeout: float, pace: ProbePace | None) -> None:
-    """Adds up what nodes found in their first processes; all of torch.distributed has the sum then, and the plan."""
-    me, root = dist.get_rank(), firsts[0]
-    if me == root:
-        rows = {other: torch.zeros_like(found) for other in firsts[1:]}
-        for other, work in [(other, dist.irecv(row, other)) for other, row in rows.items()]:
-            _wait(work, other, timeout)
-        for row in rows.values():
-            found += row
-        planned = 0 if pace is None else pace.plan(rest=float(found[0].max()) / 1e3)
-        message = torch.cat([found.flatten(), torch.tensor([float(planned)], dtype=found.dtype, device="cpu")])
-        others = [other for other in range(dist.get_world_size()) if other != root]
-        for other, work in [(other, dist.isend(message, other)) for other in others]:
-            _wait(work, other, timeout)
-    else:
-        if me in firsts:
-            _wait(dist.isend(found, root), root, timeout)
-        message = torch.empty(found.numel() + 1, dtype=found.dtype, device="cpu")
-        _wait(dist.irecv(message, root), root, timeout)
-        found.copy_(message[:-1].view_as(found))
+    # To the first node and from there to all: an all-reduce would cross a late link several times.
+    root = firsts[0]
+    rows = [torch.zeros_like(found) for _ in range(dist.get_world_size())] if me == root else None
+    _wait(dist.gather(found, rows, root, async_op=True), None, timeout)
+    message = torch.zeros(num * num + 1, dtype=found.dtype, device="cpu")
+    if rows is not None:
+        found = torch.stack(rows).sum(0)
+        message[:-1] = found.flatten()
+        message[-1] = 0 if pace is None else pace.plan(rest=float(found[0].max()) / 1e3)
+    _wait(dist.broadcast(message, root, async_op=True), None, timeout)
     if pace is not None:
         pace.follow(int(message[-1]))
+    found = message[:-1].view(num, num)
+    return {(a, b): float(found[a, b]) for a in range(num) for b in range(a + 1, num)}
 
 
 def _round_trip(begins: bool, other: int, timeout: float) -> float:
@@ -160,7 +147,7 @@ def _round_trip(begins: bool, other: int, timeout: float) -> float:
     return shortest if begins else 0.0
 
 
-def _wait(work: object, peer: int, timeout: float) -> None:
+def _wait(work: object, peer: int | None, timeout: float) -> None:
     wait_for(work, dist.get_rank(), peer, "a probe of a link", timeout)
 
 
@@ -168,20 +155,6 @@ ROUNDS = 8
 WHAT = "the time of its clock"
 LIMIT = 20.0
 """Seconds that any trip may take."""
-
-
-class ClockSample(NamedTuple):
-    """A question and its answer, in nanoseconds: two moments of the asking clock, one of the other."""
-
-    asked: int
-    heard: int
-    told: int
-
-
-def clock_offset(samples: Sequence[ClockSample]) -> int:
-    """Nanoseconds that the asking clock is ahead, by the sample with the shortest round trip."""
-    best = min(samples, key=lambda sample: sample.heard - sample.asked)
-    return (best.asked + best.heard) // 2 - best.told
 
 
 def ahead_of_first(peers: GroupPeers, names: Sequence[str]) -> int:
@@ -199,13 +172,13 @@ def ahead_of_first(peers: GroupPeers, names: Sequence[str]) -> int:
                 _receive(peers, rank)
                 _send(peers, rank, time.perf_counter_ns())
         elif mine == rank:
-            samples = []
+            trips = []
             for _ in range(ROUNDS):
                 asked = time.perf_counter_ns()
                 _send(peers, 0, asked)
-                answered = _receive(peers, 0)
-                samples.append(ClockSample(asked, time.perf_counter_ns(), answered))
-            found = clock_offset(samples)
+                told, heard = _receive(peers, 0), time.perf_counter_ns()
+                trips.append((heard - asked, (asked + heard) // 2 - told))
+            _, found = min(trips)
     return found
 
 

@@ -134,30 +134,17 @@ class ProcessMesh:
             return
 
         def require() -> None:
-            if device.type != "cuda":
-                return
-            if any("cuda:gloo" in config for config in self._backends(cuts_shared)):
-                what = "tensor parallelism" if self.shards is not None else "a shared stage"
-                if self.has_parts:
-                    what = 'sharding="fsdp"'
+            goes_on = self.has_parts and isinstance(self.replicas, GroupPeers) and self.replicas.guard is not None
+            by_gloo = goes_on or any("cuda:gloo" in config for config in self._backends(cuts_shared))
+            if device.type == "cuda" and by_gloo:
                 raise RuntimeFailure(
-                    f"{what} gathers parts of parameters on a GPU, which gloo can't; initialise torch.distributed "
-                    'with "cpu:gloo,cuda:nccl", which takes a GPU for each process, or keep whole parameters '
-                    '(tp 1, sharding="copies" or "zero1")'
-                )
-            if self.has_parts and self._is_retried:
-                raise RuntimeFailure(
-                    'sharding="fsdp" gathers parts of parameters on a GPU, and where two interfaces are named (by '
-                    "PENSTOCK_INTERFACES or DelegateOptions) that goes by gloo, which can't; name one, or keep "
-                    'whole parameters (sharding="copies" or "zero1")'
+                    "gloo would gather parts of parameters on a GPU, which it can't; initialise torch.distributed "
+                    'with "cpu:gloo,cuda:nccl", which takes a GPU for each process; if two interfaces are named '
+                    "(PENSTOCK_INTERFACES, DelegateOptions), name one; or keep whole parameters (tp 1, "
+                    'sharding="copies" or "zero1")'
                 )
 
         self.everyone.together(require, "gather parts of parameters")
-
-    @property
-    def _is_retried(self) -> bool:
-        """Whether what replicas sum goes on over another interface, and so goes by gloo."""
-        return isinstance(self.replicas, GroupPeers) and self.replicas.guard is not None
 
     @property
     def is_flat(self) -> bool:
@@ -176,22 +163,18 @@ def read_mesh(mesh: Any, num_ranks: int, timeout: float, sharding: str = SHARDIN
         sharding: see `ProcessMesh`.
 
     Raises:
-        RuntimeFailure: dimensions of other names, a pipeline of another size than the schedule's, or an unknown
-            sharding.
+        RuntimeFailure: dimensions of other names, or a pipeline of another size than the schedule's.
     """
-    if sharding not in SHARDINGS:
-        raise RuntimeFailure(f"no sharding {sharding!r}; choose {', '.join(SHARDINGS[:-1])} or {SHARDINGS[-1]}")
     names: tuple[str, ...] = getattr(mesh, "mesh_dim_names", None) or ()
-    if not set(names) & {PIPELINE, REPLICAS, SHARDS}:
-        if getattr(mesh, "ndim", 1) > 1:
-            raise RuntimeFailure(
-                f"the device mesh has {mesh.ndim} dimensions, named {', '.join(names) or 'nothing'}; name them pp, "
-                'dp and tp: init_device_mesh("cpu", (2, 2, 1), mesh_dim_names=("pp", "dp", "tp"))'
-            )
+    known, ndim = {PIPELINE, REPLICAS, SHARDS}, getattr(mesh, "ndim", 1)
+    if ndim == 1 and not known.intersection(names):
         pipeline = peers_of(mesh, num_ranks, timeout)
         return ProcessMesh(pipeline, LocalPeers(1), pipeline)
-    if unknown := sorted(set(names) - {PIPELINE, REPLICAS, SHARDS}):
-        raise RuntimeFailure(f"the device mesh has a dimension {unknown[0]!r}; the names are pp, dp and tp")
+    if not names or not known.issuperset(names):
+        raise RuntimeFailure(
+            f"the device mesh has {ndim} dimensions, named {', '.join(names) or 'nothing'}; name them pp, dp and tp: "
+            'init_device_mesh("cpu", (2, 2, 1), mesh_dim_names=("pp", "dp", "tp"))'
+        )
     _require_order(mesh, names)
     sizes = dict(zip(names, mesh.shape, strict=True))
     if sizes.get(PIPELINE, 1) > 1 or (PIPELINE in sizes and num_ranks > 1):
