@@ -139,7 +139,8 @@ class Cell:
     def combination(self) -> FeatureCombination:
         """What the table is asked about."""
         pp, dp, _ = self.shape
-        return FeatureCombination(self.schedule, dp, device=self.device, one_process=pp == 1, tied=self.tied_stages)
+        divides, ties = self.sharding in ("zero1", "fsdp"), self.tied_stages
+        return FeatureCombination(self.schedule, dp, self.device, divides, one_process=pp == 1, tied=ties)
 
     @property
     def refusal(self) -> Refusal | None:
