@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
-from numbers import Real
 from typing import Any
 
 import torch
@@ -23,24 +22,6 @@ from penstock.runtime.transport.choose import TransportOptions
 from penstock.schedule import Schedule
 from penstock.schedule.short_repr import short_repr
 from penstock.unknown_names import refuse_unknown
-
-
-def numbers_of(
-    given: Iterable[float],
-    what: str,
-    wanted: str = "a list of numbers",
-    fits: Callable[[Any], bool] = lambda each: isinstance(each, Real),
-) -> list[float]:
-    """Numbers that a user gave in a list or another iterable, tensors of one number too. Raises RuntimeFailure.
-
-    Args:
-        what: the argument. wanted: what it takes, in words. fits: whether it takes a number.
-    """
-    require_value(isinstance(given, Iterable) and not isinstance(given, str), what, given, wanted)
-    numbers = [each.item() if isinstance(each, Tensor) and each.numel() == 1 else each for each in given]
-    require_value(all(map(fits, numbers)), what, numbers, wanted)
-    return list(map(float, numbers))
-
 
 SHARDINGS = ("none", "copies", "zero1", "fsdp")
 BATCHES = ("whole", "replica")

@@ -21,7 +21,6 @@ from penstock.runtime.arguments import (
     ParallelOptions,
     PipelineArguments,
     PrecisionOptions,
-    numbers_of,
     require_norm,
     require_plain_modes,
 )
@@ -29,7 +28,7 @@ from penstock.runtime.checkpoint import save_load
 from penstock.runtime.checkpoint.object_state import Stateful
 from penstock.runtime.checkpoint.state_transfer import hand_over
 from penstock.runtime.checkpoint.training_state import TrainingState
-from penstock.runtime.errors import DeadlineExceeded, PeerLost, RuntimeFailure, is_amount
+from penstock.runtime.errors import DeadlineExceeded, PeerLost, RuntimeFailure
 from penstock.runtime.execute.plan import ActivePlan, require_free
 from penstock.runtime.execute.step_end import StepEnd, StepResult, SummedValues
 from penstock.runtime.execute.timeline import gathered_timeline, idle_share, measured_of
@@ -55,8 +54,6 @@ from penstock.runtime.verify import Verification, Verifier
 from penstock.schedule import Schedule
 from penstock.simulation import Timeline
 from penstock.unknown_names import refuse_unknown
-
-_RATES = "a learning rate for each update, at least 0"
 
 
 class Pipeline:
@@ -332,7 +329,7 @@ class Pipeline:
             raise RuntimeFailure(f"{self.schedule.name} has no updates as ops; set the optimizer's own learning rate")
         local, state = self._local, self._local.optimizer_state
         with local.begin().noted():
-            rates = None if rates is None else numbers_of(rates, "rates", _RATES, is_amount)
+            rates = None if rates is None else [float(rate) for rate in rates]
             require_plain_modes(local.model.device, "step", trains=True)
             local.follow_model()
             local.model.require_trainable()
@@ -702,7 +699,7 @@ class Pipeline:
             values: a function that returns this process's values; every process returns equally many, in every step.
                 A step in which it raises fails in all processes, as one in which a layer raises.
         """
-        self._summed = SummedValues(lambda: numbers_of(values(), "what sum_each_step(values) is given"))
+        self._summed = SummedValues(lambda: [float(value) for value in values()])
 
     def idle_share(self) -> float:
         """The share of the last step, from its first op to its last, in which this process's ranks were idle."""
