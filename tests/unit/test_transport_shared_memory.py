@@ -397,3 +397,19 @@ def test_slots_of_messages_without_a_bound_were_kept_for_good() -> None:
     finally:
         for one in made:
             one.close()
+
+
+def test_memory_of_a_transport_that_was_closed_stayed_mapped_for_its_specs() -> None:
+    chain = Chain(2, 1)
+    made = ends(2, chain)
+    for rank, one in enumerate(made):
+        chain.begin(one, rank)  # type: ignore[arg-type]
+    (edge,) = chain.forward(0)
+    made[0].send(edge, 1, payload_of(edge, 0, (3,)))
+    assert made[1].wait([edge], who) == [edge]
+    made[1].take(edge)
+    memories = [one._own.memory.map for one in made]
+    for one in made:
+        one.close()
+    gc.collect()
+    assert all(memory.closed for memory in memories)

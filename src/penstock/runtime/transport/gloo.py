@@ -446,6 +446,8 @@ class GlooTransport:
             self._release(answered, channel.peer, posted.num_taken)
         channel.num_received += 1
         self._ready[posted.edge] = posted.packet.unpack()
+        if self._lines is not None and channel.is_direct:
+            self._lines.used(posted.packet)
         posted.pool.spare.append(posted.packet)
         return [posted.edge]
 

@@ -38,7 +38,7 @@ from penstock.runtime.errors import RuntimeFailure
 from penstock.runtime.mesh.collective import WeakGroup, explained
 from penstock.runtime.mesh.peers import groups_of
 from penstock.runtime.transport.channel import ChannelKey
-from penstock.runtime.transport.wire_format import DevicePacket, Packet, WireSpec
+from penstock.runtime.transport.wire_format import ALIGN, Packet, WireSpec
 from penstock.runtime.transport.wiring import Wiring
 
 FIRST_LOOK, LONGEST_LOOK = 20e-6, 500e-6
@@ -189,9 +189,15 @@ class DeviceLines:
             dist.recv(value, group=group, group_src=self._end(line.source))
 
     def packet(self, spec: WireSpec) -> Packet:
-        """A buffer for payloads."""
+        """A buffer for payloads in the device's memory. Its preamble lies in host memory, and travels there."""
         with self._receiving(None):
-            return DevicePacket(spec, self._device, None if self._streams is None else self._streams.used)
+            buffer = torch.empty(spec.num_bytes, dtype=torch.uint8, device=self._device)
+        return Packet(spec, buffer, torch.empty(ALIGN, dtype=torch.uint8, device="cpu"))
+
+    def used(self, packet: Packet) -> None:
+        """Takes note that all that reads a packet's buffer has been given to the device."""
+        if self._streams is not None:
+            packet.free = self._streams.used(packet.buffer)
 
     def send(self, key: ChannelKey, peer: int, packet: Packet, timeout: float) -> Any:
         """Starts to send by a channel; the error of a line that failed names the other end."""

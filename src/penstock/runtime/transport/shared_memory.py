@@ -187,9 +187,11 @@ class SharedMemoryTransport:
             return
         self._closed = True
         memories = [receiver.memory for receiver in self._receivers.values()]
-        self._rows, self._owing, self._full, self._inbox = [], [], None, StepInbox(self.rank)
+        # Memory is unmapped when nothing looks at it any more.
+        self._rows, self._owing, self._full = [], [], None
+        self._inbox, self._specs = StepInbox(self.rank), SpecCache()
         for views in (self._routes, self._channels, self._senders, self._receivers):
-            views.clear()  # memory is unmapped when nothing looks at it any more
+            views.clear()
         for memory in memories:
             memory.close()
         for descriptor in self._opened:

@@ -13,7 +13,8 @@ Tensors keep their memory layout: a matmul may round differently on a transposed
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Hashable
+import math
+from collections.abc import Hashable
 from dataclasses import dataclass
 from functools import cached_property
 from struct import Struct
@@ -69,14 +70,13 @@ class WireSpec:
         for leaf in self.leaves:
             place = None if leaf is None else BufferPlace.of(start, *leaf[:3])
             places.append(place)
-            if place is not None:
-                start += -(-place.num_bytes // ALIGN) * ALIGN
+            start += 0 if place is None else _padded(place.num_bytes)
         return tuple(places)
 
     @cached_property
     def num_bytes(self) -> int:
-        ends = [place.start + place.num_bytes for place in self.places if place is not None]
-        return -(-max(ends, default=ALIGN) // ALIGN) * ALIGN
+        """Bytes of the whole buffer."""
+        return ALIGN + sum(_padded(place.num_bytes) for place in self.places if place is not None)
 
     @cached_property
     def carried_bytes(self) -> int:
@@ -129,6 +129,10 @@ class SpecCache:
         return spec
 
 
+def _padded(num_bytes: int) -> int:
+    return -(-num_bytes // ALIGN) * ALIGN
+
+
 def _as_json(skeleton: Skeleton) -> str:
     return str(skeleton) if type(skeleton) is int else json.dumps(skeleton)
 
@@ -175,9 +179,7 @@ class BufferPlace:
     @classmethod
     def of(cls, start: int, shape: Shape, strides: Shape, dtype: torch.dtype) -> BufferPlace:
         once = tuple(1 if stride == 0 else extent for extent, stride in zip(shape, strides, strict=True))
-        num = 1
-        for extent in once:
-            num *= extent
+        num = math.prod(once)
         size = num * dtype.itemsize
         repeated = shape if once != shape else None
         if num == 0 or _is_dense(once, strides):
@@ -277,25 +279,6 @@ class Packet:
             else:
                 leaves.append(view.clone() if place.is_plain else place.leaf(view))
         return Payload(leaves, 0 if spec.skeleton == "0" else json.loads(spec.skeleton), spec.needs_grad)
-
-
-class DevicePacket(Packet):
-    """A packet in a device's memory. Its preamble lies in host memory, and travels there.
-
-    Args:
-        used: gives a mark behind the last use of a buffer, where a device queues what it is given.
-    """
-
-    def __init__(self, spec: WireSpec, device: torch.device, used: Callable[[Tensor], Any] | None = None) -> None:
-        head = torch.empty(ALIGN, dtype=torch.uint8, device="cpu")
-        super().__init__(spec, torch.empty(spec.num_bytes, dtype=torch.uint8, device=device), head)
-        self._used = used
-
-    def unpack(self) -> Payload:
-        payload = super().unpack()
-        if self._used is not None:
-            self.free = self._used(self.buffer)
-        return payload
 
 
 class Preamble(NamedTuple):
