@@ -71,8 +71,7 @@ class RelayedStore(dist.Store):
         return bytes.fromhex(self._heard(key))
 
     def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
-        for key in keys:
-            self._heard(key)
+        """Returns at once: `get` waits."""
 
     def has_extended_api(self) -> bool:
         return False
@@ -198,12 +197,11 @@ class Failover:
         number, wanted = self.number, [self.beats.known(f"wanted {each}") for each in self._everyone]
         if (heard := max(each or 0 for each in wanted)) > self.wanted:
             self.want(heard, "another rank said so")
-        if 0 <= number == self.wanted and (down := self.beats.down()):
-            if self._place(number) in down:
-                self.want(number + 1, f"{self._interface(number)} reaches not everyone any more")
+        if 0 <= number == self.wanted and (down := self._down()):
+            if self._address(number) in down:
+                self.want(number + 1, f"interface {self._address(number)} reaches not everyone any more")
             elif number == 0 and self._lines:
-                address = self._addresses[min(down)]
-                self.want(1, f"interface {address}, by which NCCL may go, reaches not everyone any more")
+                self.want(1, f"interface {down[0]}, by which NCCL may go, reaches not everyone any more")
         self._tell_here()
 
     def _tell_here(self) -> None:
@@ -212,11 +210,12 @@ class Failover:
         with self.changed:
             self.changed.notify_all()
 
-    def _place(self, number: int) -> int:
-        return (number - 1) % len(self._addresses)  # the last is the first
+    def _address(self, number: int) -> str:
+        return self._addresses[(number - 1) % len(self._addresses)]  # the last is the first
 
-    def _interface(self, number: int) -> str:
-        return f"interface {self._addresses[self._place(number)]}"
+    def _down(self) -> list[str]:
+        """The addresses of interfaces by which some process can't be reached."""
+        return [self._addresses[place] for place in sorted(self.beats.down())]
 
     def close(self) -> None:
         """Ends the groups and the heartbeats."""
@@ -266,11 +265,10 @@ class Failover:
                 time.sleep(AGAIN)
                 continue
             if before >= 0 and self.me == 0:
-                ours, now = self._interface(before), self._interface(number)
-                broke = f"connections by {ours} of rank 0" if now != ours else "a link"
                 self.notices.append(
-                    f"{broke} broke ({self._why}); what ranks send and sum by gloo goes by {now} now, and what was "
-                    "under way is repeated: nothing was lost"
+                    f"connections by interface {self._address(before)} of rank 0 broke ({self._why}); what ranks "
+                    f"send and sum by gloo goes by interface {self._address(number)} now, and what was under way is "
+                    "repeated: nothing was lost"
                 )
             with self.changed:
                 self.number, self.groups = number, made
@@ -300,26 +298,27 @@ class Failover:
 
         store = RelayedStore(lambda key, value: self.beats.tell(f"{number}/{key}", value), heard)
         store.set(f"here {self.me}", "")
-        store.wait([f"here {process}" for process in self._everyone])
-        address, made = self._addresses[self._place(number)], {}
+        for process in self._everyone:
+            store.get(f"here {process}")
+        made = {}
         for name, members in sorted(self._members.items()):
             inside = dist.PrefixStore(name, store)
-            made[name] = gloo_group(address, inside, members.index(self.me), len(members), self.timeout)
+            where = self._address(number)
+            made[name] = gloo_group(where, inside, members.index(self.me), len(members), self.timeout)
         return made
 
     def _require_use(self, number: int) -> None:
         """Raises RuntimeError if groups of a number would be of no use."""
         if self.wanted > number or self._closed:
             raise RuntimeError(f"groups of number {number} are wanted no more")
-        if self._place(number) in self.beats.down():
-            raise RuntimeError(f"{self._interface(number)} reaches not everyone")
+        if self._address(number) in self._down():
+            raise RuntimeError(f"interface {self._address(number)} reaches not everyone")
 
     def _late(self) -> DeadlineExceeded:
         here = [self.beats.known(f"{self.wanted}/here {process}") for process in self._everyone]
         missing = ", ".join(str(process) for process, each in enumerate(here) if each is None)
         who = f"rank {missing}" if missing else "the others"
-        down = ", ".join(self._addresses[place] for place in sorted(self.beats.down())) or "none"
         return DeadlineExceeded(
             f"rank {self.me} lost its connections ({self._why}) and waited {self.timeout:g} s for {who} to go on by "
-            f"another interface; of its own, some rank can't be reached by: {down}"
+            f"another interface; of its own, some rank can't be reached by: {', '.join(self._down()) or 'none'}"
         )

@@ -362,23 +362,15 @@ def guard(mesh: ProcessMesh, interfaces: Sequence[str] | None, timeout: float) -
         made.pop_all()
     for one in listeners[num:]:
         one.close()
-    guarded, me = _guarded_peers(mesh), everyone.here[0]
-    members = {name: each for _, name, each in guarded}
-    attempts = Attempts(Failover(me, listeners[:num], [ends[:num] for _, ends in told], told[0][0], members, timeout))
-    for peers, name, each in guarded:
-        peers.guard = GuardedGroup(attempts, name, each)
+    sets = [mesh.pipeline, mesh.replicas, everyone, *(everyone.along if isinstance(everyone, MeshPeers) else ())]
+    guarded = list({id(peers): peers for peers in sets if isinstance(peers, GroupPeers)}.values())
+    numbers = {process: number for number, process in enumerate(dist.get_process_group_ranks(everyone.group))}
+    members = {}
+    for place, peers in enumerate(guarded):  # the same places in every process
+        inside = [numbers[process] for process in dist.get_process_group_ranks(peers.group)]
+        members[f"group {place} of {' '.join(map(str, inside))}"] = inside
+    ends = [each[:num] for _, each in told]
+    attempts = Attempts(Failover(everyone.here[0], listeners[:num], ends, told[0][0], members, timeout))
+    for peers, (name, inside) in zip(guarded, members.items(), strict=True):
+        peers.guard = GuardedGroup(attempts, name, inside)
     return attempts
-
-
-def _guarded_peers(mesh: ProcessMesh) -> list[tuple[GroupPeers, str, list[int]]]:
-    """All sets of processes here that tell one another something, their names and members."""
-    assert isinstance(mesh.everyone, GroupPeers)
-    place = {process: number for number, process in enumerate(dist.get_process_group_ranks(mesh.everyone.group))}
-    along = mesh.everyone.along if isinstance(mesh.everyone, MeshPeers) else ()
-    kinds = [("pipeline", mesh.pipeline), ("replicas", mesh.replicas), ("everyone", mesh.everyone)]
-    found: dict[int, tuple[GroupPeers, str, list[int]]] = {}
-    for kind, peers in [*kinds, *(("along", each) for each in along)]:
-        if isinstance(peers, GroupPeers) and id(peers) not in found:
-            members = [place[process] for process in dist.get_process_group_ranks(peers.group)]
-            found[id(peers)] = peers, f"{kind} {' '.join(map(str, members))}", members
-    return list(found.values())
