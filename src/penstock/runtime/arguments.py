@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import Parameter
 from torch.optim import Optimizer
 
 from penstock.runtime.adapt import AdaptOptions
@@ -167,8 +168,15 @@ class PipelineArguments:
         sources: Sequence[Any] = [self.model] if isinstance(self.model, nn.Module) else self.model
         if optimizer is not None and all(isinstance(source, nn.Module) for source in sources):
             known = {id(p) for source in sources for p in source.parameters()}
-            _require_its_parameters(optimizer, known)
-            _require_no_others(loss_fn, known)
+            groups = optimizer.param_groups if isinstance(optimizer, Optimizer) else ()
+            updated = [(f"of shape {tuple(p.shape)}", p) for group in groups for p in group["params"]]
+            instead = "make it of the modules that ps.Pipeline is given, or give a function that makes one"
+            _require_known(f"the optimizer ({type(optimizer).__name__})", updated, known, instead)
+            loss: Any = getattr(loss_fn, "__self__", getattr(loss_fn, "func", loss_fn))
+            named = loss.named_parameters() if isinstance(loss, nn.Module) else ()
+            instead = "put them into the last stage, which can return what the loss needs of them, or freeze them"
+            trained = [(name, p) for name, p in named if p.requires_grad]
+            _require_known(f"loss_fn ({type(loss).__name__})", trained, known, instead)
         fits = is_number(self.timeout) and 0 < self.timeout < math.inf
         require_value(fits, "timeout", self.timeout, "seconds, above 0")
 
@@ -178,32 +186,19 @@ def require_norm(norm: Any, what: str) -> None:
     require_value(is_number(norm) and norm >= 0, what, norm, "a number, at least 0")
 
 
-def _require_its_parameters(optimizer: Any, known: Collection[int]) -> None:
-    """Raises RuntimeFailure if an optimizer has parameters that no stage has; they would not be updated.
+def _require_known(
+    owner: str, parameters: Sequence[tuple[str, Parameter]], known: Collection[int], instead: str
+) -> None:
+    """Raises RuntimeFailure if an owner has parameters that no stage has; they would not be updated.
 
     Args:
-        known: ids of the model's parameters.
+        known: ids of the model's parameters. instead: what to do.
     """
-    groups = optimizer.param_groups if isinstance(optimizer, Optimizer) else ()
-    strange = [p for group in groups for p in group["params"] if id(p) not in known]
-    if strange:
-        raise RuntimeFailure(
-            f"the optimizer ({type(optimizer).__name__}) has {len(strange)} parameters that are not in the model, "
-            f"the first of shape {tuple(strange[0].shape)}; make it of the modules that ps.Pipeline is given, or "
-            "give a function that makes one"
-        )
-
-
-def _require_no_others(loss_fn: Any, known: Collection[int]) -> None:
-    """Raises RuntimeFailure if the loss has parameters to be trained that no stage has; they would not be updated."""
-    loss = getattr(loss_fn, "__self__", getattr(loss_fn, "func", loss_fn))
-    named = loss.named_parameters() if isinstance(loss, nn.Module) else ()
-    others = [name for name, p in named if p.requires_grad and id(p) not in known]
+    others = [name for name, p in parameters if id(p) not in known]
     if others:
         raise RuntimeFailure(
-            f"loss_fn ({type(loss).__name__}) has {len(others)} parameters that are not in the model, the first is "
-            f"{others[0]}, and the optimizer would not update them; put them into the last stage, which can return "
-            "what the loss needs of them, or freeze them (requires_grad_(False))"
+            f"{owner} has {len(others)} parameters that are not in the model, the first is {others[0]}, and nothing "
+            f"would update them; {instead}"
         )
 
 

@@ -279,8 +279,6 @@ class ForwardTracer(fx.Tracer):
                 graph = self.trace(entry)
         except Untraceable:
             raise
-        except fx.proxy.TraceError as error:
-            raise Untraceable(f"({error})", line_of_error(error)) from error
         except Exception as error:
             text = str(error).split("\n")[0]
             raise Untraceable(f"tracing stops with {type(error).__name__}: {text}", line_of_error(error)) from error
