@@ -12,10 +12,9 @@
 local_model      the model in this process              copies        a copy per pipeline, built alike
 optimizer_state  what training changes in a step        optimizer     the optimizer that the user gave
 shared           also stages cut over ranks             replicas      also the REDUCE ops of a schedule
-tied_casts       tied parameters under autocast         checksum      holders are compared
-muon             Muon and AdamW as one optimizer        scaling       float16: larger gradients, updates left out
-updates          updates that are ops of the schedule   versions      which weights a copy's ops read meanwhile
-                                                        rules         ... by PipeDream's rule, SpecTrain's, ...
+checksum         holders are compared                   scaling       float16: larger gradients, updates left out
+muon             Muon and AdamW as one optimizer        versions      which weights a copy's ops read meanwhile
+updates          updates that are ops of the schedule   rules         ... by PipeDream's rule, SpecTrain's, ...
 
 Three classes know who holds and who owns a shared tensor: `ties.Ties` over stages, `shared.Holders` over ranks of a
 pipeline, `sharding.ReplicaParameters` over replicas. Its gradients are added pipeline by pipeline, ascending, and

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -62,8 +62,6 @@ class HolderChecksums:
         has_holders = copies > 1 or bool(model.ties or model.placement.shared)
         self._is_needed = has_holders and isinstance(mesh.everyone, GroupPeers)
         self._held = _held_parameters(model, mesh, sharding)
-        self._trained: Facts = {}
-        self._digest = 0
         self._wait: Callable[[], Tensor] | None = None
         self._alike = True
 
@@ -75,11 +73,9 @@ class HolderChecksums:
         """
         self._rates = () if rates is None else tuple(map(float, rates))
         if isinstance(self._mesh.replicas, GroupPeers):
-            if (trained := self._facts_of_training()) != self._trained:
-                digest = hashlib.sha256(repr(trained).encode()).digest()
-                self._trained, self._digest = trained, int.from_bytes(digest[:6])  # a double holds 48 bits exactly
+            digest = hashlib.sha256(repr(self._facts_of_training()).encode()).digest()
             row = torch.zeros(self._mesh.num_replicas, dtype=torch.float64, device="cpu")
-            row[self._mesh.replica] = self._digest
+            row[self._mesh.replica] = int.from_bytes(digest[:6])  # a double holds 48 bits exactly
             self._wait = self._mesh.replicas.begin_sum(row)
 
     def is_alike(self) -> bool:
@@ -146,12 +142,12 @@ class HolderChecksums:
         """Which parameters are trained, of which types, and by which options."""
         optimizer, rank = self._optimizer(), self._mesh.pipeline.here[0]
         options = [] if optimizer is None else [_options_of(group) for group in optimizer.param_groups]
-        facts: Facts = {(name, None): (p.requires_grad, str(p.dtype)) for name, p, _ in self._held}
+        facts: Facts = {(name, None): (p.requires_grad, str(p.dtype)) for (name, _), p in self._held.items()}
         return {**facts, ("the optimizer", rank): options, ("rates= of the step", rank): self._rates}
 
     def _values(self, fact: Callable[[Tensor], object]) -> Facts:
         """Makes a fact of the values of each parameter, or of the part that lies here."""
-        return {(one.subject, one.part): fact(self._sharding.in_step(one.parameter)) for one in self._held}
+        return {key: fact(self._sharding.in_step(parameter)) for key, parameter in self._held.items()}
 
 
 class _Rounded:
@@ -173,23 +169,13 @@ class _Rounded:
     __hash__ = None  # type: ignore[assignment]
 
 
-class _Held(NamedTuple):
-    """A parameter that this process holds.
+def _held_parameters(model: LocalModel, mesh: ProcessMesh, sharding: ReplicaParameters) -> dict[Key, Parameter]:
+    """Returns the parameters in this process, each once: by its owner's name for it, and the part that lies here.
 
-    Attributes:
-        subject: its owner's name for it, in words.
-        part: which part of the parameter lies here; equal for processes with the same part.
+    Processes that hold the same part have the same key.
     """
-
-    subject: str
-    parameter: Parameter
-    part: tuple[object, ...]
-
-
-def _held_parameters(model: LocalModel, mesh: ProcessMesh, sharding: ReplicaParameters) -> list[_Held]:
-    """Lists the parameters in this process, each by one name."""
     rank, shared = mesh.pipeline.here[0], {stage for stage, _ in model.placement.shared}
-    held: dict[str, _Held] = {}
+    held: dict[str, tuple[Key, Parameter]] = {}
     for index, stage in model.copies.stages.items():
         for name, parameter in stage.named_parameters():
             value = sharding.in_step(parameter)
@@ -197,8 +183,8 @@ def _held_parameters(model: LocalModel, mesh: ProcessMesh, sharding: ReplicaPara
             if not is_sharded(value) and (mesh.shards is not None or index in shared):
                 part = mesh.shard, rank if index in shared else None  # it may be cut, and nothing says how
             subject = f"parameter {model.ties.owned_name(name)}"
-            held.setdefault(subject, _Held(subject, parameter, part))
-    return list(held.values())
+            held.setdefault(subject, ((subject, part), parameter))
+    return dict(held.values())
 
 
 def _part_of(parameter: Tensor) -> tuple[object, ...]:

@@ -338,15 +338,22 @@ def build_alike(sources: Sequence[Stage | StageSource], placement: Placement, me
     stages: dict[int, Stage] = {}
     error = _build_in_order(sources, list(dict.fromkeys(stage for _, stage in copies)), stages, mesh.pipeline)
 
-    def digests_of_forms() -> dict[str, str]:
+    def forms_here() -> dict[str, list[str]]:
         if error is not None:
             raise error
-        return {subject: digest_of(lines) for subject, lines in _forms_of(sources, stages).items()}
+        return _forms_of(sources, stages)
 
-    digests = mesh.everyone.together(digests_of_forms, "build its stages")
-    for subject in sorted({subject for each in digests for subject in each}):
-        if len({each[subject] for each in digests if subject in each}) > 1:
-            _refuse(subject, mesh.everyone.gather(_forms_of(sources, stages).get(subject)))
+    first: dict[str, tuple[int, list[str]]] = {}
+    for rank, forms in enumerate(mesh.everyone.together(forms_here, "build its stages")):
+        for subject, form in forms.items():
+            one, known = first.setdefault(subject, (rank, form))
+            if form != known:
+                pairs = zip_longest(known, form, fillvalue="no more")
+                wanted, found = next(pair for pair in pairs if pair[0] != pair[1])
+                raise RuntimeFailure(
+                    f"rank {rank} was given another {subject} than rank {one}; rank {one} has {wanted}, and rank "
+                    f"{rank} has {found}; give every rank the same stages"
+                )
     return {(pipeline, stage): stages[stage] for pipeline, stage in copies}
 
 
@@ -412,15 +419,3 @@ def _forms_of(sources: Sequence[Stage | StageSource], stages: Mapping[int, Stage
             form = form_of(source, "" if isinstance(source, Stage) else str(index))
             forms |= {f"stage {index}": form} if form else {}
     return forms
-
-
-def _refuse(subject: str, forms: Sequence[list[str] | None]) -> None:
-    """Raises RuntimeFailure, which names the first line in which a process differs from the first one."""
-    held = [(rank, form) for rank, form in enumerate(forms) if form is not None]
-    first, known = held[0]
-    other, form = next((rank, form) for rank, form in held if form != known)
-    mine, theirs = next(pair for pair in zip_longest(known, form, fillvalue="no more") if pair[0] != pair[1])
-    raise RuntimeFailure(
-        f"rank {other} was given another {subject} than rank {first}; rank {first} has {mine}, and rank {other} has "
-        f"{theirs}; give every rank the same stages"
-    )

@@ -17,7 +17,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import Parameter
 
-from penstock.runtime.errors import RuntimeFailure
 from penstock.runtime.mesh.collective import all_gather
 from penstock.runtime.mesh.peers import GroupPeers
 from penstock.runtime.mesh.process_mesh import REPLICAS, ProcessMesh
@@ -255,13 +254,6 @@ class ShardedParameters(ReplicaParameters):
         """Gathers the parameters from all replicas."""
         if self._is_whole:
             return
-        for one in self.of_whole.values():
-            if one.part.dtype is not one.whole.dtype:
-                raise RuntimeFailure(
-                    f"{one.name} is of {one.part.dtype} and was of {one.whole.dtype} when ps.Pipeline was made, and "
-                    'with sharding="fsdp" a step computes with parameters of the type from then; make a new '
-                    "pipeline, or change the model back"
-                )
         for bucket in self._buckets:
             for one in bucket:
                 whole = local(one.whole.data)

@@ -26,8 +26,8 @@ there a backward is to find other values than its forward in the views that auto
 forward stay in its graph: their backward reads those.
 
 A rule predicts weights from the optimizer's state. If this copy has that state, an op's prediction is made when the
-op runs. If another copy has it, the holder of the state predicts everything
-that ops will read of a version as soon as the version is made, and sends the predictions with the version.
+op runs. If another pipeline's copy has it, that copy predicts everything that ops will read of a version as soon as
+the version is made, and sends the predictions with the version.
 
 A parameter that another stage owns comes with the first forward that passed the owner's stage since its update, so
 that all stages read one version in the forwards of a microbatch:
