@@ -27,9 +27,9 @@ from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from checkpoint_cases import on_ranks
 from penstock.runtime.checkpoint import CheckpointError, Reader, candidates, complete, latest
 from penstock.runtime.checkpoint.dcp import write
+from penstock.runtime.checkpoint.folder import match
 from penstock.runtime.checkpoint.object_state import unpack
 from penstock.runtime.checkpoint.optimizer import stage_optimizer
-from penstock.runtime.checkpoint.reader import match
 from penstock.runtime.checkpoint.save_load import export_model
 from penstock.runtime.tensors.pytree import DTYPES
 

@@ -1,6 +1,6 @@
 """Checkpoints by parameter name, that any number of ranks may read again, in the files of torch's own checkpoints.
 
-    training_state --named tensors--> dcp: a file per process --rename--> step-00000100/ --reader--> training_state
+    training_state --named tensors--> dcp: a file per process --rename--> step-00000100/ --Reader--> training_state
 
     step-00000100/  __0_0.distcp    a file per writing process, by torch.distributed.checkpoint (DCP)
                     .metadata       for DCP's tools
@@ -15,13 +15,12 @@ last good one. Whatever can fail, fails in all processes (`together`) before any
 
 save_load        a pipeline's, all ranks or none      training_state    a pipeline's state as plain named tensors
 dcp              writing the files                    optimizer         an optimizer's
-reader           what they hold, and reading it       object_state      values that are no tensors, and their owners
-folder           names of checkpoints, and renames    together          all processes act, or all raise
+folder           names, renames, and reading one      object_state      values that are no tensors, and their owners
+together         all processes act, or all raise
 state_transfer   from pipeline to pipeline, no disk
 """
 
-from penstock.runtime.checkpoint.folder import candidates, complete, latest, set_aside
-from penstock.runtime.checkpoint.reader import Reader
+from penstock.runtime.checkpoint.folder import Reader, candidates, complete, latest, set_aside
 from penstock.runtime.checkpoint.together import UNWRITTEN
 from penstock.runtime.errors import CheckpointError, DamagedCheckpointError
 

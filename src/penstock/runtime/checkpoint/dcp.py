@@ -32,7 +32,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 from torch.utils.serialization import config
 
 from penstock.runtime.checkpoint import folder
-from penstock.runtime.checkpoint.reader import JSON, MANIFEST, write_manifest
+from penstock.runtime.checkpoint.folder import JSON, MANIFEST, write_manifest
 from penstock.runtime.checkpoint.together import UNWRITTEN, together
 from penstock.runtime.errors import CheckpointError
 from penstock.runtime.mesh.peers import LocalPeers, Peers

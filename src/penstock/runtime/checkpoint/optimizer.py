@@ -23,8 +23,8 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from penstock.runtime.checkpoint.folder import JSON
 from penstock.runtime.checkpoint.object_state import ATTRIBUTE, DATA, StatefulObject, digest_of, pack, unpack
-from penstock.runtime.checkpoint.reader import JSON
 from penstock.runtime.errors import CheckpointError, listed
 from penstock.runtime.parameters.optimizer import attributes_of, optimizers_in, set_attribute, tensors_in
 from penstock.runtime.tensors.digest import bytes_of
@@ -81,7 +81,8 @@ def optimizer_tensors(optimizer: Optimizer, names: Names) -> tuple[dict[str, Ten
     by_id = {id(parameter): name for parameter, name in names.items()}
     for attribute, held in _attributes_by_parameter(optimizer, names).items():
         for key, value in held.items():
-            add(by_id[_id_of(key)], ("@@" if isinstance(key, int) else "@") + attribute, value)
+            is_id = isinstance(key, int)
+            add(by_id[key] if is_id else names[key], ("@@" if is_id else "@") + attribute, value)
     return tensors, {"class": kind, "groups": groups}
 
 
@@ -99,20 +100,19 @@ def plain_attributes(optimizer: Optimizer, names: Names) -> list[str]:
     Parameters alone, and what torch has of processes and devices, are no state. Raises `CheckpointError` for an
     attribute that holds other tensors beside parameters.
     """
-    by_id = {id(parameter) for parameter in names}
-    found = []
+    found, by_parameter = [], _attributes_by_parameter(optimizer, names)
     for name, value in attributes_of(optimizer).items():
-        are_parameters = [id(tensor) in by_id for tensor in tensors_in(value)]
-        of_torch = type(value).__module__.startswith("torch") and not isinstance(value, (Tensor, torch.Generator))
-        of_torch = of_torch and not are_parameters
-        if _goes_by_parameter(value, by_id) or of_torch or (are_parameters and all(are_parameters)):
-            continue
-        if any(are_parameters):
+        tensors = list(tensors_in(value))
+        num_parameters = sum(tensor in names for tensor in tensors)
+        if 0 < num_parameters < len(tensors) and name not in by_parameter:
             raise CheckpointError(
                 f"attribute {name} of {type(optimizer).__name__} holds tensors beside parameters, which a checkpoint "
                 "would not bring back: keep them in the state of a parameter, or in a dict with parameters as keys"
             )
-        found.append(name)
+        of_torch = type(value).__module__.startswith("torch") and not isinstance(value, torch.Generator)
+        is_state = len(tensors) > num_parameters if tensors else not of_torch
+        if is_state and name not in by_parameter:
+            found.append(name)
     return found
 
 
@@ -120,11 +120,11 @@ def attribute_objects(
     optimizer: Optimizer, attributes: Iterable[str], suffixes: tuple[str, ...]
 ) -> list[StatefulObject]:
     """The attributes of these names, as objects with state."""
+    kind = type(optimizer).__name__
 
     def made(name: str) -> StatefulObject:
-        what = f"attribute {name} of {type(optimizer).__name__}"
         get, put = (lambda: attributes_of(optimizer).get(name)), partial(set_attribute, optimizer, name)
-        return StatefulObject(ATTRIBUTE + name, suffixes, what, get, put)
+        return StatefulObject(ATTRIBUTE + name, suffixes, f"attribute {name} of {kind}", get, put)
 
     return [made(name) for name in attributes]
 
@@ -272,15 +272,11 @@ def _differing(one: Mapping[str, Any], other: Mapping[str, Any]) -> list[str]:
 
 
 def _attributes_by_parameter(optimizer: Optimizer, names: Names) -> dict[str, dict[Any, Any]]:
-    """By name the attributes that are dicts whose keys are parameters, or ids of them."""
-    by_id = {id(parameter) for parameter in names}
-    return {name: value for name, value in attributes_of(optimizer).items() if _goes_by_parameter(value, by_id)}
+    """By name the attributes that are dicts whose keys are parameters, or ids of them; empty ones too."""
+    ids = set(map(id, names))
 
+    def is_parameter(key: Any) -> bool:
+        return key in ids if isinstance(key, int) else isinstance(key, Tensor) and key in names
 
-def _goes_by_parameter(value: Any, by_id: Set[int]) -> bool:
-    """Whether a value is a dict whose keys are parameters, or ids of them; so is an empty one."""
-    return isinstance(value, dict) and all(_id_of(key) in by_id for key in value)
-
-
-def _id_of(key: Any) -> int:
-    return key if isinstance(key, int) else id(key)
+    found = attributes_of(optimizer).items()
+    return {name: value for name, value in found if isinstance(value, dict) and all(map(is_parameter, value))}

@@ -22,7 +22,7 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 
 from penstock.formats.files import replaced
-from penstock.runtime.checkpoint.folder import candidates, complete, latest, set_aside, sync
+from penstock.runtime.checkpoint.folder import Kind, Reader, candidates, complete, latest, match, set_aside, sync
 from penstock.runtime.checkpoint.object_state import (
     EXTRA,
     STATE,
@@ -33,7 +33,6 @@ from penstock.runtime.checkpoint.object_state import (
     to_write,
 )
 from penstock.runtime.checkpoint.optimizer import merged_meta
-from penstock.runtime.checkpoint.reader import Kind, Reader, match
 from penstock.runtime.checkpoint.together import UNWRITTEN, together
 from penstock.runtime.checkpoint.training_state import COUNTERS, MODEL, StagedState, TrainingState
 from penstock.runtime.errors import CheckpointError, DamagedCheckpointError, listed
@@ -164,8 +163,8 @@ def _choose(directory: str | Path, peers: Peers, fallback: bool) -> tuple[Path, 
         damaged: dict[str, str] = {}
         if peers.here[0] != 0:
             return "", damaged
-        chosen, *older = _found(directory)
-        for path in (chosen, *older) if fallback else ():
+        chosen = find(directory)
+        for path in candidates(directory) if fallback else ():
             try:
                 Reader(path).verify()
             except DamagedCheckpointError as error:
@@ -248,15 +247,10 @@ def later_than(path: Path) -> list[str]:
 
 
 def find(directory: str | Path) -> Path:
-    """The checkpoint meant by a path: itself, or the newest inside. Raises CheckpointError."""
-    return _found(directory)[0]
-
-
-def _found(directory: str | Path) -> list[Path]:
-    """See `candidates`. Raises CheckpointError where there are none."""
-    if paths := candidates(directory):
-        return paths
-    raise CheckpointError(f"{directory}: no checkpoint there; give a checkpoint or a folder of them")
+    """The checkpoint meant by a path: itself, or the newest inside. Raises CheckpointError where there is none."""
+    if (path := latest(directory)) is None:
+        raise CheckpointError(f"{directory}: no checkpoint there; give a checkpoint or a folder of them")
+    return path
 
 
 def export_model(path: str | Path, checkpoint: str | Path) -> Path:

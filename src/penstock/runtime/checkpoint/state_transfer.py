@@ -17,8 +17,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from penstock.runtime.checkpoint.folder import Kind, match, rename_members, renamed
 from penstock.runtime.checkpoint.optimizer import merged_meta
-from penstock.runtime.checkpoint.reader import Kind, match, rename_members, renamed
 from penstock.runtime.checkpoint.together import together
 from penstock.runtime.checkpoint.training_state import COUNTERS, MODEL, StagedState, TrainingState
 from penstock.runtime.errors import CheckpointError, RuntimeFailure

@@ -24,6 +24,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import Parameter
 
+from penstock.runtime.checkpoint.folder import Kind
 from penstock.runtime.checkpoint.object_state import (
     ATTRIBUTE,
     LoadedStates,
@@ -41,7 +42,6 @@ from penstock.runtime.checkpoint.optimizer import (
     plain_attributes,
     stage_optimizer,
 )
-from penstock.runtime.checkpoint.reader import Kind
 from penstock.runtime.checkpoint.together import together
 from penstock.runtime.errors import CheckpointError
 from penstock.runtime.mesh.peers import Peers
