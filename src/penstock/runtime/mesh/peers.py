@@ -180,7 +180,7 @@ class GroupPeers(Peers):
         return heard
 
     def _begin_large_rows(self, mine: Tensor, what: str) -> Callable[[], Sequence[Tensor]]:
-        """Begins to give every rank the values of all ranks, which a lost link ends."""
+        """Begins the same by the group, for values of any size."""
         rows = mine.new_empty(self.num_ranks, *mine.shape)
         work = self.start(all_gather, mine, rows)
 
@@ -360,14 +360,12 @@ def groups_of_processes(
     """
     limit = timedelta(seconds=timeout)
     made: dict[Key, dist.ProcessGroup | None] = {}
-    for key, each in sets.items():
-        inside = list(each)
+    for key, inside in sets.items():
         is_member = dist.get_rank() in inside
         group: object = None
-        if whole:
-            group = dist.new_group(inside, timeout=limit, backend=backend)
-        elif is_member:
-            group = dist.new_group(inside, timeout=limit, backend=backend, use_local_synchronization=True)
+        if whole or is_member:
+            alone = not whole
+            group = dist.new_group([*inside], timeout=limit, backend=backend, use_local_synchronization=alone)
         if not is_member and not (whole and _COUNTS_CALLS):
             # A group that its members alone make is named after them and after how many groups they know. So who is
             # not in this one makes one of itself, and all go on counting alike.

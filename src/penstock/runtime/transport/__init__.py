@@ -15,8 +15,9 @@ in front of any of them
     link_conditions   late, lossy and dead links, injected; with a bound on messages under way, as in other frameworks
 
 what goes on when a network dies
+    heartbeats      who can be reached by which interface, and small values that no lost link holds up
     failover        all groups of a process change over to another interface
-    heartbeats      who can be reached by which interface; what ranks tell one another while they change over
+    repeat          what was under way is begun anew by all processes
 
 wiring       which messages an op receives and sends      channel      messages told apart, and kept in order
 inbox        what came in, and where a rank sleeps        wire_format  a payload as one flat buffer, and its spec

@@ -159,7 +159,7 @@ class Attempts:
 
 
 class GuardedGroup:
-    """A group of processes. Its ops are part of an attempt. See `Guard` of `mesh/peers.py`.
+    """A group of processes, by which `GroupPeers` go if there is another interface. Its ops are part of an attempt.
 
     Args:
         members: its processes, by their numbers in the mesh.
@@ -174,10 +174,12 @@ class GuardedGroup:
         return (self.attempts if self.attempts.name else self.attempts.failover).groups[self.name]
 
     def start(self, op: Callable[..., Any], *given: Any) -> GuardedWork:
+        """Begins `op(group, *given)` on the group that there is now; returns what to wait for."""
         with self.attempts.guarded():
             return GuardedWork(self.attempts, op(self.group, *given))
 
     def begin_gather(self, data: bytes) -> Callable[[float], list[bytes]]:
+        """Tells the others a few bytes, which no lost link holds up; returns what waits, so many seconds, for all."""
         beats = self.attempts.failover.beats
         name, number = self.attempts.next_gather(self)
         beats.forget(f"{name}{number - KEPT} ")
@@ -204,6 +206,7 @@ class GuardedGroup:
         return str(found)
 
     def repeated(self, once: Callable[[], R]) -> R:
+        """Does something together, from its start if a link was lost, until no process has lost one."""
         if self.attempts.name:
             return once()
 
@@ -224,9 +227,11 @@ class GuardedGroup:
         return self.attempts.repeated(self, attempt)
 
     def send(self, tensor: Tensor, target: int, limit: timedelta) -> None:
+        """Sends a tensor."""
         self._watched(lambda group: group.send([tensor], target, 0).wait(limit))
 
     def receive(self, tensor: Tensor, source: int, limit: timedelta) -> None:
+        """Fills a tensor with what another rank sends."""
         self._watched(lambda group: group.recv([tensor], source, 0).wait(limit))
 
     def _watched(self, once: Callable[[Any], object]) -> None:
