@@ -128,17 +128,6 @@ def test_what_a_forward_saved_is_gone_before_the_next_and_is_counted() -> None:
     assert stage.seen == [1] * 8
 
 
-def test_what_stays_is_said() -> None:
-    """The first layer saves what it is given, which the batch, or the stage before, holds too."""
-    pipe = ps.Pipeline(stages(2), offloaded(ps.build("1f1b", 2, 4)), loss_fn=nn.MSELoss())
-    pipe.step(torch.randn(8, 8), torch.randn(8, 8), update=False)
-    for stage in (0, 1):
-        assert any(
-            notice.startswith(f"stage {stage}: ") and "what the stage is given and gives" in notice
-            for notice in pipe.notices
-        ), pipe.notices
-
-
 class Spoiling(nn.Module):
     """Changes what `sin` saved."""
 

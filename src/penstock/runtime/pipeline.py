@@ -160,7 +160,6 @@ class Pipeline:
         self._summed: SummedValues | None = None
         self.step_sums: tuple[float, ...] = ()
         self._agent: Agent | None = None
-        self._has_noted_stays = False
         self._moving_to: Configuration | None = None
         self._life = Lifetime()
         self._local = LocalPipeline(given, mesh, dispatch, self._life)
@@ -382,9 +381,6 @@ class Pipeline:
             local.optimizer_state.gather()
         end = perf_counter_ns()
         local.notices.note(local.devices.little_deferred())
-        if settings.away and not self._has_noted_stays:
-            local.notices.note(local.devices.staying())
-            self._has_noted_stays = True
         if self._agent is None or now is not local.running:
             return []
         seen = local.choice.seen(local.transport)

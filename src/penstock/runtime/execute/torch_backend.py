@@ -391,20 +391,6 @@ class TorchDevices:
         little = any(each is not None and each.reasons and each.share < LEAST_DEFERRED_SHARE for each in shares)
         return [_LITTLE] if little else []
 
-    def staying(self) -> list[str]:
-        """Says of stages, after a step, what of their activations did not go to host memory, and why."""
-        found = []
-        for (_, index), runner in sorted(self.runners.items()):
-            statistics = runner.offload_statistics
-            whole = statistics.away + sum(statistics.stayed.values())
-            if statistics.stayed and whole:
-                rest = "; ".join(f"{why} {size / whole:.0%}" for why, size in sorted(statistics.stayed.items()))
-                found.append(
-                    f"stage {index}: {statistics.away / whole:.0%} of what its forwards save goes to host memory "
-                    f"where the schedule says so, the rest stays: {rest}"
-                )
-        return found
-
     def _made_table(self, rank: int, plan: StepPlan, training: bool, gang: Gang | None) -> Backend:
         model, schedule = self._model, plan.wiring.schedule
         runners = {key: self.runners[key] for key in model.copies.of_rank(rank)}

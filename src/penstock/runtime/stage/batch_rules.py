@@ -12,10 +12,10 @@ microbatch. All tensors that are cut along a dimension must have the same number
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from statistics import mode
 from typing import Any, Final, final
 
 import torch
@@ -176,12 +176,12 @@ class _Piece:
     """A tensor, or another value that one rule cuts.
 
     Attributes:
-        name: for errors. keys: where it lies.
+        name: for errors. key: where it lies, the outermost key.
         num_samples: along the rule's dimension; None where the rule is no dimension.
     """
 
     name: str
-    keys: tuple[Any, ...]
+    key: Any
     value: Any
     rule: Rule
     num_samples: int | None
@@ -202,22 +202,17 @@ class _Piece:
         return parts
 
 
-class Cut(Sequence[Any]):
+class Cut(list[Any]):
     """The microbatches of inputs or of targets.
 
-    Args:
+    Attributes:
         sizes: by microbatch, its samples along the dimensions of the rules; None where no rule is a dimension.
         is_listed: whether they were given as a list.
     """
 
     def __init__(self, parts: Sequence[Any], sizes: list[float] | None, is_listed: bool = False) -> None:
-        self._parts, self.sizes, self.is_listed = parts, sizes, is_listed
-
-    def __len__(self) -> int:
-        return len(self._parts)
-
-    def __getitem__(self, place: Any) -> Any:
-        return self._parts[place]
+        super().__init__(parts)
+        self.sizes, self.is_listed = sizes, is_listed
 
 
 class Uncut:
@@ -281,16 +276,16 @@ class Uncut:
                 )
             least, larger = divmod(total, num)
             sizes = [float(least + (m < larger)) for m in range(num)]  # as Tensor.tensor_split cuts
-        parts = [piece.cut(num) for piece in self._pieces]
-        return Cut([unflatten([p[m] for p in parts], self._skeleton) for m in range(num)], sizes)
+        parts = zip(*(piece.cut(num) for piece in self._pieces), strict=True)
+        return Cut([unflatten([*leaves], self._skeleton) for leaves in parts], sizes)
 
     def _read(self, value: Any, keys: tuple[Any, ...], rules: RuleTree) -> Skeleton:
         """Adds the pieces of a value. Returns its form, with their numbers in place of tensors."""
-        name = self._what + "".join(f"[{key!r}]" for key in keys)
-        if callable(rules):
-            return self._add(_Piece(name, keys, value, rules, getattr(rules, "num_samples", None)))
-        if isinstance(value, Tensor):
-            return self._add(_Piece(name, keys, value, *_fitted(value, name, rules)))
+        if callable(rules) or isinstance(value, Tensor):
+            name = self._what + "".join(f"[{key!r}]" for key in keys)
+            known = (rules, getattr(rules, "num_samples", None)) if callable(rules) else _fitted(value, name, rules)
+            self._pieces.append(_Piece(name, keys[0] if keys else None, value, *known))
+            return len(self._pieces) - 1
         if isinstance(value, dict) and all(isinstance(key, str) for key in value):
             below = [[key, self._read(v, (*keys, key), rules_at(rules, key))] for key, v in value.items()]
             return ["dict", below]
@@ -302,34 +297,21 @@ class Uncut:
             ]
         return flatten(value)[1]
 
-    def _add(self, piece: _Piece) -> int:
-        """One tensor at several places is one in each microbatch too."""
-        for place, other in enumerate(self._pieces):
-            if other.value is piece.value and other.rule is piece.rule:
-                return place
-        self._pieces.append(piece)
-        return len(self._pieces) - 1
-
     def _why_sizes_differ(self) -> str:
         """Names each tensor, its shape and its rule, and says which rules would fit."""
         cut = [piece for piece in self._pieces if piece.num_samples is not None]
-        found = [
+        given = [
             f"{p.name} has shape {_shape(p.value)}, {p.num_samples} "
             + (f"in dimension {p.rule}" if isinstance(p.rule, int) else "in its batch")
             for p in cut
         ]
-        text = f"the {self._what} must have the same number of samples, above 0: {'; '.join(found)}"
-        (usual, _), *_ = Counter(p.num_samples for p in cut).most_common(1)
-        if usual and len(cut) > 1:
-            proposed: dict[Any, Any] = {}
-            for piece in cut:
-                if piece.num_samples != usual:
-                    shape, place = [*getattr(piece.value, "shape", ())], proposed
-                    for key in piece.keys[:-1]:
-                        place = place.setdefault(key, {})
-                    place[piece.keys[-1]] = shape.index(usual) if usual in shape else WHOLE
+        text = f"the {self._what} must have the same number of samples, above 0: {'; '.join(given)}"
+        usual = mode(piece.num_samples for piece in cut)
+        shapes = {p.key: [*getattr(p.value, "shape", ())] for p in cut if p.num_samples != usual}
+        if shapes:
+            fitting = {key: shape.index(usual) if usual in shape else WHOLE for key, shape in shapes.items()}
             text += (
-                f". Say how each is cut, such as batch=ps.BatchRules({self._what}={proposed}); a rule is the "
+                f". Say how each is cut, such as batch=ps.BatchRules({self._what}={fitting}); a rule is the "
                 "dimension of the samples, ps.WHOLE, or a function (value, num_microbatches) -> list"
             )
         return text

@@ -14,8 +14,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Collection, Iterable
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -28,27 +27,21 @@ from penstock.runtime.tensors.storage import storage_of
 _LEAST_COVERED = 0.5
 """The share of a tensor's memory that must be saved for all of it to be moved."""
 
-GIVEN, PART, FOREIGN = "what the stage is given and gives", "small parts of larger tensors", "tensors of other kinds"
-
-
-class SavedLayout(NamedTuple):
-    """How a tensor lies in its memory: what it is made from again."""
-
-    dtype: torch.dtype
-    size: torch.Size
-    stride: tuple[int, ...]
-    offset: int
-
 
 class SavedSlot:
-    """One tensor that autograd saved; None while it is in host memory."""
+    """One tensor that autograd saved; None while it is in host memory.
+
+    Attributes:
+        version: of the tensor when it was saved.
+        layout: how it lies in its memory: its type, offset, size and strides.
+    """
 
     __slots__ = ("layout", "tensor", "version")
 
     def __init__(self, tensor: Tensor, version: int) -> None:
         self.tensor: Tensor | None = tensor
         self.version = version
-        self.layout: SavedLayout | None = None
+        self.layout: tuple[torch.dtype, int, torch.Size, tuple[int, ...]] | None = None
 
     def get(self) -> Tensor:
         """The tensor, for autograd.
@@ -68,16 +61,18 @@ class SavedSlot:
             )
         return self.tensor
 
+    def leave(self) -> None:
+        """Lets go of the tensor, and remembers its layout."""
+        tensor = self.get()
+        self.layout = tensor.dtype, int(tensor.storage_offset()), tensor.size(), tensor.stride()
+        self.tensor = None
 
-@dataclass
-class OffloadStatistics:
-    """Of one stage in a step, the bytes that its forwards saved and sent away, and those that stayed, by reason."""
-
-    away: int = 0
-    stayed: dict[str, int] = field(default_factory=dict)
-
-    def stay(self, reason: str, num_bytes: int) -> None:
-        self.stayed[reason] = self.stayed.get(reason, 0) + num_bytes
+    def come_back(self, memory: Tensor) -> None:
+        """Makes the tensor again, in this memory."""
+        assert self.layout is not None
+        dtype, *rest = self.layout
+        self.tensor = torch.empty(0, dtype=dtype, device=memory.device).set_(memory.untyped_storage(), *rest)
+        self.version = self.tensor._version
 
 
 class HostMemory:
@@ -162,18 +157,13 @@ class HostCopy:
 
 
 class SavedTensors:
-    """What the forward of one microbatch of a stage saved for its backward.
+    """What the forward of one microbatch of a stage saved for its backward."""
 
-    Args:
-        statistics: takes note of what goes away and what stays.
-    """
-
-    def __init__(self, host: HostMemory, statistics: OffloadStatistics) -> None:
-        self._host, self._statistics = host, statistics
+    def __init__(self, host: HostMemory) -> None:
+        self._host = host
         self._slots: list[SavedSlot] = []
         self._away: list[tuple[Tensor, list[SavedSlot], torch.device]] = []
         self._staying: Collection[int] = ()
-        self._own: Collection[int] = ()
 
     def recording(self) -> AbstractContextManager[Any]:
         """Around the forward."""
@@ -185,7 +175,7 @@ class SavedTensors:
         Args:
             own: addresses of the memory of the stage's parameters and buffers. given: what it was given, and gave.
         """
-        self._own, self._staying = own, frozenset(map(storage_of, given)) - {0}
+        self._staying = {*own, *map(storage_of, given)}
 
     def _pack(self, tensor: Tensor) -> SavedSlot:
         # A view that knows nothing of the graph; leaves as they are, since some functions ask which one they get.
@@ -198,38 +188,27 @@ class SavedTensors:
         by_memory: dict[int, list[SavedSlot]] = {}
         for slot in self._slots:
             tensor = slot.get()
-            by_memory.setdefault(storage_of(tensor) if _is_plain(tensor) else 0, []).append(slot)
+            if not (tensor.is_conj() or tensor.is_neg() or tensor.is_quantized):
+                by_memory.setdefault(storage_of(tensor), []).append(slot)
+        self._slots.clear()
         pairs = []
         for address, slots in by_memory.items():
-            covered = sum({_layout(slot.get()): _num_bytes(slot.get()) for slot in slots}.values())
-            reason = ""
-            if address in self._own and address:
-                continue
-            if not address:
-                reason = FOREIGN
-            elif address in self._staying:
-                reason = GIVEN
-            elif covered < _LEAST_COVERED * slots[0].get().untyped_storage().nbytes():
-                reason = PART
-            if reason:
-                self._statistics.stay(reason, covered)
+            if not address or address in self._staying:  # no plain memory, or memory that others hold too
                 continue
             first = slots[0].get()
             memory = first.untyped_storage()
+            if _covered(slots) < _LEAST_COVERED * memory.nbytes():
+                continue
             source = torch.empty(0, dtype=torch.uint8, device=first.device).set_(memory)
             target = self._host.take(memory.nbytes())
-            self._statistics.away += memory.nbytes()
             pairs.append((target, source))
             self._away.append((target, slots, first.device))
-        self._slots.clear()
 
         def let_go() -> None:
             pairs.clear()  # of the sources too
             for _, slots, _ in self._away:
                 for slot in slots:
-                    assert slot.tensor is not None
-                    slot.layout = _layout(slot.tensor)
-                    slot.tensor = None
+                    slot.leave()
 
         return self._host.copies(pairs, let_go)
 
@@ -240,11 +219,7 @@ class SavedTensors:
             memory = torch.empty(taken.numel(), dtype=torch.uint8, device=device)
             pairs.append((memory, taken))
             for slot in slots:
-                assert slot.layout is not None
-                dtype, size, stride, offset = slot.layout
-                empty = torch.empty(0, dtype=dtype, device=device)
-                slot.tensor = empty.set_(memory.untyped_storage(), offset, size, stride)
-                slot.version = slot.tensor._version
+                slot.come_back(memory)
 
         def give_back() -> None:
             for taken, _, _ in self._away:
@@ -254,15 +229,7 @@ class SavedTensors:
         return self._host.copies(pairs, give_back)
 
 
-def _is_plain(tensor: Tensor) -> bool:
-    return storage_of(tensor) != 0 and not tensor.is_conj() and not tensor.is_neg() and not tensor.is_quantized
-
-
-def _layout(tensor: Tensor) -> SavedLayout:
-    if tensor.layout is not torch.strided:
-        return SavedLayout(tensor.dtype, tensor.size(), (), 0)
-    return SavedLayout(tensor.dtype, tensor.size(), tensor.stride(), int(tensor.storage_offset()))
-
-
-def _num_bytes(tensor: Tensor) -> int:
-    return tensor.numel() * tensor.element_size()
+def _covered(slots: Iterable[SavedSlot]) -> int:
+    """The bytes of tensors in one memory; tensors that lie alike count once."""
+    tensors = [slot.get() for slot in slots]
+    return sum({(t.dtype, t.storage_offset(), t.size(), t.stride()): t.nbytes for t in tensors}.values())

@@ -234,10 +234,10 @@ def _require_matching(cut_inputs: Cut, cut_targets: Cut) -> None:
     """Raises RuntimeFailure where samples have no target, or targets no sample. Where both are lists, or a function
     cut either, that is up to their user.
     """
-    unknown = [cut.is_listed for cut in (cut_inputs, cut_targets) if cut.sizes is None]
-    if len(unknown) > 1 or False in unknown or cut_inputs.sizes == cut_targets.sizes:
+    both = cut_inputs, cut_targets
+    if any(cut.sizes is None and not cut.is_listed for cut in both) or all(cut.is_listed for cut in both):
         return
-    sizes = _sizes(cut_inputs)
+    sizes, sizes_of_targets = map(_sizes, both)
     if cut_targets.sizes is not None:
         num_targets, num = int(sum(cut_targets.sizes)), sum(max(size, default=0) for size in sizes)
         if num_targets != num:
@@ -245,7 +245,7 @@ def _require_matching(cut_inputs: Cut, cut_targets: Cut) -> None:
                 f"the targets have {num_targets} samples and the inputs {num}; give as many, lists with one entry "
                 "of each per microbatch, or the rules by which each is cut: batch=ps.BatchRules(inputs=, targets=)"
             )
-    for m, (size, target) in enumerate(zip(sizes, _sizes(cut_targets), strict=True)):
+    for m, (size, target) in enumerate(zip(sizes, sizes_of_targets, strict=True)):
         if other := sorted(target - size):
             raise RuntimeFailure(
                 f"microbatch {m} has {max(size, default=0)} samples and {other[0]} targets; cut both at the same "
@@ -326,11 +326,12 @@ class ReplicaBatches:
         self._start, self._mesh, self._gather = starts[0], mesh, gather
         here, pipelines = set(mesh.pipeline.here), schedule.placement.pipelines
         shared = dict(schedule.placement.shared)
-
-        def hosts(stage: int) -> bool:
-            return bool(here & {*(ranks[stage] for ranks in pipelines), *shared.get(stage, ())})
-
-        self._needs = {"inputs": hosts(self._start), "targets": hosts(loss_stage(schedule.graph))}
+        takes = {"inputs": self._start, "targets": loss_stage(schedule.graph)}
+        self._needs = [
+            name
+            for name, stage in takes.items()
+            if here & {*(ranks[stage] for ranks in pipelines), *shared.get(stage, ())}
+        ]
 
     def cut(
         self,
@@ -351,108 +352,93 @@ class ReplicaBatches:
         Raises:
             RuntimeFailure: in every process, what is wrong in any of them.
         """
-        batch: Microbatches | None = None
-        mine: Facts = {"process": self._mesh.everyone.here[0], "replica": self._mesh.replica}
+        given = {"inputs": inputs, "targets": targets}
+        mine: Facts = {"process": self._mesh.everyone.here[0], "replica": self._mesh.replica, "needs": self._needs}
+        parts: dict[str, Cut] = {}
         try:
-            batch = self._own(inputs, targets, num, fewer, rules())
-            mine |= self._facts(batch, inputs, targets, loss_fn)
+            parts = _own_parts(given, num, fewer, rules())
+            mine |= {name: _facts(given[name], part) for name, part in parts.items()}
+            if "targets" in parts:
+                mine["targets"]["weights"] = weights_of(parts["targets"], loss_fn)
         except Exception as error:
             mine["error"] = str(error) if isinstance(error, RuntimeFailure) else f"{type(error).__name__}: {error}"
         everyone = self._gather(mine)
-        for facts in everyone:
-            if "error" in facts:
-                raise RuntimeFailure(f"process {facts['process']}: {facts['error']}")
-        count = self._require_complete(everyone, loss_fn is not None)
-        parts = [self._of_replica(everyone, replica) for replica in range(self._mesh.num_replicas)]
+        count = _required_count(everyone, loss_fn is not None)
+        replicas = [_of_replica(everyone, replica) for replica in range(self._mesh.num_replicas)]
         windows = tuple(windows) or (range(count),)
-        own = parts[self._mesh.replica]
         scales = [1.0] * count
         if not adds_up(loss_fn):
-            scales = shares_of([part["weights"] for part in parts], windows)[self._mesh.replica]
-        nothing = [None] * count
-        cut_inputs = nothing if batch is None or inputs is None else batch.inputs[0]
-        cut_targets = nothing if batch is None or targets is None else batch.targets
-        into: Mapping[int, Sequence[Any]] = {self._start: cut_inputs}
-        return Microbatches(into, cut_targets, lambda: scales, own["signatures"], 0, windows, self._mesh.replica)
-
-    def _own(self, inputs: Any, targets: Any, num: int, fewer: bool, rules: BatchRules) -> Microbatches | None:
-        """What this process was given, cut; None where that is nothing."""
-        if inputs is None and targets is None:
-            return None
-        into = None if inputs is None else uncut(inputs, "inputs", rules.inputs)
-        source = uncut(targets, "targets", rules.targets) if into is None else into
-        num = min(num, source.most or num) if fewer else num
-        if into is None:
-            return Microbatches({}, source.cut(num), list, [], 0, (range(num),))
-        return cut_batch(into, targets, num, None, rules=rules)
-
-    def _facts(self, batch: Microbatches | None, inputs: Any, targets: Any, loss_fn: LossFn) -> Facts:
-        facts: Facts = {"needs": [name for name, needed in self._needs.items() if needed]}
-        if batch is None:
-            return facts
-        facts["num"] = len(batch)
-        if inputs is not None:
-            cut = batch.inputs[0]
-            assert isinstance(cut, Cut)
-            signatures = [batch.signature(m) for m in range(len(batch))]
-            facts["inputs"] = {"digest": batch_digest(inputs), "signatures": signatures, **_sizes_said(cut)}
-        if targets is not None:
-            cut = batch.targets
-            assert isinstance(cut, Cut)
-            weights = weights_of(cut, loss_fn)
-            facts["targets"] = {"digest": batch_digest(targets), "weights": weights, **_sizes_said(cut)}
-        return facts
-
-    def _require_complete(self, everyone: Sequence[Facts], scored: bool) -> int:
-        """The microbatches of each replica. Raises RuntimeFailure where a process lacks some or replicas differ."""
-        with_targets = any("targets" in facts for facts in everyone)
-        for facts in everyone:
-            for name in facts["needs"]:
-                if name not in facts and (name == "inputs" or (with_targets and scored)):
-                    raise RuntimeFailure(
-                        f"process {facts['process']} has the {'first' if name == 'inputs' else 'last'} stage of "
-                        f"replica {facts['replica']} and was given no {name}; give it that replica's"
-                    )
-        counts = {facts["num"]: facts for facts in everyone if "num" in facts}
-        if len(counts) > 1:
-            (few, one), (many, other) = sorted(counts.items())[:2]
-            raise RuntimeFailure(
-                f"process {one['process']} cut its batch into {few} microbatches and process {other['process']} into "
-                f"{many}; give every replica a batch of as many"
-            )
-        return int(next(iter(counts)))
-
-    def _of_replica(self, everyone: Sequence[Facts], replica: int) -> Facts:
-        """What one replica's microbatches weigh and look like. Raises RuntimeFailure where processes disagree."""
-        of_replica = [each for each in everyone if each["replica"] == replica]
-        found: Facts = {}
-        for name in ("inputs", "targets"):
-            given = [each for each in of_replica if name in each]
-            if len({each[name]["digest"] for each in given}) > 1:
-                numbers = " and ".join(str(each["process"]) for each in given[:2])
-                raise RuntimeFailure(
-                    f"processes {numbers} of replica {replica} were given different {name}; give the same{IN_PLACE}"
-                )
-            if given:
-                found[name] = given[0][name]
-        inputs, targets = found["inputs"], found.get("targets")
-        if targets is None:
-            return {"weights": inputs["sizes"], "signatures": inputs["signatures"]}
-        by = {inputs["cut"], targets["cut"]}
-        if BY_FUNCTIONS not in by and by != {BY_LIST} and inputs["sizes"] != targets["sizes"]:
-            raise RuntimeFailure(
-                f"replica {replica} was given microbatches of {_in_words(inputs['sizes'])} samples and of "
-                f"{_in_words(targets['sizes'])} targets; give as many of both"
-            )
-        sizes = targets["sizes"] if inputs["cut"] == BY_FUNCTIONS != targets["cut"] else inputs["sizes"]
-        weights = sizes if targets["weights"] is None else targets["weights"]
-        return {"weights": weights, "signatures": inputs["signatures"]}
+            scales = shares_of([weights for weights, _ in replicas], windows)[self._mesh.replica]
+        signatures, nothing = replicas[self._mesh.replica][1], [None] * count
+        into = {self._start: parts.get("inputs", nothing)}
+        cut_targets = parts.get("targets", nothing)
+        return Microbatches(into, cut_targets, lambda: scales, signatures, 0, windows, self._mesh.replica)
 
 
-def _sizes_said(cut: Cut) -> Facts:
+def _own_parts(given: Mapping[str, Any], num: int, fewer: bool, rules: BatchRules) -> dict[str, Cut]:
+    """What this process was given, cut."""
+    read = {name: uncut(value, name, getattr(rules, name)) for name, value in given.items() if value is not None}
+    if fewer and read:
+        num = min(num, next(iter(read.values())).most or num)
+    parts = {name: each.cut(num) for name, each in read.items()}
+    if len(parts) == 2:
+        _require_matching(parts["inputs"], parts["targets"])
+    return parts
+
+
+def _facts(value: Any, cut: Cut) -> Facts:
     by = BY_SAMPLES if cut.sizes is not None else BY_LIST if cut.is_listed else BY_FUNCTIONS
-    return {"sizes": sizes_of(cut), "cut": by}
+    return {"digest": batch_digest(value), "signatures": _signatures([cut]), "sizes": sizes_of(cut), "cut": by}
 
 
-def _in_words(sizes: Sequence[float]) -> str:
-    return ", ".join(f"{size:g}" for size in sizes)
+def _required_count(everyone: Sequence[Facts], is_scored: bool) -> int:
+    """The microbatches of each replica.
+
+    Raises:
+        RuntimeFailure: what a process found wrong, or that it lacks some, or that replicas have different numbers.
+    """
+    for facts in everyone:
+        if "error" in facts:
+            raise RuntimeFailure(f"process {facts['process']}: {facts['error']}")
+    with_targets = is_scored and any("targets" in facts for facts in everyone)
+    counts: dict[int, int] = {}
+    for facts in everyone:
+        for name in facts["needs"]:
+            if name not in facts and (name == "inputs" or with_targets):
+                raise RuntimeFailure(
+                    f"process {facts['process']} has the {'first' if name == 'inputs' else 'last'} stage of "
+                    f"replica {facts['replica']} and was given no {name}; give it that replica's"
+                )
+        counts |= {len(facts[name]["sizes"]): facts["process"] for name in ("inputs", "targets") if name in facts}
+    if len(counts) > 1:
+        (few, one), (many, other) = sorted(counts.items())[:2]
+        raise RuntimeFailure(
+            f"process {one} cut its batch into {few} microbatches and process {other} into {many}; give every "
+            "replica a batch of as many"
+        )
+    return next(iter(counts))
+
+
+def _of_replica(everyone: Sequence[Facts], replica: int) -> tuple[list[float], list[Signature]]:
+    """What one replica's microbatches weigh and look like. Raises RuntimeFailure where processes disagree."""
+    found: dict[str, Facts] = {}
+    for name in ("inputs", "targets"):
+        given = [each for each in everyone if each["replica"] == replica and name in each]
+        if len({each[name]["digest"] for each in given}) > 1:
+            numbers = " and ".join(str(each["process"]) for each in given[:2])
+            raise RuntimeFailure(
+                f"processes {numbers} of replica {replica} were given different {name}; give the same{IN_PLACE}"
+            )
+        if given:
+            found[name] = given[0][name]
+    inputs, targets = found["inputs"], found.get("targets", found["inputs"])
+    by = {inputs["cut"], targets["cut"]}
+    if BY_FUNCTIONS not in by and by != {BY_LIST} and inputs["sizes"] != targets["sizes"]:
+        sizes, others = (", ".join(f"{size:g}" for size in each["sizes"]) for each in (inputs, targets))
+        raise RuntimeFailure(
+            f"replica {replica} was given microbatches of {sizes} samples and of {others} targets; give as many of "
+            "both"
+        )
+    sizes = targets["sizes"] if inputs["cut"] == BY_FUNCTIONS != targets["cut"] else inputs["sizes"]
+    weights = targets.get("weights")
+    return (sizes if weights is None else weights), inputs["signatures"]

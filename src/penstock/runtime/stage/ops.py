@@ -18,7 +18,7 @@ from torch import Tensor
 
 from penstock.runtime.errors import RuntimeFailure
 from penstock.runtime.split_backward import DeferredShare, SplitStage, Tape
-from penstock.runtime.stage.host_memory import HostMemory, OffloadStatistics, SavedTensors, copied_to
+from penstock.runtime.stage.host_memory import HostMemory, SavedTensors, copied_to
 from penstock.runtime.stage.loss import LossCheck, LossFn, weightless
 from penstock.runtime.stage.microbatches import NO_LOSS, Microbatches, Signature
 from penstock.runtime.stage.recompute import BufferHistory, GradientAskedFor, keeping_nothing
@@ -128,7 +128,6 @@ class StageRunner:
         """Outputs that registered ops have read."""
         self._starts: dict[int, list[Tensor | None]] = {}
         """Gradients of outputs that registered ops have given."""
-        self.offload_statistics = OffloadStatistics()
         self._host = host or HostMemory(device)
         self._saved: dict[int, SavedTensors] = {}
         """What forwards saved, for microbatches whose activations go to host memory."""
@@ -178,7 +177,6 @@ class StageRunner:
         self._first = settings.first(self.index)
         if self._split is not None:
             self._split.begin(self)
-        self.offload_statistics = OffloadStatistics()
         self._own = None
         self._let_go()
         self.losses.clear()
@@ -242,7 +240,7 @@ class StageRunner:
         value, entry = self._input(m, received)
         tape = None if self._split is None else self._tape(self._split, m)
         away = self.settings.away
-        saved = SavedTensors(self._host, self.offload_statistics) if away and (self.index, m) in away else None
+        saved = SavedTensors(self._host) if away and (self.index, m) in away else None
         if self.autocast is None and tape is None and saved is None:
             output = self._output(value, m)
         else:
