@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from penstock.runtime.split_backward.deferred_op import without_autocast
+from penstock.runtime.split_backward.autocast import without_autocast
 
 pytestmark = pytest.mark.unit
 

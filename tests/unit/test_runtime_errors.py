@@ -136,9 +136,9 @@ class Text(str):
 @pytest.mark.parametrize(
     ("value", "said"),
     [
-        (Mode.TRAIN, "type Mode can't .*; give its .value"),
-        (Text("train"), r"type Text can't .*; give str\(...\) of it"),
-        (np.float64(2.0), r"type float64 can't .*; give float\(...\) of it"),
+        (Mode.TRAIN, "type Mode can't be cut or pass"),
+        (Text("train"), "type Text can't be cut or pass"),
+        (np.float64(2.0), "type float64 can't be cut or pass"),
     ],
 )
 def test_an_output_that_is_of_another_class_in_another_process(value: Any, said: str) -> None:
@@ -408,12 +408,12 @@ def test_a_batch_that_torch_cannot_cut_ended_in_an_error_about_strides() -> None
     pipe.step([x_m.to_sparse() for x_m in x.tensor_split(4)], list(y.tensor_split(4)), update=False)
 
 
-def test_numpy_arrays_and_mappings_say_what_to_make_of_them() -> None:
+def test_numpy_arrays_and_other_mappings_are_refused() -> None:
     pipe = pipeline([lin(), lin()])
     (x, y), *_ = batches(4, 8)
     with pytest.raises(RuntimeFailure, match=r"ndarray can't be cut .* torch.as_tensor makes a tensor of it"):
         pipe.step(x.numpy(), y)
-    with pytest.raises(RuntimeFailure, match=r"UserDict can't be cut .* give dict\(...\) of the UserDict"):
+    with pytest.raises(RuntimeFailure, match="UserDict can't be cut"):
         pipe.step(UserDict(x=x), y)
 
 

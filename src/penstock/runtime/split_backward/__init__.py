@@ -10,9 +10,9 @@
     tape.backward_input([y], [gy])           I: gradients of inputs; keeps (x, gy) of each prepared module
     tape.backward_weight()                   W: gradients of weights from what was kept
 
-prepared         which modules are prepared, and what one does when it is called
+prepared         which modules are prepared, what one does when it is called, and its node in autograd's graph
 rules            the two halves of a module's backward, by its kind
-deferred_op      the node of a prepared module in autograd's graph, and autocast's casts before it
+autocast         the casts of parameters before such a node
 tape             one microbatch through one stage
 stage            what the prepared modules of one stage share, how much waits for W, and why the rest does not
 compiled         modules inside of `torch.compile`

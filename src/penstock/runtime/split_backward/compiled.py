@@ -10,7 +10,7 @@ ops. So the graphs are given another backward to compile: the weight itself take
            <--------------- which calls of `hold` were for it <---------------------
            keeps (g, x) for W, or computes the gradient at once and passes it on
 
-The tap's node decides as `DeferredOp` does for an eager module. It is a node of the stage's own graph, so the search
+The tap's node decides as `_DeferredOp` does for an eager module. It is a node of the stage's own graph, so the search
 before I finds it. If the graph runs in another way than through the tape's I, the weight's gradient is computed at
 once, and hooks see it. The bias is left to the graph: its gradient is a sum, and the compiler writes its own sum, in
 an order of its own. A weight's gradient is a matrix product, which the same library computes in the graph and in W.
@@ -21,7 +21,6 @@ an order of its own. A weight's gradient is a matrix product, which the same lib
 from __future__ import annotations
 
 import weakref
-from functools import cache
 from itertools import count
 from typing import TYPE_CHECKING, Any
 
@@ -29,8 +28,7 @@ import torch
 from torch import Tensor
 from torch.library import Library, register_fake
 
-from penstock.runtime.split_backward.deferred_op import HeldCall
-from penstock.runtime.split_backward.stage import SplitError
+from penstock.runtime.split_backward.stage import HeldCall, SplitError
 
 if TYPE_CHECKING:
     from penstock.runtime.split_backward.prepared import PreparedModule
@@ -41,10 +39,9 @@ if TYPE_CHECKING:
 # that waits takes about 60 us more besides its copies; 2**24 multiply-adds of a float32 weight gradient take 400 us.
 COMPILED_MERGE_WORK = 1 << 24
 
-_NUMBERS_IN_TAP, _CALLS_IN_NUMBER, _TIMES = 64, 4, 1 << 13
-"""A tap's gradient says which calls it is of, and how often: where a compiler finds two calls alike it makes one, and
-adds what that gives twice. Each number of the tap counts so many calls, each up to so many times, exactly."""
-_MOST_CALLS = _NUMBERS_IN_TAP * _CALLS_IN_NUMBER
+_MOST_CALLS = 256
+"""Calls of a module in one microbatch. A tap has a number for each: its gradient says which calls it is of, and how
+often, as a compiler that finds two calls alike makes one of them and adds what that gives twice."""
 
 
 class WeightTap:
@@ -65,16 +62,12 @@ class WeightTap:
     def take(self, token: Tensor) -> list[tuple[Tensor, Tensor]]:
         """The calls that a gradient of the tap is of, in the order in which they were made."""
         found = []
-        numbers = list(map(int, token.tolist()))
-        for place, call in enumerate(self.calls):
-            number, unit = _place(place)
-            times = numbers[number] // unit % _TIMES
-            if times and call is not None:
-                numbers[number] -= times * unit
-                self.calls[place] = None
-                found += [call] * times
-        if any(numbers):
-            raise self._lost()
+        for place in token.nonzero().flatten().tolist():
+            call = self.calls[place] if place < len(self.calls) else None
+            if call is None:
+                raise self._lost()
+            self.calls[place] = None
+            found += [call] * int(token[place])
         return found
 
     def _lost(self) -> SplitError:
@@ -93,7 +86,7 @@ def tap_for(prepared: PreparedModule, tape: Tape, weight: Tensor) -> Tensor:
 
 
 _NO_INPUT = torch.empty(0)
-_ZEROS = torch.zeros(_NUMBERS_IN_TAP, dtype=torch.float64)
+_ZEROS = torch.zeros(_MOST_CALLS, dtype=torch.float64)
 _NUMBERS = count(1)
 _TAPS: weakref.WeakValueDictionary[int, WeightTap] = weakref.WeakValueDictionary()
 
@@ -158,7 +151,7 @@ class _TapNode(torch.autograd.Function):
             return None, None, None
         total: Tensor | None = None
         for g, x in calls:
-            prepared.stage.work.at_once[prepared] += rule.work(x, plain)
+            prepared.stage.at_once[prepared] += rule.work(x, plain)
             gw, _ = rule.weight_grads(g, x, _like(plain, g), None, needs)
             total = gw if total is None or gw is None else total + gw
         return None, None if total is None else total.to(weight.dtype), None
@@ -166,20 +159,6 @@ class _TapNode(torch.autograd.Function):
 
 def _like(weight: Tensor, g: Tensor) -> Tensor:
     return weight if weight.dtype is g.dtype else weight.to(g.dtype)
-
-
-def _place(call: int) -> tuple[int, int]:
-    """Where in a tap's gradient a call is counted: the number, and what once is there."""
-    number, power = divmod(call, _CALLS_IN_NUMBER)
-    return number, int(_TIMES**power)
-
-
-@cache
-def _token(call: int) -> Tensor:
-    token = torch.zeros(_NUMBERS_IN_TAP, dtype=torch.float64)
-    number, once = _place(call)
-    token[number] = once
-    return token
 
 
 def _hold(g: Tensor, x: Tensor, tap: Tensor) -> Tensor:
@@ -193,7 +172,9 @@ def _hold(g: Tensor, x: Tensor, tap: Tensor) -> Tensor:
             "a stage whose backward is split; leave this part uncompiled, or use a schedule without W"
         )
     here.calls.append((g.clone(), x.clone()))
-    return _token(place).clone()
+    token = torch.zeros_like(_ZEROS)
+    token[place] = 1
+    return token
 
 
 _OPS = Library("penstock", "FRAGMENT")
@@ -203,4 +184,4 @@ _OPS.impl("hold", _hold, "CompositeExplicitAutograd")
 
 @register_fake("penstock::hold")
 def _held_shape(g: Tensor, x: Tensor, tap: Tensor) -> Tensor:
-    return torch.empty((_NUMBERS_IN_TAP,), dtype=torch.float64)
+    return torch.empty((_MOST_CALLS,), dtype=torch.float64)

@@ -4,10 +4,17 @@
     F                  the tape records:  the module runs as a node of its own, whose weight gradients may wait, or
                                           as the plain module, where they would not be worth the delay
     otherwise          the module runs as the plain one
+    I                  the node passes on the input's gradient and gives the tape what W needs; where it may not
+                       wait, it passes on all gradients, as the plain module's nodes do
     unprepare(stage)   puts the modules back
 
 Only instances are patched, and only those of the exact types of `rule_for`: a subclass may have another forward, and
 a parametrized module another weight. Everything else stays as it is, and its gradients are computed in I.
+
+The node carries the tape, instead of looking it up in `backward`, because several ranks may share a thread, and on
+CUDA autograd calls `backward` from a thread of its own. If the graph runs in another way than through the tape's I
+(by a plain `backward()`, or `torch.autograd.grad` inside the forward), every gradient is computed at once. If
+gradients are to be differentiated again (`create_graph`), the module's own op runs again and autograd computes them.
 
 A prepared module decides once for each tape whether its weight gradients may wait. The search of the graph before I
 may still decide otherwise. A module may change from "computed in I" (too little work) to "waits for W", but not back:
@@ -21,7 +28,7 @@ from collections.abc import Callable, Collection, Iterator
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from types import MethodType
-from typing import TYPE_CHECKING, Any, ParamSpec, TypeGuard, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -29,8 +36,8 @@ from torch.nn import Parameter
 from torch.nn.modules import module as of_all_modules
 
 from penstock.cost.costs import MERGE_WORK
+from penstock.runtime.split_backward.autocast import autocast, without_autocast
 from penstock.runtime.split_backward.compiled import COMPILED_MERGE_WORK, call_in_graph, tap_for
-from penstock.runtime.split_backward.deferred_op import ModuleCall, autocast, run_deferred
 from penstock.runtime.split_backward.rules import SplitRule, rule_for
 from penstock.runtime.split_backward.stage import (
     COMPILED,
@@ -38,10 +45,11 @@ from penstock.runtime.split_backward.stage import (
     HOOKED_MODULE,
     TOO_SMALL,
     UNKNOWN,
+    HeldCall,
     SplitStage,
 )
 from penstock.runtime.tensor_parallel import ShardedModule
-from penstock.runtime.tensors.dtensor import is_sharded, local
+from penstock.runtime.tensors.dtensor import as_shard, is_sharded, local
 
 if TYPE_CHECKING:
     from penstock.runtime.split_backward.tape import Tape
@@ -96,7 +104,6 @@ class PreparedModule:
         self.tap: tuple[Tensor, Tensor] | None = None
         self.defer_small = False
         self.module, self._around = around[-1], around
-        self._options = self._read_options()
         self._has_rule = True
         self._is_worth_it = False
         """Whether an input large enough to be worth deferring was seen."""
@@ -114,30 +121,29 @@ class PreparedModule:
         """The entries of its weight; of a sharded one, of this rank's part."""
         return local(self.module._parameters["weight"]).numel()
 
-    def _read_options(self) -> list[Any]:
-        return [getattr(self.module, name) for name in self.rule.options]
-
     def follow_options(self) -> None:
-        """Makes the rule anew if somebody has changed an option of the module. One that no rule knows is plain."""
-        options = self._read_options()
-        if options != self._options:
-            self._options, rule = options, rule_for(self.module)
-            self.rule, self._has_rule = rule or self.rule, rule is not None
+        """Makes the rule anew, with the options that the module has now. One that no rule knows is plain."""
+        rule = rule_for(self.module)
+        self.rule, self._has_rule = rule or self.rule, rule is not None
 
     def call(self, module: nn.Module, tape: Tape, x: Tensor) -> Tensor:
         """The module's forward while `tape` records, or while a checkpoint recomputes it during I."""
-        rule, own = self.rule, module._parameters
-        weight, bias = own.get("weight"), own.get("bias", _ABSENT) if rule.biased else None
+        rule = self.rule
+        own = module._parameters
+        weight: Any = own.get("weight")
+        bias: Any = own.get("bias", _ABSENT) if rule.biased else None
         if not torch.is_grad_enabled():
             tape.note_without_graph(own.values())
         elif (
-            (type(weight) is Parameter or _is_part(weight, module))
-            and (bias is None or type(bias) is Parameter or _is_part(bias, module))
-            and (type(x) is Tensor or type(x) is Parameter)
+            _is_own(weight, module)
+            and (bias is None or _is_own(bias, module))
+            and type(x) in (Tensor, Parameter)
             and weight.requires_grad
         ):
-            part = weight if type(weight) is Parameter else local(weight)
-            if self._has_rule and self._may_wait(tape, x, part):
+            part = local(weight)
+            if not self._has_rule:
+                self.reason = UNKNOWN
+            elif self._may_wait(tape, x, part):
                 try:
                     y = self._deferred(tape, x, weight, bias)
                     if y is not None:
@@ -149,10 +155,8 @@ class PreparedModule:
                     # module itself does. Where the input is at fault, it raises the error the user expects.
                     pass
                 self.reason = UNKNOWN
-            if not self._has_rule:
-                self.reason = UNKNOWN
             if tape.records:
-                self.stage.work.at_once[self] += rule.work(x, part)
+                self.stage.at_once[self] += rule.work(x, part)
         return rule.plain(module, x)
 
     def _may_wait(self, tape: Tape, x: Tensor, weight: Tensor) -> bool:
@@ -183,7 +187,7 @@ class PreparedModule:
                 return None
             if is_turned:
                 w = w.t()
-        y: Tensor = run_deferred(x, w, b, ModuleCall(self, tape, weight, bias, casts, is_turned))
+        y: Tensor = _run_deferred(x, w, b, ModuleCall(self, tape, weight, bias, casts, is_turned))
         return y.view_as(y) if rule.gives_view(x, b) else y
 
     def new_tap(self, tape: Tape) -> tuple[Tensor, Tensor] | None:
@@ -215,9 +219,110 @@ class PreparedModule:
         return False
 
 
-def _is_part(p: object, module: nn.Module) -> TypeGuard[Parameter]:
-    """Whether it is a DTensor, in a module that computes with this rank's part of it."""
-    return isinstance(module, ShardedModule) and is_sharded(p)
+def _is_own(p: Any, module: nn.Module) -> bool:
+    """Whether it is a parameter; a DTensor only in a module that computes with this rank's part of it."""
+    return type(p) is Parameter or (isinstance(module, ShardedModule) and is_sharded(p))
+
+
+# -- the node ----------------------------------------------------------------------------------------------------
+
+
+class ModuleCall(NamedTuple):
+    """One call of a prepared module, as its node in the graph keeps it.
+
+    Attributes:
+        weight, bias: the parameters themselves.
+        casts: the nodes that cast them for autocast.
+        is_turned: whether the op is given the weight's transpose, which has a node of its own.
+    """
+
+    prepared: PreparedModule
+    tape: Tape
+    weight: Tensor
+    bias: Tensor | None
+    casts: tuple[Any, Any]
+    is_turned: bool
+
+
+Grads = tuple[Tensor | None, Tensor | None, Tensor | None, None]
+
+
+class _DeferredOp(torch.autograd.Function):
+    """A module's op whose weight gradients may wait.
+
+    The inputs are those of the plain module's op: of a weight its cast and its transpose, so that the nodes of these
+    are part of the graph too.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, call: ModuleCall) -> Tensor:
+        ctx.set_materialize_grads(False)
+        ctx.prepared, ctx.call, ctx.bias = call.prepared, call, bias
+        rule = call.prepared.rule
+        if type(call.weight) is not Parameter:
+            weight, bias = _part(rule, x, weight), None if bias is None else _part(rule, x, bias)
+        # Saved, not merely held: a checkpoint can then drop and recompute them, and a change in place is
+        # noticed when they are read.
+        ctx.save_for_backward(x, weight)
+        return rule.forward(x, weight.t() if call.is_turned else weight, bias)
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor | None) -> Grads:
+        if g is None:
+            return None, None, None, None
+        x, given = ctx.saved_tensors
+        prepared, tape, parameter, bias, casts, is_turned = ctx.call
+        if torch.is_grad_enabled():
+            gx, gw, gb = _differentiable(ctx, g, x, given)
+            return gx, gw, gb, None
+        rule, weight = prepared.rule, given.t() if is_turned else given
+        needs_x, needs_weight, needs_bias, _ = ctx.needs_input_grad
+        gx = rule.input_grad(g, x, weight, bias) if needs_x else None
+        if not (needs_weight or needs_bias):
+            return gx, None, None, None
+        needs = needs_weight, needs_bias
+        if tape.defers(prepared):
+            # `g` itself, no view of it: nobody then takes it over. `x` without its graph, which I frees.
+            x = x.detach()
+            held = HeldCall(rule, parameter, bias, casts, g, x, weight, needs, g._version, x._version)
+            tape.hold(prepared, held)
+            return gx, None, None, None
+        if not tape.records:
+            prepared.stage.at_once[prepared] += rule.work(x, weight)
+        gw, gb = rule.weight_grads(g, x, weight, bias, needs)
+        if gw is not None:
+            gw = gw.t() if is_turned else as_shard(gw, parameter)
+        return gx, gw, None if gb is None else as_shard(gb, bias), None
+
+
+# Past what `Function.apply` looks for in Python. Under torch.func's transforms, which it looks for, this one raises.
+_run_deferred: Any = super(torch.autograd.Function, _DeferredOp).apply
+
+
+def _part(rule: SplitRule, x: Tensor, p: Tensor) -> Tensor:
+    """This rank's part of a sharded parameter, in the type that the op computes in."""
+    part = local(p)
+    return autocast(part) if rule.autocasts and torch.is_autocast_enabled(x.device.type) else part
+
+
+def _differentiable(ctx: Any, g: Tensor, x: Tensor, weight: Tensor) -> list[Tensor | None]:
+    """The gradients of the inputs, as part of a graph that is exactly that of the plain module's backward."""
+    owner, bias, rule = ctx.call.weight, ctx.bias, ctx.prepared.rule
+    # Views, as `x` may itself come from the same weight: its own history is no part of this backward.
+    weight = owner if is_sharded(owner) else weight
+    weight = weight.view_as(weight)
+    bias = None if bias is None else bias.view_as(bias)
+    wanted = [t for t, needed in zip((x, weight, bias), ctx.needs_input_grad) if needed and t is not None]
+    with without_autocast(x.device.type):
+        if is_sharded(owner):
+            dtype = x.dtype if rule.autocasts else owner.dtype
+            weight, bias = local(weight).to(dtype), None if bias is None else local(bias).to(dtype)
+        y = rule.op(x, weight.t() if ctx.call.is_turned else weight, bias)
+    found = iter(torch.autograd.grad(y, wanted, g, create_graph=True, allow_unused=True))
+    return [next(found) if needed else None for needed in ctx.needs_input_grad[:3]]
+
+
+# -- stages ------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -263,8 +368,8 @@ def prepare(stage: nn.Module) -> SplitReport:
         own.stages.add(stage)
         each.module.__dict__[_patched(each.module)] = MethodType(forward, each.module)
         deferred |= each.parameters
-        if own.rule.options:
-            shared.optional[own] = None
+        if own.rule.has_options:
+            shared.with_options[own] = None
         if each.is_compiled:
             shared.compiled[own] = None
             shared.compiled_biases.add(f"{each.name}.bias" if each.name else "bias")
@@ -283,7 +388,7 @@ def unprepare(stage: nn.Module) -> None:
             continue
         prepared.stages.discard(stage)
         if not prepared.stages:
-            prepared.stage.optional.pop(prepared, None)
+            prepared.stage.with_options.pop(prepared, None)
             prepared.stage.release()
             del module.__dict__[_PREPARED], module.__dict__[_patched(module)]
 

@@ -36,22 +36,13 @@ class Workspace:
 
     def __init__(self) -> None:
         self._memory: dict[tuple[torch.dtype, torch.device], Tensor] = {}
-        self._views: dict[tuple[torch.Size, torch.dtype, torch.device], Tensor] = {}
 
     def like(self, t: Tensor) -> Tensor:
         """A contiguous tensor of the shape of `t` and undefined content, good until the next call."""
-        key = (t.shape, t.dtype, t.device)
-        view = self._views.get(key)
-        if view is None:
-            view = self._views[key] = self._grow(t.numel(), t)[: t.numel()].view(t.shape)
-        return view
-
-    def _grow(self, size: int, t: Tensor) -> Tensor:
         memory = self._memory.get((t.dtype, t.device))
-        if memory is None or memory.numel() < size:
-            self._views.clear()
-            memory = self._memory[t.dtype, t.device] = torch.empty(size, dtype=t.dtype, device=t.device)
-        return memory
+        if memory is None or memory.numel() < t.numel():
+            memory = self._memory[t.dtype, t.device] = torch.empty(t.numel(), dtype=t.dtype, device=t.device)
+        return memory[: t.numel()].view(t.shape)
 
 
 REAL = frozenset({torch.float32, torch.float64, torch.bfloat16, torch.float16})
@@ -78,8 +69,8 @@ class SplitRule(ABC):
     """Autocast lowers the precision of this op."""
     pads = False
     """The module changes its input before the op itself."""
-    options: tuple[str, ...] = ()
-    """Attributes of the module from which the rule is made."""
+    has_options = False
+    """The rule is made from attributes of the module, which the user may change between steps."""
     turns = False
     """The plain module transposes its weight at every call. That node is there here too: whoever differentiates twice
     adds up there what one call gives the weight."""
@@ -150,16 +141,6 @@ class LinearRule(SplitRule):
 
     def __init__(self, biased: bool = True) -> None:
         self.biased = biased
-
-    def plain(self, module: nn.Module, x: Tensor) -> Tensor:
-        if isinstance(module, ShardedModule):
-            return super().plain(module, x)
-        own = module._parameters  # straight from the dict, which pays for the patch
-        try:
-            weight, bias = own["weight"], own["bias"]
-        except KeyError:  # pruned, normalized or the like: another tensor stands in for the parameter
-            return nn.Linear.forward(module, x)  # type: ignore[arg-type]
-        return F.linear(x, weight, bias)  # type: ignore[arg-type]
 
     def work(self, x: Tensor, weight: Tensor) -> int:
         return x.numel() * weight.shape[0]
@@ -278,7 +259,7 @@ Conv = nn.Conv1d | nn.Conv2d | nn.Conv3d
 class ConvRule(SplitRule):
     """Splits the backward of a convolution with any stride, padding mode, dilation and groups."""
 
-    options = ("stride", "padding", "dilation", "groups", "padding_mode", "_reversed_padding_repeated_twice")
+    has_options = True
 
     def __init__(self, module: Conv) -> None:
         self._stride = list(module.stride)
@@ -359,7 +340,7 @@ class EmbeddingRule(SplitRule):
 
     biased = False
     autocasts = False
-    options = ("padding_idx", "max_norm", "scale_grad_by_freq", "sparse")
+    has_options = True
 
     def __init__(self, module: nn.Embedding) -> None:
         padding = module.padding_here if isinstance(module, VocabularyEmbedding) else module.padding_idx

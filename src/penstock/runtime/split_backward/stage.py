@@ -29,6 +29,7 @@ from penstock.runtime.tensors.dtensor import local
 
 if TYPE_CHECKING:
     from penstock.runtime.split_backward.prepared import PreparedModule
+    from penstock.runtime.split_backward.rules import Needs, SplitRule
     from penstock.runtime.split_backward.tape import Tape
 
 
@@ -65,44 +66,6 @@ class DeferredShare:
         return self.deferred / max(self.deferred + self.at_once, 1)
 
 
-class WeightWork:
-    """A stage's work on weight gradients in one step, in multiply-adds.
-
-    Attributes:
-        deferred: by prepared module, what waits for W.
-        at_once: the same of what is computed in I.
-        in_graph: the modules whose weight gradients a compiled backward has computed, if it called them at all.
-    """
-
-    def __init__(self) -> None:
-        self.deferred: Counter[PreparedModule] = Counter()
-        self.at_once: Counter[PreparedModule] = Counter()
-        self.in_graph: dict[PreparedModule, None] = {}
-
-    def share(self, others: Mapping[str, Tensor], compiled: Collection[str]) -> DeferredShare:
-        """What was counted.
-
-        Args:
-            others: the parameters of no prepared module.
-            compiled: of these the names of biases of prepared modules in compiled parts.
-        """
-        reasons: dict[str, dict[str, None]] = {}
-        for prepared in (*self.at_once, *self.in_graph):
-            reasons.setdefault(prepared.reason, {}).update(dict.fromkeys(prepared.parameters))
-        uncounted = {name: p for name, p in others.items() if p.requires_grad}
-        for name in uncounted:
-            reasons.setdefault(COMPILED if name in compiled else NO_RULE, {})[name] = None
-        for prepared in self.in_graph:
-            uncounted |= prepared.parameters
-        counted = (self.deferred + self.at_once).items()
-        each = max((work // prepared.num_weights for prepared, work in counted), default=0)
-        return DeferredShare(
-            self.deferred.total(),
-            self.at_once.total() + each * sum(local(p).numel() for p in uncounted.values()),
-            {reason: tuple(names) for reason, names in reasons.items()},
-        )
-
-
 Edges: TypeAlias = tuple[tuple[Any, int], ...]
 """Of a node in the graph, those that lead to its inputs' nodes."""
 
@@ -112,6 +75,27 @@ ACCUMULATE: type[Any] = type(get_gradient_edge(torch.zeros((), requires_grad=Tru
 
 class SplitError(RuntimeError):
     """A tape was used out of order, what it held for W was overwritten, or a compiled part cannot be split."""
+
+
+class HeldCall(NamedTuple):
+    """The tensors of one call from which W computes: the output's gradient, the input, and the op's own weight.
+
+    Attributes:
+        weight, bias: the parameters whose gradients are computed. casts: the nodes that cast them for autocast.
+        needs: which of the two.
+        g_version, x_version: by which a change in place since I is noticed.
+    """
+
+    rule: SplitRule
+    weight: Tensor
+    bias: Tensor | None
+    casts: tuple[Any, Any]
+    g: Tensor
+    x: Tensor
+    used_weight: Tensor
+    needs: Needs
+    g_version: int
+    x_version: int
 
 
 class WatchedParameter(NamedTuple):
@@ -134,8 +118,10 @@ class SplitStage:
         others: the parameters of no prepared module, by name: their gradients are computed in I.
         compiled: the prepared modules in parts that torch.compile has taken over; of these, biases are among the
             others.
-        optional: the prepared modules with options that a step follows.
-        work: what waits and what does not.
+        with_options: the prepared modules whose rules are made anew in each step.
+        deferred: by prepared module, the work on weight gradients that waits for W, in multiply-adds.
+        at_once: the same of what is computed in I.
+        in_graph: the modules whose weight gradients a compiled backward has computed, if it called them at all.
     """
 
     def __init__(self) -> None:
@@ -144,8 +130,10 @@ class SplitStage:
         self.others: dict[str, Tensor] = {}
         self.compiled: dict[PreparedModule, None] = {}
         self.compiled_biases: set[str] = set()
-        self.optional: dict[PreparedModule, None] = {}
-        self.work = WeightWork()
+        self.with_options: dict[PreparedModule, None] = {}
+        self.deferred: Counter[PreparedModule] = Counter()
+        self.at_once: Counter[PreparedModule] = Counter()
+        self.in_graph: dict[PreparedModule, None] = {}
         self._is_counted = False
         self._is_new_step = False
         # The tapes between their I and W, in the order of their Is, each with the copy of the stage that it is of.
@@ -163,7 +151,7 @@ class SplitStage:
         """Starts a copy's step, with the options that its modules have now. What still waits, of one that broke, is
         never added.
         """
-        for prepared in self.optional:
+        for prepared in self.with_options:
             prepared.follow_options()
         self.turn_to(copy)
         for tape in self._waiting():
@@ -173,12 +161,29 @@ class SplitStage:
     def record(self) -> None:
         """Another microbatch of a split backward is recorded. The first one of a step forgets the work before it."""
         if self._is_new_step:
-            self.work, self._is_new_step = WeightWork(), False
+            self._is_new_step = False
+            self.deferred, self.at_once, self.in_graph = Counter(), Counter(), {}
         self._is_counted = True
 
     def share(self) -> DeferredShare | None:
         """What the last step put off to W; None before one did."""
-        return self.work.share(self.others, self.compiled_biases) if self._is_counted else None
+        if not self._is_counted:
+            return None
+        reasons: dict[str, dict[str, None]] = {}
+        for prepared in (*self.at_once, *self.in_graph):
+            reasons.setdefault(prepared.reason, {}).update(dict.fromkeys(prepared.parameters))
+        uncounted = {name: p for name, p in self.others.items() if p.requires_grad}
+        for name in uncounted:
+            reasons.setdefault(COMPILED if name in self.compiled_biases else NO_RULE, {})[name] = None
+        for prepared in self.in_graph:
+            uncounted |= prepared.parameters
+        counted = (self.deferred + self.at_once).items()
+        each = max((work // prepared.num_weights for prepared, work in counted), default=0)
+        return DeferredShare(
+            self.deferred.total(),
+            self.at_once.total() + each * sum(local(p).numel() for p in uncounted.values()),
+            {reason: tuple(names) for reason, names in reasons.items()},
+        )
 
     # -- who sees a gradient ---------------------------------------------------------------------------------
 

@@ -13,18 +13,16 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
-from enum import Enum
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd.function import BackwardCFunction
 
-from penstock.runtime.split_backward.deferred_op import HeldCall, without_autocast
+from penstock.runtime.split_backward.autocast import without_autocast
 from penstock.runtime.split_backward.prepared import PreparedModule, recording
 from penstock.runtime.split_backward.rules import Workspace
-from penstock.runtime.split_backward.stage import ACCUMULATE, USED_OTHERWISE, SplitError, SplitStage
+from penstock.runtime.split_backward.stage import ACCUMULATE, USED_OTHERWISE, HeldCall, SplitError, SplitStage
 from penstock.runtime.tensors.autograd import run_backward
 from penstock.runtime.tensors.dtensor import as_shard, local
 
@@ -86,52 +84,23 @@ def _sum(parts: list[Part], dtype: torch.dtype) -> Tensor:
     return total
 
 
-@dataclass
-class ParameterUses:
-    """How the parameters of a microbatch's graph are used, which decides whose gradients may wait for W.
-
-    Attributes:
-        owners: of each deferred module in the graph its parameters, by id.
-        others: the parameters used in any other way, by id.
-
-    An embedding whose table is also the head's weight, in a custom module, say. Autograd adds both gradients to
-    each other before it adds them to `.grad`; with one of them waiting for W the sum would be grouped otherwise.
-    Such a parameter is left to I. Every microbatch may have another graph, so each is searched, just before its I.
-    """
-
-    owners: dict[PreparedModule, set[int]] = field(default_factory=dict)
-    others: set[int] = field(default_factory=set)
-
-    def not_to_defer(self) -> set[PreparedModule]:
-        """The modules that have a parameter with another use, or one that somebody waits for; and those that share
-        a parameter with one of these.
-        """
-        found = {prepared for prepared, p in self.owners.items() if prepared.is_awaited(p)}
-        spread = bool(found or self.others)
-        others = self.others.union(*(self.owners[prepared] for prepared in found))
-        while spread:
-            spread = False
-            for prepared, parameters in self.owners.items():
-                if prepared not in found and parameters & others:
-                    found.add(prepared)
-                    prepared.reason = USED_OTHERWISE
-                    others |= parameters
-                    spread = True
-        return found
+Uses = dict[PreparedModule, set[int]]
+"""Of each deferred module in a graph its parameters, by id."""
 
 
-def find_uses(outputs: Iterable[Tensor], without_graph: Iterable[int]) -> ParameterUses:
-    """Searches the graph behind some outputs.
+def find_uses(outputs: Iterable[Tensor], without_graph: Iterable[int]) -> tuple[Uses, set[int]]:
+    """Searches the graph behind some outputs. Returns the deferred modules, and the parameters used in any other way.
 
     Args:
         without_graph: the ids of parameters that were used without a graph. What a reentrant checkpoint runs has none
             before I.
     """
-    uses = ParameterUses(others=set(without_graph))
+    owners: Uses = {}
+    others = set(without_graph)
     pending: list[Any] = []
     for y in outputs:
         if y.grad_fn is None:
-            uses.others.add(id(y))
+            others.add(id(y))
         else:
             pending.append(y.grad_fn)
     seen: set[Any] = set()
@@ -144,23 +113,32 @@ def find_uses(outputs: Iterable[Tensor], without_graph: Iterable[int]) -> Parame
         if isinstance(node, BackwardCFunction) and isinstance(
             prepared := getattr(node, "prepared", None), PreparedModule
         ):
-            uses.owners.setdefault(prepared, set()).update(prepared.stage.watched(edges[1:]))
+            owners.setdefault(prepared, set()).update(prepared.stage.watched(edges[1:]))
             edges = edges[:1]
         for following, _ in edges:
             if type(following) is ACCUMULATE:
-                uses.others.add(id(following.variable))
+                others.add(id(following.variable))
             elif following is not None:
                 pending.append(following)
-    return uses
+    return owners, others
 
 
-class Phase(Enum):
-    """Where a tape stands."""
+def not_to_defer(owners: Uses, others: set[int]) -> set[PreparedModule]:
+    """The modules that have a parameter with another use, or one that somebody waits for; and those that share a
+    parameter with one of these.
 
-    RECORDING = "before I"
-    INPUT = "inside I"
-    HOLDING = "between I and W"
-    DONE = "after W"
+    An embedding whose table is also the head's weight, in a custom module, say. Autograd adds both gradients to
+    each other before it adds them to `.grad`; with one of them waiting for W the sum would be grouped otherwise.
+    Such a parameter is left to I. Every microbatch may have another graph, so each is searched, just before its I.
+    """
+    found = {prepared for prepared, parameters in owners.items() if prepared.is_awaited(parameters)}
+    others = others.union(*(owners[prepared] for prepared in found))
+    while more := [each for each, parameters in owners.items() if each not in found and parameters & others]:
+        for prepared in more:
+            prepared.reason = USED_OTHERWISE
+            others |= owners[prepared]
+        found.update(more)
+    return found
 
 
 class Tape:
@@ -182,7 +160,7 @@ class Tape:
         self.routes: dict[PreparedModule, bool] = {}
         self.records = True
         self.deferring = False
-        self._phase = Phase.RECORDING
+        self._is_in_input = False
         self._held: list[HeldCall] = []
         self._without_graph: set[int] = set()
         self._at_once: set[PreparedModule] = set()
@@ -196,8 +174,6 @@ class Tape:
     @contextmanager
     def recording(self) -> Iterator[None]:
         """Around the stage's forward of the microbatch; may be entered again before I (stage, then loss)."""
-        if self._phase is not Phase.RECORDING:
-            raise SplitError(f"a tape was recorded {self._phase.value}; use a new Tape for each microbatch")
         token = recording.set(self)
         for stage in self._stages:
             for prepared in stage.compiled:
@@ -252,17 +228,14 @@ class Tape:
         Where a gradient is None: that of a single number (a loss) is one, as in `Tensor.backward`; any other
         output takes no part. Leave a number out that is not a loss and got no gradient.
         """
-        if self._phase is not Phase.RECORDING:
-            raise SplitError(
-                f"backward_input was called {self._phase.value}; each microbatch has one F, one I, one W, "
-                "each F on a new Tape"
-            )
-        if len(outputs) != len(grads):
-            raise SplitError(f"backward_input got {len(outputs)} outputs and {len(grads)} gradients")
-        roots = [(y, g) for y, g in zip(outputs, grads) if y.requires_grad and (g is not None or y.numel() == 1)]
+        roots = [
+            (y, g)
+            for y, g in zip(outputs, grads, strict=True)
+            if y.requires_grad and (g is not None or y.numel() == 1)
+        ]
         if self.deferring or self._taps:
             self._find_out_who_waits([y for y, _ in roots])
-        self._phase, self.records = Phase.INPUT, False
+        self._is_in_input, self.records = True, False
         without_grad: list[Tensor] = []
         for stage in self._stages:
             stage.recomputing = self
@@ -278,7 +251,7 @@ class Tape:
             self._taps.clear()
             for stage in self._stages:
                 stage.recomputing = None
-            self._phase = Phase.HOLDING
+            self._is_in_input = False
         if self._held and without_grad:
             self._part_from(without_grad)
         self.routes.clear()
@@ -286,25 +259,25 @@ class Tape:
 
     def _find_out_who_waits(self, outputs: Sequence[Tensor]) -> None:
         """Finds the modules that cannot wait in this microbatch. What waits of earlier ones is then added first."""
-        uses = find_uses(outputs, self._without_graph)
-        self._at_once = uses.not_to_defer()
+        owners, others = find_uses(outputs, self._without_graph)
+        self._at_once = not_to_defer(owners, others)
         for prepared in self._at_once:
-            prepared.stage.add_first(uses.owners[prepared])
+            prepared.stage.add_first(owners[prepared])
         for prepared in self._taps:
-            if prepared not in uses.owners:
+            if prepared not in owners:
                 self._at_once.add(prepared)
-                prepared.stage.work.in_graph[prepared] = None
+                prepared.stage.in_graph[prepared] = None
             elif prepared not in self._at_once:
                 self.deferring = True
 
     def defers(self, prepared: PreparedModule) -> bool:
         """True while I runs, if the weight gradients of `prepared` may wait for W."""
-        return self._phase is Phase.INPUT and prepared not in self._at_once
+        return self._is_in_input and prepared not in self._at_once
 
     def hold(self, prepared: PreparedModule, call: HeldCall) -> None:
         """Keeps what W needs of one call."""
         self._held.append(call)
-        prepared.stage.work.deferred[prepared] += call.rule.work(call.x, call.used_weight)
+        prepared.stage.deferred[prepared] += call.rule.work(call.x, call.used_weight)
 
     def _part_from(self, parameters: Iterable[Tensor]) -> None:
         """Give each `.grad` that autograd made of a held tensor's own memory a memory of its own.
@@ -324,12 +297,6 @@ class Tape:
 
     def backward_weight(self) -> None:
         """W: computes the deferred weight gradients, adds them to `.grad`, frees everything."""
-        if self._phase is not Phase.HOLDING:
-            raise SplitError(
-                f"backward_weight was called {self._phase.value}; call backward_input (I) first, and "
-                "backward_weight (W) once"
-            )
-        self._phase = Phase.DONE
         for stage in self._stages:
             stage.done(self)
         if self._held:

@@ -176,12 +176,12 @@ class _Piece:
     """A tensor, or another value that one rule cuts.
 
     Attributes:
-        name: for errors. key: where it lies, the outermost key.
+        name: for errors. keys: where it lies.
         num_samples: along the rule's dimension; None where the rule is no dimension.
     """
 
     name: str
-    key: Any
+    keys: tuple[Any, ...]
     value: Any
     rule: Rule
     num_samples: int | None
@@ -284,7 +284,7 @@ class Uncut:
         if callable(rules) or isinstance(value, Tensor):
             name = self._what + "".join(f"[{key!r}]" for key in keys)
             known = (rules, getattr(rules, "num_samples", None)) if callable(rules) else _fitted(value, name, rules)
-            self._pieces.append(_Piece(name, keys[0] if keys else None, value, *known))
+            self._pieces.append(_Piece(name, keys, value, *known))
             return len(self._pieces) - 1
         if isinstance(value, dict) and all(isinstance(key, str) for key in value):
             below = [[key, self._read(v, (*keys, key), rules_at(rules, key))] for key, v in value.items()]
@@ -298,7 +298,7 @@ class Uncut:
         return flatten(value)[1]
 
     def _why_sizes_differ(self) -> str:
-        """Names each tensor, its shape and its rule, and says which rules would fit."""
+        """Names each tensor, its shape and its rule, and says which rule would fit."""
         cut = [piece for piece in self._pieces if piece.num_samples is not None]
         given = [
             f"{p.name} has shape {_shape(p.value)}, {p.num_samples} "
@@ -307,11 +307,13 @@ class Uncut:
         ]
         text = f"the {self._what} must have the same number of samples, above 0: {'; '.join(given)}"
         usual = mode(piece.num_samples for piece in cut)
-        shapes = {p.key: [*getattr(p.value, "shape", ())] for p in cut if p.num_samples != usual}
-        if shapes:
-            fitting = {key: shape.index(usual) if usual in shape else WHOLE for key, shape in shapes.items()}
+        if other := next((piece for piece in cut if piece.num_samples != usual), None):
+            shape = [*getattr(other.value, "shape", ())]
+            rule: Any = shape.index(usual) if usual in shape else WHOLE
+            for key in reversed(other.keys):
+                rule = {key: rule}
             text += (
-                f". Say how each is cut, such as batch=ps.BatchRules({self._what}={fitting}); a rule is the "
+                f". Say how each is cut, such as batch=ps.BatchRules({self._what}={rule}); a rule is the "
                 "dimension of the samples, ps.WHOLE, or a function (value, num_microbatches) -> list"
             )
         return text

@@ -13,7 +13,7 @@ send it, and joins what the several smaller ones send back:
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import accumulate
+from itertools import accumulate, islice
 
 import torch
 from torch import Tensor
@@ -66,11 +66,6 @@ class Branches:
         groups = self._groups(op, self._graph.targets[op.stage], received)
         *others, total = [_joined(group) for group in groups]
         for part in reversed(others):
-            if len(part.leaves) != len(total.leaves):
-                raise RuntimeFailure(
-                    f"stage {op.stage} got {len(part.leaves)} gradients of microbatch {op.microbatch} from one stage "
-                    f"and {len(total.leaves)} from another"
-                )
             total = Payload.gradients([added(a, b) for a, b in zip(total.leaves, part.leaves, strict=True)])
         return total
 
@@ -89,13 +84,8 @@ class Branches:
 
     def _groups(self, op: Op, stages: Sequence[int], received: Sequence[Payload]) -> list[list[Payload]]:
         """The payloads that came, stage by stage."""
-        groups: list[list[Payload]] = []
-        place = 0
-        for other in stages:
-            count = self._parts(op.stage, other)
-            groups.append(list(received[place : place + count]))
-            place += count
-        return groups
+        coming = iter(received)
+        return [list(islice(coming, self._parts(op.stage, other))) for other in stages]
 
     def _parts(self, stage: int, other: int) -> int:
         """How many microbatches of another stage one of this stage's holds; 1 where that holds several of these."""
@@ -158,13 +148,14 @@ def _joined(payloads: Sequence[Payload]) -> Payload:
     first = payloads[0]
     if len(payloads) == 1:
         return first
-    if any(len(p.leaves) != len(first.leaves) or p.skeleton != first.skeleton for p in payloads):
-        raise RuntimeFailure("microbatches that are to be joined come with different numbers of tensors")
     leaves: list[Tensor | None] = []
     for together in zip(*(p.leaves for p in payloads), strict=True):
         present = [leaf for leaf in together if leaf is not None]
-        if present and len(present) < len(together):
-            raise RuntimeFailure("of microbatches that are to be joined, some have a gradient and some have none")
+        if any(p.skeleton != first.skeleton for p in payloads) or 0 < len(present) < len(together):
+            raise RuntimeFailure(
+                "microbatches that are to be joined have tensors, or gradients of these, in different places; return "
+                "the same form for every microbatch"
+            )
         leaves.append(torch.cat(present) if present else None)
     needs = [any(wanted) for wanted in zip(*(p.needs_grad for p in payloads), strict=True)]
     return Payload(leaves, first.skeleton, needs)

@@ -325,15 +325,7 @@ class StageRunner:
         except Exception as error:
             rules = "; batch=ps.BatchRules(...) says how inputs are cut" * (self.index == 0)
             error.add_note(f"stage {self.index} was given {shown(value)} as microbatch {m}{rules}")
-            held = {parameter.dtype for parameter in self.stage.parameters()}
-            came = {leaf.dtype for leaf in flatten(value)[0] if leaf.is_floating_point()}
-            if type(error) is not RuntimeError or not held or came <= held:
-                raise
-            given, own = (", ".join(sorted(map(str, types))) for types in (came, held))
-            raise RuntimeFailure(
-                f"stage {self.index} was given {given}, and its parameters are {own}; give inputs of that type, and "
-                f"change the type of a model on every rank, between the same two steps; the error was: {error}"
-            ) from error
+            raise
 
     def _casting(self) -> AbstractContextManager[Any]:
         if self.autocast is None:

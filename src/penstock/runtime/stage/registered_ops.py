@@ -19,7 +19,7 @@ So a loss that compares the outputs of several towers can train them, even if th
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -176,7 +176,7 @@ class OpCall:
     _group: WeakGroup | None = None
     timeout: float = 60.0
     """The longest time that any wait may last (seconds)."""
-    _outputs: StageOutputs | None = None
+    _outputs: StageOutputs = field(default_factory=lambda: StageOutputs({}, None))
 
     __repr__ = short_repr
 
@@ -190,7 +190,7 @@ class OpCall:
 
         They are leaves, so a loss of them has a gradient.
         """
-        return self._here().values(self.forwards, self.stages)
+        return self._outputs.values(self.forwards, self.stages)
 
     def gather(self) -> Values:
         """The outputs of all the forwards on all ranks of the op. Waits for them: DeadlineExceeded, PeerLost."""
@@ -212,12 +212,7 @@ class OpCall:
         Raises:
             RuntimeFailure: the loss is not one number, or a stage of the model computes the loss already.
         """
-        self._here().add_loss(loss, self.forwards, self.stages)
-
-    def _here(self) -> StageOutputs:
-        if self._outputs is None:
-            raise RuntimeFailure(f"{self.op} was called outside a step")
-        return self._outputs
+        self._outputs.add_loss(loss, self.forwards, self.stages)
 
 
 OpFunction = Callable[[OpCall], Any]
@@ -245,9 +240,6 @@ def functions_of(schedule: Schedule, given: Mapping[str, OpFunction]) -> dict[st
             f"ops= has a function for kind {unknown[0]}, of which {schedule.name} has no ops "
             f"(its registered kinds: {', '.join(kinds) or 'none'}); leave it out or build the schedule with such ops"
         )
-    for kind, function in given.items():
-        if not callable(function):
-            raise RuntimeFailure(f"ops= has {function!r} for kind {kind}; give a function of one argument, the call")
     return dict(given)
 
 
@@ -265,7 +257,6 @@ def calls_of(
     """The calls of a schedule's registered ops, for the `stages` in this process. Every process must call it."""
     if not functions:
         return {}
-    between = isinstance(peers, GroupPeers)
     groups = meeting_groups(schedule, peers) if isinstance(peers, GroupPeers) else {}
     number = {op: index for index, op in enumerate(op for row in schedule.order for op in row)}
     followed: dict[Op, frozenset[Op]] = {}
@@ -285,7 +276,7 @@ def calls_of(
                 module = stages.get(op.stage) if op.stage in schedule.stages_of(rank) else None
                 before = sorted(follow(op))
                 ranks = schedule.hosts(op)
-                here = (rank,) if between else ranks
+                here = (rank,) if isinstance(peers, GroupPeers) else ranks
                 calls[rank, op] = (
                     functions[op.kind],
                     OpCall(

@@ -21,9 +21,6 @@ from penstock.runtime.tensors.pytree import flatten
 _ROW = 1 << 14
 _FEW = 1 << 16
 """Bytes of a tensor up to which they are hashed one after the other."""
-_PLAIN = frozenset({torch.int64, torch.int32, torch.uint8, torch.float32, torch.float64})
-_ROWS_AT_ONCE = {"cpu": 4}
-_ROWS_AT_ONCE_ELSEWHERE = 256
 
 
 def batch_digest(*values: Any) -> int:
@@ -45,8 +42,6 @@ def batch_digest(*values: Any) -> int:
 def hash_of(tensor: Tensor) -> int:
     """64 bits that tell a tensor's elements from others of the same shape and type."""
     part = local(tensor.detach())
-    if _is_plain(part):  # a hash of its bytes as they lie is quicker than a single op
-        return int.from_bytes(hashlib.blake2b(bytes_of(part), digest_size=8).digest())
     if part.layout is not torch.strided:
         part = part.to_dense()
     part = part.resolve_conj().resolve_neg()
@@ -61,34 +56,16 @@ def hash_of(tensor: Tensor) -> int:
 
 
 def bytes_of(tensor: Tensor) -> memoryview:
-    """The elements of a contiguous tensor on the CPU, as they lie."""
-    return memory_from(tensor, tensor.nbytes)
-
-
-def memory_from(tensor: Tensor, num_bytes: int) -> memoryview:
-    """The memory of the CPU from a tensor's first element on.
+    """The elements of a contiguous tensor on the CPU, as they lie.
 
     `Tensor.numpy` would fix the size of the memory that the tensor lies in for good. Quantization-aware training, for
     one, gives its buffers their size in the first forward.
     """
-    if not num_bytes:
+    if not tensor.nbytes:
         return memoryview(b"")
-    held = (ctypes.c_char * num_bytes).from_address(tensor.data_ptr())
+    held = (ctypes.c_char * tensor.nbytes).from_address(tensor.data_ptr())
     held.tensor = tensor  # type: ignore[attr-defined] # which stays as long as somebody reads it
     return memoryview(held).cast("B")
-
-
-def _is_plain(tensor: Tensor) -> bool:
-    """Whether numpy can read its bytes in order, and they are few."""
-    return (
-        type(tensor) is Tensor
-        and tensor.device.type == "cpu"
-        and tensor.dtype in _PLAIN
-        and tensor.layout is torch.strided
-        and tensor.is_contiguous()
-        and not tensor.is_neg()
-        and tensor.nbytes <= _FEW
-    )
 
 
 def _hash(words: Tensor) -> int:
@@ -96,7 +73,7 @@ def _hash(words: Tensor) -> int:
     while words.numel() > _ROW:
         whole = words.numel() // _ROW * _ROW
         rows = words[:whole].view(-1, _ROW)
-        step = _ROWS_AT_ONCE.get(words.device.type, _ROWS_AT_ONCE_ELSEWHERE)
+        step = 4 if words.is_cpu else 256
         sums = [_weighed(rows[at : at + step]) for at in range(0, len(rows), step)]
         words = torch.cat([*sums, words[whole:]])
     return int(_weighed(words[None]).item()) % (1 << 64)
