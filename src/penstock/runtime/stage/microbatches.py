@@ -262,24 +262,17 @@ def _sizes(cut: Cut) -> list[set[int]]:
 
 def _require_alike(sources: Mapping[int, Uncut], counts: Sequence[int]) -> None:
     """Raises RuntimeFailure where stages would cut the batch at different samples, and join what does not match."""
-    differ = len(set(counts)) > 1
-    sizes = {}
-    for stage, source in sources.items():
-        if source.num_samples is not None:
-            sizes[stage] = source.num_samples
-        elif differ:
-            raise RuntimeFailure(
-                f"stages work on {_listed(sorted(set(counts)))} microbatches, and the inputs of stage {stage} are "
-                f"{'a list, cut already' if source.is_listed else 'cut by functions'}; give tensors, which are cut "
-                "for every stage"
-            )
-    if len(set(sizes.values())) > 1:
+    sizes = {stage: source.num_samples for stage, source in sources.items()}
+    known = {size for size in sizes.values() if size is not None}
+    if len(known) > 1 or (len(set(counts)) > 1 and len(known) < len(set(sizes.values()))):
+        given = ", ".join("a list or a function's parts" if size is None else str(size) for size in sizes.values())
         raise RuntimeFailure(
-            f"the inputs of stages {_listed(sizes)} have {_listed(sizes.values())} samples; give all the same number"
+            f"the inputs of stages {_listed(sizes)} have {given} samples; give all the same number, as tensors, "
+            "which are cut for every stage"
         )
     least = lcm(*counts)
-    for size in sizes.values():
-        if differ and size % least:
+    for size in known:
+        if size % least and len(set(counts)) > 1:
             raise RuntimeFailure(
                 f"a batch of {size} samples, and stages that work on {_listed(sorted(set(counts)))} microbatches; "
                 f"give a multiple of {least} samples, so that every stage cuts it at the same places"

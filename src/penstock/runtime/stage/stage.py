@@ -112,26 +112,26 @@ def require_stage(module: nn.Module, what: str) -> None:
     """
     fsdp = sys.modules.get("torch.distributed.fsdp")
     for path, part in module.named_modules():
-        where = f"{what} is" if not path else f"layer {path} of {what} is"
+        where = f"layer {path} of {what}" if path else what
         kind = type(part).__name__
         if isinstance(part, DataParallel | DistributedDataParallel):
             raise RuntimeFailure(
-                f"{where} a {kind}, which replicates it and brings gradients together by itself; give the module "
+                f"{where} is a {kind}, which replicates it and brings gradients together by itself; give the module "
                 "inside (its .module), and replicas by mesh= with a dimension dp"
             )
         if fsdp is not None and isinstance(part, fsdp.FullyShardedDataParallel | fsdp.FSDPModule):
             raise RuntimeFailure(
-                f"{where} sharded by FSDP ({kind}) already; give the plain module, and "
+                f"{where} is sharded by FSDP ({kind}) already; give the plain module, and "
                 'ps.ParallelOptions(sharding="fsdp")'
             )
         for name, tensor in (*part._parameters.items(), *part._buffers.items()):
-            if tensor is None or not (is_lazy(tensor) or tensor.is_meta):
-                continue
-            if is_lazy(tensor):
-                how = "has no shape yet; run the model once on a sample, which gives it one"
-            else:
-                how = "is on the meta device, which has no values; give a module whose parameters are initialised"
-            raise RuntimeFailure(f"{name} of {path or what} ({kind}) {how}, before ps.Pipeline(...)")
+            if tensor is not None and (is_lazy(tensor) or tensor.is_meta):
+                how = (
+                    "has no shape yet; run the model once on a sample" if is_lazy(tensor) else "is on the meta device"
+                )
+                raise RuntimeFailure(
+                    f"{name} of {where} ({kind}) {how}; ps.Pipeline(...) takes models whose parameters have values"
+                )
 
 
 def place_at(root: nn.Module, path: str, module: nn.Module) -> None:
