@@ -23,7 +23,7 @@ from penstock.runtime.stage.loss import LossCheck, LossFn, weightless
 from penstock.runtime.stage.microbatches import NO_LOSS, Microbatches, Signature
 from penstock.runtime.stage.recompute import BufferHistory, GradientAskedFor, keeping_nothing
 from penstock.runtime.stage.stage import Stage
-from penstock.runtime.tensors.autograd import GraphInputs, exits, run_backward
+from penstock.runtime.tensors.autograd import GraphInputs, added, exits, run_backward
 from penstock.runtime.tensors.message import Payload
 from penstock.runtime.tensors.pytree import flatten, shown, unflatten
 from penstock.runtime.tensors.rng import mix
@@ -32,11 +32,21 @@ from penstock.runtime.tensors.storage import copy_of, separate, storage_of
 
 @dataclass(slots=True)
 class HeldMicrobatch:
-    """A microbatch between its F and its backward: where its inputs entered, and which outputs get a gradient."""
+    """A microbatch between its F and its backward; between I and W only its tape.
+
+    Attributes:
+        entry: where its inputs entered the graph. outputs: which of them get a gradient.
+        saved: what its forward saved, if that goes to host memory.
+        leaves: the outputs, as registered ops have read them.
+        start: the gradient of the only output that ops have given.
+    """
 
     entry: GraphInputs
     outputs: list[Tensor]
     tape: Tape | None
+    saved: SavedTensors | None = None
+    leaves: list[Tensor] | None = None
+    start: list[Tensor | None] | None = None
 
 
 class Purpose(Enum):
@@ -124,13 +134,7 @@ class StageRunner:
         self._held: dict[int, HeldMicrobatch] = {}
         self._kept: dict[int, Payload | None] = {}
         """The inputs of microbatches between F and R; None on the first stage."""
-        self._leaves: dict[int, list[Tensor]] = {}
-        """Outputs that registered ops have read."""
-        self._starts: dict[int, list[Tensor | None]] = {}
-        """Gradients of outputs that registered ops have given."""
         self._host = host or HostMemory(device)
-        self._saved: dict[int, SavedTensors] = {}
-        """What forwards saved, for microbatches whose activations go to host memory."""
         self._buffers = BufferHistory(stage)
         # Microbatches of which nothing was found worth deferring, while none of another kind was: no tape for them.
         self._plain: set[Signature] = set()
@@ -196,10 +200,7 @@ class StageRunner:
 
     def _let_go(self) -> None:
         self._held.clear()
-        self._saved.clear()
         self._kept.clear()
-        self._leaves.clear()
-        self._starts.clear()
         self._buffers.begin()
         self._loss_check.drop()
 
@@ -255,8 +256,7 @@ class StageRunner:
         if saved is not None:
             gave = [leaf for leaf in payload.leaves if leaf is not None]
             saved.close(self._own_memory(), [*flatten(value)[0], *gave, *outputs])
-            self._saved[m] = saved
-        self._held[m] = HeldMicrobatch(entry, outputs, tape)
+        self._held[m] = HeldMicrobatch(entry, outputs, tape, saved)
         return payload
 
     def _output(self, value: Any, m: int) -> Any:
@@ -386,7 +386,9 @@ class StageRunner:
 
     def saved(self, m: int) -> SavedTensors:
         """What the forward of a microbatch saved, if its activation goes to host memory."""
-        return self._saved[m]
+        saved = self._held[m].saved
+        assert saved is not None
+        return saved
 
     def leaves(self, m: int) -> list[Tensor]:
         """The outputs of a microbatch that need a gradient, as leaves. All outputs if none does.
@@ -394,20 +396,20 @@ class StageRunner:
         Raises:
             RuntimeFailure: the forward runs again later, so no output is held yet.
         """
-        if m not in self._leaves:
-            if m not in self._held:
-                raise RuntimeFailure(
-                    f"nothing is held of microbatch {m} of stage {self.index}: an op that reads outputs comes "
-                    "between F and the backward, and the forward is not run again (R)"
-                )
-            self._leaves[m] = [o.detach().requires_grad_(o.requires_grad) for o in self._held[m].outputs]
-        return self._leaves[m]
+        held = self._held.get(m)
+        if held is None:
+            raise RuntimeFailure(
+                f"nothing is held of microbatch {m} of stage {self.index}: an op that reads outputs comes "
+                "between F and the backward, and the forward is not run again (R)"
+            )
+        if held.leaves is None:
+            held.leaves = [o.detach().requires_grad_(o.requires_grad) for o in held.outputs]
+        return held.leaves
 
     def start_from(self, m: int, gradient: Tensor | None) -> None:
         """Adds a gradient to a microbatch's only output. Its backward starts from it."""
-        before = self._starts.setdefault(m, [None])
-        if gradient is not None:
-            before[0] = gradient if before[0] is None else before[0] + gradient
+        held = self._held[m]
+        held.start = [added(held.start[0] if held.start else None, gradient)]
 
     def backward(
         self, kind: str, m: int, received: Payload | None, also: Sequence[tuple[Tensor, Tensor]] = ()
@@ -419,9 +421,7 @@ class StageRunner:
             also: tensors of the graph, and gradients that they get from elsewhere.
         """
         held = self._held[m]
-        self._saved.pop(m, None)
-        self._leaves.pop(m, None)
-        outputs, gradients = self._starts_of(m, held.outputs, received)
+        outputs, gradients = self._starts_of(m, held, received)
         outputs += [tensor for tensor, _ in also]
         gradients += [gradient for _, gradient in also]
         if self._split is not None:
@@ -444,23 +444,20 @@ class StageRunner:
         return payload
 
     def _starts_of(
-        self, m: int, outputs: list[Tensor], received: Payload | None
+        self, m: int, held: HeldMicrobatch, received: Payload | None
     ) -> tuple[list[Tensor], list[Tensor | None]]:
         """The tensors from which a backward starts, and the gradients of these; None for that of the loss."""
+        outputs = held.outputs
         if received is not None:
             gradients = received.leaves
         elif self._is_last:
             return list(outputs), [None] * len(outputs)
-        elif m in self._starts:
-            gradients = self._starts.pop(m)
+        elif held.start is not None:
+            gradients = held.start
         else:
             raise RuntimeFailure(
                 f"no loss was given for microbatch {m} of stage {self.index}, which feeds no other stage; an op "
                 "that comes before its backward must call add_loss"
-            )
-        if len(gradients) != len(outputs):
-            raise RuntimeFailure(
-                f"stage {self.index} got {len(gradients)} gradients for {len(outputs)} outputs of microbatch {m}"
             )
         given = [(output, g) for output, g in zip(outputs, gradients, strict=True) if g is not None]
         return [output for output, _ in given], [g for _, g in given]

@@ -315,16 +315,11 @@ def offloads(schedule: Schedule, given: Collection[str]) -> bool:
     moves = {(op.kind, op.stage, op.microbatch) for row in schedule.order for op in row if op.kind in both}
     shared = {stage for stage, _ in schedule.placement.shared}
     for stage, m in sorted({(stage, m) for _, stage, m in moves}):
-        has_both = {(OFFLOAD, stage, m), (RELOAD, stage, m)} <= moves
-        if not has_both or stage in shared:
-            why = (
-                "belongs to a stage that several ranks share"
-                if has_both
-                else f"has one of {OFFLOAD} and {RELOAD} alone"
-            )
+        if stage in shared or not {(OFFLOAD, stage, m), (RELOAD, stage, m)} <= moves:
             raise RuntimeFailure(
-                f"{OFFLOAD} moves what a forward saved to host memory, and microbatch {m} of stage {stage} {why}; "
-                "leave the two ops out there, or give functions of your own for both in ops="
+                f"{OFFLOAD} moves what a forward saved to host memory, and microbatch {m} of stage {stage} has one "
+                f"of {OFFLOAD} and {RELOAD} alone, or belongs to a stage that several ranks share; leave the two "
+                "ops out there, or give functions of your own for both in ops="
             )
     return True
 
