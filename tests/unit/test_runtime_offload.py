@@ -157,7 +157,7 @@ def test_one_of_the_two_ops_without_the_other_is_refused_before_the_first_step()
         offloads(replace(schedule, order=rows, stage_graph=replace(graph, registered=crossed)), ())
     shared = replace(schedule.placement, shared=((0, (0, 1)),))
     with pytest.raises(
-        RuntimeFailure, match="microbatch 0 of stage 0 has one .* or belongs to a stage that several ranks share"
+        RuntimeFailure, match=r"microbatch 0 of stage 0 has one .* or belongs to a stage that several ranks share"
     ):
         offloads(replace(schedule, placement=shared), ())
 

@@ -34,11 +34,10 @@ from penstock.runtime.partitioning.tracer import Untraceable
 from penstock.runtime.plain_loop import chained, own_forward, run_plain
 from penstock.runtime.stage.microbatches import Microbatches
 from penstock.runtime.stage.module_state import having, untouched
-from penstock.runtime.tensors.digest import hash_of
+from penstock.runtime.tensors.digest import Sketch, hash_of
 from penstock.runtime.tensors.dtensor import memory, overwrite
 from penstock.runtime.tensors.pytree import flatten, unflatten
 from penstock.runtime.tensors.rng import mix, restored
-from penstock.runtime.tensors.sketch import Sketch
 from penstock.runtime.tensors.storage import copy_of
 from penstock.schedule import Schedule, ScheduleError
 

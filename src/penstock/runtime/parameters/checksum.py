@@ -25,9 +25,8 @@ from penstock.runtime.mesh.process_mesh import ProcessMesh
 from penstock.runtime.parameters.local_model import LocalModel
 from penstock.runtime.parameters.optimizer import is_plain
 from penstock.runtime.parameters.sharding import ReplicaParameters
-from penstock.runtime.tensors.digest import hash_of
+from penstock.runtime.tensors.digest import Sketch, hash_of
 from penstock.runtime.tensors.dtensor import is_sharded
-from penstock.runtime.tensors.sketch import Sketch
 
 EVERY = 10
 """Holders compare values at the end of the first step, and again after every so many steps."""
