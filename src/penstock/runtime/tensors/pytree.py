@@ -3,12 +3,14 @@
     (x, {"mask": m, "scale": 2})  ->  [x, m],  ["tuple", [0, ["dict", [["mask", 1], ["scale", ["const", 2]]]]]]
 
 The skeleton is JSON, so that it can travel in a message header, and holds an index for each tensor. A named tuple is
-one of its own class again where it comes in, and so is a dataclass: the class must be found there.
+one again where it comes in: of its own class if that can be found there, else of one with the same name and fields. A
+dataclass is one of its own class again.
 """
 
 from __future__ import annotations
 
 import sys
+from collections import namedtuple
 from collections.abc import Mapping
 from dataclasses import fields, is_dataclass
 from typing import Any
@@ -133,16 +135,18 @@ def _made(kind: str, items: list[Any]) -> Any:
     """A named tuple, or a dataclass with these fields, whatever its `__init__` takes."""
     what, module, name, *names = kind.split("\0")
     of = _CLASSES.get(kind) or _class_at(module, name)
-    if of is None:
+    if what == "tuple":
+        if getattr(of, "_fields", None) != tuple(names):
+            make: Any = namedtuple
+            of = make(name.rpartition(".")[2], names)
+        return _CLASSES.setdefault(kind, of)._make(items)
+    if not is_dataclass(of):
         raise BrokenContract(
-            f"a stage returned a {name} of module {module}, which this process does not have; define it in a module "
-            "that every process imports",
+            f"a stage returned a dataclass {name} of module {module}, which this process does not have; define it in "
+            "a module that every process imports",
             6,
         )
-    _CLASSES[kind] = of
-    if what == "tuple":
-        return of._make(items)
-    made = object.__new__(of)
+    made = object.__new__(_CLASSES.setdefault(kind, of))
     for field, item in zip(names, items, strict=True):
         object.__setattr__(made, field, item)
     return made
