@@ -95,7 +95,7 @@ def adds_up(loss_fn: LossFn) -> bool:
     if getattr(loss_fn, "adds_up", False) is True or getattr(loss_fn, "reduction", None) == "sum":
         return True
     known = _torch_loss(loss_fn)
-    return known is not None and known.setting("reduction") == "sum"
+    return known is not None and known[1]("reduction") == "sum"
 
 
 def weights_of(targets: Sequence[Any], loss_fn: LossFn) -> list[float] | None:
@@ -106,17 +106,14 @@ def weights_of(targets: Sequence[Any], loss_fn: LossFn) -> list[float] | None:
     known = _torch_loss(loss_fn)
     if known is None or not all(isinstance(target, Tensor) for target in targets):
         return None
-    counts = [known.count(target) for target in targets]
+    counts = [_count(*known, target) for target in targets]
     tensors = [count for count in counts if isinstance(count, Tensor)]  # of targets on a device: asked for at once
     return list(map(float, torch.stack(tensors).tolist() if tensors else counts))
 
 
 def _number(weight: Any) -> float:
     """A weight that a loss gave. Raises RuntimeFailure for anything but a number that is not negative."""
-    try:
-        number = float(weight)
-    except (RuntimeError, TypeError, ValueError):
-        number = math.nan
+    number = float(weight)
     if not 0 <= number < math.inf:
         raise RuntimeFailure(
             f"loss_fn.weight(targets) returned {shown(weight)}; return one number: how many targets the loss is a "
@@ -125,28 +122,20 @@ def _number(weight: Any) -> float:
     return number
 
 
-@dataclass(frozen=True)
-class _TorchLoss:
-    """One of torch's losses.
+Setting = Callable[[str], Any]
+"""Gives a setting of one of torch's losses by its name."""
 
-    Attributes:
-        function: the function of `torch.nn.functional`, or the module's forward.
-        setting: gives a setting by its name.
-    """
 
-    function: Any
-    setting: Callable[[str], Any]
-
-    def count(self, targets: Tensor) -> Tensor | int:
-        """What its mean is over, in a microbatch's targets, or as many times that in each microbatch."""
-        if self.function not in _OF_CLASSES or targets.is_floating_point():  # these are probabilities of classes
-            is_over_samples = self.setting("reduction") == "batchmean" and targets.dim()
-            return targets.shape[0] if is_over_samples else targets.numel()
-        ignored, weight = targets == self.setting("ignore_index"), self.setting("weight")
-        if weight is None:
-            return (~ignored).sum()
-        known = targets.long().clamp(0, len(weight) - 1)  # the loss itself refuses classes that are unknown
-        return weight.detach().to(targets.device, torch.float64)[known].masked_fill(ignored, 0.0).sum()
+def _count(function: Any, setting: Setting, targets: Tensor) -> Tensor | int:
+    """What the mean of one of torch's losses is over, in a microbatch's targets, or as many times that in each."""
+    if function not in _OF_CLASSES or targets.is_floating_point():  # these are probabilities of classes
+        is_over_samples = setting("reduction") == "batchmean" and targets.dim()
+        return targets.shape[0] if is_over_samples else targets.numel()
+    ignored, weight = targets == setting("ignore_index"), setting("weight")
+    if weight is None:
+        return (~ignored).sum()
+    known = targets.long().clamp(0, len(weight) - 1)  # the loss itself refuses classes that are unknown
+    return weight.detach().to(targets.device, torch.float64)[known].masked_fill(ignored, 0.0).sum()
 
 
 _OF_CLASSES = (nn.CrossEntropyLoss.forward, functional.cross_entropy, nn.NLLLoss.forward, functional.nll_loss)
@@ -154,10 +143,10 @@ _DEFAULTS = {"reduction": "mean", "weight": None, "ignore_index": -100}
 """Of the functions."""
 
 
-def _torch_loss(loss_fn: LossFn) -> _TorchLoss | None:
-    """Which of torch's losses it is; None for any other."""
+def _torch_loss(loss_fn: LossFn) -> tuple[Any, Setting] | None:
+    """The function of one of torch's losses, or its module's forward, and its settings; None for any other loss."""
     function: Any = loss_fn
-    setting: Callable[[str], Any] = _DEFAULTS.__getitem__
+    setting: Setting = _DEFAULTS.__getitem__
     if isinstance(loss_fn, nn.Module):
         function = vars(loss_fn).get("forward", type(loss_fn).forward)
         setting = partial(getattr, loss_fn)
@@ -165,7 +154,7 @@ def _torch_loss(loss_fn: LossFn) -> _TorchLoss | None:
         function = loss_fn.func
         setting = {**_DEFAULTS, **loss_fn.keywords}.__getitem__
     is_known = getattr(function, "__module__", "") in ("torch.nn.functional", "torch.nn.modules.loss")
-    return _TorchLoss(function, setting) if is_known else None
+    return (function, setting) if is_known else None
 
 
 def sizes_of(cut: Sequence[Any]) -> list[float]:
