@@ -265,7 +265,7 @@ def _require_alike(sources: Mapping[int, Uncut], counts: Sequence[int]) -> None:
     sizes = {stage: source.num_samples for stage, source in sources.items()}
     known = {size for size in sizes.values() if size is not None}
     if len(known) > 1 or (len(set(counts)) > 1 and len(known) < len(set(sizes.values()))):
-        given = ", ".join("a list or a function's parts" if size is None else str(size) for size in sizes.values())
+        given = ", ".join("unknown (cut already)" if size is None else str(size) for size in sizes.values())
         raise RuntimeFailure(
             f"the inputs of stages {_listed(sizes)} have {given} samples; give all the same number, as tensors, "
             "which are cut for every stage"
