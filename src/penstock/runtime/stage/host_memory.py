@@ -87,25 +87,21 @@ class HostMemory:
         self._device = device
         self._stream: torch.cuda.Stream | None = None
         self._lock = threading.Lock()
-        self._free: dict[int, list[Tensor]] = {}
 
     def begin(self) -> None:
         """Starts a step, whatever a broken one left."""
         self.num_bytes = self.peak = 0
 
     def take(self, num_bytes: int) -> Tensor:
-        """So many bytes of it, used before where there are such."""
+        """So many bytes of it; torch keeps pinned memory that was used before."""
         with self._lock:
             self.num_bytes += num_bytes
             self.peak = max(self.peak, self.num_bytes)
-            if found := self._free.get(num_bytes):
-                return found.pop()
         return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=self._device.type == "cuda")
 
-    def give_back(self, taken: Tensor) -> None:
+    def give_back(self, num_bytes: int) -> None:
         with self._lock:
-            self.num_bytes -= taken.numel()
-            self._free.setdefault(taken.numel(), []).append(taken)
+            self.num_bytes -= num_bytes
 
     def copies(self, pairs: Iterable[tuple[Tensor, Tensor]], then: Callable[[], None]) -> HostCopy | None:
         """Copies sources to targets, each (target, source), then calls `then`. Returns what to wait for; None where
@@ -223,7 +219,7 @@ class SavedTensors:
 
         def give_back() -> None:
             for taken, _, _ in self._away:
-                self._host.give_back(taken)
+                self._host.give_back(taken.numel())
             self._away.clear()
 
         return self._host.copies(pairs, give_back)

@@ -61,14 +61,8 @@ def restored(device: torch.device) -> Iterator[Callable[[], bool]]:
     tells whether anything was drawn.
     """
     states = _states(device)
-    try:
+    with torch.random.fork_rng([one for one in states if one.type == "cuda"]):
         yield lambda: not all(map(torch.equal, states.values(), _states(device).values()))
-    finally:
-        for one, state in states.items():
-            if one.type == "cuda":
-                torch.cuda.set_rng_state(state, one)
-            else:
-                torch.set_rng_state(state)
 
 
 def _states(device: torch.device) -> dict[torch.device, Tensor]:
