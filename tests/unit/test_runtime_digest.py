@@ -6,9 +6,8 @@ from itertools import pairwise
 
 import pytest
 import torch
-from penstock.runtime.checkpoint.codec import checksum
 
-from penstock.runtime.tensors.digest import batch_digest, hash_of
+from penstock.runtime.tensors.digest import batch_digest, bytes_of, hash_of
 
 pytestmark = pytest.mark.unit
 
@@ -75,5 +74,5 @@ def test_bug_memory_whose_digest_was_made_could_get_no_other_size(size: int) -> 
     x = torch.zeros(size, dtype=torch.float32)
     for tensor in (x, x.bfloat16()):
         hash_of(tensor)
-        checksum(tensor)
+        bytes(bytes_of(tensor))
         assert tensor.untyped_storage().resizable()
