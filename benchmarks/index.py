@@ -192,16 +192,6 @@ def late_link() -> str:
     )
 
 
-def libraries() -> str:
-    found = read("libraries/results.json")["processes, s"]
-    ours, script = (median(found[name]) for name in ("penstock.runtime.launch, script", "elastic, script"))
-    first = found["elastic, function, fork server"][0]
-    return (
-        f"our launcher starts 4 ranks in {ours:.1f} s, torch elastic in {script:.1f} s; torch elastic's fork server, "
-        f"which takes functions only, needs {first:.1f} s the first time"
-    )
-
-
 def limits() -> str:
     rows = read("limits/results.json")["rows"]
     over = {
@@ -378,12 +368,6 @@ GROUPS = {
             "What does it cost to time every message and op?",
             profiling,
             "python benchmarks/profiling/run.py --out results.json",
-        ),
-        Benchmark(
-            "libraries",
-            "Would a library start ranks and read tensors better than our own code does?",
-            libraries,
-            "python benchmarks/libraries/run.py --out benchmarks/libraries/results.json",
         ),
     ),
     "What do slow and failing links cost?": (

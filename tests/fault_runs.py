@@ -148,7 +148,10 @@ def scenario(fault: Fault, folder: Path, own: bool) -> Outcome:
 
 def undisturbed(phase: str, folder: Path) -> list[str]:
     """The losses of a run that nothing strikes and that changes nothing on the way."""
+    from processes import forkserver
+
     folder.mkdir(parents=True, exist_ok=True)
+    forkserver()  # from which ranks are forked
     code, said = _launch(Fault(phase, ""), folder, resume=False, changes=False)
     assert code == 0, said
     return (folder / "losses").read_text().split()
@@ -202,14 +205,14 @@ def wrong(fault: Fault, outcome: Outcome, expected: list[str]) -> list[str]:
 
 
 def _launch(fault: Fault, folder: Path, resume: bool, changes: bool = True) -> tuple[int, str]:
-    from penstock.runtime.launch import FIRST_OPTIMIZER, launch
+    from penstock.runtime.launch import launch
 
     said = io.StringIO()
     words = [json.dumps(dataclasses.asdict(fault)), str(folder), str(int(resume)), str(int(changes))]
     mark = {MARK: str(folder), "OMP_NUM_THREADS": "1"}
     with contextlib.redirect_stderr(said):
         num_ranks = 4 if fault.phase == "handing over" else 2
-        code = launch([__file__, "rank", *words], num_ranks, preload=[FIRST_OPTIMIZER], env=mark)
+        code = launch([__file__, "rank", *words], num_ranks, env=mark)
     return code, said.getvalue().strip()
 
 
@@ -225,8 +228,11 @@ def _left(folder: Path) -> list[str]:
     found = []
     for path in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):
-            if f"{MARK}={folder}\0".encode() in (path / "environ").read_bytes():
-                found.append(f"{path.name} {(path / 'cmdline').read_bytes()[:120]!r}")
+            command = (path / "cmdline").read_bytes()
+            is_rank = (path / "comm").read_text().startswith("rank ")
+            is_server = b"from multiprocessing." in command and not is_rank  # which ends with this process
+            if f"{MARK}={folder}\0".encode() in (path / "environ").read_bytes() and not is_server:
+                found.append(f"{path.name} {command[:120]!r}")
     return found
 
 

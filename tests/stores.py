@@ -1,32 +1,20 @@
-"""Servers that tests of stores start, stop for a while and end, by their process."""
+"""A Redis that tests of stores start, stop for a while and end; and free ports."""
 
 from __future__ import annotations
 
-import os
 import random
 import shutil
 import signal
 import socket
 import subprocess
 import tempfile
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 
-from processes import forkserver
 from waiting import wait_until
-
-
-def _serve(port: int) -> None:
-    from penstock.runtime.adapt.store import QueueServer
-
-    QueueServer(["127.0.0.1"], port)
-    while True:
-        time.sleep(60)
-
 
 EPHEMERAL = Path("/proc/sys/net/ipv4/ip_local_port_range")
 
@@ -48,33 +36,26 @@ def free_port() -> int:
 
 
 class Server:
-    """A store's server in a process of its own.
+    """A Redis in a process of its own.
 
     Attributes:
         address: as users write it.
     """
 
-    def __init__(self, kind: str, password: str | None = None) -> None:
-        self.kind, self.port, self.password = kind, free_port(), password
+    def __init__(self, password: str | None = None) -> None:
+        self.port, self.password = free_port(), password
         self._folder = tempfile.TemporaryDirectory()
-        self._pid: int | None = None
+        self._process: subprocess.Popen[bytes] | None = None
         self.start()
 
     @property
     def address(self) -> str:
-        return f"{self.kind}://127.0.0.1:{self.port}" + ("/0" if self.kind == "redis" else "")
+        return f"redis://127.0.0.1:{self.port}/0"
 
     def start(self) -> None:
-        if self.kind == "redis":
-            line = ["redis-server", "--port", str(self.port), "--bind", "127.0.0.1", "--save", ""]
-            line += ["--dir", self._folder.name, *(["--requirepass", self.password] if self.password else [])]
-            redis = subprocess.Popen(line, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL)
-            self._pid, self._wait = redis.pid, redis.wait
-        else:
-            child = forkserver().Process(target=_serve, args=(self.port,))
-            child.start()
-            assert child.pid is not None
-            self._pid, self._wait = child.pid, child.join
+        line = ["redis-server", "--port", str(self.port), "--bind", "127.0.0.1", "--save", ""]
+        line += ["--dir", self._folder.name, *(["--requirepass", self.password] if self.password else [])]
+        self._process = subprocess.Popen(line, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL)
 
         def listens() -> bool:
             with socket.socket() as one:
@@ -83,14 +64,14 @@ class Server:
         wait_until(listens, lambda: f"nobody listens at {self.address}")
 
     def kill(self) -> None:
-        if self._pid is not None:
-            self.signal(signal.SIGKILL)
-            self._wait()
-            self._pid = None
+        if self._process is not None:
+            self._process.kill()
+            self._process.wait()
+            self._process = None
 
     def signal(self, number: signal.Signals) -> None:
-        assert self._pid is not None
-        os.kill(self._pid, number)
+        assert self._process is not None
+        self._process.send_signal(number)
 
     def close(self) -> None:
         self.kill()
@@ -98,11 +79,11 @@ class Server:
 
 
 @contextmanager
-def running(kind: str, password: str | None = None) -> Iterator[Server]:
+def running(password: str | None = None) -> Iterator[Server]:
     """A server; the test is skipped where there is no redis-server."""
-    if kind == "redis" and shutil.which("redis-server") is None:
+    if shutil.which("redis-server") is None:
         pytest.skip("needs redis-server: it is not installed")
-    server = Server(kind, password)
+    server = Server(password)
     try:
         yield server
     finally:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import importlib
 import json
 import os
@@ -16,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from penstock.runtime.launch import RankServer, launch
+from penstock.runtime.launch import launch
 from processes import forkserver
 from waiting import wait_until
 
@@ -51,7 +52,7 @@ class Ended:
 class Forked:
     """`penstock VERB`, forked from a process that has loaded it, which takes three seconds; as `Popen` has it.
 
-    `ranks_too`: ranks are forked from this process also where they would be forked from an interpreter of their own.
+    `start_method`: of its ranks. With "fork" they are forked from this process, and need not load torch once more.
     `loads`: modules that are loaded before the ranks are forked, so that not each rank loads them.
     """
 
@@ -60,11 +61,11 @@ class Forked:
         words: list[str],
         environment: dict[str, str],
         cwd: Path | None = None,
-        ranks_too: bool = False,
+        start_method: str = "fork",
         loads: Sequence[str] = (),
     ) -> None:
         self._folder = tempfile.TemporaryDirectory(prefix="penstock-test-")
-        args = (self._folder.name, words, environment, cwd, ranks_too, loads)
+        args = (self._folder.name, words, environment, cwd, start_method, loads)
         self._process = forkserver().Process(target=_penstock, args=args)
         self._process.start()
         self.pid = self._process.pid
@@ -91,12 +92,12 @@ def _penstock(
     words: list[str],
     environment: dict[str, str],
     cwd: Path | None,
-    ranks_too: bool,
+    start_method: str,
     loads: Sequence[str],
 ) -> None:
     """The process of a verb; what it and its ranks say goes to files."""
     from penstock.cli import main
-    from penstock.train import start
+    from penstock.train import command, start
     from penstock.tune import work
 
     for name, number in (("out", 1), ("err", 2)):
@@ -109,16 +110,10 @@ def _penstock(
     sys.argv = ["penstock", *words]
     for name in loads:
         importlib.import_module(name)
-    if ranks_too:
-        work.launch = start.launch = _launch_from_here
+    if start_method == "fork":
+        work.launch = start.launch = functools.partial(launch, start_method="fork")
+        command.start_rank_server = lambda modules, environment: None
     sys.exit(main())
-
-
-def _launch_from_here(
-    program: Sequence[str], num_ranks: int, *, waiting: RankServer | None = None, **options: Any
-) -> int:
-    """What `launch` does, with ranks forked from this process: they need not load torch once more."""
-    return launch(program, num_ranks, waiting=waiting or RankServer.fork(options["preload"]), **options)
 
 
 def penstock(words: Sequence[str], cwd: Path | None = None, loads: Sequence[str] = ()) -> Ended:
@@ -126,7 +121,7 @@ def penstock(words: Sequence[str], cwd: Path | None = None, loads: Sequence[str]
 
     `loads`: modules that are loaded before the ranks are forked.
     """
-    process = Forked(list(words), _environment(), cwd, ranks_too=True, loads=loads)
+    process = Forked(list(words), _environment(), cwd, loads=loads)
     out, err = process.communicate(START)
     assert process.returncode is not None
     return Ended(process.returncode, out, err)
@@ -175,11 +170,11 @@ class Run:
     def ranks(self) -> dict[int, int]:
         """Rank -> process, of those that run now."""
         found = {}
-        for server in _children(self._process.pid):
-            for pid in _children(server):
-                kind, _, number = _called(pid).partition(" ")
-                if kind == "rank":
-                    found[int(number)] = pid
+        children = _children(self._process.pid)
+        for pid in [*children, *(each for server in children for each in _children(server))]:
+            kind, _, number = _called(pid).partition(" ")
+            if kind == "rank":
+                found[int(number)] = pid
         self.pids |= set(found.values())
         return found
 

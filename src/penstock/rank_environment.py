@@ -1,9 +1,22 @@
-"""What a launcher says to each process in environment variables: its rank, of how many, and where they meet."""
+"""What a rank is given as it starts: environment variables from its launcher, and loaded modules from the server.
+
+On Linux, ranks of one machine are forked from a server, so that torch is loaded once for all of them. It is the fork
+server of `multiprocessing`.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import multiprocessing
+import os
+import signal
+import sys
+import threading
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from multiprocessing.forkserver import ensure_running
+
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+"""What ends a program: the process that starts ranks passes them on, and the server ignores them."""
 
 _INSTEAD = "start with `penstock train` or torchrun, which set it, or unset RANK to run without them"
 
@@ -20,15 +33,12 @@ class RankEnvironment:
 
     Attributes:
         rank, num_ranks: RANK and WORLD_SIZE. local_rank, num_local: LOCAL_RANK and LOCAL_WORLD_SIZE, on this host.
-        host, port: MASTER_ADDR and MASTER_PORT, where all processes meet.
     """
 
     rank: int
     num_ranks: int
     local_rank: int
     num_local: int
-    host: str
-    port: int
 
     @classmethod
     def of(cls, variables: Mapping[str, str]) -> RankEnvironment | None:
@@ -45,17 +55,8 @@ class RankEnvironment:
                 f"environment variable RANK is {rank} and WORLD_SIZE is {num_ranks}: ranks are numbered from 0, "
                 f"below their number; {_INSTEAD}"
             )
-        port = _number(variables, "MASTER_PORT")
-        if not 0 < port <= 65535:
-            raise RankEnvironmentError(
-                f"environment variable MASTER_PORT is {port}; a port is a number from 1 to 65535; give one that is "
-                "free on the host of rank 0"
-            )
-        host = variables.get("MASTER_ADDR", "")
-        if not host:
-            raise RankEnvironmentError(f"environment variable MASTER_ADDR is not set, the host of rank 0; {_INSTEAD}")
-        local_rank, num_local = _number(variables, "LOCAL_RANK", 0), _number(variables, "LOCAL_WORLD_SIZE", 1)
-        return cls(rank, num_ranks, local_rank, num_local, host, port)
+        local_rank, num_local = _number(variables, "LOCAL_RANK", "0"), _number(variables, "LOCAL_WORLD_SIZE", "1")
+        return cls(rank, num_ranks, local_rank, num_local)
 
 
 def rank_of(variables: Mapping[str, str]) -> int:
@@ -68,12 +69,29 @@ def rank_of(variables: Mapping[str, str]) -> int:
     return 0 if environment is None else environment.rank
 
 
-def _number(variables: Mapping[str, str], name: str, default: int | None = None) -> int:
-    text = variables.get(name)
-    if text is None:
-        if default is None:
-            raise RankEnvironmentError(f"environment variable {name} is not set, and RANK is; {_INSTEAD}")
-        return default
+def _number(variables: Mapping[str, str], name: str, default: str = "") -> int:
+    text = variables.get(name, default)
     if not (text.isascii() and text.isdigit()):
         raise RankEnvironmentError(f"environment variable {name} is {text!r}, not a number from 0 on; {_INSTEAD}")
     return int(text)
+
+
+def start_rank_server(modules: Sequence[str], environment: Mapping[str, str]) -> None:
+    """Starts the server of ranks, which loads these modules at once, and ends with this process.
+
+    Nothing happens where one runs already.
+    """
+    multiprocessing.set_forkserver_preload([*modules, "penstock.runtime.launch.loaded"])
+    is_main = threading.current_thread() is threading.main_thread()
+    handlers = {number: signal.signal(number, signal.SIG_IGN) for number in SIGNALS if is_main}  # the server inherits
+    before = dict(os.environ)
+    try:
+        # It finds modules where this process does, and never in the current folder, as `python -c` would.
+        path = os.pathsep.join(filter(None, sys.path))
+        os.environ.update(environment, PYTHONPATH=path, PYTHONSAFEPATH="1")
+        ensure_running()
+    finally:
+        os.environ.clear()
+        os.environ.update(before)
+        for number, handler in handlers.items():
+            signal.signal(number, handler)

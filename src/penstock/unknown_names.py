@@ -10,12 +10,6 @@ from typing import Any, TypeVar
 
 T = TypeVar("T", bound=Callable[..., Any])
 
-MEANT = {
-    "shared": "stages that several ranks share are the schedule's: ps.Placement(..., shared=...); parameters that "
-    "are one are given as parallel=ps.ParallelOptions(tied=...)",
-}
-"""Arguments that a function never had and that lie elsewhere, with where."""
-
 
 def refuse_unknown(error: type[Exception]) -> Callable[[T], T]:
     """Makes a function or a class refuse a call that does not fit it, with its own error: a keyword that it does not
@@ -74,8 +68,6 @@ _TAKEN: dict[str, list[str]] = {}
 
 def _instead(name: str, known: list[str], called_as: str) -> str:
     """What to write in place of a keyword that there is not."""
-    if name in MEANT:
-        return MEANT[name]
     others = [each for each, taken in _TAKEN.items() if name in taken and each != called_as]
     if options := [each for each in others if each.endswith("Options")]:
         return f"give {' or '.join(f'{each}({name}=...)' for each in options)}"

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import io
+import json
 import os
 import signal
 import socket
@@ -14,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from penstock.runtime.launch import RankServer, launch
+from penstock.runtime.launch import launch
 from processes import forkserver
 from stores import free_port
 from waiting import PATIENCE, wait_until
@@ -68,27 +70,20 @@ write_at_once(folder / f"pid-{rank}", str(os.getpid()))
 
 
 def launch_there(
-    folder: Path,
-    preload: list[str],
-    num_ranks: int,
-    port: int | None,
-    ahead: bool,
-    grace: float,
-    environment: dict[str, str],
+    folder: Path, num_ranks: int, port: int | None, start_method: str, grace: float, environment: dict[str, str]
 ) -> None:
     """The parent of the ranks, in a session of its own; what it says goes to files.
 
-    `ahead`: the process that ranks are forked from is forked from this one, which has loaded torch. Otherwise it is
-    started and loads torch once more, for seconds. Ranks of both end alike, which test_launch_ahead.py shows.
+    With the `start_method` "fork" ranks are forked from this process, which has loaded torch. With "forkserver" an
+    interpreter is started for that, which loads torch for seconds.
     """
     os.setsid()
     os.environ |= environment
     for name, number in (("out", 1), ("err", 2)):
         with (folder / name).open("w") as file:
             os.dup2(file.fileno(), number)
-    waiting = RankServer.fork(preload) if ahead else None
     words = [str(folder / "ranks.py"), str(folder)]
-    sys.exit(launch(words, num_ranks, preload=preload, port=port, waiting=waiting, grace=grace))
+    sys.exit(launch(words, num_ranks, port=port, start_method=start_method, grace=grace))
 
 
 @dataclass
@@ -147,14 +142,13 @@ def start_parent(tmp_path: Path) -> Iterator[Callable[..., tuple[Run, int]]]:
     def start(
         body: str,
         head: str = HEAD,
-        preload: str = "penstock.runtime",
         num_ranks: int = NUM_RANKS,
         port: int | None = None,
-        ahead: bool = True,
+        start_method: str = "fork",
         grace: float = 3.0,
     ) -> tuple[Run, int]:
         (tmp_path / "ranks.py").write_text(f"import sys\nsys.path.append({TESTS!r})\n{head}{body}")
-        words = (tmp_path, [preload], num_ranks, port, ahead, grace, dict(os.environ))
+        words = (tmp_path, num_ranks, port, start_method, grace, dict(os.environ))
         process = forkserver().Process(target=launch_there, args=words)
         processes.append(process)
         process.start()
@@ -179,8 +173,7 @@ def start(start_parent: Callable[..., tuple[Run, int]]) -> Callable[..., Run]:
 def once(err: str, words: str) -> None:
     assert err.count(words) == 1, err
     assert err.count("penstock:") == 1, err
-    assert "Traceback" not in err
-    assert len(err.splitlines()) < 15, err
+    assert len(err.splitlines()) < 25, err
 
 
 def test_all_well(start, tmp_path: Path) -> None:
@@ -192,7 +185,7 @@ def test_all_well(start, tmp_path: Path) -> None:
         "(folder / f'loaded-by-{os.getppid()}').touch()\n"
         "if rank == 1: print('now', file=sys.stderr); os.write(2, b'raw\\n')\n"
     )
-    code, out, err = start(body, port=port, ahead=False).finish()
+    code, out, err = start(body, port=port, start_method="forkserver").finish()
     threads = os.environ.get("OMP_NUM_THREADS", max(1, len(os.sched_getaffinity(0)) // NUM_RANKS))
     expected = [f"rank {rank} {threads} True {port}" for rank in range(NUM_RANKS)]
     assert (code, sorted(out.splitlines()), err) == (0, expected, "now\nraw\n")
@@ -220,18 +213,9 @@ def test_an_exception(start) -> None:
     run.ready()
     code, out, err = run.finish()
     once(err, "rank 2 failed: ValueError: the input is too wide")
-    assert "in forward" in err
-    assert "ranks 0, 1 ended because of it" in err
-    assert (code, out) == (1, "")
-
-
-@pytest.mark.slow
-def test_the_whole_traceback_on_request(start, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PENSTOCK_TRACEBACK", "1")
-    run = start("if rank == 1: raise KeyError('7')\nwait_for(1)\n", num_ranks=2)
-    code, _, err = run.finish()
-    assert code == 1
     assert err.count("Traceback (most recent call last)") == 1
+    assert "in forward" in err
+    assert (code, out) == (1, "")
 
 
 @pytest.mark.parametrize("victim", [0, pytest.param(2, marks=pytest.mark.slow)])
@@ -275,7 +259,6 @@ def test_ranks_that_do_not_notice_are_stopped(start) -> None:
     run.ready()
     code, _, err = run.finish()
     once(err, "rank 0 failed: RuntimeError: enough")
-    assert "ranks 1, 2, 3 did not end and had to be stopped" in err
     assert (code, len(run.pids())) == (1, 5)
 
 
@@ -288,7 +271,6 @@ def test_a_hanging_peer_is_named_by_the_deadline(start) -> None:
     )
     code, _, err = run.finish()
     once(err, "rank 0 failed: DeadlineExceeded: rank 0 waited 60 s for F3 of stage 1 from rank 1")
-    assert "rank 1 did not end and had to be stopped" in err
     assert code == 1
 
 
@@ -301,47 +283,60 @@ def test_a_killed_parent_takes_its_ranks_along(start_parent) -> None:
     wait_until(lambda: not alive(pids), lambda: f"ranks {alive(pids)} of {pids} still run")
 
 
+@pytest.mark.slow
 def test_a_killed_parent_takes_ranks_along_that_have_not_joined(start_parent) -> None:
-    """One of them is stopped, and can do nothing about it itself."""
-    run, parent = start_parent("if rank == '1': os.kill(os.getpid(), 19)\ntime.sleep(1000)", AT_ONCE, ahead=False)
+    run, parent = start_parent("time.sleep(1000)", AT_ONCE, start_method="forkserver")
     run.appear("pid-*")
     os.kill(parent, signal.SIGKILL)
     wait_until(lambda: not alive(run.pids()), lambda: f"ranks {alive(run.pids())} still run")
 
 
+@pytest.mark.slow
 def test_the_process_that_ranks_are_forked_from_is_killed(start) -> None:
-    run = start("(folder / f'by-{os.getppid()}').touch()\nwait_for((rank + 1) % num_ranks)", ahead=False)
+    run = start(
+        "(folder / f'by-{os.getppid()}').touch()\nwait_for((rank + 1) % num_ranks)", start_method="forkserver"
+    )
     run.ready()
     (server,) = run.folder.glob("by-*")
     os.kill(int(server.name[3:]), signal.SIGKILL)
     code, _, err = run.finish()
-    once(err, "the process that ranks are forked from was killed by SIGKILL")
-    assert code == 1
+    once(err, "ended with exit code 255")
+    assert code == 255
 
 
-def test_modules_that_cannot_be_loaded_beforehand(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    script = tmp_path / "ranks.py"
-    script.touch()
-    assert launch([str(script)], 2, preload=["no_such_module_at_all"]) == 1
-    err = capfd.readouterr().err
-    assert err.count("the process that ranks are forked from ended with exit code 1\n") == 1
-    assert err.count("ModuleNotFoundError: No module named 'no_such_module_at_all'") == 1
+PROGRAMS = {
+    "all well": "",
+    "one raises": "if rank == '1': raise ValueError('a word too many')",
+    "one leaves": "if rank == '1': sys.exit(7)",
+    "one says why it leaves": "if rank == '1': sys.exit('that is why')",
+    "one is killed": "if rank == '0': os.kill(os.getpid(), signal.SIGKILL)",
+    "one is interrupted": "if rank == '0': raise KeyboardInterrupt",
+    "a thread outlives the program": "threading.Timer(0.3, lambda: print('late', flush=True)).start()",
+    "one can't be imported": "if rank == '1': import a_module_that_is_not_there",
+}
 
 
-@pytest.mark.parametrize(
-    ("number", "code", "words"),
-    [(signal.SIGINT, 130, "interrupted"), (signal.SIGTERM, 143, "stopped by SIGTERM")],
-)
-@pytest.mark.usefixtures("interruptible")
-def test_signals_before_there_are_ranks(start_parent, tmp_path: Path, number: int, code: int, words: str) -> None:
-    """While a module is loaded that takes its time."""
-    (tmp_path / "takes_long.py").write_text(
-        "import time\nfrom pathlib import Path\nPath(__file__).with_name('loading').touch()\ntime.sleep(1000)\n"
-    )
-    run, parent = start_parent("", preload="takes_long", ahead=False)
-    run.appear("loading", 1)
-    os.kill(parent, number)
-    assert run.finish() == (code, "", f"penstock: {words}\n")
+def launch_each(folder: Path) -> None:
+    """Launches all programs by both start methods; what each launch said goes to a file."""
+    ends: dict[str, list[Any]] = {}
+    for what, body in PROGRAMS.items():
+        (folder / "program.py").write_text(f"import os, signal, sys, threading\nrank = os.environ['RANK']\n{body}\n")
+        for method in ("fork", "forkserver"):
+            said = io.StringIO()
+            with contextlib.redirect_stderr(said):
+                code = launch([str(folder / "program.py")], 2, start_method=method, grace=PATIENCE / 2)
+            ends.setdefault(what, []).append([code, said.getvalue()])
+    (folder / "ends").write_text(json.dumps(ends))
+
+
+@pytest.mark.slow
+def test_ranks_end_alike_by_each_start_method(tmp_path: Path) -> None:
+    process = forkserver().Process(target=launch_each, args=(tmp_path,))
+    process.start()
+    process.join()
+    for what, (forked, served) in json.loads((tmp_path / "ends").read_text()).items():
+        assert forked == served, what
+        assert (forked[0] == 0) == (what in ("all well", "a thread outlives the program"))
 
 
 @pytest.mark.usefixtures("interruptible")
@@ -368,7 +363,7 @@ def test_ctrl_c_that_ranks_die_of(start_parent) -> None:
     run.ready()
     os.kill(parent, signal.SIGINT)
     code, _, err = run.finish()
-    assert (code, err) == (130, "penstock: interrupted\n")
+    assert (code, err) == (130, "penstock: stopped by SIGINT\n")
 
 
 @pytest.mark.slow
@@ -382,7 +377,7 @@ def test_ctrl_c_inside_native_code_that_may_not_throw(start_parent) -> None:
     run.appear("native-*")
     os.kill(parent, signal.SIGINT)
     code, _, err = run.finish()
-    assert (code, err) == (130, "penstock: interrupted\n")
+    assert (code, err) == (130, "penstock: stopped by SIGINT\n")
 
 
 @pytest.mark.slow
@@ -398,7 +393,7 @@ def test_a_second_ctrl_c_does_not_wait(start_parent) -> None:
     run.appear("told-*")
     os.kill(parent, signal.SIGINT)
     code, _, err = run.finish()
-    assert (code, err) == (130, "penstock: interrupted\n")
+    assert (code, err) == (130, "penstock: stopped by SIGINT\n")
 
 
 @pytest.mark.slow
@@ -414,6 +409,7 @@ def test_sigterm_to_the_parent_ends_all(start_parent) -> None:
 def test_what_fails_before_it_can_report_is_told_once(capfd: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     script = tmp_path / "broken.py"
     script.write_text("import no_such_module_at_all")
+    forkserver()  # from which they are forked
     assert launch([str(script)], 3) == 1
     err = capfd.readouterr().err
     assert err.count("ModuleNotFoundError: No module named 'no_such_module_at_all'") == 1
@@ -430,21 +426,5 @@ def test_a_port_in_use(start) -> None:
         run = start("", port=port)
         code, _, err = run.finish()
     assert code == 2
-    once(err, f"port {port} is in use by another program: choose another")
+    once(err, f"port {port} cannot be used: [Errno 98] Address already in use; choose another")
     assert run.pids() == []
-
-
-def test_misuse(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    assert launch(["/no/such/program"], 2) == 2
-    assert capsys.readouterr().err == (
-        "penstock: /no/such/program cannot be started: there is no such file; give a Python script's path\n"
-    )
-    for program in ([], ["-m"]):
-        assert launch(program, 2) == 2
-        assert f"got the program {program}" in capsys.readouterr().err
-    script = tmp_path / "ranks.py"
-    script.touch()
-    assert launch([str(script)], 0) == 2
-    assert "got 0 ranks" in capsys.readouterr().err
-    assert launch([str(script)], 2, port=70000) == 2
-    assert "port 70000" in capsys.readouterr().err

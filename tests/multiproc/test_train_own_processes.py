@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from hf_families import config_of
-from train_runs import ENDLESS, Run, losses, penstock
+from train_runs import COMMAND, ENDLESS, Run, losses, penstock
 
 pytestmark = [pytest.mark.multiproc, pytest.mark.slow]
 
@@ -41,13 +41,13 @@ def data(train=True):
 """
 
 
-def trained(folder: Path, name: str, options: str, ranks_too: bool = True) -> list[float]:
-    """The losses of a run; `ranks_too`: no interpreter is started for its ranks to be forked from."""
+def trained(folder: Path, name: str, options: str, forks: bool = True) -> list[float]:
+    """The losses of a run; it `forks` its ranks in place of starting an interpreter from which they are forked."""
     line = f"--model net.py:Net --data net.py:data --steps 6 {options} --out {name} --json"
-    if ranks_too:
+    if forks:
         ended = penstock(["train", *line.split()], folder)
     else:
-        with Run(folder / name, line, cwd=folder) as run:
+        with Run(folder / name, line, command=[*COMMAND, "train"], cwd=folder) as run:
             ended = run.end()
     assert ended.code == 0, ended.err
     assert ended.json["samples_per_second"] > 0
@@ -57,7 +57,7 @@ def trained(folder: Path, name: str, options: str, ranks_too: bool = True) -> li
 def test_losses_are_those_of_one_process(tmp_path: Path) -> None:
     (tmp_path / "net.py").write_text(FILE)
     alone = trained(tmp_path, "alone", "--ranks 2 --microbatches 8 --in-process")
-    assert trained(tmp_path, "pipeline", "--ranks 2 --microbatches 8 --schedule zb-h1", ranks_too=False) == alone
+    assert trained(tmp_path, "pipeline", "--ranks 2 --microbatches 8 --schedule zb-h1", forks=False) == alone
     found = trained(tmp_path, "fsdp", "--pp 2 --dp 2 --microbatches 4 --sharding fsdp")
     assert found == pytest.approx(alone, rel=1e-5)
 

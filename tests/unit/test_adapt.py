@@ -29,7 +29,13 @@ from penstock.control.events import Transfers, event_from_json
 from penstock.control.log import event_line, header
 from penstock.runtime import RuntimeFailure
 from penstock.runtime.adapt.agent import REFUSED, STOPPED, Vote, VoteResult, agree, short_digest
-from penstock.runtime.adapt.coordinator import MEASURED_ITERATIONS, WARMUP_ITERATIONS, MeasuredCosts, RunLog
+from penstock.runtime.adapt.coordinator import (
+    CONTROL,
+    MEASURED_ITERATIONS,
+    WARMUP_ITERATIONS,
+    MeasuredCosts,
+    RunLog,
+)
 from penstock.runtime.adapt.report import MeasuredStep, RankReport, ReportCollector, lines_of, report_of
 from penstock.runtime.transport.base import TransferRecord
 from penstock.schedule import Op
@@ -221,9 +227,9 @@ def test_options_that_make_no_sense() -> None:
 def test_records_of_an_earlier_run_are_kept(tmp_path: Path) -> None:
     for run in range(3):
         records = RunLog(tmp_path, lambda _: None)
-        records.control(f"run {run}")
+        records.write(CONTROL, f"run {run}")
         records.close()
-        records.control("too late")
+        records.write(CONTROL, "too late")
     RunLog(tmp_path / "empty", lambda _: None).close()
     RunLog(tmp_path / "empty", lambda _: None).close()
     names = sorted(path.name for path in tmp_path.glob("control*"))

@@ -13,14 +13,14 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
 
 import pytest
+import torch.distributed as dist
 from test_adapt_agents import COSTS, HEALTHY, LATE, NUM_RANKS, START, Group, group
 
-from penstock.control import Job, Sensitivity
+from penstock.control import Job
 from penstock.runtime.adapt.coordinator import CONTROL, ITERATIONS, TIMELINES, ControllerProcess, RunLog
-from penstock.runtime.adapt.store import InProcessStore, StoreLost, open_store
+from penstock.runtime.adapt.store import RedisStore, TorchStore
 from stores import Server, running
 from waiting import PATIENCE
 
@@ -86,11 +86,11 @@ def test_a_disk_that_fills_leaves_whole_lines(tmp_path: Path) -> None:
     resource.setrlimit(resource.RLIMIT_FSIZE, (350, before[1]))
     try:
         for _ in range(5):
-            records.control(line)
-            records.iteration({"iteration": 1})
+            records.write(CONTROL, line)
+            records.write(ITERATIONS, '{"iteration": 1}')
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
-    records.control(line)
+    records.write(CONTROL, line)
     records.close()
     assert said == [f"records in {tmp_path} end here: {CONTROL}: File too large; training goes on"]
     assert (tmp_path / CONTROL).read_text() == f"{line}\n" * 3
@@ -108,7 +108,7 @@ def test_a_reader_that_cannot_go_on_is_noticed_and_ends_the_controller() -> None
         raise OSError(28, "No space left on device")
 
     with nothing_left():
-        decider = ControllerProcess(job, Sensitivity(), take, said.append)
+        decider = ControllerProcess(job, take, said.append)
         end = time.monotonic() + DEADLINE
         while not said and time.monotonic() < end:
             decider.feed(json.dumps({"record": {"iteration": 0, "number": 0}}))
@@ -126,7 +126,7 @@ def test_a_controller_that_still_starts_when_a_short_run_ends_gives_its_records(
     came: list[str] = []
     with nothing_left():
         job = Job(COSTS, START)
-        decider = ControllerProcess(job, Sensitivity(), came.append, came.append)
+        decider = ControllerProcess(job, came.append, came.append)
         os.kill(decider.pid, signal.SIGSTOP)
         decider.feed(json.dumps({"record": {"iteration": 0, "number": 0, "links": {}}}))
         goes_on = threading.Timer(0.5, os.kill, (decider.pid, signal.SIGCONT))
@@ -136,15 +136,15 @@ def test_a_controller_that_still_starts_when_a_short_run_ends_gives_its_records(
     assert [json.loads(line)["record"]["iteration"] for line in came if "record" in line] == [0]
 
 
-class Garbled(InProcessStore):
+class Garbled(TorchStore):
     """A store from which one queue gives nonsense."""
 
     def __init__(self, queue: str) -> None:
-        super().__init__()
+        super().__init__(dist.HashStore())
         self._garbled = queue
 
-    def pop(self, queue: str, timeout: float) -> bytes | None:
-        return b"\xff{" if queue == self._garbled else super().pop(queue, timeout)
+    def pop(self, queue: str) -> bytes | None:
+        return b"\xff{" if queue == self._garbled else super().pop(queue)
 
 
 @pytest.mark.parametrize("queue", ["test/plans/2", "test/reports"])
@@ -158,9 +158,9 @@ def test_nonsense_from_the_store_ends_adapting_with_one_notice(tmp_path: Path, q
 # A store that stands still, or is gone.
 
 
-@pytest.fixture(params=["tcp", "redis"])
-def server(request: pytest.FixtureRequest) -> Iterator[Server]:
-    with running(request.param) as server:
+@pytest.fixture
+def server() -> Iterator[Server]:
+    with running() as server:
         yield server
 
 
@@ -169,34 +169,12 @@ def stands_still(server: Server) -> None:
 
 
 @pytest.mark.slow
-def test_a_store_that_stands_still_holds_no_call_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
-    with running("tcp") as server:
-        store = open_store(server.address)
-        monkeypatch.setattr("penstock.runtime.adapt.store.ANSWER_S", 0.5)
-        stands_still(server)
-        ended: list[str] = []
-
-        def call(what: Callable[[], Any]) -> None:
-            try:
-                what()
-            except StoreLost as error:
-                ended.append(str(error))
-
-        for what in (lambda: store.pop("a", 0.1), lambda: open_store(server.address)):
-            thread = threading.Thread(target=call, args=(what,), daemon=True)
-            thread.start()
-            thread.join(DEADLINE / 4)
-        assert len(ended) == 2
-        assert all(str(server.port) in text for text in ended)
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize("fate", [stands_still, Server.kill])
 def test_no_thread_outlives_close_when_the_store_is_gone(
     tmp_path: Path, server: Server, fate: Callable[[Server], None]
 ) -> None:
     with nothing_left():
-        stores = [open_store(server.address) for _ in range(NUM_RANKS)]
+        stores = [RedisStore(server.address) for _ in range(NUM_RANKS)]
         with group(tmp_path, stores=stores) as ranks:
             for _ in range(3):
                 ranks.step(HEALTHY)

@@ -289,7 +289,7 @@ NOT_RECORDED = {
     "dispatch": "emulated", "emulated": "processes-stretch-2 threads-stretch-2 threads",
     "engine": "results", "faults": "mptcp results", "fuzz": "gpu planted-before",
     "gaps": "optimum results", "head_of_line": "threads", "lab": "interface links others store",
-    "late_link": "plans results", "libraries": "results", "limits": "results",
+    "late_link": "plans results", "limits": "results",
     "peers": "results", "plan": "families_sample free speed tight tight_32x128 tight_8x32", "play": "results",
     "profiling": "results", "runtime": "gloo host runtime", "space": "results", "split": "compiled results",
     "uneven": "times",

@@ -13,7 +13,7 @@ import pytest
 
 from penstock.cli.failure import failure_of
 from penstock.host_process import limit_behind
-from penstock.runtime.launch.failures import FailureReport, one_line
+from penstock.runtime.launch.rank import FailureReport
 from tiers import others_nightly
 from train_runs import COMMAND, SMALL
 
@@ -69,7 +69,7 @@ def test_the_limit_behind_an_error_is_named_with_what_to_do() -> None:
     files = OSError(errno.EMFILE, "Too many open files", "/usr/lib/module.py")
     number = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
     said = f"a process may have {number} files and connections open here (ulimit -n); raise that"
-    assert said in one_line(FailureReport.of(files, 3))
+    assert said in FailureReport.of(files, 3).text
     failure = failure_of(files)
     assert failure is not None
     assert failure.exit_code == 1

@@ -218,7 +218,10 @@ def test_a_port_in_use(tell: Callable[..., list[str]]) -> None:
         taken.listen()
         port = taken.getsockname()[1]
         lines = tell(f"{SMALL} --data text.txt --port {port} --out new-run")
-    assert lines == [f"port {port} is in use by another program: choose another, or leave it out for any free one"]
+    reason = "[Errno 98] Address already in use"
+    assert lines == [
+        f"port {port} cannot be used: {reason}; choose another from 1 to 65535, or leave it out for any free one"
+    ]
 
 
 @pytest.fixture(scope="module")
@@ -335,7 +338,7 @@ def test_a_folder_that_holds_a_run(tell: Callable[..., list[str]], run: Path) ->
     [
         ("redis://:secret@127.0.0.1:6379/1", "redis://127.0.0.1:6379/1"),
         ("redis://me:se@cret@host:1", "redis://host:1"),
-        ("tcp://host:29500", "tcp://host:29500"),
+        ("redis://host:29500", "redis://host:29500"),
         (None, None),
     ],
 )

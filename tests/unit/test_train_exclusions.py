@@ -61,7 +61,7 @@ CASES: dict[str, list[dict[str, Any]]] = {
         {"delegates": 2},
         {"interfaces": "lo"},
     ],
-    "`--store` or `--host-memory` without `--adapt`": [{"store": "tcp://localhost:1"}, {"host_memory": "1GB"}],
+    "`--store` or `--host-memory` without `--adapt`": [{"store": "redis://localhost:1"}, {"host_memory": "1GB"}],
     "`--lora` with a model that is not Hugging Face's": [{"lora": "{}", "model": name} for name in ("gpt", OWN)],
     "`--model-options` without `--model FILE.py:NAME`": [{"model_options": {"width": 8}}],
     "`--depth`, `--width`, `--heads`, `--dropout` or `--tied` with `--model FILE.py:NAME`": [

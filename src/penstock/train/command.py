@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import sys
 import time
@@ -10,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from penstock.cost.presets import PRESETS
-from penstock.rank_environment import RankEnvironment
+from penstock.rank_environment import RankEnvironment, start_rank_server
 from penstock.schedule.updates import RULES
 from penstock.train.emulated.settings import EmulatedSettings
 from penstock.train.job import EmulatedJob, emulated_order_of, order_of, read_given
@@ -18,9 +19,6 @@ from penstock.train.settings import Settings
 from penstock.train.tasks.open import schedule_of
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from penstock.runtime.launch import RankServer
     from penstock.train.job import TrainJob
 
 DEFAULTS, EMULATED = Settings(), EmulatedSettings()
@@ -300,29 +298,18 @@ def _carry_out(order: TrainJob | EmulatedJob, port: int | None, is_program: bool
         order.settings.check_plan()
     else:
         schedule_of(order.settings)
-    from penstock.train import run_job as run_job
+    forks = is_program and sys.platform == "linux"
+    if forks and "RANK" not in os.environ and not order.settings.in_process:
+        start_rank_server(["penstock.train.run_job"], {})  # it loads torch while this process does
+    from penstock.train import run_job
 
-    if "RANK" in os.environ:
-        return run_job.run_joined(order)
-    forks = is_program and not order.settings.in_process and not order.settings.has_own_code
-    return _over_ranks(forks, run_job.__name__, lambda waiting: run_job.run_job(order, port, waiting))
-
-
-def _over_ranks(forks: bool, preload: str, run: Callable[[RankServer | None], int]) -> int:
-    """Runs a job. If it `forks`, ranks have what this process has loaded by now."""
-    from penstock.train.start import fork_ahead
-
-    ahead = fork_ahead(preload) if forks else None
-    try:
-        return run(ahead)
-    finally:
-        if ahead is not None:
-            ahead.discard()
+    gc.freeze()  # torch and all else that is loaded stays: looking through it for garbage takes a second at the end
+    return run_job.run_joined(order) if "RANK" in os.environ else run_job.run_job(order, port)
 
 
 def _is_reported() -> bool:
     """Whether this process is one of several ranks, whose error is reported once for all of them."""
-    from penstock.runtime.launch.child import Reporter
+    from penstock.runtime.launch.rank import Reporter
 
     return isinstance(sys.excepthook, Reporter)
 

@@ -19,7 +19,7 @@ import torch.distributed as dist
 
 from penstock.data import Corpus
 from penstock.runtime.checkpoint import UNWRITTEN, CheckpointError
-from penstock.runtime.launch import RankServer, init_process, warm_up_malloc
+from penstock.runtime.launch import init_process, warm_up_malloc
 from penstock.train.asynchronous import bound, one_every, proved_mismatch
 from penstock.train.emulated.run import CheckedEmulation
 from penstock.train.folder import RunFolder, check_place, is_folder
@@ -82,10 +82,8 @@ class CheckedRun(Protocol):
         """How to continue after a failure, if there is something to continue from."""
 
 
-def run_job(order: TrainJob | EmulatedJob, port: int | None, waiting: RankServer | None = None) -> int:
+def run_job(order: TrainJob | EmulatedJob, port: int | None) -> int:
     """Runs the order on this machine and prints the report. Returns the exit code.
-
-    `waiting` is the process that ranks are forked from, if it was forked ahead.
 
     Raises:
         SettingsError, ScheduleError, PartitionError, DataError, CheckpointError: before anything starts.
@@ -100,7 +98,7 @@ def run_job(order: TrainJob | EmulatedJob, port: int | None, waiting: RankServer
             folder.require_new(learns=isinstance(order, TrainJob))
         if not order.as_json:
             print(checked.announcement(), file=sys.stderr, flush=True)
-        report, code, said = carry_out(checked, port, waiting)
+        report, code, said = carry_out(checked, port)
         if report is None:
             raise RunFailed(said + checked.way_on(folder, said), code or 1)
         if said:
@@ -142,9 +140,7 @@ def run_joined(order: TrainJob | EmulatedJob) -> int:
     return run.stop.exit_code if run.interrupted else 0
 
 
-def carry_out(
-    checked: CheckedRun, port: int | None = None, waiting: RankServer | None = None
-) -> tuple[RunReport | None, int, str]:
+def carry_out(checked: CheckedRun, port: int | None = None) -> tuple[RunReport | None, int, str]:
     """Runs in this process, or starts one process for each place in the mesh.
 
     Returns the report, None if a rank failed; the exit code; and what the launcher said of a failure.
@@ -159,7 +155,7 @@ def carry_out(
     with tempfile.TemporaryDirectory(prefix="penstock-", ignore_cleanup_errors=True) as handover:
         hand_over(Path(handover), order, checked.corpus)
         count, env = settings.num_processes, settings.environment
-        code, said = start_ranks(["--order", handover], count, port, __name__, waiting, env)
+        code, said = start_ranks(["--order", handover], count, port, __name__, env)
     return checked.report_type.read(path), code, said
 
 

@@ -31,7 +31,7 @@ BASE = "host", "gloo", "direct"
 """Transports whose single links may be delegated."""
 ROUTES = *BASE, "delegate", "nccl"
 """Those of a run with real compute."""
-STORES = re.compile(r"(rediss?|tcp)://\S+")
+STORES = re.compile(r"rediss?://\S+")
 SIZES = {f"{prefix}B": size for prefix, size in (("", 1.0), ("K", 1e3), ("M", 1e6), ("G", 1e9), ("T", 1e12))} | {
     f"{prefix}iB": size for prefix, size in (("K", 2.0**10), ("M", 2.0**20), ("G", 2.0**30), ("T", 2.0**40))
 }
@@ -48,7 +48,7 @@ class RunSettings:
         interfaces: of this host, names or addresses separated by commas, the preferred one first. If one fails,
             delegated messages use the next. None: see `DelegateOptions`.
         adapt: change schedule, dispatch and delegated links if that is faster over the measured links.
-        store: redis://HOST:PORT or tcp://HOST:PORT for the ranks' reports; None: the job's own.
+        store: redis://HOST:PORT for the ranks' reports; None: the job's own.
         host_memory: how much may wait in each host's memory while a link is delegated: activations, or bytes.
         schedule: a library schedule's name, or a schedule file.
         ranks, microbatches, stages, warmup: what the schedule is built for. schedule_options: the library schedule's
@@ -135,7 +135,7 @@ class RunSettings:
             from penstock.runtime.adapt.store import without_password  # here, for it imports torch
 
             shown = without_password(self.store)
-            raise SettingsError(f"store {shown!r}: write redis://HOST:PORT or tcp://HOST:PORT")
+            raise SettingsError(f"store {shown!r}: write redis://HOST:PORT")
         host_memory_of(self.host_memory, None)
 
     @property
@@ -165,11 +165,6 @@ class RunSettings:
     def num_processes(self) -> int:
         """Of the whole run."""
         return self.ranks
-
-    @property
-    def has_own_code(self) -> bool:
-        """Whether it runs code of the user's, which may have any side effect when it is read."""
-        return False
 
     @property
     def environment(self) -> dict[str, str]:

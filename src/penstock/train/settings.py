@@ -138,10 +138,6 @@ class Settings(RunSettings):
         return self.ranks * self.dp * self.tp
 
     @property
-    def has_own_code(self) -> bool:
-        return is_own(self.model) or is_own(self.data)
-
-    @property
     def environment(self) -> dict[str, str]:
         return {"OMP_NUM_THREADS": str(self.num_threads)}
 

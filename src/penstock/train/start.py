@@ -8,17 +8,14 @@ from __future__ import annotations
 import contextlib
 import io
 import signal
-import sys
-import threading
 import time
 from collections.abc import Mapping, Sequence
 from types import FrameType
 
 from penstock.runtime import RuntimeFailure
-from penstock.runtime.adapt.store import StoreLost, open_store
-from penstock.runtime.launch import FIRST_OPTIMIZER, RankServer, launch
-from penstock.runtime.launch.parent import handled
-from penstock.runtime.launch.server import listen
+from penstock.runtime.adapt.store import RedisStore
+from penstock.runtime.launch import launch
+from penstock.runtime.launch.launcher import handled, listen
 from penstock.runtime.mesh.interfaces import local_addresses
 from penstock.train.checks import SettingsError
 from penstock.train.run_settings import RunSettings
@@ -51,8 +48,8 @@ def check_store(address: str | None) -> None:
     if address is None:
         return
     try:
-        open_store(address).close()
-    except (RuntimeFailure, StoreLost) as error:
+        RedisStore(address).close()
+    except RuntimeFailure as error:
         raise SettingsError(f"--store: {error}") from None
 
 
@@ -66,28 +63,15 @@ def check_interfaces(settings: RunSettings) -> None:
         raise SettingsError(f"--interfaces: {error}") from None
 
 
-def fork_ahead(preload: str) -> RankServer | None:
-    """The process from which ranks will be forked. It is forked while this process has loaded only what ranks need.
-
-    None if no process is forked ahead: not every system's libraries survive a fork, and neither would a
-    thread of ours.
-    """
-    if sys.platform != "linux" or threading.active_count() > 1:
-        return None
-    return RankServer.fork([FIRST_OPTIMIZER, preload])
-
-
 def start_ranks(
     arguments: Sequence[str],
     num_ranks: int,
     port: int | None,
     preload: str,
-    waiting: RankServer | None,
     env: Mapping[str, str] | None = None,
 ) -> tuple[int, str]:
     """Starts `python -m penstock.train` with these arguments, one process per rank. Returns the exit code, and
-    what was said of a failure. `preload` is the module that has the work of the ranks; `waiting` is what
-    `fork_ahead` returned.
+    what was said of a failure. `preload` is the module that has the work of the ranks.
     """
     said = io.StringIO()
     program = ["-m", "penstock.train", *arguments]
@@ -95,8 +79,7 @@ def start_ranks(
         code = launch(
             program,
             num_ranks,
-            preload=[FIRST_OPTIMIZER, preload],
-            waiting=waiting,
+            preload=[preload],
             port=port,
             env=dict(env or {}),
             patience=PATIENCE,

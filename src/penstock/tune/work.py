@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from penstock.runtime.launch import FIRST_OPTIMIZER, launch
+from penstock.runtime.launch import launch
 from penstock.tune.allocated import QUIET
 from penstock.tune.device import others
 from penstock.tune.errors import RanksFailed
@@ -65,7 +65,7 @@ def run_job(
             code = launch(
                 program,
                 num_ranks,
-                preload=[FIRST_OPTIMIZER, "penstock.tune.rank"],
+                preload=["penstock.tune.rank"],
                 env={"OMP_NUM_THREADS": str(num_threads), **QUIET},
             )
         answers = []

@@ -20,33 +20,31 @@ fails, the step fails on every rank.
 
 from __future__ import annotations
 
+import json
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from queue import SimpleQueue
 from typing import Any, NamedTuple
 
-from penstock.control import Configuration, ControlError, Dropped, Switched
+from penstock.control import Configuration, Dropped, Switched
 from penstock.control.events import Link, Probed
 from penstock.cost import Costs
-from penstock.runtime.adapt.coordinator import Coordinator, NumberedPlan, RunSetting
+from penstock.runtime.adapt.coordinator import Coordinator, RunSetting
 from penstock.runtime.adapt.options import AdaptOptions
 from penstock.runtime.adapt.report import MeasuredStep, report_of
-from penstock.runtime.adapt.store import Rendezvous, StoreClient, meet
+from penstock.runtime.adapt.store import Rendezvous, meet
 from penstock.runtime.errors import RuntimeFailure
 from penstock.runtime.mesh.peers import Peers
 from penstock.runtime.mesh.probe import ProbePace, probe
 
 POLL_S = 0.1
 """Seconds that one look at the queue of plans may last."""
-KEPT_REPORTS = 64
-"""Reports kept while the store is gone; older ones are dropped."""
 CLOCK_COMPARISON_ITERATIONS = 64
 """Iterations after which clocks of several hosts are compared again: they drift by some milliseconds in a minute."""
 THREAD_EXIT_S, ABANDONED_EXIT_S = 1.0, 10.0
-"""Seconds that threads have to end, and other processes to say that they have; and once the store is let go of."""
+"""Seconds that threads have to end, and other processes to say that they have; and once the store is closed."""
 GIVE_UP_S = 15.0
 """Seconds after which a plan that not all ranks hold is dropped."""
 STOPPED = -1
@@ -169,27 +167,13 @@ class Agent:
         self._stretch = setting.stretch
         self._rendezvous = rendezvous
         self._closed = threading.Event()
-        self._coordinator = None
-        self._clients: list[StoreClient] = []
-        try:
-            for _ in range(3 if rendezvous.first == 0 else 2):
-                self._clients.append(StoreClient(rendezvous.store.another()))
-            if rendezvous.first == 0:
-                self._coordinator = Coordinator(
-                    options,
-                    setting,
-                    rendezvous,
-                    self._clients[1],
-                    self._clients[2],
-                    self._take,
-                    self._stop_later,
-                    self.notices.append,
-                )
-        except BaseException:
-            self._let_go()
-            raise
         works = {"penstock-reports": self._send}
-        if self._coordinator is None:
+        self._coordinator = None
+        if rendezvous.first == 0:
+            self._coordinator = Coordinator(
+                options, setting, rendezvous, self._take, self._stop_later, self.notices.append
+            )
+        else:
             works["penstock-plans"] = self._receive
         self._threads = [
             threading.Thread(target=self._work, args=(work,), name=name, daemon=True) for name, work in works.items()
@@ -232,9 +216,9 @@ class Agent:
     def vote(self) -> Vote:
         """What this process tells all others at the end of a step; their answers go to `count_votes`."""
         running = self.number, short_digest(self.digest)
-        late = [client for client in self._clients if client.silent() > self._options.patience]
-        if self._stopped is None and late:
-            self._stopped = f"the store was gone for {self._options.patience:g} s: {late[0].error}"
+        patience = self._options.patience
+        if self._stopped is None and self._rendezvous.silent() > patience:
+            self._stopped = f"the store was gone for {patience:g} s: {self._rendezvous.error}"
         if self._stopped is not None:
             return Vote(*running, STOPPED)
         self._voted_for = held = self._held
@@ -254,8 +238,8 @@ class Agent:
             return None
         if outcome.switch is not None:
             chosen = self._voted_for
-            if chosen is None or chosen.configuration is None:
-                raise RuntimeFailure(f"plan {outcome.switch} is agreed on and not here; this is a bug")
+            assert chosen is not None, "this process voted for it, too"
+            assert chosen.configuration is not None
             self.number, self.digest = chosen.number, chosen.configuration.digest
             self._forget(chosen.number)
             if self._coordinator is not None:
@@ -272,21 +256,13 @@ class Agent:
         end = time.monotonic() + THREAD_EXIT_S
         for thread in self._threads:
             thread.join(max(0.0, end - time.monotonic()))
-        answers = all(client.silent() <= THREAD_EXIT_S for client in self._clients)
-        if not answers:
-            self._let_go()  # of the store, in which a thread may stand still
         if self._coordinator is not None:
             self._coordinator.close()
-        if answers:
+        if self._rendezvous.silent() <= THREAD_EXIT_S:
             self._rendezvous.part(THREAD_EXIT_S)
-            self._let_go()
         self._rendezvous.close()
         for thread in self._threads:
             thread.join(ABANDONED_EXIT_S)
-
-    def _let_go(self) -> None:
-        for client in self._clients:
-            client.close()
 
     def _drop_if_late(self, coordinator: Coordinator, number: int, refused: int | None) -> None:
         """Rank 0 drops a plan that some rank cannot run, or that not all ranks hold in time."""
@@ -331,48 +307,39 @@ class Agent:
             self._stop_later(f"rank {self._rendezvous.first} could not go on: {error!r}")
 
     def _send(self) -> None:
-        client, waiting, failed = self._clients[0], deque[bytes](maxlen=KEPT_REPORTS), False
-        while not self._closed.is_set():
-            if not waiting or (failed and not self._out.empty()):
-                put = self._out.get()
-                if put is None:
-                    return
-                iteration, measured, clock_offsets_ns, index = put
-                waiting.append(report_of(iteration, measured, clock_offsets_ns, self._stretch, index).to_json())
-            failed = not client.push(self._rendezvous.reports, waiting[0])
-            if not failed:
-                waiting.popleft()
+        while (put := self._out.get()) is not None and not self._closed.is_set():
+            iteration, measured, clock_offsets_ns, index = put
+            report = report_of(iteration, measured, clock_offsets_ns, self._stretch, index)
+            self._rendezvous.push(self._rendezvous.reports, report.to_json())
 
     def _receive(self) -> None:
-        client, queue = self._clients[1], self._rendezvous.plans(self._rendezvous.first)
+        queue = self._rendezvous.plans(self._rendezvous.first)
         while not self._closed.is_set():
-            data = client.pop(queue, POLL_S)
+            data = self._rendezvous.pop(queue, POLL_S)
             if data is not None:
-                self._take(NumberedPlan.from_json(data))
+                self._take(json.loads(data))
 
-    def _take(self, plan: NumberedPlan) -> None:
-        """Proves a plan and holds it, unless it is old."""
-        if self._is_news(plan.number):
-            prepared = self._prove(plan)
+    def _take(self, decision: Mapping[str, Any]) -> None:
+        """Proves the plan of a decision and holds it, unless it is old."""
+        if self._is_news(decision["number"]):
+            prepared = self._prove(decision)
             with self._lock:
-                if self._is_news(plan.number):
+                if self._is_news(prepared.number):
                     self._held = prepared
 
     def _is_news(self, number: int) -> bool:
         held = self._held
         return number >= self._least and (held is None or number > held.number)
 
-    def _prove(self, plan: NumberedPlan) -> PreparedPlan:
+    def _prove(self, decision: Mapping[str, Any]) -> PreparedPlan:
         """Reads a plan, proves it, and works out what running it needs."""
+        number = decision["number"]
         try:
-            configuration = Configuration.from_json(plan.text)
-            if configuration.digest == plan.digest:
-                return PreparedPlan(plan.number, configuration, self._ready(configuration))
-            error: Exception = ControlError(f"its digest is {configuration.digest}, {plan.digest} was sent")
-        except Exception as failure:  # whatever it is, the others must hear that it will not run
-            error = failure
-        self.notices.append(f"plan {plan.number} cannot run here: {error!r}")
-        return PreparedPlan(plan.number)
+            configuration = Configuration.from_json(json.dumps(decision["configuration"]))
+            return PreparedPlan(number, configuration, self._ready(configuration))
+        except Exception as error:  # whatever it is, the others must hear that it will not run
+            self.notices.append(f"plan {number} cannot run here: {error!r}")
+            return PreparedPlan(number)
 
 
 def start_agent(
@@ -392,19 +359,13 @@ def start_agent(
     # On every rank, so that all raise alike; what an op takes has no part in it.
     setting.job(options, setting.costs or Costs.assumed(schedule.num_ranks, schedule.placement))
     rendezvous = meet(options.store, peers)
-    agent, error = None, ""
-    try:
-        agent = Agent(options, setting, rendezvous, ready)
-    except RuntimeFailure as failure:  # rank 0 alone writes files and starts the controller
-        error = str(failure)
-    failed = next((text for text in peers.gather(error) if text), "")
-    if failed or agent is None:
-        if agent is not None:
-            agent.close()
-        else:
-            rendezvous.close()
-        raise RuntimeFailure(failed)
-    return agent
+    agents: list[Agent] = []
+    try:  # rank 0 alone writes files and starts the controller
+        peers.together(lambda: agents.append(Agent(options, setting, rendezvous, ready)), "start to adapt")
+    except BaseException:
+        (agents[0] if agents else rendezvous).close()
+        raise
+    return agents[0]
 
 
 class NodeProbes:

@@ -26,9 +26,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import count
 from pathlib import Path
-from queue import Empty, SimpleQueue
 from statistics import median
-from typing import IO, Any, BinaryIO
+from typing import Any, BinaryIO
 
 from penstock.control import Configuration, Event, Job, Sensitivity, Switched
 from penstock.control.advice import Unanswered
@@ -36,7 +35,7 @@ from penstock.control.log import event_line, header
 from penstock.cost import Costs, Mesh
 from penstock.runtime.adapt.options import AdaptOptions
 from penstock.runtime.adapt.report import RankReport, ReportCollector, costs_of_ops, lines_of
-from penstock.runtime.adapt.store import Rendezvous, StoreClient
+from penstock.runtime.adapt.store import Rendezvous
 from penstock.runtime.errors import RuntimeFailure
 from penstock.runtime.transport.choose import TransportChoice
 from penstock.simulation.simulator import as_dispatch
@@ -57,45 +56,33 @@ class RunLog:
     def __init__(self, folder: str | Path | None, ended: Callable[[str], None]) -> None:
         self._files: dict[str, BinaryIO] = {}
         self._folder, self._ended = folder, ended
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
         if folder is None:
             return
+        path = Path(folder)
         try:
-            Path(folder).mkdir(parents=True, exist_ok=True)
-            _put_aside(Path(folder))
-            for name in (CONTROL, ITERATIONS, TIMELINES):
-                self._files[name] = open(Path(folder) / name, "wb", buffering=0)  # noqa: SIM115
+            path.mkdir(parents=True, exist_ok=True)
+            _put_aside(path)
+            self._files = {name: (path / name).open("wb", buffering=0) for name in (CONTROL, ITERATIONS, TIMELINES)}
         except OSError as error:
-            self.close()
             raise RuntimeFailure(f"{folder}: {error.strerror}; give another folder for the records") from None
-
-    def control(self, line: str) -> None:
-        self._write(CONTROL, line)
-
-    def iteration(self, record: Mapping[str, Any]) -> None:
-        self._write(ITERATIONS, json.dumps(record))
 
     def timeline(self, reports: Sequence[RankReport], number: int, why: str) -> None:
         """When each op of an iteration ran, in ms from the first one's start, by rank 0's clock."""
-        if not self._files:
-            return
         rows = [(report.rank, *row) for report in reports for row in report.ops]
         origin = min((row[4] for row in rows), default=0.0)
         ops = [[*row[:4], round(row[4] - origin, 4), round(row[5] - origin, 4)] for row in rows]
         value = {"iteration": reports[0].iteration, "number": number, "why": why, "ops": ops}
-        self._write(TIMELINES, json.dumps(value))
+        self.write(TIMELINES, json.dumps(value))
 
     def close(self) -> None:
         with self._lock:
-            self._close()
+            while self._files:
+                with contextlib.suppress(OSError):  # a quota's word may come this late
+                    self._files.popitem()[1].close()
 
-    def _close(self) -> None:
-        while self._files:
-            with contextlib.suppress(OSError):  # a quota's word may come this late
-                self._files.popitem()[1].close()
-
-    def _write(self, name: str, line: str) -> None:
-        """Writes a line, or nothing of it."""
+    def write(self, name: str, line: str) -> None:
+        """Writes a line to one of the files, or nothing of it."""
         data = line.encode() + b"\n"
         with self._lock:
             file = self._files.get(name)
@@ -108,7 +95,7 @@ class RunLog:
             except OSError as error:
                 with contextlib.suppress(OSError):
                     file.truncate(end)
-                self._close()
+                self.close()
                 self._ended(f"records in {self._folder} end here: {name}: {error.strerror}; training goes on")
 
 
@@ -160,32 +147,14 @@ class RunSetting:
             self.start,
             host_memory=options.host_memory,
             depth=self.choice.depth or 0,
-            delegate_ms=options.delegate_ms,
             prices=options.prices,
             least_gain=options.least_gain,
             dispatches=tuple(as_dispatch(each) for each in options.dispatches),
             may_replan=options.may_replan,
             may_delegate=options.may_delegate and self.choice.has_delegates,
-            least_delay=options.least_delay,
             mesh=self.mesh,
             ring=options.ring,
         )
-
-
-@dataclass(frozen=True)
-class NumberedPlan:
-    """A decision on its way to the ranks: its number, and its configuration as text, with the digest."""
-
-    number: int
-    text: str
-    digest: str
-
-    def to_json(self) -> bytes:
-        return json.dumps({"number": self.number, "text": self.text, "digest": self.digest}).encode()
-
-    @classmethod
-    def from_json(cls, data: bytes) -> NumberedPlan:
-        return cls(**json.loads(data))
 
 
 class Coordinator:
@@ -193,9 +162,8 @@ class Coordinator:
 
     Args:
         rendezvous: whose queues reports and plans go by.
-        reports, plans: clients of its store, one for reports and one for plans.
-        take: called with every plan, before the other processes have it: rank 0's own does not go by the store, so
-            that rank 0 always knows what it waits for.
+        take: called with every decision, as the log has it: rank 0's own does not go by the store, so that rank 0
+            always knows what it waits for.
         stop: called where deciding cannot go on, with the reason.
         notice: called with what a person should know.
 
@@ -208,20 +176,16 @@ class Coordinator:
         options: AdaptOptions,
         setting: RunSetting,
         rendezvous: Rendezvous,
-        reports: StoreClient,
-        plans: StoreClient,
-        take: Callable[[NumberedPlan], None],
+        take: Callable[[Mapping[str, Any]], None],
         stop: Callable[[str], None],
         notice: Callable[[str], None],
     ) -> None:
         self.decisions: list[dict[str, Any]] = []
         self._options, self._setting, self._rendezvous = options, setting, rendezvous
-        self._reports, self._plans = reports, plans
         self._take_plan, self._stop, self._notice = take, stop, notice
         self._run_log = RunLog(options.folder, notice)
         self._report_collector = ReportCollector(setting.start.schedule.num_ranks, setting.num_copies)
         self._measured_costs = MeasuredCosts(setting.start.schedule.num_stages)
-        self._notes: SimpleQueue[tuple[int, Event]] = SimpleQueue()
         self._due: list[tuple[int, Event]] = []
         self._digests = {0: setting.start.digest}
         self._number = 0
@@ -229,12 +193,8 @@ class Coordinator:
         self._last: Sequence[RankReport] = ()
         self._controller_process: ControllerProcess | None = None
         self._closed = threading.Event()
-        try:
-            if setting.costs is not None:
-                self._begin(setting.costs)
-        except BaseException:
-            self._run_log.close()
-            raise
+        if setting.costs is not None:
+            self._begin(setting.costs)
         self._thread = threading.Thread(target=self._work, name="penstock-coordinator", daemon=True)
         self._thread.start()
 
@@ -247,7 +207,7 @@ class Coordinator:
 
     def note(self, iteration: int, event: Event) -> None:
         """Takes news of a decision, which the controller hears before what iteration `iteration` brought."""
-        self._notes.put((iteration, event))
+        self._due.append((iteration, event))
 
     def stop(self) -> None:
         """Asks the thread to end; what the controller still says is not heard."""
@@ -269,7 +229,7 @@ class Coordinator:
     def _work(self) -> None:
         try:
             while not self._closed.is_set():
-                data = self._reports.pop(self._rendezvous.reports, POLL_S)
+                data = self._rendezvous.pop(self._rendezvous.reports, POLL_S)
                 if data is None:
                     continue
                 complete = self._report_collector.add(RankReport.from_json(data))
@@ -288,7 +248,7 @@ class Coordinator:
                 self._begin(costs)
         record = self._record(reports)
         if self._controller_process is None:
-            self._run_log.iteration({**record, "simulated_ms": None})
+            self._run_log.write(ITERATIONS, json.dumps({**record, "simulated_ms": None}))
         else:
             self._controller_process.feed(*lines_of(reports), json.dumps({"record": record}))
         self._num_since += 1
@@ -298,20 +258,17 @@ class Coordinator:
 
     def _learn(self, iteration: int) -> None:
         """Passes on the news that is due before an iteration's events."""
-        while True:
-            try:
-                self._due.append(self._notes.get_nowait())
-            except Empty:
-                break
-        for at, event in self._due:
-            if at > iteration or self._controller_process is None:
+        due = [each for each in list(self._due) if each[0] <= iteration]
+        for each in due:
+            self._due.remove(each)
+            event = each[1]
+            if self._controller_process is None:
                 continue
             if isinstance(event, Switched):
                 if self._last:
                     self._run_log.timeline(self._last, self._number, f"before {event.number}")
                 self._number, self._num_since = event.number, 0
             self._controller_process.feed(event_line(event))
-        self._due = [(at, event) for at, event in self._due if at > iteration]
 
     def _record(self, reports: Sequence[RankReport]) -> dict[str, object]:
         return {
@@ -328,27 +285,25 @@ class Coordinator:
         if self._closed.is_set():
             return
         job = self._setting.job(self._options, costs)
-        self._controller_process = ControllerProcess(job, self._options.sensitivity, self._hear, self._stop)
+        self._controller_process = ControllerProcess(job, self._hear, self._stop)
 
     def _hear(self, line: str) -> None:
         """A line of the controller's output."""
         value = json.loads(line)
         if "record" in value:
-            self._run_log.iteration(value["record"])
+            self._run_log.write(ITERATIONS, json.dumps(value["record"]))
             return
-        self._run_log.control(line)
+        self._run_log.write(CONTROL, line)
         if "unanswered" in value:
             found = Unanswered.from_json(value["unanswered"])
             self._notice(f"after iteration {found.iteration + 1}: {found}")
         if "decision" in value:
             decision = value["decision"]
             self.decisions.append(decision)
-            text = json.dumps(decision["configuration"], sort_keys=True)
             self._digests[decision["number"]] = decision["digest"]
-            plan = NumberedPlan(decision["number"], text, decision["digest"])
             for first in self._rendezvous.processes[1:]:  # at once, for iterations may be short
-                self._plans.push(self._rendezvous.plans(first), plan.to_json())
-            self._take_plan(plan)
+                self._rendezvous.push(self._rendezvous.plans(first), json.dumps(decision).encode())
+            self._take_plan(decision)
 
 
 WARMUP_ITERATIONS, MEASURED_ITERATIONS = 2, 3
@@ -393,30 +348,24 @@ class ControllerProcess:
     Args:
         take: called, in a thread, with every line of its output: the log's, and records.
         ended: called where the process ends though nobody closed it, with the reason.
-
-    Raises:
-        RuntimeFailure: the process cannot be started.
     """
 
-    def __init__(
-        self, job: Job, sensitivity: Sensitivity, take: Callable[[str], None], ended: Callable[[str], None]
-    ) -> None:
+    def __init__(self, job: Job, take: Callable[[str], None], ended: Callable[[str], None]) -> None:
         self._take, self._ended = take, ended
         self._closed = self._has_answered = False
         path = [str(Path(__file__).parents[3]), os.environ.get("PYTHONPATH", "")]
-        try:
-            self._process = subprocess.Popen(
-                [sys.executable, "-m", "penstock.control"],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                text=True,
-                env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, path))},
-                # The terminal's Ctrl-C is for the ranks; a launcher finds what is in their session.
-                process_group=0,
-            )
-        except OSError as error:
-            raise RuntimeFailure(f"the controller's process cannot be started: {error.strerror}") from None
-        self._write(header(job, sensitivity))
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "penstock.control"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, path))},
+            process_group=0,  # the terminal's Ctrl-C is for the ranks
+        )
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        self._input, self._output = self._process.stdin, self._process.stdout
+        self.feed(header(job, Sensitivity()))
         self._reader = threading.Thread(target=self._read, name="penstock-controller", daemon=True)
         self._reader.start()
 
@@ -429,7 +378,9 @@ class ControllerProcess:
         """Hands on events, as lines of the log, and records, which come back with their simulated time. Waits where
         the process is far behind.
         """
-        self._write("\n".join(lines))
+        with contextlib.suppress(OSError, ValueError):  # its end is told by the reader
+            self._input.write("\n".join(lines) + "\n")
+            self._input.flush()
 
     def close(self) -> None:
         """Ends the process, with what it was doing, and the thread that reads its words.
@@ -445,19 +396,8 @@ class ControllerProcess:
         late.cancel()
         self._reader.join(END)
 
-    @property
-    def _input(self) -> IO[str]:
-        assert self._process.stdin is not None, "it was started with a pipe"
-        return self._process.stdin
-
-    def _write(self, line: str) -> None:
-        with contextlib.suppress(OSError, ValueError):  # its end is told by the reader
-            self._input.write(line + "\n")
-            self._input.flush()
-
     def _read(self) -> None:
-        assert self._process.stdout is not None, "it was started with a pipe"
-        with self._process.stdout as lines:
+        with self._output as lines:
             try:
                 for line in lines:
                     self._has_answered = self._has_answered or line.startswith(_RECORD)

@@ -1,75 +1,180 @@
-"""A forked process becomes a rank: it runs the program as the interpreter would, and ends with its server."""
+"""A rank's own side: it runs its program as the interpreter would, joins the other ranks, and reports how it failed.
+
+`is_loss` and `is_late` know the words of gloo, NCCL and the store: which exceptions are another rank's fault.
+"""
 
 from __future__ import annotations
 
 import atexit
 import contextlib
+import io
 import os
 import runpy
 import signal
+import socket
 import sys
 import threading
-from collections.abc import Mapping
+import time
+import traceback
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from datetime import timedelta
 from multiprocessing import parent_process
 from multiprocessing.connection import Connection
+from types import TracebackType
 
-from penstock.runtime.launch.child import Reporter, write_whole_lines
+import torch
+import torch.distributed as dist
+
+from penstock.host_process import chain, limit_behind, text_of
+from penstock.rank_environment import SIGNALS, RankEnvironment
+from penstock.runtime.errors import DeadlineExceeded, PeerFailed, PeerLost
+
+LINGER = 1.0
+"""Seconds that a failed rank may take to run its exit handlers."""
+LET_SPEAK = 2.0
+"""Seconds that a rank that merely lost another one leaves that one to report why it failed."""
+
+LATE = ("timed out waiting", "timed out after", "wait timeout", "socket timeout")
+LOST = (
+    "connection closed by peer",
+    "connection reset by peer",
+    "timeout caused pair closure",  # another wait on the same pair timed out before: the pair is gone
+    "connection was likely closed",
+    "broken pipe",
+    "connection refused",
+    "failed to recv, got 0 bytes",
+    "ncclremoteerror",
+    "remote process exited",
+)
+
+
+def is_loss(error: BaseException) -> bool:
+    """Whether an exception of ours or of torch.distributed says that another rank is gone."""
+    if isinstance(error, PeerLost | PeerFailed | ConnectionError):
+        return True
+    return isinstance(error, RuntimeError) and any(words in text_of(error).lower() for words in LOST)
+
+
+def is_late(error: BaseException) -> bool:
+    """Whether an exception of torch.distributed says that nothing came from another rank in time."""
+    return isinstance(error, RuntimeError) and any(words in text_of(error).lower() for words in LATE)
 
 
 @dataclass(frozen=True)
-class LaunchOrder:
-    """What a launching process asks for.
+class FailureReport:
+    """The exception by which a rank ends.
 
     Attributes:
-        program: a script's path, or -m and a module's name, and the arguments.
-        first_on_path: the folder that Python puts first on the path of such a program. None if it puts none there.
-        environment, folder: all variables, and the current folder, of the ranks.
-        port: the store's; None for any free one.
-        grace, patience: seconds that ranks have to end once one has failed, and from SIGTERM to SIGKILL.
+        text: `rank 2 failed: ValueError: ...`, and the traceback where the exception is none of ours.
+        is_secondary: whether it merely says that another rank is gone, or is Ctrl-C's.
+        time: when it was raised.
     """
 
-    program: tuple[str, ...]
-    num_ranks: int
-    first_on_path: str | None
-    environment: Mapping[str, str]
-    folder: str
-    port: int | None
-    grace: float
-    patience: float
+    text: str
+    is_secondary: bool
+    time: float
+
+    @classmethod
+    def of(cls, error: BaseException, rank: int) -> FailureReport:
+        """The report of an exception that rank `rank` ends by."""
+        notes = map(str, getattr(error, "__notes__", []))
+        message = "\n".join(filter(None, [text_of(error), *notes, limit_behind(error)])).strip()
+        text = f"rank {rank} failed: {type(error).__name__}{': ' if message else ''}{message}"
+        if type(error).__module__.partition(".")[0] != "penstock":
+            text += (
+                "\n" + "".join(traceback.format_exception(error)[:-1]).rstrip()
+            )  # its last line has just been said
+        is_secondary = any(isinstance(each, KeyboardInterrupt) or is_loss(each) for each in chain(error))
+        return cls(text, is_secondary, time.time())
 
 
-def run_rank(rank: int, order: LaunchOrder, reports: Connection) -> None:
-    """What the forked process does. `reports` takes the exception by which it ends."""
+class Reporter:
+    """The `sys.excepthook` of a rank. It reports the exception by which the rank ends.
+
+    A failed rank leaves as soon as the exit handlers registered after this have run. The interpreter's teardown takes
+    longer, and the other ranks learn of the failure only when the process is gone.
+    """
+
+    def __init__(self, rank: int, report: Callable[[FailureReport], None]) -> None:
+        self._rank, self._report = rank, report
+        self.failed = False
+        atexit.register(self._leave)
+
+    def __call__(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        self.failed = True
+        self._report(FailureReport.of(error, self._rank))
+        timer = threading.Timer(LINGER, self._leave)
+        timer.daemon = True
+        timer.start()
+
+    def _leave(self) -> None:
+        if self.failed:
+            for stream in (sys.stdout, sys.stderr):
+                with contextlib.suppress(OSError, ValueError):
+                    stream.flush()
+            os._exit(1)
+
+
+def print_report(report: FailureReport) -> None:
+    """Prints the report of a rank under torchrun, which ends the other ranks once this one has ended.
+
+    So a rank that merely lost another one waits first: the other one then reports the cause.
+    """
+    text = report.text
+    if report.is_secondary:
+        time.sleep(LET_SPEAK)
+        text = text.partition("\n")[0]
+    print(f"penstock: {text}", file=sys.stderr, flush=True)
+
+
+def run_rank(
+    rank: int,
+    program: Sequence[str],
+    first_on_path: str | None,
+    environment: Mapping[str, str],
+    streams: Sequence[Connection],
+    reports: Connection,
+) -> None:
+    """What the process of a rank does.
+
+    Args:
+        program: a script's path, or -m and a module's name, and the arguments.
+        first_on_path: the folder that Python puts first on the path of such a program. None if it puts none there.
+        environment: all environment variables of the rank.
+        streams: stdout and stderr of the launching process.
+        reports: takes the exception by which the rank ends.
+    """
     os.setsid()  # the terminal's Ctrl-C then reaches the launching process alone
-    signal.signal(signal.SIGINT, signal.default_int_handler)
-    for number in (signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, signal.SIG_DFL)
-    threading.Thread(target=_end_with_server, name="penstock-lifeline", daemon=True).start()
+    for ends in SIGNALS:
+        signal.signal(ends, signal.default_int_handler if ends == signal.SIGINT else signal.SIG_DFL)
+    threading.Thread(target=_end_with_launcher, name="penstock-lifeline", daemon=True).start()
     with contextlib.suppress(OSError), open("/proc/self/comm", "w") as name:
         name.write(f"rank {rank}")  # what top and ps call it
-    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+    for number, stream in enumerate(streams, 1):
+        os.dup2(stream.fileno(), number)
+    sys.stdout, sys.stderr = sys.__stdout__, sys.__stderr__
     write_whole_lines()
+    os.environ.clear()
+    os.environ.update(environment)
+    if environment["OMP_NUM_THREADS"].isdecimal():  # torch was loaded before it was set
+        torch.set_num_threads(int(environment["OMP_NUM_THREADS"]))
     reporter = sys.excepthook = Reporter(rank, reports.send)
     try:
-        _run(order)
+        _run(list(program), first_on_path)
     except SystemExit:
         raise
     except BaseException as error:
         reporter(type(error), error, error.__traceback__)
-        if isinstance(error, KeyboardInterrupt):
-            signal.signal(signal.SIGINT, signal.SIG_DFL)
-            os.kill(os.getpid(), signal.SIGINT)
         sys.exit(1)
     finally:  # what the interpreter does at its end; a process of multiprocessing ends without calling exit handlers
         threading._shutdown()  # type: ignore[attr-defined]
         atexit._run_exitfuncs()
 
 
-def _run(order: LaunchOrder) -> None:
-    program = list(order.program)
-    if order.first_on_path is not None:
-        sys.path[0] = order.first_on_path
+def _run(program: list[str], first_on_path: str | None) -> None:
+    if first_on_path is not None:
+        sys.path.insert(0, first_on_path)
     if program[0] == "-m":
         sys.argv = program[1:]
         runpy.run_module(program[1], run_name="__main__", alter_sys=True)
@@ -78,11 +183,98 @@ def _run(order: LaunchOrder) -> None:
         runpy.run_path(program[0], run_name="__main__")
 
 
-def _end_with_server() -> None:
-    """Ends this process, and all it started, once its server is gone."""
-    server = parent_process()
-    assert server is not None
-    server.join()
-    if os.getpgrp() == os.getpid():
-        os.killpg(os.getpgrp(), signal.SIGKILL)
-    os._exit(1)
+def _end_with_launcher() -> None:
+    """Ends this process, and all it started, once the launching process is gone."""
+    launcher = parent_process()
+    assert launcher is not None
+    launcher.join()
+    os.killpg(0, signal.SIGKILL)
+
+
+def init_process(timeout: float) -> tuple[int, int]:
+    """Joins the other ranks; returns this one's rank and their number.
+
+    Under `launch` or `torchrun`, from the environment; (0, 1) in a plain process. The default group is gloo, with
+    NCCL for CUDA tensors where every rank has a GPU of its own, which becomes the current device. Every collective
+    has `timeout` seconds. From here on an uncaught exception ends with one message for all ranks.
+
+    Raises `RankEnvironmentError` for an environment that cannot be, `DeadlineExceeded` when not all ranks have come
+    within `timeout`, `PeerLost` when one went.
+    """
+    write_whole_lines()
+    deadline = timedelta(seconds=timeout)
+    rank, num_ranks = 0, 1
+    environment = RankEnvironment.of(os.environ)
+    store: dist.Store = dist.HashStore()
+    try:
+        if environment is not None:
+            rank, num_ranks = environment.rank, environment.num_ranks
+            store = next(dist.rendezvous("env://", timeout=deadline))[0]
+        if num_ranks > 1 and not isinstance(sys.excepthook, Reporter):
+            sys.excepthook = Reporter(rank, print_report)
+        hook = sys.excepthook
+        dist.init_process_group(_backend(environment), store=store, rank=rank, world_size=num_ranks, timeout=deadline)
+        sys.excepthook = hook  # torch puts one around it that writes "[rank2]:" before every line
+        dist.all_reduce(torch.zeros(1))  # nobody needs the store any more to find the others
+    except RuntimeError as error:
+        if is_loss(error):
+            raise PeerLost(f"rank {rank} lost another rank while all {num_ranks} started{_advice()}") from None
+        if is_late(error):
+            text = f"rank {rank} waited {timeout:g} s for all {num_ranks} ranks to start{_advice()}"
+            raise DeadlineExceeded(text) from None
+        raise
+    atexit.register(_leave_group)
+    return rank, num_ranks
+
+
+def _advice() -> str:
+    """What to do where other hosts can't reach this one.
+
+    gloo listens on the address of the host's name, which on Debian and Ubuntu is 127.0.1.1 until somebody changes it.
+    """
+    is_one_host = os.environ.get("LOCAL_WORLD_SIZE") == os.environ.get("WORLD_SIZE")
+    if is_one_host or os.environ.get("GLOO_SOCKET_IFNAME"):
+        return ""
+    name, address = socket.gethostname(), "no address"
+    with contextlib.suppress(OSError):
+        address = socket.gethostbyname(name)
+        if not address.startswith("127."):
+            return ""
+    return (
+        f"; the name of this host, {name}, stands for {address}, where no other host reaches it: on each host set "
+        "GLOO_SOCKET_IFNAME to the interface by which the others reach it, like eth0"
+    )
+
+
+def _backend(environment: RankEnvironment | None) -> str:
+    local, num_local = (0, 1) if environment is None else (environment.local_rank, environment.num_local)
+    if torch.cuda.is_available() and torch.cuda.device_count() >= num_local:
+        torch.cuda.set_device(local)
+        return "cpu:gloo,cuda:nccl"
+    return "gloo"
+
+
+def _leave_group() -> None:
+    if dist.is_initialized() and not (isinstance(sys.excepthook, Reporter) and sys.excepthook.failed):
+        dist.destroy_process_group()
+
+
+def write_whole_lines() -> None:
+    """Lines of several ranks then never mix, also where Python was told not to buffer (PYTHONUNBUFFERED)."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(line_buffering=True, write_through=False)
+
+
+MALLOC_WARMUP_BYTES = 28 << 20
+"""Bytes; glibc's limit grows up to 32 MiB."""
+
+
+def warm_up_malloc() -> None:
+    """Keeps the memory that a step frees in the process, since the next step needs it again.
+
+    glibc keeps freed memory once a program has freed one large tensor.
+    Otherwise each step returns its activations to the system and faults them in again, page by page. On one core of
+    an AMD EPYC that was 800 to 1800 faults per step of a small GPT, or 3% of its time.
+    """
+    torch.empty(MALLOC_WARMUP_BYTES, dtype=torch.uint8)  # freed at once
