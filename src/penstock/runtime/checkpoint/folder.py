@@ -318,7 +318,7 @@ def remove(path: Path) -> None:
 
 
 def sync(path: Path) -> None:
-    """Makes the names in a folder durable."""
+    """Makes a file, or the names in a folder, durable."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)

@@ -271,6 +271,7 @@ def export_model(path: str | Path, checkpoint: str | Path) -> Path:
             mode = beside.stat().st_mode  # of a new file here; safetensors makes its own for the owner alone
             save_file(tensors, beside)
             beside.chmod(mode)
+            sync(beside)
         sync(path.parent)
     except (OSError, SafetensorError, KeyError, ValueError) as error:
         reason = getattr(error, "strerror", None) or f"{type(error).__name__}: {error}"
