@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 import pytest
 import torch.distributed as dist
 
 from delegate_ranks import Chain, exchange, payload_of
+from penstock.runtime.transport import gloo
 from penstock.runtime.transport.base import StepMessages
 from penstock.runtime.transport.gloo import GlooTransport
 from processes import run_ranks
@@ -55,3 +57,22 @@ def sent_in_another_order(rank: int) -> list[tuple[int, ...]]:
 def test_every_message_comes_once_bit_for_bit(num_ranks: int, work: Any, values: list[Any]) -> None:
     outcomes = run_ranks(num_ranks, work)
     assert [o.value for o in outcomes] == values, "\n".join(o.text for o in outcomes)
+
+
+def of_hosts_with_clocks_of_their_own(rank: int, knows: bool) -> int:
+    """How many messages rank 1 has the times of, whose clock is ahead of rank 0's."""
+    further = 10**15 if rank else 0
+    gloo.perf_counter_ns = lambda: time.perf_counter_ns() + further
+    chain = Chain(2, 40)
+    ahead = [further, 0] if rank else [-(10**15)] * 2
+    transport: Any = GlooTransport(dist.group.WORLD, chain.tags, PATIENCE, ahead=ahead if knows else ())
+    exchange(transport, chain, rank, 0, lambda m: (3,))
+    exchange(transport, chain, rank, 1, lambda m: (3,), lambda count: time.sleep(0.001))
+    return len(transport.crossings())
+
+
+@pytest.mark.parametrize("knows", [False, True])
+def test_messages_from_a_host_whose_clock_is_behind_had_no_times(knows: bool) -> None:
+    """They seemed to have waited for their receives, which began at later moments of another clock."""
+    (_, found) = (o.value for o in run_ranks(2, of_hosts_with_clocks_of_their_own, knows))
+    assert (found > 0) == knows

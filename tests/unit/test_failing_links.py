@@ -227,7 +227,10 @@ def test_lines_between_gpus_are_guarded_by_what_changes_over(monkeypatch: pytest
     links, attempts, group = made()
     guarded: list[Any] = []
     links.guard_lines = guarded.append
-    schedule, peers = ps.build("1f1b", 2, 4), cast("Any", SimpleNamespace(group=None, guard=group))
+    schedule = ps.build("1f1b", 2, 4)
+    peers = cast(
+        "Any", SimpleNamespace(group=None, guard=group, here=(0,), num_ranks=1, gather=lambda value: [value])
+    )
     choice = choose.TransportChoice(ps.TransportOptions("nccl"))
     transport = choice.make(peers, Tags(schedule), 1.0, wire(schedule), torch.device("cpu"), None, attempts)
     assert isinstance(transport, GuardedTransport)

@@ -214,6 +214,7 @@ class TransportChoice:
         if conditions is not None:
             conditions.require_own_queues()
         made: Transport | None = None
+        ahead = clocks_ahead(peers)
         base: GlooTransport | None = None
         if self.name == "host" and not self.has_delegates:
             made = open_shared_memory(peers.here[0], peers.num_ranks, peers.gather, tags, timeout)
@@ -224,7 +225,7 @@ class TransportChoice:
                 if attempts is not None:
                     attempts.failover.guard_lines(lines.give_up)
             group = peers.guard.group if isinstance(peers.guard, GuardedGroup) else peers.group
-            made = base = GlooTransport(group, tags, timeout, lines, keeps=attempts is not None)
+            made = base = GlooTransport(group, tags, timeout, lines, attempts is not None, ahead)
         if self.name == "delegate" or self.has_delegates:
             delegates = DelegateTransport(
                 peers.here[0],
@@ -242,7 +243,7 @@ class TransportChoice:
         if attempts is not None:
             made = GuardedTransport(made, attempts, by_group=base is not None)
         if conditions is not None:
-            made = ConditionedTransport(made, conditions, clocks_ahead(peers), self.depth)
+            made = ConditionedTransport(made, conditions, ahead, self.depth)
         return made
 
 

@@ -156,6 +156,7 @@ class GlooTransport:
         lines: by which payloads go from device to device; by host memory and the group where not given.
         keeps: whether what a step sent is let go when the next begins, by when all have taken what they were sent (a
             step's losses are summed in between): no wait for that can be broken off where a link is lost.
+        ahead: by how many nanoseconds this rank's clock is ahead of each other rank's; one clock where not given.
 
     Attributes:
         rank: whose end this is. inbox: where its threads report.
@@ -168,9 +169,10 @@ class GlooTransport:
         timeout: float,
         lines: DeviceLines | None = None,
         keeps: bool = False,
+        ahead: Sequence[int] = (),
     ) -> None:
         self._group, self._tags, self._timeout = WeakGroup(group), tags, timeout
-        self._lines, self._keeps = lines, keeps
+        self._lines, self._keeps, self._ahead = lines, keeps, ahead
         self.rank = group.rank()
         self.inbox = Inbox()
         self._arrival_timeout = timeout
@@ -409,7 +411,7 @@ class GlooTransport:
             raise RuntimeFailure(why_unexpected(self.rank, self._step, peer, step, tag))
         if spec_bytes:
             self._receive_changed(channel, posted, spec_bytes)
-        elif posted.since > sent:
+        elif posted.since > sent + (self._ahead[peer] if self._ahead else 0):
             # It waited for its receive, and so tells nothing about the link.
             if posted.follows:
                 channel.ahead = min(channel.ahead + 1, MOST_AHEAD)
