@@ -275,7 +275,7 @@ def test_verify_finds_parameters_that_were_replaced_under_fsdp() -> None:
             replaced = found[f"other parameters, {sharding}"]
             assert "parameter 0.weight of stage 0 is another one than when ps.Pipeline was made" in replaced
             assert "parameter 2.bias of stage 0 is another one" in found[f"another parameter, {sharding}"]
-        assert "0.weight is of torch.float64 and was of torch.float32" in found["another type, fsdp"]
+        assert "torch.float64, and its parameters are torch.float32" in found["another type, fsdp"]
         assert found["inference"].startswith("step() was called under torch.inference_mode()")
         assert "`nn.SyncBatchNorm` and a pipeline over processes (1 of stage 0) exclude" in found["sums in a forward"]
 
