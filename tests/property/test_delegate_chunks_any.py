@@ -38,7 +38,7 @@ class World:
     """A sender, a receiver, and the connections between them, also those that the sender gave up."""
 
     def __init__(self) -> None:
-        self.out, self.incoming = OutStream(), InStream[Connection]()
+        self.out, self.incoming = OutStream(), InStream()
         self.lanes = [Connection() for _ in range(NUM_LANES)]
         self.given_up: list[Connection] = []
         self.num_given = 0
@@ -142,7 +142,7 @@ def test_each_message_is_delivered_once_and_whole(moves: list[tuple[str, int]]) 
 
 
 def test_a_chunk_that_an_older_connection_still_brings_is_dropped() -> None:
-    stream: InStream[str] = InStream()
+    stream = InStream()
     chunk = Descriptor(DescriptorKind.CHUNK, 0, 1, number=1, offset=0, capacity=10, payload_bytes=20)
     assert stream.begins(chunk, "older") == (True, None)
     again = chunk._replace(attempt=1)

@@ -8,7 +8,6 @@ from penstock.runtime.errors import RuntimeFailure
 from penstock.runtime.tensors.message import Edge
 from penstock.runtime.transport.base import StepMessages
 from penstock.runtime.transport.channel import ChannelKey, ExpectedMessages
-from penstock.runtime.transport.delegate import Counters
 from penstock.runtime.transport.delegate.boxes import LENT, DelegateInbox, Outbox
 from penstock.runtime.transport.delegate.carrier.frames import Descriptor, DescriptorKind
 from penstock.schedule import Op
@@ -67,13 +66,13 @@ STEP = StepMessages(EXPECTED, digest=5)
 
 def message(number: int, tag: int, step: int = 1, digest: int = 5, capacity: int = 4096) -> Descriptor:
     return Descriptor(
-        DescriptorKind.MESSAGE, 0, 1, 0, number, tag, step, digest, 0, 0, 0, number * 4096, capacity, 10, 1064
+        DescriptorKind.MESSAGE, 0, 1, 0, number, tag, step << 32 | digest, 0, 0, 0, number * 4096, capacity, 10, 1064
     )
 
 
 def test_messages_are_known_by_their_tags_and_freed_once_taken() -> None:
     orders = Orders(1, 64 * MB)
-    inbox = DelegateInbox(orders, Counters())  # type: ignore[arg-type]
+    inbox = DelegateInbox(orders)  # type: ignore[arg-type]
     inbox.begin(STEP)
     inbox.heard(message(1, 102))
     assert inbox.arrivals() == [EDGES[2]]
@@ -88,7 +87,7 @@ def test_messages_are_known_by_their_tags_and_freed_once_taken() -> None:
 
 
 def test_messages_of_the_next_step_wait_and_late_ones_are_errors() -> None:
-    inbox = DelegateInbox(Orders(1, 64 * MB), Counters())  # type: ignore[arg-type]
+    inbox = DelegateInbox(Orders(1, 64 * MB))  # type: ignore[arg-type]
     inbox.begin(STEP)
     inbox.heard(message(1, 100, step=2))
     assert inbox.arrivals() == []
@@ -98,17 +97,16 @@ def test_messages_of_the_next_step_wait_and_late_ones_are_errors() -> None:
         inbox.heard(message(2, 101, step=1))
 
 
-def test_the_delegate_connects_once_to_those_from_whom_messages_are_expected() -> None:
+def test_the_delegate_connects_to_those_from_whom_messages_are_expected() -> None:
     orders = Orders(1, 64 * MB)
-    inbox = DelegateInbox(orders, Counters())  # type: ignore[arg-type]
-    for _ in range(2):
-        inbox.begin(STEP)
+    inbox = DelegateInbox(orders)  # type: ignore[arg-type]
+    inbox.begin(STEP)
     assert orders.given == [Descriptor(DescriptorKind.CONNECT, 1, 0)]
 
 
 def test_as_much_as_host_memory_is_lent_until_it_is_given_back() -> None:
     orders = Orders(1, MB)
-    inbox = DelegateInbox(orders, Counters())  # type: ignore[arg-type]
+    inbox = DelegateInbox(orders)  # type: ignore[arg-type]
     inbox.begin(STEP)
     assert inbox.lend(message(1, 100, capacity=LENT // 2)) is None  # small ones are copied out
     held = message(2, 101, capacity=MB)

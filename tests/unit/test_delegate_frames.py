@@ -37,9 +37,9 @@ def test_frames_are_read_as_they_were_written(told: list[Descriptor], begun: byt
 
 def test_other_bytes_are_no_frame() -> None:
     data = Descriptor(DescriptorKind.PING, 0, 1).to_bytes()
-    with pytest.raises(ValueError, match="starts with"):
+    with pytest.raises(OSError, match="starts with"):
         Descriptor.from_bytes(b"HTTP" + data[4:])
-    with pytest.raises(ValueError, match="99"):
+    with pytest.raises(OSError, match="99"):
         Descriptor.from_bytes(data[:4] + bytes([99]) + data[5:])
 
 
@@ -78,15 +78,15 @@ def test_slots_never_overlap_nor_pass_the_limit(moves: list[tuple[bool, int, int
     assert slots.take(num_pages * PAGE) == (0, num_pages * PAGE)  # all of it, in one piece again
 
 
-def test_a_grant_lets_more_be_taken_up_to_what_is_mapped() -> None:
+def test_a_higher_limit_lets_more_be_taken_up_to_what_is_mapped() -> None:
     slots = Slots(PAGE, 3 * PAGE)
     assert slots.take(PAGE) == (0, PAGE)
     assert slots.take(1) is None
-    slots.grant(100 * PAGE)
+    slots.limit += 100 * PAGE
     assert slots.take(3 * PAGE) is None
     assert slots.take(2 * PAGE) == (PAGE, 2 * PAGE)
     slots.free(PAGE, 2 * PAGE)
-    slots.grant(-100 * PAGE)
+    slots.limit -= 100 * PAGE
     assert slots.take(1) is None
 
 

@@ -20,16 +20,16 @@ pytestmark = pytest.mark.unit
 
 def health() -> tuple[LinkHealth, Counters]:
     counters = Counters()
-    addresses = {0: ["10.0.0.1", "10.1.0.1"], 1: ["10.0.0.2", "10.1.0.2"]}
-    return LinkHealth(0, addresses.__getitem__, counters), counters
+    peers = [[(f"10.{network}.0.{host}", 5000) for network in (0, 1)] for host in (1, 2)]
+    return LinkHealth(0, peers, counters), counters
 
 
 def connected(lane: int = 0, path: int = 0) -> Descriptor:
-    return Descriptor(DescriptorKind.CONNECTED, 0, 1, lane, 0, path, path)
+    return Descriptor(DescriptorKind.CONNECTED, 0, 1, lane, 0, path)
 
 
 def lost(error: int, lane: int = 0, path: int = 0, num_again: int = 0) -> Descriptor:
-    return Descriptor(DescriptorKind.LOST, 0, 1, lane, error, path, path, offset=num_again)
+    return Descriptor(DescriptorKind.LOST, 0, 1, lane, error, path, offset=num_again)
 
 
 def test_going_over_to_another_interface_and_back_is_counted_and_told_once_a_link() -> None:
@@ -53,7 +53,7 @@ def test_a_connection_that_the_other_end_closed_is_no_dead_link() -> None:
     found, counters = health()
     found.learn(connected())
     found.learn(lost(errno.ECONNRESET, num_again=1))
-    assert found.words() == "no connection 0->1: Connection reset by peer"
+    assert found.words() == " (no connection 0->1: Connection reset by peer)"
     found.learn(connected())
     assert (found.events, found.words()) == ([], "")
     assert (counters.reconnects, counters.failovers, counters.resent) == (1, 0, 1)

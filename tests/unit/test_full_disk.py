@@ -102,7 +102,7 @@ def test_what_ranks_need_names_the_folder_that_is_full(tmp_path: Path) -> None:
 
 def test_delegates_whose_memory_may_not_be_as_long_are_told_the_limit() -> None:
     """A limit of files counts for memory that processes share, too; it was told as: File too large."""
-    said = str(cannot(OSError(errno.EFBIG, "File too large")))
+    said = str(cannot(OSError(errno.EFBIG, "File too large"), ["127.0.0.1"]))
     assert "delegates need more shared memory" in said
     assert "ulimit -f" in said
 

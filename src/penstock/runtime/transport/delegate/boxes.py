@@ -72,14 +72,11 @@ class DelegateProcess:
             self._begin()
         except OSError as error:
             self._stack.close()
-            raise cannot(error) from None
-        except BaseException:
-            self._stack.close()
-            raise
+            raise cannot(error, interfaces) from None
 
     def _begin(self) -> None:
         stack = self._stack
-        self._listeners = [stack.enter_context(_listener(address)) for address in self._interfaces]
+        self._listeners = [stack.enter_context(listen(0, address)) for address in self._interfaces]
         self.out_memory = self._memory(self.host_memory)
         self.in_memory = self._memory((MOST_PINNED if self._pinned else MOST_GRANTED) * self.host_memory)
         self._waker = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
@@ -99,6 +96,7 @@ class DelegateProcess:
                 # ended by the kernel when its rank goes.
                 process_group=0,
             )
+        self.pid = self._process.pid
         stack.callback(self._reap)
 
     def _memory(self, span: int) -> MappedMemory:
@@ -106,30 +104,25 @@ class DelegateProcess:
         self._stack.callback(memory.close)
         return memory
 
-    def meet(self, gather: Callable[[Any], list[Any]], num_ranks: int) -> None:
+    def meet(self, gather: Callable[[Any], list[Any]]) -> None:
         """Tells every rank where this delegate listens, and the delegate where the others do. All have started then.
 
         Raises:
-            RuntimeFailure: ranks that differ in how many lanes they want; the delegate did not start.
+            RuntimeFailure: the delegate did not start.
         """
         if not self._line.recv(1):
             raise self._ended()
         self._line.setblocking(False)
         ports = [each.getsockname()[1] for each in self._listeners]
         ends = list(zip(self._interfaces, ports, strict=True))
-        gathered = gather((self.rank, self._num_lanes, secrets.randbits(62), ends))
-        if len({each[1] for each in gathered}) > 1:
-            counts = ", ".join(str(each[1]) for each in gathered)
-            raise RuntimeFailure(f"ranks with different numbers of lanes ({counts}): give all the same")
-        self.key = gathered[0][2]
-        self._peers = [each[3] for each in gathered]
+        gathered = gather((self.rank, secrets.randbits(62), ends))
+        self.key, self.peers = gathered[0][1], [each[2] for each in gathered]
         orders = DelegateOrders(
             self.rank,
             os.getpid(),
             self.key,
-            self._interfaces,
             [each.fileno() for each in self._listeners],
-            self._peers,
+            self.peers,
             self._num_lanes,
             (self.out_memory.descriptor, self.out_memory.span),
             (self.in_memory.descriptor, self.in_memory.span),
@@ -147,18 +140,6 @@ class DelegateProcess:
             for memory in (self.out_memory, self.in_memory):
                 memory.pin()
             self._pinned = False
-
-    @property
-    def name(self) -> str:
-        return f"the delegate of rank {self.rank}"
-
-    @property
-    def pid(self) -> int:
-        return self._process.pid
-
-    def addresses(self, rank: int) -> list[str]:
-        """The interfaces of a rank."""
-        return [host for host, _ in self._peers[rank]]
 
     def order(self, descriptor: Descriptor) -> None:
         """Gives it an order, now or when the line has room again."""
@@ -209,8 +190,8 @@ class DelegateProcess:
     def _ended(self) -> RuntimeFailure:
         code = self._process.wait()
         return RuntimeFailure(
-            f"{self.name} ended with exit code {code}, and with it the messages on their way; what it wrote to "
-            "stderr says why, or somebody killed it: start again, from the latest checkpoint"
+            f"the delegate of rank {self.rank} ended with exit code {code}, and with it the messages on their way; "
+            "what it wrote to stderr says why, or somebody killed it: start again, from the latest checkpoint"
         )
 
     def close(self) -> None:
@@ -228,31 +209,18 @@ class DelegateProcess:
             self._process.wait()
 
 
-def _listener(address: str) -> socket.socket:
-    try:
-        made = listen(0, address)
-    except OSError as error:
-        if error.errno in _SHORT_OF:
-            raise
-        raise RuntimeFailure(
-            f"interface {address!r}: {error.strerror}; give addresses of this host, as `ip address` lists them"
-        ) from None
-    made.setblocking(False)
-    return made
-
-
-_SHORT_OF = {
-    errno.EMFILE: "file descriptors: raise the limit (ulimit -n)",
-    errno.ENFILE: "file descriptors: raise the system's limit (sysctl fs.file-max)",
-    errno.EFBIG: "shared memory, which counts as a file: raise the limit (ulimit -f)",
-    errno.EAGAIN: "processes: raise the limit (ulimit -u)",
+_WAYS_OUT = {
+    errno.EMFILE: "delegates need more file descriptors: raise the limit (ulimit -n)",
+    errno.EFBIG: "delegates need more shared memory, which counts as a file: raise the limit (ulimit -f)",
+    errno.EAGAIN: "delegates need more processes: raise the limit (ulimit -u)",
+    errno.EADDRNOTAVAIL: "give addresses of this host, as `ip address` lists them",
 }
 
 
-def cannot(error: OSError) -> RuntimeFailure:
-    """What it means that a descriptor, memory or process could not be had."""
-    short_of = f"; delegates need more {_SHORT_OF[error.errno]}" if error.errno in _SHORT_OF else ""
-    return RuntimeFailure(f"a delegate cannot be started: {error.strerror}{short_of}")
+def cannot(error: OSError, interfaces: Sequence[str]) -> RuntimeFailure:
+    """What it means that a listener, memory or a process could not be had."""
+    way_out = f"; {_WAYS_OUT[error.errno]}" if error.errno in _WAYS_OUT else ""
+    return RuntimeFailure(f"a delegate cannot be started for {', '.join(interfaces)}: {error.strerror}{way_out}")
 
 
 class Outbox:
@@ -277,14 +245,15 @@ class Outbox:
             )
         return self._slots.take(num_bytes)
 
-    def post(self, message: Descriptor) -> int:
-        """Hands a message over, whose first bytes at least are in its slot; returns the number that it gets."""
-        target = message.target
-        number = self._given[target] = self._given.get(target, 0) + 1
-        message = message._replace(number=number)
-        self._waiting.setdefault(target, {})[number] = message
+    def post(self, message: Descriptor) -> Descriptor:
+        """Hands over as much of a message as is in its slot by now; returns it with its number."""
+        target, number = message.target, message.number
+        if not number:
+            number = self._given[target] = self._given.get(target, 0) + 1
+            message = message._replace(number=number)
+            self._waiting.setdefault(target, {})[number] = message
         self._delegate.order(message)
-        return number
+        return message
 
     def answered(self, note: Descriptor) -> None:
         """Frees what was answered."""
@@ -303,15 +272,11 @@ LENT = 64 << 10
 class DelegateInbox(StepInbox[Descriptor]):
     """The messages that came in for a rank and were not taken. The slot of one that was taken is the rank's until
     `free`.
-
-    Args:
-        counters: where it counts messages.
     """
 
-    def __init__(self, delegate: DelegateProcess, counters: Counters) -> None:
+    def __init__(self, delegate: DelegateProcess) -> None:
         super().__init__(delegate.rank)
-        self._delegate, self._counters = delegate, counters
-        self._connected: set[int] = set()
+        self._delegate = delegate
         self._lent = 0
         self._returned: deque[Descriptor] = deque()
 
@@ -324,9 +289,7 @@ class DelegateInbox(StepInbox[Descriptor]):
         """Has the delegate connect to a rank before anything is to be sent there. By that it is known whether the
         other's process is there.
         """
-        if peer not in self._connected:
-            self._connected.add(peer)
-            self._delegate.order(Descriptor(DescriptorKind.CONNECT, self._delegate.rank, peer))
+        self._delegate.order(Descriptor(DescriptorKind.CONNECT, self._delegate.rank, peer))
 
     def heard(self, note: Descriptor) -> None:
         """Takes a message in.
@@ -334,9 +297,8 @@ class DelegateInbox(StepInbox[Descriptor]):
         Raises:
             RuntimeFailure: it is not expected.
         """
-        self._counters.messages += 1
-        size, stamp = max(0, note.payload_bytes - ALIGN), note.step << 32 | note.digest
-        self.came(note.source, note.tag, stamp, note, size, note.sent, note.start, note.arrived)
+        size = max(0, note.payload_bytes - ALIGN)
+        self.came(note.source, note.tag, note.stamp, note, size, note.sent, note.start, note.arrived)
 
     def free(self, note: Descriptor) -> None:
         """Gives a slot back."""
@@ -358,10 +320,6 @@ class DelegateInbox(StepInbox[Descriptor]):
             note = self._returned.popleft()
             self._lent -= note.capacity
             self.free(note)
-
-    def grant(self, num_bytes: int) -> None:
-        """Lets the delegate use more memory."""
-        self._delegate.order(Descriptor(DescriptorKind.GRANT, number=num_bytes))
 
 
 @dataclass
@@ -389,7 +347,7 @@ class LinkHealth:
     """How a rank's links stand, as its delegate reports their lanes.
 
     Args:
-        addresses: of a rank's interfaces.
+        peers: of every rank, the addresses and ports at which its delegate listens.
 
     Attributes:
         gone: ranks whose delegate, and so most likely whose process, has ended.
@@ -397,14 +355,14 @@ class LinkHealth:
     """
 
     rank: int
-    addresses: Callable[[int], list[str]]
+    peers: Sequence[Sequence[tuple[str, int]]]
     counters: Counters
     gone: set[int] = field(default_factory=set)
     events: list[LinkDown | LinkUp] = field(default_factory=list)
     notices: list[str] = field(default_factory=list)
     _down: set[int] = field(default_factory=set)
-    _paths: dict[tuple[int, int], tuple[int, int]] = field(default_factory=dict)
-    """By rank and lane, the interfaces at its ends, also of a connection that went."""
+    _paths: dict[tuple[int, int], int] = field(default_factory=dict)
+    """By rank and lane, also of a connection that went."""
     _lost: dict[tuple[int, int], int] = field(default_factory=dict)
     """The error of lanes without a connection."""
 
@@ -419,7 +377,7 @@ class LinkHealth:
             elif note.number not in (0, errno.EPROTO, *RESETS):
                 self._mark(target, is_up=False)
             return
-        path, before, error = (note.tag, note.step), self._paths.get(lane), self._lost.pop(lane, None)
+        path, before, error = note.tag, self._paths.get(lane), self._lost.pop(lane, None)
         if before == path:
             self.counters.reconnects += 1
         elif before is not None and error == 0:
@@ -428,30 +386,21 @@ class LinkHealth:
             self.counters.failovers += 1
         self._paths[lane] = path
         self.gone.discard(target)
-        self._mark(target, is_up=path == (0, 0))
-        if path != (0, 0):
-            ours, theirs = self.addresses(self.rank), self.addresses(target)
-            notice = (
-                f"messages of rank {self.rank} to rank {target} go from {ours[path[0]]} to {theirs[path[1]]}, as "
-                f"{ours[0]} to {theirs[0]} did not carry them: nothing was lost"
-            )
-            if notice not in self.notices:
-                self.notices.append(notice)
+        self._mark(target, is_up=path == 0)
+        ours, theirs = self.peers[self.rank], self.peers[target]
+        ends = f"{ours[min(path, len(ours) - 1)][0]} to {theirs[min(path, len(theirs) - 1)][0]}"
+        notice = f"messages of rank {self.rank} to rank {target} go from {ends}: nothing was lost"
+        if path and notice not in self.notices:
+            self.notices.append(notice)
 
     def _mark(self, target: int, is_up: bool) -> None:
         """Notes whether the link's preferred interfaces carry it."""
-        if is_up and target in self._down:
-            self._down.remove(target)
-            self.events.append(LinkUp((self.rank, target)))
-        elif not is_up and target not in self._down:
-            self._down.add(target)
-            self.events.append(LinkDown((self.rank, target)))
+        if is_up == (target in self._down):
+            self._down ^= {target}
+            self.events.append((LinkUp if is_up else LinkDown)((self.rank, target)))
 
     def words(self) -> str:
         """Which links have no connection, and why, in words; nothing where all have one."""
-        found = [
-            f"no connection {self.rank}->{target}: {os.strerror(error)}"
-            for (target, _), error in sorted(self._lost.items())
-            if error
-        ]
-        return "; ".join(dict.fromkeys(found))
+        lost = sorted((target, error) for (target, _), error in self._lost.items() if error)
+        found = [f"no connection {self.rank}->{target}: {os.strerror(error)}" for target, error in lost]
+        return f" ({'; '.join(dict.fromkeys(found))})" if found else ""

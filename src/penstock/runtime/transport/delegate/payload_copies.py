@@ -21,8 +21,7 @@ import json
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator
-from functools import partial
-from queue import SimpleQueue
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 
 import torch
 from torch import Tensor
@@ -85,16 +84,26 @@ class PayloadCopier:
 
     def pack(self, packet: SlotPacket, payload: Payload, packed: Callable[[int], None]) -> None:
         """Copies a payload in; calls `packed` with how many bytes of the buffer are there, the last time with all."""
-        whole, told = packet.spec.num_bytes, 0
-        if whole <= 2 * PIECE:
+        if packet.spec.num_bytes <= 2 * PIECE:
             packet.pack(payload)
+            packed(packet.spec.num_bytes)
         else:
-            for view, source, there in packet.pieces(payload):
-                view.copy_(source)
-                if told + PIECE <= there < whole - ALIGN:
-                    packed(there)
-                    told = there
-        packed(whole)
+            self._pack_pieces(packet, payload, packed)
+
+    def _pack_pieces(self, packet: SlotPacket, payload: Payload, packed: Callable[[int], None]) -> None:
+        whole, told = packet.spec.num_bytes, 0
+        for view, source, there in packet.pieces(payload):
+            self._copy(view, source)
+            if told + PIECE <= there < whole - ALIGN:
+                self._when_copied(packed, there)
+                told = there
+        self._when_copied(packed, whole)
+
+    def _copy(self, view: Tensor, source: Tensor) -> None:
+        view.copy_(source)
+
+    def _when_copied(self, packed: Callable[[int], None], there: int) -> None:
+        packed(there)
 
     def unpack(self, packet: SlotPacket, unpacked: Callable[[], None]) -> Payload:
         """The payload, copied out; calls `unpacked` when the packet's memory is free again."""
@@ -125,32 +134,31 @@ class GpuPayloadCopier(PayloadCopier):
         self._device, self._lock = device, lock
         self._outward, self._inward = torch.cuda.Stream(device), torch.cuda.Stream(device)
         self._unpacked: deque[tuple[torch.cuda.Event, Callable[[], None]]] = deque()
-        self._packing: SimpleQueue[tuple[torch.cuda.Event, Callable[[], None]] | None] = SimpleQueue()
-        self._num_packing = 0
-        self._packed = threading.Condition(lock)
-        self._error: BaseException | None = None
-        self._thread = threading.Thread(target=self._hand_over, name="penstock-copies", daemon=True)
-        self._thread.start()
+        self._thread = ThreadPoolExecutor(1, "penstock-copies")
+        self._packing: deque[Future[None]] = deque()
 
     def pack(self, packet: SlotPacket, payload: Payload, packed: Callable[[int], None]) -> None:
-        whole, told = packet.spec.num_bytes, 0
         self._outward.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(self._outward):
-            for view, source, there in packet.pieces(payload):
-                _to_host(view, source)
-                if source.is_cuda:
-                    source.record_stream(self._outward)
-                if told + PIECE <= there < whole - ALIGN:
-                    self._tell_when_copied(packed, there)
-                    told = there
-            self._tell_when_copied(packed, whole)
+            self._pack_pieces(packet, payload, packed)
 
-    def _tell_when_copied(self, packed: Callable[[int], None], there: int) -> None:
+    def _copy(self, view: Tensor, source: Tensor) -> None:
+        # A copy between different strides would pass through a buffer of torch's, and an asynchronous one might read
+        # that too early: a tensor with gaps is put together on the GPU first.
+        view.copy_(source if source.stride() == view.stride() else source.contiguous(), non_blocking=True)
+        if source.is_cuda:
+            source.record_stream(self._outward)
+
+    def _when_copied(self, packed: Callable[[int], None], there: int) -> None:
         # An event that blocks lets the thread that waits for it sleep.
         event = torch.cuda.Event(blocking=True)
         event.record(self._outward)
-        self._num_packing += 1
-        self._packing.put((event, partial(packed, there)))
+        self._packing.append(self._thread.submit(self._hand_over, event, packed, there))
+
+    def _hand_over(self, event: torch.cuda.Event, packed: Callable[[int], None], there: int) -> None:
+        event.synchronize()
+        with self._lock:
+            packed(there)
 
     def unpack(self, packet: SlotPacket, unpacked: Callable[[], None]) -> Payload:
         current = torch.cuda.current_stream(self._device)
@@ -166,52 +174,27 @@ class GpuPayloadCopier(PayloadCopier):
         return payload
 
     def _to_device(self, view: Tensor, place: BufferPlace) -> Tensor:
-        if place.rebuilt is None:
-            leaf = torch.empty_strided(place.shape, place.strides, dtype=place.dtype, device=self._device)
-            leaf.copy_(view, non_blocking=True)
-        else:
-            there = view.to(self._device, non_blocking=True)
-            leaf = torch.empty_strided(place.shape, place.rebuilt, dtype=place.dtype, device=self._device)
-            leaf.copy_(there)
+        if place.rebuilt is not None:
+            view = view.to(self._device, non_blocking=True)
+        strides = place.strides if place.rebuilt is None else place.rebuilt
+        leaf = torch.empty_strided(place.shape, strides, dtype=place.dtype, device=self._device)
+        leaf.copy_(view, non_blocking=True)
         return leaf if place.repeated is None else leaf.expand(place.repeated)
 
     def progress(self) -> None:
-        if self._error is not None:
-            raise RuntimeFailure(f"a copy from the GPU failed: {self._error}") from self._error
+        while self._packing and self._packing[0].done():
+            if (error := self._packing[0].exception()) is not None:
+                raise RuntimeFailure(f"a copy from the GPU failed: {error}") from error
+            self._packing.popleft()
         while self._unpacked and self._unpacked[0][0].query():
             self._unpacked.popleft()[1]()
 
     def flush(self) -> None:
-        with self._lock:
-            self._packed.wait_for(lambda: not self._num_packing or self._error is not None, timeout=60.0)
+        wait(self._packing, timeout=60.0)
 
     def close(self) -> None:
-        self._packing.put(None)
-        self._thread.join()
+        self._thread.shutdown()
         torch.cuda.synchronize(self._device)  # nothing copies from or to memory that is about to go
-
-    def _hand_over(self) -> None:
-        """A thread's work: hands messages over as their copies end."""
-        while (item := self._packing.get()) is not None:
-            event, packed = item
-            try:
-                event.synchronize()
-                with self._lock:
-                    packed()
-            except BaseException as error:
-                self._error = error
-            with self._lock:
-                self._num_packing -= 1
-                self._packed.notify_all()
-
-
-def _to_host(view: Tensor, source: Tensor) -> None:
-    """Copies a tensor into its place; asynchronous where it lies on a GPU.
-
-    A copy between different strides would pass through a buffer of torch's, and an asynchronous one might read that
-    too early: a tensor with gaps is put together on the GPU first.
-    """
-    view.copy_(source if source.stride() == view.stride() else source.contiguous(), non_blocking=True)
 
 
 def copying_for(device: torch.device, lock: threading.RLock) -> PayloadCopier:

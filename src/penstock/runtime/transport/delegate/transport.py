@@ -82,13 +82,14 @@ class DelegateTransport:
         place = torch.device(device)
         self._delegate = DelegateProcess(rank, interfaces, num_lanes, host_memory, place.type == "cuda")
         try:
-            self._delegate.meet(gather, num_ranks)
+            self._delegate.meet(gather)
         except BaseException:
             self._delegate.close()
             raise
         self._outbox = Outbox(self._delegate)
-        self._inbox = DelegateInbox(self._delegate, self.counters)
-        self._health = LinkHealth(rank, self._delegate.addresses, self.counters)
+        self._inbox = DelegateInbox(self._delegate)
+        self._health = LinkHealth(rank, self._delegate.peers, self.counters)
+        self.notices = self._health.notices
         self._specs = SpecCache()
         self._signatures: Sequence[str] = ()
         self._starving = 0
@@ -156,8 +157,8 @@ class DelegateTransport:
             return self._send(edge, target, payload, perf_counter_ns())
 
     def _send(self, edge: Edge, target: int, payload: Payload, sent: int) -> bool:
-        key = ChannelKey.of(edge)
-        spec, spec_bytes = self._specs.of(payload, key, self._signatures[edge.consumer.microbatch])
+        signature = self._signatures[edge.consumer.microbatch]
+        spec, spec_bytes = self._specs.of(payload, ChannelKey.of(edge), signature)
         before = spec_room(len(spec_bytes))
         slot = self._outbox.take(target, before + spec.num_bytes)
         if slot is None:
@@ -175,24 +176,17 @@ class DelegateTransport:
             self.rank,
             target,
             tag=self._tags.message(edge),
-            step=self._inbox.step,
-            digest=self._inbox.stamp & 0xFFFFFFFF,
+            stamp=self._inbox.stamp,
             sent=sent,
             offset=offset,
             capacity=capacity,
             spec_bytes=len(spec_bytes),
             payload_bytes=spec.num_bytes,
         )
-        number = 0
 
         def packed(num_bytes: int) -> None:
-            nonlocal number
-            filled = before + num_bytes
-            if number:
-                more = Descriptor(DescriptorKind.FILLED, self.rank, target, number=number, filled=filled)
-                self._delegate.order(more)
-            else:
-                number = self._outbox.post(message._replace(filled=filled))
+            nonlocal message
+            message = self._outbox.post(message._replace(filled=before + num_bytes))
 
         self._copying.pack(packet, payload, packed)
         return True
@@ -232,10 +226,11 @@ class DelegateTransport:
                     raise PeerLost(f"rank {min(lost)} is gone, its process or its delegate has ended: {who()}")
                 if now >= end:
                     self._failed = True
-                    words = self._health.words()
-                    why = f" ({words})" if words else ""
-                    raise DeadlineExceeded(f"nothing came in for {self._timeout:g} s: {who()}{why}")
-                self._feed()
+                    words = f"nothing came in for {self._timeout:g} s: {who()}{self._health.words()}"
+                    raise DeadlineExceeded(words)
+                if self._starving:  # this rank may stand still for just the message that has no room
+                    self._delegate.order(Descriptor(DescriptorKind.GRANT, number=2 * self._starving))
+                    self._starving = 0
             left, soon = min(POLL_S, end - now), FINELY
             if until is not None:
                 soon = (until - perf_counter_ns()) / 1e9
@@ -283,11 +278,6 @@ class DelegateTransport:
             found, self._health.events = self._health.events, []
             return found
 
-    @property
-    def notices(self) -> list[str]:
-        """What a person should know of interfaces that were left for others."""
-        return self._health.notices
-
     def also_watch(self, descriptor: int) -> None:
         """Lets `wait` return, too, when this descriptor is ready to be read."""
         self._delegate.also_watch(descriptor)
@@ -295,7 +285,7 @@ class DelegateTransport:
     @property
     def pids(self) -> dict[str, int]:
         """The delegate's process, by name."""
-        return {self._delegate.name: self._delegate.pid}
+        return {f"the delegate of rank {self.rank}": self._delegate.pid}
 
     # The delegate.
 
@@ -305,6 +295,7 @@ class DelegateTransport:
         self._inbox.take_back()
         for note in self._delegate.notes():
             if note.kind is DescriptorKind.MESSAGE:
+                self.counters.messages += 1
                 self._inbox.heard(note)
             elif note.kind is DescriptorKind.ANSWERED:
                 self._outbox.answered(note)
@@ -314,9 +305,3 @@ class DelegateTransport:
                 self._starving = max(self._starving, note.number)
             else:
                 self._health.learn(note)
-
-    def _feed(self) -> None:
-        """Lets a starving delegate have more than host memory: the rank may stand still for just that."""
-        if self._starving:
-            self._inbox.grant(2 * self._starving)
-            self._starving = 0

@@ -1,6 +1,6 @@
 """What ranks and delegates tell one another, the sockets that carry it, and the memory where messages lie.
 
-    rank      SEND 1 .. FILLED 1                                        (of the other rank)  MESSAGE 1 .. FREE
+    rank      SEND 1 .. SEND 1, more                                    (of the other rank)  MESSAGE 1 .. FREE
     sender    HELLO ......... CHUNK 1, first half | bytes      CHUNK 1, second half | bytes      PING
     receiver  ..... ANSWER 0 ............... ANSWER 1 ............... ANSWER 2 .................. ANSWER 2
 
@@ -39,6 +39,8 @@ BEAT = 250 * MS
 """How often a connection on which nothing comes is asked whether it lives."""
 UNACKNOWLEDGED_MS = 500
 """Milliseconds for which the network may leave bytes unacknowledged before a connection counts as dead."""
+AHEAD = 16 << 10
+"""Bytes read at once where frames are to come: a small chunk is most often among them."""
 ALIGN = 64
 """The payload begins at a multiple of this after the spec, in memory and on the wire."""
 
@@ -48,9 +50,7 @@ class DescriptorKind(IntEnum):
 
     # From a rank to its delegate.
     SEND = 1
-    """Message `number` to `target` lies in a slot, or is being written there."""
-    FILLED = 2
-    """`filled` bytes of message `number` to `target` are in its slot now."""
+    """The first `filled` bytes of message `number` to `target` lie in a slot. Told again when there are more."""
     FREE = 3
     """A received message was taken: its slot is free."""
     GRANT = 4
@@ -64,7 +64,7 @@ class DescriptorKind(IntEnum):
     MESSAGE = 11
     """Message `number` of `source` came in, and lies in a slot."""
     CONNECTED = 12
-    """A lane's connection stands. `tag`, `step`: the numbers of the interfaces at its ends."""
+    """A lane's connection stands. `tag`: the number of its path."""
     LOST = 13
     """A lane's connection went, or did not come about. `number`: the error, 0 where it went to a better path;
     `offset`: how many chunks go once more."""
@@ -89,7 +89,7 @@ class Descriptor(NamedTuple):
     Attributes:
         source, target: ranks. place: which of the connections between them.
         number: of the message from its source to its target, from 1, or as the kind says.
-        tag, step, digest: which message it is to the ranks.
+        tag, stamp: which message of which step it is to the ranks.
         sent: when its rank handed it over.
         start: when there was room for it at the receiver. arrived: when its last byte was there.
         offset, capacity: of its slot, in the memory of the rank that tells or is told; of a chunk: where in the body
@@ -105,8 +105,7 @@ class Descriptor(NamedTuple):
     place: int = 0
     number: int = 0
     tag: int = 0
-    step: int = 0
-    digest: int = 0
+    stamp: int = 0
     sent: int = 0
     start: int = 0
     arrived: int = 0
@@ -127,14 +126,14 @@ class Descriptor(NamedTuple):
 
     @classmethod
     def from_bytes(cls, data: bytes | bytearray) -> Descriptor:
-        """What `to_bytes` made. Raises ValueError for bytes that are no frame."""
+        """What `to_bytes` made. Raises OSError: the bytes are no frame."""
         magic, kind, *rest = _FRAME.unpack(data)
-        if magic != _MAGIC:
-            raise ValueError(f"a frame that starts with {magic!r}")
+        if magic != _MAGIC or kind not in _KINDS:
+            raise OSError(errno.EPROTO, f"a frame that starts with {magic!r}, of kind {kind}")
         return cls(DescriptorKind(kind), *rest)
 
 
-_MAGIC = b"PNSK"
+_MAGIC, _KINDS = b"PNSK", frozenset(map(int, DescriptorKind))
 _FRAME = struct.Struct(f"<4s{len(Descriptor._fields)}q")
 FRAME_BYTES = _FRAME.size
 
@@ -145,7 +144,7 @@ def spec_room(spec_bytes: int) -> int:
 
 
 def frames(came: bytearray) -> Iterator[Descriptor]:
-    """Takes the frames that bytes begin with from them. Raises ValueError for bytes that are no frame."""
+    """Takes the frames that bytes begin with from them. Raises OSError: they are none."""
     while len(came) >= FRAME_BYTES:
         frame = Descriptor.from_bytes(came[:FRAME_BYTES])
         del came[:FRAME_BYTES]
@@ -156,10 +155,10 @@ PAGE = 4096
 
 
 class Slots:
-    """Gives out parts of a shared memory to messages: best fit, and neighbours that are free are joined.
+    """Gives out parts of a shared memory to messages, the first that fits; neighbours that are free are joined.
 
     Args:
-        limit: bytes that may be taken; `grant` changes it. span: bytes that are mapped.
+        limit: bytes that may be taken, and may be changed. span: bytes that are mapped.
     """
 
     def __init__(self, limit: int, span: int) -> None:
@@ -171,13 +170,10 @@ class Slots:
         capacity = max(1, -(-num_bytes // PAGE)) * PAGE
         if self.used + capacity > self.limit:
             return None
-        # The smallest hole that does. The last one, which was never used, is the last resort.
-        last = len(self._free) - 1
-        holes = [(place == last, size, place) for place, (_, size) in enumerate(self._free) if size >= capacity]
-        if not holes:
+        place = next((place for place, (_, size) in enumerate(self._free) if size >= capacity), None)
+        if place is None:
             return None
-        _, size, place = min(holes)
-        offset, _ = self._free.pop(place)
+        offset, size = self._free.pop(place)
         if size > capacity:
             self._free.insert(place, (offset + capacity, size - capacity))
         self.used += capacity
@@ -195,10 +191,6 @@ class Slots:
             capacity += before
         self._free.insert(place, (offset, capacity))
 
-    def grant(self, num_bytes: int) -> None:
-        """Raises the limit."""
-        self.limit += num_bytes
-
 
 READ, WRITE, GONE = select.EPOLLIN, select.EPOLLOUT, select.EPOLLHUP | select.EPOLLERR
 
@@ -207,40 +199,28 @@ class EventLoop:
     """One epoll: calls the handlers of descriptors that are ready, and in between asks what is due."""
 
     def __init__(self) -> None:
-        self._epoll = select.epoll()
+        self.epoll = select.epoll()
         self._handlers: dict[int, Callable[[int], None]] = {}
-        self._stopped = False
 
     def watch(self, descriptor: int, mask: int, handler: Callable[[int], None]) -> None:
-        self._epoll.register(descriptor, mask)
+        self.epoll.register(descriptor, mask)
         self._handlers[descriptor] = handler
-
-    def change(self, descriptor: int, mask: int) -> None:
-        self._epoll.modify(descriptor, mask)
 
     def forget(self, descriptor: int) -> None:
         """To be called before the descriptor is closed."""
-        if self._handlers.pop(descriptor, None) is not None:
-            self._epoll.unregister(descriptor)
+        self.epoll.unregister(descriptor)
+        del self._handlers[descriptor]
 
     def run(self, turn: Callable[[int], int]) -> None:
-        """Runs until `stop` is called. `turn(now)` does what is due, and returns when to call it again at the latest.
+        """Runs until the process ends. `turn(now)` does what is due, and returns when to call it again at the latest.
 
         A handler may be called once too often, for a descriptor that was closed and opened again in the same round.
         """
-        while not self._stopped:
+        while True:
             left = turn(time.perf_counter_ns()) - time.perf_counter_ns()
-            for descriptor, mask in self._epoll.poll(max(0, left) / 1e9):
-                handler = self._handlers.get(descriptor)
-                if handler is not None:
-                    handler(mask)
-
-    def stop(self) -> None:
-        """Has `run` return once something that is watched is ready, or `turn` is due."""
-        self._stopped = True
-
-    def close(self) -> None:
-        self._epoll.close()
+            for descriptor, mask in self.epoll.poll(max(0, left) / 1e9):
+                if descriptor in self._handlers:
+                    self._handlers[descriptor](mask)
 
 
 MOST_PARTS = 16
@@ -251,31 +231,71 @@ class SocketStream:
     """A socket that is connected, or connects, with a queue of bytes that are yet to be written.
 
     Args:
-        ready: called when there is something to read, or to write.
-
-    Attributes:
-        wants_write: whether to be called, too, when more can be written than is queued.
+        ready: called with a mask when there is something to read or queued bytes were written, at first when the
+            connection stands. It may raise OSError, which ends the connection.
+        lost: called with the error that ended the connection, which is closed by then.
     """
 
-    def __init__(self, loop: EventLoop, made: socket.socket, ready: Callable[[int], None]) -> None:
-        self.socket, self._loop = made, loop
+    def __init__(
+        self, loop: EventLoop, made: socket.socket, ready: Callable[[int], None], lost: Callable[[int], None]
+    ) -> None:
+        made.setblocking(False)
+        self.socket, self._loop, self._ready, self._lost = made, loop, ready, lost
+        self.is_open = self._reading = True
         self._queue: deque[memoryview] = deque()
-        self._reading, self.wants_write = True, False
-        self._mask = READ
-        loop.watch(made.fileno(), READ, ready)
+        self._mask = READ | WRITE
+        loop.watch(made.fileno(), self._mask, self._on_ready)
 
     @property
     def is_sent(self) -> bool:
-        """Whether nothing is queued."""
-        return not self._queue
+        """Whether the connection stands, and nothing is queued."""
+        return self.is_open and not self._queue
 
     def put(self, *parts: bytes | memoryview) -> None:
-        """Queues parts, and sends what can be sent. Raises OSError: the connection is gone."""
-        self._queue.extend(map(memoryview, parts))
-        self.flush()
+        """Queues parts, and sends what can be sent."""
+        if self.is_open:
+            self._queue.extend(map(memoryview, parts))
+            self.guard(self._flush)
 
-    def flush(self) -> None:
-        """Sends what can be sent. Raises OSError: the connection is gone."""
+    def receive(self) -> bytes:
+        """Bytes that came. Raises OSError: none have, or the other end has closed the connection."""
+        data = self.socket.recv(AHEAD)
+        if not data:
+            raise ConnectionResetError(errno.ECONNRESET, os.strerror(errno.ECONNRESET))
+        return data
+
+    def guard(self, act: Callable[[], None]) -> None:
+        """Calls a function that reads or writes. An error of it ends the connection."""
+        try:
+            if self.is_open:
+                act()
+        except BlockingIOError:
+            pass
+        except OSError as error:
+            if self.is_open:
+                self.close()
+                self._lost(error.errno or errno.ECONNRESET)
+
+    def read(self, reading: bool) -> None:
+        """Whether to be called when there is something to read."""
+        self._reading = reading
+        self._watch()
+
+    def close(self) -> None:
+        """Ends it at once: bytes that are queued, or were not read by the other end, do not go."""
+        if self.is_open:
+            self.is_open = False
+            self._loop.forget(self.socket.fileno())
+            with contextlib.suppress(OSError):
+                self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+            self.socket.close()
+            self._queue.clear()
+
+    def _on_ready(self, mask: int) -> None:
+        self.guard(self._flush)
+        self.guard(lambda: self._ready(mask))
+
+    def _flush(self) -> None:
         with contextlib.suppress(BlockingIOError):
             while self._queue:
                 sent = self.socket.sendmsg(islice(self._queue, MOST_PARTS))
@@ -285,41 +305,23 @@ class SocketStream:
                     self._queue[0] = self._queue[0][sent:]
         self._watch()
 
-    def read(self, reading: bool) -> None:
-        """Whether to be called when there is something to read."""
-        self._reading = reading
-        self._watch()
-
-    def close(self) -> None:
-        """Ends it at once: bytes that are queued, or were not read by the other end, do not go."""
-        self._loop.forget(self.socket.fileno())
-        with contextlib.suppress(OSError):
-            self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
-        self.socket.close()
-        self._queue.clear()
-
     def _watch(self) -> None:
-        mask = (READ if self._reading else 0) | (WRITE if self._queue or self.wants_write else 0)
+        mask = (READ if self._reading else 0) | (WRITE if self._queue else 0)
         if mask != self._mask:
             self._mask = mask
-            self._loop.change(self.socket.fileno(), mask)
+            self._loop.epoll.modify(self.socket.fileno(), mask)
 
 
-def tune(made: socket.socket) -> None:
-    """Small messages go at once, and nothing blocks."""
-    made.setblocking(False)
-    made.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-
-
-_BIND_ADDRESS_NO_PORT = 24
 SEND_BUFFER = 4 << 20
+_BIND_ADDRESS_NO_PORT = 24
 
 
 def begin_connect(ours: str, theirs: tuple[str, int]) -> socket.socket:
     """Starts to connect from one of our addresses. Raises OSError: it failed at once."""
     made = socket.socket(socket.AF_INET6 if ":" in theirs[0] else socket.AF_INET, socket.SOCK_STREAM)
     try:
-        tune(made)
+        made.setblocking(False)
+        made.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         made.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BUFFER)
         made.setsockopt(socket.IPPROTO_IP, _BIND_ADDRESS_NO_PORT, 1)
         made.bind((ours, 0))

@@ -7,20 +7,22 @@ knows of the other's. The orders that it starts with come by its standard input,
 from __future__ import annotations
 
 import contextlib
-import errno
 import gc
 import json
 import os
-import signal
 import socket
 import sys
 import time
+from collections import defaultdict
 from dataclasses import asdict, dataclass
 from functools import partial
 from mmap import MAP_SHARED, mmap
 
-from .frames import BEAT, MS, READ, Descriptor, DescriptorKind, EventLoop, Slots, SocketStream, frames
+from .frames import BEAT, READ, Descriptor, DescriptorKind, EventLoop, Slots, SocketStream, frames
 from .lanes import InLane, InStream, OutLink
+
+KEEPALIVE_S = 16
+"""Seconds after which the kernel asks whether the sender of a silent connection is there."""
 
 
 @dataclass(frozen=True)
@@ -30,7 +32,7 @@ class DelegateOrders:
     Attributes:
         rank: whose delegate it is. parent: the rank's process.
         key: of the run; connections of another run are refused.
-        interfaces: our addresses. listeners: a socket on each.
+        listeners: a socket on each of our addresses.
         peers: of every rank, the addresses and ports at which its delegate listens.
         num_lanes: connections to each rank.
         out_memory, in_memory: where messages lie: a descriptor, and how much of it is mapped.
@@ -40,7 +42,6 @@ class DelegateOrders:
     rank: int
     parent: int
     key: int
-    interfaces: list[str]
     listeners: list[int]
     peers: list[list[tuple[str, int]]]
     num_lanes: int
@@ -64,15 +65,15 @@ class Delegate:
             for descriptor, span in (orders.out_memory, orders.in_memory)
         )
         self._links: dict[int, OutLink] = {}
-        self._streams: dict[int, InStream[InLane]] = {}
+        self.streams: defaultdict[int, InStream] = defaultdict(InStream)
+        """What comes in, by the rank from which."""
         self._incoming: set[InLane] = set()
         self._slots = Slots(orders.limit, orders.in_memory[1])
         self._messages: dict[tuple[int, int], tuple[int, int, int]] = {}
         """By source and number: the slot of a message that comes in, and when there was room."""
         self._starved: list[InLane] = []
         self._due = 0
-        line.setblocking(False)
-        self._line = SocketStream(self.loop, line, self._on_orders)
+        self._line = SocketStream(self.loop, line, self._on_orders, os._exit)
         self._came = bytearray()
         # The rank's end, however it ends, is known by its process, too: what it forked may hold its end of the line.
         with contextlib.suppress(OSError):
@@ -87,7 +88,6 @@ class Delegate:
     @classmethod
     def main(cls) -> None:
         """Runs a delegate until its rank ends. The first argument is the socket of the line to the rank."""
-        signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the rank's to handle
         line = socket.socket(fileno=int(sys.argv[1]))
         line.send(b"\n")  # it has started
         orders = sys.stdin.buffer.readline()
@@ -102,10 +102,7 @@ class Delegate:
 
     def tell(self, note: Descriptor) -> None:
         """Tells the rank."""
-        try:
-            self._line.put(note.to_bytes())
-        except OSError:
-            os._exit(0)
+        self._line.put(note.to_bytes())
 
     def link(self, target: int) -> OutLink:
         """The link to a rank, which connects."""
@@ -113,10 +110,6 @@ class Delegate:
             self._links[target] = OutLink(self, target)
             self.hurry()
         return self._links[target]
-
-    def stream(self, source: int) -> InStream[InLane]:
-        """What comes from a rank."""
-        return self._streams.setdefault(source, InStream())
 
     def _turn(self, now: int) -> int:
         """Does what is due; returns when to be called again."""
@@ -128,31 +121,20 @@ class Delegate:
         return self._due
 
     def _on_orders(self, mask: int) -> None:
-        try:
-            self._line.flush()
-            data = self._line.socket.recv(1 << 16)
-        except BlockingIOError:
-            return
-        except OSError:
-            data = b""
-        if not data:  # its rank has ended, or lets go of it
-            os._exit(0)
-        self._came += data
+        self._came += self._line.receive()
         has_room, links = False, set()
         for order in frames(self._came):
             if order.kind is DescriptorKind.FREE:
                 self._slots.free(order.offset, order.capacity)
                 has_room = True
             elif order.kind is DescriptorKind.GRANT:
-                self._slots.grant(order.number)
+                self._slots.limit += order.number
                 has_room = True
             else:
                 link = self.link(order.target)
                 links.add(link)
                 if order.kind is DescriptorKind.SEND:
                     link.stream.give(order)
-                elif order.kind is DescriptorKind.FILLED:
-                    link.stream.fill(order.number, order.filled)
         for link in links:
             link.push()
         if has_room:
@@ -163,13 +145,13 @@ class Delegate:
     # What connections ask for.
 
     def _accept(self, listener: socket.socket, mask: int) -> None:
-        try:
+        with contextlib.suppress(OSError):
             made, _ = listener.accept()
-        except OSError as error:
-            if error.errno in (errno.EMFILE, errno.ENFILE):
-                time.sleep(10 * MS / 1e9)  # the connection waits in the listener's queue meanwhile
-            return
-        self._incoming.add(InLane(self, made, time.perf_counter_ns()))
+            made.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            # The other end may be gone without a word.
+            made.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+            made.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, KEEPALIVE_S)
+            self._incoming.add(InLane(self, made))
 
     def closed(self, lane: InLane) -> None:
         self._incoming.discard(lane)
@@ -192,8 +174,9 @@ class Delegate:
         at = self._messages[key][0] + chunk.offset
         return self._in_memory[at : at + chunk.capacity]
 
-    def deliver(self, chunk: Descriptor, arrived: int) -> None:
+    def deliver(self, chunk: Descriptor) -> None:
         """All of a message is there."""
+        arrived = time.perf_counter_ns()
         offset, capacity, ready = self._messages.pop((chunk.source, chunk.number))
         kind = DescriptorKind.MESSAGE
         self.tell(chunk._replace(kind=kind, start=ready, arrived=arrived, offset=offset, capacity=capacity))
