@@ -284,6 +284,9 @@ class Uncut:
         if callable(rules) or isinstance(value, Tensor):
             name = self._what + "".join(f"[{key!r}]" for key in keys)
             known = (rules, getattr(rules, "num_samples", None)) if callable(rules) else _fitted(value, name, rules)
+            for place, other in enumerate(self._pieces):
+                if other.value is value and other.rule is known[0]:
+                    return place  # one tensor at several places is one in each microbatch too
             self._pieces.append(_Piece(name, keys, value, *known))
             return len(self._pieces) - 1
         if isinstance(value, dict) and all(isinstance(key, str) for key in value):
@@ -307,7 +310,8 @@ class Uncut:
         ]
         text = f"the {self._what} must have the same number of samples, above 0: {'; '.join(given)}"
         usual = mode(piece.num_samples for piece in cut)
-        if other := next((piece for piece in cut if piece.num_samples != usual), None):
+        other = next((piece for piece in cut if piece.num_samples != usual), None)
+        if usual and other is not None:
             shape = [*getattr(other.value, "shape", ())]
             rule: Any = shape.index(usual) if usual in shape else WHOLE
             for key in reversed(other.keys):
