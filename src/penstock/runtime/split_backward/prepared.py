@@ -124,7 +124,9 @@ class PreparedModule:
     def follow_options(self) -> None:
         """Makes the rule anew, with the options that the module has now. One that no rule knows is plain."""
         rule = rule_for(self.module)
-        self.rule, self._has_rule = rule or self.rule, rule is not None
+        self._has_rule = rule is not None
+        if rule is not None and vars(rule) != vars(self.rule):  # another object might be compiled anew
+            self.rule = rule
 
     def call(self, module: nn.Module, tape: Tape, x: Tensor) -> Tensor:
         """The module's forward while `tape` records, or while a checkpoint recomputes it during I."""

@@ -247,7 +247,7 @@ class LossCheck:
             return None
         targets, form_of_targets = flatten(target)
         leaves = outputs + targets
-        if any(type(leaf) not in (Tensor, nn.Parameter) or leaf.is_inference() for leaf in leaves):
+        if any(type(leaf) not in (Tensor, nn.Parameter) or leaf.is_meta or leaf.is_inference() for leaf in leaves):
             return None
         sizes, given = getattr(batch.targets, "sizes", None), flatten(batch.targets[m])[0]
         versions, detached = [leaf._version for leaf in leaves], [leaf.detach() for leaf in leaves]
@@ -276,19 +276,19 @@ class LossCheck:
         try:
             joined = _joined(before, now)
             together, losses = self._call(now, joined, torch.bfloat16), [before.loss, now.loss]
-            if not _differ(together, _sum(losses, weights)):
+            if not _differ(together, _sum(losses, weights), losses):
                 return
             # Perhaps by rounding, or as the loss depends on what earlier calls left, or on how many there were.
             exact, *each, again = self._exactly(now, [joined, before.leaves, now.leaves, now.leaves])
         except Exception:  # nothing to join, no loss of so many samples or of these types, or too little memory
             return
-        if not _differ(exact, _sum(each, weights)) or _differ(again, each[1]):
+        if not _differ(exact, _sum(each, weights), each) or _differ(again, each[1], each):
             return
         if adds_up(self._loss_fn):
             how, kind, other = "added up", "mean", sum(losses) / 2
         else:
             how, kind, other = f"weighed {weights[0]:.3g} to {weights[1]:.3g}", "sum", sum(losses)
-        hint = "" if _differ(together, other) else f" It looks like a {kind}."
+        hint = "" if _differ(together, other, losses) else f" It looks like a {kind}."
         output, target = now.values(now.leaves)
         raise BrokenContract(
             f"loss_fn gives {together:.6g} for microbatches {before.m} and {now.m} together. Their own losses, "
@@ -353,7 +353,9 @@ def _sum(losses: Sequence[float], weights: Sequence[float]) -> float:
     return sum(loss * weight for loss, weight in zip(losses, weights, strict=True) if weight)
 
 
-def _differ(one: float, other: float) -> bool:
-    """Whether one loss is not the other, but for rounding. False if the first is no number: then nobody can know."""
-    known = [abs(loss) for loss in (one, other) if math.isfinite(loss)]
+def _differ(one: float, other: float, losses: Sequence[float]) -> bool:
+    """Whether one loss is not the other, but for rounding, a share of the losses' size, which terms of the order of 1
+    have too. False if the first is no number: then nobody can know.
+    """
+    known = [abs(loss) for loss in (one, other, *losses) if math.isfinite(loss)]
     return math.isfinite(one) and not abs(one - other) <= 1e-5 * max([0.1, *known])
