@@ -25,6 +25,7 @@ from penstock.runtime.stage.microbatches import Microbatches, cut_batch
 from penstock.runtime.stage.stage import StageSource
 from penstock.runtime.tensors.pytree import device_of, flatten, unflatten
 from penstock.runtime.tensors.rng import mix, restored
+from penstock.runtime.tensors.storage import copy_of, storage_of
 
 Forward = Callable[[Any, int], Any]
 """(inputs of a microbatch, its seed) -> the model's output."""
@@ -124,12 +125,41 @@ def own_forward(model: nn.Module | Sequence[StageSource]) -> Forward:
     return chained([build_stage(source, index, len(model)) for index, source in enumerate(model)])
 
 
-def chained(stages: Sequence[Any]) -> Forward:
-    """The forward of stages that are called one after another."""
+def chained(stages: Sequence[Any], *, separates: bool = False) -> Forward:
+    """The forward of stages that are called one after another.
+
+    Args:
+        separates: whether a stage gets the outputs of the one before as it does in a pipeline: in other tuples, lists
+            and dicts, and where they share memory, as separate tensors.
+    """
 
     def forward(value: Any, seed: int) -> Any:
-        for stage in stages:
-            value = stage(value, seed)
+        for number, stage in enumerate(stages):
+            value = stage(separated(value) if separates and number else value, seed)
         return value
 
     return forward
+
+
+def separated(value: Any) -> Any:
+    """Outputs in containers of their own; a tensor that shares memory with an earlier one becomes a copy."""
+    leaves, skeleton = flatten(value)
+    taken: set[int] = set()
+    found: list[Tensor] = []
+    for leaf in leaves:
+        address = storage_of(leaf)
+        found.append(_Copy.apply(leaf) if address and address in taken else leaf)
+        taken.add(address)
+    return unflatten(found, skeleton)
+
+
+class _Copy(torch.autograd.Function):
+    """A copy that is laid out alike, so that kernels round alike."""
+
+    @staticmethod
+    def forward(ctx: Any, value: Tensor) -> Tensor:
+        return copy_of(value)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return gradient

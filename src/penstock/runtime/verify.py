@@ -335,33 +335,45 @@ class Verifier:
         self._note_left_out(ways, "a forward changes buffers or draws random numbers in evaluation mode too")
 
     def _compare_with_model(self, plain: ActivePlan, batch: Microbatches) -> None:
-        """Compares the stages, called one after another, with the model's own forward: in one process, which uses
-        the parameters that it has, as old as they may be.
+        """Compares the stages, each with what the one before would send it, with the model's own forward, which for a
+        list calls one stage after another: in one process, with the parameters that it has, as old as they may be.
         """
         ways = "the stages, and the model's own forward"
-        local, model, found = self._local, self._model, None
-        if model is None:
-            self._note_left_out(ways, "the model was given as a list of stages")
-        elif len(local.sources) == 1:
+        local, found = self._local, None
+        if len(local.sources) == 1:
             self._note_left_out(ways, "the only stage calls the model's own forward")
         elif local.mesh.shards is not None or local.mesh.has_parts or self._given.parallel.parallelize is not None:
             self._note_left_out(ways, "processes hold parts of parameters")
+        elif self._model is None and len(local.model.stages) < len(local.sources):
+            self._note_left_out(ways, "the model was given as a list of stages, of which a process holds its own")
+        elif self._model is None and not local.running.schedule.graph.is_chain:
+            self._note_left_out(ways, "the model was given as a list of stages, which are no chain")
         else:
             if local.mesh.replica == 0 and local.devices.last:
                 local.switch(plain)
-                found = self._differs_from_model(model, batch)
-            self._note(ways, self._first(found), 3)
+                found = self._differs_from_model(batch)
+            said, sentence = self._first(found) or (None, 0)
+            self._note(ways, said, sentence)
 
-    def _differs_from_model(self, model: nn.Module, batch: Microbatches) -> str | None:
+    def _differs_from_model(self, batch: Microbatches) -> tuple[str, int] | None:
+        """What differs, and the sentence of the contract that was most likely broken."""
         local, device = self._local, self._local.model.device
         stages: list[Any] = [local.model.copies.stages.get(n, source) for n, source in enumerate(local.sources)]
+        model = nn.ModuleList(stages) if self._model is None else self._model
         tensors = [tensor for stage in stages for tensor in (*stage.parameters(), *stage.buffers())]
         with having((tensor, "data", tensor.data.to(device)) for tensor in tensors if tensor.device != device):
-            staged = self._run_loop(chained(stages), model, batch)
-            own = self._run_loop(own_forward(self._given.model), model, batch)
-        if own.error is not None:
-            return f"the model's own forward fails: {own.said}"
-        return staged.difference(own) if staged.error is None else f"the stages fail: {staged.said}"
+            own = self._run_loop(
+                chained(stages) if self._model is None else own_forward(self._given.model), model, batch
+            )
+            if own.error is not None:
+                return f"the model's own forward fails: {own.said}", 3
+            staged = self._run_loop(chained(stages, separates=True), model, batch)
+            said = f"the stages fail: {staged.said}" if staged.error else staged.difference(own)
+            if said is None:
+                return None
+            together = self._run_loop(chained(stages), model, batch)
+        is_alike = together.error is None and together.difference(own) is None
+        return said, 6 if is_alike else 3
 
     # Runs.
 
@@ -443,8 +455,8 @@ class Verifier:
 
     # What all processes hear.
 
-    def _first(self, found: str | None) -> str | None:
-        """The text of the first process that has one. Every process must call it, and gets the same text."""
+    def _first(self, found: Any) -> Any:
+        """What the first process found that found something. Every process must call it, and gets the same."""
         return next((each for each in self._everyone.gather(found) if each is not None), None)
 
     def _failure(self, result: Computed) -> str | None:
