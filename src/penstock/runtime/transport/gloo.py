@@ -10,9 +10,10 @@ receive has crossed it. That needs buffers of the right size, so the sender says
 by itself before the first one of a microbatch of some shapes, which promises the same spec for all such microbatches,
 and in the place of a message that breaks this promise.
 
-    tag of specs    | notice | spec of F0's |
-    tag of F0, F1   | F0 |, | F1 |                            receives of this spec's size are posted
-    tag of F2       | notice | spec of F2's alone | F2 |      other shapes than F0's, though alike microbatches
+    tag of specs    | notice | spec of F0 |
+    tag of F0       | F0 |                           a receive of the spec's size was posted, and so it was for
+    tag of F1       | F1 |                           F1, whose microbatch has the same shapes
+    tag of F2       | notice | spec of F2 | F2 |     other shapes than F0's, though its microbatch has the same
 
 How a rank learns of arrivals depends on its dispatch. A frozen rank waits for only the messages that its next op
 needs. A dynamic rank must know which messages have come: one thread per channel waits and reports. The same holds for
