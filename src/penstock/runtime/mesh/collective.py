@@ -72,9 +72,7 @@ _GROUP_WORDS = ("/gloo/", "NCCL", "Application timeout caused pair closure")
 
 def is_of_a_group(error: Exception) -> bool:
     """Whether a process group raised an error, which may come out of any op that waits for other processes."""
-    module = sys.modules.get("torch.distributed")
-    known = module is not None and isinstance(error, module.DistError)
-    return known or any(word in str(error) for word in _GROUP_WORDS)
+    return isinstance(error, dist.DistError) or any(word in str(error) for word in _GROUP_WORDS)
 
 
 def is_late(error: Exception) -> bool:
