@@ -70,7 +70,7 @@ def test_a_killed_rank_ends_all_with_one_message(tmp_path: Path, costs: Path) ->
 
 @pytest.fixture
 def redis() -> Iterator[str]:
-    with running("redis") as server:
+    with running() as server:
         yield server.address
 
 

@@ -112,11 +112,10 @@ def test_a_loss_in_the_chain_makes_an_exception_secondary() -> None:
 def test_a_host_whose_name_stands_for_loopback_is_told_what_to_set(monkeypatch: pytest.MonkeyPatch) -> None:
     """On two hosts of Debian ranks lost each other as they started, and nothing said why."""
     monkeypatch.setattr(socket, "gethostname", lambda: "host0")
-    monkeypatch.setattr(socket, "gethostbyname", lambda name: "127.0.1.1")
     monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
     monkeypatch.setenv("WORLD_SIZE", "2")
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")
-    assert "host0, stands for 127.0.1.1" in rank._advice()
+    assert "as host0" in rank._advice()
     assert "set GLOO_SOCKET_IFNAME" in rank._advice()
     with monkeypatch.context() as there:
         there.setenv("LOCAL_WORLD_SIZE", "2")
@@ -124,8 +123,6 @@ def test_a_host_whose_name_stands_for_loopback_is_told_what_to_set(monkeypatch: 
     with monkeypatch.context() as there:
         there.setenv("GLOO_SOCKET_IFNAME", "eth0")
         assert rank._advice() == ""
-    monkeypatch.setattr(socket, "gethostbyname", lambda name: "10.0.0.1")
-    assert rank._advice() == ""
 
 
 def test_bug_an_error_without_a_text_left_the_processes_waiting_that_were_to_raise_with_it() -> None:

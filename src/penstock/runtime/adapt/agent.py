@@ -24,7 +24,7 @@ import json
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from queue import SimpleQueue
 from typing import Any, NamedTuple
 
@@ -310,7 +310,7 @@ class Agent:
         while (put := self._out.get()) is not None and not self._closed.is_set():
             iteration, measured, clock_offsets_ns, index = put
             report = report_of(iteration, measured, clock_offsets_ns, self._stretch, index)
-            self._rendezvous.push(self._rendezvous.reports, report.to_json())
+            self._rendezvous.push(self._rendezvous.reports, json.dumps(asdict(report)).encode())
 
     def _receive(self) -> None:
         queue = self._rendezvous.plans(self._rendezvous.first)

@@ -232,7 +232,7 @@ class Coordinator:
                 data = self._rendezvous.pop(self._rendezvous.reports, POLL_S)
                 if data is None:
                     continue
-                complete = self._report_collector.add(RankReport.from_json(data))
+                complete = self._report_collector.add(RankReport(**json.loads(data)))
                 if complete is not None:
                     self._take(complete)
         except Exception as error:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from statistics import median
 from typing import Any, NamedTuple
 
@@ -62,13 +62,6 @@ class RankReport:
     peak: float = 0.0
     counters: Mapping[str, int] | None = None
     pipeline_index: int = 0
-
-    def to_json(self) -> bytes:
-        return json.dumps(asdict(self), separators=(",", ":")).encode()
-
-    @classmethod
-    def from_json(cls, data: bytes) -> RankReport:
-        return cls(**json.loads(data))
 
 
 def report_of(

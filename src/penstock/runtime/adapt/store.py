@@ -239,7 +239,12 @@ def meet(address: str | None, peers: Peers) -> Rendezvous:
     def serve() -> tuple[str, str, int]:
         if address is not None or first != 0:
             return name, "", 0
-        host = _own_address(networks)
+        host = addresses_for(networks)[0]
+        if len(set(networks)) > 1 and ipaddress.ip_address(host).is_loopback:
+            raise RuntimeFailure(
+                "every rank must reach the store, and this host knows only loopback for itself: name an interface in "
+                "PENSTOCK_INTERFACES, or give a store"
+            )
         with listen(0, host) as listener:
             port = listener.getsockname()[1]
             reached.append(_tcp(host, port, master_listen_fd=listener.detach()))
@@ -268,18 +273,3 @@ def _tcp(host: str, port: int, master_listen_fd: int | None = None) -> TorchStor
             host, port, is_master=is_here, timeout=timeout, wait_for_workers=False, master_listen_fd=master_listen_fd
         )
     )
-
-
-def _own_address(networks: Sequence[str]) -> str:
-    """The address by which the others reach this host. Raises RuntimeFailure if it knows only loopback for itself.
-
-    Args:
-        networks: every process's `network_name`.
-    """
-    address = addresses_for(networks)[0]
-    if len(set(networks)) > 1 and ipaddress.ip_address(address).is_loopback:
-        raise RuntimeFailure(
-            "every rank must reach it, and this host knows only loopback for itself: name an interface in "
-            "PENSTOCK_INTERFACES, or give a store"
-        )
-    return address

@@ -127,9 +127,6 @@ def handled(handler: SignalHandler, *numbers: signal.Signals) -> Iterator[None]:
 HEAD_START = 0.5  # seconds by which a kill is older than the moment it was seen, at most
 HINTS = {
     signal.SIGKILL: "; out of memory is the usual cause (the kernel's log, dmesg, tells): use smaller microbatches",
-    signal.SIGTERM: " from outside",
-    signal.SIGABRT: "; what native code wrote above tells why",
-    signal.SIGSEGV: " in native code",
     signal.SIGBUS: "; a full /dev/shm or a truncated mapped file is the usual cause",
 }
 

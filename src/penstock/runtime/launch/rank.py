@@ -235,14 +235,9 @@ def _advice() -> str:
     is_one_host = os.environ.get("LOCAL_WORLD_SIZE") == os.environ.get("WORLD_SIZE")
     if is_one_host or os.environ.get("GLOO_SOCKET_IFNAME"):
         return ""
-    name, address = socket.gethostname(), "no address"
-    with contextlib.suppress(OSError):
-        address = socket.gethostbyname(name)
-        if not address.startswith("127."):
-            return ""
     return (
-        f"; the name of this host, {name}, stands for {address}, where no other host reaches it: on each host set "
-        "GLOO_SOCKET_IFNAME to the interface by which the others reach it, like eth0"
+        f"; if the other hosts can't reach this one as {socket.gethostname()}, set GLOO_SOCKET_IFNAME on each "
+        "host to the interface by which the others reach it, like eth0"
     )
 
 
