@@ -286,7 +286,8 @@ class TorchDevices:
         self.runners: dict[Copy, StageRunner] = {
             key: StageRunner(
                 stage, key[1], key[1] == end and not by_ops, model.device, loss_fn, autocast,
-                len(schedule.graph.targets[key[1]]), self.host, is_checked=True,
+                len(schedule.graph.targets[key[1]]), model.tied.note_casts if model.ties else None,
+                self.host, is_checked=True,
             )
             for key, stage in model.copies.here.items()
         }  # fmt: skip

@@ -17,10 +17,13 @@ for each copy of a stage, which holds what the copy's ops are to read (`versions
 
 A tied parameter's gradient is never deferred to W: its hook makes the split backward compute it in I.
 
-Under autocast each stage casts the parameter for itself, and the sum travels in the parameter's own type. A plain
-loop casts once, and adds up what all uses of that cast give in the low precision. So if several stages use the cast,
-as two linear layers do, the sum here is rounded less, and its last bits differ. An embedding and a linear head are
-the same to the bit, as only the head uses the cast.
+Under autocast a plain loop casts the parameter once, and adds up what all uses of that cast give in the low
+precision. So the sum of a cast's gradient travels beside the sum of the other uses, such as lookups in an embedding,
+and each stage's cast starts from it. The owner adds the two where autograd would. Only if two stages or more look the
+parameter up, below the owner and above all casts, the last bits may differ.
+
+    plain loop    w -> cast -> stage 3, stage 1     gradient of the cast: bfloat16(g3 + g1); of w: float32 of it
+    pipeline      stage 3: w -> cast, g3 (bfloat16) -> stage 1: w -> cast, g3 + g1 (bfloat16) -> stage 0: owner
 """
 
 from __future__ import annotations
@@ -29,14 +32,61 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.nn import Parameter
 
 from penstock.runtime.parameters.ties import Ties
 from penstock.runtime.stage.stage import Copy
-from penstock.runtime.tensors.dtensor import as_shard, local, standing_for
+from penstock.runtime.tensors.autograd import added
+from penstock.runtime.tensors.dtensor import as_shard, is_sharded, local, standing_for
 from penstock.runtime.tensors.message import Edge, Payload
 from penstock.schedule import Op
+
+
+class Cast:
+    """The cast that autocast made of a parameter in the forward of one microbatch. Make it inside the same autocast.
+
+    Attributes:
+        root: a tensor of the graph behind which only the cast lies; None if there is no cast.
+        taken: the gradient of the cast, after a backward that `take` was called for.
+    """
+
+    def __init__(self, parameter: Tensor) -> None:
+        self.root, self._node = _cast_of(parameter)
+        self.taken: Tensor | None = None
+
+    def take(self) -> None:
+        """Sends the cast's gradient to `taken` from now on, and none to the parameter."""
+
+        def take(gradients: tuple[Tensor | None, ...]) -> tuple[None]:
+            self.taken = gradients[0]
+            return (None,)
+
+        self._node.register_prehook(take)
+
+
+def _cast_of(parameter: Tensor) -> tuple[Tensor | None, Any]:
+    """Finds the cast that a forward made of a parameter: a tensor that only the cast lies behind, and its node."""
+    if not parameter.requires_grad or parameter.dtype is not torch.float32 or is_sharded(parameter):
+        return None, None
+    if parameter.dim() == 0 or not torch.is_autocast_cache_enabled():
+        return None, None
+    with torch.enable_grad():
+        mark = torch.zeros((), requires_grad=True, device="cpu") * 1
+        # An op of lower precision finds the cast that is kept, and makes one where there is none.
+        shape = (parameter.shape[-1],) if parameter.dim() == 1 else (parameter.shape[-1], 0)
+        probe = torch.matmul(parameter, torch.zeros(shape, device=parameter.device, requires_grad=True))
+    node: Any = probe.grad_fn
+    while not hasattr(node, "_saved_self"):
+        node = node.next_functions[0][0]
+    root: Tensor = node._saved_self
+    node = root.grad_fn
+    while node is not None and type(node.next_functions[0][0]).__name__ != "AccumulateGrad":
+        node = node.next_functions[0][0]
+    if node is None or mark.grad_fn is None or node._sequence_nr() > mark.grad_fn._sequence_nr():
+        return None, None
+    return root, node
 
 
 class TiedPlace:
@@ -58,6 +108,10 @@ class TiedPlace:
         ]
         self._is_separate = False
         self.leaf = parameter if is_owner else self._made()
+        self.casts: dict[int, Cast] = {}
+        """By microbatch; empty without autocast."""
+        self._came: Tensor | None = None
+        """The sum of the cast's gradient in deeper stages."""
 
     def _made(self) -> Parameter:
         value = self.parameter.detach()
@@ -74,6 +128,7 @@ class TiedPlace:
 
     def begin(self) -> None:
         """Starts a step: the stand-in takes over the parameter's memory, type and `requires_grad`."""
+        self.casts.clear()
         if self.is_owner:
             return
         known, now = self.leaf, self.parameter
@@ -88,6 +143,35 @@ class TiedPlace:
         """Puts the stand-in, or the parameter, into the modules of the stage."""
         for module, name in self._modules:
             setattr(module, name, parameter)  # by setattr, so that a recurrent layer notices
+
+    def starts(self, m: int, direct: Tensor | None, cast: Tensor | None) -> list[tuple[Tensor, Tensor]]:
+        """Where the backward of a microbatch starts from the sums of deeper stages: (tensor, gradient).
+
+        Args:
+            direct: of uses of the parameter. cast: of uses of its cast.
+        """
+        mine, self._came = self.casts.get(m), cast
+        root = None if mine is None else mine.root
+        if not self.leaf.requires_grad:
+            return []
+        if mine is not None and root is not None and not self.is_owner:
+            mine.take()
+        if root is None and self.is_owner and cast is not None:
+            direct, cast = added(direct, cast.float()), None  # autocast casts what is float32 alone
+        found: list[tuple[Tensor, Tensor]] = []
+        if direct is not None:
+            found.append((self.leaf, as_shard(direct, self.leaf)))
+        if root is not None and cast is not None:
+            found.append((root, cast.to(root.dtype).reshape(root.shape)))
+        return found
+
+    def take(self, m: int) -> list[Tensor | None]:
+        """The sums after this stage's backward, that of the cast only if a stage has cast."""
+        mine, came = self.casts.pop(m, None), self._came
+        direct, self.leaf.grad, self._came = self.leaf.grad, None, None
+        cast = came if mine is None or mine.root is None else mine.taken
+        direct = None if direct is None else local(direct)
+        return [direct] if cast is None else [direct, cast]
 
 
 class TiedGradients:
@@ -108,7 +192,7 @@ class TiedGradients:
                     self._places.setdefault((k, index), []).append(one)
         self._here: list[TiedPlace] = []
         """Those of the copy whose op runs."""
-        self._sums: dict[tuple[int, int], Tensor | None] = {}
+        self._sums: dict[tuple[int, int], list[Tensor | None]] = {}
         """By slot and stage, the sums that are still to be sent."""
         self._handles: dict[int, Any] = {}
 
@@ -151,31 +235,36 @@ class TiedGradients:
                 place.put(place.parameter)
             self._here = []
 
+    def note_casts(self, stage: int, m: int) -> None:
+        """Finds the casts of tied parameters that a forward made. Call it after the forward, inside its autocast."""
+        for place in self._here:
+            place.casts[m] = Cast(place.leaf)
+
     def sort(self, op: Op, received: Sequence[Payload]) -> tuple[Sequence[Payload], list[tuple[Tensor, Tensor]]]:
         """Separates the gradients of outputs from the tied sums, which follow them, by slot.
 
         Returns:
             The gradients of outputs, and more starts of the backward: (tensor of its graph, gradient).
         """
-        deeper = [place for place in self._here if not place.is_deepest]
-        main = len(received) - len(deeper)
+        main = len(received) - sum(not place.is_deepest for place in self._here)
+        sums = iter(received[main:])
         starts: list[tuple[Tensor, Tensor]] = []
-        for place, payload in zip(deeper, received[main:], strict=True):
-            (gradient,) = payload.leaves
-            if gradient is not None and place.leaf.requires_grad:
-                starts.append((place.leaf, as_shard(gradient, place.leaf)))
+        for place in self._here:
+            leaves = [None] if place.is_deepest else next(sums).leaves
+            starts += place.starts(op.microbatch, leaves[0], leaves[1] if len(leaves) > 1 else None)
         return received[:main], starts
 
     def take(self, op: Op) -> None:
         """Takes this microbatch's sums after a backward, unless this stage is the owner, which keeps the gradient."""
         for place in self._here:
-            if not place.is_owner:
-                self._sums[place.slot, op.stage], place.leaf.grad = place.leaf.grad, None
+            if place.is_owner:
+                place.casts.pop(op.microbatch, None)
+            else:
+                self._sums[place.slot, op.stage] = place.take(op.microbatch)
 
     def give(self, edge: Edge) -> Payload:
-        """The sum so far, for the next stage up."""
-        gradient = self._sums.pop((edge.slot, edge.producer.stage), None)
-        return Payload.gradients([None if gradient is None else local(gradient)])
+        """The sums so far, for the next stage up."""
+        return Payload.gradients(self._sums.pop((edge.slot, edge.producer.stage), [None]))
 
 
 def _nothing(_: Tensor) -> None:

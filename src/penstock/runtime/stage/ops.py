@@ -7,7 +7,7 @@ the input.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from enum import Enum
@@ -101,6 +101,7 @@ class StageRunner:
         is_last: whether its output goes to the loss.
         autocast: a type for `torch.autocast` around forwards and the loss, or None.
         num_targets: how many stages it feeds.
+        note_casts: called with (stage, microbatch) after a forward, inside its autocast.
         host: the host memory to which activations are moved.
         is_checked: whether the first step checks the loss, see `LossCheck`.
     """
@@ -114,6 +115,7 @@ class StageRunner:
         loss_fn: LossFn,
         autocast: torch.dtype | None,
         num_targets: int = 1,
+        note_casts: Callable[[int, int], None] | None = None,
         host: HostMemory | None = None,
         is_checked: bool = False,
     ) -> None:
@@ -128,6 +130,7 @@ class StageRunner:
         self.loss_fn = loss_fn
         self._loss_check = LossCheck(loss_fn, device, not is_checked)
         self.autocast = autocast
+        self._note_casts = note_casts
         # Where I and W can run apart; where not, I runs the full backward and W does nothing.
         self._split: SplitStage | None = None
         self._whole_because, self._is_reported = "", False
@@ -248,6 +251,8 @@ class StageRunner:
             keeping = nullcontext() if saved is None else saved.recording()
             with keeping, self._casting(), tape.recording() if tape is not None else nullcontext():
                 output = self._output(value, m)
+                if self.autocast is not None and self._note_casts is not None:
+                    self._note_casts(self.index, m)
         if tape is not None:
             self._note(tape, m)
         payload, outputs = self._outgoing(output)
