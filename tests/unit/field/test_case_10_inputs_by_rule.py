@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn.attention.flex_attention import BlockMask, create_block_mask, create_mask, flex_attention
 
 import penstock as ps
 
@@ -183,3 +184,90 @@ def test_a_rule_of_another_type_is_refused(wrong: Any) -> None:
     with pytest.raises(ps.RuntimeFailure, match=r"a dimension, ps.WHOLE, a function|a name or a position"):
         ps.BatchRules(inputs=wrong)
     assert pickle.loads(pickle.dumps(ps.WHOLE)) is ps.WHOLE
+
+
+def documents() -> tuple[Tensor, BlockMask]:
+    doc = torch.randint(3, (4, 64), generator=torch.Generator().manual_seed(0)).sort(1).values
+
+    def within(b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
+        return (doc[b, q] == doc[b, kv]) & (q >= kv)
+
+    return doc, create_block_mask(within, 4, None, 64, 64, device="cpu", BLOCK_SIZE=16)
+
+
+class Attention(nn.Module):
+    """By torch's own attention, as flex attention gives no gradients on a CPU."""
+
+    is_flexible = False
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(D, 3 * D)
+
+    def forward(self, x: Tensor, mask: BlockMask) -> Tensor:
+        q, k, v = self.layer(x)[:, None].chunk(3, -1)
+        if self.is_flexible:
+            return flex_attention(q, k, v, block_mask=mask)[:, 0]
+        seen = create_mask(mask.mask_mod, mask.shape[0], 1, 64, 64, device="cpu")
+        return nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=seen)[:, 0]
+
+
+@pytest.mark.parametrize("first", ["x", "mask"])
+def test_a_block_mask_is_cut_along_the_batch(first: str) -> None:
+    doc, mask = documents()
+    torch.manual_seed(0)
+    model: list[nn.Module] = [Attention(), nn.Linear(D, 3)]
+    x, y = torch.randn(4, 64, D), torch.randn(4, 64, 3)
+    given = {"x": x, "mask": mask} if first == "x" else {"mask": mask, "x": x}
+    pieces = mask.kv_num_blocks.tensor_split(3), mask.full_kv_indices.tensor_split(3)
+    with ps.Pipeline(copy.deepcopy(model), ps.build("1f1b", 2, 3), loss_fn=nn.MSELoss()) as pipe:
+        loss = pipe.step(given, y, update=False).loss
+        for microbatch, blocks, indices in zip(pipe._local.cut(given, y, None, ()).into(0), *pieces, strict=True):
+            assert torch.equal(microbatch["mask"].kv_num_blocks, blocks)
+            assert torch.equal(microbatch["mask"].full_kv_indices, indices)
+        with pytest.raises(ps.RuntimeFailure, match=r"inputs\['mask'\] has shape \(4, 1, 64, 64\)"):
+            pipe.step({**given, "x": x[:3]}, y[:3])
+        gradients = [p.grad for p in pipe.parameters()]
+    want = plain_loop(model, by_hand(x, doc), list(y.tensor_split(3)))
+    assert same((loss, gradients), want)
+
+
+@pytest.mark.nightly
+@pytest.mark.slow
+def test_flex_attention_takes_the_mask_of_a_microbatch() -> None:
+    doc, mask = documents()
+    model: list[nn.Module] = [Attention(), nn.Linear(D, 3)]
+    model[0].is_flexible = True
+    x = torch.randn(4, 64, D)
+    with ps.Pipeline(copy.deepcopy(model), ps.build("1f1b", 2, 3)) as pipe:
+        found = pipe.predict({"x": x, "mask": mask})
+    with torch.no_grad():
+        assert all(map(torch.equal, found, [model[1](model[0](**part)) for part in by_hand(x, doc)]))
+
+
+def by_hand(x: Tensor, doc: Tensor) -> list[dict[str, Any]]:
+    parts = []
+    for rows, seen in zip(x.tensor_split(3), doc.tensor_split(3), strict=True):
+
+        def within(b: Tensor, h: Tensor, q: Tensor, kv: Tensor, seen: Tensor = seen) -> Tensor:
+            return (seen[b, q] == seen[b, kv]) & (q >= kv)
+
+        mask = create_block_mask(within, len(rows), None, 64, 64, device="cpu", BLOCK_SIZE=16)
+        parts.append({"x": rows, "mask": mask})
+    return parts
+
+
+def test_a_block_mask_does_not_pass_between_stages() -> None:
+    _, mask = documents()
+
+    class Passes(nn.Module):
+        def forward(self, x: Tensor, mask: BlockMask) -> Any:
+            return {"x": x, "mask": mask}
+
+    class Ends(nn.Module):
+        def forward(self, x: Tensor, mask: BlockMask) -> Any:
+            return x
+
+    pipe = ps.Pipeline([Passes(), Ends()], ps.build("1f1b", 2, 2), loss_fn=nn.MSELoss())
+    with pipe, pytest.raises(ps.RuntimeFailure, match=r"stage 0 returned a BlockMask.*document numbers"):
+        pipe.evaluate({"x": torch.zeros(4, 64), "mask": mask}, torch.zeros(4, 64))

@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from penstock.runtime.errors import RuntimeFailure, require_value
+from penstock.runtime.tensors.block_mask import is_block_mask, num_samples_of, split_block_mask
 from penstock.runtime.tensors.pytree import Skeleton, flatten, kind_of, unflatten
 from penstock.schedule.short_repr import short_repr
 from penstock.unknown_names import did_you_mean, refuse_unknown
@@ -281,7 +282,7 @@ class Uncut:
 
     def _read(self, value: Any, keys: tuple[Any, ...], rules: RuleTree) -> Skeleton:
         """Adds the pieces of a value. Returns its form, with their numbers in place of tensors."""
-        if callable(rules) or isinstance(value, Tensor):
+        if callable(rules) or isinstance(value, Tensor) or is_block_mask(value):
             name = self._what + "".join(f"[{key!r}]" for key in keys)
             known = (rules, getattr(rules, "num_samples", None)) if callable(rules) else _fitted(value, name, rules)
             for place, other in enumerate(self._pieces):
@@ -340,9 +341,9 @@ def rules_at(rules: RuleTree, *names: Any) -> RuleTree:
     return next((rules[name] for name in names if name in rules), rules.get(...))
 
 
-def _fitted(value: Tensor, name: str, rule: RuleTree) -> tuple[Rule, int | None]:
-    """The rule for a tensor, and the samples. Raises RuntimeFailure for one that does not fit."""
-    num = value.dim()
+def _fitted(value: Any, name: str, rule: RuleTree) -> tuple[Rule, int | None]:
+    """The rule for a tensor or a BlockMask, and the samples. Raises RuntimeFailure for one that does not fit."""
+    num = value.dim() if isinstance(value, Tensor) else 1  # a mask is cut along its batch alone
     if isinstance(rule, Whole) or (rule is None and not num):
         return WHOLE, None
     dimension = 0 if rule is None else rule
@@ -351,6 +352,9 @@ def _fitted(value: Tensor, name: str, rule: RuleTree) -> tuple[Rule, int | None]
             f"{name} has shape {_shape(value)}, and its rule is {rule!r}; give one of its dimensions, ps.WHOLE or a "
             "function (value, num_microbatches) -> list"
         )
+    if not isinstance(value, Tensor):
+        samples = num_samples_of(value)
+        return (WHOLE if samples is None else split_block_mask), samples
     if value.is_nested or value.layout is not torch.strided:
         kind = "nested" if value.is_nested else str(value.layout).removeprefix("torch.").strip("_")
         raise RuntimeFailure(

@@ -25,7 +25,7 @@ from penstock.runtime.stage.recompute import BufferHistory, GradientAskedFor, ke
 from penstock.runtime.stage.stage import Stage
 from penstock.runtime.tensors.autograd import GraphInputs, added, exits, run_backward
 from penstock.runtime.tensors.message import Payload
-from penstock.runtime.tensors.pytree import flatten, shown, unflatten
+from penstock.runtime.tensors.pytree import flatten, require_no_mask, shown, unflatten
 from penstock.runtime.tensors.rng import mix
 from penstock.runtime.tensors.storage import copy_of, separate, storage_of
 
@@ -381,6 +381,7 @@ class StageRunner:
             if not outputs and not self._is_last:
                 outputs = leaves  # an op may read it, though nothing comes back
             return Payload([leaf.detach() for leaf in leaves], skeleton, needs), outputs
+        require_no_mask(skeleton, self.index)
         return Payload([*separate(leaves, self._own_memory)], skeleton, needs), [*map(exits, outputs)]
 
     def _own_memory(self) -> frozenset[int]:

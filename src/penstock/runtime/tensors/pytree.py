@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import sys
 from collections import namedtuple
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import fields, is_dataclass
 from typing import Any
 
@@ -19,10 +19,11 @@ import torch
 from torch import Tensor
 
 from penstock.runtime.errors import BrokenContract
+from penstock.runtime.tensors.block_mask import HeldMask, is_block_mask
 from penstock.runtime.tensors.dtensor import whole
 
 Skeleton = Any
-"""An int (index of a tensor) or [kind, ...]: "tuple", "list", "dict", "const" or what `kind_of` gives."""
+"""An int (index of a tensor) or [kind, ...]: "tuple", "list", "dict", "const", "mask" or what `kind_of` gives."""
 
 _CONSTANTS = (bool, int, float, str, type(None))
 """Of these classes alone: what comes of an Enum or a numpy number in another process is none any more."""
@@ -55,6 +56,8 @@ def _flatten(value: Any, leaves: list[Tensor]) -> Skeleton:
     kind = type(value)
     if kind in _CONSTANTS:
         return ["const", value]
+    if is_block_mask(value):
+        return ["mask", HeldMask(value)]
     if is_dataclass(value) and not isinstance(value, type):
         names = [each.name for each in fields(value)]
         _CLASSES[of := "\0".join(("dataclass", kind.__module__, kind.__qualname__, *names))] = kind
@@ -74,6 +77,8 @@ def unflatten(leaves: list[Tensor], skeleton: Skeleton) -> Any:
     kind, inside = skeleton
     if kind == "const":
         return inside
+    if kind == "mask":
+        return inside.on(leaves[0].device if leaves else None)
     if kind == "dict":
         return {key: unflatten(leaves, v) for key, v in inside}
     items = [unflatten(leaves, v) for v in inside]
@@ -84,12 +89,28 @@ def unflatten(leaves: list[Tensor], skeleton: Skeleton) -> Any:
 
 def num_leaves(skeleton: Skeleton) -> int:
     """How many tensors a value of this form has."""
+    return max((part + 1 for part in _parts(skeleton) if isinstance(part, int)), default=0)
+
+
+def require_no_mask(skeleton: Skeleton, stage: int) -> None:
+    """Raises BrokenContract for a BlockMask in what a stage passes on: its function can't travel."""
+    if "mask" in _parts(skeleton):
+        raise BrokenContract(
+            f"stage {stage} returned a BlockMask, whose mask_mod is a function and can't pass between stages; return "
+            "the tensors that it is made of, such as document numbers, and call create_block_mask in the next stage",
+            6,
+        )
+
+
+def _parts(skeleton: Skeleton) -> Iterator[int | str]:
+    """The numbers of the tensors in a form, and the kinds of all else."""
     if isinstance(skeleton, int):
-        return skeleton + 1
+        yield skeleton
+        return
     kind, inside = skeleton
-    if kind == "const":
-        return 0
-    return max((num_leaves(each[1] if kind == "dict" else each) for each in inside), default=0)
+    yield kind
+    for each in () if kind in ("const", "mask") else inside:
+        yield from _parts(each[1] if kind == "dict" else each)
 
 
 def shifted(skeleton: Skeleton, by: int) -> Skeleton:
@@ -97,7 +118,7 @@ def shifted(skeleton: Skeleton, by: int) -> Skeleton:
     if isinstance(skeleton, int):
         return skeleton + by
     kind, inside = skeleton
-    if kind == "const":
+    if kind in ("const", "mask"):
         return skeleton
     if kind == "dict":
         return [kind, [[key, shifted(each, by)] for key, each in inside]]
