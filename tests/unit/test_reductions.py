@@ -119,3 +119,11 @@ def test_a_schedule_with_reductions_runs_without_replicas() -> None:
     stages = [nn.Linear(2, 2), nn.Linear(2, 1)]
     pipe = ps.Pipeline(stages, add_reductions(ps.build("1f1b", 2, 4)), loss_fn=nn.MSELoss())
     assert pipe.step(torch.ones(4, 2), torch.ones(4, 1), update=False).loss >= 0
+
+
+def test_a_schedule_with_reductions_trains_where_there_are_no_replicas() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1))
+    schedule = add_reductions(ps.build("1f1b", 2, 4))
+    with ps.Pipeline(model, schedule, loss_fn=nn.MSELoss(), optimizer=torch.optim.SGD) as pipe:
+        pipe.step(torch.ones(4, 4), torch.ones(4, 1))
+        assert pipe.num_updates == 1

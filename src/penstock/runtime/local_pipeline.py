@@ -190,10 +190,11 @@ class LocalPipeline:
         )
         self._made.callback(self.optimizer_state.close)
         require_same(place.everyone.gather(facts_of(self.optimizer_state.optimizer)), _SAME)
-        reducing = reductions_of(schedule, place, self.optimizer_state.replicas.start)
+        reducing = reductions_of(schedule, self.optimizer_state.replicas.start)
+        ops = {**reducing, **given.ops} if place.num_replicas == 1 else {**given.ops, **reducing}
         self.offloads = offloads(schedule, given.ops)
         moving = functions_for(self._saved) if self.offloads else {}
-        functions = functions_of(schedule, {**given.ops, **reducing, **moving})
+        functions = functions_of(schedule, {**ops, **moving})
         calls = calls_of(schedule, functions, held.stages, self.peers, given.timeout)
         together = lockstep_of(place, schedule.updates is not None, given.timeout)
         most_ahead = 1 if place.waits_in_ops(bool(schedule.placement.shared)) else MOST_LAUNCHED_OPS

@@ -58,8 +58,8 @@ class HolderChecksums:
         self._rates: tuple[float, ...] = ()
         self._num_steps = 0
         copies = mesh.num_replicas * mesh.num_shards * model.placement.num_pipelines
-        has_holders = copies > 1 or bool(model.ties or model.placement.shared)
-        self._is_needed = has_holders and isinstance(mesh.everyone, GroupPeers)
+        has_holders = copies > 1 or model.ties or model.placement.shared
+        self._is_needed = bool(has_holders) and isinstance(mesh.everyone, GroupPeers)
         self._held = _held_parameters(model, mesh, sharding)
         self._wait: Callable[[], Tensor] | None = None
         self._alike = True

@@ -263,10 +263,9 @@ def without_reductions(schedule: Schedule, mesh: ProcessMesh) -> Schedule:
     )
 
 
-def reductions_of(schedule: Schedule, mesh: ProcessMesh, start: Callable[[int], None]) -> dict[str, OpFunction]:
-    """Returns the function that runs a schedule's REDUCE ops, if there are replicas: `start` with an op's stage."""
-    found = any(registered.kind == REDUCE for registered in schedule.graph.registered)
-    return {REDUCE: lambda call: start(call.stage)} if found and mesh.num_replicas > 1 else {}
+def reductions_of(schedule: Schedule, start: Callable[[int], None]) -> dict[str, OpFunction]:
+    """Returns the function that runs a schedule's REDUCE ops, if it has any: `start` with an op's stage."""
+    return {each.kind: lambda call: start(call.stage) for each in schedule.graph.registered if each.kind == REDUCE}
 
 
 def replicas_of(model: LocalModel, mesh: ProcessMesh, schedule: Schedule, late: LateRing | None = None) -> Replicas:

@@ -218,12 +218,10 @@ def require_tied_alike(ties: Ties, placement: Placement, peers: Peers) -> None:
     for tie in ties:
         hosts = {stage: placement.hosts(0, stage) for stage in tie.stages}
         if any(len(ranks) > 1 for ranks in hosts.values()) and len(set(hosts.values())) > 1:
-            where = "; ".join(f"{tie.names[s]} of stage {s} on ranks {_listed(ranks)}" for s, ranks in hosts.items())
+            where = "; ".join(
+                f"{tie.names[s]} of stage {s} on ranks {' '.join(map(str, ranks))}" for s, ranks in hosts.items()
+            )
             raise RuntimeFailure(
                 f"a parameter that stages share lies on different ranks ({where}); let the same ranks share these "
                 "stages, or untie them"
             )
-
-
-def _listed(values: Sequence[int]) -> str:
-    return " ".join(map(str, values))
