@@ -16,7 +16,7 @@ adapt/           plans that change while it runs           emulation/       the 
 checkpoint/      files, and state sent between ranks       errors           what can go wrong, and checks of values
 verify           a step computed in ways that must agree   node_moves       nodes that change places
 plain_loop       the reference loop                        lifetime         open, broken or closed
-execute/         what each rank does next, in a step
+execute/         what each rank does next, in a step       split_backward/ weight gradients that wait for W
 """
 
 from penstock.cost.cut import PartitionError, partition

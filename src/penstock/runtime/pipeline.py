@@ -1,4 +1,7 @@
-"""`Pipeline`: trains a model over a schedule, step by step, with the same calls on every rank."""
+"""`Pipeline`: trains a model over a schedule, step by step, with the same calls on every rank.
+
+A step cuts the batch, runs the schedule, shares losses and votes, and updates. After a lost link all of it runs anew.
+"""
 
 from __future__ import annotations
 

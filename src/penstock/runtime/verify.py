@@ -6,7 +6,8 @@
 
 Each way breaks on other mistakes. What differs first, and the sentence of the contract (docs/contract.md) that was
 most likely broken, come back as a table. Gradients are compared by digests, so no second copy of them is held. One
-copy of the parameters is held during each run, because a forward or a hook may change them.
+copy of the parameters is held during each run, because a forward or a hook may change them. How the first step of
+training checks the loss is in `stage/loss.py`.
 """
 
 from __future__ import annotations

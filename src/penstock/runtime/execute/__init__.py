@@ -8,7 +8,7 @@
                                   |                   a kind of the user's: torch_backend, its function
     the step's last collective: step_end (losses, notices, failures, what runs next); timeline (what was measured)
 
-worker         one rank at work, and its backend         plan          the ops of a step, and what is in force
+worker         one rank at work; `Backend`              plan          the ops of a step, and what is in force
 executors      ranks as processes, threads, or in turn   gang          who runs an op together, or decides alike
 torch_backend  the stages here, and their handlers       update_ops    the same with the right weights, and U
 launched_ops   ops that lie in a GPU's queue             async_ops     ops that run beside others

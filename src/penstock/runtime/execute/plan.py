@@ -1,6 +1,7 @@
 """What a pipeline runs: the ops of one kind of step (`StepPlan`), and what is in force between two switches.
 
-A `StepPlan` is what a step of some kind needs to know about its schedule. It is computed once and kept. An
+A `StepPlan` is what a step of some kind needs to know about its schedule, such as how many messages of a channel may
+be under way (`window`). It is computed once and kept. An
 `ActivePlan` is a configuration (schedule, costs, dispatch) with the plans of its steps, from the step at which it
 came into force.
 """

@@ -9,7 +9,7 @@ Copies of one stage in one process are one module, the user's own. So whatever t
     pipeline 0   F0 B0 ..       B2       gradients 0, buffers 0     the module's own between steps
     pipeline 1         F1 B1 ..    B3    gradients 1, buffers 1     laid in their place for an op, and aside again
 
-If updates are ops, copies also have weights of their own. `shared.py` adds up the gradients of all copies.
+If updates are ops, copies also have weights of their own. The gradients of all copies are added up in `shared.py`.
 
 Copies are built where they run, and what processes were given is compared before anything of it is shared:
 

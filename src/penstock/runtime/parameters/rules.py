@@ -1,4 +1,4 @@
-"""The rules for weights: what a forward reads, what its backward reads, and what an update leaves behind.
+"""Rules by name (PipeDream's, SpecTrain's, ...): which version of the weights an op reads, and what is predicted.
 
        forward reads         backward reads              an update writes
 

@@ -1,4 +1,4 @@
-"""Which weights the ops of a copy of a stage read, if updates come between its ops.
+"""Holds the versions of the weights of a copy of a stage, and shows each op the version that its rule says.
 
     U1 makes W1, U2 makes W2, ..: versions         F3 reads the version that the rule says, and so does B3
 

@@ -1,4 +1,4 @@
-"""Which modules of a stage are prepared for a split backward, and what a prepared module does when it is called.
+"""Modules whose weight gradients wait for W: which are prepared, and what a prepared module does when it is called.
 
     prepare(stage)     module.forward is replaced in each instance of a kind that has a rule (`rule_for`)
     F                  the tape records:  the module runs as a node of its own, whose weight gradients may wait, or

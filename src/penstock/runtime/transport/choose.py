@@ -33,7 +33,7 @@ NAMES = ("host", "gloo", "direct", "delegate", "nccl")
 BASES = ("host", "gloo", "direct")
 """Transports whose single links may be delegated."""
 DEPTH = 2
-"""Messages that a channel of "direct" holds where nothing else is said."""
+"""Messages to another rank that "direct" lets be under way, where `links` are given and no `depth`."""
 
 
 @refuse_unknown(RuntimeFailure)

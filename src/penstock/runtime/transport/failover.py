@@ -1,4 +1,4 @@
-"""When the network dies by which gloo's messages and sums travel, all processes change over to another one.
+"""All processes change over to another interface when a network dies: new gloo groups, by the same one everywhere.
 
     process 0   eth0 ====== gloo, number 0 ====== eth0   process 1     heartbeats tell within a second that a link is
                 eth1 - - - - heartbeats - - - - - eth1                 dead

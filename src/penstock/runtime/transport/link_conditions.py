@@ -1,11 +1,11 @@
-"""Injects link conditions into a run: they decide when a message counts as arrived, whatever carries it.
+"""Injects link conditions into a run: when a message counts as arrived, and how many may be under way (`depth`).
 
     sender    --send--> Conditions: when is it to arrive? --message, with that moment--> the transport that carries
     receiver  <--arrivals-- kept until that moment <-- the transport that carries
 
-Nothing waits on the sender's side. The message is there early, where the rank does not see it yet. If it takes longer
-to carry, it arrives later: conditions make links worse, never better. The moment is given by the sender's clock;
-ranks on other hosts know how far that clock is ahead of theirs.
+Without a depth nothing waits on the sender's side. The message is there early, where the rank does not see it yet.
+If it takes longer to carry, it arrives later: conditions make links worse, never better. The moment is given by the
+sender's clock; ranks on other hosts know how far that clock is ahead of theirs.
 """
 
 from __future__ import annotations

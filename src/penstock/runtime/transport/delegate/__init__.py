@@ -13,10 +13,10 @@ Copying in, the wire and reading overlap. Lanes are TCP connections over the bes
 carry any chunk, and the chunks of a lane that fails go once more, over the others. Between ranks that exchange
 messages in one direction, delegates connect in both: by that each knows whether the other is there.
 
-transport   the rank's end: send, arrivals, wait, take      delegate    the process as the rank has it
-boxes       what was sent and is not answered, what came in and was not taken
-health      the links, as the delegate reports them         carrier/    what the delegate process runs
+transport        the rank's end: send, arrivals, wait, take
+boxes            the process as the rank has it, what was sent or came in, and how its links are
 payload_copies   payloads into slots of shared memory, and out
+carrier/         what the delegate process runs
 """
 
 from penstock.runtime.transport.delegate.boxes import Counters
