@@ -23,8 +23,8 @@ process there is one stage, and its first rank runs it for all of them.
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import copy
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -265,11 +265,11 @@ def cut_stages(
     both where there are both. All processes with a stage start from the first one's values.
 
     Args:
-        stages: each once.
+        stages: each once. A module that lies in several is cut in each of them.
         device: on which stages will lie.
 
     Raises:
-        RuntimeFailure: nothing says how to cut a stage, or two stages have a module in common.
+        RuntimeFailure: nothing says how to cut a stage.
     """
     if mesh.shards is not None:
         if parallelize is None:
@@ -278,14 +278,7 @@ def cut_stages(
                 "one; give ps.ParallelOptions(parallelize=penstock.models.parallelize) for the models here, or a "
                 "function of your own that takes a stage and a device mesh"
             )
-        count = Counter(
-            id(module) for stage in stages.values() for module in stage.modules() if [*module.parameters()]
-        )
-        if max(count.values(), default=0) > 1:
-            raise RuntimeFailure(
-                "two stages of a rank have a module in common, and each would cut it into shards; give each stage a "
-                "module of its own, and have the modules share their parameters"
-            )
+        _part(stages)
         for stage in stages.values():
             for tensor in (*stage.parameters(), *stage.buffers()):
                 dist.broadcast(tensor.data, group=mesh.shards.get_group(), group_src=0)
@@ -317,3 +310,25 @@ def _meshes_of_shared(placement: Placement, mesh: ProcessMesh, device_type: str)
         if group is not None
     }
     return {stage: meshes[ranks] for stage, ranks in placement.shared if ranks in meshes}
+
+
+def _part(stages: Mapping[int, Stage]) -> None:
+    """Gives each stage modules of its own: what an earlier one has too is copied, its parameters tied by name."""
+    seen: set[int] = set()
+    for _, stage in sorted(stages.items()):
+        copies: dict[int, Any] = {}
+        for module in list(_known(stage, seen)):
+            stage.replace(module, copy.deepcopy(module, copies))
+        for module in stage.modules():
+            for name, parameter in module._parameters.items():
+                module._parameters[name] = copies.get(id(parameter), parameter)
+        seen.update(id(module) for module in stage.modules())
+
+
+def _known(module: nn.Module, seen: Collection[int]) -> Iterator[nn.Module]:
+    """The modules below one that are among those seen, but none below these."""
+    for child in module.children():
+        if id(child) in seen:
+            yield child
+        else:
+            yield from _known(child, seen)
