@@ -6,7 +6,7 @@ import logging
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -123,6 +123,31 @@ def test_training_goes_on_bit_for_bit(kind: str, by_hand: bool, tmp_path: Path) 
     train(pipe, range(3, 6))
     train(after, range(3, 6))
     assert equal(pipe, after)
+
+
+class Remembering(Counted):
+    """Has a dict that is empty at first."""
+
+    def __init__(self, params: Parameters) -> None:
+        super().__init__(params)
+        self.seen: dict[str, int] = {}
+
+    def step(self, closure: Any = None) -> None:
+        super().step()
+        self.seen["steps"] = self.t
+
+
+@pytest.mark.parametrize("by_hand", [False, True])
+def test_bug_a_dict_that_was_empty_at_first_stayed_as_it_was_in_a_load(by_hand: bool, tmp_path: Path) -> None:
+    new, pipe, after = (pipeline(Remembering, num_stages) for num_stages in (2, 2, 3))
+    train(pipe, range(3))
+    for before, seen in ((pipe, {"steps": 3}), (new, {})):
+        if by_hand:
+            before.hand_over(after)
+        else:
+            before.save(tmp_path / str(len(seen)))
+            after.load(tmp_path / str(len(seen)))
+        assert cast(Remembering, after.optimizer).seen == seen
 
 
 def test_an_optimizer_over_the_model_has_its_inner_ones_stepped() -> None:

@@ -79,7 +79,7 @@ def optimizer_tensors(optimizer: Optimizer, names: Names) -> tuple[dict[str, Ten
         packed = pack(_options(group, names), f"{kind}'s parameter group {number}")
         groups.append({"members": members, "options": base64.b64encode(bytes_of(packed)).decode()})
     by_id = {id(parameter): name for parameter, name in names.items()}
-    for attribute, held in _attributes_by_parameter(optimizer, names).items():
+    for attribute, held in attributes_by_parameter(optimizer, names).items():
         for key, value in held.items():
             is_id = isinstance(key, int)
             add(by_id[key] if is_id else names[key], ("@@" if is_id else "@") + attribute, value)
@@ -100,7 +100,7 @@ def plain_attributes(optimizer: Optimizer, names: Names) -> list[str]:
     Parameters alone, and what torch has of processes and devices, are no state. Raises `CheckpointError` for an
     attribute that holds other tensors beside parameters.
     """
-    found, by_parameter = [], _attributes_by_parameter(optimizer, names)
+    found, by_parameter = [], attributes_by_parameter(optimizer, names)
     for name, value in attributes_of(optimizer).items():
         tensors = list(tensors_in(value))
         num_parameters = sum(tensor in names for tensor in tensors)
@@ -168,7 +168,7 @@ def stage_optimizer(
         if full.startswith(PREFIX):
             parts[full.removeprefix(PREFIX).rpartition("/")[0]].append(full)
     states: list[tuple[Tensor, dict[str, Any]]] = []
-    attributes: dict[str, dict[Any, Any]] = {name: {} for name in _attributes_by_parameter(optimizer, names)}
+    attributes: dict[str, dict[Any, Any]] = {name: {} for name in attributes_by_parameter(optimizer, names)}
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             # Tied parameters are stored once, and each updates a state of its own: each is read for itself.
@@ -271,12 +271,12 @@ def _differing(one: Mapping[str, Any], other: Mapping[str, Any]) -> list[str]:
     return sorted(key for key in {**one, **other} if digest_of(one.get(key)) != digest_of(other.get(key)))
 
 
-def _attributes_by_parameter(optimizer: Optimizer, names: Names) -> dict[str, dict[Any, Any]]:
-    """By name the attributes that are dicts whose keys are parameters, or ids of them; empty ones too."""
+def attributes_by_parameter(optimizer: Optimizer, names: Names) -> dict[str, dict[Any, Any]]:
+    """By name the attributes that are dicts whose keys are parameters, or ids of them; no empty ones."""
     ids = set(map(id, names))
 
     def is_parameter(key: Any) -> bool:
         return key in ids if isinstance(key, int) else isinstance(key, Tensor) and key in names
 
-    found = attributes_of(optimizer).items()
-    return {name: value for name, value in found if isinstance(value, dict) and all(map(is_parameter, value))}
+    dicts = {name: value for name, value in attributes_of(optimizer).items() if isinstance(value, dict)}
+    return {name: value for name, value in dicts.items() if value and all(map(is_parameter, value))}

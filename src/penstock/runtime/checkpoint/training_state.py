@@ -14,7 +14,6 @@ A tied parameter is stored once, under the name it has in its lowest stage.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import nullcontext
 from functools import reduce
 from operator import add
 from typing import Any, NamedTuple
@@ -37,6 +36,7 @@ from penstock.runtime.checkpoint.object_state import (
 from penstock.runtime.checkpoint.optimizer import PREFIX as OPTIMIZER
 from penstock.runtime.checkpoint.optimizer import (
     attribute_objects,
+    attributes_by_parameter,
     members_of,
     optimizer_tensors,
     plain_attributes,
@@ -144,8 +144,11 @@ class TrainingState:
         """The modules with extra state, and the attributes of the optimizer: those here, or those that are there."""
         if self._optimizer is None:
             return self.modules
-        here = plain_attributes(self._optimizer, self._names) if there is None else bases_in(there, ATTRIBUTE)
-        return [*self.modules, *attribute_objects(self._optimizer, sorted(here), self._suffixes)]
+        if there is None:
+            found = plain_attributes(self._optimizer, self._names)
+        else:
+            found = sorted(bases_in(there, ATTRIBUTE) - attributes_by_parameter(self._optimizer, self._names).keys())
+        return [*self.modules, *attribute_objects(self._optimizer, found, self._suffixes)]
 
     def share(self) -> tuple[dict[str, Tensor], dict[str, Tensor], Any]:
         """What this process writes but for objects, its shards of what others write, and the optimizer's meta.
@@ -293,11 +296,10 @@ class TrainingState:
                     overwrite(target, value)
             if put_optimizer is not None:
                 put_optimizer()
-            with nullcontext() if updating is None else model.as_whole():  # versions are of whole parameters
-                model.share_values()
-                model.zero_grad()
-                if updating is not None:
-                    updating.load(kept, counters["num_updates"])
+            model.share_values()
+            model.zero_grad()
+            if updating is not None:
+                updating.load(kept, counters["num_updates"])
             for parameter, gradient in gradients:
                 parameter.grad = gradient
             if scaling is not None:

@@ -94,11 +94,6 @@ class OptimizerState:
         self.agreement = HolderChecksums(model, mesh, self.replicas.sharding, lambda: self.optimizer)
         self.replicas.agreement = self.agreement
 
-    @property
-    def is_first(self) -> bool:
-        """Whether this is the first process of all."""
-        return self._mesh.everyone.here[0] == 0
-
     def go_on_from(self, before: OptimizerState) -> None:
         """Takes over the optimizer and the count of updates of the same model in other places."""
         self.num_updates = before.num_updates

@@ -123,7 +123,7 @@ class Replicas:
 
     def reshard(self) -> None:
         """Gives up what other replicas keep, after forwards."""
-        self.sharding.reshard(stepped=False)
+        self.sharding.reshard()
 
     # Gradients.
 

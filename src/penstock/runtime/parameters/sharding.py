@@ -52,8 +52,8 @@ class ReplicaParameters:
     def unshard(self) -> None:
         """Makes all parameters whole here, before forwards."""
 
-    def reshard(self, stepped: bool) -> None:
-        """Gives up what other replicas keep. `stepped`: values have changed."""
+    def reshard(self) -> None:
+        """Gives up what other replicas keep."""
 
     def at_rest(self, parameter: Parameter) -> Parameter:
         """What stands for a parameter between steps."""
@@ -147,7 +147,6 @@ class ShardedParameter:
         places: the modules that have the parameter, each with its name there.
     """
 
-    name: str
     whole: Parameter
     part: Parameter
     dim: int
@@ -196,18 +195,15 @@ class ShardedParameters(ReplicaParameters):
         self._shared: dict[Any, Any] = {}
         self.of_whole: dict[int, ShardedParameter] = {}
         places: dict[Parameter, dict[tuple[nn.Module, str], None]] = {}
-        names: dict[Parameter, str] = {}
         for stage in stages.values():
             for module in stage.modules():
                 for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
                     places.setdefault(parameter, {})[module, name] = None
-            for name, parameter in stage.named_parameters():
-                names.setdefault(parameter, name)
-        for parameter, name in names.items():
+        for parameter in dict.fromkeys(one for stage in stages.values() for one in stage.parameters()):
             dim = _cut_along(parameter)
             if dim is not None and _has_own_memory(parameter):
                 part, begin = self._part(parameter, dim)
-                one = ShardedParameter(name, parameter, part, dim, begin, tuple(places[parameter]))
+                one = ShardedParameter(parameter, part, dim, begin, tuple(places[parameter]))
                 self.of_whole[id(parameter)] = one
         self._whole_of = {id(one.part): one.whole for one in self.of_whole.values()}
         # By the wholes, which are as large on every replica.
@@ -215,7 +211,7 @@ class ShardedParameters(ReplicaParameters):
         self._buckets = [[self.of_whole[id(whole)] for whole in bucket] for bucket in buckets]
         self._is_whole = True
         self._counts_before = self._counts()
-        self.reshard(stepped=False)
+        self.reshard()
 
     def _part(self, parameter: Parameter, dim: int) -> tuple[Parameter, int]:
         """What is kept here of a parameter, and its first row."""
@@ -286,18 +282,15 @@ class ShardedParameters(ReplicaParameters):
             whole.copy_(value[: whole.shape[one.dim]].movedim(0, one.dim))
 
     @torch.no_grad()
-    def reshard(self, stepped: bool) -> None:
+    def reshard(self) -> None:
         """Gives up what other replicas keep.
 
-        Args:
-            stepped: the wholes have changed, and parts get their values, as they do if a forward or a hook has
-                changed one. If not, the wholes lose their gradients, which went into sums or belong to a step that
-                broke off.
+        Where a forward or a hook has changed a whole, parts get its values. Wholes lose their gradients, which went
+        into sums or belong to a step that broke off.
         """
-        has_changed = self._is_whole and (stepped or self._counts() != self._counts_before)
+        has_changed = self._is_whole and self._counts() != self._counts_before
         for one in self.of_whole.values():
-            if not stepped:
-                one.whole.grad = None
+            one.whole.grad = None
             if has_changed:
                 local(one.part).copy_(
                     local(one.whole.data).narrow(one.dim, one.begin, local(one.part).shape[one.dim])

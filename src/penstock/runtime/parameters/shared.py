@@ -24,7 +24,7 @@ process there is one stage, and its first rank runs it for all of them.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -317,18 +317,9 @@ def _part(stages: Mapping[int, Stage]) -> None:
     seen: set[int] = set()
     for _, stage in sorted(stages.items()):
         copies: dict[int, Any] = {}
-        for module in list(_known(stage, seen)):
+        for module in [each for each in stage.modules() if id(each) in seen]:
             stage.replace(module, copy.deepcopy(module, copies))
         for module in stage.modules():
             for name, parameter in module._parameters.items():
                 module._parameters[name] = copies.get(id(parameter), parameter)
         seen.update(id(module) for module in stage.modules())
-
-
-def _known(module: nn.Module, seen: Collection[int]) -> Iterator[nn.Module]:
-    """The modules below one that are among those seen, but none below these."""
-    for child in module.children():
-        if id(child) in seen:
-            yield child
-        else:
-            yield from _known(child, seen)
