@@ -33,6 +33,7 @@ MSE = nn.MSELoss()
     [
         ({"schedule": "1f1b"}, r"schedule is '1f1b'; give a schedule: ps.build\(name, num_ranks="),
         ({"schedule": None}, "schedule is None; give a schedule"),
+        ({"model": None}, "model is None; give an instance of a module, or a list of stages"),
         ({"loss_fn": nn.MSELoss}, r"loss_fn is the class MSELoss; give an instance: MSELoss\(\)"),
         ({"optimizer": lambda parameters: None}, "optimizer= made NoneType, not a torch optimizer"),
         ({"optimizer": torch.optim.SGD(lin().parameters(), lr=0.1)}, "has 2 parameters that are not in the model"),
@@ -136,11 +137,6 @@ def test_an_unknown_keyword_was_a_plain_type_error() -> None:
         (lambda: ps.PrecisionOptions(clip=1), RuntimeFailure, "has no argument 'clip'; did you mean clip_norm="),
         (lambda: ps.PrecisionOptions(sharding="fsdp"), RuntimeFailure, r"'sharding'; give ParallelOptions\(shard"),
         (lambda: ps.ParallelOptions(shard="fsdp"), RuntimeFailure, "'shard'; did you mean sharding="),
-        (
-            lambda: ps.Pipeline([lin()], None, shared=()),
-            RuntimeFailure,
-            r"'shared'; .*ps.Placement\(..., shared=...\)",
-        ),
         (lambda: ps.ParallelOptions(links=None), RuntimeFailure, r"'links'; give TransportOptions\(links=...\)"),
         (lambda: ps.AdaptOptions(gain=0.1), RuntimeFailure, "'gain'; did you mean least_gain="),
         (lambda: ps.AdaptOptions(nonsense=1), RuntimeFailure, "'nonsense'; it takes folder, store, costs"),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import threading
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -367,6 +368,14 @@ def test_parameters_without_values_are_refused(where: str) -> None:
         }[where]()
         with pytest.raises(RuntimeFailure, match=said):
             ps.Pipeline(model, ps.build("1f1b", 1 if where == "whole" else 2, 4), loss_fn=MSE)
+
+
+def test_a_class_in_place_of_a_model_is_refused_in_words() -> None:
+    """It ended in a TypeError of Python's: a type is not iterable."""
+    pipeline = partial(ps.Pipeline, schedule=ps.build("1f1b", 2, 4), loss_fn=MSE)
+    for refuse in (pipeline, ps.split):
+        with pytest.raises(RuntimeFailure, match=r"model is <class .*; give an instance of a module"):
+            refuse(nn.Linear)
 
 
 class Overheard(nn.Module):

@@ -158,6 +158,8 @@ class PipelineArguments:
         loss_fn, optimizer = self.loss_fn, self.optimizer
         wanted = "a schedule: ps.build(name, num_ranks=..., num_microbatches=...), or ps.parse(text)"
         require_value(isinstance(self.schedule, Schedule), "schedule", self.schedule, wanted)
+        fits = isinstance(self.model, nn.Module | Sequence)
+        require_value(fits, "model", self.model, "an instance of a module, or a list of stages")
         wanted = (
             "a function (output, targets) -> loss; have a stage with a loss of its own return it beside its output, "
             "and add the losses up in one function"

@@ -14,6 +14,7 @@ from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import replace
 from typing import Any, TypeVar
 
+import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -77,6 +78,10 @@ from penstock.schedule.send_recv import remove_communication
 
 R = TypeVar("R")
 _SAME = "every rank must make the same ps.Pipeline(...)"
+_UNSCALED = (
+    "autocast=torch.float16 without loss scaling: gradients smaller than 3e-8 become 0, and nothing else says so; "
+    'give PrecisionOptions(scaler=torch.amp.GradScaler("cuda")), or torch.bfloat16, which needs none'
+)
 
 
 class LocalPipeline:
@@ -176,6 +181,8 @@ class LocalPipeline:
             summing=summing,
         )
         require_compatible(self._combination)
+        if precision.autocast is torch.float16 and precision.enabled_scaler is None:
+            self.notices.note([_UNSCALED])
         self.found = self.held()
         self.optimizer_state = OptimizerState(
             held,
@@ -456,8 +463,7 @@ class LocalPipeline:
     def running_for(self, batch: Microbatches) -> ActivePlan:
         """What a training step of a batch runs: of a small batch, the ops of its microbatches alone."""
         now, num = self.running, len(batch)
-        is_usual = num >= now.schedule.num_microbatches
-        if is_usual or why_never_fewer(now.schedule, self.mesh.num_replicas) is not None:
+        if num >= now.schedule.num_microbatches or why_never_fewer(now.schedule, self.mesh.num_replicas) is not None:
             return now
         if num not in now.fewer:
             usual = f"{now.schedule.num_microbatches} microbatches of {now.schedule.name}"

@@ -286,7 +286,8 @@ class StepEnd:
         if num_notices:
             notices.share()
         if digests.count(digests[0]) < len(digests):
-            require_same_batch(self._everyone.gather(batch.digest))
+            given = [{"batch": digest} for digest in self._everyone.gather(batch.digest)]
+            require_same(given, f"every rank must give the same inputs and targets{IN_PLACE}", shown=False)
         if num_lost:
             raise LinkLost(f"{num_lost:g} of {self._everyone.num_ranks} processes lost a link in the step")
         if num_failed:
@@ -356,12 +357,6 @@ class StepEnd:
         for peers in self._everyone.along[1:] if isinstance(self._everyone, MeshPeers) else ():
             row = _summed_over(peers, row)
         return row
-
-
-def require_same_batch(digests: Sequence[int]) -> None:
-    """Raises RuntimeFailure if the processes' batches have different digests."""
-    rule = f"every rank must give the same inputs and targets{IN_PLACE}"
-    require_same([{"batch": digest} for digest in digests], rule, shown=False)
 
 
 def split_like(row: Sequence[float], parts: Sequence[Sequence[float]]) -> list[list[float]]:

@@ -116,11 +116,6 @@ class PreparedModule:
         names = ("weight", "bias") if self.rule.biased and not self.is_compiled else ("weight",)
         return {prefix + name: p for name in names if (p := own.get(name)) is not None}
 
-    @property
-    def num_weights(self) -> int:
-        """The entries of its weight; of a sharded one, of this rank's part."""
-        return local(self.module._parameters["weight"]).numel()
-
     def follow_options(self) -> None:
         """Makes the rule anew, with the options that the module has now. One that no rule knows is plain."""
         rule = rule_for(self.module)
@@ -386,7 +381,7 @@ def unprepare(stage: nn.Module) -> None:
     """Puts back every module of `stage` that `prepare` patched, unless another stage has prepared it too."""
     for module in stage.modules():
         prepared: PreparedModule | None = module.__dict__.get(_PREPARED)
-        if prepared is None or not _is_ours(module):
+        if prepared is None or getattr(vars(module).get(_patched(module)), "__func__", None) is not forward:
             continue
         prepared.stages.discard(stage)
         if not prepared.stages:
@@ -432,7 +427,3 @@ def _is_plain_or_ours(module: nn.Module) -> bool:
     method = _patched(module)
     own = module.__dict__.get(method)
     return own is None or getattr(own, "__func__", None) in (forward, getattr(type(module), method))
-
-
-def _is_ours(module: nn.Module) -> bool:
-    return getattr(module.__dict__.get(_patched(module)), "__func__", None) is forward

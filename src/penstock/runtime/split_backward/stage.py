@@ -178,7 +178,7 @@ class SplitStage:
         for prepared in self.in_graph:
             uncounted |= prepared.parameters
         counted = (self.deferred + self.at_once).items()
-        each = max((work // prepared.num_weights for prepared, work in counted), default=0)
+        each = max((work // local(known.module._parameters["weight"]).numel() for known, work in counted), default=0)
         return DeferredShare(
             self.deferred.total(),
             self.at_once.total() + each * sum(local(p).numel() for p in uncounted.values()),

@@ -10,7 +10,7 @@ from torch import nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 from torch.nn.parameter import is_lazy
 
-from penstock.runtime.errors import RuntimeFailure
+from penstock.runtime.errors import RuntimeFailure, require_value
 from penstock.runtime.tensors.pytree import device_of
 from penstock.runtime.tensors.rng import mix, seed_generators
 
@@ -110,6 +110,7 @@ def require_stage(module: nn.Module, what: str) -> None:
     """Raises RuntimeFailure for a module that can't be trained as it is: one that replicates or shards itself, or
     whose parameters have no values yet.
     """
+    require_value(isinstance(module, nn.Module), what, module, "an instance of a module")
     fsdp = sys.modules.get("torch.distributed.fsdp")
     for path, part in module.named_modules():
         where = f"layer {path} of {what}" if path else what
@@ -124,11 +125,9 @@ def require_stage(module: nn.Module, what: str) -> None:
                 f"{where} is sharded by FSDP ({kind}) already; give the plain module, and "
                 'ps.ParallelOptions(sharding="fsdp")'
             )
-        for name, tensor in (*part._parameters.items(), *part._buffers.items()):
-            if tensor is not None and (is_lazy(tensor) or tensor.is_meta):
-                how = (
-                    "has no shape yet; run the model once on a sample" if is_lazy(tensor) else "is on the meta device"
-                )
+        for name, t in (*part._parameters.items(), *part._buffers.items()):
+            if t is not None and (is_lazy(t) or t.is_meta):
+                how = "has no shape yet; run the model once on a sample" if is_lazy(t) else "is on the meta device"
                 raise RuntimeFailure(
                     f"{name} of {where} ({kind}) {how}; ps.Pipeline(...) takes models whose parameters have values"
                 )
