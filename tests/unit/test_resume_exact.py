@@ -377,6 +377,18 @@ def test_a_damaged_newest_checkpoint_offers_the_one_before(tmp_path: Path, harm:
     ]
 
 
+def test_bug_a_load_with_fallback_read_all_in_process_0_while_the_others_waited(tmp_path: Path) -> None:
+    """Each process reads what it takes: what nobody takes may be damaged, and a load as long as any other."""
+    pipe, unread = pipeline(model()), Loader()
+    unread.state_dict = lambda: {"rows": torch.zeros(1000)}  # type: ignore[method-assign,assignment,return-value]
+    pipe.save(tmp_path)
+    train(pipe, range(1))
+    flip_tensor(pipe.save(tmp_path, stateful={"unread": unread}))
+    pipe.load(tmp_path, fallback=True)
+    assert pipe.num_steps == 1
+    assert "step-00000001 has the state of unread, which was not loaded" in " ".join(pipe.notices)
+
+
 def test_all_are_damaged(tmp_path: Path) -> None:
     for path in three(tmp_path, pipeline(model())):
         flip_tensor(path)

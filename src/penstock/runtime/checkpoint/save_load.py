@@ -2,8 +2,8 @@
 
     process 0 chooses --> all open the same --> each reads and checks its share --> each puts it in place
                               |                          |
-                       one sees another:           one cannot:
-                       none loads                  none loads
+                       one sees another:           one cannot: none loads,
+                       none loads                  or all try the one before
 
 Whatever can go wrong goes wrong before anything is changed.
 """
@@ -130,51 +130,50 @@ def load(
     """Loads a checkpoint, or the newest of a folder; every process must call it.
 
     Args:
-        fallback: whether process 0 reads whole checkpoints, newest first, until one is not damaged, which is loaded.
-            Damaged ones are set aside. Process 0's value counts.
+        fallback: whether one that is damaged is set aside and the newest whole one before it loaded instead. Process
+            0's value counts.
 
     Raises:
         CheckpointError: none there, damaged, of another model, or not the same in all processes. Nothing is changed
             then, in any process.
     """
     peers = mesh.everyone
-    path, damaged = _choose(directory, peers, fallback)
-    try:
-        loaded = _load_one(path, state, mesh, stateful, _expected(state, peers))
-    except DamagedCheckpointError as error:
-        looks = peers.here[0] == 0 and not fallback  # else none is whole
-        older = next(filter(complete, candidates(path)[1:]), None) if looks else None
-        raise DamagedCheckpointError(error.damage, peers.gather(older)[0]) from error
-    for name, damage in damaged.items():
-        if peers.here[0] == 0:
-            with contextlib.suppress(OSError):
-                set_aside(path.parent / name)
-        loaded.notices.append(f"{damage}; {path} was loaded instead, and {name} set aside as {name}.damaged")
-    return loaded
+    paths, fallback = _choose(directory, peers, fallback)
+    expected = _expected(state, peers)
+    damaged: dict[Path, str] = {}
+    for path in paths if fallback else paths[:1]:
+        try:
+            loaded = _load_one(path, state, mesh, stateful, expected)
+        except DamagedCheckpointError as error:
+            damaged[path] = error.damage
+            continue
+        for other, damage in damaged.items():
+            if peers.here[0] == 0:
+                with contextlib.suppress(OSError):
+                    set_aside(other)
+            loaded.notices.append(
+                f"{damage}; {path} was loaded instead, and {other.name} set aside as {other.name}.damaged"
+            )
+        return loaded
+    looks = peers.here[0] == 0 and not fallback  # else none is whole
+    older = next(filter(complete, paths[1:]), None) if looks else None
+    raise DamagedCheckpointError(damaged[paths[0]], peers.gather(older)[0])
 
 
-def _choose(directory: str | Path, peers: Peers, fallback: bool) -> tuple[Path, dict[str, str]]:
-    """The checkpoint to load, and by name the damage of newer ones.
+def _choose(directory: str | Path, peers: Peers, fallback: bool) -> tuple[list[Path], bool]:
+    """The checkpoints that may be loaded, the newest first, and whether any but the first may be.
 
     As process 0 sees them: if every process looked for the newest, they might come to different ones.
     """
 
-    def look() -> tuple[str, dict[str, str]]:
-        damaged: dict[str, str] = {}
+    def look() -> tuple[list[str], bool]:
         if peers.here[0] != 0:
-            return "", damaged
-        chosen = find(directory)
-        for path in candidates(directory) if fallback else ():
-            try:
-                Reader(path).verify()
-            except DamagedCheckpointError as error:
-                damaged[path.name] = error.damage
-            else:
-                return os.path.relpath(path, directory), damaged
-        return os.path.relpath(chosen, directory), {}
+            return [], False
+        find(directory)
+        return [os.path.relpath(path, directory) for path in candidates(directory)], fallback
 
-    chosen, damaged = together(peers, look, f"{directory} cannot be read")[0]
-    return Path(os.path.normpath(Path(directory) / chosen)), damaged
+    names, fallback = together(peers, look, f"{directory} cannot be read")[0]
+    return [Path(os.path.normpath(Path(directory) / name)) for name in names], fallback
 
 
 def _expected(state: TrainingState, peers: Peers) -> Expected:
