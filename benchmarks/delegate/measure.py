@@ -156,7 +156,7 @@ class Delegates:
         self._edges = [Edge(Op("F", 0, m), Op("F", 1, m)) for m in range(MAX_MESSAGES)]
         self._tags = Tags(ps.build("gpipe", 2, MAX_MESSAGES))
         self._rank = rank
-        self.transport = DelegateTransport(rank, 2, gather, self._tags, 60.0, host_memory=HOST_MEMORY)
+        self.transport = DelegateTransport(rank, gather, self._tags, 60.0, host_memory=HOST_MEMORY)
         self._came: list[Edge] = []
         self.spec: WireSpec | None = None
 

@@ -54,7 +54,7 @@ class Delegates:
     def __init__(self, rank: int, gather: Callable[[Any], list[Any]], lanes: int | None) -> None:
         self._rank, tags = rank, Tags(ps.build("gpipe", 2, 1))
         options: dict[str, Any] = {"interfaces": local_addresses()} | ({} if lanes is None else {"num_lanes": lanes})
-        self.transport = DelegateTransport(rank, 2, gather, tags, 60.0, **options)
+        self.transport = DelegateTransport(rank, gather, tags, 60.0, **options)
         self._edge = Edge(Op("F", 0, 0), Op("F", 1, 0))
         self._messages = ((self._edge, tags.message(self._edge)),)
 

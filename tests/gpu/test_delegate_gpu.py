@@ -41,7 +41,7 @@ def leaves_of(number: int) -> list[Tensor | None]:
 def exchange(rank: int, gather: Any) -> tuple[bool, bool, int]:
     chain = Chain(2, NUM_MESSAGES)
     options = {"device": "cuda", "host_memory": 64 << 20}
-    transport = DelegateTransport(rank, 2, gather, chain.tags, 60.0, **options)  # type: ignore[arg-type]
+    transport = DelegateTransport(rank, gather, chain.tags, 60.0, **options)  # type: ignore[arg-type]
     same, num = True, 0
     try:
         chain.begin(transport, rank)

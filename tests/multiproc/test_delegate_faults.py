@@ -36,7 +36,7 @@ def values(outcomes: list[Ended]) -> list[Any]:
 def killed(rank: int, gather: Any) -> tuple[str, str]:
     """Rank 0's delegate is killed while rank 0 computes."""
     chain = Chain(2, 4)
-    transport = DelegateTransport(rank, 2, gather, chain.tags, PATIENCE)
+    transport = DelegateTransport(rank, gather, chain.tags, PATIENCE)
     try:
         exchange(transport, chain, rank, 0, lambda m: (10,))
         gather(None)
@@ -115,7 +115,7 @@ def through(gather: Any, rank: int, place: int, cuts: list[int]) -> Callable[[An
 def cut(rank: int, gather: Any, interfaces: tuple[str, ...], cuts: list[int]) -> dict[str, Any]:
     chain = Chain(2, 5)
     meet = through(gather, rank, 0, list(cuts)) if rank == 0 else gather
-    transport = DelegateTransport(rank, 2, meet, chain.tags, PATIENCE, interfaces=interfaces, num_lanes=1)
+    transport = DelegateTransport(rank, meet, chain.tags, PATIENCE, interfaces=interfaces, num_lanes=1)
     try:
         came = sum(exchange(transport, chain, rank, step, lambda m: (1 << 22,)) for step in range(2))
         counters = transport.counters
@@ -152,7 +152,7 @@ def other_interface(rank: int, gather: Any) -> dict[str, Any]:
 
     chain = Chain(2, 3)
     interfaces = ("127.0.0.2", "127.0.0.3")
-    transport = DelegateTransport(rank, 2, meet, chain.tags, PATIENCE, interfaces=interfaces, num_lanes=1)
+    transport = DelegateTransport(rank, meet, chain.tags, PATIENCE, interfaces=interfaces, num_lanes=1)
     try:
         came = exchange(transport, chain, rank, 0, lambda m: (100,))
         gather(None)
@@ -179,7 +179,7 @@ def test_an_interface_that_never_answers_is_left_for_the_next() -> None:
 
 def leaver(rank: int, gather: Any) -> tuple[str, str]:
     chain = Chain(2, 4)
-    transport = DelegateTransport(rank, 2, gather, chain.tags, 60.0)
+    transport = DelegateTransport(rank, gather, chain.tags, 60.0)
     exchange(transport, chain, rank, 0, lambda m: (10,))
     gather(None)  # rank 0 has everything: what a rank had not yet sent on dies with it
     if rank == 1:
@@ -206,7 +206,7 @@ def test_a_dead_rank_is_told_long_before_the_deadline() -> None:
 
 def stands_still(rank: int, gather: Any) -> tuple[str, str]:
     chain = Chain(2, 4)
-    transport = DelegateTransport(rank, 2, gather, chain.tags, PATIENCE)
+    transport = DelegateTransport(rank, gather, chain.tags, PATIENCE)
     try:
         exchange(transport, chain, rank, 0, lambda m: (10,))  # its delegates start, which may take long
         gather(None)
@@ -239,7 +239,7 @@ SCRIPT = """
 import os, sys, time
 from delegate_ranks import Chain
 from penstock.runtime.transport.delegate import DelegateTransport
-transport = DelegateTransport(0, 1, lambda value: [value], Chain(1, 1).tags, 60.0)
+transport = DelegateTransport(0, lambda value: [value], Chain(1, 1).tags, 60.0)
 transport.prepare([(0, 0)])
 if os.fork() == 0:  # holds every descriptor that the rank had, as a data loader's worker would
     time.sleep(600)

@@ -67,7 +67,7 @@ def routed(second: str, tags: Tags, links: str, depth: int) -> Routed:
     delegates: Any = Second(dist.new_group(), tags, 20.0)
     if second == "delegates":
         gather = GroupPeers(world(), PATIENCE).gather
-        delegates = DelegateTransport(base.rank, dist.get_world_size(), gather, tags, PATIENCE)
+        delegates = DelegateTransport(base.rank, gather, tags, PATIENCE)
     inner = RoutedTransport(base, delegates)
     whole = ConditionedTransport(inner, Conditions(Links.parse(links)), depth=depth)
     return Routed(whole, inner)

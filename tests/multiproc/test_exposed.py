@@ -26,7 +26,7 @@ pytestmark = [
 
 def delegated(rank: int, gather: Any) -> dict[str, Any]:
     chain = Chain(2, 2)
-    transport = DelegateTransport(rank, 2, gather, chain.tags, PATIENCE)
+    transport = DelegateTransport(rank, gather, chain.tags, PATIENCE)
     try:
         exchange(transport, chain, rank, 0, lambda m: (10,))
         pids = list(transport.pids.values())

@@ -38,11 +38,11 @@ def transports(rank: int) -> dict[str, Transport]:
         "loopback": LoopbackTransport([Mailbox(), Mailbox()], rank, LIMIT),
         "shared memory": SharedMemoryTransport(rank, tags, LIMIT, own, gather(own.address)),
         "gloo": GlooTransport(dist.new_group(), tags, LIMIT),
-        "delegates": DelegateTransport(rank, 2, gather, tags, LIMIT),
+        "delegates": DelegateTransport(rank, gather, tags, LIMIT),
     }
     for name, delegated in (("routed", []), ("routed, delegated", [(0, 1)])):
         base = GlooTransport(dist.new_group(), tags, LIMIT)
-        routed = RoutedTransport(base, DelegateTransport(rank, 2, gather, tags, LIMIT))
+        routed = RoutedTransport(base, DelegateTransport(rank, gather, tags, LIMIT))
         routed.route(delegated)
         made[name] = routed
     late = Conditions(Links.parse("0:1=latency:1ms"))

@@ -229,7 +229,6 @@ class TransportChoice:
         if self.name == "delegate" or self.has_delegates:
             delegates = DelegateTransport(
                 peers.here[0],
-                peers.num_ranks,
                 peers.gather,
                 tags,
                 timeout,

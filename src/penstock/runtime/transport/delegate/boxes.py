@@ -159,6 +159,7 @@ class DelegateProcess:
         """
         self._flush()
         try:
+            yield from frames(self._came)  # whoever heard the last ones may have ended with an error
             while data := self._line.recv(1 << 16):
                 self._came += data
                 yield from frames(self._came)

@@ -48,7 +48,7 @@ class DelegateTransport:
     The delegate starts at once, and ends when the rank ends, however it ends.
 
     Args:
-        rank, num_ranks: of the pipeline.
+        rank: whose end this is.
         gather: everyone's value, by rank; called once, by all.
         tags: the same on all ranks.
         timeout: seconds before a wait ends with DeadlineExceeded.
@@ -64,7 +64,6 @@ class DelegateTransport:
     def __init__(
         self,
         rank: int,
-        num_ranks: int,
         gather: Callable[[Any], list[Any]],
         tags: Tags,
         timeout: float,
