@@ -152,7 +152,7 @@ REFUSALS = (
     Refusal(
         UPDATES,
         'parameters or optimizer states that replicas divide (`sharding="zero1"`, `"fsdp"`)',
-        "each stage updates in the middle of a pass, and would wait there for the replicas that have the other parts",
+        "each stage makes new weights in the middle of a pass, and replicas exchange only gradients there",
         'give sharding="none", or "copies" for several pipelines, or use a schedule without updates as ops',
         lambda c: c.has_updates and c.num_replicas > 1 and c.divides,
     ),
