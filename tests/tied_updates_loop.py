@@ -240,7 +240,10 @@ class VersionsLoop:
             gradient = module.get_parameter(name).grad
             assert gradient is not None
             if (came := self.held.pop(("sum", owned, m), None)) is not None:
-                gradient = came + gradient
+                # Of what autocast makes of a parameter once, the uses are added up in its type.
+                gradient = (
+                    came + gradient if self.autocast is None else (came.bfloat16() + gradient.bfloat16()).float()
+                )
             if full != owned:
                 self.held["sum", owned, m] = gradient
                 continue
