@@ -138,8 +138,7 @@ class Cell:
     def combination(self) -> FeatureCombination:
         """What the table is asked about."""
         pp, dp, _ = self.shape
-        divides, ties = self.sharding in ("zero1", "fsdp"), self.tied_stages
-        return FeatureCombination(self.schedule, dp, self.device, divides, one_process=pp == 1, tied=ties)
+        return FeatureCombination(self.schedule, dp, device=self.device, one_process=pp == 1, tied=self.tied_stages)
 
     @property
     def refusal(self) -> Refusal | None:

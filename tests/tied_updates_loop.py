@@ -333,7 +333,7 @@ def unlike_the_loop(
             if not torch.equal(value, loop.versions[name][-1]):
                 far = float((value - loop.versions[name][-1]).abs().max())
                 found.append(f"step {number}: {name} is off by {far}")
-    found += _other_versions(pipe, options.get("sharding", "copies" if zero else "none"))
+    found += _other_versions(pipe, options.get("sharding", "copies" if zero else "none"), num_replicas)
     x, y = batches(num, 1)[0]
     for layer in model:
         layer.requires_grad_(False)
@@ -347,11 +347,11 @@ def unlike_the_loop(
     return found
 
 
-def _other_versions(pipe: ps.Pipeline, sharding: str) -> list[str]:
+def _other_versions(pipe: ps.Pipeline, sharding: str, num_replicas: int) -> list[str]:
     """Where copies of stages here held another number of versions than is counted from the order."""
     state = pipe._local.optimizer_state
     assert state.updating is not None
-    counted = ps.schedule.count_versions(pipe.schedule, sharding=sharding)
+    counted = ps.schedule.count_versions(pipe.schedule, sharding=sharding, num_replicas=num_replicas)
     held = {(stage, k): weights.versions.most for (k, stage), weights in state.updating.weights.items()}
     return [
         f"versions of {each}: {num}, counted {counted[each]}" for each, num in held.items() if num != counted[each]

@@ -65,10 +65,24 @@ def test_updates_among_the_ops_of_replicas(text: Path, tmp_path: Path) -> None:
     """Without mismatch both are the synchronous run; embedding and head share their weight."""
     options = f"{GPT} --schedule amdp --tied --max-mismatch 0 --steps 4 --drain-every 2 --sample 0 --data {text}"
     mesh, one = tmp_path / "mesh", tmp_path / "one"
-    ended(mesh, f"{options} --pp 2 --dp 2 --microbatches 4 --out {mesh}")
+    ended(mesh, f"{options} --pp 2 --dp 2 --microbatches 4 --sharding zero1 --out {mesh}")
     ended(one, f"{options} --ranks 2 --microbatches 8 --in-process --out {one}")
     assert len(losses(mesh)) == 4
     assert losses(mesh) == pytest.approx(losses(one), rel=1e-5)
+
+
+@pytest.mark.nightly
+def test_predictions_of_tied_weights_over_replicas_however_these_share_out_state(text: Path, tmp_path: Path) -> None:
+    """XPipe's rule on AMDP's order. A run may go on with state shared out in another way."""
+    options = f"{GPT} --schedule amdp --rule xpipe --tied --pp 2 --dp 2 --microbatches 4 --sample 0 --data {text}"
+    for sharding in ("none", "zero1", "fsdp"):
+        folder = tmp_path / sharding
+        ended(folder, f"{options} --window 4 --steps 4 --drain-every 2 --sharding {sharding} --out {folder}")
+    assert losses(tmp_path / "none") == losses(tmp_path / "zero1") == losses(tmp_path / "fsdp")
+    for before, after in (("none", "fsdp"), ("zero1", "copies")):
+        ended(tmp_path / before, f"--resume {tmp_path / before} --sharding {after} --steps 6")
+    assert losses(tmp_path / "none") == losses(tmp_path / "zero1")
+    assert len(losses(tmp_path / "none")) == 6
 
 
 @pytest.mark.nightly

@@ -25,7 +25,7 @@ pytestmark = pytest.mark.multiproc
 
 ASYNCHRONOUS = [
     Cell("amdp", mesh="dp 2", asynchronous="note"),
-    Cell("amdp", mesh="dp 2", asynchronous="note", sharding="copies", dispatch="dynamic"),
+    Cell("amdp", mesh="dp 2", asynchronous="note", sharding="zero1", dispatch="dynamic"),
     Cell("pipedream-2bw", mesh="dp 2", asynchronous="note"),
     Cell("1f1b", mesh="tp 2", asynchronous="note"),
     Cell("zb-v", mesh="tp 2", asynchronous="note", dispatch="dynamic"),
@@ -33,7 +33,7 @@ ASYNCHRONOUS = [
 ]
 LATE = [
     Cell("amdp", mesh="dp 2", transport="late links"),
-    Cell("amdp", mesh="dp 2", transport="late links", asynchronous="note", sharding="copies"),
+    Cell("amdp", mesh="dp 2", transport="late links", asynchronous="note", sharding="zero1"),
     Cell("1f1b", mesh="tp 2", transport="late links"),
     Cell("chimera", mesh="tp 2", transport="late links", dispatch="dynamic"),
     Cell("pipedream-2bw", mesh="dp 2", transport="late links", dispatch="dynamic"),

@@ -70,6 +70,9 @@ def test_copies_without_the_optimizers_state_hold_what_they_are_sent() -> None:
     assert copies == {(stage, k): 3 if k else 2 for stage, k in alone}
     for sharding in ("zero1", "fsdp"):
         assert ps.schedule.count_versions(predicting, sharding=sharding) == copies
+        in_parts = ps.schedule.count_versions(predicting, sharding=sharding, num_replicas=2)
+        assert set(in_parts.values()) == {3}
+        assert set(ps.schedule.count_versions(amdp, sharding=sharding, num_replicas=2).values()) == {1}
     with pytest.raises(ps.ScheduleError, match="no sharding 'zero'; choose none, copies, zero1, fsdp"):
         ps.schedule.count_versions(predicting, sharding="zero")
 

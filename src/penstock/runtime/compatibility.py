@@ -33,7 +33,7 @@ class FeatureCombination:
     """What of a pipeline's features may exclude another.
 
     Attributes:
-        num_replicas: of the mesh (dp). divides: whether they divide parameters or the optimizer's state.
+        num_replicas: of the mesh (dp).
         device: kind of device that stages lie on.
         one_process: whether all ranks of a pipeline are in this process.
         tied: by name the stages that share a parameter, ascending. dispatch: how ranks pick ops.
@@ -46,7 +46,6 @@ class FeatureCombination:
     schedule: Schedule
     num_replicas: int = 1
     device: str = "cpu"
-    divides: bool = False
     one_process: bool = False
     tied: Mapping[str, Sequence[int]] = field(default_factory=dict)
     dispatch: Dispatch = Dispatch.FROZEN
@@ -148,13 +147,6 @@ REFUSALS = (
         "later than the calls that start them, this has not been tried",
         "give each rank a process",
         lambda c: c.has_updates and c.num_replicas > 1 and c.one_process and c.device != "cpu",
-    ),
-    Refusal(
-        UPDATES,
-        'parameters or optimizer states that replicas divide (`sharding="zero1"`, `"fsdp"`)',
-        "each stage makes new weights in the middle of a pass, and replicas exchange only gradients there",
-        'give sharding="none", or "copies" for several pipelines, or use a schedule without updates as ops',
-        lambda c: c.has_updates and c.num_replicas > 1 and c.divides,
     ),
     Refusal(
         UPDATES,

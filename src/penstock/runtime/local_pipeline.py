@@ -170,7 +170,6 @@ class LocalPipeline:
             schedule,
             place.num_replicas,
             held.device.type,
-            divides=parallel.sharding in ("zero1", "fsdp"),
             one_process=not isinstance(self.peers, GroupPeers),
             tied={", ".join(tie.names.values()): tie.stages for tie in held.ties},
             dispatch=self.start.dispatch,

@@ -33,7 +33,7 @@ Copies = dict[tuple[int, int], int]
 """Numbers by (stage, pipeline)."""
 
 
-def count_versions(schedule: Schedule, *, sharding: str = "none") -> Copies:
+def count_versions(schedule: Schedule, *, sharding: str = "none", num_replicas: int = 1) -> Copies:
     """By (stage, pipeline), the most versions of its weights that the copy holds at once.
 
     - none: 1. Updates overwrite it.
@@ -47,8 +47,9 @@ def count_versions(schedule: Schedule, *, sharding: str = "none") -> Copies:
 
     Args:
         schedule: any schedule.
-        sharding: who has the optimizer's state and predicts: "none" (each copy for itself), or else the owner for all
-            copies of a stage.
+        sharding: who has the optimizer's state and predicts: "none" (each copy for itself), "copies" (the owner for
+            all copies of a stage), "zero1" or "fsdp" (that, and each replica for the part that it has).
+        num_replicas: of the pipelines.
 
     Raises:
         ScheduleError: another sharding.
@@ -69,9 +70,10 @@ def count_versions(schedule: Schedule, *, sharding: str = "none") -> Copies:
     if rule == TWO_BUFFERS:
         return dict.fromkeys(copies, 2)
     sent = predictions_of(schedule, one_copy_steps=sharding != "none")
+    in_parts = num_replicas > 1 and sharding in ("zero1", "fsdp")
     found = {}
     for stage, pipeline in copies:
-        is_sent = pipeline != OWNER and sharding != "none"
+        is_sent = in_parts or (pipeline != OWNER and sharding != "none")
         ahead = sent.get((pipeline, stage), {}) if is_sent else {}
         found[stage, pipeline] = 1 + _predicts(schedule, rule, stage) + max(map(len, ahead.values()), default=0)
     return found

@@ -73,7 +73,7 @@ def update_report(settings: Settings, pipe: Pipeline, num_updates: int) -> Updat
 
 def most_versions(settings: Settings, schedule: Schedule) -> int:
     """The most versions of its weights that a copy of a stage holds in such a run."""
-    counted = count_versions(schedule, sharding=settings.sharding)
+    counted = count_versions(schedule, sharding=settings.sharding, num_replicas=settings.dp)
     return max(counted.values(), default=1)
 
 

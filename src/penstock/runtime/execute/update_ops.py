@@ -169,8 +169,11 @@ class UpdatingOps:
             total = self._replicas.summed(list(weights.masters.values()), summed(parts))
             if not self._one_copy_steps and self._windows.num_pipelines > 1:
                 self._reduced[op.stage] = total
-            weights.apply(update, [total])
+            weights.apply(update, [total], self._replicas.sharding.to_step)
+            self._replicas.share_stepped(list(weights.masters.values()))
+            weights.look_ahead(self._replicas.sharding.predicted)
         elif self._one_copy_steps:
             weights.take_over(update, [leaf for leaf in received[0].leaves if leaf is not None])
         else:
             weights.apply(update, [list(received[0].leaves)])
+            self._replicas.share_stepped(list(weights.masters.values()))

@@ -171,7 +171,7 @@ class LocalModel:
         try:
             yield
         finally:
-            self.sharded.reshard()
+            self.sharded.reshard(stepped=True)
 
     def every_stage(self) -> list[nn.Module]:
         """All stages here, whichever pipelines run them."""

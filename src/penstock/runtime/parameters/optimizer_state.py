@@ -266,7 +266,7 @@ class OptimizerState:
             held = {"versions": 0, "gradients": num_bytes(p for p in parameters if p.requires_grad)}
         else:
             weights = [updating.weights[key] for key in mine]
-            stepped = [master for each in weights for master in each.masters.values()]
+            stepped = self.replicas.sharding.owned(master for each in weights for master in each.masters.values())
             held = {what: sum(each.bytes()[what] for each in weights) for what in ("versions", "gradients")}
         state = {} if self.optimizer is None else self.optimizer.state
         values = (value for one in dict.fromkeys(stepped) for value in state.get(one, {}).values())

@@ -16,7 +16,7 @@ Where link conditions are injected, a sum ends when it would over such links (`L
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -113,8 +113,11 @@ class Replicas:
 
     @property
     def can_unshard(self) -> bool:
-        """Whether replicas that keep parts can gather them: all must have begun the step alike."""
-        return self.sharding.keeps_whole or self._are_alike()
+        """Whether replicas that keep parts can gather them.
+
+        If updates are no ops, all replicas must have begun the step alike, with parts of one type.
+        """
+        return self._has_updates or self.sharding.keeps_whole or self._are_alike()
 
     def unshard(self) -> None:
         """Makes all parameters whole here before forwards, if they can be."""
@@ -123,7 +126,7 @@ class Replicas:
 
     def reshard(self) -> None:
         """Gives up what other replicas keep, after forwards."""
-        self.sharding.reshard()
+        self.sharding.reshard(self._has_updates)
 
     # Gradients.
 
@@ -216,9 +219,12 @@ class Replicas:
 
     # Updates.
 
-    def share_stepped(self) -> None:
-        """Gives every replica what others have stepped, after an update."""
+    def share_stepped(self, stepped: Iterable[Parameter] | None = None) -> None:
+        """Gives every replica what others have stepped, after an update; of all parameters if none are named."""
         if not self._are_alike():
+            return
+        if stepped is not None:
+            self.sharding.spread(stepped)
             return
         if self._wanting is None:  # no step has run yet: gradients came with a checkpoint
             self._to_share = {id(p): p for p in self._model.parameters if p.requires_grad}

@@ -4,6 +4,8 @@
 none, copies     all                    everything       every replica      nothing is sent
 zero1            all                    what it owns     the owner          owners send their parameters
 fsdp             a part of everything   its parts        each its part      parts are gathered
+
+If a rule predicts weights, the replica that steps a parameter predicts it, and sends the prediction with the update.
 """
 
 from __future__ import annotations
@@ -28,8 +30,10 @@ from penstock.runtime.parameters.buckets import (
     padded_rows,
     send_values,
 )
+from penstock.runtime.parameters.gradients import Gradients
+from penstock.runtime.parameters.versions import Write
 from penstock.runtime.stage.stage import Stage
-from penstock.runtime.tensors.dtensor import is_sharded, local, rows_of_part, rows_per_part, standing_for
+from penstock.runtime.tensors.dtensor import is_sharded, local, memory, rows_of_part, rows_per_part, standing_for
 
 
 class ReplicaParameters:
@@ -52,8 +56,8 @@ class ReplicaParameters:
     def unshard(self) -> None:
         """Makes all parameters whole here, before forwards."""
 
-    def reshard(self) -> None:
-        """Gives up what other replicas keep."""
+    def reshard(self, stepped: bool) -> None:
+        """Gives up what other replicas keep. `stepped`: updates among the ops have changed values."""
 
     def at_rest(self, parameter: Parameter) -> Parameter:
         """What stands for a parameter between steps."""
@@ -71,6 +75,9 @@ class ReplicaParameters:
         """The sum over replicas of the gradients of parameters that go alike."""
         return GradientBucket(parameters, peers, self.goes_to(parameters[0]))
 
+    def stands_for(self, master: Parameter, parameter: Parameter) -> None:
+        """Notes that an update steps `master` in place of a parameter, so it is kept as the parameter is."""
+
     def owned(self, parameters: Iterable[Parameter]) -> list[Parameter]:
         """Of some parameters those that this replica steps, or the parts that it keeps of them."""
         return list(parameters)
@@ -83,8 +90,33 @@ class ReplicaParameters:
         """Whether this replica is the one that tells a tensor, and what the optimizer keeps of it."""
         return self._replica == 0
 
+    def to_step(self, masters: Sequence[Parameter], gradients: Gradients) -> tuple[Sequence[Parameter], Gradients]:
+        """At an update that is an op: what the optimizer steps in the masters' place, and the gradients of that."""
+        return masters, gradients
+
     def spread(self, stepped: Iterable[Parameter]) -> None:
         """Gives every replica what the others have stepped, after an update."""
+        whole = list(stepped)
+        self.bring(whole, [memory((self.owned([one]) or [one])[0]) for one in whole], whole)
+
+    def predicted(self, masters: Sequence[Parameter], write: Write) -> list[Tensor]:
+        """Of each master where it will be, on every replica. Unless `has_all_state`, all replicas must call it.
+
+        Args:
+            write: writes into a tensor where something will be that this replica steps.
+        """
+        found = [torch.empty_like(memory(master)) for master in masters]
+        parts = list(found)
+        for place, master in enumerate(masters):
+            for stepped in self.owned([master]):
+                if stepped is not master:
+                    parts[place] = torch.empty_like(memory(stepped))
+                write(parts[place], stepped)
+        self.bring(masters, parts, found)
+        return found
+
+    def bring(self, masters: Sequence[Parameter], parts: Sequence[Tensor], into: Sequence[Tensor]) -> None:
+        """Gives every replica in `into` what those who step the masters have in `parts`, each what it steps."""
 
 
 class OwnedParameters(ReplicaParameters):
@@ -119,10 +151,13 @@ class OwnedParameters(ReplicaParameters):
             held[owner] += parameter.numel()
             self._owner[id(parameter)] = owner
         for parameter, first in follow:
-            self._owner[id(parameter)] = self._owner[id(first)]
+            self.stands_for(parameter, first)
 
     def goes_to(self, parameter: Parameter) -> int | None:
         return self._owner.get(id(parameter))
+
+    def stands_for(self, master: Parameter, parameter: Parameter) -> None:
+        self._owner[id(master)] = self._owner[id(parameter)]
 
     def owned(self, parameters: Iterable[Parameter]) -> list[Parameter]:
         return [p for p in parameters if self._owner.get(id(p)) in (None, self._replica)]
@@ -133,8 +168,9 @@ class OwnedParameters(ReplicaParameters):
     def tells(self, parameter: Tensor) -> bool:
         return self._owner.get(id(parameter), 0) == self._replica
 
-    def spread(self, stepped: Iterable[Parameter]) -> None:
-        send_values(stepped, lambda parameter: self._owner[id(parameter)], self._peers)
+    def bring(self, masters: Sequence[Parameter], parts: Sequence[Tensor], into: Sequence[Tensor]) -> None:
+        owner = {id(out): self._owner[id(master)] for out, master in zip(into, masters, strict=True)}
+        send_values(into, lambda out: owner[id(out)], self._peers)
 
 
 @dataclass(frozen=True, eq=False)
@@ -158,6 +194,10 @@ class ShardedParameter:
         for module, name in self.places:
             setattr(module, name, parameter)
 
+    def rows_of(self, tensor: Tensor) -> Tensor:
+        """The part's rows of a local tensor that has the whole's shape."""
+        return tensor.narrow(self.dim, self.begin, local(self.part).shape[self.dim])
+
 
 class ShardedParameters(ReplicaParameters):
     """The parameters of the stages of this process, of which each replica keeps a part.
@@ -169,6 +209,10 @@ class ShardedParameters(ReplicaParameters):
         its backwards      add to whole gradients here
         REDUCE             adds a stage's gradients up over the replicas and leaves each its part of the sum
         the step ends      module.weight is the part again, and the whole's memory is given up
+
+    Where updates are ops of the schedule, each sums its gradients and steps its part, and what all parts come to is
+    gathered at once, as the next op reads it. Older versions that a rule keeps, and gradients of an open window, stay
+    whole between steps.
 
     Everything is gathered at once, in one order on all replicas, and gradients go stage by stage. So replicas may use
     different layers (a mixture whose expert gets no sample here) and run their ops in different orders. torch's FSDP2
@@ -194,6 +238,7 @@ class ShardedParameters(ReplicaParameters):
         self._mesh, self._peers, self._group = mesh, mesh.replicas, mesh.replicas.group
         self._shared: dict[Any, Any] = {}
         self.of_whole: dict[int, ShardedParameter] = {}
+        self._of_master: dict[int, ShardedParameter] = {}
         places: dict[Parameter, dict[tuple[nn.Module, str], None]] = {}
         for stage in stages.values():
             for module in stage.modules():
@@ -211,7 +256,7 @@ class ShardedParameters(ReplicaParameters):
         self._buckets = [[self.of_whole[id(whole)] for whole in bucket] for bucket in buckets]
         self._is_whole = True
         self._counts_before = self._counts()
-        self.reshard()
+        self.reshard(stepped=False)
 
     def _part(self, parameter: Parameter, dim: int) -> tuple[Parameter, int]:
         """What is kept here of a parameter, and its first row."""
@@ -254,7 +299,7 @@ class ShardedParameters(ReplicaParameters):
             for one in bucket:
                 whole = local(one.whole.data)
                 whole.untyped_storage().resize_(whole.numel() * whole.element_size())
-            self._gather(bucket)
+            self.gather(bucket, [local(one.part) for one in bucket], [local(one.whole.data) for one in bucket])
         for one in self.of_whole.values():
             one.whole.requires_grad_(one.part.requires_grad)
             one.put(one.whole)
@@ -266,35 +311,38 @@ class ShardedParameters(ReplicaParameters):
         return [0 if one.whole.is_inference() else one.whole._version for one in self.of_whole.values()]
 
     @torch.no_grad()
-    def _gather(self, bucket: Sequence[ShardedParameter]) -> None:
-        """Writes what the parts of all replicas come to into the wholes of some parameters."""
-        num = self._mesh.num_replicas
-        mine = [
-            padded_rows(local(one.part), one.dim, rows_per_part(local(one.whole).shape[one.dim], num))
-            for one in bucket
-        ]
+    def gather(self, bucket: Sequence[ShardedParameter], parts: Sequence[Tensor], into: Sequence[Tensor]) -> None:
+        """Writes what the parts of some parameters come to into local tensors. Every replica must call it.
+
+        Args:
+            parts: what each replica has: the parts themselves, or others like them.
+        """
+        num, mine = self._mesh.num_replicas, []
+        for one, part in zip(bucket, parts, strict=True):
+            mine.append(padded_rows(part, one.dim, rows_per_part(local(one.whole).shape[one.dim], num)))
         flat = torch.cat([rows.reshape(-1) for rows in mine])
         rows = flat.new_empty(num, flat.numel())
         self._peers.wait_for(self._peers.start(all_gather, as_real(flat), as_real(rows)), "parts of a stage")
         found = rows.split([own.numel() for own in mine], dim=1)
-        for one, own, value in zip(bucket, mine, found, strict=True):
-            whole, value = local(one.whole.data), value.reshape(num * len(own), *own.shape[1:])
+        for one, own, value, whole in zip(bucket, mine, found, into, strict=True):
+            value = value.reshape(num * len(own), *own.shape[1:])
             whole.copy_(value[: whole.shape[one.dim]].movedim(0, one.dim))
 
     @torch.no_grad()
-    def reshard(self) -> None:
+    def reshard(self, stepped: bool) -> None:
         """Gives up what other replicas keep.
 
-        Where a forward or a hook has changed a whole, parts get its values. Wholes lose their gradients, which went
-        into sums or belong to a step that broke off.
+        Args:
+            stepped: updates among the ops of a step have changed the wholes, and parts get their values, as they do
+                if a forward or a hook has changed one. If not, the wholes lose their gradients, which went into sums
+                or belong to a step that broke off.
         """
-        has_changed = self._is_whole and self._counts() != self._counts_before
+        has_changed = self._is_whole and (stepped or self._counts() != self._counts_before)
         for one in self.of_whole.values():
-            one.whole.grad = None
+            if not stepped:
+                one.whole.grad = None
             if has_changed:
-                local(one.part).copy_(
-                    local(one.whole.data).narrow(one.dim, one.begin, local(one.part).shape[one.dim])
-                )
+                local(one.part).copy_(one.rows_of(local(one.whole.data)))
         if not self._is_whole:
             return
         for one in self.of_whole.values():
@@ -319,6 +367,26 @@ class ShardedParameters(ReplicaParameters):
             return GradientBucket(parameters, peers, None)
         ones = [self.of_whole[id(p)] for p in parameters]
         return PartBucket(parameters, [one.part for one in ones], [one.dim for one in ones], peers)
+
+    def stands_for(self, master: Parameter, parameter: Parameter) -> None:
+        if (one := self.of_whole.get(id(parameter))) is not None:
+            self._of_master[id(master)] = one
+
+    def owned(self, parameters: Iterable[Parameter]) -> list[Parameter]:
+        found = ((p, self._of_master.get(id(p))) for p in parameters)
+        return [p if one is None else one.part for p, one in found]
+
+    def to_step(self, masters: Sequence[Parameter], gradients: Gradients) -> tuple[Sequence[Parameter], Gradients]:
+        known = [self._of_master.get(id(master)) for master in masters]
+        rows = [g if one is None or g is None else one.rows_of(g) for one, g in zip(known, gradients, strict=True)]
+        return [m if one is None else one.part for one, m in zip(known, masters, strict=True)], rows
+
+    def bring(self, masters: Sequence[Parameter], parts: Sequence[Tensor], into: Sequence[Tensor]) -> None:
+        known = zip(masters, parts, into, strict=True)
+        cut = {id(m): (part, memory(out)) for m, part, out in known if id(m) in self._of_master}  # not single numbers
+        for bucket in cut_into_buckets((master for master in masters if id(master) in cut), lambda _: None):
+            ones = [self._of_master[id(master)] for master in bucket]
+            self.gather(ones, *zip(*(cut[id(master)] for master in bucket), strict=True))
 
 
 def _has_own_memory(parameter: Parameter) -> bool:

@@ -58,9 +58,14 @@ class ScheduledUpdates:
         self._windows = schedule.windows
         self.rule = rule_of(schedule.updates.rule)
         self._needs: dict[Copy, Needs] = predictions_of(schedule, one_copy_steps)
+        replicas.unshard()
         copies.separate_weights()
         model.tied.separate()
         self.weights: dict[Copy, CopyWeights] = {key: self._weights_of(*key) for key in copies.each()}
+        for key in copies.each():
+            for name, master in self.weights[key].masters.items():
+                replicas.sharding.stands_for(master, copies.here[key].get_parameter(name))
+        replicas.reshard()
         self.leaves_open = False
 
     def _weights_of(self, pipeline: int, stage: int) -> CopyWeights:
@@ -82,6 +87,7 @@ class ScheduledUpdates:
             [name for name, _ in one.named_parameters() if ties.is_elsewhere(name)],
             tied,
             self._needs.get((pipeline, stage)),
+            self.replicas.sharding.has_all_state,
         )
 
     def needed(self, pipeline: int, stage: int, num_updates: int) -> Sequence[int]:
@@ -98,14 +104,17 @@ class ScheduledUpdates:
         """Returns by the id of a parameter of the given model its masters here."""
         found: dict[int, list[Parameter]] = {}
         for key in sorted(self.weights):
-            for name, master in self.weights[key].masters.items():
-                found.setdefault(id(self.copies.here[key].get_parameter(name)), []).append(master)
+            for name, parameter in self.copies.here[key].named_parameters():
+                master = self.weights[key].masters.get(name)
+                found.setdefault(id(parameter), []).extend(
+                    self.replicas.sharding.owned([] if master is None else [master])
+                )
         for given, those in self._model.stand_ins().items():  # what was cut into shards
             found.setdefault(given, []).extend(master for one in those for master in found.get(id(one), ()))
         return found
 
     def masters(self) -> list[Parameter]:
-        """What the optimizer steps here."""
+        """What the optimizer steps here, before replicas deal it out."""
         return [master for weights in self.weights.values() for master in weights.masters.values()]
 
     def begin(
@@ -128,17 +137,20 @@ class ScheduledUpdates:
             )
         self.copies.follow_cleared()
         self.leaves_open = leave_open
+        self.replicas.unshard()
         self.copies.share_weights()  # whatever was done to the model's since
         self._fill_twins()
         for key in self.copies.each():
             self.weights[key].begin(optimizer, rates, clip_norm, leave_open)
-        if self._needs and self.one_copy_steps:
+        if self._needs:
             self._look_ahead()
 
     def _look_ahead(self) -> None:
-        """Gives copies, as a step begins, the predictions that their owners make. Every process must call it."""
+        """Gives all copies, as a step begins, the predictions that they can't make. Every process must call it."""
+        for key in self.copies.each():
+            self.weights[key].look_ahead(self.replicas.sharding.predicted)
         shared, num_pipelines = self._model.shared, self._windows.num_pipelines
-        for index in self.copies.stages:
+        for index in self.copies.stages if self.one_copy_steps else ():
             others = [(k, index) for k in range(num_pipelines) if k != OWNER]
             found: dict[int, list[Tensor]] = {}
             for steps in sorted({steps for key in others for steps in self.needed(*key, 0)}):

@@ -26,8 +26,8 @@ there a backward is to find other values than its forward in the views that auto
 forward stay in its graph: their backward reads those.
 
 A rule predicts weights from the optimizer's state. If this copy has that state, an op's prediction is made when the
-op runs. If another pipeline's copy has it, that copy predicts everything that ops will read of a version as soon as
-the version is made, and sends the predictions with the version.
+op runs. If another copy has it, or several replicas have parts of it, the holder of the state predicts everything
+that ops will read of a version as soon as the version is made, and sends the predictions with the version.
 
 A parameter that another stage owns comes with the first forward that passed the owner's stage since its update, so
 that all stages read one version in the forwards of a microbatch:
@@ -41,7 +41,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import reduce
+from functools import partial, reduce
 from typing import Any
 
 import torch
@@ -60,6 +60,11 @@ from penstock.schedule.staleness import Needs
 
 Predict = Callable[[Tensor, Parameter, int], None]
 """Writes into a tensor where a master will be after so many more updates."""
+Write = Callable[[Tensor, Parameter], None]
+"""Writes into a tensor where something that the optimizer steps will be."""
+Spread = Callable[[Sequence[Parameter], Write], list[Tensor]]
+"""Returns where each master will be. The replica that steps a master writes it."""
+ToStep = Callable[[Sequence[Parameter], Gradients], tuple[Sequence[Parameter], Gradients]]
 Ahead = Mapping[int, Sequence[Tensor]]
 """By the updates that are predicted on top of the newest version what the parameters will be, in their order."""
 
@@ -352,6 +357,8 @@ class CopyWeights:
         elsewhere: names of the stage's parameters that other stages own.
         tied: by the name on its owner's stage the versions of such a parameter that ops of this copy read.
         needs: how many updates ahead this copy must know its weights, for its own ops and for those of others.
+        predicts: whether this copy has all of the optimizer's state, so that it predicts weights itself when asked.
+            If not, it is given the predictions.
 
     Attributes:
         versions: of the parameters that updates of this copy change. tied: by name, of the other ones.
@@ -369,6 +376,7 @@ class CopyWeights:
         elsewhere: Collection[str] = (),
         tied: Mapping[str, VersionedParameters] | None = None,
         needs: Needs | None = None,
+        predicts: bool = True,
     ) -> None:
         assert schedule.windows is not None, "the rule has refused a schedule without updates"
         self.stage, self._rule, self._index = stage, rule, index
@@ -379,11 +387,12 @@ class CopyWeights:
         self.masters = (
             {name: _master_of(p, rule.keeps or moves) for name, p in self._parameters.items()} if owns else {}
         )
+        self._owns, self._predicts, self._needs = owns, owns and predicts, needs
         self.mismatch: dict[int, int] = {}
         self._slowed = rule.slowed(schedule, index)
         self._gradients = GradientSums(list(self._parameters.values()))
         masters = list(self.masters.values())
-        predict = self._predict if owns else None
+        predict = self._predict if self._predicts else None
         self.versions = VersionedParameters(self._parameters, masters, rule, schedule, index, moves, predict, needs)
         self.tied = dict(tied or {})
         self._optimizer: Optimizer | None = None
@@ -461,8 +470,12 @@ class CopyWeights:
         found = zip(self._gradients.take(update), self._parameters.values(), strict=True)
         return [None if g is None else local(laid_like(g, parameter)) for g, parameter in found]
 
-    def apply(self, update: int, parts: Sequence[Gradients]) -> None:
-        """Applies an update: the sum of `parts`, pipelines in order, clipped, then the optimizer's step."""
+    def apply(self, update: int, parts: Sequence[Gradients], to_step: ToStep | None = None) -> None:
+        """Applies an update: the sum of `parts`, pipelines in order, clipped, then the optimizer's step.
+
+        Args:
+            to_step: gives what the optimizer steps in place of the masters, and its gradients. Default: the masters.
+        """
         if self._left_open(update):
             return
         assert self._optimizer is not None, "ops of an update run on a copy with an optimizer"
@@ -471,7 +484,21 @@ class CopyWeights:
             total = clipped(total, self._clip_norm, list(self.masters.values()))
         rate = None if self._rates is None else self._rates[update]
         self.versions.advance()
-        step_masters(self._optimizer, list(self.masters.values()), total, rate, self._slowed)
+        masters: Sequence[Parameter] = list(self.masters.values())
+        if to_step is not None:
+            masters, total = to_step(masters, total)
+        step_masters(self._optimizer, masters, total, rate, self._slowed)
+
+    def look_ahead(self, spread: Spread) -> None:
+        """Predicts all that ops will read of the newest version, if this copy has a part of the optimizer's state.
+
+        It is called as a pass begins and after each update, by all replicas that have the other parts.
+        """
+        if self._predicts or not self._owns or not self._needs:
+            return
+        masters = list(self.masters.values())
+        ahead = {s: spread(masters, partial(self._predict, num_steps=s)) for s in self.versions.needed()}
+        self.versions.give_ahead(ahead)
 
     def take_over(self, update: int, values: Sequence[Tensor]) -> None:
         """Makes `values` the newest version of a copy without the optimizer's state.
@@ -547,7 +574,7 @@ class CopyWeights:
         return [self.versions, *self.tied.values()]
 
     def _predict(self, out: Tensor, stepped: Parameter, num_steps: int) -> None:
-        """Writes where a master will be after so many more updates."""
+        """Writes where a master, or a replica's part of one, will be after so many more updates."""
         assert self._optimizer is not None, "a pass begins with an optimizer where updates are ops"
         if (group := self._groups.get(id(stepped))) is None:
             raise RuntimeFailure(
