@@ -180,19 +180,20 @@ class VersionsLoop:
     def stands_for(self, kinds: str, s: int, m: int) -> dict[str, int] | None:
         """By name after how many updates the weights are that an op reads; None where nothing is predicted.
 
-        Of a tied parameter the owner's stage predicts alone. The other ones read what has come.
+        What a stage has of a tied parameter, and what it predicts, stands for what its owner's stage reads.
         """
         if self.rule in KEEPING or self.rule == "none":
             return None
         found = {}
         for _, full, owned in self.names(s):
-            made = self.num_before(kinds, s, m)
+            owner = int(owned.split(".")[0])
+            made = self.num_before(kinds, owner, m)
             if self.rule == "spectrain":
-                back = s // 2
-                made += (back if kinds == "BI" else back + len(self.copies[0]) - s - 1) // self.window
+                back = owner // 2
+                made += (back if kinds == "BI" else back + len(self.copies[0]) - owner - 1) // self.window
             elif kinds == "F":
                 made = m // self.window
-            found[full] = self.first_window + made if full == owned else 0
+            found[full] = self.first_window + made
         return found
 
     def F(self, op: Op, k: int) -> None:
@@ -349,9 +350,11 @@ def unlike_the_loop(
 
 def _other_versions(pipe: ps.Pipeline, sharding: str, num_replicas: int) -> list[str]:
     """Where copies of stages here held another number of versions than is counted from the order."""
-    state = pipe._local.optimizer_state
+    state, ties = pipe._local.optimizer_state, pipe._local.model.ties.stages
     assert state.updating is not None
-    counted = ps.schedule.count_versions(pipe.schedule, sharding=sharding, num_replicas=num_replicas)
+    counted = ps.schedule.count_versions(
+        pipe.schedule, sharding=sharding, num_replicas=num_replicas, tied_stages=ties
+    )
     held = {(stage, k): weights.versions.most for (k, stage), weights in state.updating.weights.items()}
     return [
         f"versions of {each}: {num}, counted {counted[each]}" for each, num in held.items() if num != counted[each]

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 import asynchronous_runs as runs
 import penstock as ps
@@ -129,6 +130,40 @@ def test_what_is_done_to_a_tied_parameter_between_steps_reaches_all_its_stages()
         losses = pipe.step(*data[1], rates=[0.0, 0.0]).losses
         found.append(losses)
     assert torch.equal(*found)
+
+
+def test_in_the_forwards_of_a_microbatch_all_stages_read_one_prediction_of_a_tied_parameter() -> None:
+    """In its backward the last stage reads the same, too: that follows at once, and no update has come since."""
+    seen: dict[tuple[int, str], list[torch.Tensor]] = {}
+    torch.manual_seed(3)
+    model = nn.Sequential(*(Noting(nn.Linear(tie_runs.WIDTH, tie_runs.WIDTH), stage, seen) for stage in range(4)))
+    model[3].layer.weight = model[0].layer.weight
+    pipe = ps.Pipeline(model, ps.build("xpipe", 4, 8, window=1), loss_fn=loop.MSE, optimizer=runs.ADAM)
+    for x, y in loop.batches(8, 2):
+        pipe.step(x, y)
+    first, last, back = seen[0, "F"], seen[3, "F"], seen[3, "B"]
+    assert len(first) == len(last) == 16
+    for m in range(16):
+        assert torch.equal(first[m], last[m])
+        assert torch.equal(last[m], back[m])
+    assert any(not torch.equal(first[m], seen[0, "B"][m]) for m in range(16))
+
+
+class Noting(nn.Module):
+    """A linear layer that notes which weights its forwards and backwards read."""
+
+    def __init__(self, layer: nn.Linear, stage: int, seen: dict[tuple[int, str], list[torch.Tensor]]) -> None:
+        super().__init__()
+        self.layer, self._stage, self._seen = layer, stage, seen
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.note("F")
+        y = self.layer(x)
+        y.register_hook(lambda _: self.note("B"))
+        return y
+
+    def note(self, kind: str) -> None:
+        self._seen.setdefault((self._stage, kind), []).append(self.layer.weight.detach().clone())
 
 
 @pytest.mark.parametrize(("name", "then"), [("amdp", "amdp"), ("pipedream-2bw", "pipedream-2bw"), ("amdp", "1f1b")])

@@ -18,6 +18,8 @@ from penstock.schedule.staleness import (
     backward_steps,
     forward_steps,
     predictions_of,
+    reads_of,
+    tied_reads_of,
     updates_ahead,
     why_none_is_predicted,
 )
@@ -109,15 +111,26 @@ def test_steps_ahead_are_those_between_a_forward_and_its_own_update() -> None:
     assert updates_ahead(ps.build("1f1b", 3, 6), 0) == {}
 
 
-def test_what_a_stage_reads_ahead_of_its_newest_weights_in_xpipe_s_order() -> None:
+def test_a_tied_parameter_stands_for_what_its_owners_stage_reads_in_the_same_op() -> None:
     # rank 0 | F0 F1 F2 .  .  B0 U0 F3 B1 U1 F4 B2 U2 F5 B3 U3 .  B4 U4 .  B5 U5
     # rank 1 | .  F0 F1 .  B0 U0 F2 B1 U1 F3 B2 U2 F4 B3 U3 F5 B4 U4 .  B5 U5
     # rank 2 | .  .  F0 B0 U0 F1 B1 U1 F2 B2 U2 F3 B3 U3 F4 B4 U4 F5 B5 U5
-    assert predictions_of(ps.build("xpipe", 3, 6, window=1)) == {
+    schedule = ps.build("xpipe", 3, 6, window=1)
+    owner, middle, last = reads_of(schedule, 0)[0], *(tied_reads_of(schedule, 0, stage)[0] for stage in (1, 2))
+    came = {0: 0, 1: 0, 2: 0, 3: 1, 4: 2, 5: 3}  # the updates of stage 0 before each of its forwards
+    assert owner.newest == middle.newest == last.newest == came
+    assert owner.forward == middle.forward == last.forward == {m: m for m in range(6)}  # up to its own update
+    assert owner.backward == middle.backward == last.backward == {m: m for m in range(6)}
+    # Stage 0 has made m updates by its backward of m. The last stage runs both ops of m when min(m, 2) are missing.
+    assert [last.needed(newest) for newest in range(6)] == [(1, 2), (2,), (2,), (2,), (), ()]
+    # On stage 1 B3 comes behind F4, which has brought a second update.
+    assert middle.needed(2) == (1, 2)
+    assert predictions_of(schedule) == {
         (0, 0): {0: (1, 2), 1: (2,), 2: (2,), 3: (2,)},
         (0, 1): dict.fromkeys(range(5), (1,)),
     }
-    assert not predictions_of(ps.build("pipedream", 3, 6, window=1))
+    assert predictions_of(schedule, [[0, 1]])[0, 0][2] == (1, 2)
+    assert not reads_of(ps.build("pipedream", 3, 6, window=1), 0)
 
 
 def test_of_several_pipelines_the_owner_predicts_what_all_copies_ask_for() -> None:

@@ -1,13 +1,20 @@
 """How many updates ahead of the newest weights ops read, by rules that predict weights: a matter of the order alone.
 
-xpipe, window 1    F0 F1 F2 B0 U0 F3 B1 U1 F4 ...
-the newest         0        0     1     1     2
-a forward reads    0  +1 +2       +2          +2       up to the update that gathers its own microbatch
+    xpipe, window 1    F0 F1 F2 B0 U0 F3 B1 U1 F4 ...
+    the newest         0        0     1     1     2
+    a forward reads    0  +1 +2       +2          +2       up to the update that gathers its own microbatch
+
+Of a tied parameter every stage reads what stands for the same moment. The owner's stage sets it. What has come to
+another stage may lack some updates, and is moved on by so many more:
+
+    stage 0, owner    F3: newest 1, +2 = 3       ..        B3: newest 3, = 3
+    stage 2           F3: came 1, +2 = 3         B3: came 1, +2 = 3
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from penstock.schedule.op import BACKWARD, FORWARD, INPUT, RECOMPUTE, UPDATE, Op
@@ -20,7 +27,6 @@ BY_MOMENTUM = ("spectrain",)
 BY_ADAM = ("xpipe", "xpipe-lr")
 PREDICTING = (*BY_MOMENTUM, *BY_ADAM)
 """Rules by which ops read weights that are predicted."""
-_READS_OR_MAKES_WEIGHTS = FORWARD, BACKWARD, INPUT, RECOMPUTE, UPDATE
 
 Needs = dict[int, tuple[int, ...]]
 """By the updates of a pass that the newest weights have, how many steps ahead of these ops read; ascending."""
@@ -60,29 +66,110 @@ def backward_steps(stage: int, window_size: int) -> int:
     return stage // 2 // window_size
 
 
-def predictions_of(schedule: Schedule, one_copy_steps: bool = False) -> dict[tuple[int, int], Needs]:
-    """By (pipeline, stage) how far ahead of its newest weights each copy must know them for its ops.
+@dataclass
+class WeightReads:
+    """What ops of one copy of a stage read of some weights, counted in the updates of a pass.
+
+    Attributes:
+        newest: microbatch -> the updates that the newest weights have at its forward.
+        forward, backward: microbatch -> the updates that the weights stand for which its forward, and its backward,
+            reads: those of the newest, and those that are predicted on top.
+        needs: how far ahead of the newest ops read.
+    """
+
+    newest: dict[int, int] = field(default_factory=dict)
+    forward: dict[int, int] = field(default_factory=dict)
+    backward: dict[int, int] = field(default_factory=dict)
+    needs: dict[int, set[int]] = field(default_factory=dict)
+
+    def needed(self, newest: int) -> tuple[int, ...]:
+        """How far ahead ops read of the newest weights with so many updates; ascending."""
+        return tuple(sorted(self.needs.get(newest, ())))
+
+    def note(self, newest: int, stands_for: int) -> None:
+        """An op reads what stands for so many updates where the newest weights have `newest`."""
+        if stands_for > newest:
+            self.needs.setdefault(newest, set()).add(stands_for - newest)
+
+
+def reads_of(schedule: Schedule, stage: int) -> dict[int, WeightReads]:
+    """By pipeline what the ops of a stage read of its own weights; nothing by a rule that predicts none."""
+    found: dict[int, WeightReads] = {}
+    if (steps := _steps_of(schedule, stage)) is None:
+        return found
+    ahead, backward = steps
+    for row in _rows_of(schedule, stage):
+        newest: dict[int, int] = {}
+        for op in _of_stage(row, stage):
+            pipeline, m = schedule.pipeline_of(op), op.microbatch
+            reads, now = found.setdefault(pipeline, WeightReads()), newest.setdefault(pipeline, 0)
+            if op.kind == UPDATE:
+                newest[pipeline] += 1
+            elif op.kind == FORWARD:
+                reads.newest[m], reads.forward[m] = now, now + ahead(m)
+                reads.note(now, reads.forward[m])
+            else:
+                if op.kind != RECOMPUTE:
+                    reads.backward[m] = now + backward
+                reads.note(now, now + backward)
+    return found
+
+
+def tied_reads_of(schedule: Schedule, owner: int, stage: int) -> dict[int, WeightReads]:
+    """By pipeline what the ops of a stage read of a tied parameter that another one owns.
+
+    New values come with the first forward whose microbatch has passed the owner's stage since the update.
+    """
+    found: dict[int, WeightReads] = {}
+    owners = reads_of(schedule, owner)
+    for row in _rows_of(schedule, stage) if owners else ():
+        came: dict[int, int] = {}
+        for op in _of_stage(row, stage):
+            pipeline, m = schedule.pipeline_of(op), op.microbatch
+            if op.kind == UPDATE:
+                continue
+            theirs, mine = owners[pipeline], found.setdefault(pipeline, WeightReads())
+            if op.kind == FORWARD:
+                came[pipeline] = max(came.get(pipeline, 0), theirs.newest[m])
+                mine.newest[m] = came[pipeline]
+            stands_for = (theirs.forward if op.kind == FORWARD else theirs.backward)[m]
+            (mine.forward if op.kind == FORWARD else mine.backward)[m] = stands_for
+            mine.note(came[pipeline], stands_for)
+    return found
+
+
+def predictions_of(
+    schedule: Schedule, tied_stages: Sequence[Sequence[int]] = (), one_copy_steps: bool = False
+) -> dict[tuple[int, int], Needs]:
+    """By (pipeline, stage) how far ahead of its newest weights each copy must know them.
+
+    For its own ops, and for those of other stages to which it sends a tied parameter.
 
     Args:
+        tied_stages: of each tied parameter the stages that have it, ascending; the first owns it.
         one_copy_steps: of several pipelines one has the optimizer's state, and predicts for the copies of the others,
             too.
     """
     found: dict[tuple[int, int], dict[int, set[int]]] = {}
+
+    def add(pipeline: int, stage: int, needs: Mapping[int, set[int]]) -> None:
+        for key in {(pipeline, stage), (OWNER, stage)} if one_copy_steps else {(pipeline, stage)}:
+            mine = found.setdefault(key, {})
+            for newest, steps in needs.items():
+                mine[newest] = mine.get(newest, set()) | steps
+
     for stage in range(schedule.num_stages):
-        if (steps := _steps_of(schedule, stage)) is None:
-            continue
-        ahead, backward = steps
-        for row in _rows_of(schedule, stage):
-            newest: dict[int, int] = {}
-            for op in (op for op in row if op.stage == stage and op.kind in _READS_OR_MAKES_WEIGHTS):
-                pipeline = schedule.pipeline_of(op)
-                now = newest.setdefault(pipeline, 0)
-                if op.kind == UPDATE:
-                    newest[pipeline] += 1
-                elif num := ahead(op.microbatch) if op.kind == FORWARD else backward:
-                    for key in {(pipeline, stage), (OWNER if one_copy_steps else pipeline, stage)}:
-                        found.setdefault(key, {}).setdefault(now, set()).add(num)
-    return {key: {now: tuple(sorted(steps)) for now, steps in needs.items()} for key, needs in found.items()}
+        for pipeline, reads in reads_of(schedule, stage).items():
+            add(pipeline, stage, reads.needs)
+    for owner, *others in tied_stages:
+        for stage in others:
+            for pipeline, reads in tied_reads_of(schedule, owner, stage).items():
+                add(pipeline, owner, reads.needs)
+    return {
+        key: {newest: tuple(sorted(steps)) for newest, steps in needs.items()}
+        for key, needs in found.items()
+        if needs
+    }
 
 
 def why_none_is_predicted(schedule: Schedule) -> str | None:
@@ -117,3 +204,9 @@ def _rows_of(schedule: Schedule, stage: int) -> list[Sequence[Op]]:
     placement = schedule.placement
     hosts = {rank for pipeline in range(placement.num_pipelines) for rank in placement.hosts(pipeline, stage)}
     return [row for rank, row in enumerate(schedule.order) if rank in hosts]
+
+
+def _of_stage(row: Sequence[Op], stage: int) -> list[Op]:
+    """The ops that read its weights, or make new ones."""
+    kinds = FORWARD, BACKWARD, INPUT, RECOMPUTE, UPDATE
+    return [op for op in row if op.stage == stage and op.kind in kinds]

@@ -10,6 +10,7 @@ alone, as mismatch is.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from penstock.schedule.errors import ScheduleError
@@ -33,7 +34,13 @@ Copies = dict[tuple[int, int], int]
 """Numbers by (stage, pipeline)."""
 
 
-def count_versions(schedule: Schedule, *, sharding: str = "none", num_replicas: int = 1) -> Copies:
+def count_versions(
+    schedule: Schedule,
+    *,
+    sharding: str = "none",
+    num_replicas: int = 1,
+    tied_stages: Sequence[Sequence[int]] = (),
+) -> Copies:
     """By (stage, pipeline), the most versions of its weights that the copy holds at once.
 
     - none: 1. Updates overwrite it.
@@ -50,6 +57,7 @@ def count_versions(schedule: Schedule, *, sharding: str = "none", num_replicas: 
         sharding: who has the optimizer's state and predicts: "none" (each copy for itself), "copies" (the owner for
             all copies of a stage), "zero1" or "fsdp" (that, and each replica for the part that it has).
         num_replicas: of the pipelines.
+        tied_stages: of each parameter that stages share these, ascending; the first one predicts for the others.
 
     Raises:
         ScheduleError: another sharding.
@@ -69,7 +77,7 @@ def count_versions(schedule: Schedule, *, sharding: str = "none", num_replicas: 
         return _stashed(schedule, copies)
     if rule == TWO_BUFFERS:
         return dict.fromkeys(copies, 2)
-    sent = predictions_of(schedule, one_copy_steps=sharding != "none")
+    sent = predictions_of(schedule, tied_stages, one_copy_steps=sharding != "none")
     in_parts = num_replicas > 1 and sharding in ("zero1", "fsdp")
     found = {}
     for stage, pipeline in copies:

@@ -235,7 +235,7 @@ class RankRun:
         ending = self._ending(validation)
         if untrained:  # the report needs a timeline all the same
             profile.append(self._profile_one())
-        updating = update_report(settings, self.pipe, updates)
+        updating = update_report(settings, self.pipe, updates, bool(self.inputs.task.tied))
         self.pipe.close()  # the records are complete then
         if self.first:
             rate = trained / seconds if seconds else None

@@ -49,10 +49,11 @@ class UpdateReport:
         return f"{self.num_updates}, {one_every(self.window)}; {bound(self.proved)}, {counted}"
 
 
-def update_report(settings: Settings, pipe: Pipeline, num_updates: int) -> UpdateReport | None:
+def update_report(settings: Settings, pipe: Pipeline, num_updates: int, is_tied: bool) -> UpdateReport | None:
     """The report on the updates of what the pipeline ran last; None if updates are not ops. All ranks must call it.
 
     Args:
+        is_tied: the first stage and the last one share a parameter.
     """
     schedule = pipe.schedule
     if schedule.updates is None or not settings.is_asynchronous:
@@ -67,13 +68,14 @@ def update_report(settings: Settings, pipe: Pipeline, num_updates: int) -> Updat
         proved=proved_mismatch(schedule),
         measured=max(counted.values(), default=0),
         met=sum(1 for count in counted.values() if count) / max(1, len(counted)),
-        versions=most_versions(settings, schedule),
+        versions=most_versions(settings, schedule, is_tied),
     )
 
 
-def most_versions(settings: Settings, schedule: Schedule) -> int:
+def most_versions(settings: Settings, schedule: Schedule, is_tied: bool = False) -> int:
     """The most versions of its weights that a copy of a stage holds in such a run."""
-    counted = count_versions(schedule, sharding=settings.sharding, num_replicas=settings.dp)
+    tied = [[0, schedule.num_stages - 1]] if is_tied and schedule.num_stages > 1 else []
+    counted = count_versions(schedule, sharding=settings.sharding, num_replicas=settings.dp, tied_stages=tied)
     return max(counted.values(), default=1)
 
 

@@ -146,7 +146,9 @@ class UpdatingOps:
             return []
         stage = edge.producer.stage
         self._select(pipeline, stage)
-        return [self._here[pipeline, stage].versions.newest_values()[self._updating.tied_name(edge)].clone()]
+        name = self._updating.tied_name(edge)
+        steps = self._updating.tied_needed(name, pipeline, edge.consumer.stage, update + 1)
+        return [*self._here[pipeline, stage].versions.copies(steps, [name])]
 
     def _take_tied(self, weights: CopyWeights, edges: Sequence[Edge], came: Sequence[Payload]) -> None:
         for edge, payload in zip(edges, came, strict=True):

@@ -369,6 +369,23 @@ class SlowedPrediction(AdamPrediction):
     is_slowed = True
 
 
+class TiedPrediction(VersionRule):
+    """Of a tied parameter that another stage owns: the newest that came, moved on by `ReadContext.ahead`.
+
+    So each op reads what stands for the same moment as what the owner's stage reads in the same op of the microbatch
+    (`schedule/staleness.py`), under any rule that predicts. In a forward it is the same to the bit, as all stages
+    have the same version of it there. In a backward the owner's stage will have made updates that have not come here.
+    """
+
+    name = "tied"
+
+    def forward(self, context: ReadContext) -> WeightRead:
+        return WeightRead(context.newest, context.ahead)
+
+    def backward(self, context: ReadContext, forward: WeightRead) -> WeightRead:
+        return WeightRead(context.newest, context.ahead)
+
+
 _KINDS: tuple[type[VersionRule], ...] = (
     NewestWeights,
     WeightStashing,

@@ -239,6 +239,10 @@ class SharedTensors:
         """Gives tensors the values of the owner of a stage, in the copies of all pipelines."""
         self._of_stages[index].share(tensors, self._peers)
 
+    def share_of_tie(self, slot: int, tensor: Tensor) -> None:
+        """Gives a tensor the value of the owner of a tied parameter, on all ranks that hold the parameter."""
+        self._of_ties[slot - 1].share([tensor], self._peers)
+
     def spread(self, slot: int, tensor: Tensor | None) -> Tensor | None:
         """Returns the tensor of the owner of a tied parameter, on all ranks that hold the parameter."""
         return self._of_ties[slot - 1].given([tensor], [self.tied(slot)], self._peers)[0]

@@ -17,15 +17,16 @@ from torch.optim import Optimizer
 from penstock.runtime.errors import RuntimeFailure
 from penstock.runtime.parameters.local_model import LocalModel
 from penstock.runtime.parameters.replicas import Replicas
-from penstock.runtime.parameters.rules import rule_of
+from penstock.runtime.parameters.rules import TiedPrediction, rule_of
+from penstock.runtime.parameters.ties import Tie
 from penstock.runtime.parameters.versions import CopyWeights, VersionedParameters
 from penstock.runtime.stage.stage import Copy
 from penstock.runtime.tensors.dtensor import as_shard, local, memory
 from penstock.runtime.tensors.message import Edge
 from penstock.runtime.transport.wiring import twins_of
 from penstock.schedule import Schedule
-from penstock.schedule.staleness import PREDICTING, Needs, predictions_of
-from penstock.schedule.updates import NEWEST, OWNER
+from penstock.schedule.staleness import Needs, predictions_of, tied_reads_of
+from penstock.schedule.updates import OWNER
 
 GRADIENTS = "gradients/"
 PREFIX = "asynchronous/"
@@ -57,7 +58,12 @@ class ScheduledUpdates:
         self.replicas, self.is_first_shard = replicas, is_first_shard
         self._windows = schedule.windows
         self.rule = rule_of(schedule.updates.rule)
-        self._needs: dict[Copy, Needs] = predictions_of(schedule, one_copy_steps)
+        self._needs: dict[Copy, Needs] = predictions_of(schedule, model.ties.stages, one_copy_steps)
+        self._tied_reads = {
+            (tie.name, stage): tied_reads_of(schedule, tie.owner, stage)
+            for tie in model.ties
+            for stage in tie.stages[1:]
+        }
         replicas.unshard()
         copies.separate_weights()
         model.tied.separate()
@@ -70,13 +76,13 @@ class ScheduledUpdates:
 
     def _weights_of(self, pipeline: int, stage: int) -> CopyWeights:
         ties = self._model.ties
-        # Only the owner's stage has the optimizer's state of a tied parameter. The others read what has come.
-        rule = rule_of(NEWEST) if self.rule.name in PREDICTING else self.rule
         tied: dict[str, VersionedParameters] = {}
         for slot, leaf in self._model.tied.read_by((pipeline, stage)).items():
             if leaf.requires_grad:
                 name = ties[slot - 1].name
-                tied[name] = VersionedParameters({name: leaf}, [], rule, self.schedule, stage)
+                reads = self._tied_reads[name, stage].get(pipeline)
+                rule = self.rule if reads is None else TiedPrediction()
+                tied[name] = VersionedParameters({name: leaf}, [], rule, self.schedule, stage, reads=reads)
         one = self.copies.here[pipeline, stage]
         return CopyWeights(
             one,
@@ -93,6 +99,11 @@ class ScheduledUpdates:
     def needed(self, pipeline: int, stage: int, num_updates: int) -> Sequence[int]:
         """How many updates ahead a copy must know its weights, once a pass has made so many updates."""
         return self._needs.get((pipeline, stage), {}).get(num_updates, ())
+
+    def tied_needed(self, name: str, pipeline: int, stage: int, num_updates: int) -> Sequence[int]:
+        """The same for a tied parameter in a copy of a stage that does not own it."""
+        reads = self._tied_reads[name, stage].get(pipeline)
+        return () if reads is None else reads.needed(num_updates)
 
     def tied_name(self, edge: Edge) -> str:
         """The name of the tied parameter whose value an edge carries."""
@@ -159,6 +170,8 @@ class ScheduledUpdates:
             for key in others:
                 if key in self.weights:
                     self.weights[key].versions.give_ahead({steps: found[steps] for steps in self.needed(*key, 0)})
+        for slot, tie in self._model.ties.slots():
+            self._look_ahead_of_tie(slot, tie)
 
     def _ahead_at_owner(self, index: int, steps: int) -> list[Tensor]:
         """Predicts the parameters of a stage; in a process without the owner, returns memory for the predictions."""
@@ -167,6 +180,24 @@ class ScheduledUpdates:
             return self.weights[OWNER, index].versions.ahead(steps)
         pipeline = next(k for k, stage in self.weights if stage == index)
         return [torch.empty_like(memory(p)) for p in self.weights[pipeline, index].versions.named.values()]
+
+    def _look_ahead_of_tie(self, slot: int, tie: Tie) -> None:
+        """Does the same for a tied parameter, for the stages that read it and do not own it."""
+        parameter = self._model.shared.tied(slot)
+        trained = any(tie.name in {*copy.tied, *copy.versions.named} for copy in self.weights.values())
+        if parameter is None or not trained:
+            return
+        reads = [one for stage in tie.stages[1:] for one in self._tied_reads[tie.name, stage].values()]
+        found: dict[int, Tensor] = {}
+        for steps in sorted({steps for one in reads for steps in one.needed(0)}):
+            found[steps] = torch.empty_like(memory(parameter))
+            if (OWNER, tie.owner) in self.weights:
+                self.copies.select(OWNER, tie.owner)
+                (found[steps],) = self.weights[OWNER, tie.owner].versions.ahead(steps, [tie.name])
+            self._model.shared.share_of_tie(slot, found[steps])
+        for weights in self.weights.values():
+            if (tied := weights.tied.get(tie.name)) is not None and (needed := tied.needed()):
+                tied.give_ahead({steps: [found[steps]] for steps in needed})
 
     def end(self) -> None:
         """Ends a step: all copies have the newest parameters. Every process must call it."""

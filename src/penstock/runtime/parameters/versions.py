@@ -56,7 +56,7 @@ from penstock.runtime.parameters.rules import ReadContext, VersionRule, WeightRe
 from penstock.runtime.tensors.autograd import added
 from penstock.runtime.tensors.dtensor import as_shard, is_sharded, laid_like, local, memory, own_shard, standing_for
 from penstock.schedule import Schedule
-from penstock.schedule.staleness import Needs
+from penstock.schedule.staleness import Needs, WeightReads
 
 Predict = Callable[[Tensor, Parameter, int], None]
 """Writes into a tensor where a master will be after so many more updates."""
@@ -83,6 +83,7 @@ class VersionedParameters:
         moves: whether ops read predictions.
         predict: makes predictions; None if they are given with a version, by the copy with the optimizer's state.
         needs: how many updates ahead of the newest version the weights must be known here.
+        reads: the reads of this copy's ops, if another stage owns the parameter and the rule predicts.
 
     Attributes:
         newest: the number of updates over all passes.
@@ -99,13 +100,17 @@ class VersionedParameters:
         moves: bool = False,
         predict: Predict | None = None,
         needs: Needs | None = None,
+        reads: WeightReads | None = None,
     ) -> None:
         self.named = dict(named)
         self._parameters = list(self.named.values())
         self._masters: Sequence[Parameter | None] = list(masters) or [None] * len(self._parameters)
         self._rule, self._stage, self._num_stages = rule, stage, schedule.num_stages
         self._window = 1 if schedule.updates is None else schedule.updates.window
-        self._steps_of, self._needs = rule.ahead(schedule, stage), needs or {}
+        self._steps_of, self._reads_of, self._needs = rule.ahead(schedule, stage), reads, needs or {}
+        if reads is not None:
+            self._needs = {newest: reads.needed(newest) for newest in reads.needs}
+            moves = bool(self._needs)
         self._moves, self._predict = moves, predict
         self._is_copied = [moves or (rule.keeps and is_sharded(p)) for p in self._parameters]
         self.newest, self._first, self.most = 0, 0, 1
@@ -138,7 +143,7 @@ class VersionedParameters:
 
     def before_forward(self, m: int) -> None:
         """Shows the weights that the forward of microbatch `m` reads."""
-        read = self._rule.forward(self._context(m))
+        read = self._rule.forward(self._context(m, is_forward=True))
         self._show(read)
         if self._rule.keeps:
             self._num_users[read.version] = self._num_users.get(read.version, 0) + 1
@@ -147,7 +152,7 @@ class VersionedParameters:
     def before_backward(self, m: int) -> int:
         """Shows the weights that the backward reads. Returns the number of updates since the forward."""
         read, since = self._reads[m]
-        self._show(self._rule.backward(self._context(m), read))
+        self._show(self._rule.backward(self._context(m, is_forward=False), read))
         return self.newest - since
 
     def done(self, m: int) -> None:
@@ -198,11 +203,10 @@ class VersionedParameters:
             ahead = [value.clone() for value in values[num:]]
             self.give_ahead({each: ahead[n * num : (n + 1) * num] for n, each in enumerate(steps)})
 
-    def copies(self, steps: Sequence[int] = ()) -> list[Tensor]:
-        """Copies of the newest version of all parameters; then of the predictions by `steps`."""
-        return [value.clone() for value in self._versions[self.newest]] + [
-            v for each in steps for v in self.ahead(each)
-        ]
+    def copies(self, steps: Sequence[int] = (), names: Sequence[str] | None = None) -> list[Tensor]:
+        """Copies of the newest version, of all parameters or of these names; then of the predictions by `steps`."""
+        newest = [value.clone() for name, value in self.newest_values().items() if names is None or name in names]
+        return newest + [value for each in steps for value in self.ahead(each, names)]
 
     # Predictions.
 
@@ -220,14 +224,16 @@ class VersionedParameters:
         self._ahead = ahead
         self._count()
 
-    def ahead(self, steps: int) -> list[Tensor]:
-        """The values of all parameters so many updates after the newest version.
+    def ahead(self, steps: int, names: Sequence[str] | None = None) -> list[Tensor]:
+        """The values of all parameters, or of these names, so many updates after the newest version.
 
         Raises RuntimeFailure if they are not predicted here, and were not given.
         """
-        found = [torch.empty_like(value) for value in self._versions[self.newest]]
-        for place, value in enumerate(found):
-            self._write_ahead(value, place, steps)
+        found = []
+        for place, name in enumerate(self.named):
+            if names is None or name in names:
+                found.append(torch.empty_like(self._versions[self.newest][place]))
+                self._write_ahead(found[-1], place, steps)
         return found
 
     # Between passes.
@@ -296,10 +302,14 @@ class VersionedParameters:
         # Where ops read predictions, the newest version lies beside what they read.
         self.most = max(self.most, len(self._versions) + self._moves + len(self._ahead))
 
-    def _context(self, m: int) -> ReadContext:
+    def _context(self, m: int, is_forward: bool) -> ReadContext:
+        ahead = self._steps_of.get(m, 0)
+        if self._reads_of is not None:
+            stands_for = (self._reads_of.forward if is_forward else self._reads_of.backward)[m]
+            ahead = max(0, self._first + stands_for - self.newest)
         window = self._first + m // self._window
         place = self._stage, self._num_stages, self._window
-        return ReadContext(*place, window, self.newest, min(self._versions), self._steps_of.get(m, 0))
+        return ReadContext(*place, window, self.newest, min(self._versions), ahead)
 
     @torch.no_grad()
     def _show(self, read: WeightRead) -> None:
