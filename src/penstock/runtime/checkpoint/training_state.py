@@ -14,6 +14,7 @@ A tied parameter is stored once, under the name it has in its lowest stage.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import nullcontext
 from functools import reduce
 from operator import add
 from typing import Any, NamedTuple
@@ -296,10 +297,11 @@ class TrainingState:
                     overwrite(target, value)
             if put_optimizer is not None:
                 put_optimizer()
-            model.share_values()
-            model.zero_grad()
-            if updating is not None:
-                updating.load(kept, counters["num_updates"])
+            with nullcontext() if updating is None else model.as_whole():  # versions are of whole parameters
+                model.share_values()
+                model.zero_grad()
+                if updating is not None:
+                    updating.load(kept, counters["num_updates"])
             for parameter, gradient in gradients:
                 parameter.grad = gradient
             if scaling is not None:
