@@ -8,7 +8,10 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
+import emulated_processes
 from delegate_ranks import Chain, exchange, payload_of
+from penstock.runtime.mesh.peers import GroupPeers
+from penstock.runtime.mesh.probe import ROUNDS, ahead_of_first
 from penstock.runtime.transport import gloo
 from penstock.runtime.transport.base import StepMessages
 from penstock.runtime.transport.gloo import GlooTransport
@@ -76,3 +79,29 @@ def test_messages_from_a_host_whose_clock_is_behind_had_no_times(knows: bool) ->
     """They seemed to have waited for their receives, which began at later moments of another clock."""
     (_, found) = (o.value for o in run_ranks(2, of_hosts_with_clocks_of_their_own, knows))
     assert (found > 0) == knows
+
+
+class CountingPeers(GroupPeers):
+    """Counts what is sent, and by which limits."""
+
+    num_sent = 0
+
+    def send(self, tensor: Any, target: int, what: str, timeout: float | None = None) -> None:
+        assert timeout is None, "a rank waits for all that compare before it"
+        self.num_sent += 1
+        super().send(tensor, target, what)
+
+
+def clocks_of_three_hosts(rank: int) -> tuple[int, list[int]]:
+    peers = CountingPeers(emulated_processes.world(), PATIENCE)
+    ahead = ahead_of_first(peers, ["first", "second", "second", "third"])
+    return peers.num_sent, ahead
+
+
+def test_bug_each_rank_of_another_host_compared_its_clock_and_gave_up_after_20_s() -> None:
+    outcomes = run_ranks(4, clocks_of_three_hosts)
+    assert all(o.value for o in outcomes), "\n".join(o.text for o in outcomes)
+    assert [o.value[0] for o in outcomes] == [2 * ROUNDS, ROUNDS, 0, ROUNDS]
+    assert len({tuple(o.value[1]) for o in outcomes}) == 1
+    first, one, other, _ = outcomes[0].value[1]
+    assert (first, one) == (0, other)

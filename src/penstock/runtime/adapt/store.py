@@ -17,6 +17,7 @@ import uuid
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
+from functools import partial
 from typing import Any, Protocol, TypeVar
 
 import torch.distributed as dist
@@ -258,9 +259,7 @@ def meet(address: str | None, peers: Peers) -> Rendezvous:
 
     peers.together(reach, "reach the store, which adapting needs")
 
-    def compare() -> list[int]:
-        return [int(each) for each in peers.gather(ahead_of_first(peers, clocks))]
-
+    compare = partial(ahead_of_first, peers, clocks)
     again = compare if len(set(clocks)) > 1 else None
     return Rendezvous(reached[0], name, first, range(peers.num_ranks), compare(), again)
 

@@ -153,19 +153,17 @@ def _wait(work: object, peer: int | None, timeout: float) -> None:
 
 ROUNDS = 8
 WHAT = "the time of its clock"
-LIMIT = 20.0
-"""Seconds that any trip may take."""
 
 
-def ahead_of_first(peers: GroupPeers, names: Sequence[str]) -> int:
-    """Nanoseconds that this process's clock is ahead of rank 0's. Every process must call it.
+def ahead_of_first(peers: GroupPeers, names: Sequence[str]) -> list[int]:
+    """Nanoseconds that each rank's clock is ahead of rank 0's. Every process must call it.
 
     Args:
-        names: every process's `clock_name`; those that share rank 0's clock are not asked.
+        names: every process's `clock_name`; the first rank of each clock asks rank 0, one after the other.
     """
     mine, found = peers.here[0], 0
     for rank in range(1, peers.num_ranks):
-        if names[rank] == names[0]:
+        if names[rank] in names[:rank]:
             continue
         if mine == 0:
             for _ in range(ROUNDS):
@@ -179,14 +177,15 @@ def ahead_of_first(peers: GroupPeers, names: Sequence[str]) -> int:
                 told, heard = _receive(peers, 0), time.perf_counter_ns()
                 trips.append((heard - asked, (asked + heard) // 2 - told))
             _, found = min(trips)
-    return found
+    of_all = peers.gather(found)
+    return [of_all[names.index(name)] for name in names]
 
 
 def _send(peers: GroupPeers, target: int, value: int) -> None:
-    peers.send(torch.tensor([value], device="cpu"), target, WHAT, LIMIT)
+    peers.send(torch.tensor([value], device="cpu"), target, WHAT)
 
 
 def _receive(peers: GroupPeers, source: int) -> int:
     value = torch.zeros(1, dtype=torch.int64, device="cpu")
-    peers.receive(value, source, WHAT, LIMIT)
+    peers.receive(value, source, WHAT)
     return int(value)

@@ -290,7 +290,7 @@ class ConditionedTransport:
 
 def clocks_ahead(peers: GroupPeers) -> list[int]:
     """By how many nanoseconds this process's clock is ahead of each rank's. Every process must call it."""
-    ahead = peers.gather(ahead_of_first(peers, peers.gather(clock_name())))
+    ahead = ahead_of_first(peers, peers.gather(clock_name()))
     return [ahead[peers.here[0]] - each for each in ahead]
 
 
