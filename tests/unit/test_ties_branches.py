@@ -69,7 +69,7 @@ def test_stages_with_as_many_microbatches_may_share_a_weight(chain: str, tie: tu
 def test_stages_with_other_numbers_of_microbatches_may_not(chain: str, tie: tuple[int, int]) -> None:
     names = " and ".join([r"different numbers of microbatches", "a tied parameter that they share"])
     shared = rf"{tie[0]}.linear.weight, {tie[1]}.linear.weight of stages {tie[0]}, {tie[1]}"
-    with pytest.raises(RuntimeFailure, match=rf"{names} \({shared}\) exclude one another: .* have different samples"):
+    with pytest.raises(RuntimeFailure, match=rf"{names} \({shared}\) exclude one another: .* have other samples"):
         ps.Pipeline(tied_stages(chain, *tie), runs.schedule_of(chain), loss_fn=runs.MSE, optimizer=runs.ADAM)
 
 
