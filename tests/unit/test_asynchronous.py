@@ -196,6 +196,16 @@ def test_losses_are_weighed_in_their_window() -> None:
     assert torch.equal(result.loss, result.window_losses.mean())
 
 
+def test_a_rule_that_predicts_nothing_is_told_as_a_notice() -> None:
+    """AMDP's windows are whole blocks, and longer than SpecTrain looks ahead."""
+    amdp = runs.RUNS["amdp"].build()
+    assert amdp.updates is not None
+    for rule, optimizer, num in (("spectrain", runs.MOMENTUM, 1), ("xpipe", runs.ADAM, 0), ("none", runs.ADAM, 0)):
+        schedule = replace(amdp, updates=replace(amdp.updates, rule=rule))
+        with ps.Pipeline(runs.model_of(4), schedule, loss_fn=nn.MSELoss(), optimizer=optimizer) as pipe:
+            assert sum("predicts no weights here" in notice for notice in pipe.notices) == num
+
+
 def test_what_a_step_refuses() -> None:
     pipe = runs.pipeline_of(RUNS["amdp"])
     with pytest.raises(RuntimeFailure, match="3 rates given for 4 updates of amdp"):

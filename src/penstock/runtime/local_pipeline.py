@@ -75,6 +75,7 @@ from penstock.runtime.transport.repeat import MOST_ATTEMPTS, Attempts, GuardedGr
 from penstock.runtime.transport.wiring import Wiring
 from penstock.schedule import Schedule, check
 from penstock.schedule.send_recv import remove_communication
+from penstock.schedule.staleness import why_none_is_predicted
 
 R = TypeVar("R")
 _SAME = "every rank must make the same ps.Pipeline(...)"
@@ -182,6 +183,7 @@ class LocalPipeline:
         require_compatible(self._combination)
         if precision.autocast is torch.float16 and precision.enabled_scaler is None:
             self.notices.note([_UNSCALED])
+        self.notices.note(filter(None, [why_none_is_predicted(schedule)]))
         self.found = self.held()
         self.optimizer_state = OptimizerState(
             held,

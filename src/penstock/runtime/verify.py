@@ -340,15 +340,13 @@ class Verifier:
         list calls one stage after another: in one process, with the parameters that it has, as old as they may be.
         """
         ways = "the stages, and the model's own forward"
-        local, found = self._local, None
-        if len(local.sources) == 1:
+        local, stages, graph, found = self._local, self._local.sources, self._local.running.schedule.graph, None
+        if len(stages) == 1:
             self._note_left_out(ways, "the only stage calls the model's own forward")
         elif local.mesh.shards is not None or local.mesh.has_parts or self._given.parallel.parallelize is not None:
             self._note_left_out(ways, "processes hold parts of parameters")
-        elif self._model is None and len(local.model.stages) < len(local.sources):
-            self._note_left_out(ways, "the model was given as a list of stages, of which a process holds its own")
-        elif self._model is None and not local.running.schedule.graph.is_chain:
-            self._note_left_out(ways, "the model was given as a list of stages, which are no chain")
+        elif self._model is None and not (len(local.model.stages) == len(stages) and graph.is_chain):
+            self._note_left_out(ways, "the model was given as a list of stages, not all of them here and in a chain")
         else:
             if local.mesh.replica == 0 and local.devices.last:
                 local.switch(plain)
