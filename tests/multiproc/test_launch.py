@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 
+from penstock.rank_environment import SIGNALS
 from penstock.runtime.launch import launch
 from processes import forkserver
 from stores import free_port
@@ -78,6 +79,8 @@ def launch_there(
     interpreter is started for that, which loads torch for seconds.
     """
     os.setsid()
+    for number in SIGNALS:  # as in the foreground, whatever the server was started to ignore from which this comes
+        signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
     os.environ |= environment
     for name, number in (("out", 1), ("err", 2)):
         with (folder / name).open("w") as file:

@@ -438,7 +438,7 @@ def test_ranks_given_other_shapes_end_without_an_abort() -> None:
     outcomes = run_ranks(4, given_other_shapes)
     ended(outcomes)
     assert all(o.code == 1 for o in outcomes), [o.code for o in outcomes]
-    assert any("given other batches" in o.last_line for o in outcomes), "\n".join(o.text for o in outcomes)
+    assert any("targets of the same shapes" in o.last_line for o in outcomes), "\n".join(o.text for o in outcomes)
 
 
 def too_many_or_too_few(rank: int) -> str:

@@ -282,7 +282,7 @@ def test_all_train_as_many_steps() -> None:
         ("1f1b zb-v --option backward=split", ["--option backward", "none of 1f1b, zb-v takes it", "hanayo"]),
         ("1f1b interleaved-1f1b --option backward=no", ["backward is 'no'; give 'whole' or 'split'"]),
         ("1f1b amdp --ranks 3", ["amdp", "got 3"]),
-        ("1f1b xpipe --optimizer SGD", ["--optimizer SGD", "Adam's two moments"]),
+        ("1f1b xpipe --optimizer SGD", ["--optimizer SGD", "torch.optim.Adam"]),
         ("--costs {place}/costs.json zb-v 1f1b", ["costs.json has times per stage", "1f1b has 4 stages"]),
         ("--costs {place}/stages.json 1f1b zb-v", ["stages.json has times per stage", "zb-v has 8"]),
         ("--costs {place}/stages.json zb-v 1f1b", ["field 'f' has 4 entries; give one per stage, 8"]),

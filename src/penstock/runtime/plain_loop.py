@@ -148,12 +148,12 @@ def separated(value: Any) -> Any:
     found: list[Tensor] = []
     for leaf in leaves:
         address = storage_of(leaf)
-        found.append(_Copy.apply(leaf) if address and address in taken else leaf)
+        found.append(_SeparateCopy.apply(leaf) if address and address in taken else leaf)
         taken.add(address)
     return unflatten(found, skeleton)
 
 
-class _Copy(torch.autograd.Function):
+class _SeparateCopy(torch.autograd.Function):
     """A copy that is laid out alike, so that kernels round alike."""
 
     @staticmethod

@@ -35,8 +35,11 @@ class AdaptOptions:
         may_move: whether nodes of a mesh with replicas may change places if links between them are late. Stages and
             optimizer must then be given as functions, which are called again.
         ring: how the rings that add up gradients move bytes. The cost of a late link in a ring is predicted with it.
+        delegate_ms: what a delegate adds to the time of each message (ms).
         prices: what a switch costs.
         least_gain: share of the iteration time, 0 to 1, that a switch must save.
+        least_delay: the smallest delay, and the smallest change of a delay, that matters (ms). None: a tenth of the
+            mean op.
         patience: how long the store may be out of reach (seconds). After that the run continues without adapting.
 
     Raises:
@@ -63,8 +66,10 @@ class AdaptOptions:
     may_delegate: bool = True
     may_move: bool = True
     ring: Ring = field(default_factory=Ring)
+    delegate_ms: float = 0.0
     prices: Prices = field(default_factory=Prices)
     least_gain: float = 0.02
+    least_delay: float | None = None
     patience: float = 30.0
 
     __repr__ = short_repr
@@ -79,5 +84,7 @@ class AdaptOptions:
             require_value(fits, name, value, "a number of at least 0, or one per rank")
         fits = is_number(self.least_gain) and 0 <= self.least_gain <= 1
         require_value(fits, "least_gain", self.least_gain, "a share of the iteration time, from 0 to 1")
+        fits = self.least_delay is None or is_amount(self.least_delay)
+        require_value(fits, "least_delay", self.least_delay, "milliseconds, at least 0, or None")
         fits = is_amount(self.patience) and self.patience > 0
         require_value(fits, "patience", self.patience, "seconds, above 0")

@@ -113,7 +113,10 @@ def weights_of(targets: Sequence[Any], loss_fn: LossFn) -> list[float] | None:
 
 def _number(weight: Any) -> float:
     """A weight that a loss gave. Raises RuntimeFailure for anything but a number that is not negative."""
-    number = float(weight)
+    try:
+        number = float(weight)
+    except (RuntimeError, TypeError, ValueError):
+        number = math.nan
     if not 0 <= number < math.inf:
         raise RuntimeFailure(
             f"loss_fn.weight(targets) returned {shown(weight)}; return one number: how many targets the loss is a "
