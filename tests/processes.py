@@ -10,6 +10,7 @@ fraction of a second.
 from __future__ import annotations
 
 import multiprocessing
+import multiprocessing.forkserver as servers
 import os
 import pickle
 import runpy
@@ -21,7 +22,6 @@ import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
 from multiprocessing.context import ForkServerContext
-from multiprocessing.forkserver import ensure_running
 from pathlib import Path
 from typing import Any
 
@@ -58,13 +58,15 @@ def forkserver() -> ForkServerContext:
     """Starts processes that have loaded what `loaded` has."""
     if not _context:
         context = multiprocessing.get_context("forkserver")
+        # One that a launch within this process has started ignores signals, and so would all that comes from it.
+        servers._forkserver._stop()  # type: ignore[attr-defined]
         context.set_forkserver_preload(["loaded"])
         with pytest.MonkeyPatch.context() as there:  # the server finds modules by the environment alone
             there.setenv("PYTHONPATH", str(Path(__file__).parent), prepend=os.pathsep)
             # What it starts answers Ctrl-C, though the tests may run in the background, where that is ignored.
             before = signal.signal(signal.SIGINT, signal.default_int_handler)
             try:
-                ensure_running()
+                servers.ensure_running()
             finally:
                 signal.signal(signal.SIGINT, before)
         _context.append(context)

@@ -235,7 +235,7 @@ class DelegatedLink:
         self._tags = Tags(ps.build("gpipe", 2, most))
         self._most = most
         self.transport = DelegateTransport(
-            peer.rank, 2, peer.gather, self._tags, 60.0, host_memory=host_memory, device=device
+            peer.rank, peer.gather, self._tags, 60.0, host_memory=host_memory, device=device
         )
         self.transport.prepare([(0, 1)])
         self._came: list[Edge] = []

@@ -63,8 +63,9 @@ def launch(
     0 when all ranks ended well; 2 when nothing could be started; else the code of the rank that failed first
     (1 for an exception, 128 + signal for a kill), after one message on stderr that names it. When one rank has
     failed, the others get `grace` seconds to end, then SIGTERM, then SIGKILL: none is left. Ctrl-C is passed on
-    once and the ranks may leave in their own time (code 130 unless they do so well). After a second one, or SIGTERM,
-    they get SIGTERM, and are killed after `patience` seconds (code 130 or 143). If this process is killed the ranks
+    once and the ranks may leave in their own time (code 130 unless they do so well). After a second one they get
+    SIGTERM, and are killed soon (code 130). After SIGTERM they get it too, and are killed after `patience` seconds
+    (code 143). If this process is killed the ranks
     end too. A job that was started to ignore a signal goes on ignoring it.
 
     `port` is the store's (any free one without), `env` is added to the environment. Each rank gets a fair share
@@ -269,7 +270,7 @@ class LaunchedRanks:
                     self._signal(signal.SIGINT)
                 is_passed_on = True
             elif self._signals:
-                return self._stop(0.0, self._patience)
+                return self._stop(0.0, TERM_GRACE if self._signals[-1] == signal.SIGINT else self._patience)
             if any(each.has_failed for each in self._ranks):
                 return self._stop(self._grace, TERM_GRACE)
         return None
