@@ -145,12 +145,11 @@ def separated(value: Any) -> Any:
     """Outputs in containers of their own; a tensor that shares memory with an earlier one becomes a copy."""
     leaves, skeleton = flatten(value)
     taken: set[int] = set()
-    found: list[Tensor] = []
-    for leaf in leaves:
+    for place, leaf in enumerate(leaves):
         address = storage_of(leaf)
-        found.append(_SeparateCopy.apply(leaf) if address and address in taken else leaf)
+        leaves[place] = _SeparateCopy.apply(leaf) if address and address in taken else leaf
         taken.add(address)
-    return unflatten(found, skeleton)
+    return unflatten(leaves, skeleton)
 
 
 class _SeparateCopy(torch.autograd.Function):

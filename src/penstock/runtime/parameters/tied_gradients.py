@@ -68,9 +68,8 @@ class Cast:
 
 def _cast_of(parameter: Tensor) -> tuple[Tensor | None, Any]:
     """Finds the cast that a forward made of a parameter: a tensor that only the cast lies behind, and its node."""
-    if not parameter.requires_grad or parameter.dtype is not torch.float32 or is_sharded(parameter):
-        return None, None
-    if parameter.dim() == 0 or not torch.is_autocast_cache_enabled():
+    may_be_cast = parameter.requires_grad and parameter.dtype is torch.float32 and parameter.dim() > 0
+    if not may_be_cast or is_sharded(parameter) or not torch.is_autocast_cache_enabled():
         return None, None
     with torch.enable_grad():
         mark = torch.zeros((), requires_grad=True, device="cpu") * 1

@@ -334,18 +334,22 @@ def begin_connect(ours: str, theirs: tuple[str, int]) -> socket.socket:
 
 
 def is_unacknowledged(made: socket.socket, least_ms: int = UNACKNOWLEDGED_MS) -> bool:
-    """Whether the network has acknowledged nothing of what was sent for longer than `least_ms`, or four round trips.
+    """Whether the network has acknowledged nothing of what was to be sent for longer than `least_ms`, or four round
+    trips.
 
-    The kernel's own limit (TCP_USER_TIMEOUT) was seen not to end a connection with thousands of packets
-    unacknowledged. A process that stands still is told from a dead network: its kernel acknowledges, and when its
-    buffer is full, nothing is under way.
+    Bytes that the kernel could not send at all count too, as where an interface has no carrier. A process that stands
+    still is told from a dead network: its kernel acknowledges, and when its buffer is full, it has no window for what
+    is not sent. The kernel's own limit (TCP_USER_TIMEOUT) was seen not to end a connection with thousands of packets
+    unacknowledged.
     """
-    try:
-        info = made.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 104)
+    try:  # before Linux 5.4 it tells less, and nothing of a window
+        info = made.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 232).ljust(232, b"\0")
     except OSError:
         return False  # the connection is gone: whoever reads from it next will see
-    unacked, last_ack_ms, round_trip_us = (struct.unpack_from("=I", info, at)[0] for at in (24, 56, 68))
-    return unacked > 0 and last_ack_ms > max(least_ms, 4 * round_trip_us // 1000)
+    at = (24, 56, 68, 144, 16, 228)
+    unacked, last_ack_ms, round_trip_us, unsent, segment, window = (struct.unpack_from("=I", info, n)[0] for n in at)
+    late = last_ack_ms > max(least_ms, 4 * round_trip_us // 1000)
+    return late and (unacked > 0 or (unsent > 0 and window >= segment))
 
 
 RESETS = (errno.ECONNRESET, errno.EPIPE, errno.ECONNABORTED)
