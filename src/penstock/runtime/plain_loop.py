@@ -142,7 +142,7 @@ def chained(stages: Sequence[Any], *, separates: bool = False) -> Forward:
 
 
 def separated(value: Any) -> Any:
-    """Outputs in containers of their own; a tensor that shares memory with an earlier one becomes a copy."""
+    """Returns the outputs in new containers. A tensor that shares memory with an earlier tensor becomes a copy."""
     leaves, skeleton = flatten(value)
     taken: set[int] = set()
     for place, leaf in enumerate(leaves):
@@ -153,7 +153,7 @@ def separated(value: Any) -> Any:
 
 
 class _SeparateCopy(torch.autograd.Function):
-    """A copy that is laid out alike, so that kernels round alike."""
+    """Copies a tensor to other memory with the same strides, so that kernels round alike."""
 
     @staticmethod
     def forward(ctx: Any, value: Tensor) -> Tensor:

@@ -455,7 +455,7 @@ class Verifier:
     # What all processes hear.
 
     def _first(self, found: Any) -> Any:
-        """What the first process found that found something. Every process must call it, and gets the same."""
+        """Returns the first finding of all processes, or None. Every process must call this, and gets the same."""
         return next((each for each in self._everyone.gather(found) if each is not None), None)
 
     def _failure(self, result: Computed) -> str | None:

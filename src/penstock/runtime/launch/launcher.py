@@ -63,10 +63,10 @@ def launch(
     0 when all ranks ended well; 2 when nothing could be started; else the code of the rank that failed first
     (1 for an exception, 128 + signal for a kill), after one message on stderr that names it. When one rank has
     failed, the others get `grace` seconds to end, then SIGTERM, then SIGKILL: none is left. Ctrl-C is passed on
-    once and the ranks may leave in their own time (code 130 unless they do so well). After a second one they get
-    SIGTERM, and are killed soon (code 130). After SIGTERM they get it too, and are killed after `patience` seconds
-    (code 143). If this process is killed the ranks
-    end too. A job that was started to ignore a signal goes on ignoring it.
+    once and the ranks may leave in their own time (code 130 unless they do so well). After a second Ctrl-C the
+    ranks get SIGTERM, and are killed soon (code 130). SIGTERM is passed on too, and the ranks are killed after
+    `patience` seconds (code 143). If this process is killed the ranks end too. A job that was started to ignore a
+    signal goes on ignoring it.
 
     `port` is the store's (any free one without), `env` is added to the environment. Each rank gets a fair share
     of the cores in OMP_NUM_THREADS unless it is set.
@@ -150,7 +150,7 @@ class LaunchedRank:
     reports: Connection | None = None
 
     def look(self) -> None:
-        """Takes what happened to it since."""
+        """Notes whether the rank has ended since the last look, and takes its report."""
         if self.code is None:
             self.code, self.time = self.process.exitcode, time.time()
         if self.report is None and self.reports is not None and self.reports.poll():
@@ -158,7 +158,7 @@ class LaunchedRank:
                 self.report = self.reports.recv()
 
     def send(self, number: signal.Signals) -> None:
-        """Sends a signal to it where it runs, and to what it started if the signal means the end."""
+        """Sends a signal to the rank if it runs. A signal that means the end goes to its processes too."""
         if self.code is None:
             if number == signal.SIGINT:
                 with contextlib.suppress(ProcessLookupError):  # it has just ended
@@ -168,7 +168,7 @@ class LaunchedRank:
                 self.send_to_group(number)
 
     def send_to_group(self, number: signal.Signals) -> None:
-        """Sends a signal to it and all it started, also where it has ended itself."""
+        """Sends a signal to the rank and all processes that it started, even if the rank itself has ended."""
         try:
             os.killpg(self.process.pid, number)
         except ProcessLookupError:  # it has not made its group yet, or nothing is left
@@ -181,7 +181,7 @@ class LaunchedRank:
 
     @property
     def as_cause(self) -> tuple[bool, bool, float]:
-        """Sorts failures: those that followed from another one come last, else the earlier is first."""
+        """Sorts failures: one that followed from another failure comes last, else the earlier one is first."""
         is_secondary = self.report.is_secondary if self.report else self.asked
         since = self.report.time if self.report else self.time - HEAD_START * ((self.code or 0) < 0)
         return is_secondary, self.report is None and self.asked, since
@@ -312,7 +312,7 @@ class LaunchedRanks:
 
 @contextlib.contextmanager
 def _no_main_module() -> Iterator[None]:
-    """Hides the main module: multiprocessing would run it in each rank before anything else."""
+    """Hides the main module, which multiprocessing would run in each rank before anything else."""
     main = sys.modules["__main__"]
     sys.modules["__main__"] = ModuleType("__main__")
     try:

@@ -57,7 +57,7 @@ class Cast:
         self.taken: Tensor | None = None
 
     def take(self) -> None:
-        """Sends the cast's gradient to `taken` from now on, and none to the parameter."""
+        """From now on keeps the gradient of the cast in `taken`, so that none reaches the parameter."""
 
         def take(gradients: tuple[Tensor | None, ...]) -> tuple[None]:
             self.taken = gradients[0]

@@ -298,7 +298,7 @@ class OutLink:
         return [end[min(path, len(end) - 1)] for end in self._ends]
 
     def push(self) -> None:
-        """There may be something to write."""
+        """Writes to all lanes, as a rank or an answer may have made chunks due."""
         for lane in list(self.lanes):
             lane.write()
 
@@ -359,7 +359,7 @@ class OutLink:
         self.process.hurry()
 
     def answered(self, chunk: Descriptor) -> None:
-        """A chunk is there."""
+        """Tells the rank when the last chunk of a message was answered."""
         if self.stream.answered(chunk):
             answer = Descriptor(DescriptorKind.ANSWERED, chunk.source, self.target, number=chunk.number)
             self.process.tell(answer)
@@ -387,7 +387,7 @@ class InLane:
         self._num_whole = 0
 
     def turn(self, now: int) -> None:
-        """Says where it waits for room."""
+        """Tells the sender, again and again, if this connection waits for room."""
         if self._is_starved:
             self._say(DescriptorKind.FULL)
 
