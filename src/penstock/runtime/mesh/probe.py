@@ -30,6 +30,8 @@ import torch.distributed as dist
 from penstock.runtime.mesh.collective import wait_for
 from penstock.runtime.mesh.peers import GroupPeers
 
+PROBE = "a probe of a link"
+"""What ranks send each other here, in errors."""
 TRIPS = 3
 """Round trips of which the shortest counts."""
 LEAST_EVERY, MOST_EVERY = 5, 200
@@ -111,44 +113,52 @@ def probe(
     firsts = [processes[0] for processes in nodes]
     found = torch.zeros(num, num, dtype=torch.float64, device="cpu")
     if me in firsts:
-        node = firsts.index(me)
+        world = dist.group.WORLD
+        assert world is not None
+        node, peers = firsts.index(me), GroupPeers(world, timeout)
         for pairs in rounds(num):
             for a, b in pairs:
                 if node in (a, b):
-                    found[a, b] = _round_trip(node == a, firsts[a + b - node], timeout) / 2
+                    trips = round_trips(peers, node == a, firsts[a + b - node], TRIPS)
+                    found[a, b] = min(trips) / 2 if node == a else 0
     # To the first node and from there to all: an all-reduce would cross a late link several times.
     root = firsts[0]
     rows = [torch.zeros_like(found) for _ in range(dist.get_world_size())] if me == root else None
-    _wait(dist.gather(found, rows, root, async_op=True), None, timeout)
+    wait_for(dist.gather(found, rows, root, async_op=True), me, None, PROBE, timeout)
     message = torch.zeros(num * num + 1, dtype=found.dtype, device="cpu")
     if rows is not None:
         found = torch.stack(rows).sum(0)
         message[:-1] = found.flatten()
         message[-1] = 0 if pace is None else pace.plan(rest=float(found[0].max()) / 1e3)
-    _wait(dist.broadcast(message, root, async_op=True), None, timeout)
+    wait_for(dist.broadcast(message, root, async_op=True), me, None, PROBE, timeout)
     if pace is not None:
         pace.follow(int(message[-1]))
     found = message[:-1].view(num, num)
     return {(a, b): float(found[a, b]) for a in range(num) for b in range(a + 1, num)}
 
 
-def _round_trip(begins: bool, other: int, timeout: float) -> float:
-    """The shortest round trip (ms); 0 on the side that only answers."""
-    ball, shortest = torch.zeros(1, device="cpu"), float("inf")
-    for _ in range(TRIPS):
+def round_trips(
+    peers: GroupPeers, begins: bool, other: int, num_trips: int, there: int = 1, back: int = 1, device: str = "cpu"
+) -> list[float]:
+    """Measures round trips with one other rank, in milliseconds. Both ranks must call it, with the same sizes.
+
+        begins   |- `there` bytes ->|           |                 a trip takes latency there + latency back
+        answers  |                  |<- `back` -|                 + size / bandwidth of the larger message
+
+    Args:
+        begins: whether this rank sends first. The other one's times include waiting, so they mean nothing.
+        there, back: bytes of the first message and of the answer.
+    """
+    ping, pong = (torch.zeros(size, dtype=torch.uint8, device=device) for size in (there, back))
+    first, second = (peers.send, peers.receive) if begins else (peers.receive, peers.send)
+    took = []
+    for _ in range(num_trips):
         start = time.perf_counter_ns()
-        if begins:
-            _wait(dist.isend(ball, other), other, timeout)
-            _wait(dist.irecv(ball, other), other, timeout)
-        else:
-            _wait(dist.irecv(ball, other), other, timeout)
-            _wait(dist.isend(ball, other), other, timeout)
-        shortest = min(shortest, (time.perf_counter_ns() - start) / 1e6)
-    return shortest if begins else 0.0
-
-
-def _wait(work: object, peer: int | None, timeout: float) -> None:
-    wait_for(work, dist.get_rank(), peer, "a probe of a link", timeout)
+        first(ping, other, PROBE)
+        second(pong, other, PROBE)
+        pong[-1:].tolist()  # waits for a GPU, which receives after the call has returned
+        took.append((time.perf_counter_ns() - start) / 1e6)
+    return took
 
 
 ROUNDS = 8
@@ -162,30 +172,23 @@ def ahead_of_first(peers: GroupPeers, names: Sequence[str]) -> list[int]:
         names: every process's `clock_name`; the first rank of each clock asks rank 0, one after the other.
     """
     mine, found = peers.here[0], 0
+    shown = torch.zeros(1, dtype=torch.int64, device="cpu")
     for rank in range(1, peers.num_ranks):
         if names[rank] in names[:rank]:
             continue
         if mine == 0:
             for _ in range(ROUNDS):
-                _receive(peers, rank)
-                _send(peers, rank, time.perf_counter_ns())
+                peers.receive(shown, rank, WHAT)
+                shown[0] = time.perf_counter_ns()
+                peers.send(shown, rank, WHAT)
         elif mine == rank:
             trips = []
             for _ in range(ROUNDS):
                 asked = time.perf_counter_ns()
-                _send(peers, 0, asked)
-                told, heard = _receive(peers, 0), time.perf_counter_ns()
-                trips.append((heard - asked, (asked + heard) // 2 - told))
+                peers.send(shown, 0, WHAT)
+                peers.receive(shown, 0, WHAT)
+                heard = time.perf_counter_ns()
+                trips.append((heard - asked, (asked + heard) // 2 - int(shown)))
             _, found = min(trips)
     of_all = peers.gather(found)
     return [of_all[names.index(name)] for name in names]
-
-
-def _send(peers: GroupPeers, target: int, value: int) -> None:
-    peers.send(torch.tensor([value], device="cpu"), target, WHAT)
-
-
-def _receive(peers: GroupPeers, source: int) -> int:
-    value = torch.zeros(1, dtype=torch.int64, device="cpu")
-    peers.receive(value, source, WHAT)
-    return int(value)
