@@ -1,11 +1,11 @@
-"""`--adapt` beside a busy machine and a quiet one: the runs of the README's protocol, and their summary.
+"""The whole loop of `--adapt`, held against an oracle: the runs of the README's protocol, and their summary.
 
-    python benchmarks/adapt/run.py --out runs/adapt                             # what is missing of 8 x 20 runs
-    python benchmarks/adapt/run.py --out runs/adapt --cells emulated-busy-fault --seeds 3
-    python benchmarks/adapt/run.py --out runs/adapt --summary benchmarks/adapt/results.json
-    python benchmarks/adapt/run.py --table benchmarks/adapt/results.json        # as in the README
+    python benchmarks/adapt/run.py --out runs/adapt                            # the rest of 18 cells x 20 seeds
+    python benchmarks/adapt/run.py --out runs/adapt --cells emulated-quiet-none --seeds 2 --any-load
+    python benchmarks/adapt/run.py --out runs/adapt --tutorial 20 [--busy 1]   # the tutorial's command
+    python benchmarks/adapt/run.py --out runs/adapt --summary                  # results.json, README's tables
 
-Each run leaves a file CELL/SEED.json in the folder, so that what was interrupted goes on where it was.
+Each seed leaves a file CELL/SEED.json in the folder, so that what was interrupted goes on where it was.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import argparse
 import contextlib
 import json
 import os
+import random
 import resource
 import shutil
 import subprocess
@@ -21,74 +22,28 @@ import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from statistics import median
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).parent))
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-from judge import judge
 
-from experiments.common.record import commit, machine
+from benchmarks.adapt.cells import CALIBRATION, CELLS, CONTROL, MODES, NUM_SEEDS, STEPS, TEXT, Cell
+from benchmarks.adapt.judge import ANSWERED, Seed, is_answered, judge_cell, judge_seed
+from experiments.common.readme import markdown, write_between
+from experiments.common.record import commit, record
 
-STEPS, LINKS = 150, ((0, 1), (1, 2), (2, 3))
-CELLS = tuple(
-    f"{device}-{load}-{fault}"
-    for device in ("emulated", "real")
-    for load in ("quiet", "busy")
-    for fault in ("fault", "none")
-)
-COMMON = [
-    "--schedule",
-    "zb",
-    "--ranks",
-    "4",
-    "--microbatches",
-    "8",
-    "--dispatch",
-    "frozen",
-    "--adapt",
-    "--transport",
-    "direct",
-    "--steps",
-    "150",
-    "--json",
-]
-EMULATED = ["--device", "emulated", "--in-process"]
-REAL = ["--preset", "nano", "--evaluate-every", "0", "--save-every", "0", "--sample", "0", "--threads", "1"]
-COSTS = {"f": 5, "i": 5, "w": 5}
-"""Of the emulated stages (ms)."""
-DELAY = {"emulated": 30.0, "real": 60.0}
-"""Of the injected fault (ms)."""
-MOMENT = {"emulated": (6.0, 9.0), "real": (4.0, 7.0)}
-"""Seconds after the start between which the fault begins."""
-LIMIT = 300.0
-"""Seconds after which a run is ended, and counted as dropped."""
+HERE = Path(__file__).resolve().parent
+RESULTS = HERE / "results.json"
+ITERATIONS, REPORT = "iterations.jsonl", "report.json"
+TUTORIAL = ("--schedule", "zb", "--adapt", "--transport", "direct")
+"""The command of docs/tutorials/slow-links.md, with its link."""
+TUTORIAL_LINK = (2, 3)
+TUTORIAL_FAULT = "2:3=latency:steps:0s/0ms,20s/60ms"
+LIMIT = 600.0
+"""Seconds after which runs are ended, and count as dropped."""
 FOREIGN = 0.15
-"""Cores that other work may take on average beside a run of a quiet cell."""
-TRIES = 5
-"""Runs of one seed, the dropped ones among them."""
-LAST_ONSET = 140
-"""A fault that begins after this step leaves too few to answer it: the run is dropped."""
-
-
-def fault_of(cell: str, seed: int) -> tuple[tuple[int, int], float, float] | None:
-    """The link of a run's fault, its delay (ms) and the moment (s) at which it begins; None for a cell without."""
-    device, _, fault = cell.split("-")
-    if fault == "none":
-        return None
-    first, last = MOMENT[device]
-    return LINKS[seed % len(LINKS)], DELAY[device], first + (last - first) * (seed * 7 % 20) / 20
-
-
-def command_of(cell: str, seed: int, out: Path, costs: Path) -> list[str]:
-    """The command of a run."""
-    device, fault = cell.split("-")[0], fault_of(cell, seed)
-    found = [sys.executable, "-m", "penstock", "train", *COMMON, "--out", str(out)]
-    found += [*EMULATED, "--costs", str(costs)] if device == "emulated" else [*REAL, "--seed", str(seed)]
-    if fault is not None:
-        (a, b), ms, moment = fault
-        found += ["--link", f"{a}:{b}=latency:steps:0s/0ms,{moment * 1e3:.0f}ms/{ms:.0f}ms"]
-    return found
+"""Cores that other work may take on average beside the runs of a quiet cell, or beside those of a busy one."""
+TRIES = 3
+"""Tries for a seed, the dropped ones among them."""
 
 
 @contextlib.contextmanager
@@ -117,164 +72,260 @@ def own_seconds() -> float:
     return used.ru_utime + used.ru_stime
 
 
-def run_once(cell: str, seed: int, place: Path) -> dict[str, Any]:
-    """One run, judged; `dropped` says why it does not count."""
-    out = place / f"run-{seed}"
-    shutil.rmtree(out, ignore_errors=True)
-    costs = place / "costs.json"
-    costs.write_text(json.dumps(COSTS), encoding="utf-8")
-    command = command_of(cell, seed, out, costs)
-    busy = cell.split("-")[1] == "busy"
+def run_beside(command: Sequence[str], load: int, any_load: bool = False) -> dict[str, Any]:
+    """Runs a command beside busy loops. `dropped`, if it is there, says why it does not count."""
     before, own, began = busy_seconds(), own_seconds(), time.time()
-    with busy_loops((os.cpu_count() or 1) if busy else 0):
+    failed = ""
+    with busy_loops(load):
         try:
             done = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT, check=False)
-            failed = f"exit code {done.returncode}: {done.stderr[-500:]}" if done.returncode else ""
+            failed = f"exit code {done.returncode}: {done.stderr[-800:]}" if done.returncode else ""
         except subprocess.TimeoutExpired:
             failed = f"not done in {LIMIT:g} s"
     seconds = time.time() - began
     foreign = max(0.0, (busy_seconds() - before) - (own_seconds() - own)) / seconds
-    found: dict[str, Any] = {
-        "cell": cell,
-        "seed": seed,
-        "command": [each.replace(str(place), "OUT") for each in command[1:]],
-        "seconds": round(seconds, 1),
-        "foreign_cores": round(foreign, 3),
-        "load": os.getloadavg()[0],
-        "commit": commit(),
-    }
-    if failed:
-        return found | {"dropped": failed}
-    fault = fault_of(cell, seed)
-    control, rows = (
-        (out / name).read_text(encoding="utf-8").splitlines() for name in ("control.jsonl", "iterations.jsonl")
-    )
-    found |= judge(control, rows) if fault is None else judge(control, rows, fault[0], fault[1])
-    report = json.loads((out / "report.json").read_text(encoding="utf-8"))
-    found |= {"headline": report["steered"]["headline"], "notices": report["notices"]}
-    if fault is not None and (found["onset"] is None or found["onset"] > LAST_ONSET):
-        found["dropped"] = f"the fault began in step {found['onset']}"
-    elif not busy and foreign > FOREIGN:
-        found["dropped"] = f"other work took {foreign:.2f} cores"
-    return found
+    if not failed and foreign > FOREIGN and not any_load:
+        failed = f"other work took {foreign:.2f} cores"
+    found = {"seconds": round(seconds, 1), "foreign_cores": round(foreign, 3), "load": round(os.getloadavg()[0], 2)}
+    return {**found, "commit": commit(), **({"dropped": failed} if failed else {})}
 
 
-def run_seed(cell: str, seed: int, place: Path) -> dict[str, Any]:
-    """Runs a seed until a run counts; the dropped ones are kept beside it."""
-    dropped = []
+def tried(command: Sequence[str], place: Path, load: int, any_load: bool) -> dict[str, Any]:
+    """Runs a command until a run counts; `reruns` says why those before it do not."""
+    reruns: list[str] = []
     for _ in range(TRIES):
-        found = run_once(cell, seed, place)
+        shutil.rmtree(place, ignore_errors=True)
+        found = run_beside(command, load, any_load)
         if "dropped" not in found:
             break
-        dropped.append(
-            {name: found.get(name) for name in ("dropped", "seconds", "foreign_cores", "false_ok", "answered")}
-        )
-    return found | {"reruns": dropped}
+        reruns.append(found["dropped"])
+    return {**found, "reruns": reruns}
 
 
-def summary(folder: Path, command: str) -> dict[str, Any]:
-    """All runs in a folder, by cell, held against what must hold."""
-    cells = {}
-    for cell in CELLS:
-        rows = [json.loads(path.read_text(encoding="utf-8")) for path in sorted((folder / cell).glob("seed-*.json"))]
-        if rows:
-            cells[cell] = of_cell(cell, rows)
-    return {
-        "command": command,
-        "commits": sorted({row["commit"] for each in cells.values() for row in each["runs"]}),
-        "machine": machine(),
-        "steps": STEPS,
-        "cells": cells,
-        "holds": len(cells) == len(CELLS) and all(each["holds"] for each in cells.values()),
+def run_seed(cell: Cell, seed: int, out: Path, any_load: bool) -> dict[str, Any]:
+    """Runs the three modes of a seed, in an order that turns from seed to seed, and judges them."""
+    place = out / cell.name / f"run-{seed:02d}"
+    modes = MODES[seed % 3 :] + MODES[: seed % 3]
+    command = [sys.executable, str(HERE / "ranks.py"), str(place), cell.name, str(seed), ",".join(modes)]
+    found = {"cell": cell.name, "seed": seed, **tried(command, place, cell.load, any_load)}
+    return found if "dropped" in found else found | judge_seed(read_seed(place)) | {"answer": _said(place)["answer"]}
+
+
+def _said(place: Path) -> dict[str, Any]:
+    said: dict[str, Any] = json.loads((place / "with" / STEPS).read_text(encoding="utf-8"))
+    return said
+
+
+def read_seed(place: Path) -> Seed:
+    """The records that the runs of a seed left."""
+    from penstock.train.run_report import read_adaptation  # loads torch, which tables do without
+
+    oracle, without, adapting = (
+        json.loads((place / mode / STEPS).read_text(encoding="utf-8"))["steps"] for mode in MODES
+    )
+    fault = _said(place)["fault"]
+    folder = place / "with"
+    page = read_adaptation(folder)
+    return Seed(
+        oracle,
+        without,
+        adapting,
+        None if fault is None else ((fault[0][0], fault[0][1]), fault[1], fault[2]),
+        *((folder / name).read_text(encoding="utf-8").splitlines() for name in (CONTROL, ITERATIONS)),
+        saved=None if page is None else page.saved,
+    )
+
+
+def calibrate(device: str, out: Path) -> None:
+    """Measures what ops of real compute cost, without a fault and beside nothing, once for a folder."""
+    if device == "emulated" or (out / device / CALIBRATION).exists():
+        return
+    write_text_of(out)
+    cell = next(cell for cell in CELLS.values() if cell.device == device)
+    place = out / device / "calibrate"
+    command = [sys.executable, str(HERE / "ranks.py"), str(place), cell.name, "0", "calibrate"]
+    done = run_beside(command, 0, any_load=True)
+    if "dropped" in done:
+        raise SystemExit(f"{cell.name} could not be calibrated: {done['dropped']}")
+
+
+def write_text_of(out: Path) -> None:
+    """Writes the text that models learn: words, drawn once."""
+    draw = random.Random(1)
+    words = " ".join(draw.choice(["rank", "stage", "link", "op", "slack", "plan"]) for _ in range(6000))
+    out.mkdir(parents=True, exist_ok=True)
+    (out / TEXT).write_text(words, encoding="utf-8")
+
+
+def run_tutorial(number: int, load: int, out: Path, any_load: bool) -> dict[str, Any]:
+    """One run of the tutorial's command."""
+    place = out / tutorial_name(load) / f"run-{number:02d}"
+    command = [sys.executable, "-m", "penstock", "train", *TUTORIAL, "--link", TUTORIAL_FAULT, "--out", str(place)]
+    found = {"number": number, **tried([*command, "--json"], place, load, any_load)}
+    if "dropped" in found:
+        return found
+    control, rows = ((place / name).read_text(encoding="utf-8").splitlines() for name in (CONTROL, ITERATIONS))
+    report = json.loads((place / REPORT).read_text(encoding="utf-8"))
+    return found | {
+        "answered": is_answered(control, rows, TUTORIAL_LINK),
+        "headline": report["steered"]["headline"],
+        "notices": report["notices"],
     }
 
 
-def of_cell(cell: str, rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """One cell: counts, what must hold of it, and a row for each run."""
-    counted = [row for row in rows if "dropped" not in row]
-    false = [each for row in counted for each in row["false"]]
-    found: dict[str, Any] = {
-        "num_runs": len(counted),
-        "seeds": [row["seed"] for row in counted],
-        "without_a_run": [row["seed"] for row in rows if "dropped" in row],
-        "reruns": sum(len(row["reruns"]) for row in rows),
-        "why_rerun": [f"seed {row['seed']}: {each['dropped'][:120]}" for row in rows for each in row["reruns"]],
-        "false_decisions": len(false),
-        "false_not_taken_back": sum(not each["ok"] for each in false),
-    }
-    holds = len(counted) == 20 and all(row["false_ok"] for row in counted)
-    if cell.endswith("fault"):
-        answered = sum(row["answered"] for row in counted)
-        silent = [row["seed"] for row in counted if not row["answered"] and not row["explained"]]
-        found |= {"answered": answered, "not_answered_nor_explained": silent}
-        needed = {"emulated-quiet-fault": 19, "real-quiet-fault": 16}.get(cell, 0)
-        holds = holds and answered >= needed and not silent
-    kept = ("seed", "seconds", "foreign_cores", "load", "median_ms", "false", "onset", "made", "ran_from", "answered",
-            "reasons", "headline", "commit")  # fmt: skip
-    return found | {"holds": holds, "runs": [{name: row.get(name) for name in kept} for row in rows]}
+def tutorial_name(load: int) -> str:
+    return f"tutorial-{('quiet', 'busy1', 'busy2')[load]}"
 
 
-def table(value: Mapping[str, Any]) -> str:
-    """A summary as the README's table."""
-    lines = [
-        "| cell | runs | run again | false decisions | not taken back | answered | steps to decision, to switch |",
-        "|---|---|---|---|---|---|---|",
-    ]
+def kept(file: Path, made: Mapping[str, Any]) -> None:
+    """Writes a seed's row as a whole or not at all."""
+    part = file.with_suffix(".part")
+    part.write_text(json.dumps(made, indent=1) + "\n", encoding="utf-8")
+    part.replace(file)
+
+
+def rows_in(folder: Path) -> list[dict[str, Any]]:
+    return [json.loads(path.read_text(encoding="utf-8")) for path in sorted(folder.glob("seed-*.json"))]
+
+
+def summary(out: Path) -> dict[str, Any]:
+    """All seeds in a folder, by cell, held against what must hold."""
+    cells, tutorial, every = {}, {}, []
+    for cell in CELLS.values():
+        rows = rows_in(out / cell.name)
+        counted = [row for row in rows if "dropped" not in row]
+        every += rows
+        if counted:
+            judged = judge_cell(cell.load, bool(cell.fault), cell.lasts, counted)
+            cells[cell.name] = {**judged, "reruns": sum(len(row["reruns"]) for row in rows)}
+    for load, least in ANSWERED.items():
+        rows = rows_in(out / tutorial_name(load))
+        counted = [row for row in rows if "dropped" not in row]
+        every += rows
+        if counted:
+            answered = sum(row["answered"] for row in counted)
+            missed = [f"fewer than {least} of {NUM_SEEDS} answered"] if answered < least else []
+            tutorial[tutorial_name(load)] = {"num_runs": len(counted), "answered": answered, "missed": missed}
+    whole = len(cells) == len(CELLS) and all(each["num_seeds"] == NUM_SEEDS for each in cells.values())
+    whole = whole and all(each["num_runs"] == NUM_SEEDS for each in tutorial.values()) and len(tutorial) == 2
+    found = record() | {"command": "python benchmarks/adapt/run.py --out OUT"}
+    if every:
+        loads = [row["load"] for row in every]
+        found |= {"commit": sorted({row["commit"] for row in every}), "load": [min(loads), max(loads)]}
+    is_met = whole and not any(each["missed"] for each in (*cells.values(), *tutorial.values()))
+    hours = round(sum(row["seconds"] for row in every) / 3600, 2)
+    return {**found, "hours": hours, "is_whole": whole, "holds": is_met, "cells": cells, "tutorial": tutorial}
+
+
+def to_lines(value: Mapping[str, Any]) -> str:
+    """A summary as JSON with one line per cell."""
+    lines = []
+    for name, part in value.items():
+        if name in ("cells", "tutorial") and part:
+            inside = ",\n".join(f"  {json.dumps(each)}: {json.dumps(row)}" for each, row in part.items())
+            lines.append(f" {json.dumps(name)}: {{\n{inside}\n }}")
+        else:
+            lines.append(f" {json.dumps(name)}: {json.dumps(part)}")
+    return "{\n" + ",\n".join(lines) + "\n}\n"
+
+
+def table(value: Mapping[str, Any]) -> list[str]:
+    """The cells of a summary as the README's table."""
+    head = ["cell", "seeds", "recoverable", "recovered of it", "worst run", "answered", "steps to decision, switch",
+            "false: decisions, steps, ms", 'page\'s "saved" off by', "missed aims"]  # fmt: skip
+    body = []
     for name, cell in value["cells"].items():
-        decided = [row["made"] - row["onset"] for row in cell["runs"] if row["answered"]]
-        ran = [row["ran_from"] - row["onset"] for row in cell["runs"] if row["answered"]]
-        after = f"{_spread(decided)}, {_spread(ran)}" if decided else ""
-        answered = f"{cell['answered']} of {cell['num_runs']}" if "answered" in cell else ""
-        lines.append(
-            f"| {name.replace('-', ', ')} | {cell['num_runs']} | {cell['reruns']} | {cell['false_decisions']} "
-            f"| {cell['false_not_taken_back']} | {answered} | {after} |"
+        steps = [_number(cell[each]) for each in ("steps_to_decision", "steps_to_switch")]
+        body.append(
+            [
+                _cell_in_words(CELLS[name]),
+                str(cell["num_seeds"]),
+                _percent(cell["recoverable"]),
+                _percent(cell["share"]),
+                f"{cell['worst']:+.0%}",
+                str(cell["answered"]) if CELLS[name].fault else "",
+                ", ".join(steps) if any(steps) else "",
+                f"{cell['false']}, {cell['false_steps']}, {cell['false_ms']:.0f}",
+                _percent(cell["page_error"]),
+                "; ".join(cell["missed"]) or "none",
+            ]
         )
-    return "\n".join(lines)
+    return markdown(head, body) if body else ["No runs yet."]
 
 
-def _spread(values: Sequence[int]) -> str:
-    return f"{median(values):g} ({min(values)} to {max(values)})"
+def tutorial_table(value: Mapping[str, Any]) -> list[str]:
+    """The runs of the tutorial's command as the README's table."""
+    body = [
+        [name.replace("-", ", "), str(each["num_runs"]), str(each["answered"]), "; ".join(each["missed"]) or "none"]
+        for name, each in value["tutorial"].items()
+    ]
+    return markdown(["the tutorial's command", "runs", "answered", "missed aims"], body) if body else ["No runs yet."]
+
+
+def _cell_in_words(cell: Cell) -> str:
+    device = {"emulated": "emulated", "real": "real compute", "ring": "real compute, gradient ring"}[cell.device]
+    beside = ("quiet", "beside one busy core", "beside two busy cores")[cell.load]
+    if not cell.fault:
+        return f"{device}, {beside}, no fault"
+    lasts = "to the end" if cell.lasts is None else f"for {cell.lasts} steps"
+    return f"{device}, {beside}, {cell.fault.replace(':', ' ')} from second {cell.second} {lasts}"
+
+
+def _percent(values: Sequence[float] | None) -> str:
+    return "" if values is None else f"{values[0]:.0%} ({values[1]:.0%} to {values[2]:.0%})"
+
+
+def _number(values: Sequence[float] | None) -> str:
+    return "" if values is None else f"{values[0]:g} ({values[1]:g} to {values[2]:g})"
+
+
+def write_summary(out: Path) -> dict[str, Any]:
+    value = summary(out)
+    RESULTS.write_text(to_lines(value), encoding="utf-8")
+    write_between(HERE / "README.md", "cells", table(value))
+    write_between(HERE / "README.md", "tutorial", tutorial_table(value))
+    return value
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=Path("runs/adapt"), help="folder of the runs")
-    parser.add_argument("--cells", default=",".join(CELLS), help="comma separated, all where not given")
-    parser.add_argument("--seeds", type=int, default=20, help="runs of each cell")
+    parser.add_argument("--cells", default=",".join(CELLS), help="comma separated; by default all")
+    parser.add_argument("--seeds", type=int, default=NUM_SEEDS, help="seeds of each cell")
     parser.add_argument("--first-seed", type=int, default=0)
-    parser.add_argument("--summary", type=Path, help="write a summary of what is there, and run nothing")
-    parser.add_argument("--table", type=Path, help="print a summary as a table, and run nothing")
+    parser.add_argument("--any-load", action="store_true", help="runs count whatever other work runs beside them")
+    parser.add_argument("--tutorial", type=int, default=0, metavar="RUNS", help="run the tutorial's command instead")
+    parser.add_argument(
+        "--busy", type=int, choices=(0, 1, 2), default=0, help="busy loops beside the tutorial's command"
+    )
+    parser.add_argument("--summary", action="store_true", help="write the summary of what is there, and run nothing")
     given = parser.parse_args(arguments)
-    if given.table is not None:
-        print(table(json.loads(given.table.read_text(encoding="utf-8"))))
-        return 0
-    if given.summary is not None:
-        value = summary(given.out, f"python benchmarks/adapt/run.py --out OUT --seeds {given.seeds}")
-        given.summary.write_text(json.dumps(value, indent=1) + "\n", encoding="utf-8")
-        for cell, each in value["cells"].items():
-            said = {name: each[name] for name in each if name not in ("runs", "seeds", "why_rerun")}
-            print(cell, json.dumps(said))
+    out = given.out.resolve()
+    if given.summary:
+        value = write_summary(out)
+        for name, each in (*value["cells"].items(), *value["tutorial"].items()):
+            print(name, json.dumps(each))
         return 0 if value["holds"] else 1
-    cells = given.cells.split(",")
-    if unknown := [cell for cell in cells if cell not in CELLS]:
+    for number in range(given.tutorial):
+        file = out / tutorial_name(given.busy) / f"seed-{number:02d}.json"
+        if not file.exists():
+            file.parent.mkdir(parents=True, exist_ok=True)
+            made = run_tutorial(number, given.busy, out, given.any_load)
+            kept(file, made)
+            print(json.dumps(made), flush=True)
+    if given.tutorial:
+        return 0
+    names = given.cells.split(",")
+    if unknown := [name for name in names if name not in CELLS]:
         parser.error(f"no cell {', '.join(unknown)}; there are {', '.join(CELLS)}")
     for seed in range(given.first_seed, given.first_seed + given.seeds):  # so that what drifts meets all cells alike
-        for cell in cells:
-            place = given.out / cell
-            place.mkdir(parents=True, exist_ok=True)
-            file = place / f"seed-{seed:02d}.json"
-            if file.exists():
-                continue
-            found = run_seed(cell, seed, place)
-            part = file.with_suffix(".part")
-            part.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
-            part.replace(file)
-            said = {name: found.get(name) for name in ("dropped", "answered", "onset", "made", "ran_from", "reasons")}
-            false = [
-                (each["made"], each["ran"], each["before"], each["with"], each["ok"])
-                for each in found.get("false", [])
-            ]
-            print(f"{cell} seed {seed}: {found['seconds']} s, false {false}, {said}", flush=True)
+        for cell in (CELLS[name] for name in names):
+            file = out / cell.name / f"seed-{seed:02d}.json"
+            if not file.exists():
+                calibrate(cell.device, out)
+                made = run_seed(cell, seed, out, given.any_load)
+                kept(file, made)
+                print(json.dumps(made), flush=True)
     return 0
 
 

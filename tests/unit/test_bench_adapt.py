@@ -1,157 +1,202 @@
-"""The benchmark of `--adapt`: how runs are judged, on records made by hand and on a rehearsed run."""
+"""The benchmark of `--adapt`: its cells, how runs are judged, and its summary, on records made by hand."""
 
 from __future__ import annotations
 
-import importlib.util
 import json
-import sys
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
 
+from benchmarks.adapt import cells, judge, run
 from penstock.control import Controller, rehearse
 from penstock.cost import Links
-from report_cases import job
 
 pytestmark = pytest.mark.unit
 
-FOLDER = Path(__file__).parents[2] / "benchmarks" / "adapt"
+CELL = cells.CELLS["emulated-quiet-60ms-from12-end"]
+FAULT = ((2, 3), 2_000.0, float("inf"))
+"""Link 2:3 is late from step 20 of `timed` on."""
 
 
-def module(name: str) -> ModuleType:
-    spec = importlib.util.spec_from_file_location(f"adapt_{name}", FOLDER / f"{name}.py")
-    assert spec is not None
-    assert spec.loader is not None
-    found = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = found
-    spec.loader.exec_module(found)
+def timed(*ms: float) -> list[tuple[float, float]]:
+    """Steps that follow one another."""
+    found, now = [], 0.0
+    for each in ms:
+        found.append((now, now + each))
+        now += each
     return found
 
 
-JUDGE = module("judge")
-
-
-def rows(times: list[float], numbers: list[int], late: int | None = None) -> list[str]:
-    """Lines of iterations.jsonl; link 2:3 is late from step `late` on."""
+def rows(ms: Sequence[float], numbers: Sequence[int], digests: Sequence[str] = ("start", "other")) -> list[str]:
+    """Lines of iterations.jsonl."""
     return [
-        json.dumps(
-            {
-                "iteration": at,
-                "ms": ms,
-                "number": number,
-                "links": {"2:3": 30.0 if late is not None and at >= late else 0.3, "3:2": 0.3},
-            }
-        )
-        for at, (ms, number) in enumerate(zip(times, numbers, strict=True))
+        json.dumps({"iteration": at, "ms": each, "number": number, "digest": digests[number]})
+        for at, (each, number) in enumerate(zip(ms, numbers, strict=True))
     ]
 
 
-def decision(number: int, made: int, reason: str = "link 0:1: 1 -> 5 ms", action: str = "delegate") -> str:
-    return json.dumps({"decision": {"number": number, "iteration": made, "action": action, "reason": reason}})
+def decision(made: int, reason: str = "link 2:3: 0 -> 60 ms", **others: Any) -> str:
+    value = {"number": 1, "iteration": made, "action": "delegate", "reason": reason, "digest": "other"}
+    return json.dumps({"decision": {**value, **others}})
 
 
-def judged(control: list[str], lines: list[str], fault: bool = False) -> dict[str, Any]:
-    return dict(JUDGE.judge(control, lines, (2, 3), 30.0) if fault else JUDGE.judge(control, lines))
+HEALTHY, LATE, ANSWERED = [100.0] * 20, [200.0] * 80, [150.0] * 80
+ORACLE, WITHOUT = timed(*HEALTHY, *ANSWERED), timed(*HEALTHY, *LATE)
+WITH = [*HEALTHY, *LATE[:8], *ANSWERED[8:]]
+SEED = judge.Seed(
+    ORACLE, WITHOUT, timed(*WITH), FAULT, [decision(22)], rows(WITH, [0] * 28 + [1] * 72), saved=3_600.0
+)
 
 
-def test_a_false_decision_that_is_slower_may_run_10_steps_and_no_more() -> None:
-    for ran, ok in ((10, True), (11, False)):
-        numbers = [0] * 20 + [1] * ran + [2] * 10
-        times = [110.0] * 20 + [206.0] * ran + [110.0] * 10
-        found = judged([decision(1, 18), decision(2, 19 + ran, "slower", "take back")], rows(times, numbers))
-        assert found["false"] == [
-            {"number": 1, "made": 18, "action": "delegate", "ran": ran, "before": 110.0, "with": 206.0, "ok": ok}
-        ]
-        assert found["false_ok"] is ok
-        assert (found["decisions"], found["taken_back"]) == (1, 1)
+def test_an_answered_fault() -> None:
+    row = judge.judge_seed(SEED)
+    assert row["recoverable"] == 80 * 50
+    assert row["recovered"] == row["claimed"] == 72 * 50
+    assert (row["onset"], row["made"], row["ran_from"]) == (20, 22, 28)
+    assert (row["decisions"], row["false"], row["false_ms"]) == (1, 0, 0)
+    assert judge.share(row) == 0.9
+    assert judge.page_error(row) == 0
+    cell = judge.judge_cell(0, True, None, [row] * 3)
+    assert (cell["answered"], cell["steps_to_decision"], cell["missed"]) == (3, [2, 2, 2], [])
 
 
-def test_a_false_decision_that_is_not_slower_may_stay() -> None:
-    found = judged([decision(1, 18)], rows([110.0] * 20 + [111.0] * 30, [0] * 20 + [1] * 30))
-    assert found["false_ok"]
+def test_a_change_that_costs_more_than_the_fault_misses_its_aims() -> None:
+    worse = [*HEALTHY, *LATE[:8], *[220.0] * 72]
+    seed = replace(SEED, adapting=timed(*worse), iterations=rows(worse, [0] * 28 + [1] * 72))
+    row = judge.judge_seed(seed)
+    assert row["recovered"] == -72 * 20
+    assert judge.has_wrong_sign(row), "the page says saved"
+    missed = judge.judge_cell(0, True, None, [row])["missed"]
+    assert len(missed) == 4
+    assert judge.judge_cell(2, True, None, [row])["missed"] == missed[1:], (
+        "no share is promised beside two busy cores"
+    )
 
 
-def test_before_the_fault_and_of_another_link_is_false() -> None:
-    times, numbers = [100.0] * 20 + [300.0] * 5 + [200.0] * 15, [0] * 25 + [1] * 15
-    right = judged([decision(1, 22, "link 3:2: 0 -> 30 ms")], rows(times, numbers, 20), fault=True)
-    assert (right["false"], right["onset"], right["answered"], right["made"], right["ran_from"]) == (
-        [],
-        20,
+@pytest.mark.parametrize(
+    ("fault", "made", "reason", "false"),
+    [
+        (None, 50, "link 2:3: 0 -> 60 ms", 1),
+        (FAULT, 19, "link 2:3: 0 -> 60 ms", 1),
+        (FAULT, 20, "link 3:2: 0 -> 60 ms", 0),
+        (FAULT, 20, "link 0:1: 0 -> 60 ms", 1),
+        (FAULT, 20, "links 0:1 and 2:3 are late", 0),
+        (FAULT, 20, "a better plan was offered", 0),
+        (((2, 3), 2_000.0, 2_550.0), 23, "link 2:3: 0 -> 60 ms", 1),
+    ],
+)
+def test_a_decision_is_false_without_the_fault_and_for_another_link(
+    fault: Any, made: int, reason: str, false: int
+) -> None:
+    row = judge.judge_seed(replace(SEED, fault=fault, control=[decision(made, reason)]))
+    assert row["false"] == false
+    assert row["false_steps"] == 72 * false
+
+
+def test_what_a_false_decision_costs_is_held_against_the_steps_before_it() -> None:
+    ms = [100.0] * 50 + [130.0] * 10 + [100.0] * 40
+    back = decision(59, "steps are slower", number=2, action="take back", digest="start")
+    lines = rows(ms, [0] * 50 + [1] * 10 + [2] * 40, ("start", "other", "start"))
+    plain = timed(*[100.0] * 100)
+    row = judge.judge_seed(judge.Seed(plain, plain, timed(*ms), None, [decision(48), back], lines, None))
+    assert (row["false"], row["false_steps"], row["false_ms"], row["taken_back"]) == (1, 10, 300.0, 1)
+    assert judge.judge_cell(0, False, None, [row])["missed"] == ["more than 1% of a run lost without a fault"]
+
+
+def test_going_back_to_the_start_is_not_false() -> None:
+    back = decision(90, "link 2:3: 60 -> 0 ms", number=2, action="stop delegating", digest="start")
+    lines = rows(WITH, [0] * 28 + [1] * 64 + [2] * 8, ("start", "other", "start"))
+    fault = ((2, 3), 2_000.0, 14_000.0)
+    assert judge.judge_seed(replace(SEED, fault=fault, control=[decision(22), back], iterations=lines))["false"] == 0
+
+
+def test_a_burst_must_not_be_answered() -> None:
+    row = judge.judge_seed(SEED)
+    assert "a burst was answered" in judge.judge_cell(0, True, 3, [row])["missed"]
+    assert judge.judge_cell(0, True, 20, [row])["missed"] == []
+
+
+def test_a_share_of_next_to_nothing_does_not_count() -> None:
+    assert judge.share({"recoverable": 20.0, "recovered": -300.0, "run_ms": 1_000.0}) is None
+
+
+def test_every_cell_has_its_own_name_and_conditions_that_can_be_read() -> None:
+    assert len(cells.CELLS) >= 12
+    assert {cell.load for cell in cells.CELLS.values()} == {0, 1, 2}
+    times = cells.StepTimes(100.0, 200.0)
+    for cell in cells.CELLS.values():
+        for seed in range(3):
+            fault = cells.fault_of(cell, seed, times)
+            links = Links.parse(cells.conditions_of(cell, fault))
+            assert set(links.conditions) == set(cells.links_of(cell))
+            if fault is not None and cell.second and fault.link in ((0, 1), (1, 2), (2, 3)):
+                assert (
+                    links.conditions[fault.link]
+                    != links.conditions[next(iter(set(cells.links_of(cell)) - {fault.link}))]
+                )
+
+
+def test_a_fault_begins_and_ends_by_steps_and_seeds_differ() -> None:
+    times = cells.StepTimes(100.0, 200.0)
+    burst = cells.CELLS["emulated-quiet-120ms-from12-3steps"]
+    assert cells.fault_of(burst, 1, times) == cells.Fault((1, 2), 2_435.0, 3_035.0)
+    begins = {cells.fault_of(CELL, seed, times).begin for seed in range(20)}
+    assert len(begins) == 20
+    assert cells.fault_of(cells.CELLS["emulated-quiet-none"], 1, times) is None
+
+
+def test_the_oracle_answers_in_the_step_in_which_the_fault_begins() -> None:
+    fault = cells.Fault((1, 2), 2_435.0, 3_035.0)
+    assert [cells.is_due(fault, now, 100.0) for now in (2_300.0, 2_400.0, 3_000.0, 3_100.0)] == [
+        False,
         True,
-        22,
-        25,
-    )
-    late = judged([decision(1, 23, "link 2:3: 0 -> 30 ms")], rows(times, numbers, 20), fault=True)
-    assert (late["answered"], late["answered_late"]) == (False, True)
-    other = judged([decision(1, 22)], rows(times, numbers, 20), fault=True)
-    assert other["false_ok"], "200 ms are less than the fault's 300"
-    assert len(other["false"]) == 1
-    assert not other["answered"]
-    early = judged([decision(1, 10, "link 2:3: 0 -> 30 ms")], rows(times, [0] * 12 + [1] * 28, 20), fault=True)
-    assert [each["before"] for each in early["false"]] == [100.0]
-    assert not early["answered"]
+        True,
+        False,
+    ]
 
 
-def test_messages_that_are_late_for_once_are_not_the_fault() -> None:
-    values = [json.loads(line) for line in rows([100.0] * 40, [0] * 40, 30)]
-    for at in (0, 7, 8):
-        values[at]["links"]["3:2"] = 40.0
-    assert JUDGE.onset(values, (2, 3), 30.0) == 30
+@pytest.mark.parametrize("fault", ["latency:60ms", "bandwidth:5Mbit/s"])
+def test_the_oracle_s_answer_is_at_least_as_fast_as_what_a_rehearsed_run_ends_with(fault: str) -> None:
+    job = cells.emulated_job(CELL)
+    links = Links({(2, 3): fault})
+    best = cells.simulated_ms(job, cells.best_answer(job, (2, 3), fault), links)
+    assert best < cells.simulated_ms(job, job.start, links)
+    assert best <= rehearse(Controller(job), links, until=20_000).iterations[-1].ms
 
 
-def test_the_run_s_own_reason_counts_where_it_names_caps_or_noise() -> None:
-    lines = rows([100.0] * 20 + [300.0] * 20, [0] * 40, 20)
-    for obstacle, explained in (("memory", True), ("noise", True), ("pause", False)):
-        said = json.dumps({"unanswered": {"obstacle": obstacle, "why": "why", "cause": {"2:3": 30.0}}})
-        assert judged([said], lines, fault=True)["explained"] is explained
-    other = json.dumps({"unanswered": {"obstacle": "memory", "why": "why", "cause": {"0:1": 30.0}}})
-    assert not judged([other], lines, fault=True)["explained"]
+def test_a_tutorial_s_run_is_answered_if_the_change_for_the_link_stays() -> None:
+    lines = rows(WITH, [0] * 28 + [1] * 72)
+    assert judge.is_answered([decision(22)], lines, (2, 3))
+    assert not judge.is_answered([decision(22, "link 0:1: 0 -> 60 ms")], lines, (2, 3))
+    back = rows(WITH, [0] * 28 + [1] * 32 + [2] * 40, ("start", "other", "start"))
+    assert not judge.is_answered([decision(22)], back, (2, 3))
 
 
-def test_a_rehearsed_run_is_answered_within_three_steps() -> None:
-    lines: list[str] = []
-    run = rehearse(
-        Controller(job(), log=lines.append), Links.parse("2:3=latency:steps:0ms/0ms,6s/30ms"), until=14_000
-    )
-    late = next(each.number for each in run.iterations if each.start + each.ms > 6_000)
-    records = rows([each.ms for each in run.iterations], [each.decision for each in run.iterations], late)
-    found = judged(lines, records, fault=True)
-    assert found["answered"]
-    assert found["false"] == []
-    assert [each["kept"] for each in found["verdicts"]] == [True]
-
-
-def test_the_cells_and_faults_of_the_protocol(tmp_path: Path) -> None:
-    sys.path.insert(0, str(FOLDER))
-    try:
-        run = module("run")
-    finally:
-        sys.path.remove(str(FOLDER))
-    assert len(run.CELLS) == 8
-    assert run.fault_of("real-busy-none", 3) is None
-    assert run.fault_of("emulated-quiet-fault", 4) == ((1, 2), 30.0, 6.0 + 3 * 8 / 20)
-    command = run.command_of("emulated-quiet-fault", 4, tmp_path, tmp_path / "costs.json")
-    assert command[-2:] == ["--link", "1:2=latency:steps:0s/0ms,7200ms/30ms"]
-    moments = {run.fault_of("real-busy-fault", seed)[2] for seed in range(20)}
-    assert len(moments) == 20
-
-
-def test_a_summary_says_what_must_hold(tmp_path: Path) -> None:
-    sys.path.insert(0, str(FOLDER))
-    try:
-        run = module("run")
-    finally:
-        sys.path.remove(str(FOLDER))
-    row = {"false": [], "false_ok": True, "answered": True, "explained": False, "reruns": [], "commit": "abc"}
-    for seed in range(20):
-        for cell in run.CELLS:
-            (tmp_path / cell).mkdir(exist_ok=True)
-            (tmp_path / cell / f"seed-{seed:02d}.json").write_text(json.dumps(row | {"seed": seed}))
-    assert run.summary(tmp_path, "command")["holds"]
-    unanswered = row | {"seed": 3, "answered": False, "explained": True}
-    for seed in (3, 4):
-        path = tmp_path / "emulated-quiet-fault" / f"seed-{seed:02d}.json"
-        path.write_text(json.dumps(unanswered | {"seed": seed}))
-        assert run.summary(tmp_path, "command")["holds"] is (seed == 3), "19 of 20 are enough, 18 are not"
+def test_a_summary_is_whole_and_holds_if_every_cell_does(tmp_path: Path) -> None:
+    quiet = {"recoverable": 0.0, "recovered": 0.0, "claimed": 0.0, "onset": None, "made": None, "ran_from": None}
+    made = {"reruns": [], "commit": "0123456", "load": 1.0, "seconds": 30.0, "answered": True}
+    for name, cell in cells.CELLS.items():
+        row = judge.judge_seed(SEED)
+        if not cell.is_to_the_end:
+            row |= {**quiet, "decisions": 0}
+        for seed in range(20):
+            (tmp_path / name).mkdir(exist_ok=True)
+            (tmp_path / name / f"seed-{seed:02d}.json").write_text(json.dumps(row | made))
+    for load in (0, 1):
+        folder = tmp_path / run.tutorial_name(load)
+        folder.mkdir()
+        for number in range(20):
+            (folder / f"seed-{number:02d}.json").write_text(json.dumps(made))
+    value = run.summary(tmp_path)
+    assert (value["holds"], value["is_whole"]) == (True, True)
+    assert len(run.to_lines(value).splitlines()) <= 100
+    assert json.loads(run.to_lines(value)) == json.loads(json.dumps(value))
+    assert len(run.table(value)) == 2 + len(cells.CELLS)
+    for number in range(3):
+        (tmp_path / run.tutorial_name(0) / f"seed-{number:02d}.json").write_text(
+            json.dumps(made | {"answered": False})
+        )
+    assert not run.summary(tmp_path)["holds"], "17 of 20"
