@@ -23,7 +23,7 @@ CALIBRATION, CONTROL, STEPS, TEXT = "calibration.json", "control.jsonl", "steps.
 MODES = ("oracle", "without", "with")
 """The runs of a seed: the best change made by hand at the onset; no change; `--adapt`."""
 NUM_SEEDS = 20
-NUM_STEPS = {"emulated": 120, "real": 120, "ring": 60}
+NUM_STEPS = {"emulated": 100, "real": 60, "ring": 60}
 """Steps of a run, by device. They stand for a run of `WHOLE` seconds."""
 WHOLE = 60.0
 """Seconds of the run that onsets are given for: an onset at second 12 comes after 12/60 of the steps."""
@@ -31,8 +31,10 @@ HEALTHY = {"latency": "0ms", "bandwidth": "10Gbit/s"}
 """A link before and after its fault, by what the fault changes."""
 OP_MS = 10.0
 """Time of each F, I and W of an emulated stage (ms)."""
-STRETCH = 0.2
-"""Emulated devices and links run five times as fast as their costs say, so that runs are short."""
+STRETCH = 0.15
+"""Emulated devices and links take this share of the time that their costs say, so that runs are short."""
+BETWEEN_MS = 6.0
+"""What an emulated step takes by the clock, besides its ops and messages: the conditions' time goes on meanwhile."""
 MESSAGE_BYTES = {"bandwidth:20Mbit/s": 64e3}
 """Bytes of an emulated message where they are not `USUAL_BYTES`: a link is busy for 26 ms with each, either way."""
 USUAL_BYTES = 16e3
@@ -86,7 +88,7 @@ CELLS = {
         Cell("emulated", 2, "latency:60ms"),
         Cell("emulated", 0, "latency:30ms", second=0),
         Cell("emulated", 0, "latency:120ms", second=40),
-        Cell("emulated", 1, "latency:120ms", second=0),
+        Cell("emulated", 1, "latency:60ms", second=0),
         Cell("emulated", 0, "bandwidth:5Mbit/s"),
         Cell("emulated", 1, "bandwidth:20Mbit/s", second=40),
         Cell("emulated", 0, "latency:120ms", lasts=3),
@@ -94,7 +96,7 @@ CELLS = {
         Cell("emulated", 0),
         Cell("emulated", 1),
         Cell("real", 0, "latency:60ms"),
-        Cell("real", 1, "latency:60ms"),
+        Cell("real", 1, "latency:30ms"),
         Cell("real", 0),
         Cell("real", 1),
         Cell("ring", 0, "bandwidth:20Mbit/s"),

@@ -62,8 +62,8 @@ def parsed(lines: Iterable[str]) -> list[dict[str, Any]]:
 
 
 def total(steps: Sequence[Step]) -> float:
-    """From the first step's begin to the last one's end, with whatever lay between steps."""
-    return steps[-1][1] - steps[0][0]
+    """The time of all steps."""
+    return sum(end - begin for begin, end in steps)
 
 
 def first_late(steps: Sequence[Step], begin: float) -> int | None:

@@ -142,7 +142,8 @@ def test_every_cell_has_its_own_name_and_conditions_that_can_be_read() -> None:
 def test_a_fault_begins_and_ends_by_steps_and_seeds_differ() -> None:
     times = cells.StepTimes(100.0, 200.0)
     burst = cells.CELLS["emulated-quiet-120ms-from12-3steps"]
-    assert cells.fault_of(burst, 1, times) == cells.Fault((1, 2), 2_435.0, 3_035.0)
+    step = 0.2 * burst.num_steps + 7 / 20
+    assert cells.fault_of(burst, 1, times) == cells.Fault((1, 2), 100.0 * step, 100.0 * step + 600.0)
     begins = {cells.fault_of(CELL, seed, times).begin for seed in range(20)}
     assert len(begins) == 20
     assert cells.fault_of(cells.CELLS["emulated-quiet-none"], 1, times) is None
