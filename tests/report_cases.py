@@ -12,6 +12,7 @@ from penstock.control import (
     Configuration,
     Controller,
     Job,
+    Sensitivity,
     rehearse,
 )
 from penstock.control.configuration import peaks
@@ -22,6 +23,8 @@ from penstock.report.run_story import (
     AlarmCounts,
     DecisionOutcome,
     Iteration,
+    Plan,
+    late_links,
     spells_of,
 )
 
@@ -43,6 +46,10 @@ CROPPED = """() => {
 LATE = "2:3=latency:steps:0ms/0ms,1600ms/60ms,6s/0ms"
 
 
+SLOW_TO_VERIFY = Sensitivity(rise=8)
+"""Four iterations verify a late link, so that enough of them run before a change to measure what it saves."""
+
+
 def job(**more: Any) -> Job:
     zb = ps.build("zb", 4, 8)
     return Job(COSTS, Configuration(zb, "frozen", (), tuple(peaks(zb, COSTS))), **more)
@@ -51,7 +58,7 @@ def job(**more: Any) -> Job:
 @lru_cache(maxsize=8)
 def log_of(link: str = LATE, until: float = 12_000) -> tuple[str, ...]:
     lines: list[str] = []
-    rehearse(Controller(job(), log=lines.append), Links.parse(link), until=until)
+    rehearse(Controller(job(), SLOW_TO_VERIFY, log=lines.append), Links.parse(link), until=until)
     return tuple(lines)
 
 
@@ -104,30 +111,24 @@ def iteration(number: int, ms: float, decision: int = 0, kept: float | None = No
     return Iteration(number, ms, decision, ms, ms if decision == 0 else kept, delays, kept if decision else None)
 
 
+START, THEN = Plan("zb", "frozen"), Plan("zb", "dynamic", ((0, 1),))
+"""What runs first, and then, in stories made by hand."""
+
+
 def told(iterations: list[Iteration], decisions: list[DecisionOutcome] | None = None) -> RunStory:
     links = ((0, 1), (1, 0), (1, 2), (2, 1))[: len(iterations[0].delays)]
     return RunStory(
-        "run", (), links, tuple(iterations), tuple(decisions or ()), spells_of(iterations, links, 1.0), (), None,
-        AlarmCounts(0, 0, 0), 1.0, 100.0, "given",
+        "run", (), links, START, tuple(iterations), tuple(decisions or ()),
+        spells_of(late_links(iterations, links, 1.0)), (), None, AlarmCounts(0, 0, 0), 1.0, 100.0, "given",
     )  # fmt: skip
 
 
 def decided(
-    number: int, made: int, first: int | None, action: str = "delegate", outcome: str = "ran"
+    number: int,
+    made: int,
+    first: int | None,
+    action: str = "delegate",
+    outcome: str = "ran",
+    plan: Plan = THEN,
 ) -> DecisionOutcome:
-    return DecisionOutcome(
-        number,
-        action,
-        "why",
-        "zb, dynamic, delegated 0–1",
-        made - 1,
-        made,
-        first,
-        outcome,
-        2.0,
-        1.0,
-        0,
-        None,
-        None,
-        5,
-    )
+    return DecisionOutcome(number, action, "why", plan, made - 1, made, first, outcome, 2.0, 1.0, 0, None, None, 5)

@@ -20,7 +20,6 @@ from penstock.report.run_story import (
     Fault,
     RanConfiguration,
     RunMemory,
-    TimeShares,
     TitledTimeline,
 )
 from penstock.report.words import headline, seconds
@@ -35,14 +34,13 @@ def small() -> RunStory:
     rows += [iteration(n, 210.0 + n, 0, None, 60.0, 0.1) for n in range(3, 6)]
     rows += [iteration(n, 110.0 + n, 1, 215.0, 60.0, 0.1) for n in range(6, 12)]
     decisions = [decided(1, 4, 6), decided(2, 9, None, "re-plan", "given up")]
-    shares = TimeShares(0.5, 0.3, 0.1, 0.1)
     return replace(
         told(rows, decisions),
         name="small",
         facts=(("schedule", "zb"), ("ranks", "2")),
         ran=(
-            RanConfiguration(0, "zb, frozen", 6, 158.5, 158.0, 0.004, shares, 4),
-            RanConfiguration(1, "zb, dynamic", 6, 118.5, 118, 0.02, None, 7),
+            RanConfiguration(0, "zb, frozen", 6, 158.5, 158.0, 0.004),
+            RanConfiguration(1, "zb, dynamic", 6, 118.5, 118, 0.02),
         ),
         memory=RunMemory((4.0, 3.0), (4.0, 4.0), "activations", "measured"),
         alarms=AlarmCounts(3, 2, 1),
@@ -106,7 +104,7 @@ def test_pictures_are_told_in_words_and_every_style_is_there() -> None:
     text = to_page(story_of())
     page = Page(text)
     svgs = [attrs for tag, attrs in page.tags if tag == "svg"]
-    assert len(svgs) == 2 * 5
+    assert len(svgs) == 2 * 4
     assert all(attrs.get("role") == "img" and attrs.get("aria-label") for attrs in svgs)
     used = {
         name

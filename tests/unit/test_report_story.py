@@ -62,8 +62,9 @@ def test_saved_is_what_iterations_took_before_the_change_less_what_they_took_wit
     steady = [each for each in switched if each.number < story.spells[0].last]
     assert [each.kept for each in steady] == pytest.approx([late] * len(steady), rel=1e-6)
     assert [each.baseline for each in steady] == pytest.approx([late] * len(steady), rel=1e-2)
-    (passing,) = [each for each in story.iterations if each.decision and each not in switched and each.ms > healthy]
-    assert story.saved == pytest.approx(sum(late - each.ms for each in switched) - (passing.ms - healthy))
+    passing = [each for each in story.iterations if each.decision and each not in switched]
+    gained, paid = sum(late - each.ms for each in switched), sum(each.ms - healthy for each in passing)
+    assert story.saved == pytest.approx(gained - paid)
     cost = sum(each.ms for each in story.iterations) - healthy * len(story.iterations)
     assert story.lost == pytest.approx(story.saved + cost, rel=0.05)
     assert story.decisions[0].saved == pytest.approx(story.saved, rel=0.05)
@@ -89,10 +90,6 @@ def test_what_ran_is_simulated_as_it_was() -> None:
     assert story_of().error == pytest.approx(0, abs=0.005)
     for each in story_of().ran:
         assert each.simulated == pytest.approx(each.measured, rel=0.01)
-        assert each.shares is not None
-        shares = each.shares
-        assert shares.busy + shares.dependency + shares.head_of_line + shares.warm_up_and_drain == pytest.approx(1)
-    assert story_of().ran[0].shares.busy < story_of().ran[1].shares.busy  # type: ignore[union-attr]
 
 
 def test_slow_ops_are_simulated_as_they_were_measured() -> None:
@@ -175,7 +172,7 @@ def test_records_add_the_iterations_before_the_log_and_measured_timelines() -> N
     timelines.append(json.dumps({"iteration": 2, "number": 0, "why": "start", "ops": ops}))
     told = read_story(lines, name="run", iterations=[early], timelines=timelines)
     assert told.memory is not None
-    assert told.memory.source == "simulated, and as 1 recorded iterations ran"
+    assert told.memory.source == "by each schedule's own order"
     assert told.memory.peaks == pytest.approx(whole.peak_activations)
     assert told.iterations[0].number == -1
     assert told.iterations[0].ms == 500

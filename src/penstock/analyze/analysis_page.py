@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from html import escape
+from typing import Any
 
 import numpy as np
 
@@ -14,14 +16,14 @@ from penstock.draw.charts.heat import heat_map
 from penstock.draw.charts.lines import line_chart
 from penstock.draw.charts.parts import Bars, Level, Line
 from penstock.draw.charts.stacked import stacked_chart
-from penstock.draw.report_page import PageNumber, inline, section, table, timelines, whole_page
+from penstock.draw.report_page import PageNumber, inline, section, sides, table, timelines, whole_page
 from penstock.draw.scale import percent, short
 from penstock.formats.traces import Scope
 from penstock.schedule import Op
 from penstock.simulation import TimedOp, Timeline, simulate
 
-LEFT, RIGHT, NARROW_LEFT, NARROW_RIGHT = 120.0, 1000.0, 58.0, 344.0
-"""Pixels between which charts lie, so that one stands above the other."""
+LEFT = 120.0
+"""Pixels at which charts begin."""
 MOST_OPS = 4000
 """Ops that the drawn step may have; more would make the page slow."""
 FACTORS = (0.9, 0.97, 1.03, 1.1, 1.25, 1.6, 2.5)
@@ -115,25 +117,20 @@ def _maybe(value: float | None) -> str:
 
 
 def _steps(found: RunAnalysis, width: int) -> Figure:
-    steps = [int(step) for step in found.run.table.steps]
-    places = list(range(len(steps)))
+    measured, replayed, ideal = found.run.measured, found.run.replayed, found.metrics.ideal
+    places = range(len(measured))
     lines = [
-        Line("measured", places, found.run.measured.tolist(), "blue"),
-        Line("replayed", places, found.run.replayed.tolist(), "navy", "dotted"),
+        Line("measured", places, measured.tolist(), "blue"),
+        Line("replayed", places, replayed.tolist(), "navy", "dotted"),
     ]
-    ideal = found.metrics.ideal
-    low = 0.9 * min(ideal, float(found.run.replayed.min()))
-    return line_chart(
-        lines,
-        x=Axis("recorded steps, in order", low=-0.5, high=len(steps) - 0.5),
-        y=Axis("ms a step", low=low),
-        levels=[Level(ideal, f"ideal {short(ideal)}")],
-        left=LEFT if width > RIGHT else NARROW_LEFT,
-        right=RIGHT if width > RIGHT else NARROW_RIGHT,
-        width=width,
-        height=340,
-        label="Time of each recorded step, measured and replayed",
-    )
+    axis = Axis("ms a step", low=0.9 * min(ideal, float(replayed.min())))
+    label = "Time of each recorded step, measured and replayed"
+    return _over_steps(lines, width, y=axis, levels=[Level(ideal, f"ideal {short(ideal)}")], height=340, label=label)
+
+
+def _over_steps(lines: Sequence[Line], width: int, **more: Any) -> Figure:
+    x = Axis("recorded steps, in order", low=-0.5, high=len(lines[0].x) - 0.5)
+    return line_chart(lines, x=x, **sides(width, LEFT), **more)
 
 
 def _workers(found: RunAnalysis, width: int) -> Figure:
@@ -144,32 +141,21 @@ def _workers(found: RunAnalysis, width: int) -> Figure:
         x=Axis("replica"),
         first=-0.5,
         steps=FACTORS,
-        left=LEFT if width > RIGHT else NARROW_LEFT,
-        right=RIGHT if width > RIGHT else NARROW_RIGHT,
-        width=width,
+        **sides(width, LEFT),
         label="How many times as long as its like each worker takes",
     )
 
 
 def _microbatches(found: RunAnalysis, width: int) -> Figure:
-    by = found.effects.by_microbatch
-    flat = by.reshape(len(by), -1)
-    places = list(range(len(by)))
+    flat = found.effects.by_microbatch.reshape(len(found.effects.by_microbatch), -1)
+    rows, places = np.nanquantile(flat, [1, 0.5, 0], axis=1).tolist(), range(len(flat))
     lines = [
-        Line("longest", places, np.nanmax(flat, axis=1).tolist(), "brick"),
-        Line("middle", places, np.nanmedian(flat, axis=1).tolist(), "blue"),
-        Line("shortest", places, np.nanmin(flat, axis=1).tolist(), "grey"),
+        Line("longest", places, rows[0], "brick"),
+        Line("middle", places, rows[1], "blue"),
+        Line("shortest", places, rows[2], "grey"),
     ]
-    return line_chart(
-        lines,
-        x=Axis("recorded steps, in order", low=-0.5, high=len(by) - 0.5),
-        y=Axis("times the mean"),
-        left=LEFT if width > RIGHT else NARROW_LEFT,
-        right=RIGHT if width > RIGHT else NARROW_RIGHT,
-        width=width,
-        height=260,
-        label="Lengths of the microbatches of each step",
-    )
+    label = "Lengths of the microbatches of each step"
+    return _over_steps(lines, width, y=Axis("times the mean"), height=260, label=label)
 
 
 def _timelines(found: RunAnalysis) -> str | None:

@@ -21,6 +21,16 @@ WIDTH, NARROW = 1120, 360
 """Pixels of a figure on a screen and on a phone."""
 
 
+def sides(width: int, left: float = 84.0) -> dict[str, Any]:
+    """The width of a chart, and the pixels between which it is drawn, so that one stands right above the other.
+
+    Args:
+        left: where charts begin on a screen; on a phone all begin at the same place.
+    """
+    on_screen = {"left": left, "right": 930.0} if width > NARROW else {"left": 58.0, "right": 344.0}
+    return {"width": width, **on_screen}
+
+
 class PageNumber(NamedTuple):
     """A number that stands large at the top.
 

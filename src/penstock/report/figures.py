@@ -14,14 +14,12 @@ from penstock.draw.charts.heat import MOST_COLUMNS, heat_map
 from penstock.draw.charts.lines import averaged, line_chart
 from penstock.draw.charts.parts import Bars, Level, Line, Mark
 from penstock.draw.charts.stacked import stacked_chart
-from penstock.draw.report_page import timelines
-from penstock.draw.scale import percent, short
+from penstock.draw.report_page import NARROW, sides, timelines
+from penstock.draw.scale import short
 from penstock.report.run_record import RunRecord
 from penstock.report.run_story import RunMemory, RunStory, TitledTimeline
 from penstock.report.words import way_name
 
-LEFT, RIGHT, NARROW_LEFT, NARROW_RIGHT = 84.0, 930.0, 58.0, 344.0
-"""Pixels between which charts over iterations lie, so that one stands above the other."""
 MOST_POINTS = 200
 """Points of a line over steps."""
 MOST_OPS = 8000
@@ -31,11 +29,6 @@ MOST_OPS = 8000
 def ends(story: RunStory) -> tuple[float, float]:
     """The ends of the iterations' axis."""
     return story.iterations[0].number - 0.5, story.iterations[-1].number + 0.5
-
-
-def sides(width: int) -> tuple[float, float]:
-    """Where charts over iterations begin and end, in pixels."""
-    return (LEFT, RIGHT) if width > RIGHT else (NARROW_LEFT, NARROW_RIGHT)
 
 
 def curve(record: RunRecord, metrics: Mapping[str, str], y: Axis, width: int, levels: Sequence[Level] = ()) -> Figure:
@@ -50,9 +43,7 @@ def curve(record: RunRecord, metrics: Mapping[str, str], y: Axis, width: int, le
         x=Axis(record.noun, low=record.steps[0] - 0.5, high=record.steps[-1] + 0.5),
         y=y,
         levels=levels,
-        left=sides(width)[0],
-        right=sides(width)[1],
-        width=width,
+        **sides(width),
         height=300,
         label=f"{y.label} over {record.noun}s: {', '.join(line.name for line in lines)}",
     )
@@ -90,10 +81,8 @@ def iteration_times(story: RunStory, width: int) -> Figure:
         y=Axis("ms an iteration", low=None if max(values) > 1.4 * story.undisturbed else 0.8 * min(values)),
         marks=marks(story),
         levels=[Level(story.undisturbed, f"undisturbed {short(story.undisturbed)}")],
-        left=sides(width)[0],
-        right=sides(width)[1],
-        width=width,
-        height=400 if width > RIGHT else 330,
+        **sides(width),
+        height=400 if width > NARROW else 330,
         label="Iteration time in milliseconds over iterations: measured, simulated, and with the first configuration",
     )
 
@@ -117,7 +106,7 @@ def marks(story: RunStory) -> list[Mark]:
     found = []
     for each in story.decisions:
         at = each.first if each.first is not None else each.made + 1
-        title = f"{each.number}: {each.action}, {each.what}. {each.reason}"
+        title = f"{each.number}: {each.action}, {each.plan}. {each.reason}"
         found.append(Mark(at - 0.5, str(each.number), title, "purple" if each.first is not None else "grey"))
     return found
 
@@ -145,9 +134,7 @@ def link_heat(story: RunStory, width: int) -> Figure:
         unit="ms a message",
         x=Axis("iteration", low=low, high=high),
         marks=marks(story),
-        left=sides(width)[0],
-        right=sides(width)[1],
-        width=width,
+        **sides(width),
         label="Median transfer time of each direction of each link, by iteration",
     )
 
@@ -164,29 +151,6 @@ def memory(held: RunMemory, width: int) -> Figure:
         height=280,
         label="Peak memory of each rank against its cap",
     )
-
-
-def where_time_goes(story: RunStory, width: int) -> Figure:
-    """Busy, waiting for messages, behind a full link, warm-up and drain: of each configuration that ran."""
-    rows = [(each, each.shares) for each in story.ran if each.shares is not None]
-    names = [f"{_number(each.decision)} {each.what}, iteration {each.at}" for each, _ in rows]
-    return stacked_chart(
-        names,
-        [
-            Bars("in ops", [shares.busy for _, shares in rows], hue="blue"),
-            Bars("waiting for a message", [shares.dependency for _, shares in rows], hue="amber"),
-            Bars("behind a full link (head of line)", [shares.head_of_line for _, shares in rows], hue="brick"),
-            Bars("warm-up and drain", [shares.warm_up_and_drain for _, shares in rows], hue="grey"),
-        ],
-        x=Axis("share of the time of all ranks", low=0.0, high=1.0, show=percent),
-        show=percent,
-        width=width,
-        label="Where the time of all ranks goes, by configuration",
-    )
-
-
-def _number(decision: int) -> str:
-    return f"{decision}:" if decision else "start:"
 
 
 def one_above_the_other(shown: Sequence[TitledTimeline]) -> str | None:

@@ -1,50 +1,68 @@
 """The story of a run, told from its logs: which link was slow when, what was decided, and what it saved.
 
-    control.jsonl      the controller's log: every message's time, every decision       needed
-    iterations.jsonl   one line an iteration, from the first one on                     if there
-    timelines.jsonl    when the ops of some iterations ran                              if there
+"Saved" is measured. An iteration that runs a change is compared with the median of the iterations before the change
+under the same links:
 
-"Saved" is measured: iterations with a change are held against the median of those before it under the same links.
-Where links are not late any more nothing is gained, and what an iteration takes longer than undisturbed ones counts
-as lost by the change. Beside that each iteration is simulated under links and op times as they were measured in it,
-once with what ran and once with the first configuration; both are called simulated.
+    ms    . . . o o o|x x|x o o o o o      o  clean: these count in medians
+          . . .      | | |                 x  preparing, and the first iteration after the switch
+                late ^ ^ ^
+                  decided switched
+
+Ranks prepare between a decision and its switch, and buffers and connections are new in the first iteration after it.
+These iterations count in no median, and what they took longer is charged to the change. At least three clean
+iterations are needed before a change. When links are late no more, nothing is saved, and what an iteration takes
+longer than undisturbed ones counts as lost by the change.
+
+Each iteration is also simulated under links and op times as they were measured in it, once with what ran and once
+with the first configuration. Both are called simulated.
 """
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
-from itertools import pairwise
 from statistics import median
 from typing import Any
 
 from penstock.control.candidate import Action
 from penstock.control.configuration import Configuration, Job, peaks
+from penstock.control.decide import predict
 from penstock.control.errors import ControlError
 from penstock.control.events import undirected
-from penstock.control.robust_statistics import AS_DEVIATION
-from penstock.control.trial import LATER
-from penstock.report.log_reader import LogContents, LoggedDecision, add_record, json_lines, read_log
+from penstock.control.robust_statistics import AS_DEVIATION, deviation
+from penstock.control.trial import LATER, MEDIAN
+from penstock.cost import Links
+from penstock.report.log_reader import (
+    LogContents,
+    LoggedDecision,
+    ObservedIteration,
+    add_record,
+    json_lines,
+    measured_timeline,
+    read_log,
+)
 from penstock.report.run_story import (
+    FEWEST,
     AlarmCounts,
     DecisionOutcome,
     Fault,
     Iteration,
+    LatePeriod,
+    Link,
+    Plan,
     RanConfiguration,
     RunMemory,
     RunStory,
-    TimeShares,
     TitledTimeline,
+    late_links,
+    main_spells,
     spells_of,
 )
-from penstock.report.what_if import ObservedIteration, WhatIfSimulator, picked
-from penstock.schedule import Op
-from penstock.simulation import TimedOp, Timeline
+from penstock.simulation import Timeline
 
 MOST = 300
 """Iterations that are simulated with what ran, and with the first configuration: all, or so many, evenly picked."""
-AROUND = 8
-"""Iterations before a switch that it is held against, where no link had changed."""
 COUNTED = {
     "failovers": "connections that went on over another interface",
     "failbacks": "connections that went back to a better interface",
@@ -60,6 +78,8 @@ _WILD = 5.0
 """Deviations above the median from which on a delay is no noise."""
 BYTES = 1e4
 """Activations above this are bytes, not units."""
+Late = Mapping[tuple[Link, str], Mapping[int, float]]
+"""By link and what it serves, its delay (ms) in each iteration in which it was late."""
 
 
 def read_story(
@@ -86,58 +106,60 @@ def read_story(
     records = list(json_lines(iterations, "iterations.jsonl"))
     for record in records:
         add_record(contents, record)
-    recorded = list(json_lines(timelines, "timelines.jsonl"))
+    recorded = dict(measured_timeline(contents, record) for record in json_lines(timelines, "timelines.jsonl"))
     if not contents.seen:
         raise ControlError("the log has no iteration that ended: there is nothing to report yet")
-    simulator = WhatIfSimulator(contents.job)
     rows = [contents.seen[number] for number in sorted(contents.seen)]
-    links = tuple(sorted({link for row in rows for link in row.times}, key=lambda link: (undirected(link), link)))
-    ran = _simulated(contents, simulator, rows, most)
-    kept = _kept(contents, simulator, rows, most)
+    links = tuple(sorted({link for row in rows for link in row.delays}, key=lambda link: (undirected(link), link)))
+    ran, kept = (_simulated(contents, rows, most, with_first) for with_first in (False, True))
     found = tuple(
         Iteration(
             row.number,
             row.ms,
             row.decision,
-            ran[row.number].makespan if row.number in ran else None,
+            ran.get(row.number),
             row.ms if row.decision == 0 else kept.get(row.number),
-            tuple(row.delay(link) for link in links),
+            tuple(row.delays.get(link) for link in links),
+            is_clean=row.is_clean,
         )
         for row in rows
     )
     least = _least(contents.job, rows)
-    undisturbed, source = _undisturbed(contents, simulator, found, least)
-    found = with_baselines(contents, found, undisturbed, least)
-    late = _late(found, least)
-    decided = tuple(_decided(contents, contents.chosen[number], found, late) for number in sorted(contents.chosen))
+    late: dict[tuple[Link, str], Mapping[int, float]] = {**late_links(found, links, least), **contents.late_nodes}
+    undisturbed, source = _undisturbed(contents, found, late)
+    levels = Levels(contents, found, main_spells(spells_of(late)))
+    found = levels.with_baselines(undisturbed)
+    decided = tuple(_decided(contents, contents.chosen[number], found, levels) for number in sorted(contents.chosen))
+    watches = list(contents.monitor.watches)
     return RunStory(
         name=name,
         facts=(*_facts(contents.job), *facts),
         links=links,
+        start=plan_of(contents.job.start, contents.job.start),
         iterations=found,
         decisions=decided,
-        spells=spells_of(found, links, least),
-        ran=_configurations(contents, found, ran, least),
-        memory=_memory(contents, ran.values(), records, recorded),
+        spells=spells_of(late),
+        ran=_configurations(contents, found),
+        memory=_memory(contents, records),
         alarms=AlarmCounts(
-            sum(watch.num_suspected for watch in contents.monitor.watches),
-            sum(watch.num_verified for watch in contents.monitor.watches),
-            sum(watch.num_false for watch in contents.monitor.watches),
+            *(sum(getattr(watch, f"num_{what}") for watch in watches) for what in ("suspected", "verified", "false"))
         ),
         smallest_delay=least,
         undisturbed=undisturbed,
         undisturbed_from=source,
+        saved_error=levels.error,
         unanswered=tuple(f"After iteration {each.iteration}: {each}" for each in contents.unanswered),
         faults=tuple(sorted((*contents.faults, *_counted(records)), key=lambda fault: fault.iteration or 0)),
         counters=_counters(records),
-        shown=_shown(contents, decided, ran, recorded),
+        shown=_shown(contents, decided, recorded),
     )
 
 
 def _least(job: Job, rows: Sequence[ObservedIteration]) -> float:
     """From which delay on (ms) a link counts as late: well above what every message takes on its way, and above what
-    messages vary by on a busy machine, as far as that is small against a microbatch's part of an iteration."""
-    delays = sorted(delay for row in rows for link in row.times if (delay := row.delay(link)) is not None)
+    messages vary by on a busy machine, as far as that is small against a microbatch's part of an iteration.
+    """
+    delays = sorted(delay for row in rows for delay in row.delays.values())
     if not delays:
         return job.smallest_delay
     usual = min(delays[len(delays) // 4], job.mean_op / 4)
@@ -147,228 +169,197 @@ def _least(job: Job, rows: Sequence[ObservedIteration]) -> float:
 
 
 def _simulated(
-    contents: LogContents, simulator: WhatIfSimulator, rows: Sequence[ObservedIteration], most: int
-) -> dict[int, Timeline]:
-    """What ran, simulated, by iteration: picked evenly, and every iteration around a switch."""
-    measured = [row for row in rows if row.times]
-    wanted = {measured[place].number for place in picked(len(measured), most)}
-    firsts = [chosen.first for chosen in contents.chosen.values() if chosen.first is not None]
-    wanted |= {first + step for first in firsts for step in (-1, 0, 1)}
-    found = {}
-    for row in measured:
-        if row.number in wanted:
-            configuration = contents.configuration(row.decision)
-            timeline = simulator.run(configuration, row, configuration)
-            if timeline is not None:
-                found[row.number] = timeline
-    return found
-
-
-def _kept(
-    contents: LogContents, simulator: WhatIfSimulator, rows: Sequence[ObservedIteration], most: int
+    contents: LogContents, rows: Sequence[ObservedIteration], most: int, with_first: bool
 ) -> dict[int, float]:
-    """The first configuration, simulated, by iteration that ran another."""
-    other = [row for row in rows if row.decision and row.times]
+    """Simulated times by iteration, of all or of `most` that are picked evenly: with what ran, or, in iterations
+    that ran another configuration, with the first one.
+    """
+    there = [row for row in rows if row.links is not None and (row.decision or not with_first)]
     found = {}
-    for row in (other[place] for place in picked(len(other), most)):
-        timeline = simulator.run(contents.job.start, row, contents.configuration(row.decision))
-        if timeline is not None:
-            found[row.number] = timeline.makespan
+    for row in there if len(there) <= most else there[:: -(-len(there) // most)]:
+        ms = contents.what_if(contents.configuration(0 if with_first else row.decision), row)
+        if ms is not None:
+            found[row.number] = ms
     return found
 
 
-def _undisturbed(
-    contents: LogContents, simulator: WhatIfSimulator, iterations: Sequence[Iteration], least: float
-) -> tuple[float, str]:
+def _undisturbed(contents: LogContents, iterations: Sequence[Iteration], late: Late) -> tuple[float, str]:
     """How long an iteration of the first configuration takes with no link late, and how that is known."""
-    calm = [
-        each.ms for each in iterations if each.decision == 0 and all(d is not None and d < least for d in each.delays)
-    ]
-    if len(calm) >= 3:
+    ever = {number for numbers in late.values() for number in numbers}
+    calm = [each.ms for each in iterations if each.decision == 0 and each.is_clean and each.number not in ever]
+    if len(calm) >= FEWEST:
         return median(calm), f"median of the {len(calm)} iterations of the first configuration with no link late"
-    return simulator.healthy(contents.job.start).makespan, "simulated with no link late"
+    return predict(contents.job, contents.job.start, [Links()]), "simulated with no link late"
 
 
-def with_baselines(
-    contents: LogContents, iterations: Sequence[Iteration], undisturbed: float, least: float
-) -> tuple[Iteration, ...]:
-    """The iterations with what the steps took before the changes that run in them, under the same links."""
-    start = contents.job.start.digest
-    late = _late(iterations, least)
-    known: dict[str, tuple[float, bool] | None] = {start: None}
-    now: tuple[float, bool] | None = None
-    before, found = 0, []
-    for each in iterations:
-        if each.decision != before:
-            chosen = contents.chosen[each.decision]
-            digest = chosen.configuration.digest
-            if chosen.value["action"] == Action.TAKE_BACK.value or digest == start:
-                now = known.get(digest)
-            elif now is None or chosen.began is not None:
-                reference = _before(chosen, iterations, late)
-                if reference:
-                    among_late = sum(one.number in late for one in reference) > len(reference) / 2
-                    verdict = _verdict(contents, chosen, iterations, late)
-                    level = median(one.ms for one in reference) if verdict is None else float(verdict["before"])
-                    now = level, among_late
-            known[digest] = now
-            before = each.decision
-        baseline = None
-        if now is not None:
-            level, was_late = now
-            if (each.number in late) == was_late:
-                baseline = level
-            elif each.number not in late:
-                baseline = min(undisturbed, each.ms)  # the fault is over: nothing is gained, something may be lost
-        found.append(replace(each, baseline=baseline))
-    return tuple(found)
+class Levels:
+    """How long iterations took before each change, and what they are compared with.
 
-
-def _late(iterations: Sequence[Iteration], least: float) -> Container[int]:
-    """Numbers of the iterations in which a link was late."""
-    return {each.number for each in iterations if any(delay is not None and delay >= least for delay in each.delays)}
-
-
-def _before(chosen: LoggedDecision, iterations: Sequence[Iteration], late: Container[int]) -> list[Iteration]:
-    """The iterations that a decision is held against: those before it since what it answers began, without the first,
-    which was slow in part; the last ones where nothing had begun."""
-    rows, began = _ran_before(chosen, iterations), _began(chosen, iterations, late)
-    if began is None:
-        return rows[-AROUND:]
-    since = [each for each in rows if each.number >= began]
-    # Of three, the median leaves out the first anyway, and the last, in which ranks may also agree on the change.
-    return since if len(since) == 3 else (since[1:] or since)[-LATER:]
-
-
-def _ran_before(chosen: LoggedDecision, iterations: Sequence[Iteration]) -> list[Iteration]:
-    """The iterations that ran what a decision replaced; none where it never ran."""
-    first = chosen.first
-    if first is None:
-        return []
-    ran = next((each.decision for each in reversed(iterations) if each.number < first), 0)
-    return [each for each in iterations if each.number < first and each.decision == ran]
-
-
-def _began(chosen: LoggedDecision, iterations: Sequence[Iteration], late: Container[int]) -> int | None:
-    """The iteration in which what a decision answers began.
-
-    The controller also looks at links now and then, and may see a late one before it is verified. Then it began where
-    the last iterations before the switch turned from healthy to late, or back, if they did so once.
+    Attributes:
+        error: the standard error (ms) of what all iterations together saved.
     """
-    if chosen.began is not None:
-        return chosen.began
-    rows = _ran_before(chosen, iterations)[-AROUND:]
-    turns = [b.number for a, b in pairwise(rows) if (a.number in late) != (b.number in late)]
-    return turns[0] if len(turns) == 1 else None
 
+    def __init__(self, contents: LogContents, iterations: Sequence[Iteration], spells: Sequence[LatePeriod]) -> None:
+        self._contents, self._iterations = contents, iterations
+        self.error = 0.0
+        self._late = self._with_moved(spells)
 
-def _verdict(
-    contents: LogContents, chosen: LoggedDecision, iterations: Sequence[Iteration], late: Container[int]
-) -> Mapping[str, Any] | None:
-    """The last verdict on a decision. None also where its steps before ran under other links than those since,
-    because nothing had been verified: their median says nothing about the change."""
-    return contents.verdict(chosen.number) if _began(chosen, iterations, late) == chosen.began else None
+    def with_baselines(self, undisturbed: float) -> tuple[Iteration, ...]:
+        """The iterations, each with what iterations took before the changes that run in it, under the same links."""
+        start = self._contents.job.start.digest
+        known: dict[str, Sequence[Iteration]] = {start: ()}
+        now: Sequence[Iteration] = ()
+        before, found, compared = 0, [], Counter[tuple[float, ...]]()
+        for each in self._iterations:
+            if each.decision != before:
+                chosen = self._contents.chosen[each.decision]
+                digest = chosen.configuration.digest
+                if chosen.value["action"] == Action.TAKE_BACK.value or digest == start:
+                    now = known.get(digest, ())
+                else:
+                    then = self.before(chosen)
+                    are_alike = now and then and self._late[now[-1].number] == self._late[then[-1].number]
+                    now = now if are_alike else then
+                known[digest], before = now, each.decision
+            reference = now or self._prepares(each)
+            baseline = None
+            if len(reference) >= FEWEST:
+                was_late = sum(bool(self._late[one.number]) for one in reference) > len(reference) / 2
+                if bool(self._late[each.number]) == was_late:
+                    baseline = median(one.ms for one in reference)
+                    compared[tuple(one.ms for one in reference)] += 1
+                elif was_late:
+                    baseline = min(undisturbed, each.ms)  # nothing is gained any more, something may be lost
+            found.append(replace(each, baseline=baseline))
+        self.error = sum(num * MEDIAN * deviation(ms) / len(ms) ** 0.5 for ms, num in compared.items())
+        return tuple(found)
+
+    def before(self, chosen: LoggedDecision) -> Sequence[Iteration]:
+        """The clean iterations that a decision is compared with: those that ran what it replaced, under the links
+        that were late when it was made, since what it answers began.
+        """
+        made = int(chosen.value["iteration"])
+        rows = [each for each in self._iterations if each.number <= made]
+        if not rows:
+            return ()
+        links = self._late[rows[-1].number]
+        rows = [each for each in rows if each.decision == rows[-1].decision and each.is_clean]
+        began = self.began(chosen)
+        since = [each for each in rows if self._late[each.number] == links and each.number >= (began or 0)]
+        # The first late iteration was late in part only, if there are enough without it.
+        skip = began is not None and len(since) > FEWEST and since[0].number == began
+        return since[skip:][-LATER:]
+
+    def began(self, chosen: LoggedDecision) -> int | None:
+        """The iteration in which what a decision answers began; None if nothing had begun.
+
+        The controller also looks at links now and then, and may see a late one before it is verified. So it began
+        where the links turned late that were late when the decision was made, if that was later than known.
+        """
+        made = int(chosen.value["iteration"])
+        rows = [each.number for each in self._iterations if each.number <= made]
+        turned = None
+        for number in reversed(rows[-LATER:]):
+            if not self._late[number] or self._late[number] != self._late[rows[-1]]:
+                break
+            turned = number
+        is_turn = turned is not None and turned != rows[0] and turned > rows[-LATER:][0]
+        return chosen.began if chosen.began is not None else turned if is_turn else None
+
+    def _prepares(self, each: Iteration) -> Sequence[Iteration]:
+        """What an iteration between a decision and its switch is compared with."""
+        if each.is_clean:
+            return ()
+        chosen = [one for one in self._contents.chosen.values() if int(one.value["iteration"]) < each.number]
+        last = max(chosen, key=lambda one: one.number, default=None)
+        return () if last is None or (last.first or each.number) < each.number else self.before(last)
+
+    def _with_moved(self, spells: Sequence[LatePeriod]) -> dict[int, frozenset[Link]]:
+        """The links that are late in each iteration. A link that was late when it was delegated, or when nodes
+        moved, and is not late on its new path, counts as late until its messages take the old path again.
+        """
+        measured: dict[int, set[Link]] = {each.number: set() for each in self._iterations}
+        for spell in spells:
+            for number in measured.keys() & set(range(spell.first, spell.last + 1)):
+                measured[number].add(spell.link)
+        found: dict[int, frozenset[Link]] = {}
+        moved: set[Link] = set()
+        before, latest = 0, frozenset[Link]()
+        for place, each in enumerate(self._iterations):
+            if each.decision != before:
+                then = self._contents.configuration(each.decision)
+                elsewhere = then.nodes != self._contents.job.start.nodes
+                carried = {link for link in latest if elsewhere or link in then.delegated}
+                next_ones = self._iterations[place : place + FEWEST]
+                moved = carried - {link for one in next_ones for link in measured[one.number]}
+                before = each.decision
+            latest = found[each.number] = frozenset(measured[each.number] | moved)
+        return found
 
 
 def _decided(
-    contents: LogContents, chosen: LoggedDecision, iterations: Sequence[Iteration], late: Container[int]
+    contents: LogContents, chosen: LoggedDecision, found: Sequence[Iteration], levels: Levels
 ) -> DecisionOutcome:
-    value, first, start = chosen.value, chosen.first, contents.job.start
-    mine = [each for each in iterations if each.decision == chosen.number]
-    before, after = _before(chosen, iterations, late), [each.ms for each in mine[1:] or mine][:LATER]
-    known = [each.saved for each in mine if each.baseline is not None]
-    measured = (median(each.ms for each in before) if before else None, median(after) if after else None)
-    if (held := _verdict(contents, chosen, iterations, late)) is not None:
-        measured = float(held["before"]), float(held["after"])
-    verdict = contents.verdict(chosen.number)
+    value = chosen.value
+    mine = [each for each in found if each.decision == chosen.number]
+    made = int(value["iteration"])
+    preparing = [each for each in found if not each.is_clean and made < each.number < (chosen.first or made)]
+    known = [each.saved for each in (*preparing, *mine) if each.baseline is not None]
+    before, after = levels.before(chosen), [each for each in mine if each.is_clean][:LATER]
+    verdict = contents.verdicts.get(chosen.number)
     return DecisionOutcome(
         number=chosen.number,
         action=str(value["action"]),
         reason=str(value["reason"]),
-        what=in_words(chosen.configuration, start),
-        began=_began(chosen, iterations, late),
-        made=int(value["iteration"]),
-        first=first,
+        plan=plan_of(chosen.configuration, contents.job.start),
+        began=levels.began(chosen),
+        made=made,
+        first=chosen.first,
         outcome="ran" if mine else chosen.outcome if chosen.outcome == "given up" else "open",
         ms_now=value["ms_now"],
         ms_then=float(value["ms_then"]),
         price=float(value["price"]),
-        measured_before=measured[0],
-        measured_after=measured[1],
+        measured_before=_median(before),
+        measured_after=_median(after),
         saved=sum(known) if known else None,
-        verdict="" if verdict is None else str(verdict["why"]),
+        verdict="" if verdict is None else str(verdict.get("why", "")),
         taken_back=verdict is not None and not verdict["kept"],
     )
 
 
-def in_words(configuration: Configuration, start: Configuration) -> str:
-    """A configuration in a few words."""
-    links = ", ".join(f"{a}–{b}" for a, b in configuration.delegated)
-    name = configuration.schedule.name
-    if configuration.schedule != start.schedule:
-        name = f"{name} re-planned" if name == start.schedule.name else f"re-planned ({name})"
-    return f"{name}, {configuration.dispatch.value}, " + (f"delegated {links}" if links else "all links direct")
+def _median(rows: Sequence[Iteration]) -> float | None:
+    return median(each.ms for each in rows) if len(rows) >= FEWEST else None
 
 
-def _configurations(
-    contents: LogContents, iterations: Sequence[Iteration], ran: Mapping[int, Timeline], least: float
-) -> tuple[RanConfiguration, ...]:
-    late = _late(iterations, least)
+def plan_of(configuration: Configuration, start: Configuration) -> Plan:
+    """A configuration as a report names it."""
+    schedule = configuration.schedule
+    dispatch, links, nodes = configuration.dispatch.value, configuration.delegated, configuration.nodes
+    return Plan(schedule.name, dispatch, links, nodes, schedule != start.schedule)
+
+
+def _configurations(contents: LogContents, iterations: Sequence[Iteration]) -> tuple[RanConfiguration, ...]:
     found = []
     for number in sorted({each.decision for each in iterations}):
         mine = [each for each in iterations if each.decision == number]
-        both = [(each.number, each.ms, each.simulated) for each in mine if each.simulated is not None and each.ms > 0]
-        at = _middle(both, late) if both else None
-        found.append(
-            RanConfiguration(
-                decision=number,
-                what=in_words(contents.configuration(number), contents.job.start),
-                num_iterations=len(mine),
-                measured=median(ms for _, ms, _ in both) if both else None,
-                simulated=median(simulated for _, _, simulated in both) if both else None,
-                error=median(abs(simulated / ms - 1) for _, ms, simulated in both) if both else None,
-                shares=TimeShares.of(ran[at]) if at is not None else None,
-                at=at,
-            )
-        )
+        both = [(each.ms, each.simulated) for each in mine if each.simulated is not None and each.ms > 0]
+        medians = [median(column) for column in zip(*((ms, sim, abs(sim / ms - 1)) for ms, sim in both))]
+        what = str(plan_of(contents.configuration(number), contents.job.start))
+        found.append(RanConfiguration(number, what, len(mine), *(medians or [None] * 3)))
     return tuple(found)
 
 
-def _middle(both: Sequence[tuple[int, float, float]], late: Container[int]) -> int:
-    """The iteration of middling time among those with a late link; among all where no link was late."""
-    rows = [each for each in both if each[0] in late] or list(both)
-    return sorted(rows, key=lambda each: each[1])[len(rows) // 2][0]
-
-
-def _memory(
-    contents: LogContents,
-    ran: Iterable[Timeline],
-    records: Iterable[Mapping[str, Any]],
-    recorded: Iterable[Mapping[str, Any]],
-) -> RunMemory | None:
-    """The most each rank held: measured where the records say it, else simulated, and as recorded iterations ran."""
+def _memory(contents: LogContents, records: Iterable[Mapping[str, Any]]) -> RunMemory | None:
+    """The most each rank held: as the records say, or else by the orders of the schedules that ran."""
+    ran = [contents.configuration(number) for number in {0, *(row.decision for row in contents.seen.values())}]
     rows = [tuple(map(float, record["peaks"])) for record in records if record.get("peaks")]
-    source = "measured"
-    if not rows:
-        rows = [timeline.peak_activations for timeline in ran]
-        source = "simulated"
-        measured = [_measured(contents, record) for record in recorded]
-        whole = [timeline for timeline in measured if len(timeline.ops) == timeline.schedule.num_ops]
-        if whole:
-            rows += [tuple(peaks(timeline.executed(), contents.job.costs)) for timeline in whole]
-            source = f"simulated, and as {len(whole)} recorded iterations ran"
-    if not rows:
-        return None
-    caps = [contents.configuration(number).caps for number in {0, *(row.decision for row in contents.seen.values())}]
-    most, allowed = (tuple(map(max, zip(*each, strict=True))) for each in (rows, caps))
+    source = "measured" if rows else "by each schedule's own order"
+    rows = rows or [tuple(peaks(each.schedule, contents.job.costs)) for each in ran]
+    most, allowed = (tuple(map(max, zip(*each, strict=True))) for each in (rows, [each.caps for each in ran]))
     in_bytes = max(allowed) >= BYTES
     scale = 2.0**20 if in_bytes else 1.0
-    return RunMemory(
-        tuple(each / scale for each in most),
-        tuple(each / scale for each in allowed),
-        "MiB of activations" if in_bytes else "activations",
-        source,
-    )
+    unit = "MiB of activations" if in_bytes else "activations"
+    return RunMemory(tuple(each / scale for each in most), tuple(each / scale for each in allowed), unit, source)
 
 
 def _counters(records: Sequence[Mapping[str, Any]]) -> tuple[tuple[str, float], ...]:
@@ -392,46 +383,23 @@ def _counted(records: Sequence[Mapping[str, Any]]) -> list[Fault]:
 
 
 def _shown(
-    contents: LogContents,
-    decided: Sequence[DecisionOutcome],
-    ran: Mapping[int, Timeline],
-    records: Iterable[Mapping[str, Any]],
+    contents: LogContents, decided: Sequence[DecisionOutcome], recorded: Mapping[str, tuple[int, Timeline]]
 ) -> tuple[TitledTimeline, ...]:
-    """An iteration before the switch that gained most and one after it: measured where both were recorded."""
+    """An iteration before the switch that gained most and one after it: measured if both were recorded."""
     there = [each for each in decided if each.first is not None and each.outcome == "ran"]
     if not there:
         return ()
     best = max(there, key=lambda each: ((each.ms_now or each.ms_then) - each.ms_then, -each.number))
-    recorded = {str(record.get("why")): record for record in records}
-    pair = [recorded.get(f"before {best.number}"), recorded.get(f"after {best.number}")]
-    if pair[0] is not None and pair[1] is not None:
-        rows = [(int(each["iteration"]), _measured(contents, each)) for each in pair if each is not None]
-    else:
+    found = [recorded[why] for why in (f"before {best.number}", f"after {best.number}") if why in recorded]
+    if len(found) < 2:
+        found = []
         first = best.first or 0
-        after = first + 1 if first + 1 in ran and contents.seen[first + 1].decision == best.number else first
-        rows = [(number, ran[number]) for number in (first - 1, after) if number in ran]
-    found = []
-    for number, timeline in rows:
-        configuration = contents.configuration(contents.seen[number].decision)
-        found.append(TitledTimeline(f"iteration {number}: {in_words(configuration, contents.job.start)}", timeline))
-    return tuple(found)
-
-
-def _measured(contents: LogContents, record: Mapping[str, Any]) -> Timeline:
-    """A line of timelines.jsonl. Raises ControlError for one that does not fit the log."""
-    try:
-        configuration = contents.configuration(int(record["number"]))
-        ops = [
-            TimedOp(int(rank), Op(str(kind), int(stage), int(microbatch)), float(start), float(end))
-            for rank, kind, stage, microbatch, start, end in record["ops"]
-        ]
-    except (KeyError, TypeError, ValueError) as error:
-        raise ControlError(
-            f"timelines.jsonl: a line that does not fit the log: {error!r} in {str(record)[:200]}"
-        ) from None
-    ops.sort(key=lambda timed: (timed.rank, timed.start))
-    none = (0.0,) * configuration.schedule.num_ranks
-    return Timeline(configuration.schedule, tuple(ops), (), none, "measured", configuration.dispatch.value)
+        for number in (first - 1, first + 1 if first + 1 in contents.seen else first):
+            seen = contents.seen.get(number)
+            timeline = None if seen is None else contents.timeline(seen)
+            found += [] if timeline is None else [(number, timeline)]
+    plans = [plan_of(contents.configuration(contents.seen[n].decision), contents.job.start) for n, _ in found]
+    return tuple(TitledTimeline(f"iteration {n}: {plan}", t) for (n, t), plan in zip(found, plans, strict=True))
 
 
 def _facts(job: Job) -> tuple[tuple[str, str], ...]:
@@ -441,5 +409,5 @@ def _facts(job: Job) -> tuple[tuple[str, str], ...]:
         ("ranks", str(schedule.num_ranks)),
         ("microbatches", str(schedule.num_microbatches)),
         ("mean op", f"{job.mean_op:.3g} ms"),
-        ("first configuration", in_words(job.start, job.start)),
+        ("first configuration", str(plan_of(job.start, job.start))),
     )

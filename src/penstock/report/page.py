@@ -6,21 +6,21 @@ links were watched has the story of these links and of what was decided, too.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from html import escape
 from importlib.resources import files
-from typing import Any, NamedTuple
+from typing import Any
 
 from penstock.draw.charts.axis import Axis
 from penstock.draw.charts.figure import Figure
 from penstock.draw.charts.parts import Level
-from penstock.draw.report_page import NARROW, WIDTH, PageNumber, both, inline, section, table, whole_page
+from penstock.draw.report_page import NARROW, WIDTH, PageNumber, both, inline, section, sides, table, whole_page
 from penstock.draw.scale import percent, short
 from penstock.report import figures
 from penstock.report.run_record import RunRecord
 from penstock.report.run_story import DecisionOutcome, RunStory
-from penstock.report.words import alarms, headline, link_name, more, reaction, seconds, sentence, times, words_of
+from penstock.report.words import alarms, headline, more, reaction, seconds, sentence, times, words_of
 
 _MEASURED = (
     "Measured: the median iteration since what the change answers began, and with it. Saved: measured iterations "
@@ -79,21 +79,13 @@ def sentences(story: RunStory | None, record: RunRecord | None = None) -> list[s
     return [headline(story), *(of_steps if learned else ()), *more(story)]
 
 
-class Curve(NamedTuple):
-    """A section of the page with metrics over steps: by name of a metric, the name of its line."""
-
-    title: str
-    label: str
-    metrics: Mapping[str, str]
-    show: Callable[[float], str] = short
-
-
-CURVES = (
-    Curve("Loss", "loss", {"loss": "training", "validation_loss": "validation"}),
-    Curve("Learning rate", "learning rate", {"lr": "learning rate"}, lambda rate: f"{rate:.3g}"),
-    Curve("Speed", "a second, by all processes", {"tokens_per_second": "tokens", "samples_per_second": "samples"}),
-    Curve("Bubbles", "share of all ranks' time without an op", {"bubble": "measured"}, percent),
+CURVES: tuple[tuple[str, str, dict[str, str], Callable[[float], str]], ...] = (
+    ("Loss", "loss", {"loss": "training", "validation_loss": "validation"}, short),
+    ("Learning rate", "learning rate", {"lr": "learning rate"}, lambda rate: f"{rate:.3g}"),
+    ("Speed", "a second, by all processes", {"tokens_per_second": "tokens", "samples_per_second": "samples"}, short),
+    ("Bubbles", "share of all ranks' time without an op", {"bubble": "measured"}, percent),
 )
+"""Sections with metrics over steps: title, label of the axis, the name of each metric's line, a value as text."""
 
 
 LARGE = {
@@ -125,16 +117,15 @@ def _steps(record: RunRecord) -> list[str]:
     found = []
     many = -(-len(record.steps) // figures.MOST_POINTS)
     note = f"Each point is the mean of {many} {record.noun}s." if many > 1 else ""
-    for each in CURVES:
-        values = [value for metric in each.metrics for _, value in record.known(metric)]
+    for title, label, metrics, show in CURVES:
+        values = [value for metric in metrics for _, value in record.known(metric)]
         if not values:
             continue
-        low = 0.95 * min(values) if each.title == "Loss" and min(values) > 0 else None
-        simulated = record.bubbles[1] if each.title == "Bubbles" else None
+        low = 0.95 * min(values) if title == "Loss" and min(values) > 0 else None
+        simulated = record.bubbles[1] if title == "Bubbles" else None
         levels = [] if simulated is None else [Level(simulated, f"simulated {percent(simulated)}")]
-        axis = Axis(each.label, low=low, show=each.show)
-        drawn = inline(partial(figures.curve, record, each.metrics, axis, levels=levels))
-        found.append(section(each.title, drawn, note))
+        axis = Axis(label, low=low, show=show)
+        found.append(section(title, inline(partial(figures.curve, record, metrics, axis, levels=levels)), note))
     return [*found, *_memory_of(record), *_one_step(record)]
 
 
@@ -176,14 +167,16 @@ def _numbers(story: RunStory) -> list[PageNumber]:
     found = [PageNumber(late, "iterations with a late link")]
     found.append(PageNumber(seconds(story.lost), "lost, had nothing been changed", "lost"))
     if story.saved is None:
-        found.append(PageNumber("not known", "of it saved: nothing to measure it by"))
+        simulated = story.saved_by_simulation
+        what = "of it saved, by simulation alone" if simulated else "of it saved: too few or too noisy iterations"
+        found.append(PageNumber(seconds(simulated) if simulated else "not known", what))
     elif story.saved < 0:
         found.append(PageNumber(seconds(-story.saved), "more by changes that were slower, measured", "lost"))
     else:
         found.append(
             PageNumber(seconds(story.saved) if story.saved > 0 else "none", "of it saved, measured", "saved")
         )
-    first = next((each for each in story.decisions if each.outcome == "ran" and not each.taken_back), None)
+    first = next((each for each in story.decisions if each.stayed), None)
     after = None if first is None else reaction(story, first)
     if after is not None:
         found.append(PageNumber(times(after, "iteration"), "from late to the new plan running"))
@@ -211,11 +204,6 @@ def _sections(story: RunStory) -> list[str]:
     timelines = figures.one_above_the_other(story.shown)
     if timelines is not None:
         found.append(section("Before and after", timelines, _source(story)))
-    if any(each.shares is not None for each in story.ran):
-        note = "One iteration of each configuration, simulated under links and op times as measured in it."
-        found.append(
-            section("Where the time goes", inline(lambda width: figures.where_time_goes(story, width)), note)
-        )
     found.append(section("Simulated and measured", _compared(story)))
     if (memory := story.memory) is not None:
         drawn = inline(lambda width: figures.memory(memory, width))
@@ -229,9 +217,9 @@ def _hover(draw: Callable[[int], Figure], story: RunStory) -> str:
     drawn = {width: draw(width) for width in (WIDTH, NARROW)}
 
     def place(width: int) -> str:
-        figure, (left, right), (low, high) = drawn[width], figures.sides(width), figures.ends(story)
+        figure, (low, high) = drawn[width], figures.ends(story)
         top, bottom = figure.plot or (0.0, figure.height)
-        numbers = {"left": left, "right": right, "low": low, "high": high, "top": top, "bottom": bottom}
+        numbers = {**sides(width), "low": low, "high": high, "top": top, "bottom": bottom}
         said = escape(f"{figure.label}. The arrow keys go from iteration to iteration.")
         at = " ".join(f'data-{name}="{value:.10g}"' for name, value in numbers.items())
         return f' data-hover tabindex="0" role="group" aria-label="{said}" {at}'
@@ -248,8 +236,7 @@ def _spells(story: RunStory) -> str:
     if not story.spells:
         return f"<p>No link was late by {short(story.smallest_delay)} ms or more.</p>"
     rows = [
-        (link_name(s.link), f"{s.first} to {s.last}", str(s.num_late), short(s.ms), short(s.most))
-        for s in story.spells[:12]
+        (s.name, f"{s.first} to {s.last}", str(s.num_late), short(s.ms), short(s.most)) for s in story.spells[:12]
     ]
     head = ("late link", "iterations", "late ones", "median ms", "most ms")
     rest = len(story.spells) - len(rows)
@@ -271,7 +258,7 @@ def _decisions(decisions: Sequence[DecisionOutcome]) -> str:
             (
                 str(each.number),
                 each.action,
-                each.what,
+                str(each.plan),
                 each.reason,
                 _maybe(each.began, str),
                 f"after {each.made}",

@@ -1,20 +1,58 @@
-"""The story of a run under control, as plain values: what a report shows, and all that it shows.
+"""The story of a run under control, as plain values: everything that a report shows.
 
-`penstock.report.from_logs` makes a `RunStory` of a run's logs; drawing starts here. Times are milliseconds unless a
-name says otherwise, iterations are numbers from 0, links are directed pairs of ranks.
+`penstock.report.from_logs` makes a `RunStory` of a run's logs, and drawing starts here. Times are milliseconds unless
+a name says otherwise, iterations are numbered from 0, and links are directed pairs of ranks.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from statistics import median
 from typing import Any
 
+from penstock.control.robust_statistics import deviation
+from penstock.control.trial import error_of
 from penstock.simulation import Timeline
 
 Link = tuple[int, int]
+FEWEST = 3
+"""Iterations that a median needs on either side of a change before the report calls the difference measured."""
+ENDS = 8
+"""Iterations that show how long an iteration took when the run began, and when it ended."""
+SMALL = 0.1
+"""Share of the costliest late period below which another is not spoken of."""
+UNKNOWN = 0.1
+"""Share of the late iterations with a change that may lack a baseline for what they saved to be known."""
+SLOWER, SURE = 1.05, 2.0
+"""A run has become slower from this ratio on, and a difference is real from this many standard errors on."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What all ranks run, as far as a report names it.
+
+    Attributes:
+        schedule: its name. dispatch: how ranks choose their ops.
+        delegated: links whose messages go by delegates, the lower rank first.
+        nodes: where the nodes of a mesh lie; none if they cannot move.
+        is_replanned: whether the order is another than the one that the run began with.
+    """
+
+    schedule: str
+    dispatch: str
+    delegated: tuple[Link, ...] = ()
+    nodes: tuple[int, ...] = ()
+    is_replanned: bool = False
+
+    def __str__(self) -> str:
+        links = ", ".join(map(link_name, self.delegated))
+        parts = [self.schedule + " re-planned" * self.is_replanned, self.dispatch]
+        parts.append(f"delegated {links}" if links else "all links direct")
+        if self.nodes and self.nodes != tuple(range(len(self.nodes))):
+            parts.append("nodes " + " ".join(map(str, self.nodes)))
+        return ", ".join(parts)
 
 
 @dataclass(frozen=True)
@@ -22,13 +60,15 @@ class Iteration:
     """One iteration.
 
     Attributes:
-        number: from 0; ms: measured; decision: the number of the one in force, 0 for the start.
-        simulated: what ran, simulated under links and op times as measured in it; None where that was not done.
-        kept: what keeping the first configuration would have taken: measured where that ran, else simulated under
-            the same links. None where that was not done, or where a dead link would have ended the run.
-        baseline: what the steps took, measured, before the changes that run now, under the same links: the median.
-            None where what ran first runs, and where nothing else was measured under these links.
-        delays: median time of a message on each link, in the order of the story's links; None without messages.
+        number: from 0. ms: as measured. decision: the number of the decision in force, 0 for the start.
+        simulated: what ran, simulated with the links and op times of the iteration; None if it was not simulated.
+        kept: what the first configuration would have taken: measured where it ran, otherwise simulated in the same
+            way. None if it was not simulated, or if a dead link would have ended the run.
+        delays: median time of a message on each of the story's links, in their order; None without messages.
+        baseline: the median of measured iterations, under the same links, before the changes that run now. None
+            if the first configuration runs, or if fewer than `FEWEST` such iterations were measured.
+        is_clean: False from a decision until all ranks have switched, and in the first iteration after the switch.
+            Ranks prepare in these iterations, so medians leave them out.
     """
 
     number: int
@@ -38,10 +78,11 @@ class Iteration:
     kept: float | None
     delays: tuple[float | None, ...]
     baseline: float | None = None
+    is_clean: bool = True
 
     @property
     def saved(self) -> float:
-        """Measured ms less than before the changes; 0 where that was not measured."""
+        """By how many measured ms it is shorter than its baseline; 0 without one."""
         return 0.0 if self.baseline is None else self.baseline - self.ms
 
 
@@ -50,23 +91,22 @@ class DecisionOutcome:
     """A decision, and what became of it.
 
     Attributes:
-        number: from 1; action, reason: in words; what: the configuration in words.
-        began: the iteration in which what it answers began, where that is known.
-        made: the iteration after which the change was verified and the decision proposed.
-        first: the first iteration that ran it; None where none did.
+        number: from 1. action, reason: in words. plan: what it made all ranks run.
+        began: the iteration in which its cause began, if that is known.
+        made: the iteration after which it was made.
+        first: the first iteration that ran it; None if none did.
         outcome: "ran", "given up" (not all ranks could take it) or "open" (the run ended first).
-        ms_now, ms_then: simulated iteration times before and after; now is None where a dead link left none.
-        measured_before, measured_after: median measured iteration time before the switch, since what it answers
-            began, and after it.
-        saved: see `Iteration.saved`, over the iterations that ran it; None where none was measured under the links
-            that it runs under.
-        verdict: what its trial came to, in words. taken_back: whether it was.
+        ms_now, ms_then: simulated iteration times before and after; `ms_now` is None if a dead link stopped the run.
+        measured_before, measured_after: median of the clean iterations before it, since its cause began, and of
+            those that ran it; None if there are fewer than `FEWEST`.
+        saved: see `Iteration.saved`, over the iterations that prepared or ran it; None if none has a baseline.
+        verdict: the result of its trial in words. taken_back: whether it was taken back.
     """
 
     number: int
     action: str
     reason: str
-    what: str
+    plan: Plan
     began: int | None
     made: int
     first: int | None
@@ -74,11 +114,16 @@ class DecisionOutcome:
     ms_now: float | None
     ms_then: float
     price: float
-    measured_before: float | None
-    measured_after: float | None
-    saved: float | None
+    measured_before: float | None = None
+    measured_after: float | None = None
+    saved: float | None = None
     verdict: str = ""
     taken_back: bool = False
+
+    @property
+    def stayed(self) -> bool:
+        """Whether it ran and was neither taken back nor itself takes another change back."""
+        return self.outcome == "ran" and not self.taken_back and self.action != "take back"
 
     @property
     def is_slower(self) -> bool:
@@ -89,53 +134,40 @@ class DecisionOutcome:
 
 @dataclass(frozen=True)
 class LatePeriod:
-    """A time in which a link (both directions) was late.
+    """A time in which a link was late.
 
     Attributes:
-        link: lower rank first; first, last: its first and last late iteration; num_late: late ones between them.
-        ms: median over those of the worse direction's delay; most: the largest.
+        link: its two ranks, the lower first; of a mesh, its two nodes. numbers: the iterations in which it was late.
+        ms: the median delay in them, of the worse direction. most: the largest.
+        use: of a link between nodes, what it serves: "DP ring of rank 0".
     """
 
     link: Link
-    first: int
-    last: int
-    num_late: int
+    numbers: tuple[int, ...]
     ms: float
     most: float
+    use: str = ""
 
+    @property
+    def first(self) -> int:
+        return self.numbers[0]
 
-@dataclass(frozen=True)
-class TimeShares:
-    """Where the time of all ranks goes in an iteration: parts that add up to 1.
+    @property
+    def last(self) -> int:
+        return self.numbers[-1]
 
-    Attributes:
-        busy: in ops. dependency: waiting for a message between the rank's first and last op. head_of_line: standing
-            still behind a full link. warm_up_and_drain: before the rank's first op and after its last.
-    """
+    @property
+    def num_late(self) -> int:
+        return len(self.numbers)
 
-    busy: float
-    dependency: float
-    head_of_line: float
-    warm_up_and_drain: float
+    @property
+    def name(self) -> str:
+        """The link in words: `2–3`, or `between nodes 0–1 (DP ring of rank 0)`."""
+        return f"between nodes {link_name(self.link)} ({self.use})" if self.use else link_name(self.link)
 
-    @classmethod
-    def of(cls, timeline: Timeline) -> TimeShares:
-        """Adds up a timeline."""
-        whole = timeline.num_ranks * timeline.makespan
-        if not whole:
-            return cls(0.0, 0.0, 0.0, 0.0)
-        busy = sum(timeline.busy) / whole
-        blocked = sum(timed.blocked for timed in timeline.ops) / whole
-        origin = min(timed.start for timed in timeline.ops)
-        edges = 0.0
-        for row in timeline.rows:
-            first, last = (
-                min((t.start for t in row), default=origin),
-                max((t.end + t.blocked for t in row), default=origin),
-            )
-            edges += (first - origin) + max(0.0, timeline.makespan - (last - origin))
-        edges /= whole
-        return cls(busy, max(0.0, 1 - busy - blocked - edges), blocked, edges)
+    def to_json(self) -> dict[str, Any]:
+        value = {"link": self.link, "first": self.first, "last": self.last, "num_late": self.num_late}
+        return value | {"ms": self.ms, "most": self.most, "use": self.use}
 
 
 @dataclass(frozen=True)
@@ -143,10 +175,9 @@ class RanConfiguration:
     """A configuration that ran.
 
     Attributes:
-        decision: which decided it, 0 for the start; what: in words; num_iterations: how many ran it.
+        decision: which decided it, 0 for the start. what: in words. num_iterations: how many ran it.
         measured, simulated: median iteration times, over the iterations that were simulated.
         error: median of |simulated / measured - 1| over them.
-        shares: of one simulated iteration, that number `at`.
     """
 
     decision: int
@@ -155,8 +186,6 @@ class RanConfiguration:
     measured: float | None
     simulated: float | None
     error: float | None
-    shares: TimeShares | None
-    at: int | None
 
 
 @dataclass(frozen=True)
@@ -199,27 +228,28 @@ class RunStory:
     """All that a report says.
 
     Attributes:
-        name: of the run.
-        facts: what it was, as names and values.
+        name: of the run. facts: what it was, as names and values.
         links: directions that were measured, in order.
+        start: what ran first.
         iterations: all iterations, in order.
         decisions: what was decided, in order.
-        spells: spans of iterations in which a link was late.
+        spells: times in which a link was late, the costliest first.
         ran: the configurations that ran, in order.
-        memory: what ranks held; None where it was not recorded.
+        memory: what ranks held; None if it was not recorded.
         alarms: how many changes were suspected, and what became of them.
-        smallest_delay: from which on a link counts as late (ms).
-        undisturbed: how long an iteration takes with no link late (ms).
-        undisturbed_from: how `undisturbed` is known, in words.
-        unanswered: causes that nothing was changed for, why, and what would help, in words.
+        smallest_delay: from which delay on a link counts as late (ms).
+        undisturbed: how long an iteration takes with no link late (ms). undisturbed_from: how that is known.
+        saved_error: the standard error (ms) of `saved`.
+        unanswered: causes that nothing was changed for, their size, why, and what would help, in words.
         faults: what broke, and what was done about it, by iteration.
-        counters: names and numbers of what a run counts besides, like messages sent again.
+        counters: names and numbers of what delegates count, like messages sent again.
         shown: the timelines that are drawn.
     """
 
     name: str
     facts: tuple[tuple[str, str], ...]
     links: tuple[Link, ...]
+    start: Plan
     iterations: tuple[Iteration, ...]
     decisions: tuple[DecisionOutcome, ...]
     spells: tuple[LatePeriod, ...]
@@ -229,6 +259,7 @@ class RunStory:
     smallest_delay: float
     undisturbed: float
     undisturbed_from: str
+    saved_error: float = 0.0
     unanswered: tuple[str, ...] = ()
     faults: tuple[Fault, ...] = ()
     counters: tuple[tuple[str, float], ...] = ()
@@ -242,27 +273,63 @@ class RunStory:
     @cached_property
     def late(self) -> frozenset[int]:
         """Numbers of the iterations in which a link was late."""
-        return frozenset(
-            each.number
-            for each in self.iterations
-            if any(delay is not None and delay >= self.smallest_delay for delay in each.delays)
-        )
+        return frozenset(number for spell in self.spells for number in spell.numbers)
 
     @cached_property
     def lost(self) -> float:
-        """What late links would have cost had nothing been changed, by measured iterations: what those with a late
-        link took more than the undisturbed, and what was saved of it."""
+        """What late links would have cost had nothing been changed: what iterations with a late link took more than
+        undisturbed ones, and what was saved.
+        """
         late = [each for each in self.iterations if each.number in self.late]
         return sum(each.ms - self.undisturbed + each.saved for each in late)
 
     @cached_property
     def saved(self) -> float | None:
-        """How much less iterations took than before the changes under the same links, measured. Negative where they
-        took more; None where something else ran and nothing of it could be compared."""
-        changed = [each for each in self.iterations if each.decision != 0]
-        if changed and all(each.baseline is None for each in changed):
+        """By how many measured ms iterations were shorter than before the changes under the same links, less what
+        preparing the changes cost. Negative if they were longer. None if it cannot be told: too few iterations were
+        measured on a side, or the difference is within the noise of these.
+        """
+        back = {each.number for each in self.decisions if each.action == "take back"}
+        changed = [each for each in self.iterations if each.decision not in back | {0}]
+        late = [each for each in changed if each.number in self.late] or changed
+        if sum(each.baseline is None for each in late) > UNKNOWN * len(late):
             return None
-        return sum(each.saved for each in changed)
+        found = sum(each.saved for each in self.iterations)
+        return None if abs(found) < SURE * self.saved_error else found
+
+    @cached_property
+    def saved_by_simulation(self) -> float | None:
+        """The same where links were late, with the first configuration simulated; None if that was not done, or if
+        simulated and measured iterations differ by more than what was saved.
+        """
+        both = [
+            each.kept - each.simulated
+            for each in self.iterations
+            if each.decision and each.kept is not None and each.simulated is not None
+        ]
+        if not both or self.error is None:
+            return None
+        num = sum(each.decision != 0 for each in self.iterations)
+        found = num * sum(both) / len(both)
+        took = sum(each.ms for each in self.iterations if each.decision)
+        return found if abs(found) > 2 * self.error * took else None
+
+    @cached_property
+    def slower(self) -> tuple[str, float, float] | None:
+        """Since when the run is slower, with ms an iteration then and at its end; None if it is not."""
+        clean = [each for each in self.iterations if each.is_clean] or self.iterations
+        first = [each.ms for each in clean if each.number < min(self.late, default=clean[-1].number)][:ENDS]
+        if len(first) < FEWEST:
+            first = [each.ms for each in clean if each.decision == 0][:ENDS]
+        last = [each.ms for each in clean if each.decision == clean[-1].decision][-ENDS:]
+        change = next((each for each in reversed(self.decisions) if each.outcome == "ran"), None)
+        if change is not None and change.is_slower and change.measured_before and change.measured_after:
+            return "before the last change", change.measured_before, change.measured_after
+        if len(clean) < len(first) + len(last) or min(len(first), len(last)) < FEWEST:
+            return None
+        began, ended = median(first), median(last)
+        noise = error_of(max(deviation(first), deviation(last)), len(first), len(last))
+        return ("at the start", began, ended) if ended > max(SLOWER * began, began + 3 * noise) else None
 
     @cached_property
     def error(self) -> float | None:
@@ -274,18 +341,23 @@ class RunStory:
 
     def to_json(self) -> dict[str, Any]:
         """Everything but the timelines, rounded to what matters, as a JSON object; iterations in columns."""
-        value = {name: getattr(self, name) for name in self.__dataclass_fields__ if name != "shown"}
-        for name in ("decisions", "spells", "ran", "faults"):
-            value[name] = [asdict(each) for each in value[name]]
-        columns = ("number", "ms", "decision", "simulated", "kept", "baseline")
+        value = asdict(replace(self, iterations=(), spells=(), shown=()))
+        del value["shown"]
+        columns = ("number", "ms", "decision", "simulated", "kept", "baseline", "is_clean")
         value["iterations"] = {name: [getattr(each, name) for each in self.iterations] for name in columns}
         value["iterations"]["delays"] = [list(column) for column in zip(*(each.delays for each in self.iterations))]
-        value["memory"] = None if self.memory is None else asdict(self.memory)
-        value["alarms"] = asdict(self.alarms)
+        value["spells"] = [each.to_json() for each in self.spells]
+        for each, decision in zip(value["decisions"], self.decisions, strict=True):
+            each["what"] = str(decision.plan)
         value["facts"], value["counters"] = dict(self.facts), dict(self.counters)
         value |= {"num_iterations": len(self.iterations), "num_late": len(self.late), "total_ms": self.total}
         value |= {"lost_ms": self.lost, "saved_ms": self.saved, "error": self.error}
         return rounded(value)
+
+
+def link_name(link: Link) -> str:
+    """A link, both directions."""
+    return f"{link[0]}–{link[1]}"
 
 
 def rounded(value: Any) -> Any:
@@ -310,20 +382,34 @@ def runs_of(numbers: Iterable[int], gap: int) -> list[list[int]]:
     return groups
 
 
-def spells_of(
-    iterations: Sequence[Iteration], links: Sequence[Link], least: float, gap: int = 3
-) -> tuple[LatePeriod, ...]:
-    """The times in which links were late; iterations at most `gap` apart belong to one. The costliest first."""
-    both: dict[Link, list[int]] = {}
-    for place, (a, b) in enumerate(links):
-        both.setdefault((min(a, b), max(a, b)), []).append(place)
-    found = []
-    for link, places in both.items():
-        delays = {
-            each.number: max((each.delays[place] or 0.0 for place in places), default=0.0) for each in iterations
-        }
-        late = [number for number, delay in delays.items() if delay >= least]
-        for group in runs_of(late, gap):
-            ms = [delays[number] for number in group]
-            found.append(LatePeriod(link, group[0], group[-1], len(group), median(ms), max(ms)))
+def spells_of(late: Mapping[tuple[Link, str], Mapping[int, float]], gap: int = 3) -> tuple[LatePeriod, ...]:
+    """The times in which links were late, the costliest first; iterations at most `gap` apart belong to one.
+
+    Args:
+        late: by link and what it serves, the delay (ms) in each iteration in which it was late.
+    """
+    found = [
+        LatePeriod(link, tuple(group), median(delays[n] for n in group), max(delays[n] for n in group), use)
+        for (link, use), delays in late.items()
+        for group in runs_of(sorted(delays), gap)
+    ]
     return tuple(sorted(found, key=lambda spell: (-spell.ms * spell.num_late, spell.first, spell.link)))
+
+
+def main_spells(spells: Sequence[LatePeriod]) -> Sequence[LatePeriod]:
+    """Those that matter beside the costliest."""
+    costliest = max((spell.ms * spell.num_late for spell in spells), default=0.0)
+    return [spell for spell in spells if spell.ms * spell.num_late >= SMALL * costliest]
+
+
+def late_links(
+    iterations: Sequence[Iteration], links: Sequence[Link], least: float
+) -> dict[tuple[Link, str], dict[int, float]]:
+    """By link between ranks, both directions together, its delay in the iterations in which it was late."""
+    found: dict[tuple[Link, str], dict[int, float]] = {}
+    for each in iterations:
+        for (a, b), delay in zip(links, each.delays):
+            if delay is not None and delay >= least:
+                row = found.setdefault(((min(a, b), max(a, b)), ""), {})
+                row[each.number] = max(delay, row.get(each.number, 0.0))
+    return found

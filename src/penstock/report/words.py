@@ -4,31 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from penstock.dispatch import Dispatch
 from penstock.draw.scale import percent, short
 from penstock.report.run_record import RunRecord
-from penstock.report.run_story import DecisionOutcome, LatePeriod, RunStory
+from penstock.report.run_story import DecisionOutcome, LatePeriod, Plan, RunStory, link_name, main_spells
 
-DONE = {
-    "delegate": "{it} delegated",
-    "re-plan": "the schedule was re-planned",
-    "re-plan and delegate": "{it} delegated and the schedule re-planned",
-    "change dispatch": "the ranks changed to {dispatch} dispatch",
-    "stop delegating": "{it} taken back from the delegates",
-}
 FEW = 3
 """Links that a sentence names."""
 FAR = 1.3
 """How many times its median a link's largest delay is to be told."""
-SMALL = 0.1
-"""Share of the costliest spell below which another is not spoken of."""
 NOTHING = 0.01
 """Share of the run's time below which what was lost is next to nothing."""
-
-
-def link_name(link: tuple[int, int]) -> str:
-    """A link, both directions."""
-    return f"{link[0]}–{link[1]}"
 
 
 def way_name(link: tuple[int, int]) -> str:
@@ -51,8 +36,10 @@ def times(count: int, noun: str) -> str:
 
 
 def headline(story: RunStory) -> str:
-    """The one sentence that the page begins with."""
-    parts = [_broken(story), _late(story), _answer(story), _saved(story)]
+    """The one sentence that the page begins with: what was late, what was done about it, and what that saved. If
+    the run ended slower than it began, it says that first.
+    """
+    parts = [_slower(story), _broken(story), _late(story), _answer(story), _saved(story)]
     return sentence("; ".join(part for part in parts if part))
 
 
@@ -105,6 +92,14 @@ def alarms(story: RunStory) -> str:
     )
 
 
+def _slower(story: RunStory) -> str:
+    """That iterations are longer at the end than when the run began, or than before the last change."""
+    if story.slower is None:
+        return ""
+    since, then, now = story.slower
+    return f"iterations take {short(now)} ms at the end, {short(then)} {since}"
+
+
 def _broken(story: RunStory) -> str:
     if not story.faults:
         return ""
@@ -115,31 +110,25 @@ def _broken(story: RunStory) -> str:
 
 
 def _late(story: RunStory) -> str:
-    spells = _main(story.spells)
+    spells = main_spells(story.spells)
     count = times(len(story.iterations), "iteration")
     if not spells and story.faults:
         return ""
     if not spells:
-        return f"no link was late in {count}"
-    links = sorted({spell.link for spell in spells})
-    if len(links) == 1 and len(spells) == 1:
-        return f"link {link_name(links[0])} was {_delays(spells)} late for {_for(spells[0], story)}"
-    if len(links) == 1:
+        return f"no link was late by {short(story.smallest_delay)} ms or more in {count}"
+    names = sorted({spell.name for spell in spells})
+    if len(names) == 1 and len(spells) == 1:
+        return f"link {names[0]} was {_delays(spells)} late for {_for(spells[0], story)}"
+    if len(names) == 1:
         total = sum(spell.num_late for spell in spells)
         late = f"{_delays(spells)} late {len(spells)} times, for {times(total, 'iteration')} in all"
-        return f"link {link_name(links[0])} was {late}"
-    named = f"links {_listed([link_name(link) for link in links])}" if len(links) <= FEW else f"{len(links)} links"
-    together = len(spells) == len(links) and all(spell.num_late == len(story.late) for spell in spells)
+        return f"link {names[0]} was {late}"
+    named = f"links {listed(names)}" if len(names) <= FEW else f"{len(names)} links"
+    together = len(spells) == len(names) and all(spell.num_late == len(story.late) for spell in spells)
     how_long = (
         f"for {_for(spells[0], story)}" if together else f"at one time or another, in {len(story.late)} of {count}"
     )
     return f"{named} were {_delays(spells)} late {how_long}"
-
-
-def _main(spells: Sequence[LatePeriod]) -> Sequence[LatePeriod]:
-    """Those that are spoken of: what is small beside the costliest is left out."""
-    costliest = max((spell.ms * spell.num_late for spell in spells), default=0.0)
-    return [spell for spell in spells if spell.ms * spell.num_late >= SMALL * costliest]
 
 
 def _for(spell: LatePeriod, story: RunStory) -> str:
@@ -158,27 +147,51 @@ def _delays(spells: Sequence[LatePeriod]) -> str:
     return f"{said} (at most {most})" if float(most) > FAR * float(high) else said
 
 
-def _listed(names: Sequence[str]) -> str:
+def listed(names: Sequence[str]) -> str:
     return names[0] if len(names) == 1 else f"{', '.join(names[:-1])} and {names[-1]}"
 
 
 def _answer(story: RunStory) -> str:
+    """What was done: every link that moved and by which path, the dispatch, nodes that changed places."""
     ran = [each for each in story.decisions if each.outcome == "ran" and each.first is not None]
-    stayed = [each for each in ran if not each.taken_back and each.action != "take back"]
+    stayed = [each for each in ran if each.stayed]
     if not ran and _is_nothing(story):
         return ""
     if not ran:
         return "what runs was never changed" if story.decisions or story.spells else ""
     if not stayed:
         return f"{times(sum(each.taken_back for each in ran), 'change')} of what runs was tried and taken back"
+    done = changes([story.start, *(each.plan for each in stayed)], ran[-1].plan)
     first = next((each for each in stayed if reaction(story, each) is not None), stayed[0])
     after = reaction(story, first)
-    one = len({spell.link for spell in _main(story.spells)}) == 1
-    done = DONE.get(first.action, first.action).format(
-        it="it was" if one else "links were",
-        dispatch=next((each for each in Dispatch if f", {each}" in first.what), Dispatch.FROZEN),
-    )
-    return done + (f" after {after}" if after is not None else f" in iteration {first.first}")
+    return done + (f" after {times(after, 'iteration')}" if after else f" in iteration {first.first}")
+
+
+def changes(plans: Sequence[Plan], last: Plan) -> str:
+    """What distinguishes plans from the first of them, and what of it the last plan no longer has."""
+    start, *others = plans
+    links = sorted({link for plan in others for link in plan.delegated} - set(start.delegated))
+    back = [link for link in links if link not in last.delegated]
+    found = []
+    if links:
+        found.append(f"{_links(links)} went by delegates")
+    if links and back:
+        found[-1] += " for a time" if back == links else f" ({_links(back)} for a time)"
+    if given_back := sorted(set(start.delegated) - set(last.delegated)):
+        found.append(f"{_links(given_back)} went from delegates to {'their' if given_back[1:] else 'its'} own path")
+    if any(plan.is_replanned for plan in others):
+        found.append("the schedule was re-planned" + " for a time" * (not last.is_replanned))
+    if dispatches := [plan.dispatch for plan in others if plan.dispatch != start.dispatch]:
+        found.append(f"dispatch became {dispatches[-1]}" + " for a time" * (last.dispatch == start.dispatch))
+    moved = sorted({a for plan in others for a, b in zip(start.nodes, plan.nodes, strict=False) if a != b})
+    if moved:
+        is_back = " for a time" * (last.nodes == start.nodes)
+        found.append(f"nodes {listed([str(node) for node in moved])} changed places" + is_back)
+    return listed(found) if found else "what ranks may hold was changed"
+
+
+def _links(links: Sequence[tuple[int, int]]) -> str:
+    return f"link{'s' * (len(links) > 1)} {listed([link_name(link) for link in links])}"
 
 
 def reaction(story: RunStory, decided: DecisionOutcome) -> int | None:
@@ -191,25 +204,25 @@ def reaction(story: RunStory, decided: DecisionOutcome) -> int | None:
 
 
 def _saved(story: RunStory) -> str:
-    """What was saved, as measured; a run that a change made slower is not praised."""
+    """What was saved, as measured, or that it cannot be told."""
     lost, saved = story.lost, story.saved
-    changed = any(each.outcome == "ran" for each in story.decisions)
-    slower = [each for each in story.decisions if each.is_slower]
-    if slower and saved is not None and saved < 0:
-        worst = max(slower, key=lambda each: (each.measured_after or 0.0) / (each.measured_before or 1.0))
-        how = f"{short(worst.measured_before or 0.0)} to {short(worst.measured_after or 0.0)} ms an iteration"
-        return f"the run became slower by it, from {how}: {seconds(-saved)} more in all"
-    if changed and saved is not None and saved < 0:
-        return f"changes cost {seconds(-saved)}"
+    ran = [each for each in story.decisions if each.outcome == "ran"]
+    if ran and saved is None and story.error is not None and story.saved_by_simulation is not None:
+        return (
+            "too few iterations ran under the same links before the change to measure what it saved; by simulation "
+            f"it saved {seconds(story.saved_by_simulation)}"
+            if story.saved_by_simulation > 0
+            else f"by simulation the changes cost {seconds(-story.saved_by_simulation)}"
+        )
+    if ran and saved is None:
+        return "what the changes saved cannot be told from the noise of iterations, or too few were measured"
+    if ran and saved is not None and saved < 0:
+        return f"the changes cost {seconds(-saved)}, by measured iterations"
     if not story.spells:
         return ""
     if _is_nothing(story):
-        return f"that cost next to nothing ({seconds(max(0.0, lost))})" + (
-            "" if changed else ", and nothing was changed"
-        )
-    if saved is None:
-        return f"{seconds(lost)} were lost, and what the changes saved of more could not be measured"
-    if saved == 0:
+        return f"that cost next to nothing ({seconds(max(0.0, lost))})" + ("" if ran else ", and nothing was changed")
+    if not saved:
         return f"{seconds(lost)} were lost, none of it saved"
     return f"{seconds(saved)} of {seconds(lost)} lost time was saved, by measured iterations"
 

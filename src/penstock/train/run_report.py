@@ -29,6 +29,8 @@ from penstock.train.run_settings import RunSettings
 CONTROL, ITERATIONS = "control.jsonl", "iterations.jsonl"
 LATEST = 16
 """Iterations at the end whose messages give a link's final delay."""
+SIMULATED = 24
+"""Iterations that are simulated for the summary, so that a run ends at once; its page simulates more."""
 
 
 @dataclass(frozen=True)
@@ -67,7 +69,7 @@ def read_adaptation(folder: Path) -> AdaptationSummary | None:
     """Reads the records in a run's folder; None if there are none, or none has an iteration."""
     try:
         lines = {name: (folder / name).read_text(encoding="utf-8").splitlines() for name in (CONTROL, ITERATIONS)}
-        story = read_story(lines[CONTROL], name=folder.name, iterations=lines[ITERATIONS])
+        story = read_story(lines[CONTROL], name=folder.name, iterations=lines[ITERATIONS], most=SIMULATED)
     except (OSError, ControlError):
         return None
     return _of(story)
@@ -80,7 +82,7 @@ def _of(story: RunStory) -> AdaptationSummary:
         if row := [ms for ms in known if ms is not None][-LATEST:]:
             delays[f"{a}>{b}"] = median(row)
     spells = (
-        {"link": f"{a}:{b}", "first": spell.first + 1, "last": spell.last + 1, "ms": spell.ms}
+        {"link": f"{a}:{b}", "first": spell.first + 1, "last": spell.last + 1, "ms": spell.ms, "use": spell.use}
         for spell in story.spells
         for a, b in (spell.link,)
     )
