@@ -28,9 +28,7 @@ from penstock.train.run_settings import RunSettings
 
 CONTROL, ITERATIONS = "control.jsonl", "iterations.jsonl"
 LATEST = 16
-"""Iterations at the end whose messages give a link's final delay."""
-SIMULATED = 24
-"""Iterations that are simulated for the summary, so that a run ends at once; its page simulates more."""
+"""Iterations at the end whose messages give a link's final delay. As many are simulated, so that a run ends at once."""
 
 
 @dataclass(frozen=True)
@@ -69,7 +67,7 @@ def read_adaptation(folder: Path) -> AdaptationSummary | None:
     """Reads the records in a run's folder; None if there are none, or none has an iteration."""
     try:
         lines = {name: (folder / name).read_text(encoding="utf-8").splitlines() for name in (CONTROL, ITERATIONS)}
-        story = read_story(lines[CONTROL], name=folder.name, iterations=lines[ITERATIONS], most=SIMULATED)
+        story = read_story(lines[CONTROL], name=folder.name, iterations=lines[ITERATIONS], most=LATEST)
     except (OSError, ControlError):
         return None
     return _of(story)
