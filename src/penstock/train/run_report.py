@@ -28,7 +28,7 @@ from penstock.train.run_settings import RunSettings
 
 CONTROL, ITERATIONS = "control.jsonl", "iterations.jsonl"
 LATEST = 16
-"""Iterations at the end whose messages give a link's final delay. As many are simulated, so that a run ends at once."""
+"""Iterations at the end whose messages give a link's final delay. As many are simulated, so it ends at once."""
 
 
 @dataclass(frozen=True)
