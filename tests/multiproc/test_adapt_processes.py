@@ -118,6 +118,44 @@ def test_a_model_is_trained_around_a_late_link_with_the_same_losses(tmp_path: Pa
         assert (record["number"], record["digest"]) == found[0]["numbers"][record["iteration"]][:2]
 
 
+def hosting(rank: int, folder: str) -> dict[str, Any]:
+    """Trains until activations wait in host memory, and two steps on; beside a pipeline that stays as it was."""
+    adapt = ps.AdaptOptions(folder=folder if rank == 0 else None, host_memory=6.0)
+    late = Links.parse("1:2=latency:steps:0ms/0ms,900ms/60ms,10min/0ms")
+    pipe = pipeline(adapt, late, optimizer=torch.optim.AdamW)
+    start, got, left, ran = pipe.configuration, [], 3, []
+    for step in range(MOST_STEPS):
+        if rank == 0:
+            keep_up(Path(folder), step)
+        ran.append(any(op.kind == "OFFLOAD" for row in pipe.configuration.schedule.order for op in row))
+        x = torch.randn(12, 8, generator=torch.Generator().manual_seed(step))
+        got.append(pipe.step(x, x.cos()).loss)
+        left -= ran[-1]
+        if not left:
+            break
+    held, moved, caps = pipe.timeline().peak_activations, pipe.host_memory(), pipe.configuration.caps
+    pipe.close()
+    plain = pipeline(None, None, optimizer=torch.optim.AdamW)
+    same = [torch.equal(a, b) for a, b in zip(losses(plain, len(got)), got, strict=True)]
+    same += [torch.equal(a, b) for a, b in zip(plain.parameters(), pipe.parameters(), strict=True)]
+    return {"held": held, "moved": moved, "same": same, "caps": (caps, start.caps), "ran": ran}
+
+
+@pytest.mark.slow
+def test_a_decision_that_counts_on_host_memory_moves_real_activations_there(tmp_path: Path) -> None:
+    """Regression: such a decision raised the caps, its schedule had no OFFLOAD, and `host_memory()` was 0."""
+    outcomes = run_ranks(NUM_RANKS, hosting, str(tmp_path))
+    assert [o.code for o in outcomes] == [0] * NUM_RANKS, outcomes[0].text
+    found = [o.value for o in outcomes]
+    assert all(each["ran"] == found[0]["ran"] for each in found)
+    assert found[0]["ran"][-1], outcomes[0].text
+    assert all(all(each["same"]) for each in found)
+    decided, started = found[0]["caps"]
+    assert decided == started
+    assert all(peak <= cap + 1e-9 for peak, cap in zip(found[0]["held"], started, strict=True))
+    assert max(found[0]["moved"]) > 0
+
+
 def dies(rank: int, folder: str) -> list[str]:
     pipe = pipeline(ps.AdaptOptions(folder=folder, costs=ps.Costs.uniform(NUM_RANKS)), None)
     losses(pipe, 2)

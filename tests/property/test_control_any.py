@@ -34,7 +34,7 @@ from penstock.control import (
     run_once,
     score,
 )
-from penstock.control.configuration import fits, peaks
+from penstock.control.configuration import fits, in_host, peaks
 from penstock.control.switch_limits import WINDOW, pause
 from penstock.cost import LinkCondition, Links
 from penstock.cost.over_time import Trace
@@ -94,12 +94,9 @@ def test_caps_hold_payments_are_covered_and_the_log_replays(data: st.DataObject)
     for decision in run.decisions:
         ps.check(decision.configuration.schedule)
         limits = job.host_limits if decision.configuration.delegated else (0.0,) * job.num_ranks
-        assert decision.configuration.caps == tuple(
-            cap + more for cap, more in zip(job.start.caps, limits, strict=True)
-        )
+        assert decision.configuration.caps == job.start.caps
         assert all(waits <= more + 1e-6 for waits, more in zip(decision.in_host, limits, strict=True))
-        for peak, waits, cap in zip(decision.peaks, decision.in_host, job.start.caps, strict=True):
-            assert waits == pytest.approx(max(0.0, peak - cap), abs=1e-6)
+        assert decision.in_host == in_host(decision.configuration.schedule, job.costs)
         assert decision.configuration.dispatch in {job.start.dispatch, *job.dispatches}
     assert controller.paid <= controller.lost
     assert [decision.number for decision in run.decisions] == list(range(1, len(run.decisions) + 1))
@@ -206,8 +203,8 @@ def test_whatever_is_reported_decisions_fit_and_are_few(data: st.DataObject) -> 
     for decision in made:
         configuration = decision.configuration
         ps.check(configuration.schedule)
-        assert configuration.caps == job.caps(configuration.delegated)
-        assert fits(configuration, SMALL_COSTS)
+        assert configuration.caps == job.start.caps
+        assert fits(configuration, job.costs)
     taken_back = sum(each.action is Action.TAKE_BACK for each in made)
     assert len(made) - by_dead_link - taken_back <= most_decisions(number)
     assert taken_back - dropped <= len(made) / 2  # one that was dropped is tried again

@@ -84,6 +84,26 @@ def test_a_link_turns_late_and_another_plan_runs(tmp_path: Path, transport: str)
 
 @pytest.mark.slow
 @pytest.mark.alone
+def test_a_decision_that_counts_on_host_memory_keeps_the_device_s_cap_as_measured(tmp_path: Path) -> None:
+    """Regression: caps were raised by the host memory, and nothing was moved there."""
+    start = ps.build("zb-h1", NUM_RANKS, 6)
+    adapt = ps.AdaptOptions(folder=tmp_path, host_memory=6.0, host_copy_ms=1.0)
+    with ps.runtime.EmulatedPipeline(start, COSTS, links=LATE, adapt=adapt, timeout=PATIENCE) as pipe:
+        step_until_switched(pipe, partial(keep_up, tmp_path))
+        step = pipe.step()
+    moves = [timed for timed in step.timeline.ops if timed.op.kind == "OFFLOAD"]
+    assert moves
+    assert len(moves) == sum(timed.op.kind == "RELOAD" for timed in step.timeline.ops)
+    assert all(timed.end - timed.start >= 1.0 - 1e-6 for timed in moves), "copies take the time that was priced"
+    assert step.configuration.caps == caps(start)
+    held = step.timeline.peak_activations
+    assert all(peak <= cap + 1e-9 for peak, cap in zip(held, caps(start), strict=True))
+    assert 0 < max(pipe.decisions[-1]["in_host"]) <= 6.0
+    assert unexpected(pipe.notices) == []
+
+
+@pytest.mark.slow
+@pytest.mark.alone
 @pytest.mark.parametrize("name", ["chimera", pytest.param("mllm", marks=pytest.mark.nightly)])
 def test_what_is_not_planned_anew_is_dispatched_otherwise(name: str, tmp_path: Path) -> None:
     schedule = ps.build(name, NUM_RANKS, 8)

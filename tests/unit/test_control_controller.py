@@ -40,9 +40,10 @@ from penstock.control import (
     run_once,
     score,
 )
-from penstock.control.configuration import fits, job_from_json, job_to_json, peaks
+from penstock.control.configuration import fits, in_host, job_from_json, job_to_json, peaks
 from penstock.cost import Links
 from penstock.planning import adapted_warmups
+from proof_cases import in_host_memory
 from tiers import others_nightly
 
 pytestmark = pytest.mark.unit
@@ -168,8 +169,9 @@ def test_candidates_cover_all_remedies_and_each_fits_its_caps() -> None:
     for each in found:
         ps.check(each.configuration.schedule)
         assert fits(each.configuration, COSTS)
-        lifted = 6.0 if each.configuration.delegated else 0.0
-        assert each.configuration.caps == tuple(cap + lifted for cap in JOB.start.caps)
+        assert each.configuration.caps == JOB.start.caps
+        moved = in_host(each.configuration.schedule, COSTS)
+        assert max(moved) <= (6.0 if each.configuration.delegated else 0.0)
         peak = run_once(job, each.configuration, LATE).peak_activations
         assert all(p <= cap * (1 + 1e-9) for p, cap in zip(peak, each.configuration.caps, strict=True))
 
@@ -190,15 +192,20 @@ def test_host_memory_lets_algorithm_2_run() -> None:
     assert max(warmups) > 4
 
 
-def test_decisions_say_what_waits_in_host_memory_and_it_stays_within_each_rank_s_limit() -> None:
+def test_a_decision_that_counts_on_host_memory_moves_activations_there() -> None:
+    """A decision once raised the caps, and its schedule held F, I and W alone: nothing was moved anywhere."""
     tight = Configuration(ps.build("zb-h1", 4, 12), "frozen", (), (4.0, 4.0, 4.0, 4.0))
     late = ps.Links({(0, 1): 60.0})
     for limits, more in (((0.0, 0.0, 0.0, 0.0), 0), ((3.0, 2.0, 0.0, 1.0), 2), (8.0, 4)):
         job = Job(COSTS, tight, host_memory=limits, prices=Prices(0, 0, 0))
         made = drive(Controller(job), [HEALTHY] * 10 + [late] * 8)
-        held = run_once(job, made[-1].configuration, late).peak_activations
-        assert made[-1].peaks == held
-        assert made[-1].in_host == tuple(max(0.0, peak - 4.0) for peak in held)
+        ran = run_once(job, made[-1].configuration, late)
+        assert made[-1].peaks == ran.peak_activations
+        assert max(made[-1].peaks) <= 4.0
+        waiting = [in_host_memory(ran, rank, [1.0] * 4) for rank in range(4)]
+        assert all(0 <= moved <= most for moved, most in zip(waiting, made[-1].in_host, strict=True))
+        copies = {timed.op.kind: timed.end - timed.start for timed in ran.ops}
+        assert not more or copies["OFFLOAD"] == copies["RELOAD"] == 10.0
         assert all(waits <= limit for waits, limit in zip(made[-1].in_host, job.host_limits, strict=True))
         assert max(made[-1].in_host) >= more
         assert job_from_json(json.loads(json.dumps(job_to_json(job)))) == job

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 import warnings
 from dataclasses import replace
@@ -12,10 +13,16 @@ from torch import Tensor, nn
 
 import penstock as ps
 from offload_programs import offloaded
+from penstock.control import Configuration
+from penstock.control.configuration import peaks, with_host_copies
+from penstock.dispatch import Dispatch
+from penstock.planning import slow_link_schedule
+from penstock.planning.joint.away import with_host_memory
 from penstock.runtime.errors import RuntimeFailure
 from penstock.runtime.stage.host_memory import SavedSlot
-from penstock.runtime.stage.registered_ops import offloads
+from penstock.runtime.stage.registered_ops import require_round_trips
 from penstock.schedule import Op
+from penstock.schedule.offload import without_offload
 from plain_loop import differences, gradients, plain_step
 from runtime_cases import CASES, compare
 from tiers import in_turn
@@ -100,6 +107,32 @@ def test_a_plan_is_run_to_the_bit_and_holds_less() -> None:
     assert not differences(gradients(plain), gradients(piped))
 
 
+def test_a_running_pipeline_begins_and_ends_to_move_activations_with_the_same_bits() -> None:
+    """What a controller decides where a link is late: a small batch meets both, and caps hold in each step."""
+    start = ps.build("zb-h1", 3, 6)
+    costs = with_host_copies(ps.Costs.uniform(3, f=10, i=10, w=10))
+    caps, late = tuple(peaks(start, costs)), ps.Links({(1, 2): 60.0})
+    hosted = with_host_memory(slow_link_schedule(costs, 6, late), costs, late, caps, [8.0] * 3)
+    assert hosted is not None
+    assert without_offload(hosted).order != hosted.order
+    plain = [nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Dropout(0.3), nn.Linear(16, 8)) for _ in range(3)]
+    piped = copy.deepcopy(plain)
+    pipe = ps.Pipeline(piped, start, loss_fn=nn.MSELoss())
+    whole = ps.Pipeline(plain, start, loss_fn=nn.MSELoss())
+    for schedule, dispatch, size in [
+        (hosted, "frozen", 12), (hosted, "dynamic", 12), (hosted, "dynamic", 5), (start, "frozen", 12),
+        (hosted, "hinted", 12),
+    ]:  # fmt: skip
+        pipe.reconfigure(Configuration(schedule, Dispatch(dispatch), (), caps))
+        x, y = torch.randn(size, 8), torch.randn(size, 8)
+        want = whole.step(x.clone(), y, update=False).loss
+        assert torch.equal(want, pipe.step(x.clone(), y, update=False).loss)
+        assert (pipe.host_memory()[0] > 0) == (schedule is hosted)
+        held = pipe.timeline().peak_activations
+        assert all(peak <= cap + 1e-9 for peak, cap in zip(held, caps, strict=True))
+    assert not differences(gradients(plain), gradients(piped))
+
+
 class Watched(nn.Module):
     """Saves one tensor that nobody else has, and counts how many such are on the device."""
 
@@ -154,12 +187,12 @@ def test_one_of_the_two_ops_without_the_other_is_refused_before_the_first_step()
     )
     rows = (schedule.order[0], tuple(_next(op) if op == Op("OFFLOAD", 1, 0) else op for op in schedule.order[1]))
     with pytest.raises(RuntimeFailure, match="microbatch 0 of stage 1 has one of OFFLOAD and RELOAD alone"):
-        offloads(replace(schedule, order=rows, stage_graph=replace(graph, registered=crossed)), ())
+        require_round_trips(replace(schedule, order=rows, stage_graph=replace(graph, registered=crossed)))
     shared = replace(schedule.placement, shared=((0, (0, 1)),))
     with pytest.raises(
         RuntimeFailure, match=r"microbatch 0 of stage 0 has one .* or belongs to a stage that several ranks share"
     ):
-        offloads(replace(schedule, placement=shared), ())
+        require_round_trips(replace(schedule, placement=shared))
 
 
 def _next(op: Op) -> Op:

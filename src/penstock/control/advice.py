@@ -160,10 +160,7 @@ def what_would_help(job: Job, now: Configuration, measured: Measured) -> tuple[H
     found = []
     for more in MORE:
         more_job = _with_more(job, more * unit)
-        # With delegated links the caps of what runs now are lifted too.
-        ms = min(
-            score(more_job, measured, each).ms for each in candidates(more_job, _lifted(more_job, now), measured)
-        )
+        ms = min(score(more_job, measured, each).ms for each in candidates(more_job, now, measured))
         if ms <= enough:
             many = "activation" if more == 1 else "activations"
             found.append(Help(f"with {more} more {many} per rank", f"--host-memory {more:g}", ms))
@@ -185,10 +182,6 @@ def _with_more(job: Job, more: float) -> Job:
     if job.may_delegate:
         return replace(job, host_memory=tuple(limit + more for limit in job.host_limits))
     return replace(job, start=replace(job.start, caps=tuple(cap + more for cap in job.start.caps)))
-
-
-def _lifted(job: Job, now: Configuration) -> Configuration:
-    return replace(now, caps=job.caps(now.delegated))
 
 
 def _best_other(job: Job, measured: Measured) -> tuple[float, Schedule] | None:

@@ -7,8 +7,9 @@
                             the order a dynamic run took
                             those offered
 
-Each is checked to fit: its own order stays within the caps of every rank, which host memory lifts only while some
-link is delegated.
+Each is checked to fit: its own order stays within the cap of every rank's device. While some link is delegated,
+schedules are also made for more memory than that. Those that need it get OFFLOAD and RELOAD ops, by which activations
+wait in host memory; those that do not fit even then are left out.
 """
 
 from __future__ import annotations
@@ -19,16 +20,17 @@ from enum import StrEnum
 from functools import lru_cache
 
 from penstock.control.compute import Factors
-from penstock.control.configuration import Configuration, Job, fits
+from penstock.control.configuration import Configuration, Job, fits, fits_within
 from penstock.control.events import Link
 from penstock.control.runners import order_of, runner_of
 from penstock.cost import CostError, Costs, Links
 from penstock.dispatch import Dispatch
-from penstock.engine.tolerance import is_within
 from penstock.passes.reorder import with_orders_of
 from penstock.planning import initial_warmups, slow_link_schedule
+from penstock.planning.joint.away import with_host_memory
 from penstock.planning.slow_links import StageRule
 from penstock.schedule import Schedule, ScheduleError, one_to_one
+from penstock.schedule.offload import without_offload
 from penstock.simulation.transport import Decoupled
 
 
@@ -143,10 +145,9 @@ def candidates(
     for delegated in _link_sets(job, now, measured, may_return):
         if not measured.down <= set(delegated):
             continue
-        caps = job.caps(delegated)
-        for schedule in _schedules(job, now, measured, caps, offered):
+        for schedule in _schedules(job, now, measured, bool(delegated), offered):
             for dispatch in dict.fromkeys((now.dispatch, *job.dispatches)):
-                configuration = Configuration(schedule, dispatch, delegated, caps, now.nodes)
+                configuration = Configuration(schedule, dispatch, delegated, job.start.caps, now.nodes)
                 if configuration not in found and fits(configuration, job.costs):
                     found[configuration] = _candidate(job, now, configuration)
     return tuple(sorted(found.values(), key=lambda each: each.action is not Action.KEEP))
@@ -179,33 +180,48 @@ def _link_sets(job: Job, now: Configuration, measured: Measured, may_return: boo
 
 
 def _schedules(
-    job: Job, now: Configuration, measured: Measured, caps: Sequence[float], offered: Sequence[Schedule]
+    job: Job, now: Configuration, measured: Measured, delegates: bool, offered: Sequence[Schedule]
 ) -> Iterator[Schedule]:
+    start, caps = job.start.schedule, job.start.caps
     yield now.schedule
-    yield job.start.schedule
+    yield start
     if not job.may_replan:
         return
-    yield from filter(None, (_in_order(each, job.start.schedule) for each in offered))
-    typical, harshest = measured.typical, measured.harshest
     # Without the small delays that every link has: a plan that knows them starts a W a moment before a message comes.
-    ways = list(dict.fromkeys(_key(links, job.smallest_delay) for links in (typical, harshest)))
+    ways = list(dict.fromkeys(_above(links, job.smallest_delay) for links in (measured.typical, measured.harshest)))
+    host = job.host_limits if delegates else (0.0,) * job.num_ranks
+    both = tuple(cap + more for cap, more in zip(caps, host, strict=True))
+    made = [(each, ways[0]) for each in offered]
+    for limits in dict.fromkeys((caps, both)):
+        made += _planned(job, without_offload(now.schedule), ways, limits)
+    for each, links in made:
+        kept = _in_order(each, start)
+        if kept is not None and any(host) and not fits_within(kept, job.costs, caps):
+            kept = _hosted(kept, job.costs, links, caps, host)
+        if kept is not None:
+            yield kept
+
+
+_hosted = lru_cache(maxsize=64)(with_host_memory)
+
+
+def _planned(
+    job: Job, running: Schedule, ways: Sequence[Links], caps: tuple[float, ...]
+) -> Iterator[tuple[Schedule, Links]]:
+    """Schedules that hold no more than `caps`, each with the delays for which it was made."""
     for links in ways:
-        found = _taken(now.schedule, job.costs, links, tuple(caps))
+        found = _taken(running, job.costs, links, caps)
         if found is None:
             break  # what runs now does not fit in these caps
-        yield found
-    num = job.num_ranks
-    if job.start.schedule.placement != one_to_one(num):
+        yield found, links
+    start = job.start.schedule
+    if start.placement != one_to_one(job.num_ranks):
         return  # Eq. 1 and its algorithms speak of one stage per rank
-    num_microbatches = job.start.schedule.num_microbatches
-    for links in ways:
-        for rule in StageRule:
-            made = _made(job.costs, num_microbatches, links, tuple(caps), rule, initial=False)
-            if made is not None and (kept := _in_order(made, job.start.schedule)) is not None:
-                yield kept
-    made = _made(job.costs, num_microbatches, ways[0], tuple(caps), StageRule.PRIORITY, initial=True)
-    if made is not None and (kept := _in_order(made, job.start.schedule)) is not None:
-        yield kept
+    asked = [(links, rule, False) for links in ways for rule in StageRule]
+    for links, rule, initial in [*asked, (ways[0], StageRule.PRIORITY, True)]:
+        found = _made(job.costs, start.num_microbatches, links, caps, rule, initial)
+        if found is not None:
+            yield found, links
 
 
 def _in_order(schedule: Schedule, start: Schedule) -> Schedule | None:
@@ -218,47 +234,36 @@ def _in_order(schedule: Schedule, start: Schedule) -> Schedule | None:
         return None
 
 
-Delays = tuple[tuple[Link, float], ...]
-
-
-def _key(links: Links, least: float) -> Delays:
+def _above(links: Links, least: float) -> Links:
     """The delays of at least `least` ms."""
-    return tuple(sorted((link, float(ms)) for link, ms in links.delays.items() if ms >= least))
+    return Links({link: float(ms) for link, ms in sorted(links.delays.items()) if ms >= least})
 
 
 @lru_cache(maxsize=64)
-def _taken(schedule: Schedule, costs: Costs, delays: Delays, caps: tuple[float, ...]) -> Schedule | None:
+def _taken(schedule: Schedule, costs: Costs, links: Links, caps: tuple[float, ...]) -> Schedule | None:
     """The order in which a dynamic run would execute, over links of any depth; None if the schedule does
     not fit the caps.
     """
-    order = order_of(schedule, costs)
-    if any(not is_within(peak, cap) for peak, cap in zip(order.peaks, caps, strict=True)):
+    if not fits_within(schedule, costs, caps):
         return None
-    ran = runner_of(costs).run(
-        order, Links(dict(delays)), dispatch=Dispatch.DYNAMIC, transport=Decoupled(), caps=caps
-    )
+    order = order_of(schedule, costs)
+    ran = runner_of(costs).run(order, links, dispatch=Dispatch.DYNAMIC, transport=Decoupled(), caps=caps)
     return ran.executed()
 
 
 @lru_cache(maxsize=64)
 def _made(
-    costs: Costs, num_microbatches: int, delays: Delays, caps: tuple[float, ...], rule: StageRule, initial: bool
+    costs: Costs, num_microbatches: int, links: Links, caps: tuple[float, ...], rule: StageRule, initial: bool
 ) -> Schedule | None:
     """The schedule of Algorithm 2, or of Algorithm 1 if `initial`; None if there is no room for it."""
-    links = Links(dict(delays))
     counts = None
     try:
         if initial:
             counts = initial_warmups(costs.num_stages, num_microbatches, caps, costs.activation)
         # Microbatches that differ are counted when it is tried: see `fits`.
+        even = replace(costs, uneven=())
         return slow_link_schedule(
-            replace(costs, uneven=()),
-            num_microbatches,
-            links,
-            warmup=counts,
-            memory_limit=caps,
-            rule=rule,
-            prove=False,
+            even, num_microbatches, links, warmup=counts, memory_limit=caps, rule=rule, prove=False
         )
     except (CostError, ScheduleError):
         if initial:

@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import combinations
 
-from penstock.control.configuration import Configuration, Job
+from penstock.control.configuration import Configuration, Job, transport_of
 from penstock.control.controller import Controller
 from penstock.control.decision import Decision
 from penstock.control.events import OP_KINDS, Event, IterationEnded, Link, OpTimes, Probed, Switched, Transfers
@@ -108,7 +108,7 @@ def run_once(job: Job, configuration: Configuration, links: Links, at: float = 0
         links=links,
         links_at=at,
         dispatch=configuration.dispatch,
-        transport=job.transport(configuration.delegated),
+        transport=transport_of(job.depth, configuration.delegated),
         memory_limit=configuration.caps if configuration.dispatch.is_dynamic else None,
     )
 
@@ -222,7 +222,7 @@ def _once(job: Job, configuration: Configuration, links: Links, at: float) -> tu
         links_at=at,
         ring=job.ring,
         dispatch=configuration.dispatch,
-        transport=job.transport(configuration.delegated),
+        transport=transport_of(job.depth, configuration.delegated),
         memory_limit=configuration.caps if configuration.dispatch.is_dynamic else None,
     )
     return ran.iteration, ran.replicas

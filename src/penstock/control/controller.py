@@ -24,7 +24,7 @@ from penstock.control.advice import Help, Obstacle, Unanswered, late_nodes_in_wo
 from penstock.control.candidate import Action, Candidate, Measured, candidates
 from penstock.control.changes import Sensitivity
 from penstock.control.compute import ComputeChange, Factors, scaled
-from penstock.control.configuration import Configuration, Job, peaks
+from penstock.control.configuration import Configuration, Job, in_host, peaks
 from penstock.control.decide import Scored, choose, predict, score
 from penstock.control.decision import Decision
 from penstock.control.errors import ControlError
@@ -464,7 +464,8 @@ class Controller:
         if held is None:
             held = tuple(peaks(configuration.schedule, self.job.costs))
         self._number += 1
-        made = action, configuration, reason, ms_now, ms_then, price, causes, held, self.job.in_host(held)
+        moved = in_host(configuration.schedule, self.job.costs)
+        made = action, configuration, reason, ms_now, ms_then, price, causes, held, moved
         self._waiting = Decision(self._number, self._iteration, *made)
         return self._waiting
 

@@ -29,8 +29,8 @@ class Decision:
             "delay" (of a link), "compute" (of a stage's ops); none where nothing had changed.
         peaks: the most activations that each rank holds, simulated under the measured links, in the units of the
             costs.
-        in_host: how much of them is above what the device of each rank holds, and waits in host memory: at most the
-            job's `host_memory`.
+        in_host: the most activations of each rank that wait in host memory at once, where OFFLOAD ops of the schedule
+            move them: at most the job's `host_memory`.
 
     Examples:
         >>> import penstock as ps

@@ -32,11 +32,7 @@ class Dispatch(StrEnum):
         return _CODES[self]
 
 
-_CODES = {
-    Dispatch.FROZEN: decider.FROZEN,
-    Dispatch.HINTED: decider.HINTED,
-    Dispatch.DYNAMIC: decider.CLASS_FIRST,
-}
+_CODES = {Dispatch.FROZEN: decider.FROZEN, Dispatch.HINTED: decider.HINTED, Dispatch.DYNAMIC: decider.CLASS_FIRST}
 
 
 @dataclass(frozen=True)

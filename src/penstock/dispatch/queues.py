@@ -20,14 +20,7 @@ from math import gcd, inf
 from penstock.cost import CostError, Costs, Links
 from penstock.engine.memory_safety import reserves
 from penstock.engine.network import Irregularities, Network, of_queues
-from penstock.engine.rule_tables import (
-    BACKWARD,
-    FIRST,
-    FORWARD,
-    LAST,
-    WEIGHT,
-    Tables,
-)
+from penstock.engine.rule_tables import BACKWARD, FIRST, FORWARD, LAST, WEIGHT, Tables
 from penstock.engine.tolerance import slack
 from penstock.schedule import Needs, Op, Placement, Schedule, ScheduleError, StageGraph
 from penstock.schedule.async_ops import joined

@@ -180,12 +180,7 @@ def solve(search: Search, until: float) -> None:
 
 
 def within(
-    problem: Problem,
-    horizon: float,
-    seconds: float,
-    seed: int = 0,
-    num_workers: int = 2,
-    span: Span | None = None,
+    problem: Problem, horizon: float, seconds: float, seed: int = 0, num_workers: int = 2, span: Span | None = None
 ) -> SolverAnswer:
     """Looks for a schedule that ends by `horizon` (ms), for at most `seconds`.
 

@@ -11,14 +11,7 @@ NEVER = -1e300
 
 
 def heads(
-    p: Any,
-    order: Array,
-    release: Array,
-    lag: Array,
-    floor: Array,
-    first_only: bool,
-    behind: Array,
-    head: Array,
+    p: Any, order: Array, release: Array, lag: Array, floor: Array, first_only: bool, behind: Array, head: Array
 ) -> None:
     """How early each op can start at best: the longest path to it over what it waits for, op by op.
 

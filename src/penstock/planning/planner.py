@@ -458,13 +458,7 @@ def _timed(schedule: Schedule, costs: Costs, links: Links, mode: Dispatch, limit
 
 
 def _best_dynamic(
-    search: Search,
-    costs: Costs,
-    links: Links,
-    goal: str,
-    mode: Dispatch,
-    limits: Limits,
-    time_limit: float,
+    search: Search, costs: Costs, links: Links, goal: str, mode: Dispatch, limits: Limits, time_limit: float
 ) -> tuple[Any, float]:
     """Of the orders the search found good, the one that runs best where ranks may run any ready op."""
     best: tuple[float, Any] | None = None

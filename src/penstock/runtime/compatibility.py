@@ -26,6 +26,7 @@ from penstock.runtime.stage.branches import has_many_ends, is_plain, require_mat
 from penstock.runtime.transport.wiring import tied_sums
 from penstock.schedule import Schedule, StageGraph
 from penstock.schedule.liveness import run_on
+from penstock.schedule.offload import without_offload
 
 
 @dataclass(frozen=True)
@@ -242,7 +243,7 @@ def allowed_adaptation(schedule: Schedule, adapt: AdaptOptions | None) -> AdaptO
 
 def why_never_fewer(schedule: Schedule, num_replicas: int = 1) -> str | None:
     """Why a step always runs all microbatches of a schedule, in words; None where a smaller batch runs fewer."""
-    graph, own = schedule.graph, {REDUCE} if num_replicas > 1 else set()
+    graph, own = without_offload(schedule).graph, {REDUCE} if num_replicas > 1 else set()
     kinds = {registered.kind for registered in graph.registered} | {need.after[0] for need in graph.needs}
     if schedule.updates is None and is_plain(schedule) and not graph.num_microbatches and kinds <= own:
         return None

@@ -65,7 +65,7 @@ from penstock.runtime.stage.host_memory import SavedTensors
 from penstock.runtime.stage.microbatches import Microbatches, ReplicaBatches, cut_for, num_for
 from penstock.runtime.stage.module_state import StepStart
 from penstock.runtime.stage.ops import Purpose, StepSettings
-from penstock.runtime.stage.registered_ops import calls_of, functions_for, functions_of, offloads
+from penstock.runtime.stage.registered_ops import calls_of, functions_of, moves_of, require_round_trips
 from penstock.runtime.stage.stage import StageSource
 from penstock.runtime.transport.base import Transport
 from penstock.runtime.transport.channel import Tags
@@ -74,6 +74,7 @@ from penstock.runtime.transport.link_conditions import Conditions, LateRing
 from penstock.runtime.transport.repeat import MOST_ATTEMPTS, Attempts, GuardedGroup, guard
 from penstock.runtime.transport.wiring import Wiring
 from penstock.schedule import Schedule, check
+from penstock.schedule.offload import MOVES, without_offload
 from penstock.schedule.send_recv import remove_communication
 from penstock.schedule.staleness import why_none_is_predicted
 
@@ -200,10 +201,11 @@ class LocalPipeline:
         require_same(place.everyone.gather(facts_of(self.optimizer_state.optimizer)), _SAME)
         reducing = reductions_of(schedule, self.optimizer_state.replicas.start)
         ops = {**reducing, **given.ops} if place.num_replicas == 1 else {**given.ops, **reducing}
-        self.offloads = offloads(schedule, given.ops)
-        moving = functions_for(self._saved) if self.offloads else {}
-        functions = functions_of(schedule, {**ops, **moving})
-        calls = calls_of(schedule, functions, held.stages, self.peers, given.timeout)
+        calls = calls_of(schedule, functions_of(schedule, ops), held.stages, self.peers, given.timeout)
+        self._is_moving = not MOVES & set(given.ops)
+        if self._is_moving:
+            require_round_trips(schedule)
+            calls = {**moves_of(schedule, self.peers.here, self._saved, given.timeout), **calls}
         together = lockstep_of(place, schedule.updates is not None, given.timeout)
         most_ahead = 1 if place.waits_in_ops(bool(schedule.placement.shared)) else MOST_LAUNCHED_OPS
         ranks, updating = self.peers.here, self.optimizer_state.updating
@@ -243,11 +245,14 @@ class LocalPipeline:
         first = self.start.schedule
         plain = without_reductions(configuration.schedule, self.mesh)
         require_switchable(plain, first)
+        if self._is_moving:
+            require_round_trips(plain)
         configuration = replace(configuration, schedule=with_reductions(plain, self.mesh))
         require_compatible(
             replace(self._combination, schedule=configuration.schedule, dispatch=configuration.dispatch)
         )
-        if not {*configuration.schedule.graph.registered} <= {*self.running.schedule.graph.registered}:
+        known = {*without_offload(self.running.schedule).graph.registered}
+        if not {*without_offload(configuration.schedule).graph.registered} <= known:
             raise RuntimeFailure(
                 f"{plain.name} has the gradients of more stages complete at one place than {first.name}, with "
                 "which this pipeline was made: start a new one"
@@ -295,7 +300,7 @@ class LocalPipeline:
             now.recomputed,
             now.counts,
             now.taped_out_of_order,
-            now.away if self.offloads else frozenset(),
+            now.away if self._is_moving else frozenset(),
             None if scaling is None else scaling.scale,
         )
 

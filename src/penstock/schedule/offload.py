@@ -18,6 +18,7 @@ from penstock.schedule.schedule import Schedule
 from penstock.schedule.stage_graph import Needs, Registered
 
 OFFLOAD, RELOAD = "OFFLOAD", "RELOAD"
+MOVES = frozenset((OFFLOAD, RELOAD))
 
 
 def with_offload(schedule: Schedule, waits: Iterable[tuple[Op, Op]] = ()) -> Schedule:
@@ -33,7 +34,7 @@ def with_offload(schedule: Schedule, waits: Iterable[tuple[Op, Op]] = ()) -> Sch
     found: dict[int, dict[str, set[int]]] = {}
     for row in schedule.order:
         for op in row:
-            if op.kind in (OFFLOAD, RELOAD):
+            if op.kind in MOVES:
                 found.setdefault(op.stage, {OFFLOAD: set(), RELOAD: set()})[op.kind].add(op.microbatch)
     registered, needs = [], []
     for stage, of_kind in sorted(found.items()):
@@ -55,3 +56,15 @@ def with_offload(schedule: Schedule, waits: Iterable[tuple[Op, Op]] = ()) -> Sch
     graph = schedule.graph
     graph = replace(graph, registered=(*graph.registered, *registered), needs=(*graph.needs, *needs), updates=None)
     return replace(schedule, stage_graph=graph)
+
+
+def without_offload(schedule: Schedule) -> Schedule:
+    """The schedule without OFFLOAD and RELOAD: all activations stay on their ranks. The inverse of `with_offload`."""
+    given = schedule.stage_graph
+    if given is None or not any(kind in MOVES for kind, _ in schedule.asynchronous):
+        return schedule
+    rows = tuple(tuple(op for op in row if op.kind not in MOVES) for row in schedule.order)
+    registered = tuple(each for each in given.registered if each.kind not in MOVES)
+    needs = tuple(each for each in given.needs if not MOVES & {each.before[0], each.after[0]})
+    graph = replace(given, registered=registered, needs=needs)
+    return replace(schedule, order=rows, stage_graph=None if graph.is_chain else graph)

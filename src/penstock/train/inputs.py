@@ -22,9 +22,9 @@ from penstock.runtime.arguments import ParallelOptions, PrecisionOptions
 from penstock.runtime.parameters.optimizer import optimizer_of
 from penstock.runtime.parameters.rules import rule_of
 from penstock.runtime.stage.loss import adds_up, sizes_of, weights_of
-from penstock.runtime.stage.registered_ops import offloads
+from penstock.runtime.stage.registered_ops import require_round_trips
 from penstock.schedule import Schedule
-from penstock.schedule.offload import OFFLOAD, RELOAD
+from penstock.schedule.offload import MOVES
 from penstock.train.planned_batches import recorded_batches
 from penstock.train.settings import Settings, SettingsError, check_precision, check_ties
 from penstock.train.tasks.open import open_task, schedule_of
@@ -76,8 +76,8 @@ def mesh_of(settings: Settings) -> DeviceMesh | None:
 
 def _check_ops(settings: Settings, schedule: Schedule) -> None:
     """Raises SettingsError for ops that need a function of the user's, since no option can give one."""
-    known = {REDUCE, *((OFFLOAD, RELOAD) if offloads(schedule, ()) else ())}
-    if own := sorted({registered.kind for registered in schedule.graph.registered} - known):
+    require_round_trips(schedule)
+    if own := sorted({registered.kind for registered in schedule.graph.registered} - {REDUCE, *MOVES}):
         raise SettingsError(
             f"--schedule {settings.schedule} has ops of kind {own[0]}; penstock train does not know what they do: "
             f"train it from a script, with ps.Pipeline(..., ops={{{own[0]!r}: function}})"

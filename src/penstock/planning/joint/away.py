@@ -11,15 +11,50 @@ leave room for what comes back.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import product
 
+from penstock.cost import Costs, Links
 from penstock.engine.tolerance import EPSILON
-from penstock.planning.joint.problem import JointProblem, Orders
+from penstock.planning.family import OpForms
+from penstock.planning.joint.problem import JointProblem, Orders, pose_joint
 from penstock.planning.joint.rows import WHOLE, F, I, L, O, R, W
+from penstock.planning.limits import Limits
+from penstock.schedule import Schedule, StageGraph
 
 _LEADS = (1.0, 2.0, 0.0)
 """How many times its own length a way begins before it has to end."""
+
+
+def with_host_memory(
+    schedule: Schedule, costs: Costs, links: Links, caps: Sequence[float], host: Sequence[float]
+) -> Schedule | None:
+    """Adds OFFLOAD and RELOAD ops to a schedule, so that no rank holds more than its cap.
+
+    Args:
+        schedule: its forwards and backwards keep their order. Only W may run earlier than before.
+        costs: with the times of OFFLOAD and RELOAD.
+        links: the delays under which the fastest of several ways is chosen.
+        caps, host: most that each rank may hold, and have in host memory, in the unit of `costs.activation`.
+
+    Returns:
+        None if nothing that was tried fits, or the schedule has other ops than those of a chain of stages.
+    """
+    chain, pipelines = StageGraph.chain(schedule.num_stages), schedule.microbatch_pipeline
+    if schedule.graph != chain or schedule.placement.shared or schedule.microbatch_orders:
+        return None
+    kinds = {op.kind for row in schedule.order for op in row}
+    held = tuple((each, costs.freed_by_input) for each in costs.activation)
+    problem = pose_joint(
+        costs, schedule.placement, schedule.num_ranks,
+        [pipelines.count(p) for p in range(schedule.placement.num_pipelines)], links,
+        Limits(tuple(caps), held, host=tuple(host)), OpForms("R" in kinds, "B" in kinds, "I" in kinds, away=True),
+    )  # fmt: skip
+    if problem.microbatch_pipeline != pipelines:
+        return None
+    made = [orders for orders in sent_away(problem, problem.read(schedule)) if problem.fits(orders)]
+    best = min(made, key=problem.timed, default=None)
+    return None if best is None else problem.schedule(best, f"{schedule.name}-in-host")
 
 
 def sent_away(problem: JointProblem, given: Orders) -> Iterator[Orders]:

@@ -85,11 +85,7 @@ def allows(forms: OpForms, schedule: Schedule) -> bool:
 
 
 def begin(
-    problem: JointProblem,
-    seed: int,
-    stop_at_gap: float,
-    on_progress: Callable[[Progress], None] | None,
-    began: float,
+    problem: JointProblem, seed: int, stop_at_gap: float, on_progress: Callable[[Progress], None] | None, began: float
 ) -> JointSearch:
     """A search with its bound, and with orders to begin with."""
     search = JointSearch(problem, lower_bound(problem), seed, stop_at_gap, on_progress, began)

@@ -142,6 +142,7 @@ class RunSetting:
             ControlError: invalid numbers, or caps below what the start needs.
             ScheduleError: an unknown dispatch.
         """
+        costs = options.with_host_copies(costs)
         return Job(
             costs if self.mesh is None else replace(costs, gradient_bytes=self.gradient_bytes),
             self.start,

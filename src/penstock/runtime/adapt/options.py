@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from penstock.control import Prices
+from penstock.control.configuration import with_host_copies
 from penstock.cost import Costs, Ring
 from penstock.dispatch import Dispatch
 from penstock.runtime.errors import RuntimeFailure, is_amount, is_number, require_value
@@ -27,8 +28,12 @@ class AdaptOptions:
         costs: costs of each stage. None: those given to `ps.emulate`, or measured in the first iterations.
         memory_limit: most activations that each rank may hold, in the unit of the costs: one number, or one per rank.
             None: what each rank holds in the first schedule's own order.
-        host_memory: how much more a rank may hold while one of its links is delegated, in the same unit: one number,
-            or one per rank.
+        host_memory: the most activations of a rank that may wait in host memory while some link is delegated, in the
+            same unit: one number, or one per rank. A schedule that needs more than `memory_limit` then has OFFLOAD
+            and RELOAD ops, which move them.
+        host_copy_ms: how long one unit of activation takes to host memory, and back (ms). None: a copy takes as long
+            as its stage's forward; see `penstock.control.configuration.with_host_copies`. Costs of OFFLOAD and RELOAD
+            in `costs` go before it.
         dispatches: the dispatches that may be chosen. Hinted dispatch is chosen only if it is listed here.
         may_replan: whether the order of ops may change.
         may_delegate: whether slow links may be given to delegates. The transport must have delegates.
@@ -61,6 +66,7 @@ class AdaptOptions:
     costs: Costs | None = None
     memory_limit: float | Sequence[float] | None = None
     host_memory: float | tuple[float, ...] = 0.0
+    host_copy_ms: float | None = None
     dispatches: tuple[Dispatch | str, ...] = (Dispatch.FROZEN, Dispatch.DYNAMIC)
     may_replan: bool = True
     may_delegate: bool = True
@@ -84,7 +90,12 @@ class AdaptOptions:
             require_value(fits, name, value, "a number of at least 0, or one per rank")
         fits = is_number(self.least_gain) and 0 <= self.least_gain <= 1
         require_value(fits, "least_gain", self.least_gain, "a share of the iteration time, from 0 to 1")
-        fits = self.least_delay is None or is_amount(self.least_delay)
-        require_value(fits, "least_delay", self.least_delay, "milliseconds, at least 0, or None")
+        for name in ("least_delay", "host_copy_ms"):
+            value = getattr(self, name)
+            require_value(value is None or is_amount(value), name, value, "milliseconds, at least 0, or None")
         fits = is_amount(self.patience) and self.patience > 0
         require_value(fits, "patience", self.patience, "seconds, above 0")
+
+    def with_host_copies(self, costs: Costs) -> Costs:
+        """The costs, with the time of copies to host memory if activations may wait there."""
+        return with_host_copies(costs, self.host_copy_ms) if self.host_memory else costs

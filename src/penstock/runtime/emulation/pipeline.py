@@ -153,6 +153,8 @@ class EmulatedPipeline:
             )
         if not 0 < stretch < float("inf"):
             raise CostError(f"stretched by {stretch:g}: give a stretch above 0")
+        if adapt is not None:
+            costs = adapt.with_host_copies(costs)
         self.link_conditions, self.stretch = conditions, stretch
         self._costs = costs
         carried = replace(carried, links=conditions)

@@ -24,9 +24,9 @@ from penstock.runtime.parameters.replicas import with_reductions, without_reduct
 from penstock.runtime.transport.channel import ExpectedMessages, Tags, expected_by_channel
 from penstock.runtime.transport.choose import TransportChoice
 from penstock.runtime.transport.wiring import Wiring, wire
-from penstock.schedule import Schedule, check
+from penstock.schedule import Op, Schedule, check
 from penstock.schedule.liveness import most_ahead, run_untimed
-from penstock.schedule.offload import OFFLOAD
+from penstock.schedule.offload import OFFLOAD, with_offload, without_offload
 from penstock.schedule.op import BACKWARD, FORWARD, RECOMPUTE
 from penstock.simulation.auto import WITHOUT_WAITING, choose_policy
 from penstock.simulation.simulator import AUTO, as_dispatch, frozen_caps, frozen_peaks, memory_changes
@@ -204,7 +204,12 @@ def activate(
 
 def with_fewer(configuration: Configuration, num: int, mesh: ProcessMesh) -> Configuration:
     """The configuration with the ops of the first `num` microbatches alone, in the same order."""
-    small = without_reductions(configuration.schedule, mesh).first_microbatches(num)
+    whole = without_reductions(configuration.schedule, mesh)
+    small, plain = whole.first_microbatches(num), without_offload(whole)
+    if whole is not plain:
+        named = [(need, pair) for need in whole.graph.needs for pair in need.pairs if max(pair) < num]
+        waits = [(Op(*need.before, first), Op(*need.after, then)) for need, (first, then) in named]
+        small = with_offload(replace(small, stage_graph=plain.stage_graph), waits)
     check(small)
     return replace(configuration, schedule=with_reductions(small, mesh))
 
@@ -224,6 +229,7 @@ def require_switchable(then: Schedule, now: Schedule) -> None:
             order where updates are in it.
     """
     check(then)
+    then, now = without_offload(then), without_offload(now)  # what waits in host memory may change
     if now.updates is not None and (then.order, then.updates) != (now.order, now.updates):
         raise RuntimeFailure(
             f"{now.name} has its updates in the order, which nothing may change; start a new pipeline, or switch its "

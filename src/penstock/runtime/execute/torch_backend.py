@@ -19,13 +19,7 @@ from torch import Tensor
 from penstock.runtime.errors import RuntimeFailure
 from penstock.runtime.execute.async_ops import RegisteredAsyncOp
 from penstock.runtime.execute.gang import Gang
-from penstock.runtime.execute.launched_ops import (
-    MOST_LAUNCHED_OPS,
-    DeviceClock,
-    DeviceQueue,
-    LaunchedOps,
-    queue_of,
-)
+from penstock.runtime.execute.launched_ops import MOST_LAUNCHED_OPS, DeviceClock, DeviceQueue, LaunchedOps, queue_of
 from penstock.runtime.execute.plan import ActivePlan, StepPlan
 from penstock.runtime.execute.update_ops import UpdatingOps
 from penstock.runtime.execute.worker import Backend, Handler
@@ -327,7 +321,7 @@ class TorchDevices:
 
     def begin(self) -> None:
         """Before the ops of a step. What the user's loss says of the microbatches may raise."""
-        if self._settings.away:
+        if self._settings.training:
             self.host.begin()
         for runner in self.runners.values():
             runner.begin(self._settings)

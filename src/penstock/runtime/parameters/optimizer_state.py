@@ -23,12 +23,7 @@ from penstock.runtime.parameters.checksum import HolderChecksums
 from penstock.runtime.parameters.gradients import begin_norm, num_bytes, scale_gradients
 from penstock.runtime.parameters.local_model import LocalModel
 from penstock.runtime.parameters.muon import mark_ends, require_whole_matrices
-from penstock.runtime.parameters.optimizer import (
-    GivenOptimizer,
-    goes_on_as,
-    make_step,
-    optimizer_of,
-)
+from penstock.runtime.parameters.optimizer import GivenOptimizer, goes_on_as, make_step, optimizer_of
 from penstock.runtime.parameters.replicas import replicas_of
 from penstock.runtime.parameters.scaling import LossScaling, require_scalable
 from penstock.runtime.parameters.updates import ScheduledUpdates

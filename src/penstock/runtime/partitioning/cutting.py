@@ -22,14 +22,7 @@ from penstock.runtime.partitioning.program import ModelTracer, TracedProgram
 from penstock.runtime.partitioning.traced_stage import TracedStage, WholeModel
 from penstock.runtime.partitioning.tracer import KeptValue, Untraceable
 from penstock.runtime.stage.module_state import untouched
-from penstock.runtime.stage.stage import (
-    WHOLE,
-    Stage,
-    StageSource,
-    require_stage,
-    with_arguments,
-    with_one_argument,
-)
+from penstock.runtime.stage.stage import WHOLE, Stage, StageSource, require_stage, with_arguments, with_one_argument
 from penstock.runtime.tensors.pytree import device_of, flatten
 from penstock.runtime.tensors.rng import restored
 from penstock.unknown_names import refuse_unknown

@@ -23,12 +23,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from penstock.cost.cut import PartitionError
-from penstock.runtime.partitioning.tracer import (
-    MODEL,
-    ForwardTracer,
-    Untraceable,
-    attribute_of,
-)
+from penstock.runtime.partitioning.tracer import MODEL, ForwardTracer, Untraceable, attribute_of
 from penstock.runtime.split_backward import unrecorded
 from penstock.runtime.stage.module_state import untouched
 from penstock.runtime.stage.stage import with_arguments

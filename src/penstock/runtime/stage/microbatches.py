@@ -304,12 +304,7 @@ class ReplicaBatches:
         RuntimeFailure: a schedule whose batch goes into several stages.
     """
 
-    def __init__(
-        self,
-        schedule: Schedule,
-        mesh: ProcessMesh,
-        gather: Callable[[Facts], list[Facts]],
-    ) -> None:
+    def __init__(self, schedule: Schedule, mesh: ProcessMesh, gather: Callable[[Facts], list[Facts]]) -> None:
         starts = starts_of(schedule.graph)
         if len(starts) > 1 or len(set(schedule.graph.num_microbatches)) > 1:
             raise RuntimeFailure(

@@ -18,7 +18,7 @@ So a loss that compares the outputs of several towers can train them, even if th
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -29,13 +29,13 @@ from torch import Tensor, nn
 from penstock.runtime.errors import RuntimeFailure
 from penstock.runtime.mesh.collective import WeakGroup, explained
 from penstock.runtime.mesh.peers import GroupPeers, Peers, meeting_groups
-from penstock.runtime.stage.host_memory import HostCopy, SavedTensors
+from penstock.runtime.stage.host_memory import SavedTensors
 from penstock.runtime.stage.ops import StageRunner
 from penstock.runtime.stage.stage import Copy
 from penstock.schedule import Op, Schedule
 from penstock.schedule.dependencies import predecessors
-from penstock.schedule.offload import OFFLOAD, RELOAD
-from penstock.schedule.op import FORWARD
+from penstock.schedule.offload import MOVES, OFFLOAD, RELOAD
+from penstock.schedule.op import BUILT_IN, FORWARD
 from penstock.schedule.short_repr import short_repr
 from penstock.schedule.updates import OWNER
 
@@ -223,13 +223,14 @@ future), or None if the op has ended.
 
 
 def functions_of(schedule: Schedule, given: Mapping[str, OpFunction]) -> dict[str, OpFunction]:
-    """The function of each registered kind of the schedule.
+    """The function of each registered kind of the schedule, but for the kinds that the runtime moves activations by.
 
     Raises:
         RuntimeFailure: a kind without a function, a function for a kind that the schedule does not have, or something
             that can't be called.
     """
-    kinds = sorted({registered.kind for registered in schedule.graph.registered})
+    moved = frozenset() if MOVES & set(given) else MOVES
+    kinds = sorted({registered.kind for registered in schedule.graph.registered} - moved)
     if missing := [kind for kind in kinds if kind not in given]:
         raise RuntimeFailure(
             f"{schedule.name} has ops of kind {missing[0]}, and no function was given for them; give one, "
@@ -265,7 +266,7 @@ def calls_of(
         if op not in followed:
             found: set[Op] = set()
             for before in predecessors(op, schedule.graph, number):
-                found |= follow(before) if before.kind in functions else {before}
+                found |= {before} if before.kind in BUILT_IN else follow(before)
             followed[op] = frozenset(found)
         return followed[op]
 
@@ -301,18 +302,9 @@ def name_of(function: OpFunction) -> str:
     return str(getattr(function, "__qualname__", None) or repr(function))
 
 
-def offloads(schedule: Schedule, given: Collection[str]) -> bool:
-    """Whether the runtime moves activations: the schedule has OFFLOAD and RELOAD, and the user gives functions for
-    neither.
-
-    Raises:
-        RuntimeFailure: only one of the two kinds, or ops of them for a stage that several ranks share.
-    """
-    kinds = {each.kind for each in schedule.stage_graph.registered} if schedule.stage_graph else set()
-    both = {OFFLOAD, RELOAD}
-    if not both <= kinds or both & set(given):
-        return False
-    moves = {(op.kind, op.stage, op.microbatch) for row in schedule.order for op in row if op.kind in both}
+def require_round_trips(schedule: Schedule) -> None:
+    """Raises RuntimeFailure if an activation has only one of OFFLOAD and RELOAD, or belongs to a shared stage."""
+    moves = {(op.kind, op.stage, op.microbatch) for row in schedule.order for op in row if op.kind in MOVES}
     shared = {stage for stage, _ in schedule.placement.shared}
     for stage, m in sorted({(stage, m) for _, stage, m in moves}):
         if stage in shared or not {(OFFLOAD, stage, m), (RELOAD, stage, m)} <= moves:
@@ -321,20 +313,25 @@ def offloads(schedule: Schedule, given: Collection[str]) -> bool:
                 f"of {OFFLOAD} and {RELOAD} alone, or belongs to a stage that several ranks share; leave the two "
                 "ops out there, or give functions of your own for both in ops="
             )
-    return True
 
 
-def functions_for(saved: Callable[[int, int], SavedTensors]) -> Mapping[str, OpFunction]:
-    """The functions that run OFFLOAD and RELOAD.
+def moves_of(
+    schedule: Schedule, ranks: Sequence[int], saved: Callable[[int, int], SavedTensors], timeout: float
+) -> Calls:
+    """The calls of OFFLOAD and RELOAD for every activation on these ranks: a later schedule may move any of them.
 
     Args:
         saved: a function of (stage, microbatch) that gives what its forward saved.
     """
-
-    def offload(call: OpCall) -> HostCopy | None:
-        return saved(call.stage, call.index).offload()
-
-    def reload(call: OpCall) -> HostCopy | None:
-        return saved(call.stage, call.index).reload()
-
-    return {OFFLOAD: offload, RELOAD: reload}
+    run: dict[str, OpFunction] = {
+        OFFLOAD: lambda call: saved(call.stage, call.index).offload(),
+        RELOAD: lambda call: saved(call.stage, call.index).reload(),
+    }
+    return {
+        (rank, op): (function, OpCall(rank, stage, op, m, (), None, (), (rank,), timeout=timeout))
+        for rank in ranks
+        for stage in schedule.stages_of(rank)
+        for m in range(schedule.num_microbatches)
+        for kind, function in run.items()
+        for op in [Op(kind, stage, m)]
+    }
