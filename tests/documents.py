@@ -124,12 +124,12 @@ def run_page(page: Path, folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: 
 
 
 def stop_before_running(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Training reads and checks its settings and then only leaves its folder, comparing simulates alone, and the
-    tuner estimates."""
+    """Training reads and checks its settings and then only leaves its folder, and the tuner estimates."""
     from penstock.cli import lab as lab_command
+    from penstock.cli import links as links_command
     from penstock.cli import play as play_command
-    from penstock.train.compare import run as comparing
     from penstock.tune import meter, session
+    from penstock.tune.links import MeasuredLinks, PairTimes
     from penstock.tune.tuned_model import TunedModel, tuned_model
 
     def only_check(order: TrainJob | EmulatedJob, port: int | None, is_program: bool) -> int:
@@ -145,7 +145,7 @@ def stop_before_running(monkeypatch: pytest.MonkeyPatch) -> None:
         return 0
 
     monkeypatch.setattr(train_command, "_carry_out", only_check)
-    really_tune, really_compare = session.tune, comparing.compare
+    really_tune = session.tune
 
     class NoLab:
         """Takes what a lab takes, checks it, and makes nothing."""
@@ -200,10 +200,11 @@ def stop_before_running(monkeypatch: pytest.MonkeyPatch) -> None:
         known = {"model": model, "profiles": profiles, "transfers": transfers, "notices": []}
         return SimpleNamespace(**known, num_measured=0, num_reused=0)
 
-    def only_simulate(contenders: list[Any], trains: bool, *rest: Any) -> Any:
-        return really_compare(contenders, False, *rest)
+    def no_late_links(environment: None, num_ranks: int, *rest: Any) -> MeasuredLinks:
+        pairs = {(a, b): PairTimes(0.1, 0.1, 1e9, 1e9) for a in range(num_ranks) for b in range(a + 1, num_ranks)}
+        return MeasuredLinks(["host"] * num_ranks, ["host"] * num_ranks, pairs, 1.0)
 
-    monkeypatch.setattr(comparing, "compare", only_simulate)
+    monkeypatch.setattr(links_command, "_measured", no_late_links)
     monkeypatch.setattr(lab, "Lab", NoLab)
     monkeypatch.setattr(lab.running, "find", lambda name: NoLab())
     monkeypatch.setattr(lab.lab, "make", NoLab)
@@ -236,6 +237,9 @@ def run_command(words: list[str], block: Block, capsys: pytest.CaptureFixture[st
         return printed.out
     if program == "torchrun":
         own = rest.index("-m")
+        if rest[own + 1 : own + 3] == ["penstock", "links"]:
+            assert main([*rest[own + 2 :], "--ranks", "4"]) == 0, shown
+            return capsys.readouterr().out
         assert rest[own + 1] == "penstock.train", shown
         assert train_command.run_command(rest[own + 2 :]) == 0, shown
     elif program == "make":

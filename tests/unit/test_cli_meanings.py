@@ -115,7 +115,7 @@ def test_out_meant_a_trace_in_simulate_and_a_schedule_elsewhere(tmp_path: Path) 
 
 RESULTS = sorted(
     {(given.verb, given.name) for given in EVERY if re.fullmatch("Where the (result|timeline) goes", given.meaning)}
-    - {("train", "--out"), ("compare", "--out")}  # folders, which are made at once
+    - {("train", "--out")}  # a folder, which is made at once
 )
 
 

@@ -23,7 +23,7 @@ VERBS = [
     ("plan", *COUNTS, "--time", "0.05"),
     ("search", *COUNTS),
     ("tune", "--preset", "nano", "--depth", "2", "--batch", "2", "--tflops", "1", "--ranks", "1", "--no-programs"),
-    ("compare", "1f1b", "--steps", "0", "--costs", "gpt2-14b", *COUNTS, "--batch", "4"),
+    ("simulate", "1f1b", "zb-v", *COUNTS),
     ("convert", "given.json", "made.txt"),
 ]
 

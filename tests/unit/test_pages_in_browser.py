@@ -13,8 +13,6 @@ from penstock.analyze.analysis_page import to_page as analysis_page
 from penstock.draw import to_html
 from penstock.formats.traces import read_trace
 from penstock.report import to_page as report_page
-from penstock.train.compare.result import Comparison, ComparisonRow, SimulatedResult, TrainingResult
-from penstock.train.compare.run import to_page as compare_page
 from report_cases import CROPPED, story_of
 from trace_samples import study_sample
 
@@ -29,21 +27,6 @@ COLORS = """() => [...document.querySelectorAll("svg")].map((svg) => {
 """The colour of each kind of op in each picture of a page."""
 
 
-def compared() -> Comparison:
-    """Two synchronous schedules and two that drain after four steps, with losses."""
-    rows = []
-    for place, (name, options, drain) in enumerate([("1f1b", {}, 1), ("zb-v", {}, 1), ("amdp", {"window": 4}, 4)]):
-        schedule = ps.build(name, 4, 4 * drain, **options)
-        timeline = ps.simulate(schedule, ps.Costs.uniform(schedule.num_stages))
-        simulated = SimulatedResult(9.5 + place, 800 + 99.0 * place, 0.8, 4e6, 2.5e6, place // 2, 1, timeline)
-        losses = [4 - 0.03 * step + 0.01 * place for step in range(30)]
-        learned = TrainingResult(
-            losses[-1], 3.2 + 0.02 * place, 30, place // 2, 3_000_000, losses, list(range(1, 31)), None
-        )
-        rows.append(ComparisonRow(name, drain, simulated, learned))
-    return Comparison(rows, "the costs of nowhere", 30, 8, 4, 4, 64.0, ["their optimizers differ in nothing"])
-
-
 @pytest.fixture(scope="module")
 def pages(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("pages")
@@ -53,14 +36,13 @@ def pages(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "analysis": analysis_page(
             analyze_trace(read_trace([str(study_sample(num_steps=4).write(folder / "run.parquet"))]))
         ),
-        "compare": compare_page(compared()),
         "timelines": to_html([many, ps.simulate(ps.build("1f1b", 4, 8))], titles=["large", "a title of its own"]),
     }.items():
         (folder / f"{name}.html").write_text(text, encoding="utf-8")
     return folder
 
 
-@pytest.mark.parametrize("name", ["report", "analysis", "compare", "timelines"])
+@pytest.mark.parametrize("name", ["report", "analysis", "timelines"])
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_nothing_is_cropped(browser: Any, pages: Path, name: str, scheme: str) -> None:
     for width in (1400, 400):

@@ -16,7 +16,6 @@ from hf_families import batch_of, config_of, model_of, plain_step
 from penstock.cli import main
 from penstock.models.huggingface import Decoder
 from penstock.train.checks import SettingsError
-from penstock.train.compare.contenders import contenders
 from penstock.train.tasks.token_batches import TokenBatchReader
 from train_runs import losses
 
@@ -223,14 +222,3 @@ def test_a_tokenizer_that_is_not_read_is_not_passed_over(
     told = " ".join(capsys.readouterr().err.split())
     assert "has a tokenizer in tokenizer.model, and no tokenizer.json, which alone is read" in told
     assert "save_pretrained(FOLDER) of transformers writes one, or give another with --tokenizer" in told
-
-
-def test_compared_schedules_take_the_tokenizer_and_rate_of_the_folder(tmp_path: Path) -> None:
-    """They had trained on bytes, at a rate for small models of ours."""
-    (tmp_path / "config.json").write_text(json.dumps(config_of("llama").to_dict()))
-    (tmp_path / "tokenizer.json").write_text("{}")
-    folder = str(tmp_path)
-    for settings in contenders(["1f1b", "zb-h1"], {"model": folder}):
-        assert (settings.tokenizer, settings.lr) == (str(tmp_path / "tokenizer.json"), 1e-3)
-    (own, _) = contenders(["1f1b", "zb-h1"], {"model": folder, "data": f"{folder}/data.py:batches"})
-    assert own.tokenizer is None

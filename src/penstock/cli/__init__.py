@@ -3,8 +3,8 @@
 Exit codes: 0 done, 1 the schedule or the run is invalid, 2 misuse. Every verb takes `--json`: then one JSON
 object is all that goes to stdout, for failures too.
 
-Only `train`, `split`, `compare`, `tune` and `profile` import torch, and only when they run, so that `--help` is there
-at once.
+Only `train`, `split`, `links`, `tune` and `profile` import torch, and only when they run, so that `--help`
+is there at once.
 A new verb is a file with a function registered on `app`, imported below.
 """
 
@@ -13,11 +13,11 @@ from __future__ import annotations
 from penstock.cli import (  # noqa: F401  (each registers its verb)
     analyze,
     check,
-    compare,
     convert,
     data,
     lab,
     layout,
+    links,
     plan,
     play,
     profile,

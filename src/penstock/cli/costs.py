@@ -17,6 +17,7 @@ import typer
 import penstock as ps
 from penstock.cli.failure import Misuse
 from penstock.cli.options import limits_of, links_of, numbers
+from penstock.cost.conditions import LinkQueue
 from penstock.cost.presets import PRESETS
 from penstock.formats.costs import are_of_a_model, read_costs
 from penstock.program.placements import num_ranks_of
@@ -80,8 +81,8 @@ LateLink = Annotated[
     typer.Option(
         "--link",
         metavar="A:B=CONDITION",
-        help="What messages between A and B meet, both ways unless B:A is given: a delay in ms alone, 0:1=20 or "
-        "0:1=latency:20ms; may be repeated.",
+        help="What messages between A and B meet, both ways unless B:A is given: a delay in ms, 0:1=20 or "
+        "0:1=latency:20ms, and a bandwidth; may be repeated.",
     ),
 ]
 DefaultDelay = Annotated[float, typer.Option("--default-delay", help="Delay of all other links, in ms.")]
@@ -200,6 +201,12 @@ class GivenCosts:
         return "; ".join([*said, f"give {', '.join(options)} or --costs"]) if said else None
 
     @property
+    def is_of_stages(self) -> bool:
+        """Whether costs are given, and a model of another number of stages has others."""
+        typed = any(getattr(self, name) is not None for name in ROWS)
+        return typed or (self.source is not None and not are_of_a_model(self.source))
+
+    @property
     def _halves(self) -> bool:
         """Whether a full backward is given and nothing of its halves."""
         return self.b is not None and self.i is None and self.w is None
@@ -223,20 +230,30 @@ def _option(name: str) -> str:
     return f"--{name.replace('_', '-')}"
 
 
-def late_links(texts: list[str], default_delay: float) -> ps.Links:
+def late_links(texts: list[str], default_delay: float, costs: ps.Costs | None = None) -> ps.Links:
     """Links for a verb that plans: those that are late, always by as much.
+
+    Args:
+        costs: say how large messages are, and so how long they take over a bandwidth. None: no bandwidth is taken.
 
     Raises:
         Misuse: a condition that is more than that; it names the verbs that take it.
     """
     links = links_of(texts, default_delay)
-    for pair, condition in links.conditions.items():
-        if not condition.is_latency:
+    for (a, b), condition in links.conditions.items():
+        if not condition.is_latency and (costs is None or not condition.is_steady or condition.half_duplex):
             raise Misuse(
-                f"--link {pair[0]}:{pair[1]}={condition}: a schedule is sought for lasting delays, like "
-                f"{pair[0]}:{pair[1]}=latency:20ms; penstock simulate and train take every condition"
+                f"--link {a}:{b}={condition}: a schedule is sought for lasting delays, like "
+                f"{a}:{b}=latency:20ms; penstock simulate and train take every condition"
             )
-    return links
+    return links if costs is None else as_delays(links, costs)
+
+
+def as_delays(links: ps.Links, costs: ps.Costs) -> ps.Links:
+    """Steady conditions as delays alone: what the largest message takes by itself."""
+    size = max(costs.message_bytes, default=0.0)
+    delays = {link: each.delay_of(size, 0.0, LinkQueue()).arrived for link, each in links.conditions.items()}
+    return ps.Links(delays, links.default)
 
 
 def above_limit(text: str | None, held: Callable[[], ps.Footprint]) -> list[float]:

@@ -33,6 +33,7 @@ def plan(
     costs: costs_options.CostsSource = None,
     activation: costs_options.Activation = None,
     freed_by_input: costs_options.FreedByInput = None,
+    message_bytes: costs_options.MessageBytes = None,
     link: costs_options.LateLink = None,
     default_delay: costs_options.DefaultDelay = 0.0,
     max_in_flight: MaxInFlight = None,
@@ -101,12 +102,11 @@ def plan(
 ) -> None:
     """Find the best schedule within the limits. Ctrl-C ends the search with the best so far."""
     where = _placement(placement, ranks, stages)
-    given = costs_options.GivenCosts(
-        costs, f, i, w, b, activation=activation, freed_by_input=freed_by_input, lengths=lengths
-    )
+    given = costs_options.GivenCosts(costs, f, i, w, b, activation, message_bytes, freed_by_input, lengths)
     chosen = given.read(ranks, where)
-    read_links = costs_options.late_links if channels == "buffered" else links_of
-    links = read_links(link or [], default_delay)
+    links = links_of(link or [], default_delay)
+    if channels == "buffered":
+        links = costs_options.late_links(link or [], default_delay, chosen)
     most, in_bytes = limits_of("--memory-limit", memory_limit, ranks)
     if in_bytes:
         given.require_weights(memory_limit, chosen)

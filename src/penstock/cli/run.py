@@ -24,7 +24,10 @@ T = TypeVar("T")
 USAGE_ERROR: type[Exception] = typer.BadParameter.__mro__[1]
 """The command line parser's error for misuse; typer exports it under no name of its own."""
 
-LEFT = {"bench": "run the scripts in benchmarks/ of the repository, which benchmarks/README.md lists"}
+LEFT = {
+    "bench": "run the scripts in benchmarks/ of the repository, which benchmarks/README.md lists",
+    "compare": "give penstock simulate several schedules; penstock train --schedule tells the loss of each",
+}
 """Verbs that left, each with what to do now."""
 
 TRACEBACK = "PENSTOCK_TRACEBACK"

@@ -1,12 +1,16 @@
-"""`penstock simulate`: what a schedule costs over given durations and links.
+"""`penstock simulate`: what a schedule costs over given durations and links, or several of them side by side.
 
 penstock simulate zb --ranks 4 --microbatches 12 --warmup 7,5,3,1 --f 10 --i 10 --w 10 --link 0:1=20
+penstock simulate zb-h1 zb-v plan.json --costs gpt2-7b --link 1:2=20 --memory-limit 35GiB
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+import operator
+from collections.abc import Callable, Sequence
 from functools import cache, partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -42,7 +46,10 @@ _TIMES = ("waited_to_leave", "travelled", "waited_to_be_taken")
 
 @app.command(short_help="Time a schedule over costs and links.")
 def simulate(
-    schedule: Annotated[str, typer.Argument(metavar="NAME|FILE", help=f"{source.SCHEDULE}.")],
+    schedules: Annotated[
+        list[str],
+        typer.Argument(metavar="NAME|FILE...", help=f"{source.SCHEDULE}. Several are compared with the first."),
+    ],
     ranks: Ranks = None,
     microbatches: Microbatches = None,
     stages: Stages = None,
@@ -108,15 +115,27 @@ def simulate(
     ] = None,
     json: Json = False,
 ) -> None:
-    """Time a schedule over costs and links: makespan, bubbles, memory and a picture."""
+    """Time a schedule over costs and links: makespan, bubbles, memory and a picture. Several: a table."""
     given_counts = source.counts_of(ranks, microbatches, stages, warmup, max_in_flight, window, max_mismatch, option)
-    plan = source.read_or_build(schedule, given_counts)
-    ps.check(plan, max_in_flight=given_counts.max_in_flight)
     given = costs_options.GivenCosts(costs, f, i, w, b, activation, message_bytes, freed_by_input, lengths)
-    chosen = given.read(plan.num_ranks, plan.placement)
-    assumed = given.assumed(plan.num_ranks, plan.placement)
     links = options.links_of(link or [], default_delay)
     mode = options.transport_of(messages)
+    if len(schedules) > 1:
+        if emulate is not None or timeline_file is not None:
+            raise Misuse(
+                f"--{'timeline' if emulate is None else 'emulate'} is for one schedule, not {len(schedules)}"
+            )
+        plans = source.read_or_build_each(schedules, given_counts)
+        rows = _compared(schedules, plans, given, {"links": links, "dispatch": dispatch, **mode}, memory_limit)
+        if json:
+            print_json({"schedules": rows, "links": _links_json(links), "dispatch": dispatch, "transport": messages})
+        else:
+            _print_compared(rows, given.assumed(plans[0].num_ranks, plans[0].placement), links)
+        return
+    plan = source.read_or_build(schedules[0], given_counts)
+    ps.check(plan, max_in_flight=given_counts.max_in_flight)
+    chosen = given.read(plan.num_ranks, plan.placement)
+    assumed = given.assumed(plan.num_ranks, plan.placement)
     checked = dispatch == "frozen" and options.limits_of("--memory-limit", memory_limit, plan.num_ranks)[1]
     if checked:  # what is held follows from the order, and is counted below
         given.require_weights(memory_limit, chosen)
@@ -160,6 +179,86 @@ def simulate(
         _print_emulated(emulation)
     if timeline_file is not None:
         print(f"wrote {timeline_file}")
+
+
+def _compared(
+    names: Sequence[str],
+    plans: Sequence[ps.Schedule],
+    given: costs_options.GivenCosts,
+    run: dict[str, Any],
+    memory_limit: str | None,
+) -> list[dict[str, Any]]:
+    """One row for each schedule, all over the same costs.
+
+    Args:
+        run: links, dispatch and transport, as arguments of `ps.simulate`.
+    """
+    if len({plan.num_stages for plan in plans}) > 1 and given.is_of_stages:
+        raise Misuse(
+            f"the costs are those of stages, and {names[0]} and others have unequal numbers of stages, so that their "
+            "models would differ; give --costs with a preset or a profile, which are cut for each schedule"
+        )
+    limit, in_bytes = options.limits_of("--memory-limit", memory_limit)
+    rows: list[dict[str, Any]] = []
+    for name, plan in zip(names, plans, strict=True):
+        chosen = given.read(plan.num_ranks, plan.placement)
+        if in_bytes:
+            given.require_weights(memory_limit, chosen)
+        timeline = ps.simulate(plan, chosen, **run)
+        held = ps.footprint(plan, chosen, run["links"], dispatch=run["dispatch"]) if chosen.weight_bytes else None
+        peaks = held.totals if held is not None and in_bytes else timeline.peak_activations
+        limits = limit if isinstance(limit, list) else [limit or math.inf] * plan.num_ranks
+        rows.append(
+            {
+                "name": Path(name).stem if source.is_file(name) else name,
+                "num_ranks": plan.num_ranks,
+                "num_stages": plan.num_stages,
+                "num_microbatches": plan.num_microbatches,
+                "makespan": timeline.makespan,
+                "bubble_ratio": timeline.bubble_ratio,
+                "microbatches_per_second": plan.num_microbatches / timeline.makespan * 1e3,
+                "speedup": 1.0,
+                "peak_activations": max(timeline.peak_activations),
+                "peak_bytes": None if held is None else held.peak,
+                "fits": None if limit is None else all(map(operator.le, peaks, limits)),
+                "mismatch": max(ps.schedule.count_mismatch(plan).values()) if plan.updates else 0,
+                "versions": max(ps.schedule.count_versions(plan).values()) if plan.updates else 1,
+                "untimed": untimed_kinds(plan, chosen),
+            }
+        )
+        rows[-1]["speedup"] = rows[-1]["microbatches_per_second"] / rows[0]["microbatches_per_second"]
+    return rows
+
+
+def _print_compared(rows: Sequence[dict[str, Any]], assumed: str | None, links: ps.Links) -> None:
+    if assumed is not None:
+        print(f"assumed  {assumed}\n")
+    in_bytes = rows[0]["peak_bytes"] is not None
+    head = ["", "makespan ms", "microbatches/s", "speed", "bubbles", "MiB" if in_bytes else "activations"]
+    shows_fits, shows_updates = (
+        rows[0]["fits"] is not None,
+        any(row["mismatch"] or row["versions"] > 1 for row in rows),
+    )
+    head += ["fits"] * shows_fits + ["mismatch", "versions"] * shows_updates
+    cells = [
+        [
+            row["name"].ljust(max(len(each["name"]) for each in rows)),
+            f"{row['makespan']:.6g}",
+            f"{row['microbatches_per_second']:.4g}",
+            f"{row['speedup']:.2f}x",
+            f"{row['bubble_ratio']:.1%}",
+            f"{row['peak_bytes'] / 2**20:,.0f}" if in_bytes else f"{row['peak_activations']:.6g}",
+            *(["yes" if row["fits"] else "no"] * shows_fits),
+            *([str(row["mismatch"]), str(row["versions"])] * shows_updates),
+        ]
+        for row in rows
+    ]
+    print(table(head, cells))
+    for text in links.texts():
+        print(f"link  {text}")
+    for row in rows:
+        if row["untimed"]:
+            print(f"note  {' and '.join(row['untimed'])} of {row['name']} take 0 ms, as the costs do not name them")
 
 
 def _emulate(ranks: str) -> Callable[..., Emulation]:

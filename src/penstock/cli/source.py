@@ -11,7 +11,7 @@ from typing import Any
 from penstock.cli.failure import Misuse
 from penstock.cli.options import counts, one_count
 from penstock.formats import load
-from penstock.library import SCHEDULES, build
+from penstock.library import SCHEDULES, build, options_of_each
 from penstock.library.options import read_options
 from penstock.schedule import Schedule, check
 
@@ -98,6 +98,37 @@ def read_or_build(source: str, counts: GivenCounts) -> Schedule:
         **options,
     )
     return _bounded(source, found, counts.max_mismatch)
+
+
+def read_or_build_each(sources: Sequence[str], counts: GivenCounts) -> list[Schedule]:
+    """Several schedules for as many ranks, which are compared. Each gets those options that it takes.
+
+    A file gives the ranks and the microbatches of the others, where these are not given.
+
+    Raises:
+        Misuse, ScheduleError: as `read_or_build`; schedules for other numbers of ranks, or an option that none takes.
+    """
+    files = {each: load(each) for each in sources if is_file(each)}
+    said = next(iter(files.values()), None)
+    own = {"num_stages": counts.stages, "warmup": counts.warmup, "window": counts.window}
+    own = {name: value for name, value in (own | {"max_mismatch": counts.max_mismatch}).items() if value is not None}
+    taken = options_of_each([each for each in sources if not is_file(each)], {**own, **counts.options})
+    found = []
+    for each in sources:
+        alone = GivenCounts(
+            counts.ranks or (said.num_ranks if said else None),
+            counts.microbatches or (said.num_microbatches if said else None),
+            max_in_flight=counts.max_in_flight,
+            options=taken.get(each, {}),
+        )
+        found.append(files[each] if each in files else read_or_build(each, alone))
+        check(found[-1], max_in_flight=counts.max_in_flight)
+        if found[-1].num_ranks != found[0].num_ranks:
+            raise Misuse(
+                f"{each} is for {found[-1].num_ranks} ranks and {sources[0]} for {found[0].num_ranks}; compare "
+                "schedules for as many"
+            )
+    return found
 
 
 def _bounded(source: str, schedule: Schedule, max_mismatch: int | None) -> Schedule:

@@ -81,7 +81,7 @@ DatabaseFile = Annotated[
 ]
 Seconds = Annotated[
     float,
-    typer.Option("--seconds", min=0.01, help="For how many seconds layers are measured, for each microbatch size."),
+    typer.Option("--seconds", min=0.01, help="For how many seconds to measure, each microbatch size."),
 ]
 Fresh = Annotated[bool, typer.Option("--fresh", help="Measure again what the database has.")]
 
@@ -315,7 +315,7 @@ def _source(
     if costs is not None and is_preset(costs):
         raise Misuse(
             f"--costs {costs} is a preset, whose costs are those of stages, and tune cuts layers; give a file that "
-            "penstock profile wrote, or --tflops for devices that are not here; penstock compare takes presets"
+            "penstock profile wrote, or --tflops for devices that are not here; penstock simulate takes presets"
         )
     if costs is not None:
         return FileSource(costs)

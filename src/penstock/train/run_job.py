@@ -155,7 +155,7 @@ def carry_out(checked: CheckedRun, port: int | None = None) -> tuple[RunReport |
     with tempfile.TemporaryDirectory(prefix="penstock-", ignore_cleanup_errors=True) as handover:
         hand_over(Path(handover), order, checked.corpus)
         count, env = settings.num_processes, settings.environment
-        code, said = start_ranks(["--order", handover], count, port, __name__, env)
+        code, said = start_ranks(["-m", "penstock.train", "--order", handover], count, port, __name__, env)
     return checked.report_type.read(path), code, said
 
 

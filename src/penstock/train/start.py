@@ -64,17 +64,16 @@ def check_interfaces(settings: RunSettings) -> None:
 
 
 def start_ranks(
-    arguments: Sequence[str],
+    program: Sequence[str],
     num_ranks: int,
     port: int | None,
     preload: str,
     env: Mapping[str, str] | None = None,
 ) -> tuple[int, str]:
-    """Starts `python -m penstock.train` with these arguments, one process per rank. Returns the exit code, and
-    what was said of a failure. `preload` is the module that has the work of the ranks.
+    """Starts a program as `launch` takes it, one process per rank. Returns the exit code, and what was said of a
+    failure. `preload` is the module that has the work of the ranks.
     """
     said = io.StringIO()
-    program = ["-m", "penstock.train", *arguments]
     with contextlib.redirect_stderr(said):
         code = launch(
             program,

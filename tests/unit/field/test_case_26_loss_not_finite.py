@@ -75,11 +75,3 @@ def test_steps_without_a_finite_loss_in_between_are_counted() -> None:
     record = read_record([f'{{"step": {k}, "loss": {loss}}}' for k, loss in enumerate(losses)], name="run")
     assert record is not None
     assert record.not_finite == "the loss is not finite in 2 steps, first in step 2"
-
-
-@pytest.mark.slow
-def test_a_comparison_of_such_runs_ends_too(place: Path, capfd: Any) -> None:
-    assert main(["compare", "1f1b", "zb-h1", *DIVERGES.split(), "--out", "all"]) == 0
-    assert "nan" in capfd.readouterr().out
-    found = strict((place / "all" / "compare.json").read_text())
-    assert [row["trained"]["loss"] for row in found["schedules"]] == [None, None]
