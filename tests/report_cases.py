@@ -119,7 +119,7 @@ def told(iterations: list[Iteration], decisions: list[DecisionOutcome] | None = 
     links = ((0, 1), (1, 0), (1, 2), (2, 1))[: len(iterations[0].delays)]
     return RunStory(
         "run", (), links, START, tuple(iterations), tuple(decisions or ()),
-        spells_of(late_links(iterations, links, 1.0)), (), None, AlarmCounts(0, 0, 0), 1.0, 100.0, "given",
+        spells_of(late_links(iterations, links, 1.0)), None, AlarmCounts(0, 0, 0), 1.0, 100.0, "given",
     )  # fmt: skip
 
 

@@ -132,7 +132,7 @@ def read_seed(place: Path) -> Seed:
         adapting,
         None if fault is None else ((fault[0][0], fault[0][1]), fault[1], fault[2]),
         *((folder / name).read_text(encoding="utf-8").splitlines() for name in (CONTROL, ITERATIONS)),
-        saved=None if page is None else page.saved,
+        saved=None if page is None else page["saved"],
     )
 
 

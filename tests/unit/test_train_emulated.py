@@ -147,7 +147,7 @@ def test_a_slow_link_is_found_and_answered(run: Run, place: Path) -> None:
     assert "Link 2–3 was " in read.to_text()
     found = read_adaptation(place / "run")
     assert found is not None
-    assert json.loads(json.dumps(found.to_json())) == steered
+    assert json.loads(json.dumps(found)) == steered
 
 
 @pytest.mark.slow

@@ -30,8 +30,7 @@ from penstock.control.configuration import Configuration, Job, peaks
 from penstock.control.decide import predict
 from penstock.control.errors import ControlError
 from penstock.control.events import undirected
-from penstock.control.robust_statistics import AS_DEVIATION, deviation
-from penstock.control.trial import LATER, MEDIAN
+from penstock.control.robust_statistics import AS_DEVIATION
 from penstock.cost import Links
 from penstock.report.log_reader import (
     LogContents,
@@ -51,18 +50,20 @@ from penstock.report.run_story import (
     LatePeriod,
     Link,
     Plan,
-    RanConfiguration,
     RunMemory,
     RunStory,
     TitledTimeline,
     late_links,
     main_spells,
     spells_of,
+    standard_error,
 )
 from penstock.simulation import Timeline
 
 MOST = 300
 """Iterations that are simulated with what ran, and with the first configuration: all, or so many, evenly picked."""
+MOST_BEFORE = 16
+"""Iterations before a change, and after it, whose median is compared."""
 COUNTED = {
     "failovers": "connections that went on over another interface",
     "failbacks": "connections that went back to a better interface",
@@ -139,7 +140,6 @@ def read_story(
         iterations=found,
         decisions=decided,
         spells=spells_of(late),
-        ran=_configurations(contents, found),
         memory=_memory(contents, records),
         alarms=AlarmCounts(
             *(sum(getattr(watch, f"num_{what}") for watch in watches) for what in ("suspected", "verified", "false"))
@@ -148,7 +148,10 @@ def read_story(
         undisturbed=undisturbed,
         undisturbed_from=source,
         saved_error=levels.error,
-        unanswered=tuple(f"After iteration {each.iteration}: {each}" for each in contents.unanswered),
+        unanswered=tuple(
+            f"After iteration {each.iteration}, steps had gone from {each.before:.4g} to {each.now:.4g} ms: {each}"
+            for each in contents.unanswered
+        ),
         faults=tuple(sorted((*contents.faults, *_counted(records)), key=lambda fault: fault.iteration or 0)),
         counters=_counters(records),
         shown=_shown(contents, decided, recorded),
@@ -189,7 +192,11 @@ def _undisturbed(contents: LogContents, iterations: Sequence[Iteration], late: L
     calm = [each.ms for each in iterations if each.decision == 0 and each.is_clean and each.number not in ever]
     if len(calm) >= FEWEST:
         return median(calm), f"median of the {len(calm)} iterations of the first configuration with no link late"
-    return predict(contents.job, contents.job.start, [Links()]), "simulated with no link late"
+    # A machine that does not keep the simulated pace would not do so without late links either.
+    longer = median([each.ms - each.simulated for each in iterations if each.simulated is not None] or [0.0])
+    ms = predict(contents.job, contents.job.start, [Links()])
+    said = f"simulated with no link late, and {longer:.3g} ms by which iterations differ from their simulation"
+    return max(0.0, ms + longer), said
 
 
 class Levels:
@@ -231,7 +238,7 @@ class Levels:
                 elif was_late:
                     baseline = min(undisturbed, each.ms)  # nothing is gained any more, something may be lost
             found.append(replace(each, baseline=baseline))
-        self.error = sum(num * MEDIAN * deviation(ms) / len(ms) ** 0.5 for ms, num in compared.items())
+        self.error = sum(num * standard_error(ms) for ms, num in compared.items())
         return tuple(found)
 
     def before(self, chosen: LoggedDecision) -> Sequence[Iteration]:
@@ -248,7 +255,7 @@ class Levels:
         since = [each for each in rows if self._late[each.number] == links and each.number >= (began or 0)]
         # The first late iteration was late in part only, if there are enough without it.
         skip = began is not None and len(since) > FEWEST and since[0].number == began
-        return since[skip:][-LATER:]
+        return since[skip:][-MOST_BEFORE:]
 
     def began(self, chosen: LoggedDecision) -> int | None:
         """The iteration in which what a decision answers began; None if nothing had begun.
@@ -259,11 +266,11 @@ class Levels:
         made = int(chosen.value["iteration"])
         rows = [each.number for each in self._iterations if each.number <= made]
         turned = None
-        for number in reversed(rows[-LATER:]):
+        for number in reversed(rows[-MOST_BEFORE:]):
             if not self._late[number] or self._late[number] != self._late[rows[-1]]:
                 break
             turned = number
-        is_turn = turned is not None and turned != rows[0] and turned > rows[-LATER:][0]
+        is_turn = turned is not None and turned != rows[0] and turned > rows[-MOST_BEFORE:][0]
         return chosen.began if chosen.began is not None else turned if is_turn else None
 
     def _prepares(self, each: Iteration) -> Sequence[Iteration]:
@@ -305,7 +312,7 @@ def _decided(
     made = int(value["iteration"])
     preparing = [each for each in found if not each.is_clean and made < each.number < (chosen.first or made)]
     known = [each.saved for each in (*preparing, *mine) if each.baseline is not None]
-    before, after = levels.before(chosen), [each for each in mine if each.is_clean][:LATER]
+    before, after = levels.before(chosen), [each for each in mine if each.is_clean][:MOST_BEFORE]
     verdict = contents.verdicts.get(chosen.number)
     return DecisionOutcome(
         number=chosen.number,
@@ -336,17 +343,6 @@ def plan_of(configuration: Configuration, start: Configuration) -> Plan:
     schedule = configuration.schedule
     dispatch, links, nodes = configuration.dispatch.value, configuration.delegated, configuration.nodes
     return Plan(schedule.name, dispatch, links, nodes, schedule != start.schedule)
-
-
-def _configurations(contents: LogContents, iterations: Sequence[Iteration]) -> tuple[RanConfiguration, ...]:
-    found = []
-    for number in sorted({each.decision for each in iterations}):
-        mine = [each for each in iterations if each.decision == number]
-        both = [(each.ms, each.simulated) for each in mine if each.simulated is not None and each.ms > 0]
-        medians = [median(column) for column in zip(*((ms, sim, abs(sim / ms - 1)) for ms, sim in both))]
-        what = str(plan_of(contents.configuration(number), contents.job.start))
-        found.append(RanConfiguration(number, what, len(mine), *(medians or [None] * 3)))
-    return tuple(found)
 
 
 def _memory(contents: LogContents, records: Iterable[Mapping[str, Any]]) -> RunMemory | None:

@@ -204,7 +204,6 @@ def _sections(story: RunStory) -> list[str]:
     timelines = figures.one_above_the_other(story.shown)
     if timelines is not None:
         found.append(section("Before and after", timelines, _source(story)))
-    found.append(section("Simulated and measured", _compared(story)))
     if (memory := story.memory) is not None:
         drawn = inline(lambda width: figures.memory(memory, width))
         found.append(section("Memory", drawn, f"Most held by each rank at any time, {memory.source}."))
@@ -292,24 +291,6 @@ def _faults(story: RunStory) -> str:
             ("counted", "number"), [(name, short(value)) for name, value in story.counters], (0,), "Counters"
         )
     return found
-
-
-def _compared(story: RunStory) -> str:
-    """Measured beside simulated, configuration by configuration."""
-    rows = [
-        (
-            str(each.decision) if each.decision else "start",
-            each.what,
-            str(each.num_iterations),
-            _maybe(each.measured, short),
-            _maybe(each.simulated, short),
-            _maybe(each.error, percent),
-        )
-        for each in story.ran
-    ]
-    rows.append(("all", "", str(len(story.iterations)), "", "", _maybe(story.error, percent)))
-    head = ("", "configuration", "iterations", "measured ms", "simulated ms", "median error")
-    return table(head, rows, (0, 1), "Simulated and measured iteration time")
 
 
 def _rows(story: RunStory) -> str:

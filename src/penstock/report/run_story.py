@@ -13,7 +13,6 @@ from statistics import median
 from typing import Any
 
 from penstock.control.robust_statistics import deviation
-from penstock.control.trial import error_of
 from penstock.simulation import Timeline
 
 Link = tuple[int, int]
@@ -171,24 +170,6 @@ class LatePeriod:
 
 
 @dataclass(frozen=True)
-class RanConfiguration:
-    """A configuration that ran.
-
-    Attributes:
-        decision: which decided it, 0 for the start. what: in words. num_iterations: how many ran it.
-        measured, simulated: median iteration times, over the iterations that were simulated.
-        error: median of |simulated / measured - 1| over them.
-    """
-
-    decision: int
-    what: str
-    num_iterations: int
-    measured: float | None
-    simulated: float | None
-    error: float | None
-
-
-@dataclass(frozen=True)
 class RunMemory:
     """Most activations that each rank held, against what it might; `source` says how that is known."""
 
@@ -234,7 +215,6 @@ class RunStory:
         iterations: all iterations, in order.
         decisions: what was decided, in order.
         spells: times in which a link was late, the costliest first.
-        ran: the configurations that ran, in order.
         memory: what ranks held; None if it was not recorded.
         alarms: how many changes were suspected, and what became of them.
         smallest_delay: from which delay on a link counts as late (ms).
@@ -253,7 +233,6 @@ class RunStory:
     iterations: tuple[Iteration, ...]
     decisions: tuple[DecisionOutcome, ...]
     spells: tuple[LatePeriod, ...]
-    ran: tuple[RanConfiguration, ...]
     memory: RunMemory | None
     alarms: AlarmCounts
     smallest_delay: float
@@ -278,10 +257,14 @@ class RunStory:
     @cached_property
     def lost(self) -> float:
         """What late links would have cost had nothing been changed: what iterations with a late link took more than
-        undisturbed ones, and what was saved.
+        undisturbed ones, in the median of each configuration, and what was saved.
         """
         late = [each for each in self.iterations if each.number in self.late]
-        return sum(each.ms - self.undisturbed + each.saved for each in late)
+        rows: dict[int, list[float]] = {}
+        for each in late:
+            rows.setdefault(each.decision, []).append(each.ms)
+        more = sum(len(row) * (median(row) - self.undisturbed) for row in rows.values())
+        return max(0.0, more + sum(each.saved for each in late))
 
     @cached_property
     def saved(self) -> float | None:
@@ -328,7 +311,7 @@ class RunStory:
         if len(clean) < len(first) + len(last) or min(len(first), len(last)) < FEWEST:
             return None
         began, ended = median(first), median(last)
-        noise = error_of(max(deviation(first), deviation(last)), len(first), len(last))
+        noise = standard_error(first) + standard_error(last)
         return ("at the start", began, ended) if ended > max(SLOWER * began, began + 3 * noise) else None
 
     @cached_property
@@ -353,6 +336,11 @@ class RunStory:
         value |= {"num_iterations": len(self.iterations), "num_late": len(self.late), "total_ms": self.total}
         value |= {"lost_ms": self.lost, "saved_ms": self.saved, "error": self.error}
         return rounded(value)
+
+
+def standard_error(values: Sequence[float]) -> float:
+    """Of their median, if noise is normal: 1.2533 times that of their mean."""
+    return 1.2533 * deviation(values) / len(values) ** 0.5
 
 
 def link_name(link: Link) -> str:

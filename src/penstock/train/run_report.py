@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import median
@@ -17,7 +17,6 @@ from typing import Any, ClassVar, Self
 from penstock.control import ControlError
 from penstock.draw import save_picture
 from penstock.formats import save as save_schedule
-from penstock.report import RunStory
 from penstock.report.from_logs import read_story
 from penstock.report.run_record import strict_json
 from penstock.report.words import headline, times
@@ -31,73 +30,34 @@ LATEST = 16
 """Iterations at the end whose messages give a link's final delay. As many are simulated, so it ends at once."""
 
 
-@dataclass(frozen=True)
-class AdaptationSummary:
-    """What is known at the end of a run that was measured. Iterations count from 1.
+def read_adaptation(folder: Path) -> dict[str, Any] | None:
+    """What the records in a run's folder say at its end; None if there are none, or none has an iteration.
 
-    Attributes:
-        headline: the run in one sentence.
-        links: direction, like 6>7, to the median delay of its messages in the latest iterations (ms).
-        spells: times in which a link was late: link, first and last iteration, ms.
-        decisions: number, the iteration after which it was made and the first that ran it, action, reason, simulated
-            ms before and after, measured ms before and after, ms saved.
-        suspected, false: alarms, and how many of them led to nothing.
-        lost, saved: ms that late links would have cost if nothing had been changed, and how much of it was saved;
-            None if that is not known.
+    Returns:
+        A JSON object with iterations that count from 1: the run in one sentence (`headline`); the median delay (ms)
+        of each direction's latest messages, as in {"6>7": 60.1} (`links`); the times in which a link was late
+        (`spells`); what was decided, and the ms measured before and after it (`decisions`); alarms, and how many led
+        to nothing (`suspected`, `false`); the ms that late links would have cost if nothing had been changed, and how
+        much of it was saved, or null if that cannot be told (`lost`, `saved`).
     """
-
-    headline: str
-    links: Mapping[str, float]
-    spells: tuple[dict[str, Any], ...]
-    decisions: tuple[dict[str, Any], ...]
-    suspected: int
-    false: int
-    lost: float | None
-    saved: float | None
-
-    def to_json(self) -> dict[str, Any]:
-        return asdict(self)
-
-    @classmethod
-    def from_json(cls, value: dict[str, Any]) -> AdaptationSummary:
-        return cls(**value | {name: tuple(value[name]) for name in ("spells", "decisions")})
-
-
-def read_adaptation(folder: Path) -> AdaptationSummary | None:
-    """Reads the records in a run's folder; None if there are none, or none has an iteration."""
     try:
         lines = {name: (folder / name).read_text(encoding="utf-8").splitlines() for name in (CONTROL, ITERATIONS)}
         story = read_story(lines[CONTROL], name=folder.name, iterations=lines[ITERATIONS], most=LATEST)
     except (OSError, ControlError):
         return None
-    return _of(story)
-
-
-def _of(story: RunStory) -> AdaptationSummary:
     delays: dict[str, float] = {}
     for place, (a, b) in enumerate(story.links):
         known = [row.delays[place] for row in story.iterations]
         if row := [ms for ms in known if ms is not None][-LATEST:]:
             delays[f"{a}>{b}"] = median(row)
-    spells = (
-        {"link": f"{a}:{b}", "first": spell.first + 1, "last": spell.last + 1, "ms": spell.ms, "use": spell.use}
-        for spell in story.spells
-        for a, b in (spell.link,)
-    )
-    decisions = (
-        asdict(each) | {"made": each.made + 1, "first": None if each.first is None else each.first + 1}
-        for each in story.decisions
-    )
-    return AdaptationSummary(
-        headline(story),
-        delays,
-        tuple(spells),
-        tuple(decisions),
-        story.alarms.suspected,
-        story.alarms.false,
-        story.lost,
-        story.saved,
-    )
+    value = story.to_json()
+    for each in value["spells"]:
+        each |= {"link": "{}:{}".format(*each["link"]), "first": each["first"] + 1, "last": each["last"] + 1}
+    for each in value["decisions"]:
+        each |= {"made": each["made"] + 1, "first": None if each["first"] is None else each["first"] + 1}
+    alarms = {name: value["alarms"][name] for name in ("suspected", "false")}
+    found = {"headline": headline(story), "links": delays, **alarms, "lost": story.lost, "saved": story.saved}
+    return found | {name: value[name] for name in ("spells", "decisions")}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -106,7 +66,7 @@ class RunReport(ABC):
 
     Attributes:
         steps: how many ran. seconds: for all of them, measured. interrupted: a signal ended it early.
-        steered: links, decisions and what they saved; None if nothing was recorded.
+        steered: see `read_adaptation`; None if nothing was recorded.
         notices: what the user should know. said_before: how many of them, the first ones, were known when it began
             and printed then.
         files: the files that it left, by what they are.
@@ -122,18 +82,16 @@ class RunReport(ABC):
     seconds: float
     notices: list[str]
     files: dict[str, str]
-    steered: AdaptationSummary | None = None
+    steered: dict[str, Any] | None = None
     said_before: int = 0
 
     def to_json(self) -> dict[str, Any]:
-        value = asdict(self) | {"steered": None if self.steered is None else self.steered.to_json()}
-        found: dict[str, Any] = strict_json(value)
+        found: dict[str, Any] = strict_json(asdict(self))
         return found
 
     @classmethod
     def from_json(cls, value: dict[str, Any]) -> Self:
-        steered = value.get("steered")
-        return cls(**{**value, "steered": None if steered is None else AdaptationSummary.from_json(steered)})
+        return cls(**value)
 
     @classmethod
     def read(cls, path: Path) -> Self | None:
@@ -165,7 +123,7 @@ class RunReport(ABC):
         folder = Path(self.files["metrics"]).parent
         rows = [("run", f"{ran}, on {times(self.num_ranks, 'rank')}: {self.pace}"), *self.rows()]
         if self.steered is not None:
-            rows.append(("links", self.steered.headline))
+            rows.append(("links", self.steered["headline"]))
         rows += [("note", notice) for notice in self.notices[self.said_before :]]
         rows.append(("wrote", f"{folder}, with report.json; penstock report {folder} makes a page of it"))
         if self.interrupted and "checkpoints" in self.files:

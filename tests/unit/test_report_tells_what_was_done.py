@@ -1,0 +1,125 @@
+"""The headline of a run says what was late, every link that moved, the dispatch, the nodes, and what was saved."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+import pytest
+
+import penstock as ps
+from penstock.control import Configuration, Controller, Job, rehearse
+from penstock.control.advice import Obstacle, Unanswered
+from penstock.control.log import unanswered_line
+from penstock.cost import Links
+from penstock.report.from_logs import read_story
+from penstock.report.run_story import Plan, RunStory
+from penstock.report.words import headline, more
+from report_cases import SLOW_TO_VERIFY, decided, iteration, job, log_of, story_of, told
+
+pytestmark = pytest.mark.unit
+
+
+def slower(lines: tuple[str, ...], added: dict[int, float]) -> list[str]:
+    """A log in which some iterations took longer, by so many ms."""
+    found = []
+    for line in lines:
+        value = json.loads(line)
+        ended = value.get("event", {}).get("iteration")
+        if ended is not None:
+            ended["ms"] += added.get(ended["number"], 0.0)
+        found.append(json.dumps(value))
+    return found
+
+
+def test_the_headline_of_a_run_whose_nodes_moved_names_the_link_of_the_ring() -> None:
+    """It said that no link was late: it looked at links between ranks alone."""
+    mesh = ps.Mesh(pp=2, dp=2)
+    costs = ps.Costs([10] * 2, [10] * 2, [10] * 2, gradient_bytes=[40e6] * 2)
+    start = Configuration(ps.build("zb-h1", 2, 8), "frozen", caps=(8.0, 8.0), nodes=mesh.nodes)
+    late, ring = Links.parse("0:1=latency:steps:0ms/0ms,5s/40ms"), ps.cost.Ring(window=10e6)
+    lines: list[str] = []
+    controller = Controller(Job(costs, start, mesh=mesh, ring=ring), log=lines.append)
+    run = rehearse(controller, late, until=30_000)
+    left = Job(costs, start, mesh=mesh, ring=ring, may_replan=False, may_delegate=False, dispatches=("frozen",))
+    told = read_story(lines, name="a late ring")
+    said = headline(told)
+    assert "between nodes 0–1 (DP ring of rank 0) was 40 ms late" in said
+    assert "nodes 1 and 3 changed places" in said
+    assert "no link was late" not in said.lower()
+    assert controller.verdicts[0].kept
+    truth = 410.0 * sum(each.start >= 5_000 for each in run.iterations)
+    truth -= sum(each.ms for each in run.iterations if each.start >= 5_000)
+    assert left.start.nodes == mesh.nodes
+    assert told.saved == pytest.approx(truth, rel=0.2)
+
+
+def test_the_headline_names_every_link_that_was_delegated_and_the_dispatch_that_runs() -> None:
+    """All three links were delegated and dispatch had changed, and it named one link."""
+    calm = [iteration(n, 100, 0, None, 0.0, 0.1, 0.1) for n in range(6)]
+    late = [iteration(n, 400, 0, None, 60.0, 0.1, 0.1) for n in range(6, 10)]
+    after = [iteration(n, 102, 1, 400, 60.0, 0.1, 0.1) for n in range(10, 20)]
+    plan = Plan("zb", "dynamic", ((0, 1), (1, 2), (2, 3)))
+    said = headline(told([*calm, *late, *after], [decided(1, 8, 10, plan=plan)]))
+    assert "links 0–1, 1–2 and 2–3 went by delegates and dispatch became dynamic" in said
+
+
+def test_links_that_went_back_and_changes_that_ended_are_said_to_have_been_for_a_time() -> None:
+    rows = [iteration(n, 100 + 100 * (n > 5), n // 8, 300 if n > 7 else None, 30.0 * (n > 5)) for n in range(24)]
+    plans = Plan("zb", "dynamic", ((0, 1), (1, 2))), Plan("zb", "frozen", ((1, 2),))
+    changed = [decided(1, 6, 8, plan=plans[0]), decided(2, 14, 16, "stop delegating", plan=plans[1])]
+    said = headline(told(rows, changed))
+    assert "links 0–1 and 1–2 went by delegates (link 0–1 for a time) and dispatch became dynamic for a time" in said
+
+
+def test_steps_that_prepare_a_change_count_on_neither_side_and_are_charged_to_it() -> None:
+    """The step in which delegates start was taken for a step before them, and 46.5 s were claimed for 17."""
+    plain = story_of()
+    (change, *_) = plain.decisions
+    assert change.first is not None
+    added = dict.fromkeys(range(change.made + 1, change.first + 1), 800.0)
+    found = read_story(slower(log_of(), added), name="slow to prepare")
+    (again, *_) = found.decisions
+    assert (again.measured_before, again.measured_after) == (change.measured_before, change.measured_after)
+    assert plain.saved is not None
+    assert found.saved == pytest.approx(plain.saved - sum(added.values()), rel=0.01)
+    assert not [each for each in found.iterations if each.number in added and each.is_clean]
+
+
+@pytest.mark.parametrize("link", ["2:3=latency:steps:0ms/0ms,1600ms/60ms", "0:1=latency:steps:0ms/0ms,2s/40ms"])
+def test_saved_is_within_a_fifth_of_what_two_runs_differ_by(link: str) -> None:
+    lines: list[str] = []
+    run = rehearse(Controller(job(), SLOW_TO_VERIFY, log=lines.append), Links.parse(link), until=14_000)
+    alone = job(may_replan=False, may_delegate=False, dispatches=("frozen",))
+    number = len(run.iterations)
+    without = rehearse(Controller(alone), Links.parse(link), until=40_000).iterations[:number]
+    truth = sum(each.ms for each in without) - run.ms
+    saved = read_story(lines, name="run").saved
+    assert saved is not None
+    assert saved == pytest.approx(truth, rel=0.2)
+
+
+def test_what_is_within_the_noise_of_steps_is_not_called_saved() -> None:
+    story = story_of()
+    assert replace(story, saved_error=(story.saved or 0.0) / 1.5).saved is None
+    noisy = replace(story, saved_error=story.lost)
+    assert "by measured iterations" not in headline(noisy)
+
+
+def test_a_run_that_ends_slower_than_it_began_says_so_first() -> None:
+    rows = [iteration(n, 100 if n < 10 else 140, 0, None, 0.0) for n in range(30)]
+    assert headline(told(rows)).startswith("Iterations take 140 ms at the end, 100 at the start; ")
+    assert not headline(told(rows[:10])).startswith("Iterations take")
+
+
+def test_a_cause_without_an_answer_is_said_with_its_size() -> None:
+    cause = Unanswered(20, Obstacle.NOISE, "too noisy", (((2, 3), 60.0),), 284.0, 523.0, 500.0)
+    found = read_story([*log_of(), unanswered_line(cause)], name="not answered")
+    (said,) = (each for each in more(found) if "too noisy" in each)
+    assert "2:3 by 60 ms" in said
+    assert "284 to 523 ms" in said
+
+
+def test_the_threshold_that_is_named_is_the_one_that_was_in_force() -> None:
+    story: RunStory = story_of("0:1=0", 6_000)
+    assert f"no link was late by {story.smallest_delay:g} ms or more" in headline(story).lower()
