@@ -184,7 +184,7 @@ def test_check_takes_limits(penstock: Any, tmp_path: Path) -> None:
     assert penstock(f"{deep} --channel-depth 3").code == 1
 
 
-def test_show_and_convert(penstock: Any, tmp_path: Path) -> None:
+def test_show_writes_pictures_and_other_formats(penstock: Any, tmp_path: Path) -> None:
     shown = penstock("show 1f1b --ranks 2 --microbatches 3")
     assert shown.code == 0
     assert "rank 1 |.  F0 B0 F1 B1 F2 B2" in shown.out
@@ -192,7 +192,7 @@ def test_show_and_convert(penstock: Any, tmp_path: Path) -> None:
     for ending in ("svg", "html", "txt", "json"):
         assert penstock(f"show 1f1b --ranks 2 --microbatches 3 --out {tmp_path}/s.{ending}").code == 0
     assert ps.load(tmp_path / "s.json") == ps.load(tmp_path / "s.txt") == ps.build("1f1b", 2, 3)
-    assert penstock(f"convert {tmp_path}/s.json {tmp_path}/t.txt").out == f"wrote {tmp_path}/t.txt\n"
+    assert penstock(f"show {tmp_path}/s.json --out {tmp_path}/t.txt").out == f"wrote {tmp_path}/t.txt\n"
     assert ps.load(tmp_path / "t.txt") == ps.build("1f1b", 2, 3)
 
 
@@ -209,7 +209,7 @@ def test_data_prepare(penstock: Any, tmp_path: Path) -> None:
 
 MISUSE = {
     "simulte": "No such command 'simulte'. Did you mean 'simulate'?",
-    "simulate": "Missing argument 'NAME|FILE'",
+    "simulate": "Missing argument 'NAME|FILE...'",
     "simulate zb --rank 4": "No such option: --rank (Possible options: --link, --ranks)",
     "simulate zb --ranks four": "Invalid value for '--ranks'",
     "simulate zbb --ranks 4 --microbatches 4": "no schedule named 'zbb'; did you mean zb",
@@ -245,10 +245,10 @@ MISUSE = {
     "check": "Missing argument 'NAME|FILE...'",
     "check none.txt": "none.txt: No such file or directory",
     "show zb-q --ranks 2 --microbatches 2": "no schedule named 'zb-q'; did you mean",
-    "convert a.txt b.json --dialect torch": "--dialect torch is for .csv files; neither a.txt nor b.json is one",
-    "convert a.csv b.json --dialect jax": "no dialect 'jax'; there are torch, torch:compute_only",
-    "convert zb-v b.json": "zb-v is a library schedule and no file; write it with penstock show zb-v --ranks R",
-    "convert none.json b.txt": "none.json: No such file or directory",
+    "show a.txt --dialect torch --out b.json": "--dialect torch is for .csv files; read or write one",
+    "show a.csv --dialect jax --out b.json": "no dialect 'jax'; there are torch, torch:compute_only",
+    "show none.json --out b.txt": "none.json: No such file or directory",
+    "convert a.txt b.json": "penstock convert is gone since 0.2; penstock show IN --out OUT writes",
 }
 
 
@@ -310,7 +310,7 @@ def test_help_names_every_verb(penstock: Any) -> None:
     for line in ("--help", "-h", ""):
         ran = penstock(line)
         assert ran.code == (0 if line else 2)
-        for verb in ("simulate", "check", "show", "convert", "data"):
+        for verb in ("simulate", "check", "show", "links", "data"):
             assert f"\n  {verb} " in ran.out + ran.err
     assert penstock("--version").out == f"penstock {ps.__version__}\n"
     assert "--link A:B=CONDITION" in penstock("simulate --help").out

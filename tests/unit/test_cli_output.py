@@ -24,7 +24,7 @@ VERBS = [
     ("search", *COUNTS),
     ("tune", "--preset", "nano", "--depth", "2", "--batch", "2", "--tflops", "1", "--ranks", "1", "--no-programs"),
     ("simulate", "1f1b", "zb-v", *COUNTS),
-    ("convert", "given.json", "made.txt"),
+    ("show", "given.json", "--out", "made.txt"),
 ]
 
 

@@ -79,7 +79,7 @@ def test_the_error_says_what_came_first_what_is_expected_and_how_to_declare() ->
         "rank 0, step 5, B1 of stage 0: B2 of stage 0 comes before it, at step 4, but the order of B of stage 0, "
         "which I, W and R keep too, is 0 1 2. Sums depend on it: keep the order, or declare another with "
         "ps.schedule.declare_order(schedule, backward=[...]), for a file with ps.load(..., declare_order=True) or "
-        "penstock convert --declare-order (rule: microbatches)\n"
+        "penstock show --declare-order --out (rule: microbatches)\n"
         "  rank 0 | F0 F1 F2 B0 B2 B1\n"
         "                          ^^"
     )
@@ -228,13 +228,13 @@ def test_a_csv_cannot_say_it_and_is_asked(tmp_path: Path, capsys: pytest.Capture
     assert refusal(ps.load(path)).rule == "microbatches"
     assert ps.load(path, declare_order=True).renamed("slices") == schedule
     there = tmp_path / "slices.json"
-    assert main(["convert", str(path), str(there), "--declare-order"]) == 0
+    assert main(["show", str(path), "--declare-order", "--out", str(there)]) == 0
     assert ps.load(there) == schedule
     assert main(["check", str(there)]) == 0
     assert "Microbatches run in ascending order but in 2 queues, as declared." in capsys.readouterr().out
     assert main(["check", str(path)]) == 1
-    assert "penstock convert --declare-order" in capsys.readouterr().err
-    assert main(["convert", str(there), str(path)]) == 0
+    assert "penstock show --declare-order --out" in capsys.readouterr().err
+    assert main(["show", str(there), "--out", str(path)]) == 0
     assert "left out: that microbatches run in the order of the rows" in capsys.readouterr().out
 
 

@@ -306,17 +306,17 @@ def test_the_files_name_comes_first_and_the_spot_stays(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_convert_there_and_back(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_written_as_a_csv_and_back(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     schedule = ps.build("zb", 2, 4, max_in_flight=4)
     native, csv, back = (str(tmp_path / name) for name in ("zb.json", "zb.csv", "back.json"))
     ps.save(schedule, native)
-    assert main(["convert", native, csv]) == 0
+    assert main(["show", native, "--out", csv]) == 0
     assert capsys.readouterr().out == (
-        f"wrote {csv}\nleft out: at most 4 activations in flight, which has no place in torch's CSV\n"
+        f"wrote {csv}\nleft out: at most 4 activations in flight, for which a CSV has no place\n"
     )
-    assert main(["convert", csv, back]) == 0
+    assert main(["show", csv, "--out", back]) == 0
     assert ps.load(back) == replace(schedule, max_in_flight=None)
-    assert main(["convert", native, csv, "--dialect", "torch:compute_comms", "--json"]) == 0
+    assert main(["show", native, "--out", csv, "--dialect", "torch:compute_comms", "--json"]) == 0
     assert json.loads(capsys.readouterr().out.splitlines()[-1])["left_out"] == ["max_in_flight"]
     assert "0SEND_F0" in Path(csv).read_text()
 
@@ -325,7 +325,12 @@ def test_convert_there_and_back(tmp_path: Path, capsys: pytest.CaptureFixture[st
 def test_a_bad_csv_ends_in_1_with_its_spot(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     csv, out = tmp_path / "bad.csv", tmp_path / "out.json"
     csv.write_text("0F0,0F1,0B0,0B1\n1F0,1B0,1F?,1B1\n")
-    for line in (["convert", str(csv), str(out)], ["check", str(csv)], ["show", str(csv)], ["simulate", str(csv)]):
+    for line in (
+        ["show", str(csv), "--out", str(out)],
+        ["check", str(csv)],
+        ["show", str(csv)],
+        ["simulate", str(csv)],
+    ):
         assert main(line) == 1
         assert "line 2, column 3" in capsys.readouterr().err
         assert main([*line, "--json"]) == 1
@@ -337,6 +342,6 @@ def test_a_bad_csv_ends_in_1_with_its_spot(tmp_path: Path, capsys: pytest.Captur
 
 def test_what_torch_lacks_ends_in_1(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     ps.save(two_pipelines(), tmp_path / "x.json")
-    assert main(["convert", str(tmp_path / "x.json"), str(tmp_path / "x.csv"), "--json"]) == 1
+    assert main(["show", str(tmp_path / "x.json"), "--out", str(tmp_path / "x.csv"), "--json"]) == 1
     assert json.loads(capsys.readouterr().out)["error"]["rule"] == "torch"
     assert not (tmp_path / "x.csv").exists()

@@ -13,7 +13,6 @@ from __future__ import annotations
 from penstock.cli import (  # noqa: F401  (each registers its verb)
     analyze,
     check,
-    convert,
     data,
     lab,
     layout,

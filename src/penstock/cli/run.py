@@ -27,6 +27,7 @@ USAGE_ERROR: type[Exception] = typer.BadParameter.__mro__[1]
 LEFT = {
     "bench": "run the scripts in benchmarks/ of the repository, which benchmarks/README.md lists",
     "compare": "give penstock simulate several schedules; penstock train --schedule tells the loss of each",
+    "convert": "penstock show IN --out OUT writes a schedule in another format",
 }
 """Verbs that left, each with what to do now."""
 

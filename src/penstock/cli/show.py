@@ -1,6 +1,8 @@
-"""`penstock show`: a schedule as a grid in the terminal, or written as a picture.
+"""`penstock show`: a schedule as a grid in the terminal, as a picture, or in another format.
 
 penstock show zb-v --ranks 4 --microbatches 8          penstock show mine.json --out mine.svg
+penstock show mine.txt --out mine.json                 penstock show mine.json --out mine.csv
+penstock show theirs.csv --declare-order --out theirs.json
 """
 
 from __future__ import annotations
@@ -11,6 +13,7 @@ import typer
 
 from penstock.cli import source
 from penstock.cli.app import app
+from penstock.cli.failure import Misuse
 from penstock.cli.options import (
     Json,
     MaxInFlight,
@@ -24,6 +27,8 @@ from penstock.cli.options import (
     Window,
 )
 from penstock.cli.output import in_colour, print_json
+from penstock.formats import save as save_schedule
+from penstock.formats.files import DIALECTS
 
 
 @app.command(short_help="Show a schedule, or write its picture.")
@@ -37,16 +42,50 @@ def show(
     window: Window = None,
     max_mismatch: MaxMismatch = None,
     option: ScheduleOption = None,
+    dialect: Annotated[
+        str | None,
+        typer.Option(
+            "--dialect",
+            metavar="|".join(DIALECTS),
+            help="Messages in a .csv: those of the schedule (torch, the default), none, or all.",
+        ),
+    ] = None,
+    declare_order: Annotated[
+        bool,
+        typer.Option(
+            "--declare-order",
+            help="Declare the order of microbatches that the rows of a file show, where it is not the ascending one.",
+        ),
+    ] = False,
     out: Out = None,
     json: Json = False,
 ) -> None:
-    """Show a schedule: rows are ranks, colour is the kind of op, the number is the microbatch."""
+    """Show a schedule: rows are ranks, colour is the kind of op, the number is the microbatch.
+
+    With --out it is written, as a picture or in another format. JSON and text keep what a file says as it is, valid
+    or not. A CSV is for torch to run, so only what is proved is written, and what torch's pipelining lacks is named.
+    """
     given_counts = source.counts_of(ranks, microbatches, stages, warmup, max_in_flight, window, max_mismatch, option)
-    plan = source.read_or_build(schedule, given_counts)
+    of_csv, to_csv = schedule.endswith(".csv"), out is not None and out.endswith(".csv")
+    if dialect is not None and not of_csv and not to_csv:
+        raise Misuse(f"--dialect {dialect} is for .csv files; read or write one, or leave it out")
+    plan = source.read_or_build(schedule, given_counts, dialect if of_csv else None, declare_order)
     if out is not None:
         from penstock.draw import save
 
-        save(plan, out)
+        if to_csv:
+            save_schedule(plan, out, dialect)
+        else:
+            save(plan, out)
+    left_out = {}
+    if to_csv and plan.max_in_flight is not None:
+        left_out["max_in_flight"] = (
+            f"at most {plan.max_in_flight:g} activations in flight, for which a CSV has no place"
+        )
+    if to_csv and plan.microbatch_orders:
+        left_out["microbatch_orders"] = (
+            "that microbatches run in the order of the rows; read the CSV with --declare-order"
+        )
     if json:
         print_json(
             {
@@ -57,10 +96,11 @@ def show(
                 "num_ops": plan.num_ops,
                 "grid": str(plan),
                 "out": out,
+                "left_out": list(left_out),
             }
         )
     elif out is not None:
-        print(f"wrote {out}")
+        print("\n".join([f"wrote {out}", *(f"left out: {each}" for each in left_out.values())]))
     else:
         from penstock.draw.terminal import to_terminal
 

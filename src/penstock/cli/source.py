@@ -53,8 +53,12 @@ def is_file(source: str) -> bool:
     return "/" in source or bool(Path(source).suffix) or (source not in SCHEDULES and Path(source).exists())
 
 
-def read_or_build(source: str, counts: GivenCounts) -> Schedule:
+def read_or_build(
+    source: str, counts: GivenCounts, dialect: str | None = None, declare_order: bool = False
+) -> Schedule:
     """The schedule `source` names. A built one is proved; one from a file is as it was written.
+
+    `dialect` and `declare_order` are for files, see `load`.
 
     A bound on the mismatch is proved of both, and is then the schedule's own.
 
@@ -73,7 +77,7 @@ def read_or_build(source: str, counts: GivenCounts) -> Schedule:
     if is_file(source):
         if extra := next((name for name, value in given.items() if value is not None), None):
             raise Misuse(f"{extra} is for library schedules; the file {source} says it itself, so leave {extra} out")
-        return _bounded(source, load(source), counts.max_mismatch)
+        return _bounded(source, load(source, dialect, declare_order), counts.max_mismatch)
     if source in SCHEDULES and (counts.ranks is None or counts.microbatches is None):
         missing = " and ".join(name for name in ("--ranks", "--microbatches") if given[name] is None)
         raise Misuse(f"{source} is a library schedule: give {missing} too, like --ranks 4 --microbatches 12")

@@ -464,7 +464,7 @@ const schedules = (() => {
       `${nameOf(before)} comes before it, at step ${row.indexOf(before)}, but the order of ${kind} of stage ${op.stage}${where}` +
       `${kind === "B" ? ", which I, W and R keep too," : ""} is ${shown}. Sums depend on it: keep the order, or declare another ` +
       `with ps.schedule.declare_order(schedule, ${kind === "F" ? "forward" : "backward"}=[...]), for a file with ` +
-      "ps.load(..., declare_order=True) or penstock convert --declare-order");
+      "ps.load(..., declare_order=True) or penstock show --declare-order --out");
   }
 
   // Runs the order until no rank can go on, over channels that never fill up.

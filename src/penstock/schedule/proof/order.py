@@ -79,6 +79,6 @@ def _out_of_order(schedule: Schedule, rank: int, step: int, op: Op, pipeline: in
     message = (
         f"{name_of(before)} comes before it, at step {schedule.order[rank].index(before)}, but the order of {queue}"
         f"{others} is {shown(order)}. Sums depend on it: keep the order, or declare another with {declare}, for a "
-        "file with ps.load(..., declare_order=True) or penstock convert --declare-order"
+        "file with ps.load(..., declare_order=True) or penstock show --declare-order --out"
     )
     return error_at(schedule, RULE, rank, step, op, message, peer=name_of(before))
