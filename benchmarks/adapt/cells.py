@@ -1,7 +1,7 @@
 """The cells of the protocol: on which devices, beside what load, which fault, and which best answer an oracle gives.
 
     a run     |--------- healthy ---------|========= a link is late =========|---- healthy ----|
-    step      0                           onset                              onset + lasts     NUM_STEPS
+    step      0                           first                              end               num_steps
 
 Pure: nothing here measures or starts anything.
 """
@@ -23,8 +23,10 @@ CALIBRATION, CONTROL, STEPS, TEXT = "calibration.json", "control.jsonl", "steps.
 MODES = ("oracle", "without", "with")
 """The runs of a seed: the best change made by hand at the onset; no change; `--adapt`."""
 NUM_SEEDS = 20
-NUM_STEPS = {"emulated": 100, "real": 60, "ring": 60}
+NUM_STEPS = {"emulated": 90, "real": 50, "ring": 50}
 """Steps of a run, by device. They stand for a run of `WHOLE` seconds."""
+WARMUP = {"emulated": 0, "real": 30, "ring": 30}
+"""Steps before the first that counts: a real run measures its costs then, and its controller's process starts."""
 WHOLE = 60.0
 """Seconds of the run that onsets are given for: an onset at second 12 comes after 12/60 of the steps."""
 HEALTHY = {"latency": "0ms", "bandwidth": "10Gbit/s"}
@@ -33,8 +35,8 @@ OP_MS = 10.0
 """Time of each F, I and W of an emulated stage (ms)."""
 STRETCH = 0.15
 """Emulated devices and links take this share of the time that their costs say, so that runs are short."""
-BETWEEN_MS = 6.0
-"""What an emulated step takes by the clock, besides its ops and messages: the conditions' time goes on meanwhile."""
+BEGIN, END = 1e5, 2e5
+"""Seconds of the conditions' time at which the late link turns late, and healthy again. No run takes so long."""
 MESSAGE_BYTES = {"bandwidth:20Mbit/s": 64e3}
 """Bytes of an emulated message where they are not `USUAL_BYTES`: a link is busy for 26 ms with each, either way."""
 USUAL_BYTES = 16e3
@@ -72,7 +74,8 @@ class Cell:
 
     @property
     def num_steps(self) -> int:
-        return NUM_STEPS[self.device]
+        """Steps of a run, with those before the first that counts."""
+        return WARMUP[self.device] + NUM_STEPS[self.device]
 
     @property
     def is_to_the_end(self) -> bool:
@@ -106,23 +109,12 @@ CELLS = {
 
 
 class Fault(NamedTuple):
-    """The fault of one run.
-
-    Attributes:
-        link: the two ranks, or nodes of a mesh, between which messages are late.
-        begin, end: ms of the conditions' time.
-    """
+    """The fault of one run: the two ranks, or nodes of a mesh, between which messages are late, its first step, and
+    the first step after it."""
 
     link: Link
-    begin: float
-    end: float
-
-
-class StepTimes(NamedTuple):
-    """How long a step takes (ms) without the fault and with it, if nothing is changed."""
-
-    healthy: float
-    late: float
+    first: int
+    end: int
 
 
 def links_of(cell: Cell) -> tuple[Link, ...]:
@@ -130,42 +122,33 @@ def links_of(cell: Cell) -> tuple[Link, ...]:
     return ((0, 1), (2, 3)) if cell.device == "ring" else ((0, 1), (1, 2), (2, 3))
 
 
-def late_link(cell: Cell, seed: int) -> Link:
-    links = links_of(cell)
-    return links[seed % len(links)]
-
-
-def fault_of(cell: Cell, seed: int, times: StepTimes) -> Fault | None:
-    """When the fault of a run begins and ends. Seeds begin at different points of a step, except at second 0."""
+def fault_of(cell: Cell, seed: int) -> Fault | None:
+    """The fault of a run. Seeds differ in their links and, except at second 0, by up to four steps in its begin."""
     if not cell.fault:
         return None
-    begin = 0.0
+    links = links_of(cell)
+    first = WARMUP[cell.device]
     if cell.second:
-        step = round(cell.second / WHOLE * cell.num_steps)
-        begin = (step + seed * 7 % NUM_SEEDS / NUM_SEEDS) * times.healthy
-    end = float("inf") if cell.lasts is None else begin + cell.lasts * times.late
-    return Fault(late_link(cell, seed), begin, end)
+        first += round(cell.second / WHOLE * NUM_STEPS[cell.device]) + seed % 5
+    end = cell.num_steps if cell.lasts is None else first + cell.lasts
+    return Fault(links[seed % len(links)], first, end)
 
 
 def conditions_of(cell: Cell, fault: Fault | None) -> list[str]:
-    """The `--link` texts of a run. All links of a cell are observed, so none of them is without a condition."""
+    """The `--link` texts of a run. All links of a cell are observed, so none of them is without a condition.
+
+    The late link is healthy, late from `BEGIN` on, and healthy from `END` on. A run sets its clock to these moments
+    before the first step with the fault and before the first one after it, so all runs have it in the same steps.
+    """
     what, _, amount = cell.fault.partition(":")
     found = []
     for link in links_of(cell):
         text = "latency:0ms"
         if fault is not None and link == fault.link:
-            times = [(0.0, HEALTHY[what])] if fault.begin > 0 else []
-            times.append((fault.begin, amount))
-            if fault.end < float("inf"):
-                times.append((fault.end, HEALTHY[what]))
-            text = f"{what}:steps:" + ",".join(f"{at:.3f}ms/{value}" for at, value in times)
+            values = (0.0, HEALTHY[what]), (BEGIN, amount), (END, HEALTHY[what])
+            text = f"{what}:steps:" + ",".join(f"{at:g}s/{value}" for at, value in values)
         found.append(f"{link[0]}:{link[1]}={text}")
     return found
-
-
-def is_due(fault: Fault, now: float, step_ms: float) -> bool:
-    """Whether the oracle's answer should run in a step that begins at `now`: the fault begins in it, or has begun."""
-    return now + step_ms > fault.begin and now < fault.end
 
 
 def emulated_job(cell: Cell) -> Job:
@@ -192,7 +175,8 @@ def simulated_ms(job: Job, configuration: Configuration, links: Links) -> float:
 
 def best_answer(job: Job, link: Link, fault: str) -> Configuration:
     """The oracle's answer: of all configurations that a run may change to, the fastest by simulation with the true
-    fault. In a mesh these are all places of its nodes."""
+    fault; of equally fast ones a frozen one, and that with the most delegates, since ranks that choose for themselves
+    or wait for room lose a little. In a mesh these are all places of its nodes."""
     links = Links({link: fault})
     choices: Sequence[Configuration]
     if job.mesh is not None:
@@ -202,4 +186,8 @@ def best_answer(job: Job, link: Link, fault: str) -> Configuration:
         typical = Links({link: links.delay_of(*link, size, 0.0, LinkQueue()).arrived})
         measured = Measured.steady(typical, late=frozenset({link}))
         choices = [each.configuration for each in candidates(job, job.start, measured)]
-    return min(choices, key=lambda each: simulated_ms(job, each, links))
+
+    def cost(each: Configuration) -> tuple[float, bool, int]:
+        return round(simulated_ms(job, each, links), 3), each.dispatch.is_dynamic, -len(each.delegated)
+
+    return min(choices, key=cost)

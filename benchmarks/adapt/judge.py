@@ -2,7 +2,7 @@
 
     oracle, without, with   -->  judge_seed  -->  a row of numbers  -->  judge_cell  -->  what must hold, and does it
 
-Pure: records in, numbers out. All times are ms of the conditions' time.
+Pure: records in, numbers out. Times of emulated steps are those of the devices that they stand for.
 """
 
 from __future__ import annotations
@@ -26,8 +26,10 @@ PAGE = 0.2
 """How far from the truth the page's "saved" may be, relative to it."""
 NOISE = 0.02
 """Share of a run's time by which two equal runs may differ: what is smaller is neither saved nor lost."""
+RETURNS = ("take back", "stop delegating")
+"""Actions that go back, and so answer nothing and are not false."""
+LINKS = re.compile(r"(\d+)[:>–](\d+)")
 Link = tuple[int, int]
-Step = tuple[float, float]
 
 
 @dataclass(frozen=True)
@@ -35,19 +37,20 @@ class Seed:
     """The records of one seed.
 
     Attributes:
-        oracle, without, adapting: of each run, when its steps began and ended.
-        fault: the late link, and when the fault began and ended; None for none.
+        oracle, without, adapting: ms of each run's steps. warmup: how many of the first do not count.
+        fault: the late link, the fault's first step, and the first after it; None for none.
         control, iterations: lines of the adapting run's control.jsonl and iterations.jsonl.
         saved: ms that the page of that run says were saved; None if it says nothing.
     """
 
-    oracle: Sequence[Step]
-    without: Sequence[Step]
-    adapting: Sequence[Step]
-    fault: tuple[Link, float, float] | None
+    oracle: Sequence[float]
+    without: Sequence[float]
+    adapting: Sequence[float]
+    fault: tuple[Link, int, int] | None
     control: Sequence[str]
     iterations: Sequence[str]
     saved: float | None
+    warmup: int = 0
 
 
 def parsed(lines: Iterable[str]) -> list[dict[str, Any]]:
@@ -61,80 +64,89 @@ def parsed(lines: Iterable[str]) -> list[dict[str, Any]]:
     return found
 
 
-def total(steps: Sequence[Step]) -> float:
-    """The time of all steps."""
-    return sum(end - begin for begin, end in steps)
-
-
-def first_late(steps: Sequence[Step], begin: float) -> int | None:
-    """The first step that ended after the fault had begun."""
-    return next((number for number, (_, end) in enumerate(steps) if end > begin), None)
-
-
 def names_link(reason: str, link: Link) -> bool:
     """Whether a reason names a link in either direction."""
-    named = {tuple(sorted(map(int, pair))) for pair in re.findall(r"(\d+)[:>–](\d+)", reason)}
+    named = {tuple(sorted(map(int, pair))) for pair in LINKS.findall(reason)}
     return tuple(sorted(link)) in named
+
+
+def is_for(decision: Mapping[str, Any], link: Link) -> bool:
+    """Whether a change is for a link: its reason names it, it delegates it, or it moves nodes."""
+    configuration = decision["configuration"]
+    nodes = list(configuration.get("nodes", ()))
+    return names_link(decision["reason"], link) or list(link) in configuration["delegated"] or nodes != sorted(nodes)
 
 
 def judge_seed(seed: Seed) -> dict[str, Any]:
     """What the runs of a seed came to.
 
     Returns:
-        `recoverable`, `recovered`: ms by which the oracle's run, and the adapting one, were shorter than the one
-        without; `run_ms`: of the latter. `onset`, `made`, `ran_from`: the fault's first step, that after which it was
-        first answered, and the first with the answer; None where there is none. `decisions`: those that ran, without
-        those taken back; `false`: how many of them answered no fault; `false_steps`, `false_ms`: the steps that these
-        ran, and what they lost. `claimed`: ms that the page says were saved.
+        run_ms: of the run without, from the first step that counts. recoverable, recovered: by how much the oracle's
+            and the adapting run were shorter.
+        claimed: ms that the page says were saved.
+        onset: the fault's first step. made: the step after which a change for it was decided. ran_from: the first
+            step with that change. answered: whether there is one, and the fault's last step ran something else than
+            the first step of the run did.
+        decisions: changes that ran. taken_back: changes back to what ran before, or at the start.
+        false: changes that were made without a fault, or for other links. false_steps, false_ms: the steps that ran
+            them, and what these lost.
     """
-    run_ms = total(seed.without)
+    oracle_ms, run_ms, ms = (sum(steps[seed.warmup :]) for steps in (seed.oracle, seed.without, seed.adapting))
     decisions = [value["decision"] for value in parsed(seed.control) if "decision" in value]
     rows = parsed(seed.iterations)
     start = rows[0]["digest"] if rows else ""
-    changes = [each for each in decisions if each["action"] != "take back" and each["digest"] != start]
-    onset = None if seed.fault is None else first_late(seed.adapting, seed.fault[1])
-    over = None if seed.fault is None else first_late(seed.adapting, seed.fault[2])
-    false = [each for each in changes if not _is_answer(each, seed.fault, onset, over)]
-    numbers = {each["number"] for each in false}
-    answers = [each for each in changes if each["number"] not in numbers]
+    changes = [each for each in decisions if each["action"] not in RETURNS and each["digest"] != start]
+    onset = None if seed.fault is None else seed.fault[1]
+    in_fault = [row for row in rows if seed.fault is not None and seed.fault[1] <= row["iteration"] < seed.fault[2]]
+    numbers = {each["number"] for each in changes if _is_false(each, seed.fault)}
+    answers = [
+        each
+        for each in changes
+        if each["number"] not in numbers and seed.fault is not None and is_for(each, seed.fault[0])
+    ]
     ran = [row for row in rows if answers and row["number"] == answers[0]["number"]]
-    lost = [_lost(number, rows) for number in sorted(numbers)]
+    lost = [_lost(number, rows, onset) for number in sorted(numbers)]
     return {
         "run_ms": round(run_ms, 1),
-        "recoverable": round(run_ms - total(seed.oracle), 1),
-        "recovered": round(run_ms - total(seed.adapting), 1),
+        "recoverable": round(run_ms - oracle_ms, 1),
+        "recovered": round(run_ms - ms, 1),
         "claimed": None if seed.saved is None else round(seed.saved, 1),
         "onset": onset,
+        "answered": bool(answers and in_fault) and in_fault[-1]["digest"] != start,
         "made": answers[0]["iteration"] if answers else None,
         "ran_from": ran[0]["iteration"] if ran else None,
         "decisions": sum(any(row["number"] == each["number"] for row in rows) for each in changes),
         "taken_back": len(decisions) - len(changes),
-        "false": len(false),
+        "false": len(numbers),
         "false_steps": sum(steps for steps, _ in lost),
         "false_ms": round(sum(ms for _, ms in lost), 1),
     }
 
 
-def _is_answer(
-    decision: Mapping[str, Any], fault: tuple[Link, float, float] | None, onset: int | None, over: int | None
-) -> bool:
-    """Whether a change was made while the fault lasted, or in the step after it, and names its link or none."""
-    made = decision["iteration"]
-    if fault is None or onset is None or made < onset or (over is not None and made > over):
-        return False
-    reason = str(decision["reason"])
-    return names_link(reason, fault[0]) or not re.search(r"\d+[:>–]\d+", reason)
+def _is_false(decision: Mapping[str, Any], fault: tuple[Link, int, int] | None) -> bool:
+    """Whether a change was made while no fault lasted, and not in the step after one, or for other links."""
+    if fault is None or not fault[1] <= decision["iteration"] <= fault[2]:
+        return True
+    return bool(LINKS.search(decision["reason"])) and not is_for(decision, fault[0])
 
 
-def _lost(number: int, rows: Sequence[Mapping[str, Any]]) -> tuple[int, float]:
-    """The steps that a false decision ran, and the ms that these took longer than as many of those before it."""
-    mine = [row["ms"] for row in rows if row["number"] == number]
+def _lost(number: int, rows: Sequence[Mapping[str, Any]], onset: int | None) -> tuple[int, float]:
+    """The steps that a false decision ran, and the ms that these took longer than as many of those before it.
+
+    Steps with the fault are held against steps with the fault alone, and those without against those without.
+    """
+    mine = [row for row in rows if row["number"] == number]
     if not mine:
         return 0, 0.0
-    first = next(at for at, row in enumerate(rows) if row["number"] == number)
-    before = [row["ms"] for row in rows[max(0, first - BEFORE) : first]]
-    level = median(before) if before else median(mine)
-    return len(mine), max(0.0, sum(mine) - level * len(mine))
+    first = mine[0]["iteration"]
+    if onset is None or first < onset:
+        alike = [row for row in rows if onset is None or row["iteration"] < onset]
+    else:
+        alike = [row for row in rows if row["iteration"] >= onset]
+    before = [row["ms"] for row in alike if row["iteration"] < first][-BEFORE:]
+    took = [row["ms"] for row in alike if row["number"] == number]
+    level = median(before or took)
+    return len(mine), max(0.0, sum(took) - level * len(took))
 
 
 def share(row: Mapping[str, Any]) -> float | None:
@@ -174,8 +186,9 @@ def judge_cell(load: int, fault: bool, lasts: int | None, rows: Sequence[Mapping
         "num_seeds": len(rows),
         "recoverable": _middle([row["recoverable"] / row["run_ms"] for row in rows]),
         "share": _middle(shares),
+        "longer": None if fault else _middle([-row["recovered"] / row["run_ms"] for row in rows]),
         "worst": round(worst, 3),
-        "answered": sum(row["ran_from"] is not None for row in rows),
+        "answered": sum(row["answered"] for row in rows),
         "steps_to_decision": _middle([row["made"] - row["onset"] for row in rows if row["made"] is not None]),
         "steps_to_switch": _middle([row["ran_from"] - row["onset"] for row in rows if row["ran_from"] is not None]),
         "decisions": sum(row["decisions"] for row in rows),
@@ -189,7 +202,7 @@ def judge_cell(load: int, fault: bool, lasts: int | None, rows: Sequence[Mapping
     missed = []
     if fault and lasts is None and load in RECOVERED and (not shares or median(shares) < RECOVERED[load]):
         missed.append(f"recovered less than {RECOVERED[load]:.0%} of what the oracle does in the median")
-    if worst < -HARM:
+    if fault and worst < -HARM:
         missed.append(f"a run lost more than {HARM:.0%}")
     if lasts is not None and lasts <= 3 and found["decisions"]:
         missed.append("a burst was answered")
@@ -217,5 +230,5 @@ def is_answered(control: Iterable[str], iterations: Iterable[str], link: Link) -
     """Whether a run changed for a late link, and kept the change to its end."""
     rows = parsed(iterations)
     decisions = [value["decision"] for value in parsed(control) if "decision" in value]
-    naming = [each for each in decisions if each["action"] != "take back" and names_link(each["reason"], link)]
-    return bool(naming and rows) and rows[-1]["digest"] != rows[0]["digest"]
+    answers = [each for each in decisions if each["action"] not in RETURNS and is_for(each, link)]
+    return bool(answers and rows) and rows[-1]["digest"] != rows[0]["digest"]

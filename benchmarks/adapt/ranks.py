@@ -13,45 +13,41 @@ import os
 import sys
 import time
 from collections.abc import Callable
-from contextlib import ExitStack
 from pathlib import Path
-from statistics import median
 from typing import NamedTuple
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from benchmarks.adapt.cells import (
-    BETWEEN_MS,
+    BEGIN,
     CALIBRATION,
     CELLS,
     CONTROL,
+    END,
     STEPS,
     STRETCH,
     TEXT,
     Cell,
     Fault,
-    StepTimes,
     best_answer,
     conditions_of,
     emulated_job,
     fault_of,
-    is_due,
-    late_link,
-    simulated_ms,
 )
-from penstock.control import Configuration, Job
+from penstock.control import Configuration
 from penstock.control.log import read_header
 from penstock.cost import Links
 from penstock.runtime import EmulatedPipeline
 from penstock.runtime.adapt import AdaptOptions
 from penstock.runtime.launch import init_process, launch
 from penstock.runtime.transport.choose import DelegateOptions, TransportOptions
+from penstock.runtime.transport.link_conditions import Conditions
 from penstock.train.inputs import build_pipeline, gather_inputs
 from penstock.train.settings import Settings
 from penstock.train.training import Training
 
-NUM_CALIBRATED = 30
-"""Steps of a run that measures costs; a step's time is the median of the last half."""
+NUM_CALIBRATED = 10
+"""Steps of a run that measures costs."""
 TIMEOUT = 60.0
 
 
@@ -59,28 +55,57 @@ class Given(NamedTuple):
     """What the runs of a seed have in common.
 
     Attributes:
-        job: what runs, and its costs. answer: the oracle's.
-        fault: None for none. healthy_ms: the time of a step without it.
+        start, answer: what runs at the start, and the oracle's answer; None where neither is known nor needed.
+        fault: None for none.
     """
 
     cell: Cell
     seed: int
-    job: Job | None
-    answer: Configuration | None
-    fault: Fault | None
-    healthy_ms: float
-
-    def is_due(self, now: float) -> bool:
-        return self.fault is not None and is_due(self.fault, now, self.healthy_ms)
+    start: Configuration | None = None
+    answer: Configuration | None = None
+    fault: Fault | None = None
 
 
 Row = tuple[float, float]
-"""When a step began and ended, in ms of the conditions' time."""
+"""When a step began and ended, in ms."""
 
 
-def run_emulated(given: Given, mode: str, folder: Path) -> list[Row]:
-    job = given.job
-    assert job is not None
+class Driver(NamedTuple):
+    """A pipeline to be driven step by step.
+
+    Attributes:
+        step: runs a step, and returns its time in ms. reconfigure: changes what runs.
+        conditions: of its links now; nodes that move get others.
+        stretch: seconds of the clock to one of the conditions' time.
+    """
+
+    step: Callable[[], float]
+    reconfigure: Callable[[Configuration], None]
+    conditions: Callable[[], Conditions]
+    stretch: float = 1.0
+
+    def run(self, given: Given, mode: str, num_steps: int) -> list[float]:
+        """Runs all steps; returns how long each took, with what the oracle does before it."""
+        fault, found = given.fault, []
+        for number in range(num_steps):
+            began = time.perf_counter_ns()
+            late = fault is not None and number == fault.first
+            over = fault is not None and number == fault.end
+            if late or over:
+                self.set_clock(BEGIN if late else END)
+                if mode == "oracle" and given.answer is not None and given.start is not None:
+                    self.reconfigure(given.answer if late else given.start)
+            between = (time.perf_counter_ns() - began) / 1e6 / self.stretch
+            found.append(round(between + self.step(), 3))
+        return found
+
+    def set_clock(self, seconds: float) -> None:
+        """Sets the time of the links' conditions. Every process does it before the same step."""
+        self.conditions().origin = time.perf_counter_ns() - round(seconds * self.stretch * 1e9)
+
+
+def run_emulated(given: Given, mode: str, folder: Path) -> list[float]:
+    job = emulated_job(given.cell)
     with EmulatedPipeline(
         job.start.schedule,
         job.costs,
@@ -90,40 +115,30 @@ def run_emulated(given: Given, mode: str, folder: Path) -> list[Row]:
         transport=TransportOptions("direct", None if mode == "without" else DelegateOptions()),
         adapt=AdaptOptions(folder) if mode == "with" else None,
     ) as pipe:
-        now = clock(pipe._conditions.origin, STRETCH)
-
-        def step() -> Row:
-            """What lies between two steps is no part of the devices, and so short a run would make much of it."""
-            ran = pipe.step()
-            return ran.start, ran.start + ran.timeline.makespan
-
-        return timed(given, mode, now, step, pipe.reconfigure, given.is_due)
+        # What lies between two steps is no part of the devices, and a run so fast would make much of it.
+        driver = Driver(lambda: pipe.step().timeline.makespan, pipe.reconfigure, lambda: pipe._conditions, STRETCH)
+        return driver.run(given, mode, given.cell.num_steps)
 
 
-def run_real(given: Given, mode: str, folder: Path) -> list[Row]:
-    """Every rank calls it; only rank 0's rows count, and it says when the oracle's answer is due."""
+def run_real(given: Given, mode: str, folder: Path) -> list[float]:
+    """Every rank calls it; rank 0's times count."""
     settings = settings_of(given, mode, folder.parents[2] / TEXT)
     inputs = gather_inputs(settings)
     adapt = None
     if mode in ("with", "calibrate"):
         adapt = AdaptOptions(folder, least_gain=1.0 if mode == "calibrate" else 0.02)
-    with ExitStack() as stack:
-        pipe = build_pipeline(inputs, adapt)
-        stack.callback(pipe.close)
+    with build_pipeline(inputs, adapt) as pipe:
         training = Training(pipe, settings.passes, inputs.data.batches, settings.learning_rate, False, settings.dp)
-        conditions = pipe._local.conditions
-        assert conditions is not None
-        now = clock(conditions.origin)
-        first = os.environ["RANK"] == "0"
-        pipe.sum_each_step(lambda: (float(first and given.is_due(now())),))
 
-        def step() -> None:
-            training.run_pass()
+        def step() -> float:
+            return training.run_pass().seconds * 1e3
 
-        def due(at: float) -> bool:
-            return pipe.step_sums[0] > 0 if pipe.step_sums else given.fault is not None and given.fault.begin == 0
+        def conditions() -> Conditions:
+            found = pipe._local.conditions
+            assert found is not None, "all runs have links with conditions"
+            return found
 
-        return timed(given, mode, now, step, pipe.reconfigure, due)
+        return Driver(step, pipe.reconfigure, conditions).run(given, mode, settings.steps)
 
 
 def settings_of(given: Given, mode: str, text: Path) -> Settings:
@@ -150,82 +165,43 @@ def settings_of(given: Given, mode: str, text: Path) -> Settings:
     )
 
 
-def clock(origin: int, stretch: float = 1.0) -> Callable[[], float]:
-    """A clock in ms of the conditions' time."""
-    return lambda: (time.perf_counter_ns() - origin) / 1e6 / stretch
-
-
-def timed(
-    given: Given,
-    mode: str,
-    now: Callable[[], float],
-    step: Callable[[], Row | None],
-    reconfigure: Callable[[Configuration], None],
-    due: Callable[[float], bool],
-) -> list[Row]:
-    """Runs all steps, and times those that do not say when they ran, with what the oracle does before them."""
-    rows: list[Row] = []
-    answers = False
-    for _ in range(NUM_CALIBRATED if mode == "calibrate" else given.cell.num_steps):
-        began = now()
-        if mode == "oracle" and given.job is not None and given.answer is not None and due(began) is not answers:
-            answers = not answers
-            reconfigure(given.answer if answers else given.job.start)
-        began, ended = step() or (began, now())
-        rows.append((round(began, 3), round(ended, 3)))
-    return rows
-
-
 def given_of(cell: Cell, seed: int, calibration: Path) -> Given:
     """Reads the job of a cell, and works out the oracle's answer."""
-    if cell.device == "emulated":
-        job = emulated_job(cell)
-        healthy = simulated_ms(job, job.start, Links()) + BETWEEN_MS / STRETCH
-    else:
-        value = json.loads(calibration.read_text(encoding="utf-8"))
-        job, healthy = read_header(value["log"])[0], value["step_ms"]
-    if not cell.fault:
-        return Given(cell, seed, job, None, None, healthy)
-    link = late_link(cell, seed)
-    slower = simulated_ms(job, job.start, Links({link: cell.fault})) / simulated_ms(job, job.start, Links())
-    fault = fault_of(cell, seed, StepTimes(healthy, healthy * slower))
-    return Given(cell, seed, job, best_answer(job, link, cell.fault), fault, healthy)
+    fault = fault_of(cell, seed)
+    if fault is None:
+        return Given(cell, seed)
+    job = emulated_job(cell)
+    if cell.device != "emulated":
+        job = read_header(json.loads(calibration.read_text(encoding="utf-8")))[0]
+    return Given(cell, seed, job.start, best_answer(job, fault.link, cell.fault), fault)
 
 
 def in_words(given: Given) -> str:
     """The oracle's answer in a few words."""
-    answer, job = given.answer, given.job
-    if answer is None or job is None:
+    answer, start = given.answer, given.start
+    if answer is None or start is None:
         return ""
     parts = [answer.dispatch.value]
-    parts += ["re-planned"] if answer.schedule != job.start.schedule else []
+    parts += ["re-planned"] if answer.schedule != start.schedule else []
     parts += [f"delegated {', '.join(f'{a}:{b}' for a, b in answer.delegated)}"] if answer.delegated else []
-    parts += [f"nodes at {answer.nodes}"] if answer.nodes != job.start.nodes else []
+    parts += [f"nodes at {answer.nodes}"] if answer.nodes != start.nodes else []
     return ", ".join(parts)
 
 
 def run_modes(folder: Path, cell: Cell, seed: int, modes: list[str], first: bool) -> None:
     """Runs the modes of a seed, one after another, so that they see the same machine."""
     calibration = folder.parents[1] / cell.device / CALIBRATION
-    given = Given(cell, seed, None, None, None, 0.0)
-    if modes != ["calibrate"]:
-        given = given_of(cell, seed, calibration)
+    given = Given(cell, seed) if modes == ["calibrate"] else given_of(cell, seed, calibration)
     for mode in modes:
         place = folder / mode
         place.mkdir(parents=True, exist_ok=True)
-        rows = run_emulated(given, mode, place) if cell.device == "emulated" else run_real(given, mode, place)
-        if not first:
-            continue
-        if mode == "calibrate":
-            steps = [end - began for began, end in rows[len(rows) // 2 :]]
-            log = (place / CONTROL).read_text(encoding="utf-8").splitlines()[0]
-            value = {"step_ms": median(steps), "log": json.loads(log)}
-            calibration.parent.mkdir(parents=True, exist_ok=True)
-            calibration.write_text(json.dumps(value) + "\n", encoding="utf-8")
-            continue
-        fault = None if given.fault is None else [list(given.fault.link), given.fault.begin, given.fault.end]
-        said = {"steps": rows, "fault": fault, "healthy_ms": given.healthy_ms, "answer": in_words(given)}
-        (place / STEPS).write_text(json.dumps(said) + "\n", encoding="utf-8")
+        steps = run_emulated(given, mode, place) if cell.device == "emulated" else run_real(given, mode, place)
+        if first and mode == "calibrate":
+            log = (place / CONTROL).read_text(encoding="utf-8").splitlines()
+            calibration.write_text(log[0] + "\n", encoding="utf-8")
+        elif first:
+            said = {"steps": steps, "fault": given.fault, "answer": in_words(given)}
+            (place / STEPS).write_text(json.dumps(said) + "\n", encoding="utf-8")
 
 
 def main(words: list[str]) -> int:

@@ -26,7 +26,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from benchmarks.adapt.cells import CALIBRATION, CELLS, CONTROL, MODES, NUM_SEEDS, STEPS, TEXT, Cell
+from benchmarks.adapt.cells import CALIBRATION, CELLS, CONTROL, MODES, NUM_SEEDS, STEPS, TEXT, WARMUP, Cell
 from benchmarks.adapt.judge import ANSWERED, Seed, is_answered, judge_cell, judge_seed
 from experiments.common.readme import markdown, write_between
 from experiments.common.record import commit, record
@@ -108,7 +108,11 @@ def run_seed(cell: Cell, seed: int, out: Path, any_load: bool) -> dict[str, Any]
     modes = MODES[seed % 3 :] + MODES[: seed % 3]
     command = [sys.executable, str(HERE / "ranks.py"), str(place), cell.name, str(seed), ",".join(modes)]
     found = {"cell": cell.name, "seed": seed, **tried(command, place, cell.load, any_load)}
-    return found if "dropped" in found else found | judge_seed(read_seed(place)) | {"answer": _said(place)["answer"]}
+    return (
+        found
+        if "dropped" in found
+        else found | judge_seed(read_seed(place, WARMUP[cell.device])) | {"answer": _said(place)["answer"]}
+    )
 
 
 def _said(place: Path) -> dict[str, Any]:
@@ -116,7 +120,7 @@ def _said(place: Path) -> dict[str, Any]:
     return said
 
 
-def read_seed(place: Path) -> Seed:
+def read_seed(place: Path, warmup: int) -> Seed:
     """The records that the runs of a seed left."""
     from penstock.train.run_report import read_adaptation  # loads torch, which tables do without
 
@@ -130,9 +134,12 @@ def read_seed(place: Path) -> Seed:
         oracle,
         without,
         adapting,
-        None if fault is None else ((fault[0][0], fault[0][1]), fault[1], fault[2]),
+        None if fault is None else (tuple(fault[0]), fault[1], fault[2]),
+        *((folder / name).read_text(encoding="utf-8").splitlines() for name in (CONTROL, ITERATIONS)),
+        None if fault is None else (tuple(fault[0]), fault[1], fault[2]),
         *((folder / name).read_text(encoding="utf-8").splitlines() for name in (CONTROL, ITERATIONS)),
         saved=None if page is None else page["saved"],
+        warmup=warmup,
     )
 
 
@@ -242,7 +249,7 @@ def table(value: Mapping[str, Any]) -> list[str]:
                 str(cell["num_seeds"]),
                 _percent(cell["recoverable"]),
                 _percent(cell["share"]),
-                f"{cell['worst']:+.0%}",
+                f"{cell['worst']:+.0%}" if CELLS[name].fault else f"longer by {_percent(cell['longer'])}",
                 str(cell["answered"]) if CELLS[name].fault else "",
                 ", ".join(steps) if any(steps) else "",
                 f"{cell['false']}, {cell['false_steps']}, {cell['false_ms']:.0f}",
