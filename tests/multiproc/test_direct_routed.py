@@ -42,10 +42,18 @@ class Second(GlooTransport):
     def also_watch(self, descriptor: int) -> None:
         self.watched = descriptor
 
-    def wait(self, awaited: Sequence[Edge], who: Callable[[], str], until: int | None = None) -> list[Edge]:
-        left = PATIENCE if until is None else max(0.0, (until - perf_counter_ns()) / 1e9)
-        assert select.select([self.inbox.fileno(), self.watched], [], [], left)[0] or until is not None, who()
-        return self.inbox.poll() or []
+    def start(self) -> None:
+        """A group needs no process."""
+
+    def wait(
+        self, awaited: Sequence[Edge], who: Callable[[], str], until: int | None = None, beside: Any = None
+    ) -> list[Edge]:
+        while True:
+            own, others = self.poll(who), beside.poll(who)
+            left = PATIENCE if until is None else max(0.0, (until - perf_counter_ns()) / 1e9)
+            if own is not None or others is not None or not left:
+                return (own or []) + (others or [])
+            assert select.select([self.fileno(), self.watched], [], [], left)[0] or until is not None, who()
 
     def link_events(self) -> list[str]:
         return ["what it tells"]

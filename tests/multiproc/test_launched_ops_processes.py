@@ -56,7 +56,7 @@ def late_queue(device: torch.device) -> LateQueue:
 made: list[LateLines] = []
 
 
-def late_lines(group: Any, timeout: float, wiring: Any, device: torch.device) -> nccl.DeviceLines:
+def late_lines(group: Any, timeout: float, wiring: Any, device: torch.device, *_: int) -> nccl.DeviceLines:
     lines = LateLines()
     made.append(lines)
     nccl.dist = lines  # type: ignore[assignment]

@@ -240,8 +240,8 @@ def test_lines_between_gpus_are_guarded_by_what_changes_over(monkeypatch: pytest
 
 def test_notices_of_delegates_of_single_links_were_told_to_nobody() -> None:
     said = ["messages of rank 0 to rank 1 go from the second interface"]
-    delegates: Any = SimpleNamespace(notices=said, also_watch=lambda descriptor: None)
-    base: Any = SimpleNamespace(rank=0, inbox=SimpleNamespace(fileno=lambda: 0))
+    delegates: Any = SimpleNamespace(notices=said)
+    base: Any = SimpleNamespace(rank=0)
     choice = choose.TransportChoice(ps.TransportOptions())
     assert choice.notices(choose.RoutedTransport(base, delegates)) == delegates.notices
     assert choice.notices(None) == []

@@ -267,7 +267,9 @@ class LocalPipeline:
         now = self.running
         if configuration == replace(now.configuration, dispatch=configuration.dispatch):
             return replace(now, configuration=configuration)  # how ranks pick ops is no part of the plan
-        return self.activated(configuration)
+        plan = self.activated(configuration)
+        self.choice.require_lines(plan.plan.wiring)
+        return plan
 
     def activated(self, configuration: Configuration) -> ActivePlan:
         """What this process needs to run a configuration. Its schedule is not checked here."""

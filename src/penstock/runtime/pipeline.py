@@ -52,7 +52,6 @@ from penstock.runtime.tensors.pytree import flatten, unflatten
 from penstock.runtime.tensors.rng import mix, restored
 from penstock.runtime.transport.choose import TransportOptions
 from penstock.runtime.transport.repeat import MOST_ATTEMPTS
-from penstock.runtime.transport.shared_memory import SharedMemoryTransport
 from penstock.runtime.verify import Verification, Verifier
 from penstock.schedule import Schedule
 from penstock.simulation import Timeline
@@ -592,7 +591,7 @@ class Pipeline:
         measured: Sequence[MeasuredStep] = (),
     ) -> StepResult:
         """Collects the losses from the processes that ran them, and switches if an agent says so."""
-        memory = self._local.transport if isinstance(self._local.transport, SharedMemoryTransport) else None
+        memory = self._local.choice.memory_of(self._local.transport)
         devices = self._local.devices
         agreement, failure = self._local.optimizer_state.agreement, self._local.failure
         tells = [] if self._summed is None else self._summed.now(self._local.mesh.everyone, failure)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Sequence
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -14,24 +15,25 @@ from penstock.cost import Links
 from penstock.runtime.errors import RuntimeFailure, is_count, require_value
 from penstock.runtime.mesh.interfaces import addresses_for, network_name
 from penstock.runtime.mesh.peers import GroupPeers
-from penstock.runtime.transport.base import Transport
+from penstock.runtime.transport.base import Transport, WatchedTransport
 from penstock.runtime.transport.channel import Tags
 from penstock.runtime.transport.delegate import DelegateTransport
+from penstock.runtime.transport.delegate.payload_copies import COPY_STREAMS
 from penstock.runtime.transport.delegate.transport import HOST_MEMORY, NUM_LANES
 from penstock.runtime.transport.gloo import GlooTransport
 from penstock.runtime.transport.link_conditions import ConditionedTransport, Conditions, clocks_ahead
 from penstock.runtime.transport.nccl import DeviceLines, LineStreams, lines_of, require_queues
 from penstock.runtime.transport.repeat import Attempts, GuardedGroup, GuardedTransport
 from penstock.runtime.transport.routed import RoutedTransport
-from penstock.runtime.transport.shared_memory import open_shared_memory
+from penstock.runtime.transport.shared_memory import SharedMemoryTransport, open_shared_memory
 from penstock.runtime.transport.wiring import Wiring
 from penstock.schedule.short_repr import short_repr
 from penstock.simulation import Blocking
 from penstock.unknown_names import refuse_unknown
 
 NAMES = ("host", "gloo", "direct", "delegate", "nccl")
-BASES = ("host", "gloo", "direct")
-"""Transports whose single links may be delegated."""
+DELEGATES = "delegate"
+"""The transport by which all links are delegated. With each of the others, single links may be."""
 DEPTH = 2
 """Messages to another rank that "direct" lets be under way, where `links` are given and no `depth`."""
 
@@ -77,13 +79,13 @@ class TransportOptions:
     """Which transport carries messages between processes, and how.
 
     Attributes:
-        name: the transport. "host": shared memory if all ranks are on one host and no link may be delegated, else
-            gloo; messages of a GPU pass through host memory, so several ranks may share one GPU. "gloo": always
-            gloo. "direct": gloo, with a bound on messages under way where `links` are given. "delegate": separate
-            processes carry the messages. "nccl": from GPU to GPU, with one GPU per rank.
-        delegates: how delegates carry messages. With "host", "gloo" or "direct" it allows single links to be
-            delegated, as `adapt=` does by itself. "host" then means gloo, also on one host, since links of shared
-            memory can't be delegated. `AdaptOptions(may_delegate=False)` keeps shared memory.
+        name: the transport. "host": shared memory if all ranks are on one host, else gloo; messages of a GPU pass
+            through host memory, so several ranks may share one GPU. "gloo": always gloo. "direct": gloo, with a bound
+            on messages under way where `links` are given. "delegate": separate processes carry the messages. "nccl":
+            from GPU to GPU, with one GPU per rank.
+        delegates: how delegates carry messages. With any other transport it allows single links to be delegated
+            between two steps, as `adapt=` does by itself. A delegate is started when a link of its rank is delegated
+            for the first time.
         depth: for experiments with `links`: how many messages to another rank these may hold under way before the
             sender waits. Default: 2 for "direct", no bound for the others. Without `links` there is no bound, because
             gloo does not say when a message has arrived.
@@ -143,7 +145,7 @@ class TransportChoice:
         self.name = options.name
         depth = DEPTH if options.name == "direct" and options.depth is None else options.depth
         self.depth = None if options.links is None else depth
-        self.has_delegates = (options.delegates is not None or may_delegate) and options.name in BASES
+        self.has_delegates = (options.delegates is not None or may_delegate) and options.name != DELEGATES
         self.delegates = options.delegates or DelegateOptions()
 
     @property
@@ -180,6 +182,16 @@ class TransportChoice:
         delegates = _delegates_of(transport)
         return [] if delegates is None else [*delegates.notices]
 
+    def memory_of(self, transport: Transport | None) -> SharedMemoryTransport | None:
+        """The ranks' shared memory if they have some, which can sum too."""
+        base = transport.base if isinstance(transport, RoutedTransport) else transport
+        return base if isinstance(base, SharedMemoryTransport) else None
+
+    def require_lines(self, wiring: Wiring) -> None:
+        """Raises RuntimeFailure if lines between GPUs can't carry what ops send."""
+        if self.name == "nccl":
+            lines_of(wiring)
+
     def require_delegates(self, delegated: Collection[tuple[int, int]]) -> None:
         """Raises RuntimeFailure if links are to be delegated and there are no delegates."""
         if delegated and not self.has_delegates:
@@ -213,37 +225,56 @@ class TransportChoice:
         """
         if conditions is not None:
             conditions.require_own_queues()
-        made: Transport | None = None
         ahead = clocks_ahead(peers)
-        base: GlooTransport | None = None
-        if self.name == "host" and not self.has_delegates:
-            made = open_shared_memory(peers.here[0], peers.num_ranks, peers.gather, tags, timeout)
-        if made is None and self.name != "delegate":
-            lines = None
-            if self.name == "nccl" and (attempts is None or not attempts.failover.number):
-                lines = _lines(peers.group, timeout, wiring, device)
-                if attempts is not None:
-                    attempts.failover.guard_lines(lines.give_up)
-            group = peers.guard.group if isinstance(peers.guard, GuardedGroup) else peers.group
-            made = base = GlooTransport(group, tags, timeout, lines, attempts is not None, ahead)
-        if self.name == "delegate" or self.has_delegates:
-            delegates = DelegateTransport(
-                peers.here[0],
-                peers.gather,
-                tags,
-                timeout,
-                interfaces=addresses_for(peers.gather(network_name()), self.delegates.interfaces),
-                num_lanes=self.delegates.num,
-                host_memory=self.delegates.host_memory,
-                device=device,
-            )
-            made = delegates if base is None else RoutedTransport(base, delegates)
+        base: WatchedTransport | None = None
+        if self.name == "host":
+            base = open_shared_memory(peers.here[0], peers.num_ranks, peers.gather, tags, timeout)
+        if base is None and self.name != DELEGATES:
+            base = self._over_group(peers, tags, timeout, wiring, device, attempts, ahead)
+        by_group = base is not None and not isinstance(base, SharedMemoryTransport)
+        with ExitStack() as on_failure:
+            if base is not None:
+                on_failure.callback(base.close)
+            made: Transport | None = base
+            if base is None or self.has_delegates:
+                delegates = DelegateTransport(
+                    peers.here[0],
+                    peers.gather,
+                    tags,
+                    timeout,
+                    interfaces=addresses_for(peers.gather(network_name()), self.delegates.interfaces),
+                    num_lanes=self.delegates.num,
+                    host_memory=self.delegates.host_memory,
+                    device=device,
+                    starts=base is None,
+                )
+                made = delegates if base is None else RoutedTransport(base, delegates)
+            on_failure.pop_all()
         assert made is not None
         if attempts is not None:
-            made = GuardedTransport(made, attempts, by_group=base is not None)
+            made = GuardedTransport(made, attempts, by_group)
         if conditions is not None:
             made = ConditionedTransport(made, conditions, ahead, self.depth)
         return made
+
+    def _over_group(
+        self,
+        peers: GroupPeers,
+        tags: Tags,
+        timeout: float,
+        wiring: Wiring,
+        device: torch.device,
+        attempts: Attempts | None,
+        ahead: Sequence[int],
+    ) -> GlooTransport:
+        """One rank's end by a process group, with lines between GPUs if the transport is to have them."""
+        lines = None
+        if self.name == "nccl" and (attempts is None or not attempts.failover.number):
+            lines = _lines(peers.group, timeout, wiring, device, COPY_STREAMS if self.has_delegates else 0)
+            if attempts is not None:
+                attempts.failover.guard_lines(lines.give_up)
+        group = peers.guard.group if isinstance(peers.guard, GuardedGroup) else peers.group
+        return GlooTransport(group, tags, timeout, lines, attempts is not None, ahead)
 
 
 def _parts(transport: Any) -> Iterator[Any]:
@@ -263,10 +294,12 @@ def _delegates_of(transport: Transport | None) -> DelegateTransport | None:
     return None
 
 
-def _lines(group: dist.ProcessGroup, timeout: float, wiring: Wiring, device: torch.device) -> DeviceLines:
+def _lines(
+    group: dist.ProcessGroup, timeout: float, wiring: Wiring, device: torch.device, other_streams: int
+) -> DeviceLines:
     if device.type != "cuda" or not dist.is_nccl_available():
         raise RuntimeFailure(f"transport 'nccl' needs stages on a GPU, they are on {device}; use transport='host'")
     channels = lines_of(wiring)
     for rank in range(dist.get_world_size(group)):  # all of them, so that all are told
-        require_queues(channels, rank)
+        require_queues(channels, rank, other_streams)
     return DeviceLines(group, channels, "nccl", timeout, device, LineStreams(device))

@@ -42,7 +42,7 @@ from penstock.runtime.mesh.collective import WeakGroup, explain
 from penstock.runtime.tensors.message import Edge, Payload
 from penstock.runtime.transport.base import SHORTEST_WAIT, CrossingLog, StepMessages, TransferRecord
 from penstock.runtime.transport.channel import ChannelKey, Tags, why_unexpected
-from penstock.runtime.transport.inbox import THREADS_WAIT, Inbox
+from penstock.runtime.transport.inbox import POLL_S, THREADS_WAIT, Inbox
 from penstock.runtime.transport.nccl import DeviceLines
 from penstock.runtime.transport.wire_format import Packet, Preamble, WireSpec
 
@@ -340,6 +340,17 @@ class GlooTransport:
                 channel = self._incoming[ChannelKey.of(edge)]
                 return self._accept(channel, self._next(channel))
         raise RuntimeFailure(f"{who()}, and no message is due that it could wait for")
+
+    def fileno(self) -> int:
+        """A descriptor that is ready to be read when a step whose arrivals are reported has something to tell."""
+        return self.inbox.fileno()
+
+    def poll(self, who: Callable[[], str]) -> list[Edge] | None:
+        """What ends a wait in such a step: what its threads have reported. None for nothing."""
+        return self.inbox.poll()
+
+    def looks_again_after(self) -> float:
+        return POLL_S
 
     def wake(self) -> None:
         """Ends this rank's wait, or the next one, in a step whose arrivals are reported; any thread may call it."""

@@ -13,25 +13,67 @@ messages came in (none, if it says that a full channel has room again), or raise
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Callable
 from contextlib import suppress
 from queue import Empty, SimpleQueue
+from time import perf_counter_ns
 from typing import Any, Generic, TypeVar
 
-from penstock.runtime.errors import RuntimeFailure
+from penstock.runtime.errors import DeadlineExceeded, RuntimeFailure
 from penstock.runtime.tensors.message import Edge
 from penstock.runtime.transport.base import CrossingLog, StepMessages
 from penstock.runtime.transport.channel import why_unexpected
 
 M = TypeVar("M")
+T = TypeVar("T")
 
 ArrivalEvent = Callable[[], list[Edge]]
 FINELY, BRIEFLY = 0.002, 0.0001
 """Seconds before a given moment from which a rank that polls descriptors sleeps in small pieces, and how long these
 are: the system's poll counts milliseconds."""
+POLL_S = 0.5
+"""Seconds after which a rank that sleeps looks up, even if nothing woke it."""
 THREADS_WAIT = 50
 """How many times as long as the rank a thread waits. The rank may compute for long before it wants the message; when
 it waits, its own deadline counts, and a peer that is gone ends both waits at once."""
+
+
+def sleep_until_found(
+    find: Callable[[], T | None],
+    sleep: Callable[[float], object],
+    timeout: float,
+    who: Callable[[], str],
+    until: int | None = None,
+    look: Callable[[], float] = lambda: POLL_S,
+) -> T | None:
+    """Looks and sleeps in turn until a look finds something. Returns that, or None if `until` came first.
+
+    Args:
+        find: looks; returns None if there is nothing yet.
+        sleep: sleeps for at most so many seconds, less if there may be something to find.
+        timeout: seconds before DeadlineExceeded. who: says in words who waits for what.
+        until: when to return at the latest, in nanoseconds of the monotonic clock.
+        look: how many seconds a sleep lasts at most.
+
+    Raises:
+        DeadlineExceeded: nothing was found in time.
+    """
+    end = time.monotonic() + timeout
+    while (found := find()) is None:
+        left = end - time.monotonic()
+        if left <= 0:
+            raise DeadlineExceeded(f"nothing came in for {timeout:g} s: {who()}")
+        if until is not None:
+            soon = (until - perf_counter_ns()) / 1e9
+            if soon <= 0:
+                return None
+            if soon < FINELY:
+                time.sleep(min(soon, BRIEFLY))
+                continue
+            left = min(left, soon - FINELY / 2)
+        sleep(min(look(), left))
+    return found
 
 
 class Inbox:

@@ -94,12 +94,12 @@ OTHER_STREAMS = 5
 """Streams beside those of the lines: for computing, copies, waits for collectives, receives and reads."""
 
 
-def require_queues(channels: Sequence[NcclChannel], rank: int) -> None:
-    """Raises RuntimeFailure where a rank has more lines than queues of its GPU: the stream that computes could share
-    one with a receive that waits, and stand still behind it.
+def require_queues(channels: Sequence[NcclChannel], rank: int, other_streams: int = 0) -> None:
+    """Raises RuntimeFailure where a rank has more lines and other streams than queues of its GPU: the stream that
+    computes could share one with a receive that waits, and stand still behind it.
     """
     queues = int(os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS", QUEUES))
-    needed = sum(rank in (line.source, line.target) for line in channels) + OTHER_STREAMS
+    needed = sum(rank in (line.source, line.target) for line in channels) + OTHER_STREAMS + other_streams
     if needed > queues:
         raise RuntimeFailure(
             f"transport 'nccl' would use {needed} streams on rank {rank}, a line of its own for each channel among "

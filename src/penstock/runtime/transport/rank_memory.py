@@ -303,6 +303,10 @@ class OwnMemory:
         with suppress(OSError):
             self.memory.map.madvise(MADV_REMOVE, first, last * PAGESIZE - first)
 
+    def fileno(self) -> int:
+        """A descriptor that is ready to be read when a sleep would end."""
+        return self._sleeper.fileno()
+
     def watch(self, process: int) -> None:
         """Lets the end of a process, given as a descriptor, end a sleep."""
         self._sleeper.register(process, select.EPOLLIN)

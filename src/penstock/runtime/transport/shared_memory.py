@@ -24,7 +24,6 @@ two places per rank are enough, and nobody overwrites what another rank still re
 from __future__ import annotations
 
 import os
-import time
 from array import array
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -32,11 +31,11 @@ from contextlib import suppress
 from time import perf_counter_ns
 from typing import Any, NamedTuple
 
-from penstock.runtime.errors import DeadlineExceeded, PeerLost
+from penstock.runtime.errors import PeerLost
 from penstock.runtime.tensors.message import Edge, Payload
 from penstock.runtime.transport.base import StepMessages, TransferRecord
 from penstock.runtime.transport.channel import ChannelKey, Tags
-from penstock.runtime.transport.inbox import BRIEFLY, FINELY, StepInbox
+from penstock.runtime.transport.inbox import POLL_S, StepInbox, sleep_until_found
 from penstock.runtime.transport.rank_memory import (
     ASLEEP,
     NONCE,
@@ -55,8 +54,6 @@ from penstock.runtime.transport.wire_format import ALIGN, SpecCache, WireSpec
 
 TRIMMED = 1 << 16
 """Bytes from which a slot that is no longer used gives its pages back."""
-POLL_S = 0.5
-"""Seconds after which a rank that sleeps looks up, whatever was said."""
 SOON_S = 0.001
 """Seconds after which a rank whose channel was full looks again: those who take messages wake nobody."""
 
@@ -294,61 +291,50 @@ class SharedMemoryTransport:
         Raises:
             DeadlineExceeded, PeerLost: with who waited for what from whom.
         """
-        full = self._full
-        came: list[Edge] = []
-
-        def has_ended() -> bool:
-            came.extend(self.arrivals())
-            return bool(came) or self._woken or (full is not None and full[0].has_room(full[1]))
-
-        def awaits() -> set[int]:
-            return self._inbox.owed() | (set() if full is None else {full[0].target})
-
-        if self._wait(WAITING, has_ended, awaits, who, POLL_S if full is None else SOON_S, until):
-            self._woken = False
-        return came
-
-    def _wait(
-        self,
-        state: int,
-        has_ended: Callable[[], bool],
-        awaits: Callable[[], Iterable[int]],
-        who: Callable[[], str],
-        look: float = POLL_S,
-        until: int | None = None,
-    ) -> bool:
-        """Sleeps until what is waited for is there; False where `until` came first.
-
-        Args:
-            state: what this rank says in its memory meanwhile.
-            awaits: the ranks that it waits for.
-            look: seconds after which it looks up, whatever was said.
-        """
-        asleep, end = self._own.asleep, time.monotonic() + self._timeout
         try:
-            while True:
-                asleep[0] = state
-                fence()
-                if has_ended():
-                    return True
-                if self._gone and (lost := self._gone.intersection(awaits())):
-                    raise PeerLost(
-                        f"rank {self.rank} lost its connection to rank {min(lost)}, whose process has ended: {who()}"
-                    )
-                left = end - time.monotonic()
-                if left <= 0:
-                    raise DeadlineExceeded(f"nothing came in for {self._timeout:g} s: {who()}")
-                if until is not None:
-                    soon = (until - perf_counter_ns()) / 1e9
-                    if soon <= 0:
-                        return False
-                    if soon < FINELY:
-                        time.sleep(min(soon, BRIEFLY))
-                        continue
-                    left = min(left, soon - FINELY / 2)
-                self._sleep(min(look, left))
+            look = self.looks_again_after
+            return sleep_until_found(lambda: self._look(who), self._sleep, self._timeout, who, until, look) or []
         finally:
-            asleep[0] = 0
+            self._own.asleep[0] = 0
+
+    # Watched from outside, by a rank that waits for other things as well.
+
+    def fileno(self) -> int:
+        """A descriptor that is ready to be read when `poll` has something to tell."""
+        return self._own.fileno()
+
+    def poll(self, who: Callable[[], str]) -> list[Edge] | None:
+        """What ends a wait: the edges whose messages came in, perhaps none. None if nothing does: then others make
+        the descriptor ready as soon as something does.
+
+        Raises:
+            PeerLost: a rank that owes a message has ended.
+        """
+        self._sleep(0.0)
+        return self._look(who)
+
+    def looks_again_after(self) -> float:
+        """Seconds after which to poll again though the descriptor is not ready."""
+        return POLL_S if self._full is None else SOON_S
+
+    def _look(self, who: Callable[[], str]) -> list[Edge] | None:
+        """Says in this rank's memory that it sleeps, then looks whether it need not."""
+        full, asleep = self._full, self._own.asleep
+        asleep[0] = WAITING
+        fence()
+        came = self.arrivals()
+        if came or self._woken or (full is not None and full[0].has_room(full[1])):
+            asleep[0], self._woken = 0, False
+            return came
+        if self._gone:
+            self._require_alive(self._inbox.owed() | (set() if full is None else {full[0].target}), who)
+        return None
+
+    def _require_alive(self, ranks: Iterable[int], who: Callable[[], str]) -> None:
+        if lost := self._gone.intersection(ranks):
+            raise PeerLost(
+                f"rank {self.rank} lost its connection to rank {min(lost)}, whose process has ended: {who()}"
+            )
 
     def _sleep(self, seconds: float) -> None:
         """Sleeps until somebody writes to the pipe, or another rank's process ends."""
@@ -393,8 +379,19 @@ class SharedMemoryTransport:
                 "longer timeout; if not, it stands still or was given other batches or calls"
             )
 
+        def look() -> bool | None:
+            self._own.asleep[0] = SUMMING
+            fence()
+            if not (late := missing()):
+                return True
+            self._require_alive(late, who)
+            return None
+
         if missing():
-            self._wait(SUMMING, lambda: not missing(), missing, who)
+            try:
+                sleep_until_found(look, self._sleep, self._timeout, who)
+            finally:
+                self._own.asleep[0] = 0
             fence()
         else:
             for sender in self._senders.values():

@@ -3,8 +3,9 @@
 rank --copies--> slot --SEND 7--> delegate          take <-- slot <--MESSAGE 7-- delegate     by the edge that it
 free <-----ANSWERED 7-----'                         free -----FREE------------>               is about
 
-The process is started before the ranks meet, so that a host that can start none says so before anyone waits. It ends
-when the rank ends, however that ends. If the delegate ends first, the rank sees the end of their pair of sockets.
+Ranks tell each other first where their delegates listen. The sockets that listen are the ranks' own until then, so a
+process may be started long after that, when a link is to be delegated for the first time. It ends when the rank ends,
+however that ends. If the delegate ends first, the rank sees the end of their pair of sockets.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ takes no pages, unless it is pinned."""
 
 
 class DelegateProcess:
-    """A rank's delegate. It starts at once, and carries messages once `meet` was called.
+    """A rank's delegate. It carries messages once both `start` and `meet` were called, in either order.
 
     Args:
         interfaces: local addresses, the preferred one first.
@@ -54,8 +55,12 @@ class DelegateProcess:
         host_memory: bytes that messages on their way out may take, and as many those that came in.
         pinned: whether CUDA is to know the memory.
 
+    Attributes:
+        is_running: whether it carries messages.
+        woken: whether `wake` was called; whoever waits takes that back.
+
     Raises:
-        RuntimeFailure: an address that is not of this host; too few descriptors, processes or memory.
+        RuntimeFailure: an address that is not of this host; too few descriptors.
     """
 
     def __init__(
@@ -66,38 +71,58 @@ class DelegateProcess:
         self._stack = contextlib.ExitStack()
         self._late = bytearray()  # orders for which the line had no room
         self._came = bytearray()
-        self._others: set[int] = set()
-        self.key = 0
-        try:
-            self._begin()
-        except OSError as error:
-            self._stack.close()
-            raise cannot(error, interfaces) from None
+        self.pid = self.key = 0
+        self.peers: list[list[tuple[str, int]]] = []
+        self.is_running = self.woken = False
+        self._failure: RuntimeFailure | None = None
+        with self._closed_on_error():
+            self._listeners = [self._stack.enter_context(listen(0, address)) for address in self._interfaces]
 
-    def _begin(self) -> None:
+    @contextlib.contextmanager
+    def _closed_on_error(self) -> Iterator[None]:
+        """Closes all if the system refuses something: others are then refused, and know that no delegate listens."""
+        try:
+            yield
+        except OSError as error:
+            self.close()
+            self._failure = cannot(error, self._interfaces)
+            raise self._failure from None
+
+    def start(self) -> None:
+        """Starts the process.
+
+        Raises:
+            RuntimeFailure: too few descriptors, processes or memory; or the process ended at once.
+        """
+        if self._failure is not None:
+            raise self._failure
         stack = self._stack
-        self._listeners = [stack.enter_context(listen(0, address)) for address in self._interfaces]
-        self.out_memory = self._memory(self.host_memory)
-        self.in_memory = self._memory((MOST_PINNED if self._pinned else MOST_GRANTED) * self.host_memory)
-        self._waker = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-        stack.callback(os.close, self._waker)
-        self._poll = stack.enter_context(select.epoll())
-        self._line, theirs = socket.socketpair()
-        stack.callback(self._line.close)
-        with theirs:
-            self._poll.register(self._line, select.EPOLLIN)
-            self.also_watch(self._waker)
-            memories = [self.out_memory.descriptor, self.in_memory.descriptor]
-            self._process = subprocess.Popen(
-                [sys.executable, "-I", "-S", "-c", _MAIN, str(theirs.fileno())],
-                pass_fds=[theirs.fileno(), *memories, *(each.fileno() for each in self._listeners)],
-                stdin=subprocess.PIPE,
-                # A group of its own: a signal to the rank's group is not meant for it, and a stopped one is woken and
-                # ended by the kernel when its rank goes.
-                process_group=0,
-            )
+        with self._closed_on_error():
+            self.out_memory = self._memory(self.host_memory)
+            self.in_memory = self._memory((MOST_PINNED if self._pinned else MOST_GRANTED) * self.host_memory)
+            self._waker = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+            stack.callback(os.close, self._waker)
+            self._poll = stack.enter_context(select.epoll())
+            self._line, theirs = socket.socketpair()
+            stack.callback(self._line.close)
+            with theirs:
+                self._poll.register(self._line, select.EPOLLIN)
+                self.also_watch(self._waker)
+                memories = [self.out_memory.descriptor, self.in_memory.descriptor]
+                self._process = subprocess.Popen(
+                    [sys.executable, "-I", "-S", "-c", _MAIN, str(theirs.fileno())],
+                    pass_fds=[theirs.fileno(), *memories, *(each.fileno() for each in self._listeners)],
+                    stdin=subprocess.PIPE,
+                    # A group of its own: a signal to the rank's group is not meant for it, and a stopped one is woken
+                    # and ended by the kernel when its rank goes.
+                    process_group=0,
+                )
         self.pid = self._process.pid
         stack.callback(self._reap)
+        if not self._line.recv(1):
+            raise self._ended()
+        self._line.setblocking(False)
+        self._instruct()
 
     def _memory(self, span: int) -> MappedMemory:
         memory = MappedMemory.make("penstock-messages", span)
@@ -105,18 +130,17 @@ class DelegateProcess:
         return memory
 
     def meet(self, gather: Callable[[Any], list[Any]]) -> None:
-        """Tells every rank where this delegate listens, and the delegate where the others do. All have started then.
-
-        Raises:
-            RuntimeFailure: the delegate did not start.
-        """
-        if not self._line.recv(1):
-            raise self._ended()
-        self._line.setblocking(False)
+        """Tells every rank where this delegate listens, and finds out where the others do."""
         ports = [each.getsockname()[1] for each in self._listeners]
         ends = list(zip(self._interfaces, ports, strict=True))
         gathered = gather((self.rank, secrets.randbits(62), ends))
         self.key, self.peers = gathered[0][1], [each[2] for each in gathered]
+        self._instruct()
+
+    def _instruct(self) -> None:
+        """Gives the process its orders, if it has started and the ranks have met."""
+        if not self.pid or not self.peers:
+            return
         orders = DelegateOrders(
             self.rank,
             os.getpid(),
@@ -133,6 +157,7 @@ class DelegateProcess:
             line.write(orders.to_bytes())
         for each in self._listeners:
             each.close()  # now the delegate alone has them: where it is not, nobody listens
+        self.is_running = True
 
     def pin(self) -> None:
         """Lets CUDA know the memory, where it is to."""
@@ -172,20 +197,16 @@ class DelegateProcess:
     def also_watch(self, descriptor: int) -> None:
         """Lets `wait` end, too, when this descriptor is ready to be read."""
         self._poll.register(descriptor, select.EPOLLIN)
-        self._others.add(descriptor)
 
-    def wait(self, seconds: float) -> bool:
-        """Waits until it says something, at most so long; returns whether `wake` was called, or another descriptor is
-        ready.
-        """
+    def wait(self, seconds: float) -> None:
+        """Sleeps until it says something, `wake` is called, or another descriptor is ready; at most so long."""
         self._poll.modify(self._line, select.EPOLLIN | (select.EPOLLOUT if self._late else 0))
-        ready = {number for number, _ in self._poll.poll(max(0.0, seconds))}
-        if self._waker in ready:
+        if self._waker in (number for number, _ in self._poll.poll(max(0.0, seconds))):
             os.eventfd_read(self._waker)
-        return bool(ready & self._others)
 
     def wake(self) -> None:
         """Ends a wait, or the next one; any thread may call it."""
+        self.woken = True
         os.eventfd_write(self._waker, 1)
 
     def _ended(self) -> RuntimeFailure:

@@ -30,6 +30,8 @@ from penstock.runtime.errors import RuntimeFailure
 from penstock.runtime.tensors.message import Payload
 from penstock.runtime.transport.wire_format import ALIGN, BufferPlace, Packet
 
+COPY_STREAMS = 2
+"""Streams of a GPU that copies have: one for payloads that go out, one for those that come in."""
 PIECE = 1 << 21
 """Bytes of a payload that are copied before the delegate is told of them."""
 

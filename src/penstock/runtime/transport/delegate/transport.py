@@ -22,20 +22,18 @@ import torch
 from penstock.control.events import LinkDown, LinkUp
 from penstock.runtime.errors import DeadlineExceeded, PeerLost, RuntimeFailure
 from penstock.runtime.tensors.message import Edge, Payload
-from penstock.runtime.transport.base import StepMessages, TransferRecord
+from penstock.runtime.transport.base import StepMessages, TransferRecord, WatchedTransport
 from penstock.runtime.transport.channel import ChannelKey, Tags
 from penstock.runtime.transport.delegate.boxes import Counters, DelegateInbox, DelegateProcess, LinkHealth, Outbox
 from penstock.runtime.transport.delegate.carrier.frames import Descriptor, DescriptorKind, spec_room
 from penstock.runtime.transport.delegate.payload_copies import SlotPacket, copying_for
-from penstock.runtime.transport.inbox import BRIEFLY, FINELY
+from penstock.runtime.transport.inbox import POLL_S, sleep_until_found
 from penstock.runtime.transport.wire_format import SpecCache
 
 NUM_LANES = 2
 """TCP connections from a rank to another."""
 HOST_MEMORY = 1 << 30
 """Bytes of messages that may wait on their way out, and as many that came in."""
-POLL_S = 0.5
-"""Seconds after which a wait looks up, whatever was said."""
 LATE_MESSAGES_S = 0.5
 """Seconds that what a lost rank had sent may take to come."""
 FLUSH_S = 10.0
@@ -45,7 +43,7 @@ FLUSH_S = 10.0
 class DelegateTransport:
     """One rank's end of all its links.
 
-    The delegate starts at once, and ends when the rank ends, however it ends.
+    The delegate ends when the rank ends, however it ends.
 
     Args:
         rank: whose end this is.
@@ -56,6 +54,8 @@ class DelegateTransport:
         num_lanes: TCP connections to each other rank, which share the chunks of its messages; the same on all ranks.
         host_memory: bytes that messages may take on their way out, and as many when they came in.
         device: where payloads that came in are to lie.
+        starts: whether the delegate is started here, before the ranks meet, so that a host that can start none says
+            so before anyone waits. If not, `start` or `prepare` starts it.
 
     Raises:
         RuntimeFailure: an interface that is not of this host; too few descriptors or processes.
@@ -72,6 +72,7 @@ class DelegateTransport:
         num_lanes: int = NUM_LANES,
         host_memory: int = HOST_MEMORY,
         device: torch.device | str = "cpu",
+        starts: bool = True,
     ) -> None:
         if not hasattr(os, "eventfd"):
             raise RuntimeFailure("delegates need Linux; use transport='host'")
@@ -81,6 +82,8 @@ class DelegateTransport:
         place = torch.device(device)
         self._delegate = DelegateProcess(rank, interfaces, num_lanes, host_memory, place.type == "cuda")
         try:
+            if starts:
+                self._delegate.start()
             self._delegate.meet(gather)
         except BaseException:
             self._delegate.close()
@@ -94,17 +97,33 @@ class DelegateTransport:
         self._starving = 0
         self._full = self._room = self._failed = self._closed = False
         # One thread of the rank's uses this; another hands over what was copied from a GPU.
-        self._lock = threading.RLock()
+        self._lock, self._starting = threading.RLock(), threading.Lock()
         self._copying = copying_for(place, self._lock)
 
     # Steps.
 
-    def prepare(self, links: Iterable[tuple[int, int]]) -> None:
-        """Connects the delegates of this rank's links (pairs of ranks, in either order) before they are needed."""
-        with self._lock:
+    def start(self) -> None:
+        """Starts the delegate, unless it runs. Any thread may call it; steps by other transports are not held up.
+
+        Raises:
+            RuntimeFailure: too few descriptors, processes or memory.
+        """
+        with self._starting:
+            if self._closed:
+                return
+            if not self._delegate.is_running:
+                self._delegate.start()
             self._delegate.pin()
-            for peer in {a + b - self.rank for a, b in links if self.rank in (a, b)}:
-                self._inbox.connect(peer)
+
+    def prepare(self, links: Iterable[tuple[int, int]]) -> None:
+        """Starts the delegate and connects it over those of these links (pairs of ranks, in either order) that this
+        rank has, before they are needed. Any thread may call it.
+        """
+        if peers := {a + b - self.rank for a, b in links if self.rank in (a, b)}:
+            self.start()
+            with self._lock:
+                for peer in peers:
+                    self._inbox.connect(peer)
 
     def begin(self, step: StepMessages) -> None:
         """Starts a step. `threaded` and `window` make no difference here: all arrivals are told as they come, and
@@ -114,8 +133,9 @@ class DelegateTransport:
             RuntimeFailure: messages came that are not of this step.
         """
         self._signatures = step.signatures
+        if self._delegate.is_running:
+            self.start()  # CUDA may not know its memory yet
         with self._lock:
-            self._delegate.pin()
             self._inbox.begin(step)
             self._listen()  # slots that are free again are used before memory that was never touched
 
@@ -126,9 +146,13 @@ class DelegateTransport:
 
     def close(self) -> None:
         """Waits until what was sent is there, unless a wait failed before, then ends the delegate."""
-        if self._closed:
+        with self._starting:
+            if self._closed:
+                return
+            self._closed = True
+        if not self._delegate.is_running:
+            self._delegate.close()
             return
-        self._closed = True
         end = time.monotonic() + (0.0 if self._failed else min(FLUSH_S, self._timeout))
         try:
             self._copying.flush()
@@ -202,44 +226,54 @@ class DelegateTransport:
             self._listen()
             return self._inbox.arrivals()
 
-    def wait(self, awaited: Sequence[Edge], who: Callable[[], str], until: int | None = None) -> list[Edge]:
+    def wait(
+        self,
+        awaited: Sequence[Edge],
+        who: Callable[[], str],
+        until: int | None = None,
+        beside: WatchedTransport | None = None,
+    ) -> list[Edge]:
         """Waits until a message has come in, until there is room again after a `send` that found none, or until
-        another descriptor that is watched is ready.
+        `wake` was called.
+
+        Args:
+            beside: another transport, whose descriptor was given to `also_watch`. What ends a wait there ends this
+                one.
 
         Raises:
             DeadlineExceeded, PeerLost: with who waited for what from whom.
         """
-        end = time.monotonic() + self._timeout
         lost_since: float | None = None
-        while True:
+
+        def look() -> list[Edge] | None:
+            nonlocal lost_since
             edges = self.arrivals()
-            if edges or (self._full and self._room):
-                self._full = False
-                return edges
+            others = None if beside is None else beside.poll(who)
+            if edges or others is not None or self._delegate.woken or (self._full and self._room):
+                self._full = self._delegate.woken = False
+                return edges + (others or [])
             now = time.monotonic()
             with self._lock:
                 lost = self._health.gone & (self._inbox.owed() | self._outbox.targets())
                 lost_since = (lost_since or now) if lost else None
                 if lost_since is not None and now - lost_since >= LATE_MESSAGES_S:
-                    self._failed = True
                     raise PeerLost(f"rank {min(lost)} is gone, its process or its delegate has ended: {who()}")
-                if now >= end:
-                    self._failed = True
-                    words = f"nothing came in for {self._timeout:g} s: {who()}{self._health.words()}"
-                    raise DeadlineExceeded(words)
                 if self._starving:  # this rank may stand still for just the message that has no room
                     self._delegate.order(Descriptor(DescriptorKind.GRANT, number=2 * self._starving))
                     self._starving = 0
-            left, soon = min(POLL_S, end - now), FINELY
-            if until is not None:
-                soon = (until - perf_counter_ns()) / 1e9
-                if soon <= 0:
-                    return []
-                left = min(left, soon - FINELY / 2) if soon >= FINELY else 0.0
-            if self._delegate.wait(left):
-                return self.arrivals()
-            if soon < FINELY:
-                time.sleep(min(soon, BRIEFLY))
+            return None
+
+        def seconds() -> float:
+            return POLL_S if beside is None else beside.looks_again_after()
+
+        def who_and_why() -> str:
+            return f"{who()}{self._health.words()}"
+
+        try:
+            return sleep_until_found(look, self._delegate.wait, self._timeout, who_and_why, until, seconds) or []
+        except (DeadlineExceeded, PeerLost):
+            self._failed = True
+            raise
 
     def wake(self) -> None:
         """Ends this rank's wait, or the next one; any thread may call it."""
@@ -278,18 +312,20 @@ class DelegateTransport:
             return found
 
     def also_watch(self, descriptor: int) -> None:
-        """Lets `wait` return, too, when this descriptor is ready to be read."""
+        """Lets `wait` look again when this descriptor is ready to be read. The delegate must have started."""
         self._delegate.also_watch(descriptor)
 
     @property
     def pids(self) -> dict[str, int]:
-        """The delegate's process, by name."""
-        return {f"the delegate of rank {self.rank}": self._delegate.pid}
+        """The delegate's process, by name, if it has started."""
+        return {} if not self._delegate.pid else {f"the delegate of rank {self.rank}": self._delegate.pid}
 
     # The delegate.
 
     def _listen(self) -> None:
         """Takes in all that the delegate told."""
+        if not self._delegate.is_running:
+            return
         self._copying.progress()
         self._inbox.take_back()
         for note in self._delegate.notes():
