@@ -11,11 +11,13 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from penstock.runtime.execute.launched_ops import DeviceQueue, WaitingThread
 from penstock.runtime.tensors.message import Payload
+from penstock.runtime.transport import choose, nccl
 
 
 class LateMark:
@@ -182,3 +184,19 @@ class LateMessage:
         self._lines.num_waits += 1
         if self._error is not None:
             raise self._error
+
+
+def stand_in_for_nccl() -> list[LateLines]:
+    """Lets transport "nccl" run in this process without a GPU: its lines go over gloo, as late as NCCL's. Returns the
+    lines of each pipeline that is made from now on.
+    """
+    made: list[LateLines] = []
+
+    def lines_over_gloo(group: Any, timeout: float, wiring: Any, device: torch.device, *_: int) -> nccl.DeviceLines:
+        lines = LateLines()
+        made.append(lines)
+        nccl.dist = lines  # type: ignore[assignment]
+        return nccl.DeviceLines(group, nccl.lines_of(wiring), "gloo", timeout, device, lines)
+
+    choose._lines = lines_over_gloo
+    return made

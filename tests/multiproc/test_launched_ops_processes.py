@@ -10,10 +10,9 @@ import torch.distributed as dist
 from torch import nn
 
 import penstock as ps
-from device_queues import LateLines, LateQueue
+from device_queues import LateQueue, stand_in_for_nccl
 from packed import packed
 from penstock.runtime.execute import torch_backend
-from penstock.runtime.transport import choose, nccl
 from penstock.runtime.transport.gloo import GlooTransport
 from plain_loop import plain_step
 from processes import run_ranks
@@ -53,19 +52,9 @@ def late_queue(device: torch.device) -> LateQueue:
     return LateQueue(watches=True)
 
 
-made: list[LateLines] = []
-
-
-def late_lines(group: Any, timeout: float, wiring: Any, device: torch.device, *_: int) -> nccl.DeviceLines:
-    lines = LateLines()
-    made.append(lines)
-    nccl.dist = lines  # type: ignore[assignment]
-    return nccl.DeviceLines(group, nccl.lines_of(wiring), "gloo", timeout, device, lines)
-
-
 def train(rank: int) -> list[tuple[dict[str, Any], int, int]]:
     torch_backend.queue_of = late_queue
-    choose._lines = late_lines
+    made = stand_in_for_nccl()
     found = []
     for name, options in CASES:
         model, schedule = build_model(), ps.build(name, 2, 8)
@@ -108,7 +97,7 @@ MESHES = (
 def train_in_a_mesh(rank: int) -> tuple[list[float], list[int]]:
     """Replicas, whose gradients are summed by asynchronous ops; and shards, whose collectives the host waits for."""
     torch_backend.queue_of = late_queue
-    choose._lines = late_lines
+    stand_in_for_nccl()
     losses, most = [], []
     for shape, sharding, transport in MESHES:
         mesh = dist.device_mesh.init_device_mesh("cpu", shape, mesh_dim_names=("pp", "dp", "tp"))

@@ -56,7 +56,6 @@ CASES: dict[str, list[dict[str, Any]]] = {
     "`--in-process` and `--dp` with `--adapt`": [TWO | {"adapt": True}],
     "`--in-process` and `--dp` with an asynchronous schedule": [TWO | AMDP],
     "`--in-process` and `--dp` with a schedule file": [TWO | {"schedule": "mine.json"}],
-    "`--adapt` with `--transport nccl`": [{"adapt": True, "transport": "nccl"}],
     "`--delegates` or `--interfaces` without `--adapt` and without `--transport delegate`": [
         {"delegates": 2},
         {"interfaces": "lo"},

@@ -126,11 +126,6 @@ class RunSettings:
         for name in ("store", "host_memory"):
             if getattr(self, name) is not None and not self.adapt:
                 raise SettingsError(f"{name} is for a run that adapts; add --adapt")
-        if self.adapt and self.transport == "nccl":
-            raise SettingsError(
-                "changing a plan between GPUs that send to each other has never been tried; leave out --adapt, or "
-                "give another transport than nccl"
-            )
         if self.store is not None and STORES.fullmatch(self.store) is None:
             from penstock.runtime.adapt.store import without_password  # here, for it imports torch
 

@@ -1,0 +1,125 @@
+"""Lines between ranks move to delegates and back while a model trains, whatever else carries messages.
+
+NCCL's lines have a stand-in over gloo (see `device_queues`). No test asserts a time.
+"""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch import nn
+
+import penstock as ps
+from device_queues import LateLines, stand_in_for_nccl
+from plain_loop import plain_step
+from processes import run_ranks
+from waiting import PATIENCE
+
+pytestmark = pytest.mark.multiproc
+
+NUM_RANKS, NUM_MICROBATCHES = 3, 4
+ROUTES: list[tuple[tuple[int, int], ...]] = [(), ((0, 1),), ((0, 1), (1, 2)), ((1, 2),), (), ((0, 1),), ()]
+"""Which links delegates carry in each step."""
+LATE = ps.Links({(0, 1): "latency:4ms"})
+DELEGATES = ps.runtime.DelegateOptions()
+
+
+class Trained(NamedTuple):
+    """What a rank has seen.
+
+    Attributes:
+        same: whether each loss, and each parameter in the end, has the plain loop's bits.
+        received: in each step the messages that came by lines of NCCL's stand-in, and by the delegate.
+        started: in each step whether the delegate ran when it began.
+        memory: whether ranks sum in shared memory.
+    """
+
+    same: list[bool]
+    received: list[tuple[int, int]]
+    started: list[bool]
+    memory: bool
+
+
+def model() -> list[nn.Module]:
+    torch.manual_seed(5)
+    return [nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Dropout(0.2)) for _ in range(NUM_RANKS)]
+
+
+def train(rank: int, options: ps.TransportOptions, dispatch: str) -> Trained:
+    made: list[LateLines] = stand_in_for_nccl()
+    stages = model()
+    plain = copy.deepcopy(stages)
+    plain_optimizer = torch.optim.SGD(nn.ModuleList(plain).parameters(), lr=0.1)
+    same, received, started = [], [], []
+    with ps.Pipeline(
+        stages,
+        ps.build("1f1b", NUM_RANKS, NUM_MICROBATCHES),
+        loss_fn=nn.MSELoss(),
+        optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.1),
+        dispatch=dispatch,
+        timeout=PATIENCE,
+        transport=options,
+    ) as pipe:
+        choice, transport = pipe._local.choice, pipe._local.transport
+        before = (0, 0)
+        for number, delegated in enumerate(ROUTES, start=1):
+            started.append(bool(delegates_of(transport).pids))
+            pipe.reconfigure(replace(pipe.configuration, delegated=delegated))
+            torch.manual_seed(number)
+            x = torch.randn(9 + number % 3, 8)  # shapes change while a line rests, too
+            want = plain_step(plain, x, x.cos(), NUM_MICROBATCHES, nn.MSELoss(), step=number)
+            plain_optimizer.step()
+            plain_optimizer.zero_grad()
+            same.append(torch.equal(want, pipe.step(x, x.cos()).loss))
+            counters = choice.seen(transport)[1]
+            assert counters is not None
+            now = sum(lines.num_receives for lines in made), counters["messages"]
+            received.append((now[0] - before[0], now[1] - before[1]))
+            before = now
+        theirs = dict(nn.ModuleList(plain).named_parameters())
+        same += [torch.equal(parameter, theirs[name]) for name, parameter in pipe.named_parameters()]
+        return Trained(same, received, started, choice.memory_of(transport) is not None)
+
+
+def delegates_of(transport: Any) -> Any:
+    while not hasattr(transport, "delegates"):
+        transport = transport.inner
+    return transport.delegates
+
+
+def expected(rank: int, delegated: tuple[tuple[int, int], ...]) -> tuple[int, int]:
+    """How many messages of a step come to a rank by its fast path, and by its delegate."""
+    peers = [peer for peer in (rank - 1, rank + 1) if 0 <= peer < NUM_RANKS]
+    slow = sum((min(rank, peer), max(rank, peer)) in delegated for peer in peers)
+    return NUM_MICROBATCHES * (len(peers) - slow), NUM_MICROBATCHES * slow
+
+
+CASES = [
+    ("nccl", "dynamic", LATE),
+    ("nccl", "frozen", None),
+    ("host", "frozen", None),
+    ("host", "dynamic", LATE),
+    pytest.param("gloo", "frozen", LATE, marks=pytest.mark.nightly),
+]
+
+
+@pytest.mark.parametrize(("name", "dispatch", "links"), CASES)
+def test_lines_of_nccl_and_of_shared_memory_never_moved_to_delegates(
+    name: str, dispatch: str, links: ps.Links | None
+) -> None:
+    """Delegated links were refused over NCCL, and "host" gave up shared memory as soon as links might be delegated."""
+    options = ps.TransportOptions(name, delegates=DELEGATES, links=links)
+    outcomes = run_ranks(NUM_RANKS, train, options, dispatch)
+    assert [o.code for o in outcomes] == [0] * NUM_RANKS, "\n".join(o.text for o in outcomes)
+    for rank, trained in enumerate(o.value for o in outcomes):
+        assert all(trained.same)
+        assert len(trained.same) == len(ROUTES) + 2
+        want = [expected(rank, delegated) for delegated in ROUTES]
+        assert trained.received == [(fast if name == "nccl" else 0, slow) for fast, slow in want]
+        assert trained.memory == (name == "host" and links is None)
+        needed = [bool(slow) for _, slow in want]
+        assert trained.started == [any(needed[:step]) for step in range(len(ROUTES))]
