@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Sequence
-from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -227,29 +226,32 @@ class TransportChoice:
             conditions.require_own_queues()
         ahead = clocks_ahead(peers)
         base: WatchedTransport | None = None
+        by_group = False
         if self.name == "host":
             base = open_shared_memory(peers.here[0], peers.num_ranks, peers.gather, tags, timeout)
         if base is None and self.name != DELEGATES:
-            base = self._over_group(peers, tags, timeout, wiring, device, attempts, ahead)
-        by_group = base is not None and not isinstance(base, SharedMemoryTransport)
-        with ExitStack() as on_failure:
-            if base is not None:
-                on_failure.callback(base.close)
-            made: Transport | None = base
-            if base is None or self.has_delegates:
-                delegates = DelegateTransport(
-                    peers.here[0],
-                    peers.gather,
-                    tags,
-                    timeout,
-                    interfaces=addresses_for(peers.gather(network_name()), self.delegates.interfaces),
-                    num_lanes=self.delegates.num,
-                    host_memory=self.delegates.host_memory,
-                    device=device,
-                    starts=base is None,
-                )
-                made = delegates if base is None else RoutedTransport(base, delegates)
-            on_failure.pop_all()
+            by_group, lines = True, None
+            if self.name == "nccl" and (attempts is None or not attempts.failover.number):
+                lines = _lines(peers.group, timeout, wiring, device, COPY_STREAMS * self.has_delegates)
+                if attempts is not None:
+                    attempts.failover.guard_lines(lines.give_up)
+            group = peers.guard.group if isinstance(peers.guard, GuardedGroup) else peers.group
+            base = GlooTransport(group, tags, timeout, lines, attempts is not None, ahead)
+        made: Transport | None = base
+        if base is None or self.has_delegates:
+            options, names = self.delegates, peers.gather(network_name())
+            delegates = DelegateTransport(
+                peers.here[0],
+                peers.gather,
+                tags,
+                timeout,
+                addresses_for(names, options.interfaces),
+                options.num,
+                options.host_memory,
+                device,
+                starts=base is None,
+            )
+            made = delegates if base is None else RoutedTransport(base, delegates)
         assert made is not None
         if attempts is not None:
             made = GuardedTransport(made, attempts, by_group)
@@ -257,28 +259,9 @@ class TransportChoice:
             made = ConditionedTransport(made, conditions, ahead, self.depth)
         return made
 
-    def _over_group(
-        self,
-        peers: GroupPeers,
-        tags: Tags,
-        timeout: float,
-        wiring: Wiring,
-        device: torch.device,
-        attempts: Attempts | None,
-        ahead: Sequence[int],
-    ) -> GlooTransport:
-        """One rank's end by a process group, with lines between GPUs if the transport is to have them."""
-        lines = None
-        if self.name == "nccl" and (attempts is None or not attempts.failover.number):
-            lines = _lines(peers.group, timeout, wiring, device, COPY_STREAMS if self.has_delegates else 0)
-            if attempts is not None:
-                attempts.failover.guard_lines(lines.give_up)
-        group = peers.guard.group if isinstance(peers.guard, GuardedGroup) else peers.group
-        return GlooTransport(group, tags, timeout, lines, attempts is not None, ahead)
-
 
 def _parts(transport: Any) -> Iterator[Any]:
-    """A transport, and those that stand behind it, one after the other."""
+    """A transport, and those that stand behind it, one after the other; delegates come last."""
     while transport is not None:
         yield transport
         transport = getattr(transport, "inner", None)
@@ -286,12 +269,7 @@ def _parts(transport: Any) -> Iterator[Any]:
 
 def _delegates_of(transport: Transport | None) -> DelegateTransport | None:
     """The delegates of a rank, those of single links among them."""
-    for part in _parts(transport):
-        if isinstance(part, RoutedTransport):
-            return part.delegates
-        if isinstance(part, DelegateTransport):
-            return part
-    return None
+    return next((part for part in _parts(transport) if isinstance(part, DelegateTransport)), None)
 
 
 def _lines(

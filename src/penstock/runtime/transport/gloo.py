@@ -29,7 +29,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import partial
-from queue import Empty
 from time import perf_counter_ns
 from typing import Any, NamedTuple
 
@@ -328,13 +327,7 @@ class GlooTransport:
             DeadlineExceeded, PeerLost: with who waited for what from whom.
         """
         if self._threaded:
-            left = self._timeout if until is None else max(0.0, (until - perf_counter_ns()) / 1e9)
-            try:
-                return self.inbox.wait(min(left, self._timeout))
-            except Empty:
-                if left < self._timeout:
-                    return []
-                raise DeadlineExceeded(f"nothing came in for {self._timeout:g} s: {who()}") from None
+            return self.inbox.wait(self._timeout, who, until)
         for edge in awaited:
             if edge not in self._ready:
                 channel = self._incoming[ChannelKey.of(edge)]

@@ -76,6 +76,23 @@ def sleep_until_found(
     return found
 
 
+def get_until(
+    queue: SimpleQueue[T], absent: T, timeout: float, who: Callable[[], str], until: int | None = None
+) -> T:
+    """The next entry of a queue, or `absent` if `until` comes first. Arguments as in `sleep_until_found`.
+
+    Raises:
+        DeadlineExceeded: none came in time.
+    """
+    left = timeout if until is None else min(timeout, max(0.0, (until - perf_counter_ns()) / 1e9))
+    try:
+        return queue.get(timeout=left)
+    except Empty:
+        if left < timeout:
+            return absent
+        raise DeadlineExceeded(f"nothing came in for {timeout:g} s: {who()}") from None
+
+
 class Inbox:
     """Events of one rank. `put` and `fail` may be called from any thread, the rest from the rank's own."""
 
@@ -117,13 +134,13 @@ class Inbox:
                 self.fail(error)
                 return edges
 
-    def wait(self, timeout: float) -> list[Edge]:
-        """Takes the next event; the edges that it brought, perhaps none.
+    def wait(self, timeout: float, who: Callable[[], str], until: int | None = None) -> list[Edge]:
+        """Takes the next event; the edges that it brought, perhaps none. Returns none at `until`, either.
 
         Raises:
-            queue.Empty: nothing happened for `timeout` seconds.
+            DeadlineExceeded: nothing happened for `timeout` seconds.
         """
-        return self._events.get(timeout=timeout)()
+        return get_until(self._events, list, timeout, who, until)()
 
     def fileno(self) -> int:
         """A descriptor (of Linux) that is ready to be read when something happened, until `poll` was called."""

@@ -148,6 +148,7 @@ class ConditionedTransport:
         hands_over: bool = False,
     ) -> None:
         self.inner, self.rank = inner, inner.rank
+        self.end, self.close = inner.end, inner.close
         self._conditions, self._ahead, self._hands_over = conditions, ahead, hands_over
         self._depth = depth
         self._unbounded: set[int] = set()
@@ -169,12 +170,6 @@ class ConditionedTransport:
     def begin(self, step: StepMessages) -> None:
         self._full = self._refused = None
         self.inner.begin(replace(step, threaded=True))
-
-    def end(self) -> None:
-        self.inner.end()
-
-    def close(self) -> None:
-        self.inner.close()
 
     def send(self, edge: Edge, target: int, payload: Payload) -> bool:
         """Sends. Returns False if the channel is full, or if the transport that carries has no room. In that case the

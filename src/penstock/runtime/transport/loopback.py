@@ -7,12 +7,12 @@ thread, what drives them waits (see `run_local`).
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from queue import Empty, SimpleQueue
-from time import perf_counter_ns
+from queue import SimpleQueue
 
-from penstock.runtime.errors import DeadlineExceeded, PeerLost
+from penstock.runtime.errors import PeerLost
 from penstock.runtime.tensors.message import Edge, Payload
 from penstock.runtime.transport.base import StepMessages, TransferRecord, Transport
+from penstock.runtime.transport.inbox import get_until
 from penstock.runtime.transport.link_conditions import ConditionedTransport, Conditions
 
 
@@ -88,17 +88,10 @@ class LoopbackTransport:
         return [edge]
 
     def wait(self, awaited: Sequence[Edge], who: Callable[[], str], until: int | None = None) -> list[Edge]:
-        box, left = self._own, self._timeout
-        if until is not None:
-            left = min(left, max(0.0, (until - perf_counter_ns()) / 1e9))
+        box = self._own
         if box.lost is not None and box.waiting.empty():
             box.wake()
-        try:
-            message = box.waiting.get(timeout=left)
-        except Empty:
-            if left < self._timeout:
-                return []
-            raise DeadlineExceeded(f"nothing came in for {self._timeout:g} s: {who()}") from None
+        message = get_until(box.waiting, None, self._timeout, who, until)
         if message is None and box.lost is not None:
             raise PeerLost(f"rank {box.lost} failed; {who()}")
         return self._came(message)

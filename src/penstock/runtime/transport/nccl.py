@@ -30,6 +30,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
 from typing import Any, NamedTuple
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -173,7 +174,7 @@ class DeviceLines:
         self._posting, self._giving_up = threading.Lock(), threading.Lock()
         self._is_given_up = threading.Event()
         self._under_way: deque[NcclMessageHandle] = deque()
-        with _environment(WITHOUT_WATCHDOG):
+        with patch.dict(os.environ, WITHOUT_WATCHDOG):
             groups = groups_of({line: _ends(line) for line in channels}, group, timeout, backend)
         for line, made in groups.items():
             if made is not None:
@@ -269,21 +270,6 @@ class DeviceLines:
                 each.wait(timedelta(seconds=max(0.0, until - time.monotonic())))
         except RuntimeError:
             self.give_up()
-
-
-@contextmanager
-def _environment(values: dict[str, str]) -> Iterator[None]:
-    """What groups of torch's read where they are made, and the environment as it was afterwards."""
-    before = {name: os.environ.get(name) for name in values}
-    os.environ.update(values)
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            if value is None:
-                del os.environ[name]
-            else:
-                os.environ[name] = value
 
 
 class NcclMessageHandle:

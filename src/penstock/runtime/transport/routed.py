@@ -36,7 +36,8 @@ class RoutedTransport:
 
     def __init__(self, base: WatchedTransport, delegates: DelegateTransport) -> None:
         self.rank = base.rank
-        self.base, self.delegates = base, delegates
+        self.base = base
+        self.inner = self.delegates = delegates
         self._delegated: set[int] = set()
         """Ranks to which the link is delegated."""
         self._by_delegates: set[Edge] = set()

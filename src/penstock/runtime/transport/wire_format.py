@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from functools import cached_property
 from struct import Struct
@@ -267,17 +267,16 @@ class Packet:
     def preamble(self) -> Preamble:
         return Preamble(*_PREAMBLE.unpack_from(self._head))
 
-    def unpack(self) -> Payload:
-        """The payload, copied out: the packet is free again."""
+    def unpack(self, copy: Callable[[Tensor, BufferPlace], Tensor] | None = None) -> Payload:
+        """The payload, copied out: the packet is free again. `copy` copies each leaf from its view, if given."""
         spec = self.spec
-        if self._only is not None:
+        if self._only is not None and copy is None:
             return Payload([self._only.clone()], 0, spec.needs_grad)
-        leaves: list[Tensor | None] = []
-        for view, place in zip(self._views, spec.places, strict=True):
-            if view is None or place is None:
-                leaves.append(None)
-            else:
-                leaves.append(view.clone() if place.is_plain else place.leaf(view))
+        copy = copy or (lambda view, place: place.leaf(view))
+        leaves = [
+            None if view is None or place is None else copy(view, place)
+            for view, place in zip(self._views, spec.places, strict=True)
+        ]
         return Payload(leaves, 0 if spec.skeleton == "0" else json.loads(spec.skeleton), spec.needs_grad)
 
 

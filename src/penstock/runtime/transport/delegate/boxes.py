@@ -47,7 +47,7 @@ takes no pages, unless it is pinned."""
 
 
 class DelegateProcess:
-    """A rank's delegate. It carries messages once both `start` and `meet` were called, in either order.
+    """A rank's delegate. It carries messages once ranks have met and `start` was called.
 
     Args:
         interfaces: local addresses, the preferred one first.
@@ -71,63 +71,13 @@ class DelegateProcess:
         self._stack = contextlib.ExitStack()
         self._late = bytearray()  # orders for which the line had no room
         self._came = bytearray()
-        self.pid = self.key = 0
-        self.peers: list[list[tuple[str, int]]] = []
         self.is_running = self.woken = False
         self._failure: RuntimeFailure | None = None
-        with self._closed_on_error():
-            self._listeners = [self._stack.enter_context(listen(0, address)) for address in self._interfaces]
-
-    @contextlib.contextmanager
-    def _closed_on_error(self) -> Iterator[None]:
-        """Closes all if the system refuses something: others are then refused, and know that no delegate listens."""
         try:
-            yield
+            self._listeners = [self._stack.enter_context(listen(0, address)) for address in self._interfaces]
         except OSError as error:
             self.close()
-            self._failure = cannot(error, self._interfaces)
-            raise self._failure from None
-
-    def start(self) -> None:
-        """Starts the process.
-
-        Raises:
-            RuntimeFailure: too few descriptors, processes or memory; or the process ended at once.
-        """
-        if self._failure is not None:
-            raise self._failure
-        stack = self._stack
-        with self._closed_on_error():
-            self.out_memory = self._memory(self.host_memory)
-            self.in_memory = self._memory((MOST_PINNED if self._pinned else MOST_GRANTED) * self.host_memory)
-            self._waker = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-            stack.callback(os.close, self._waker)
-            self._poll = stack.enter_context(select.epoll())
-            self._line, theirs = socket.socketpair()
-            stack.callback(self._line.close)
-            with theirs:
-                self._poll.register(self._line, select.EPOLLIN)
-                self.also_watch(self._waker)
-                memories = [self.out_memory.descriptor, self.in_memory.descriptor]
-                self._process = subprocess.Popen(
-                    [sys.executable, "-I", "-S", "-c", _MAIN, str(theirs.fileno())],
-                    pass_fds=[theirs.fileno(), *memories, *(each.fileno() for each in self._listeners)],
-                    stdin=subprocess.PIPE,
-                    # A group of its own: a signal to the rank's group is not meant for it, and a stopped one is woken
-                    # and ended by the kernel when its rank goes.
-                    process_group=0,
-                )
-        self.pid = self._process.pid
-        stack.callback(self._reap)
-        if not self._line.recv(1):
-            raise self._ended()
-        self._line.setblocking(False)
-        self._instruct()
-
-    def _memory(self, span: int) -> MappedMemory:
-        memory = MappedMemory.make("penstock-messages", span)
-        self._stack.callback(memory.close)
-        return memory
+            raise cannot(error, interfaces) from None
 
     def meet(self, gather: Callable[[Any], list[Any]]) -> None:
         """Tells every rank where this delegate listens, and finds out where the others do."""
@@ -135,12 +85,25 @@ class DelegateProcess:
         ends = list(zip(self._interfaces, ports, strict=True))
         gathered = gather((self.rank, secrets.randbits(62), ends))
         self.key, self.peers = gathered[0][1], [each[2] for each in gathered]
-        self._instruct()
 
-    def _instruct(self) -> None:
-        """Gives the process its orders, if it has started and the ranks have met."""
-        if not self.pid or not self.peers:
-            return
+    def start(self) -> None:
+        """Starts the process. If it can't, nobody listens any more, so that others who connect learn of it.
+
+        Raises:
+            RuntimeFailure: too few descriptors, processes or memory, now or in an earlier call; CUDA refuses the
+                memory; or the process ended at once.
+        """
+        if self._failure is not None:
+            raise self._failure
+        try:
+            self._begin()
+        except OSError as error:
+            self.close()
+            self._failure = cannot(error, self._interfaces)
+            raise self._failure from None
+        if not self._line.recv(1):
+            raise self._ended()
+        self._line.setblocking(False)
         orders = DelegateOrders(
             self.rank,
             os.getpid(),
@@ -159,12 +122,36 @@ class DelegateProcess:
             each.close()  # now the delegate alone has them: where it is not, nobody listens
         self.is_running = True
 
-    def pin(self) -> None:
-        """Lets CUDA know the memory, where it is to."""
+    def _begin(self) -> None:
+        stack = self._stack
+        self.out_memory = self._memory(self.host_memory)
+        self.in_memory = self._memory((MOST_PINNED if self._pinned else MOST_GRANTED) * self.host_memory)
+        self._waker = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        stack.callback(os.close, self._waker)
+        self._poll = stack.enter_context(select.epoll())
+        self._line, theirs = socket.socketpair()
+        stack.callback(self._line.close)
+        with theirs:
+            self._poll.register(self._line, select.EPOLLIN)
+            self.also_watch(self._waker)
+            memories = [self.out_memory.descriptor, self.in_memory.descriptor]
+            self._process = subprocess.Popen(
+                [sys.executable, "-I", "-S", "-c", _MAIN, str(theirs.fileno())],
+                pass_fds=[theirs.fileno(), *memories, *(each.fileno() for each in self._listeners)],
+                stdin=subprocess.PIPE,
+                # A group of its own: a signal to the rank's group is not meant for it, and a stopped one is woken and
+                # ended by the kernel when its rank goes.
+                process_group=0,
+            )
+        self.pid = self._process.pid
+        stack.callback(self._reap)
+
+    def _memory(self, span: int) -> MappedMemory:
+        memory = MappedMemory.make("penstock-messages", span)
+        self._stack.callback(memory.close)
         if self._pinned:
-            for memory in (self.out_memory, self.in_memory):
-                memory.pin()
-            self._pinned = False
+            memory.pin()
+        return memory
 
     def order(self, descriptor: Descriptor) -> None:
         """Gives it an order, now or when the line has room again."""

@@ -17,7 +17,6 @@ That needs a thread, since nothing else notices that a copy ended while the rank
 
 from __future__ import annotations
 
-import json
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -57,16 +56,7 @@ class SlotPacket(Packet):
 
     def leaves_in_place(self) -> Payload:
         """The payload, where it lies: its leaves keep the memory. Each counts its changes by itself."""
-        return self.unpack_with(lambda view, place: _in_place(view, place).data)
-
-    def unpack_with(self, copy: Callable[[Tensor, BufferPlace], Tensor]) -> Payload:
-        """The payload, each of its leaves copied out by `copy` from its view."""
-        spec = self.spec
-        leaves = [
-            None if view is None or place is None else copy(view, place)
-            for view, place in zip(self._views, spec.places, strict=True)
-        ]
-        return Payload(leaves, json.loads(spec.skeleton), spec.needs_grad)
+        return self.unpack(lambda view, place: _in_place(view, place).data)
 
 
 def _in_place(view: Tensor, place: BufferPlace) -> Tensor:
@@ -165,7 +155,7 @@ class GpuPayloadCopier(PayloadCopier):
     def unpack(self, packet: SlotPacket, unpacked: Callable[[], None]) -> Payload:
         current = torch.cuda.current_stream(self._device)
         with torch.cuda.stream(self._inward):
-            payload = packet.unpack_with(self._to_device)
+            payload = packet.unpack(self._to_device)
             event = torch.cuda.Event()
             event.record(self._inward)
         current.wait_event(event)

@@ -54,8 +54,7 @@ class DelegateTransport:
         num_lanes: TCP connections to each other rank, which share the chunks of its messages; the same on all ranks.
         host_memory: bytes that messages may take on their way out, and as many when they came in.
         device: where payloads that came in are to lie.
-        starts: whether the delegate is started here, before the ranks meet, so that a host that can start none says
-            so before anyone waits. If not, `start` or `prepare` starts it.
+        starts: whether the delegate is started here. If not, `start` or `prepare` starts it.
 
     Raises:
         RuntimeFailure: an interface that is not of this host; too few descriptors or processes.
@@ -67,7 +66,6 @@ class DelegateTransport:
         gather: Callable[[Any], list[Any]],
         tags: Tags,
         timeout: float,
-        *,
         interfaces: Sequence[str] = ("127.0.0.1",),
         num_lanes: int = NUM_LANES,
         host_memory: int = HOST_MEMORY,
@@ -82,9 +80,9 @@ class DelegateTransport:
         place = torch.device(device)
         self._delegate = DelegateProcess(rank, interfaces, num_lanes, host_memory, place.type == "cuda")
         try:
+            self._delegate.meet(gather)
             if starts:
                 self._delegate.start()
-            self._delegate.meet(gather)
         except BaseException:
             self._delegate.close()
             raise
@@ -113,7 +111,6 @@ class DelegateTransport:
                 return
             if not self._delegate.is_running:
                 self._delegate.start()
-            self._delegate.pin()
 
     def prepare(self, links: Iterable[tuple[int, int]]) -> None:
         """Starts the delegate and connects it over those of these links (pairs of ranks, in either order) that this
@@ -133,8 +130,6 @@ class DelegateTransport:
             RuntimeFailure: messages came that are not of this step.
         """
         self._signatures = step.signatures
-        if self._delegate.is_running:
-            self.start()  # CUDA may not know its memory yet
         with self._lock:
             self._inbox.begin(step)
             self._listen()  # slots that are free again are used before memory that was never touched
@@ -318,7 +313,7 @@ class DelegateTransport:
     @property
     def pids(self) -> dict[str, int]:
         """The delegate's process, by name, if it has started."""
-        return {} if not self._delegate.pid else {f"the delegate of rank {self.rank}": self._delegate.pid}
+        return {} if not self._delegate.is_running else {f"the delegate of rank {self.rank}": self._delegate.pid}
 
     # The delegate.
 
