@@ -217,7 +217,6 @@ def cramped(rank: int, gather: Any) -> tuple[str, int]:
     resource.setrlimit(resource.RLIMIT_NOFILE, (before + 4, before + 4))
     chain = Chain(2, 1)
     try:
-        # Every rank must fail before it meets the others: nobody is left waiting here.
         DelegateTransport(rank, gather, chain.tags, PATIENCE)
     except RuntimeFailure as error:
         return str(error), len(os.listdir("/proc/self/fd")) - before

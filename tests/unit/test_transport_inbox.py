@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import select
 import threading
-from queue import Empty
 
 import pytest
 
-from penstock.runtime.errors import PeerLost
+from penstock.runtime.errors import DeadlineExceeded, PeerLost
 from penstock.runtime.tensors.message import Edge
 from penstock.runtime.transport.inbox import Inbox
 from penstock.schedule import Op
@@ -31,8 +30,8 @@ def test_room_that_brings_no_message_is_told_from_nothing() -> None:
     inbox.put(lambda: [EDGE])
     inbox.put(list)
     assert inbox.poll() == [EDGE]
-    with pytest.raises(Empty):
-        inbox.wait(0.01)
+    with pytest.raises(DeadlineExceeded):
+        inbox.wait(0.01, lambda: "")
 
 
 def test_the_descriptor_is_ready_from_an_event_to_the_next_poll() -> None:
@@ -43,7 +42,7 @@ def test_the_descriptor_is_ready_from_an_event_to_the_next_poll() -> None:
     assert not is_ready(inbox)
     threading.Thread(target=inbox.put, args=(list,)).start()
     assert select.select([inbox.fileno()], [], [], PATIENCE)[0]
-    assert inbox.wait(PATIENCE) == []
+    assert inbox.wait(PATIENCE, lambda: "") == []
     assert is_ready(inbox), "an event that was waited for leaves it ready: once too often is no harm"
     assert inbox.poll() is None
     inbox.close()
@@ -54,6 +53,6 @@ def test_an_error_is_raised_in_its_turn() -> None:
     inbox = Inbox()
     inbox.put(lambda: [EDGE])
     inbox.fail(PeerLost("rank 1 is gone"))
-    assert inbox.wait(1.0) == [EDGE]
+    assert inbox.wait(1.0, lambda: "") == [EDGE]
     with pytest.raises(PeerLost, match="rank 1 is gone"):
         inbox.poll()

@@ -637,11 +637,7 @@ class Pipeline:
 
     @while_open
     def load(
-        self,
-        directory: str | Path,
-        *,
-        stateful: Mapping[str, Stateful] | None = None,
-        fallback: bool = False,
+        self, directory: str | Path, *, stateful: Mapping[str, Stateful] | None = None, fallback: bool = False
     ) -> dict[str, Any]:
         """Loads a checkpoint, or the newest one in a folder, written under any schedule and number of ranks.
 

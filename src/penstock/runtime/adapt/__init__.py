@@ -16,13 +16,4 @@ from penstock.runtime.adapt.coordinator import RunSetting
 from penstock.runtime.adapt.options import AdaptOptions
 from penstock.runtime.adapt.report import MeasuredStep
 
-__all__ = [
-    "AdaptOptions",
-    "Agent",
-    "MeasuredStep",
-    "NodeProbes",
-    "PreparedPlan",
-    "RunSetting",
-    "Vote",
-    "start_agent",
-]
+__all__ = ["AdaptOptions", "Agent", "MeasuredStep", "NodeProbes", "PreparedPlan", "RunSetting", "Vote", "start_agent"]

@@ -24,13 +24,7 @@ plain backward, as long as I and W each run in microbatch order. Weights in part
 wait too (`compiled`). For them, give the tape the report's `shared`, as the runtime does.
 """
 
-from penstock.runtime.split_backward.prepared import (
-    SplitReport,
-    is_compiled,
-    prepare,
-    unprepare,
-    unrecorded,
-)
+from penstock.runtime.split_backward.prepared import SplitReport, is_compiled, prepare, unprepare, unrecorded
 from penstock.runtime.split_backward.stage import DeferredShare, SplitError, SplitStage
 from penstock.runtime.split_backward.tape import Tape
 
