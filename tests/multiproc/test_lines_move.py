@@ -111,7 +111,7 @@ CASES = [
 def test_lines_of_nccl_and_of_shared_memory_never_moved_to_delegates(
     name: str, dispatch: str, links: ps.Links | None
 ) -> None:
-    """Delegated links were refused over NCCL, and "host" gave up shared memory as soon as links might be delegated."""
+    """Delegated links were refused over NCCL, and "host" lost shared memory as soon as links might be delegated."""
     options = ps.TransportOptions(name, delegates=DELEGATES, links=links)
     outcomes = run_ranks(NUM_RANKS, train, options, dispatch)
     assert [o.code for o in outcomes] == [0] * NUM_RANKS, "\n".join(o.text for o in outcomes)

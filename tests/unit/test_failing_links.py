@@ -17,6 +17,7 @@ from penstock.runtime.errors import DeadlineExceeded, LinkLost, PeerLost
 from penstock.runtime.tensors.message import Edge, Payload
 from penstock.runtime.transport import choose
 from penstock.runtime.transport.channel import Tags
+from penstock.runtime.transport.delegate import DelegateTransport
 from penstock.runtime.transport.repeat import MOST_ATTEMPTS, Attempts, GuardedGroup, GuardedTransport
 from penstock.runtime.transport.wiring import wire
 from penstock.schedule import Op
@@ -240,7 +241,8 @@ def test_lines_between_gpus_are_guarded_by_what_changes_over(monkeypatch: pytest
 
 def test_notices_of_delegates_of_single_links_were_told_to_nobody() -> None:
     said = ["messages of rank 0 to rank 1 go from the second interface"]
-    delegates: Any = SimpleNamespace(notices=said)
+    delegates = DelegateTransport.__new__(DelegateTransport)
+    delegates.notices = said
     base: Any = SimpleNamespace(rank=0)
     choice = choose.TransportChoice(ps.TransportOptions())
     assert choice.notices(choose.RoutedTransport(base, delegates)) == delegates.notices

@@ -160,7 +160,6 @@ WHY = dict(
             "measures links between processes",
             "the updates of amdp",
             "mine.json is for those of one",
-            "never been tried",
             "for --transport delegate or --adapt",
             "a run that adapts",
             "--lora is for Hugging Face models",

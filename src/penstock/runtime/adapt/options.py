@@ -36,7 +36,7 @@ class AdaptOptions:
             in `costs` go before it.
         dispatches: the dispatches that may be chosen. Hinted dispatch is chosen only if it is listed here.
         may_replan: whether the order of ops may change.
-        may_delegate: whether slow links may be given to delegates. The transport must have delegates.
+        may_delegate: whether slow links may be given to delegates. With `transport="delegate"` all of them are.
         may_move: whether nodes of a mesh with replicas may change places if links between them are late. Stages and
             optimizer must then be given as functions, which are called again.
         ring: how the rings that add up gradients move bytes. The cost of a late link in a ring is predicted with it.
