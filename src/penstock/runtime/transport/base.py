@@ -153,24 +153,3 @@ class Transport(Protocol):
 
     def close(self) -> None:
         """Releases everything that it holds."""
-
-
-class WatchedTransport(Transport, Protocol):
-    """A transport that can be waited for together with something else, by one rank in one place."""
-
-    def fileno(self) -> int:
-        """A descriptor that is ready to be read when `poll` may have something to tell."""
-
-    def poll(self, who: Callable[[], str]) -> list[Edge] | None:
-        """What ends a wait: the edges whose messages came in, perhaps none (room in a channel, a call of `wake`).
-        None if nothing does.
-
-        Args:
-            who: says in words who waits for what.
-
-        Raises:
-            PeerLost: the error says who waited for what, and from whom.
-        """
-
-    def looks_again_after(self) -> float:
-        """Seconds after which to poll again though the descriptor is not ready."""

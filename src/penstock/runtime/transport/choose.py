@@ -14,7 +14,7 @@ from penstock.cost import Links
 from penstock.runtime.errors import RuntimeFailure, is_count, require_value
 from penstock.runtime.mesh.interfaces import addresses_for, network_name
 from penstock.runtime.mesh.peers import GroupPeers
-from penstock.runtime.transport.base import Transport, WatchedTransport
+from penstock.runtime.transport.base import Transport
 from penstock.runtime.transport.channel import Tags
 from penstock.runtime.transport.delegate import DelegateTransport
 from penstock.runtime.transport.delegate.payload_copies import COPY_STREAMS
@@ -225,7 +225,7 @@ class TransportChoice:
         if conditions is not None:
             conditions.require_own_queues()
         ahead = clocks_ahead(peers)
-        base: WatchedTransport | None = None
+        base: GlooTransport | SharedMemoryTransport | None = None
         by_group = False
         if self.name == "host":
             base = open_shared_memory(peers.here[0], peers.num_ranks, peers.gather, tags, timeout)
@@ -272,12 +272,10 @@ def _delegates_of(transport: Transport | None) -> DelegateTransport | None:
     return next((part for part in _parts(transport) if isinstance(part, DelegateTransport)), None)
 
 
-def _lines(
-    group: dist.ProcessGroup, timeout: float, wiring: Wiring, device: torch.device, other_streams: int
-) -> DeviceLines:
+def _lines(group: dist.ProcessGroup, timeout: float, wiring: Wiring, device: torch.device, extra: int) -> DeviceLines:
     if device.type != "cuda" or not dist.is_nccl_available():
         raise RuntimeFailure(f"transport 'nccl' needs stages on a GPU, they are on {device}; use transport='host'")
     channels = lines_of(wiring)
     for rank in range(dist.get_world_size(group)):  # all of them, so that all are told
-        require_queues(channels, rank, other_streams)
+        require_queues(channels, rank, extra)
     return DeviceLines(group, channels, "nccl", timeout, device, LineStreams(device))

@@ -175,6 +175,7 @@ class GlooTransport:
         self._lines, self._keeps, self._ahead = lines, keeps, ahead
         self.rank = group.rank()
         self.inbox = Inbox()
+        self.fileno = self.inbox.fileno
         self._arrival_timeout = timeout
         self._threaded = False
         self._window: Mapping[int, int] = {}
@@ -333,10 +334,6 @@ class GlooTransport:
                 channel = self._incoming[ChannelKey.of(edge)]
                 return self._accept(channel, self._next(channel))
         raise RuntimeFailure(f"{who()}, and no message is due that it could wait for")
-
-    def fileno(self) -> int:
-        """A descriptor that is ready to be read when a step whose arrivals are reported has something to tell."""
-        return self.inbox.fileno()
 
     def poll(self, who: Callable[[], str]) -> list[Edge] | None:
         """What ends a wait in such a step: what its threads have reported. None for nothing."""

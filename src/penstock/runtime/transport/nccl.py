@@ -103,10 +103,9 @@ def require_queues(channels: Sequence[NcclChannel], rank: int, other_streams: in
     needed = sum(rank in (line.source, line.target) for line in channels) + OTHER_STREAMS + other_streams
     if needed > queues:
         raise RuntimeFailure(
-            f"transport 'nccl' would use {needed} streams on rank {rank}, a line of its own for each channel among "
-            f"them, and CUDA_DEVICE_MAX_CONNECTIONS gives its GPU {queues} queues of work: what computes could wait "
-            f"behind a message; set CUDA_DEVICE_MAX_CONNECTIONS={MOST_QUEUES} before the program starts, or use "
-            "transport='host' or a schedule with fewer stages per rank"
+            f"transport 'nccl' would use {needed} streams on rank {rank}, and its GPU has {queues} queues of work, so "
+            f"an op could wait behind a message; set CUDA_DEVICE_MAX_CONNECTIONS={MOST_QUEUES} before the program "
+            "starts, or use transport='host' or a schedule with fewer stages per rank"
         )
 
 

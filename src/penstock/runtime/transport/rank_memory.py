@@ -265,6 +265,7 @@ class OwnMemory:
         num_words = HEAD + num_ranks * (ENTRIES + RING) + 2 * PLACE
         self.used = -(-num_words * WORD // PAGESIZE) * PAGESIZE
         self._sleeper = select.epoll()
+        self.fileno = self._sleeper.fileno
         span = self.used + (span or 2 * os.sysconf("SC_PHYS_PAGES") * PAGESIZE)
         self.memory = PeerMemory.make("penstock-shared", span)
         try:
@@ -302,10 +303,6 @@ class OwnMemory:
         first, last = -(-slot.offset // PAGESIZE) * PAGESIZE, (slot.offset + slot.capacity) // PAGESIZE
         with suppress(OSError):
             self.memory.map.madvise(MADV_REMOVE, first, last * PAGESIZE - first)
-
-    def fileno(self) -> int:
-        """A descriptor that is ready to be read when a sleep would end."""
-        return self._sleeper.fileno()
 
     def watch(self, process: int) -> None:
         """Lets the end of a process, given as a descriptor, end a sleep."""

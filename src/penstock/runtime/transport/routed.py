@@ -20,8 +20,10 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 
 from penstock.runtime.tensors.message import Edge, Payload
-from penstock.runtime.transport.base import StepMessages, TransferRecord, Transport, WatchedTransport
+from penstock.runtime.transport.base import StepMessages, TransferRecord, Transport
 from penstock.runtime.transport.delegate.transport import DelegateTransport
+from penstock.runtime.transport.gloo import GlooTransport
+from penstock.runtime.transport.shared_memory import SharedMemoryTransport
 
 
 class RoutedTransport:
@@ -34,14 +36,13 @@ class RoutedTransport:
         delegates: carries theirs.
     """
 
-    def __init__(self, base: WatchedTransport, delegates: DelegateTransport) -> None:
+    def __init__(self, base: GlooTransport | SharedMemoryTransport, delegates: DelegateTransport) -> None:
         self.rank = base.rank
         self.base = base
         self.inner = self.delegates = delegates
         self._delegated: set[int] = set()
         """Ranks to which the link is delegated."""
         self._by_delegates: set[Edge] = set()
-        self._is_watched = False
 
     def route(self, delegated: Collection[tuple[int, int]]) -> None:
         """Says, between two steps, which links, by their two ranks in either order, go by delegates from now on.
@@ -56,9 +57,7 @@ class RoutedTransport:
         self._by_delegates = {edge for channel in theirs for edge, _ in channel.messages}
         if self._delegated:
             self.delegates.start()
-            if not self._is_watched:
-                self.delegates.also_watch(self.base.fileno())
-                self._is_watched = True
+            self.delegates.also_watch(self.base.fileno())
         self.delegates.begin(replace(step, expected=theirs))
         ours = [channel for channel in step.expected if channel.peer not in self._delegated]
         self.base.begin(replace(step, expected=ours))
@@ -67,8 +66,7 @@ class RoutedTransport:
         return self._carrier(target in self._delegated).send(edge, target, payload)
 
     def arrivals(self) -> list[Edge]:
-        came = self.base.arrivals()
-        return came + self.delegates.arrivals() if self._delegated else came
+        return self.base.arrivals() + (self.delegates.arrivals() if self._delegated else [])
 
     def wait(self, awaited: Sequence[Edge], who: Callable[[], str], until: int | None = None) -> list[Edge]:
         """Waits until something happened on either.
@@ -77,7 +75,7 @@ class RoutedTransport:
             DeadlineExceeded, PeerLost: with who waited for what from whom.
         """
         if self._delegated:
-            return self.delegates.wait(awaited, who, until, beside=self.base)
+            return self.delegates.wait(awaited, who, until, lambda: self.base.poll(who), self.base.looks_again_after)
         return self.base.wait(awaited, who, until)
 
     def wake(self) -> None:

@@ -107,7 +107,7 @@ class SharedMemoryTransport:
     ) -> None:
         self.rank = rank
         self._tags, self._timeout = tags, timeout
-        self._own = own
+        self._own, self.fileno = own, own.fileno
         self._inbox: StepInbox[MemorySlot] = StepInbox(rank)
         self._num_sums = 0
         self._signatures: Sequence[str] = ()
@@ -298,10 +298,6 @@ class SharedMemoryTransport:
             self._own.asleep[0] = 0
 
     # Watched from outside, by a rank that waits for other things as well.
-
-    def fileno(self) -> int:
-        """A descriptor that is ready to be read when `poll` has something to tell."""
-        return self._own.fileno()
 
     def poll(self, who: Callable[[], str]) -> list[Edge] | None:
         """What ends a wait: the edges whose messages came in, perhaps none. None if nothing does: then others make

@@ -56,7 +56,7 @@ class DelegateProcess:
         pinned: whether CUDA is to know the memory.
 
     Attributes:
-        is_running: whether it carries messages.
+        process: once it was started. is_running: whether it carries messages.
         woken: whether `wake` was called; whoever waits takes that back.
 
     Raises:
@@ -115,8 +115,8 @@ class DelegateProcess:
             (self.in_memory.descriptor, self.in_memory.span),
             self.host_memory if self._pinned else 2 * self.host_memory,
         )
-        assert self._process.stdin is not None
-        with contextlib.suppress(OSError), self._process.stdin as line:  # if it is dead, the first wait says so
+        assert self.process.stdin is not None
+        with contextlib.suppress(OSError), self.process.stdin as line:  # if it is dead, the first wait says so
             line.write(orders.to_bytes())
         for each in self._listeners:
             each.close()  # now the delegate alone has them: where it is not, nobody listens
@@ -134,16 +134,15 @@ class DelegateProcess:
         with theirs:
             self._poll.register(self._line, select.EPOLLIN)
             self.also_watch(self._waker)
-            memories = [self.out_memory.descriptor, self.in_memory.descriptor]
-            self._process = subprocess.Popen(
+            self.process = subprocess.Popen(
                 [sys.executable, "-I", "-S", "-c", _MAIN, str(theirs.fileno())],
-                pass_fds=[theirs.fileno(), *memories, *(each.fileno() for each in self._listeners)],
+                pass_fds=[each.fileno() for each in (theirs, *self._listeners)]
+                + [self.out_memory.descriptor, self.in_memory.descriptor],
                 stdin=subprocess.PIPE,
                 # A group of its own: a signal to the rank's group is not meant for it, and a stopped one is woken and
                 # ended by the kernel when its rank goes.
                 process_group=0,
             )
-        self.pid = self._process.pid
         stack.callback(self._reap)
 
     def _memory(self, span: int) -> MappedMemory:
@@ -182,8 +181,9 @@ class DelegateProcess:
         raise self._ended()
 
     def also_watch(self, descriptor: int) -> None:
-        """Lets `wait` end, too, when this descriptor is ready to be read."""
-        self._poll.register(descriptor, select.EPOLLIN)
+        """Lets `wait` end, too, when this descriptor is ready to be read. Doing it again does nothing."""
+        with contextlib.suppress(FileExistsError):
+            self._poll.register(descriptor, select.EPOLLIN)
 
     def wait(self, seconds: float) -> None:
         """Sleeps until it says something, `wake` is called, or another descriptor is ready; at most so long."""
@@ -197,7 +197,7 @@ class DelegateProcess:
         os.eventfd_write(self._waker, 1)
 
     def _ended(self) -> RuntimeFailure:
-        code = self._process.wait()
+        code = self.process.wait()
         return RuntimeFailure(
             f"the delegate of rank {self.rank} ended with exit code {code}, and with it the messages on their way; "
             "what it wrote to stderr says why, or somebody killed it: start again, from the latest checkpoint"
@@ -209,13 +209,13 @@ class DelegateProcess:
 
     def _reap(self) -> None:
         self._line.close()
-        if self._process.stdin is not None:
-            self._process.stdin.close()
+        if self.process.stdin is not None:
+            self.process.stdin.close()
         try:
-            self._process.wait(STOP_GRACE)
+            self.process.wait(STOP_GRACE)
         except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait()
+            self.process.kill()
+            self.process.wait()
 
 
 _WAYS_OUT = {

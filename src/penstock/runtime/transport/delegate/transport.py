@@ -22,7 +22,7 @@ import torch
 from penstock.control.events import LinkDown, LinkUp
 from penstock.runtime.errors import DeadlineExceeded, PeerLost, RuntimeFailure
 from penstock.runtime.tensors.message import Edge, Payload
-from penstock.runtime.transport.base import StepMessages, TransferRecord, WatchedTransport
+from penstock.runtime.transport.base import StepMessages, TransferRecord
 from penstock.runtime.transport.channel import ChannelKey, Tags
 from penstock.runtime.transport.delegate.boxes import Counters, DelegateInbox, DelegateProcess, LinkHealth, Outbox
 from penstock.runtime.transport.delegate.carrier.frames import Descriptor, DescriptorKind, spec_room
@@ -107,9 +107,7 @@ class DelegateTransport:
             RuntimeFailure: too few descriptors, processes or memory.
         """
         with self._starting:
-            if self._closed:
-                return
-            if not self._delegate.is_running:
+            if not (self._closed or self._delegate.is_running):
                 self._delegate.start()
 
     def prepare(self, links: Iterable[tuple[int, int]]) -> None:
@@ -145,9 +143,6 @@ class DelegateTransport:
             if self._closed:
                 return
             self._closed = True
-        if not self._delegate.is_running:
-            self._delegate.close()
-            return
         end = time.monotonic() + (0.0 if self._failed else min(FLUSH_S, self._timeout))
         try:
             self._copying.flush()
@@ -226,14 +221,16 @@ class DelegateTransport:
         awaited: Sequence[Edge],
         who: Callable[[], str],
         until: int | None = None,
-        beside: WatchedTransport | None = None,
+        beside: Callable[[], list[Edge] | None] = lambda: None,
+        looks_again_after: Callable[[], float] = lambda: POLL_S,
     ) -> list[Edge]:
         """Waits until a message has come in, until there is room again after a `send` that found none, or until
         `wake` was called.
 
         Args:
-            beside: another transport, whose descriptor was given to `also_watch`. What ends a wait there ends this
-                one.
+            beside: looks at another transport, whose descriptor was given to `also_watch`. What it returns ends the
+                wait, unless that is None.
+            looks_again_after: after how many seconds to look there again even if its descriptor is not ready.
 
         Raises:
             DeadlineExceeded, PeerLost: with who waited for what from whom.
@@ -243,7 +240,7 @@ class DelegateTransport:
         def look() -> list[Edge] | None:
             nonlocal lost_since
             edges = self.arrivals()
-            others = None if beside is None else beside.poll(who)
+            others = beside()
             if edges or others is not None or self._delegate.woken or (self._full and self._room):
                 self._full = self._delegate.woken = False
                 return edges + (others or [])
@@ -258,14 +255,12 @@ class DelegateTransport:
                     self._starving = 0
             return None
 
-        def seconds() -> float:
-            return POLL_S if beside is None else beside.looks_again_after()
-
         def who_and_why() -> str:
             return f"{who()}{self._health.words()}"
 
         try:
-            return sleep_until_found(look, self._delegate.wait, self._timeout, who_and_why, until, seconds) or []
+            sleep = self._delegate.wait
+            return sleep_until_found(look, sleep, self._timeout, who_and_why, until, looks_again_after) or []
         except (DeadlineExceeded, PeerLost):
             self._failed = True
             raise
@@ -313,7 +308,9 @@ class DelegateTransport:
     @property
     def pids(self) -> dict[str, int]:
         """The delegate's process, by name, if it has started."""
-        return {} if not self._delegate.is_running else {f"the delegate of rank {self.rank}": self._delegate.pid}
+        return (
+            {} if not self._delegate.is_running else {f"the delegate of rank {self.rank}": self._delegate.process.pid}
+        )
 
     # The delegate.
 
