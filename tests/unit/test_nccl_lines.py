@@ -70,7 +70,7 @@ def test_a_rank_with_more_lines_than_queues_is_refused_and_told_what_to_set(monk
     monkeypatch.delenv("CUDA_DEVICE_MAX_CONNECTIONS", raising=False)
     few = lines_of(wire(ps.build("1f1b", 2, 4)))
     require_queues(few, 0)
-    with pytest.raises(RuntimeFailure, match=r"13 streams on rank 1.*gives its GPU 8 queues.*CONNECTIONS=32 before"):
+    with pytest.raises(RuntimeFailure, match=r"13 streams on rank 1.*its GPU has 8 queues.*CONNECTIONS=32 before"):
         require_queues(plain, 1)
     monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "32")
     require_queues(plain, 1)

@@ -226,11 +226,10 @@ class TransportChoice:
             conditions.require_own_queues()
         ahead = clocks_ahead(peers)
         base: GlooTransport | SharedMemoryTransport | None = None
-        by_group = False
         if self.name == "host":
             base = open_shared_memory(peers.here[0], peers.num_ranks, peers.gather, tags, timeout)
         if base is None and self.name != DELEGATES:
-            by_group, lines = True, None
+            lines = None
             if self.name == "nccl" and (attempts is None or not attempts.failover.number):
                 lines = _lines(peers.group, timeout, wiring, device, COPY_STREAMS * self.has_delegates)
                 if attempts is not None:
@@ -254,7 +253,7 @@ class TransportChoice:
             made = delegates if base is None else RoutedTransport(base, delegates)
         assert made is not None
         if attempts is not None:
-            made = GuardedTransport(made, attempts, by_group)
+            made = GuardedTransport(made, attempts, not isinstance(base, SharedMemoryTransport | None))
         if conditions is not None:
             made = ConditionedTransport(made, conditions, ahead, self.depth)
         return made

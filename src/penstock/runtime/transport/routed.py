@@ -38,8 +38,7 @@ class RoutedTransport:
 
     def __init__(self, base: GlooTransport | SharedMemoryTransport, delegates: DelegateTransport) -> None:
         self.rank = base.rank
-        self.base = base
-        self.inner = self.delegates = delegates
+        self.base, self.delegates, self.inner = base, delegates, delegates
         self._delegated: set[int] = set()
         """Ranks to which the link is delegated."""
         self._by_delegates: set[Edge] = set()
