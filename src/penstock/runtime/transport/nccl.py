@@ -103,7 +103,7 @@ def require_queues(channels: Sequence[NcclChannel], rank: int, other_streams: in
     needed = sum(rank in (line.source, line.target) for line in channels) + OTHER_STREAMS + other_streams
     if needed > queues:
         raise RuntimeFailure(
-            f"transport 'nccl' would use {needed} streams on rank {rank}, and its GPU has {queues} queues of work, so "
+            f"transport 'nccl' would use {needed} streams on rank {rank}, and its GPU has {queues} queues of work: "
             f"an op could wait behind a message; set CUDA_DEVICE_MAX_CONNECTIONS={MOST_QUEUES} before the program "
             "starts, or use transport='host' or a schedule with fewer stages per rank"
         )
