@@ -83,15 +83,13 @@ def _simulated(loop: Loop) -> Row:
     controller = Controller(job)
     run = rehearse(controller, loop.conditions, until=loop.until)
     caps = job.caps(links(job))
-    counts = controller.counts
     return {
         "simulated_ms": [each.ms for each in run.iterations],
         "measured_ms": [],
         "starts": [each.start for each in run.iterations],
         "numbers": [each.decision for each in run.iterations],
-        "decisions": counts.decisions,
-        "changes_verified": counts.verified,
-        "false_alarms": counts.false,
+        "decisions": len(run.decisions),
+        "changes_verified": len(controller.changes),
         "peak_over_cap": max(
             peak / cap for each in run.iterations for peak, cap in zip(each.peaks, caps, strict=True)
         ),

@@ -114,8 +114,6 @@ def test_noise_changes_the_plan_at_most_once_in_1000_iterations(seed: int, noise
         if controller.waiting is not None:
             controller.feed(Switched(controller.waiting.number))
     assert len(made) <= 1
-    assert controller.counts.decisions == len(made)
-    assert controller.counts.suspected >= controller.counts.false
 
 
 def test_recovery_goes_back_once_and_late() -> None:
@@ -416,7 +414,7 @@ def test_events_out_of_order_are_refused() -> None:
 def test_jobs_that_make_no_sense_are_refused() -> None:
     with pytest.raises(ControlError, match="raise them"):
         Job(COSTS, replace(JOB.start, caps=(1.0, 1.0, 1.0, 1.0)))
-    with pytest.raises(ControlError, match="stages"):
+    with pytest.raises(ps.CostError, match="for 3 stages"):
         Job(ps.Costs.uniform(3), JOB.start)
     with pytest.raises(ControlError, match="host_memory"):
         replace(JOB, host_memory=-1.0)

@@ -6,7 +6,7 @@ from penstock.control.changes import Change, Detector, Sensitivity
 from penstock.control.closed_loop_simulation import Rehearsal, Rehearsed, measured_events, rehearse, run_once
 from penstock.control.compute import ComputeChange
 from penstock.control.configuration import Configuration, Job, Prices
-from penstock.control.controller import Controller, Counts
+from penstock.control.controller import Controller
 from penstock.control.decide import Scored, choose, predict, score
 from penstock.control.decision import Decision
 from penstock.control.errors import ControlError
@@ -38,7 +38,6 @@ __all__ = [
     "Configuration",
     "ControlError",
     "Controller",
-    "Counts",
     "Decision",
     "Detector",
     "Dropped",

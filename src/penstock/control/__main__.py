@@ -13,11 +13,13 @@ import json
 import os
 import sys
 from collections.abc import Callable, Iterable
+from contextlib import closing
+from functools import partial
 from typing import Any
 
-from penstock.control.candidate import Measured, candidates
+from penstock.control.background import BackgroundPlanner
 from penstock.control.controller import Controller
-from penstock.control.decide import predict, score
+from penstock.control.decide import predict
 from penstock.control.errors import ControlError
 from penstock.control.events import event_from_json
 from penstock.control.log import read_header
@@ -31,31 +33,19 @@ def follow(lines: Iterable[str], write: Callable[[str], object]) -> None:
         ControlError: the first line is no header, or a line is neither an event nor a record.
     """
     controller: Controller | None = None
-    for line in lines:
-        if not line.strip():
-            continue
-        value: dict[str, Any] = json.loads(line)
-        if controller is None:
-            controller = Controller(*read_header(value), log=write)
-            warm_up(controller)
-        elif "event" in value:
-            controller.feed(event_from_json(value["event"]))
-        elif "record" in value:
-            write(json.dumps({"record": {**value["record"], "simulated_ms": simulated(controller, value["record"])}}))
-        else:
-            raise ControlError(f"neither an event nor a record: {line[:80]!r}")
-
-
-def warm_up(controller: Controller) -> None:
-    """Simulates what could run on links of which nothing is known, so that the first choice is as quick
-    as later ones.
-
-    The functions that simulate remember the results, and the controller does not. So no decision depends on this.
-    """
-    job = controller.job
-    links = Links(dict.fromkeys(((rank, rank + 1) for rank in range(job.num_ranks - 1)), job.mean_op))
-    for each in candidates(job, job.start, Measured.steady(links, frozenset(links.delays))):
-        score(job, Measured.steady(links), each)
+    with closing(BackgroundPlanner()) as planner:
+        for line in filter(str.strip, lines):
+            value: dict[str, Any] = json.loads(line)
+            if controller is None:
+                controller = Controller(*read_header(value), log=write)
+            elif "event" in value:
+                controller.feed(event_from_json(value["event"]))
+            elif "record" in value:
+                record = {**value["record"], "simulated_ms": simulated(controller, value["record"])}
+                write(json.dumps({"record": record}))
+                planner.follow(controller)
+            else:
+                raise ControlError(f"neither an event nor a record: {line[:80]!r}")
 
 
 def simulated(controller: Controller, record: dict[str, Any]) -> float:
@@ -68,11 +58,6 @@ def simulated(controller: Controller, record: dict[str, Any]) -> float:
     return round(max(ms, controller.predicted_mesh), 3)
 
 
-def _write(line: str) -> None:
-    sys.stdout.write(line + "\n")
-    sys.stdout.flush()
-
-
 if __name__ == "__main__":
     os.nice(5)  # ranks come first
-    follow(sys.stdin, _write)
+    follow(sys.stdin, partial(print, flush=True))

@@ -20,9 +20,8 @@ from enum import StrEnum
 from functools import lru_cache
 
 from penstock.control.compute import Factors
-from penstock.control.configuration import Configuration, Job, fits, fits_within
+from penstock.control.configuration import Configuration, Job, fits, fits_within, order_of, runner_of
 from penstock.control.events import Link
-from penstock.control.runners import order_of, runner_of
 from penstock.cost import CostError, Costs, Links
 from penstock.dispatch import Dispatch
 from penstock.passes.reorder import with_orders_of
@@ -188,14 +187,14 @@ def _schedules(
     if not job.may_replan:
         return
     # Without the small delays that every link has: a plan that knows them starts a W a moment before a message comes.
-    ways = list(dict.fromkeys(_above(links, job.smallest_delay) for links in (measured.typical, measured.harshest)))
+    ways = list(dict.fromkeys(above(links, job.smallest_delay) for links in (measured.typical, measured.harshest)))
     host = job.host_limits if delegates else (0.0,) * job.num_ranks
     both = tuple(cap + more for cap, more in zip(caps, host, strict=True))
     made = [(each, ways[0]) for each in offered]
     for limits in dict.fromkeys((caps, both)):
         made += _planned(job, without_offload(now.schedule), ways, limits)
     for each, links in made:
-        kept = _in_order(each, start)
+        kept = in_order(each, start)
         if kept is not None and any(host) and not fits_within(kept, job.costs, caps):
             kept = _hosted(kept, job.costs, links, caps, host)
         if kept is not None:
@@ -224,7 +223,7 @@ def _planned(
             yield found, links
 
 
-def _in_order(schedule: Schedule, start: Schedule) -> Schedule | None:
+def in_order(schedule: Schedule, start: Schedule) -> Schedule | None:
     """A schedule with the start's orders of microbatches and of sums; None if they do not fit it."""
     if schedule.microbatch_orders == start.microbatch_orders:
         return schedule
@@ -234,7 +233,7 @@ def _in_order(schedule: Schedule, start: Schedule) -> Schedule | None:
         return None
 
 
-def _above(links: Links, least: float) -> Links:
+def above(links: Links, least: float) -> Links:
     """The delays of at least `least` ms."""
     return Links({link: float(ms) for link, ms in sorted(links.delays.items()) if ms >= least})
 

@@ -72,7 +72,7 @@ class ComputeWatch:
     def __init__(self, rank: int, stage: int, least: float, sensitivity: Sensitivity) -> None:
         self.rank, self.stage = rank, stage
         # Ops take more even times than messages: a smaller change means something.
-        self._detector = Detector(least, replace(sensitivity, share=sensitivity.share / 2))
+        self.detector = Detector(least, replace(sensitivity, share=sensitivity.share / 2))
         self._now: dict[str, tuple[float, float]] = {}
         self._regime: deque[dict[str, tuple[float, float]]] = deque(maxlen=self.ITERATIONS)
         self._before: dict[str, float] | None = None
@@ -88,24 +88,12 @@ class ComputeWatch:
     @property
     def level(self) -> float | None:
         """The time of one of each kind (ms) since the last verified change."""
-        return self._detector.level
+        return self.detector.level
 
     @property
     def latest(self) -> float | None:
         """The time of one of each kind (ms) in the latest iteration."""
         return sum(median(halves) for halves in self._regime[-1].values()) if self._regime else None
-
-    @property
-    def num_suspected(self) -> int:
-        return self._detector.num_suspected
-
-    @property
-    def num_verified(self) -> int:
-        return self._detector.num_verified
-
-    @property
-    def num_false(self) -> int:
-        return self._detector.num_false
 
     def feed(self, times: OpTimes) -> None:
         self._now |= dict(times.ms)
@@ -117,7 +105,7 @@ class ComputeWatch:
         now, self._now = self._now, {}
         found = None
         for half in (0, 1):
-            found = self._detector.feed(sum(halves[half] for halves in now.values())) or found
+            found = self.detector.feed(sum(halves[half] for halves in now.values())) or found
         self._regime.append(now)
         if found is None:
             return None

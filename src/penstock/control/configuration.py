@@ -7,24 +7,24 @@ from __future__ import annotations
 
 import hashlib
 import json
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
-from functools import cached_property
+from functools import cached_property, lru_cache
 from itertools import accumulate
-from numbers import Real
 from typing import Any
 
 from penstock.control.errors import ControlError
-from penstock.control.events import Link, undirected
-from penstock.control.runners import order_of
+from penstock.control.events import Link, require_amount, undirected
 from penstock.cost import Costs, Mesh, Ring
 from penstock.dispatch import Dispatch
 from penstock.engine.tolerance import is_within
 from penstock.formats.native import from_json, to_json
 from penstock.schedule import Schedule, check
 from penstock.schedule.offload import OFFLOAD, RELOAD
+from penstock.schedule.send_recv import remove_communication
 from penstock.schedule.short_repr import short_repr
+from penstock.simulation.lowered import Order
+from penstock.simulation.runner import Runner
 from penstock.simulation.transport import Blocking, Decoupled
 
 
@@ -104,11 +104,6 @@ class Configuration:
         return hashlib.sha256(self.to_json().encode()).hexdigest()
 
 
-def _require_amount(name: str, value: object) -> None:
-    if not isinstance(value, Real) or not 0 <= float(value) < math.inf:
-        raise ControlError(f"{name} is {value!r}: give a number of at least 0")
-
-
 @dataclass(frozen=True)
 class Prices:
     """What a switch costs, in milliseconds of the job's time, once each way.
@@ -137,7 +132,7 @@ class Prices:
 
     def __post_init__(self) -> None:
         for name, value in asdict(self).items():
-            _require_amount(f"the price of {name}", value)
+            require_amount(f"the price of {name}", value)
 
 
 @dataclass(frozen=True)
@@ -162,6 +157,7 @@ class Job:
 
     Raises:
         ControlError: numbers that make no sense, or a start whose own order needs more than its caps.
+        CostError: costs for another number of stages.
 
     Examples:
         >>> import penstock as ps
@@ -191,7 +187,7 @@ class Job:
         if isinstance(self.host_memory, Sequence):
             object.__setattr__(self, "host_memory", tuple(self.host_memory))
         for limit in self.host_limits:
-            _require_amount("host_memory", limit)
+            require_amount("host_memory", limit)
         if len(self.host_limits) != self.num_ranks:
             raise ControlError(
                 f"host_memory has {len(self.host_limits)} entries; give one per rank, {self.num_ranks} in all"
@@ -199,12 +195,8 @@ class Job:
         if any(self.host_limits):
             object.__setattr__(self, "costs", with_host_copies(self.costs))
         for name in ("delegate_ms", "least_gain", "depth"):
-            _require_amount(name, getattr(self, name))
-        if self.costs.num_stages != self.start.schedule.num_stages:
-            num = self.start.schedule.num_stages
-            raise ControlError(
-                f"the costs are for {self.costs.num_stages} stages; give costs for the schedule's {num}"
-            )
+            require_amount(name, getattr(self, name))
+        self.costs.require_stages(self.start.schedule.num_stages)
         if not fits(self.start, self.costs):
             raise ControlError(
                 f"{self.start.schedule.name} needs {tuple(peaks(self.start.schedule, self.costs))} activations, its "
@@ -220,6 +212,12 @@ class Job:
     @property
     def num_ranks(self) -> int:
         return self.start.schedule.num_ranks
+
+    @property
+    def num_updates(self) -> int:
+        """How often each stage updates in an iteration: 1, or more where updates are among its ops."""
+        windows = self.start.schedule.windows
+        return 1 if windows is None else windows.num_updates
 
     @property
     def mean_op(self) -> float:
@@ -242,6 +240,17 @@ class Job:
 def transport_of(depth: int, delegated: Sequence[Link]) -> Blocking | Decoupled:
     """A transport whose links hold `depth` messages under way (0: no limit), except for delegated links."""
     return Blocking(depth, frozenset(delegated)) if depth else Decoupled()
+
+
+@lru_cache(maxsize=16)
+def runner_of(costs: Costs) -> Runner:
+    """The runner for these costs. It is kept, since the same few schedules are simulated again and again."""
+    return Runner(costs)
+
+
+def order_of(schedule: Schedule, costs: Costs) -> Order:
+    """A schedule as arrays. Raises CostError and ScheduleError, as `Runner.order`."""
+    return runner_of(costs).order(remove_communication(schedule))
 
 
 def peaks(schedule: Schedule, costs: Costs) -> list[float]:

@@ -14,17 +14,18 @@ Unanswered        <---  say so      a link is late and nothing is changed: why, 
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import combinations
 from statistics import median
 
 from penstock.control.advice import Help, Obstacle, Unanswered, late_nodes_in_words, what_would_help
-from penstock.control.candidate import Action, Candidate, Measured, candidates
+from penstock.control.candidate import Action, Candidate, Measured, above, candidates
 from penstock.control.changes import Sensitivity
 from penstock.control.compute import ComputeChange, Factors, scaled
-from penstock.control.configuration import Configuration, Job, in_host, peaks
+from penstock.control.configuration import Configuration, Job, fits, in_host, peaks
 from penstock.control.decide import Scored, choose, predict, score
 from penstock.control.decision import Decision
 from penstock.control.errors import ControlError
@@ -45,7 +46,7 @@ from penstock.control.events import (
 )
 from penstock.control.late_causes import LateCauses
 from penstock.control.link import Cause, LinkChange, LinkEstimate
-from penstock.control.log import decision_line, event_line, header, unanswered_line, verdict_line
+from penstock.control.log import event_line, header, outcome_line
 from penstock.control.measured import JobMonitor
 from penstock.control.orchestrator import Orchestrator
 from penstock.control.switch_limits import SwitchLimits
@@ -61,31 +62,6 @@ _PROBES = 16
 """How many rounds of probes are remembered, each with the iteration after which it came."""
 _SAY = 3
 """Iterations after which a cause that nothing answers is reported; twice as many if links keep changing."""
-
-
-@dataclass(frozen=True)
-class Counts:
-    """Alarms over all links and stages.
-
-    Attributes:
-        suspected: changes that were suspected.
-        verified: suspected changes that turned out to be changes.
-        false: suspected changes that nothing followed.
-        decisions: decisions made.
-
-    Examples:
-        >>> import penstock as ps
-        >>> costs, zb = ps.Costs.uniform(4, f=10, i=10, w=10), ps.build("zb", 4, 8)
-        >>> start = ps.control.Configuration(zb, "frozen", caps=ps.simulate(zb, costs).peak_activations)
-        >>> job = ps.control.Job(costs, start)
-        >>> ps.control.Controller(job).counts
-        Counts(suspected=0, verified=0, false=0, decisions=0)
-    """
-
-    suspected: int
-    verified: int
-    false: int
-    decisions: int
 
 
 class Controller:
@@ -165,17 +141,6 @@ class Controller:
         return self._waiting
 
     @property
-    def counts(self) -> Counts:
-        """How many alarms there were so far, and how many decisions."""
-        watches = self._monitor.watches
-        return Counts(
-            sum(watch.num_suspected for watch in watches),
-            sum(watch.num_verified for watch in watches),
-            sum(watch.num_false for watch in watches),
-            self._number,
-        )
-
-    @property
     def links(self) -> Mapping[Link, LinkEstimate]:
         """What is known of each direction of each link since its last verified change."""
         return self._monitor.estimates
@@ -186,6 +151,23 @@ class Controller:
         without a mesh.
         """
         return 0.0 if self._nodes is None else self._nodes.iteration(self.now)
+
+    def plan_problem(self) -> tuple[Job, Links] | None:
+        """What a better plan is to be searched for: the job with costs as measured, and the delays that matter. None
+        where orders may not change, nothing is late or slow, or what is has just changed.
+        """
+        job, measured = self._as_measured()
+        if not self.job.may_replan or not (measured.late or measured.factors) or self._age < _SAY:
+            return None
+        return job, above(measured.typical, job.smallest_delay)
+
+    def would_gain(self, schedule: Schedule) -> bool:
+        """Whether steps would be shorter with a schedule, by more than their noise hides."""
+        job, measured = self._as_measured()
+        scenarios = measured.scenarios
+        ways = (replace(self.now, schedule=schedule, dispatch=each) for each in job.dispatches)
+        least = min((predict(job, each, scenarios) for each in ways if fits(each, job.costs)), default=math.inf)
+        return predict(job, self.now, scenarios) - least >= self._steps.least_told(job.least_gain)
 
     def feed(self, event: Event) -> tuple[Decision, ...]:
         """Takes an event; returns the decisions it leads to, none or one.
@@ -203,10 +185,8 @@ class Controller:
                 self.unanswered.append(said)
         if self._log is not None:
             self._log(event_line(event))
-            for said in self._said:
-                self._log(verdict_line(said) if isinstance(said, Verdict) else unanswered_line(said))
-            if decision is not None:
-                self._log(decision_line(decision))
+            for outcome in (*self._said, *filter(None, [decision])):
+                self._log(outcome_line(outcome))
         return () if decision is None else (decision,)
 
     def _take(self, event: Event) -> Decision | None:
@@ -482,8 +462,8 @@ class Controller:
     def _look(self) -> None:
         """Simulates all candidates under the links as they are now."""
         self._due = False
-        measured = self._measured = self._monitor.measured(self.now.delegated, self._ms)
-        job = self._job_as_measured(measured.factors)
+        job, measured = self._as_measured()
+        self._measured = measured
         found = candidates(job, self.now, measured, self._offered, self._may_return())
         self._scored = tuple(score(job, measured, each) for each in found)
         self._rate = choose(self._scored, 0.0, self.job.least_gain)[1] if self._scored else 0.0
@@ -499,6 +479,10 @@ class Controller:
             return predict(job, configuration, [step.links(sooner) if late else Links()])
 
         return TimedStep(ms, simulated, step)
+
+    def _as_measured(self) -> tuple[Job, Measured]:
+        measured = self._monitor.measured(self.now.delegated, self._ms)
+        return self._job_as_measured(measured.factors), measured
 
     def _job_as_measured(self, factors: Factors) -> Job:
         return replace(self.job, costs=scaled(self.job.costs, factors)) if factors else self.job

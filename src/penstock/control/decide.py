@@ -14,9 +14,8 @@ from functools import lru_cache
 from statistics import fmean, stdev
 
 from penstock.control.candidate import Action, Candidate, Measured
-from penstock.control.configuration import Configuration, Job, transport_of
+from penstock.control.configuration import Configuration, Job, order_of, runner_of, transport_of
 from penstock.control.events import undirected
-from penstock.control.runners import order_of, runner_of
 from penstock.cost import Costs, Links
 from penstock.cost.over_time import Constant, OverTime, Trace
 from penstock.engine.tolerance import EPSILON
@@ -178,25 +177,21 @@ def _one(
     costs: Costs, depth: int, delegate_ms: float, configuration: Configuration, conditions: Links
 ) -> tuple[float, tuple[float, ...]]:
     """One simulation: time and peaks."""
-    ran = run_on(costs, depth, delegate_ms, configuration, conditions)
+    ran = run_on(costs, depth, configuration, conditions, delegate_ms)
     return ran.makespan, ran.peaks
 
 
 def run_on(
-    costs: Costs, depth: int, delegate_ms: float, configuration: Configuration, conditions: Links
+    costs: Costs, depth: int, configuration: Configuration, conditions: Links, delegate_ms: float = 0.0
 ) -> RunResult:
-    """Simulates one iteration. The conditions are those of the links' own paths; delegates add their time."""
+    """Simulates one iteration. The conditions are those of the links' own paths; delegates add their time. See `Job`
+    for `depth`.
+    """
     if delegate_ms and configuration.delegated:
         conditions = _through_delegates(conditions, configuration, delegate_ms)
-    return trial(costs, depth, configuration, conditions)
-
-
-def trial(costs: Costs, depth: int, configuration: Configuration, links: Links) -> RunResult:
-    """Simulates one iteration of a configuration. See `Job` for `depth`."""
-    runner = runner_of(costs)
-    return runner.run(
+    return runner_of(costs).run(
         order_of(configuration.schedule, costs),
-        links,
+        conditions,
         dispatch=configuration.dispatch,
         transport=transport_of(depth, configuration.delegated),
         caps=configuration.caps,

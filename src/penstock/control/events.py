@@ -38,7 +38,7 @@ class Transfer:
     Attributes:
         link: from which rank to which.
         num_bytes: its size.
-        ms: how long it took, waiting left out; see `timed`.
+        ms: how long it took, from when both of its sides were ready for it.
 
     Raises:
         ControlError: a link that is not two different ranks, a size or a time that is negative or not a number.
@@ -55,21 +55,8 @@ class Transfer:
 
     def __post_init__(self) -> None:
         _check_link(self.link)
-        _check_number(f"the size of a message on link {show_link(self.link)}", self.num_bytes)
-        _check_number(f"the time of a message on link {show_link(self.link)}", self.ms)
-
-    @classmethod
-    def timed(cls, link: Link, num_bytes: float, sent: float, posted: float, ended: float) -> Transfer:
-        """From times on one clock (ms): `end - max(start of both sides)`, so that waiting is not slowness.
-
-            sender     |sent ------------------------ ended
-            receiver           |posted -------------- ended
-                               |<------- ms -------->|
-
-        The rule is that of ByteDance's what-if analysis (OSDI'25). A message that ended before its receiver looked
-        for it took no time that anybody can see: 0.
-        """
-        return cls(link, float(num_bytes), max(0.0, ended - max(sent, posted)))
+        require_amount(f"the size of a message on link {show_link(self.link)}", self.num_bytes)
+        require_amount(f"the time of a message on link {show_link(self.link)}", self.ms)
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,10 +100,10 @@ class Transfers:
                 "one size and one time per message, and no event where no message passed"
             )
         for size, ms in zip(self.num_bytes, self.ms, strict=True):
-            _check_number(f"the size of a message on link {show_link(self.link)}", size)
-            _check_number(f"the time of a message on link {show_link(self.link)}", ms)
+            require_amount(f"the size of a message on link {show_link(self.link)}", size)
+            require_amount(f"the time of a message on link {show_link(self.link)}", ms)
         if self.busy is not None:
-            _check_number(f"the busy time of link {show_link(self.link)}", self.busy)
+            require_amount(f"the busy time of link {show_link(self.link)}", self.busy)
             object.__setattr__(self, "busy", rounded(self.busy))
         if not 0 <= self.held <= 1:
             raise ControlError(f"link {show_link(self.link)}: held is {self.held!r}: give a share from 0 to 1")
@@ -171,7 +158,7 @@ class OpTimes:
             raise ControlError(f"ops of rank {self.rank}, stage {self.stage}: both count from 0")
         for kind, halves in self.ms:
             for ms in halves:
-                _check_number(f"the time of {kind} of stage {self.stage}", ms)
+                require_amount(f"the time of {kind} of stage {self.stage}", ms)
         found = ((kind, (rounded(first), rounded(second))) for kind, (first, second) in self.ms)
         object.__setattr__(self, "ms", tuple(sorted(found)))
 
@@ -206,7 +193,7 @@ class IterationEnded:
     ms: float
 
     def __post_init__(self) -> None:
-        _check_number(f"the time of iteration {self.number}", self.ms)
+        require_amount(f"the time of iteration {self.number}", self.ms)
 
 
 @dataclass(frozen=True, slots=True)
@@ -263,7 +250,7 @@ class Probed:
     def __post_init__(self) -> None:
         for link, ms in self.ms:
             _check_link(link)
-            _check_number(f"the time of a probe of nodes {show_link(link)}", ms)
+            require_amount(f"the time of a probe of nodes {show_link(link)}", ms)
         object.__setattr__(self, "ms", tuple((link, rounded(ms)) for link, ms in self.ms))
 
     @classmethod
@@ -412,6 +399,7 @@ def _check_link(link: object) -> None:
         raise ControlError(f"link {link!r}: name it by its two ranks, like (0, 1)")
 
 
-def _check_number(what: str, value: object) -> None:
+def require_amount(what: str, value: object) -> None:
+    """Raises ControlError unless the value is a number of at least 0."""
     if not isinstance(value, Real) or not 0 <= float(value) < math.inf:
-        raise ControlError(f"{what} is {value!r}: a number of at least 0 is needed")
+        raise ControlError(f"{what} is {value!r}: give a number of at least 0")

@@ -10,6 +10,7 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
+from itertools import pairwise
 from statistics import fmean, median
 
 from penstock.control.changes import Change, Detector, Sensitivity
@@ -38,6 +39,10 @@ class Cause(StrEnum):
     """Latency, bandwidth or occupancy: sizes are equal, and too few messages were under way together to tell
     which.
     """
+
+
+_STEP = 16
+"""Messages that a step has at least, in an iteration of several: half of them still tell how late they are."""
 
 
 @dataclass(frozen=True)
@@ -210,15 +215,18 @@ class LinkWatch:
     Attributes:
         delays: mean delay of each iteration (ms) since the last verified change, latest last.
         age: iterations since then.
+        detectors: of the delay, and of the share of late messages.
     """
 
     MESSAGES, ITERATIONS = 512, 16
 
-    def __init__(self, link: Link, least: float, sensitivity: Sensitivity) -> None:
+    def __init__(self, link: Link, least: float, sensitivity: Sensitivity, num_updates: int = 1) -> None:
         self.link = link
+        self._num_updates = num_updates
         self._least = least
         self._delay = Detector(least, sensitivity)
         self._late = Detector(LATE_SHARE, sensitivity)
+        self.detectors = self._delay, self._late
         self._now: list[tuple[float, float]] = []
         self._told_now: tuple[float | None, float] = None, 0.0
         self._regime: deque[list[tuple[float, float]]] = deque(maxlen=self.ITERATIONS)
@@ -237,18 +245,6 @@ class LinkWatch:
         """How long the link is busy with a message (ms) since the last verified change; None if unknown."""
         measured = [busy for busy, _ in self._told if busy is not None]
         return median(measured) if measured else None
-
-    @property
-    def num_suspected(self) -> int:
-        return self._delay.num_suspected + self._late.num_suspected
-
-    @property
-    def num_verified(self) -> int:
-        return self._delay.num_verified + self._late.num_verified
-
-    @property
-    def num_false(self) -> int:
-        return self._delay.num_false + self._late.num_false
 
     @property
     def pending(self) -> int:
@@ -276,7 +272,8 @@ class LinkWatch:
         times = [ms for _, ms in messages]
         bound = self.level + max(self._least, 0.5 * self.level, LATE * self._spread())
         found, loss = None, False
-        for half in _halves(times):
+        parts = _parts(times, self._num_updates)
+        for half in parts:
             change = self._delay.feed(median(half))
             if change is not None:
                 found, loss = change, False
@@ -291,8 +288,8 @@ class LinkWatch:
         self.age += 1
         if found is None:
             return None
-        # What was counted in halves began in the iteration of the first of them.
-        began = min((found.began + 1) // 2, len(self._regime))
+        # What was counted in parts began in the iteration of the first of them.
+        began = min(-(-found.began // len(parts)), len(self._regime))
         rows = list(self._regime)
         before = [m for row in rows[:-began] for m in row] or messages
         after = [m for row in rows[-began:] for m in row]
@@ -344,7 +341,10 @@ class LinkWatch:
         self.age = count
 
 
-def _halves(times: list[float]) -> tuple[list[float], list[float]]:
-    """The iteration's first and second half; the whole iteration twice if it is too short to be divided."""
-    middle = len(times) // 2
-    return (times[:middle], times[middle:]) if middle > 1 else (times, times)
+def _parts(times: list[float], num_updates: int) -> list[list[float]]:
+    """The iteration's first and second half; as many parts as those of its steps, where it has updates in it; the
+    whole iteration twice if it is too short to be divided.
+    """
+    num = 2 * max(1, min(num_updates, len(times) // _STEP))
+    cuts = [len(times) * part // num for part in range(num + 1)]
+    return [times[a:b] for a, b in pairwise(cuts)] if len(times) > num + 1 else [times, times]

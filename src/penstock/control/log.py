@@ -13,6 +13,7 @@ Times have three digits, which gzip makes a sixth of: `gzip control.jsonl` when 
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable, Iterator
 from dataclasses import asdict
 from typing import Any
 
@@ -37,16 +38,9 @@ def event_line(event: Event) -> str:
     return _line({"event": event_to_json(event)})
 
 
-def decision_line(decision: Decision) -> str:
-    return _line({"decision": decision.to_json()})
-
-
-def verdict_line(verdict: Verdict) -> str:
-    return _line({"verdict": verdict.to_json()})
-
-
-def unanswered_line(unanswered: Unanswered) -> str:
-    return _line({"unanswered": unanswered.to_json()})
+def outcome_line(said: Decision | Verdict | Unanswered) -> str:
+    """What the controller said of the last event."""
+    return _line({type(said).__name__.lower(): said.to_json()})
 
 
 def _line(value: Any) -> str:
@@ -66,3 +60,18 @@ def read_header(value: Any) -> tuple[Job, Sensitivity]:
         return job_from_json(first["job"]), Sensitivity(**first["sensitivity"])
     except (KeyError, TypeError) as error:
         raise ControlError(f"the log's first line is not what this version wrote: {error}") from None
+
+
+def json_lines(lines: Iterable[str], name: str) -> Iterator[dict[str, Any]]:
+    """Lines of JSON objects; the last one may be cut off."""
+    rows = [line for line in lines if line.strip()]
+    for number, line in enumerate(rows, start=1):
+        try:
+            value = json.loads(line)
+        except json.JSONDecodeError as error:
+            if number == len(rows):
+                return
+            raise ControlError(f"line {number} of {name} is not JSON: {error}") from None
+        if not isinstance(value, dict):
+            raise ControlError(f"line {number} of {name} is no JSON object: {line[:60]!r}")
+        yield value

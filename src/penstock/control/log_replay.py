@@ -9,7 +9,7 @@ from penstock.control.controller import Controller
 from penstock.control.decision import Decision
 from penstock.control.errors import ControlError
 from penstock.control.events import event_from_json
-from penstock.control.log import read_header
+from penstock.control.log import json_lines, read_header
 
 OUTCOMES = {"decision", "verdict", "unanswered"}
 """What a controller says of an event, in lines after it."""
@@ -42,14 +42,8 @@ def replay(lines: Iterable[str]) -> tuple[Decision, ...]:
     made: list[Decision] = []
     said: list[str] = []
     awaited: list[str] = []
-    rows = [line for line in lines if line.strip()]
-    for number, line in enumerate(rows, start=1):
-        try:
-            value = json.loads(line)
-        except json.JSONDecodeError as error:
-            if number == len(rows) and controller is not None:
-                break
-            raise ControlError(f"line {number} of the log is not JSON: {error}") from None
+    for number, value in enumerate(json_lines(lines, "the log"), start=1):
+        line = json.dumps(value, separators=(",", ":"))
         if controller is None:
             controller = Controller(*read_header(value), log=said.append)
         elif "event" in value:
@@ -59,7 +53,7 @@ def replay(lines: Iterable[str]) -> tuple[Decision, ...]:
             made += controller.feed(event_from_json(value["event"]))
             awaited = said[1:]  # the first line is the event itself
         elif value.keys() & OUTCOMES:
-            if not awaited or awaited[0] != line.strip():
+            if not awaited or awaited[0] != line:
                 again = awaited[0][:200] if awaited else "none"
                 raise ControlError(f"line {number}: the log has {line[:200]}, replayed: {again}")
             awaited = awaited[1:]

@@ -7,7 +7,7 @@ OpTimes             ---> one ComputeWatch per stage   ---+---> changes, and `Mea
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from statistics import fmean, median
 
@@ -74,8 +74,11 @@ class JobMonitor:
         self._times: deque[float] = deque(maxlen=_RECENT)
 
     @property
-    def watches(self) -> Iterable[LinkWatch | ComputeWatch]:
-        return (*self._links.values(), *self._stages.values())
+    def alarms(self) -> tuple[int, ...]:
+        """How many changes were suspected so far, how many of these were verified, and how many came to nothing."""
+        found = [each for watch in self._links.values() for each in watch.detectors]
+        found += [watch.detector for watch in self._stages.values()]
+        return tuple(map(sum, zip((0, 0, 0), *(each.alarms for each in found), strict=True)))
 
     @property
     def estimates(self) -> Mapping[Link, LinkEstimate]:
@@ -99,7 +102,9 @@ class JobMonitor:
             return
         if event.link not in self._links:
             self.check_link(event.link)
-            self._links[event.link] = LinkWatch(event.link, self.job.smallest_delay, self.sensitivity)
+            self._links[event.link] = LinkWatch(
+                event.link, self.job.smallest_delay, self.sensitivity, self.job.num_updates
+            )
         self._links[event.link].feed(event)
 
     def end_iteration(self, ms: float) -> list[LinkChange | ComputeChange]:

@@ -15,9 +15,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from penstock.control.configuration import Configuration, Job
+from penstock.control.configuration import Configuration, Job, order_of
 from penstock.control.decide import run_on
-from penstock.control.runners import order_of
 from penstock.cost import LinkCondition, Links
 from penstock.cost.mesh import Mesh
 from penstock.cost.ring import Ring
@@ -126,7 +125,7 @@ class MeshTimes:
             if (condition := self._conditions[each]) is not None
         }
         conditions = Links(named, self.links.default, self.links.base)
-        ran = run_on(job.costs, job.depth, job.delegate_ms, configuration, conditions)
+        ran = run_on(job.costs, job.depth, configuration, conditions, job.delegate_ms)
         end, first = np.asarray(ran.arrays["end_time"]), ran.order.graph.first
         ops = [op for row in ran.order.schedule.order for op in row]
         done: dict[int, float] = {}

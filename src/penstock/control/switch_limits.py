@@ -32,34 +32,33 @@ class SwitchLimits:
         self._failed: list[int] = []
 
     def decided(self, iteration: int) -> None:
-        self._made = [*(made for made in self._made if made > iteration - WINDOW), iteration]
+        self._made = [*_recent(self._made, iteration), iteration]
 
     def failed(self, iteration: int) -> None:
         """A switch was taken back: it counts once more."""
-        self._failed = [*(made for made in self._failed if made > iteration - WINDOW), iteration]
+        self._failed = [*_recent(self._failed, iteration), iteration]
 
     def waits(self, iteration: int, clear: bool = False) -> bool:
         """Whether it is too soon for another switch. `clear`: what it would answer cannot be noise. It then waits for
         the switches before it, but no longer because some of them were taken back.
         """
-        recent = self._recent(iteration)
-        num = len(recent) + (0 if clear else len(self._failed_since(iteration)))
+        recent = _recent(self._made, iteration)
+        num = len(recent) + (0 if clear else len(_recent(self._failed, iteration)))
         return bool(recent) and iteration < recent[-1] + pause(num)
 
     def times_gain(self, iteration: int, news: bool) -> float:
         """How many times the job's least gain a switch must save. `news`: whether something has just changed."""
-        num = len(self._recent(iteration)) + len(self._failed_since(iteration))
+        num = len(_recent(self._made, iteration)) + len(_recent(self._failed, iteration))
         return min(_GROWTH ** max(0, num - FREE if news else num), _MOST)
 
     def is_wary(self, iteration: int) -> bool:
         """Whether what a switch saves must stand above chance."""
-        return bool(self._recent(iteration))
+        return bool(_recent(self._made, iteration))
 
-    def _recent(self, iteration: int) -> list[int]:
-        return [made for made in self._made if made > iteration - WINDOW]
 
-    def _failed_since(self, iteration: int) -> list[int]:
-        return [made for made in self._failed if made > iteration - WINDOW]
+def _recent(iterations: list[int], now: int) -> list[int]:
+    """Those that still count."""
+    return [each for each in iterations if each > now - WINDOW]
 
 
 def pause(num_recent: int) -> int:

@@ -270,6 +270,13 @@ class Costs:
         """`uneven` as a value; it is empty if all microbatches cost the same."""
         return cast("Uneven", self.uneven)
 
+    def require_stages(self, num_stages: int, of: str = "the schedule has") -> None:
+        """Raises CostError unless these are costs of so many stages; `of` says in words where the number is from."""
+        if self.num_stages != num_stages:
+            raise CostError(
+                f"the costs are for {self.num_stages} stages, {of} {num_stages}; give costs for as many stages"
+            )
+
     def duration(self, kind: str, stage: int, microbatch: int | None = None, *, owns: bool = True) -> float:
         """Milliseconds of one op.
 

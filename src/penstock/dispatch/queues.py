@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from math import gcd, inf
 
-from penstock.cost import CostError, Costs, Links
+from penstock.cost import Costs, Links
 from penstock.engine.memory_safety import reserves
 from penstock.engine.network import Irregularities, Network, of_queues
 from penstock.engine.rule_tables import BACKWARD, FIRST, FORWARD, LAST, WEIGHT, Tables
@@ -157,11 +157,7 @@ def queue_graph(
     links = links or Links()
     links.check_ranks(num_ranks)
     num_stages = placement.num_stages
-    if costs.num_stages != num_stages:
-        raise CostError(
-            f"the costs are for {costs.num_stages} stages, the placement has {num_stages}; "
-            "give costs for as many stages"
-        )
+    costs.require_stages(num_stages, "the placement has")
     graph = stage_graph or StageGraph.chain(num_stages)
     mine: list[list[int]] = [[] for _ in placement.pipelines]
     for m, pipeline in enumerate(microbatch_pipeline):

@@ -13,7 +13,7 @@ from functools import cached_property
 
 import numpy as np
 
-from penstock.cost import CostError, Costs, Links
+from penstock.cost import Costs, Links
 from penstock.dispatch import Graph, lower
 from penstock.engine.network import OpGraph
 from penstock.engine.timing import Timer
@@ -76,15 +76,6 @@ class PassNetwork:
         return latest
 
 
-def check_costs(schedule: Schedule, costs: Costs) -> None:
-    """Raises CostError for costs of another number of stages."""
-    if costs.num_stages != schedule.num_stages:
-        raise CostError(
-            f"the costs are for {costs.num_stages} stages, the schedule has {schedule.num_stages}; "
-            "give costs for as many stages"
-        )
-
-
 def network(schedule: Schedule, costs: Costs, links: Links) -> PassNetwork:
     """The network of a schedule that `check` accepts.
 
@@ -92,7 +83,7 @@ def network(schedule: Schedule, costs: Costs, links: Links) -> PassNetwork:
         CostError: costs for another number of stages, or a link between ranks that are not there.
         ScheduleError: an op is missing, or the ranks wait for one another.
     """
-    check_costs(schedule, costs)
+    costs.require_stages(schedule.num_stages)
     links.check_ranks(schedule.num_ranks)
     require_no_streams(schedule, "this pass times what ranks run themselves")
     graph = lower(schedule)

@@ -8,7 +8,6 @@ from dataclasses import dataclass, replace
 from penstock.cost import Costs
 from penstock.dispatch import Graph, lower
 from penstock.passes.memory import Memory, memory_of
-from penstock.passes.network import check_costs
 from penstock.schedule import Op, Schedule, ScheduleError, check, require_no_updates
 from penstock.schedule.async_ops import require_no_streams
 
@@ -47,7 +46,7 @@ def recompute(schedule: Schedule, costs: Costs, memory_limit: float | Sequence[f
     require_no_streams(schedule, "recompute counts what ranks run themselves")
     require_no_updates(schedule, "a forward that recompute runs again would read newer parameters than the first")
     check(schedule)
-    check_costs(schedule, costs)
+    costs.require_stages(schedule.num_stages)
     graph = lower(schedule)
     memory = memory_of(schedule, graph, costs, memory_limit)
     rows = []

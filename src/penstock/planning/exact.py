@@ -191,14 +191,7 @@ def within(
     made = _modelled(problem, clock, span)
     if made is None:
         return SolverAnswer(None, clock.refuted)
-    solver = solver_of(seed, num_workers)
-    seconds -= time.perf_counter() - began
-    if seconds <= 0:
-        return SolverAnswer(None)
-    status = answered(solver, made.model, seconds).name
-    if status == "INFEASIBLE":
-        return SolverAnswer(None, clock.refuted)
-    return SolverAnswer(_order_found(problem, made, solver) if status in ("OPTIMAL", "FEASIBLE") else None)
+    return _answer(problem, made, clock, solver_of(seed, num_workers), seconds - (time.perf_counter() - began))
 
 
 def least(problem: Problem, row: Array, num_steps: int, seconds: float, seed: int, num_workers: int) -> SolverAnswer:
@@ -224,15 +217,18 @@ def least(problem: Problem, row: Array, num_steps: int, seconds: float, seed: in
     made.model.minimize(makespan)
     solver = solver_of(seed, num_workers)
     solver.parameters.cp_model_probing_level, solver.parameters.symmetry_level = 2, 2
-    seconds -= time.perf_counter() - began
-    if seconds <= 0:
-        return SolverAnswer(None)
-    status = answered(solver, made.model, seconds).name
+    return _answer(problem, made, clock, solver, seconds - (time.perf_counter() - began))
+
+
+def _answer(problem: Problem, made: _OrderModel, clock: TimeGrid, solver: Any, seconds: float) -> SolverAnswer:
+    """What the solver says of a model within so many seconds."""
+    status = answered(solver, made.model, seconds).name if seconds > 0 else "UNKNOWN"
     if status == "INFEASIBLE":
         return SolverAnswer(None, clock.refuted)
     if status not in ("OPTIMAL", "FEASIBLE"):
         return SolverAnswer(None)
-    return SolverAnswer(_order_found(problem, made, solver), clock.above(solver.best_objective_bound))
+    bound = clock.above(solver.best_objective_bound) if made.model.has_objective() else 0.0
+    return SolverAnswer(_order_found(problem, made, solver), bound)
 
 
 class _OrderModel(NamedTuple):

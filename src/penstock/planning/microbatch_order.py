@@ -23,7 +23,7 @@ from numbers import Real
 
 import numpy as np
 
-from penstock.cost import CostError, Costs, Links, Uneven
+from penstock.cost import Costs, Links, Uneven
 from penstock.cost.costs import require_costs
 from penstock.dispatch import Dispatch, Policy
 from penstock.engine.timing import Timer
@@ -208,11 +208,7 @@ class OrderSearch:
         compile: bool | None = None,
     ) -> None:
         require_costs(costs)
-        if costs.num_stages != schedule.num_stages:
-            raise CostError(
-                f"the costs are for {costs.num_stages} stages, the schedule has {schedule.num_stages}; "
-                "give costs for as many stages"
-            )
+        costs.require_stages(schedule.num_stages)
         self.costs, self._links = costs, Links.of(links)
         self._links.check_ranks(schedule.num_ranks)
         self._transport = as_transport(transport)

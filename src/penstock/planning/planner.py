@@ -486,11 +486,7 @@ def _stages(costs: Costs, stages: StageGraph | None) -> StageGraph | None:
         return None
     if not isinstance(stages, StageGraph):
         raise ScheduleError(f"stages is {stages!r}: give a ps.schedule.StageGraph", rule="stages")
-    if stages.num_stages != costs.num_stages:
-        raise CostError(
-            f"the costs are for {costs.num_stages} stages, the stage graph has {stages.num_stages}; "
-            "give costs for as many stages"
-        )
+    costs.require_stages(stages.num_stages, "the stage graph has")
     return None if stages.is_chain else stages
 
 
@@ -515,11 +511,7 @@ def _placement(costs: Costs, num_ranks: int, num_microbatches: int, placement: P
         raise ScheduleError(
             f"placement is {placement!r}: give one of ps.placements, or a name such as 'v-shape'", rule="placement"
         )
-    if placement.num_stages != costs.num_stages:
-        raise CostError(
-            f"the costs are for {costs.num_stages} stages, the placement for {placement.num_stages}; "
-            "give costs for as many stages"
-        )
+    costs.require_stages(placement.num_stages, "the placement for")
     for pipeline, hosts in enumerate(placement.pipelines):
         if max(hosts) >= num_ranks:
             raise ScheduleError(

@@ -13,6 +13,7 @@ from enum import StrEnum
 
 from penstock.cost import CostError, Costs, Links
 from penstock.engine.tolerance import EPSILON
+from penstock.planning.limits import per_rank
 from penstock.planning.warmup import adapted_warmups
 from penstock.program import Program, Rules
 from penstock.schedule import Schedule, ScheduleError, one_to_one
@@ -147,11 +148,8 @@ def _most_in_flight(costs: Costs, num_microbatches: int, memory_limit: float | S
     if memory_limit is None:
         return [num_microbatches] * costs.num_stages
     num = costs.num_stages
-    limits = [memory_limit] * num if isinstance(memory_limit, int | float) else list(memory_limit)
-    if len(limits) != num:
-        raise CostError(f"memory_limit has {len(limits)} entries; give one per rank, {num} in all")
     most = []
-    for stage, limit in enumerate(limits):
+    for stage, limit in enumerate(per_rank("memory_limit", memory_limit, num)):
         kept = costs.memory_change("F", stage)
         if not limit >= kept:
             raise CostError(f"rank {stage}: memory_limit {limit:g} has no room for one forward, which keeps {kept:g}")

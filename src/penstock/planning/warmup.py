@@ -102,11 +102,7 @@ def tolerances(schedule: Schedule, costs: Costs) -> dict[tuple[int, int], float]
         >>> ps.planning.tolerances(s, ps.Costs.uniform(4, f=10, i=10, w=10))
         {(0, 1): 10.0, (1, 2): 10.0, (2, 3): 10.0}
     """
-    if costs.num_stages != schedule.num_stages:
-        raise CostError(
-            f"the costs are for {costs.num_stages} stages, the schedule has {schedule.num_stages}; "
-            "give costs for as many stages"
-        )
+    costs.require_stages(schedule.num_stages)
     hosts = schedule.placement.pipelines[0]
     if schedule.placement.num_pipelines > 1 or len(set(hosts)) != len(hosts):
         raise ScheduleError(

@@ -30,6 +30,7 @@ from penstock.control.configuration import Configuration, Job, peaks
 from penstock.control.decide import predict
 from penstock.control.errors import ControlError
 from penstock.control.events import undirected
+from penstock.control.log import json_lines
 from penstock.control.robust_statistics import AS_DEVIATION
 from penstock.cost import Links
 from penstock.report.log_reader import (
@@ -37,7 +38,6 @@ from penstock.report.log_reader import (
     LoggedDecision,
     ObservedIteration,
     add_record,
-    json_lines,
     measured_timeline,
     read_log,
 )
@@ -131,7 +131,6 @@ def read_story(
     levels = Levels(contents, found, main_spells(spells_of(late)))
     found = levels.with_baselines(undisturbed)
     decided = tuple(_decided(contents, contents.chosen[number], found, levels) for number in sorted(contents.chosen))
-    watches = list(contents.monitor.watches)
     return RunStory(
         name=name,
         facts=(*_facts(contents.job), *facts),
@@ -141,9 +140,7 @@ def read_story(
         decisions=decided,
         spells=spells_of(late),
         memory=_memory(contents, records),
-        alarms=AlarmCounts(
-            *(sum(getattr(watch, f"num_{what}") for watch in watches) for what in ("suspected", "verified", "false"))
-        ),
+        alarms=AlarmCounts(*contents.monitor.alarms),
         smallest_delay=least,
         undisturbed=undisturbed,
         undisturbed_from=source,

@@ -11,7 +11,7 @@ that the controller saw.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from statistics import fmean, median
 from typing import Any
@@ -20,7 +20,7 @@ from penstock.control.advice import Unanswered
 from penstock.control.closed_loop_simulation import run_once
 from penstock.control.compute import Factors, scaled
 from penstock.control.configuration import Configuration, Job
-from penstock.control.decide import trial
+from penstock.control.decide import run_on
 from penstock.control.errors import ControlError
 from penstock.control.events import (
     Dropped,
@@ -37,7 +37,7 @@ from penstock.control.events import (
     event_from_json,
     undirected,
 )
-from penstock.control.log import read_header
+from penstock.control.log import json_lines, read_header
 from penstock.control.measured import JobMonitor, LinksOfStep
 from penstock.control.orchestrator import Orchestrator
 from penstock.cost import Costs, Links
@@ -117,7 +117,7 @@ class LogContents:
         """
         if seen.links is None or not seen.down <= set(configuration.delegated):
             return None
-        return trial(*self._conditions(configuration, seen, seen.links)).makespan
+        return run_on(*self._conditions(configuration, seen, seen.links)).makespan
 
     def timeline(self, seen: ObservedIteration) -> Timeline | None:
         """An iteration as it ran, simulated in the same way."""
@@ -134,21 +134,6 @@ class LogContents:
         added = self.job.delegate_ms
         sooner = dict.fromkeys(ran - then, added) | dict.fromkeys(then - ran, -added)
         return scaled(self.job.costs, seen.factors), self.job.depth, configuration, measured.links(sooner)
-
-
-def json_lines(lines: Iterable[str], name: str) -> Iterator[dict[str, Any]]:
-    """Lines of JSON objects; the last one may be cut off."""
-    rows = [line for line in lines if line.strip()]
-    for number, line in enumerate(rows, start=1):
-        try:
-            value = json.loads(line)
-        except json.JSONDecodeError as error:
-            if number == len(rows):
-                return
-            raise ControlError(f"line {number} of {name} is not JSON: {error}") from None
-        if not isinstance(value, dict):
-            raise ControlError(f"line {number} of {name} is no JSON object: {line[:60]!r}")
-        yield value
 
 
 class LogReader:

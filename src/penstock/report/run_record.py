@@ -13,7 +13,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from penstock.report.log_reader import json_lines
+from penstock.control.log import json_lines
 from penstock.report.run_story import TitledTimeline, rounded
 
 

@@ -22,7 +22,7 @@ from typing import Any
 
 import numpy as np
 
-from penstock.cost import CostError, Costs, Links
+from penstock.cost import Costs, Links
 from penstock.cost.links import LinkQueues
 from penstock.dispatch import Dispatch, Graph, Policy, lower
 from penstock.engine import event_loop
@@ -312,11 +312,7 @@ class Runner:
 
     def lowered(self, schedule: Schedule) -> Order:
         """The schedule as arrays, for one run: it is not looked up among those known."""
-        if self.costs.num_stages != schedule.num_stages:
-            raise CostError(
-                f"the costs are for {self.costs.num_stages} stages, the schedule has {schedule.num_stages}; "
-                "give costs for as many stages"
-            )
+        self.costs.require_stages(schedule.num_stages)
         graph = lower(schedule)
         made = Order(
             schedule,

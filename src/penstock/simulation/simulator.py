@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from copy import deepcopy
 from numbers import Integral
 
-from penstock.cost import CostError, Costs, Links
+from penstock.cost import Costs, Links
 from penstock.cost.costs import require_costs
 from penstock.cost.links import LinkQueues
 from penstock.dispatch import Dispatch, Policy
@@ -97,11 +97,7 @@ def simulate(
     costs = Costs.assumed(schedule.num_ranks, schedule.placement) if costs is None else costs
     through_lines = links if isinstance(links, LinkQueues) else Links.of(links)
     require_costs(costs)
-    if costs.num_stages != schedule.num_stages:
-        raise CostError(
-            f"the costs are for {costs.num_stages} stages, the schedule has {schedule.num_stages}; "
-            "give costs for as many stages"
-        )
+    costs.require_stages(schedule.num_stages)
     (through_lines.links if isinstance(through_lines, LinkQueues) else through_lines).check_ranks(schedule.num_ranks)
     policy = None if dispatch == AUTO else Policy.of(dispatch)
     runner = Runner(costs, compile=schedule.num_ops > COMPILE_ABOVE)

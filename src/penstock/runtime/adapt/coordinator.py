@@ -25,6 +25,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import count
+from math import ceil
 from pathlib import Path
 from statistics import median
 from typing import Any, BinaryIO
@@ -38,6 +39,7 @@ from penstock.runtime.adapt.report import RankReport, ReportCollector, costs_of_
 from penstock.runtime.adapt.store import Rendezvous
 from penstock.runtime.errors import RuntimeFailure
 from penstock.runtime.transport.choose import TransportChoice
+from penstock.schedule import Schedule
 from penstock.simulation.simulator import as_dispatch
 
 CONTROL, ITERATIONS, TIMELINES = "control.jsonl", "iterations.jsonl", "timelines.jsonl"
@@ -188,7 +190,7 @@ class Coordinator:
         self._take_plan, self._stop, self._notice = take, stop, notice
         self._run_log = RunLog(options.folder, notice)
         self._report_collector = ReportCollector(setting.start.schedule.num_ranks, setting.num_copies)
-        self._measured_costs = MeasuredCosts(setting.start.schedule.num_stages)
+        self._measured_costs = MeasuredCosts(setting.start.schedule)
         self._due: list[tuple[int, Event]] = []
         self._digests = {0: setting.start.digest}
         self._number = 0
@@ -219,12 +221,10 @@ class Coordinator:
     def close(self) -> None:
         """Ends the thread and the controller."""
         self._closed.set()
-        self._thread.join(THREAD_EXIT_S)
-        if self._controller_process is not None:
-            self._controller_process.close()
-        self._thread.join(ABANDONED_EXIT_S)  # it may have stood still while the controller read nothing
-        if self._controller_process is not None:  # it may have been started at the last moment
-            self._controller_process.close()
+        for seconds in (THREAD_EXIT_S, ABANDONED_EXIT_S):  # it may stand still while the controller reads nothing
+            self._thread.join(seconds)
+            if self._controller_process is not None:  # it may have been started at the last moment
+                self._controller_process.close()
         self._run_log.close()
 
     # In threads.
@@ -243,17 +243,16 @@ class Coordinator:
 
     def _take(self, reports: Sequence[RankReport]) -> None:
         """Hands on what one iteration brought."""
-        iteration = reports[0].iteration
-        self._learn(iteration)
-        if self._controller_process is None:
-            costs = self._measured_costs.feed(reports)
-            if costs is not None:
-                self._begin(costs)
+        self._learn(reports[0].iteration)
+        lines = lines_of(reports)
+        if self._controller_process is None and (costs := self._measured_costs.feed(reports)) is not None:
+            self._begin(costs)
+            lines = self._measured_costs.lines  # what is usual is known from the start
         record = self._record(reports)
         if self._controller_process is None:
             self._run_log.write(ITERATIONS, json.dumps({**record, "simulated_ms": None}))
         else:
-            self._controller_process.feed(*lines_of(reports), json.dumps({"record": record}))
+            self._controller_process.feed(*lines, json.dumps({"record": record}))
         self._num_since += 1
         if self._num_since == WARMUP_ITERATIONS + 1:
             self._run_log.timeline(reports, self._number, f"after {self._number}" if self._number else "start")
@@ -287,8 +286,7 @@ class Coordinator:
     def _begin(self, costs: Costs) -> None:
         if self._closed.is_set():
             return
-        job = self._setting.job(self._options, costs)
-        self._controller_process = ControllerProcess(job, self._hear, self._stop)
+        self._controller_process = ControllerProcess(self._setting.job(self._options, costs), self._hear, self._stop)
 
     def _hear(self, line: str) -> None:
         """A line of the controller's output."""
@@ -314,22 +312,33 @@ WARMUP_ITERATIONS, MEASURED_ITERATIONS = 2, 3
 
 
 class MeasuredCosts:
-    """Gathers op times until there are enough."""
+    """Gathers op times until there are enough.
 
-    def __init__(self, num_stages: int) -> None:
-        self._num_stages = num_stages
+    An iteration with updates in it counts as many times as each stage updates: it is as long as so many steps.
+
+    Attributes:
+        lines: for the controller: the events of the iterations that count.
+    """
+
+    def __init__(self, schedule: Schedule) -> None:
+        self.lines: list[str] = []
+        self._num_stages = schedule.num_stages
+        num_updates = 1 if schedule.windows is None else schedule.windows.num_updates
+        self._num_left_out = ceil(WARMUP_ITERATIONS / num_updates)
+        self._num_enough = self._num_left_out + ceil(MEASURED_ITERATIONS / num_updates)
         self._times: dict[tuple[str, int], list[float]] = {}
         self._num_seen = 0
 
     def feed(self, reports: Sequence[RankReport]) -> Costs | None:
         """Takes an iteration's reports; returns the costs when they suffice, in ms, medians; see `costs_of_ops`."""
         self._num_seen += 1
-        if self._num_seen <= WARMUP_ITERATIONS:
+        if self._num_seen <= self._num_left_out:
             return None
+        self.lines += lines_of(reports)
         for report in reports:
             for kind, stage, _, start, end in report.ops:
                 self._times.setdefault((kind, stage), []).append(end - start)
-        if self._num_seen < WARMUP_ITERATIONS + MEASURED_ITERATIONS:
+        if self._num_seen < self._num_enough:
             return None
         return costs_of_ops({key: median(times) for key, times in self._times.items()}, self._num_stages)
 

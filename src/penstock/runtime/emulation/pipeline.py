@@ -146,11 +146,7 @@ class EmulatedPipeline:
             raise RuntimeFailure("conditions of emulated links are given as links=, not in TransportOptions")
         conditions = Links.of(links)
         conditions.check_ranks(schedule.num_ranks)
-        if costs.num_stages != schedule.num_stages:
-            raise CostError(
-                f"the costs are for {costs.num_stages} stages, the schedule has {schedule.num_stages}; "
-                "give costs for as many stages"
-            )
+        costs.require_stages(schedule.num_stages)
         if not 0 < stretch < float("inf"):
             raise CostError(f"stretched by {stretch:g}: give a stretch above 0")
         if adapt is not None:
