@@ -162,11 +162,22 @@ def test_clocks_of_two_hosts(posted_ahead: bool) -> None:
 
 
 def test_costs_are_read_off_the_first_iterations() -> None:
-    measuring = MeasuredCosts(2)
+    measuring = MeasuredCosts(ps.build("1f1b", 2, 2))
     reports = [report_of(0, measured(rank), NO_SHIFT, stretch=2.0) for rank in (0, 1)]
     found = [measuring.feed(reports) for _ in range(WARMUP_ITERATIONS + MEASURED_ITERATIONS)]
     assert found[:-1] == [None] * (WARMUP_ITERATIONS + MEASURED_ITERATIONS - 1)
     assert found[-1] == ps.Costs(f=[5.0, 5.0], i=[5.0, 5.0], w=[5.0, 5.0], b=[10.0, 10.0])
+
+
+def test_a_pass_of_several_steps_counts_as_so_many_and_is_fed_to_the_controller() -> None:
+    """`--schedule amdp --adapt` decided nothing: five passes of eight steps went by before anybody looked at links.
+    A link that was late by then was usual.
+    """
+    measuring = MeasuredCosts(ps.build("amdp", 4, 32, window=4))
+    reports = [[report_of(n, measured(rank), NO_SHIFT) for rank in range(2)] for n in range(2)]
+    assert measuring.feed(reports[0]) is None, "the first pass is for warming up"
+    assert measuring.feed(reports[1]) is not None
+    assert measuring.lines == lines_of(reports[1])
 
 
 # The controller as a filter

@@ -71,13 +71,12 @@ def after_rules(job: Job, late: ps.Links, lines: list[str] | None = None) -> Con
     return controller
 
 
-def offered(controller: Controller, seconds: float = 2.0) -> list[ps.Schedule]:
-    """Searches for what a controller asks for, here and now, and offers it."""
+def offered(controller: Controller) -> ps.Schedule:
+    """Searches for what a controller asks for, here and now, until something is worth an offer, and offers it."""
     problem = controller.plan_problem()
     assert problem is not None
-    found = [each for each in better_plans(*problem, lengths=(seconds,)) if controller.would_gain(each)]
-    for schedule in found:
-        controller.feed(Offered(schedule))
+    found = next(each for each in better_plans(*problem, lengths=(2.0, 8.0, PATIENCE)) if controller.would_gain(each))
+    controller.feed(Offered(found))
     return found
 
 
@@ -91,7 +90,7 @@ def test_a_better_plan_than_that_of_the_rules_is_offered_and_runs(name: str, see
     lines: list[str] = []
     controller = after_rules(job, late, lines)
     before = run_once(job, controller.now, late).makespan
-    (plan,) = offered(controller)
+    plan = offered(controller)
     drive(controller, late, 60, first=55)
     after = run_once(job, controller.now, late)
     assert controller.now.schedule == plan
@@ -195,7 +194,7 @@ def test_an_offer_is_taken_over_a_mesh_too() -> None:
     number = 0
     for links in [(healthy, healthy)] * 15 + [(healthy, late)] * 40 + [None] + [(healthy, late)] * 60:
         if links is None:
-            assert offered(controller)
+            offered(controller)
             continue
         if controller.waiting is not None:
             controller.feed(Switched(controller.waiting.number))
