@@ -24,9 +24,6 @@ from penstock.control import (
 from penstock.cost import Links
 from penstock.report import to_page
 from penstock.report.from_logs import read_story
-from penstock.report.run_story import (
-    AlarmCounts,
-)
 from report_cases import COSTS, LATE, job, log_of, story_of
 
 pytestmark = pytest.mark.unit
