@@ -136,8 +136,6 @@ def read_seed(place: Path, warmup: int) -> Seed:
         adapting,
         None if fault is None else (tuple(fault[0]), fault[1], fault[2]),
         *((folder / name).read_text(encoding="utf-8").splitlines() for name in (CONTROL, ITERATIONS)),
-        None if fault is None else (tuple(fault[0]), fault[1], fault[2]),
-        *((folder / name).read_text(encoding="utf-8").splitlines() for name in (CONTROL, ITERATIONS)),
         saved=None if page is None else page["saved"],
         warmup=warmup,
     )

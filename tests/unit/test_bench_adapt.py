@@ -206,6 +206,24 @@ def test_a_tutorial_s_run_is_answered_if_the_change_for_the_link_stays() -> None
     assert not judge.is_answered([decision(22)], back, (2, 3))
 
 
+def test_a_seed_is_read_from_what_its_runs_left(tmp_path: Path) -> None:
+    for mode in cells.MODES:
+        (tmp_path / mode).mkdir()
+        said = {"steps": WITHOUT, "fault": cells.Fault((2, 3), 20, 100), "answer": "dynamic"}
+        (tmp_path / mode / cells.STEPS).write_text(json.dumps(said))
+    lines: list[str] = []
+    job = cells.emulated_job(CELL)
+    ran = rehearse(Controller(job, log=lines.append), Links({(2, 3): 60.0}), until=20_000)
+    (tmp_path / "with" / cells.CONTROL).write_text("\n".join(lines))
+    took, numbers = [each.ms for each in ran.iterations], [each.decision for each in ran.iterations]
+    digests = [job.start.digest, *(each.configuration.digest for each in ran.decisions)]
+    (tmp_path / "with" / run.ITERATIONS).write_text("\n".join(rows(took, numbers, digests)))
+    seed = run.read_seed(tmp_path, 30)
+    assert (seed.oracle, seed.fault, seed.warmup) == (WITHOUT, FAULT, 30)
+    assert (len(seed.iterations), len(seed.control)) == (len(took), len(lines))
+    assert judge.judge_seed(seed)["recoverable"] == 0
+
+
 def test_a_summary_is_whole_and_holds_if_every_cell_does(tmp_path: Path) -> None:
     quiet = {"recoverable": 0.0, "recovered": 0.0, "claimed": 0.0, "made": None, "ran_from": None}
     made = {"reruns": [], "commit": "0123456", "load": 1.0, "seconds": 30.0, "answered": True}
