@@ -40,7 +40,8 @@ class Seed:
         oracle, without, adapting: ms of each run's steps. warmup: how many of the first do not count.
         fault: the late link, the fault's first step, and the first after it; None for none.
         control, iterations: lines of the adapting run's control.jsonl and iterations.jsonl.
-        saved: ms that the page of that run says were saved; None if it says nothing.
+        saved: ms that the page of that run says were saved, by measured steps; None where it cannot tell.
+        simulated: the same by simulation, which the page says where measured steps do not tell.
     """
 
     oracle: Sequence[float]
@@ -50,6 +51,7 @@ class Seed:
     control: Sequence[str]
     iterations: Sequence[str]
     saved: float | None
+    simulated: float | None = None
     warmup: int = 0
 
 
@@ -83,7 +85,7 @@ def judge_seed(seed: Seed) -> dict[str, Any]:
     Returns:
         run_ms: of the run without, from the first step that counts. recoverable, recovered: by how much the oracle's
             and the adapting run were shorter.
-        claimed: ms that the page says were saved.
+        claimed: ms that the page says were saved. by_simulation: whether measured steps did not tell it.
         onset: the fault's first step. made: the step after which a change for it was decided. ran_from: the first
             step with that change. answered: whether there is one, and the fault's last step ran something else than
             the first step of the run did.
@@ -106,11 +108,13 @@ def judge_seed(seed: Seed) -> dict[str, Any]:
     ]
     ran = [row for row in rows if answers and row["number"] == answers[0]["number"]]
     lost = [_lost(number, rows, onset) for number in sorted(numbers)]
+    claimed = seed.simulated if seed.saved is None else seed.saved
     return {
         "run_ms": round(run_ms, 1),
         "recoverable": round(run_ms - oracle_ms, 1),
         "recovered": round(run_ms - ms, 1),
-        "claimed": None if seed.saved is None else round(seed.saved, 1),
+        "claimed": None if claimed is None else round(claimed, 1),
+        "by_simulation": seed.saved is None and claimed is not None,
         "onset": onset,
         "answered": bool(answers and in_fault) and in_fault[-1]["digest"] != start,
         "made": answers[0]["iteration"] if answers else None,
@@ -196,6 +200,7 @@ def judge_cell(load: int, fault: bool, lasts: int | None, rows: Sequence[Mapping
         "false_steps": sum(row["false_steps"] for row in rows),
         "false_ms": round(sum(row["false_ms"] for row in rows), 1),
         "page_error": _middle(errors),
+        "page_by_simulation": sum(row["by_simulation"] for row in rows),
         "page_right": sum(each <= PAGE for each in errors),
         "page_wrong_sign": sum(has_wrong_sign(row) for row in rows),
     }

@@ -30,6 +30,7 @@ from benchmarks.adapt.cells import CALIBRATION, CELLS, CONTROL, MODES, NUM_SEEDS
 from benchmarks.adapt.judge import ANSWERED, Seed, is_answered, judge_cell, judge_seed
 from experiments.common.readme import markdown, write_between
 from experiments.common.record import commit, record
+from penstock.report.from_logs import read_story
 
 HERE = Path(__file__).resolve().parent
 RESULTS = HERE / "results.json"
@@ -122,21 +123,22 @@ def _said(place: Path) -> dict[str, Any]:
 
 def read_seed(place: Path, warmup: int) -> Seed:
     """The records that the runs of a seed left."""
-    from penstock.train.run_report import read_adaptation  # loads torch, which tables do without
-
     oracle, without, adapting = (
         json.loads((place / mode / STEPS).read_text(encoding="utf-8"))["steps"] for mode in MODES
     )
     fault = _said(place)["fault"]
     folder = place / "with"
-    page = read_adaptation(folder)
+    control, iterations = ((folder / name).read_text(encoding="utf-8").splitlines() for name in (CONTROL, ITERATIONS))
+    page = read_story(control, name="", iterations=iterations)
     return Seed(
         oracle,
         without,
         adapting,
         None if fault is None else (tuple(fault[0]), fault[1], fault[2]),
-        *((folder / name).read_text(encoding="utf-8").splitlines() for name in (CONTROL, ITERATIONS)),
-        saved=None if page is None else page["saved"],
+        control,
+        iterations,
+        page.saved,
+        page.saved_by_simulation,
         warmup=warmup,
     )
 

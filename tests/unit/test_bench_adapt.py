@@ -55,6 +55,12 @@ def test_an_answered_fault() -> None:
     assert (cell["answered"], cell["steps_to_decision"], cell["missed"]) == (3, [2, 2, 2], [])
 
 
+def test_the_page_s_simulation_counts_where_measured_steps_do_not_tell() -> None:
+    row = judge.judge_seed(replace(SEED, saved=None, simulated=7_200.0))
+    assert (row["claimed"], row["by_simulation"], judge.page_error(row)) == (7_200.0, True, 1.0)
+    assert judge.judge_seed(replace(SEED, saved=None))["claimed"] is None
+
+
 def test_a_change_that_costs_more_than_the_fault_misses_its_aims() -> None:
     worse = [*HEALTHY, *LATE[:8], *[220.0] * 72]
     seed = replace(SEED, adapting=worse, iterations=rows(worse, [0] * 28 + [1] * 72))
