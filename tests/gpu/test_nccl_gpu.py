@@ -10,6 +10,7 @@ import os
 import signal
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -72,6 +73,58 @@ def test_ranks_that_send_by_nccl_are_the_plain_loop(name: str, num_ranks: int, d
     found = ended(outcomes)
     assert found.pop("loss") == [float(loss)]
     assert found == {key: p.grad.flatten().tolist() for key, p in model.named_parameters() if p.grad is not None}
+
+
+ROUTES: list[tuple[tuple[int, int], ...]] = [(), ((0, 1),), ((0, 1),), (), ((0, 1),), ()]
+"""The links that delegates carry in each step; NCCL carries the others."""
+
+
+def move(rank: int, name: str, dispatch: str) -> tuple[dict[str, list[float]], list[int]]:
+    """Loss and gradients of the last step; in each step, the messages that came in by the delegate."""
+    options = ps.TransportOptions(
+        "nccl",
+        delegates=ps.runtime.DelegateOptions(host_memory=64 << 20),  # pinned, by each rank
+        links=ps.Links({(0, 1): "latency:4ms"}),
+    )
+    by_delegate, before = [], 0
+    with ps.Pipeline(
+        build_model(),
+        ps.build(name, torch.distributed.get_world_size(), 8),
+        loss_fn=nn.functional.mse_loss,
+        dispatch=dispatch,
+        transport=options,
+        parallel=ps.ParallelOptions(device="cuda:0"),
+    ) as pipe:
+        for delegated in ROUTES:
+            pipe.reconfigure(replace(pipe.configuration, delegated=delegated))
+            pipe.zero_grad()
+            result = pipe.step(*build_batch(), update=False)
+            counters = pipe._local.choice.seen(pipe._local.transport)[1]
+            assert counters is not None
+            by_delegate.append(counters["messages"] - before)
+            before = counters["messages"]
+        found = {key: p.grad.flatten().tolist() for key, p in pipe.named_parameters() if p.grad is not None}
+        return {"loss": [float(result.loss)], **found}, by_delegate
+
+
+@pytest.mark.parametrize(
+    ("name", "num_ranks", "dispatch"),
+    [("1f1b", 2, "frozen"), ("zb-v", 2, "dynamic"), ("1f1b", 4, "dynamic")],
+)
+def test_a_link_over_nccl_could_not_go_by_delegates_nor_come_back(name: str, num_ranks: int, dispatch: str) -> None:
+    """Delegates were refused over NCCL. A line that rested carries messages again, and every number is the same."""
+    model = build_model()
+    loss = plain_step(model, *build_batch(), 8, nn.functional.mse_loss, step=len(ROUTES))
+    outcomes = run_ranks(num_ranks, move, name, dispatch, deadline=100.0, shares_gpu=True, gpu_queues=MOST_QUEUES)
+    texts = "\n".join(outcome.text for outcome in outcomes)
+    if "Duplicate GPU" in texts:
+        pytest.skip("this NCCL takes no two ranks on one GPU, whatever host they say that they are")
+    assert [outcome.code for outcome in outcomes] == [0] * num_ranks, texts
+    found = {key: value for outcome in outcomes for key, value in outcome.value[0].items()}
+    assert found.pop("loss") == [float(loss)]
+    assert found == {key: p.grad.flatten().tolist() for key, p in model.named_parameters() if p.grad is not None}
+    for rank, outcome in enumerate(outcomes):
+        assert [num > 0 for num in outcome.value[1]] == [bool(each) and rank < 2 for each in ROUTES]
 
 
 class EndsItsProcess(nn.Module):
