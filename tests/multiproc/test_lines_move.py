@@ -6,7 +6,9 @@ NCCL's lines have a stand-in over gloo (see `device_queues`). No test asserts a 
 from __future__ import annotations
 
 import copy
+import time
 from dataclasses import replace
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
@@ -17,7 +19,7 @@ import penstock as ps
 from device_queues import LateLines, stand_in_for_nccl
 from plain_loop import plain_step
 from processes import run_ranks
-from waiting import PATIENCE
+from waiting import PATIENCE, keep_up
 
 pytestmark = pytest.mark.multiproc
 
@@ -123,3 +125,61 @@ def test_lines_of_nccl_and_of_shared_memory_never_moved_to_delegates(
         assert trained.memory == (name == "host" and links is None)
         needed = [bool(slow) for _, slow in want]
         assert trained.started == [any(needed[:step]) for step in range(len(ROUTES))]
+
+
+MOST_STEPS = 150
+"""Steps within which a link must have moved. One does after some ten, later where the machine is busy."""
+TURNS_LATE = ps.Links.parse("1:2=latency:steps:0ms/0ms,900ms/40ms,10min/0ms")
+"""The link to the last rank turns late once costs have been measured."""
+
+
+class Busy(nn.Module):
+    """A layer that takes some milliseconds, so that a rank that stands still loses something."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        time.sleep(0.003)
+        return torch.tanh(self.linear(x))
+
+
+def adapt(rank: int, name: str, folder: str) -> tuple[list[tuple[tuple[int, int], ...]], list[bool], list[str]]:
+    """Trains until the controller has delegated a link for three steps: what was delegated in each step."""
+    stand_in_for_nccl()
+    torch.manual_seed(5)
+    stages: list[nn.Module] = [Busy() for _ in range(NUM_RANKS)]
+    plain, same = copy.deepcopy(stages), []
+    routes: list[tuple[tuple[int, int], ...]] = []
+    with ps.Pipeline(
+        stages,
+        ps.build("1f1b", NUM_RANKS, NUM_MICROBATCHES),
+        loss_fn=nn.MSELoss(),
+        timeout=PATIENCE,
+        transport=ps.TransportOptions(name, depth=1, links=TURNS_LATE),
+        adapt=ps.AdaptOptions(folder=folder if rank == 0 else None, dispatches=(), may_replan=False),
+    ) as pipe:
+        for number in range(1, MOST_STEPS):
+            if sum(map(bool, routes)) == 3:
+                break
+            if rank == 0:
+                keep_up(Path(folder), number - 1)
+            torch.manual_seed(number)
+            x = torch.randn(8, 8)
+            want = plain_step(plain, x, x.cos(), NUM_MICROBATCHES, nn.MSELoss(), step=number)
+            routes.append(pipe.configuration.delegated)
+            same.append(torch.equal(want, pipe.step(x, x.cos(), update=False).loss))
+        return routes, same, pipe.notices
+
+
+@pytest.mark.slow
+@pytest.mark.alone
+@pytest.mark.parametrize("name", ["nccl", pytest.param("host", marks=pytest.mark.nightly)])
+def test_adapting_over_nccl_was_refused(name: str, tmp_path: Path) -> None:
+    """The controller hands a late link to delegates while the others stay with NCCL, and no number changes."""
+    outcomes = run_ranks(NUM_RANKS, adapt, name, str(tmp_path), deadline=240.0)
+    assert [o.code for o in outcomes] == [0] * NUM_RANKS, "\n".join(o.text for o in outcomes)
+    routes, _, notices = outcomes[0].value
+    assert all(o.value[0] == routes and all(o.value[1]) for o in outcomes)
+    assert routes[-3:] == [((1, 2),)] * 3, notices
