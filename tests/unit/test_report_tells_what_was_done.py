@@ -12,6 +12,7 @@ from penstock.control import Configuration, Controller, Job, rehearse
 from penstock.control.advice import Obstacle, Unanswered
 from penstock.control.log import unanswered_line
 from penstock.cost import Links
+from penstock.formats.perfetto import from_perfetto, to_perfetto
 from penstock.report.from_logs import read_story
 from penstock.report.run_story import Plan, RunStory
 from penstock.report.words import headline, more
@@ -123,3 +124,12 @@ def test_a_cause_without_an_answer_is_said_with_its_size() -> None:
 def test_the_threshold_that_is_named_is_the_one_that_was_in_force() -> None:
     story: RunStory = story_of("0:1=0", 6_000)
     assert f"no link was late by {story.smallest_delay:g} ms or more" in headline(story).lower()
+
+
+def test_the_trace_of_a_step_with_blocked_senders_is_read_back() -> None:
+    """No run over direct links, as in the tutorial, had a page once a simulated sender had stood still."""
+    schedule = ps.build("zb", 4, 8)
+    timeline = ps.simulate(schedule, links=ps.Links({(2, 3): 40.0}), transport=ps.Blocking(2))
+    assert any(timed.blocked for timed in timeline.ops)
+    (read,) = from_perfetto(to_perfetto(timeline), schedule)
+    assert read.makespan == pytest.approx(timeline.makespan)

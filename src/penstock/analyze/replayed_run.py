@@ -8,7 +8,6 @@ run.times(run.own.where(...))        anything between
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -18,7 +17,6 @@ from penstock.analyze.messages import messages_of
 from penstock.analyze.step_network import Messages, StepNetwork, networks, own_times
 from penstock.analyze.whole import Steps
 from penstock.engine.network import Array
-from penstock.formats.traces.run_trace import Scope
 
 
 @dataclass(frozen=True, eq=False)
@@ -44,7 +42,6 @@ class ReplayedRun:
     Attributes:
         table: the steps. messages: between ranks.
         own: what each took by itself.
-        late: ms by which each op started later than it could have, (K, M).
     """
 
     def __init__(self, table: Steps) -> None:
@@ -92,33 +89,14 @@ class ReplayedRun:
         found: Array = self.table.letters()[self.messages.producer] == "F"
         return found
 
-    @cached_property
-    def late(self) -> Array:
-        ready = np.zeros_like(self.own.ops)
-        for net in self.networks:
-            for step in net.steps.tolist():
-                table, sent = self.table, self.messages
-                made = table.end[step, sent.producer] + self.own.messages[step]
-                arrived = np.where(sent.receive >= 0, table.end[step, sent.receive], made)
-                ready[step] = net.ready(table.start[step], table.end[step], arrived)
-        late = np.maximum(self.table.start - ready, 0.0)
-        late[:, self.table.is_scope(Scope.SEND, Scope.RECEIVE)] = 0.0
-        return late
-
-    def times(self, own: OwnTimes, late: Array | None = None, steps: Sequence[int] | None = None) -> Array:
-        """Ms of each step, or of some, over what ops and messages take (K,).
-
-        Args:
-            late: ms by which each op starts later than it could (K, M).
-        """
-        wanted = range(len(self.table.steps)) if steps is None else steps
+    def times(self, own: OwnTimes) -> Array:
+        """Ms of each step over what ops and messages take (K,)."""
         net_of = {step: net for net in self.networks for step in net.steps.tolist()}
-        return np.array([self._time(net_of[step], own, step, late) for step in wanted])
+        return np.array([self._time(net_of[step], own, step) for step in range(len(self.table.steps))])
 
     def mean(self, own: OwnTimes) -> float:
         """The mean over all steps, ms."""
         return float(self.times(own).mean())
 
-    def _time(self, net: StepNetwork, own: OwnTimes, step: int, late: Array | None = None) -> float:
-        durations = net.durations(own.ops[step], own.messages[step], None if late is None else late[step])
-        return net.time(durations).makespan
+    def _time(self, net: StepNetwork, own: OwnTimes, step: int) -> float:
+        return net.time(net.durations(own.ops[step], own.messages[step])).makespan

@@ -88,22 +88,12 @@ class StepNetwork:
         self._timer = Timer(network, irregular, compile=True)
         self._table = table
 
-    def durations(self, own: Array, messages: Array, late: Array | None = None) -> Array:
-        """Ms of each queue from those of ops (M,) and of messages (L,).
-
-        Args:
-            late: ms by which each op started later than it could; 0 where not given.
-        """
+    def durations(self, own: Array, messages: Array) -> Array:
+        """Ms of each queue from those of ops (M,) and of messages (L,)."""
         found = np.zeros(len(self.op))
-        has = self.op != NONE
+        has, sent = self.op != NONE, self.message != NONE
         found[has] = own[self.op[has]]
-        sent = self.message != NONE
         found[sent] = messages[self.message[sent]]
-        if late is not None:
-            plain = has & (self._group[self.op] == NONE)
-            found[plain] += late[self.op[plain]]
-            came = self.arrival != NONE
-            found[came] += late[self.arrival[came]]
         return found
 
     def time(self, durations: Array) -> OrderTimes:
@@ -124,29 +114,6 @@ class StepNetwork:
             )
         return timed
 
-    def ready(self, start: Array, end: Array, arrived: Array) -> Array:
-        """When each op could have started, had nobody been late (M,), from when others ended as recorded.
-
-        Args:
-            start, end: of ops (M,), as recorded. arrived: of messages (L,).
-        """
-        ended = np.zeros(len(self.op))
-        has, came, sent = self.op != NONE, self.arrival != NONE, self.message != NONE
-        ended[has] = end[self.op[has]]
-        ended[sent] = arrived[self.message[sent]]
-        ended[came] = start[self.arrival[came]]
-        ready = np.zeros(len(start))
-        for row in self._rows.values():
-            before = 0.0
-            for queue in row:
-                moment = max([before, *(float(ended[need]) for need in self.needs[queue])])
-                op = self.arrival[queue] if came[queue] else self.op[queue]
-                if op != NONE and (came[queue] or self._group[op] == NONE):
-                    ready[op] = moment
-                if op != NONE:
-                    before = float(ended[queue])
-        return ready
-
     def predecessors(self) -> list[list[int]]:
         """Of each queue, all that it waits for: its needs, and what its rows run before it."""
         found = [list(needs) for needs in self.needs]
@@ -166,7 +133,7 @@ class StepNetwork:
         last = np.full(num_workers, -np.inf)
         np.maximum.at(last, worker[compute], table.start[self.steps[0]][compute])
         beside = replicas & (start < last[worker])
-        self._group = groups(table)
+        group = groups(table)
         own_queue = np.full(table.num_ops, NONE)
         begin_queue = np.full(table.num_ops, NONE)
         by_row: defaultdict[int, list[int]] = defaultdict(list)
@@ -174,19 +141,19 @@ class StepNetwork:
         for op in order[~message[order]].tolist():
             by_row[int(worker[op]) + (num_workers if beside[op] else 0)].append(op)
         members: defaultdict[int, list[int]] = defaultdict(list)
-        for op in np.flatnonzero(self._group != NONE).tolist():
-            members[int(self._group[op])].append(op)
+        for op in np.flatnonzero(group != NONE).tolist():
+            members[int(group[op])].append(op)
         row_of = {op: row for row, ops in by_row.items() for op in ops}
         gang_of = {
             group: self._queue(tuple(sorted({row_of[op] for op in ops}))) for group, ops in sorted(members.items())
         }
         for row, ops in sorted(by_row.items()):
             for op in ops:
-                if self._group[op] == NONE:
+                if group[op] == NONE:
                     own_queue[op] = begin_queue[op] = self._add(row, op=op)
                     continue
                 begin_queue[op] = self._add(row, arrival=op)
-                self._rows[row].append(gang_of[int(self._group[op])])
+                self._rows[row].append(gang_of[int(group[op])])
                 own_queue[op] = self._add(row, op=op)
         self._join_streams(table, by_row, num_workers, start, compute, own_queue, begin_queue)
         self._send(table, messages, start, own_queue, begin_queue, 2 * num_workers)

@@ -100,7 +100,7 @@ def from_perfetto(data: bytes, schedule: Schedule) -> list[Timeline]:
     found = []
     try:
         trace = json.loads(data)
-        slices = [event for event in trace["traceEvents"] if event["ph"] == "X" and "op" in event["args"]]
+        slices = [event for event in trace["traceEvents"] if event["ph"] == "X" and "op" in event.get("args", ())]
         for place, meta in enumerate(trace["metadata"]["penstock"]):
             first = 1 + place * schedule.num_ranks
             ops = [

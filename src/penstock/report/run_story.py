@@ -16,6 +16,8 @@ from penstock.control.robust_statistics import deviation
 from penstock.simulation import Timeline
 
 Link = tuple[int, int]
+GAP = 3
+"""Iterations that two late ones may lie apart and still belong to one late period."""
 FEWEST = 3
 """Iterations that a median needs on either side of a change before the report calls the difference measured."""
 ENDS = 8
@@ -257,14 +259,16 @@ class RunStory:
     @cached_property
     def lost(self) -> float:
         """What late links would have cost had nothing been changed: what iterations with a late link took more than
-        undisturbed ones, in the median of each configuration, and what was saved.
+        undisturbed ones, in the median of each configuration, and what was saved (by simulation, if that was not
+        measured).
         """
         late = [each for each in self.iterations if each.number in self.late]
         rows: dict[int, list[float]] = {}
         for each in late:
             rows.setdefault(each.decision, []).append(each.ms)
         more = sum(len(row) * (median(row) - self.undisturbed) for row in rows.values())
-        return max(0.0, more + sum(each.saved for each in late))
+        saved = self.saved_by_simulation if self.saved is None else sum(each.saved for each in late)
+        return max(0.0, more + (saved or 0.0))
 
     @cached_property
     def saved(self) -> float | None:
@@ -370,8 +374,8 @@ def runs_of(numbers: Iterable[int], gap: int) -> list[list[int]]:
     return groups
 
 
-def spells_of(late: Mapping[tuple[Link, str], Mapping[int, float]], gap: int = 3) -> tuple[LatePeriod, ...]:
-    """The times in which links were late, the costliest first; iterations at most `gap` apart belong to one.
+def spells_of(late: Mapping[tuple[Link, str], Mapping[int, float]]) -> tuple[LatePeriod, ...]:
+    """The times in which links were late, the costliest first; iterations at most `GAP` apart belong to one.
 
     Args:
         late: by link and what it serves, the delay (ms) in each iteration in which it was late.
@@ -379,7 +383,7 @@ def spells_of(late: Mapping[tuple[Link, str], Mapping[int, float]], gap: int = 3
     found = [
         LatePeriod(link, tuple(group), median(delays[n] for n in group), max(delays[n] for n in group), use)
         for (link, use), delays in late.items()
-        for group in runs_of(sorted(delays), gap)
+        for group in runs_of(sorted(delays), GAP)
     ]
     return tuple(sorted(found, key=lambda spell: (-spell.ms * spell.num_late, spell.first, spell.link)))
 
