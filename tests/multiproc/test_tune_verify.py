@@ -185,7 +185,18 @@ def test_ends_of_several_kinds_of_model_are_measured_in_parts(tmp_path: Path) ->
 
 @pytest.mark.slow
 def test_messages_and_layers_are_profiled(tmp_path: Path) -> None:
-    arguments = ["profile", *SMALL, "--ranks", "2", "--seconds", "0.05", "--database", str(tmp_path / "db"), "--json"]
+    arguments = [
+        "tune",
+        "--profile-only",
+        *SMALL,
+        "--ranks",
+        "2",
+        "--seconds",
+        "0.05",
+        "--database",
+        str(tmp_path / "db"),
+        "--json",
+    ]
     result = told([*arguments, "--recompute"], tmp_path)
     (profile,) = result["profiles"]
     assert profile["layers"] == ["embedding", "block 0", "block 1", "head"]

@@ -373,7 +373,7 @@ def test_the_help_of_training_is_in_groups_and_leaves_nothing_out(penstock: Any)
     ("words", "now"),
     [
         ("tune --model tiny", "sizes by name, like tiny, are given by --preset"),
-        ("profile --model tiny", "sizes by name, like tiny, are given by --preset"),
+        ("tune --profile-only --model tiny", "sizes by name, like tiny, are given by --preset"),
         ("plan --ranks 2 --microbatches 2 --placement v", "choose among one-to-one, circular, v-shape, wave"),
     ],
 )

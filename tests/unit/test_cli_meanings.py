@@ -148,7 +148,6 @@ def test_the_collection_of_results_is_whole() -> None:
         "data generate",
         "plan",
         "play",
-        "profile",
         "report",
         "search",
     }

@@ -93,6 +93,7 @@ def test_what_a_file_cannot_hold(costs: ps.Costs, words: str) -> None:
 
 def test_no_file(tmp_path: Path) -> None:
     with pytest.raises(
-        ps.CostError, match=r"No such file or directory; measure.*penstock profile --out .*or name a preset: .*gpt2"
+        ps.CostError,
+        match=r"No such file or directory; measure.*penstock tune --profile-only --out .*or name a preset: .*gpt2",
     ):
         load_costs(tmp_path / "none.json", 2)

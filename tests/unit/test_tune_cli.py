@@ -1,4 +1,4 @@
-"""`penstock tune` and `penstock profile`: what they print and write, and what they refuse."""
+"""`penstock tune`, with and without `--profile-only`: what they print and write, and what they refuse."""
 
 from __future__ import annotations
 
@@ -211,7 +211,7 @@ def test_a_profile_written_is_read_again(
     monkeypatch.setattr(session, "num_devices", lambda settings: 3)  # a file does not say how many cores there are
     file = tmp_path / "costs.json"
     measure = ["--preset", "nano", "--depth", "2", "--microbatch-size", "1,2", "--ranks", "2"]
-    written = told(capsys, "profile", *measure, "--out", str(file))
+    written = told(capsys, "tune", "--profile-only", *measure, "--out", str(file))
     assert (written["num_measured"], written["num_reused"]) == (3, 0)
     read = told(capsys, "tune", "--costs", str(file), "--ranks", "2", "--pp", "2", "--batch", "8")
     here = told(capsys, "tune", *NANO, "--ranks", "2", "--pp", "2")
@@ -219,7 +219,7 @@ def test_a_profile_written_is_read_again(
         (b["schedule"], b["step_ms"]) for b in here["best"]
     ]
     assert read["best"][0]["tokens_per_second"] is None
-    assert main(["profile", *measure]) == 0
+    assert main(["tune", "--profile-only", *measure]) == 0
     printed = capsys.readouterr().out
     assert "0 measured, 3 taken from the database" in printed
     assert "block 1" in printed

@@ -1,4 +1,4 @@
-"""`penstock profile` and `tune` of models besides a GPT: of a BERT, of Hugging Face folders, of a CLIP."""
+"""`penstock tune` of models besides a GPT: of a BERT, of Hugging Face folders, of a CLIP."""
 
 from __future__ import annotations
 

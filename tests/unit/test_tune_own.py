@@ -1,4 +1,4 @@
-"""`penstock profile`, `tune` and `compare` with a model of one's own: what is measured, printed and refused."""
+"""`penstock tune` with a model of one's own: what is measured, printed and refused."""
 
 from __future__ import annotations
 
@@ -151,11 +151,11 @@ def test_microbatches_larger_than_a_batch_of_the_data_are_refused(net: Path) -> 
 @pytest.mark.parametrize(
     ("line", "why"),
     [
-        ("profile --model nothing.py:Net --data net.py:data", "nothing.py:Net: there is no file"),
+        ("tune --profile-only --model nothing.py:Net --data net.py:data", "nothing.py:Net: there is no file"),
         ("tune --model net.py:Nett --data net.py:data", "has no 'Nett'"),
-        ("profile --model clip", "--model clip has a chain of layers for each tower"),
+        ("tune --profile-only --model clip", "--model clip has a chain of layers for each tower"),
         ("tune --model captioner", "--model captioner has samples of widely different lengths"),
-        ("profile --data net.py:data", "--data net.py:data is for a model given with --model"),
+        ("tune --profile-only --data net.py:data", "--data net.py:data is for a model given with --model"),
         (
             "tune --model net.py:Net --data net.py:data --tflops 1 --ranks 2",
             "--tflops estimates from the sizes of a GPT",
@@ -164,8 +164,14 @@ def test_microbatches_larger_than_a_batch_of_the_data_are_refused(net: Path) -> 
             "tune --model net.py:Net --data net.py:data --depth 3",
             "net.py:Net is your own and takes its sizes by --model-options",
         ),
-        ('profile --model net.py:Net --data net.py:data --recompute --model-options {"norm":true}', "BatchNorm1d"),
-        ("profile --model net.py:Net --data net.py:data --ranks 20", "Net has 9 layers, too few for 20 ranks"),
+        (
+            'tune --profile-only --model net.py:Net --data net.py:data --recompute --model-options {"norm":true}',
+            "BatchNorm1d",
+        ),
+        (
+            "tune --profile-only --model net.py:Net --data net.py:data --ranks 20",
+            "Net has 9 layers, too few for 20 ranks",
+        ),
     ],
 )
 def test_what_is_refused_says_why(net: Path, line: str, why: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -192,16 +198,11 @@ def test_a_file_beside_that_of_the_model_changed_and_old_measurements_were_taken
 
 @pytest.mark.slow
 @pytest.mark.multiproc
-def test_a_profile_and_a_comparison(net: Path) -> None:
-    line = "profile --model net.py:Net --data net.py:data --microbatch-size 2 --seconds 0.05 --json"
+def test_a_profile(net: Path) -> None:
+    line = "tune --profile-only --model net.py:Net --data net.py:data --microbatch-size 2 --seconds 0.05 --json"
     (profile,) = penstock(line.split(), net.parent).json["profiles"]
     assert profile["layers"][0] == "words"
     assert profile["model"] == "Net"
-    line = "compare 1f1b zb-h1 --model net.py:Net --data net.py:data --batch 8 --microbatches 4 --ranks 2 --steps 2"
-    found = penstock(f"{line} --seconds 0.05 --json".split(), net.parent).json["schedules"]
-    assert [each["name"] for each in found] == ["1f1b", "zb-h1"]
-    assert found[0]["trained"]["losses"] == found[1]["trained"]["losses"]
-    assert found[0]["simulated"]["tokens_per_second"] is None
 
 
 @pytest.mark.nightly

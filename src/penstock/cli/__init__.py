@@ -3,7 +3,7 @@
 Exit codes: 0 done, 1 the schedule or the run is invalid, 2 misuse. Every verb takes `--json`: then one JSON
 object is all that goes to stdout, for failures too.
 
-Only `train`, `split`, `links`, `tune` and `profile` import torch, and only when they run, so that `--help`
+Only `train`, `split`, `links` and `tune` import torch, and only when they run, so that `--help`
 is there at once.
 A new verb is a file with a function registered on `app`, imported below.
 """
@@ -19,7 +19,6 @@ from penstock.cli import (  # noqa: F401  (each registers its verb)
     links,
     plan,
     play,
-    profile,
     report,
     search,
     show,

@@ -37,7 +37,7 @@ def _version(wanted: bool) -> None:
         raise typer.Exit
 
 
-LOADS_TORCH = ("train", "split", "links", "tune", "profile")
+LOADS_TORCH = ("train", "split", "links", "tune")
 """Verbs that can't run where the current folder was removed."""
 
 

@@ -64,7 +64,7 @@ CostsSource = Annotated[
         "--costs",
         metavar="NAME|FILE",
         help=f"All costs, of a preset or a file: {', '.join(PRESETS)}, with options as in gpt2-7b:device=a100; a "
-        'file, like {"f": 10, "i": 10, "w": [10, 12]}; or one that penstock profile wrote.',
+        'file, like {"f": 10, "i": 10, "w": [10, 12]}; or one that penstock tune --profile-only wrote.',
     ),
 ]
 Link = Annotated[

@@ -28,6 +28,7 @@ LEFT = {
     "bench": "run the scripts in benchmarks/ of the repository, which benchmarks/README.md lists",
     "compare": "give penstock simulate several schedules; penstock train --schedule tells the loss of each",
     "convert": "penstock show IN --out OUT writes a schedule in another format",
+    "profile": "penstock tune --profile-only --out FILE measures a model's layers",
 }
 """Verbs that left, each with what to do now."""
 

@@ -1,6 +1,7 @@
 """`penstock tune`: the fastest way to train a model on the ranks there are, by measurement and simulation.
 
 penstock tune --preset tiny --batch 16                       measures here, and remembers
+penstock tune --preset tiny --ranks 2 --profile-only --out tiny-costs.json      measures alone
 penstock tune --model clip --ranks 6                         lays the towers of a CLIP over the ranks
 penstock tune --preset gpt2-1.5b --ranks 16 --tflops 150     for devices that are not here
 """
@@ -24,15 +25,15 @@ from penstock.cli.failure import Misuse
 from penstock.cli.options import Json, ScheduleOption, bytes_of, counts, result_option
 from penstock.cli.output import print_json
 from penstock.cost.presets import is_preset
+from penstock.formats.files import write_whole
 from penstock.library.options import read_options
 
 if TYPE_CHECKING:
     from penstock.train.settings import Settings
     from penstock.tune.search import SearchFound, TuneCandidate
-    from penstock.tune.session import Source
+    from penstock.tune.session import MeasuredSource, Source
 
-Preset = Annotated[str, typer.Option("--preset", help="Preset that says the sizes of the model.")]
-OwnPreset = Annotated[
+Preset = Annotated[
     str | None, typer.Option("--preset", help="Preset that says the sizes of the model. [tiny; of clip nano]")
 ]
 Depth = Annotated[int | None, typer.Option("--depth", min=1, help="Number of blocks. [the model's]")]
@@ -91,7 +92,7 @@ def tune(
     model: Model = None,
     model_options: ModelOptions = None,
     data: Data = None,
-    preset: OwnPreset = None,
+    preset: Preset = None,
     tower: Annotated[
         list[str] | None,
         typer.Option(
@@ -166,7 +167,7 @@ def tune(
         typer.Option(
             "--costs",
             metavar="FILE",
-            help="All costs, of a preset or a file: here a file that penstock profile wrote.",
+            help="All costs, of a preset or a file: here a file that --profile-only wrote.",
         ),
     ] = None,
     tflops: Annotated[
@@ -184,23 +185,30 @@ def tune(
     database: DatabaseFile = None,
     seconds: Seconds = 1.0,
     fresh: Fresh = False,
+    profile_only: Annotated[
+        bool,
+        typer.Option("--profile-only", help="Measure layers and messages, and search nothing. [--ranks: 1]"),
+    ] = False,
     out: Annotated[
         str | None,
         result_option(
             "Where the result goes: the schedule of the choice, .json or .txt. A program, which has no name, "
-            "goes to runs/ without it.",
-            "a schedule is written as .json or .txt",
+            "goes to runs/ without it. With --profile-only the measurements, .json, for --costs.",
+            "a schedule is written as .json or .txt, measurements as .json",
             ".json",
             ".txt",
         ),
     ] = None,
     json: Json = False,
 ) -> None:
-    """Measure a model's layers and messages, simulate every way to train it, and rank them by throughput."""
+    """Measure a model's layers and messages, simulate every way to train it, and rank them by throughput.
+
+    Measured are F, B, I, W, the update and the memory of every layer. What the database has is used again.
+    """
     from penstock.train.kinds import CLIP, usual_of
     from penstock.train.settings import Settings
     from penstock.tune import report
-    from penstock.tune.session import TuneRequest
+    from penstock.tune.session import EstimatedSource, FileSource, TuneRequest
     from penstock.tune.session import tune as run
 
     limit = bytes_of("--memory-limit", memory_limit)
@@ -213,9 +221,16 @@ def tune(
         tokenizer=usual_tokenizer(model, tokenizer, data), microbatches=1, ranks=1, precision=precision,
         optimizer=optimizer, optimizer_options=options, clip=clip, device=device, threads=threads, dispatch=dispatch,
     )  # fmt: skip
+    source = _source(costs, tflops, latency, bandwidth, database, seconds, fresh)
+    if profile_only:
+        if isinstance(source, EstimatedSource | FileSource):
+            raise Misuse("--profile-only measures the layers here; leave out --costs and --tflops")
+        sizes = counts("--microbatch-size", microbatch_size or "1")
+        _profile(settings, source, ranks or 1, sizes, bool(recompute), out, json)
+        return
     asked = TuneRequest(
         settings,
-        _source(costs, tflops, latency, bandwidth, database, seconds, fresh),
+        source,
         ranks,
         _numbers("--pp", pp),
         _numbers("--dp", dp),
@@ -252,11 +267,35 @@ def tune(
         raise typer.Exit(128 + signal.SIGINT)
 
 
-def measured_model(model: str | None, options: str | None, data: str | None, batch: int | None) -> dict[str, Any]:
-    """The same, where a preset is measured on random tokens."""
-    if model in (None, "gpt") and data is not None:
-        raise Misuse(f"--data {data} is for a model given with --model; a GPT of ours is measured on random tokens")
-    return own_model(model, options, data, batch)
+def _profile(
+    settings: Settings, source: MeasuredSource, ranks: int, sizes: list[int], again: bool, out: str | None, json: bool
+) -> None:
+    """Measures layers and messages, and shows or writes them."""
+    from penstock.tune import costs_file, report
+    from penstock.tune.session import measure
+
+    meter = measure(settings, source, ranks, sizes, again, None if json else say_line)
+    profiles = list(meter.profiles.values())
+    if out is not None:
+        write_whole(Path(out), costs_file.to_json(profiles, meter.transfers))
+    if json:
+        print_json(
+            {
+                "profiles": [each.to_json() for each in profiles],
+                "transfers": {str(count): each.to_json() for count, each in meter.transfers.items()},
+                "num_measured": meter.num_measured,
+                "num_reused": meter.num_reused,
+                "out": out,
+                "notices": meter.notices,
+            }
+        )
+        return
+    report.show_profile(profiles, meter.transfers)
+    print(f"\n{meter.num_measured} measured, {meter.num_reused} taken from the database")
+    for notice in meter.notices:
+        print(f"note  {notice}")
+    if out is not None:
+        print(f"wrote {out}")
 
 
 def usual_tokenizer(model: str | None, given: str | None, data: str | None) -> str | None:
@@ -268,10 +307,10 @@ def usual_tokenizer(model: str | None, given: str | None, data: str | None) -> s
     return usual_of(model, data).get("tokenizer")
 
 
-def own_model(
-    model: str | None, options: str | None, data: str | None, batch: int | None, seed: int = 0
-) -> dict[str, Any]:
+def measured_model(model: str | None, options: str | None, data: str | None, batch: int | None) -> dict[str, Any]:
     """The settings of a model of one's own; of another one those that say which. Paths are from anywhere."""
+    if model in (None, "gpt") and data is not None:
+        raise Misuse(f"--data {data} is for a model given with --model; a GPT of ours is measured on random tokens")
     from penstock.train.kinds import CLIP, check_model, is_path, usual_of
     from penstock.train.own_file import is_own
     from penstock.train.settings import Settings
@@ -284,19 +323,12 @@ def own_model(
     if batch is None and is_own(data) and model is not None and is_path(model):
         from penstock.train.tasks.own_data import own_batch  # here, as it loads torch
 
-        batch = own_batch(paths["data"], seed, 1)
+        batch = own_batch(paths["data"], 0, 1)
     usual = usual_of(CLIP)["batch"] if model == CLIP else Settings.batch
     found: dict[str, Any] = {**paths, "batch": batch or usual}
     if options is not None or (model is not None and is_own(model)):
         found["model_options"] = json_object("--model-options", options)
     return found
-
-
-def database_path(given: str | None) -> Path:
-    """The file of measurements."""
-    from penstock.tune.database import default_path
-
-    return default_path() if given is None else Path(given)
 
 
 def _source(
@@ -308,6 +340,7 @@ def _source(
     seconds: float,
     fresh: bool,
 ) -> Source:
+    from penstock.tune.database import default_path
     from penstock.tune.session import EstimatedSource, FileSource, MeasuredSource
 
     if costs is not None and tflops is not None:
@@ -315,13 +348,13 @@ def _source(
     if costs is not None and is_preset(costs):
         raise Misuse(
             f"--costs {costs} is a preset, whose costs are those of stages, and tune cuts layers; give a file that "
-            "penstock profile wrote, or --tflops for devices that are not here; penstock simulate takes presets"
+            "--profile-only wrote, or --tflops for devices that are not here; penstock simulate takes presets"
         )
     if costs is not None:
         return FileSource(costs)
     if tflops is not None:
         return EstimatedSource(tflops, latency, bandwidth * 1e6)  # GB/s are 1e6 bytes a ms
-    return MeasuredSource(database_path(database), seconds, fresh)
+    return MeasuredSource(default_path() if database is None else Path(database), seconds, fresh)
 
 
 def _numbers(option: str, text: str | None) -> list[int] | None:

@@ -179,8 +179,8 @@ def load_costs(path: str | Path, num_stages: int) -> Costs:
         return costs_from_json(Path(path).read_text(encoding="utf-8-sig"), num_stages)
     except FileNotFoundError as error:
         raise CostError(
-            f"{path}: {error.strerror}; measure a model's layers into it with penstock profile --out {path}, or name "
-            f"a preset: {', '.join(PRESETS)}"
+            f"{path}: {error.strerror}; measure a model's layers into it with penstock tune --profile-only --out "
+            f"{path}, or name a preset: {', '.join(PRESETS)}"
         ) from None
     except OSError as error:
         raise CostError(f"{path}: {error.strerror or error}") from None

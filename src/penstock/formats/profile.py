@@ -1,4 +1,4 @@
-"""Costs from a profile: what `penstock profile --out` measured of a model's layers, cut into stages.
+"""Costs from a profile: what `penstock tune --profile-only --out` measured of a model's layers, cut into stages.
 
 layers      embedding  block  block  block  head          f, i, w ... one entry per layer
 stages     [          stage 0       ][   stage 1   ]      the costliest stage costs least

@@ -1,4 +1,4 @@
-"""Profiles as a file: `penstock profile --out` writes them, and one can write them by hand.
+"""Profiles as a file: `penstock tune --profile-only --out` writes them, and one can write them by hand.
 
     {"format": "penstock-profile", "version": 2, "profiles": [...], "transfers": {"1": {...}, "2": {...}}}
 
@@ -110,7 +110,7 @@ def load_costs_file(path: str) -> CostsFile:
     except (ValueError, RecursionError) as error:
         raise TuneError(f"{path} is not JSON: {error}") from None
     if not isinstance(value, dict):
-        raise TuneError(f"{path}: a JSON object is needed, like penstock profile --out writes")
+        raise TuneError(f"{path}: a JSON object is needed, like penstock tune --profile-only --out writes")
     return _profiles(path, value) if "profiles" in value else _rows(path, value)
 
 
