@@ -132,8 +132,9 @@ def rank(folder: Path) -> None:
         may_delegate=False,
         may_replan=False,
         least_delay=2.0,
+        ring=ps.cost.Ring(window=2e6),
     )
-    orchestrator = Orchestrator(job, mesh, ring=ps.cost.Ring(window=2e6))
+    orchestrator = Orchestrator(job, mesh)
     generator = torch.Generator().manual_seed(1)
     told: dict[str, Any] = {"order": asdict(order), "losses": [], "steps_ms": [], "probes_ms": [], "done": []}
     pace = ProbePace(order.share, order.probe_every)

@@ -20,7 +20,7 @@ from penstock.control import (
 )
 from penstock.control.closed_loop_simulation import probes
 from penstock.control.configuration import job_from_json, job_to_json, peaks
-from penstock.control.events import OpTimes, Probed, Transfers, event_from_json, event_to_json
+from penstock.control.events import LinkTime, OpTimes, Probed, Transfers, event_from_json, event_to_json
 from penstock.control.replicas import slowest_of
 from penstock.cost import Links, Ring
 from penstock.cost.mesh import LinkGroup
@@ -65,6 +65,8 @@ def test_what_does_not_become_faster_is_moved_back_and_stays_there() -> None:
         made = list(controller.feed(IterationEnded(number, 600.0 + number % 3)))
         if (number + 1) % 5 == 0:
             made += controller.feed(late)
+            if controller.search is not None:
+                made += controller.feed(controller.search())
         decisions += made
         if controller.waiting is not None:
             controller.feed(Switched(controller.waiting.number))
@@ -83,7 +85,7 @@ def test_probes_without_a_mesh_are_refused() -> None:
 
 def test_a_job_with_a_mesh_and_probes_go_through_json() -> None:
     assert job_from_json(job_to_json(job())) == job()
-    probed = Probed.of({(3, 1): 0.25, (0, 1): 30.0})
+    probed = Probed.of({(3, 1): 0.25, (0, 1): LinkTime(30.0, 1600.0)})
     assert event_from_json(event_to_json(probed)) == probed
     with pytest.raises(ControlError):
         Probed.of({(1, 1): 0.25})

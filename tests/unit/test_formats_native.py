@@ -50,7 +50,7 @@ def test_the_form_is_fixed() -> None:
 
 def test_a_newer_version_is_refused() -> None:
     message = refusal(json.dumps(value() | {"version": 10}))
-    assert message == "the schedule is in format version 10, this Penstock reads up to 9; upgrade it"
+    assert message == "format version 10 is newer than 9; upgrade Penstock"
 
 
 @pytest.mark.parametrize(

@@ -24,7 +24,7 @@ COSTS = ps.Costs([10, 10, 10], [10, 10, 10], [10, 10, 10], weight_bytes=[20e6] *
 def orchestrator() -> Orchestrator:
     schedule = ps.build("zb", 3, 6)
     start = Configuration(schedule, "frozen", (), tuple(peaks(schedule, COSTS)))
-    return Orchestrator(Job(COSTS, start, may_delegate=False), MESH, ring=ps.cost.Ring(2e6))
+    return Orchestrator(Job(COSTS, start, may_delegate=False, ring=ps.cost.Ring(2e6)), MESH)
 
 
 def probed(late: dict[tuple[int, int], float], random: Random) -> dict[tuple[int, int], float]:

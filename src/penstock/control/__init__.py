@@ -26,7 +26,7 @@ from penstock.control.events import (
 from penstock.control.link import Cause, LinkChange, LinkEstimate, estimate
 from penstock.control.log_replay import replay
 from penstock.control.orchestrator import Orchestrator
-from penstock.control.reranking import Moving, Reranking, rerank
+from penstock.control.reranking import Reranking, rerank
 from penstock.control.trial import Verdict
 
 __all__ = [
@@ -51,7 +51,6 @@ __all__ = [
     "LinkEstimate",
     "LinkUp",
     "Measured",
-    "Moving",
     "Obstacle",
     "Offered",
     "OpTimes",

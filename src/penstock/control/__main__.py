@@ -3,8 +3,9 @@
     python -m penstock.control < events.jsonl > control.jsonl
 
 It is a separate process, so that deciding never delays a rank. A line `{"record": {"links": {"6:7": 60.1}, ...}}`
-comes back with `simulated_ms`: the simulated time of an iteration of what runs now, with those delays (ms). The
-process ends with its input.
+comes back with `simulated_ms`: the simulated time of an iteration of what runs now, with those delays (ms). A search
+for better places of the nodes runs in a thread, and its answer is an event of the log like any other. The process
+ends with its input.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+import threading
 from collections.abc import Callable, Iterable
 from contextlib import closing
 from functools import partial
@@ -21,7 +23,7 @@ from penstock.control.background import BackgroundPlanner
 from penstock.control.controller import Controller
 from penstock.control.decide import predict
 from penstock.control.errors import ControlError
-from penstock.control.events import event_from_json
+from penstock.control.events import Event, event_from_json
 from penstock.control.log import read_header
 from penstock.cost import Links
 
@@ -33,19 +35,31 @@ def follow(lines: Iterable[str], write: Callable[[str], object]) -> None:
         ControlError: the first line is no header, or a line is neither an event nor a record.
     """
     controller: Controller | None = None
+    lock, searched = threading.Lock(), None
     with closing(BackgroundPlanner()) as planner:
         for line in filter(str.strip, lines):
             value: dict[str, Any] = json.loads(line)
-            if controller is None:
-                controller = Controller(*read_header(value), log=write)
-            elif "event" in value:
-                controller.feed(event_from_json(value["event"]))
-            elif "record" in value:
-                record = {**value["record"], "simulated_ms": simulated(controller, value["record"])}
-                write(json.dumps({"record": record}))
-                planner.follow(controller)
-            else:
-                raise ControlError(f"neither an event nor a record: {line[:80]!r}")
+            with lock:
+                if controller is None:
+                    controller = Controller(*read_header(value), log=write)
+                elif "event" in value:
+                    controller.feed(event_from_json(value["event"]))
+                elif "record" in value:
+                    record = {**value["record"], "simulated_ms": simulated(controller, value["record"])}
+                    write(json.dumps({"record": record}))
+                    planner.follow(controller)
+                else:
+                    raise ControlError(f"neither an event nor a record: {line[:80]!r}")
+            if (search := controller.search) is not None and search is not searched:
+                searched = search
+                threading.Thread(target=_search, args=(controller, search, lock), daemon=True).start()
+
+
+def _search(controller: Controller, search: Callable[[], Event], lock: threading.Lock) -> None:
+    """Searches while the controller goes on deciding, and feeds it the answer."""
+    found = search()
+    with lock:
+        controller.feed(found)
 
 
 def simulated(controller: Controller, record: dict[str, Any]) -> float:

@@ -42,6 +42,8 @@ class Obstacle(StrEnum):
     TAKEN_BACK = "taken back"
     PRICE = "price"
     PAUSE = "pause"
+    NODES = "nodes"
+    """No other place of the nodes is faster, or they cannot move."""
 
 
 @dataclass(frozen=True)
@@ -80,7 +82,7 @@ class Unanswered:
         now: median measured step since, in ms.
         simulated: simulated iteration time of what runs, in ms.
         helps: what would help, the smallest change first.
-        nodes: on a mesh, links between nodes with their delay (ms).
+        nodes: on a mesh, the late and slow links between nodes, in words.
 
     Examples:
         >>> import penstock as ps
@@ -99,27 +101,24 @@ class Unanswered:
     now: float
     simulated: float
     helps: tuple[Help, ...] = ()
-    nodes: tuple[tuple[Link, float], ...] = ()
+    nodes: str = ""
 
     def to_json(self) -> dict[str, Any]:
         """The finding as a JSON object."""
         helps = [{"what": each.what, "option": each.option, "ms": round(each.ms, 4)} for each in self.helps]
-        found = asdict(self) | {"obstacle": self.obstacle.value, "cause": _shown(self.cause), "helps": helps}
-        del found["nodes"]
-        return found | ({"nodes": _shown(self.nodes)} if self.nodes else {})
+        return asdict(self) | {"obstacle": self.obstacle.value, "cause": _shown(self.cause), "helps": helps}
 
     @classmethod
     def from_json(cls, value: Mapping[str, Any]) -> Unanswered:
         """Reads `to_json`. Raises KeyError, TypeError or ValueError for anything else."""
         fields = dict(value)
-        cause, nodes = _read(fields.pop("cause")), _read(fields.pop("nodes", {}))
+        cause = _read(fields.pop("cause"))
         helps = tuple(Help(**each) for each in fields.pop("helps"))
-        found = {"cause": cause, "nodes": nodes, "helps": helps, "obstacle": Obstacle(fields["obstacle"])}
-        return cls(**fields | found)
+        return cls(**fields | {"cause": cause, "helps": helps, "obstacle": Obstacle(fields["obstacle"])})
 
     def __str__(self) -> str:
         late = [causes_in_words(dict(self.cause))] if self.cause else []
-        late += [late_nodes_in_words(dict(self.nodes))] if self.nodes else []
+        late += [self.nodes] if self.nodes else []
         said = f"{' and '.join(late)}, and nothing is changed: {self.why}"
         if self.helps:
             said += f"; simulated {self.simulated:.4g} ms a step now, " + ", ".join(map(str, self.helps))
@@ -133,12 +132,6 @@ def causes_in_words(cause: Mapping[Link, float]) -> str:
     parts = ["link " + ", ".join(links) + " late"] if links else []
     parts += ["ops of stage " + ", ".join(stages) + " slow"] if stages else []
     return " and ".join(parts)
-
-
-def late_nodes_in_words(late: Mapping[Link, float]) -> str:
-    """The late links between nodes of a mesh."""
-    links = ", ".join(f"{show_link(key)} by {ms:.3g} ms" for key, ms in sorted(late.items()))
-    return f"between nodes {links} late"
 
 
 def _shown(late: tuple[tuple[Link, float], ...]) -> dict[str, float]:

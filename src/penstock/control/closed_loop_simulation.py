@@ -18,9 +18,9 @@ from penstock.control.configuration import Configuration, Job, transport_of
 from penstock.control.controller import Controller
 from penstock.control.decision import Decision
 from penstock.control.events import OP_KINDS, Event, IterationEnded, Link, OpTimes, Probed, Switched, Transfers
+from penstock.control.orchestrator import link_times
 from penstock.control.replicas import slowest_of
 from penstock.cost import Costs, Links, Mesh
-from penstock.cost.conditions import LinkQueue
 from penstock.simulation import Timeline, simulate
 from penstock.simulation.mesh import simulate_mesh
 
@@ -194,19 +194,20 @@ def rehearse(
         events = [replace(each, ms=ms) if isinstance(each, IterationEnded) else each for each in events]
         if job.mesh is not None and (number + 1) % probe_every == 0:
             events.append(probes(job.mesh, conditions, now + ms))
-        for event in events:
-            if made := controller.feed(event):
+        while events:
+            if made := controller.feed(events.pop(0)):
                 decisions += made
                 when = number + 1 + delay
+            if not events and controller.search is not None:
+                events.append(controller.search())
         now += ms
         number += 1
     return Rehearsal(tuple(iterations), tuple(decisions))
 
 
 def probes(mesh: Mesh, conditions: Links, at: float) -> Probed:
-    """What short messages between all nodes of a mesh take at a moment (ms) of the links' conditions."""
-    pairs = combinations(range(mesh.num_nodes), 2)
-    return Probed.of({(a, b): conditions.delay_of(a, b, 0.0, at, LinkQueue(at, at)).arrived - at for a, b in pairs})
+    """What messages between all nodes of a mesh take at a moment (ms) of the links' conditions."""
+    return Probed.of(link_times(combinations(range(mesh.num_nodes), 2), conditions, at))
 
 
 def _once(job: Job, configuration: Configuration, links: Links, at: float) -> tuple[float, Sequence[Timeline]]:

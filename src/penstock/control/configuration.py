@@ -152,7 +152,8 @@ class Job:
             (benchmarks/adapt), to which hinted may be added.
         may_replan, may_delegate: remedies that may be chosen.
         least_delay: smallest delay, and change of one, that matters (ms); by default a tenth of the mean op.
-        mesh: whose nodes may move, and where they lie when the job starts; None: they stay, or there is no mesh.
+        mesh: whose nodes are probed and may move, and where they lie when the job starts; None for no mesh.
+        nodes_stay: why the nodes of the mesh cannot move, in words; empty where they may.
         ring: how the rings of the mesh move bytes.
 
     Raises:
@@ -181,6 +182,7 @@ class Job:
     least_delay: float | None = None
     mesh: Mesh | None = None
     ring: Ring = field(default_factory=Ring)
+    nodes_stay: str = ""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "dispatches", tuple(Dispatch(each) for each in self.dispatches))

@@ -21,7 +21,7 @@ from dataclasses import replace
 from itertools import combinations
 from statistics import median
 
-from penstock.control.advice import Help, Obstacle, Unanswered, late_nodes_in_words, what_would_help
+from penstock.control.advice import Help, Obstacle, Unanswered, what_would_help
 from penstock.control.candidate import Action, Candidate, Measured, above, candidates
 from penstock.control.changes import Sensitivity
 from penstock.control.compute import ComputeChange, Factors, scaled
@@ -38,6 +38,7 @@ from penstock.control.events import (
     LinkUp,
     OpTimes,
     Probed,
+    Reranked,
     Switched,
     Transfer,
     Transfers,
@@ -127,7 +128,7 @@ class Controller:
         self._tried: tuple[Action, object] = Action.KEEP, ()
         self._measured: Measured | None = None
         self._said: list[Verdict | Unanswered] = []
-        self._nodes = None if job.mesh is None else Orchestrator(job, job.mesh, ring=job.ring)
+        self._nodes = None if job.mesh is None else Orchestrator(job, job.mesh)
         self._probed: deque[int] = deque(maxlen=_PROBES)
         self._late_since, self._switched_at = 0, -1
         self._told_of_nodes: Mapping[Link, float] = {}
@@ -169,6 +170,13 @@ class Controller:
         least = min((predict(job, each, scenarios) for each in ways if fits(each, job.costs)), default=math.inf)
         return predict(job, self.now, scenarios) - least >= self._steps.least_told(job.least_gain)
 
+    @property
+    def search(self) -> Callable[[], Reranked] | None:
+        """The search for better places of the nodes to be made now, anywhere: `feed(search())` brings the answer, at
+        any time. None where there is nothing to search, or the answer is known.
+        """
+        return None if self._nodes is None else self._nodes.search
+
     def feed(self, event: Event) -> tuple[Decision, ...]:
         """Takes an event; returns the decisions it leads to, none or one.
 
@@ -204,7 +212,7 @@ class Controller:
             self._monitor.down.discard(undirected(event.link))
             # What comes back may go again: it is left in peace for a while.
             self._delegated_at = self._iteration
-        elif isinstance(event, Probed):
+        elif isinstance(event, Probed | Reranked):
             return self._probe(event)
         elif isinstance(event, Switched):
             self._switch(self._ended(event.number))
@@ -311,75 +319,88 @@ class Controller:
 
     # Nodes of a mesh.
 
-    def _probe(self, event: Probed) -> Decision | None:
-        """Takes a round of probes between all nodes, and decides where nodes should be."""
+    def _probe(self, event: Probed | Reranked) -> Decision | None:
+        """Takes a round of probes between all nodes, or what a search found for them, and decides where nodes should
+        be.
+        """
         nodes = self._nodes
         if nodes is None:
             raise ControlError("nodes were probed, and the job has no mesh whose nodes may move")
-        self._probed.append(self._iteration)
-        if nodes.verifies(dict(event.ms)):
-            self._late_since = 0
-            if nodes.news:  # what was late all the time that this runs has no steps without it to be held against
-                num = max(change.began for change in nodes.news)
-                self._late_since = self._probed[-min(len(self._probed), num)]
-                if len(self._probed) > num and self._probed[-num - 1] > self._switched_at:
-                    rose = any(change.rose for change in nodes.news)
-                    self._steps.changed(self._iteration - self._late_since, rose)
-        if not nodes.late or self._waiting is not None or self._revert is not None:
+        if isinstance(event, Reranked):
+            nodes.take(event)
+        else:
+            self._probed.append(self._iteration)
+            if nodes.verifies(dict(event.times)):
+                self._note_change(nodes)
+        if not nodes.excess or self._waiting is not None or self._revert is not None:
             return None
         return None if self._iteration < self._quiet_until else self._move(nodes)
+
+    def _note_change(self, nodes: Orchestrator) -> None:
+        """Notes since when links between nodes are as late as they are."""
+        self._late_since = 0
+        if nodes.news:  # what was late all the time that this runs has no steps without it to be held against
+            num = max(change.began for change in nodes.news)
+            self._late_since = self._probed[-min(len(self._probed), num)]
+            if len(self._probed) > num and self._probed[-num - 1] > self._switched_at:
+                rose = any(change.rose for change in nodes.news)
+                self._steps.changed(self._iteration - self._late_since, rose)
 
     def _move(self, nodes: Orchestrator) -> Decision | None:
         """The placement with the shortest predicted iteration, if it differs from the present one and is
         worth its price.
         """
         nodes.switched(nodes.mesh, self.now)
-        found = nodes.look()
-        if found is None or found.mesh == nodes.mesh:
-            return None  # what runs where nodes lie is for their messages to say
+        found = nodes.answer()
+        if found is None:
+            return None  # until a search has found where nodes should be
+        if found.mesh == nodes.mesh or not nodes.gains(found):
+            # What runs where nodes lie is for their messages to say. Of rings, messages say nothing.
+            if found.ring_ms >= self.job.least_gain * found.ms_now:
+                stay = self.job.nodes_stay or "no other place of the nodes is faster"
+                cost = f"rings on it cost {found.ring_ms:.3g} of {found.ms_now:.4g} ms a step by simulation"
+                self._explain_nodes(Obstacle.NODES, f"{stay}; {cost}", nodes, found.ms_now)
+            return None
         configuration = replace(found.configuration, nodes=found.mesh.nodes)
         gain, price = found.ms_now - found.ms_then, self.job.prices.move
         lost = gain * (self._iteration - self._late_since)
         needed = self.job.least_gain * self._switch_limits.times_gain(self._iteration, True) * found.ms_now
         what = _what(Action.MOVE, configuration)
-        if any(each.bars(what, nodes.late) for each in self._taken_back):
+        if any(each.bars(what, nodes.excess) for each in self._taken_back):
             why: tuple[Obstacle, str] | None = Obstacle.TAKEN_BACK, "moving nodes was tried and taken back"
         elif self._switch_limits.waits(self._iteration, self._steps.are_clearly_slower):
             why = Obstacle.PAUSE, "what runs was changed a short time ago, and is left in peace"
         elif lost < price:
             why = Obstacle.PRICE, f"moving costs {price:.3g} ms, and late links have cost {lost:.3g} ms so far"
         elif gain < needed:
-            why = (
-                Obstacle.NOISE,
-                f"moving promises {gain:.3g} of {found.ms_now:.4g} ms a step, {needed:.3g} needed",
-            )
+            why = Obstacle.NOISE, f"moving promises {gain:.3g} of {found.ms_now:.4g} ms a step, not {needed:.3g}"
         else:
             why = self._doubt(gain)
         if why is not None:
             self._explain_nodes(*why, nodes, found.ms_now)
             return None
         self._switch_limits.decided(self._iteration)
-        moved = ", ".join(map(str, found.moved))
-        self._moved_for, self._told_of_nodes = dict(nodes.late), dict(nodes.late)
+        moved = ", ".join(map(str, nodes.mesh.moved(found.mesh)))
+        self._moved_for, self._told_of_nodes = nodes.excess, nodes.excess
         return self._propose(
             Action.MOVE,
             configuration,
-            f"{late_nodes_in_words(nodes.late)}; nodes {moved} change places: {found.mesh}; "
+            f"{nodes.in_words}; nodes {moved} change places: {found.mesh}; "
             f"simulated {found.ms_then:.4g} ms an iteration instead of {found.ms_now:.4g}",
             found.ms_now,
             found.ms_then,
             price,
-            (str(Cause.LATENCY),),
+            (str(Cause.BANDWIDTH if nodes.slow else Cause.LATENCY),),
         )
 
     def _explain_nodes(self, obstacle: Obstacle, why: str, nodes: Orchestrator, simulated: float) -> None:
         """Reports once for each set of late nodes that they stay, and why, unless waiting may still change that."""
         if obstacle in (Obstacle.PRICE, Obstacle.PAUSE) or not self._steps.are_enough:
             return
-        if dict(self._told_of_nodes).keys() == nodes.late.keys():
+        if self._told_of_nodes.keys() == nodes.excess.keys():
             return
-        self._told_of_nodes = dict(nodes.late)
-        self._say_unanswered(obstacle, why, (), simulated, nodes=tuple(sorted(nodes.late.items())))
+        self._told_of_nodes = nodes.excess
+        self._say_unanswered(obstacle, why, (), simulated, nodes=nodes.in_words)
 
     def _relocate(self, then: Configuration) -> None:
         """Nodes change places from the next iteration on. Links then join other nodes, and are as late as
@@ -609,7 +630,7 @@ class Controller:
         cause: tuple[tuple[Link, float], ...],
         simulated: float,
         helps: tuple[Help, ...] = (),
-        nodes: tuple[tuple[Link, float], ...] = (),
+        nodes: str = "",
     ) -> None:
         steps = self._steps
         calm = median(steps.calm) if steps.calm else self._ms

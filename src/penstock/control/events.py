@@ -18,7 +18,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from numbers import Real
 from statistics import median
-from typing import Any
+from typing import Any, NamedTuple
 
 from penstock.control.errors import ControlError
 from penstock.control.queueing import BusyTime, alone, busy_time, held_share
@@ -234,29 +234,66 @@ class LinkUp:
         _check_link(self.link)
 
 
-@dataclass(frozen=True, slots=True)
-class Probed:
-    """What short messages between two nodes of a mesh each take by themselves. Make it by `of`.
+class LinkTime(NamedTuple):
+    """What messages take on a link between two nodes.
 
     Attributes:
-        ms: of each two nodes, the lower first, the time one way.
+        ms: a short message, one way.
+        ms_per_mb: what each million bytes of a long message adds; 0 where only short messages were sent.
+    """
+
+    ms: float
+    ms_per_mb: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Probed:
+    """What messages between two nodes of a mesh take while nothing else is under way. Make it by `of`.
+
+    Attributes:
+        times: of each two nodes, the lower first.
 
     Raises:
         ControlError: a link that is not two different nodes; a time that is negative or not a number.
     """
 
-    ms: tuple[tuple[Link, float], ...]
+    times: tuple[tuple[Link, LinkTime], ...]
 
     def __post_init__(self) -> None:
-        for link, ms in self.ms:
+        for link, time in self.times:
             _check_link(link)
-            require_amount(f"the time of a probe of nodes {show_link(link)}", ms)
-        object.__setattr__(self, "ms", tuple((link, rounded(ms)) for link, ms in self.ms))
+            for each in time:
+                require_amount(f"the time of a probe of nodes {show_link(link)}", each)
+        times = ((link, LinkTime(*map(rounded, time))) for link, time in self.times)
+        object.__setattr__(self, "times", tuple(times))
 
     @classmethod
-    def of(cls, ms: Mapping[Link, float]) -> Probed:
-        """From the times by two nodes, in either order."""
-        return cls(tuple(sorted((undirected(link), each) for link, each in ms.items())))
+    def of(cls, times: Mapping[Link, LinkTime | float]) -> Probed:
+        """From the times by two nodes, in either order; a number is that of a short message."""
+        found = {
+            undirected(link): time if isinstance(time, LinkTime) else LinkTime(time) for link, time in times.items()
+        }
+        return cls(tuple(sorted(found.items())))
+
+
+@dataclass(frozen=True, slots=True)
+class Reranked:
+    """The answer to a search for better places of the nodes, which `Controller.search` gives.
+
+    Attributes:
+        number: of the search.
+        configuration: what should run, and where nodes should lie, as `Configuration.to_json` writes it.
+        ms_now, ms_moved, ms_then: predicted iteration times (ms): as things are, with the nodes moved, and then with
+            what should run.
+        ring_ms: how much of `ms_now` links of rings cost by being late or slow.
+    """
+
+    number: int
+    configuration: str
+    ms_now: float
+    ms_moved: float
+    ms_then: float
+    ring_ms: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -307,7 +344,8 @@ class Offered:
     schedule: Schedule
 
 
-Event = Transfer | Transfers | OpTimes | IterationEnded | LinkDown | LinkUp | Probed | Switched | Dropped | Offered
+Outcome = Reranked | Switched | Dropped | Offered
+Event = Transfer | Transfers | OpTimes | IterationEnded | LinkDown | LinkUp | Probed | Outcome
 _NAMES: dict[str, type[Any]] = {
     "transfer": Transfer,
     "transfers": Transfers,
@@ -316,6 +354,7 @@ _NAMES: dict[str, type[Any]] = {
     "down": LinkDown,
     "up": LinkUp,
     "probed": Probed,
+    "reranked": Reranked,
     "switched": Switched,
     "dropped": Dropped,
     "offered": Offered,
@@ -333,7 +372,7 @@ def event_to_json(event: Event) -> dict[str, Any]:
     if isinstance(event, OpTimes):
         return {name: {f"{event.rank}:{event.stage}": {kind: list(halves) for kind, halves in event.ms}}}
     if isinstance(event, Probed):
-        return {name: {show_link(link): ms for link, ms in event.ms}}
+        return {name: {show_link(link): list(time) for link, time in event.times}}
     return {name: asdict(event)}
 
 
@@ -362,7 +401,7 @@ def event_from_json(value: Mapping[str, Any]) -> Event:
             ((link, kinds),) = fields.items()
             return OpTimes(*_two(link), tuple((kind, (first, second)) for kind, (first, second) in kinds.items()))
         if name == "probed":
-            return Probed(tuple((_two(link), ms) for link, ms in fields.items()))
+            return Probed(tuple((_two(link), LinkTime(*time)) for link, time in fields.items()))
         return _NAMES[name](**fields)
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         if isinstance(error, ControlError):

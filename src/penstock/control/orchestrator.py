@@ -1,53 +1,64 @@
 """Watches the links between the nodes of a mesh, and says where the nodes should be.
 
-    probes of all links --> a Detector each --> verified: 6:7 is 30 ms late --> rerank --> Reranking, or None
+    probes of all links --> two Detectors each --> 2:3 at 5 Mbit/s --> Search --> Reranking --> move, or stay
+                            latency, ms per MB     (verified)          (elsewhere: it takes a while)
 
-A link that is late from the first probe on never changes. So once its level is known, it is compared with that
-of other links.
+A link that is late from the first probe on never changes. So once its level is known, it is compared with those of
+the other links: it is late, or slow, where it differs enough from the first quartile.
 
-A collective makes all who wait for it look slow and hides who is late. So links are measured, and not rings: by a
-short message there and back, between steps. A decision is a function of what was fed. So every process that is fed
-the same decides the same, and need not be informed.
+In a collective every member waits for the slowest link, so its time does not say which link that is. So links are
+probed one by one between steps, with short and with long messages. Decisions depend only on what was fed. So every
+process that is fed the same decides the same, and need not be told.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
+from functools import partial
 
 from penstock.control.changes import Change, Detector, Sensitivity
 from penstock.control.configuration import Configuration, Job
 from penstock.control.errors import ControlError
-from penstock.control.events import Link, undirected
+from penstock.control.events import Link, LinkTime, Reranked, show_link, undirected
 from penstock.control.mesh_times import MeshTimes
-from penstock.control.reranking import Moving, Reranking, rerank
-from penstock.cost import LinkCondition, Links, Mesh, Ring
+from penstock.control.reranking import Reranking, rerank
+from penstock.cost import LinkCondition, Links, Mesh
+from penstock.cost.conditions import LinkQueue
 from penstock.cost.over_time import Constant
+from penstock.simulation.mesh import gradient_bytes
 
 PROBES = Sensitivity(rise=2, small_rise=3, fall=6, calibration=3)
 """A probe is the shortest of several round trips. So fewer of them verify a change than with ordinary messages."""
 LEAST = 2.0
-"""Milliseconds by which a link between nodes must be late to matter: below, a busy machine looks like a late link."""
+"""Milliseconds by which a link between nodes must be late to matter, and a MB on it: below, a busy machine looks like
+a late link.
+"""
+NAMED = 4
+"""How many links are named in words; of the others, the number."""
+
+
+def searched(number: int, job: Job, mesh: Mesh, links: Links, now: Configuration) -> Reranked:
+    """Searches for better places of the nodes, which may take a while. Returns the answer as an event."""
+    found = rerank(job, mesh, links, ring=job.ring, now=now)
+    then = replace(found.configuration, nodes=found.mesh.nodes)
+    return Reranked(number, then.to_json(), found.ms_now, found.ms_moved, found.ms_then, found.ring_ms)
 
 
 class Orchestrator:
-    """Says when nodes should change places. It is fed what short messages between all nodes take.
+    """Says when nodes should change places. It is fed what messages between all nodes take.
 
     Args:
         job: costs with `gradient_bytes` or `weight_bytes`, what may change, and the smallest delay that matters.
         mesh: where nodes lie at the start.
-        ring: how rings move bytes.
-        usual: what holds for all links besides, such as their bandwidth.
-        moving: charges a move for the state that nodes must fetch.
-        sensitivity: how large a change of a link must be, and for how many probes it must last.
-        absorb: whether the order may change with the places, see `rerank`.
-        allowed: which meshes may be chosen, see `rerank`.
 
     Attributes:
         mesh: where nodes lie, as far as the orchestrator has been informed.
         now: what runs, as far as it has been informed.
-        late: by link, the ms that it takes longer than links take as a rule.
+        late: by link, the ms that a short message takes longer than on other links.
+        slow: by link, the ms that each MB takes longer than on other links.
         news: what the latest round of probes verified.
+        search: makes the search that is due, anywhere; `take` takes its answer. None where the answer is known.
 
     Examples:
         >>> import penstock as ps
@@ -58,31 +69,24 @@ class Orchestrator:
         ('0 2 4 6 | 1 3 5 7', {})
     """
 
-    def __init__(
-        self,
-        job: Job,
-        mesh: Mesh,
-        *,
-        ring: Ring | None = None,
-        usual: LinkCondition | None = None,
-        moving: Moving | None = None,
-        sensitivity: Sensitivity = PROBES,
-        absorb: bool = True,
-        allowed: Callable[[Mesh], bool] | None = None,
-    ) -> None:
+    def __init__(self, job: Job, mesh: Mesh) -> None:
         self.job, self.mesh, self.now = job, mesh, job.start
         self.late: dict[Link, float] = {}
+        self.slow: dict[Link, float] = {}
         self.news: tuple[Change, ...] = ()
-        self._num_rounds = 0
+        self.search: Callable[[], Reranked] | None = None
+        self._num_rounds = self._num_searches = 0
         self._predicted: dict[object, float] = {}
-        self._looked: tuple[object, Reranking] | None = None
-        self._least = max(LEAST, job.smallest_delay)
-        self._ring, self._usual, self._moving, self._sensitivity = ring, usual, moving, sensitivity
-        self._absorb, self._allowed = absorb, allowed
-        self._detectors: dict[Link, Detector] = {}
+        self._asked: object = None
+        self._answer: Reranking | None = None
+        # Each member of a ring sends nearly twice its gradients, so that is how long messages between nodes are.
+        self._ring_mb = 2e-6 * (1 - 1 / mesh.dp) * max(gradient_bytes(job.costs), default=0.0)
+        least = max(LEAST, job.smallest_delay)
+        self._least = LinkTime(least, max(LEAST, least / self._ring_mb if self._ring_mb else 0.0))
+        self._detectors: dict[Link, list[Detector]] = {}
 
-    def feed(self, probed: Mapping[Link, float]) -> Reranking | None:
-        """Takes the times (ms, one way) of one round of probes, by two nodes each.
+    def feed(self, probed: Mapping[Link, LinkTime | float]) -> Reranking | None:
+        """Takes one round of probes, by two nodes each; a number is what a short message takes (ms, one way).
 
         Returns:
             What to do, where a link has verifiably changed and something else is faster by the job's least gain.
@@ -92,73 +96,115 @@ class Orchestrator:
         """
         return self.look() if self.verifies(probed) else None
 
-    def verifies(self, probed: Mapping[Link, float]) -> bool:
-        """Takes a round of probes, as `feed` does. Says whether it verifies that other links are late than was known,
-        or that links are later.
+    def verifies(self, probed: Mapping[Link, LinkTime | float]) -> bool:
+        """Takes a round of probes, as `feed` does. Says whether it verifies that other links are late or slow than
+        was known, or that links are later.
         """
         changed: list[Change] = []
-        for link, ms in probed.items():
+        for link, times in probed.items():
             if not all(0 <= node < self.mesh.num_nodes for node in link) or link[0] == link[1]:
                 raise ControlError(f"link {link}: give two nodes of 0 to {self.mesh.num_nodes - 1}")
-            name = undirected(link)
-            detector = self._detectors.setdefault(name, Detector(self._least, self._sensitivity))
-            if change := detector.feed(ms):
-                changed.append(change)
+            fresh = [Detector(least, PROBES) for least in self._least]
+            both = self._detectors.setdefault(undirected(link), fresh)
+            values = times if isinstance(times, LinkTime) else LinkTime(times)
+            changed += filter(None, [detector.feed(value) for detector, value in zip(both, values, strict=True)])
         self._num_rounds += 1
         self.news = tuple(changed)
-        if changed:
-            self.late = self._late()
-            return True
-        if self._num_rounds == self._sensitivity.calibration:
-            self.late = self._late()
-            return bool(self.late)
+        if changed or self._num_rounds == PROBES.calibration:
+            self.late, self.slow = self._above_others(0), self._above_others(1)
+            return bool(changed or self.excess)
         return False
 
     def look(self) -> Reranking | None:
-        """What to do about the links as they are known; None if nothing is faster by the job's least gain.
+        """What to do about the links as they are known; None if nothing is faster by the job's least gain."""
+        if self.answer() is None and self.search is not None:
+            self.take(self.search())
+        found = self.answer()
+        return found if found is not None and self.gains(found) else None
 
-        With many nodes this takes a while, so the result is kept until something changes.
+    def gains(self, found: Reranking) -> bool:
+        """Whether an answer is faster than what runs by the job's least gain."""
+        return found.ms_then <= found.ms_now * (1 - self.job.least_gain)
+
+    def answer(self) -> Reranking | None:
+        """What a search has found for the links as they are known, and for what runs. If there is none yet, `search`
+        says what to search.
         """
-        known = self.mesh, self.now, {link: round(ms / self._least) for link, ms in self.late.items()}
-        if self._looked is None or self._looked[0] != known:
-            found = rerank(
-                self.job,
-                self.mesh,
-                self.conditions,
-                ring=self._ring,
-                now=self.now,
-                moving=self._moving,
-                absorb=self._absorb,
-                allowed=self._allowed,
-            )
-            self._looked = known, found
-        found = self._looked[1]
-        gain = self.job.least_gain * found.ms_now
-        return found if found.ms_then <= found.ms_now - gain else None
+        asked = self.job, self.mesh, self.conditions, self.now
+        if asked != self._asked:
+            self._asked, self._answer = asked, None
+            self._num_searches += 1
+            self.search = partial(searched, self._num_searches, *asked)
+        return self._answer
+
+    def take(self, event: Reranked) -> None:
+        """Takes the answer to the search; one to an earlier search is out of date."""
+        if self.search is not None and event.number == self._num_searches:
+            then, self.search = Configuration.from_json(event.configuration), None
+            mesh, times = replace(self.mesh, nodes=then.nodes), (event.ms_now, event.ms_moved, event.ms_then)
+            self._answer = Reranking(mesh, then, *times, event.ring_ms, self.mesh.moved(mesh))
 
     def iteration(self, configuration: Configuration) -> float:
         """The predicted time (ms) of an iteration of what runs, with the links as they are known."""
-        key = self.mesh, configuration, tuple(self.late.items())
+        key = self.mesh, configuration, tuple(self.excess.items())
         if key not in self._predicted:
-            times = MeshTimes(self.job, self.mesh, self.conditions, self._ring)
+            times = MeshTimes(self.job, self.mesh, self.conditions, self.job.ring)
             self._predicted = {key: times.iteration(self.mesh, configuration)}
         return self._predicted[key]
 
     @property
+    def excess(self) -> dict[Link, float]:
+        """By link, the ms that the bytes which it carries in a ring take longer than on other links."""
+        names = sorted({*self.late, *self.slow})
+        return {link: self.late.get(link, 0.0) + self._ring_mb * self.slow.get(link, 0.0) for link in names}
+
+    @property
     def conditions(self) -> Links:
-        """Of all links between nodes, as measured."""
-        usual = self._usual or LinkCondition()
-        late = {link: replace(usual, latency=Constant(ms)) for link, ms in self.late.items()}
-        return Links(late, default=self._usual)
+        """Of the late and slow links between nodes, in two digits, so that links which are about equally late are
+        alike.
+        """
+        found = {}
+        for link in self.excess:
+            rate = Constant(float(f"{1e9 / self.slow[link]:.2g}")) if link in self.slow else None
+            found[link] = LinkCondition(Constant(float(f"{self.late.get(link, 0.0):.2g}")), bandwidth=rate)
+        return Links(found)
+
+    @property
+    def in_words(self) -> str:
+        """The late and slow links: "link between nodes 2:3 at 5 Mbit/s, others 900"."""
+        usual, said = self._first_quartile(1), []
+        for link in sorted(self.excess, key=self.excess.__getitem__, reverse=True)[:NAMED]:
+            name = f"link between nodes {show_link(link)}"
+            if link in self.late:
+                said.append(f"{name} late by {self.late[link]:.3g} ms")
+            if link in self.slow:
+                others = f", others {8e3 / usual:.3g}" if usual else ""
+                said.append(f"{name} at {8e3 / (self.slow[link] + usual):.3g} Mbit/s{others}")
+        more = len(self.excess) - NAMED
+        return "; ".join(said) + (f"; and {more} more links" if more > 0 else "")
 
     def switched(self, mesh: Mesh, configuration: Configuration | None = None) -> None:
         """Informs the orchestrator where nodes are now and what runs."""
         self.mesh, self.now = mesh, configuration or self.now
 
-    def _late(self) -> dict[Link, float]:
-        """Links whose level exceeds the first quartile of all links by enough to matter. Half of the
-        links may be late.
+    def _above_others(self, which: int) -> dict[Link, float]:
+        """Links whose level exceeds the first quartile of all links by enough to matter. Half of the links may be
+        late. One is slow only where a MB takes at least twice as long as on others.
         """
-        levels = {link: detector.level or 0.0 for link, detector in self._detectors.items()}
-        usual = sorted(levels.values())[(len(levels) - 1) // 4]
-        return {link: ms - usual for link, ms in levels.items() if ms - usual >= self._least}
+        usual = self._first_quartile(which)
+        least = max(self._least[which], which * usual)
+        above = {link: (each[which].level or 0.0) - usual for link, each in self._detectors.items()}
+        return {link: excess for link, excess in above.items() if excess >= least}
+
+    def _first_quartile(self, which: int) -> float:
+        levels = sorted(each[which].level or 0.0 for each in self._detectors.values())
+        return levels[(len(levels) - 1) // 4]
+
+
+def link_times(links: Iterable[Link], conditions: Links, at: float) -> dict[Link, LinkTime]:
+    """What messages between pairs of nodes take at a moment (ms) of the links' conditions."""
+
+    def took(link: Link, num_bytes: float) -> float:
+        return conditions.delay_of(*link, num_bytes, at, LinkQueue(at, at)).arrived - at
+
+    return {undirected(link): LinkTime(took(link, 0.0), took(link, 1e6) - took(link, 0.0)) for link in links}

@@ -11,69 +11,35 @@ nobody (`Mesh.use`). So moving a few nodes may be all that a slow link needs:
 The simulator says what a placement takes, its rings included, and under which schedule, dispatch and delegates it is
 best. PipeMorph (section 6) and FALCON (arXiv 2410.12588) move a slow link under PP as a rule.
 
-Nodes whose links are all alike may stand for each other, so only the others, k of n, are placed: n! / (n - k)!
-placements. Where these are too many, swaps are tried for as long as one helps.
+All placements of a few nodes are tried. Of more nodes, two are swapped for as long as a swap helps. Nodes whose links
+are all alike may stand for each other, so of the swaps that change the same links one is tried. The simulator runs
+only for pipelines that it has not seen, where rings would be fast enough.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
-from itertools import combinations, permutations
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from itertools import permutations
 from random import Random
 
 from penstock.control.candidate import Measured, candidates, late_links
 from penstock.control.configuration import Configuration, Job
-from penstock.control.errors import ControlError
 from penstock.control.mesh_times import MeshTimes, PlacementKind
 from penstock.cost import Links
 from penstock.cost.mesh import Mesh
 from penstock.cost.ring import Ring
 from penstock.engine.tolerance import EPSILON
 
-EXHAUSTIVE = 20_000
-"""Placements up to which all are tried."""
-KICKS, SWAPS_A_KICK = 4, 3
+EXHAUSTIVE = 720
+"""Placements up to which all are tried: those of six nodes."""
+KICKS, SWAPS_A_KICK = 2, 3
 """Of the search by swaps: how often it starts again, and how many random swaps away from the best it does."""
 ABSORBED = 24
 """Kinds of placements for which other schedules are tried; the best ones under what runs now."""
-
-
-@dataclass(frozen=True)
-class Moving:
-    """What moving state costs.
-
-    Attributes:
-        state_bytes: bytes of parameters and optimizer state of each rank.
-        bandwidth: bytes per second of a link.
-        num_iterations: iterations over which the move must pay.
-
-    Raises:
-        ControlError: numbers that make no sense.
-
-    Examples:
-        >>> import penstock as ps
-        >>> moving = ps.control.Moving(state_bytes=(6e6, 6e6), bandwidth=1e9, num_iterations=100)
-        >>> 1000 * moving.state_bytes[0] / moving.bandwidth
-        6.0
-    """
-
-    state_bytes: tuple[float, ...]
-    bandwidth: float
-    num_iterations: float
-
-    def __post_init__(self) -> None:
-        if not (self.bandwidth > 0 and self.num_iterations > 0 and all(each >= 0 for each in self.state_bytes)):
-            raise ControlError(f"{self}: give bytes of at least 0, a bandwidth and iterations above 0")
-
-    def ms(self, now: Mesh, then: Mesh) -> float:
-        """How long it takes: each node fetches its new rank's state, one after the other from each that has it."""
-        if len(self.state_bytes) != now.pp:
-            raise ControlError(f"state_bytes has {len(self.state_bytes)} entries; give one per rank, {now.pp} in all")
-        wanted = [rank for _, rank in now.fetching(then)]
-        loads = [math.ceil(wanted.count(rank) / now.dp) * self.state_bytes[rank] for rank in set(wanted)]
-        return max(loads, default=0.0) / self.bandwidth * 1e3
+Rank = tuple[float, int, int, tuple[int, ...]]
+"""By which placements are compared: time in tiny units, nodes moved, nodes that get another rank, and the nodes."""
 
 
 @dataclass(frozen=True)
@@ -86,11 +52,9 @@ class Reranking:
         ms_now: predicted iteration time as things are, in ms.
         ms_moved: predicted iteration time (ms) if nodes move and nothing else changes.
         ms_then: predicted iteration time (ms) if nodes move and the configuration changes.
-        moving_ms: what moving takes, in ms, where it was asked for.
+        ring_ms: how much of `ms_now` links of rings cost by not being as all others are.
         moved: the nodes that are to lie elsewhere.
-        fetching: pairs of a node and the rank whose state it needs.
-        num_tried: placements that were tried.
-        exhaustive: whether these were all placements.
+        exhaustive: whether all placements were tried.
 
     Examples:
         >>> import penstock as ps
@@ -107,11 +71,9 @@ class Reranking:
     ms_now: float
     ms_moved: float
     ms_then: float
-    moving_ms: float
-    moved: tuple[int, ...]
-    fetching: tuple[tuple[int, int], ...]
-    num_tried: int
-    exhaustive: bool
+    ring_ms: float
+    moved: tuple[int, ...] = ()
+    exhaustive: bool = False
 
 
 def rerank(
@@ -123,7 +85,6 @@ def rerank(
     now: Configuration | None = None,
     absorb: bool = True,
     allowed: Callable[[Mesh], bool] | None = None,
-    moving: Moving | None = None,
     exhaustive_up_to: int = EXHAUSTIVE,
 ) -> Reranking:
     """The placement of nodes, and what to run on it, with the least predicted iteration time.
@@ -132,14 +93,13 @@ def rerank(
         the fewest states.
 
     Args:
-        job: costs, memory, and what may be changed.
+        job: costs, memory, and what may be changed. Where its nodes must stay, staying is the only placement.
         mesh: where nodes lie now.
         links: between nodes, as measured.
         ring: how rings move bytes; the default of `simulate_mesh` where not given.
         now: what runs now; the job's start where not given.
         absorb: whether the schedule, its dispatch and delegated links may change too.
         allowed: says of a placement whether it counts; all count where not given. Staying always does.
-        moving: charges a placement for the state that it moves.
         exhaustive_up_to: up to so many placements all are tried; with more, swaps.
 
     Raises:
@@ -156,113 +116,115 @@ def rerank(
     """
     now = now or job.start
     times = MeshTimes(job, mesh, links, ring)
-    search = _MeshSearch(times, mesh, now, moving)
-    tried, exhaustive = search.placements(allowed, exhaustive_up_to)
-    best = {mesh: (search.cost(mesh), now)}
-    least = min(tried, key=search.rank, default=mesh)
-    best[least] = (search.cost(least), now)
-    if absorb:
-        firsts: dict[PlacementKind, Mesh] = {times.kind(mesh): mesh}
-        for each in sorted(tried, key=search.rank):
-            firsts.setdefault(times.kind(each), each)
-        for kind, each in list(firsts.items())[: ABSORBED + 1]:
-            configuration = absorbing(times, kind, now)
-            best[each] = (search.cost(each, configuration), configuration)
-    chosen = min(best, key=lambda each: (_rounded(best[each][0], best[mesh][0]), *search.ties(each)))
-    configuration = best[chosen][1]
+    search = _MeshSearch(times, mesh, now, allowed)
+    exhaustive = math.factorial(mesh.num_nodes) <= exhaustive_up_to
+    if not job.nodes_stay:
+        search.try_all() if exhaustive else search.try_swaps()
+    here = times.kind(mesh.nodes)
+    ms_now = times.of_kind(here, now)
+    ranked = sorted(search.seen.items(), key=lambda each: each[1])
+    best, chosen, configuration = (ranked[0][1], ranked[0][0], now)
+    for kind, rank in [(here, search.seen[here]), *ranked[:ABSORBED]] if absorb and not job.nodes_stay else ():
+        ms, way = absorbing(times, kind, now, best[0] * search.unit * EPSILON)
+        if (then := (search.units(ms), *rank[1:])) < best:
+            best, chosen, configuration = then, kind, way
+        if kind == times.healthy:
+            break  # no other is faster
+    moved = replace(mesh, nodes=best[-1])
     return Reranking(
-        chosen,
+        moved,
         configuration,
-        ms_now=times.iteration(mesh, now),
-        ms_moved=times.iteration(chosen, now),
-        ms_then=times.iteration(chosen, configuration),
-        moving_ms=0.0 if moving is None else moving.ms(mesh, chosen),
-        moved=mesh.moved(chosen),
-        fetching=mesh.fetching(chosen),
-        num_tried=len(tried),
+        ms_now=ms_now,
+        ms_moved=times.of_kind(chosen, now),
+        ms_then=times.of_kind(chosen, configuration),
+        ring_ms=ms_now - times.of_kind((here[0], times.healthy[1]), now),
+        moved=mesh.moved(moved),
         exhaustive=exhaustive,
     )
 
 
-def absorbing(times: MeshTimes, kind: PlacementKind, now: Configuration) -> Configuration:
-    """What every replica best runs on placements of a kind, of all `candidates`; `now` if nothing is better."""
+def absorbing(
+    times: MeshTimes, kind: PlacementKind, now: Configuration, below: float = math.inf
+) -> tuple[float, Configuration]:
+    """How long an iteration takes with what every replica best runs on placements of a kind, and that: of all
+    `candidates`, or `now` if nothing is better.
+
+    Args:
+        below: only what takes less (ms) is of interest, so that less is simulated.
+    """
     job, links = times.job, times.worst_links(kind)
     late = late_links(dict(links.delays), job.smallest_delay)
+    best, ms_now = now, times.of_kind(kind, now)
+    least = ms_now * (1 - job.least_gain) * (1 - EPSILON)
     ways = candidates(job, now, Measured.steady(links, late))
-    least = times.of_kind(kind, now) * (1 - job.least_gain)
-    best = now
     for way in sorted(ways, key=lambda each: (each.price, len(each.configuration.delegated))):
-        ms = times.of_kind(kind, way.configuration)
-        if ms < least * (1 - EPSILON):
-            least, best = ms, way.configuration
-    return best
-
-
-def _rounded(ms: float, unit: float) -> int:
-    """Times apart by less than can matter are the same."""
-    return round(ms / (unit or 1.0) / EPSILON)
+        ms = times.of_kind(kind, way.configuration, limit := min(least, below * (1 + EPSILON)))
+        if ms < limit:
+            least, best = ms * (1 - EPSILON), way.configuration
+    return times.of_kind(kind, best), best
 
 
 class _MeshSearch:
-    """Placements of nodes, ranked by what an iteration takes under what runs now."""
+    """Tries placements under what runs now, and keeps the one of each kind that moves the least."""
 
-    def __init__(self, times: MeshTimes, mesh: Mesh, now: Configuration, moving: Moving | None) -> None:
-        self._times, self._mesh, self._now, self._moving = times, mesh, now, moving
-        self._unit = times.iteration(mesh, now)
+    def __init__(
+        self, times: MeshTimes, mesh: Mesh, now: Configuration, allowed: Callable[[Mesh], bool] | None
+    ) -> None:
+        self._times, self._mesh, self._now, self._allowed = times, mesh, now, allowed
+        self._ranks = {node: place // mesh.dp for place, node in enumerate(mesh.nodes)}
+        self.unit = times.iteration(mesh, now) or 1.0
+        self.seen: dict[PlacementKind, Rank] = {}
+        self._see(mesh.nodes)
 
-    def cost(self, mesh: Mesh, configuration: Configuration | None = None) -> float:
-        """Milliseconds an iteration, and the share that it bears of moving there."""
-        moving = self._moving
-        share = 0.0 if moving is None else moving.ms(self._mesh, mesh) / moving.num_iterations
-        return self._times.iteration(mesh, configuration or self._now) + share
+    def units(self, ms: float) -> int:
+        """Times apart by less than can matter are the same."""
+        return round(ms / self.unit / EPSILON)
 
-    def ties(self, mesh: Mesh) -> tuple[int, int, tuple[int, ...]]:
-        return len(self._mesh.moved(mesh)), len(self._mesh.fetching(mesh)), mesh.nodes
+    def _see(self, nodes: tuple[int, ...]) -> Rank:
+        kind, dp = self._times.kind(nodes), self._mesh.dp
+        moved = sum(a != b for a, b in zip(nodes, self._mesh.nodes, strict=True))
+        elsewhere = sum(self._ranks[node] != place // dp for place, node in enumerate(nodes))
+        rank = self.units(self._times.of_kind(kind, self._now)), moved, elsewhere, nodes
+        self.seen[kind] = min(rank, self.seen.get(kind, rank))
+        return rank
 
-    def rank(self, mesh: Mesh) -> tuple[object, ...]:
-        return (_rounded(self.cost(mesh), self._unit), *self.ties(mesh))
+    def _may_lie(self, nodes: tuple[int, ...]) -> bool:
+        return self._allowed is None or self._allowed(replace(self._mesh, nodes=nodes))
 
-    def placements(self, allowed: Callable[[Mesh], bool] | None, most: int) -> tuple[list[Mesh], bool]:
-        """Those to choose from, and whether these are all."""
-        marked = self._times.marked
-        if math.perm(self._mesh.num_nodes, len(marked)) <= most:
-            every: Iterable[Mesh] = placements(self._mesh, marked)
-            return [each for each in every if allowed is None or allowed(each)], True
-        return list(dict.fromkeys(self._by_swaps(marked, allowed))), False
+    def try_all(self) -> None:
+        """Tries all placements."""
+        for nodes in filter(self._may_lie, permutations(range(self._mesh.num_nodes))):
+            self._see(nodes)
 
-    def _by_swaps(self, marked: Iterable[int], allowed: Callable[[Mesh], bool] | None) -> Iterator[Mesh]:
-        """The steps of a descent from where the nodes lie, and of further ones from near the best so far."""
-        random, marked = Random(0), set(marked)
-        pairs = [pair for pair in combinations(range(self._mesh.num_nodes), 2) if marked & {*pair}]
-        best = self._mesh
+    def try_swaps(self) -> None:
+        """Descends by swaps from where the nodes lie, and then again from near the best so far."""
+        random = Random(0)
+        healthy = self.units(self._times.of_kind(self._times.healthy, self._now))
         for kick in range(KICKS + 1):
-            here = best
-            for _ in range(SWAPS_A_KICK if kick and pairs else 0):
-                here = here.swapped(*random.choice(pairs))
-            while True:
-                if allowed is None or allowed(here):
-                    yield here
-                    if self.rank(here) < self.rank(best):
-                        best = here
-                near = [then for then in (here.swapped(*pair) for pair in pairs) if allowed is None or allowed(then)]
-                least = min(near, key=self.rank, default=here)
-                if self.rank(least) >= self.rank(here):
-                    break
-                here = least
+            best = min(self.seen.values())
+            if best[0] <= healthy:
+                return
+            nodes = best[-1]
+            for _ in range(SWAPS_A_KICK if kick else 0):
+                nodes = random.choice([*self._times.swaps(nodes), nodes])
+            here = self._see(nodes) if self._may_lie(nodes) else _NOWHERE
+            while (then := self._nearest(nodes)) < here:
+                here, nodes = then, then[-1]
+
+    def _nearest(self, nodes: tuple[int, ...]) -> Rank:
+        """The best placement after one swap."""
+        near: dict[PlacementKind, list[tuple[int, ...]]] = {}
+        for each in filter(self._may_lie, self._times.swaps(nodes)):
+            near.setdefault(self._times.kind(each), []).append(each)
+        least, best = math.inf, _NOWHERE
+        bounds = {kind: self._times.of_kind(kind, self._now, -math.inf) for kind in near}
+        for kind in sorted(near, key=bounds.__getitem__):
+            if bounds[kind] > least * (1 + EPSILON):
+                break
+            ms = self._times.of_kind(kind, self._now, least * (1 + EPSILON))
+            if ms <= least * (1 + EPSILON):
+                least, best = min(least, ms), min(best, *map(self._see, near[kind]))
+        return best
 
 
-def placements(mesh: Mesh, marked: Iterable[int]) -> Iterator[Mesh]:
-    """All ways to place the marked nodes; of the others as few move as can be, to a place of their own rank first."""
-    marked = tuple(marked)
-    for places in permutations(range(mesh.num_nodes), len(marked)):
-        taken = dict(zip(places, marked, strict=True))
-        nodes: list[int | None] = [
-            taken.get(place, None if node in marked else node) for place, node in enumerate(mesh.nodes)
-        ]
-        homeless = [place for place in places if mesh.nodes[place] not in marked]
-        free = [place for place, node in enumerate(nodes) if node is None]
-        for here in sorted(homeless, key=lambda place: not any(p // mesh.dp == place // mesh.dp for p in free)):
-            there = min(free, key=lambda place: (place // mesh.dp != here // mesh.dp, place))
-            free.remove(there)
-            nodes[there] = mesh.nodes[here]
-        yield Mesh(mesh.pp, mesh.dp, mesh.tp, tuple(node for node in nodes if node is not None))
+_NOWHERE: Rank = (math.inf, 0, 0, ())

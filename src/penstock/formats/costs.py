@@ -124,8 +124,7 @@ def _overlap(value: Any, num_stages: int) -> Overlap:
     )
     if rows != measured or not all(isinstance(each, int | float) for row in rows or () for each in row):
         raise CostError(
-            "field 'overlap.measured': expected [stage of the forward, stage of the backward, ms] of each, got "
-            f"{json.dumps(measured)[:60]}"
+            f"field 'overlap.measured': give [stage of F, stage of B, ms] each: {json.dumps(measured)[:60]}"
         )
     hidden = value.get("hidden", 1.0)
     if isinstance(hidden, bool):

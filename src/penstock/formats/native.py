@@ -165,10 +165,7 @@ def from_json(text: str) -> Schedule:
     if not isinstance(version, int) or isinstance(version, bool) or version < 1:
         raise ScheduleError(f"version is {version!r}: a whole number from 1 is needed", rule="json")
     if version > VERSION:
-        raise ScheduleError(
-            f"the schedule is in format version {version}, this Penstock reads up to {VERSION}; upgrade it",
-            rule="json",
-        )
+        raise ScheduleError(f"format version {version} is newer than {VERSION}; upgrade Penstock", rule="json")
     known = {"format", "version", "name", "placement", "microbatch_pipeline", "memory_limit", "order"}
     known |= {"shared", "stage_graph"} if version > 1 else set()
     known |= {"updates"} if version > 2 else set()

@@ -76,14 +76,10 @@ class BranchLayout:
     def __post_init__(self) -> None:
         stages = self.branch.placement.num_stages
         if self.costs.num_stages != stages:
-            raise ScheduleError(
-                f"a branch of {stages} stages has costs of {self.costs.num_stages}; give costs for as many",
-                rule="stages",
-            )
+            raise ScheduleError(f"{stages} stages have costs of {self.costs.num_stages}; give as many", rule="stages")
         if self.num_devices < self.num_ranks and not (self.branch.ranks and self.num_devices == 0):
             raise ScheduleError(
-                f"a branch over {self.num_ranks} ranks has {self.num_devices} devices; give each rank one at least",
-                rule="placement",
+                f"{self.num_ranks} ranks have {self.num_devices} devices; give as many", rule="placement"
             )
 
     @property
@@ -333,10 +329,7 @@ def joined_costs(costs: Sequence[Costs]) -> Costs:
     """
     freed = {each.freed_by_input for each in costs}
     if len(freed) > 1:
-        raise CostError(
-            f"I frees {min(freed):g} of the activations in one branch and {max(freed):g} in another; give all "
-            "branches costs with one freed_by_input"
-        )
+        raise CostError(f"freed_by_input is {min(freed):g} of one branch and {max(freed):g} of another; give one")
     known = all(each.weight_bytes for each in costs)
     return Costs(
         f=[ms for each in costs for ms in each.f],

@@ -50,10 +50,7 @@ def limits_of(
         ScheduleError: both are given, a wrong number of entries, or a cap below what one microbatch holds.
     """
     if max_in_flight is not None and memory_limit is not None:
-        raise ScheduleError(
-            f"max_in_flight {max_in_flight} and memory_limit {memory_limit} both limit memory; give one of them",
-            rule="options",
-        )
+        raise ScheduleError("max_in_flight and memory_limit both limit memory; give one of them", rule="options")
     share = costs.freed_by_input if split else 0.0
     host: tuple[float, ...] = ()
     if offload is True:
@@ -92,10 +89,7 @@ def per_rank(name: str, value: float | Sequence[float], num_ranks: int) -> tuple
 def require_weights(costs: Costs) -> None:
     """Raises CostError for costs that do not say what weights take, beside a limit of all that a rank holds."""
     if not costs.weight_bytes:
-        raise CostError(
-            "total_limit counts all that a rank holds, and the costs do not say what weights take; give "
-            "weight_bytes, or memory_limit, which counts activations alone"
-        )
+        raise CostError("total_limit: the costs do not say what weights take; give weight_bytes, or memory_limit")
 
 
 def _check_room(limits: Limits, placement: Placement, name: str, kept: float) -> None:

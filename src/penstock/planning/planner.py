@@ -172,15 +172,9 @@ def plan(
     links.require_constant("ps.plan")
     if total_limit is not None:
         if memory_limit is not None or max_in_flight is not None:
-            raise ScheduleError(
-                "total_limit counts all that a rank holds, and another limit is given besides; give one of them",
-                rule="options",
-            )
+            raise ScheduleError("total_limit and another limit both limit memory; give one of them", rule="options")
         if placement is None and stages is not None:
-            raise ScheduleError(
-                "total_limit with stages that branch needs a placement, as weights lie where it says; give one",
-                rule="options",
-            )
+            raise ScheduleError("total_limit with stages that branch needs a placement; give one", rule="options")
         where = _placement(costs, num_ranks, num_microbatches, placement)
 
         def again(room: Sequence[float], seconds: float) -> Plan:
@@ -251,10 +245,7 @@ def plan(
                 rule="options",
             )
         if counts != in_turn(num_microbatches, num_pipelines) and deal != "any":
-            raise ScheduleError(
-                f"deal is {deal!r}: {beyond} are planned with microbatches dealt in turn; leave deal out",
-                rule="options",
-            )
+            raise ScheduleError(f"deal is {deal!r}, but {beyond} are dealt in turn; leave deal out", rule="options")
         from penstock.planning import compile_ahead as compiling
         from penstock.planning.graph.plan import plan_graph
 
@@ -431,8 +422,7 @@ def _plan_uneven(
     value = timeline.makespan
     if value > candidate.makespan + slack(value):
         raise ScheduleError(
-            f"the plan says {candidate.makespan!r} ms, its simulation {value!r} ms (rule: confirmed); this is a bug "
-            "in penstock",
+            f"the plan says {candidate.makespan!r} ms, its simulation {value!r} ms: a bug in penstock",
             rule="confirmed",
         )
     bound = uneven_bound(candidate, links)
@@ -512,10 +502,7 @@ def _placement(costs: Costs, num_ranks: int, num_microbatches: int, placement: P
             f"placement is {placement!r}: give one of ps.placements, or a name such as 'v-shape'", rule="placement"
         )
     costs.require_stages(placement.num_stages, "the placement for")
-    for pipeline, hosts in enumerate(placement.pipelines):
+    for hosts in placement.pipelines:
         if max(hosts) >= num_ranks:
-            raise ScheduleError(
-                f"pipeline {pipeline} places a stage on rank {max(hosts)}, but ranks go to {num_ranks - 1}",
-                rule="placement",
-            )
+            raise ScheduleError(f"a stage is on rank {max(hosts)}, but ranks go to {num_ranks - 1}", rule="placement")
     return placement

@@ -206,10 +206,7 @@ def search_space(
         True
     """
     if memory_limit is not None and total_limit is not None:
-        raise ScheduleError(
-            f"memory_limit {memory_limit} and total_limit {total_limit} both limit memory; give one of them",
-            rule="options",
-        )
+        raise ScheduleError("memory_limit and total_limit both limit memory; give one of them", rule="options")
     caps = None if memory_limit is None else per_rank("memory_limit", memory_limit, num_ranks)
     totals = None if total_limit is None else per_rank("total_limit", total_limit, num_ranks)
     if isinstance(costs, Costs):
@@ -283,10 +280,7 @@ def _costs_of(costs: Costs | Callable[[int], Costs], num_stages: int, shared_end
     """
     given = costs if isinstance(costs, Costs) else costs(num_stages)
     if given.factors:
-        raise CostError(
-            "search_space needs microbatches that all cost the same; leave `uneven` out, and order the microbatches "
-            "of the result with ps.planning.order_microbatches"
-        )
+        raise CostError("search_space needs microbatches that all cost the same; leave `uneven` out")
     return fold(costs, num_stages, shared_ends) if isinstance(costs, Costs) else given
 
 

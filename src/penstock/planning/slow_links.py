@@ -129,10 +129,7 @@ def _counts(
         )
     for stage, count in enumerate(counts):
         if count < 1 or (stage and count > counts[stage - 1]):
-            raise ScheduleError(
-                f"warm-up counts are at least 1 and never rise from one stage to the next, got {list(warmup)}",
-                rule="options",
-            )
+            raise ScheduleError(f"warm-up counts must be at least 1 and never rise: {list(warmup)}", rule="options")
         if count > most[stage]:
             raise ScheduleError(
                 f"stage {stage}: {count} warm-up forwards are more than its memory holds, {most[stage]}; give fewer, "

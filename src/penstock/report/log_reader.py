@@ -145,7 +145,7 @@ class LogReader:
 
     def __init__(self, first: Mapping[str, Any]) -> None:
         job, sensitivity = read_header(first)
-        nodes = None if job.mesh is None else Orchestrator(job, job.mesh, ring=job.ring)
+        nodes = None if job.mesh is None else Orchestrator(job, job.mesh)
         self.contents = LogContents(job, JobMonitor(job, sensitivity), nodes)
         self._times: dict[Link, list[float]] = {}
         self._ops: list[OpTimes] = []
@@ -213,22 +213,22 @@ class LogReader:
         if chosen is not None and chosen.first is None:
             chosen.first = event.number
         if contents.nodes is not None:
-            for link, ms in contents.nodes.late.items():
+            for link, ms in contents.nodes.excess.items():
                 self._note_late(link, event.number, ms)
         self._began = min((event.number - change.num_iterations + 1 for change in changes), default=self._began)
         self._times, self._ops, self._last, self._is_clean = {}, [], event.number, True
 
     def _probe(self, nodes: Orchestrator, event: Probed) -> None:
         """Takes a round of probes. A link that it verifies as late has been late for some rounds."""
-        known = set(nodes.late)
+        known = set(nodes.excess)
         self._probed.append(self._last)
-        if nodes.verifies(dict(event.ms)):
+        if nodes.verifies(dict(event.times)):
             rounds = max((change.began for change in nodes.news), default=len(self._probed))
             began = self._probed[-rounds] if rounds < len(self._probed) else min(self.contents.seen, default=0)
             self._began = began if self._began is None else min(began, self._began)
-            for link in set(nodes.late) - known:
+            for link in set(nodes.excess) - known:
                 for number in range(began, self._last + 1):
-                    self._note_late(link, number, nodes.late[link])
+                    self._note_late(link, number, nodes.excess[link])
 
     def _note_late(self, link: Link, number: int, ms: float) -> None:
         """Notes a late link of a ring. Links of pipelines are known from their own messages."""

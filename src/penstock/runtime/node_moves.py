@@ -5,14 +5,19 @@ LocalPipeline at the old place --hand_over--> LocalPipeline at the new place    
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
+from operator import add
+from time import perf_counter_ns
 
+import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
-from penstock.control import Configuration
-from penstock.runtime.adapt import Agent, NodeProbes, RunSetting
+from penstock.control import Configuration, Link
+from penstock.control.events import LinkTime
+from penstock.control.orchestrator import link_times
+from penstock.runtime.adapt import Agent, RunSetting
 from penstock.runtime.arguments import PipelineArguments
 from penstock.runtime.checkpoint.state_transfer import hand_over
 from penstock.runtime.checkpoint.training_state import TrainingState
@@ -20,49 +25,48 @@ from penstock.runtime.errors import PeerFailed, RuntimeFailure
 from penstock.runtime.execute.plan import ActivePlan
 from penstock.runtime.lifetime import Lifetime
 from penstock.runtime.local_pipeline import LocalPipeline
+from penstock.runtime.mesh.probe import ProbePace, probe
 from penstock.runtime.mesh.process_mesh import Nodes, device_mesh_of, end_groups, why_sorted
 from penstock.runtime.parameters.optimizer_state import gradient_bytes
-from penstock.runtime.transport.link_conditions import probed_besides
 
 
 def run_setting(local: LocalPipeline, given: PipelineArguments, may_move: bool) -> RunSetting:
-    """What an agent is to know of the run. It has a mesh if nodes may move. Every process must call it."""
-    place, nodes, first = local.mesh, _movable_nodes(local, given) if may_move else None, local.start
+    """What an agent must know of the run; with the mesh if the links between its nodes are probed. Every process must
+    call it.
+    """
+    place, nodes, first, stay = local.mesh, local.nodes, local.start, ""
+    if nodes is not None:
+        predicted = first.schedule.updates is None and first.schedule.placement.num_pipelines == 1
+        stay = _why_nodes_stay(local, nodes, given, predicted, may_move)
+        if not (predicted and nodes.is_everything and "cpu" in dist.get_backend_config()):
+            nodes = None
     weighs: tuple[float, ...] = ()
     if nodes is not None:
         first = replace(first, nodes=nodes.mesh.nodes)
         _note_nodes(local, first.nodes)
         weighs = gradient_bytes(local.model.copies.stages, local.peers, first.schedule.num_stages)
-    return RunSetting(
-        first,
-        local.costs,
-        local.choice,
-        num_copies=place.num_replicas * place.num_shards,
-        mesh=None if nodes is None else nodes.mesh,
-        gradient_bytes=weighs,
-    )
+    copies, mesh = place.num_replicas * place.num_shards, None if nodes is None else nodes.mesh
+    return RunSetting(first, local.costs, local.choice, 1.0, copies, mesh, stay, weighs)
 
 
-def _movable_nodes(local: LocalPipeline, given: PipelineArguments) -> Nodes | None:
-    """The nodes that may change places; None where none may, which a notice explains."""
-    nodes, schedule = local.nodes, local.start.schedule
-    if nodes is None:
-        return None
+def _why_nodes_stay(
+    local: LocalPipeline, nodes: Nodes, given: PipelineArguments, predicted: bool, may_move: bool
+) -> str:
+    """Why nodes cannot change places, which a notice says unless nobody wants it; empty if they may."""
     stages = [given.model] if isinstance(given.model, nn.Module) else given.model
     reasons = {
-        "the schedule has several pipelines, or its updates in the order": schedule.updates is not None
-        or schedule.placement.num_pipelines > 1,
+        "the schedule has several pipelines, or its updates in the order": not predicted,
         "stages are given as modules; give functions that make them": any(isinstance(s, nn.Module) for s in stages),
         "the optimizer is given as it is; give a function that makes one": isinstance(given.optimizer, Optimizer),
         "each replica is given its own part of a batch": local.own_batches is not None,
         "torch.distributed has processes outside of the mesh": not nodes.is_everything,
     }
     why = next((words for words, holds in reasons.items() if holds), why_sorted())
-    why = next(filter(None, local.mesh.everyone.gather(why)), None)  # each process has a torch of its own
-    if why is None:
-        return nodes
-    local.notices.note([f"nodes stay where they lie, also where a link between them is late: {why}"])
-    return None
+    why = next(filter(None, local.mesh.everyone.gather(why)), "")  # each process has a torch of its own
+    if why and may_move:
+        local.notices.note([f"nodes stay where they lie, also where a link between them is late: {why}"])
+    why = why if may_move else "AdaptOptions has may_move=False"
+    return f"nodes cannot move: {why}" if why else ""
 
 
 def _note_nodes(local: LocalPipeline, nodes: tuple[int, ...]) -> None:
@@ -70,14 +74,24 @@ def _note_nodes(local: LocalPipeline, nodes: tuple[int, ...]) -> None:
     local.running = replace(local.running, configuration=replace(local.running.configuration, nodes=nodes))
 
 
-def probes_of(local: LocalPipeline, given: PipelineArguments) -> NodeProbes | None:
-    """The probes of the links between nodes; None if there are no nodes that may move."""
-    if local.nodes is None:
-        return None
-    links, injected = given.transport.links, None
-    if links is not None and local.conditions is not None:
-        injected = partial(probed_besides, links, local.conditions)
-    return NodeProbes(local.nodes.processes, given.timeout, injected)
+def probes_of(local: LocalPipeline, given: PipelineArguments) -> Callable[[], dict[Link, LinkTime] | None]:
+    """What every process calls after each step: it probes the links between nodes, with what is injected into them,
+    where it is time to (`ProbePace`). It raises DeadlineExceeded or PeerLost where a process is late or gone.
+    """
+    assert local.nodes is not None, "only links between nodes are probed"
+    processes, links, conditions, pace = local.nodes.processes, given.transport.links, local.conditions, ProbePace()
+
+    def after_step() -> dict[Link, LinkTime] | None:
+        if not pace.after_step():
+            return None
+        found = probe(processes, given.timeout, pace)
+        if links is not None and conditions is not None:
+            now = (perf_counter_ns() - conditions.origin) / 1e6
+            for link, added in link_times(links.conditions, links, now).items():
+                found[link] = LinkTime(*map(add, found[link], added))
+        return found
+
+    return after_step
 
 
 def tell_place(agent: Agent, local: LocalPipeline) -> None:

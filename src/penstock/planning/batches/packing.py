@@ -129,8 +129,5 @@ def as_lengths(lengths: Sequence[int] | Array, num_bins: int) -> Array:
     if tokens.ndim != 1 or tokens.dtype.kind not in "iu" or (tokens < 1).any():
         raise PackingError("give one length per sequence, a whole number above 0")
     if num_bins < 1 or len(tokens) < num_bins:
-        raise PackingError(
-            f"{len(tokens)} sequences can't fill {num_bins} microbatches with at least one each; give more, or fewer "
-            "microbatches"
-        )
+        raise PackingError(f"{len(tokens)} sequences can't fill {num_bins} microbatches; give fewer microbatches")
     return tokens

@@ -91,11 +91,7 @@ def begin(
     search = JointSearch(problem, lower_bound(problem), seed, stop_at_gap, on_progress, began)
     search.take(one_by_one(problem), "one microbatch at a time")
     if search.orders is None:
-        raise ScheduleError(
-            f"one microbatch at a time does not keep to the caps {list(problem.limits.cap)} (rule: memory); this "
-            "is a bug in penstock",
-            rule="memory",
-        )
+        raise ScheduleError("one microbatch at a time exceeds the caps: a bug in penstock", rule="memory")
     return search
 
 

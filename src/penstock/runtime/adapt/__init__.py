@@ -11,9 +11,9 @@ options       the user's options
 store         queues of bytes between ranks: which store, by whose clock, retries, and how long it was silent
 """
 
-from penstock.runtime.adapt.agent import Agent, NodeProbes, PreparedPlan, Vote, start_agent
+from penstock.runtime.adapt.agent import Agent, PreparedPlan, Vote, start_agent
 from penstock.runtime.adapt.coordinator import RunSetting
 from penstock.runtime.adapt.options import AdaptOptions
 from penstock.runtime.adapt.report import MeasuredStep
 
-__all__ = ["AdaptOptions", "Agent", "MeasuredStep", "NodeProbes", "PreparedPlan", "RunSetting", "Vote", "start_agent"]
+__all__ = ["AdaptOptions", "Agent", "MeasuredStep", "PreparedPlan", "RunSetting", "Vote", "start_agent"]

@@ -29,7 +29,7 @@ from queue import SimpleQueue
 from typing import Any, NamedTuple
 
 from penstock.control import Configuration, Dropped, Switched
-from penstock.control.events import Link, Probed
+from penstock.control.events import Link, LinkTime, Probed
 from penstock.cost import Costs
 from penstock.runtime.adapt.coordinator import Coordinator, RunSetting
 from penstock.runtime.adapt.options import AdaptOptions
@@ -37,7 +37,6 @@ from penstock.runtime.adapt.report import MeasuredStep, report_of
 from penstock.runtime.adapt.store import Rendezvous, meet
 from penstock.runtime.errors import RuntimeFailure
 from penstock.runtime.mesh.peers import Peers
-from penstock.runtime.mesh.probe import ProbePace, probe
 
 POLL_S = 0.1
 """Seconds that one look at the queue of plans may last."""
@@ -138,7 +137,7 @@ class Agent:
         digest: of what runs.
         pipeline_index: over a mesh, which of the pipelines (replica x shard) this process has ranks of.
         pipeline: the process that runs each rank of it. Both change where nodes move.
-        probes: of the links between nodes that may move; None where they stay.
+        probes: to be called after each step; what links between nodes take, where it was time to probe them.
         notices: what a person should know, each once.
     """
 
@@ -153,7 +152,7 @@ class Agent:
         self.notices: list[str] = []
         self.pipeline_index = 0
         self.pipeline: Sequence[int] = range(setting.start.schedule.num_ranks)
-        self.probes: NodeProbes | None = None
+        self.probes: Callable[[], dict[Link, LinkTime] | None] | None = None
         self._options, self._ready = options, ready
         self._stopped: str | None = None
         self._has_ended = False
@@ -209,7 +208,7 @@ class Agent:
         """
         if self.probes is None or self._has_ended:
             return
-        found = self.probes.after_step()
+        found = self.probes()
         if found is not None and self._coordinator is not None:
             self._coordinator.note(self._iteration, Probed.of(found))
 
@@ -366,35 +365,3 @@ def start_agent(
         (agents[0] if agents else rendezvous).close()
         raise
     return agents[0]
-
-
-class NodeProbes:
-    """Probes the links between the nodes of a mesh while it trains, at the pace of `ProbePace`.
-
-    Args:
-        nodes: the processes of each node.
-        timeout: seconds that any wait may last.
-        injected: what is injected into links between nodes besides, in ms one way; None for nothing.
-    """
-
-    def __init__(
-        self,
-        nodes: Sequence[Sequence[int]],
-        timeout: float,
-        injected: Callable[[], Mapping[Link, float]] | None = None,
-    ) -> None:
-        self._nodes, self._timeout, self._injected = nodes, timeout, injected
-        self._pace = ProbePace()
-
-    def after_step(self) -> dict[Link, float] | None:
-        """To be called by every process after each step; what links take (ms one way) where it was time to look.
-
-        Raises:
-            DeadlineExceeded, PeerLost: a process is late or gone.
-        """
-        if not self._pace.after_step():
-            return None
-        found = probe(self._nodes, self._timeout, self._pace)
-        for link, ms in (self._injected() if self._injected is not None else {}).items():
-            found[link] += ms
-        return found

@@ -126,7 +126,8 @@ class RunSetting:
         choice: what carries the messages.
         stretch: milliseconds of the clock to one of the costs' time.
         num_copies: of the pipeline, over a mesh.
-        mesh: whose nodes may move; None: they stay. gradient_bytes: of each stage, where they may.
+        mesh: whose nodes are probed; None for none. nodes_stay: why they cannot move, empty if they may.
+        gradient_bytes: of each stage, where there is a mesh.
     """
 
     start: Configuration
@@ -135,6 +136,7 @@ class RunSetting:
     stretch: float = 1.0
     num_copies: int = 1
     mesh: Mesh | None = None
+    nodes_stay: str = ""
     gradient_bytes: tuple[float, ...] = ()
 
     def job(self, options: AdaptOptions, costs: Costs) -> Job:
@@ -159,6 +161,7 @@ class RunSetting:
             may_delegate=options.may_delegate and self.choice.has_delegates,
             mesh=self.mesh,
             ring=options.ring,
+            nodes_stay=self.nodes_stay,
         )
 
 

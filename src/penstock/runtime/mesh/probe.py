@@ -1,14 +1,21 @@
-"""What round trips tell: what links take by themselves, and how far the clocks of two hosts are apart.
+"""Round trips say what links take by themselves, and how far the clocks of two hosts are apart.
 
-Links are probed by short messages there and back between all nodes, in rounds of disjoint pairs:
+All links between nodes are probed in rounds of disjoint pairs:
 
     round 0    0-3 1-2        round 1    0-2 3-1        round 2    0-1 2-3
 
-Between two steps nothing else is under way, so the shortest of a few round trips is what the link takes. The first
-node gathers what all have found and tells every process: a late link holds this up only where it is one of the first
-node's. An all-reduce would cross it several times.
+A pair sends a short message there and back, which shows the link's latency, and then longer ones, each four times as
+long as the one before, until one takes clearly longer than the short one. That shows the bandwidth. A slow link shows
+at a few KB, so its probe takes some tens of milliseconds at most:
 
-How often is up to `ProbePace`: the longer a round takes, the more steps come between two.
+    1 GB/s       4 KB, 16 KB, 64 KB, 256 KB, 1 MB     5 ms in all
+    5 Mbit/s     4 KB                                26 ms: 6.5 ms each way, two trips
+
+Between two steps the links carry nothing else, so the shortest of a few round trips is the link's own time. The first
+node gathers all times and sends them to every process. A late link delays this only where it is one of the first
+node's links; an all-reduce would cross it several times.
+
+`ProbePace` says how often: the longer a round takes, the more steps come between two.
 
     step 1 2 3 4 5 | probe | 6 .. 10 | probe | 11 .......... 40 | probe |      a late link makes rounds take long
 
@@ -27,13 +34,18 @@ from collections.abc import Callable, Iterator, Sequence
 import torch
 import torch.distributed as dist
 
+from penstock.control.events import Link, LinkTime
 from penstock.runtime.mesh.collective import wait_for
 from penstock.runtime.mesh.peers import GroupPeers
 
 PROBE = "a probe of a link"
 """What ranks send each other here, in errors."""
-TRIPS = 3
-"""Round trips of which the shortest counts."""
+TRIPS, LONG_TRIPS = 3, 2
+"""Round trips of which the shortest counts: of short messages, and of long ones."""
+SIZES = tuple(4096 * 4**power for power in range(5))
+"""Bytes of long messages, up to 1 MB."""
+CLEARLY_MS = 2.0
+"""A long message shows the bandwidth where it takes so many ms longer than a short one (one way)."""
 LEAST_EVERY, MOST_EVERY = 5, 200
 """Steps between two rounds, by how long rounds take."""
 SHARE = 0.04
@@ -82,7 +94,7 @@ class ProbePace:
         return min(max(wanted, self._least_every), MOST_EVERY)
 
     def follow(self, num_steps: int) -> None:
-        """So many steps are to come, as one process has planned for all."""
+        """Sets how many steps come before the next round, as one process has planned it for all."""
         self._last, self._next, self._since = self._steps, self._steps + num_steps, self._clock()
 
 
@@ -96,10 +108,8 @@ def rounds(num_nodes: int) -> Iterator[list[tuple[int, int]]]:
         seats = [seats[0], seats[-1], *seats[1:-1]]
 
 
-def probe(
-    nodes: Sequence[Sequence[int]], timeout: float, pace: ProbePace | None = None
-) -> dict[tuple[int, int], float]:
-    """Milliseconds one way between each two nodes, the same in every process. All of torch.distributed must call it.
+def probe(nodes: Sequence[Sequence[int]], timeout: float, pace: ProbePace | None = None) -> dict[Link, LinkTime]:
+    """What messages take between each two nodes, the same in every process. All of torch.distributed must call it.
 
     Args:
         nodes: the processes of each; the first of them measures.
@@ -111,30 +121,42 @@ def probe(
     """
     me, num = dist.get_rank(), len(nodes)
     firsts = [processes[0] for processes in nodes]
-    found = torch.zeros(num, num, dtype=torch.float64, device="cpu")
+    found = torch.zeros(num, num, 2, dtype=torch.float64, device="cpu")
     if me in firsts:
         world = dist.group.WORLD
         assert world is not None
         node, peers = firsts.index(me), GroupPeers(world, timeout)
-        for pairs in rounds(num):
-            for a, b in pairs:
-                if node in (a, b):
-                    trips = round_trips(peers, node == a, firsts[a + b - node], TRIPS)
-                    found[a, b] = min(trips) / 2 if node == a else 0
+        for a, b in (pair for pairs in rounds(num) for pair in pairs if node in pair):
+            measured = link_time(peers, node == a, firsts[a + b - node])
+            if node == a:
+                found[a, b] = torch.tensor(measured, device="cpu")
     # To the first node and from there to all: an all-reduce would cross a late link several times.
     root = firsts[0]
     rows = [torch.zeros_like(found) for _ in range(dist.get_world_size())] if me == root else None
     wait_for(dist.gather(found, rows, root, async_op=True), me, None, PROBE, timeout)
-    message = torch.zeros(num * num + 1, dtype=found.dtype, device="cpu")
+    message = torch.zeros(found.numel() + 1, dtype=found.dtype, device="cpu")
     if rows is not None:
         found = torch.stack(rows).sum(0)
         message[:-1] = found.flatten()
-        message[-1] = 0 if pace is None else pace.plan(rest=float(found[0].max()) / 1e3)
+        message[-1] = 0 if pace is None else pace.plan(rest=float(found[0, :, 0].max()) / 1e3)
     wait_for(dist.broadcast(message, root, async_op=True), me, None, PROBE, timeout)
     if pace is not None:
         pace.follow(int(message[-1]))
-    found = message[:-1].view(num, num)
-    return {(a, b): float(found[a, b]) for a in range(num) for b in range(a + 1, num)}
+    times = message[:-1].view(num, num, 2).tolist()
+    return {(a, b): LinkTime(*times[a][b]) for a in range(num) for b in range(a + 1, num)}
+
+
+def link_time(peers: GroupPeers, begins: bool, other: int) -> LinkTime:
+    """Measures the link to another rank by messages of growing sizes. Both ranks must call it; see `round_trips`."""
+    trip = min(round_trips(peers, begins, other, TRIPS))
+    longer, ends = 0.0, torch.zeros(1, device="cpu")
+    for num_bytes in SIZES:
+        longer = (min(round_trips(peers, begins, other, LONG_TRIPS, num_bytes, num_bytes)) - trip) / 2
+        ends[0] = longer >= CLEARLY_MS
+        (peers.send if begins else peers.receive)(ends, other, PROBE)
+        if ends:
+            break
+    return LinkTime(trip / 2, max(0.0, longer) / num_bytes * 1e6)
 
 
 def round_trips(

@@ -22,7 +22,6 @@ from typing import NamedTuple
 import torch
 
 from penstock.cost import LinkCondition, Ring
-from penstock.cost.conditions import LinkQueue
 from penstock.cost.links import LinkQueues, Links
 from penstock.runtime.errors import RuntimeFailure
 from penstock.runtime.mesh.interfaces import clock_name
@@ -315,10 +314,3 @@ def sleep_until(due: int) -> None:
     """Returns at a moment of the monotonic clock (ns)."""
     while (left := due - time.perf_counter_ns()) > 0:
         time.sleep(left / 1e9)
-
-
-def probed_besides(links: Links, conditions: Conditions) -> dict[tuple[int, int], float]:
-    """What injected conditions add to a probe now (ms), by two nodes, the lower one first."""
-    at = (time.perf_counter_ns() - conditions.origin) / 1e6
-    pairs = {(min(pair), max(pair)) for pair in links.conditions}
-    return {(a, b): links.delay_of(a, b, 0.0, at, LinkQueue(at, at)).arrived - at for a, b in pairs}
