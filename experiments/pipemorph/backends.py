@@ -10,7 +10,7 @@ at once, each in a process of its own.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -38,16 +38,25 @@ class Case:
 
 @dataclass(frozen=True)
 class Backend:
-    """Where and how: one of `BACKENDS`, seconds of the clock to one of an op, iterations, cases at once."""
+    """Where and how: one of `BACKENDS`, seconds of the clock to one of an op, iterations, cases at once.
+
+    Attributes:
+        only: runs the cases of systems alone whose names have this in them.
+    """
 
     name: str = "simulate"
     stretch: float = 3.0
     steps: int = 2
     jobs: int = 6
+    only: str = ""
+
+    def runs(self, keys: Mapping[str, Any]) -> bool:
+        """Whether a case with these keys is to run."""
+        return self.only in keys.get("system", keys.get("way", ""))
 
     def run(self, cases: Sequence[Case]) -> Iterator[Row]:
         """The rows, in the order of the cases."""
-        yield from each(self, _row, cases)
+        yield from each(self, _row, [case for case in cases if self.runs(case.keys)])
 
 
 def each(backend: Backend, function: Any, cases: Iterable[Any]) -> Iterator[Any]:

@@ -22,10 +22,13 @@ SEARCH = 1.0
 
 
 def clairvoyant(job: Job, conditions: Links, at: float) -> float:
-    """The shortest iteration (ms) found by a search that knows the delays to come."""
+    """The shortest iteration (ms) found by a search that knows the delays to come.
+
+    What may wait in host memory counts as memory of the device, so the search has no copies to make.
+    """
     num, num_microbatches = job.num_ranks, job.start.schedule.num_microbatches
     links = tuple((rank, rank + 1) for rank in range(num - 1))
-    caps = job.caps(links)
+    caps = tuple(cap + more for cap, more in zip(job.start.caps, job.host_limits, strict=True))
     ideal = job.mean_op * (3 * num_microbatches + 2 * (num - 1))
     seen = [conditions.named(*link)[1] for link in links]
     delays = []

@@ -47,15 +47,23 @@ def command(
     parser.add_argument("--stretch", type=float, default=stretch, help="seconds of the clock to one of an op")
     parser.add_argument("--steps", type=int, default=2, help="iterations of each measured case")
     parser.add_argument("--jobs", type=int, default=jobs, help="measured cases at once")
+    parser.add_argument(
+        "--only", default="", help="runs systems alone whose names have this, beside the rows there are"
+    )
     for name, (usual, said) in (more or {}).items():
         parser.add_argument(f"--{name}", type=type(usual), default=usual, help=f"{said} (default: {usual})")
     given = parser.parse_args()
     for name, (usual, _) in (more or {}).items():
         value = getattr(given, name)
         figure += f"-{name}{value:g}" if value != usual else ""
-    backend = Backend(given.backend, given.stretch, given.steps, 1 if given.backend == "processes" else given.jobs)
+    jobs = 1 if given.backend == "processes" else given.jobs
+    backend = Backend(given.backend, given.stretch, given.steps, jobs, given.only)
     began = time.perf_counter()
     found = list(rows(backend, **{name: getattr(given, name) for name in more or {}}))
+    if given.only:
+        made = iter(found)
+        there = results.known(given.out, f"{figure}-{backend.name}")
+        found = [next(made) if backend.runs(row) else row for row in there]
     save(given.out, figure, backend, found, time.perf_counter() - began, seeds)
     print("\n".join(lines(found)))
     if chart is not None:
@@ -72,6 +80,8 @@ def save(
     # The iterations of a long simulated run are many; a measured one's are compared one by one.
     long = backend.name == "simulate" and any(len(row["simulated_ms"]) > LONG for row in rows)
     raw = {"simulated_ms": lambda ms: [fmean(ms)], "starts": None, "numbers": None} if long else None
+    if backend.only:
+        facts["earlier"] = results.runs(folder, f"{figure}-{backend.name}")
     if backend.name != "simulate":
         facts |= {"stretch": backend.stretch, "jobs": backend.jobs}
     results.save(folder, f"{figure}-{backend.name}", rows, seeds=seeds, raw=raw, **facts)

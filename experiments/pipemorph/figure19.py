@@ -30,7 +30,7 @@ from experiments.common.results import Row, find, table
 from experiments.pipemorph.backends import Backend
 from experiments.pipemorph.command import command
 from experiments.pipemorph.iterations import best_known, simulated, times
-from experiments.pipemorph.meshes import KINDS, MeshCase, costs_of, late_node, mesh_row, run
+from experiments.pipemorph.meshes import KINDS, MeshCase, late_node, mesh_row, run
 from experiments.pipemorph.setups import DEPTH, MODELS
 from experiments.pipemorph.systems import HOST_MEMORY
 from penstock.control import Configuration, Job, rerank
@@ -42,7 +42,7 @@ from penstock.draw.charts.parts import Hue
 from penstock.planning import slow_link_schedule
 
 MODEL = MODELS["7B"]
-COSTS = costs_of(MODEL)
+COSTS = replace(MODEL.costs_with_copies, message_bytes=())
 MESH = Mesh(pp=4, dp=2)
 LINK = (6, 7)
 DELAYS = (0.0, 10.0, 20.0, 30.0)

@@ -82,7 +82,7 @@ def _simulated(loop: Loop) -> Row:
         return {"simulated_ms": times, "measured_ms": [], "decisions": 0}
     controller = Controller(job)
     run = rehearse(controller, loop.conditions, until=loop.until)
-    caps = job.caps(links(job))
+    caps = job.start.caps
     return {
         "simulated_ms": [each.ms for each in run.iterations],
         "measured_ms": [],
@@ -104,7 +104,7 @@ def _measured(backend: Backend, loop: Loop, num: int) -> Row:
     row = emulate(replace(backend, steps=num), Setting(job, job.start), loop.conditions, steering)
     row |= {"decisions": len(row["decided"])}
     if loop.controlled:
-        row |= {"peak_over_cap": max(p / c for p, c in zip(row["peaks"], job.caps(links(job)), strict=True))}
+        row |= {"peak_over_cap": max(p / c for p, c in zip(row["peaks"], job.start.caps, strict=True))}
     return row
 
 

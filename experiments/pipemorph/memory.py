@@ -11,13 +11,15 @@ delegated.
     re-planned     frozen, planned with the delay under the cap: the better of Algorithms 2 to 4's two rules
     dynamic        the first's schedule, any ready op under the cap
     ours           what the controller comes to under the cap; it starts dynamic, on direct links
-    + in host      dynamic, with so many activations more in host memory
+    + in host      dynamic, with so many activations more in host memory: OFFLOAD and RELOAD ops, whose copies take as
+                   long as a forward, keep each rank within the cap
     best           the shortest that any of the first four, or `ps.plan` in some seconds, found under the cap
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 import penstock as ps
 from experiments.common.results import Row, find, table
@@ -29,6 +31,7 @@ from experiments.pipemorph.systems import Setting, settled
 from penstock.control import Configuration, Job, run_once
 from penstock.draw.chart import Axis, Figure, Level, Line, line_chart
 from penstock.planning import initial_warmups, slow_link_schedule
+from penstock.planning.joint.away import with_host_memory
 
 MODEL = CHAIN_8
 DELAY = 60.0
@@ -47,7 +50,7 @@ def rows(backend: Backend, memories: Sequence[int] = MEMORIES, search: float = 5
     ]
     found = list(backend.run(cases))
     yield from found
-    for memory in memories:
+    for memory in memories if backend.runs({"way": "best"}) else ():
         plan = ps.plan(
             MODEL.costs,
             MODEL.num_ranks,
@@ -86,8 +89,16 @@ def setting(way: str, memory: int) -> Setting:
         ]
         chosen = [Configuration(schedule, "frozen", links, limit) for schedule in planned]
         return Setting(job, min(chosen, key=lambda each: run_once(job, each, delays).makespan))
-    more = 0 if way == "dynamic" else int(way.partition(" ")[0])
-    return Setting(job, Configuration(frozen, "dynamic", links, tuple(cap + more for cap in limit)))
+    if way == "dynamic":
+        return Setting(job, replace(start, dispatch="dynamic"))
+    more, costs, delays = float(way.partition(" ")[0]), MODEL.costs_with_copies, ps.Links({MODEL.last: DELAY})
+    roomy = Configuration(frozen, "dynamic", links, tuple(cap + more for cap in limit))
+    wanted = run_once(job, roomy, delays).executed()
+    hosted = with_host_memory(wanted, costs, delays, limit, [more] * MODEL.num_ranks)
+    schedules = [schedule for schedule in (hosted, frozen) if schedule is not None]
+    tried = [Configuration(each, dispatch, links, limit) for each in schedules for dispatch in ("dynamic", "frozen")]
+    with_copies = Job(costs, start, depth=DEPTH)
+    return Setting(with_copies, min(tried, key=lambda each: run_once(with_copies, each, delays).makespan))
 
 
 def slowdown(row: Row) -> str:

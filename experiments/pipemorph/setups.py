@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 import penstock as ps
-from penstock.control.configuration import peaks
+from penstock.control.configuration import peaks, with_host_copies
 from penstock.cost.presets import PRESETS
 
 OP = 10.0
@@ -29,6 +29,10 @@ one moment, and whether a rank sees the message first would be chance."""
 
 DEPTH = 2
 """Messages that a direct link holds under way, each direction, before its sender stands still."""
+
+HOST_LINK = 50e9
+"""Bytes a second that a GPU's link to host memory carries each way, where activations are known in bytes: PCIe 5 with
+16 lanes, as an H800 has. Of the chains, a copy takes as long as a forward (see `with_host_copies`)."""
 
 Link = tuple[int, int]
 
@@ -49,6 +53,11 @@ class Model:
     def activation(self) -> float:
         """What a forward of the largest stage keeps, in the units of the costs."""
         return max(self.costs.activation)
+
+    @cached_property
+    def costs_with_copies(self) -> ps.Costs:
+        """The costs, with the copies of activations to host memory and back."""
+        return with_host_copies(self.costs, 1e3 / HOST_LINK if self.activation > 1024 else None)
 
     @cached_property
     def zb(self) -> ps.Schedule:

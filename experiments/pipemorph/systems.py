@@ -9,8 +9,9 @@
     dynamic          as zb                    dynamic   delegated          as zb
     ours             what the controller      either    as it decides      as zb
                      comes to
-    ours, host       as it decides            either    as it decides      as zb, and host memory while links
-                                                                           are delegated
+    ours, host       as it decides            either    as it decides      as zb; while links are delegated,
+                                                                           OFFLOAD and RELOAD ops move
+                                                                           activations to host memory and back
 
 `ours` starts as `dynamic, direct` does, the others run as they are. Where nothing is late nothing is delegated.
 """
@@ -52,9 +53,9 @@ class Setting:
 
 
 def job_of(model: Model, start: Configuration | None = None, host_memory: float = 0.0) -> Job:
-    """A job under the memory of frozen `zb`, and of so many activations in host memory."""
+    """A job under the memory of frozen `zb`, with room for so many activations in host memory."""
     return Job(
-        model.costs,
+        model.costs_with_copies,
         start or Configuration(model.zb, "dynamic", (), model.caps),
         host_memory=host_memory * model.activation,
         depth=DEPTH,

@@ -32,7 +32,10 @@ def rows(
     for name in names:
         conditions = trace_of(name, model.links, minutes, seed)
         keys = {"trace": name, "minutes": minutes, "delays": summary(conditions, minutes * 60e3, model.links)}
-        loops += [loop(system, model, {**keys, "system": system}, conditions, minutes * 60e3) for system in SYSTEMS]
+        each_keys = [{**keys, "system": system} for system in SYSTEMS]
+        loops += [
+            loop(each["system"], model, each, conditions, minutes * 60e3) for each in each_keys if backend.runs(each)
+        ]
     for each, row in zip(loops, run(backend, loops), strict=True):
         if every and row["system"] in ("ours", HOSTED):
             picked = list(zip(row["starts"], row["simulated_ms"], strict=True))[::every]

@@ -189,9 +189,10 @@ def _schedules(
     # Without the small delays that every link has: a plan that knows them starts a W a moment before a message comes.
     ways = list(dict.fromkeys(above(links, job.smallest_delay) for links in (measured.typical, measured.harshest)))
     host = job.host_limits if delegates else (0.0,) * job.num_ranks
-    both = tuple(cap + more for cap, more in zip(caps, host, strict=True))
     made = [(each, ways[0]) for each in offered]
-    for limits in dict.fromkeys((caps, both)):
+    # A link to host memory that is slow moves few activations in time, so orders that need fewer are made as well.
+    for share in _SHARES if any(host) else (0.0,):
+        limits = tuple(cap + share * more for cap, more in zip(caps, host, strict=True))
         made += _planned(job, without_offload(now.schedule), ways, limits)
     for each, links in made:
         kept = in_order(each, start)
@@ -201,6 +202,8 @@ def _schedules(
             yield kept
 
 
+_SHARES = (0.0, 0.25, 0.5, 1.0)
+"""The shares of host memory for which orders are made."""
 _hosted = lru_cache(maxsize=64)(with_host_memory)
 
 

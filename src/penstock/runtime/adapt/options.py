@@ -31,9 +31,9 @@ class AdaptOptions:
         host_memory: the most activations of a rank that may wait in host memory while some link is delegated, in the
             same unit: one number, or one per rank. A schedule that needs more than `memory_limit` then has OFFLOAD
             and RELOAD ops, which move them.
-        host_copy_ms: how long one unit of activation takes to host memory, and back (ms). None: a copy takes as long
-            as its stage's forward; see `penstock.control.configuration.with_host_copies`. Costs of OFFLOAD and RELOAD
-            in `costs` go before it.
+        host_copy_ms: how long one unit of activation takes to host memory, and back (ms). None: bytes move at
+            25 GB/s, and other units take as long as the stage's forward; see
+            `penstock.control.configuration.with_host_copies`. OFFLOAD and RELOAD in `costs.other` go before it.
         dispatches: the dispatches that may be chosen. Hinted dispatch is chosen only if it is listed here.
         may_replan: whether the order of ops may change.
         may_delegate: whether slow links may be given to delegates. With `transport="delegate"` all of them are.
