@@ -107,15 +107,9 @@ class Measured:
     factors: Factors = ()
 
     @classmethod
-    def steady(
-        cls,
-        links: Links,
-        late: frozenset[Link] = frozenset(),
-        down: frozenset[Link] = frozenset(),
-        factors: Factors = (),
-    ) -> Measured:
+    def steady(cls, links: Links, late: frozenset[Link] = frozenset()) -> Measured:
         """Delays that do not change."""
-        return cls((links,), links, links, late, down, factors)
+        return cls((links,), links, links, late)
 
 
 def candidates(
@@ -204,7 +198,7 @@ def _schedules(
 
 _SHARES = (0.0, 0.25, 0.5, 1.0)
 """The shares of host memory for which orders are made."""
-_hosted = lru_cache(maxsize=64)(with_host_memory)
+_hosted = lru_cache(maxsize=256)(with_host_memory)
 
 
 def _planned(
@@ -241,7 +235,7 @@ def above(links: Links, least: float) -> Links:
     return Links({link: float(ms) for link, ms in sorted(links.delays.items()) if ms >= least})
 
 
-@lru_cache(maxsize=64)
+@lru_cache(maxsize=256)
 def _taken(schedule: Schedule, costs: Costs, links: Links, caps: tuple[float, ...]) -> Schedule | None:
     """The order in which a dynamic run would execute, over links of any depth; None if the schedule does
     not fit the caps.
@@ -253,7 +247,7 @@ def _taken(schedule: Schedule, costs: Costs, links: Links, caps: tuple[float, ..
     return ran.executed()
 
 
-@lru_cache(maxsize=64)
+@lru_cache(maxsize=256)
 def _made(
     costs: Costs, num_microbatches: int, links: Links, caps: tuple[float, ...], rule: StageRule, initial: bool
 ) -> Schedule | None:
