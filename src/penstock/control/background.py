@@ -82,7 +82,7 @@ class BackgroundPlanner:
     def __init__(self) -> None:
         self._problem: tuple[Job, Links] | None = None
         self.process: subprocess.Popen[bytes] | None = None
-        self._found: list[bytes] = []
+        self._found: list[Schedule] = []
 
     def follow(self, controller: Controller) -> None:
         """Offers the controller what was found, and begins anew if links or ops have changed."""
@@ -96,10 +96,9 @@ class BackgroundPlanner:
                 )
                 arguments = self.process, *problem, self._found
                 threading.Thread(target=_tend, args=arguments, name="penstock-background", daemon=True).start()
-        while self._found:
-            schedule = from_json(self._found.pop(0).decode())
-            if controller.would_gain(schedule):
-                controller.feed(Offered(schedule))
+        del self._found[:-1]  # each is better than those before
+        if self._found and controller.would_gain(self._found[0]):
+            controller.feed(Offered(self._found.pop(0)))
 
     def close(self) -> None:
         """Ends the search. What it has found is dropped."""
@@ -116,7 +115,7 @@ def _is_same(job: Job, links: Links, known: Job, planned: Links) -> bool:
     return job == known and all(abs(now - then) <= max(job.smallest_delay, 0.1 * then) for now, then in pairs)
 
 
-def _tend(process: Any, job: Job, links: Links, found: list[bytes]) -> None:
+def _tend(process: Any, job: Job, links: Links, found: list[Schedule]) -> None:
     """Lets a process run for its share of the time, until it ends, and takes what it finds."""
     rest, clock = b"", (~process.pid << 3) | 2  # Linux's number for the clock of a process: the time it has run
     with contextlib.suppress(OSError), process.stdout as output:
@@ -128,7 +127,7 @@ def _tend(process: Any, job: Job, links: Links, found: list[bytes]) -> None:
                 if not (data := os.read(output.fileno(), 1 << 16)):
                     return
                 *lines, rest = (rest + data).split(b"\n")
-                found += lines
+                found += [from_json(line.decode()) for line in lines]
             ran = time.clock_gettime(clock) - ran
             process.send_signal(signal.SIGSTOP)
             time.sleep(max(0.0, began + ran / SHARE - time.monotonic()))

@@ -14,7 +14,6 @@ Unanswered        <---  say so      a link is late and nothing is changed: why, 
 
 from __future__ import annotations
 
-import math
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -61,6 +60,8 @@ that, every 64.
 """
 _PROBES = 16
 """How many rounds of probes are remembered, each with the iteration after which it came."""
+_TELLS = 0.7
+"""Deviations of a step by which an offered plan must be shorter."""
 _SAY = 3
 """Iterations after which a cause that nothing answers is reported; twice as many if links keep changing."""
 
@@ -163,12 +164,11 @@ class Controller:
         return job, above(measured.typical, job.smallest_delay)
 
     def would_gain(self, schedule: Schedule) -> bool:
-        """Whether steps would be shorter with a schedule, by more than their noise hides."""
+        """Whether steps would be shorter with a schedule, by more than a trial could take for noise."""
         job, measured = self._as_measured()
-        scenarios = measured.scenarios
-        ways = (replace(self.now, schedule=schedule, dispatch=each) for each in job.dispatches)
-        least = min((predict(job, each, scenarios) for each in ways if fits(each, job.costs)), default=math.inf)
-        return predict(job, self.now, scenarios) - least >= self._steps.least_told(job.least_gain)
+        ways = [replace(self.now, schedule=schedule, dispatch=each) for each in job.dispatches]
+        now, *then = (predict(job, e, measured.scenarios) for e in (self.now, *ways) if fits(e, job.costs))
+        return bool(then) and now - min(then) >= max(job.least_gain * now, _TELLS * self._steps.noise)
 
     @property
     def search(self) -> Callable[[], Reranked] | None:
