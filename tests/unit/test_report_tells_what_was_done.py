@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import random
 from dataclasses import replace
 
 import pytest
@@ -10,7 +11,6 @@ import pytest
 import penstock as ps
 from penstock.control import Configuration, Controller, Job, rehearse
 from penstock.control.advice import Obstacle, Unanswered
-from penstock.control.log import unanswered_line
 from penstock.cost import Links
 from penstock.formats.perfetto import from_perfetto, to_perfetto
 from penstock.report.from_logs import read_story
@@ -102,9 +102,25 @@ def test_saved_is_within_a_fifth_of_what_two_runs_differ_by(link: str) -> None:
 
 def test_what_is_within_the_noise_of_steps_is_not_called_saved() -> None:
     story = story_of()
-    assert replace(story, saved_error=(story.saved or 0.0) / 1.5).saved is None
-    noisy = replace(story, saved_error=story.lost)
-    assert "by measured iterations" not in headline(noisy)
+    assert story.saved is not None
+    about = replace(story, saved_error=story.saved / 4)
+    assert about.saved is None
+    assert "as far as iterations that vary tell" in headline(about)
+    assert "is within noise: " in headline(replace(story, saved_error=story.lost))
+
+
+@pytest.mark.parametrize("noise", [0.02, 0.1])
+def test_saved_is_told_as_a_range_where_iterations_vary_and_never_has_the_other_sign(noise: float) -> None:
+    plain = story_of()
+    assert plain.saved is not None
+    for seed in range(8):
+        draw = random.Random(seed)
+        spread = {each.number: draw.gauss(0, noise) * each.ms for each in plain.iterations}
+        found = read_story(slower(log_of(), spread), name="noisy", most=4)
+        assert found.saved_about is not None
+        ms, error = found.saved_about
+        assert ms - 4 * error < plain.saved < ms + 4 * error
+        assert found.saved is None or found.saved > 0
 
 
 def test_a_run_that_ends_slower_than_it_began_says_so_first() -> None:
@@ -115,7 +131,7 @@ def test_a_run_that_ends_slower_than_it_began_says_so_first() -> None:
 
 def test_a_cause_without_an_answer_is_said_with_its_size() -> None:
     cause = Unanswered(20, Obstacle.NOISE, "too noisy", (((2, 3), 60.0),), 284.0, 523.0, 500.0)
-    found = read_story([*log_of(), unanswered_line(cause)], name="not answered")
+    found = read_story([*log_of(), json.dumps({"unanswered": cause.to_json()})], name="not answered")
     (said,) = (each for each in more(found) if "too noisy" in each)
     assert "2:3 by 60 ms" in said
     assert "284 to 523 ms" in said

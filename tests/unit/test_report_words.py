@@ -90,7 +90,7 @@ def test_what_could_not_be_measured_is_not_called_saved() -> None:
     late = [iteration(n, 530, 1, None, 120.0, 0.1) for n in range(6, 12)]
     story = told([*changed, *late], [decided(1, -1, 0)])
     assert story.saved is None
-    assert "what the changes saved cannot be told" in headline(story)
+    assert "too few iterations ran under the same links before the change to measure what it saved" in headline(story)
 
 
 def test_a_change_that_was_tried_and_taken_back_is_no_answer() -> None:

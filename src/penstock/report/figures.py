@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from itertools import pairwise
 from statistics import median
 
 from penstock.draw.charts.axis import Axis
@@ -64,14 +63,16 @@ def iteration_times(story: RunStory, width: int) -> Figure:
     """Measured, simulated, had the first configuration been kept, and undisturbed, over iterations."""
     low, high = ends(story)
     numbers = [each.number for each in story.iterations]
-    known = [(each.number, each.kept) for each in story.iterations if each.decision and each.kept is not None]
-    before = [(each.number, each.baseline) for each in story.iterations if each.baseline is not None]
+    kept = [(each.number, each.kept) for each in story.iterations if each.decision and each.kept is not None]
     simulated = [(each.number, each.simulated) for each in story.iterations if each.simulated is not None]
+    before = [each.baseline for each in story.iterations]
     parts = [Line("measured", numbers, [each.ms for each in story.iterations], hue="blue")]
-    if any(each.decision for each in story.iterations) and known:
-        parts.insert(0, Line("first configuration, simulated", *_broken(known), hue="brick"))
-    if before:
-        parts.append(Line("measured before the changes", *_broken(before), "brick", "dashed"))
+    if kept:
+        parts.insert(
+            0, Line("first configuration, simulated", [n for n, _ in kept], [ms for _, ms in kept], hue="brick")
+        )
+    if any(ms is not None for ms in before):
+        parts.append(Line("measured before the changes", numbers, before, "brick", "dashed"))
     if simulated:
         parts.append(Line("simulated", [n for n, _ in simulated], [ms for _, ms in simulated], "navy", "dotted"))
     values = [value for part in parts for value in part.y if value is not None]
@@ -85,20 +86,6 @@ def iteration_times(story: RunStory, width: int) -> Figure:
         height=400 if width > NARROW else 330,
         label="Iteration time in milliseconds over iterations: measured, simulated, and with the first configuration",
     )
-
-
-def _broken(points: Sequence[tuple[int, float]]) -> tuple[list[int], list[float | None]]:
-    """The columns of a line that breaks where many more numbers are missing than elsewhere."""
-    apart = median([b - a for (a, _), (b, _) in pairwise(points)] or [1])
-    x: list[int] = []
-    y: list[float | None] = []
-    for number, ms in points:
-        if x and number - x[-1] > 3 * apart:
-            x.append(x[-1] + 1)
-            y.append(None)
-        x.append(number)
-        y.append(ms)
-    return x, y
 
 
 def marks(story: RunStory) -> list[Mark]:

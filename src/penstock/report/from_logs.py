@@ -31,7 +31,7 @@ from penstock.control.decide import predict
 from penstock.control.errors import ControlError
 from penstock.control.events import undirected
 from penstock.control.log import json_lines
-from penstock.control.robust_statistics import AS_DEVIATION
+from penstock.control.robust_statistics import AS_DEVIATION, deviation
 from penstock.cost import Links
 from penstock.report.log_reader import (
     LogContents,
@@ -55,8 +55,8 @@ from penstock.report.run_story import (
     TitledTimeline,
     late_links,
     main_spells,
+    saved_by,
     spells_of,
-    standard_error,
 )
 from penstock.simulation import Timeline
 
@@ -130,7 +130,9 @@ def read_story(
     undisturbed, source = _undisturbed(contents, found, late)
     levels = Levels(contents, found, main_spells(spells_of(late)))
     found = levels.with_baselines(undisturbed)
-    decided = tuple(_decided(contents, contents.chosen[number], found, levels) for number in sorted(contents.chosen))
+    decided = tuple(
+        _decided(contents, contents.chosen[number], found, levels, undisturbed) for number in sorted(contents.chosen)
+    )
     return RunStory(
         name=name,
         facts=(*_facts(contents.job), *facts),
@@ -233,10 +235,21 @@ class Levels:
                     baseline = median(one.ms for one in reference)
                     compared[tuple(one.ms for one in reference)] += 1
                 elif was_late:
-                    baseline = min(undisturbed, each.ms)  # nothing is gained any more, something may be lost
+                    baseline = undisturbed  # nothing is gained any more, something may be lost
             found.append(replace(each, baseline=baseline))
-        self.error = sum(num * standard_error(ms) for ms, num in compared.items())
+        noise = self._noise()
+        self.error = sum(num * 1.2533 * noise * median(ms) / len(ms) ** 0.5 for ms, num in compared.items())
         return tuple(found)
+
+    def _noise(self) -> float:
+        """The deviation of clean iterations, as a share of the median of those that ran the same under the same
+        links. A few of them would not show it.
+        """
+        groups: dict[tuple[int, frozenset[Link]], list[float]] = {}
+        for each in self._iterations:
+            if each.is_clean:
+                groups.setdefault((each.decision, self._late[each.number]), []).append(each.ms)
+        return deviation([ms / median(row) for row in groups.values() for ms in row if len(row) >= FEWEST] or [1.0])
 
     def before(self, chosen: LoggedDecision) -> Sequence[Iteration]:
         """The clean iterations that a decision is compared with: those that ran what it replaced, under the links
@@ -302,13 +315,13 @@ class Levels:
 
 
 def _decided(
-    contents: LogContents, chosen: LoggedDecision, found: Sequence[Iteration], levels: Levels
+    contents: LogContents, chosen: LoggedDecision, found: Sequence[Iteration], levels: Levels, undisturbed: float
 ) -> DecisionOutcome:
     value = chosen.value
     mine = [each for each in found if each.decision == chosen.number]
     made = int(value["iteration"])
     preparing = [each for each in found if not each.is_clean and made < each.number < (chosen.first or made)]
-    known = [each.saved for each in (*preparing, *mine) if each.baseline is not None]
+    known = [each for each in (*preparing, *mine) if each.baseline is not None]
     before, after = levels.before(chosen), [each for each in mine if each.is_clean][:MOST_BEFORE]
     verdict = contents.verdicts.get(chosen.number)
     return DecisionOutcome(
@@ -325,7 +338,7 @@ def _decided(
         price=float(value["price"]),
         measured_before=_median(before),
         measured_after=_median(after),
-        saved=sum(known) if known else None,
+        saved=saved_by(known, undisturbed)[0] if known else None,
         verdict="" if verdict is None else str(verdict.get("why", "")),
         taken_back=verdict is not None and not verdict["kept"],
     )

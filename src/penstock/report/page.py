@@ -167,9 +167,7 @@ def _numbers(story: RunStory) -> list[PageNumber]:
     found = [PageNumber(late, "iterations with a late link")]
     found.append(PageNumber(seconds(story.lost), "lost, had nothing been changed", "lost"))
     if story.saved is None:
-        simulated = story.saved_by_simulation
-        what = "of it saved, by simulation alone" if simulated else "of it saved: too few or too noisy iterations"
-        found.append(PageNumber(seconds(simulated) if simulated else "not known", what))
+        found.append(PageNumber("not known", "of it saved: too few or too noisy iterations"))
     elif story.saved < 0:
         found.append(PageNumber(seconds(-story.saved), "more by changes that were slower, measured", "lost"))
     else:

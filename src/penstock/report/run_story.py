@@ -6,6 +6,7 @@ a name says otherwise, iterations are numbered from 0, and links are directed pa
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
@@ -24,10 +25,14 @@ ENDS = 8
 """Iterations that show how long an iteration took when the run began, and when it ended."""
 SMALL = 0.1
 """Share of the costliest late period below which another is not spoken of."""
+SMALLEST = 0.02
+"""Share of an undisturbed iteration that counts as lost."""
 UNKNOWN = 0.1
 """Share of the late iterations with a change that may lack a baseline for what they saved to be known."""
-SLOWER, SURE = 1.05, 2.0
-"""A run has become slower from this ratio on, and a difference is real from this many standard errors on."""
+SLOWER, SURE, EXACT = 1.05, 2.0, 6.0
+"""A run has become slower from this ratio on. A difference is real from so many standard errors on. It is told as a
+number if it is `EXACT` of them, which is within a fifth of it as a rule.
+"""
 
 
 @dataclass(frozen=True)
@@ -221,7 +226,7 @@ class RunStory:
         alarms: how many changes were suspected, and what became of them.
         smallest_delay: from which delay on a link counts as late (ms).
         undisturbed: how long an iteration takes with no link late (ms). undisturbed_from: how that is known.
-        saved_error: the standard error (ms) of `saved`.
+        saved_error: the standard error (ms) that `saved` has from the iterations before the changes.
         unanswered: causes that nothing was changed for, their size, why, and what would help, in words.
         faults: what broke, and what was done about it, by iteration.
         counters: names and numbers of what delegates count, like messages sent again.
@@ -259,47 +264,37 @@ class RunStory:
     @cached_property
     def lost(self) -> float:
         """What late links would have cost had nothing been changed: what iterations with a late link took more than
-        undisturbed ones, in the median of each configuration, and what was saved (by simulation, if that was not
-        measured).
+        undisturbed ones, in the median of each configuration, and what was saved.
         """
         late = [each for each in self.iterations if each.number in self.late]
         rows: dict[int, list[float]] = {}
         for each in late:
             rows.setdefault(each.decision, []).append(each.ms)
         more = sum(len(row) * (median(row) - self.undisturbed) for row in rows.values())
-        saved = self.saved_by_simulation if self.saved is None else sum(each.saved for each in late)
-        return max(0.0, more + (saved or 0.0))
+        return max(0.0, more + saved_by(late, self.undisturbed)[0])
 
     @cached_property
-    def saved(self) -> float | None:
-        """By how many measured ms iterations were shorter than before the changes under the same links, less what
-        preparing the changes cost. Negative if they were longer. None if it cannot be told: too few iterations were
-        measured on a side, or the difference is within the noise of these.
+    def saved_about(self) -> tuple[float, float] | None:
+        """What was saved as measured, with its standard error (ms); None if too few iterations were measured before
+        the changes.
         """
         back = {each.number for each in self.decisions if each.action == "take back"}
         changed = [each for each in self.iterations if each.decision not in back | {0}]
         late = [each for each in changed if each.number in self.late] or changed
         if sum(each.baseline is None for each in late) > UNKNOWN * len(late):
             return None
-        found = sum(each.saved for each in self.iterations)
-        return None if abs(found) < SURE * self.saved_error else found
+        found, error = saved_by(self.iterations, self.undisturbed)
+        return found, math.hypot(error, self.saved_error)
 
     @cached_property
-    def saved_by_simulation(self) -> float | None:
-        """The same where links were late, with the first configuration simulated; None if that was not done, or if
-        simulated and measured iterations differ by more than what was saved.
+    def saved(self) -> float | None:
+        """By how many measured ms iterations were shorter than before the changes under the same links, less what
+        preparing the changes cost. Negative if they were longer. None if that cannot be told within a fifth.
         """
-        both = [
-            each.kept - each.simulated
-            for each in self.iterations
-            if each.decision and each.kept is not None and each.simulated is not None
-        ]
-        if not both or self.error is None:
+        if self.saved_about is None:
             return None
-        num = sum(each.decision != 0 for each in self.iterations)
-        found = num * sum(both) / len(both)
-        took = sum(each.ms for each in self.iterations if each.decision)
-        return found if abs(found) > 2 * self.error * took else None
+        found, error = self.saved_about
+        return None if abs(found) < EXACT * error else found
 
     @cached_property
     def slower(self) -> tuple[str, float, float] | None:
@@ -340,6 +335,26 @@ class RunStory:
         value |= {"num_iterations": len(self.iterations), "num_late": len(self.late), "total_ms": self.total}
         value |= {"lost_ms": self.lost, "saved_ms": self.saved, "error": self.error}
         return rounded(value)
+
+
+def saved_by(rows: Sequence[Iteration], undisturbed: float) -> tuple[float, float]:
+    """What iterations saved (ms) beside their baselines, and the standard error of that.
+
+    Clean iterations count by their median, since a few that something else held up say nothing about a change. Those
+    in which ranks prepared it count as they are. Beside undisturbed iterations only losses beyond noise count.
+    """
+    found, error = sum(each.saved for each in rows if not each.is_clean), 0.0
+    groups: dict[tuple[int, float], list[float]] = {}
+    for each in rows:
+        if each.is_clean and each.baseline is not None:
+            groups.setdefault((each.decision, each.baseline), []).append(each.ms)
+    for (_, baseline), ms in groups.items():
+        gain, noise = baseline - median(ms), standard_error(ms)
+        if baseline == undisturbed:
+            gain = gain if gain < -max(SURE * noise, SMALLEST * undisturbed) else 0.0
+        found += len(ms) * gain
+        error += len(ms) * noise
+    return found, error
 
 
 def standard_error(values: Sequence[float]) -> float:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from penstock.draw.scale import percent, short
 from penstock.report.run_record import RunRecord
-from penstock.report.run_story import DecisionOutcome, LatePeriod, Plan, RunStory, link_name, main_spells
+from penstock.report.run_story import SURE, DecisionOutcome, LatePeriod, Plan, RunStory, link_name, main_spells
 
 FEW = 3
 """Links that a sentence names."""
@@ -207,15 +207,14 @@ def _saved(story: RunStory) -> str:
     """What was saved, as measured, or that it cannot be told."""
     lost, saved = story.lost, story.saved
     ran = [each for each in story.decisions if each.outcome == "ran"]
-    if ran and saved is None and story.error is not None and story.saved_by_simulation is not None:
-        return (
-            "too few iterations ran under the same links before the change to measure what it saved; by simulation "
-            f"it saved {seconds(story.saved_by_simulation)}"
-            if story.saved_by_simulation > 0
-            else f"by simulation the changes cost {seconds(-story.saved_by_simulation)}"
-        )
+    if ran and saved is None and story.saved_about is not None:
+        low, high = (story.saved_about[0] + sign * SURE * story.saved_about[1] for sign in (-1, 1))
+        if low > 0 or high < 0:
+            done, ends = ("saved", (low, high)) if low > 0 else ("cost", (-high, -low))
+            return f"the changes {done} {seconds(ends[0])} to {seconds(ends[1])}, as far as iterations that vary tell"
+        return f"what the changes saved is within noise: {seconds(-low)} lost to {seconds(high)} saved"
     if ran and saved is None:
-        return "what the changes saved cannot be told from the noise of iterations, or too few were measured"
+        return "too few iterations ran under the same links before the change to measure what it saved"
     if ran and saved is not None and saved < 0:
         return f"the changes cost {seconds(-saved)}, by measured iterations"
     if not story.spells:

@@ -102,14 +102,8 @@ def dot_chart(
     series: Sequence[Dots],
     *,
     title: str = "",
-    note: str = "",
     y: Axis | None = None,
-    levels: Sequence[Level] = (),
     show: Callable[[float], str] = short,
-    width: int = 760,
-    height: int = 360,
-    label: str = "",
-    comment: str | None = None,
 ) -> Figure:
     """Draws samples as points by groups, with a stroke and the value at the median of each series in each group.
 
@@ -121,7 +115,7 @@ def dot_chart(
     _check(groups, [(each.name, each.samples) for each in series])
     values = [value for each in series for row in each.samples for value in row]
     legend = [LegendEntry(each.name, hue_of(each.hue, place), "shape", place) for place, each in enumerate(series)]
-    plot = _Plot(groups, legend, values, title, note, y or Axis(), levels, width, height)
+    plot = _Plot(groups, legend, values, title, "", y or Axis(), (), 760, 360)
     slot = min(96.0, plot.room * 0.86 / len(series))
     out, tooltips = list(plot.drawn), []
     for number, group in enumerate(groups):
@@ -142,8 +136,7 @@ def dot_chart(
                 )
                 if slot >= 2 * spread + 14 + text_width(show(half), 11):
                     tooltips.append(text(middle + spread + 8, at + 4, show(half), "text", "small", "over"))
-    said = label or _said(title, note, groups, [each.name for each in series])
-    return Figure((*out, *tooltips), width, height, said, comment)
+    return Figure((*out, *tooltips), 760, 360, _said(title, "", groups, [each.name for each in series]))
 
 
 class _Plot:
