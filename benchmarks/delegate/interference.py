@@ -2,16 +2,17 @@
 
     python benchmarks/delegate/interference.py --out benchmarks/delegate/interference.json
 
-Four processes of one host train the GPT of benchmarks/runtime. Five ways take turns in the same processes, a block of
+Four processes of one host train the GPT of benchmarks/runtime. Six ways take turns in the same processes, a block of
 steps each, in the other order in every second block:
 
     shared memory     transport "host" whose links can't be delegated
+    again             a second pipeline of the same kind: how far two measurements of one thing differ
     none, not begun   the same, and links may be delegated; no delegate has started yet
     none              the same once delegates have started: they wait
     one, all          one link, or all three, go by delegates; the others through shared memory
     gloo              transport "gloo"
 
-"shared memory" and "none, not begun" run by themselves first. A ratio is the median over the blocks of a way's time
+The first three run by themselves first. A ratio is the median over the blocks of a way's time
 by that of "shared memory" in the same block.
 """
 
@@ -43,7 +44,7 @@ from penstock.models import CrossEntropy
 NUM_RANKS, NUM_MICROBATCHES = 4, 8
 STEPS = {"tiny": 10, "small": 2}
 """Steps a block."""
-PLAIN, UNBEGUN = "shared memory", "none, not begun"
+PLAIN, AGAIN, UNBEGUN = "shared memory", "again", "none, not begun"
 DELEGATED: dict[str, tuple[tuple[int, int], ...]] = {
     UNBEGUN: (),
     "none": (),
@@ -62,7 +63,7 @@ class Way:
 
     def begin(self) -> None:
         """Sets which links are delegated."""
-        if self.delegated is not None:
+        if self.delegated is not None and self.delegated != self.pipe.configuration.delegated:
             self.pipe.reconfigure(replace(self.pipe.configuration, delegated=self.delegated))
         for _ in range(WARM_UPS):
             self.run()
@@ -90,10 +91,10 @@ def work(rank: int, size: str, num_blocks: int) -> dict[str, list[dict[str, Any]
         )
 
     routed = pipeline(ps.TransportOptions(delegates=ps.runtime.DelegateOptions()))
-    ways = {PLAIN: Way(pipeline(ps.TransportOptions()), task)}
+    ways = {name: Way(pipeline(ps.TransportOptions()), task) for name in (PLAIN, AGAIN)}
     ways |= {name: Way(routed, task, delegated) for name, delegated in DELEGATED.items()}
     ways["gloo"] = Way(pipeline(ps.TransportOptions("gloo")), task)
-    first = [PLAIN, UNBEGUN]
+    first = [PLAIN, AGAIN, UNBEGUN]
     return {
         "first": blocks({name: ways[name] for name in first}, num_blocks, STEPS[size]),
         "all": blocks({name: way for name, way in ways.items() if name != UNBEGUN}, num_blocks, STEPS[size]),
