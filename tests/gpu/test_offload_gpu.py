@@ -44,3 +44,23 @@ def test_gradients_are_the_same_and_less_is_held() -> None:
     assert none == 0
     assert host > 0
     assert less < most - host / 2
+
+
+def test_a_running_pipeline_that_begins_to_offload_holds_less_on_the_device() -> None:
+    """What a decision with host memory does: the schedule changes between two steps, and back."""
+    built = ps.build("gpipe", 1, 8)
+    pipe = ps.Pipeline(stages(), built, loss_fn=nn.MSELoss(), parallel=ps.ParallelOptions(device="cuda"))
+    torch.manual_seed(6)
+    x, y = torch.randn(NUM_SAMPLES, WIDTH), torch.randn(NUM_SAMPLES, WIDTH)
+    found = []
+    for schedule in (built, built, offloaded(built), offloaded(built), built):
+        pipe.reconfigure(ps.control.Configuration(schedule, "frozen", (), (8.0,)))  # type: ignore[arg-type]
+        torch.cuda.reset_peak_memory_stats()
+        pipe.step(x, y, update=False)
+        pipe.zero_grad()
+        found.append((torch.cuda.max_memory_allocated(), pipe.host_memory()[0]))
+    (_, none), (most, _), _, (less, host), (again, nothing) = found
+    assert none == nothing == 0
+    assert host > 0
+    assert less < most - host / 2
+    assert again > less
