@@ -95,3 +95,58 @@ def test_of_replicas_the_slowest_counts_link_by_link() -> None:
     fast = [Transfers.of((0, 1), [(8.0, 0.0, 1.0)]), OpTimes.of(0, 0, [("F", 9.0)]), IterationEnded(3, 50.0)]
     slow = [Transfers.of((0, 1), [(8.0, 0.0, 30.0)]), OpTimes.of(0, 0, [("F", 8.0)]), IterationEnded(3, 80.0)]
     assert slowest_of([fast, slow]) == [slow[0], fast[1], slow[2]]
+
+
+TWENTY = ps.Mesh(5, 4)
+SLOW_RING = Links.parse("2:3=bandwidth:5Mbit/s", default="bandwidth:900Mbit/s")
+"""Nodes 2 and 3 lie in the ring of rank 0."""
+
+
+def job_of_twenty(nodes_stay: str = "") -> Job:
+    costs = ps.Costs([10] * 5, [10] * 5, [10] * 5, gradient_bytes=[2e5] * 5)
+    zb = ps.build("zb-h1", 5, 6)
+    start = Configuration(zb, "frozen", caps=[4 * cap for cap in peaks(zb, costs)], nodes=TWENTY.nodes)
+    return Job(costs, start, mesh=TWENTY, nodes_stay=nodes_stay)
+
+
+def test_a_ring_on_a_slow_link_is_named_with_its_bandwidth_and_moved_away_from() -> None:
+    """Row 3: probes measured latency alone, so steps became four times as long and nothing was said."""
+    lines: list[str] = []
+    controller = Controller(job_of_twenty(), log=lines.append)
+    run = rehearse(controller, SLOW_RING, until=18_000)
+    assert replay(lines) == run.decisions
+    (move,) = run.decisions
+    assert move.action is Action.MOVE
+    assert "link between nodes 2:3 at 5 Mbit/s, others 900" in move.reason
+    assert move.causes == ("bandwidth",)
+    assert replace(TWENTY, nodes=move.configuration.nodes).use(2, 3).group is not LinkGroup.DP
+    assert run.iterations[-1].ms < run.iterations[0].ms * 0.6
+    assert all(verdict.kept for verdict in controller.verdicts)
+
+
+def test_a_ring_on_a_slow_link_is_named_where_nodes_cannot_move() -> None:
+    controller = Controller(job_of_twenty("nodes cannot move: stages are given as modules"))
+    run = rehearse(controller, SLOW_RING, until=18_000)
+    assert run.decisions == ()
+    (said,) = [str(each) for each in controller.unanswered if each.nodes]
+    assert "link between nodes 2:3 at 5 Mbit/s" in said
+    assert "stages are given as modules" in said
+    assert "ms a step by simulation" in said
+
+
+def test_the_controller_decides_on_while_places_are_searched_for() -> None:
+    """Row 9: the search ran inside the controller, for 19 to 41 s with 256 nodes."""
+    lines: list[str] = []
+    controller = Controller(job_of_twenty(), log=lines.append)
+    slow, number = probes(TWENTY, SLOW_RING, 0.0), 0
+    while controller.search is None:
+        assert controller.feed(slow) == ()
+    search = controller.search
+    for number in range(30):
+        assert controller.feed(IterationEnded(number, 900.0 + number % 3)) == ()
+        assert controller.feed(slow) == ()
+        assert controller.search is search, "nothing has changed, so there is nothing else to search for"
+    (move,) = controller.feed(search())
+    assert move.action is Action.MOVE
+    assert controller.search is None
+    assert replay(lines) == (move,), "the answer is an event of the log"

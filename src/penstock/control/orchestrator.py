@@ -30,9 +30,9 @@ from penstock.simulation.mesh import gradient_bytes
 
 PROBES = Sensitivity(rise=2, small_rise=3, fall=6, calibration=3)
 """A probe is the shortest of several round trips. So fewer of them verify a change than with ordinary messages."""
-LEAST = 2.0
-"""Milliseconds by which a link between nodes must be late to matter, and a MB on it: below, a busy machine looks like
-a late link.
+LEAST = LinkTime(2.0, 8.0)
+"""By how much a link between nodes must be late, and slow, to matter: below, a busy machine looks like that. The
+second adds 2 ms to the longest message of a probe.
 """
 NAMED = 4
 """How many links are named in words; of the others, the number."""
@@ -81,8 +81,8 @@ class Orchestrator:
         self._answer: Reranking | None = None
         # Each member of a ring sends nearly twice its gradients, so that is how long messages between nodes are.
         self._ring_mb = 2e-6 * (1 - 1 / mesh.dp) * max(gradient_bytes(job.costs), default=0.0)
-        least = max(LEAST, job.smallest_delay)
-        self._least = LinkTime(least, max(LEAST, least / self._ring_mb if self._ring_mb else 0.0))
+        least = max(LEAST.ms, job.smallest_delay)
+        self._least = LinkTime(least, max(LEAST.ms_per_mb, least / self._ring_mb if self._ring_mb else 0.0))
         self._detectors: dict[Link, list[Detector]] = {}
 
     def feed(self, probed: Mapping[Link, LinkTime | float]) -> Reranking | None:

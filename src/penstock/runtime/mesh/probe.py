@@ -4,12 +4,12 @@ All links between nodes are probed in rounds of disjoint pairs:
 
     round 0    0-3 1-2        round 1    0-2 3-1        round 2    0-1 2-3
 
-A pair sends a short message there and back, which shows the link's latency, and then longer ones, each four times as
+A pair sends a short message there and back, which shows the link's latency, and then longer ones, each eight times as
 long as the one before, until one takes clearly longer than the short one. That shows the bandwidth. A slow link shows
 at a few KB, so its probe takes some tens of milliseconds at most:
 
-    1 GB/s       4 KB, 16 KB, 64 KB, 256 KB, 1 MB     5 ms in all
-    5 Mbit/s     4 KB                                26 ms: 6.5 ms each way, two trips
+    1 GB/s       4 KB, 32 KB, 250 KB      1 ms in all
+    5 Mbit/s     4 KB                    26 ms: 6.4 ms each way, two trips
 
 Between two steps the links carry nothing else, so the shortest of a few round trips is the link's own time. The first
 node gathers all times and sends them to every process. A late link delays this only where it is one of the first
@@ -42,8 +42,8 @@ PROBE = "a probe of a link"
 """What ranks send each other here, in errors."""
 TRIPS, LONG_TRIPS = 3, 2
 """Round trips of which the shortest counts: of short messages, and of long ones."""
-SIZES = tuple(4096 * 4**power for power in range(5))
-"""Bytes of long messages, up to 1 MB."""
+SIZES = 4_000, 32_000, 250_000
+"""Bytes of long messages."""
 CLEARLY_MS = 2.0
 """A long message shows the bandwidth where it takes so many ms longer than a short one (one way)."""
 LEAST_EVERY, MOST_EVERY = 5, 200
