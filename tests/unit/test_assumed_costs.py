@@ -101,7 +101,7 @@ def test_plan_and_search_assume_the_same_model(capsys: pytest.CaptureFixture[str
     planned = found(capsys, "plan", *counts, "--placement", "v-shape", "--time", "0.2")
     assert planned["assumed"] == ASSUMED
     assert 24.0 < planned["makespan"] <= 25.5
-    searched = found(capsys, "search", *counts)
+    searched = found(capsys, "plan", *counts, "--placement", "all")
     assert searched["assumed"] == ASSUMED.replace("0.5 ms per stage", "0.25 ms per part")
     assert {each["placement"]: each["makespan"] for each in searched["found"]}["one-to-one"] == 27.0
     assert 24.0 <= searched["makespan"] <= 27.0
@@ -130,7 +130,7 @@ def test_a_plan_is_drawn_over_its_own_costs_and_links(
     text = file.read_text(encoding="utf-8")
     assert f"{told['makespan']:.0f} ms" in text
     assert "unit times" not in text
-    found(capsys, "search", "--ranks", "2", "--microbatches", "4", *costs, "--out", str(file))
+    found(capsys, "plan", "--placement", "all", "--ranks", "2", "--microbatches", "4", *costs, "--out", str(file))
     if ending == ".svg":
         assert "time, ms" in file.read_text(encoding="utf-8")
 

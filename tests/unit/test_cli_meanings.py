@@ -104,9 +104,9 @@ def test_an_option_means_the_same_in_every_verb(name: str) -> None:
 
 def test_out_meant_a_trace_in_simulate_and_a_schedule_elsewhere(tmp_path: Path) -> None:
     """What a .json is that `--out` writes: a schedule, in every verb of schedules."""
-    of_schedules = {given.verb for given in BY_NAME["--out"]} & {"show", "plan", "search", "simulate", "tune"}
-    assert of_schedules == {"show", "plan", "search", "tune"}
-    for verb in ("show 1f1b", "plan --time 0.1", "search --placement one-to-one"):
+    of_schedules = {given.verb for given in BY_NAME["--out"]} & {"show", "plan", "simulate", "tune"}
+    assert of_schedules == {"show", "plan", "tune"}
+    for verb in ("show 1f1b", "plan --time 0.1", "plan --placement all"):
         words = [*verb.split(), "--ranks", "2", "--microbatches", "2", "--out"]
         assert main([*words, str(tmp_path / "x.json")]) == 0
         assert ps.load(tmp_path / "x.json").num_ranks == 2
@@ -134,7 +134,7 @@ def test_that_a_result_cannot_be_written_was_found_out_after_all_the_work(
     Path("x.json").touch()
     given = f"{place}.html" if verb in ("analyze", "report", "play") else f"{place}.json"
     needed = {"analyze": ["t.json"], "report": ["run"], "show": ["zb"], "simulate": ["zb"], "data generate": ["2"]}
-    needed |= {"data images": ["2"], "plan": [], "search": ["--ranks", "2", "--microbatches", "4"]}
+    needed |= {"data images": ["2"], "plan": []}
     assert main([*verb.split(), *needed.get(verb, []), name, given]) == 2
     told = capsys.readouterr().err
     assert told.startswith(
@@ -149,6 +149,5 @@ def test_the_collection_of_results_is_whole() -> None:
         "plan",
         "play",
         "report",
-        "search",
     }
     assert {("simulate", "--timeline"), ("tune", "--out"), *((verb, "--out") for verb in verbs)} <= set(RESULTS)

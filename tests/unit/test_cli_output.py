@@ -21,7 +21,7 @@ VERBS = [
     ("show", "1f1b", *COUNTS),
     ("check", "1f1b", *COUNTS),
     ("plan", *COUNTS, "--time", "0.05"),
-    ("search", *COUNTS),
+    ("plan", *COUNTS, "--placement", "all"),
     ("tune", "--preset", "nano", "--depth", "2", "--batch", "2", "--tflops", "1", "--ranks", "1", "--no-programs"),
     ("simulate", "1f1b", "zb-v", *COUNTS),
     ("show", "given.json", "--out", "made.txt"),

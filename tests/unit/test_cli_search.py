@@ -1,4 +1,4 @@
-"""`penstock search`: what it prints, writes and refuses."""
+"""`penstock plan --placement all`: what it prints, writes and refuses."""
 
 from __future__ import annotations
 
@@ -16,7 +16,13 @@ from penstock.planning.program_space import fold, placements_of, rules_of
 
 
 def run(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, str, str]:
-    code = main(["search", *words])
+    if "--placement" not in words:
+        words = (*words, "--placement", "all")
+    elif words.count("--placement") == 1 and not {"--parts", "--shared-ends"} & {
+        *words
+    }:  # a plan, unless it is said what a search takes
+        words = (*words, "--parts", "8")
+    code = main(["plan", *words])
     captured = capsys.readouterr()
     return code, captured.out, captured.err
 

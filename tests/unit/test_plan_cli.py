@@ -97,7 +97,7 @@ def test_what_waits_in_host_memory_is_asked_for_by_its_amount(
         (["--max-in-flight", "0.5"], 1, "no schedule fits"),
         (["--time", "0"], 2, "time_limit is 0"),
         (["--placement", "w"], 2, "no placement is named 'w': choose among one-to-one"),
-        (["--placement", "v-shape", "--placement", "wave"], 2, "penstock search compares several"),
+        (["--placement", "all", "--deal", "in turn"], 2, "--deal is for a plan with one placement"),
         (["--placement", "wave", "--stages", "6"], 2, "wave over 4 ranks has a multiple of 8 stages, and 6"),
         (["--stages", "8"], 2, "one-to-one over 4 ranks has 4 stages, and 8 are given"),
         (["--f", "1,2"], 2, "--f has 2 entries"),
@@ -149,7 +149,11 @@ def test_messages_count_too_and_the_bound_stays_that_of_activations_alone(
     [
         (PLAN, "35GiB", "these costs do not say what weights take"),
         (PLAN, "35GiB,7", "7 has no unit and 35GiB has one"),
-        (["search", "--ranks", "2", "--microbatches", "2"], "3GiB", "do not say what weights take"),
+        (
+            ["plan", "--placement", "all", "--ranks", "2", "--microbatches", "2"],
+            "3GiB",
+            "do not say what weights take",
+        ),
         (
             ["simulate", "1f1b", "--costs", "gpt2-7b", "--ranks", "4", "--microbatches", "8"],
             "30GiB",
@@ -198,7 +202,7 @@ def test_plan_and_search_read_the_same_names_of_placements(name: str, capsys: py
     counts = ["--ranks", "2", "--microbatches", "2", "--placement", name, "--json"]
     assert main(["plan", *counts, "--time", "0.1"]) == 0
     planned = json.loads(capsys.readouterr().out)
-    assert main(["search", *counts]) == 0
+    assert main(["plan", *counts, "--parts", "8"]) == 0
     searched = ps.parse(json.loads(capsys.readouterr().out)["grid"])
     assert [tuple(row) for row in planned["certificate"]["placement"]] == list(searched.placement.pipelines)
     costs = ps.Costs.uniform(searched.num_stages)

@@ -20,7 +20,6 @@ from penstock.cli import (  # noqa: F401  (each registers its verb)
     plan,
     play,
     report,
-    search,
     show,
     simulate,
     split,

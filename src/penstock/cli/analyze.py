@@ -14,9 +14,10 @@ import typer
 from penstock.cli import costs as costs_options
 from penstock.cli.app import app
 from penstock.cli.failure import Misuse
-from penstock.cli.options import Channels, Json, counts, links_of, one_count, page_option
+from penstock.cli.options import Channels, Json, counts, one_count, page_option
 from penstock.cli.output import print_json
 from penstock.cli.source import is_file
+from penstock.cost import Links
 from penstock.formats import load
 from penstock.formats.files import require_place, write_whole
 
@@ -97,7 +98,7 @@ def analyze(
     num_layers = () if layers is None else _whole_numbers(layers, "--layers")
     found = analyze_trace(trace, layers=num_layers, drop_incomplete=drop_incomplete)
     change: dict[str, Any] = {
-        "links": links_of(link, 0.0) if link else None,
+        "links": Links.parse(link) if link else None,
         "channels": channels or "buffered",
         "cut": counts("--cut", cut) if cut else (),
         "message_bytes": one_count("--message-bytes", message_bytes) or 0.0,

@@ -16,7 +16,7 @@ import typer
 
 import penstock as ps
 from penstock.cli.failure import Misuse
-from penstock.cli.options import limits_of, links_of, numbers
+from penstock.cli.options import limits_of, numbers
 from penstock.cost.conditions import LinkQueue
 from penstock.cost.presets import PRESETS
 from penstock.formats.costs import are_of_a_model, read_costs
@@ -27,8 +27,8 @@ F = Annotated[
     typer.Option(
         "--f",
         metavar="MS",
-        help="Time of a forward: ms, or one per stage (search: per part), as 10,12. [1 for each rank's share of the "
-        "model]",
+        help="Time of a forward: ms, or one per stage (--placement all: per part), as 10,12. [1 for each rank's "
+        "share of the model]",
     ),
 ]
 I = Annotated[
@@ -93,8 +93,8 @@ MemoryLimit = Annotated[
         "--memory-limit",
         metavar="SIZE",
         help="Most that a rank may hold. With a unit, as 35GiB, it counts everything. A plain number, as 14, counts "
-        "activations alone, as the costs have them: those of a stage (penstock search: of a part) are 1 where "
-        "nothing is said. plan, search and simulate also take one per rank: 7,5; tune and compare need a unit.",
+        "activations alone, as the costs have them: those of a stage (--placement all: of a part) are 1 where "
+        "nothing is said. plan and simulate also take one per rank: 7,5; tune and compare need a unit.",
     ),
 ]
 
@@ -239,7 +239,7 @@ def late_links(texts: list[str], default_delay: float, costs: ps.Costs | None = 
     Raises:
         Misuse: a condition that is more than that; it names the verbs that take it.
     """
-    links = links_of(texts, default_delay)
+    links = ps.Links.parse(texts, default_delay)
     for (a, b), condition in links.conditions.items():
         if not condition.is_latency and (costs is None or not condition.is_steady or condition.half_duplex):
             raise Misuse(

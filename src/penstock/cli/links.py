@@ -12,9 +12,8 @@ import json as json_format
 import os
 import sys
 import tempfile
-from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -35,22 +34,6 @@ TRANSPORTS = ("gloo", "nccl")
 _UNITS = ((1e9, "G"), (1e6, "M"), (1e3, "k"))
 MOST_IN_MATRIX = 16
 """Ranks up to which all pairs are shown."""
-
-
-class ScheduleTimes(NamedTuple):
-    """Simulated makespans (ms) of a schedule over measured links.
-
-    Attributes:
-        healthy: without delays. frozen, hinted: over the links, under each dispatch.
-        planned: of a plan for these links that needs no more memory, under its faster dispatch. None if there is
-            none, with `why`.
-    """
-
-    healthy: float
-    frozen: float
-    hinted: float
-    planned: float | None
-    why: str = ""
 
 
 @app.command(short_help="Measure the links between ranks, and what late ones cost.")
@@ -104,7 +87,7 @@ def links(
     found = _measured(environment, num_ranks, seconds, transport)
     if found is None:
         return
-    times = [(plan, price(plan, each, found.links, seconds)) for plan, each in priced]
+    times = [price(plan, each, found.links, seconds) for plan, each in priced]
     if json:
         print_json(_as_json(found, transport, times, assumed))
         return
@@ -149,18 +132,28 @@ def _measured(
         return MeasuredLinks.from_json(json_format.loads(path.read_text()))
 
 
-def price(schedule: ps.Schedule, costs: ps.Costs, links: ps.Links, seconds: float) -> ScheduleTimes:
-    """Simulates a schedule over links: as it is, with hinted dispatch, and planned for them in its own memory.
+def price(schedule: ps.Schedule, costs: ps.Costs, links: ps.Links, seconds: float) -> dict[str, Any]:
+    """Simulates a schedule over links. Returns makespans (ms).
 
     Args:
         seconds: how long the planner may search.
+
+    Returns:
+        healthy: without delays. frozen, hinted: over the links, under each dispatch.
+        planned: of a plan for these links that needs no more memory, under its faster dispatch. None if there is
+            none, with `why`.
     """
 
     def over_links(plan: ps.Schedule, dispatch: str) -> float:
         return ps.simulate(plan, costs, links=links, dispatch=dispatch).makespan
 
     healthy = ps.simulate(schedule, costs)
-    found = healthy.makespan, over_links(schedule, "frozen"), over_links(schedule, "hinted")
+    found: dict[str, Any] = {
+        "name": schedule.name,
+        "num_microbatches": schedule.num_microbatches,
+        "healthy": healthy.makespan,
+    }
+    found |= {each: over_links(schedule, each) for each in ("frozen", "hinted")}
     try:
         plan = ps.plan(
             costs,
@@ -172,12 +165,12 @@ def price(schedule: ps.Schedule, costs: ps.Costs, links: ps.Links, seconds: floa
             placement=schedule.placement,
         )
     except (ps.ScheduleError, CostError) as error:
-        return ScheduleTimes(*found, None, str(error))
-    return ScheduleTimes(*found, min(over_links(plan.schedule, each) for each in ("frozen", "hinted")))
+        return found | {"planned": None, "why": str(error)}
+    return found | {"planned": min(over_links(plan.schedule, each) for each in ("frozen", "hinted")), "why": ""}
 
 
 def _as_json(
-    found: MeasuredLinks, transport: str, times: Sequence[tuple[ps.Schedule, ScheduleTimes]], assumed: str | None
+    found: MeasuredLinks, transport: str, times: list[dict[str, Any]], assumed: str | None
 ) -> dict[str, Any]:
     default = found.links.default
     return {
@@ -202,9 +195,7 @@ def _as_json(
         "links": found.links.texts(),
         "default_delay": 0.0 if default is None else default.latency.at(0.0, ""),
         "assumed": assumed,
-        "schedules": [
-            {"name": plan.name, "num_microbatches": plan.num_microbatches, **each._asdict()} for plan, each in times
-        ],
+        "schedules": times,
     }
 
 
@@ -248,7 +239,7 @@ def _rate(rate: float | None) -> str:
 
 def _show_prices(
     found: MeasuredLinks,
-    times: Sequence[tuple[ps.Schedule, ScheduleTimes]],
+    times: list[dict[str, Any]],
     assumed: str | None,
     has_sizes: bool,
 ) -> None:
@@ -262,9 +253,9 @@ def _show_prices(
         print(f"assumed   {assumed}")
     if not has_sizes and any(each.bandwidth for each in found.links.conditions.values()):
         print("note      bandwidth costs nothing here, as the costs have no sizes of messages; give --message-bytes")
-    for plan, each in times:
-        planned = f"no plan: {each.why}" if each.planned is None else f"{each.planned:.4g} planned for these links"
+    for each in times:
+        planned = f"no plan: {each['why']}" if each["why"] else f"{each['planned']:.4g} planned for these links"
         print(
-            f"{plan.name}, {plan.num_microbatches} microbatches: {each.healthy:.4g} ms without delays, "
-            f"{each.frozen:.4g} as is, {each.hinted:.4g} with hinted dispatch, {planned}"
+            f"{each['name']}, {each['num_microbatches']} microbatches: {each['healthy']:.4g} ms without delays, "
+            f"{each['frozen']:.4g} as is, {each['hinted']:.4g} with hinted dispatch, {planned}"
         )

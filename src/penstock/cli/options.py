@@ -9,7 +9,6 @@ import typer
 from typer.models import OptionInfo
 
 from penstock.cli.failure import Misuse
-from penstock.cost import Links
 from penstock.formats.files import path_of, require_place
 from penstock.schedule.channels import CHANNELS
 from penstock.simulation import Blocking, Decoupled
@@ -84,7 +83,7 @@ PlacementNames = Annotated[
         "--placement",
         metavar="NAME",
         help="Which ranks host which stages: one-to-one, circular, v-shape or wave; with +bidirectional behind it, "
-        "a second pipeline runs the other way. search tries those given, or all; plan takes one, or one-to-one.",
+        "a second pipeline runs the other way. plan takes one, or compares several, or all. [one-to-one]",
     ),
 ]
 Out = Annotated[
@@ -100,8 +99,6 @@ Out = Annotated[
     ),
 ]
 
-_LINK = re.compile(r"(?P<source>[0-9]{1,9}):(?P<target>[0-9]{1,9})=(?P<delay>.+)")
-_CONDITION = re.compile(r"=.*[:+]|=-?[0-9.]+(?!e-?[0-9]+$)[A-Za-z]")
 _BYTES = re.compile(r"(?P<number>[0-9.]+(?:e[+-]?[0-9]+)?)\s*(?P<unit>B|KB|MB|GB|TB|KiB|MiB|GiB|TiB)", re.IGNORECASE)
 _UNITS = {"b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12} | {
     "kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40,
@@ -199,27 +196,6 @@ def counts(option: str, text: str) -> list[int]:
         return [int(part) for part in text.split(",")]
     except ValueError:
         raise Misuse(f"{option} {text}: whole numbers are needed, like 7,5,3,1") from None
-
-
-def link_delays(texts: list[str]) -> dict[tuple[int, int], float]:
-    """Reads `0:1=20`, one a link or one a direction."""
-    delays: dict[tuple[int, int], float] = {}
-    for text in texts:
-        match = _LINK.fullmatch(text)
-        if match is None:
-            raise Misuse(f"--link {text}: write RANK:RANK=MS, like 0:1=20")
-        pair = int(match["source"]), int(match["target"])
-        if pair in delays:
-            raise Misuse(f"--link {text}: link {pair[0]}:{pair[1]} is given twice")
-        delays[pair] = _number("--link", text, match["delay"])
-    return delays
-
-
-def links_of(texts: list[str], default_delay: float) -> Links:
-    """Reads plain delays, or conditions like `0:1=latency:30ms+loss:1%` where any text has one."""
-    if any(_CONDITION.search(text) for text in texts):
-        return Links.parse(texts, default_delay)
-    return Links(link_delays(texts), default_delay)
 
 
 def transport_of(text: str) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 penstock plan --ranks 4 --microbatches 12 --f 10 --i 10 --w 10 --link 0:1=20 --max-in-flight 7
 penstock plan --ranks 4 --microbatches 12 --f 10 --i 10 --w 10 --link 0:1=20 --channels nccl-edge --out plan.csv
+penstock plan --ranks 8 --microbatches 32 --memory-limit 32 --placement all
 """
 
 from __future__ import annotations
@@ -15,8 +16,9 @@ import penstock as ps
 from penstock.cli import costs as costs_options
 from penstock.cli.app import app
 from penstock.cli.failure import Misuse
-from penstock.cli.options import Json, MaxInFlight, Out, PlacementNames, limits_of, links_of, numbers
+from penstock.cli.options import Json, MaxInFlight, Out, PlacementNames, limits_of, numbers
 from penstock.cli.output import in_colour, print_json
+from penstock.cli.search import SearchSpace, search
 from penstock.planning import Progress
 from penstock.program import placements
 
@@ -63,6 +65,27 @@ def plan(
             "buffered, the plan has its messages placed, and links may have a bandwidth.",
         ),
     ] = "buffered",
+    parts: Annotated[
+        int | None,
+        typer.Option(
+            "--parts", help="Equal parts of the model, of which a search of placements makes stages. [4 per rank]"
+        ),
+    ] = None,
+    shared_ends: Annotated[
+        bool,
+        typer.Option(
+            "--shared-ends/--no-shared-ends",
+            help="Let all ranks together run the first and the last part, such as embedding and head, in a search of "
+            "placements.",
+        ),
+    ] = False,
+    forward_first: Annotated[
+        bool,
+        typer.Option(
+            "--forward-first/--no-forward-first",
+            help="Also try rules that run forwards first, in a search of placements.",
+        ),
+    ] = False,
     split: Annotated[
         bool | None,
         typer.Option(
@@ -100,11 +123,26 @@ def plan(
     out: Out = None,
     json: Json = False,
 ) -> None:
-    """Find the best schedule within the limits. Ctrl-C ends the search with the best so far."""
-    where = _placement(placement, ranks, stages)
+    """Find the best schedule within the limits. Ctrl-C ends the search with the best so far.
+
+    With --placement all, or several, simulate every placement with many rules, list the shortest schedule of each,
+    and draw the best. Costs are then those of a part, and nothing is proved.
+    """
     given = costs_options.GivenCosts(costs, f, i, w, b, activation, message_bytes, freed_by_input, lengths)
+    space = SearchSpace(placement or (), parts, shared_ends, split is not False, forward_first)
+    if space.is_asked:
+        for name, is_given in {
+            "--lengths": lengths, "--max-in-flight": max_in_flight, "--stages": stages, "--recompute": recompute,
+            "--offload": offload, "--objective": objective != "makespan", "--dispatch": dispatch != "frozen",
+            "--channels": channels != "buffered", "--deal": deal != "any",
+        }.items():  # fmt: skip
+            if is_given:
+                raise Misuse(f"{name} is for a plan with one placement; leave it out, or give one --placement alone")
+        search(ranks, microbatches, given, link or [], default_delay, memory_limit, space, out, json)
+        return
+    where = _placement(placement, ranks, stages)
     chosen = given.read(ranks, where)
-    links = links_of(link or [], default_delay)
+    links = ps.Links.parse(link or [], default_delay)
     if channels == "buffered":
         links = costs_options.late_links(link or [], default_delay, chosen)
     most, in_bytes = limits_of("--memory-limit", memory_limit, ranks)
@@ -217,10 +255,6 @@ class ProgressLine:
 def _placement(names: list[str] | None, ranks: int, stages: int | None) -> ps.Placement:
     if ranks < 1:
         raise Misuse(f"--ranks {ranks}: at least 1 is needed")
-    if len(names or ()) > 1:
-        raise Misuse(
-            f"--placement {' and '.join(names or ())}: a plan is for one of them; penstock search compares several"
-        )
     return placements.named(names[0] if names else "one-to-one", ranks, stages)
 
 

@@ -29,6 +29,7 @@ LEFT = {
     "compare": "give penstock simulate several schedules; penstock train --schedule tells the loss of each",
     "convert": "penstock show IN --out OUT writes a schedule in another format",
     "profile": "penstock tune --profile-only --out FILE measures a model's layers",
+    "search": "penstock plan --placement all searches all placements",
 }
 """Verbs that left, each with what to do now."""
 

@@ -1,20 +1,15 @@
-"""`penstock search`: the best program of every placement, over rules and traversals.
-
-penstock search --ranks 8 --microbatches 32 --memory-limit 32
-"""
+"""`penstock plan --placement all`: the best program of every placement, over rules and traversals."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Annotated, Any
-
-import typer
+from dataclasses import dataclass, replace
+from typing import Any
 
 import penstock as ps
 from penstock.cli import costs as costs_options
-from penstock.cli.app import app
 from penstock.cli.failure import Misuse
-from penstock.cli.options import Json, Out, PlacementNames, limits_of
+from penstock.cli.options import limits_of
 from penstock.cli.output import in_colour, print_json
 from penstock.planning.program_search import Found, Outcome, search_space
 from penstock.program.placements import circular
@@ -52,45 +47,46 @@ PEAK_IN_BYTES = "the most that a rank holds in all: weights, gradients, optimize
 """What "peak" means where the limit is one of bytes."""
 
 
-@app.command(short_help="Search placements, rules and traversals for the shortest schedule.")
+@dataclass(frozen=True)
+class SearchSpace:
+    """What is searched, as the options of `penstock plan` say it.
+
+    Attributes:
+        placements: names; with "all" among them, or none, every placement.
+        parts: of the model, of which stages are made. None: four per rank.
+        shared_ends: whether all ranks together run the first and the last part.
+        split: whether backwards are split. forward_first: whether rules that run forwards first are tried too.
+    """
+
+    placements: Sequence[str] = ()
+    parts: int | None = None
+    shared_ends: bool = False
+    split: bool = True
+    forward_first: bool = False
+
+    @property
+    def is_asked(self) -> bool:
+        """Whether it takes a search, where a plan is for one placement."""
+        several = len(self.placements) > 1 or "all" in self.placements
+        return several or self.parts is not None or self.shared_ends or self.forward_first
+
+
 def search(
-    ranks: Annotated[int, typer.Option("--ranks", min=1, help="Number of ranks.")],
-    microbatches: Annotated[int, typer.Option("--microbatches", min=1, help="Number of microbatches.")],
-    parts: Annotated[
-        int | None,
-        typer.Option("--parts", help="Equal parts of the model, of which stages are made. [4 per rank]"),
-    ] = None,
-    f: costs_options.F = None,
-    i: costs_options.I = None,
-    w: costs_options.W = None,
-    b: costs_options.B = None,
-    activation: costs_options.Activation = None,
-    freed_by_input: costs_options.FreedByInput = None,
-    costs: costs_options.CostsSource = None,
-    link: costs_options.LateLink = None,
-    default_delay: costs_options.DefaultDelay = 0.0,
-    memory_limit: costs_options.MemoryLimit = None,
-    placement: PlacementNames = None,
-    shared_ends: Annotated[
-        bool,
-        typer.Option(
-            "--shared-ends/--no-shared-ends",
-            help="Let all ranks together run the first and the last part, such as embedding and head.",
-        ),
-    ] = False,
-    split: Annotated[
-        bool, typer.Option("--split/--no-split", help="Split every backward into I and W, or keep it whole.")
-    ] = True,
-    forward_first: Annotated[
-        bool, typer.Option("--forward-first/--no-forward-first", help="Also try rules that run forwards first.")
-    ] = False,
-    out: Out = None,
-    json: Json = False,
+    ranks: int,
+    microbatches: int,
+    given: costs_options.GivenCosts,
+    link: list[str],
+    default_delay: float,
+    memory_limit: str | None,
+    space: SearchSpace,
+    out: str | None,
+    json: bool,
 ) -> None:
-    """Simulate every placement, rule and traversal; list the shortest of each placement, and draw the best.
+    """Simulates every placement, rule and traversal; lists the shortest of each placement, and draws the best.
 
     Costs are those of a part; stages are made of consecutive parts. Names are explained below the list.
     """
+    parts, shared_ends, costs = space.parts, space.shared_ends, given.source
     num_parts = PARTS_A_RANK * ranks + (2 if shared_ends else 0) if parts is None else parts
     if num_parts < 1:
         raise Misuse(f"--parts {num_parts}: at least 1 is needed")
@@ -98,9 +94,7 @@ def search(
     model = circular(ranks, max(1, inner))
     if shared_ends and ranks > 1:
         model = with_shared_ends(model)
-    given = costs_options.GivenCosts(
-        costs, f, i, w, b, activation=activation, freed_by_input=freed_by_input, of="part"
-    )
+    given = replace(given, of="part")
     of_model = given.of_model()
     if of_model is not None and shared_ends:
         if limits_of("--memory-limit", memory_limit)[1]:
@@ -116,7 +110,7 @@ def search(
             "leave --parts out, and say with --placement which to try"
         )
     chosen = given.read(ranks, model) if of_model is None else of_model
-    links = costs_options.late_links(link or [], default_delay)
+    links = costs_options.late_links(link, default_delay, chosen if isinstance(chosen, ps.Costs) else None)
     most, in_bytes = limits_of("--memory-limit", memory_limit, ranks)
     if in_bytes and isinstance(chosen, ps.Costs):
         given.require_weights(memory_limit, chosen)
@@ -127,10 +121,10 @@ def search(
         links=links,
         memory_limit=None if in_bytes else most,
         total_limit=most if in_bytes else None,
-        shapes=placement,
+        shapes=None if "all" in space.placements else space.placements or None,
         shared_ends=shared_ends,
-        split=split,
-        forward_first=forward_first,
+        split=space.split,
+        forward_first=space.forward_first,
     )
     if out is not None:
         from penstock.schedule.picture import save_either

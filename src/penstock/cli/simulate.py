@@ -118,7 +118,7 @@ def simulate(
     """Time a schedule over costs and links: makespan, bubbles, memory and a picture. Several: a table."""
     given_counts = source.counts_of(ranks, microbatches, stages, warmup, max_in_flight, window, max_mismatch, option)
     given = costs_options.GivenCosts(costs, f, i, w, b, activation, message_bytes, freed_by_input, lengths)
-    links = options.links_of(link or [], default_delay)
+    links = ps.Links.parse(link or [], default_delay)
     mode = options.transport_of(messages)
     if len(schedules) > 1:
         if emulate is not None or timeline_file is not None:
@@ -147,7 +147,7 @@ def simulate(
         raise ps.ScheduleError(
             f"rank {rank} holds {in_bytes(held().totals[rank], 4)}, messages included, which is "
             f"{in_bytes(over[rank], 4)} more than --memory-limit {memory_limit}; raise the limit, or ask penstock "
-            "plan or search for a schedule within it",
+            "plan for a schedule within it",
             rule="memory",
             rank=rank,
         )
