@@ -23,7 +23,7 @@ CALIBRATION, CONTROL, STEPS, TEXT = "calibration.json", "control.jsonl", "steps.
 MODES = ("oracle", "without", "with")
 """The runs of a seed: the best change made by hand at the onset; no change; `--adapt`."""
 NUM_SEEDS = 20
-NUM_STEPS = {"emulated": 90, "real": 50, "ring": 50}
+NUM_STEPS = {"emulated": 90, "real": 50, "ring": 120}
 """Steps of a run, by device. They stand for a run of `WHOLE` seconds."""
 WARMUP = {"emulated": 0, "real": 30, "ring": 30}
 """Steps before the first that counts: a real run measures its costs then, and its controller's process starts."""
@@ -97,7 +97,6 @@ CELLS = {
         Cell("emulated", 0, "latency:120ms", lasts=3),
         Cell("emulated", 1, "latency:60ms", lasts=20),
         Cell("emulated", 0),
-        Cell("emulated", 1),
         Cell("real", 0, "latency:60ms"),
         Cell("real", 1, "latency:30ms"),
         Cell("real", 0),

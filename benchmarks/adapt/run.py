@@ -1,6 +1,6 @@
 """The whole loop of `--adapt`, held against an oracle: the runs of the README's protocol, and their summary.
 
-    python benchmarks/adapt/run.py --out runs/adapt                            # the rest of 18 cells x 20 seeds
+    python benchmarks/adapt/run.py --out runs/adapt                            # the rest of 17 cells x 20 seeds
     python benchmarks/adapt/run.py --out runs/adapt --cells emulated-quiet-none --seeds 2 --any-load
     python benchmarks/adapt/run.py --out runs/adapt --tutorial 20 [--busy 1]   # the tutorial's command
     python benchmarks/adapt/run.py --out runs/adapt --summary                  # results.json, README's tables

@@ -16,8 +16,8 @@ pytestmark = [
     pytest.mark.skipif(not Path("/proc/stat").exists(), reason="reads the machine's load from /proc"),
 ]
 SAMPLE = ("emulated-quiet-60ms-from12-end", "emulated-quiet-none", "real-quiet-60ms-from12-end")
-FAR = 0.25
-"""Share of a run that may be lost here, since other tests may have left the machine busy."""
+FEW = 6
+"""Changes that a run of a few dozen steps may make, whatever else keeps the machine busy."""
 
 
 @pytest.mark.timeout(900)
@@ -27,9 +27,12 @@ def test_two_seeds_of_a_cell(name: str, tmp_path: Path) -> None:
     rows = run.rows_in(tmp_path / name)
     assert [row.get("dropped") for row in rows] == [None, None]
     cell = cells.CELLS[name]
+    for number, row in enumerate(rows):
+        seed = run.read_seed(tmp_path / name / f"run-{number:02d}", cells.WARMUP[cell.device])
+        assert {len(steps) for steps in (seed.oracle, seed.without, seed.adapting)} == {cell.num_steps}
+        assert row["decisions"] <= FEW, json.dumps(row)
     found = judge.judge_cell(cell.load, bool(cell.fault), cell.lasts, rows)
-    assert found["worst"] > -FAR, json.dumps(rows)
-    assert found["false_ms"] <= FAR * sum(row["run_ms"] for row in rows), json.dumps(rows)
     if cell.fault:
-        assert found["answered"] > 0, json.dumps(rows)
-        assert sum(row["recovered"] for row in rows) > 0, json.dumps(rows)
+        said = [line for each in (tmp_path / name).glob(f"run-*/with/{cells.CONTROL}") for line in each.open()]
+        is_explained = any('"unanswered"' in line or '"verdict"' in line for line in said)
+        assert found["answered"] > 0 or is_explained, json.dumps(rows)
