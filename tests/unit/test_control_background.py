@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import json
+import os
 import random
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from contextlib import closing
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -31,7 +35,7 @@ from penstock.control.events import event_from_json
 from penstock.control.log import event_line, header
 from penstock.control.replicas import slowest_of
 from penstock.cost import Ring
-from waiting import PATIENCE
+from waiting import PATIENCE, wait_until
 
 pytestmark = pytest.mark.unit
 
@@ -204,3 +208,21 @@ def test_an_offer_is_taken_over_a_mesh_too() -> None:
         number += 1
     assert controller.now.schedule.name == "plan"
     assert controller.now.nodes == mesh.nodes
+
+
+@pytest.mark.slow
+def test_a_search_ends_with_the_process_that_asked_for_it() -> None:
+    """It may be stopped when its parent is killed, and would stay so for ever."""
+    asks = (
+        "import time; from test_control_background import *; planner = BackgroundPlanner(); "
+        "planner.follow(after_rules(*case())); print(planner.process.pid, flush=True); time.sleep(1000)"
+    )
+    path = os.pathsep.join(filter(None, sys.path))
+    parent = subprocess.Popen(
+        [sys.executable, "-c", asks], stdout=subprocess.PIPE, text=True, env={**os.environ, "PYTHONPATH": path}
+    )
+    with parent:
+        assert parent.stdout is not None
+        stat = Path(f"/proc/{int(parent.stdout.readline())}/stat")
+        parent.kill()
+    wait_until(lambda: not stat.exists() or " Z " in stat.read_text(), lambda: stat.read_text()[:60])
