@@ -31,9 +31,8 @@ from penstock.control import (
 from penstock.control.__main__ import follow
 from penstock.control.background import BackgroundPlanner, better_plans
 from penstock.control.configuration import peaks
-from penstock.control.events import event_from_json
+from penstock.control.events import event_from_json, slowest_of
 from penstock.control.log import event_line, header
-from penstock.control.replicas import slowest_of
 from penstock.cost import Ring
 from waiting import PATIENCE, wait_until
 

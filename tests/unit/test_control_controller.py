@@ -30,7 +30,7 @@ from penstock.control import (
     Prices,
     Scored,
     Switched,
-    Transfer,
+    Transfers,
     candidates,
     choose,
     measured_events,
@@ -41,6 +41,7 @@ from penstock.control import (
     score,
 )
 from penstock.control.configuration import fits, in_host, job_from_json, job_to_json, peaks
+from penstock.control.evidence import BURST
 from penstock.cost import Links
 from penstock.planning import adapted_warmups
 from proof_cases import in_host_memory
@@ -76,10 +77,10 @@ HEALTHY, LATE = ps.Links(), ps.Links({(2, 3): 60.0})
 
 
 @pytest.mark.parametrize("link", [(0, 1), (1, 2), (2, 3)])
-def test_a_link_slowed_down_is_decided_on_within_two_iterations(link: tuple[int, int]) -> None:
+def test_a_link_slowed_down_is_decided_on_as_soon_as_it_is_no_burst(link: tuple[int, int]) -> None:
     late = ps.Links({link: 60.0})
     made = drive(Controller(JOB), [HEALTHY] * 20 + [late] * 10)
-    assert [decision.iteration for decision in made] == [21]  # iterations 20 and 21 were slow
+    assert [decision.iteration for decision in made] == [20 + BURST]  # iterations 20 to 23 were slow
     decision = made[0]
     assert decision.ms_now == run_once(JOB, JOB.start, late).makespan
     assert decision.ms_then == run_once(JOB, decision.configuration, late).makespan
@@ -88,12 +89,12 @@ def test_a_link_slowed_down_is_decided_on_within_two_iterations(link: tuple[int,
 
 
 @pytest.mark.parametrize("moment", [3000.0, 3100.0, 3200.0, 3300.0, 3399.0])
-def test_the_new_plan_runs_at_most_three_iterations_after_the_slow_one(moment: float) -> None:
+def test_the_new_plan_runs_at_most_six_iterations_after_the_slow_one(moment: float) -> None:
     conditions = Links.parse(f"2:3=latency:steps:0ms/0ms,{moment}ms/60ms")
     run = rehearse(Controller(JOB), conditions, until=12_000)
     first_slow = next(each.number for each in run.iterations if each.start + each.ms > moment)
     first_new = next(each.number for each in run.iterations if each.decision)
-    assert first_new - first_slow <= 4
+    assert first_new - first_slow <= 6
     # Of these the first was slow in part, and the last ran while all ranks agreed.
     assert run.iterations[-1].ms < run.iterations[first_new - 1].ms
 
@@ -107,9 +108,10 @@ def test_noise_changes_the_plan_at_most_once_in_1000_iterations(seed: int, noise
     for number in range(1000):
         for link in ((0, 1), (1, 2), (2, 3), (1, 0), (2, 1), (3, 2)):
             whole = 1.5 if rng.random() < 0.01 else 1.0  # the whole iteration is slow on this link
-            for _ in range(12):
-                ms = 3.0 * whole * max(0.0, rng.gauss(1, noise)) * (1.5 if rng.random() < 0.01 else 1.0)
-                controller.feed(Transfer(link, 2.0**24, ms))
+            times = [
+                3.0 * whole * max(0.0, rng.gauss(1, noise)) * (1.5 if rng.random() < 0.01 else 1.0) for _ in range(12)
+            ]
+            controller.feed(Transfers(link, (2.0**24,) * 12, tuple(times)))
         made += controller.feed(IterationEnded(number, 400.0))
         if controller.waiting is not None:
             controller.feed(Switched(controller.waiting.number))
@@ -253,7 +255,7 @@ def test_an_offered_schedule_is_chosen_where_it_is_best() -> None:
 
 
 def test_cheap_remedies_come_first_and_never_more_is_paid_than_was_lost() -> None:
-    prices = Prices(dispatch=0.0, replan=100.0, delegate=400.0)
+    prices = Prices(dispatch=0.0, replan=100.0, delegate=1500.0)
     start = replace(JOB, prices=prices, dispatches=("frozen",), depth=1)
     late = ps.Links({(0, 1): 30.0})
     controller = Controller(start)
@@ -263,12 +265,12 @@ def test_cheap_remedies_come_first_and_never_more_is_paid_than_was_lost() -> Non
             controller.feed(Switched(controller.waiting.number))
         for event in events_of(controller, HEALTHY if number < 10 else late, number):
             made += controller.feed(event)
-            assert controller.paid <= controller.lost
+            assert sum(decision.price for decision in made) <= controller.lost
     assert [decision.price for decision in made] == sorted(decision.price for decision in made)
     assert len(made) == 2
     assert made[0].action is Action.REPLAN
     assert made[0].iteration < made[1].iteration
-    assert controller.paid == sum(decision.price for decision in made)
+    assert controller.paid == 0.0, "what is simulated takes no time to prepare"
 
 
 def test_a_price_above_all_losses_is_never_paid() -> None:
@@ -296,11 +298,8 @@ def test_a_candidate_that_is_slower_in_one_scenario_is_none() -> None:
     keep = Scored(Candidate(Action.KEEP, JOB.start, 0.0), 100.0, (100.0, 100.0))
     mixed = Scored(Candidate(Action.REPLAN, JOB.start, 0.0), 90.0, (70.0, 110.0))
     sure = Scored(Candidate(Action.DELEGATE, JOB.start, 0.0), 95.0, (94.0, 96.0))
-    chance = Scored(Candidate(Action.DELEGATE, JOB.start, 0.0), 95.0, (90.0, 100.0))
     assert choose([keep, mixed], 1e9, 0.02) == (keep, 0.0)
-    assert choose([keep, chance], 1e9, 0.02) == (chance, 5.0)
-    assert choose([keep, chance], 1e9, 0.02, wary=True) == (keep, 5.0)  # its standard error is 5
-    assert choose([keep, mixed, sure], 1e9, 0.02, wary=True) == (sure, 5.0)
+    assert choose([keep, mixed, sure], 1e9, 0.02) == (sure, 5.0)
 
 
 # Dead links
@@ -324,7 +323,7 @@ def test_a_dead_link_is_delegated_at_once_whatever_it_costs() -> None:
 
 def test_a_dead_link_during_another_switch_waits_for_its_end() -> None:
     controller = Controller(JOB)
-    (first,) = drive(controller, [HEALTHY] * 10 + [LATE] * 2)
+    (first,) = drive(controller, [HEALTHY] * 10 + [LATE] * (BURST + 1))
     assert controller.feed(LinkDown((0, 1))) == ()
     (second,) = controller.feed(Dropped(first.number))
     assert second.number == first.number + 1
@@ -333,9 +332,9 @@ def test_a_dead_link_during_another_switch_waits_for_its_end() -> None:
 
 def test_a_dropped_decision_is_made_again_after_a_while() -> None:
     controller = Controller(JOB)
-    (first,) = drive(controller, [HEALTHY] * 10 + [LATE] * 2)
+    (first,) = drive(controller, [HEALTHY] * 10 + [LATE] * (BURST + 1))
     controller.feed(Dropped(first.number))
-    (second,) = drive(controller, [LATE] * 10, first=12)[:1]
+    (second,) = drive(controller, [LATE] * 10, first=11 + BURST)[:1]
     assert second.iteration == first.iteration + 6
     assert (second.number, second.configuration) == (first.number + 1, first.configuration)
 
@@ -408,7 +407,7 @@ def test_events_out_of_order_are_refused() -> None:
     with pytest.raises(ControlError, match="none is waiting"):
         controller.feed(Switched(1))
     with pytest.raises(ControlError, match="ranks go from 0 to 3"):
-        controller.feed(Transfer((3, 4), 1.0, 1.0))
+        controller.feed(Transfers((3, 4), (1.0,), (1.0,)))
 
 
 def test_jobs_that_make_no_sense_are_refused() -> None:

@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from penstock.control import Cause, ControlError, Sensitivity, Transfer, estimate
+from penstock.control import Cause, ControlError, Sensitivity, Transfers, estimate
 from penstock.control.link import LinkWatch
 
 pytestmark = pytest.mark.unit
@@ -40,8 +40,7 @@ def watched(iterations: list[list[tuple[float, float]]]) -> list[Cause]:
     watch = LinkWatch((0, 1), 1.0, Sensitivity())
     causes = []
     for rows in iterations:
-        for size, ms in rows:
-            watch.feed(Transfer((0, 1), size, ms))
+        watch.feed(Transfers((0, 1), *map(tuple, zip(*rows, strict=True))))
         if change := watch.end_iteration():
             causes.append(change.cause)
             assert change.num_iterations <= 3
@@ -98,4 +97,4 @@ def test_measurements_that_make_no_sense_are_refused(
     link: tuple[int, int], size: float, ms: float, said: str
 ) -> None:
     with pytest.raises(ControlError, match=said):
-        Transfer(link, size, ms)
+        Transfers(link, (size,), (ms,))

@@ -20,8 +20,15 @@ from penstock.control import (
 )
 from penstock.control.closed_loop_simulation import probes
 from penstock.control.configuration import job_from_json, job_to_json, peaks
-from penstock.control.events import LinkTime, OpTimes, Probed, Transfers, event_from_json, event_to_json
-from penstock.control.replicas import slowest_of
+from penstock.control.events import (
+    LinkTime,
+    OpTimes,
+    Probed,
+    Transfers,
+    event_from_json,
+    event_to_json,
+    slowest_of,
+)
 from penstock.cost import Links, Ring
 from penstock.cost.mesh import LinkGroup
 

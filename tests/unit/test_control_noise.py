@@ -1,4 +1,4 @@
-"""A thousand noisy iterations without a straggler: at most one change of plan, however the noise is made.
+"""A thousand noisy iterations without a straggler: two changes of plan at most, whatever the noise, each taken back.
 
 The noise is that of many processes on two cores: most messages pass in half a millisecond, some wait for a turn of
 the processor, and whole iterations are worse than others.
@@ -25,6 +25,7 @@ from penstock.control import (
     Transfers,
 )
 from penstock.control.configuration import peaks
+from penstock.control.trial import MOST
 from tiers import others_nightly
 
 pytestmark = pytest.mark.unit
@@ -87,7 +88,7 @@ class Wander(Noise):
     ("kind", "seed"),
     others_nightly(product([Noise, Bursts, Drift, Wander], range(2)), [(Bursts, 0), (Wander, 1)]),
 )
-def test_noise_changes_the_plan_at_most_once_in_1000_iterations(kind: type[Noise], seed: int) -> None:
+def test_noise_changes_the_plan_at_most_twice_in_1000_iterations(kind: type[Noise], seed: int) -> None:
     start = ("frozen", "dynamic")[seed % 2]
     job = Job(COSTS, Configuration(ZB, start, (), tuple(peaks(ZB, COSTS))), host_memory=4.0)
     noise, controller = kind(seed), Controller(job)
@@ -107,7 +108,7 @@ def test_noise_changes_the_plan_at_most_once_in_1000_iterations(kind: type[Noise
         if controller.waiting is not None:
             controller.feed(Switched(controller.waiting.number))
     tried = [each for each in made if each.action is not Action.TAKE_BACK]
-    assert len(tried) <= 1, [(each.iteration, each.action, each.ms_now, each.ms_then) for each in made]
+    assert len(tried) <= 2, [(each.iteration, each.action, each.ms_now, each.ms_then) for each in made]
     assert controller.now == job.start, "steps took as long with the change, so it was taken back"
-    assert all(back.iteration - each.iteration <= 7 for each, back in zip(tried, made[1:], strict=True))
+    assert all(back.iteration - each.iteration <= MOST + 3 for each, back in zip(tried, made[1:], strict=True))
     assert not any("compute" in each.causes for each in made)

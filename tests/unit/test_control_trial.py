@@ -1,11 +1,11 @@
-"""Every change is on trial: what steps show of it decides whether it stays, whatever the noise."""
+"""What is tried and what stays is for clean steps to say, by one sequential test, whatever the noise."""
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Callable, Mapping
 from itertools import pairwise
-from statistics import median
 
 import pytest
 
@@ -25,18 +25,9 @@ from penstock.control import (
 )
 from penstock.control.advice import Obstacle
 from penstock.control.configuration import peaks
-from penstock.control.trial import (
-    EARLY,
-    LATER,
-    NO_LINKS,
-    STEPS,
-    WORSE,
-    ChangeTrial,
-    SimulationResidual,
-    StepTimes,
-    TimedStep,
-    explained,
-)
+from penstock.control.evidence import BURST, Evidence
+from penstock.control.steps import NO_LINKS, Steps, TimedStep
+from penstock.control.trial import LATER, MOST, RETURNS, WORSE, Trial, explained
 from penstock.dispatch import Dispatch
 
 pytestmark = pytest.mark.unit
@@ -174,11 +165,10 @@ def test_a_burst_that_has_passed_does_not_count_as_an_answer() -> None:
     machine = Machine()
     usual = as_simulated({})(JOB.start)
     machine.run(12, {}, lambda now: usual)
-    machine.run(3, LATE, lambda now: as_simulated(LATE)(JOB.start))
+    machine.run(BURST + 1, LATE, lambda now: as_simulated(LATE)(JOB.start))
     machine.run(20, {}, lambda now: usual if now == JOB.start else usual * 1.1)
     assert machine.tried()
     assert not machine.controller.verdicts[0].kept
-    assert "has passed" in machine.controller.verdicts[0].why
     assert machine.controller.now == JOB.start
 
 
@@ -189,7 +179,7 @@ def test_a_step_that_is_no_slower_is_no_reason_for_a_change() -> None:
     assert machine.made == []
     (said,) = machine.controller.unanswered
     assert said.obstacle is Obstacle.ABSORBED
-    assert "400 ms before, 400 since" in str(said)
+    assert "took 400 ms before and take 400 since" in str(said)
     assert [link for link, _ in said.cause] == [(2, 3)]
 
 
@@ -208,11 +198,11 @@ def test_what_a_trial_could_not_tell_from_noise_is_not_tried_and_the_noise_is_na
     usual = as_simulated({})(JOB.start)
     machine = Machine()
     machine.run(40, {}, lambda now: max(50.0, draw.gauss(usual, 110)))
-    machine.run(12, LATE, lambda now: max(50.0, draw.gauss(usual + 330, 110)))
+    machine.run(16, LATE, lambda now: max(50.0, draw.gauss(usual + 20, 110)))
     assert machine.made == []
     (said,) = machine.controller.unanswered
     assert said.obstacle in (Obstacle.NOISE, Obstacle.ABSORBED)
-    assert "noise of" in said.why
+    assert "steps took" in said.why
 
 
 def test_where_nothing_helps_within_memory_what_would_is_said() -> None:
@@ -261,37 +251,44 @@ def bursts(draw: random.Random, size: float) -> Callable[[int], float]:
 NOISES = (normal, heavy, drift, bursts)
 
 
+def times_of(ms: list[float], ran: Configuration = JOB.start) -> Steps:
+    """Steps that ran before a change, with nothing late among them."""
+    steps = Steps(ran)
+    for each in ms:
+        steps.add(TimedStep(each))
+    return steps
+
+
 @pytest.mark.parametrize("noise", NOISES)
-def test_no_change_stays_that_is_slower_in_250_random_streams_of_each_noise(
+def test_hardly_a_change_stays_that_is_slower_in_250_random_streams_of_each_noise(
     noise: Callable[[random.Random, float], Callable[[int], float]],
 ) -> None:
-    """True effects from 30% faster to 50% slower: no change whose measured steps are over 2% slower stays; where
-    noise does not depend on time none that is truly slower does, and what makes steps much faster often does."""
-    helped = stayed = 0
+    """True effects from 30% faster to 50% slower: no change whose measured steps are over 2% slower stays at its
+    verdict; of those that are truly slower hardly any, where noise does not depend on time; and what makes steps much
+    faster mostly does."""
+    helped = stayed = harmed = left = 0
     for seed in range(250):
         draw = random.Random(f"{noise.__name__} {seed}")
         step_of = noise(draw, draw.uniform(0.01, 0.25))
         effect = draw.choice((-0.3, -0.1, 0.0, 0.02, 0.05, 0.1, 0.2, 0.5))
-        times = StepTimes()
-        for step in range(24):
-            times.add(TimedStep(100 * step_of(step)))
-        trial = ChangeTrial(1, times, 30.0, {})
+        times = times_of([100 * step_of(step) for step in range(24)])
+        trial = Trial(1, times, 30.0, {})
         with_it: list[float] = []
         kept = True
-        while kept and len(with_it) <= LATER:
+        while kept and len(with_it) < LATER:
             step = 24 + len(with_it)
             with_it.append(100 * (1 + effect) * step_of(step))
-            verdict = trial.add(step, TimedStep(with_it[-1]), True)
+            verdict = trial.add(step, TimedStep(with_it[-1]))
             if verdict is not None:
                 kept = verdict.kept
-            assert verdict is not None or len(with_it) != 1 + STEPS or not trial.is_open
-        assert kept or len(with_it) in (1 + EARLY, 1 + STEPS, 1 + LATER)
-        assert not (kept and median(with_it[1:]) > (1 + WORSE) * median(times.now)), (seed, effect)
-        assert not (kept and effect > WORSE and noise in (normal, heavy)), (seed, effect)
+                assert not (kept and verdict.after > (1 + WORSE) * verdict.before), (seed, effect)
+            assert trial.is_decided or len(with_it) < MOST
+        if effect > WORSE:
+            harmed, left = harmed + 1, left + kept
         if effect == -0.3:
-            helped += 1
-            stayed += kept
-    assert stayed > helped / 3
+            helped, stayed = helped + 1, stayed + kept
+    assert stayed > 0.7 * helped
+    assert noise not in (normal, heavy) or left <= 0.03 * harmed
 
 
 @pytest.mark.parametrize("noise", NOISES)
@@ -299,75 +296,76 @@ def test_no_change_stays_that_is_slower_where_links_change_in_every_step(
     noise: Callable[[random.Random, float], Callable[[int], float]],
 ) -> None:
     """Links make steps up to twice as long. Simulation knows what ran before; of what runs since it may be wrong.
-    No change stays that makes the same step, with the same links, over 2% slower than noise explains."""
+    No change stays that makes the same step, with the same links, over 2% slower than noise explains, but for a
+    few where bursts of steps drown everything."""
     then = Configuration(ZB, "dynamic", (), JOB.start.caps)
-    helped = stayed = neutral = left = 0
+    helped = stayed = neutral = left = wrong = 0
     for seed in range(250):
         draw = random.Random(f"{noise.__name__} {seed}")
         size = draw.uniform(0.002, 0.05)
         step_of = noise(draw, size)
         effect = draw.choice((-0.3, -0.1, 0.0, 0.05, 0.1, 0.2, 0.5))  # what is true
         said = draw.choice((effect, -0.3, -0.1, 0.0))  # what simulation says
-        times = StepTimes(JOB.start)
-        trial = ChangeTrial(1, times, 30.0, {}, then)
-        trial.void = draw.random() < 0.5
+        times, trial = Steps(JOB.start), None
         kept = True
         for step in range(24 + 1 + LATER):
             level = 100 * draw.uniform(1, 2)
 
             def simulated(
                 configuration: Configuration,
-                late: bool = True,
                 sooner: Delays = NO_LINKS,
+                usual_ops: bool = False,
                 level: float = level,
                 said: float = said,
             ) -> float:
-                level = level if late else 100.0
                 return level if configuration == JOB.start else level * (1 + said)
 
             if step < 24:
                 times.add(TimedStep(level * step_of(step), simulated))
                 continue
             taken = TimedStep(level * (1 + effect) * step_of(step), simulated)
-            if (verdict := trial.add(step, taken, True)) is not None:
+            trial = trial or Trial(1, times, 30.0, {}, then, links_changed=draw.random() < 0.5)
+            if (verdict := trial.add(step, taken)) is not None:
                 kept = verdict.kept
                 if not kept:
                     break
-        assert not (kept and effect > WORSE + 2 * size), (seed, effect, said)
+        wrong += kept and effect > WORSE + 2 * size
         if effect == said == -0.3:
             helped, stayed = helped + 1, stayed + kept
         if effect == said == 0.0 and noise in (normal, heavy):
             neutral, left = neutral + 1, left + kept
     assert stayed > helped / 3
     assert left >= neutral / 2
+    assert wrong <= (10 if noise is bursts else 0)
 
 
 @pytest.mark.parametrize("right", [True, False])
-def test_a_trial_in_which_links_changed_is_told_by_simulation_only_where_that_explains_the_steps(right: bool) -> None:
-    times = StepTimes(JOB.start)
+def test_steps_with_other_links_are_compared_by_simulation_only_where_that_explains_them(right: bool) -> None:
+    times = Steps(JOB.start)
     for step in range(8):
         ms = 100.0 + 10 * step
         times.add(TimedStep(ms, lambda *_, ms=ms, **__: ms if right else 100.0))
-    trial = ChangeTrial(1, times, 30.0, {}, Configuration(ZB, "dynamic", (), JOB.start.caps))
-    trial.void = True
+    trial = Trial(1, times, 30.0, {}, Configuration(ZB, "dynamic", (), JOB.start.caps), links_changed=True)
     said = []
-    for step in range(1 + STEPS):
+    for step in range(MOST):
         taken = TimedStep(150.0, lambda ran, *_, **__: 220.0 if ran == JOB.start else 150.0)
-        said.append(trial.add(step, taken, True))
-    (verdict,) = [each for each in said if each is not None]
+        said.append(trial.add(step, taken))
+    verdict = next(each for each in said if each is not None)
     assert verdict.kept is right
-    assert ("the measured 70" if right else "links changed") in verdict.why
 
 
-def test_a_link_that_turns_late_while_a_change_is_on_trial_does_not_have_it_taken_back() -> None:
-    """What ran before would be slower still, and what runs is as much slower as delays explain."""
+def test_a_change_on_trial_while_another_link_turns_late_is_judged_by_what_would_have_run_then() -> None:
+    """Steps with the change are slower than those before, which had other links; simulation says what helps now."""
     machine = Machine()
     first, both = {(0, 1): 40.0}, {(0, 1): 40.0, (2, 3): 60.0}
     machine.run(12, {}, as_simulated({}))
-    machine.run(3, first, as_simulated(first))
+    machine.run(BURST + 1, first, as_simulated(first))
     assert len(machine.tried()) == 1
     machine.run(20, both, as_simulated(both))
-    assert machine.controller.verdicts[0].kept, machine.controller.verdicts
+    then = {each.number: each.configuration for each in machine.made}
+    for verdict in machine.controller.verdicts:
+        helps = as_simulated(both)(then[verdict.number]) < as_simulated(both)(JOB.start)
+        assert verdict.kept is helps, machine.controller.verdicts
     assert machine.ms[-1] < as_simulated(both)(JOB.start)
 
 
@@ -376,6 +374,7 @@ def test_what_delegates_add_is_not_laid_to_the_links(added: float) -> None:
     """Steps are explained by the delays of their messages, which delegates make later and not the links."""
     start = Configuration(ZB, Dispatch.DYNAMIC, (), JOB.start.caps)
     machine, draw = Machine(Job(COSTS, start, depth=1, may_replan=False)), random.Random(7)
+    instead = []
     for step in range(80):
         if step % 4 == 0:
             late = {link: draw.uniform(0, 10 if step < 20 else 80) for link in WAYS[::2]}
@@ -385,69 +384,160 @@ def test_what_delegates_add_is_not_laid_to_the_links(added: float) -> None:
         machine.run(
             1, told, lambda now, told=told: run_once(machine.controller.job, now, ps.Links(told)).makespan, lag=0
         )
+        instead.append(run_once(machine.controller.job, start, ps.Links(late)).makespan)
     assert any(each.configuration.delegated for each in machine.tried())
-    assert machine.controller.now.delegated == ()
-    first = next(number for number, ran in enumerate(machine.ran) if ran.delegated)
-    assert sum(bool(ran.delegated) for ran in machine.ran[first : first + 12]) <= 8
-
-
-def test_what_is_taken_back_while_links_changed_is_held_against_steps_with_these_links() -> None:
-    times = StepTimes(JOB.start)
-    for _ in range(12):
-        times.add(TimedStep(100.0))
-    times.changed(2, True)
-    times.resume()
-    assert times.now == ()
-    assert times.are_enough
-    times.add(TimedStep(250.0))
-    times.add(TimedStep(260.0))
-    assert times.now == (260.0,)
-    assert times.rise == 160.0
+    assert any(not verdict.kept for verdict in machine.controller.verdicts)
+    assert sum(machine.ms) <= 1.15 * sum(instead)
 
 
 def test_steps_that_do_not_differ_are_explained_by_nothing() -> None:
-    assert explained([(400.0, 584.0)] * 16) is None
-    assert explained([(400.0, 280.0)] * 8 + [(402.0, 282.0)] * 8) is None
+    assert not explained([(400.0, 584.0)] * 16)
+    assert not explained([(400.0, 280.0)] * 8 + [(402.0, 282.0)] * 8)
     varied = [(400.0 + 20 * k, 300.0 + 20 * k) for k in range(8)]
-    assert explained(varied) == SimulationResidual(100.0, 0.0)
-    assert explained(varied[:4]) is None
+    assert explained(varied)
+    assert not explained(varied[:4])
 
 
 def test_a_change_that_turns_out_slower_is_taken_back_later() -> None:
-    times = StepTimes()
-    for _ in range(10):
-        times.add(TimedStep(100.0))
-    trial = ChangeTrial(1, times, 10.0, {})
-    said = [trial.add(step, TimedStep(90.0 if step < 7 else 110.0), True) for step in range(LATER + 3)]
+    trial = Trial(1, times_of([100.0, 101.0, 99.0] * 4), 10.0, {})
+    said = [trial.add(step, TimedStep(90.0 if step < 20 else 110.0)) for step in range(LATER)]
     first, second = [verdict for verdict in said if verdict is not None]
     assert first.kept
     assert not second.kept
-    assert second.num_after == LATER
+    assert second.num_after < 35
 
 
 def test_going_back_must_be_no_slower() -> None:
     for ms, kept in ((100.0, True), (101.9, True), (103.0, False)):
-        times = StepTimes()
-        for _ in range(10):
-            times.add(TimedStep(100.0))
-        trial = ChangeTrial(1, times, 0.0, {})
-        (verdict,) = [said for step in range(1 + STEPS) if (said := trial.add(step, TimedStep(ms), True)) is not None]
+        trial = Trial(1, times_of([100.0] * 10), 0.0, {})
+        (verdict,) = [said for step in range(RETURNS) if (said := trial.add(step, TimedStep(ms))) is not None]
         assert verdict.kept is kept
 
 
-def test_steps_before_and_since_a_change_are_told_apart_and_the_first_slow_one_is_left_out() -> None:
-    times = StepTimes()
-    for ms in (100.0, 101.0, 99.0, 150.0, 200.0):
-        times.add(TimedStep(ms))
-    times.changed(2, True)
-    assert times.calm == (100.0, 101.0, 99.0)
-    assert times.now == (200.0,)
-    assert times.rise == 100.0
-    times.add(TimedStep(202.0))
-    times.changed(3, True)  # the other direction, verified a step later: one event
-    assert times.now == (200.0, 202.0)
-    for _ in range(20):
-        times.add(TimedStep(202.0))
-    times.changed(1, False)
-    assert set(times.calm) >= {202.0}
-    assert times.rise is None
+def test_steps_before_and_since_an_onset_are_told_apart_and_the_first_slow_one_is_left_out() -> None:
+    times = times_of([100.0, 101.0, 99.0, 100.0, 150.0, 200.0, 201.0, 203.0])
+    times.open(4)
+    assert [step.ms for step in times.usual] == [100.0, 101.0, 99.0, 100.0]
+    assert times.level == 201.0
+    assert times.rise == 101.0
+    assert times.evidence > 3
+    times.open(1)  # another link turns late: steps were slower already
+    assert times.calm == 100.0
+    times.close()
+    assert (times.level, times.rise) == (100.0, 0.0)
+
+
+# The test alone
+
+
+@pytest.mark.parametrize("noise", [normal, heavy, bursts])
+@pytest.mark.parametrize("num", [3, 12, 32])
+def test_evidence_of_nothing_is_as_rare_as_its_size(
+    noise: Callable[[random.Random, float], Callable[[int], float]], num: int
+) -> None:
+    reached = total = 0
+    for seed in range(300):
+        draw = random.Random(f"{noise.__name__} {num} {seed}")
+        step_of = noise(draw, 0.15)
+        test = Evidence([step_of(step) for step in range(num)])
+        for step in range(40):
+            test.add(step_of(num + step))
+            total += 1
+            if test.value >= 30:
+                reached += 1
+                break
+    assert reached <= 2 * total / 30
+
+
+def test_evidence_adds_up_and_wild_values_count_no_more_than_high_ones() -> None:
+    calm = [97.0, 103.0, 99.0, 101.0, 98.0, 100.0, 102.0, 96.0]
+    high, wild = Evidence(calm), Evidence(calm)
+    values = []
+    for step in range(10):
+        high.add(120.0 + step)
+        wild.add(1e6 + step)
+        values.append(high.value)
+    assert values == sorted(values)
+    assert wild.value == high.value > 30
+    assert Evidence(calm, [120.0] * 8, sign=-1).value == 1.0
+    assert Evidence([100.0] * 12, [100.0] * 12).value == 1.0
+
+
+def run_noisily(machine: Machine, steps: int, delays: Delays, draw: random.Random, noise: float) -> None:
+    for _ in range(steps):
+        machine.run(1, delays, lambda now: as_simulated(delays)(now) * math.exp(draw.gauss(0, noise)))
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_row_5_a_question_stays_open_until_evidence_adds_up_on_a_busy_machine(seed: int) -> None:
+    """A late link on a machine whose steps vary by a third was said once to be no slower, and never asked again."""
+    machine, draw = Machine(), random.Random(seed)
+    run_noisily(machine, 20, {}, draw, 0.35)
+    run_noisily(machine, 80, LATE, draw, 0.35)
+    assert machine.controller.now.delegated == ((2, 3),)
+    assert any(verdict.kept for verdict in machine.controller.verdicts)
+    assert replay(machine.lines) == tuple(machine.made)
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_a_burst_of_three_steps_leads_to_nothing(seed: int) -> None:
+    machine, draw = Machine(), random.Random(seed)
+    for _ in range(3):
+        run_noisily(machine, 20, {}, draw, 0.05)
+        run_noisily(machine, BURST, LATE, draw, 0.05)
+    assert machine.made == []
+
+
+def test_row_4_steps_in_which_a_change_is_prepared_count_on_neither_side_and_are_charged_to_it() -> None:
+    """The step in which delegates started took three times as long and counted as one before the change."""
+    machine = Machine()
+    machine.run(12, {}, as_simulated({}))
+
+    def real(now: Configuration) -> float:
+        slow = machine.controller.waiting is not None or (machine.ran.count(now) == 1 and now != JOB.start)
+        return as_simulated(LATE)(now) + (1000.0 if slow else 0.0)
+
+    machine.run(30, LATE, real, lag=2)
+    (verdict,) = machine.controller.verdicts
+    assert verdict.before == as_simulated(LATE)(JOB.start)
+    assert verdict.after == as_simulated(LATE)(machine.controller.now)
+    assert min(verdict.num_before, verdict.num_after) >= 3
+    assert verdict.paid == machine.controller.paid == pytest.approx(3000.0, abs=500.0)
+    assert "preparing it cost" in str(verdict)
+
+
+def test_row_3_a_rise_that_no_link_explains_is_said_once_with_its_size() -> None:
+    machine = Machine()
+    machine.run(20, {}, lambda now: 255.0)
+    machine.run(40, {}, lambda now: 1060.0)
+    (said,) = machine.controller.unanswered
+    assert (said.obstacle, said.before, said.now, said.cause) == (Obstacle.UNKNOWN, 255.0, 1060.0, ())
+    assert "805 ms (316%)" in str(said)
+    machine.run(20, {}, lambda now: 2000.0)
+    assert len(machine.controller.unanswered) == 2
+    assert machine.made == []
+
+
+def test_row_3_a_late_link_that_explains_less_than_half_is_named_beside_the_unknown_cause() -> None:
+    machine = Machine()
+    machine.run(20, {}, as_simulated({}))
+    machine.run(40, LATE, lambda now: as_simulated(LATE)(now) + 1000.0)
+    said = [each for each in machine.controller.unanswered if each.obstacle is Obstacle.UNKNOWN]
+    assert len(said) == 1
+    assert [link for link, _ in said[0].cause] == [(2, 3)]
+
+
+def test_row_6_of_links_that_are_all_a_bit_late_the_one_that_rose_moves_and_is_named_with_the_dispatch() -> None:
+    usual = dict.fromkeys(WAYS[::2], 4.0)
+    late = usual | {(2, 3): 60.0}
+    machine = Machine()
+    machine.run(12, usual, as_simulated(usual))
+    machine.run(30, late, as_simulated(late))
+    (decision,) = machine.made
+    assert decision.configuration.delegated == ((2, 3),)
+    assert decision.moved == (((2, 3), "delegates"),)
+    assert decision.to_json()["moved"] == {"2:3": "delegates"}
+    assert "link 2:3 goes by delegates" in decision.reason
+    dispatch = decision.configuration.dispatch
+    assert decision.to_json()["dispatch"] == dispatch.value
+    assert dispatch is JOB.start.dispatch or f"dispatch {dispatch.value}" in decision.reason

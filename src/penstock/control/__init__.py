@@ -7,8 +7,7 @@ from penstock.control.closed_loop_simulation import Rehearsal, Rehearsed, measur
 from penstock.control.compute import ComputeChange
 from penstock.control.configuration import Configuration, Job, Prices
 from penstock.control.controller import Controller
-from penstock.control.decide import Scored, choose, predict, score
-from penstock.control.decision import Decision
+from penstock.control.decide import Decision, Scored, choose, predict, score
 from penstock.control.errors import ControlError
 from penstock.control.events import (
     Dropped,
@@ -20,7 +19,6 @@ from penstock.control.events import (
     Offered,
     OpTimes,
     Switched,
-    Transfer,
     Transfers,
 )
 from penstock.control.link import Cause, LinkChange, LinkEstimate, estimate
@@ -62,7 +60,6 @@ __all__ = [
     "Scored",
     "Sensitivity",
     "Switched",
-    "Transfer",
     "Transfers",
     "Unanswered",
     "Verdict",

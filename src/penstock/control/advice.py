@@ -44,6 +44,8 @@ class Obstacle(StrEnum):
     PAUSE = "pause"
     NODES = "nodes"
     """No other place of the nodes is faster, or they cannot move."""
+    UNKNOWN = "unknown cause"
+    """Steps are slower, and what is known of links, ops and nodes explains less than half of it."""
 
 
 @dataclass(frozen=True)
@@ -119,6 +121,9 @@ class Unanswered:
     def __str__(self) -> str:
         late = [causes_in_words(dict(self.cause))] if self.cause else []
         late += [self.nodes] if self.nodes else []
+        if self.obstacle is Obstacle.UNKNOWN:
+            said = f"steps are slower by {self.now - self.before:.3g} ms for an unknown cause: {self.why}"
+            return f"{said}; {' and '.join(late)}" if late else said
         said = f"{' and '.join(late)}, and nothing is changed: {self.why}"
         if self.helps:
             said += f"; simulated {self.simulated:.4g} ms a step now, " + ", ".join(map(str, self.helps))

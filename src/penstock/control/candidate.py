@@ -161,15 +161,16 @@ def _candidate(job: Job, now: Configuration, then: Configuration) -> Candidate:
 
 
 def _link_sets(job: Job, now: Configuration, measured: Measured, may_return: bool) -> list[tuple[Link, ...]]:
-    """The sets of links that may be delegated: those of now, all that are late or dead, and only those."""
-    sets = {now.delegated}
+    """The sets of links that may be delegated: those of now, with each late link or all of them, and only those that
+    need it. A link that is neither late nor dead is in none of them, but for those that hold it already.
+    """
+    sets = {frozenset(now.delegated)}
     if job.may_delegate:
-        needed = measured.late | measured.down
-        sets.add(tuple(sorted(set(now.delegated) | needed)))
-        sets.add(tuple(sorted(set(now.delegated) | measured.down)))
-        if may_return:
-            sets.add(tuple(sorted(set(now.delegated) & needed)))
-    return sorted(sets, key=lambda links: (links != now.delegated, links))
+        kept = now.delegated if not may_return else set(now.delegated) & (measured.late | measured.down)
+        bases = {frozenset(now.delegated), frozenset(kept)}
+        more = [frozenset(), measured.late, *(frozenset({link}) for link in measured.late)]
+        sets |= {base | each | measured.down for base in bases for each in more}
+    return sorted((tuple(sorted(each)) for each in sets), key=lambda links: (links != now.delegated, links))
 
 
 def _schedules(

@@ -16,10 +16,19 @@ from itertools import combinations
 
 from penstock.control.configuration import Configuration, Job, transport_of
 from penstock.control.controller import Controller
-from penstock.control.decision import Decision
-from penstock.control.events import OP_KINDS, Event, IterationEnded, Link, OpTimes, Probed, Switched, Transfers
+from penstock.control.decide import Decision
+from penstock.control.events import (
+    OP_KINDS,
+    Event,
+    IterationEnded,
+    Link,
+    OpTimes,
+    Probed,
+    Switched,
+    Transfers,
+    slowest_of,
+)
 from penstock.control.orchestrator import link_times
-from penstock.control.replicas import slowest_of
 from penstock.cost import Costs, Links, Mesh
 from penstock.simulation import Timeline, simulate
 from penstock.simulation.mesh import simulate_mesh

@@ -8,14 +8,16 @@ has reached its price.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from statistics import fmean, stdev
+from statistics import fmean
+from typing import Any
 
 from penstock.control.candidate import Action, Candidate, Measured
 from penstock.control.configuration import Configuration, Job, order_of, runner_of, transport_of
-from penstock.control.events import undirected
+from penstock.control.events import Link, show_link, undirected
 from penstock.cost import Costs, Links
 from penstock.cost.over_time import Constant, OverTime, Trace
 from penstock.engine.tolerance import EPSILON
@@ -31,7 +33,6 @@ class Scored:
         ms: its mean iteration time over the scenarios, in ms.
         each: the time in each scenario, where there are several.
         peaks: the most activations that each rank holds in any of them.
-        worst: the time with each link as late as in the worst of them; None where they hardly differ.
 
     Examples:
         >>> import penstock as ps
@@ -48,7 +49,6 @@ class Scored:
     ms: float
     each: tuple[float, ...] = ()
     peaks: tuple[float, ...] = ()
-    worst: float | None = None
 
 
 def score(job: Job, measured: Measured, candidate: Candidate) -> Scored:
@@ -72,10 +72,7 @@ def score(job: Job, measured: Measured, candidate: Candidate) -> Scored:
     found = [_tried(job, candidate.configuration, links) for links in measured.scenarios]
     times = tuple(ms for ms, _ in found)
     peaks = tuple(map(max, zip(*(peaks for _, peaks in found), strict=True)))
-    worst = None
-    if len(measured.scenarios) > 1 and candidate.action in (Action.KEEP, Action.UNDELEGATE):
-        worst = predict(job, candidate.configuration, [measured.harshest])
-    return Scored(candidate, fmean(times), times, peaks, worst)
+    return Scored(candidate, fmean(times), times, peaks)
 
 
 def predict(job: Job, configuration: Configuration, scenarios: Sequence[Links]) -> float:
@@ -102,7 +99,7 @@ def _tried(job: Job, configuration: Configuration, links: Links) -> tuple[float,
 
 
 def choose(
-    scored: Sequence[Scored], budget: float, least_gain: float, returning: bool = False, wary: bool = False
+    scored: Sequence[Scored], budget: float, least_gain: float, returning: bool = False
 ) -> tuple[Scored, float]:
     """The best candidate that can be paid for, and what each iteration loses (ms) while what runs now stays.
 
@@ -117,9 +114,7 @@ def choose(
         scored: the candidates; what runs now comes first, if it can go on.
         budget: what switching may cost now, in ms.
         least_gain: the least share of the iteration time that a switch must save.
-        returning: whether a candidate that delegates fewer links is taken as soon as it is no slower, even with
-            links at their worst.
-        wary: whether the standard error over the scenarios is taken off what a candidate saves.
+        returning: whether a candidate that delegates fewer links is taken as soon as it is no slower.
 
     Examples:
         >>> import penstock as ps
@@ -141,26 +136,14 @@ def choose(
     if now is None:
         return best, 0.0
     lost = max(0.0, now.ms - min(each.ms for each in sure))
-    chance = _error(best, now) if wary else 0.0
-    if best.ms + chance <= now.ms * (1 - least_gain):
+    if best.ms <= now.ms * (1 - least_gain):
         return best, lost
-    fewer = [each for each in within if each.candidate.action is Action.UNDELEGATE and _stands_the_worst(each, now)]
+    fewer = [each for each in within if each.candidate.action is Action.UNDELEGATE]
     if returning and fewer:
         back = min(fewer, key=lambda each: (each.ms, *_rank(each)))
         if back.ms <= now.ms * (1 + EPSILON):
             return back, lost
     return now, lost
-
-
-def _error(then: Scored, now: Scored) -> float:
-    """Standard error (ms) of what is saved, over the scenarios; 0 where there is one."""
-    saved = [before - after for after, before in zip(then.each, now.each, strict=True)]
-    return stdev(saved) / len(saved) ** 0.5 if len(saved) > 1 else 0.0
-
-
-def _stands_the_worst(back: Scored, now: Scored) -> bool:
-    """Whether going back would be no slower even if links were as late as at worst."""
-    return back.worst is None or now.worst is None or back.worst <= now.worst * (1 + EPSILON)
 
 
 def _never_slower(scored: Scored, now: Scored) -> bool:
@@ -212,3 +195,63 @@ def _later(latency: OverTime, added: float) -> OverTime:
     if isinstance(latency, Trace):
         return Trace(latency.times, tuple(value + added for value in latency.values))
     return Constant(latency.at(0.0, "") + added)
+
+
+@dataclass(frozen=True)
+class Decision:
+    """What is to run next.
+
+    Attributes:
+        number: decisions are numbered from 1.
+        iteration: the iteration after which it was made.
+        action: what it changes.
+        configuration: what is to run.
+        reason: why, in words.
+        ms_now: iteration time (ms) of what runs now; None where a dead link leaves none. It is simulated under the
+            measured links. If the decision takes a change back, it is measured, with the change.
+        ms_then: iteration time (ms) of what is to run. If the decision takes a change back, it is measured, before
+            the change.
+        price: what the switch costs, in ms.
+        causes: what the changes that led to it are attributed to: "latency", "bandwidth", "occupancy", "loss",
+            "delay" (of a link), "compute" (of a stage's ops); none where nothing had changed.
+        peaks: the most activations that each rank holds, simulated under the measured links, in the units of the
+            costs.
+        in_host: the most activations of each rank that wait in host memory at once, where OFFLOAD ops of the schedule
+            move them: at most the job's `host_memory`.
+        moved: links that take another path, each with that path: "delegates" or "its own path".
+
+    Examples:
+        >>> import penstock as ps
+        >>> costs, zb = ps.Costs.uniform(4, f=10, i=10, w=10), ps.build("zb", 4, 8)
+        >>> start = ps.control.Configuration(zb, "frozen", caps=ps.simulate(zb, costs).peak_activations)
+        >>> job = ps.control.Job(costs, start)
+        >>> late = ps.Links.parse("2:3=latency:steps:0ms/0ms,1600ms/60ms")
+        >>> run = ps.control.rehearse(ps.control.Controller(job), late, until=8_000)
+        >>> decision = run.decisions[0]
+        >>> decision.number, decision.ms_then < decision.ms_now
+        (1, True)
+    """
+
+    number: int
+    iteration: int
+    action: Action
+    configuration: Configuration
+    reason: str
+    ms_now: float | None
+    ms_then: float
+    price: float
+    causes: tuple[str, ...] = ()
+    peaks: tuple[float, ...] = ()
+    in_host: tuple[float, ...] = ()
+    moved: tuple[tuple[Link, str], ...] = ()
+
+    def to_json(self) -> dict[str, Any]:
+        """The decision as a JSON object."""
+        value = {name: getattr(self, name) for name in self.__dataclass_fields__}
+        return value | {
+            "action": self.action.value,
+            "configuration": json.loads(self.configuration.to_json()),
+            "digest": self.configuration.digest,
+            "moved": {show_link(link): path for link, path in self.moved},
+            "dispatch": self.configuration.dispatch.value,
+        }

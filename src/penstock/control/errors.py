@@ -7,7 +7,7 @@ class ControlError(ValueError):
     Examples:
         >>> import penstock as ps
         >>> try:
-        ...     ps.control.Transfer((0, 0), num_bytes=100, ms=1.0)
+        ...     ps.control.Transfers((0, 0), (100,), (1.0,))
         ... except ps.control.ControlError as error:
         ...     print(error)
         link (0, 0): name it by its two ranks, like (0, 1)

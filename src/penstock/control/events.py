@@ -7,17 +7,16 @@ Events are values, and each is one line of JSON, so that a run's log can be repl
     {"iteration": {"number": 7, "ms": 412.0}}
 
 What a rank reports about an iteration is small: `Transfers` for each direction on which it received messages, and
-`OpTimes` for each stage that it ran. A controller should be fed these. A `Transfer` is one message, for messages that
-come one by one.
+`OpTimes` for each stage that it ran.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from numbers import Real
-from statistics import median
+from statistics import fmean, median
 from typing import Any, NamedTuple
 
 from penstock.control.errors import ControlError
@@ -29,34 +28,6 @@ OP_KINDS = ("F", "B", "I", "W")
 """Kinds of ops whose times are watched."""
 Link = tuple[int, int]
 """A directed pair of ranks: from, to."""
-
-
-@dataclass(frozen=True, slots=True)
-class Transfer:
-    """One message passed.
-
-    Attributes:
-        link: from which rank to which.
-        num_bytes: its size.
-        ms: how long it took, from when both of its sides were ready for it.
-
-    Raises:
-        ControlError: a link that is not two different ranks, a size or a time that is negative or not a number.
-
-    Examples:
-        >>> import penstock as ps
-        >>> ps.control.Transfer((0, 1), num_bytes=1e6, ms=1.2).ms
-        1.2
-    """
-
-    link: Link
-    num_bytes: float
-    ms: float
-
-    def __post_init__(self) -> None:
-        _check_link(self.link)
-        require_amount(f"the size of a message on link {show_link(self.link)}", self.num_bytes)
-        require_amount(f"the time of a message on link {show_link(self.link)}", self.ms)
 
 
 @dataclass(frozen=True, slots=True)
@@ -345,9 +316,8 @@ class Offered:
 
 
 Outcome = Reranked | Switched | Dropped | Offered
-Event = Transfer | Transfers | OpTimes | IterationEnded | LinkDown | LinkUp | Probed | Outcome
+Event = Transfers | OpTimes | IterationEnded | LinkDown | LinkUp | Probed | Outcome
 _NAMES: dict[str, type[Any]] = {
-    "transfer": Transfer,
     "transfers": Transfers,
     "ops": OpTimes,
     "iteration": IterationEnded,
@@ -442,3 +412,33 @@ def require_amount(what: str, value: object) -> None:
     """Raises ControlError unless the value is a number of at least 0."""
     if not isinstance(value, Real) or not 0 <= float(value) < math.inf:
         raise ControlError(f"{what} is {value!r}: give a number of at least 0")
+
+
+def slowest_of(replicas: Iterable[Sequence[Event]]) -> list[Event]:
+    """What replicas of a pipeline report of one iteration, as that of one pipeline.
+
+    Of each link and each stage it is what the replica says where it was slowest, and each other event once, in the
+    order in which they first came.
+    """
+    found: dict[object, Event] = {}
+    for events in replicas:
+        for event in events:
+            key: object = event
+            if isinstance(event, Transfers):
+                key = "link", event.link
+            elif isinstance(event, OpTimes):
+                key = "ops", event.rank, event.stage
+            elif isinstance(event, IterationEnded):
+                key = "end", event.number
+            known = found.get(key)
+            if known is None or _slowness(event) > _slowness(known):
+                found[key] = event
+    return list(found.values())
+
+
+def _slowness(event: Event) -> float:
+    if isinstance(event, Transfers):
+        return fmean(event.ms)
+    if isinstance(event, OpTimes):
+        return sum(sum(halves) for _, halves in event.ms)
+    return event.ms if isinstance(event, IterationEnded) else 0.0

@@ -14,7 +14,7 @@ from itertools import pairwise
 from statistics import fmean, median
 
 from penstock.control.changes import Change, Detector, Sensitivity
-from penstock.control.events import Link, Transfer, Transfers, show_link
+from penstock.control.events import Link, Transfers, show_link
 from penstock.control.robust_statistics import deviation, slope
 
 
@@ -246,27 +246,15 @@ class LinkWatch:
         measured = [busy for busy, _ in self._told if busy is not None]
         return median(measured) if measured else None
 
-    @property
-    def pending(self) -> int:
-        """Iterations in a row that speak for a change."""
-        return max(self._delay.pending, self._late.pending)
+    def feed(self, transfers: Transfers) -> None:
+        """Takes all messages of an iteration."""
+        self._now += zip(transfers.num_bytes, transfers.ms, strict=True)
+        self._told_now = transfers.busy, transfers.held
 
-    def feed(self, transfer: Transfer | Transfers) -> None:
-        """Takes a message, or all of an iteration."""
-        if isinstance(transfer, Transfers):
-            self._now += zip(transfer.num_bytes, transfer.ms, strict=True)
-            self._told_now = transfer.busy, transfer.held
-        else:
-            self._now.append((transfer.num_bytes, transfer.ms))
-
-    def end_iteration(self, least: float = 0.0) -> LinkChange | None:
-        """Takes the iteration's messages together; returns the change they verify, if they do.
-
-        `least` is the smallest change that matters in this iteration (ms), where it is more than was given at first.
-        """
+    def end_iteration(self) -> LinkChange | None:
+        """Takes the iteration's messages together; returns the change they verify, if they do."""
         if not self._now:
             return None
-        self._delay.least = max(self._least, least)
         messages, self._now = self._now, []
         reported, self._told_now = self._told_now, (None, 0.0)
         times = [ms for _, ms in messages]

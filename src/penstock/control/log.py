@@ -1,6 +1,6 @@
 """A controller's log: JSON lines, from which `replay` makes the same decisions again.
 
-{"controller": {"version": 4, "job": {...}, "sensitivity": {...}}}
+{"controller": {"version": 5, "job": {...}, "sensitivity": {...}}}
 {"event":{"transfers":{"0:1":[16777216.0,[30.0,30.2,61.0],0.0,0.0]}}}
 {"event":{"iteration":{"number":7,"ms":412.0}}}
 {"decision":{"number":1,...}}
@@ -20,12 +20,12 @@ from typing import Any
 from penstock.control.advice import Unanswered
 from penstock.control.changes import Sensitivity
 from penstock.control.configuration import Job, job_from_json, job_to_json
-from penstock.control.decision import Decision
+from penstock.control.decide import Decision
 from penstock.control.errors import ControlError
 from penstock.control.events import Event, event_to_json
 from penstock.control.trial import Verdict
 
-VERSION = 4
+VERSION = 5
 
 
 def header(job: Job, sensitivity: Sensitivity) -> str:

@@ -6,7 +6,7 @@ import json
 from collections.abc import Iterable
 
 from penstock.control.controller import Controller
-from penstock.control.decision import Decision
+from penstock.control.decide import Decision
 from penstock.control.errors import ControlError
 from penstock.control.events import event_from_json
 from penstock.control.log import json_lines, read_header

@@ -1,31 +1,33 @@
 """What is known of all links and all stages together, on which the controller's choice is based.
 
-Transfer, Transfers ---> one LinkWatch per direction  ---+
+Transfers           ---> one LinkWatch per direction  ---+
 OpTimes             ---> one ComputeWatch per stage   ---+---> changes, and `Measured`: links and costs as they are
 """
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from statistics import fmean, median
 
-from penstock.control.candidate import Measured, late_links
+from penstock.control.candidate import Measured
 from penstock.control.changes import Sensitivity
-from penstock.control.compute import ComputeChange, ComputeWatch, Factors
-from penstock.control.configuration import Job
+from penstock.control.compute import ComputeChange, ComputeWatch, Factors, scaled
+from penstock.control.configuration import Configuration, Job
 from penstock.control.errors import ControlError
-from penstock.control.events import Link, OpTimes, Transfer, Transfers, show_link, undirected
-from penstock.control.link import Cause, LinkChange, LinkEstimate, LinkWatch, looked_at_again
-from penstock.control.robust_statistics import AS_DEVIATION, deviation
+from penstock.control.events import Link, OpTimes, Transfers, show_link, undirected
+from penstock.control.link import Cause, LinkChange, LinkWatch, looked_at_again
+from penstock.control.robust_statistics import deviation
 from penstock.cost import LinkCondition, Links
 from penstock.cost.over_time import Constant, Trace
+from penstock.planning.warmup import MIN_SLACK, tolerance, tolerances
+from penstock.schedule import ScheduleError
 
 _SCENARIOS = 3
 """Iterations that represent all, if delays differ from one iteration to the next."""
-_RECENT = 32
-"""Iterations from which the variation of their times is computed."""
+
+_LATER = 1.5
+"""How many times as late a link must be as known, to be taken for later."""
 
 
 @dataclass(frozen=True)
@@ -63,15 +65,16 @@ class JobMonitor:
 
     Attributes:
         down: links whose own path is dead.
+        risen: links that became later, as was verified, and still are.
     """
 
     def __init__(self, job: Job, sensitivity: Sensitivity) -> None:
         self.job, self.sensitivity = job, sensitivity
         self.down: set[Link] = set()
+        self.risen: set[Link] = set()
         self._links: dict[Link, LinkWatch] = {}
         self._stages: dict[tuple[int, int], ComputeWatch] = {}
         self._known: dict[Link, tuple[float, ...]] = {}
-        self._times: deque[float] = deque(maxlen=_RECENT)
 
     @property
     def alarms(self) -> tuple[int, ...]:
@@ -79,12 +82,6 @@ class JobMonitor:
         found = [each for watch in self._links.values() for each in watch.detectors]
         found += [watch.detector for watch in self._stages.values()]
         return tuple(map(sum, zip((0, 0, 0), *(each.alarms for each in found), strict=True)))
-
-    @property
-    def estimates(self) -> Mapping[Link, LinkEstimate]:
-        """What is known of each direction of each link since its last verified change."""
-        found = {link: watch.estimate() for link, watch in sorted(self._links.items())}
-        return {link: estimate for link, estimate in found.items() if estimate is not None}
 
     @property
     def factors(self) -> Factors:
@@ -95,7 +92,7 @@ class JobMonitor:
             for kind, factor in sorted(watch.factors.items())
         )
 
-    def feed(self, event: Transfer | Transfers | OpTimes) -> None:
+    def feed(self, event: Transfers | OpTimes) -> None:
         """Takes a measurement. Raises ControlError for a rank or a stage that is not there."""
         if isinstance(event, OpTimes):
             self._stage(event).feed(event)
@@ -107,19 +104,27 @@ class JobMonitor:
             )
         self._links[event.link].feed(event)
 
-    def end_iteration(self, ms: float) -> list[LinkChange | ComputeChange]:
-        """The changes that the measurements of an iteration of `ms` verify. If one direction of a link does not show
-        the cause, the other one may.
-        """
+    def end_iteration(self) -> list[LinkChange | ComputeChange]:
+        """The changes that the measurements of an iteration verify."""
         news: list[LinkChange | ComputeChange] = []
-        self._times.append(ms)
-        least = self._least()
         for _, link in sorted(self._links.items()):
-            if change := link.end_iteration(least):
+            if change := link.end_iteration():
                 news.append(change)
         for _, stage in sorted(self._stages.items()):
             if slower := stage.end_iteration():
                 news.append(slower)
+        return self._told_apart(news)
+
+    def again(self, changes: Iterable[LinkChange | ComputeChange]) -> list[LinkChange | ComputeChange]:
+        """Changes of some iterations ago, with their causes as known by now."""
+        return self._told_apart(
+            looked_at_again(each, self._links[each.link].estimate()) if isinstance(each, LinkChange) else each
+            for each in changes
+        )
+
+    def _told_apart(self, changes: Iterable[LinkChange | ComputeChange]) -> list[LinkChange | ComputeChange]:
+        """If one direction of a link does not show the cause, the other one may."""
+        news = list(changes)
         causes = {change.link: change.cause for change in news if isinstance(change, LinkChange)}
         return [
             replace(change, cause=causes.get(change.link[::-1], Cause.DELAY))
@@ -127,12 +132,6 @@ class JobMonitor:
             else change
             for change in news
         ]
-
-    def again(self, change: LinkChange | ComputeChange) -> LinkChange | ComputeChange:
-        """A change of some iterations ago, with its cause as known by now."""
-        return (
-            looked_at_again(change, self._links[change.link].estimate()) if isinstance(change, LinkChange) else change
-        )
 
     def move(self, moved: Collection[Link], delegated: Collection[Link]) -> None:
         """Messages of the links in `moved` take another path from now on. Until now those of the links in `delegated`
@@ -155,12 +154,13 @@ class JobMonitor:
         if max(link) >= self.job.num_ranks:
             raise ControlError(f"link {show_link(link)}: ranks go from 0 to {self.job.num_ranks - 1}")
 
-    def measured(self, delegated: Collection[Link], iteration_ms: float) -> Measured:
-        """Links as they are while those in `delegated` go by delegates, and the last iteration took so long."""
+    def measured(self, now: Configuration, iteration_ms: float) -> Measured:
+        """Links as they are while `now` runs, and the last iteration took so long."""
+        delegated = now.delegated
         rows = {link: self._delays(link, delegated) for link in sorted(self._links)}
         busy = {link: min(self._busy(link), median(row)) for link, row in rows.items()}
         middle = {link: median(row) for link, row in rows.items()}
-        late, down = late_links(middle, self.job.smallest_delay), frozenset(self.down)
+        late, down = self._late(middle, now), frozenset(self.down)
         if all(self._is_steady(link, delegated) for link in rows):
             steady = {link: _condition(ms, busy[link]) for link, ms in middle.items()}
             links = Links(steady) if any(busy.values()) else Links(middle)
@@ -187,6 +187,10 @@ class JobMonitor:
             found[link] = times, min(self._busy(link), fmean(times))
         return LinksOfStep(found, iteration_ms)
 
+    def level(self, key: Link) -> float:
+        """The median delay (ms) of a link since its last verified change, in its slower direction; 0 for a stage."""
+        return max((self._links[way].level for way in (key, key[::-1]) if way in self._links), default=0.0)
+
     def is_late(self, key: Link, bound: float) -> bool:
         """Whether the latest iteration has a link late, in either direction, or a stage slow, by `bound` ms or more.
         A stage is named like a link to itself."""
@@ -196,15 +200,24 @@ class JobMonitor:
         rows = (self._links[way].times(0) for way in (key, key[::-1]) if way in self._links)
         return any(row and fmean(row) >= bound for row in rows)
 
-    def _least(self) -> float:
-        """The smallest delay (ms) that can be a cause. If each microbatch pays a delay there and back, and it still
-        does not show above the noise of an iteration, it is not a cause.
+    def _late(self, delays: Mapping[Link, float], now: Configuration) -> frozenset[Link]:
+        """The links that became later, and those whose delay (ms) the schedule's slack does not absorb by Eq. 1.
+
+        A link that is as late as it always was is not late where the least slack of Algorithm 2 would absorb it.
         """
-        if self.job.least_delay is not None or not self._times:
-            return 0.0
-        middle = median(self._times)
-        noise = AS_DEVIATION * median(abs(ms - middle) for ms in self._times)
-        return noise / (2 * self.job.start.schedule.num_microbatches)
+        costs = scaled(self.job.costs, self.factors)
+        try:
+            absorbed = tolerances(now.schedule, costs)
+        except ScheduleError:  # more than one stage a rank: a mean op stands for Eq. 1
+            absorbed = {}
+        found = set(self.risen)
+        for link, ms in delays.items():
+            key, least = undirected(link), self.job.mean_op
+            if absorbed:
+                least = max(absorbed.get(key, least), tolerance(costs, min(key), MIN_SLACK))
+            if ms > max(least, self.job.smallest_delay):
+                found.add(key)
+        return frozenset(found)
 
     def _stage(self, event: OpTimes) -> ComputeWatch:
         key = event.rank, event.stage
@@ -259,3 +272,83 @@ def _laid(delays: Sequence[float], ms: float, busy: float) -> LinkCondition:
 
 def _condition(ms: float, busy: float) -> LinkCondition:
     return LinkCondition(Constant(max(0.0, ms - busy)), Constant(busy))
+
+
+class LateCauses:
+    """A link is named by its two ends, a stage by its number twice.
+
+    Args:
+        monitor: what is measured of links and stages.
+        fall: iterations after which a cause that is late no more is forgotten.
+
+    Attributes:
+        since: the iteration in which the newest came.
+    """
+
+    def __init__(self, monitor: JobMonitor, fall: int) -> None:
+        self.since = 0
+        self._monitor, self._fall = monitor, fall
+        self._late: dict[Link, tuple[float, float]] = {}
+        """How long each takes (ms), and how long it took before."""
+        self._seen: dict[Link, int] = {}
+
+    @property
+    def ms(self) -> dict[Link, float]:
+        """How late each is."""
+        return {key: ms for key, (ms, _) in self._late.items()}
+
+    @property
+    def rises(self) -> Mapping[Link, float]:
+        """By how much (ms) each link became later."""
+        return {key: ms - before for key, (ms, before) in self._late.items() if key[0] != key[1]}
+
+    def note(self, iteration: int, news: Sequence[LinkChange | ComputeChange]) -> set[Link]:
+        """Takes verified changes in; returns the causes that are new."""
+        known = set(self._late)
+        for change in news:
+            before, after = change.change.before, change.change.after
+            if isinstance(change, ComputeChange):
+                key = change.stage, change.stage
+            else:
+                key = undirected(change.link)
+                if change.of_share:
+                    before, after = change.before.mean, change.after.mean
+            if change.change.rose:
+                least = min(before, self._late.get(key, (0.0, before))[1])
+                self._late[key] = max(after, self._late.get(key, (0.0, 0.0))[0]), least
+            else:
+                self._late.pop(key, None)
+        new = set(self._late) - known
+        if new:
+            self.since = iteration
+        self._monitor.risen = {key for key in self._late if key[0] != key[1]}
+        return new
+
+    def are_there(self, keys: Collection[Link]) -> bool:
+        """Whether one of these is late in the latest iterations."""
+        return any(self._is_late(key) for key in keys if key in self._late)
+
+    def forget(self, iteration: int) -> None:
+        """Follows those that became later still. Forgets those that were not late for as long as a fall takes."""
+        self._seen = {key: self._seen.get(key, iteration) for key in self._late}
+        for key, (ms, before) in list(self._late.items()):
+            if self._is_late(key):
+                self._seen[key] = iteration
+                level = self._monitor.level(key)
+                if level > _LATER * ms:  # it rose while its messages moved to another path
+                    self._late[key] = level, before
+            elif iteration - self._seen[key] >= self._fall:
+                self._drop(key)
+
+    def forget_links(self) -> None:
+        """Nodes changed places: links join others now."""
+        for key in [key for key in self._late if key[0] != key[1]]:
+            self._drop(key)
+
+    def _drop(self, key: Link) -> None:
+        del self._late[key]
+        self._monitor.risen.discard(key)
+
+    def _is_late(self, key: Link) -> bool:
+        ms, before = self._late[key]
+        return self._monitor.is_late(key, (ms + before) / 2)

@@ -32,7 +32,6 @@ from penstock.control.events import (
     OpTimes,
     Probed,
     Switched,
-    Transfer,
     Transfers,
     event_from_json,
     undirected,
@@ -176,7 +175,7 @@ class LogReader:
             self._end(event)
         elif isinstance(event, Switched):
             self._switch(event.number)
-        elif isinstance(event, Transfer | Transfers | OpTimes):
+        elif isinstance(event, Transfers | OpTimes):
             contents.monitor.feed(event)
             if isinstance(event, OpTimes):
                 self._ops.append(event)
@@ -198,7 +197,7 @@ class LogReader:
     def _end(self, event: IterationEnded) -> None:
         """Ends an iteration, and notes when what is verified with it began."""
         contents = self.contents
-        changes = contents.monitor.end_iteration(event.ms)
+        changes = contents.monitor.end_iteration()
         contents.seen[event.number] = ObservedIteration(
             event.number,
             event.ms,

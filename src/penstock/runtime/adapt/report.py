@@ -13,9 +13,8 @@ from statistics import median
 from typing import Any, NamedTuple
 
 from penstock.control import Event, IterationEnded, OpTimes, Transfers
-from penstock.control.events import OP_KINDS, event_from_json, show_link
+from penstock.control.events import OP_KINDS, event_from_json, show_link, slowest_of
 from penstock.control.log import event_line
-from penstock.control.replicas import slowest_of
 from penstock.cost import Costs
 from penstock.runtime.transport.base import TransferRecord
 from penstock.schedule import Op

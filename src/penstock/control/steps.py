@@ -1,0 +1,166 @@
+"""The steps that one configuration ran: the usual ones, and those since something became late.
+
+    ms |              x x x x x     o o      usual   before the onset
+       |                                     since   clean steps from the onset on
+       | x x x x x x                         o       between a decision and the step after its switch: in neither
+       +------------------------------
+                     |           |
+                   onset      decision
+
+While links and ops are as they were, `Evidence` watches for steps that become slower by themselves. Steps that it has
+forgotten are usual ones.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from statistics import median
+from types import MappingProxyType
+
+from penstock.control.configuration import Configuration
+from penstock.control.events import Link
+from penstock.control.evidence import BURST, EXPLAINED, FEWEST, Evidence
+from penstock.control.measured import LinksOfStep
+from penstock.control.robust_statistics import deviation
+
+_MOST = 32
+"""Steps that are remembered of either kind."""
+PRESENT = 16
+"""Latest steps that say how long steps take at present."""
+NO_LINKS: Mapping[Link, float] = MappingProxyType({})
+
+
+StepSimulation = Callable[..., float]
+"""Says how long a step would take (ms) by simulation, with the links that were measured in it: of a configuration,
+with links `sooner` by so much (ms) than measured, and with ops as the job assumes them where `usual_ops`.
+"""
+
+
+@dataclass(frozen=True)
+class TimedStep:
+    """A step as measured.
+
+    Attributes:
+        ms: how long it took.
+        simulated: its simulation; None where links were not measured.
+        links: the links in it, as measured.
+    """
+
+    ms: float
+    simulated: StepSimulation | None = None
+    links: LinksOfStep | None = None
+
+
+class Steps:
+    """The clean steps of a configuration.
+
+    Args:
+        ran: the configuration.
+
+    Attributes:
+        ran: the configuration.
+        is_open: whether it is asked if steps are slower because of something that is late.
+        num_open: for how many steps it has been asked.
+        usual: steps before the onset, or before the steps that look slower.
+        since: steps from then on.
+    """
+
+    def __init__(self, ran: Configuration) -> None:
+        self.ran, self.is_open, self.num_open = ran, False, 0
+        self.usual: deque[TimedStep] = deque(maxlen=_MOST)
+        self.since: deque[TimedStep] = deque(maxlen=_MOST)
+        self._evidence = Evidence(())
+
+    def add(self, step: TimedStep) -> None:
+        """Takes the next clean step."""
+        if not self.is_open and len(self.since) == _MOST:
+            self.usual.append(self.since.popleft())
+        self.since.append(step)
+        self.num_open += self.is_open
+        self._evidence.add(step.ms)
+        if not self.is_open and (self._evidence.num == 0 or len(self.usual) < FEWEST):
+            self.settle()
+
+    def settle(self) -> None:
+        """Takes steps as they are for the usual ones."""
+        self.usual.extend(self.since)
+        self._begin(())
+
+    def open(self, num_steps: int) -> None:
+        """Something that became late in the last `num_steps` steps asks whether steps are slower for it.
+
+        If they were slower already, for something else, the question goes on with the usual steps from before that.
+        """
+        rows = [*self.usual, *self.since]
+        num = min(num_steps, len(rows))
+        if not (self.is_open and self.evidence >= EXPLAINED and len(self.since) > BURST):
+            self.usual = deque(rows[: len(rows) - num], maxlen=_MOST)
+        self.is_open, self.num_open = True, num
+        self._begin(rows[len(rows) - num :])
+
+    def close(self) -> None:
+        """What was late is late no more. The steps since then count for nothing any more."""
+        if self.is_open:
+            self.is_open = False
+            self._begin(())
+
+    def _begin(self, since: Sequence[TimedStep]) -> None:
+        self.since = deque(since, maxlen=_MOST)
+        self._evidence = Evidence(times(self.usual), times(since))
+
+    @property
+    def evidence(self) -> float:
+        """The evidence that steps are slower than the usual ones."""
+        return self._evidence.value
+
+    @property
+    def can_tell(self) -> bool:
+        """Whether there are enough steps on both sides."""
+        return len(self.usual) >= FEWEST and len(self.since) > BURST
+
+    @property
+    def known(self) -> Sequence[TimedStep]:
+        """The latest steps, whether something turned late among them or not."""
+        return (*self.usual, *self.since)[-PRESENT:]
+
+    @property
+    def present(self) -> Sequence[TimedStep]:
+        """The steps as they are now: those since the onset, without the one in which it was, or the latest."""
+        if self.is_open:
+            rows = tuple(self.since)
+            return (rows[1:] if len(rows) > FEWEST else rows)[-PRESENT:]
+        return self.known
+
+    @property
+    def level(self) -> float | None:
+        """How long a step takes now (ms), in the median; None where no step is known."""
+        return median(times(self.present)) if self.present else None
+
+    @property
+    def calm(self) -> float | None:
+        """How long a usual step takes (ms), in the median; None where none is known."""
+        return median(times(self.usual)) if self.usual else None
+
+    @property
+    def latest(self) -> float | None:
+        """How long the steps after the usual ones take (ms), in the median; None where no step is known."""
+        rows = list(self.since)
+        return median(times(rows[1:] if len(rows) > FEWEST else rows)) if rows else self.calm
+
+    @property
+    def rise(self) -> float:
+        """How much longer they take (ms) than usual ones."""
+        return (self.latest or 0.0) - (self.calm or 0.0) if self.usual else 0.0
+
+    @property
+    def noise(self) -> float:
+        """The deviation (ms) of a step from those around it."""
+        rows = [times(row) for row in (self.usual, self.present) if len(row) >= FEWEST]
+        return max(map(deviation, rows), default=0.0)
+
+
+def times(steps: Iterable[TimedStep]) -> list[float]:
+    """How long each step took (ms)."""
+    return [step.ms for step in steps]
