@@ -4,7 +4,7 @@
     new steps   131, rank 7 of 7;  128, rank 7 of 8;  96, rank 1 of 9;  130, rank 9 of 10;  ...
 
 Where nothing has changed, a new step is as likely to take any rank among the steps so far as any other, however
-noisy the machine is and whatever shape its noise has. So a bet on high ranks wins nothing in the long run. The test
+noisy the machine is and whatever shape its noise has. So a bet on high ranks wins nothing over many steps. The test
 stakes 1, bets on each new step, and multiplies: what the stake has grown to is the evidence. By chance it reaches x
 at most about once in x steps, so it may be looked at after every step, and adds up while a question is open. Where
 it falls to 1, the test starts anew, and the steps that spoke for nothing are forgotten: so a change that comes

@@ -15,7 +15,7 @@ stays goes on being watched for a while, since harm may show later.
 
 Where links change all the time, or one turned late since the switch, steps before and after had different links. If
 simulation explains how the steps differ, each step is therefore compared with what ran before, simulated with the
-links of this very step, and the test is fed the differences in place of the times.
+links of this step, and the test is fed the differences in place of the times.
 """
 
 from __future__ import annotations
