@@ -146,10 +146,10 @@ class MeshTimes:
         beside = [(columns[d - 1], columns[d], columns[(d + 1) % dp]) for d in range(dp)]
         numbers = {each: number for number, each in enumerate(dict.fromkeys(beside))}
         places = [(place // dp, numbers[beside[place % dp]]) for place in range(len(nodes))]
-        firsts = {places[place]: place for place in reversed(range(len(nodes))) if nodes[place] in marked}
+        firsts = {places[place]: place for place, node in enumerate(nodes) if node in marked}
         seen: set[object] = set()
         for kind, one in firsts.items():
-            for other, node in enumerate(nodes):
+            for other, node in reversed([*enumerate(nodes)]):
                 apart = (other - one) % dp
                 key = kind, places[other], apart if apart < 3 else max(apart, dp - 3)
                 if classes[node] != classes[nodes[one]] and key not in seen:
