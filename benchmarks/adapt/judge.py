@@ -41,7 +41,7 @@ class Seed:
         fault: the late link, the fault's first step, and the first after it; None for none.
         control, iterations: lines of the adapting run's control.jsonl and iterations.jsonl.
         saved: ms that the page of that run says were saved, by measured steps; None where it cannot tell.
-        simulated: the same by simulation, which the page says where measured steps do not tell.
+        about: the middle of the range that it says if steps vary too much to tell; None where it says nothing.
     """
 
     oracle: Sequence[float]
@@ -51,7 +51,7 @@ class Seed:
     control: Sequence[str]
     iterations: Sequence[str]
     saved: float | None
-    simulated: float | None = None
+    about: float | None = None
     warmup: int = 0
 
 
@@ -85,7 +85,8 @@ def judge_seed(seed: Seed) -> dict[str, Any]:
     Returns:
         run_ms: of the run without, from the first step that counts. recoverable, recovered: by how much the oracle's
             and the adapting run were shorter.
-        claimed: ms that the page says were saved. by_simulation: whether measured steps did not tell it.
+        claimed: ms that the page says were saved. is_range: whether it says a range, of which that is the
+            middle.
         onset: the fault's first step. made: the step after which a change for it was decided. ran_from: the first
             step with that change. answered: whether there is one, and the fault's last step ran something else than
             the first step of the run did.
@@ -108,13 +109,13 @@ def judge_seed(seed: Seed) -> dict[str, Any]:
     ]
     ran = [row for row in rows if answers and row["number"] == answers[0]["number"]]
     lost = [_lost(number, rows, onset) for number in sorted(numbers)]
-    claimed = seed.simulated if seed.saved is None else seed.saved
+    claimed = seed.about if seed.saved is None else seed.saved
     return {
         "run_ms": round(run_ms, 1),
         "recoverable": round(run_ms - oracle_ms, 1),
         "recovered": round(run_ms - ms, 1),
         "claimed": None if claimed is None else round(claimed, 1),
-        "by_simulation": seed.saved is None and claimed is not None,
+        "is_range": seed.saved is None and claimed is not None,
         "onset": onset,
         "answered": bool(answers and in_fault) and in_fault[-1]["digest"] != start,
         "made": answers[0]["iteration"] if answers else None,
@@ -184,7 +185,7 @@ def judge_cell(load: int, fault: bool, lasts: int | None, rows: Sequence[Mapping
     """
     shares = [each for row in rows if (each := share(row)) is not None]
     worst = min((row["recovered"] / row["run_ms"] for row in rows), default=0.0)
-    errors = [page_error(row) for row in rows]
+    errors = [page_error(row) for row in rows if row["claimed"] is not None]
     lost = [row["false_ms"] / row["run_ms"] for row in rows]
     found: dict[str, Any] = {
         "num_seeds": len(rows),
@@ -200,7 +201,7 @@ def judge_cell(load: int, fault: bool, lasts: int | None, rows: Sequence[Mapping
         "false_steps": sum(row["false_steps"] for row in rows),
         "false_ms": round(sum(row["false_ms"] for row in rows), 1),
         "page_error": _middle(errors),
-        "page_by_simulation": sum(row["by_simulation"] for row in rows),
+        "page_silent": sum(row["claimed"] is None for row in rows),
         "page_right": sum(each <= PAGE for each in errors),
         "page_wrong_sign": sum(has_wrong_sign(row) for row in rows),
     }
@@ -215,7 +216,9 @@ def judge_cell(load: int, fault: bool, lasts: int | None, rows: Sequence[Mapping
         max(lost, default=0.0) > LOST or median(-row["recovered"] / row["run_ms"] for row in rows) > LOST
     ):
         missed.append(f"more than {LOST:.0%} of a run lost without a fault")
-    if fault and lasts is None and median(errors) > PAGE:
+    if fault and lasts is None and 2 * len(errors) <= len(rows):
+        missed.append("the page cannot tell what was saved in half of the runs or more")
+    if fault and lasts is None and errors and median(errors) > PAGE:
         missed.append(f'the page\'s "saved" is more than {PAGE:.0%} off in the median')
     if found["page_wrong_sign"]:
         missed.append('the page says "saved" of a loss, or the other way')

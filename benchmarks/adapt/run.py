@@ -138,7 +138,7 @@ def read_seed(place: Path, warmup: int) -> Seed:
         control,
         iterations,
         page.saved,
-        page.saved_by_simulation,
+        None if page.saved_about is None else page.saved_about[0],
         warmup=warmup,
     )
 

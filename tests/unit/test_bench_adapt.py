@@ -55,10 +55,14 @@ def test_an_answered_fault() -> None:
     assert (cell["answered"], cell["steps_to_decision"], cell["missed"]) == (3, [2, 2, 2], [])
 
 
-def test_the_page_s_simulation_counts_where_measured_steps_do_not_tell() -> None:
-    row = judge.judge_seed(replace(SEED, saved=None, simulated=7_200.0))
-    assert (row["claimed"], row["by_simulation"], judge.page_error(row)) == (7_200.0, True, 1.0)
-    assert judge.judge_seed(replace(SEED, saved=None))["claimed"] is None
+def test_the_middle_of_the_page_s_range_counts_and_silence_is_counted() -> None:
+    row = judge.judge_seed(replace(SEED, saved=None, about=7_200.0))
+    assert (row["claimed"], row["is_range"], judge.page_error(row)) == (7_200.0, True, 1.0)
+    silent = judge.judge_seed(replace(SEED, saved=None))
+    assert silent["claimed"] is None
+    cell = judge.judge_cell(0, True, None, [silent, judge.judge_seed(SEED)])
+    assert (cell["page_silent"], cell["page_right"]) == (1, 1)
+    assert cell["missed"] == ["the page cannot tell what was saved in half of the runs or more"]
 
 
 def test_a_change_that_costs_more_than_the_fault_misses_its_aims() -> None:
