@@ -29,7 +29,7 @@ class PackingError(ScheduleError):
         ...     ps.planning.plan_batch([900, 100], ps.build("1f1b", 2, 4), costs)
         ... except ps.planning.PackingError as error:
         ...     print(error)
-        2 sequences can't fill 4 microbatches with at least one each; give more, or fewer microbatches
+        2 sequences can't fill 4 microbatches; give fewer microbatches
     """
 
     def __init__(self, message: str) -> None:
