@@ -24,9 +24,9 @@ from penstock.control.candidate import Action, Candidate, Measured, above, candi
 from penstock.control.changes import Sensitivity
 from penstock.control.compute import ComputeChange, Factors, scaled
 from penstock.control.configuration import Configuration, Job, fits, in_host, peaks
-from penstock.control.decide import Decision, Scored, choose, predict, score
+from penstock.control.decide import Decision, Scored, choose, moved_by, predict, reason_of, score, what_of
 from penstock.control.errors import ControlError
-from penstock.control.events import Event, Link, show_link, undirected
+from penstock.control.events import Event, Link, undirected
 from penstock.control.evidence import BURST, UNEXPLAINED
 from penstock.control.link import Cause, LinkChange
 from penstock.control.log import event_line, header, outcome_line
@@ -242,8 +242,7 @@ class Controller:
         """Opens the question whether steps are slower where something turned late, and closes it with the last."""
         new = self._causes.note(self._iteration, news)
         self._causes.forget(self._iteration)
-        if news:
-            self._age = 0
+        self._age = 0 if news else self._age
         if new:
             self._steps.open(max(change.num_iterations for change in news))
             self._told_level = 0.0
@@ -275,15 +274,8 @@ class Controller:
     def _charge(self, trial: Trial | None) -> None:
         """Charges the change that has been prepared with what these steps took longer than clean ones."""
         steps = self._steps if trial is None else trial.before
-        ran, usual = steps.ran, [each for each in steps.present if each.simulated is not None]
-        cost = 0.0
-        for each in self._preparing:
-            if usual and each.simulated is not None:
-                offset = median(one.ms - one.simulated(ran) for one in usual if one.simulated is not None)
-                cost += max(0.0, each.ms - each.simulated(ran) - offset)
-        self._preparing = []
-        self.paid += cost
-        self._spent += cost
+        cost, self._preparing = steps.excess(self._preparing), []
+        self.paid, self._spent = self.paid + cost, self._spent + cost
         if trial is not None:
             trial.paid = cost
 
@@ -299,8 +291,8 @@ class Controller:
     @property
     def _hold(self) -> int:
         """Iterations for which links stay delegated at least: more with each recent decision."""
-        fewest, most = self.sensitivity.fall // 2, self.sensitivity.most_fall // 2
-        return min(max(fewest, 2 ** self._question.num_recent(self._iteration)), most)
+        recent = 2 ** self._question.num_recent(self._iteration)
+        return min(max(self.sensitivity.fall // 2, recent), self.sensitivity.most_fall // 2)
 
     # Switches and trials.
 
@@ -339,7 +331,7 @@ class Controller:
         promised = 0.0 if decision.action is Action.UNDELEGATE else decision.ms_now - decision.ms_then
         # Where nodes moved, links are others: what ran before cannot be simulated with them.
         self._trial = Trial(decision.number, before, promised, self._causes.ms, None if is_move else then)
-        self._fallback, self._tried = self._proven, _what(decision.action, then)
+        self._fallback, self._tried = self._proven, what_of(decision.action, then)
 
     def _try(self, trial: Trial, step: TimedStep) -> None:
         """Gives a step to the trial of what runs, and acts on its verdict."""
@@ -384,7 +376,7 @@ class Controller:
         self._number += 1
         waits = in_host(then.schedule, self.job.costs)
         made = action, then, reason, *ms, price, causes, held, waits
-        self._waiting = Decision(self._number, self._iteration, *made, _moved(self.now, then))
+        self._waiting = Decision(self._number, self._iteration, *made, moved_by(self.now, then))
         return self._waiting
 
     # The choice.
@@ -423,7 +415,7 @@ class Controller:
             for each in self._scored
             if forced
             or each is now
-            or not self._question.bars(_what(each.candidate.action, each.candidate.configuration), cause, at)
+            or not self._question.bars(what_of(each.candidate.action, each.candidate.configuration), cause, at)
         ]
         # Where links vary, a calm while is no reason to go back: that a delay fell must be verified.
         returning = (bool(news) or len(self._measured.scenarios) == 1) and not self._question.waits(at)
@@ -447,7 +439,7 @@ class Controller:
         recent = self._recent()
         ms = None if forced else now.ms, chosen.ms
         causes = tuple(dict.fromkeys(str(change.cause) for change in recent))
-        reason = self._reason(recent, candidate.configuration, *ms)
+        reason = reason_of(recent, self.now, candidate.configuration, ms, self._monitor.down)
         return self._propose(
             candidate.action, candidate.configuration, reason, ms, candidate.price, causes, chosen.peaks
         )
@@ -482,18 +474,6 @@ class Controller:
         if self._nodes is not None and self._nodes.excess:
             by_nodes = self.predicted_mesh - predict(self.job, self.now, [Links()])
         return max(by_nodes, median(found) if found else 0.0)
-
-    def _reason(
-        self, news: Sequence[LinkChange | ComputeChange], then: Configuration, ms_now: float | None, ms_then: float
-    ) -> str:
-        parts = []
-        if ms_now is None:
-            parts.append("link " + ", ".join(show_link(link) for link in sorted(self._monitor.down)) + " is down")
-        parts += map(str, news)
-        parts += [f"link {show_link(link)} goes by {path}" for link, path in _moved(self.now, then)]
-        parts += [f"dispatch {then.dispatch.value}"] if then.dispatch is not self.now.dispatch else []
-        times = f"{ms_then:.4g} ms an iteration" + ("" if ms_now is None else f" instead of {ms_now:.4g}")
-        return "; ".join([*parts, f"simulated {times}"])
 
     # Nodes of a mesh.
 
@@ -531,7 +511,7 @@ class Controller:
         then = replace(found.configuration, nodes=found.mesh.nodes)
         gain, price = found.ms_now - found.ms_then, self.job.prices.move
         lost = gain * (self._iteration - nodes.late_since)
-        if self._question.bars(_what(Action.MOVE, then), nodes.excess, self._iteration):
+        if self._question.bars(what_of(Action.MOVE, then), nodes.excess, self._iteration):
             why: tuple[Obstacle, str] | None = Obstacle.TAKEN_BACK, "moving nodes was tried and taken back"
         elif lost < price:
             why = Obstacle.PRICE, f"moving costs {price:.3g} ms, and late links have cost {lost:.3g} ms so far"
@@ -625,14 +605,3 @@ class Controller:
         late = tuple(sorted(cause.items()))
         times = (self._ms if before is None else before), (self._ms if since is None else since)
         self._said.append(Unanswered(self._iteration, obstacle, why, late, *times, simulated, helps, nodes))
-
-
-def _what(action: Action, then: Configuration) -> tuple[Action, object]:
-    """What identifies a change, so that it is not tried again for the same cause."""
-    return action, then.nodes if action is Action.MOVE else then.delegated
-
-
-def _moved(now: Configuration, then: Configuration) -> tuple[tuple[Link, str], ...]:
-    """The links that take another path, and by which they go then."""
-    moved = sorted(set(now.delegated) ^ set(then.delegated))
-    return tuple((link, "delegates" if link in then.delegated else "its own path") for link in moved)

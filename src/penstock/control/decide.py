@@ -9,7 +9,7 @@ has reached its price.
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from statistics import fmean
@@ -255,3 +255,38 @@ class Decision:
             "moved": {show_link(link): path for link, path in self.moved},
             "dispatch": self.configuration.dispatch.value,
         }
+
+
+def what_of(action: Action, then: Configuration) -> tuple[Action, object]:
+    """What identifies a change, so that it is not tried again for the same cause."""
+    return action, then.nodes if action is Action.MOVE else then.delegated
+
+
+def moved_by(now: Configuration, then: Configuration) -> tuple[tuple[Link, str], ...]:
+    """The links that take another path, and by which they go then."""
+    moved = sorted(set(now.delegated) ^ set(then.delegated))
+    return tuple((link, "delegates" if link in then.delegated else "its own path") for link in moved)
+
+
+def reason_of(
+    news: Iterable[object],
+    now: Configuration,
+    then: Configuration,
+    ms: tuple[float | None, float],
+    down: Iterable[Link],
+) -> str:
+    """Why something else is to run, in words.
+
+    Args:
+        news: what changed.
+        now: what runs.
+        then: what is to run.
+        ms: the simulated time of an iteration of both; None where a dead link leaves none.
+        down: the dead links.
+    """
+    parts = [] if ms[0] is not None else [f"link {', '.join(map(show_link, sorted(down)))} is down"]
+    parts += map(str, news)
+    parts += [f"link {show_link(link)} goes by {path}" for link, path in moved_by(now, then)]
+    parts += [f"dispatch {then.dispatch.value}"] if then.dispatch is not now.dispatch else []
+    times = f"{ms[1]:.4g} ms an iteration" + ("" if ms[0] is None else f" instead of {ms[0]:.4g}")
+    return "; ".join([*parts, f"simulated {times}"])

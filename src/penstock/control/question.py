@@ -68,8 +68,7 @@ class Question:
 
     def waits(self, iteration: int) -> bool:
         """Whether it is too soon for a change for which nothing turned late."""
-        num = self.num_recent(iteration)
-        return bool(self._made) and iteration < self._made[-1] + 2**num
+        return bool(self._made) and iteration < self._made[-1] + 2 ** self.num_recent(iteration)
 
     def doubt(self, steps: Steps, iteration: int, gain: float, anyway: float, simulated_rise: float) -> Doubt | None:
         """What speaks against a change.

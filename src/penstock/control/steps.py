@@ -13,6 +13,7 @@ forgotten are usual ones.
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -146,13 +147,19 @@ class Steps:
     @property
     def latest(self) -> float | None:
         """How long the steps after the usual ones take (ms), in the median; None where no step is known."""
-        rows = list(self.since)
-        return median(times(rows[1:] if len(rows) > FEWEST else rows)) if rows else self.calm
+        return median(times(list(self.since)[len(self.since) > FEWEST :])) if self.since else self.calm
 
     @property
     def rise(self) -> float:
         """How much longer they take (ms) than usual ones."""
         return (self.latest or 0.0) - (self.calm or 0.0) if self.usual else 0.0
+
+    def excess(self, others: Iterable[TimedStep]) -> float:
+        """How much longer (ms) other steps took in all than these do, each compared with its own simulation."""
+        rows = [step.ms - step.simulated(self.ran) for step in self.present if step.simulated is not None]
+        usual = median(rows) if rows else math.inf
+        found = (step.ms - step.simulated(self.ran) - usual for step in others if step.simulated is not None)
+        return sum(max(0.0, each) for each in found)
 
     @property
     def noise(self) -> float:
