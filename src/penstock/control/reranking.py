@@ -63,7 +63,7 @@ class Reranking:
         >>> job, late = ps.control.Job(costs, start), ps.Links.parse("6:7=latency:30ms+bandwidth:50GB/s")
         >>> found = ps.control.rerank(job, mesh, late)
         >>> found.ms_then <= found.ms_now, found.moved
-        (True, (4, 6))
+        (True, (5, 7))
     """
 
     mesh: Mesh
@@ -112,7 +112,7 @@ def rerank(
         >>> job, late = ps.control.Job(costs, start), ps.Links.parse("6:7=latency:30ms+bandwidth:50GB/s")
         >>> found = ps.control.rerank(job, mesh, late)
         >>> print(found.mesh, found.moved, round(found.ms_now), round(found.ms_then))
-        0 2 6 4 | 1 3 5 7 (4, 6) 3653 337
+        0 2 4 6 | 1 3 7 5 (5, 7) 3653 337
     """
     now = now or job.start
     times = MeshTimes(job, mesh, links, ring)
