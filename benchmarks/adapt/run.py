@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import ctypes
 import json
 import os
 import random
@@ -43,6 +44,10 @@ LIMIT = 600.0
 """Seconds after which runs are ended, and count as dropped."""
 FOREIGN = 0.15
 """Cores that other work may take on average beside the runs of a quiet cell, or beside those of a busy one."""
+ORPHANS_S = 5.0
+"""Seconds that processes which a run leaves behind may take to end."""
+TAKE_IN = 36
+"""Linux's number, in prctl, for taking in processes whose parent has ended."""
 TRIES = 3
 """Tries for a seed, the dropped ones among them."""
 
@@ -68,13 +73,24 @@ def busy_seconds() -> float:
 
 
 def own_seconds() -> float:
-    """Seconds of cores that children of this process took which have ended."""
+    """Seconds of cores that children of this process took which have ended.
+
+    The server that ranks are forked from ends after the process that started it. So this process takes in what is
+    left behind, and waits for it: nobody else would count its time.
+    """
+    end = time.monotonic() + ORPHANS_S
+    with contextlib.suppress(ChildProcessError):
+        while time.monotonic() < end:
+            if os.waitpid(-1, os.WNOHANG)[0] == 0:
+                time.sleep(0.05)
     used = resource.getrusage(resource.RUSAGE_CHILDREN)
     return used.ru_utime + used.ru_stime
 
 
 def run_beside(command: Sequence[str], load: int, any_load: bool = False) -> dict[str, Any]:
     """Runs a command beside busy loops. `dropped`, if it is there, says why it does not count."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(TAKE_IN, 1)
     before, own, began = busy_seconds(), own_seconds(), time.time()
     failed = ""
     with busy_loops(load):
@@ -84,7 +100,8 @@ def run_beside(command: Sequence[str], load: int, any_load: bool = False) -> dic
         except subprocess.TimeoutExpired:
             failed = f"not done in {LIMIT:g} s"
     seconds = time.time() - began
-    foreign = max(0.0, (busy_seconds() - before) - (own_seconds() - own)) / seconds
+    busy = busy_seconds() - before
+    foreign = max(0.0, busy - (own_seconds() - own)) / seconds
     if not failed and foreign > FOREIGN and not any_load:
         failed = f"other work took {foreign:.2f} cores"
     found = {"seconds": round(seconds, 1), "foreign_cores": round(foreign, 3), "load": round(os.getloadavg()[0], 2)}
