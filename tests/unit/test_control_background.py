@@ -125,6 +125,21 @@ def test_nothing_is_searched_for_healthy_links_or_where_orders_may_not_change() 
     }
 
 
+def test_a_search_began_because_ops_varied_and_no_link_was_late() -> None:
+    """Ranks that shared cores with the search then took up to twice as long."""
+    job, _ = case()
+    controller = Controller(job)
+    drive(controller, ps.Links(), 15)
+    slower = replace(
+        job.costs, **{kind: [1.3 * ms for ms in getattr(job.costs, kind)] for kind in ("f", "i", "w", "b")}
+    )
+    for number in range(15, 40):
+        timeline = run_once(replace(job, costs=slower), controller.now, ps.Links())
+        for event in measured_events(timeline, number, job.costs):
+            controller.feed(event)
+    assert controller.plan_problem() is None
+
+
 def test_a_plan_that_gains_less_than_the_noise_of_steps_is_not_offered() -> None:
     job, late = case()
     controller = after_rules(job, late)

@@ -23,7 +23,7 @@ from penstock.control.background import BackgroundPlanner
 from penstock.control.controller import Controller
 from penstock.control.decide import predict
 from penstock.control.errors import ControlError
-from penstock.control.events import Event, event_from_json
+from penstock.control.events import Event, event_from_json, read_link
 from penstock.control.log import read_header
 from penstock.cost import Links
 
@@ -64,10 +64,7 @@ def _search(controller: Controller, search: Callable[[], Event], lock: threading
 
 def simulated(controller: Controller, record: dict[str, Any]) -> float:
     """The iteration time (ms) of what runs now on links with the record's delays; over a mesh with its rings."""
-    delays = {}
-    for name, ms in record["links"].items():
-        source, _, target = name.partition(":")
-        delays[int(source), int(target)] = float(ms)
+    delays = {read_link(name): float(ms) for name, ms in record["links"].items()}
     ms = predict(controller.job, controller.now, [Links(delays)])
     return round(max(ms, controller.predicted_mesh), 3)
 

@@ -16,7 +16,7 @@ from typing import Any
 from penstock.control.candidate import Measured, candidates
 from penstock.control.configuration import Configuration, Job, peaks
 from penstock.control.decide import predict, score
-from penstock.control.events import Link, show_link
+from penstock.control.events import Link, read_link, show_link
 from penstock.dispatch import Dispatch
 from penstock.library import build
 from penstock.schedule import Schedule, ScheduleError
@@ -144,8 +144,7 @@ def _shown(late: tuple[tuple[Link, float], ...]) -> dict[str, float]:
 
 
 def _read(late: Mapping[str, float]) -> tuple[tuple[Link, float], ...]:
-    pairs = ((key.partition(":"), ms) for key, ms in late.items())
-    return tuple(((int(a), int(b)), float(ms)) for (a, _, b), ms in pairs)
+    return tuple((read_link(key), float(ms)) for key, ms in late.items())
 
 
 def what_would_help(job: Job, now: Configuration, measured: Measured) -> tuple[Help, ...]:

@@ -5,9 +5,9 @@
     python -m ...       +--> plan for 4 s --> 16 s --> 64 s ------+
 
 The controller's rules make an order in milliseconds. A search takes seconds, and often finds a shorter one. So it
-runs in a process of its own, at a low priority, and is stopped whenever it has had its share of a core. What
-it has to compile counts towards its share. If links change, it is killed, and begins again for the links as they then
-are. A plan is only offered: what runs, the controller decides.
+runs in a process of its own, on cores that nobody else wants, and is stopped whenever it has had its share of one.
+What it has to compile counts towards its share. If links change, it is killed, and begins again for the links as they
+then are. A plan is only offered: what runs, the controller decides.
 
 This module is both ends: `BackgroundPlanner` in the controller's process, and the process that searches.
 """
@@ -109,10 +109,14 @@ class BackgroundPlanner:
 
 
 def _is_same(job: Job, links: Links, known: Job, planned: Links) -> bool:
-    """Whether a plan for the one is as good for the other: no delay differs by as much as a verified change does."""
-    ways = {*links.delays, *planned.delays}
-    pairs = [(links.delays.get(way, 0.0), planned.delays.get(way, 0.0)) for way in ways]
-    return job == known and all(abs(now - then) <= max(job.smallest_delay, 0.1 * then) for now, then in pairs)
+    """Whether a plan for the one is as good for the other: no delay or op differs by as much as a verified change
+    does.
+    """
+    pairs = [(links.delays.get(way, 0.0), planned.delays.get(way, 0.0)) for way in {*links.delays, *planned.delays}]
+    for kind in ("f", "i", "w", "b"):
+        pairs += zip(getattr(job.costs, kind), getattr(known.costs, kind), strict=True)
+    is_alike = replace(job, costs=known.costs) == known
+    return is_alike and all(abs(now - then) <= max(known.smallest_delay, 0.1 * then) for now, then in pairs)
 
 
 def _tend(process: Any, job: Job, links: Links, found: list[Schedule]) -> None:
@@ -139,7 +143,7 @@ def _search() -> None:
     from penstock.planning import compile_ahead  # here, so that the controller's process stays light
 
     ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # which it gets when its parent ends
-    os.nice(5)
+    os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))  # a core that a rank wants is the rank's
     value = json.loads(sys.stdin.read())
     compile_ahead.compile_all()  # here, and not in a process that nobody holds back
     links = Links({(source, target): ms for (source, target), ms in value["links"]})

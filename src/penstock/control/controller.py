@@ -134,10 +134,10 @@ class Controller:
 
     def plan_problem(self) -> tuple[Job, Links] | None:
         """What a better plan is to be searched for: the job with costs as measured, and the delays that matter. None
-        where orders may not change, nothing is late or slow, or what is has just changed.
+        where orders may not change, no link became late, or what is late has just changed.
         """
         job, measured = self._as_measured()
-        if not self.job.may_replan or not (measured.late or measured.factors) or self._age < BURST:
+        if not self.job.may_replan or not self._causes.rises or self._age < BURST:
             return None
         return job, above(measured.typical, job.smallest_delay)
 

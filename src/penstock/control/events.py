@@ -366,12 +366,14 @@ def event_from_json(value: Mapping[str, Any]) -> Event:
         if name == "transfers":
             ((link, (sizes, ms, busy, held)),) = fields.items()
             each = tuple(sizes) if isinstance(sizes, list) else (sizes,) * len(ms)
-            return Transfers(_two(link), each, tuple(ms), busy, held)
+            return Transfers(read_link(link), each, tuple(ms), busy, held)
         if name == "ops":
             ((link, kinds),) = fields.items()
-            return OpTimes(*_two(link), tuple((kind, (first, second)) for kind, (first, second) in kinds.items()))
+            return OpTimes(
+                *read_link(link), tuple((kind, (first, second)) for kind, (first, second) in kinds.items())
+            )
         if name == "probed":
-            return Probed(tuple((_two(link), LinkTime(*time)) for link, time in fields.items()))
+            return Probed(tuple((read_link(link), LinkTime(*time)) for link, time in fields.items()))
         return _NAMES[name](**fields)
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         if isinstance(error, ControlError):
@@ -384,11 +386,6 @@ def rounded(ms: float) -> float:
     return float(f"{ms:.3g}")
 
 
-def _two(text: str) -> tuple[int, int]:
-    first, second = text.split(":")
-    return int(first), int(second)
-
-
 def undirected(link: Link) -> Link:
     """The link's two ranks, the lower one first."""
     return (link[0], link[1]) if link[0] < link[1] else (link[1], link[0])
@@ -396,6 +393,12 @@ def undirected(link: Link) -> Link:
 
 def show_link(link: Link) -> str:
     return f"{link[0]}:{link[1]}"
+
+
+def read_link(text: str) -> Link:
+    """Reads `show_link`, and two numbers of anything else. Raises ValueError for other text."""
+    first, second = text.split(":")
+    return int(first), int(second)
 
 
 def _check_link(link: object) -> None:

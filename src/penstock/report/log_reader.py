@@ -34,6 +34,7 @@ from penstock.control.events import (
     Switched,
     Transfers,
     event_from_json,
+    read_link,
     undirected,
 )
 from penstock.control.log import json_lines, read_header
@@ -303,7 +304,7 @@ def add_record(contents: LogContents, record: Mapping[str, Any]) -> None:
         if known is not None:
             contents.seen[number] = replace(known, decision=force)
         else:
-            delays = {_link(name): float(ms) for name, ms in record["links"].items()}
+            delays = {read_link(name): float(ms) for name, ms in record["links"].items()}
             clean = number >= WARM_UP
             contents.seen[number] = ObservedIteration(number, float(record["ms"]), force, delays, is_clean=clean)
         if force:
@@ -313,11 +314,6 @@ def add_record(contents: LogContents, record: Mapping[str, Any]) -> None:
         raise ControlError(
             f"iterations.jsonl: a line that does not fit the log: {error!r} in {record!r}"[:300]
         ) from None
-
-
-def _link(name: str) -> Link:
-    source, _, target = name.partition(":")
-    return int(source), int(target)
 
 
 def measured_timeline(contents: LogContents, record: Mapping[str, Any]) -> tuple[str, tuple[int, Timeline]]:
