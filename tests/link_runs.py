@@ -76,7 +76,7 @@ def lines_over_gloo(rank: int, case: LinkCase) -> Iterator[LateLines]:
     """Lines between devices that are gloo's, as there is no GPU; they are aborted as NCCL's are."""
     lines = LateLines(case.fails_at if rank == 1 else None)
 
-    def made(group: Any, timeout: float, wiring: Any, device: torch.device) -> nccl.DeviceLines:
+    def made(group: Any, timeout: float, wiring: Any, device: torch.device, *_: int) -> nccl.DeviceLines:
         return nccl.DeviceLines(group, nccl.lines_of(wiring), "gloo", timeout, device, lines)
 
     with pytest_patch() as patch:
