@@ -156,7 +156,7 @@ def test_a_late_link_is_answered_and_the_log_says_it_all(tmp_path: Path) -> None
         for _ in range(5):
             ranks.step(LATE)
         decisions = replay(ranks.log())
-        assert decisions[0].iteration == 11, "two late iterations verify it"
+        assert decisions[0].iteration == 13, "three late iterations may be a burst"
         assert [one.digest for one in ranks.agents] == [ranks.running[0].digest] * NUM_RANKS
         applied = ranks.news(Switched)
         assert applied[0] == 1

@@ -144,7 +144,7 @@ def test_a_slow_link_is_found_and_answered(run: Run, place: Path) -> None:
     assert max(slow, key=lambda link: slow[link]) in ("2>3", "3>2")
     read = EmulatedReport.read(place / "run" / "report.json")
     assert read is not None
-    assert "Link 2–3 was " in read.to_text()
+    assert "link 2–3 was " in read.to_text().lower()
     found = read_adaptation(place / "run")
     assert found is not None
     assert json.loads(json.dumps(found)) == steered

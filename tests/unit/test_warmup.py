@@ -126,7 +126,7 @@ def test_no_counts_within_memory_have_a_larger_least_slack(caps: list[int], num:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"memory": 0.5}, "stage 0 has memory 0.5, but one forward keeps 1"),
+        ({"memory": 0.5}, "stage 0 has memory 0.5, of which 0 is reserved: no room for one forward, which keeps 1"),
         ({"memory": 5, "reserved": [0, 5, 0, 0]}, "stage 1 has memory 5, of which 5 is reserved"),
         ({"memory": [4, 4]}, "memory has 2 entries; give one per stage, 4 in all"),
         ({"memory": float("nan")}, "memory of stage 0 is nan"),

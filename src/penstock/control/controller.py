@@ -99,7 +99,7 @@ class Controller:
         self._causes = LateCauses(self._monitor, self.sensitivity.fall)
         self._nodes = None if job.mesh is None else NodeWatch(job, job.mesh)
         self._question = Question(job.least_gain)
-        self._steps = Steps(job.start)
+        self._steps = Steps(job.start, job.num_updates)
         self._preparing: list[TimedStep] = []
         self._is_first = False
         self._trial: Trial | None = None
@@ -137,7 +137,7 @@ class Controller:
         where orders may not change, no link became late, or what is late has just changed.
         """
         job, measured = self._as_measured()
-        if not self.job.may_replan or not self._causes.rises or self._age < BURST:
+        if not self.job.may_replan or not self._causes.rises or self._age < self._steps.burst:
             return None
         return job, above(measured.typical, job.smallest_delay)
 
@@ -314,7 +314,7 @@ class Controller:
             self._causes.forget_links()
         else:
             self._monitor.move(set(then.delegated) ^ set(self.now.delegated), self.now.delegated)
-        before, self._steps, self.now = self._steps, Steps(then), then
+        before, self._steps, self.now = self._steps, Steps(then, self.job.num_updates), then
         self._due, self._is_first, self._switched_at, self._rate = True, True, self._iteration, 0.0
         if decision.action is Action.TAKE_BACK:
             assert self._trial is not None, "only what was tried is taken back"
@@ -339,9 +339,12 @@ class Controller:
         if verdict is None:
             return
         self._said.append(verdict)
-        if verdict.kept:
+        told = {(obstacle, frozenset(trial.cause)) for obstacle in Obstacle}
+        if verdict.kept:  # its cause has been answered
             self._proven = self.now
+            self._told |= told
             return
+        self._told -= told
         self._proven = self._fallback  # a change that had stayed may turn out slower after all
         cause = self._moved_for if self._tried[0] is Action.MOVE else trial.cause
         self._question.failed(trial.number, self._tried, cause, self._iteration)
@@ -556,7 +559,7 @@ class Controller:
         key = obstacle, frozenset(cause)
         if not cause or measured is None or key in self._told or obstacle is Obstacle.PAUSE:
             return
-        if self._iteration - self._causes.since < (BURST if final else _SAY):
+        if self._iteration - self._causes.since < (self._steps.burst if final else _SAY):
             return
         self._told.add(key)
         helps: tuple[Help, ...] = ()
@@ -567,7 +570,11 @@ class Controller:
     def _explain_nodes(self, obstacle: Obstacle, why: str, nodes: NodeWatch, simulated: float) -> None:
         """Reports once for each set of late nodes that they stay, and why, unless waiting may still change that."""
         key = obstacle, frozenset(nodes.excess)
-        if obstacle in (Obstacle.PRICE, Obstacle.PAUSE) or key in self._told or len(self._steps.present) < BURST:
+        if (
+            obstacle in (Obstacle.PRICE, Obstacle.PAUSE)
+            or key in self._told
+            or len(self._steps.present) < self._steps.fewest
+        ):
             return
         self._told.add(key)
         self._say_unanswered(obstacle, why, {}, simulated, nodes=nodes.in_words)

@@ -15,7 +15,7 @@ from collections.abc import Mapping
 
 from penstock.control.advice import Obstacle
 from penstock.control.events import Link
-from penstock.control.evidence import BURST, EXPLAINED, FEWEST, UNEXPLAINED, WINDOW, explains
+from penstock.control.evidence import EXPLAINED, FEWEST, UNEXPLAINED, WINDOW, explains
 from penstock.control.steps import Steps
 from penstock.control.trial import RevertedChange
 
@@ -81,11 +81,11 @@ class Question:
             simulated_rise: how much longer steps are (ms) for what turned late, by simulation.
         """
         level, calm = steps.level, steps.calm
-        if level is None or len(steps.present) < FEWEST:
+        if level is None or len(steps.present) < steps.fewest:
             return Obstacle.NOISE, "too few steps have run to tell how much they vary"
         if not steps.is_open or len(steps.usual) < FEWEST:
             return self._improves(steps, iteration, gain, level)
-        if len(steps.since) <= BURST:
+        if len(steps.since) <= steps.burst:
             return Obstacle.PAUSE, f"it is late for {len(steps.since)} steps so far, and may be a burst"
         assert calm is not None, "usual steps are known"
         said = f"steps took {calm:.4g} ms before and take {level:.4g} since"

@@ -59,16 +59,19 @@ class Steps:
 
     Args:
         ran: the configuration.
+        num_updates: how many steps are measured as one, since a pass of a schedule with updates among its ops has them.
 
     Attributes:
         ran: the configuration.
+        fewest, burst: `FEWEST` and `BURST`, in steps as they are measured.
         is_open: whether it is asked if steps are slower because of something that is late.
         num_open: for how many steps it has been asked.
         usual: steps before the onset, or before the steps that look slower.
         since: steps from then on.
     """
 
-    def __init__(self, ran: Configuration) -> None:
+    def __init__(self, ran: Configuration, num_updates: int = 1) -> None:
+        self.fewest, self.burst = -(-FEWEST // num_updates), -(-BURST // num_updates)
         self.ran, self.is_open, self.num_open = ran, False, 0
         self.usual: deque[TimedStep] = deque(maxlen=_MOST)
         self.since: deque[TimedStep] = deque(maxlen=_MOST)
@@ -81,7 +84,7 @@ class Steps:
         self.since.append(step)
         self.num_open += self.is_open
         self._evidence.add(step.ms)
-        if not self.is_open and (self._evidence.num == 0 or len(self.usual) < FEWEST):
+        if not self.is_open and (self._evidence.num == 0 or len(self.usual) < self.fewest):
             self.settle()
 
     def settle(self) -> None:
@@ -96,7 +99,7 @@ class Steps:
         """
         rows = [*self.usual, *self.since]
         num = min(num_steps, len(rows))
-        if not (self.is_open and self.evidence >= EXPLAINED and len(self.since) > BURST):
+        if not (self.is_open and self.evidence >= EXPLAINED and len(self.since) > self.burst):
             self.usual = deque(rows[: len(rows) - num], maxlen=_MOST)
         self.is_open, self.num_open = True, num
         self._begin(rows[len(rows) - num :])
@@ -119,7 +122,7 @@ class Steps:
     @property
     def can_tell(self) -> bool:
         """Whether there are enough steps on both sides."""
-        return len(self.usual) >= FEWEST and len(self.since) > BURST
+        return len(self.usual) >= self.fewest and len(self.since) > self.burst
 
     @property
     def known(self) -> Sequence[TimedStep]:
@@ -131,7 +134,7 @@ class Steps:
         """The steps as they are now: those since the onset, without the one in which it was, or the latest."""
         if self.is_open:
             rows = tuple(self.since)
-            return (rows[1:] if len(rows) > FEWEST else rows)[-PRESENT:]
+            return (rows[1:] if len(rows) > self.fewest else rows)[-PRESENT:]
         return self.known
 
     @property
@@ -147,7 +150,7 @@ class Steps:
     @property
     def latest(self) -> float | None:
         """How long the steps after the usual ones take (ms), in the median; None where no step is known."""
-        return median(times(list(self.since)[len(self.since) > FEWEST :])) if self.since else self.calm
+        return median(times(list(self.since)[len(self.since) > self.fewest :])) if self.since else self.calm
 
     @property
     def rise(self) -> float:
@@ -164,7 +167,7 @@ class Steps:
     @property
     def noise(self) -> float:
         """The deviation (ms) of a step from those around it."""
-        rows = [times(row) for row in (self.usual, self.present) if len(row) >= FEWEST]
+        rows = [times(row) for row in (self.usual, self.present) if len(row) >= self.fewest]
         return max(map(deviation, rows), default=0.0)
 
 

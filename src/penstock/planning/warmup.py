@@ -167,7 +167,8 @@ def initial_warmups(
         fitting = num_microbatches if one == 0 else math.floor(min(room / one + EPSILON, float(num_microbatches)))
         if room < 0 or fitting < 1:
             raise CostError(
-                f"stage {stage} has memory {whole - taken:g}, but one forward keeps {one:g}; give it more"
+                f"stage {stage} has memory {whole:g}, of which {taken:g} is reserved: no room for one forward, "
+                f"which keeps {one:g}; give it more memory, smaller microbatches, or fewer layers"
             )
         caps.append(fitting)
     caps = _never_rising(caps)

@@ -216,7 +216,8 @@ class RunStory:
     """All that a report says.
 
     Attributes:
-        name: of the run. facts: what it was, as names and values.
+        name: of the run.
+        facts: what the run was, as names and values.
         links: directions that were measured, in order.
         start: what ran first.
         iterations: all iterations, in order.
@@ -225,7 +226,8 @@ class RunStory:
         memory: what ranks held; None if it was not recorded.
         alarms: how many changes were suspected, and what became of them.
         smallest_delay: from which delay on a link counts as late (ms).
-        undisturbed: how long an iteration takes with no link late (ms). undisturbed_from: how that is known.
+        undisturbed: how long an iteration takes with no link late (ms).
+        undisturbed_from: how that is known.
         saved_error: the standard error (ms) that `saved` has from the iterations before the changes.
         unanswered: causes that nothing was changed for, their size, why, and what would help, in words.
         faults: what broke, and what was done about it, by iteration.
