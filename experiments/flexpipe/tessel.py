@@ -25,12 +25,46 @@ import penstock as ps
 from penstock.engine.memory import peaks_in_sequence
 from penstock.engine.network import of_queues
 from penstock.engine.timing import Timer
-from penstock.planning.periodic.model import Block, BlockDependency, Flow, Repetend
-from penstock.planning.periodic.modulo import cp_sat
+from penstock.planning.graph.flow import Block, BlockDependency, Flow
 
 UNITS = 64
 """Whole numbers that the work of the busiest rank is told to the solver in, where durations are not whole; those of
 Tessel's examples are. What is found is timed with the durations as they are."""
+
+
+@dataclass(frozen=True)
+class Repetend:
+    """A steady state: block b of turn j starts at `starts[b] + j * period` (ms)."""
+
+    flow: Flow
+    period: float
+    starts: tuple[float, ...]
+
+    @property
+    def latency(self) -> float:
+        """First start to last end of one turn (ms)."""
+        ends = [start + block.duration for start, block in zip(self.starts, self.flow.blocks, strict=True)]
+        return max(ends) - min(self.starts)
+
+    def sequence(self, counts: Sequence[int]) -> list[tuple[int, int]]:
+        """(block, turn) of a whole run, block b for `counts[b]` turns, in the order of their starts.
+
+        Each rank runs its own in this order.
+        """
+        places = sorted(
+            start_order(self.flow, block, turn, start + turn * self.period)
+            for block, start in enumerate(self.starts)
+            for turn in range(counts[block])
+        )
+        return [(block, turn) for _, _, block, turn in places]
+
+
+def start_order(flow: Flow, block: int, turn: int, start: float) -> tuple[float, bool, int, int]:
+    """What to sort ops by, to have them in the order of their starts, those that take no time before the others.
+
+    Of those that take no time the one that is needed comes first, as it does in the flow.
+    """
+    return start, flow.blocks[block].duration > 0, block, turn
 
 
 class BlockInstance(NamedTuple):
@@ -172,7 +206,8 @@ def _shortest(
     flow: Flow, units: Whole, way: tuple[int, ...], least: int, below: int | None, seconds: float
 ) -> tuple[int, list[int]] | None:
     """The shortest period of a way and where its blocks start, if it is below another; None where there is none."""
-    sat = cp_sat()
+    from ortools.sat.python import cp_model as sat
+
     model = sat.CpModel()
     horizon = sum(units.durations) + sum(map(sum, units.delays))
     most = horizon if below is None else below - 1

@@ -1,4 +1,4 @@
-"""Planning placements with shared stages: bounds against exact optima, repetends, caps, errors."""
+"""Planning placements with shared stages: bounds against exact optima, caps, errors."""
 
 import math
 import random
@@ -8,16 +8,14 @@ from dataclasses import replace
 import pytest
 
 import penstock as ps
-from experiments.flexpipe.tessel import makespan, peaks, retimed
+from experiments.flexpipe.tessel import Repetend, makespan, peaks, retimed
 from penstock.planning import plan as planner
 from penstock.planning.graph import search
+from penstock.planning.graph.flow import Block, BlockDependency, Flow
+from penstock.planning.graph.flow_bound import flow_bound, follows
 from penstock.planning.graph.plan import plan_graph
 from penstock.planning.graph.problem import pose_graph
 from penstock.planning.limits import limits_of
-from penstock.planning.periodic.bound import flow_bound, follows
-from penstock.planning.periodic.model import Block, BlockDependency, Flow, Repetend
-from penstock.planning.periodic.modulo import ROUNDED_UNITS, find_repetends, units_of
-from penstock.planning.periodic.rounds import rounds
 from penstock.planning.progress import Progress
 from tiers import others_nightly
 
@@ -246,25 +244,6 @@ def two_blocks() -> Flow:
     return Flow((Block("F", (0,), 1.0, (), 1.0, 0.0), Block("B", (0,), 2.0, (BlockDependency(0),), 0.0, 1.0)))
 
 
-@pytest.mark.parametrize("seed", range(20))
-def test_rounds_are_repetends(seed: int) -> None:
-    """No two blocks of a rank overlap modulo the period, needs are met, and nothing is lost in unrolling."""
-    flow = random_flow(seed)
-    for repetend in rounds(flow):
-        for b, block in enumerate(flow.blocks):
-            for need in block.needs:
-                done = repetend.starts[need.block] + flow.blocks[need.block].duration + need.delay
-                assert repetend.starts[b] >= done - 1e-9
-        for row in flow.on_rank:
-            spans = sorted((repetend.starts[b] % repetend.period, flow.blocks[b].duration) for b in row)
-            for (start, length), (following, _) in zip(spans, [*spans[1:], (repetend.period, 0.0)]):
-                assert start + length <= following + 1e-9
-        sequence = repetend.sequence([3] * len(flow.blocks))
-        assert sorted(sequence) == [(b, turn) for b in range(len(flow.blocks)) for turn in range(3)]
-        timed = retimed(flow, sequence)
-        assert makespan(flow, timed) <= repetend.latency + 2 * repetend.period + 1e-9
-
-
 def test_a_repetend_unrolls_in_start_order_and_moves_up() -> None:
     repetend = Repetend(two_blocks(), 3.0, (0.0, 4.0))
     sequence = repetend.sequence([3, 3])
@@ -273,52 +252,6 @@ def test_a_repetend_unrolls_in_start_order_and_moves_up() -> None:
     assert [one.start for one in timed] == [0, 1, 2, 4, 5, 7]
     assert makespan(repetend.flow, timed) == 9
     assert peaks(repetend.flow, sequence) == [2.0]
-
-
-def test_turns_of_one_repetend_are_numbered_as_they_run() -> None:
-    twice = two_blocks().repeated(2)
-    repetend = Repetend(twice, 6.0, (1.0, 4.0, 0.0, 2.0))
-    assert repetend.sequence([3, 3]) == [(0, 0), (0, 1), (1, 0), (1, 1), (0, 2), (1, 2)]
-
-
-def test_no_period_below_the_work_and_none_below_the_round_trip_under_a_cap() -> None:
-    flow = two_blocks()
-    units = units_of(flow)
-    found: list[Repetend] = []
-
-    def keep(repetend: Repetend) -> bool:
-        found.append(repetend)
-        return True
-
-    assert find_repetends(flow, units, 3, [math.inf], 5, keep)
-    assert found[-1].latency == 3
-    across = Flow(
-        (
-            flow.blocks[0],
-            Block("G", (1,), 4.0, (BlockDependency(0),)),
-            Block("B", (0,), 2.0, (BlockDependency(1),), 0.0, 1.0),
-        )
-    )
-    assert not find_repetends(across, units_of(across), 6, [1.0, math.inf], 5, keep)
-    assert find_repetends(across, units_of(across), 7, [1.0, math.inf], 5, keep)
-    assert find_repetends(across, units_of(across), 4, [2.0, math.inf], 5, keep)
-    assert not find_repetends(across, units_of(across), 3, [2.0, math.inf], 5, keep)
-
-
-def test_units_are_exact_where_they_can_be() -> None:
-    def flow(*durations: float) -> Flow:
-        return Flow(tuple(Block(str(d), (0,), d) for d in durations))
-
-    exact = units_of(flow(0.25, 1.5, 3.0))
-    assert (exact.durations, exact.unit, exact.exact) == ((1, 6, 12), 0.25, True)
-    rounded = units_of(flow(math.pi, math.e, 0.0, 1e-9))
-    assert not rounded.exact
-    assert rounded.durations == (
-        round(math.pi / (math.pi + math.e) * ROUNDED_UNITS),
-        round(math.e / (math.pi + math.e) * ROUNDED_UNITS),
-        0,
-        1,
-    )
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ import pytest
 import penstock as ps
 from penstock.planning import compile_ahead, span_objective, strategy
 from penstock.planning.graph import bounds as graph_bounds
-from penstock.planning.periodic.bound import FlowBound
+from penstock.planning.graph.flow_bound import FlowBound
 from penstock.schedule import Op
 from penstock.schedule.microbatch_order import MicrobatchOrder
 

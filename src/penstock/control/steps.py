@@ -59,7 +59,7 @@ class Steps:
 
     Args:
         ran: the configuration.
-        num_updates: how many steps are measured as one, since a pass of a schedule with updates among its ops has them.
+        num_updates: how many steps are measured as one: those of a pass, where updates are among a schedule's ops.
 
     Attributes:
         ran: the configuration.

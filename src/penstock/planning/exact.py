@@ -19,9 +19,10 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from fractions import Fraction
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -29,7 +30,6 @@ import numpy as np
 from penstock.engine.network import Array
 from penstock.engine.tolerance import EPSILON
 from penstock.planning.bounds import heads_and_tails, work_is_cheap
-from penstock.planning.periodic.modulo import common_unit
 from penstock.planning.problem import Problem, fits
 from penstock.planning.search import Search, time_of
 from penstock.planning.span_objective import Span
@@ -142,6 +142,18 @@ def lessen(search: Search, until: float) -> None:
             search.take(time_of(search.problem, answer.row), answer.row, "exact")
         search.improve_bound(answer.bound)
         search.report("exact")
+
+
+def common_unit(values: Iterable[float]) -> float | None:
+    """The largest number of which all `values` (at least 0) are whole multiples; None where none is found."""
+    common = Fraction(0)
+    for value in values:
+        fraction = Fraction(value).limit_denominator(1_000_000)
+        if not math.isclose(float(fraction), value, rel_tol=1e-12):
+            return None
+        top = math.gcd(common.numerator * fraction.denominator, fraction.numerator * common.denominator)
+        common = Fraction(top, common.denominator * fraction.denominator)
+    return float(common) or None
 
 
 def solve(search: Search, until: float) -> None:

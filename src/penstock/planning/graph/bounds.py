@@ -19,9 +19,9 @@ import numpy as np
 from penstock.engine.needs import last_needed
 from penstock.engine.network import Array
 from penstock.engine.tolerance import EPSILON
+from penstock.planning.graph.flow_bound import flow_bound
 from penstock.planning.graph.problem import GraphProblem
 from penstock.planning.jackson import preemptive_span
-from penstock.planning.periodic.bound import flow_bound
 
 _MOST_BLOCKS = 250
 """Blocks of a turn above which the bound that counts idle time takes longer than it is worth."""

@@ -1,13 +1,12 @@
 """Plans stages that branch and join, and stages and registered ops that several ranks run together.
 
-    starts       the library's schedule, rules, one turn after the other, simple steady states
+    starts       the library's schedule, rules, one turn after the other
     bound        what no schedule can undercut
     walked       local search over one sequence of all ops
-    repetends    steady states of the shortest period, each unrolled and retimed as it is found
     exact        the shortest order of all ops, and a bound
     ends         warm-up and cool-down, window by window
 
-Each step stops when the bound is met or its share of the time is spent. The last three need CP-SAT (extra `exact`);
+Each step stops when the bound is met or its share of the time is spent. The last two need CP-SAT (extra `exact`);
 without it their time goes to local search.
 """
 

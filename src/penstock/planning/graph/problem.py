@@ -1,13 +1,13 @@
 """A planning problem of any stages: its queues as arrays for sequences of ops, and as the flow of one turn.
 
-A turn is one microbatch of each pipeline, so that two pipelines that run against each other share a repetend. Where
+A turn is one microbatch of each pipeline, so that two pipelines that run against each other share a turn. Where
 stages have microbatches of different sizes, or groups of ops unlock groups, a turn is the smallest part of the run
 that has whole groups alone: of stages with 8 and with 4 microbatches, two of the one and one of the other.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate, chain
@@ -23,8 +23,8 @@ from penstock.engine.needs import last_needed
 from penstock.engine.network import Array, Irregularities, Network
 from penstock.engine.timing import Timer
 from penstock.planning.graph import sequence as sequences
+from penstock.planning.graph.flow import Block, BlockDependency, Flow
 from penstock.planning.limits import Limits
-from penstock.planning.periodic.model import Block, BlockDependency, Flow
 from penstock.schedule import Placement, Schedule, ScheduleError, StageGraph
 
 _CLASSES = {"W": 0, "I": 1, "B": 1, "F": 3}
@@ -220,10 +220,6 @@ class TurnFlow:
             for block, count in zip(self.flow.blocks, self.counts, strict=True)
             for need in block.needs
         )
-
-    def sequence(self, blocks: Iterable[int]) -> list[int]:
-        """The queues of blocks."""
-        return [self.queue[b] for b in blocks]
 
 
 def pose_graph(

@@ -1,4 +1,4 @@
-"""The search of any stages: starts, local search, and, where CP-SAT is there, steady states and their ends."""
+"""The search of any stages: starts, local search, and, where CP-SAT is there, exact orders and their ends."""
 
 from __future__ import annotations
 
@@ -21,10 +21,6 @@ from penstock.planning.graph.bounds import lower_bound
 from penstock.planning.graph.exact import lessen, shorten_windows
 from penstock.planning.graph.problem import GraphProblem
 from penstock.planning.limits import Limits
-from penstock.planning.periodic.bound import flow_bound
-from penstock.planning.periodic.model import Flow, Repetend
-from penstock.planning.periodic.modulo import find_repetends, units_of
-from penstock.planning.periodic.rounds import rounds
 from penstock.planning.progress import Incumbent, Progress, certain
 from penstock.planning.threads import Threads, awaited
 from penstock.program import Program, Rules, breadth_first, by_microbatch, depth_first, earliest_first
@@ -32,14 +28,8 @@ from penstock.program.placements import num_ranks_of
 from penstock.schedule import Schedule, ScheduleError
 from penstock.simulation.lister import Lister, rows_of
 
-_WALKED_SHARE, _REPETENDS_SHARE, _EXACT_SHARE, _ENDS_SHARE = 0.2, 0.2, 0.6, 0.6
+_WALKED_SHARE, _EXACT_SHARE, _ENDS_SHARE = 0.2, 0.6, 0.6
 """Shares of the time left that a step takes; what is left after all of them goes to local search again."""
-_MOST_COPIES = 3
-"""Turns in a period, at most."""
-_PERIOD_STEPS = 200
-"""A period is shortened no further once the next shorter one is known to be less than this part away."""
-_MOST_BLOCKS = 120
-"""Blocks of a turn above which no steady states are searched: every pair of them on a rank may come in two orders."""
 _LIMIT = {True: "max_in_flight", False: "memory_limit"}
 """The option of `Rules` for limits that count activations, and for others."""
 
@@ -50,11 +40,9 @@ class GraphSearch(Incumbent[GraphProblem]):
 
     Attributes:
         sequence: the best so far, ops by their starts.
-        repetend: the best steady state so far.
     """
 
     sequence: Array = None
-    repetend: Repetend | None = None
 
     def take(self, sequence: Any, how: str) -> bool:
         """Keeps a sequence of queue ids if it is the best so far and within the caps.
@@ -127,13 +115,8 @@ def run(search: GraphSearch) -> bool:
     """
     try:
         search.report(search.how)
-        for repetend in rounds(search.problem.flow.flow):
-            if search.closed or search.left <= 0:
-                return True
-            _take_repetend(search, repetend)
         walked(search, search.seconds + _WALKED_SHARE * search.left)
         if available():
-            _repetends(search, search.seconds + _REPETENDS_SHARE * search.left)
             lessen(search, search.seconds + _EXACT_SHARE * search.left)
             shorten_windows(search, search.seconds + _ENDS_SHARE * search.left)
         walked(search, search.until)
@@ -262,68 +245,3 @@ def walked(search: GraphSearch, until: float, num_threads: int | None = None) ->
     with Threads(num_threads, is_compiled(sequences)) as threads:
         walks = [SequenceWalk(search.problem, search.seed + k) for k in range(threads.num)]
         annealed_again(search, walks, threads, until)
-
-
-def _take_repetend(search: GraphSearch, repetend: Repetend) -> bool:
-    """Takes a steady state, unrolled; says whether better ones are wanted."""
-    flow = search.problem.flow
-    sequence = flow.sequence(b for b, _ in repetend.sequence(flow.counts))
-    if search.take(sequence, "repetend") and repetend.flow == flow.flow:
-        search.repetend = repetend
-    return not search.closed
-
-
-def _repetends(search: GraphSearch, until: float) -> None:
-    """Steady states of the shortest period there is one for, or that one was found for.
-
-    Without caps one turn a period is enough. With them, several turns that are not alike can take turns in a
-    period that is shorter for each.
-    """
-    flow = search.problem.flow.flow
-    if search.closed or len(flow.blocks) > _MOST_BLOCKS or max(search.problem.flow.counts) < 2:
-        return
-    caps = search.problem.cap[: flow.num_ranks].tolist()
-    least = flow_bound(flow, search.problem.flow.counts, caps).period
-    copies, period = 1, _shortest(search, flow, least, None, until)
-    while period is not None and copies < _MOST_COPIES and min(caps) < float("inf"):
-        copies += 1
-        shorter = _shortest(search, flow.repeated(copies), copies * least, copies * period, until)
-        period = period if shorter is None else min(period, shorter / copies)
-
-
-def _shortest(search: GraphSearch, flow: Flow, least: float, known: float | None, until: float) -> float | None:
-    """The shortest period (ms) found for `flow`: no shorter than `least`, and shorter than `known` where given."""
-    units = units_of(flow)
-    period = max(units.ceil(least), max(sum(units.durations[b] for b in row) for row in flow.on_rank))
-    too_short, step = period - 1, max(1, period // 64)
-    longest = units.ceil(flow.latency + sum(b.duration for b in flow.blocks))
-    shortest = None if known is None else units.ceil(known)
-    found = False
-    if shortest is not None:
-        period = (shortest + too_short) // 2
-    while too_short < period <= longest:
-        left = until - search.seconds
-        if left <= 0.01 or search.closed:
-            break
-        seen = False
-        hint = search.repetend if flow is search.problem.flow.flow else None
-
-        def consider(repetend: Repetend) -> bool:
-            nonlocal seen
-            seen = True
-            return _take_repetend(search, repetend)
-
-        # A part of what is left, so that a period that can be neither met nor refuted does not eat it all.
-        caps = search.problem.cap[: flow.num_ranks].tolist()
-        find_repetends(flow, units, period, caps, left / 3, consider, hint=hint, seed=search.seed)
-        if seen:
-            shortest, found = period, True
-        else:
-            too_short = period
-        if shortest is None:
-            period, step = period + step, 2 * step
-        elif shortest - too_short > max(1, shortest // _PERIOD_STEPS):
-            period = (shortest + too_short) // 2
-        else:
-            break
-    return shortest * units.unit if found and shortest is not None else None

@@ -21,11 +21,10 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 
 from penstock.engine.network import Array
-from penstock.planning.exact import answered
+from penstock.planning.exact import answered, common_unit
 from penstock.planning.joint.exact import Part, add_cap
 from penstock.planning.joint.problem import JointProblem, Orders
 from penstock.planning.joint.rows import F, I, L, O, W
-from penstock.planning.periodic.modulo import common_unit
 
 MOST_ON_RANK = 400
 """Ops of one rank, above which CP-SAT takes longer than other steps need."""

@@ -17,11 +17,10 @@ import numpy as np
 from penstock.engine.network import NONE
 from penstock.engine.tolerance import EPSILON
 from penstock.planning.bounds import ways
-from penstock.planning.exact import answered
+from penstock.planning.exact import answered, common_unit
 from penstock.planning.joint.bounds import relaxed
 from penstock.planning.joint.problem import JointProblem, Orders
 from penstock.planning.joint.rows import WHOLE, F, I, L, O, R, W
-from penstock.planning.periodic.modulo import common_unit
 
 MOST_OPS = 500
 """Above this CP-SAT finds and proves nothing in the time that local search needs."""

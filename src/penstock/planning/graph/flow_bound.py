@@ -37,7 +37,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from penstock.engine.tolerance import EPSILON
-from penstock.planning.periodic.model import Block, BlockDependency, Flow
+from penstock.planning.graph.flow import Block, BlockDependency, Flow
 from penstock.schedule import ScheduleError
 
 

@@ -1,23 +1,17 @@
-"""A repetend: the ops of one turn, started once a period, forever. Unrolled and retimed it is a schedule.
+"""A flow: what one turn of a plan runs, for bounds on many turns.
 
-The word and the idea are Tessel's (Lin et al. 2024): search the steady state, which is small, and let warm-up
-and cool-down follow from it. A turn is one microbatch (of each pipeline, where there are several) and a `Block`
-is an op without its microbatch. A repetend gives every block a start on the time line of one turn; turn j runs
-everything j periods later.
+A turn is one microbatch (of each pipeline, where there are several), and a `Block` is an op without its microbatch. A
+block may be shared by several ranks, which then run it together:
 
-    period 8, two ranks; E, H and their backwards (e, h) are shared: they stand in both rows at once
-
-             |<- period ->|
-    rank 0   | E H h F B B B e | E H h F B B B e |     start of F: 3 + 8q, q the periods it lies after E
-    rank 1   | E H h B B B F e | E H h B B B F e |
+    rank 0   E H h F B B B e        E, H and their backwards (e, h) are shared: they stand in both rows
+    rank 1   E H h B B B F e
 
 Pure data and arithmetic: nothing here searches.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
 
@@ -116,62 +110,3 @@ class Flow:
             for place, b in enumerate(reversed(self.blocks))
         ]
         return Flow(tuple(turned))
-
-    def repeated(self, num_copies: int) -> Flow:
-        """Several turns as one: block b of copy k is number `b + k * len(blocks)`."""
-        size = len(self.blocks)
-        return Flow(
-            tuple(
-                replace(
-                    block, needs=tuple(BlockDependency(need.block + copy * size, need.delay) for need in block.needs)
-                )
-                for copy in range(num_copies)
-                for block in self.blocks
-            )
-        )
-
-
-@dataclass(frozen=True)
-class Repetend:
-    """A steady state: block b of turn j starts at `starts[b] + j * period` (ms)."""
-
-    flow: Flow
-    period: float
-    starts: tuple[float, ...]
-
-    @property
-    def latency(self) -> float:
-        """First start to last end of one turn (ms)."""
-        ends = [start + block.duration for start, block in zip(self.starts, self.flow.blocks, strict=True)]
-        return max(ends) - min(self.starts)
-
-    def sequence(self, counts: Sequence[int]) -> list[tuple[int, int]]:
-        """(block, turn) of a whole run, block b for `counts[b]` turns, in the order of their starts.
-
-        Each rank runs its own in this order. Where the flow is several turns as one (`Flow.repeated`), `counts`
-        has an entry for each block of a single turn and numbers the turns of each in the order in which they run:
-        the k-th of what is needed ends no later than any k-th that needs it starts.
-        """
-        size = len(counts)
-        copies = len(self.starts) // size
-        places = sorted(
-            start_order(self.flow, block, turn, start + turn * self.period)
-            for block, start in enumerate(self.starts)
-            for turn in range(-(-counts[block % size] // copies))
-        )
-        run = [0] * size
-        sequence = []
-        for _, _, copy_of, _ in places:
-            block = copy_of % size
-            if run[block] < counts[block]:
-                sequence.append((block, run[block]))
-                run[block] += 1
-        return sequence
-
-
-def start_order(flow: Flow, block: int, turn: int, start: float) -> tuple[float, bool, int, int]:
-    """What to sort ops by, to have them in the order of their starts, those that take no time before the others.
-
-    Of those that take no time the one that is needed comes first, as it does in the flow.
-    """
-    return start, flow.blocks[block].duration > 0, block, turn
