@@ -213,6 +213,17 @@ def test_a_decision_that_counts_on_host_memory_moves_activations_there() -> None
         replace(JOB, host_memory=(1.0, 2.0))
 
 
+def test_without_delegates_nothing_waits_in_host_memory() -> None:
+    """A late link once stopped being delegated while the order for it stayed, with activations in host memory."""
+    costs, zb = ps.Costs.uniform(4, f=1, i=1, w=1), ps.build("zb", 4, 4)
+    start = Configuration(zb, "frozen", (), tuple(peaks(zb, costs)))
+    controller = Controller(Job(costs, start, host_memory=2.0, depth=0, dispatches=("frozen",)))
+    run = rehearse(controller, Links({(2, 3): 5.0}), until=5000, delay=0)
+    assert run.decisions[0].configuration.delegated == ((2, 3),)
+    assert sum(run.decisions[0].in_host) > 0
+    assert all(each.configuration.delegated or not any(each.in_host) for each in run.decisions)
+
+
 def test_a_job_may_forbid_remedies() -> None:
     measured = Measured.steady(LATE, frozenset({(2, 3)}))
     only_dispatch = replace(JOB, may_replan=False, may_delegate=False)

@@ -177,7 +177,8 @@ def _schedules(
     job: Job, now: Configuration, measured: Measured, delegates: bool, offered: Sequence[Schedule]
 ) -> Iterator[Schedule]:
     start, caps = job.start.schedule, job.start.caps
-    yield now.schedule
+    # Without delegates nothing may wait in host memory, but what does in the start.
+    yield now.schedule if delegates or not now.delegated else without_offload(now.schedule)
     yield start
     if not job.may_replan:
         return
