@@ -113,7 +113,7 @@ def test_a_branch_that_all_feed_lies_on_ranks_of_theirs() -> None:
             alone = search_branches(dict(zip(fed, ([way] for way in chosen), strict=True)), 4, also=joint)
             steps += [] if alone is None else [alone.step_ms]
     assert found.step_ms == pytest.approx(min(steps))
-    with pytest.raises(ps.ScheduleError, match="1 ranks have 0 devices"):
+    with pytest.raises(ps.ScheduleError, match="over 1 ranks has 0 devices"):
         BranchLayout(ps.Branch(ps.placements.one_to_one(1), 4), ps.Costs.uniform(1), 0)
 
 
@@ -173,9 +173,9 @@ def test_what_makes_no_sense_is_refused() -> None:
     with pytest.raises(ps.ScheduleError, match="no branches"):
         search_branches({}, 4)
     branch = ps.Branch(ps.placements.one_to_one(2), 4)
-    with pytest.raises(ps.ScheduleError, match="2 stages have costs of 3"):
+    with pytest.raises(ps.ScheduleError, match="2 stages has costs of 3"):
         BranchLayout(branch, ps.Costs.uniform(3), 2)
-    with pytest.raises(ps.ScheduleError, match="2 ranks have 1 devices"):
+    with pytest.raises(ps.ScheduleError, match="over 2 ranks has 1 devices"):
         BranchLayout(branch, ps.Costs.uniform(2), 1)
-    with pytest.raises(CostError, match="of another; give one"):
+    with pytest.raises(CostError, match="one freed_by_input"):
         joined_costs([ps.Costs.uniform(2), ps.Costs.uniform(2, freed_by_input=0.3)])

@@ -169,7 +169,7 @@ def test_an_interrupt_returns_the_best_so_far() -> None:
         ({"num_microbatches": 0}, "num_microbatches is 0"),
         ({"links": ps.Links({(0, 9): 1.0})}, "link 0:9"),
         ({"placement": v_shape(4)}, "the placement for 8"),
-        ({"placement": ps.Placement(((0, 1, 2, 4),))}, "a stage is on rank 4"),
+        ({"placement": ps.Placement(((0, 1, 2, 4),))}, "places a stage on rank 4"),
     ],
     ids=str,
 )

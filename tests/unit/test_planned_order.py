@@ -110,11 +110,7 @@ def test_messages_of_each_size_take_their_time() -> None:
     ("schedule", "options", "said"),
     [
         (ps.schedule.with_updates(ps.build("1f1b", 2, 4), window=4, max_mismatch=0), {}, "follows from its number"),
-        (
-            ps.schedule.declare_order(ps.build("gpipe", 2, 4), backward="reversed"),
-            {},
-            "has an order of microbatches already",
-        ),
+        (ps.schedule.declare_order(ps.build("gpipe", 2, 4), backward="reversed"), {}, "declares an order"),
         (ps.build("1f1b", 2, 4), {"noise": -1}, "noise is -1"),
         (ps.build("1f1b", 2, 4), {"time_limit": float("nan")}, "time_limit is nan"),
         (ps.build("1f1b", 2, 4), {"memory_limit": [1]}, "1 entries"),

@@ -55,7 +55,7 @@ def test_a_preset_is_timed_planned_and_searched(capsys: pytest.CaptureFixture[st
     assert timed["makespan"] == ps.simulate(ps.build("zb", 4, 12), costs).makespan
     planned = told(capsys, "plan --ranks 4 --microbatches 6 --costs gpt2-7b --time 3")
     assert planned["makespan"] <= ps.simulate(ps.build("zb", 4, 6), costs).makespan
-    assert told(capsys, "search --ranks 2 --microbatches 2 --costs gpt2-7b:tp=2")["makespan"] > 0
+    assert told(capsys, "plan --placement all --ranks 2 --microbatches 2 --costs gpt2-7b:tp=2")["makespan"] > 0
 
 
 def test_a_rank_works_as_long_as_in_the_papers_figure_14(capsys: pytest.CaptureFixture[str]) -> None:
@@ -129,11 +129,14 @@ def test_more_stages_than_layers(tmp_path: Path) -> None:
         ),
         ("plan --ranks 4 --microbatches 4 --costs gpt", "presets are gpt2-7b, gpt2-14b, gpt2-30b"),
         ("plan --ranks 4 --microbatches 4 --costs nowhere.json", "nowhere.json: No such file"),
-        ("search --ranks 4 --microbatches 4 --costs gpt2-7b:x=1", "no option 'x'"),
+        ("plan --placement all --ranks 4 --microbatches 4 --costs gpt2-7b:x=1", "no option 'x'"),
         ("plan --ranks 4 --microbatches 4 --costs gpt2-7b --i 3", "--costs gpt2-7b and --i both give costs"),
         ("plan --ranks 99 --microbatches 4 --costs gpt2-7b", "99 stages: it has 24 layers"),
         ("plan --ranks 2 --microbatches 2 --link 0:1=occupancy:3ms", "lasting delays, like 0:1=latency:20ms"),
-        ("search --ranks 2 --microbatches 2 --link 0:1=latency:1ms+loss:1%", "penstock simulate and train take"),
+        (
+            "plan --placement all --ranks 2 --microbatches 2 --link 0:1=latency:1ms+loss:1%",
+            "penstock simulate and train take",
+        ),
         ("plan --ranks 2 --microbatches 2 --link 0:1=latency:steps:0ms/1ms,5ms/2ms", "lasting delays"),
         ("plan --ranks 2 --microbatches 2 --link 0:1=latency:-3ms", "-3ms"),
     ],
@@ -146,4 +149,4 @@ def test_a_planner_takes_latency_in_words(capsys: pytest.CaptureFixture[str]) ->
     common = "plan --ranks 4 --microbatches 12 --f 10 --i 10 --w 10"
     assert told(capsys, f"{common} --link 0:1=latency:20ms")["makespan"] == 410
     assert told(capsys, f"{common} --link 0:1=20")["makespan"] == 410
-    assert told(capsys, "search --ranks 2 --microbatches 2 --link 0:1=latency:3ms")["makespan"] > 0
+    assert told(capsys, "plan --placement all --ranks 2 --microbatches 2 --link 0:1=latency:3ms")["makespan"] > 0

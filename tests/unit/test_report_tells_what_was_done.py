@@ -14,7 +14,7 @@ from penstock.control.advice import Obstacle, Unanswered
 from penstock.cost import Links
 from penstock.formats.perfetto import from_perfetto, to_perfetto
 from penstock.report.from_logs import read_story
-from penstock.report.run_story import Plan, RunStory
+from penstock.report.run_story import RunPlan, RunStory
 from penstock.report.words import headline, more
 from report_cases import SLOW_TO_VERIFY, decided, iteration, job, log_of, story_of, told
 
@@ -60,14 +60,14 @@ def test_the_headline_names_every_link_that_was_delegated_and_the_dispatch_that_
     calm = [iteration(n, 100, 0, None, 0.0, 0.1, 0.1) for n in range(6)]
     late = [iteration(n, 400, 0, None, 60.0, 0.1, 0.1) for n in range(6, 10)]
     after = [iteration(n, 102, 1, 400, 60.0, 0.1, 0.1) for n in range(10, 20)]
-    plan = Plan("zb", "dynamic", ((0, 1), (1, 2), (2, 3)))
+    plan = RunPlan("zb", "dynamic", ((0, 1), (1, 2), (2, 3)))
     said = headline(told([*calm, *late, *after], [decided(1, 8, 10, plan=plan)]))
     assert "links 0–1, 1–2 and 2–3 went by delegates and dispatch became dynamic" in said
 
 
 def test_links_that_went_back_and_changes_that_ended_are_said_to_have_been_for_a_time() -> None:
     rows = [iteration(n, 100 + 100 * (n > 5), n // 8, 300 if n > 7 else None, 30.0 * (n > 5)) for n in range(24)]
-    plans = Plan("zb", "dynamic", ((0, 1), (1, 2))), Plan("zb", "frozen", ((1, 2),))
+    plans = RunPlan("zb", "dynamic", ((0, 1), (1, 2))), RunPlan("zb", "frozen", ((1, 2),))
     changed = [decided(1, 6, 8, plan=plans[0]), decided(2, 14, 16, "stop delegating", plan=plans[1])]
     said = headline(told(rows, changed))
     assert "links 0–1 and 1–2 went by delegates (link 0–1 for a time) and dispatch became dynamic for a time" in said

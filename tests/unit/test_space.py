@@ -62,7 +62,7 @@ def test_shared_ends_are_laid_on_all_ranks() -> None:
 @pytest.mark.parametrize(
     ("parts", "changes", "error", "message"),
     [
-        (6, {}, ps.CostError, "6 parts do not divide among 4 ranks"),
+        (6, {}, ps.CostError, "6 parts, which do not divide among 4 ranks"),
         (8, {"shapes": ["spiral"]}, ps.ScheduleError, "no placement is named 'spiral': choose among one-to-one"),
         (8, {"shapes": ["wave"]}, ps.ScheduleError, "wave has 4 stages per rank, .* give a multiple of 16 parts"),
         (8, {"memory_limit": 0.5}, ps.ScheduleError, "a memory of 0.5: one-to-one: one microbatch takes 2 on rank 0"),

@@ -252,7 +252,10 @@ def test_the_closing_line_is_one_that_train_takes(
     ("line", "why"),
     [
         ("tune --model clip --tflops 1 --ranks 4", "--tflops gives costs of one chain of layers"),
-        ("profile --model clip --preset nano", "penstock tune --model clip measures its towers and lays them out"),
+        (
+            "tune --model clip --preset nano --profile-only",
+            "penstock tune --model clip measures its towers and lays them out",
+        ),
         ("tune --model clip --schedule zb --ranks 4", "--schedule zb is for a chain of stages; a tower's is 1f1b"),
         ("tune --model clip --tower smell=ranks:2", "the model has audio, text, video, and the contrast"),
         ("tune --model clip --tower text=ranks:9 --ranks 4 --pp 4", "has what --tower asks for, with at most 4"),

@@ -19,7 +19,7 @@ import numpy as np
 
 from penstock.analyze.messages import messages_of
 from penstock.analyze.step_network import Messages
-from penstock.analyze.whole import Steps
+from penstock.analyze.whole import StepTable
 from penstock.engine.network import Array
 from penstock.formats.traces.run_trace import NONE, Scope, TraceError
 
@@ -29,7 +29,7 @@ LEAST = 0.1
 """Ms by which a message must arrive before it was sent for clocks to be aligned: less is rounding."""
 
 
-def aligned(table: Steps) -> Steps:
+def aligned(table: StepTable) -> StepTable:
     """The steps on one clock; as they are where no message arrives before it was sent, and no collective's ends lie
     apart by more than it lasts.
     """
@@ -60,7 +60,7 @@ def aligned(table: Steps) -> Steps:
     return replace(together, trace=table.trace.with_note(note))
 
 
-def _shortest(table: Steps, sent: Messages, worker: Array) -> dict[tuple[int, int], Array]:
+def _shortest(table: StepTable, sent: Messages, worker: Array) -> dict[tuple[int, int], Array]:
     """Ms of the shortest message from worker to worker, by step."""
     ways = _ways(table, sent)
     source, target = worker[sent.producer], worker[sent.consumer]
@@ -70,7 +70,7 @@ def _shortest(table: Steps, sent: Messages, worker: Array) -> dict[tuple[int, in
     }
 
 
-def _ways(table: Steps, sent: Messages) -> Array:
+def _ways(table: StepTable, sent: Messages) -> Array:
     """Ms from when each message was computed to when it was there, at the latest, (K, L)."""
     arrived = table.start[:, sent.consumer].copy()
     has = sent.receive != NONE
@@ -79,13 +79,13 @@ def _ways(table: Steps, sent: Messages) -> Array:
     return ways
 
 
-def _tolerance(table: Steps, sent: Messages) -> float:
+def _tolerance(table: StepTable, sent: Messages) -> float:
     """Ms by which a message may still arrive too early."""
     usual = float(np.median(table.end[:, sent.producer] - table.start[:, sent.producer]))
     return max(LEAST, WRONG * usual)
 
 
-def _without_waits(table: Steps, sent: Messages) -> Steps | None:
+def _without_waits(table: StepTable, sent: Messages) -> StepTable | None:
     """The steps with ops that begin when their message was sent; None where one would have no time left."""
     if (sent.receive != NONE).any():
         return None
@@ -103,7 +103,7 @@ def _without_waits(table: Steps, sent: Messages) -> Steps | None:
     return replace(table, start=start, trace=table.trace.with_note(note))
 
 
-def _require_chain(table: Steps, sent: Messages) -> None:
+def _require_chain(table: StepTable, sent: Messages) -> None:
     """Raises TraceError where messages arrive before they were sent whatever the clocks."""
     ways = _ways(table, sent)
     step, message = np.unravel_index(int(np.argmin(ways)), ways.shape)
@@ -144,7 +144,7 @@ def _over_messages(offset: Array, shortest: dict[tuple[int, int], Array]) -> Non
                 todo.append(b)
 
 
-def _over_collectives(offset: Array, table: Steps, worker: Array) -> bool:
+def _over_collectives(offset: Array, table: StepTable, worker: Array) -> bool:
     """Moves pipelines whose collectives end at other times than those of replica 0; whether any had to move."""
     num_ranks = table.trace.num_ranks
     moved = False

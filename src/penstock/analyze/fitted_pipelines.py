@@ -20,7 +20,7 @@ from penstock.analyze.effects import Effects
 from penstock.analyze.messages import BACKWARDS, free_at
 from penstock.analyze.replayed_run import ReplayedRun
 from penstock.analyze.step_network import groups
-from penstock.analyze.whole import Steps
+from penstock.analyze.whole import StepTable
 from penstock.cost import Costs, Links
 from penstock.engine.network import Array
 from penstock.formats.traces.run_trace import NONE, Scope
@@ -183,7 +183,7 @@ def fitted(run: ReplayedRun, effects: Effects) -> FittedPipelines | None:
     )
 
 
-def _hosts(table: Steps, compute: Array) -> list[tuple[int, ...]] | None:
+def _hosts(table: StepTable, compute: Array) -> list[tuple[int, ...]] | None:
     """The ranks of each stage; None where not all of them run all its microbatches, alike in every replica."""
     ran: dict[tuple[int, int], Counter[int]] = {}
     for op in compute.tolist():

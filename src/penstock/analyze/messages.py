@@ -10,14 +10,14 @@ from __future__ import annotations
 import numpy as np
 
 from penstock.analyze.step_network import Messages, groups
-from penstock.analyze.whole import Steps
+from penstock.analyze.whole import StepTable
 from penstock.engine.network import Array
 from penstock.formats.traces.run_trace import NONE, Scope, TraceError
 
 BACKWARDS = ("B", "I")
 
 
-def messages_of(table: Steps) -> Messages:
+def messages_of(table: StepTable) -> Messages:
     """The messages of all steps of a table.
 
     Raises:
@@ -51,7 +51,7 @@ def messages_of(table: Steps) -> Messages:
     return Messages(source_ops, targets, send, receive, own, _posted(table, targets, receive))
 
 
-def _ends(table: Steps, ops: Array, scope: Scope) -> Array:
+def _ends(table: StepTable, ops: Array, scope: Scope) -> Array:
     """The recorded op that sent, or received, what each op has to do with; NONE where none was recorded."""
     found = np.full(len(ops), NONE)
     place = {op: at for at, op in enumerate(ops.tolist())}
@@ -95,7 +95,7 @@ def _ends(table: Steps, ops: Array, scope: Scope) -> Array:
     return found
 
 
-def _posted(table: Steps, consumer: Array, receive: Array) -> Array:
+def _posted(table: StepTable, consumer: Array, receive: Array) -> Array:
     """The op after which each message's receiver waits for it: the one before it of its kind."""
     letters = table.letters()
     start = table.start[0]
@@ -111,7 +111,7 @@ def _posted(table: Steps, consumer: Array, receive: Array) -> Array:
     return np.where(receive == NONE, NONE, previous[consumer])
 
 
-def free_at(table: Steps) -> Array:
+def free_at(table: StepTable) -> Array:
     """When the rank of each compute op had ended the one before, (K, M); 0 for others, and for the first."""
     free = np.zeros(table.start.shape)
     worker = table.replica * table.trace.num_ranks + table.rank
@@ -126,7 +126,7 @@ def free_at(table: Steps) -> Array:
     return free
 
 
-def _by_waiting(table: Steps, producer: Array, consumer: Array) -> Array:
+def _by_waiting(table: StepTable, producer: Array, consumer: Array) -> Array:
     """Ms from each op's end to the start of the op that waited for its message, (K, L)."""
     gap = table.start[:, consumer] - table.end[:, producer]
     own = np.where(table.end[:, producer] >= free_at(table)[:, consumer], gap, np.nan)

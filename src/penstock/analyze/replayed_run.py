@@ -15,7 +15,7 @@ import numpy as np
 
 from penstock.analyze.messages import messages_of
 from penstock.analyze.step_network import Messages, StepNetwork, networks, own_times
-from penstock.analyze.whole import Steps
+from penstock.analyze.whole import StepTable
 from penstock.engine.network import Array
 
 
@@ -44,7 +44,7 @@ class ReplayedRun:
         own: what each took by itself.
     """
 
-    def __init__(self, table: Steps) -> None:
+    def __init__(self, table: StepTable) -> None:
         self.table = table
         self.messages: Messages = messages_of(table)
         self.own = OwnTimes(own_times(table), self.messages.own)

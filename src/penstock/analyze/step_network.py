@@ -18,7 +18,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from penstock.analyze.whole import Steps
+from penstock.analyze.whole import StepTable
 from penstock.engine.network import Array, of_queues
 from penstock.engine.timing import OrderTimes, Timer
 from penstock.formats.traces.op_names import PARAMETERS
@@ -62,7 +62,7 @@ class StepNetwork:
         hosts: of each queue, its rows.
     """
 
-    def __init__(self, table: Steps, messages: Messages, steps: Array) -> None:
+    def __init__(self, table: StepTable, messages: Messages, steps: Array) -> None:
         self.steps = steps
         self.op: Array
         self._ops: list[int] = []
@@ -122,7 +122,7 @@ class StepNetwork:
                 found[after].append(before)
         return found
 
-    def _lay_out(self, table: Steps, messages: Messages) -> None:
+    def _lay_out(self, table: StepTable, messages: Messages) -> None:
         start = table.start[self.steps[0]]
         compute = table.is_scope(Scope.COMPUTE)
         message = table.is_scope(Scope.SEND, Scope.RECEIVE)
@@ -173,7 +173,7 @@ class StepNetwork:
 
     def _join_streams(
         self,
-        table: Steps,
+        table: StepTable,
         by_row: dict[int, list[int]],
         num_workers: int,
         start: Array,
@@ -205,7 +205,7 @@ class StepNetwork:
 
     def _send(
         self,
-        table: Steps,
+        table: StepTable,
         messages: Messages,
         start: Array,
         own_queue: Array,
@@ -234,7 +234,7 @@ class StepNetwork:
             self.needs[begin_queue[consumer]].append(queue)
 
 
-def groups(table: Steps) -> Array:
+def groups(table: StepTable) -> Array:
     """The collective, or op of ranks that share its stage, that each op is a member of.
 
     NONE where it is none, or its only member.
@@ -256,7 +256,7 @@ def groups(table: Steps) -> Array:
     return found
 
 
-def own_times(table: Steps) -> Array:
+def own_times(table: StepTable) -> Array:
     """Ms that each op took by itself, waiting for others left out, (K, M)."""
     own = table.end - table.start
     group = groups(table)
@@ -267,7 +267,7 @@ def own_times(table: Steps) -> Array:
     return own
 
 
-def networks(table: Steps, messages: Messages) -> list[StepNetwork]:
+def networks(table: StepTable, messages: Messages) -> list[StepNetwork]:
     """One for all steps in which ranks ran their ops in the same order; most traces have one."""
     recorded = np.flatnonzero(~table.is_scope(Scope.SEND, Scope.RECEIVE))
     group = table.replica[recorded] * table.trace.num_ranks + table.rank[recorded]

@@ -32,7 +32,7 @@ class OpKey(NamedTuple):
 
 
 @dataclass(frozen=True, eq=False)
-class Steps:
+class StepTable:
     """The same ops in every step: K steps, M ops.
 
     Attributes:
@@ -72,7 +72,7 @@ class Steps:
         return _named(self.trace, self.keys[op])
 
 
-def whole_steps(trace: RunTrace, *, drop_incomplete: bool = False) -> Steps:
+def whole_steps(trace: RunTrace, *, drop_incomplete: bool = False) -> StepTable:
     """The steps of a trace as one table.
 
     Args:
@@ -107,7 +107,7 @@ def whole_steps(trace: RunTrace, *, drop_incomplete: bool = False) -> Steps:
     first = start.min(axis=1, keepdims=True)
     kind, replica, rank, stage, microbatch, number = keys.T
     start, end, numbers = start - first, end - first, trace.steps[complete]
-    return Steps(trace, numbers, named, kind, replica, rank, stage, microbatch, number, start, end)
+    return StepTable(trace, numbers, named, kind, replica, rank, stage, microbatch, number, start, end)
 
 
 MOST = 1 << 20

@@ -17,7 +17,7 @@ import typer
 import penstock as ps
 from penstock.cli.failure import Misuse
 from penstock.cli.options import limits_of, numbers
-from penstock.cost.conditions import LinkQueue
+from penstock.cost.conditions import LinkCondition, LinkQueue
 from penstock.cost.presets import PRESETS
 from penstock.formats.costs import are_of_a_model, read_costs
 from penstock.program.placements import num_ranks_of
@@ -237,11 +237,13 @@ def late_links(texts: list[str], default_delay: float, costs: ps.Costs | None = 
         costs: say how large messages are, and so how long they take over a bandwidth. None: no bandwidth is taken.
 
     Raises:
-        Misuse: a condition that is more than that; it names the verbs that take it.
+        Misuse: a condition that is more than that, as one under which messages wait for those before them; it names
+            the verbs that take it.
     """
     links = ps.Links.parse(texts, default_delay)
     for (a, b), condition in links.conditions.items():
-        if not condition.is_latency and (costs is None or not condition.is_steady or condition.half_duplex):
+        plain = LinkCondition(condition.latency, bandwidth=None if costs is None else condition.bandwidth)
+        if condition != plain or not condition.is_steady:
             raise Misuse(
                 f"--link {a}:{b}={condition}: a schedule is sought for lasting delays, like "
                 f"{a}:{b}=latency:20ms; penstock simulate and train take every condition"

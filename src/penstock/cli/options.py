@@ -99,7 +99,8 @@ Out = Annotated[
     ),
 ]
 
-_BYTES = re.compile(r"(?P<number>[0-9.]+(?:e[+-]?[0-9]+)?)\s*(?P<unit>B|KB|MB|GB|TB|KiB|MiB|GiB|TiB)", re.IGNORECASE)
+_NUMBER = r"(?:[0-9]+\.?[0-9]*|\.[0-9]+)(?:e[+-]?[0-9]+)?"
+_BYTES = re.compile(rf"(?P<number>{_NUMBER})\s*(?P<unit>B|KB|MB|GB|TB|KiB|MiB|GiB|TiB)", re.IGNORECASE)
 _UNITS = {"b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12} | {
     "kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40,
 }  # fmt: skip
@@ -165,13 +166,9 @@ def bytes_of(option: str, text: str | None) -> float | None:
 def number_of_bytes(option: str, text: str) -> float:
     """Reads `2GiB`, `500MB` or `1e6B`."""
     match = _BYTES.fullmatch(text.strip())
-    try:
-        number = float(match["number"]) if match else float("nan")
-    except ValueError:
-        number = float("nan")
-    if match is None or number != number:
+    if match is None:
         raise Misuse(f"{option} {text}: give a number with a unit of bytes, like 2GiB, 500MB or 1000000B")
-    return number * _UNITS[match["unit"].lower()]
+    return float(match["number"]) * _UNITS[match["unit"].lower()]
 
 
 def one_count(option: str, text: str | None) -> float | None:

@@ -18,10 +18,13 @@ time the number rises again soon after it fell, the next fall needs twice as man
 
 from __future__ import annotations
 
+import math
 from collections import deque
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from numbers import Integral, Real
 from statistics import median
 
+from penstock.control.errors import ControlError
 from penstock.control.robust_statistics import deviation
 
 SUSPICIOUS = 2
@@ -41,6 +44,9 @@ class Sensitivity:
         most_fall: what doubling `fall` ends at.
         calibration: numbers after a start or a verified change before another may be suspected.
 
+    Raises:
+        ControlError: a value of another type, or out of its range.
+
     Examples:
         >>> import penstock as ps
         >>> ps.control.Sensitivity(rise=2).share
@@ -54,6 +60,13 @@ class Sensitivity:
     fall: int = 12
     most_fall: int = 192
     calibration: int = 6
+
+    def __post_init__(self) -> None:
+        for name, value in asdict(self).items():
+            least, kind = (0, Real) if name in ("num_deviations", "share") else (1, Integral)
+            if isinstance(value, bool) or not isinstance(value, kind) or not least <= float(value) < math.inf:
+                whole = "whole " if least else ""
+                raise ControlError(f"{name} is {value!r}: give a {whole}number of at least {least}")
 
 
 @dataclass(frozen=True)

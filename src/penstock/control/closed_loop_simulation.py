@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import combinations
+from typing import Any
 
 from penstock.control.configuration import Configuration, Job, transport_of
 from penstock.control.controller import Controller
@@ -111,15 +112,18 @@ def run_once(job: Job, configuration: Configuration, links: Links, at: float = 0
         >>> ps.control.run_once(job, start, ps.Links({(2, 3): 60.0})).makespan > ps.simulate(zb, costs).makespan
         True
     """
-    return simulate(
-        configuration.schedule,
-        job.costs,
-        links=links,
-        links_at=at,
-        dispatch=configuration.dispatch,
-        transport=transport_of(job.depth, configuration.delegated),
-        memory_limit=configuration.caps if configuration.dispatch.is_dynamic else None,
-    )
+    return simulate(configuration.schedule, job.costs, **_as_run(job, configuration, links, at))
+
+
+def _as_run(job: Job, configuration: Configuration, links: Links, at: float) -> dict[str, Any]:
+    """How an iteration is simulated, as arguments of `simulate` and `simulate_mesh`."""
+    return {
+        "links": links,
+        "links_at": at,
+        "dispatch": configuration.dispatch,
+        "transport": transport_of(job.depth, configuration.delegated),
+        "memory_limit": configuration.caps if configuration.dispatch.is_dynamic else None,
+    }
 
 
 def measured_events(timeline: Timeline, number: int, costs: Costs) -> list[Event]:
@@ -228,11 +232,7 @@ def _once(job: Job, configuration: Configuration, links: Links, at: float) -> tu
         configuration.schedule,
         job.costs,
         replace(job.mesh, nodes=configuration.nodes),
-        links=links,
-        links_at=at,
         ring=job.ring,
-        dispatch=configuration.dispatch,
-        transport=transport_of(job.depth, configuration.delegated),
-        memory_limit=configuration.caps if configuration.dispatch.is_dynamic else None,
+        **_as_run(job, configuration, links, at),
     )
     return ran.iteration, ran.replicas

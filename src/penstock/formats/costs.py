@@ -119,10 +119,8 @@ def _overlap(value: Any, num_stages: int) -> Overlap:
             'are some, measured pairs, like {"f": 4, "b": 8, "hidden": 0.9, "measured": [[0, 3, 25.5]]}'
         )
     measured = value.get("measured", [])
-    rows = (
-        [row for row in measured if isinstance(row, list) and len(row) == 3] if isinstance(measured, list) else None
-    )
-    if rows != measured or not all(isinstance(each, int | float) for row in rows or () for each in row):
+    rows = measured if isinstance(measured, list) else [measured]
+    if not all(isinstance(row, list) and [isinstance(x, int | float) for x in row] == [True] * 3 for row in rows):
         raise CostError(
             f"field 'overlap.measured': give [stage of F, stage of B, ms] each: {json.dumps(measured)[:60]}"
         )

@@ -204,7 +204,7 @@ def from_json(text: str) -> Schedule:
 
 def _microbatch_orders(value: dict[str, Any]) -> tuple[MicrobatchOrder, ...]:
     entries = value.get("microbatch_orders", [])
-    items = (_is_str, _is_int, lambda stages: _is_list(stages, _is_int), lambda order: _is_list(order, _is_int))
+    items = (_is_str, _is_int, _is_ints, _is_ints)
     _field(
         value | {"microbatch_orders": entries},
         "microbatch_orders",
@@ -237,7 +237,7 @@ def _updates(value: dict[str, Any], version: int) -> Updates | None:
 
 def _shared(value: dict[str, Any]) -> tuple[tuple[int, tuple[int, ...]], ...]:
     entries = value.get("shared", [])
-    right = _is_list(entries, lambda e: _is_row(e, (_is_int, lambda ranks: _is_list(ranks, _is_int))))
+    right = _is_list(entries, lambda e: _is_row(e, (_is_int, _is_ints)))
     _field(value | {"shared": entries}, "shared", right, "lists of a stage and its ranks, like [0, [0, 1]]")
     return tuple((stage, tuple(ranks)) for stage, ranks in entries)
 
@@ -246,21 +246,15 @@ def _stage_graph(value: dict[str, Any], num_stages: int, version: int) -> StageG
     graph = value.get("stage_graph")
     if graph is None:
         return None
-    entry = (_is_str, _is_int, _is_int, lambda ranks: _is_list(ranks, _is_int))
+    num_since = (version > 4) + (version > 6) + (version > 7)
+    entry = (_is_str, _is_int, _is_int, _is_ints, _is_bool, _is_amount, _is_ints)[: 4 + num_since]
+    since = ", and whether it is asynchronous", ", and what it holds", ", and its microbatches"
     shape = {
         "edges": (lambda e: _is_row(e, (_is_int, _is_int)), "pairs of stages"),
         "num_microbatches": (_is_int, "counts, one per stage, or none"),
         "registered": (
-            lambda r: (
-                _is_row(r, entry)
-                or (version > 4 and _is_row(r, (*entry, _is_bool)))
-                or (version > 6 and _is_row(r, (*entry, _is_bool, _is_amount)))
-                or (version > 7 and _is_row(r, (*entry, _is_bool, _is_amount, lambda ms: _is_list(ms, _is_int))))
-            ),
-            "lists of a kind, its stage, its number of ops and its ranks"
-            + (", and whether it is asynchronous" if version > 4 else "")
-            + (", and what it holds" if version > 6 else "")
-            + (", and its microbatches" if version > 7 else ""),
+            lambda r: isinstance(r, list) and len(r) >= 4 and _is_row(r, entry[: len(r)]),
+            "".join(("lists of a kind, its stage, its number of ops and its ranks", *since[:num_since])),
         ),
         "needs": (
             lambda n: (
@@ -308,6 +302,10 @@ def _step(text: str, rank: int, step: int, version: int) -> tuple[Op, ...]:
 
 def _is_int(value: Any) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _is_ints(value: Any) -> bool:
+    return _is_list(value, _is_int)
 
 
 def _is_number(value: Any) -> bool:

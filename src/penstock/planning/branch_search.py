@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import accumulate
 from math import inf
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from penstock.cost import CostError, Costs, Links
 from penstock.planning.program_search import COMPILE_ABOVE
@@ -74,12 +74,11 @@ class BranchLayout:
     __repr__ = short_repr
 
     def __post_init__(self) -> None:
-        stages = self.branch.placement.num_stages
-        if self.costs.num_stages != stages:
-            raise ScheduleError(f"{stages} stages have costs of {self.costs.num_stages}; give as many", rule="stages")
+        self.costs.require_stages(self.branch.placement.num_stages, "the branch has")
         if self.num_devices < self.num_ranks and not (self.branch.ranks and self.num_devices == 0):
             raise ScheduleError(
-                f"{self.num_ranks} ranks have {self.num_devices} devices; give as many", rule="placement"
+                f"a branch over {self.num_ranks} ranks has {self.num_devices} devices; give each rank one at least",
+                rule="placement",
             )
 
     @property
@@ -144,25 +143,14 @@ class FoundLayout:
 def search_branches(
     ways: Mapping[str, Sequence[BranchLayout]],
     num_devices: int,
-    *,
-    split: bool = False,
-    ops: OpsOf = lambda chosen: (),
-    also: AlsoOf = lambda chosen: {},
-    memory_limit: float | None = None,
-    below: float = inf,
-    most_tried: int | None = None,
+    **options: Any,
 ) -> FoundLayout | None:
     """The layout of branches whose step is shortest: a way for each, which together take all devices.
 
     Args:
         ways: by branch, in the order in which branches get their ranks; branches may feed others.
         num_devices: of all branches.
-        split: whether backwards are halved.
-        ops: what else runs, such as a gather of the outputs of all branches.
-        also: branches on ranks of the others, such as one that all of them feed; they take no devices.
-        memory_limit: bytes or activation units that a rank may hold, `state` included.
-        below: ms that the step must stay under.
-        most_tried: layouts to run through time at most; by default as many as it takes to be sure.
+        options: of `rank_branches`.
 
     Returns:
         None where no layout takes all devices, fits, and stays below.
@@ -184,10 +172,7 @@ def search_branches(
     References:
         FlexPipe, sections 6 and 7.2: towers of several modalities, each with ranks and microbatches of its own.
     """
-    found = rank_branches(
-        ways, num_devices, 1, split=split, ops=ops, also=also, memory_limit=memory_limit, below=below,
-        most_tried=most_tried,
-    )  # fmt: skip
+    found = rank_branches(ways, num_devices, 1, **options)
     return found[0] if found else None
 
 

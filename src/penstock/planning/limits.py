@@ -49,8 +49,7 @@ def limits_of(
     Raises:
         ScheduleError: both are given, a wrong number of entries, or a cap below what one microbatch holds.
     """
-    if max_in_flight is not None and memory_limit is not None:
-        raise ScheduleError("max_in_flight and memory_limit both limit memory; give one of them", rule="options")
+    require_one_limit(max_in_flight=max_in_flight, memory_limit=memory_limit)
     share = costs.freed_by_input if split else 0.0
     host: tuple[float, ...] = ()
     if offload is True:
@@ -71,6 +70,13 @@ def limits_of(
         return limits
     _check_room(limits, placement, "max_in_flight" if memory_limit is None else "memory_limit", kept)
     return limits
+
+
+def require_one_limit(**limits: object) -> None:
+    """Raises ScheduleError where more than one limit of memory is given, each by the name of its option."""
+    given = [f"{name} {value}" for name, value in limits.items() if value is not None]
+    if len(given) > 1:
+        raise ScheduleError(f"{' and '.join(given[:2])} both limit memory; give one of them", rule="options")
 
 
 def per_rank(name: str, value: float | Sequence[float], num_ranks: int) -> tuple[float, ...]:

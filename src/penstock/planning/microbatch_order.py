@@ -460,7 +460,10 @@ def _lowered(schedule: Schedule) -> Order:
     require_no_updates(schedule, "which update a microbatch goes into follows from its number")
     require_no_pairs(schedule, "order_microbatches times ops that run by themselves")
     if schedule.microbatch_orders:
-        raise ScheduleError(f"{schedule.name} has an order of microbatches already", rule="microbatches")
+        raise ScheduleError(
+            f"{schedule.name} declares an order of microbatches already; give it as it was built, in ascending order",
+            rule="microbatches",
+        )
     graph = schedule.stage_graph
     if graph is not None and (graph.registered or graph.needs or graph.num_microbatches):
         raise ScheduleError(

@@ -15,7 +15,7 @@ from penstock.dispatch import Dispatch
 from penstock.engine import list_by_values, sweep
 from penstock.engine.tolerance import slack
 from penstock.planning.family import Certificate, check_options, family_of, in_turn, read_deal, read_offload
-from penstock.planning.limits import MOST_AGAIN, Limits, limits_of, per_rank, require_weights
+from penstock.planning.limits import MOST_AGAIN, Limits, limits_of, per_rank, require_one_limit, require_weights
 from penstock.planning.progress import Progress, certain, confirmed, gap, measured
 from penstock.planning.result import Plan
 from penstock.program import placements
@@ -171,8 +171,7 @@ def plan(
         )  # fmt: skip
     links.require_constant("ps.plan")
     if total_limit is not None:
-        if memory_limit is not None or max_in_flight is not None:
-            raise ScheduleError("total_limit and another limit both limit memory; give one of them", rule="options")
+        require_one_limit(total_limit=total_limit, memory_limit=memory_limit, max_in_flight=max_in_flight)
         if placement is None and stages is not None:
             raise ScheduleError("total_limit with stages that branch needs a placement; give one", rule="options")
         where = _placement(costs, num_ranks, num_microbatches, placement)
@@ -502,7 +501,10 @@ def _placement(costs: Costs, num_ranks: int, num_microbatches: int, placement: P
             f"placement is {placement!r}: give one of ps.placements, or a name such as 'v-shape'", rule="placement"
         )
     costs.require_stages(placement.num_stages, "the placement for")
-    for hosts in placement.pipelines:
+    for pipeline, hosts in enumerate(placement.pipelines):
         if max(hosts) >= num_ranks:
-            raise ScheduleError(f"a stage is on rank {max(hosts)}, but ranks go to {num_ranks - 1}", rule="placement")
+            raise ScheduleError(
+                f"pipeline {pipeline} places a stage on rank {max(hosts)}, but ranks go to {num_ranks - 1}",
+                rule="placement",
+            )
     return placement

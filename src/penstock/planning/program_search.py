@@ -31,7 +31,7 @@ from penstock.engine.list_by_rules import EARLIEST, IN_ORDER
 from penstock.engine.memory import peaks
 from penstock.engine.tolerance import is_within
 from penstock.library import build
-from penstock.planning.limits import MOST_AGAIN, per_rank, require_weights
+from penstock.planning.limits import MOST_AGAIN, per_rank, require_one_limit, require_weights
 from penstock.planning.program_space import check_names, fold, least_of, parts_of, placements_of, rules_of, work_of
 from penstock.program import Program, Rules, placements
 from penstock.program.rules import Traversal
@@ -205,8 +205,7 @@ def search_space(
         >>> outcome.best.footprint.peak <= 38 * 2**30
         True
     """
-    if memory_limit is not None and total_limit is not None:
-        raise ScheduleError("memory_limit and total_limit both limit memory; give one of them", rule="options")
+    require_one_limit(memory_limit=memory_limit, total_limit=total_limit)
     caps = None if memory_limit is None else per_rank("memory_limit", memory_limit, num_ranks)
     totals = None if total_limit is None else per_rank("total_limit", total_limit, num_ranks)
     if isinstance(costs, Costs):

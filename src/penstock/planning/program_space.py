@@ -204,5 +204,8 @@ def fold(costs: Costs, num_stages: int, shared_ends: bool = False) -> Costs:
 def parts_of(costs: Costs, num_ranks: int, shared_ends: bool) -> int:
     parts = costs.num_stages - (2 if shared_ends else 0)
     if parts < num_ranks or parts % num_ranks:
-        raise CostError(f"{parts} parts do not divide among {num_ranks} ranks; give a multiple of {num_ranks}")
+        raise CostError(
+            f"the costs are for {parts} parts{' between the ends' if shared_ends else ''}, which do not divide among "
+            f"{num_ranks} ranks; give a multiple of {num_ranks}"
+        )
     return parts

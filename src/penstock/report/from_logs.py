@@ -49,8 +49,8 @@ from penstock.report.run_story import (
     Iteration,
     LatePeriod,
     Link,
-    Plan,
     RunMemory,
+    RunPlan,
     RunStory,
     TitledTimeline,
     late_links,
@@ -348,11 +348,11 @@ def _median(rows: Sequence[Iteration]) -> float | None:
     return median(each.ms for each in rows) if len(rows) >= FEWEST else None
 
 
-def plan_of(configuration: Configuration, start: Configuration) -> Plan:
+def plan_of(configuration: Configuration, start: Configuration) -> RunPlan:
     """A configuration as a report names it."""
     schedule = configuration.schedule
     dispatch, links, nodes = configuration.dispatch.value, configuration.delegated, configuration.nodes
-    return Plan(schedule.name, dispatch, links, nodes, schedule != start.schedule)
+    return RunPlan(schedule.name, dispatch, links, nodes, schedule != start.schedule)
 
 
 def _memory(contents: LogContents, records: Iterable[Mapping[str, Any]]) -> RunMemory | None:

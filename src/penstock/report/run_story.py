@@ -36,7 +36,7 @@ number if it is `EXACT` of them, which is within a fifth of it as a rule.
 
 
 @dataclass(frozen=True)
-class Plan:
+class RunPlan:
     """What all ranks run, as far as a report names it.
 
     Attributes:
@@ -112,7 +112,7 @@ class DecisionOutcome:
     number: int
     action: str
     reason: str
-    plan: Plan
+    plan: RunPlan
     began: int | None
     made: int
     first: int | None
@@ -238,7 +238,7 @@ class RunStory:
     name: str
     facts: tuple[tuple[str, str], ...]
     links: tuple[Link, ...]
-    start: Plan
+    start: RunPlan
     iterations: tuple[Iteration, ...]
     decisions: tuple[DecisionOutcome, ...]
     spells: tuple[LatePeriod, ...]

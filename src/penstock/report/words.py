@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from penstock.draw.scale import percent, short
 from penstock.report.run_record import RunRecord
-from penstock.report.run_story import SURE, DecisionOutcome, LatePeriod, Plan, RunStory, link_name, main_spells
+from penstock.report.run_story import SURE, DecisionOutcome, LatePeriod, RunPlan, RunStory, link_name, main_spells
 
 FEW = 3
 """Links that a sentence names."""
@@ -167,7 +167,7 @@ def _answer(story: RunStory) -> str:
     return done + (f" after {times(after, 'iteration')}" if after else f" in iteration {first.first}")
 
 
-def changes(plans: Sequence[Plan], last: Plan) -> str:
+def changes(plans: Sequence[RunPlan], last: RunPlan) -> str:
     """What distinguishes plans from the first of them, and what of it the last plan no longer has."""
     start, *others = plans
     links = sorted({link for plan in others for link in plan.delegated} - set(start.delegated))

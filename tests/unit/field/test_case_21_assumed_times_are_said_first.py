@@ -19,7 +19,7 @@ LAYOUT = "layout 'Et*3|(tt|)*6L' --ranks 4"
     [
         (f"simulate 1f1b {COUNTS}", UNITS),
         (f"plan {COUNTS} --time 1", UNITS),
-        (f"search {COUNTS} --parts 2 --placement one-to-one", UNITS.replace("per stage", "per part")),
+        (f"plan {COUNTS} --parts 2 --placement one-to-one", UNITS.replace("per stage", "per part")),
         (f"simulate 1f1b {COUNTS} --f 2 --i 1", "W = 1 ms per stage, 1 ms for each rank's share of the model; "
          "give --w or --costs"),
         (f"simulate 1f1b {COUNTS} --f 2 --b 4", "I = W = half of B; give --i, --w or --costs"),

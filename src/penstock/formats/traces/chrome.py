@@ -222,7 +222,10 @@ def _require_one_job(said: Sequence[tuple[Path, set[int], dict[str, Any]]]) -> N
         if "world_size" in info
     }
     if len(sizes) > 1:
-        raise TraceError(f"the files are of jobs of {sorted(sizes)} processes each; give those of one job")
+        raise TraceError(
+            f"the files say that there were {', '.join(map(str, sorted(sizes)))} processes: they are of two jobs; "
+            "give those of one"
+        )
 
 
 def _computing(events: Iterable[ProfileEvent], reader: Names) -> set[int]:

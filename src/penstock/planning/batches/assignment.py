@@ -39,7 +39,11 @@ def assign_evenly(work: Sequence[float] | Array, num_groups: int) -> list[list[i
     if items.ndim != 1 or not np.isfinite(items).all() or (items < 0).any():
         raise ScheduleError("the work to assign must be a row of numbers of at least 0", rule="options")
     if num_groups < 1 or len(items) % num_groups or not len(items):
-        raise ScheduleError(f"{len(items)} items for {num_groups} equal groups: give a multiple", rule="options")
+        raise ScheduleError(
+            f"{len(items)} items can't be assigned to {num_groups} groups of the same size; give a multiple "
+            "of that number",
+            rule="options",
+        )
     size = len(items) // num_groups
     groups = _longest_first(items, num_groups, size)
     _swap(items, groups)

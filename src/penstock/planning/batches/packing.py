@@ -29,7 +29,7 @@ class PackingError(ScheduleError):
         ...     ps.planning.plan_batch([900, 100], ps.build("1f1b", 2, 4), costs)
         ... except ps.planning.PackingError as error:
         ...     print(error)
-        2 sequences can't fill 4 microbatches; give fewer microbatches
+        2 sequences can't fill 4 microbatches with at least one each; give more, or fewer microbatches
     """
 
     def __init__(self, message: str) -> None:
@@ -129,5 +129,8 @@ def as_lengths(lengths: Sequence[int] | Array, num_bins: int) -> Array:
     if tokens.ndim != 1 or tokens.dtype.kind not in "iu" or (tokens < 1).any():
         raise PackingError("give one length per sequence, a whole number above 0")
     if num_bins < 1 or len(tokens) < num_bins:
-        raise PackingError(f"{len(tokens)} sequences can't fill {num_bins} microbatches; give fewer microbatches")
+        raise PackingError(
+            f"{len(tokens)} sequences can't fill {num_bins} microbatches with at least one each; give more, or fewer "
+            "microbatches"
+        )
     return tokens

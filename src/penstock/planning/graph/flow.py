@@ -68,7 +68,8 @@ class Flow:
                 raise ScheduleError(f"block {block.name} takes {block.duration} ms: give at least 0", rule="range")
             if late := [need.block for need in block.needs if not 0 <= need.block < index]:
                 raise ScheduleError(
-                    f"block {index} ({block.name}) needs block {late[0]}: list that first", rule="order"
+                    f"block {block.name}, number {index}, needs number {late[0]}: list what is needed first",
+                    rule="order",
                 )
 
     @cached_property

@@ -91,7 +91,9 @@ def begin(
     search = JointSearch(problem, lower_bound(problem), seed, stop_at_gap, on_progress, began)
     search.take(one_by_one(problem), "one microbatch at a time")
     if search.orders is None:
-        raise ScheduleError("one microbatch at a time exceeds the caps: a bug in penstock", rule="memory")
+        raise ScheduleError(
+            f"one microbatch at a time exceeds the caps {list(problem.limits.cap)}: a bug in penstock", rule="memory"
+        )
     return search
 
 
