@@ -23,7 +23,7 @@ from penstock.report.run_story import (
     AlarmCounts,
     DecisionOutcome,
     Iteration,
-    Plan,
+    RunPlan,
     late_links,
     spells_of,
 )
@@ -111,7 +111,7 @@ def iteration(number: int, ms: float, decision: int = 0, kept: float | None = No
     return Iteration(number, ms, decision, ms, ms if decision == 0 else kept, delays, kept if decision else None)
 
 
-START, THEN = Plan("zb", "frozen"), Plan("zb", "dynamic", ((0, 1),))
+START, THEN = RunPlan("zb", "frozen"), RunPlan("zb", "dynamic", ((0, 1),))
 """What runs first, and then, in stories made by hand."""
 
 
@@ -129,6 +129,6 @@ def decided(
     first: int | None,
     action: str = "delegate",
     outcome: str = "ran",
-    plan: Plan = THEN,
+    plan: RunPlan = THEN,
 ) -> DecisionOutcome:
     return DecisionOutcome(number, action, "why", plan, made - 1, made, first, outcome, 2.0, 1.0, 0, None, None, 5)

@@ -173,7 +173,7 @@ def test_what_makes_no_sense_is_refused() -> None:
     with pytest.raises(ps.ScheduleError, match="no branches"):
         search_branches({}, 4)
     branch = ps.Branch(ps.placements.one_to_one(2), 4)
-    with pytest.raises(ps.ScheduleError, match="2 stages has costs of 3"):
+    with pytest.raises(ps.CostError, match="for 3 stages, the branch has 2; give costs for as many"):
         BranchLayout(branch, ps.Costs.uniform(3), 2)
     with pytest.raises(ps.ScheduleError, match="over 2 ranks has 1 devices"):
         BranchLayout(branch, ps.Costs.uniform(2), 1)

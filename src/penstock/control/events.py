@@ -315,8 +315,7 @@ class Offered:
     schedule: Schedule
 
 
-Outcome = Reranked | Switched | Dropped | Offered
-Event = Transfers | OpTimes | IterationEnded | LinkDown | LinkUp | Probed | Outcome
+Event = Transfers | OpTimes | IterationEnded | LinkDown | LinkUp | Probed | Reranked | Switched | Dropped | Offered
 _NAMES: dict[str, type[Any]] = {
     "transfers": Transfers,
     "ops": OpTimes,

@@ -54,7 +54,8 @@ class BranchLayout:
         state: bytes or activation units that each of its ranks holds besides activations.
 
     Raises:
-        ScheduleError: costs for another number of stages, or fewer devices than ranks.
+        CostError: costs for another number of stages.
+        ScheduleError: fewer devices than ranks.
 
     Examples:
         >>> import penstock as ps
@@ -314,7 +315,10 @@ def joined_costs(costs: Sequence[Costs]) -> Costs:
     """
     freed = {each.freed_by_input for each in costs}
     if len(freed) > 1:
-        raise CostError(f"freed_by_input is {min(freed):g} of one branch and {max(freed):g} of another; give one")
+        raise CostError(
+            f"I frees {min(freed):g} of the activations in one branch and {max(freed):g} in another; give all "
+            "branches costs with one freed_by_input"
+        )
     known = all(each.weight_bytes for each in costs)
     return Costs(
         f=[ms for each in costs for ms in each.f],

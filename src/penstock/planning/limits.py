@@ -95,7 +95,10 @@ def per_rank(name: str, value: float | Sequence[float], num_ranks: int) -> tuple
 def require_weights(costs: Costs) -> None:
     """Raises CostError for costs that do not say what weights take, beside a limit of all that a rank holds."""
     if not costs.weight_bytes:
-        raise CostError("total_limit: the costs do not say what weights take; give weight_bytes, or memory_limit")
+        raise CostError(
+            "total_limit counts all that a rank holds, and the costs do not say what weights take; give "
+            "weight_bytes, or memory_limit, which counts activations alone"
+        )
 
 
 def _check_room(limits: Limits, placement: Placement, name: str, kept: float) -> None:

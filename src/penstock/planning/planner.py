@@ -173,7 +173,10 @@ def plan(
     if total_limit is not None:
         require_one_limit(total_limit=total_limit, memory_limit=memory_limit, max_in_flight=max_in_flight)
         if placement is None and stages is not None:
-            raise ScheduleError("total_limit with stages that branch needs a placement; give one", rule="options")
+            raise ScheduleError(
+                "total_limit with stages that branch needs a placement, as weights lie where it says; give one",
+                rule="options",
+            )
         where = _placement(costs, num_ranks, num_microbatches, placement)
 
         def again(room: Sequence[float], seconds: float) -> Plan:

@@ -279,7 +279,10 @@ def _costs_of(costs: Costs | Callable[[int], Costs], num_stages: int, shared_end
     """
     given = costs if isinstance(costs, Costs) else costs(num_stages)
     if given.factors:
-        raise CostError("search_space needs microbatches that all cost the same; leave `uneven` out")
+        raise CostError(
+            "search_space needs microbatches that all cost the same; leave `uneven` out, and order the microbatches "
+            "of the result with ps.planning.order_microbatches"
+        )
     return fold(costs, num_stages, shared_ends) if isinstance(costs, Costs) else given
 
 
