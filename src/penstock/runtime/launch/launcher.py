@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import multiprocessing
 import os
 import signal
@@ -37,6 +38,8 @@ STORE_STARTS = timedelta(seconds=10)
 """How long torch may take to connect to the store that is in the same process."""
 TERM_GRACE = 1.5
 """Seconds from SIGTERM to SIGKILL."""
+KILL_TAKES = 30.0
+"""Seconds that the system may take to end a killed process, whose memory it takes back first."""
 MISUSE = 2
 
 SignalHandler = Callable[[int, FrameType | None], None]
@@ -175,6 +178,17 @@ class LaunchedRank:
             if self.code is None:
                 self.process.kill()
 
+    def wait_until_gone(self) -> None:
+        """Returns once the process of a rank that failed or was killed has ended, or after KILL_TAKES seconds.
+
+        If the server that ranks are forked from is killed, each rank gets an exit code while its process still runs.
+        A rank that ended well some time ago is not looked up: its number may be another process's by now.
+        """
+        if self.code != 0:
+            # OSError: the process is gone. AttributeError: elsewhere than on Linux, where no server forks ranks.
+            with contextlib.suppress(OSError, AttributeError):
+                connection.wait([Connection(os.pidfd_open(self.process.pid), writable=False)], KILL_TAKES)
+
     @property
     def has_failed(self) -> bool:
         return self.report is not None or self.asked or self.code not in (None, 0)
@@ -234,8 +248,9 @@ class LaunchedRanks:
         finally:
             if any(each.has_failed or each.code is None for each in self._ranks):
                 for each in self._ranks:
-                    each.send(signal.SIGKILL)
                     each.send_to_group(signal.SIGKILL)
+                for each in self._ranks:
+                    each.wait_until_gone()
 
     def _start(
         self, program: Sequence[str], num_ranks: int, environment: Mapping[str, str], start_method: str
@@ -260,16 +275,13 @@ class LaunchedRanks:
 
     def _note(self, number: int, frame: FrameType | None) -> None:
         self._signals.append(signal.Signals(number))
+        if self._signals == [signal.SIGINT]:
+            self._signal(signal.SIGINT)
 
     def _watch(self) -> None:
         """Returns when all ranks have ended, which they do soon after one fails."""
-        is_passed_on = False
         while not self._all_ended():
-            if self._signals == [signal.SIGINT]:
-                if not is_passed_on:
-                    self._signal(signal.SIGINT)
-                is_passed_on = True
-            elif self._signals:
+            if self._signals and self._signals != [signal.SIGINT]:
                 return self._stop(0.0, TERM_GRACE if self._signals[-1] == signal.SIGINT else self._patience)
             if any(each.has_failed for each in self._ranks):
                 return self._stop(self._grace, TERM_GRACE)
@@ -277,11 +289,9 @@ class LaunchedRanks:
 
     def _stop(self, grace: float, patience: float) -> None:
         self._wait(grace)
-        self._signal(signal.SIGTERM)
-        self._wait(patience)
-        self._signal(signal.SIGKILL)
-        while not self._all_ended():
-            pass
+        for number, seconds in ((signal.SIGTERM, patience), (signal.SIGKILL, math.inf)):
+            self._signal(number)
+            self._wait(seconds)
 
     def _signal(self, number: signal.Signals) -> None:
         for each in self._ranks:

@@ -335,7 +335,7 @@ Key = TypeVar("Key")
 def groups_of(
     sets: Mapping[Key, tuple[int, ...]], whole: dist.ProcessGroup, timeout: float, backend: str | None = None
 ) -> dict[Key, dist.ProcessGroup | None]:
-    """For each set of ranks a group of its own; None where this process is not in it.
+    """For each set of ranks a group of its own, in ascending order; None where this process is not in it.
 
     Every process of the pipeline must call it, with the same sets.
 
@@ -365,7 +365,7 @@ def groups_of_processes(
         group: object = None
         if whole or is_member:
             alone = not whole
-            group = dist.new_group([*inside], timeout=limit, backend=backend, use_local_synchronization=alone)
+            group = dist.new_group(sorted(inside), timeout=limit, backend=backend, use_local_synchronization=alone)
         if not is_member and not (whole and _COUNTS_CALLS):
             # A group that its members alone make is named after them and after how many groups they know. So who is
             # not in this one makes one of itself, and all go on counting alike.

@@ -142,10 +142,6 @@ class LineStreams:
         return mark
 
 
-def _ends(line: NcclChannel) -> tuple[int, int]:
-    return min(line.source, line.target), max(line.source, line.target)
-
-
 class DeviceLines:
     """The lines of one rank, as a part of what carries messages between processes.
 
@@ -174,7 +170,7 @@ class DeviceLines:
         self._is_given_up = threading.Event()
         self._under_way: deque[NcclMessageHandle] = deque()
         with patch.dict(os.environ, WITHOUT_WATCHDOG):
-            groups = groups_of({line: _ends(line) for line in channels}, group, timeout, backend)
+            groups = groups_of({line: (line.source, line.target) for line in channels}, group, timeout, backend)
         for line, made in groups.items():
             if made is not None:
                 self._lines[line.key, self._rank == line.source] = WeakGroup(made)
