@@ -73,3 +73,14 @@ def test_a_process_without_the_key_is_not_heard(pair: list[Heartbeats], listener
         made.sendall(b'another\n["number", 9]\n')
         assert made.recv(1) == b""
     assert pair[0].known("number") is None
+
+
+def test_an_end_while_others_call_printed_tracebacks_of_asyncio(
+    pair: list[Heartbeats], caplog: pytest.LogCaptureFixture
+) -> None:
+    pair[0].tell("here", True)
+    pair[1].tell("there", True)
+    wait_until(lambda: pair[1].known("here") and pair[0].known("there"), lambda: "nothing was heard")
+    for each in pair:
+        each.close()
+    assert caplog.text == ""

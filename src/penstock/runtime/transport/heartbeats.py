@@ -184,7 +184,9 @@ class Heartbeats:
                     with self._lock:
                         self._known[key] = value
                     self._changed()
-        except (OSError, ValueError):
-            pass  # it ended in the middle, or is none of ours
+        except (OSError, ValueError, asyncio.CancelledError):
+            # The connection ended in the middle of a line, or its process is none of ours, or this process closes. Of
+            # a cancelled handler, asyncio prints a traceback before Python 3.12.
+            pass
         finally:
             writer.transport.abort()
