@@ -162,7 +162,14 @@ def test_an_interrupt_returns_the_best_so_far() -> None:
         ({"max_in_flight": [4, 4]}, "max_in_flight has 2 entries"),
         ({"memory_limit": -1.0}, "memory_limit of rank 0 is -1.0"),
         ({"memory_limit": 0.5}, "rank 0 holds 1 of memory for one microbatch"),
-        ({"max_in_flight": 4, "memory_limit": 4.0}, "give one of them"),
+        (
+            {"max_in_flight": 4, "memory_limit": 4.0},
+            "max_in_flight 4 and memory_limit 4.0 both limit memory; give one",
+        ),
+        (
+            {"total_limit": 9.0, "memory_limit": 4.0},
+            "total_limit 9.0 and memory_limit 4.0 both limit memory; give one",
+        ),
         ({"time_limit": 0}, "time_limit is 0"),
         ({"time_limit": math.nan}, "time_limit is nan"),
         ({"num_ranks": 3}, "the costs are for 4 stages"),

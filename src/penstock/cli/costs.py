@@ -94,7 +94,7 @@ MemoryLimit = Annotated[
         metavar="SIZE",
         help="Most that a rank may hold. With a unit, as 35GiB, it counts everything. A plain number, as 14, counts "
         "activations alone, as the costs have them: those of a stage (--placement all: of a part) are 1 where "
-        "nothing is said. plan and simulate also take one per rank: 7,5; tune and compare need a unit.",
+        "nothing is said. plan and simulate also take one per rank: 7,5; tune needs a unit.",
     ),
 ]
 
