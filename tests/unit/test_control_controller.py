@@ -446,3 +446,13 @@ def test_other_placements_and_whole_backwards_get_what_fits_them(name: str) -> N
     scores = [score(job, measured, each).ms for each in found]
     assert min(scores) < scores[0]
     assert all(fits(each.configuration, costs) for each in found)
+
+
+def test_a_decision_some_steps_after_the_onset_simulated_the_step_in_which_the_link_became_late() -> None:
+    """Half of that step had no delay, so a cheaper change looked as good as the one that saves most."""
+    costs, start = ps.Costs.uniform(4, f=3, i=3, w=3), ps.build("zb-h1", 4, 6)
+    job = Job(costs, Configuration(start, "frozen", caps=tuple(peaks(start, costs))))  # type: ignore[arg-type]
+    ms = ps.simulate(start, costs).makespan
+    late = ps.Links.parse(f"2:3=latency:steps:0ms/0ms,{9.4 * ms}ms/80ms")
+    first = rehearse(Controller(job), late, until=40 * ms).decisions[0]
+    assert first.ms_now == run_once(job, job.start, ps.Links({(2, 3): 80.0})).makespan

@@ -82,8 +82,7 @@ def _folder(run: Path) -> Path:
         return run
     below = sorted({path.parent for name in LOGS for path in run.glob(f"*/{name}")})
     if len(below) > 1:
-        whole = " (compare.html there is on all of them)" if (run / "compare.html").is_file() else ""
-        raise Misuse(f"{run} holds {len(below)} runs{whole}: give one, like {below[0]}")
+        raise Misuse(f"{run} holds {len(below)} runs: give one, like {below[0]}")
     if not below:
         raise Misuse(f"{run} has no {METRICS} and no {LOG}, as runs of penstock train have; give the folder of a run")
     return below[0]

@@ -108,7 +108,7 @@ class Controller:
         self._tried: tuple[Action, object] = Action.KEEP, ()
         self._offered: tuple[Schedule, ...] = ()
         self._iteration, self._ms, self._age, self._number = -1, 0.0, 0, 0
-        self._due, self._rate, self._spent = False, 0.0, 0.0
+        self._due, self._rate, self._spent, self._looked_at = False, 0.0, 0.0, -1
         self._measured: Measured | None = None
         self._scored: tuple[Scored, ...] = ()
         self._waiting: Decision | None = None
@@ -393,7 +393,7 @@ class Controller:
 
     def _look(self) -> None:
         """Simulates all candidates under the links as they are now."""
-        self._due = False
+        self._due, self._looked_at = False, self._iteration
         job, measured = self._as_measured()
         self._measured = measured
         may_return = self._iteration - self._delegated_at >= self._hold
@@ -437,6 +437,9 @@ class Controller:
                 if doubt is not None:
                     self._explain(*doubt)
                     return None
+            if self._looked_at < at:  # links may have become steady since
+                self._look()
+                return self._decide(news)
             self._question.decided(at)
         check(candidate.configuration.schedule)
         recent = self._recent()

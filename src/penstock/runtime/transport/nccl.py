@@ -30,7 +30,6 @@ from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
 from typing import Any, NamedTuple
-from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -169,8 +168,14 @@ class DeviceLines:
         self._posting, self._giving_up = threading.Lock(), threading.Lock()
         self._is_given_up = threading.Event()
         self._under_way: deque[NcclMessageHandle] = deque()
-        with patch.dict(os.environ, WITHOUT_WATCHDOG):
+        before = dict(os.environ)
+        os.environ.update(WITHOUT_WATCHDOG)  # torch reads this as it makes a group
+        try:
             groups = groups_of({line: (line.source, line.target) for line in channels}, group, timeout, backend)
+        finally:
+            for name in WITHOUT_WATCHDOG:
+                del os.environ[name]
+            os.environ.update(before)
         for line, made in groups.items():
             if made is not None:
                 self._lines[line.key, self._rank == line.source] = WeakGroup(made)
