@@ -6,6 +6,7 @@ import queue
 import threading
 from collections import defaultdict
 from collections.abc import Sequence
+from itertools import product
 from types import SimpleNamespace
 from typing import Any
 
@@ -30,7 +31,8 @@ class Network:
 
     def __init__(self, num_ranks: int, conditions: ps.Links) -> None:
         self.num_ranks, self.conditions = num_ranks, conditions
-        self.lines: dict[tuple[int, int], Any] = defaultdict(queue.Queue)
+        # All of them at once: two threads that first look for one could each make their own.
+        self.lines: dict[tuple[int, int], Any] = {pair: queue.Queue() for pair in product(range(num_ranks), repeat=2)}
         self.busy: dict[tuple[int, int], LinkQueue] = defaultdict(LinkQueue)
         self.shared: list[Any] = [None] * num_ranks
         self.barrier = threading.Barrier(num_ranks)
