@@ -5,7 +5,7 @@ IterationEnded    --->  verify      what is late now, since when (changes.py, me
                         ask         are clean steps slower since then (steps.py), with every step (evidence.py)
                         choose      the best candidate that is worth its price (candidate.py, decide.py)
                         doubt       is the evidence enough for a trial (question.py)
-Probed            --->  move        nodes of a mesh to where a late link costs least (node_watch.py)
+Probed            --->  move        nodes of a mesh to where a late link costs least (orchestrator.py)
 Decision          <---  propose     number and digest; all ranks switch or none does
 Switched, Dropped --->  from then on that is what runs, or it never was
 IterationEnded    --->  try         are steps faster than before (trial.py); if not, what ran before runs again
@@ -31,7 +31,7 @@ from penstock.control.evidence import BURST, UNEXPLAINED
 from penstock.control.link import Cause, LinkChange
 from penstock.control.log import event_line, header, outcome_line
 from penstock.control.measured import JobMonitor, LateCauses
-from penstock.control.node_watch import NodeWatch
+from penstock.control.orchestrator import NodeWatch
 from penstock.control.question import Question
 from penstock.control.steps import NO_LINKS, Steps, TimedStep
 from penstock.control.trial import Trial, Verdict
@@ -133,12 +133,12 @@ class Controller:
         return 0.0 if self._nodes is None else self._nodes.iteration(self.now)
 
     def plan_problem(self) -> tuple[Job, Links] | None:
-        """What a better plan is to be searched for: the job with costs as measured, and the delays that matter. None
-        where orders may not change, no link became late, or what is late has just changed.
+        """The problem of a search for a better plan: the job with costs as measured, and the delays that matter. None
+        where orders may not change, no link became late, or the late links have just changed.
         """
-        job, measured = self._as_measured()
         if not self.job.may_replan or not self._causes.rises or self._age < self._steps.burst:
             return None
+        job, measured = self._as_measured()
         return job, above(measured.typical, job.smallest_delay)
 
     def would_gain(self, schedule: Schedule) -> bool:
@@ -255,7 +255,9 @@ class Controller:
             self._steps.close()
 
     def _lose(self, before: float, news: Sequence[LinkChange | ComputeChange]) -> None:
-        """Adds up what is lost because the best candidate does not run; what has changed began some steps ago."""
+        """Adds the loss of this iteration: by how much the best candidate would have been shorter. A change that has
+        just been verified began some steps ago, so the loss of these steps is added with it.
+        """
         began = max((change.num_iterations for change in news), default=1)
         self.lost += self._rate + (began - 1) * max(0.0, self._rate - before)
 
@@ -272,7 +274,9 @@ class Controller:
         return TimedStep(ms, simulated, step)
 
     def _charge(self, trial: Trial | None) -> None:
-        """Charges the change that has been prepared with what these steps took longer than clean ones."""
+        """Charges the prepared change with its price as measured: how much longer the steps took in which ranks
+        prepared the change than clean steps take.
+        """
         steps = self._steps if trial is None else trial.before
         cost, self._preparing = steps.excess(self._preparing), []
         self.paid, self._spent = self.paid + cost, self._spent + cost

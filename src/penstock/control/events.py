@@ -417,10 +417,10 @@ def require_amount(what: str, value: object) -> None:
 
 
 def slowest_of(replicas: Iterable[Sequence[Event]]) -> list[Event]:
-    """What replicas of a pipeline report of one iteration, as that of one pipeline.
+    """Joins the events that replicas of a pipeline report of one iteration, as if there were one pipeline.
 
-    Of each link and each stage it is what the replica says where it was slowest, and each other event once, in the
-    order in which they first came.
+    Of each link and each stage the event of the slowest replica is kept. Every other event is kept once. Events stay
+    in the order in which they first came.
     """
     found: dict[object, Event] = {}
     for events in replicas:

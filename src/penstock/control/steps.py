@@ -88,7 +88,7 @@ class Steps:
             self.settle()
 
     def settle(self) -> None:
-        """Takes steps as they are for the usual ones."""
+        """Counts all steps so far among the usual ones."""
         self.usual.extend(self.since)
         self._begin(())
 
@@ -105,7 +105,7 @@ class Steps:
         self._begin(rows[len(rows) - num :])
 
     def close(self) -> None:
-        """What was late is late no more. The steps since then count for nothing any more."""
+        """Nothing is late any more. The steps since the onset count on neither side from now on."""
         if self.is_open:
             self.is_open = False
             self._begin(())

@@ -233,7 +233,7 @@ def least(problem: Problem, row: Array, num_steps: int, seconds: float, seed: in
 
 
 def _answer(problem: Problem, made: _OrderModel, clock: TimeGrid, solver: Any, seconds: float) -> SolverAnswer:
-    """What the solver says of a model within so many seconds."""
+    """The solver's answer for a model, within so many seconds."""
     status = answered(solver, made.model, seconds).name if seconds > 0 else "UNKNOWN"
     if status == "INFEASIBLE":
         return SolverAnswer(None, clock.refuted)

@@ -182,7 +182,7 @@ class TransportChoice:
         return [] if delegates is None else [*delegates.notices]
 
     def memory_of(self, transport: Transport | None) -> SharedMemoryTransport | None:
-        """The ranks' shared memory if they have some, which can sum too."""
+        """The shared memory of the ranks, which can also sum; None if their messages go another way."""
         base = transport.base if isinstance(transport, RoutedTransport) else transport
         return base if isinstance(base, SharedMemoryTransport) else None
 
