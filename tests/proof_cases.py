@@ -21,12 +21,11 @@ from penstock.planning.bounds import (
     span_bound,
     work_bound,
 )
+from penstock.planning.deals import all_deals, quick_bound
 from penstock.planning.destructive_bound import destructive_bound
-from penstock.planning.family import Family, family_of, in_turn
 from penstock.planning.joint.bounds import lower_bound, memory_bound, relaxed
 from penstock.planning.joint.problem import pose_joint
-from penstock.planning.limits import Limits, limits_of
-from penstock.planning.microbatch_counts import all_deals, quick_bound
+from penstock.planning.options import Family, Limits, PlanRequest, family_of, in_turn, limits_of
 from penstock.planning.problem import pose
 from penstock.planning.span_objective import span_of
 
@@ -307,10 +306,7 @@ def bounds(case: Case) -> dict[str, float]:
     given = case.arguments()
     costs, placement, ranks = given["costs"], given["placement"], given["num_ranks"]
     number, one = given["num_microbatches"], case.instance
-    family = family_of(
-        costs, given["split"], None, case.limit == "memory_limit", one.objective == "makespan", "offload" in given,
-        case.limit == "max_in_flight",
-    )  # fmt: skip
+    family = family_of(PlanRequest(**given))
     limits = limits_of(
         costs, placement, ranks, given.get("max_in_flight"), given.get("memory_limit"), family.forms.split,
         costs.kept if family.forms.again else 1.0, given.get("offload"),

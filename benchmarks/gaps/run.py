@@ -30,7 +30,7 @@ from experiments.common.record import commit, record
 from penstock.planning import compile_ahead, exact
 from penstock.planning.bounds import work_bound
 from penstock.planning.destructive_bound import DestructiveBound
-from penstock.planning.limits import limits_of
+from penstock.planning.options import limits_of
 from penstock.planning.problem import pose
 from penstock.planning.threads import Threads
 from penstock.program.placements import bidirectional

@@ -27,7 +27,7 @@ from experiments.common.readme import markdown, write_between
 from experiments.common.record import record
 from penstock.engine.list_by_values import ListSpace
 from penstock.planning.in_step import in_step
-from penstock.planning.limits import limits_of
+from penstock.planning.options import limits_of
 from penstock.planning.problem import pose
 from penstock.planning.search import list_by_class, time_of
 from penstock.schedule import one_to_one

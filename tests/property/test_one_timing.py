@@ -22,10 +22,9 @@ from penstock.engine.list_by_values import ListSpace, list_ops
 from penstock.engine.network import Network
 from penstock.engine.timing import Timer
 from penstock.library.amdp_order import OrderOptions, StageTimes, ran_with
-from penstock.planning.family import OpForms
 from penstock.planning.graph.problem import pose_graph
 from penstock.planning.joint.problem import pose_joint
-from penstock.planning.limits import limits_of
+from penstock.planning.options import OpForms, limits_of
 from penstock.planning.problem import pose
 from penstock.program.placements import multi_directional
 from penstock.simulation.lister import Lister

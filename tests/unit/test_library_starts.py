@@ -12,10 +12,9 @@ import penstock as ps
 from penstock.dispatch.queues import queue_graph
 from penstock.library import SCHEDULES
 from penstock.planning import library_starts
-from penstock.planning.family import OpForms
 from penstock.planning.joint import search as joint
 from penstock.planning.joint.problem import pose_joint
-from penstock.planning.limits import limits_of
+from penstock.planning.options import OpForms, limits_of
 from penstock.schedule import peak_in_flight
 from penstock.simulation.lister import Lister
 

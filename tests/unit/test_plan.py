@@ -225,7 +225,7 @@ def test_one_rank_one_microbatch() -> None:
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: ps.plan(ps.Costs.uniform(2), 2, 2, objective="cost"), "objective 'cost'"),
+        (lambda: ps.plan(ps.Costs.uniform(2), 2, 2, objective="cost"), "objective is 'cost'"),
         (lambda: ps.plan(ps.Costs.uniform(2), 2, 2, dispatch="eager"), "dispatch 'eager'"),
         (lambda: ps.plan(ps.Costs.uniform(2), 2, 2, stop_at_gap=-1), "stop_at_gap is -1"),
     ],

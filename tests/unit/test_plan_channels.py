@@ -177,7 +177,7 @@ def test_what_no_channel_of_another_framework_is_planned_for() -> None:
     with pytest.raises(ps.ScheduleError, match="channels 'mpi': give one of buffered, gloo"):
         ps.plan(costs, 2, 4, channels="mpi")
     for options in ({"objective": "span"}, {"dispatch": "hinted"}):
-        with pytest.raises(ps.ScheduleError, match="are for the makespan of a frozen order"):
+        with pytest.raises(ps.ScheduleError, match="planned for the makespan of a frozen order"):
             ps.plan(costs, 2, 4, channels="nccl", **options)
     with pytest.raises(ps.CostError, match=r"links that do not change.*loss"):
         ps.plan(costs, 2, 4, ps.Links({(0, 1): "latency:5ms+loss:1%"}), channels="nccl")

@@ -101,7 +101,7 @@ def test_what_waits_in_host_memory_is_asked_for_by_its_amount(
         (["--placement", "wave", "--stages", "6"], 2, "wave over 4 ranks has a multiple of 8 stages, and 6"),
         (["--stages", "8"], 2, "one-to-one over 4 ranks has 4 stages, and 8 are given"),
         (["--f", "1,2"], 2, "--f has 2 entries"),
-        (["--objective", "cost"], 2, "objective 'cost'"),
+        (["--objective", "cost"], 2, "objective is 'cost'"),
     ],
     ids=str,
 )

@@ -8,10 +8,9 @@ from typing import Any
 import pytest
 
 import penstock as ps
-from penstock.planning.family import OpForms
 from penstock.planning.joint import moves
 from penstock.planning.joint.problem import pose_joint
-from penstock.planning.limits import Limits
+from penstock.planning.options import Limits, OpForms
 from penstock.schedule import Op
 
 

@@ -18,7 +18,7 @@ from penstock.planning.graph import sequence as sequences
 from penstock.planning.graph.exact import shorten_windows
 from penstock.planning.graph.placements import candidates
 from penstock.planning.graph.problem import pose_graph
-from penstock.planning.limits import limits_of
+from penstock.planning.options import limits_of
 
 TOWERS = ps.schedule.StageGraph(5, ((0, 1), (1, 4), (2, 3), (3, 4)))
 

@@ -31,7 +31,6 @@ from penstock.engine.list_by_values import ListSpace
 from penstock.planning import anneal, compile_ahead, exact, forward_backward, longest_paths, repeat, strategy, threads
 from penstock.planning.bounds import jackson_bound
 from penstock.planning.building_blocks import repeated
-from penstock.planning.family import OpForms
 from penstock.planning.graph import sequence
 from penstock.planning.graph.problem import pose_graph
 from penstock.planning.graph.search import begin as begin_graph
@@ -39,8 +38,8 @@ from penstock.planning.graph.search import walked as graph_walked
 from penstock.planning.joint import listing, moves
 from penstock.planning.joint import search as joint
 from penstock.planning.joint.problem import pose_joint
-from penstock.planning.limits import Limits
 from penstock.planning.local_search import Walk, walked
+from penstock.planning.options import Limits, OpForms
 from penstock.planning.problem import Problem, pose
 from penstock.planning.search import PerturbationSearch, Search, Trials, greedy, justified, justified_again, time_of
 from penstock.planning.threads import Threads

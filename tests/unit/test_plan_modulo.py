@@ -13,9 +13,8 @@ from penstock.planning import plan as planner
 from penstock.planning.graph import search
 from penstock.planning.graph.flow import Block, BlockDependency, Flow
 from penstock.planning.graph.flow_bound import flow_bound, follows
-from penstock.planning.graph.plan import plan_graph
 from penstock.planning.graph.problem import pose_graph
-from penstock.planning.limits import limits_of
+from penstock.planning.options import limits_of
 from penstock.planning.progress import Progress
 from tiers import others_nightly
 
@@ -104,7 +103,7 @@ def optimum(flow: Flow, num_turns: int, caps: Sequence[float] | None = None) -> 
 def test_tessels_totals_are_met_and_proved(num_ranks: int) -> None:
     num_microbatches = 3 * num_ranks
     costs = tessel_costs(num_ranks)
-    plan = plan_graph(costs, num_ranks, num_microbatches, placement=shared_ends(num_ranks), split=False)
+    plan = ps.plan(costs, num_ranks, num_microbatches, placement=shared_ends(num_ranks), split=False)
     assert plan.makespan == plan.lower_bound == 8 * num_microbatches + 4 * (num_ranks - 1)
     assert ps.simulate(plan.schedule, costs).makespan == plan.makespan
     assert ps.parse(str(plan.schedule)) == plan.schedule
@@ -156,9 +155,9 @@ def test_bound_under_a_cap_is_never_above_the_optimum(cap: int) -> None:
 @pytest.mark.parametrize("split", [False, True])
 def test_caps_are_kept(limit: int, split: bool) -> None:
     costs, placement = random_costs(5, limit), shared_ends(3)
-    plan = plan_graph(costs, 3, 8, placement=placement, split=split, memory_limit=3 * limit, time_limit=0.3)
+    plan = ps.plan(costs, 3, 8, placement=placement, split=split, memory_limit=3 * limit, time_limit=0.3)
     assert max(ps.simulate(plan.schedule, costs).peak_activations) <= 3 * limit
-    counted = plan_graph(costs, 3, 8, placement=placement, split=split, max_in_flight=3 * limit, time_limit=0.3)
+    counted = ps.plan(costs, 3, 8, placement=placement, split=split, max_in_flight=3 * limit, time_limit=0.3)
     ps.check(counted.schedule, max_in_flight=3 * limit)
     assert counted.schedule.max_in_flight == 3 * limit
     assert counted.schedule.splits_backward() is split
@@ -173,7 +172,7 @@ def test_plans_with_late_links_stages_shared_by_some_and_two_pipelines() -> None
         (ps.Placement(((0, 1, 2, 3),)), 6),
     ):
         costs = random_costs(placement.num_stages, 1)
-        plan = plan_graph(costs, 4, num_microbatches, links, placement=placement, time_limit=1)
+        plan = ps.plan(costs, 4, num_microbatches, links, placement=placement, time_limit=1)
         assert ps.simulate(plan.schedule, costs, links=links).makespan == pytest.approx(plan.makespan)
         assert plan.lower_bound <= plan.makespan
         assert plan.gap < 0.5
@@ -185,7 +184,7 @@ def test_plans_with_late_links_stages_shared_by_some_and_two_pipelines() -> None
 def test_steps_never_lengthen_a_plan() -> None:
     costs = random_costs(5, 3)
     steps: list[Progress] = []
-    plan = plan_graph(costs, 3, 6, placement=shared_ends(3), time_limit=3, progress=steps.append)
+    plan = ps.plan(costs, 3, 6, placement=shared_ends(3), time_limit=3, progress=steps.append)
     assert [step.value for step in steps] == sorted((step.value for step in steps), reverse=True)
     assert plan.makespan == steps[-1].value < steps[0].value
     assert plan.how == steps[-1].how
@@ -194,7 +193,7 @@ def test_steps_never_lengthen_a_plan() -> None:
 def test_ops_that_take_no_time_find_their_place() -> None:
     costs = ps.Costs(f=[1, 0, 2, 0, 1], i=[0, 3, 0, 1, 0], w=[0, 0, 1, 0, 0])
     placement = shared_ends(3)
-    plan = plan_graph(costs, 3, 2, placement=placement, time_limit=2)
+    plan = ps.plan(costs, 3, 2, placement=placement, time_limit=2)
     limits = limits_of(costs, placement, 3, None, None, split=True)
     flow = pose_graph(costs, placement, 3, 2, ps.Links(), limits, split=True).flow.flow
     assert plan.makespan == optimum(flow, 2)
@@ -209,7 +208,7 @@ def test_an_interrupt_keeps_the_best_so_far(nth: int) -> None:
         if len(seen) == nth:
             raise KeyboardInterrupt
 
-    plan = plan_graph(random_costs(6, 1), 4, 12, placement=shared_ends(4), progress=interrupt, time_limit=20)
+    plan = ps.plan(random_costs(6, 1), 4, 12, placement=shared_ends(4), progress=interrupt, time_limit=20)
     assert len(seen) == nth
     assert plan.makespan == seen[-1].value
 
@@ -217,10 +216,10 @@ def test_an_interrupt_keeps_the_best_so_far(nth: int) -> None:
 def test_without_the_solver_local_search_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
     """A plan of shared stages that simple steady states did not prove was refused."""
     monkeypatch.setattr(search, "available", lambda: False)
-    found = plan_graph(random_costs(4, 0), 2, 4, placement=shared_ends(2), time_limit=0.2)
+    found = ps.plan(random_costs(4, 0), 2, 4, placement=shared_ends(2), time_limit=0.2)
     ps.check(found.schedule)
     assert found.how not in ("ends", "")
-    proved = plan_graph(tessel_costs(4), 4, 12, placement=shared_ends(4), split=False)
+    proved = ps.plan(tessel_costs(4), 4, 12, placement=shared_ends(4), split=False)
     assert proved.makespan == proved.lower_bound
 
 
@@ -234,7 +233,7 @@ def test_plan_takes_placements_with_shared_stages() -> None:
 
 def test_a_cap_below_one_microbatch_is_an_error() -> None:
     with pytest.raises(ps.ScheduleError, match="raise") as caught:
-        plan_graph(random_costs(4, 0), 2, 4, placement=shared_ends(2), max_in_flight=2)
+        ps.plan(random_costs(4, 0), 2, 4, placement=shared_ends(2), max_in_flight=2)
     assert caught.value.rule == "memory"
     with pytest.raises(ps.ScheduleError, match=r"may hold 0\.5 activations, but one b0 keeps 1"):
         flow_bound(Flow((Block("b0", (0,), 1, (), 1, 1),)), [3], [0.5])

@@ -13,14 +13,13 @@ import pytest
 import penstock as ps
 from penstock.draw import to_svg
 from penstock.planning import strategy
-from penstock.planning.family import OpForms, in_turn
 from penstock.planning.joint.away import sent_away
 from penstock.planning.joint.away_in_time import sent_away_in_time
 from penstock.planning.joint.bounds import lower_bound
 from penstock.planning.joint.problem import JointProblem, Orders, pose_joint
 from penstock.planning.joint.rows import F, I
 from penstock.planning.joint.search import _less_what_moves
-from penstock.planning.limits import limits_of
+from penstock.planning.options import OpForms, in_turn, limits_of
 from penstock.planning.problem import pose
 from penstock.schedule import Op, one_to_one
 from proof_cases import OFFLOADED, draw_free, in_host_memory, judge

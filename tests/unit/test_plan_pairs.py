@@ -14,6 +14,7 @@ from penstock.cost.overlap import Overlap
 from penstock.passes import overlap_pairs, separate_pairs
 from penstock.passes.overlap import _neighbours, joinable_pairs, weigh_pairs
 from penstock.planning import paired
+from penstock.planning.options import PlanRequest
 from penstock.planning.paired import busy_bound, plan_pairs, relaxed_costs
 from penstock.schedule import Op, Pair, Schedule, ScheduleError
 from penstock.schedule.dependencies import predecessors
@@ -158,8 +159,8 @@ def test_the_time_limit_was_looked_at_after_whole_orders_alone(monkeypatch: pyte
     asked: list[float] = []
     joined: list[Schedule] = []
 
-    def planned(*_: object, time_limit: float, **__: object) -> ps.Plan:
-        asked.append(time_limit)
+    def planned(request: PlanRequest) -> ps.Plan:
+        asked.append(request.time_limit)
         return given
 
     def joinable(schedule: Schedule, is_over: Callable[[], bool]) -> tuple[Pair, ...]:
@@ -171,10 +172,7 @@ def test_the_time_limit_was_looked_at_after_whole_orders_alone(monkeypatch: pyte
     def planned_in(seconds: float) -> ps.Plan:
         asked.clear()
         joined.clear()
-        found = plan_pairs(
-            planned, costs, 4, 8, ps.Links(), placement, split=None, max_in_flight=None, memory_limit=None,
-            time_limit=seconds, clock=Clock(),
-        )  # fmt: skip
+        found = plan_pairs(PlanRequest(costs, 4, 8, ps.Links(), placement, time_limit=seconds), planned, Clock())
         ps.check(found.schedule)
         assert found.makespan <= ps.simulate(given.schedule, costs).makespan
         return found
@@ -231,15 +229,9 @@ def test_pairs_that_wait_for_one_another_are_found_as_from_the_beginning(name: s
     assert joinable_pairs(schedule) == tried.pairs
 
 
-@pytest.mark.parametrize(
-    ("options", "why"),
-    [
-        ({"objective": "span"}, "another objective than the makespan"),
-        ({"dispatch": "dynamic"}, "a dispatch that is not frozen"),
-    ],
-)
-def test_what_is_not_planned_with_pairs_is_refused(options: dict[str, str], why: str) -> None:
-    with pytest.raises(ps.CostError, match=f"pairs are not planned with {why}"):
+@pytest.mark.parametrize("options", [{"objective": "span"}, {"dispatch": "dynamic"}])
+def test_what_is_not_planned_with_pairs_is_refused(options: dict[str, str]) -> None:
+    with pytest.raises(ps.CostError, match="pairs are planned for the makespan of a frozen order"):
         ps.plan(even(4), 4, 8, **options)
     with pytest.raises(ps.CostError, match="uneven microbatches"):
         ps.plan(replace(even(4), uneven=[1.0, 2.0] * 4), 4, 8)

@@ -2,12 +2,11 @@
 
 from penstock.planning.batches import BatchPlan, PackingError, assign_evenly, plan_batch
 from penstock.planning.branch_search import BranchLayout, FoundLayout, rank_branches, search_branches
-from penstock.planning.family import Certificate
 from penstock.planning.microbatch_order import OrderedMicrobatches, order_microbatches
 from penstock.planning.planner import plan
 from penstock.planning.program_search import Found, Outcome, search_space
 from penstock.planning.progress import Progress
-from penstock.planning.result import Plan
+from penstock.planning.result import Certificate, Plan
 from penstock.planning.slow_links import slow_link_schedule
 from penstock.planning.warmup import adapted_warmups, initial_warmups, needed_slack, tolerance, tolerances
 

@@ -34,15 +34,14 @@ from penstock.cost.links import LinkQueues
 from penstock.dispatch.queues import QueueGraph
 from penstock.engine.network import NONE, Array, of_queues
 from penstock.passes import add_communication
-from penstock.planning.family import family_of, in_turn
 from penstock.planning.graph import search as searches
 from penstock.planning.graph.problem import GraphProblem, pose_graph
 from penstock.planning.library_starts import MOST_OPS, built
-from penstock.planning.limits import limits_of
+from penstock.planning.options import PlanRequest, family_of, in_turn, limits_of
 from penstock.planning.progress import certain
 from penstock.planning.result import Plan
-from penstock.schedule import Op, Placement, Schedule, ScheduleError, StageGraph, check
-from penstock.schedule.channels import GLOO, NCCL, require_channel, stream_of
+from penstock.schedule import Op, Placement, Schedule, check
+from penstock.schedule.channels import BUFFERED, GLOO, NCCL, require_channel, stream_of
 from penstock.schedule.send_recv import send_of
 from penstock.simulation import simulate
 from penstock.simulation.arbiter import arbitrate, crossings_of, write_rows
@@ -73,35 +72,31 @@ class _Message(NamedTuple):
         return [stream_of(channel, rank, self.source, self.target) for rank in ends]
 
 
-def plan_on_channel(
-    planned: Callable[..., Plan], costs: Costs, num_ranks: int, num_microbatches: int, links: Links,
-    placement: Placement, channel: str, stages: StageGraph | None, *, time_limit: float, **options: Any,
-) -> Plan:  # fmt: skip
+def plan_on_channel(request: PlanRequest, planned: Callable[[PlanRequest], Plan]) -> Plan:
     """The best schedule found for a channel, with its messages placed, and a bound for the channel.
 
     Args:
-        planned: `ps.plan`, for the channel "buffered".
-        options: the other options of `ps.plan`.
+        planned: plans the request where messages are buffered.
 
     Raises:
         ScheduleError: an unknown channel, or options for runtimes that place messages themselves.
         CostError: links that change.
     """
     began = time.perf_counter()
+    costs, links, placement, channel = request.costs, request.links, request.placement, request.channels
+    assert placement is not None
     require_channel(channel)
-    _refuse(channel, links, stages is not None or bool(placement.shared), options)
+    _require_steady(links)
     messages = list(_messages(costs, links, placement))
     least: dict[tuple[int, int], float] = {}
     for each in messages:
         way = each.source, each.target
         least[way] = min(least.get(way, each.ms), each.ms)
-    if placement.num_pipelines > 1 and options["deal"] == "any":
-        options["deal"] = "in turn"
-    searched = channel != GLOO and any(least.values()) and _is_searched(costs, options)
-    first = planned(
-        costs, num_ranks, num_microbatches, Links(least), placement=placement,
-        time_limit=time_limit * (_SHARE_WITHOUT_STREAMS if searched else 1.0), **options,
-    )  # fmt: skip
+    if placement.num_pipelines > 1 and request.deal == "any":
+        request = replace(request, deal="in turn")
+    searched = channel != GLOO and any(least.values()) and _is_searched(request)
+    seconds = request.time_limit * (_SHARE_WITHOUT_STREAMS if searched else 1.0)
+    first = planned(replace(request, links=Links(least), channels=BUFFERED, time_limit=seconds))
     counts = Counter(first.schedule.microbatch_pipeline)
     busy: dict[Hashable, float] = {}
     for each in messages if channel != GLOO else ():
@@ -111,9 +106,9 @@ def plan_on_channel(
     place = partial(add_communication, costs=costs, links=links, channels=channel)
     candidates = [(first.how, place(first.schedule))]
     if searched and tuple(counts[k] for k in range(placement.num_pipelines)) == in_turn(
-        num_microbatches, placement.num_pipelines
+        request.num_microbatches, placement.num_pipelines
     ):
-        search = _search(costs, links, channel, first.schedule, messages, began, time_limit, options)
+        search = _search(request, first.schedule, messages, began)
         bound = max(bound, search.lower_bound)
         order, rows = _rows_found(search.problem, search.sequence, costs, first.schedule)
         candidates += [(search.how, place(order)), (search.how, rows)]
@@ -130,16 +125,7 @@ def plan_on_channel(
     )  # fmt: skip
 
 
-def _refuse(channel: str, links: Links, branches: bool, options: dict[str, Any]) -> None:
-    """Raises ScheduleError or CostError for a call that no channel of another framework has a plan for."""
-    objective, dispatch = options["objective"], options["dispatch"]
-    if objective != "makespan" or dispatch != "frozen" or branches:
-        given = "stages that branch or are shared" if branches else f"objective {objective!r}, dispatch {dispatch!r}"
-        raise ScheduleError(
-            f"channels {channel!r} with {given}: plans for another framework are for the makespan of a frozen order, "
-            "of a chain of stages that one rank runs each; leave channels out",
-            rule="options",
-        )
+def _require_steady(links: Links) -> None:
     for condition in (*links.conditions.values(), links.default):
         if condition is not None and not condition.is_steady:
             raise CostError(
@@ -148,12 +134,10 @@ def _refuse(channel: str, links: Links, branches: bool, options: dict[str, Any])
             )
 
 
-def _is_searched(costs: Costs, options: dict[str, Any]) -> bool:
+def _is_searched(request: PlanRequest) -> bool:
     """Whether orders are searched with streams: microbatches are alike, and forms of ops are not decided besides."""
-    limit, split = options["memory_limit"], options["split"]
-    family = family_of(costs, split, options["recompute"], limit is not None, True)
-    simple = options["total_limit"] is None and not options["offload"] and not family.joint
-    return simple and costs.overlap is None and not costs.factors
+    simple = request.total_limit is None and not request.offloads and not family_of(request).joint
+    return simple and request.costs.overlap is None and not request.costs.factors
 
 
 def _messages(costs: Costs, links: Links, placement: Placement) -> Iterator[_Message]:
@@ -169,16 +153,14 @@ def _messages(costs: Costs, links: Links, placement: Placement) -> Iterator[_Mes
                 yield _Message(pipeline, made, source, target, ms)
 
 
-def _search(
-    costs: Costs, links: Links, channel: str, first: Schedule, messages: list[_Message], began: float,
-    time_limit: float, options: dict[str, Any],
-) -> searches.GraphSearch:  # fmt: skip
+def _search(request: PlanRequest, first: Schedule, messages: list[_Message], began: float) -> searches.GraphSearch:
     """Searches orders of ops and messages together, from `first` and the library's schedules on."""
-    placement, split = first.placement, options["split"] is not False
-    limits = limits_of(costs, placement, first.num_ranks, options["max_in_flight"], options["memory_limit"], split)
+    costs, links, channel, split = request.costs, request.links, request.channels, request.split is not False
+    placement, time_limit = first.placement, request.time_limit
+    limits = limits_of(costs, placement, first.num_ranks, request.max_in_flight, request.memory_limit, split)
     problem = pose_graph(
         costs, placement, first.num_ranks, first.num_microbatches, Links(), limits, split,
-        counted=options["max_in_flight"] is not None,
+        counted=request.max_in_flight is not None,
         more_queues=lambda graph: _with_streams(graph, messages, channel),
     )  # fmt: skip
 
@@ -193,9 +175,7 @@ def _search(
             if sequence is not None:
                 yield sequence, name
 
-    search = searches.begin(
-        problem, starts(), (), 0.0, options["seed"], options["stop_at_gap"], options["progress"], began
-    )
+    search = searches.begin(problem, starts(), (), 0.0, request.seed, request.stop_at_gap, request.progress, began)
     search.until = time_limit - _PROOF_SECONDS_AN_OP * problem.num_ops
     searches.run(search)
     return search

@@ -35,7 +35,6 @@ from penstock.planning import anneal, forward_backward, longest_paths, ramps, re
 from penstock.planning.bounds import jackson_bound, path_bound, ramp_bound, span_bound, work_bound
 from penstock.planning.building_blocks import BlockSearch, steps_before
 from penstock.planning.destructive_bound import destructive_bound
-from penstock.planning.family import OpForms
 from penstock.planning.graph import sequence as sequences
 from penstock.planning.graph.problem import pose_graph
 from penstock.planning.graph.search import SequenceWalk
@@ -44,8 +43,8 @@ from penstock.planning.joint import listing, moves, rows
 from penstock.planning.joint import search as joint
 from penstock.planning.joint.problem import pose_joint
 from penstock.planning.library_starts import named
-from penstock.planning.limits import Limits
 from penstock.planning.local_search import Walk
+from penstock.planning.options import Limits, OpForms
 from penstock.planning.problem import Problem, pose
 from penstock.planning.search import PerturbationSearch, Search, Trials, greedy, time_of
 from penstock.planning.threads import LOOK, awaited, num_cores

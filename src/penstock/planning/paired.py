@@ -26,18 +26,19 @@ that with whole backwards alone, as a half can't be in a pair. In each, pairs ar
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import replace
 from itertools import chain, islice
-from typing import Any
+from math import inf
 
-from penstock.cost import CostError, Costs, Links
-from penstock.engine.tolerance import slack
+from penstock.cost import Costs, Links
+from penstock.engine.tolerance import is_within, slack
 from penstock.library import build
 from penstock.passes import separate_pairs
 from penstock.passes.overlap import joinable_pairs, weigh_pairs
 from penstock.planning.library_starts import MOST_OPS, built
+from penstock.planning.options import PlanRequest, limits_of
 from penstock.planning.progress import certain
 from penstock.planning.result import Plan
 from penstock.schedule import Op, Placement, Schedule, ScheduleError, check
@@ -108,19 +109,7 @@ def busy_bound(
 
 
 def plan_pairs(
-    planned: Callable[..., Plan],
-    costs: Costs,
-    num_ranks: int,
-    num_microbatches: int,
-    links: Links,
-    placement: Placement,
-    *,
-    split: bool | None,
-    max_in_flight: float | Sequence[float] | None,
-    memory_limit: float | Sequence[float] | None,
-    time_limit: float,
-    clock: Callable[[], float] = time.perf_counter,
-    **options: Any,
+    request: PlanRequest, planned: Callable[[PlanRequest], Plan], clock: Callable[[], float] = time.perf_counter
 ) -> Plan:
     """The best schedule found with pairs or without, and a bound for both.
 
@@ -128,47 +117,41 @@ def plan_pairs(
     library are tried; all else ends when time is over.
 
     Args:
-        planned: `ps.plan`, for costs without an overlap.
+        planned: plans requests whose costs have no overlap.
         clock: what says the time, in seconds.
     """
-    began = clock()
+    began, limit = clock(), request.time_limit
+    costs, links, placement, split = request.costs, request.links, request.placement, request.split
+    assert placement is not None
 
     def is_over() -> bool:
-        return clock() - began >= time_limit
-
-    alone, relaxed = replace(costs, overlap=None), relaxed_costs(costs, placement)
-    problems = [(alone, split), (alone, False)] if split is None else [(alone, split)]
-    problems = problems if relaxed != alone else []
-    limits = {"max_in_flight": max_in_flight, "memory_limit": memory_limit}
+        return clock() - began >= limit
 
     def order(each: Costs, form: bool | None, seconds: float) -> Plan:
-        return planned(
-            each, num_ranks, num_microbatches, links, placement=placement, split=form, time_limit=seconds,
-            **limits, **options,
-        )  # fmt: skip
+        return planned(replace(request, costs=each, split=form, time_limit=seconds, progress=None))
 
-    bound = order(relaxed, split, _OF_PLANS * time_limit / (1 + len(problems)))
+    alone, relaxed = replace(costs, overlap=None), relaxed_costs(costs, placement)
+    forms = [] if relaxed == alone else [None, False] if split is None else [split]
+    bound = order(relaxed, split, _OF_PLANS * limit / (1 + len(forms)))
+    is_small = 2 * placement.num_stages * request.num_microbatches <= _MOST_AT_ONCE
 
     def tried() -> Iterator[Start]:
         orders = [(bound.how, bound.schedule)]
         yield orders[0]
-        library: Iterator[Start] = iter(())
-        if split is not True:
-            library = _library(costs, placement, num_ranks, num_microbatches, split, limits)
-            is_small = 2 * placement.num_stages * num_microbatches <= _MOST_AT_ONCE
-            for how, schedule in islice(library, 1):
-                yield how, schedule
-                over = (lambda: False) if is_small else is_over
-                yield from ((how, joined) for joined in _joined(schedule, costs, links, over))
-        for number, (each, form) in enumerate(problems):
-            left = _OF_PLANS * time_limit - (clock() - began)
+        library = _library(request, placement)
+        for start in islice(library, 1):
+            yield from _joined(start, costs, links, (lambda: False) if is_small else is_over, first=True)
+        for number, form in enumerate(forms):
+            left = _OF_PLANS * limit - (clock() - began)
             if left <= 0:
                 break
-            found = order(each, form, left / (len(problems) - number))
+            found = order(alone, form, left / (len(forms) - number))
             orders.append((found.how, found.schedule))
             yield orders[-1]
-        for how, schedule in chain(_until(is_over, library), orders) if split is not True else ():
-            yield from ((how, joined) for joined in _joined(schedule, costs, links, is_over))
+        for start in chain(library, orders) if split is not True else ():
+            if is_over():
+                return
+            yield from _joined(start, costs, links, is_over)
 
     best: Plan | None = None
     for how, schedule in tried():
@@ -184,81 +167,47 @@ def plan_pairs(
             )
     assert best is not None
     check(best.schedule)
-    lower = max(bound.lower_bound, busy_bound(costs, num_ranks, num_microbatches, placement, split))
+    lower = max(bound.lower_bound, busy_bound(costs, request.num_ranks, request.num_microbatches, placement, split))
     lower = certain(lower, best.value, lambda: f"costs {costs!r} over {placement!r}")
     certificate = replace(bound.certificate, pairs="none" if split is True else "any")
     return replace(best, lower_bound=lower, certificate=certificate, seconds=clock() - began)
 
 
-def _until(is_over: Callable[[], bool], starts: Iterator[Start]) -> Iterator[Start]:
-    """Those that are there in time; each is made when it is asked for."""
-    while not is_over():
-        if (start := next(starts, None)) is None:
-            return
-        yield start
+def _joined(
+    start: Start, costs: Costs, links: Links, is_over: Callable[[], bool], first: bool = False
+) -> Iterator[Start]:
+    """The order as it is, with all pairs that can be, and with those that gain; as long as there is time.
 
-
-def _joined(schedule: Schedule, costs: Costs, links: Links, is_over: Callable[[], bool]) -> Iterator[Schedule]:
-    """The schedule as it is, with those pairs that gain, and with all that can be; as long as there is time."""
+    Args:
+        first: whether the order itself comes without a look at the clock.
+    """
+    how, schedule = start
+    if is_over() and not first:
+        return
+    yield start
     if is_over():
         return
-    yield schedule
     pairs = joinable_pairs(schedule, is_over)
     if pairs and not is_over():
         alone = separate_pairs(schedule)
-        yield replace(alone, pairs=pairs)
-        yield weigh_pairs(alone, pairs, costs, links, is_over)
+        yield how, replace(alone, pairs=pairs)
+        yield how, weigh_pairs(alone, pairs, costs, links, is_over)
 
 
-def _library(
-    costs: Costs,
-    placement: Placement,
-    num_ranks: int,
-    num_microbatches: int,
-    split: bool | None,
-    limits: dict[str, Any],
-) -> Iterator[Start]:
-    """The library's schedules of the placement that keep within the limits, of the forms of backwards asked for."""
-    if 2 * placement.num_stages * num_microbatches > MOST_OPS:
+def _library(request: PlanRequest, placement: Placement) -> Iterator[Start]:
+    """The library's schedules that keep the limits, of the forms of backwards asked for; the one that comes with
+    pairs first. Halves can't be in a pair."""
+    costs, num_ranks, number = request.costs, request.num_ranks, request.num_microbatches
+    if request.split is True or 2 * placement.num_stages * number > MOST_OPS:
         return
-    for name, schedule in _with_own_pairs(placement, num_ranks, num_microbatches):
-        whole = all(op.kind != WEIGHT for row in schedule.order for op in row)
-        if (whole or split is not False) and _fits(schedule, costs, num_ranks, limits):
-            yield name, schedule
-
-
-def _with_own_pairs(placement: Placement, num_ranks: int, num_microbatches: int) -> Iterator[Start]:
-    """All schedules of a placement, the one that comes with pairs first."""
+    own: list[Start] = []
     with suppress(ScheduleError):
-        paired = build("dualpipe-v", num_ranks, num_microbatches, overlap=True)
-        if paired.placement == placement:
-            yield "dualpipe-v", paired
-    yield from built(placement, num_ranks, num_microbatches)
-
-
-def _fits(schedule: Schedule, costs: Costs, num_ranks: int, limits: dict[str, Any]) -> bool:
-    counted = replace(costs, activation=[1.0] * costs.num_stages, freed_by_input=0.0)
-    for limit, unit in ((limits["max_in_flight"], counted), (limits["memory_limit"], costs)):
-        if limit is not None:
-            most = [float(limit)] * num_ranks if not isinstance(limit, Sequence) else list(limit)
-            held = simulate(schedule, unit).peak_activations
-            if any(h > m + slack(m) for h, m in zip(held, most, strict=True)):
-                return False
-    return True
-
-
-def require_plannable(goal: object, is_dynamic: bool, general: bool, offload: bool, is_uneven: bool) -> None:
-    """Raises CostError for what is not planned with pairs."""
-    why = {
-        "another objective than the makespan": goal != "makespan",
-        "a dispatch that is not frozen": is_dynamic,
-        "stages that branch or are shared": general,
-        "offloads": offload,
-        "uneven microbatches": is_uneven,
-    }
-    if what := next((each for each, is_so in why.items() if is_so), None):
-        raise CostError(
-            f"the costs have an overlap, and pairs are not planned with {what}: they could be quicker than the lower "
-            "bound; plan for dataclasses.replace(costs, overlap=None), and then join pairs with "
-            "ps.passes.overlap_pairs(plan.schedule, costs)"
-        )
+        own.append(("dualpipe-v", build("dualpipe-v", num_ranks, number, overlap=True)))
+    limits = limits_of(costs, None, num_ranks, request.max_in_flight, request.memory_limit, True)
+    counted = limits.counted(costs)
+    for name, schedule in chain(own, built(placement, num_ranks, number)):
+        whole = all(op.kind != WEIGHT for row in schedule.order for op in row)
+        if schedule.placement != placement or not (whole or request.split is None):
+            continue
+        if min(limits.cap) == inf or all(map(is_within, simulate(schedule, counted).peak_activations, limits.cap)):
+            yield name, schedule

@@ -1,29 +1,52 @@
-"""`plan`: searches the best schedule for given costs, links and memory, and proves how good it is."""
+"""`ps.plan`: what was asked, the road that leads to a plan, and how the plan and its bound are confirmed.
+
+The roads, by what is asked (`planned`):
+
+    channels        messages placed for another framework        `channel.plan_on_channel`
+    total_limit     again with less room, till messages fit      `_within_total`
+    overlap         a forward and a backward as one              `paired.plan_pairs`
+    uneven          microbatches that differ                     `uneven.plan_uneven`
+    stages, shared  stages that branch, or that ranks share      `graph.plan.plan_graph`
+    otherwise       a chain: each deal of microbatches searched  `_plan_chain`
+      one form      all backwards split, or all whole            `strategy`
+      joint         forms decided with the order                 `joint.search`
+
+The first four change what is asked, and come back to `planned` for the rest. Whatever the road, the schedule is
+checked, its value must be that of its simulation, and its bound may not be above that.
+"""
 
 from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Sequence
 from dataclasses import replace
-from numbers import Real
-from typing import TYPE_CHECKING, Any
+from functools import partial
+from typing import TYPE_CHECKING, Any, Unpack
 
 from penstock.cost import CostError, Costs, Links
 from penstock.cost.costs import require_costs
-from penstock.dispatch import Dispatch
 from penstock.engine import list_by_values, sweep
-from penstock.engine.tolerance import slack
-from penstock.planning.family import Certificate, check_options, family_of, in_turn, read_deal, read_offload
-from penstock.planning.limits import MOST_AGAIN, Limits, limits_of, per_rank, require_one_limit, require_weights
-from penstock.planning.progress import Progress, certain, confirmed, gap, measured
-from penstock.planning.result import Plan
+from penstock.planning.options import (
+    MOST_AGAIN,
+    Family,
+    Limits,
+    PlanOptions,
+    PlanRequest,
+    family_of,
+    in_turn,
+    limits_of,
+    per_rank,
+    read_deal,
+    require_plannable,
+    require_weights,
+)
+from penstock.planning.progress import certain, confirmed, measured
+from penstock.planning.result import Certificate, Plan
 from penstock.program import placements
 from penstock.schedule import Placement, Schedule, ScheduleError, StageGraph, check, one_to_one
 from penstock.schedule.channels import BUFFERED
 from penstock.simulation import Timeline, footprint, room_for_activations, simulate
 from penstock.simulation.memory_footprint import in_bytes
-from penstock.simulation.simulator import as_dispatch
 from penstock.unknown_names import refuse_unknown
 
 if TYPE_CHECKING:
@@ -46,29 +69,9 @@ _FIRST_SECONDS_AN_OP = 3e-6
 """What a first order and its proof take in a large problem, compiled."""
 
 
-@refuse_unknown(ScheduleError)
+@refuse_unknown(ScheduleError, PlanRequest)
 def plan(
-    costs: Costs,
-    num_ranks: int,
-    num_microbatches: int,
-    links: Links | None = None,
-    *,
-    max_in_flight: float | Sequence[float] | None = None,
-    memory_limit: float | Sequence[float] | None = None,
-    total_limit: float | Sequence[float] | None = None,
-    time_limit: float = 10.0,
-    objective: str = "makespan",
-    dispatch: Dispatch | str = Dispatch.FROZEN,
-    channels: str = BUFFERED,
-    placement: Placement | str | None = None,
-    split: bool | None = None,
-    recompute: bool | None = None,
-    offload: bool | float | Sequence[float] | None = None,
-    deal: str | Sequence[int] = "any",
-    stages: StageGraph | None = None,
-    seed: int = 0,
-    stop_at_gap: float = 1e-4,
-    progress: Callable[[Progress], None] | None = None,
+    costs: Costs, num_ranks: int, num_microbatches: int, links: Links | None = None, **options: Unpack[PlanOptions]
 ) -> Plan:
     """Searches for the best order of ops, and proves a bound that no order can beat.
 
@@ -146,159 +149,79 @@ def plan(
         Zero Bubble Pipeline Parallelism (ICLR 2024) splits backwards. PipeMorph (NSDI 2026), section 4, plans for
         late links. docs/planning.md explains the bound.
     """
-    began = time.perf_counter()
-    links = Links.of(links)
     require_costs(costs)
-    stages = _stages(costs, stages)
-    options: dict[str, Any] = {
-        "max_in_flight": max_in_flight, "memory_limit": memory_limit, "total_limit": total_limit,
-        "objective": objective, "dispatch": dispatch, "split": split, "recompute": recompute, "offload": offload,
-        "deal": deal, "seed": seed, "stop_at_gap": stop_at_gap, "progress": progress,
-    }  # fmt: skip
+    for name, count in (("num_ranks", num_ranks), ("num_microbatches", num_microbatches)):
+        if not isinstance(count, int) or isinstance(count, bool) or count < 1:
+            raise ScheduleError(f"{name} is {count!r}: give a whole number of at least 1", rule="options")
+    given: dict[str, Any] = dict(options)
+    given["stages"] = stages = _stages(costs, options.get("stages"))
+    if given.get("placement") is not None or stages is None:
+        given["placement"] = _placement(costs, num_ranks, options.get("placement"))
+    request = PlanRequest(costs, num_ranks, num_microbatches, Links.of(links), **given)
+    require_plannable(request)
+    return planned(request)
 
-    def given(*names: str) -> dict[str, Any]:
-        return {name: options[name] for name in names}
 
-    if not _is_number(time_limit) or not float(time_limit) > 0:
-        raise ScheduleError(f"time_limit is {time_limit!r}: give seconds above 0", rule="options")
-    if channels != BUFFERED:
+def planned(request: PlanRequest) -> Plan:
+    """Takes the first road that a request needs. The modules are read here, so that `import penstock` stays light."""
+    if request.channels != BUFFERED:
         from penstock.planning.channel import plan_on_channel
 
-        where = _placement(costs, num_ranks, num_microbatches, placement)
-        return plan_on_channel(
-            plan, costs, num_ranks, num_microbatches, links, where, channels, stages, time_limit=float(time_limit),
-            **options,
-        )  # fmt: skip
-    links.require_constant("ps.plan")
-    if total_limit is not None:
-        require_one_limit(total_limit=total_limit, memory_limit=memory_limit, max_in_flight=max_in_flight)
-        if placement is None and stages is not None:
-            raise ScheduleError(
-                "total_limit with stages that branch needs a placement, as weights lie where it says; give one",
-                rule="options",
-            )
-        where = _placement(costs, num_ranks, num_microbatches, placement)
+        return plan_on_channel(request, planned)
+    if request.total_limit is not None:
+        return _within_total(request)
+    if request.costs.overlap is not None:
+        from penstock.planning.paired import plan_pairs
 
-        def again(room: Sequence[float], seconds: float) -> Plan:
-            less = {**options, "memory_limit": room, "total_limit": None, "time_limit": seconds}
-            return plan(costs, num_ranks, num_microbatches, links, placement=where, stages=stages, **less)
+        return plan_pairs(request, planned)
+    if request.costs.factors:
+        from penstock.planning.uneven import plan_uneven
 
-        totals = per_rank("total_limit", total_limit, num_ranks)
-        return _within(again, costs, where, links, dispatch, totals, time_limit)
-    if placement is not None or stages is None:
-        placement = _placement(costs, num_ranks, num_microbatches, placement)
-    else:
-        _check_counts(num_ranks, num_microbatches)
-    num_pipelines = 1 if placement is None else placement.num_pipelines
-    beyond = "stages that branch" if stages is not None else "placements with shared stages"
-    general = stages is not None or (placement is not None and bool(placement.shared))
-    if objective not in ("makespan", "span"):
-        raise ScheduleError(f"objective {objective!r}: give 'makespan' or 'span'", rule="options")
-    mode = as_dispatch(dispatch)
-    links.check_ranks(num_ranks)
-    if progress is not None and not callable(progress):
-        raise ScheduleError(f"progress is {progress!r}: give a function of a Progress", rule="options")
-    if not _is_number(stop_at_gap) or not float(stop_at_gap) >= 0:
-        raise ScheduleError(f"stop_at_gap is {stop_at_gap!r}: give a share of at least 0", rule="options")
-    check_options(split, recompute)
-    away = read_offload(offload, costs)
-    if costs.overlap is not None:
-        from penstock.planning.paired import plan_pairs, require_plannable
-
-        require_plannable(objective, mode.is_dynamic, general, away, bool(costs.factors))
-        assert placement is not None
-        return plan_pairs(
-            plan, costs, num_ranks, num_microbatches, links, placement, time_limit=float(time_limit),
-            **given("split", "max_in_flight", "memory_limit", "recompute", "deal", "seed", "stop_at_gap"),
-        )  # fmt: skip
-    if costs.factors:
-        turn = deal in ("any", "in turn")
-        if objective != "makespan" or general or recompute or away or not turn:
-            what = f"a problem of {beyond}" if general else f"objective {objective!r}"
-            what = "recompute=True" if recompute else what if turn else f"deal {deal!r}"
-            what = f"offload={offload!r}" if away else what
-            raise CostError(
-                f"the costs have uneven microbatches, and {what} is planned for microbatches that all cost the same; "
-                "leave `uneven` out, and order the microbatches of the plan with ps.planning.order_microbatches"
-            )
-        assert placement is not None
-        return _plan_uneven(
-            costs, num_ranks, num_microbatches, links, max_in_flight, memory_limit, float(time_limit), mode,
-            placement, split is not False, seed, stop_at_gap, progress,
-        )  # fmt: skip
-    plain_makespan = objective == "makespan" and not mode.is_dynamic
-    if (recompute or away) and (general or not plain_makespan):
-        asked = beyond if general else f"objective {objective!r}, dispatch {mode.value!r}"
-        what, who = (
-            ("recompute=True", "forwards that run again") if recompute else (f"offload={offload!r}", "offloads")
-        )
-        instead = "recompute out, or use ps.passes.recompute on the schedule" if recompute else "offload out"
-        raise ScheduleError(
-            f"{what} with {asked}: {who} are planned for the makespan of a frozen order, of a chain of stages that "
-            f"one rank runs each; leave {instead}",
-            rule="options",
-        )
-    counts = read_deal(deal, num_microbatches, num_pipelines)
-    if general:
-        if objective != "makespan" or mode.is_dynamic:
-            raise ScheduleError(
-                f"objective {objective!r} with dispatch {mode.value!r}: {beyond} are planned for the makespan of a "
-                "frozen order",
-                rule="options",
-            )
-        if counts != in_turn(num_microbatches, num_pipelines) and deal != "any":
-            raise ScheduleError(f"deal is {deal!r}, but {beyond} are dealt in turn; leave deal out", rule="options")
-        from penstock.planning import compile_ahead as compiling
+        return plan_uneven(request, planned)
+    if not request.is_chain:
+        from penstock.planning import compile_ahead
         from penstock.planning.graph.plan import plan_graph
 
-        compiling.begin()
-        return plan_graph(
-            costs, num_ranks, num_microbatches, links, placement=placement, stages=stages,
-            time_limit=float(time_limit),
-            **given("max_in_flight", "memory_limit", "split", "seed", "stop_at_gap", "progress"),
-        )  # fmt: skip
-    assert placement is not None
-    family = family_of(
-        costs, split, recompute, memory_limit is not None, plain_makespan, away, max_in_flight is not None
-    )
-    limits = limits_of(
-        costs, placement, num_ranks, max_in_flight, memory_limit, family.forms.split,
-        costs.kept if family.forms.again else 1.0, offload,
-    )  # fmt: skip
+        compile_ahead.begin()
+        return plan_graph(request)
+    return _plan_chain(request)
 
-    # Here, so that `import penstock` stays light.
-    from penstock.planning import compile_ahead, longest_paths, microbatch_counts, strategy
+
+def _plan_chain(request: PlanRequest) -> Plan:
+    """Searches the deals of microbatches to pipelines, each as one problem."""
+    from penstock.planning import strategy
+    from penstock.planning.deals import likely_deals, search_deals
     from penstock.planning.joint import search as joint
     from penstock.planning.joint.problem import pose_joint
     from penstock.planning.problem import pose
-    from penstock.planning.threads import MOST_UNCOMPILED
 
+    began, time_limit = time.perf_counter(), float(request.time_limit)
+    costs, num_ranks, num_microbatches = request.costs, request.num_ranks, request.num_microbatches
+    links, placement = request.links, request.placement
+    assert placement is not None
+    family = family_of(request)
+    kept = costs.kept if family.forms.again else 1.0
+    limits = limits_of(
+        costs, placement, num_ranks, request.max_in_flight, request.memory_limit, family.forms.split, kept,
+        request.offload,
+    )  # fmt: skip
     num_ops = (3 if family.forms.split else 2) * placement.num_stages * num_microbatches
-    if num_ops <= MOST_UNCOMPILED:
-        compile_ahead.begin()
-    elif objective == "makespan" and not family.joint:
-        compile_ahead.wait_for_first_order(
-            float(time_limit) - _FIRST_SECONDS_AN_OP * num_ops - (time.perf_counter() - began)
-        )
-    else:
-        compile_ahead.wait_for(list_by_values, sweep, longest_paths)
-    if counts is None and objective == "span":
-        counts = in_turn(num_microbatches, placement.num_pipelines)
-    ways: microbatch_counts.DealSearches[Search | JointSearch]
-    if counts is None:
-        ways = microbatch_counts.deals_of(costs, placement, num_ranks, num_microbatches, links)
-    else:
-        ways = microbatch_counts.DealSearches([counts], math.inf)
+    _compile(request, family, num_ops, began)
+    plain = in_turn(num_microbatches, placement.num_pipelines)
+    given = read_deal(request.deal, num_microbatches, placement.num_pipelines)
+    counts = plain if given is None and request.objective == "span" else given
 
     def begin(counts: tuple[int, ...]) -> Search | JointSearch:
         if family.joint:
             posed = pose_joint(costs, placement, num_ranks, counts, links, limits, family.forms)
-            return joint.begin(posed, seed, stop_at_gap, progress, began)
+            return joint.begin(posed, request.seed, request.stop_at_gap, request.progress, began)
         problem = pose(
             costs, placement, num_ranks, num_microbatches, links, limits.held, limits.cap, family.forms.split, counts
         )
-        search = strategy.begin(problem, objective, seed, stop_at_gap, progress, began)
-        search.until = float(time_limit)
+        search = strategy.begin(
+            problem, request.objective, request.seed, request.stop_at_gap, request.progress, began
+        )
+        search.until = time_limit
         strategy.first_order(search)
         return search
 
@@ -309,158 +232,74 @@ def plan(
         else:
             strategy.run(search)
 
-    def proved(schedule: Schedule) -> tuple[Schedule, Timeline]:
-        check(schedule)
-        return schedule, _timed(schedule, costs, links, mode, limits)
-
-    first = begin(ways.listed[0])
+    proved = partial(_proved, request, limits)
+    first = begin(counts or plain)
     first_value = first.value
     done, spared = None, _PROOF_SECONDS + _PROOF_SECONDS_AN_OP * num_ops
     if num_ops > _MOST_UNMEASURED:
         before = first.seconds
         done = proved(first.schedule("plan", limits.in_flight))
         spared = _SPARED * (first.seconds - before)
-    search = ways.run(first, begin, run, float(time_limit) - spared)
-    bound, value = search.lower_bound - search.shift, search.value - search.shift
-    if mode.is_dynamic and not isinstance(search, joint.JointSearch):
-        row, value = _best_dynamic(search, costs, links, objective, mode, limits, float(time_limit))
+    likely, rest = (
+        likely_deals(costs, placement, num_ranks, num_microbatches, links) if counts is None else ([], math.inf)
+    )
+    search = search_deals(first, likely, rest, begin, run, time_limit - spared)
+    value = search.value - search.shift
+    if request.mode.is_dynamic and not isinstance(search, joint.JointSearch):
+        row, value = _best_dynamic(search, request, limits)
         schedule, timeline = proved(search.problem.schedule(row, "plan", limits.in_flight))
     elif done is not None and search is first and search.value == first_value:
         schedule, timeline = done
     else:
         schedule, timeline = proved(search.schedule("plan", limits.in_flight))
-    value = confirmed(objective, value, timeline)
-    bound = certain(bound, value, search.problem.described)
-    certificate = Certificate(
-        placement,
-        family.backward,
-        "any" if counts is None else "in turn" if deal in ("any", "in turn") else f"as given {counts}",
-        family.recompute,
-        family.offload,
-    )
+    value = confirmed(request.objective, value, timeline)
+    bound = certain(search.lower_bound - search.shift, value, search.problem.described)
+    dealt = "any" if counts is None else "in turn" if request.deal in ("any", "in turn") else f"as given {counts}"
+    certificate = Certificate(placement, family.backward, dealt, family.recompute, family.offload)
     seconds = time.perf_counter() - began
     return Plan(schedule, timeline.makespan, value, bound, certificate, seconds, search.how, timeline)
 
 
-def _within(
-    again: Callable[[Sequence[float], float], Plan],
-    costs: Costs,
-    placement: Placement,
-    links: Links,
-    dispatch: Dispatch | str,
-    totals: Sequence[float],
-    time_limit: float,
-) -> Plan:
-    """A plan that holds no more than `totals`, which count everything.
+def _compile(request: PlanRequest, family: Family, num_ops: int, began: float) -> None:
+    """Sees to it that machine code is there for a large problem, and is made meanwhile for a small one."""
+    from penstock.planning import compile_ahead, longest_paths
+    from penstock.planning.threads import MOST_UNCOMPILED
 
-    Args:
-        again: plans with so much room for activations on each rank, within so many seconds.
-    """
-    began = time.perf_counter()
-    require_weights(costs)
-    left = room = room_for_activations(placement, costs, totals)
-    found = again(room, time_limit)
-    bound = found.lower_bound  # of activations alone, so it holds for all that fits
-    messages = [0.0] * len(left)
-    for tries in range(1 + MOST_AGAIN):
-        held = footprint(found.schedule, costs, links, dispatch=dispatch, memory_limit=room)
-        if all(each <= most for each, most in zip(held.totals, totals, strict=True)):
-            return replace(found, lower_bound=bound, seconds=time.perf_counter() - began)
-        messages = [max(seen, rank.messages) for seen, rank in zip(messages, held.ranks, strict=True)]
-        room = tuple(each - kept for each, kept in zip(left, messages, strict=True))
-        if min(room) <= 0 or tries == MOST_AGAIN:
-            break
-        found = again(room, max(time_limit - (time.perf_counter() - began), SHARE_AGAIN * time_limit))
-    rank = max(range(len(left)), key=lambda r: messages[r] / left[r])
-    raise ScheduleError(
-        f"rank {rank} has {in_bytes(left[rank], 4)} beside weights, gradients and optimizer state, and activations "
-        f"with messages of {in_bytes(messages[rank], 4)} take more; raise the limit",
-        rule="memory",
-        rank=rank,
-    )
+    if num_ops <= MOST_UNCOMPILED:
+        compile_ahead.begin()
+    elif request.objective == "makespan" and not family.joint:
+        left = request.time_limit - _FIRST_SECONDS_AN_OP * num_ops - (time.perf_counter() - began)
+        compile_ahead.wait_for_first_order(left)
+    else:
+        compile_ahead.wait_for(list_by_values, sweep, longest_paths)
 
 
-def _plan_uneven(
-    costs: Costs,
-    num_ranks: int,
-    num_microbatches: int,
-    links: Links,
-    max_in_flight: float | Sequence[float] | None,
-    memory_limit: float | Sequence[float] | None,
-    time_limit: float,
-    mode: Dispatch,
-    placement: Placement,
-    split: bool,
-    seed: int,
-    stop_at_gap: float,
-    progress: Callable[[Progress], None] | None,
-) -> Plan:
-    """A plan for the mean microbatch, or a heavier one, and the best order of the real ones in it."""
-    from penstock.planning import exact
-    from penstock.planning.uneven import EXACT_OPS, EXACT_SHARE, best_uneven, exact_uneven_bound, uneven_bound
-
-    began = time.perf_counter()
-
-    def make(even: Costs, seconds: float) -> tuple[Schedule, str]:
-        found = plan(
-            even, num_ranks, num_microbatches, links, max_in_flight=max_in_flight, memory_limit=memory_limit,
-            time_limit=seconds, placement=placement, split=split, recompute=False, deal="in turn", seed=seed,
-            stop_at_gap=stop_at_gap, progress=progress,
-        )  # fmt: skip
-        return found.schedule, found.how
-
-    num_ops = num_microbatches * costs.num_stages * (3 if split else 2)
-    asks = exact.available() and num_ops <= EXACT_OPS
-    spent = time_limit * (1 - EXACT_SHARE) if asks else time_limit
-    candidate, search, how = best_uneven(
-        costs, num_microbatches, links, memory_limit, max_in_flight, mode, spent, seed, make
-    )
-    schedule = search.schedule(candidate) if mode.is_dynamic else search.executed(candidate)
+def _proved(request: PlanRequest, limits: Limits, schedule: Schedule) -> tuple[Schedule, Timeline]:
     check(schedule)
-    # By the costs in which the caps are given: it is refused if the order is above them.
-    timeline = simulate(schedule, search.costs, links=links, dispatch=mode, memory_limit=search.caps)
-    if not mode.is_dynamic:
-        timeline = simulate(schedule, costs, links=links)
-    value = timeline.makespan
-    if value > candidate.makespan + slack(value):
-        raise ScheduleError(
-            f"the plan says {candidate.makespan!r} ms, its simulation {value!r} ms: a bug in penstock",
-            rule="confirmed",
-        )
-    bound = uneven_bound(candidate, links)
-    left = time_limit - (time.perf_counter() - began) - exact.STOPPING
-    if asks and left > 0 and gap(value, bound) > stop_at_gap:
-        bound = max(bound, exact_uneven_bound(candidate, links, search.caps, value, left, seed))
-    bound = certain(bound, value, lambda: f"costs {costs!r} over {placement!r}")
-    certificate = Certificate(placement, "split" if split else "whole", order="any")
-    return Plan(
-        schedule, value, value, bound, certificate, time.perf_counter() - began, how, timeline,
-        tuple(candidate.order.tolist()),
-    )  # fmt: skip
+    return schedule, _timed(request, limits, schedule)
 
 
-def _timed(schedule: Schedule, costs: Costs, links: Links, mode: Dispatch, limits: Limits) -> Timeline:
+def _timed(request: PlanRequest, limits: Limits, schedule: Schedule) -> Timeline:
     """Simulates; where not frozen under the plan's own limits, in their unit."""
-    if not mode.is_dynamic:
-        return simulate(schedule, costs, links=links)
-    held = replace(costs, activation=[h for h, _ in limits.held], freed_by_input=limits.held[0][1])
+    if not request.mode.is_dynamic:
+        return simulate(schedule, request.costs, links=request.links)
+    cap = None if math.isinf(min(limits.cap)) else limits.cap
     return simulate(
-        schedule, held, links=links, dispatch=mode, memory_limit=None if math.isinf(min(limits.cap)) else limits.cap
+        schedule, limits.counted(request.costs), links=request.links, dispatch=request.mode, memory_limit=cap
     )
 
 
-def _best_dynamic(
-    search: Search, costs: Costs, links: Links, goal: str, mode: Dispatch, limits: Limits, time_limit: float
-) -> tuple[Any, float]:
+def _best_dynamic(search: Search, request: PlanRequest, limits: Limits) -> tuple[Any, float]:
     """Of the orders the search found good, the one that runs best where ranks may run any ready op."""
     best: tuple[float, Any] | None = None
     took = 0.0
     for row in search.good_rows():
         before = search.seconds
-        if best is not None and before + _SPARED * 2 * took > time_limit:  # the best is run once more to be proved
+        # The best is run once more to be proved.
+        if best is not None and before + _SPARED * 2 * took > request.time_limit:
             break
         schedule = search.problem.schedule(row, "plan", limits.in_flight)
-        value = measured(_timed(schedule, costs, links, mode, limits), goal)
+        value = measured(_timed(request, limits, schedule), request.objective)
         took = max(took, search.seconds - before)
         if best is None or value < best[0]:
             best = value, row
@@ -468,8 +307,37 @@ def _best_dynamic(
     return best[1], best[0]
 
 
-def _is_number(value: object) -> bool:
-    return isinstance(value, Real) and not isinstance(value, bool)
+def _within_total(request: PlanRequest) -> Plan:
+    """A plan that holds no more than `total_limit`, which counts everything: again with less room for activations,
+    till what messages take fits beside them."""
+    began = time.perf_counter()
+    costs, placement = request.costs, request.placement
+    assert placement is not None
+    assert request.total_limit is not None
+    require_weights(costs)
+    totals = per_rank("total_limit", request.total_limit, request.num_ranks)
+    left = room = room_for_activations(placement, costs, totals)
+    within = replace(request, total_limit=None)
+    found = planned(replace(within, memory_limit=room))
+    bound = found.lower_bound  # of activations alone, so it holds for all that fits
+    messages = [0.0] * len(left)
+    for tries in range(1 + MOST_AGAIN):
+        held = footprint(found.schedule, costs, request.links, dispatch=request.dispatch, memory_limit=room)
+        if all(each <= most for each, most in zip(held.totals, totals, strict=True)):
+            return replace(found, lower_bound=bound, seconds=time.perf_counter() - began)
+        messages = [max(seen, rank.messages) for seen, rank in zip(messages, held.ranks, strict=True)]
+        room = tuple(each - kept for each, kept in zip(left, messages, strict=True))
+        if min(room) <= 0 or tries == MOST_AGAIN:
+            break
+        seconds = max(request.time_limit - (time.perf_counter() - began), SHARE_AGAIN * request.time_limit)
+        found = planned(replace(within, memory_limit=room, time_limit=seconds))
+    rank = max(range(len(left)), key=lambda r: messages[r] / left[r])
+    raise ScheduleError(
+        f"rank {rank} has {in_bytes(left[rank], 4)} beside weights, gradients and optimizer state, and activations "
+        f"with messages of {in_bytes(messages[rank], 4)} take more; raise the limit",
+        rule="memory",
+        rank=rank,
+    )
 
 
 def _stages(costs: Costs, stages: StageGraph | None) -> StageGraph | None:
@@ -482,14 +350,7 @@ def _stages(costs: Costs, stages: StageGraph | None) -> StageGraph | None:
     return None if stages.is_chain else stages
 
 
-def _check_counts(num_ranks: int, num_microbatches: int) -> None:
-    for name, count in (("num_ranks", num_ranks), ("num_microbatches", num_microbatches)):
-        if not isinstance(count, int) or isinstance(count, bool) or count < 1:
-            raise ScheduleError(f"{name} is {count!r}: give a whole number of at least 1", rule="options")
-
-
-def _placement(costs: Costs, num_ranks: int, num_microbatches: int, placement: Placement | str | None) -> Placement:
-    _check_counts(num_ranks, num_microbatches)
+def _placement(costs: Costs, num_ranks: int, placement: Placement | str | None) -> Placement:
     if isinstance(placement, str):
         return placements.named(placement, num_ranks, costs.num_stages)
     if placement is None:
@@ -504,10 +365,9 @@ def _placement(costs: Costs, num_ranks: int, num_microbatches: int, placement: P
             f"placement is {placement!r}: give one of ps.placements, or a name such as 'v-shape'", rule="placement"
         )
     costs.require_stages(placement.num_stages, "the placement for")
-    for pipeline, hosts in enumerate(placement.pipelines):
-        if max(hosts) >= num_ranks:
-            raise ScheduleError(
-                f"pipeline {pipeline} places a stage on rank {max(hosts)}, but ranks go to {num_ranks - 1}",
-                rule="placement",
-            )
+    hosts = [(f"pipeline {p} places a stage on", max(ranks)) for p, ranks in enumerate(placement.pipelines)]
+    hosts += [(f"stage {stage} is shared by", max(ranks)) for stage, ranks in placement.shared]
+    for who, rank in hosts:
+        if rank >= num_ranks:
+            raise ScheduleError(f"{who} rank {rank}, but ranks go to {num_ranks - 1}", rule="placement")
     return placement

@@ -15,7 +15,7 @@ from penstock.cost import Costs, Links
 from penstock.engine.memory import peaks
 from penstock.engine.network import NONE, Array, Network
 from penstock.engine.tolerance import is_within
-from penstock.planning.family import dealt, in_turn
+from penstock.planning.options import dealt, in_turn
 from penstock.schedule import Placement, Schedule
 from penstock.schedule.columns import KINDS, Columns
 

@@ -31,7 +31,7 @@ from penstock.engine.list_by_rules import EARLIEST, IN_ORDER
 from penstock.engine.memory import peaks
 from penstock.engine.tolerance import is_within
 from penstock.library import build
-from penstock.planning.limits import MOST_AGAIN, per_rank, require_one_limit, require_weights
+from penstock.planning.options import MOST_AGAIN, per_rank, require_one_limit, require_weights
 from penstock.planning.program_space import check_names, fold, least_of, parts_of, placements_of, rules_of, work_of
 from penstock.program import Program, Rules, placements
 from penstock.program.rules import Traversal

@@ -14,7 +14,7 @@ from dataclasses import replace
 from math import ceil
 
 from penstock.cost import CostError, Costs
-from penstock.planning.limits import per_rank
+from penstock.planning.options import per_rank
 from penstock.program import Program, Rules, breadth_first, by_microbatch, depth_first, earliest_first, placements
 from penstock.program.rules import Traversal
 from penstock.schedule import Placement, ScheduleError

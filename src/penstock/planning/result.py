@@ -1,4 +1,4 @@
-"""The result of planning: a schedule, and how good it is."""
+"""The result of planning: a schedule, how good it is, and the family of schedules in which it is that good."""
 
 from __future__ import annotations
 
@@ -6,12 +6,88 @@ from dataclasses import dataclass, field
 from importlib import import_module
 from pathlib import Path
 
-from penstock.planning.family import Certificate
 from penstock.planning.progress import gap
-from penstock.schedule import Schedule, picture
+from penstock.program import placements
+from penstock.schedule import Placement, Schedule, ScheduleError, StageGraph, picture
 from penstock.schedule.channels import BUFFERED
 from penstock.schedule.short_repr import short_repr
 from penstock.simulation import Timeline
+
+
+@dataclass(frozen=True)
+class Certificate:
+    """Which family of schedules a plan's lower bound covers: none of them has a smaller value, others may.
+
+    Each stage runs its ops of a kind in the order of microbatches, as `check` demands, or in one that the schedule
+    declares where `order` is "any".
+
+    Attributes:
+        placement: which rank hosts which stage; shared stages run on all their ranks at once.
+        backward: "split" where every backward is I and W, "whole" where it is B, "any" where each is one of the two.
+        microbatches: how they are dealt to the pipelines; "in turn" is round robin, "any" every other way too.
+        recompute: "any" where forwards may run again or not, each by itself; "none" where none does.
+        offload: "any" where each activation may wait in host memory or not; "none" where none does.
+        stages: how they depend on one another, None for a chain.
+        pairs: "any" where a forward and a backward of another microbatch may run as one or not; "none" where none do.
+        order: of the microbatches on a stage: "as numbered", or "any", as where they differ (`Costs.uneven`).
+        channel: what carries the messages, see `schedule.channels`.
+
+    Examples:
+        >>> import penstock as ps
+        >>> plan = ps.plan(ps.Costs.uniform(2, f=10, i=10, w=10), num_ranks=2, num_microbatches=4)
+        >>> plan.certificate.backward, plan.certificate.recompute
+        ('any', 'any')
+    """
+
+    placement: Placement
+    backward: str
+    microbatches: str = "in turn"
+    recompute: str = "none"
+    offload: str = "none"
+    stages: StageGraph | None = None
+    pairs: str = "none"
+    order: str = "as numbered"
+    channel: str = BUFFERED
+
+    __repr__ = short_repr
+
+    def __str__(self) -> str:
+        """`placement one-to-one, backward split (I and W), no recompute, no offload`"""
+        words = [f"placement {_placement_name(self.placement)}"]
+        if self.stages is not None:
+            words.append(f"stages that branch ({len(self.stages.edges)} edges)")
+        backward = {
+            "split": "backward split (I and W)",
+            "whole": "backward whole (B)",
+            "any": "each backward split or whole",
+        }
+        words.append(backward[self.backward])
+        words.append("no recompute" if self.recompute == "none" else "each forward run again or not")
+        words.append("no offload" if self.offload == "none" else "each activation in host memory or not")
+        if self.pairs != "none":
+            words.append("a forward and a backward as a pair or not")
+        if self.placement.num_pipelines > 1:
+            how = "in any way" if self.microbatches == "any" else self.microbatches
+            words.append(f"microbatches dealt to pipelines {how}")
+        if self.order == "any":
+            words.append("microbatches in any order")
+        if self.channel != BUFFERED:
+            words.append(f"messages over {self.channel}")
+        return ", ".join(words)
+
+
+def _placement_name(placement: Placement) -> str:
+    num_ranks, num_stages = len({rank for hosts in placement.pipelines for rank in hosts}), placement.num_stages
+    for name in placements.NAMES:
+        try:
+            there = placements.named(name, num_ranks, num_stages)
+        except ScheduleError:  # it has another number of stages
+            continue
+        if placement == there:
+            return f"{name} with {num_stages} stages" if name.startswith(("circular", "wave")) else name
+    pipelines = "" if placement.num_pipelines == 1 else f" in {placement.num_pipelines} pipelines"
+    shared = f", {len(placement.shared)} of them shared" if placement.shared else ""
+    return f"as given ({num_stages} stages{pipelines}{shared})"
 
 
 @dataclass(frozen=True)

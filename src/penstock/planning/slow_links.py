@@ -13,7 +13,7 @@ from enum import StrEnum
 
 from penstock.cost import CostError, Costs, Links
 from penstock.engine.tolerance import EPSILON
-from penstock.planning.limits import per_rank
+from penstock.planning.options import per_rank
 from penstock.planning.warmup import adapted_warmups
 from penstock.program import Program, Rules
 from penstock.schedule import Schedule, ScheduleError, one_to_one

@@ -19,12 +19,17 @@ from penstock.cost import Costs, Links, Uneven
 from penstock.dispatch import Dispatch
 from penstock.engine.network import Array, OpGraph
 from penstock.engine.timing import Timer
-from penstock.engine.tolerance import EPSILON
+from penstock.engine.tolerance import EPSILON, slack
+from penstock.planning import exact
 from penstock.planning.exact import answered, clock_of, memory_scale, solver_of
 from penstock.planning.jackson import preemptive_span
 from penstock.planning.microbatch_order import DISPATCHES, OrderCandidate, OrderSearch
+from penstock.planning.options import PlanRequest
+from penstock.planning.progress import certain, gap
+from penstock.planning.result import Certificate, Plan
 from penstock.planning.threads import MOST_THREADS, num_cores
-from penstock.schedule import Schedule, ScheduleError
+from penstock.schedule import ScheduleError, check
+from penstock.simulation import simulate
 
 HEAVIER = 3
 """How many sizes of a microbatch are tried, from the mean to the heaviest, before the heaviest."""
@@ -60,62 +65,90 @@ def mean_costs(costs: Costs, num_microbatches: int, weight: float = 0.0) -> Cost
     )
 
 
-def best_uneven(
-    costs: Costs,
-    num_microbatches: int,
-    links: Links,
-    memory_limit: float | Sequence[float] | None,
-    max_in_flight: float | Sequence[float] | None,
-    dispatch: Dispatch,
-    time_limit: float,
-    seed: int,
-    make: Callable[[Costs, float], tuple[Schedule, str]],
-) -> tuple[OrderCandidate, OrderSearch, str]:
-    """The best order found of the schedules made for the mean microbatch, or for heavier ones.
+def plan_uneven(request: PlanRequest, planned: Callable[[PlanRequest], Plan]) -> Plan:
+    """A plan for the mean microbatch, or a heavier one, and the best order of the real ones in it.
 
     Args:
-        dispatch: how it will be run; frozen rows may be those of any dispatch, as it ran.
-        make: makes a schedule for even costs in so many seconds, and says how.
+        planned: plans requests whose microbatches are alike.
 
     Raises:
-        ScheduleError: not even with all microbatches as heavy as the heaviest is there one.
+        ScheduleError: not even with all microbatches as heavy as the heaviest is there a plan.
     """
+    began, time_limit = time.perf_counter(), request.time_limit
+    costs, links, placement, split = request.costs, request.links, request.placement, request.split is not False
+    assert placement is not None
+    num_ops = request.num_microbatches * costs.num_stages * (3 if split else 2)
+    asks = exact.available() and num_ops <= EXACT_OPS
+    candidate, search, how = _best(request, planned, time_limit * (1 - EXACT_SHARE) if asks else time_limit)
+    schedule = search.schedule(candidate) if request.mode.is_dynamic else search.executed(candidate)
+    check(schedule)
+    # By the costs in which the caps are given: it is refused if the order is above them.
+    timeline = simulate(schedule, search.costs, links=links, dispatch=request.mode, memory_limit=search.caps)
+    if not request.mode.is_dynamic:
+        timeline = simulate(schedule, costs, links=links)
+    value = timeline.makespan
+    if value > candidate.makespan + slack(value):
+        raise ScheduleError(
+            f"the plan says {candidate.makespan!r} ms, its simulation {value!r} ms: a bug in penstock",
+            rule="confirmed",
+        )
+    bound = uneven_bound(candidate, links)
+    left = time_limit - (time.perf_counter() - began) - exact.STOPPING
+    if asks and left > 0 and gap(value, bound) > request.stop_at_gap:
+        bound = max(bound, exact_uneven_bound(candidate, links, search.caps, value, left, request.seed))
+    bound = certain(bound, value, lambda: f"costs {costs!r} over {placement!r}")
+    certificate = Certificate(placement, "split" if split else "whole", order="any")
+    return Plan(
+        schedule, value, value, bound, certificate, time.perf_counter() - began, how, timeline,
+        tuple(candidate.order.tolist()),
+    )  # fmt: skip
+
+
+def _best(
+    request: PlanRequest, planned: Callable[[PlanRequest], Plan], time_limit: float
+) -> tuple[OrderCandidate, OrderSearch, str]:
+    """The best order found of the schedules made for the mean microbatch, or for heavier ones; frozen rows may be
+    those of any dispatch, as it ran."""
     began = time.perf_counter()
-    counted, cap = costs, memory_limit
-    if max_in_flight is not None:  # then each activation counts as one, from its forward's start to W's end
+    costs, cap = request.costs, request.memory_limit
+    if request.max_in_flight is not None:  # then each activation counts as one, from its forward's start to W's end
         of_time = Uneven(time=costs.factors.time, message=costs.factors.message)
-        counted = replace(costs, activation=[1.0] * costs.num_stages, freed_by_input=0.0, uneven=of_time)
-        cap = max_in_flight
-    dispatches = DISPATCHES if dispatch is Dispatch.FROZEN else (dispatch,)
-    weights = [0.0] if memory_limit is None else np.linspace(0, 1, HEAVIER + 1).tolist()
+        costs = replace(costs, activation=[1.0] * costs.num_stages, freed_by_input=0.0, uneven=of_time)
+        cap = request.max_in_flight
+    asked = replace(
+        request, dispatch=Dispatch.FROZEN, split=request.split is not False, recompute=False, offload=None,
+        deal="in turn",
+    )  # fmt: skip
+    weights = [0.0] if request.memory_limit is None else np.linspace(0, 1, HEAVIER + 1).tolist()
     best: tuple[OrderCandidate, OrderSearch, str] | None = None
     left = time_limit * (1 - MOVES_SHARE)
     for place, weight in enumerate(weights):
+        even = mean_costs(request.costs, request.num_microbatches, weight)
+        seconds = max(left / (len(weights) - place), 0.01)
         try:
-            schedule, how = make(
-                mean_costs(costs, num_microbatches, weight), max(left / (len(weights) - place), 0.01)
-            )
+            found = planned(replace(asked, costs=even, time_limit=seconds))
         except ScheduleError:  # too heavy by now
             if best is None:
                 raise
             break
         left = time_limit * (1 - MOVES_SHARE) - (time.perf_counter() - began)
         search = OrderSearch(
-            schedule, counted, links, memory_limit=float("inf") if cap is None else cap, dispatches=dispatches
-        )
+            found.schedule, costs, request.links, memory_limit=float("inf") if cap is None else cap,
+            dispatches=DISPATCHES if request.mode is Dispatch.FROZEN else (request.mode,),
+        )  # fmt: skip
         try:
-            found = search.best_by_rules()
+            candidate = search.best_by_rules()
         except ScheduleError:
             if weight == weights[-1] and best is None:
                 raise
             continue
-        if best is None or found.makespan < best[0].makespan:
-            best = found, search, how
+        if best is None or candidate.makespan < best[0].makespan:
+            best = candidate, search, found.how
         if weight > 0 or weight == weights[-1] or left <= 0:
             break
     assert best is not None
     candidate, search, how = best
-    candidate = search.moved(candidate, began + time_limit, seed)
+    candidate = search.moved(candidate, began + time_limit, request.seed)
     return candidate, search, f"{how}, {candidate.rule} order"
 
 

@@ -16,15 +16,13 @@ import time
 from collections.abc import Callable, Sequence
 from itertools import chain
 
-from penstock.cost import Costs, Links
-from penstock.planning.family import Certificate
 from penstock.planning.graph import search as searches
 from penstock.planning.graph.placements import candidates
 from penstock.planning.graph.problem import pose_graph
-from penstock.planning.limits import limits_of
-from penstock.planning.progress import Progress, certain, confirmed
-from penstock.planning.result import Plan
-from penstock.schedule import Placement, ScheduleError, StageGraph, check
+from penstock.planning.options import Limits, PlanRequest, limits_of
+from penstock.planning.progress import certain, confirmed
+from penstock.planning.result import Certificate, Plan
+from penstock.schedule import Placement, ScheduleError, check
 from penstock.simulation import simulate
 
 _CHOOSING_SHARE = 0.3
@@ -34,63 +32,49 @@ _STARTS_SHARE = 0.2
 _PROOF_SECONDS_AN_OP = 4e-5
 
 
-def plan_graph(
-    costs: Costs,
-    num_ranks: int,
-    num_microbatches: int,
-    links: Links | None = None,
-    *,
-    placement: Placement | None,
-    stages: StageGraph | None = None,
-    max_in_flight: float | Sequence[float] | None = None,
-    memory_limit: float | Sequence[float] | None = None,
-    time_limit: float = 10.0,
-    split: bool | None = None,
-    seed: int = 0,
-    stop_at_gap: float = 1e-4,
-    progress: Callable[[Progress], None] | None = None,
-) -> Plan:
-    """The best schedule found; arguments and result as of `plan`.
+def plan_graph(request: PlanRequest) -> Plan:
+    """The best schedule found.
 
     Tessel's MLLM on four ranks (F, E, H and their backwards 1 ms, B 3 ms):
 
         everyone = (0, 1, 2, 3)
         placement = Placement(((0, 0, 1, 2, 3, 0),), shared=((0, everyone), (5, everyone)))
         costs = Costs(f=[1] * 6, i=[0] * 6, w=[0] * 6, b=[1, 3, 3, 3, 3, 1])
-        plan_graph(costs, 4, 12, placement=placement, split=False).makespan       # 8 * 12 + 12, proved
+        ps.plan(costs, 4, 12, placement=placement, split=False).makespan       # 8 * 12 + 12, proved
 
-    Args:
-        placement: chosen where not given.
-        stages: how they depend on one another; a chain where not given.
-        split: where it is left open, backwards are all split or all whole, whichever turns out shorter.
+    Where `split` is left open, backwards are all split or all whole, whichever turns out shorter.
 
     Raises:
         ScheduleError: a cap below what one microbatch holds, or ops that plans do not take.
     """
-    began = time.perf_counter()
-    links = Links.of(links)
+    began, time_limit = time.perf_counter(), float(request.time_limit)
+    costs, num_ranks, links, split = request.costs, request.num_ranks, request.links, request.split
     forms = [split] if split is not None else [True]
     if split is None and any(costs.b[s] < costs.i[s] + costs.w[s] for s in range(costs.num_stages)):
         forms.append(False)
-    counted = max_in_flight is not None
+    counted = request.max_in_flight is not None
+
+    def limits(form: bool) -> Limits:
+        return limits_of(costs, None, num_ranks, request.max_in_flight, request.memory_limit, form)
 
     def begin(where: Placement, form: bool) -> searches.GraphSearch:
-        limits = limits_of(costs, None, num_ranks, max_in_flight, memory_limit, form)
-        posed = pose_graph(costs, where, num_ranks, num_microbatches, links, limits, form, stages, counted)
+        posed = pose_graph(
+            costs, where, num_ranks, request.num_microbatches, links, limits(form), form, request.stages, counted
+        )
         starts = chain([(posed.serial(), "serial")], searches.library_starts(posed, form))
-        by_rules = searches.rule_starts(posed, costs, links, limits, form, counted)
+        by_rules = searches.rule_starts(posed, costs, links, limits(form), form, counted)
         until = time.perf_counter() - began + _STARTS_SHARE * time_limit
-        return searches.begin(posed, starts, by_rules, until, seed, stop_at_gap, progress, began)
+        return searches.begin(
+            posed, starts, by_rules, until, request.seed, request.stop_at_gap, request.progress, began
+        )
 
+    placement = request.placement
     if placement is None:
-        assert stages is not None
+        assert request.stages is not None
         deadline = began + _CHOOSING_SHARE * time_limit
-        placement = _chosen(candidates(costs, stages, num_ranks), lambda where: begin(where, forms[0]), deadline)
-    for stage, ranks in placement.shared:
-        if max(ranks) >= num_ranks:
-            raise ScheduleError(
-                f"stage {stage} is shared by rank {max(ranks)}, but ranks go to {num_ranks - 1}", rule="placement"
-            )
+        placement = _chosen(
+            candidates(costs, request.stages, num_ranks), lambda where: begin(where, forms[0]), deadline
+        )
     found: list[tuple[float, int, searches.GraphSearch]] = []
     for number, each in enumerate(forms):
         search = begin(placement, each)
@@ -102,13 +86,12 @@ def plan_graph(
             break
     _, number, search = min(found, key=lambda one: one[:2])
     form = forms[number]
-    in_flight = limits_of(costs, None, num_ranks, max_in_flight, memory_limit, form).in_flight
-    schedule = search.problem.schedule(search.sequence, "plan", in_flight)
+    schedule = search.problem.schedule(search.sequence, "plan", limits(form).in_flight)
     check(schedule)
     timeline = simulate(schedule, costs, links=links)
     took = confirmed("makespan", search.value, timeline)
     proved = certain(search.lower_bound, took, search.problem.described)
-    certificate = Certificate(placement, "split" if form else "whole", stages=stages)
+    certificate = Certificate(placement, "split" if form else "whole", stages=request.stages)
     return Plan(schedule, took, took, proved, certificate, time.perf_counter() - began, search.how, timeline)
 
 

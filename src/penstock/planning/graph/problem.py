@@ -24,7 +24,7 @@ from penstock.engine.network import Array, Irregularities, Network
 from penstock.engine.timing import Timer
 from penstock.planning.graph import sequence as sequences
 from penstock.planning.graph.flow import Block, BlockDependency, Flow
-from penstock.planning.limits import Limits
+from penstock.planning.options import Limits
 from penstock.schedule import Placement, Schedule, ScheduleError, StageGraph
 
 _CLASSES = {"W": 0, "I": 1, "B": 1, "F": 3}

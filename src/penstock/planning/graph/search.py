@@ -20,7 +20,7 @@ from penstock.planning.graph import sequence as sequences
 from penstock.planning.graph.bounds import lower_bound
 from penstock.planning.graph.exact import lessen, shorten_windows
 from penstock.planning.graph.problem import GraphProblem
-from penstock.planning.limits import Limits
+from penstock.planning.options import Limits
 from penstock.planning.progress import Incumbent, Progress, certain
 from penstock.planning.threads import Threads, awaited
 from penstock.program import Program, Rules, breadth_first, by_microbatch, depth_first, earliest_first

@@ -16,10 +16,9 @@ from itertools import product
 
 from penstock.cost import Costs, Links
 from penstock.engine.tolerance import EPSILON
-from penstock.planning.family import OpForms
 from penstock.planning.joint.problem import JointProblem, Orders, pose_joint
 from penstock.planning.joint.rows import WHOLE, F, I, L, O, R, W
-from penstock.planning.limits import Limits
+from penstock.planning.options import Limits, OpForms
 from penstock.schedule import Schedule, StageGraph
 
 _LEADS = (1.0, 2.0, 0.0)

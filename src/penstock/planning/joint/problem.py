@@ -25,10 +25,9 @@ import numpy as np
 from penstock.cost import Costs, Links
 from penstock.engine.compiled import ready
 from penstock.engine.network import NONE, Array
-from penstock.planning.family import OpForms, dealt
 from penstock.planning.joint import rows
 from penstock.planning.joint.rows import F, I, W
-from penstock.planning.limits import Limits
+from penstock.planning.options import Limits, OpForms, dealt
 from penstock.schedule import Op, Placement, Schedule
 from penstock.schedule.offload import OFFLOAD, RELOAD, with_offload
 

@@ -27,7 +27,6 @@ from penstock.passes import recompute
 from penstock.planning import exact as plain_exact
 from penstock.planning import strategy
 from penstock.planning.annealing_threads import Annealer, annealed_again
-from penstock.planning.family import OpForms
 from penstock.planning.joint import exact, listing, moves
 from penstock.planning.joint.away import sent_away
 from penstock.planning.joint.away_in_time import sent_away_in_time
@@ -35,6 +34,7 @@ from penstock.planning.joint.bounds import lower_bound, relaxed
 from penstock.planning.joint.problem import JointProblem, Orders
 from penstock.planning.joint.rows import WHOLE, F, I, L, O, R, W
 from penstock.planning.library_starts import MOST_OPS, built
+from penstock.planning.options import OpForms
 from penstock.planning.problem import Problem, pose
 from penstock.planning.progress import Incumbent, Progress, certain
 from penstock.planning.search import Search
