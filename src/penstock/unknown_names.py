@@ -5,42 +5,29 @@ from __future__ import annotations
 import difflib
 import inspect
 from collections.abc import Callable, Iterable
-from dataclasses import fields
 from functools import wraps
 from typing import Any, TypeVar
 
 T = TypeVar("T", bound=Callable[..., Any])
 
 
-def refuse_unknown(error: type[Exception], options: Any = None) -> Callable[[T], T]:
+def refuse_unknown(error: type[Exception]) -> Callable[[T], T]:
     """Makes a function or a class refuse a call that does not fit it, with its own error: a keyword that it does not
     have, with the nearest that it has or what else has it; more arguments by place than it has places; and a call
     without what it needs.
-
-    Args:
-        options: a dataclass whose fields are what the function's `**options` take. They stand in its signature.
     """
 
     def wrap(target: T) -> T:
         if not isinstance(target, type):
-            return _refusing(target, error, options)
+            return _refusing(target, error)
         target.__init__ = _refusing(target.__init__, error)  # type: ignore[misc]
         return target
 
     return wrap
 
 
-def _refusing(function: T, error: type[Exception], options: Any = None) -> T:
-    signature = inspect.signature(function)
-    if options is not None:
-        named = {name: each for name, each in signature.parameters.items() if each.kind is not each.VAR_KEYWORD}
-        more = [
-            inspect.Parameter(each.name, inspect.Parameter.KEYWORD_ONLY, default=each.default, annotation=each.type)
-            for each in fields(options)
-            if each.name not in named
-        ]
-        signature = signature.replace(parameters=[*named.values(), *more])
-    known = signature.parameters
+def _refusing(function: T, error: type[Exception]) -> T:
+    known = inspect.signature(function).parameters
     takes_any = any(each.kind is each.VAR_KEYWORD for each in known.values())
     takes_all = any(each.kind is each.VAR_POSITIONAL for each in known.values())
     places = [name for name, each in known.items() if each.kind in (each.POSITIONAL_ONLY, each.POSITIONAL_OR_KEYWORD)]
@@ -72,7 +59,6 @@ def _refusing(function: T, error: type[Exception], options: Any = None) -> T:
             raise error(f"{called_as} needs {' and '.join(f'{name}=' for name in lacking)}{got}")
         return function(*args, **given)
 
-    called.__signature__ = signature  # type: ignore[attr-defined]
     return called  # type: ignore[return-value]
 
 

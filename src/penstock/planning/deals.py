@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from itertools import combinations, pairwise
-from typing import Protocol, TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -18,6 +18,7 @@ from penstock.cost import Costs, Links
 from penstock.engine.network import Array
 from penstock.engine.tolerance import EPSILON
 from penstock.planning.options import in_turn
+from penstock.planning.progress import Incumbent
 from penstock.schedule import Placement
 
 MOST_LISTED = 20_000
@@ -29,17 +30,7 @@ _FIRST_SHARE, _OTHERS_SHARE = 0.4, 0.2
 Deal = tuple[int, ...]
 
 
-class DealSearch(Protocol):
-    """A search for one deal: the best value so far (ms), and what is proved."""
-
-    value: float
-    lower_bound: float
-
-    @property
-    def seconds(self) -> float: ...
-
-
-S = TypeVar("S", bound=DealSearch)
+S = TypeVar("S", bound=Incumbent[Any])
 
 
 def quick_bound(deals: Array, costs: Costs, placement: Placement, num_ranks: int, links: Links) -> Array:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
+from inspect import Parameter, Signature, signature
 from numbers import Real
-from typing import TypedDict
+from typing import Any, TypedDict, TypeVar
 
 from penstock.cost import CostError, Costs, Links
 from penstock.dispatch import Dispatch
@@ -19,6 +20,8 @@ from penstock.simulation.simulator import as_dispatch
 
 MOST_AGAIN = 6
 """Times that a search begins again with less room, where messages take more than a limit of bytes leaves."""
+
+F = TypeVar("F", bound=Callable[..., Any])
 
 PerRank = float | Sequence[float]
 """One number for every rank, or one for each."""
@@ -111,6 +114,19 @@ class PlanRequest:
     def offloads(self) -> bool:
         """Whether activations may go to host memory."""
         return self.offload is not None and self.offload is not False
+
+
+def names_options(function: F) -> F:
+    """Puts the names of a request's options into the signature of a function of `**options`."""
+    named = [each for each in signature(function).parameters.values() if each.kind is not each.VAR_KEYWORD]
+    known = {each.name for each in named}
+    named += [
+        Parameter(each.name, Parameter.KEYWORD_ONLY, default=each.default, annotation=each.type)
+        for each in fields(PlanRequest)
+        if each.name not in known
+    ]
+    function.__signature__ = Signature(named)  # type: ignore[attr-defined]
+    return function
 
 
 @dataclass(frozen=True)

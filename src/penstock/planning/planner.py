@@ -35,6 +35,7 @@ from penstock.planning.options import (
     family_of,
     in_turn,
     limits_of,
+    names_options,
     per_rank,
     read_deal,
     require_plannable,
@@ -69,7 +70,8 @@ _FIRST_SECONDS_AN_OP = 3e-6
 """What a first order and its proof take in a large problem, compiled."""
 
 
-@refuse_unknown(ScheduleError, PlanRequest)
+@refuse_unknown(ScheduleError)
+@names_options
 def plan(
     costs: Costs, num_ranks: int, num_microbatches: int, links: Links | None = None, **options: Unpack[PlanOptions]
 ) -> Plan:
