@@ -92,12 +92,12 @@ def test_a_fall_needs_more_than_a_rise() -> None:
 
 
 def test_each_early_rise_makes_the_next_fall_harder_up_to_a_limit() -> None:
-    sensitivity = Sensitivity(most_fall=48)
+    sensitivity = Sensitivity()
     detector = Detector(1.0, sensitivity)
     for _ in range(10):
         detector.feed(5.0)
     needed = []
-    for _ in range(4):
+    for _ in range(6):
         while not ((change := detector.feed(50.0)) and change.rose):
             pass
         for _ in range(sensitivity.calibration):
@@ -108,7 +108,7 @@ def test_each_early_rise_makes_the_next_fall_harder_up_to_a_limit() -> None:
         needed.append(count)
         for _ in range(sensitivity.calibration):
             detector.feed(5.0)
-    assert needed == [12, 24, 48, 48]
+    assert needed == [12, 24, 48, 96, 192, 192]
 
 
 def test_a_long_calm_forgives() -> None:

@@ -4,8 +4,8 @@ import random
 
 import pytest
 
-from penstock.control import Cause, ControlError, Sensitivity, Transfers, estimate
-from penstock.control.link import LinkWatch
+from penstock.control import Cause, ControlError, Sensitivity, Transfers
+from penstock.control.link import LinkWatch, estimate
 
 pytestmark = pytest.mark.unit
 MB = 2.0**20
@@ -16,31 +16,34 @@ def messages(latency: float, bandwidth: float, sizes: list[float], seed: int = 0
     return [(size, (latency + size / bandwidth * 1e3) * rng.gauss(1, 0.02)) for size in sizes]
 
 
-def test_latency_and_bandwidth_come_from_the_sizes() -> None:
+def report(rows: list[tuple[float, float]]) -> Transfers:
+    sizes, times = zip(*rows, strict=True)
+    return Transfers((0, 1), sizes, times)
+
+
+def test_what_grows_with_size_is_told_apart() -> None:
     rows = messages(30.0, 1e9, [1 * MB, 4 * MB, 16 * MB] * 20)
     rows[7] = (MB, 900.0)  # one wild message moves nothing
-    found = estimate(rows)
-    assert found.latency == pytest.approx(30.0, rel=0.05)
-    assert found.bandwidth == pytest.approx(1e9, rel=0.1)
+    found = estimate([report(rows)])
+    assert found.by_size == found.busy == pytest.approx(4.2, rel=0.1)
     assert found.late_share == pytest.approx(1 / 60)
 
 
 def test_one_size_does_not_tell() -> None:
-    found = estimate(messages(30.0, 1e9, [16 * MB] * 20))
-    assert (found.latency, found.bandwidth) == (None, None)
+    found = estimate([report(messages(30.0, 1e9, [16 * MB] * 20))])
+    assert (found.by_size, found.busy) == (None, None)
     assert found.delay == pytest.approx(46.8, rel=0.03)
 
 
-def test_sizes_that_make_no_difference_have_no_bandwidth_limit() -> None:
-    found = estimate([(size, 5.0) for size in [MB, 4 * MB] * 5])
-    assert (found.latency, found.bandwidth) == (5.0, float("inf"))
+def test_of_sizes_that_make_no_difference_nothing_grows() -> None:
+    assert estimate([report([(size, 5.0) for size in [MB, 4 * MB] * 5])]).by_size == 0.0
 
 
 def watched(iterations: list[list[tuple[float, float]]]) -> list[Cause]:
     watch = LinkWatch((0, 1), 1.0, Sensitivity())
     causes = []
     for rows in iterations:
-        watch.feed(Transfers((0, 1), *map(tuple, zip(*rows, strict=True))))
+        watch.feed(report(rows))
         if change := watch.end_iteration():
             causes.append(change.cause)
             assert change.num_iterations <= 3
@@ -88,9 +91,9 @@ def test_some_wild_messages_are_not_loss() -> None:
         ((0, 0), 1.0, 1.0, "two ranks"),
         ((0,), 1.0, 1.0, "two ranks"),
         ((0, -1), 1.0, 1.0, "two ranks"),
-        ((0, 1), -1.0, 1.0, "size"),
-        ((0, 1), 1.0, -1.0, "time"),
-        ((0, 1), 1.0, float("nan"), "time"),
+        ((0, 1), -1.0, 1.0, "num_bytes of Transfers"),
+        ((0, 1), 1.0, -1.0, "ms of Transfers"),
+        ((0, 1), 1.0, float("nan"), "ms of Transfers"),
     ],
 )
 def test_measurements_that_make_no_sense_are_refused(

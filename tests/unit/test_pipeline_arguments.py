@@ -278,7 +278,7 @@ def test_a_pipeline_takes_few_arguments_and_values_for_the_rest() -> None:
         ),
         (
             ps.control.Sensitivity,
-            {"num_deviations": [-1, "5"], "share": [-0.1, None], "rise": [0, 1.5], "most_fall": [0], "fall": ["x"]},
+            {"share": [-0.1, None], "rise": [0, 1.5], "fall": [0, "x"]},
         ),
     ],
 )

@@ -21,7 +21,7 @@ from penstock.control.events import (
     Switched,
     Transfers,
 )
-from penstock.control.link import Cause, LinkChange, LinkEstimate, estimate
+from penstock.control.link import Cause, LinkChange
 from penstock.control.log_replay import replay
 from penstock.control.orchestrator import Orchestrator
 from penstock.control.reranking import Reranking, rerank
@@ -46,7 +46,6 @@ __all__ = [
     "Link",
     "LinkChange",
     "LinkDown",
-    "LinkEstimate",
     "LinkUp",
     "Measured",
     "Obstacle",
@@ -65,7 +64,6 @@ __all__ = [
     "Verdict",
     "candidates",
     "choose",
-    "estimate",
     "measured_events",
     "predict",
     "rehearse",

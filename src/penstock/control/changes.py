@@ -19,16 +19,25 @@ time the number rises again soon after it fell, the next fall needs twice as man
 from __future__ import annotations
 
 import math
+from abc import abstractmethod
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from numbers import Integral, Real
 from statistics import median
+from typing import Generic, TypeVar
 
 from penstock.control.errors import ControlError
 from penstock.control.robust_statistics import deviation
 
 SUSPICIOUS = 2
 """Numbers in a row after which a change is suspected. A single one is usually noise."""
+DEVIATIONS = 5.0
+"""A change is larger than this many deviations."""
+MOST_FALL = 192
+"""Numbers in a row that verify a fall, at most: what doubling `Sensitivity.fall` ends at."""
+Report = TypeVar("Report")
+Verified = TypeVar("Verified")
 
 
 @dataclass(frozen=True)
@@ -36,12 +45,10 @@ class Sensitivity:
     """When a number counts as changed.
 
     Attributes:
-        num_deviations, share: a change is larger than this many deviations, and than this share of the level
-            (0.1 is that of Greyhound, arXiv 2410.12588).
+        share: a change is larger than this share of the level (0.1 is that of Greyhound, arXiv 2410.12588).
         rise, small_rise, fall: how many numbers in a row verify a rise that at least doubles the level, another
             rise, a fall. A link gives two an iteration, so three mean that one iteration is never enough, and that
             the second is where the first was slow for half of it; five are within three iterations.
-        most_fall: what doubling `fall` ends at.
         calibration: numbers after a start or a verified change before another may be suspected.
 
     Raises:
@@ -53,17 +60,15 @@ class Sensitivity:
         0.1
     """
 
-    num_deviations: float = 5.0
     share: float = 0.1
     rise: int = 3
     small_rise: int = 5
     fall: int = 12
-    most_fall: int = 192
     calibration: int = 6
 
     def __post_init__(self) -> None:
         for name, value in asdict(self).items():
-            least, kind = (0, Real) if name in ("num_deviations", "share") else (1, Integral)
+            least, kind = (0, Real) if name == "share" else (1, Integral)
             if isinstance(value, bool) or not isinstance(value, kind) or not least <= float(value) < math.inf:
                 whole = "whole " if least else ""
                 raise ControlError(f"{name} is {value!r}: give a {whole}number of at least {least}")
@@ -144,7 +149,7 @@ class Detector:
         """How far from the level a number is suspect."""
         level = self.level or 0.0
         # A deviation told by a few numbers may be far too small.
-        wide = self.sensitivity.num_deviations * (1 + 4 / max(1, len(self._regime)))
+        wide = DEVIATIONS * (1 + 4 / max(1, len(self._regime)))
         return max(wide * deviation(self._regime), self.sensitivity.share * level, self.least)
 
     def feed(self, value: float) -> Change | None:
@@ -194,7 +199,7 @@ class Detector:
             self._since_fall = 0
         elif self._since_fall is not None:
             soon = self._since_fall <= 4 * self._fall
-            doubled = min(2 * self._fall, self.sensitivity.most_fall)
+            doubled = min(2 * self._fall, MOST_FALL)
             self._fall = doubled if soon else self.sensitivity.fall
             self._since_fall = None
         return change
@@ -204,3 +209,51 @@ class Detector:
             self.num_false += len(self._pending) >= SUSPICIOUS
             self._regime.extend(self._pending)
             self._pending = []
+
+
+class Watch(Generic[Report, Verified]):
+    """Follows one thing by what is reported of it in each iteration, and says when it has changed.
+
+    Args:
+        detector: of its level.
+
+    Attributes:
+        detector: as given.
+        reports: since the last verified change, latest last.
+    """
+
+    ITERATIONS = 16
+
+    def __init__(self, detector: Detector) -> None:
+        self.detector = detector
+        self.reports: deque[Report] = deque(maxlen=self.ITERATIONS)
+        self._now: Report | None = None
+
+    def feed(self, report: Report) -> None:
+        """Takes the report of an iteration."""
+        self._now = report
+
+    def end_iteration(self) -> Verified | None:
+        """Looks at what was reported of the iteration; returns the change that it verifies, if it does."""
+        report, self._now = self._now, None
+        if report is None:
+            return None
+        found = self._suspect(report)
+        self.reports.append(report)
+        if found is None:
+            return None
+        change, num_parts = found
+        # What was counted in parts began in the iteration of the first of them.
+        began, rows = min(-(-change.began // num_parts), len(self.reports)), list(self.reports)
+        self.reports = deque(rows[-began:], maxlen=self.ITERATIONS)
+        return self._verified(change, began, rows[:-began] or rows, rows[-began:])
+
+    @abstractmethod
+    def _suspect(self, report: Report) -> tuple[Change, int] | None:
+        """Feeds a report to the detector in parts. Returns the verified change, and in how many parts."""
+
+    @abstractmethod
+    def _verified(
+        self, change: Change, num_iterations: int, before: Sequence[Report], after: Sequence[Report]
+    ) -> Verified:
+        """Describes a change by the reports before it and since."""

@@ -12,12 +12,11 @@ own: how many times as long it takes as before the first change. What the job as
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Mapping
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from statistics import median
 
-from penstock.control.changes import Change, Detector, Sensitivity
+from penstock.control.changes import Change, Detector, Sensitivity, Watch
 from penstock.control.events import OpTimes
 from penstock.cost import Costs
 
@@ -40,21 +39,18 @@ class ComputeChange:
         rank: the rank whose ops changed.
         stage: the stage of these ops.
         change: what one op of each kind takes together, before and after, in ms.
-        factors: by kind, how many times as long an op takes as before the first change.
         num_iterations: iterations since it began.
 
     Examples:
         >>> import penstock as ps
         >>> change = ps.control.Change(before=30.0, after=45.0, began=4)
-        >>> slow = ps.control.ComputeChange(rank=1, stage=1, change=change, factors={"F": 1.5}, num_iterations=2)
-        >>> slow.factors["F"]
-        1.5
+        >>> print(ps.control.ComputeChange(rank=1, stage=1, change=change, num_iterations=2))
+        stage 1 on rank 1: one op of each kind 30 -> 45 ms (compute)
     """
 
     rank: int
     stage: int
     change: Change
-    factors: Mapping[str, float]
     num_iterations: int
 
     cause = COMPUTE
@@ -64,71 +60,49 @@ class ComputeChange:
         return f"stage {self.stage} on rank {self.rank}: one op of each kind {before:.3g} -> {after:.3g} ms (compute)"
 
 
-class ComputeWatch:
-    """Collects one stage's op times, iteration by iteration."""
+class ComputeWatch(Watch[OpTimes, ComputeChange]):
+    """Follows one stage's op times.
 
-    ITERATIONS = 16
+    Attributes:
+        rank, stage: whose.
+        factors: by kind, how many times as long its ops take as before the first change. Kinds that did not change
+            are left out.
+    """
 
     def __init__(self, rank: int, stage: int, least: float, sensitivity: Sensitivity) -> None:
-        self.rank, self.stage = rank, stage
         # Ops take more even times than messages: a smaller change means something.
-        self.detector = Detector(least, replace(sensitivity, share=sensitivity.share / 2))
-        self._now: dict[str, tuple[float, float]] = {}
-        self._regime: deque[dict[str, tuple[float, float]]] = deque(maxlen=self.ITERATIONS)
+        super().__init__(Detector(least, replace(sensitivity, share=sensitivity.share / 2)))
+        self.rank, self.stage = rank, stage
+        self.factors: dict[str, float] = {}
         self._before: dict[str, float] | None = None
-        self._factors: dict[str, float] = {}
-
-    @property
-    def factors(self) -> Mapping[str, float]:
-        """By kind, how many times as long its ops take as before the first change. Kinds that did not
-        change are left out.
-        """
-        return {kind: factor for kind, factor in self._factors.items() if abs(factor - 1) > _SAME}
-
-    @property
-    def level(self) -> float | None:
-        """The time of one of each kind (ms) since the last verified change."""
-        return self.detector.level
 
     @property
     def latest(self) -> float | None:
         """The time of one of each kind (ms) in the latest iteration."""
-        return sum(median(halves) for halves in self._regime[-1].values()) if self._regime else None
+        return sum(median(halves) for _, halves in self.reports[-1].ms) if self.reports else None
 
-    def feed(self, times: OpTimes) -> None:
-        self._now |= dict(times.ms)
-
-    def end_iteration(self) -> ComputeChange | None:
-        """Takes the times of the iteration together. Returns the change that they verify, if there is one."""
-        if not self._now:
-            return None
-        now, self._now = self._now, {}
+    def _suspect(self, report: OpTimes) -> tuple[Change, int] | None:
         found = None
         for half in (0, 1):
-            found = self.detector.feed(sum(halves[half] for halves in now.values())) or found
-        self._regime.append(now)
-        if found is None:
-            return None
-        began = min((found.began + 1) // 2, len(self._regime))
-        rows = list(self._regime)
+            found = self.detector.feed(sum(halves[half] for _, halves in report.ms)) or found
+        return None if found is None else (found, 2)
+
+    def _verified(
+        self, change: Change, num_iterations: int, before: Sequence[OpTimes], after: Sequence[OpTimes]
+    ) -> ComputeChange:
         if self._before is None:
-            self._before = _levels(rows[:-began] or rows)
-        self._factors = {
-            kind: level / self._before[kind]
-            for kind, level in _levels(rows[-began:]).items()
-            if self._before.get(kind, 0.0) > 0
-        }
-        while len(self._regime) > began:
-            self._regime.popleft()
-        return ComputeChange(self.rank, self.stage, found, self.factors, began)
+            self._before = _levels(before)
+        known = ((kind, ms, self._before.get(kind, 0.0)) for kind, ms in _levels(after).items())
+        factors = {kind: ms / usual for kind, ms, usual in known if usual > 0}
+        self.factors = {kind: factor for kind, factor in factors.items() if abs(factor - 1) > _SAME}
+        return ComputeChange(self.rank, self.stage, change, num_iterations)
 
 
-def _levels(rows: list[dict[str, tuple[float, float]]]) -> dict[str, float]:
+def _levels(reports: Sequence[OpTimes]) -> dict[str, float]:
     """The median of each kind."""
     times: dict[str, list[float]] = {}
-    for row in rows:
-        for kind, halves in row.items():
-            times.setdefault(kind, []).extend(halves)
+    for kind, halves in (each for report in reports for each in report.ms):
+        times.setdefault(kind, []).extend(halves)
     return {kind: median(each) for kind, each in times.items()}
 
 

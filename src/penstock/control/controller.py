@@ -21,7 +21,7 @@ from statistics import median
 from penstock.control import events
 from penstock.control.advice import Help, Obstacle, Unanswered, what_would_help
 from penstock.control.candidate import Action, Candidate, Measured, above, candidates
-from penstock.control.changes import Sensitivity
+from penstock.control.changes import MOST_FALL, Sensitivity
 from penstock.control.compute import ComputeChange, Factors, scaled
 from penstock.control.configuration import Configuration, Job, fits, in_host, peaks
 from penstock.control.decide import Decision, Scored, choose, moved_by, predict, reason_of, score, what_of
@@ -296,7 +296,7 @@ class Controller:
     def _hold(self) -> int:
         """Iterations for which links stay delegated at least: more with each recent decision."""
         recent = 2 ** self._question.num_recent(self._iteration)
-        return min(max(self.sensitivity.fall // 2, recent), self.sensitivity.most_fall // 2)
+        return min(max(self.sensitivity.fall // 2, recent), MOST_FALL // 2)
 
     # Switches and trials.
 

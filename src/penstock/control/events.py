@@ -2,8 +2,8 @@
 
 Events are values, and each is one line of JSON, so that a run's log can be replayed:
 
-    {"transfers": {"0:1": [16777216.0, [30.0, 30.2, 61.0], 0.0, 0.0]}}     bytes, times, busy for, held
-    {"ops": {"3:3": {"F": [9.98, 10.1], "I": [9.97, 10.1]}}}       of rank 3, stage 3: times of two halves
+    {"transfers": {"link": [0, 1], "num_bytes": [16777216.0], "ms": [30.0, 30.2, 61.0], "busy": 0.0, "held": 0.0}}
+    {"ops": {"rank": 3, "stage": 3, "ms": [["F", [9.98, 10.1]], ["I", [9.97, 10.1]]]}}
     {"iteration": {"number": 7, "ms": 412.0}}
 
 What a rank reports about an iteration is small: `Transfers` for each direction on which it received messages, and
@@ -13,11 +13,14 @@ What a rank reports about an iteration is small: `Transfers` for each direction 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields
+from itertools import chain
 from numbers import Real
 from statistics import fmean, median
 from typing import Any, NamedTuple
+
+import msgspec
 
 from penstock.control.errors import ControlError
 from penstock.control.queueing import BusyTime, alone, busy_time, held_share
@@ -30,8 +33,30 @@ Link = tuple[int, int]
 """A directed pair of ranks: from, to."""
 
 
-@dataclass(frozen=True, slots=True)
-class Transfers:
+@dataclass(frozen=True)
+class _Event:
+    """Something that happened. Its links are two different ranks, and its numbers are finite and at least 0."""
+
+    def __post_init__(self) -> None:
+        for each in fields(self):
+            value = getattr(self, each.name)
+            if each.name == "link":
+                require_link(value)
+            for number in _numbers(value):
+                require_amount(f"{each.name} of {type(self).__name__}", number)
+
+
+def _numbers(value: object) -> Iterator[object]:
+    """The numbers in a value, however deep in tuples."""
+    if isinstance(value, tuple):
+        for each in value:
+            yield from _numbers(each)
+    elif isinstance(value, Real):
+        yield value
+
+
+@dataclass(frozen=True)
+class Transfers(_Event):
     """All messages of one direction of a link in one iteration: what its receiver reports. Make it by `of`.
 
     Feed those of an iteration before its `IterationEnded`, one of each direction. Times have three digits, in the log
@@ -39,7 +64,7 @@ class Transfers:
 
     Attributes:
         link: from which rank to which.
-        num_bytes: of each message, in the order in which they began.
+        num_bytes: of each message, in the order in which they began; a single number where all are alike.
         ms: how long each took by itself: waiting for its receiver, and behind others on a busy link, left out.
         busy: how long the link was busy with a message of middling size (ms): those behind it waited. 0 where they
             did not hold one another up; None where too few were under way together to tell.
@@ -64,23 +89,23 @@ class Transfers:
     held: float = 0.0
 
     def __post_init__(self) -> None:
-        _check_link(self.link)
-        if not self.ms or len(self.num_bytes) != len(self.ms):
+        super().__post_init__()
+        if not self.ms or len(self.num_bytes) not in (1, len(self.ms)):
             raise ControlError(
                 f"link {show_link(self.link)}: {len(self.num_bytes)} sizes and {len(self.ms)} times: give "
                 "one size and one time per message, and no event where no message passed"
             )
-        for size, ms in zip(self.num_bytes, self.ms, strict=True):
-            require_amount(f"the size of a message on link {show_link(self.link)}", size)
-            require_amount(f"the time of a message on link {show_link(self.link)}", ms)
-        if self.busy is not None:
-            require_amount(f"the busy time of link {show_link(self.link)}", self.busy)
-            object.__setattr__(self, "busy", rounded(self.busy))
-        if not 0 <= self.held <= 1:
+        if self.held > 1:
             raise ControlError(f"link {show_link(self.link)}: held is {self.held!r}: give a share from 0 to 1")
-        object.__setattr__(self, "held", round(self.held, 2))
-        object.__setattr__(self, "num_bytes", tuple(map(float, self.num_bytes)))
-        object.__setattr__(self, "ms", tuple(map(rounded, self.ms)))
+        sizes = self.num_bytes if len(set(self.num_bytes)) > 1 else self.num_bytes[:1]
+        _set(self, num_bytes=tuple(map(float, sizes)), ms=tuple(map(rounded, self.ms)), held=round(self.held, 2))
+        _set(self, busy=None if self.busy is None else rounded(self.busy))
+
+    @property
+    def messages(self) -> list[tuple[float, float]]:
+        """Each message's bytes and time (ms)."""
+        sizes = self.num_bytes if len(self.num_bytes) > 1 else self.num_bytes * len(self.ms)
+        return list(zip(sizes, self.ms, strict=True))
 
     @classmethod
     def of(cls, link: Link, rows: Iterable[tuple[float, float, float]]) -> Transfers:
@@ -100,8 +125,8 @@ class Transfers:
         return cls(link, tuple(row[0] for row in ordered), times, long, held)
 
 
-@dataclass(frozen=True, slots=True)
-class OpTimes:
+@dataclass(frozen=True)
+class OpTimes(_Event):
     """How long a stage's ops took in one iteration: what the rank that ran them reports. Make it by `of`.
 
     Feed those of an iteration before its `IterationEnded`, one of each stage of each rank.
@@ -125,13 +150,8 @@ class OpTimes:
     ms: tuple[tuple[str, tuple[float, float]], ...]
 
     def __post_init__(self) -> None:
-        if self.rank < 0 or self.stage < 0:
-            raise ControlError(f"ops of rank {self.rank}, stage {self.stage}: both count from 0")
-        for kind, halves in self.ms:
-            for ms in halves:
-                require_amount(f"the time of {kind} of stage {self.stage}", ms)
-        found = ((kind, (rounded(first), rounded(second))) for kind, (first, second) in self.ms)
-        object.__setattr__(self, "ms", tuple(sorted(found)))
+        super().__post_init__()
+        _set(self, ms=tuple(sorted((kind, tuple(map(rounded, halves))) for kind, halves in self.ms)))
 
     @classmethod
     def of(cls, rank: int, stage: int, ops: Iterable[tuple[str, float]]) -> OpTimes:
@@ -146,8 +166,8 @@ class OpTimes:
         return cls(rank, stage, tuple(halves.items()))
 
 
-@dataclass(frozen=True, slots=True)
-class IterationEnded:
+@dataclass(frozen=True)
+class IterationEnded(_Event):
     """All ranks have ended an iteration.
 
     Attributes:
@@ -163,12 +183,9 @@ class IterationEnded:
     number: int
     ms: float
 
-    def __post_init__(self) -> None:
-        require_amount(f"the time of iteration {self.number}", self.ms)
 
-
-@dataclass(frozen=True, slots=True)
-class LinkDown:
+@dataclass(frozen=True)
+class LinkDown(_Event):
     """The link's own path carries nothing any more, in either direction.
 
     Attributes:
@@ -182,12 +199,9 @@ class LinkDown:
 
     link: Link
 
-    def __post_init__(self) -> None:
-        _check_link(self.link)
 
-
-@dataclass(frozen=True, slots=True)
-class LinkUp:
+@dataclass(frozen=True)
+class LinkUp(_Event):
     """The link's own path carries messages again.
 
     Attributes:
@@ -200,9 +214,6 @@ class LinkUp:
     """
 
     link: Link
-
-    def __post_init__(self) -> None:
-        _check_link(self.link)
 
 
 class LinkTime(NamedTuple):
@@ -217,8 +228,8 @@ class LinkTime(NamedTuple):
     ms_per_mb: float = 0.0
 
 
-@dataclass(frozen=True, slots=True)
-class Probed:
+@dataclass(frozen=True)
+class Probed(_Event):
     """What messages between two nodes of a mesh take while nothing else is under way. Make it by `of`.
 
     Attributes:
@@ -231,12 +242,10 @@ class Probed:
     times: tuple[tuple[Link, LinkTime], ...]
 
     def __post_init__(self) -> None:
-        for link, time in self.times:
-            _check_link(link)
-            for each in time:
-                require_amount(f"the time of a probe of nodes {show_link(link)}", each)
-        times = ((link, LinkTime(*map(rounded, time))) for link, time in self.times)
-        object.__setattr__(self, "times", tuple(times))
+        super().__post_init__()
+        for link, _ in self.times:
+            require_link(link)
+        _set(self, times=tuple((link, LinkTime(*map(rounded, time))) for link, time in self.times))
 
     @classmethod
     def of(cls, times: Mapping[Link, LinkTime | float]) -> Probed:
@@ -247,8 +256,8 @@ class Probed:
         return cls(tuple(sorted(found.items())))
 
 
-@dataclass(frozen=True, slots=True)
-class Reranked:
+@dataclass(frozen=True)
+class Reranked(_Event):
     """The answer to a search for better places of the nodes, which `Controller.search` gives.
 
     Attributes:
@@ -267,8 +276,8 @@ class Reranked:
     ring_ms: float
 
 
-@dataclass(frozen=True, slots=True)
-class Switched:
+@dataclass(frozen=True)
+class Switched(_Event):
     """All ranks run decision `number` from the next iteration on.
 
     Attributes:
@@ -283,8 +292,8 @@ class Switched:
     number: int
 
 
-@dataclass(frozen=True, slots=True)
-class Dropped:
+@dataclass(frozen=True)
+class Dropped(_Event):
     """Decision `number` was given up: no rank runs it, and none will.
 
     Attributes:
@@ -299,8 +308,8 @@ class Dropped:
     number: int
 
 
-@dataclass(frozen=True, slots=True)
-class Offered:
+@dataclass(frozen=True)
+class Offered(_Event):
     """A schedule found elsewhere, by `ps.plan` for example, that the controller may choose from now on.
 
     Attributes:
@@ -333,16 +342,7 @@ _NAMES: dict[str, type[Any]] = {
 def event_to_json(event: Event) -> dict[str, Any]:
     """The event as `{name: fields}`."""
     name = next(name for name, kind in _NAMES.items() if isinstance(event, kind))
-    if isinstance(event, Offered):
-        return {name: {"schedule": to_json(event.schedule)}}
-    if isinstance(event, Transfers):
-        sizes: object = list(event.num_bytes) if len(set(event.num_bytes)) > 1 else event.num_bytes[0]
-        return {name: {show_link(event.link): [sizes, list(event.ms), event.busy, event.held]}}
-    if isinstance(event, OpTimes):
-        return {name: {f"{event.rank}:{event.stage}": {kind: list(halves) for kind, halves in event.ms}}}
-    if isinstance(event, Probed):
-        return {name: {show_link(link): list(time) for link, time in event.times}}
-    return {name: asdict(event)}
+    return {name: {"schedule": to_json(event.schedule)} if isinstance(event, Offered) else msgspec.to_builtins(event)}
 
 
 def event_from_json(value: Mapping[str, Any]) -> Event:
@@ -356,28 +356,19 @@ def event_from_json(value: Mapping[str, Any]) -> Event:
         raise ControlError(
             f"{str(dict(value))[:80]} is no event: one of {', '.join(_NAMES)} with its fields is needed"
         )
-    fields = dict(value[name])
-    if isinstance(fields.get("link"), list):
-        fields["link"] = tuple(fields["link"])
-    if name == "offered" and isinstance(fields.get("schedule"), str):
-        fields["schedule"] = from_json(fields["schedule"])
     try:
-        if name == "transfers":
-            ((link, (sizes, ms, busy, held)),) = fields.items()
-            each = tuple(sizes) if isinstance(sizes, list) else (sizes,) * len(ms)
-            return Transfers(read_link(link), each, tuple(ms), busy, held)
-        if name == "ops":
-            ((link, kinds),) = fields.items()
-            return OpTimes(
-                *read_link(link), tuple((kind, (first, second)) for kind, (first, second) in kinds.items())
-            )
-        if name == "probed":
-            return Probed(tuple((read_link(link), LinkTime(*time)) for link, time in fields.items()))
-        return _NAMES[name](**fields)
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
-        if isinstance(error, ControlError):
-            raise
-        raise ControlError(f"event {name!r} with fields {', '.join(fields) or 'none'}: others are needed") from None
+        if name == "offered":
+            return Offered(from_json(msgspec.convert(value[name].get("schedule"), str)))
+        found: Event = msgspec.convert(value[name], _NAMES[name])
+    except msgspec.ValidationError as error:
+        raise ControlError(f"event {name!r} with fields {', '.join(value[name]) or 'none'}: {error}") from None
+    return found
+
+
+def _set(event: _Event, **values: object) -> None:
+    """Gives fields of a new event their final form."""
+    for name, value in values.items():
+        object.__setattr__(event, name, value)
 
 
 def rounded(ms: float) -> float:
@@ -400,7 +391,8 @@ def read_link(text: str) -> Link:
     return int(first), int(second)
 
 
-def _check_link(link: object) -> None:
+def require_link(link: object) -> None:
+    """Raises ControlError unless the value is two different ranks."""
     if (
         not isinstance(link, tuple)
         or len(link) != 2
@@ -422,25 +414,20 @@ def slowest_of(replicas: Iterable[Sequence[Event]]) -> list[Event]:
     Of each link and each stage the event of the slowest replica is kept. Every other event is kept once. Events stay
     in the order in which they first came.
     """
-    found: dict[object, Event] = {}
-    for events in replicas:
-        for event in events:
-            key: object = event
-            if isinstance(event, Transfers):
-                key = "link", event.link
-            elif isinstance(event, OpTimes):
-                key = "ops", event.rank, event.stage
-            elif isinstance(event, IterationEnded):
-                key = "end", event.number
-            known = found.get(key)
-            if known is None or _slowness(event) > _slowness(known):
-                found[key] = event
-    return list(found.values())
+    found: dict[object, tuple[float, Event]] = {}
+    for event in chain.from_iterable(replicas):
+        key, ms = _measured(event)
+        if key not in found or ms > found[key][0]:
+            found[key] = ms, event
+    return [event for _, event in found.values()]
 
 
-def _slowness(event: Event) -> float:
+def _measured(event: Event) -> tuple[object, float]:
+    """What an event measures, and how long that took (ms)."""
     if isinstance(event, Transfers):
-        return fmean(event.ms)
+        return ("link", event.link), fmean(event.ms)
     if isinstance(event, OpTimes):
-        return sum(sum(halves) for _, halves in event.ms)
-    return event.ms if isinstance(event, IterationEnded) else 0.0
+        return ("ops", event.rank, event.stage), sum(sum(halves) for _, halves in event.ms)
+    if isinstance(event, IterationEnded):
+        return ("end", event.number), event.ms
+    return event, 0.0

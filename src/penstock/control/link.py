@@ -6,14 +6,13 @@ told apart only where messages of different sizes passed; loss shows as a share 
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from itertools import pairwise
 from statistics import fmean, median
 
-from penstock.control.changes import Change, Detector, Sensitivity
+from penstock.control.changes import Change, Detector, Sensitivity, Watch
 from penstock.control.events import Link, Transfers, show_link
 from penstock.control.robust_statistics import deviation, slope
 
@@ -47,34 +46,24 @@ _STEP = 16
 
 @dataclass(frozen=True)
 class LinkEstimate:
-    """One direction of a link since its last verified change.
+    """One direction of a link during some iterations.
 
     Attributes:
         delay: median time of a message by itself, in ms.
         mean: mean time of a message, in ms, late ones included.
-        latency: the part that does not grow with size, in ms; None where sizes do not tell the two parts apart.
-        bandwidth: bytes per second; None where sizes do not tell, inf where size makes no difference.
         late_share: share of messages that took far longer than others of their size, as lost packets cause it.
-        num_messages: how many messages this rests on.
+        by_size: the part of `delay`, in ms, that grows with a message's size; None where sizes do not tell.
         busy: the part of `delay`, in ms, during which the link is busy with the message, so that later ones wait;
             None where neither sizes nor messages under way together tell.
         held: share of messages that arrived together with the one before, as lost packets cause it in a stream.
-
-    Examples:
-        >>> import penstock as ps
-        >>> found = ps.control.estimate([(1e6, 1.0), (2e6, 2.0)] * 4)
-        >>> found.num_messages, round(found.bandwidth / 1e9, 2)
-        (8, 1.0)
     """
 
     delay: float
     mean: float
-    latency: float | None
-    bandwidth: float | None
     late_share: float
-    num_messages: int
-    busy: float | None = None
-    held: float = 0.0
+    by_size: float | None
+    busy: float | None
+    held: float
 
 
 _LEAST_SPREAD = 1.5
@@ -91,53 +80,37 @@ below.
 """
 
 
-def estimate(
-    messages: Sequence[tuple[float, float]],
-    least: float = 0.0,
-    busy: Sequence[float | None] = (),
-    held: Sequence[float] = (),
-) -> LinkEstimate:
-    """Estimates one direction of a link from its messages.
+def estimate(reports: Sequence[Transfers], least: float = 0.0) -> LinkEstimate:
+    """Estimates one direction of a link from what its receiver reports of some iterations.
 
-    The fit runs through the median of each size, with the median slope, so outliers do not move it. If `busy` and
-        `held` do not tell how long the link is busy with a message, sizes do.
+    What grows with size is told by the median slope through the median of each size, so outliers do not move it.
 
     Args:
-        messages: of each message its bytes and the ms that it took.
+        reports: one of each iteration.
         least: the smallest difference that matters, in ms.
-        busy: ms for which each iteration found the link busy with a message, see `Transfers`; None where it did not
-            tell.
-        held: share of messages of each iteration that arrived together with the one before, see `Transfers`.
-
-    Examples:
-        >>> import penstock as ps
-        >>> found = ps.control.estimate([(1e6, 31.0), (2e6, 32.0)] * 4)
-        >>> round(found.latency), found.late_share
-        (30, 0.0)
     """
+    messages = [message for report in reports for message in report.messages]
     times = [ms for _, ms in messages]
     rows: dict[float, list[float]] = {}
     for size, ms in messages:
         rows.setdefault(size, []).append(ms)
-    points = [(size, median(each)) for size, each in sorted(rows.items()) if len(each) >= _FEWEST]
-    latency = bandwidth = None
-    per_byte = 0.0
+    middle = {size: median(each) for size, each in sorted(rows.items())}
+    points = [(size, ms) for size, ms in middle.items() if len(rows[size]) >= _FEWEST]
+    by_size = None
     if len(points) > 1 and points[-1][0] >= _LEAST_SPREAD * points[0][0]:
-        per_byte = max(0.0, slope(points) or 0.0)
-        latency = max(0.0, median(ms - per_byte * size for size, ms in points))
-        bandwidth = 1e3 / per_byte if per_byte > 0 else float("inf")
-    if latency is None:
-        middle = {size: median(each) for size, each in rows.items()}
-        rests = [ms - middle[size] for size, ms in messages]
-    else:
-        rests = [ms - latency - per_byte * size for size, ms in messages]
+        by_size = max(0.0, slope(points) or 0.0) * median(size for size, _ in messages)
+    rests = [ms - middle[size] for size, ms in messages]
     bound = max(LATE * deviation(rests), 0.5 * median(times), least)
     late = sum(rest > bound for rest in rests) / len(rests)
-    measured = [each for each in busy if each is not None]
-    by_size = None if latency is None else per_byte * median(size for size, _ in messages)
-    together = fmean(held) if held else 0.0
-    long = median(measured) if measured else by_size
-    return LinkEstimate(median(times), fmean(times), latency, bandwidth, late, len(times), long, together)
+    busy = _busy(reports)
+    held = fmean(report.held for report in reports)
+    return LinkEstimate(median(times), fmean(times), late, by_size, by_size if busy is None else busy, held)
+
+
+def _busy(reports: Iterable[Transfers]) -> float | None:
+    """How long the link was busy with a message (ms) in the median iteration that tells."""
+    measured = [report.busy for report in reports if report.busy is not None]
+    return median(measured) if measured else None
 
 
 def cause_of(before: LinkEstimate, after: LinkEstimate) -> Cause:
@@ -152,16 +125,11 @@ def cause_of(before: LinkEstimate, after: LinkEstimate) -> Cause:
         return Cause.LOSS
     if after.held - before.held >= LATE_SHARE:
         return Cause.LOSS
-    by_latency = None
-    if after.latency is not None and before.latency is not None:
-        by_latency = after.latency - before.latency
-        if abs(by_latency) < abs(rise - by_latency):
-            return Cause.BANDWIDTH
+    if after.by_size is not None and before.by_size is not None and after.by_size - before.by_size > abs(rise) / 2:
+        return Cause.BANDWIDTH
     if after.busy is None:
         return Cause.DELAY
-    if abs(after.busy - (before.busy or 0.0)) > abs(rise) / 2:
-        return Cause.OCCUPANCY
-    return Cause.LATENCY
+    return Cause.OCCUPANCY if abs(after.busy - (before.busy or 0.0)) > abs(rise) / 2 else Cause.LATENCY
 
 
 @dataclass(frozen=True)
@@ -176,15 +144,6 @@ class LinkChange:
         before: the estimate before.
         after: the estimate since.
         of_share: whether the levels are shares of late messages.
-
-    Examples:
-        >>> import penstock as ps
-        >>> estimate = ps.control.estimate([(1e6, 1.0)] * 8)
-        >>> slower = ps.control.estimate([(1e6, 61.0)] * 8)
-        >>> change = ps.control.Change(before=1.0, after=61.0, began=3)
-        >>> news = ps.control.LinkChange((2, 3), change, ps.control.Cause("latency"), 2, estimate, slower)
-        >>> news.cause.value, news.after.delay - news.before.delay
-        ('latency', 60.0)
     """
 
     link: Link
@@ -209,108 +168,72 @@ def looked_at_again(change: LinkChange, now: LinkEstimate | None) -> LinkChange:
     return replace(change, cause=cause_of(change.before, now))
 
 
-class LinkWatch:
-    """Collects one direction's messages, iteration by iteration.
-
-    Attributes:
-        delays: mean delay of each iteration (ms) since the last verified change, latest last.
-        age: iterations since then.
-        detectors: of the delay, and of the share of late messages.
-    """
-
-    MESSAGES, ITERATIONS = 512, 16
+class LinkWatch(Watch[Transfers, LinkChange]):
+    """Follows one direction of a link by what its receiver reports."""
 
     def __init__(self, link: Link, least: float, sensitivity: Sensitivity, num_updates: int = 1) -> None:
+        super().__init__(Detector(least, sensitivity))
         self.link = link
         self._num_updates = num_updates
         self._least = least
-        self._delay = Detector(least, sensitivity)
         self._late = Detector(LATE_SHARE, sensitivity)
-        self.detectors = self._delay, self._late
-        self._now: list[tuple[float, float]] = []
-        self._told_now: tuple[float | None, float] = None, 0.0
-        self._regime: deque[list[tuple[float, float]]] = deque(maxlen=self.ITERATIONS)
-        self._told: deque[tuple[float | None, float]] = deque(maxlen=self.ITERATIONS)
+        self.detectors = self.detector, self._late
         self._counted = 0, 0
-        self.delays: deque[float] = deque(maxlen=self.ITERATIONS)
-        self.age = 0
 
     @property
     def level(self) -> float:
         """Median delay (ms) since the last verified change; 0 before anything was measured."""
-        return self._delay.level or 0.0
+        return self.detector.level or 0.0
 
     @property
     def busy(self) -> float | None:
         """How long the link is busy with a message (ms) since the last verified change; None if unknown."""
-        measured = [busy for busy, _ in self._told if busy is not None]
-        return median(measured) if measured else None
+        return _busy(self.reports)
 
-    def feed(self, transfers: Transfers) -> None:
-        """Takes all messages of an iteration."""
-        self._now += zip(transfers.num_bytes, transfers.ms, strict=True)
-        self._told_now = transfers.busy, transfers.held
-
-    def end_iteration(self) -> LinkChange | None:
-        """Takes the iteration's messages together; returns the change they verify, if they do."""
-        if not self._now:
-            return None
-        messages, self._now = self._now, []
-        reported, self._told_now = self._told_now, (None, 0.0)
-        times = [ms for _, ms in messages]
-        bound = self.level + max(self._least, 0.5 * self.level, LATE * self._spread())
-        found, loss = None, False
-        parts = _parts(times, self._num_updates)
-        for half in parts:
-            change = self._delay.feed(median(half))
-            if change is not None:
-                found, loss = change, False
-                self._late.restart()
-            elif self._delay.pending == 0 and self.age:  # many messages above the level, where that stays, are loss
-                late = self._count_late(half, bound)
-                if late is not None:
-                    found, loss = late, True
-        self._regime.append(messages)
-        self._told.append(reported)
-        self.delays.append(fmean(times))
-        self.age += 1
-        if found is None:
-            return None
-        # What was counted in parts began in the iteration of the first of them.
-        began = min(-(-found.began // len(parts)), len(self._regime))
-        rows = list(self._regime)
-        before = [m for row in rows[:-began] for m in row] or messages
-        after = [m for row in rows[-began:] for m in row]
-        old, new = self._estimate(before, 0, len(rows) - began), self._estimate(after, len(rows) - began, len(rows))
-        self._keep_last(began)
-        return LinkChange(self.link, found, Cause.LOSS if loss else cause_of(old, new), began, old, new, loss)
+    @property
+    def delays(self) -> list[float]:
+        """Mean delay of each iteration (ms) since the last verified change, latest last."""
+        return [fmean(report.ms) for report in self.reports]
 
     def estimate(self) -> LinkEstimate | None:
         """What is known since the last verified change; None before the first message."""
-        messages = [m for row in self._regime for m in row][-self.MESSAGES :]
-        return self._estimate(messages, 0, len(self._told)) if messages else None
-
-    def _estimate(self, messages: Sequence[tuple[float, float]], first: int, last: int) -> LinkEstimate:
-        """From messages of the iterations `first` to `last - 1`."""
-        reported = list(self._told)[first:last]
-        return estimate(messages, self._least, [busy for busy, _ in reported], [held for _, held in reported])
+        return estimate(self.reports, self._least) if self.reports else None
 
     def times(self, back: int) -> tuple[float, ...]:
         """The times (ms) of one iteration's messages, in order; `back` is 0 for the latest."""
-        return tuple(ms for _, ms in self._regime[-1 - back % len(self._regime)]) if self._regime else ()
+        return self.reports[-1 - back % len(self.reports)].ms if self.reports else ()
 
     def restart(self) -> None:
         """Forgets everything, because messages take another path from now on."""
-        self._delay.restart()
-        self._late.restart()
-        self._now, self._told_now = [], (None, 0.0)
+        for detector in self.detectors:
+            detector.restart()
         self._counted = 0, 0
-        self._keep_last(0)
+        self._now = None
+        self.reports.clear()
 
-    def _spread(self) -> float:
-        """The deviation (ms) of single messages since the last verified change."""
-        times = [ms for row in self._regime for _, ms in row]
-        return deviation(times) if times else 0.0
+    def _suspect(self, report: Transfers) -> tuple[Change, int] | None:
+        single = [ms for each in self.reports for ms in each.ms]
+        spread = deviation(single) if single else 0.0
+        bound = self.level + max(self._least, 0.5 * self.level, LATE * spread)
+        found, parts = None, _parts(report.ms, self._num_updates)
+        self._is_loss = False
+        for part in parts:
+            change = self.detector.feed(median(part))
+            if change is not None:
+                found, self._is_loss = change, False
+                self._late.restart()
+            elif self.detector.pending == 0 and self.reports:  # many messages above the level that stays are loss
+                late = self._count_late(part, bound)
+                if late is not None:
+                    found, self._is_loss = late, True
+        return None if found is None else (found, len(parts))
+
+    def _verified(
+        self, change: Change, num_iterations: int, before: Sequence[Transfers], after: Sequence[Transfers]
+    ) -> LinkChange:
+        old, new = estimate(before, self._least), estimate(after, self._least)
+        cause = Cause.LOSS if self._is_loss else cause_of(old, new)
+        return LinkChange(self.link, change, cause, num_iterations, old, new, self._is_loss)
 
     def _count_late(self, times: Sequence[float], bound: float) -> Change | None:
         """Takes the share of late messages, once there are enough for it to mean something."""
@@ -322,14 +245,8 @@ class LinkWatch:
         self._counted = 0, 0
         return self._late.feed(late / num)
 
-    def _keep_last(self, count: int) -> None:
-        for row in (self._regime, self._told, self.delays):
-            while len(row) > count:
-                row.popleft()
-        self.age = count
 
-
-def _parts(times: list[float], num_updates: int) -> list[list[float]]:
+def _parts(times: Sequence[float], num_updates: int) -> list[Sequence[float]]:
     """The iteration's first and second half; as many parts as those of its steps, where it has updates in it; the
     whole iteration twice if it is too short to be divided.
     """

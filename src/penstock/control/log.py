@@ -1,7 +1,7 @@
 """A controller's log: JSON lines, from which `replay` makes the same decisions again.
 
-{"controller": {"version": 5, "job": {...}, "sensitivity": {...}}}
-{"event":{"transfers":{"0:1":[16777216.0,[30.0,30.2,61.0],0.0,0.0]}}}
+{"controller": {"version": 6, "job": {...}, "sensitivity": {...}}}
+{"event":{"transfers":{"link":[0,1],"num_bytes":[16777216.0],"ms":[30.0,30.2,61.0],"busy":0.0,"held":0.0}}}
 {"event":{"iteration":{"number":7,"ms":412.0}}}
 {"decision":{"number":1,...}}
 {"verdict":{"number":1,"kept":true,...}}          what measured steps said of a decision
@@ -25,7 +25,7 @@ from penstock.control.errors import ControlError
 from penstock.control.events import Event, event_to_json
 from penstock.control.trial import Verdict
 
-VERSION = 5
+VERSION = 6
 
 
 def header(job: Job, sensitivity: Sensitivity) -> str:
