@@ -10,7 +10,7 @@ import pytest
 from penstock.control import Cause, ControlError, OpTimes, Transfers
 from penstock.control.events import event_from_json, event_to_json, rounded
 from penstock.control.link import cause_of, estimate
-from penstock.control.queueing import Row, busy_time, held_share
+from penstock.control.queueing import Row, busy_times, held_share
 
 pytestmark = pytest.mark.unit
 MB = 2.0**20
@@ -53,10 +53,10 @@ def test_a_late_link_is_not_taken_for_a_busy_one(latency: float, noise: float, s
 
 def test_messages_that_never_meet_do_not_tell() -> None:
     rows = passed([100.0 * k for k in range(12)], 20.0, 10.0)
-    assert busy_time(rows) is None
+    assert busy_times(rows) is None
     assert Transfers.of((0, 1), rows).busy is None
     # Nor do those that begin just as the one before ends.
-    assert busy_time(passed([30.0 * k for k in range(12)], 20.0, 10.0)) is None
+    assert busy_times(passed([30.0 * k for k in range(12)], 20.0, 10.0)) is None
 
 
 def test_bandwidth_is_told_by_sizes() -> None:
@@ -65,9 +65,7 @@ def test_bandwidth_is_told_by_sizes() -> None:
         size = (1 + 3 * (number % 2)) * MB
         free = max(free, began) + 10.0 * size / MB
         rows.append((size, began, free + 5.0))
-    found = busy_time(rows)
-    assert found is not None
-    assert (found.each, found.per_byte) == (0.0, pytest.approx(10.0 / MB))
+    assert busy_times(rows) == pytest.approx([10.0, 40.0] * 16)
     times = Transfers.of((0, 1), rows)
     assert set(times.ms) == {15.0, 45.0}
 

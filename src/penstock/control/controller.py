@@ -31,7 +31,7 @@ from penstock.control.evidence import BURST, UNEXPLAINED
 from penstock.control.link import Cause, LinkChange
 from penstock.control.log import event_line, header, outcome_line
 from penstock.control.measured import JobMonitor, LateCauses
-from penstock.control.orchestrator import NodeWatch
+from penstock.control.orchestrator import Orchestrator
 from penstock.control.question import Question
 from penstock.control.steps import NO_LINKS, Steps, TimedStep
 from penstock.control.trial import Trial, Verdict
@@ -97,7 +97,7 @@ class Controller:
         self._log = log
         self._monitor = JobMonitor(job, self.sensitivity)
         self._causes = LateCauses(self._monitor, self.sensitivity.fall)
-        self._nodes = None if job.mesh is None else NodeWatch(job, job.mesh)
+        self._nodes = None if job.mesh is None else Orchestrator(job, job.mesh)
         self._question = Question(job.least_gain)
         self._steps = Steps(job.start, job.num_updates)
         self._preparing: list[TimedStep] = []
@@ -503,7 +503,7 @@ class Controller:
             return None
         return None if self._is_left_in_peace else self._move(nodes)
 
-    def _move(self, nodes: NodeWatch) -> Decision | None:
+    def _move(self, nodes: Orchestrator) -> Decision | None:
         """The placement with the shortest predicted iteration, if it differs from the present one and is
         worth its price.
         """
@@ -574,7 +574,7 @@ class Controller:
             helps = what_would_help(self._job_as_measured(measured.factors), self.now, measured)
         self._say_unanswered(obstacle, why, cause, self._scored[0].ms, helps)
 
-    def _explain_nodes(self, obstacle: Obstacle, why: str, nodes: NodeWatch, simulated: float) -> None:
+    def _explain_nodes(self, obstacle: Obstacle, why: str, nodes: Orchestrator, simulated: float) -> None:
         """Reports once for each set of late nodes that they stay, and why, unless waiting may still change that."""
         key = obstacle, frozenset(nodes.excess)
         if (

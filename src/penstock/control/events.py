@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 import msgspec
 
 from penstock.control.errors import ControlError
-from penstock.control.queueing import BusyTime, alone, busy_time, held_share
+from penstock.control.queueing import alone, busy_times, held_share, waits
 from penstock.formats.native import from_json, to_json
 from penstock.schedule import Schedule
 
@@ -117,12 +117,11 @@ class Transfers(_Event):
         ordered = sorted(
             ((float(size), began, max(began, ended)) for size, began, ended in rows), key=lambda row: row[1]
         )
-        busy = busy_time(ordered)
-        size = median([row[0] for row in ordered]) if ordered else 0.0
-        times = tuple(alone(ordered, busy or BusyTime()))
-        long = None if busy is None else busy.of(size)
+        busy = busy_times(ordered)
+        times = alone(ordered, waits(ordered, busy or [0.0] * len(ordered)))
+        long = median(busy) if busy else None
         held = 0.0 if long or not ordered else held_share(ordered)
-        return cls(link, tuple(row[0] for row in ordered), times, long, held)
+        return cls(link, tuple(row[0] for row in ordered), tuple(times), long, held)
 
 
 @dataclass(frozen=True)

@@ -61,6 +61,7 @@ class Orchestrator:
         now: what runs, as far as it has been informed.
         late: by link, the ms that a short message takes longer than on other links.
         slow: by link, the ms that each MB takes longer than on other links.
+        late_since: the iteration in which links between nodes turned late; see `follow`.
         news: what the latest round of probes verified.
         search: makes the search that is due, anywhere; `take` takes its answer. None where the answer is known.
 
@@ -77,6 +78,7 @@ class Orchestrator:
         self.job, self.mesh, self.now = job, mesh, job.start
         self.late: dict[Link, float] = {}
         self.slow: dict[Link, float] = {}
+        self.late_since = 0
         self.news: tuple[Change, ...] = ()
         self.search: Callable[[], Reranked] | None = None
         self._num_rounds = self._num_searches = 0
@@ -88,6 +90,7 @@ class Orchestrator:
         least = max(LEAST.ms, job.smallest_delay)
         self._least = LinkTime(least, max(LEAST.ms_per_mb, least / self._ring_mb if self._ring_mb else 0.0))
         self._detectors: dict[Link, list[Detector]] = {}
+        self._probed: deque[int] = deque(maxlen=_ROUNDS)
 
     def feed(self, probed: Mapping[Link, LinkTime | float]) -> Reranking | None:
         """Takes one round of probes, by two nodes each; a number is what a short message takes (ms, one way).
@@ -98,7 +101,12 @@ class Orchestrator:
         Raises:
             ControlError: a link between nodes that are not there.
         """
-        return self.look() if self.verifies(probed) else None
+        if not self.verifies(probed):
+            return None
+        if self.answer() is None and self.search is not None:
+            self.take(self.search())
+        found = self.answer()
+        return found if found is not None and self.gains(found) else None
 
     def verifies(self, probed: Mapping[Link, LinkTime | float]) -> bool:
         """Takes a round of probes, as `feed` does. Says whether it verifies that other links are late or slow than
@@ -118,13 +126,6 @@ class Orchestrator:
             self.late, self.slow = self._above_others(0), self._above_others(1)
             return bool(changed or self.excess)
         return False
-
-    def look(self) -> Reranking | None:
-        """What to do about the links as they are known; None if nothing is faster by the job's least gain."""
-        if self.answer() is None and self.search is not None:
-            self.take(self.search())
-        found = self.answer()
-        return found if found is not None and self.gains(found) else None
 
     def gains(self, found: Reranking) -> bool:
         """Whether an answer is faster than what runs by the job's least gain."""
@@ -191,45 +192,6 @@ class Orchestrator:
         """Informs the orchestrator where nodes are now and what runs."""
         self.mesh, self.now = mesh, configuration or self.now
 
-    def _above_others(self, which: int) -> dict[Link, float]:
-        """Links whose level exceeds the first quartile of all links by enough to matter. Half of the links may be
-        late. One is slow only where a MB takes at least twice as long as on others.
-        """
-        usual = self._first_quartile(which)
-        least = max(self._least[which], which * usual)
-        above = {link: (each[which].level or 0.0) - usual for link, each in self._detectors.items()}
-        return {link: excess for link, excess in above.items() if excess >= least}
-
-    def _first_quartile(self, which: int) -> float:
-        levels = sorted(each[which].level or 0.0 for each in self._detectors.values())
-        return levels[(len(levels) - 1) // 4]
-
-
-def link_times(links: Iterable[Link], conditions: Links, at: float) -> dict[Link, LinkTime]:
-    """What messages between pairs of nodes take at a moment (ms) of the links' conditions."""
-
-    def took(link: Link, num_bytes: float) -> float:
-        return conditions.delay_of(*link, num_bytes, at, LinkQueue(at, at)).arrived - at
-
-    return {undirected(link): LinkTime(took(link, 0.0), took(link, 1e6) - took(link, 0.0)) for link in links}
-
-
-class NodeWatch(Orchestrator):
-    """Follows probes, and counts since which step links are late.
-
-    Args:
-        job: with a mesh.
-        mesh: where its nodes lie.
-
-    Attributes:
-        late_since: the iteration in which links between nodes turned late.
-    """
-
-    def __init__(self, job: Job, mesh: Mesh) -> None:
-        super().__init__(job, mesh)
-        self.late_since = 0
-        self._probed: deque[int] = deque(maxlen=_ROUNDS)
-
     def follow(self, probed: Probed, iteration: int, switched_at: int) -> int:
         """Takes a round of probes. Returns how many steps ago links turned late; 0 where they did not, or where steps
         before that ran something else.
@@ -257,3 +219,25 @@ class NodeWatch(Orchestrator):
             for a, b in combinations(range(mesh.pp), 2):
                 late[a, b] = max(late.get((a, b), 0.0), self.late.get(undirected((own[a], own[b])), 0.0))
         return late
+
+    def _above_others(self, which: int) -> dict[Link, float]:
+        """Links whose level exceeds the first quartile of all links by enough to matter. Half of the links may be
+        late. One is slow only where a MB takes at least twice as long as on others.
+        """
+        usual = self._first_quartile(which)
+        least = max(self._least[which], which * usual)
+        above = {link: (each[which].level or 0.0) - usual for link, each in self._detectors.items()}
+        return {link: excess for link, excess in above.items() if excess >= least}
+
+    def _first_quartile(self, which: int) -> float:
+        levels = sorted(each[which].level or 0.0 for each in self._detectors.values())
+        return levels[(len(levels) - 1) // 4]
+
+
+def link_times(links: Iterable[Link], conditions: Links, at: float) -> dict[Link, LinkTime]:
+    """What messages between pairs of nodes take at a moment (ms) of the links' conditions."""
+
+    def took(link: Link, num_bytes: float) -> float:
+        return conditions.delay_of(*link, num_bytes, at, LinkQueue(at, at)).arrived - at
+
+    return {undirected(link): LinkTime(took(link, 0.0), took(link, 1e6) - took(link, 0.0)) for link in links}

@@ -18,8 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import pairwise
-from statistics import median
-from typing import NamedTuple
+from statistics import fmean, median
 
 Row = tuple[float, float, float]
 """A message: bytes, when both sides were ready (ms), when it had arrived (ms)."""
@@ -34,43 +33,47 @@ BETTER = 0.5
 """Share of the unexplained differences that may be left where a link counts as busy."""
 
 
-class BusyTime(NamedTuple):
-    """How long a link is busy with a message: `each` ms, and `per_byte` ms for each byte; one of them is 0."""
-
-    each: float = 0.0
-    per_byte: float = 0.0
-
-    def of(self, num_bytes: float) -> float:
-        return self.each + self.per_byte * num_bytes
-
-
-def busy_time(rows: Sequence[Row]) -> BusyTime | None:
-    """How long the link is busy with a message; nothing where messages do not hold one another up.
+def busy_times(rows: Sequence[Row]) -> list[float] | None:
+    """How long the link is busy with each message (ms): as long with each, or by its bytes. All are 0 where messages
+    do not hold one another up.
 
     None where that cannot be told: too few began while another was under way.
 
     Args:
         rows: of one direction in one iteration, in the order in which they began.
     """
-    overlapping = [
-        (after, after[2] - before[2])
-        for before, after in pairwise(rows)
-        if after[1] < before[2] - _CLEARLY * (before[2] - before[1])
+    gaps = [(number, after[2] - before[2]) for number, (before, after) in enumerate(pairwise(rows), start=1)]
+    during = [
+        (number, gap)
+        for number, gap in gaps
+        if rows[number][1] < rows[number - 1][2] - _CLEARLY * (rows[number - 1][2] - rows[number - 1][1])
     ]
-    if len(overlapping) < FEWEST:
+    if len(during) < FEWEST:
         return None
-    plain = _unlike(rows, waits(rows, BusyTime()))
-    gaps = sorted(gap for _, gap in overlapping)
-    rates = sorted(gap / after[0] for after, gap in overlapping if after[0] > 0)
-    tried = [BusyTime(each=gap) for gap in _quarters(gaps)]
-    if len({size for size, _, _ in rows}) > 1:
-        tried += [BusyTime(per_byte=rate) for rate in _quarters(rates)]
-    found = _refined(rows, min(tried, key=lambda busy: _unlike(rows, waits(rows, busy)), default=BusyTime()))
-    middle = median(ended - began for _, began, ended in rows)
-    left = _unlike(rows, waits(rows, found))
-    if left > BETTER * plain or min(plain - left, found.of(median(size for size, _, _ in rows))) < 0.02 * middle:
-        return BusyTime()
-    return found
+    sizes = [size for size, _, _ in rows]
+    shapes = [[1.0] * len(rows), sizes] if len(set(sizes)) > 1 else [[1.0] * len(rows)]
+
+    def unlike(busy: Sequence[float]) -> float:
+        return _unlike(rows, waits(rows, busy))
+
+    def scaled(rate: float, shape: Sequence[float]) -> list[float]:
+        return [rate * each for each in shape]
+
+    free = [0.0] * len(rows)
+    tried = [(rate, shape) for shape in shapes for rate in _quarters(_rates(during, shape))]
+    rate, shape = min(tried, key=lambda each: unlike(scaled(*each)), default=(0.0, free))
+    # The same, told by those messages alone that really waited.
+    waiting = waits(rows, scaled(rate, shape))
+    waited = _rates([(number, gap) for number, gap in gaps if waiting[number] > 0], shape)
+    found = min((scaled(each, shape) for each in (rate, median(waited or [rate]))), key=unlike)
+    plain, left = unlike(free), unlike(found)
+    least = 0.02 * median(ended - began for _, began, ended in rows)
+    return free if left > BETTER * plain or min(plain - left, median(found)) < least else found
+
+
+def _rates(gaps: Sequence[tuple[int, float]], shape: Sequence[float]) -> list[float]:
+    """By how much messages, each with its number, arrive after the one before (ms): for each unit of a shape."""
+    return [gap / shape[number] for number, gap in gaps if shape[number] > 0]
 
 
 def held_share(rows: Sequence[Row]) -> float:
@@ -86,37 +89,19 @@ def held_share(rows: Sequence[Row]) -> float:
     return held / len(rows)
 
 
-def waits(rows: Sequence[Row], busy: BusyTime) -> list[float]:
+def waits(rows: Sequence[Row], busy: Sequence[float]) -> list[float]:
     """How long each message waits behind those before it (ms), if the link is `busy` so long with each."""
     found, free = [], float("-inf")
-    for size, began, _ in rows:
+    for (_, began, _), ms in zip(rows, busy, strict=True):
         begins = max(began, free)
         found.append(begins - began)
-        free = begins + busy.of(size)
+        free = begins + ms
     return found
 
 
-def alone(rows: Sequence[Row], busy: BusyTime) -> list[float]:
-    """What each message takes by itself (ms): without waiting behind others on a link that is `busy` so long."""
-    waiting = waits(rows, busy)
+def alone(rows: Sequence[Row], waiting: Sequence[float]) -> list[float]:
+    """What each message takes by itself (ms), without waiting behind others."""
     return [max(0.0, ended - began - wait) for (_, began, ended), wait in zip(rows, waiting, strict=True)]
-
-
-def _refined(rows: Sequence[Row], busy: BusyTime) -> BusyTime:
-    """The same, told by those messages alone that really waited."""
-    waiting = waits(rows, busy)
-    gaps = [
-        (after[0], after[2] - before[2])
-        for (before, after), wait in zip(pairwise(rows), waiting[1:], strict=True)
-        if wait > 0
-    ]
-    if not gaps:
-        return busy
-    if busy.per_byte:
-        better = BusyTime(per_byte=median(gap / size for size, gap in gaps if size > 0))
-    else:
-        better = BusyTime(each=median(gap for _, gap in gaps))
-    return min((busy, better), key=lambda each: _unlike(rows, waits(rows, each)))
 
 
 def _unlike(rows: Sequence[Row], waiting: Sequence[float]) -> float:
@@ -129,16 +114,15 @@ def _unlike(rows: Sequence[Row], waiting: Sequence[float]) -> float:
     for (size, _, _), time in zip(rows, times, strict=True):
         by_size.setdefault(size, []).append(time)
     middle = {size: median(each) for size, each in by_size.items()}
-    free: list[float] = []
-    other: list[float] = []
+    differ: dict[bool, list[float]] = {}
     last = float("-inf")
     for (size, began, ended), time in zip(rows, times, strict=True):
-        (free if began >= last else other).append(abs(time - middle[size]))
+        differ.setdefault(began >= last, []).append(abs(time - middle[size]))
         last = ended
-    return sum(sum(each) / len(each) for each in (free, other) if each) / 2
+    return sum(map(fmean, differ.values())) / 2
 
 
-def _quarters(ordered: Sequence[float]) -> list[float]:
+def _quarters(values: Sequence[float]) -> list[float]:
     """The first, second and third quarter's ends of what is above 0."""
-    above = [value for value in ordered if value > 0]
+    above = sorted(value for value in values if value > 0)
     return [above[len(above) * part // 4] for part in (1, 2, 3)] if above else []
