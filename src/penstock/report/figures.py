@@ -105,11 +105,11 @@ def link_heat(story: RunStory, width: int) -> Figure:
     per_column = max(1, math.ceil(count / MOST_COLUMNS))
     columns = math.ceil(count / per_column)
     rows = []
-    for place in range(len(story.links)):
+    for link in story.links:
         cells: list[list[float]] = [[] for _ in range(columns)]
         for each in story.iterations:
-            if (delay := each.delays[place]) is not None:
-                cells[(each.number - story.iterations[0].number) // per_column].append(delay)
+            if link in each.delays:
+                cells[(each.number - story.iterations[0].number) // per_column].append(each.delays[link])
         rows.append([median(cell) if cell else None for cell in cells])
     each_is = f" Each column is the median of {per_column} iterations." if per_column > 1 else ""
     return heat_map(

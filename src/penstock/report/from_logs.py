@@ -26,21 +26,14 @@ from statistics import median
 from typing import Any
 
 from penstock.control.candidate import Action
-from penstock.control.configuration import Configuration, Job, peaks
+from penstock.control.configuration import Job, peaks
 from penstock.control.decide import predict
 from penstock.control.errors import ControlError
 from penstock.control.events import undirected
 from penstock.control.log import json_lines
 from penstock.control.robust_statistics import AS_DEVIATION, deviation
 from penstock.cost import Links
-from penstock.report.log_reader import (
-    LogContents,
-    LoggedDecision,
-    ObservedIteration,
-    add_record,
-    measured_timeline,
-    read_log,
-)
+from penstock.report.run_log import RunLog
 from penstock.report.run_story import (
     FEWEST,
     AlarmCounts,
@@ -50,7 +43,6 @@ from penstock.report.run_story import (
     LatePeriod,
     Link,
     RunMemory,
-    RunPlan,
     RunStory,
     TitledTimeline,
     late_links,
@@ -103,61 +95,64 @@ def read_story(
     Raises:
         ControlError: no log, one of another version, or a run without an iteration.
     """
-    contents = read_log(log)
+    read = RunLog(log)
     records = list(json_lines(iterations, "iterations.jsonl"))
     for record in records:
-        add_record(contents, record)
-    recorded = dict(measured_timeline(contents, record) for record in json_lines(timelines, "timelines.jsonl"))
-    if not contents.seen:
+        read.add_record(record)
+    recorded = dict(read.recorded(record) for record in json_lines(timelines, "timelines.jsonl"))
+    if not read.iterations:
         raise ControlError("the log has no iteration that ended: there is nothing to report yet")
-    rows = [contents.seen[number] for number in sorted(contents.seen)]
-    links = tuple(sorted({link for row in rows for link in row.delays}, key=lambda link: (undirected(link), link)))
-    ran, kept = (_simulated(contents, rows, most, with_first) for with_first in (False, True))
-    found = tuple(
-        Iteration(
-            row.number,
-            row.ms,
-            row.decision,
-            ran.get(row.number),
-            row.ms if row.decision == 0 else kept.get(row.number),
-            tuple(row.delays.get(link) for link in links),
-            is_clean=row.is_clean,
-        )
-        for row in rows
-    )
-    least = _least(contents.job, rows)
-    late: dict[tuple[Link, str], Mapping[int, float]] = {**late_links(found, links, least), **contents.late_nodes}
-    undisturbed, source = _undisturbed(contents, found, late)
-    levels = Levels(contents, found, main_spells(spells_of(late)))
+    found = _simulated(read, most)
+    least = _least(read.job, found)
+    late: Late = {**late_links(found, least), **read.late_nodes}
+    undisturbed, source = _undisturbed(read.job, found, late)
+    levels = Levels(read, found, main_spells(spells_of(late)))
     found = levels.with_baselines(undisturbed)
-    decided = tuple(
-        _decided(contents, contents.chosen[number], found, levels, undisturbed) for number in sorted(contents.chosen)
-    )
+    decided = tuple(_measured(each, found, levels, undisturbed) for each in levels.decisions)
     return RunStory(
         name=name,
-        facts=(*_facts(contents.job), *facts),
-        links=links,
-        start=plan_of(contents.job.start, contents.job.start),
+        facts=(*_facts(read), *facts),
+        links=tuple(
+            sorted({link for row in found for link in row.delays}, key=lambda link: (undirected(link), link))
+        ),
+        start=read.plan(0),
         iterations=found,
         decisions=decided,
         spells=spells_of(late),
-        memory=_memory(contents, records),
-        alarms=AlarmCounts(*contents.monitor.alarms),
+        memory=_memory(read, records),
+        alarms=AlarmCounts(*read.monitor.alarms),
         smallest_delay=least,
         undisturbed=undisturbed,
         undisturbed_from=source,
         saved_error=levels.error,
         unanswered=tuple(
             f"After iteration {each.iteration}, steps had gone from {each.before:.4g} to {each.now:.4g} ms: {each}"
-            for each in contents.unanswered
+            for each in read.unanswered
         ),
-        faults=tuple(sorted((*contents.faults, *_counted(records)), key=lambda fault: fault.iteration or 0)),
+        faults=tuple(sorted((*read.faults, *_counted(records)), key=lambda fault: fault.iteration or 0)),
         counters=_counters(records),
-        shown=_shown(contents, decided, recorded),
+        shown=_shown(read, decided, recorded),
     )
 
 
-def _least(job: Job, rows: Sequence[ObservedIteration]) -> float:
+def _simulated(read: RunLog, most: int) -> tuple[Iteration, ...]:
+    """The iterations in order. Those with measurements are simulated, or `most` of them that are picked evenly."""
+    rows = [read.iterations[number] for number in sorted(read.iterations)]
+
+    def picked(there: list[int]) -> list[int]:
+        return there if len(there) <= most else there[:: -(-len(there) // most)]
+
+    ran = picked([each.number for each in rows if each.conditions is not None])
+    changed = picked([each.number for each in rows if each.conditions is not None and each.decision])
+    found = []
+    for each in rows:
+        simulated = read.what_if(each.decision, each) if each.number in ran else None
+        kept = read.what_if(0, each) if each.number in changed else None
+        found.append(replace(each, simulated=simulated, kept=kept if each.decision else each.ms))
+    return tuple(found)
+
+
+def _least(job: Job, rows: Sequence[Iteration]) -> float:
     """From which delay on (ms) a link counts as late: well above what every message takes on its way, and above what
     messages vary by on a busy machine, as far as that is small against a microbatch's part of an iteration.
     """
@@ -170,22 +165,7 @@ def _least(job: Job, rows: Sequence[ObservedIteration]) -> float:
     return max(job.smallest_delay, _STANDS_OUT * usual, min(wild, short))
 
 
-def _simulated(
-    contents: LogContents, rows: Sequence[ObservedIteration], most: int, with_first: bool
-) -> dict[int, float]:
-    """Simulated times by iteration, of all or of `most` that are picked evenly: with what ran, or, in iterations
-    that ran another configuration, with the first one.
-    """
-    there = [row for row in rows if row.links is not None and (row.decision or not with_first)]
-    found = {}
-    for row in there if len(there) <= most else there[:: -(-len(there) // most)]:
-        ms = contents.what_if(contents.configuration(0 if with_first else row.decision), row)
-        if ms is not None:
-            found[row.number] = ms
-    return found
-
-
-def _undisturbed(contents: LogContents, iterations: Sequence[Iteration], late: Late) -> tuple[float, str]:
+def _undisturbed(job: Job, iterations: Sequence[Iteration], late: Late) -> tuple[float, str]:
     """How long an iteration of the first configuration takes with no link late, and how that is known."""
     ever = {number for numbers in late.values() for number in numbers}
     calm = [each.ms for each in iterations if each.decision == 0 and each.is_clean and each.number not in ever]
@@ -193,7 +173,7 @@ def _undisturbed(contents: LogContents, iterations: Sequence[Iteration], late: L
         return median(calm), f"median of the {len(calm)} iterations of the first configuration with no link late"
     # A machine that does not keep the simulated pace would not do so without late links either.
     longer = median([each.ms - each.simulated for each in iterations if each.simulated is not None] or [0.0])
-    ms = predict(contents.job, contents.job.start, [Links()])
+    ms = predict(job, job.start, [Links()])
     said = f"simulated with no link late, and {longer:.3g} ms by which iterations differ from their simulation"
     return max(0.0, ms + longer), said
 
@@ -202,28 +182,33 @@ class Levels:
     """How long iterations took before each change, and what they are compared with.
 
     Attributes:
+        decisions: with the first iteration that ran each, in order.
         error: the standard error (ms) of what all iterations together saved.
     """
 
-    def __init__(self, contents: LogContents, iterations: Sequence[Iteration], spells: Sequence[LatePeriod]) -> None:
-        self._contents, self._iterations = contents, iterations
+    def __init__(self, read: RunLog, iterations: Sequence[Iteration], spells: Sequence[LatePeriod]) -> None:
+        self._read, self._iterations = read, iterations
         self.error = 0.0
+        first = {each.decision: each.number for each in reversed(iterations)}
+        self.decisions = [
+            replace(each, first=first[number], outcome="ran") if number in first else each
+            for number, each in sorted(read.decisions.items())
+        ]
         self._late = self._with_moved(spells)
 
     def with_baselines(self, undisturbed: float) -> tuple[Iteration, ...]:
         """The iterations, each with what iterations took before the changes that run in it, under the same links."""
-        start = self._contents.job.start.digest
-        known: dict[str, Sequence[Iteration]] = {start: ()}
+        digests = {number: each.digest for number, each in self._read.configurations.items()}
+        known: dict[str, Sequence[Iteration]] = {digests[0]: ()}
         now: Sequence[Iteration] = ()
         before, found, compared = 0, [], Counter[tuple[float, ...]]()
         for each in self._iterations:
             if each.decision != before:
-                chosen = self._contents.chosen[each.decision]
-                digest = chosen.configuration.digest
-                if chosen.value["action"] == Action.TAKE_BACK.value or digest == start:
+                change, digest = self._read.decisions[each.decision], digests[each.decision]
+                if change.action == Action.TAKE_BACK.value or digest == digests[0]:
                     now = known.get(digest, ())
                 else:
-                    then = self.before(chosen)
+                    then = self.before(change)
                     are_alike = now and then and self._late[now[-1].number] == self._late[then[-1].number]
                     now = now if are_alike else then
                 known[digest], before = now, each.decision
@@ -251,45 +236,41 @@ class Levels:
                 groups.setdefault((each.decision, self._late[each.number]), []).append(each.ms)
         return deviation([ms / median(row) for row in groups.values() for ms in row if len(row) >= FEWEST] or [1.0])
 
-    def before(self, chosen: LoggedDecision) -> Sequence[Iteration]:
+    def before(self, change: DecisionOutcome) -> Sequence[Iteration]:
         """The clean iterations that a decision is compared with: those that ran what it replaced, under the links
         that were late when it was made, since what it answers began.
         """
-        made = int(chosen.value["iteration"])
-        rows = [each for each in self._iterations if each.number <= made]
+        rows = [each for each in self._iterations if each.number <= change.made]
         if not rows:
             return ()
         links = self._late[rows[-1].number]
         rows = [each for each in rows if each.decision == rows[-1].decision and each.is_clean]
-        began = self.began(chosen)
+        began = self.began(change)
         since = [each for each in rows if self._late[each.number] == links and each.number >= (began or 0)]
         # The first late iteration was late in part only, if there are enough without it.
         skip = began is not None and len(since) > FEWEST and since[0].number == began
         return since[skip:][-MOST_BEFORE:]
 
-    def began(self, chosen: LoggedDecision) -> int | None:
+    def began(self, change: DecisionOutcome) -> int | None:
         """The iteration in which what a decision answers began; None if nothing had begun.
 
         The controller also looks at links now and then, and may see a late one before it is verified. So it began
         where the links turned late that were late when the decision was made, if that was later than known.
         """
-        made = int(chosen.value["iteration"])
-        rows = [each.number for each in self._iterations if each.number <= made]
+        rows = [each.number for each in self._iterations if each.number <= change.made][-MOST_BEFORE:]
         turned = None
-        for number in reversed(rows[-MOST_BEFORE:]):
+        for number in reversed(rows):
             if not self._late[number] or self._late[number] != self._late[rows[-1]]:
                 break
             turned = number
-        is_turn = turned is not None and turned != rows[0] and turned > rows[-MOST_BEFORE:][0]
-        return chosen.began if chosen.began is not None else turned if is_turn else None
+        is_turn = turned is not None and turned > rows[0]
+        return change.began if change.began is not None else turned if is_turn else None
 
     def _prepares(self, each: Iteration) -> Sequence[Iteration]:
         """What an iteration between a decision and its switch is compared with."""
-        if each.is_clean:
-            return ()
-        chosen = [one for one in self._contents.chosen.values() if int(one.value["iteration"]) < each.number]
-        last = max(chosen, key=lambda one: one.number, default=None)
-        return () if last is None or (last.first or each.number) < each.number else self.before(last)
+        last = next((one for one in reversed(self.decisions) if one.made < each.number), None)
+        is_preparing = not each.is_clean and last is not None and (last.first or each.number) >= each.number
+        return self.before(last) if last is not None and is_preparing else ()
 
     def _with_moved(self, spells: Sequence[LatePeriod]) -> dict[int, frozenset[Link]]:
         """The links that are late in each iteration. A link that was late when it was delegated, or when nodes
@@ -304,8 +285,8 @@ class Levels:
         before, latest = 0, frozenset[Link]()
         for place, each in enumerate(self._iterations):
             if each.decision != before:
-                then = self._contents.configuration(each.decision)
-                elsewhere = then.nodes != self._contents.job.start.nodes
+                then = self._read.configurations[each.decision]
+                elsewhere = then.nodes != self._read.job.start.nodes
                 carried = {link for link in latest if elsewhere or link in then.delegated}
                 next_ones = self._iterations[place : place + FEWEST]
                 moved = carried - {link for one in next_ones for link in measured[one.number]}
@@ -314,33 +295,21 @@ class Levels:
         return found
 
 
-def _decided(
-    contents: LogContents, chosen: LoggedDecision, found: Sequence[Iteration], levels: Levels, undisturbed: float
+def _measured(
+    change: DecisionOutcome, found: Sequence[Iteration], levels: Levels, undisturbed: float
 ) -> DecisionOutcome:
-    value = chosen.value
-    mine = [each for each in found if each.decision == chosen.number]
-    made = int(value["iteration"])
-    preparing = [each for each in found if not each.is_clean and made < each.number < (chosen.first or made)]
+    """A decision with what iterations took before and after it, and what they saved."""
+    mine = [each for each in found if each.decision == change.number]
+    until = change.first or change.made
+    preparing = [each for each in found if not each.is_clean and change.made < each.number < until]
     known = [each for each in (*preparing, *mine) if each.baseline is not None]
-    before, after = levels.before(chosen), [each for each in mine if each.is_clean][:MOST_BEFORE]
-    verdict = contents.verdicts.get(chosen.number)
-    return DecisionOutcome(
-        number=chosen.number,
-        action=str(value["action"]),
-        reason=str(value["reason"]),
-        plan=plan_of(chosen.configuration, contents.job.start),
-        began=levels.began(chosen),
-        made=made,
-        first=chosen.first,
-        outcome="ran" if mine else chosen.outcome if chosen.outcome == "given up" else "open",
-        ms_now=value["ms_now"],
-        ms_then=float(value["ms_then"]),
-        price=float(value["price"]),
+    before, after = levels.before(change), [each for each in mine if each.is_clean][:MOST_BEFORE]
+    return replace(
+        change,
+        began=levels.began(change),
         measured_before=_median(before),
         measured_after=_median(after),
         saved=saved_by(known, undisturbed)[0] if known else None,
-        verdict="" if verdict is None else str(verdict.get("why", "")),
-        taken_back=verdict is not None and not verdict["kept"],
     )
 
 
@@ -348,19 +317,12 @@ def _median(rows: Sequence[Iteration]) -> float | None:
     return median(each.ms for each in rows) if len(rows) >= FEWEST else None
 
 
-def plan_of(configuration: Configuration, start: Configuration) -> RunPlan:
-    """A configuration as a report names it."""
-    schedule = configuration.schedule
-    dispatch, links, nodes = configuration.dispatch.value, configuration.delegated, configuration.nodes
-    return RunPlan(schedule.name, dispatch, links, nodes, schedule != start.schedule)
-
-
-def _memory(contents: LogContents, records: Iterable[Mapping[str, Any]]) -> RunMemory | None:
+def _memory(read: RunLog, records: Iterable[Mapping[str, Any]]) -> RunMemory | None:
     """The most each rank held: as the records say, or else by the orders of the schedules that ran."""
-    ran = [contents.configuration(number) for number in {0, *(row.decision for row in contents.seen.values())}]
+    ran = [read.configurations[number] for number in {0, *(row.decision for row in read.iterations.values())}]
     rows = [tuple(map(float, record["peaks"])) for record in records if record.get("peaks")]
     source = "measured" if rows else "by each schedule's own order"
-    rows = rows or [tuple(peaks(each.schedule, contents.job.costs)) for each in ran]
+    rows = rows or [tuple(peaks(each.schedule, read.job.costs)) for each in ran]
     most, allowed = (tuple(map(max, zip(*each, strict=True))) for each in (rows, [each.caps for each in ran]))
     in_bytes = max(allowed) >= BYTES
     scale = 2.0**20 if in_bytes else 1.0
@@ -389,31 +351,31 @@ def _counted(records: Sequence[Mapping[str, Any]]) -> list[Fault]:
 
 
 def _shown(
-    contents: LogContents, decided: Sequence[DecisionOutcome], recorded: Mapping[str, tuple[int, Timeline]]
+    read: RunLog, decided: Sequence[DecisionOutcome], recorded: Mapping[str, tuple[int, Timeline]]
 ) -> tuple[TitledTimeline, ...]:
     """An iteration before the switch that gained most and one after it: measured if both were recorded."""
-    there = [each for each in decided if each.first is not None and each.outcome == "ran"]
+    there = [each for each in decided if each.outcome == "ran"]
     if not there:
         return ()
     best = max(there, key=lambda each: ((each.ms_now or each.ms_then) - each.ms_then, -each.number))
     found = [recorded[why] for why in (f"before {best.number}", f"after {best.number}") if why in recorded]
     if len(found) < 2:
-        found = []
         first = best.first or 0
-        for number in (first - 1, first + 1 if first + 1 in contents.seen else first):
-            seen = contents.seen.get(number)
-            timeline = None if seen is None else contents.timeline(seen)
-            found += [] if timeline is None else [(number, timeline)]
-    plans = [plan_of(contents.configuration(contents.seen[n].decision), contents.job.start) for n, _ in found]
-    return tuple(TitledTimeline(f"iteration {n}: {plan}", t) for (n, t), plan in zip(found, plans, strict=True))
+        numbers = first - 1, first + 1 if first + 1 in read.iterations else first
+        ran = [(number, read.timeline(read.iterations[number])) for number in numbers if number in read.iterations]
+        found = [(number, timeline) for number, timeline in ran if timeline is not None]
+    return tuple(
+        TitledTimeline(f"iteration {number}: {read.plan(read.iterations[number].decision)}", timeline)
+        for number, timeline in found
+    )
 
 
-def _facts(job: Job) -> tuple[tuple[str, str], ...]:
-    schedule = job.start.schedule
+def _facts(read: RunLog) -> tuple[tuple[str, str], ...]:
+    schedule = read.job.start.schedule
     return (
         ("schedule", schedule.name),
         ("ranks", str(schedule.num_ranks)),
         ("microbatches", str(schedule.num_microbatches)),
-        ("mean op", f"{job.mean_op:.3g} ms"),
-        ("first configuration", str(plan_of(job.start, job.start))),
+        ("mean op", f"{read.job.mean_op:.3g} ms"),
+        ("first configuration", str(read.plan(0))),
     )

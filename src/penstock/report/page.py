@@ -19,8 +19,8 @@ from penstock.draw.report_page import NARROW, WIDTH, PageNumber, both, inline, s
 from penstock.draw.scale import percent, short
 from penstock.report import figures
 from penstock.report.run_record import RunRecord
-from penstock.report.run_story import DecisionOutcome, RunStory
-from penstock.report.words import alarms, headline, more, reaction, seconds, sentence, times, words_of
+from penstock.report.run_story import DecisionOutcome, Iteration, RunStory
+from penstock.report.words import alarms, headline, more, reaction, seconds, sentence, times, way_name, words_of
 
 _MEASURED = (
     "Measured: the median iteration since what the change answers began, and with it. Saved: measured iterations "
@@ -301,7 +301,7 @@ def _rows(story: RunStory) -> str:
             short(each.ms),
             _maybe(each.simulated, short),
             _maybe(each.kept, short),
-            _worst(each.delays, story),
+            _worst(each, story),
         )
         for each in shown
     ]
@@ -314,9 +314,8 @@ def _rows(story: RunStory) -> str:
     )
 
 
-def _worst(delays: Sequence[float | None], story: RunStory) -> str:
-    known = [(delay, link) for delay, link in zip(delays, story.links, strict=True) if delay is not None]
-    if not known:
+def _worst(each: Iteration, story: RunStory) -> str:
+    if not each.delays:
         return "–"
-    delay, (a, b) = max(known, key=lambda each: each[0])
-    return f"{a} → {b}: {short(delay)} ms"
+    link = max((link for link in story.links if link in each.delays), key=lambda link: each.delays[link])
+    return f"{way_name(link)}: {short(each.delays[link])} ms"

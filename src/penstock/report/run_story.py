@@ -13,6 +13,8 @@ from functools import cached_property
 from statistics import median
 from typing import Any
 
+from penstock.control.compute import Factors
+from penstock.control.measured import LinksOfStep
 from penstock.control.robust_statistics import deviation
 from penstock.simulation import Timeline
 
@@ -62,29 +64,46 @@ class RunPlan:
 
 
 @dataclass(frozen=True)
+class Conditions:
+    """What was measured in an iteration, to simulate it with.
+
+    Attributes:
+        links: the messages of each link.
+        factors: how many times as long as assumed ops took.
+        down: links (lower rank first) whose own path was dead.
+    """
+
+    links: LinksOfStep
+    factors: Factors = ()
+    down: frozenset[Link] = frozenset()
+
+
+@dataclass(frozen=True)
 class Iteration:
     """One iteration.
 
     Attributes:
         number: from 0. ms: as measured. decision: the number of the decision in force, 0 for the start.
+        delays: of each direction of a link that had messages, their median time.
         simulated: what ran, simulated with the links and op times of the iteration; None if it was not simulated.
         kept: what the first configuration would have taken: measured where it ran, otherwise simulated in the same
             way. None if it was not simulated, or if a dead link would have ended the run.
-        delays: median time of a message on each of the story's links, in their order; None without messages.
         baseline: the median of measured iterations, under the same links, before the changes that run now. None
             if the first configuration runs, or if fewer than `FEWEST` such iterations were measured.
         is_clean: False from a decision until all ranks have switched, and in the first iteration after the switch.
             Ranks prepare in these iterations, so medians leave them out.
+        conditions: what to simulate it with; None for iterations without messages, or before the log began.
     """
 
     number: int
     ms: float
     decision: int
-    simulated: float | None
-    kept: float | None
-    delays: tuple[float | None, ...]
+    delays: Mapping[Link, float]
+    simulated: float | None = None
+    kept: float | None = None
     baseline: float | None = None
     is_clean: bool = True
+    conditions: Conditions | None = None
 
     @property
     def saved(self) -> float:
@@ -100,9 +119,9 @@ class DecisionOutcome:
         number: from 1. action, reason: in words. plan: what it made all ranks run.
         began: the iteration in which its cause began, if that is known.
         made: the iteration after which it was made.
+        ms_now, ms_then: simulated iteration times before and after; `ms_now` is None if a dead link stopped the run.
         first: the first iteration that ran it; None if none did.
         outcome: "ran", "given up" (not all ranks could take it) or "open" (the run ended first).
-        ms_now, ms_then: simulated iteration times before and after; `ms_now` is None if a dead link stopped the run.
         measured_before, measured_after: median of the clean iterations before it, since its cause began, and of
             those that ran it; None if there are fewer than `FEWEST`.
         saved: see `Iteration.saved`, over the iterations that prepared or ran it; None if none has a baseline.
@@ -115,11 +134,11 @@ class DecisionOutcome:
     plan: RunPlan
     began: int | None
     made: int
-    first: int | None
-    outcome: str
     ms_now: float | None
     ms_then: float
     price: float
+    first: int | None = None
+    outcome: str = "open"
     measured_before: float | None = None
     measured_after: float | None = None
     saved: float | None = None
@@ -329,7 +348,7 @@ class RunStory:
         del value["shown"]
         columns = ("number", "ms", "decision", "simulated", "kept", "baseline", "is_clean")
         value["iterations"] = {name: [getattr(each, name) for each in self.iterations] for name in columns}
-        value["iterations"]["delays"] = [list(column) for column in zip(*(each.delays for each in self.iterations))]
+        value["iterations"]["delays"] = [[each.delays.get(link) for each in self.iterations] for link in self.links]
         value["spells"] = [each.to_json() for each in self.spells]
         for each, decision in zip(value["decisions"], self.decisions, strict=True):
             each["what"] = str(decision.plan)
@@ -411,14 +430,12 @@ def main_spells(spells: Sequence[LatePeriod]) -> Sequence[LatePeriod]:
     return [spell for spell in spells if spell.ms * spell.num_late >= SMALL * costliest]
 
 
-def late_links(
-    iterations: Sequence[Iteration], links: Sequence[Link], least: float
-) -> dict[tuple[Link, str], dict[int, float]]:
+def late_links(iterations: Iterable[Iteration], least: float) -> dict[tuple[Link, str], dict[int, float]]:
     """By link between ranks, both directions together, its delay in the iterations in which it was late."""
     found: dict[tuple[Link, str], dict[int, float]] = {}
     for each in iterations:
-        for (a, b), delay in zip(links, each.delays):
-            if delay is not None and delay >= least:
+        for (a, b), delay in each.delays.items():
+            if delay >= least:
                 row = found.setdefault(((min(a, b), max(a, b)), ""), {})
                 row[each.number] = max(delay, row.get(each.number, 0.0))
     return found

@@ -46,10 +46,9 @@ def read_adaptation(folder: Path) -> dict[str, Any] | None:
     except (OSError, ControlError):
         return None
     delays: dict[str, float] = {}
-    for place, (a, b) in enumerate(story.links):
-        known = [row.delays[place] for row in story.iterations]
-        if row := [ms for ms in known if ms is not None][-LATEST:]:
-            delays[f"{a}>{b}"] = median(row)
+    for a, b in story.links:
+        known = [row.delays[a, b] for row in story.iterations if (a, b) in row.delays]
+        delays[f"{a}>{b}"] = median(known[-LATEST:])
     value = story.to_json()
     for each in value["spells"]:
         each |= {"link": "{}:{}".format(*each["link"]), "first": each["first"] + 1, "last": each["last"] + 1}
