@@ -22,8 +22,9 @@ from penstock.formats import load
 from penstock.formats.files import write_whole
 from penstock.formats.perfetto import from_perfetto
 from penstock.report import RunRecord, RunStory, to_page
-from penstock.report.page import sentences, to_json
+from penstock.report.page import to_json
 from penstock.report.run_story import TitledTimeline
+from penstock.report.words import sentences
 from penstock.schedule import ScheduleError
 
 LOG, ITERATIONS, TIMELINES, SETTINGS = "control.jsonl", "iterations.jsonl", "timelines.jsonl", "settings.json"

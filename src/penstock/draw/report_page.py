@@ -6,10 +6,10 @@ Tables become a list of cards on a phone.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from html import escape
 from importlib.resources import files
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 from penstock.draw.charts.figure import STYLE, Figure
 from penstock.draw.html import script_json
@@ -17,6 +17,7 @@ from penstock.draw.page_template import filled
 from penstock.draw.panel import Drawable
 from penstock.draw.svg import to_svg
 
+Item = TypeVar("Item")
 WIDTH, NARROW = 1120, 360
 """Pixels of a figure on a screen and on a phone."""
 
@@ -117,21 +118,33 @@ def timelines(drawn: Sequence[Drawable], titles: Sequence[str]) -> str:
     )
 
 
-def table(head: Sequence[str], rows: Iterable[Sequence[str]], texts: Sequence[int] = (0,), label: str = "") -> str:
-    """A table; the columns in `texts` are words, the others numbers. Cells are escaped.
+def table(
+    items: Iterable[Item],
+    columns: Mapping[str, Callable[[Item], str | None]],
+    texts: Sequence[int] = (0,),
+    label: str = "",
+) -> str:
+    """A table with a row for each item. Cells are escaped.
 
     On a phone each row is a card: its first cell, then a line for each of the others with its column's name.
+
+    Args:
+        columns: by its name, the text of each item's cell; None is shown as a dash.
+        texts: the columns that are words; the others are numbers.
     """
-    style = ["" if place in texts else ' class="r-n"' for place in range(len(head))]
-    top = "".join(f'<th scope="col"{style[place]}>{escape(each)}</th>' for place, each in enumerate(head))
-    body = "\n".join(
-        "<tr>"
-        + "".join(
-            f'<td{style[place]} data-label="{escape(head[place])}">{escape(each)}</td>'
-            for place, each in enumerate(row)
-        )
-        + "</tr>"
-        for row in rows
-    )
-    said = f' aria-label="{escape(label)}"' if label else ""
-    return f'<div class="r-wide"><table{said}><thead><tr>{top}</tr></thead><tbody>\n{body}\n</tbody></table></div>'
+    style = ["" if place in texts else ' class="r-n"' for place in range(len(columns))]
+    top = "".join(f'<th scope="col"{each}>{escape(name)}</th>' for name, each in zip(columns, style, strict=True))
+    rows = []
+    for item in items:
+        cells = []
+        for (name, text), each in zip(columns.items(), style, strict=True):
+            said = text(item)
+            cells.append(f'<td{each} data-label="{escape(name)}">{escape("–" if said is None else said)}</td>')
+        rows.append(f"<tr>{''.join(cells)}</tr>")
+    body, named = "\n".join(rows), f' aria-label="{escape(label)}"' if label else ""
+    return f'<div class="r-wide"><table{named}><thead><tr>{top}</tr></thead><tbody>\n{body}\n</tbody></table></div>'
+
+
+def maybe(value: float | None, show: Callable[[float], str]) -> str | None:
+    """A number as text; None if there is none."""
+    return None if value is None else show(value)

@@ -6,28 +6,48 @@ links were watched has the story of these links and of what was decided, too.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from functools import partial
+import math
+from collections.abc import Callable, Mapping, Sequence
 from html import escape
 from importlib.resources import files
+from statistics import median
 from typing import Any
 
 from penstock.draw.charts.axis import Axis
 from penstock.draw.charts.figure import Figure
-from penstock.draw.charts.parts import Level
-from penstock.draw.report_page import NARROW, WIDTH, PageNumber, both, inline, section, sides, table, whole_page
+from penstock.draw.charts.groups import bar_chart
+from penstock.draw.charts.heat import MOST_COLUMNS, heat_map
+from penstock.draw.charts.lines import averaged, line_chart
+from penstock.draw.charts.parts import Bars, Level, Line, Mark
+from penstock.draw.charts.stacked import stacked_chart
+from penstock.draw.report_page import (
+    NARROW,
+    WIDTH,
+    PageNumber,
+    both,
+    inline,
+    maybe,
+    section,
+    sides,
+    table,
+    timelines,
+    whole_page,
+)
 from penstock.draw.scale import percent, short
-from penstock.report import figures
 from penstock.report.run_record import RunRecord
-from penstock.report.run_story import DecisionOutcome, Iteration, RunStory
-from penstock.report.words import alarms, headline, more, reaction, seconds, sentence, times, way_name, words_of
+from penstock.report.run_story import DecisionOutcome, Iteration, RunMemory, RunStory, TitledTimeline
+from penstock.report.words import alarms, reaction, seconds, sentence, sentences, times, way_name
 
 _MEASURED = (
     "Measured: the median iteration since what the change answers began, and with it. Saved: measured iterations "
     "with the change against that median, while the same links are late."
 )
-MOST_ROWS = 400
-"""Iterations that the table at the end lists."""
+MOST_ROWS, MOST_SPELLS = 400, 12
+"""Iterations that the table at the end lists, and times in which a link was late."""
+MOST_POINTS = 200
+"""Points of a line over steps."""
+MOST_OPS = 8000
+"""Ops of timelines that a page holds; more would make it slow."""
 
 
 def to_page(story: RunStory | None, record: RunRecord | None = None) -> str:
@@ -45,18 +65,24 @@ def to_page(story: RunStory | None, record: RunRecord | None = None) -> str:
         raise ValueError("a page of nothing: give the story of a run, or its record")
     first, *others = sentences(story, record)
     script = "" if story is None else files("penstock.report").joinpath("report.js").read_text(encoding="utf-8")
+    numbers: list[PageNumber] = []
+    sections: list[str] = []
+    if record is not None:
+        numbers += _of_steps(record)
+        sections += [*_curves(record), *_memory_of(record), _one_step(record)]
+    if story is not None:
+        numbers += _numbers(story)
+        sections += _sections(story)
+    if record is not None:
+        sections += _end(record)
     return whole_page(
         title=f"{told.name}: run report",
         name=told.name,
         headline=first,
         more=others,
-        numbers=[*_of_steps(record), *([] if story is None else _numbers(story))],
+        numbers=numbers,
         facts=told.facts,
-        sections=[
-            *([] if record is None else _steps(record)),
-            *([] if story is None else _sections(story)),
-            *([] if record is None else _end(record)),
-        ],
+        sections=sections,
         data=to_json(story, record),
         script=script,
     )
@@ -68,15 +94,6 @@ def to_json(story: RunStory | None, record: RunRecord | None = None) -> dict[str
     if record is None:
         return value
     return {"name": record.name, "facts": dict(record.facts), **value, "run": record.to_json()}
-
-
-def sentences(story: RunStory | None, record: RunRecord | None = None) -> list[str]:
-    """The headline, and the sentences below it."""
-    of_steps = [] if record is None else words_of(record)
-    if story is None:
-        return of_steps
-    learned = record is not None and record.noun == "step"  # the story counts iterations itself
-    return [headline(story), *(of_steps if learned else ()), *more(story)]
 
 
 CURVES: tuple[tuple[str, str, dict[str, str], Callable[[float], str]], ...] = (
@@ -97,10 +114,8 @@ LARGE = {
 """The metrics that stand large at the top of the page, and what their numbers are of."""
 
 
-def _of_steps(record: RunRecord | None) -> list[PageNumber]:
+def _of_steps(record: RunRecord) -> list[PageNumber]:
     """The few numbers of a run's steps that matter, large."""
-    if record is None:
-        return []
     found = [PageNumber(f"{record.known(m)[-1][1]:,.4g}", what) for m, what in LARGE.items() if record.known(m)]
     if found and record.columns.get("loss", (0,))[-1] is None:
         found[0] = PageNumber("not finite", LARGE["loss"])
@@ -112,43 +127,67 @@ def _of_steps(record: RunRecord | None) -> list[PageNumber]:
     return found
 
 
-def _steps(record: RunRecord) -> list[str]:
-    """Loss, learning rate, speed and bubbles by step; memory; one of the last steps."""
+def _curves(record: RunRecord) -> list[str]:
+    """Metrics over the steps of a run, each a line with a name. Neighbours of many steps are averaged."""
     found = []
-    many = -(-len(record.steps) // figures.MOST_POINTS)
+    many = -(-len(record.steps) // MOST_POINTS)
     note = f"Each point is the mean of {many} {record.noun}s." if many > 1 else ""
+    x = Axis(record.noun, low=record.steps[0] - 0.5, high=record.steps[-1] + 0.5)
     for title, label, metrics, show in CURVES:
-        values = [value for metric in metrics for _, value in record.known(metric)]
-        if not values:
+        known = {name: steps for metric, name in metrics.items() if (steps := record.known(metric))}
+        if not known:
             continue
-        low = 0.95 * min(values) if title == "Loss" and min(values) > 0 else None
+        lines = [
+            Line(name, *averaged([step for step, _ in steps], [value for _, value in steps], MOST_POINTS))
+            for name, steps in known.items()
+        ]
+        lowest = min(value for steps in known.values() for _, value in steps)
+        y = Axis(label, low=0.95 * lowest if title == "Loss" and lowest > 0 else None, show=show)
         simulated = record.bubbles[1] if title == "Bubbles" else None
         levels = [] if simulated is None else [Level(simulated, f"simulated {percent(simulated)}")]
-        axis = Axis(label, low=low, show=show)
-        found.append(section(title, inline(partial(figures.curve, record, metrics, axis, levels=levels)), note))
-    return [*found, *_memory_of(record), *_one_step(record)]
+        said = f"{label} over {record.noun}s: {', '.join(known)}"
+        found.append(section(title, inline(_over_steps(lines, x, y, levels, said)), note))
+    return found
+
+
+def _over_steps(
+    lines: Sequence[Line], x: Axis, y: Axis, levels: Sequence[Level], label: str
+) -> Callable[[int], Figure]:
+    return lambda width: line_chart(lines, x=x, y=y, levels=levels, **sides(width), height=300, label=label)
 
 
 def _memory_of(record: RunRecord) -> list[str]:
+    """Memory by process, in MiB: the most at any time, and the parts that weights take."""
     peaks, state = record.ended.get("peak_memory"), record.ended.get("state")
     found = ""
     if peaks:
         one = "rank" if len(peaks) == record.ended.get("num_ranks") else "process"
-        names = [f"{one} {number}" for number in range(len(peaks))]
-        found += inline(partial(figures.held_by, names, {"at most": peaks}))
+        found += _held_by(one, {"at most": peaks})
     if state:
-        names = [f"rank {number}" for number in range(len(state))]
-        found += inline(partial(figures.held_by, names, {name: [row[name] for row in state] for name in state[0]}))
+        found += _held_by("rank", {name: [row[name] for row in state] for name in state[0]})
     note = "Above: the most that each process held at any time. Below: what of it is for weights."
     return [section("Memory of processes", found, note if peaks and state else "")] if found else []
 
 
-def _one_step(record: RunRecord) -> list[str]:
+def _held_by(one: str, parts: Mapping[str, Sequence[float]]) -> str:
+    bars = [Bars(name, [value / 2**20 for value in values]) for name, values in parts.items() if any(values)]
+    rows = [f"{one} {number}" for number in range(len(next(iter(parts.values()))))]
+    label = f"Memory in MiB: {', '.join(parts)}"
+    return inline(lambda width: stacked_chart(rows, bars, x=Axis("MiB"), width=min(width, 760), label=label))
+
+
+def _one_step(record: RunRecord) -> str:
     noun = "pass" if record.ended.get("updating") else record.noun
     why = "It has too many ops to be drawn here; timeline.html has them." if record.ended else "Written when it ends."
-    drawn = figures.one_above_the_other(record.shown) or f"<p>{why}</p>"
     note = "One of the last, measured; and simulated with the op times that were measured." if record.shown else ""
-    return [section(f"One {noun}", drawn, note)]
+    return section(f"One {noun}", _one_above_the_other(record.shown) or f"<p>{why}</p>", note)
+
+
+def _one_above_the_other(shown: Sequence[TitledTimeline]) -> str:
+    """Timelines on one time axis; nothing where there are none, or too many ops."""
+    if not shown or sum(len(each.timeline.ops) for each in shown) > MOST_OPS:
+        return ""
+    return timelines([each.timeline for each in shown], [each.title for each in shown])
 
 
 def _end(record: RunRecord) -> list[str]:
@@ -171,9 +210,8 @@ def _numbers(story: RunStory) -> list[PageNumber]:
     elif story.saved < 0:
         found.append(PageNumber(seconds(-story.saved), "more by changes that were slower, measured", "lost"))
     else:
-        found.append(
-            PageNumber(seconds(story.saved) if story.saved > 0 else "none", "of it saved, measured", "saved")
-        )
+        saved = seconds(story.saved) if story.saved > 0 else "none"
+        found.append(PageNumber(saved, "of it saved, measured", "saved"))
     first = next((each for each in story.decisions if each.stayed), None)
     after = None if first is None else reaction(story, first)
     if after is not None:
@@ -187,34 +225,39 @@ def _sections(story: RunStory) -> list[str]:
     found = [
         section(
             "Iteration time",
-            _hover(lambda width: figures.iteration_times(story, width), story),
+            _hover(_iteration_times, story),
             f"Iterations count from 0. Undisturbed: {story.undisturbed_from}. First configuration kept: measured "
             "where it ran, else simulated under links and op times as measured in each iteration. Purple: a "
             "decision, where it began to run.",
         )
     ]
     if story.links:
-        found.append(section("Links", _hover(lambda width: figures.link_heat(story, width), story) + _spells(story)))
+        found.append(section("Links", _hover(_link_heat, story) + _spells(story)))
     said = _decisions(story.decisions) + "".join(f"<p>{escape(each)}.</p>" for each in story.unanswered)
     found.append(section("Decisions", said, f"{escape(alarms(story))}. {_MEASURED}"))
     if story.faults or story.counters:
         found.append(section("Faults", _faults(story)))
-    timelines = figures.one_above_the_other(story.shown)
-    if timelines is not None:
-        found.append(section("Before and after", timelines, _source(story)))
+    if drawn := _one_above_the_other(story.shown):
+        is_measured = all(each.timeline.source == "measured" for each in story.shown)
+        source = "Measured." if is_measured else "Simulated under links and op times as measured in these iterations."
+        found.append(section("Before and after", drawn, source))
     if (memory := story.memory) is not None:
-        drawn = inline(lambda width: figures.memory(memory, width))
-        found.append(section("Memory", drawn, f"Most held by each rank at any time, {memory.source}."))
-    found.append(_rows(story))
-    return found
+        note = f"Most held by each rank at any time, {memory.source}."
+        found.append(section("Memory", inline(lambda width: _memory(memory, width)), note))
+    return [*found, _rows(story)]
 
 
-def _hover(draw: Callable[[int], Figure], story: RunStory) -> str:
+def _ends(story: RunStory) -> tuple[float, float]:
+    """The ends of the iterations' axis."""
+    return story.iterations[0].number - 0.5, story.iterations[-1].number + 0.5
+
+
+def _hover(draw: Callable[[RunStory, int], Figure], story: RunStory) -> str:
     """A figure over iterations, with what the script needs to know of its axis."""
-    drawn = {width: draw(width) for width in (WIDTH, NARROW)}
+    drawn = {width: draw(story, width) for width in (WIDTH, NARROW)}
 
     def place(width: int) -> str:
-        figure, (low, high) = drawn[width], figures.ends(story)
+        figure, (low, high) = drawn[width], _ends(story)
         top, bottom = figure.plot or (0.0, figure.height)
         numbers = {**sides(width), "low": low, "high": high, "top": top, "bottom": bottom}
         said = escape(f"{figure.label}. The arrow keys go from iteration to iteration.")
@@ -224,98 +267,166 @@ def _hover(draw: Callable[[int], Figure], story: RunStory) -> str:
     return both(lambda width: drawn[width].inline(), place)
 
 
-def _source(story: RunStory) -> str:
-    measured = all(each.timeline.source == "measured" for each in story.shown)
-    return "Measured." if measured else "Simulated under links and op times as measured in these iterations."
+def _iteration_times(story: RunStory, width: int) -> Figure:
+    """Measured, simulated, had the first configuration been kept, and undisturbed, over iterations."""
+    low, high = _ends(story)
+    numbers = [each.number for each in story.iterations]
+    kept = {each.number: each.kept for each in story.iterations if each.decision and each.kept is not None}
+    simulated = {each.number: each.simulated for each in story.iterations if each.simulated is not None}
+    before = [each.baseline for each in story.iterations]
+    parts = [Line("measured", numbers, [each.ms for each in story.iterations], hue="blue")]
+    if kept:
+        parts.insert(0, Line("first configuration, simulated", [*kept], [*kept.values()], hue="brick"))
+    if any(ms is not None for ms in before):
+        parts.append(Line("measured before the changes", numbers, before, "brick", "dashed"))
+    if simulated:
+        parts.append(Line("simulated", [*simulated], [*simulated.values()], "navy", "dotted"))
+    values = [value for part in parts for value in part.y if value is not None]
+    return line_chart(
+        parts,
+        x=Axis("iteration", low=low, high=high),
+        y=Axis("ms an iteration", low=None if max(values) > 1.4 * story.undisturbed else 0.8 * min(values)),
+        marks=_marks(story),
+        levels=[Level(story.undisturbed, f"undisturbed {short(story.undisturbed)}")],
+        **sides(width),
+        height=400 if width > NARROW else 330,
+        label="Iteration time in milliseconds over iterations: measured, simulated, and with the first configuration",
+    )
+
+
+def _marks(story: RunStory) -> list[Mark]:
+    """Decisions at the first iteration that ran them; those that never ran where they were made, in grey."""
+    found = []
+    for each in story.decisions:
+        at = each.first if each.first is not None else each.made + 1
+        title = f"{each.number}: {each.action}, {each.plan}. {each.reason}"
+        found.append(Mark(at - 0.5, str(each.number), title, "purple" if each.first is not None else "grey"))
+    return found
+
+
+def _link_heat(story: RunStory, width: int) -> Figure:
+    """The median transfer time of every direction by iteration."""
+    low, high = _ends(story)
+    per_column = max(1, math.ceil((high - low) / MOST_COLUMNS))
+    rows = []
+    for link in story.links:
+        cells: list[list[float]] = [[] for _ in range(math.ceil((high - low) / per_column))]
+        for each in story.iterations:
+            if link in each.delays:
+                cells[(each.number - story.iterations[0].number) // per_column].append(each.delays[link])
+        rows.append([median(cell) if cell else None for cell in cells])
+    each_is = f" Each column is the median of {per_column} iterations." if per_column > 1 else ""
+    return heat_map(
+        [way_name(link) for link in story.links],
+        rows,
+        note=f"Median time of a message, waiting for its receiver left out.{each_is}",
+        first=low,
+        per_column=per_column,
+        unit="ms a message",
+        x=Axis("iteration", low=low, high=high),
+        marks=_marks(story),
+        **sides(width),
+        label="Median transfer time of each direction of each link, by iteration",
+    )
+
+
+def _memory(held: RunMemory, width: int) -> Figure:
+    """The most each rank held, against its cap."""
+    return bar_chart(
+        [f"rank {rank}" for rank in range(len(held.peaks))],
+        [Bars("most held", held.peaks, paper=held.caps)],
+        y=Axis(held.unit),
+        paper="cap",
+        width=width if len(held.peaks) > 8 else min(width, 760),
+        height=280,
+        label="Peak memory of each rank against its cap",
+    )
 
 
 def _spells(story: RunStory) -> str:
     if not story.spells:
         return f"<p>No link was late by {short(story.smallest_delay)} ms or more.</p>"
-    rows = [
-        (s.name, f"{s.first} to {s.last}", str(s.num_late), short(s.ms), short(s.most)) for s in story.spells[:12]
-    ]
-    head = ("late link", "iterations", "late ones", "median ms", "most ms")
-    rest = len(story.spells) - len(rows)
-    left = f'<p class="r-note">{times(rest, "shorter spell")} left out.</p>' if rest else ""
-    return table(head, rows, (0, 1), "Late links") + left
+    found = table(
+        story.spells[:MOST_SPELLS],
+        {
+            "late link": lambda each: each.name,
+            "iterations": lambda each: f"{each.first} to {each.last}",
+            "late ones": lambda each: str(each.num_late),
+            "median ms": lambda each: short(each.ms),
+            "most ms": lambda each: short(each.most),
+        },
+        (0, 1),
+        "Late links",
+    )
+    return found + _rest(len(story.spells) - MOST_SPELLS, "shorter spell", "left out")
+
+
+def _rest(count: int, noun: str, where: str) -> str:
+    return f'<p class="r-note">{times(count, noun)} {where}.</p>' if count > 0 else ""
 
 
 def _decisions(decisions: Sequence[DecisionOutcome]) -> str:
     if not decisions:
         return "<p>Nothing was changed.</p>"
-    head = (
-        "", "decision", "what runs then", "why", "late since", "verified and proposed", "runs from",
-        "simulated ms", "measured ms", "verdict", "saved",
-    )  # fmt: skip
-    rows = []
-    for each in decisions:
-        runs = str(each.first) if each.first is not None else each.outcome
-        rows.append(
-            (
-                str(each.number),
-                each.action,
-                str(each.plan),
-                each.reason,
-                _maybe(each.began, str),
-                f"after {each.made}",
-                runs,
-                f"{_maybe(each.ms_now, short)} → {short(each.ms_then)}",
-                f"{_maybe(each.measured_before, short)} → {_maybe(each.measured_after, short)}",
-                _verdict(each),
-                _maybe(each.saved, seconds),
-            )
-        )
-    return table(head, rows, (0, 1, 2, 3, 9), "Decisions")
+    return table(
+        decisions,
+        {
+            "": lambda each: str(each.number),
+            "decision": lambda each: each.action,
+            "what runs then": lambda each: str(each.plan),
+            "why": lambda each: each.reason,
+            "late since": lambda each: maybe(each.began, str),
+            "verified and proposed": lambda each: f"after {each.made}",
+            "runs from": lambda each: each.outcome if each.first is None else str(each.first),
+            "simulated ms": lambda each: _from_to(each.ms_now, each.ms_then),
+            "measured ms": lambda each: _from_to(each.measured_before, each.measured_after),
+            "verdict": lambda each: (
+                f"{'taken back' if each.taken_back else 'stays'}: {each.verdict}" if each.verdict else None
+            ),
+            "saved": lambda each: maybe(each.saved, seconds),
+        },
+        (0, 1, 2, 3, 9),
+        "Decisions",
+    )
 
 
-def _verdict(each: DecisionOutcome) -> str:
-    if not each.verdict:
-        return "–"
-    return f"{'taken back' if each.taken_back else 'stays'}: {each.verdict}"
-
-
-def _maybe(value: float | None, show: object) -> str:
-    return "–" if value is None else str(show(value))  # type: ignore[operator]
+def _from_to(before: float | None, after: float | None) -> str:
+    return f"{maybe(before, short) or '–'} → {maybe(after, short) or '–'}"
 
 
 def _faults(story: RunStory) -> str:
     found = ""
     if story.faults:
-        rows = [(_maybe(each.iteration, str), each.what) for each in story.faults]
-        found += table(("iteration", "what"), rows, (0, 1), "Faults")
+        rows = {"iteration": lambda each: maybe(each.iteration, str), "what": lambda each: each.what}
+        found += table(story.faults, rows, (0, 1), "Faults")
     if story.counters:
-        found += table(
-            ("counted", "number"), [(name, short(value)) for name, value in story.counters], (0,), "Counters"
-        )
+        counted = {"counted": lambda each: each[0], "number": lambda each: short(each[1])}
+        found += table(story.counters, counted, (0,), "Counters")
     return found
 
 
 def _rows(story: RunStory) -> str:
     """Every iteration as a row, folded away."""
-    shown = story.iterations[:MOST_ROWS]
-    rows = [
-        (
-            str(each.number),
-            str(each.decision) if each.decision else "start",
-            short(each.ms),
-            _maybe(each.simulated, short),
-            _maybe(each.kept, short),
-            _worst(each, story),
-        )
-        for each in shown
-    ]
-    head = ("iteration", "runs", "measured ms", "simulated ms", "kept ms", "slowest link")
-    more_rows = len(story.iterations) - len(shown)
-    left = f'<p class="r-note">{times(more_rows, "more iteration")} in the JSON.</p>' if more_rows else ""
-    return (
-        f"<section><details><summary>All iterations as a table</summary>{table(head, rows, (), 'Iterations')}{left}"
-        "</details></section>"
+    rows = table(
+        story.iterations[:MOST_ROWS],
+        {
+            "iteration": lambda each: str(each.number),
+            "runs": lambda each: str(each.decision) if each.decision else "start",
+            "measured ms": lambda each: short(each.ms),
+            "simulated ms": lambda each: maybe(each.simulated, short),
+            "kept ms": lambda each: maybe(each.kept, short),
+            "slowest link": lambda each: _worst(each, story),
+        },
+        (),
+        "Iterations",
     )
+    rest = _rest(len(story.iterations) - MOST_ROWS, "more iteration", "in the JSON")
+    return f"<section><details><summary>All iterations as a table</summary>{rows}{rest}</details></section>"
 
 
-def _worst(each: Iteration, story: RunStory) -> str:
-    if not each.delays:
-        return "–"
-    link = max((link for link in story.links if link in each.delays), key=lambda link: each.delays[link])
+def _worst(each: Iteration, story: RunStory) -> str | None:
+    known = [link for link in story.links if link in each.delays]
+    if not known:
+        return None
+    link = max(known, key=lambda link: each.delays[link])
     return f"{way_name(link)}: {short(each.delays[link])} ms"

@@ -35,6 +35,15 @@ def times(count: int, noun: str) -> str:
     return f"{count} {noun}" + ("" if count == 1 else "s")
 
 
+def sentences(story: RunStory | None, record: RunRecord | None = None) -> list[str]:
+    """The headline of a run, and the sentences below it."""
+    of_steps = [] if record is None else words_of(record)
+    if story is None:
+        return of_steps
+    learned = record is not None and record.noun == "step"  # the story counts iterations itself
+    return [headline(story), *(of_steps if learned else ()), *more(story)]
+
+
 def headline(story: RunStory) -> str:
     """The one sentence that the page begins with: what was late, what was done about it, and what that saved. If
     the run ended slower than it began, it says that first.
