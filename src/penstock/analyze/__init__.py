@@ -4,8 +4,7 @@ trace --> whole --> clocks --> network of the engine --> replay --> metrics, eff
 """
 
 from penstock.analyze.causes import SlowdownCause
-from penstock.analyze.prediction import predict
 from penstock.analyze.run_analysis import RunAnalysis, analyze_trace
-from penstock.analyze.what_if import WhatIf
+from penstock.analyze.what_if import WhatIf, predict
 
 __all__ = ["RunAnalysis", "SlowdownCause", "WhatIf", "analyze_trace", "predict"]

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from html import escape
+from operator import itemgetter
 from typing import Any
 
 import numpy as np
 
 from penstock.analyze.run_analysis import RunAnalysis
+from penstock.analyze.what_if import WhatIf
 from penstock.analyze.words import facts, headline, milliseconds, more
 from penstock.draw.charts.axis import Axis
 from penstock.draw.charts.figure import Figure
@@ -16,9 +18,8 @@ from penstock.draw.charts.heat import heat_map
 from penstock.draw.charts.lines import line_chart
 from penstock.draw.charts.parts import Bars, Level, Line
 from penstock.draw.charts.stacked import stacked_chart
-from penstock.draw.report_page import PageNumber, inline, section, sides, table, timelines, whole_page
+from penstock.draw.report_page import PageNumber, inline, maybe, section, sides, table, timelines, whole_page
 from penstock.draw.scale import percent, short
-from penstock.formats.traces import Scope
 from penstock.schedule import Op
 from penstock.simulation import TimedOp, Timeline, simulate
 
@@ -88,32 +89,35 @@ def _sections(found: RunAnalysis) -> list[str]:
 def _causes(found: RunAnalysis) -> str:
     if not found.causes:
         return "<p>Nothing costs more than 0.2% of a step.</p>"
-    rows = [
-        (
-            str(place),
-            each.kind,
-            each.what,
-            milliseconds(each.cost),
-            percent(each.share),
-            _maybe(each.factor),
-            each.help,
-        )
-        for place, each in enumerate(found.causes, start=1)
-    ]
-    head = ("", "kind", "what", "cost a step", "share", "factor", "what helps")
-    return table(head, rows, (0, 1, 2, 6), "Causes")
+    return table(
+        enumerate(found.causes, start=1),
+        {
+            "": lambda each: str(each[0]),
+            "kind": lambda each: each[1].kind,
+            "what": lambda each: each[1].what,
+            "cost a step": lambda each: milliseconds(each[1].cost),
+            "share": lambda each: percent(each[1].share),
+            "factor": lambda each: maybe(each[1].factor, _three),
+            "what helps": lambda each: each[1].help,
+        },
+        (0, 1, 2, 6),
+        "Causes",
+    )
 
 
 def _what_ifs(found: RunAnalysis) -> str:
-    rows = [
-        (each.kind, each.what, milliseconds(each.time), f"{each.speedup:.3f}", _maybe(each.memory))
-        for each in found.what_ifs
-    ]
-    return table(("kind", "change", "a step then", "times as fast", "in flight"), rows, (0, 1), "What if")
+    columns: dict[str, Callable[[WhatIf], str | None]] = {
+        "kind": lambda each: each.kind,
+        "change": lambda each: each.what,
+        "a step then": lambda each: milliseconds(each.time),
+        "times as fast": lambda each: f"{each.speedup:.3f}",
+        "in flight": lambda each: maybe(each.memory, _three),
+    }
+    return table(found.what_ifs, columns, (0, 1), "What if")
 
 
-def _maybe(value: float | None) -> str:
-    return "–" if value is None else f"{value:.3g}"
+def _three(value: float) -> str:
+    return f"{value:.3g}"
 
 
 def _steps(found: RunAnalysis, width: int) -> Figure:
@@ -165,8 +169,7 @@ def _timelines(found: RunAnalysis) -> str | None:
         return None
     step = int(np.argsort(found.run.replayed, kind="stable")[len(found.run.replayed) // 2])
     replica = int(np.argmax(sum(rows[step].sum(axis=(1, 2)) for rows in fit.times.values())))
-    here = table_.is_scope(Scope.COMPUTE) & (table_.replica == replica)
-    ops = np.flatnonzero(here)
+    ops = table_.compute[table_.replica[table_.compute] == replica]
     ops = ops[np.lexsort((table_.start[step, ops], table_.rank[ops]))]
     rows: list[list[int]] = [[] for _ in fit.schedule.order]
     for op in ops.tolist():
@@ -211,7 +214,8 @@ def _measures(found: RunAnalysis) -> str:
         ("M_W", "won back by the 3% slowest workers made ideal", percent(m.worst_workers)),
         ("M_S", "won back by the last stage's ranks made ideal", percent(m.last_stage)),
     ]
-    return table(("measure", "of", "value"), rows, (0, 1), "The study's measures")
+    columns = {name: itemgetter(place) for place, name in enumerate(("measure", "of", "value"))}
+    return table(rows, columns, (0, 1), "The study's measures")
 
 
 def _sources(found: RunAnalysis) -> str:

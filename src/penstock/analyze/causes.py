@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from penstock.analyze.effects import Effects
-from penstock.analyze.replayed_run import OwnTimes, ReplayedRun
+from penstock.analyze.replayed_run import ReplayedRun
 from penstock.engine.network import Array
 from penstock.formats.traces.run_trace import Scope
 
@@ -84,24 +84,13 @@ def causes_of(run: ReplayedRun, effects: Effects) -> tuple[SlowdownCause, ...]:
     launch = SlowdownCause(
         "launch", {}, "ops that were ready and started late", measured - float(run.replayed.mean())
     )
-    found = [*_compute(run, effects), *_messages(run), *_others(run), launch]
+    found = [*_workers(run, effects), *_parts(run, effects), *_messages(run), *_others(run), launch]
     shared = [replace(each, share=each.cost / measured) for each in found]
     return tuple(sorted((each for each in shared if each.share >= LEAST), key=lambda each: -each.cost))
 
 
-def without(run: ReplayedRun, effects: Effects, factor: Array, chosen: Array | None = None) -> OwnTimes:
-    """The times of a run whose compute ops lack a factor, (K, C); of some of them, (C,)."""
-    ops = run.own.ops.copy()
-    by = factor if chosen is None else np.where(chosen, factor, 1.0)
-    ops[:, effects.ops] = ops[:, effects.ops] / np.where(by > 0, by, 1.0)
-    return OwnTimes(ops, run.own.messages)
-
-
-def _cost(run: ReplayedRun, own: OwnTimes) -> float:
-    return float(run.replayed.mean()) - run.mean(own)
-
-
-def _compute(run: ReplayedRun, effects: Effects) -> Iterator[SlowdownCause]:
+def _workers(run: ReplayedRun, effects: Effects) -> Iterator[SlowdownCause]:
+    """Ranks that are slow alone, and replicas of which all are."""
     table = run.table
     replica, rank, stage = table.replica[effects.ops], table.rank[effects.ops], table.stage[effects.ops]
     for place in np.argsort(-effects.by_worker, axis=None)[:MOST_WORKERS].tolist():
@@ -113,31 +102,35 @@ def _compute(run: ReplayedRun, effects: Effects) -> Iterator[SlowdownCause]:
         what = f"rank {r} of replica {d} ({_stages(stage[here])})"
         if table.trace.num_replicas == 1:
             what += ", longer in some steps than in its faster ones"
-        cost = _cost(run, without(run, effects, np.maximum(effects.worker, 1.0), here))
+        cost = run.won(effects.without(run.own, np.maximum(effects.worker, 1.0), here))
         yield SlowdownCause("worker", {"replica": d, "rank": r}, what, cost, factor=factor)
-    slowest = np.argsort(-effects.by_replica)[:MOST_REPLICAS]
-    for d in slowest[effects.by_replica[slowest] > SLOW_REPLICA].tolist():
-        cost = _cost(run, without(run, effects, effects.replica, replica == d))
+    for d in np.argsort(-effects.by_replica)[:MOST_REPLICAS].tolist():
         factor = float(effects.by_replica[d])
-        yield SlowdownCause("replica", {"replica": d}, f"all ranks of replica {d}", cost, factor=factor)
+        if factor > SLOW_REPLICA:
+            cost = run.won(effects.without(run.own, effects.replica, replica == d))
+            yield SlowdownCause("replica", {"replica": d}, f"all ranks of replica {d}", cost, factor=factor)
+
+
+def _parts(run: ReplayedRun, effects: Effects) -> Iterator[SlowdownCause]:
+    """A stage, microbatches and single ops that take longer than others."""
+    table = run.table
     if table.trace.num_stages > 1:
         work = np.nansum(effects.by_stage, axis=0)
         worst = int(np.argmax(work))
         factor = float(work[worst] / work.mean())
         what = f"stage {worst}, {factor:.2f} times the mean stage"
         if table.trace.num_replicas == 1:
-            ranks = np.unique(rank[stage == worst]).tolist()
+            ranks = np.unique(table.rank[effects.ops][table.stage[effects.ops] == worst]).tolist()
             what += f" (with one replica rank {', '.join(map(str, ranks))} may as well be slow)"
-        cost = _cost(run, without(run, effects, effects.stage))
+        cost = run.won(effects.without(run.own, effects.stage))
         yield SlowdownCause("stage", {"stage": worst}, what, cost, factor=factor)
-    spread = float(np.nanstd(effects.by_microbatch))
-    what = f"microbatches that differ, by {spread:.0%} (standard deviation)"
-    cost = _cost(run, without(run, effects, effects.microbatch))
-    yield SlowdownCause("microbatches", {}, what, cost, factor=1 + spread)
-    rest = float(effects.rest.std())
-    what = f"single ops that take longer than others of their kind, by {rest:.0%} (standard deviation)"
-    cost = _cost(run, without(run, effects, np.maximum(effects.rest, 1e-6)))
-    yield SlowdownCause("jitter", {}, what, cost, factor=1 + rest)
+    for kind, what, spread, factors in (
+        ("microbatches", "microbatches that differ, by", np.nanstd(effects.by_microbatch), effects.microbatch),
+        ("jitter", "single ops that take longer than others of their kind, by", effects.rest.std(), effects.rest),
+    ):
+        said = f"{what} {spread:.0%} (standard deviation)"
+        cost = run.won(effects.without(run.own, np.maximum(factors, 1e-6)))
+        yield SlowdownCause(kind, {}, said, cost, factor=1 + float(spread))
 
 
 def _stages(stages: Array) -> str:
@@ -153,7 +146,7 @@ def _messages(run: ReplayedRun) -> Iterator[SlowdownCause]:
     way = np.stack([table.replica[sent.consumer], table.rank[sent.producer], table.rank[sent.consumer]], axis=1)
     links, of_link = np.unique(way, axis=0, return_inverse=True)
     of_link = of_link.reshape(-1)
-    own, forward = run.own.messages, run.forward.astype(int)
+    own, forward = run.own[:, run.is_message], run.forward.astype(int)
     usual = np.array([_usual(own[:, run.forward == way], of_link[run.forward == way]) for way in (False, True)])
     means = np.array([own[:, of_link == number].mean() for number in range(len(links))])
     by_slow_links = 0.0
@@ -164,13 +157,17 @@ def _messages(run: ReplayedRun) -> Iterator[SlowdownCause]:
             continue
         d, a, b = map(int, links[number])
         what = f"link {a} to {b} of replica {d}, {means[number]:.3g} ms a message where others take {expected:.3g}"
-        cost = _cost(run, OwnTimes(run.own.ops, np.where(on, np.minimum(own, usual[forward]), own)))
+        cost = _won_by(run, np.where(on, np.minimum(own, usual[forward]), own))
         by_slow_links += cost
         factor = float(means[number] / expected) if expected else None
         yield SlowdownCause("link", {"replica": d, "source": a, "target": b}, what, cost, factor=factor)
     what = f"messages between ranks, {float(np.median(own)):.3g} ms in the median"
-    cost = _cost(run, OwnTimes(run.own.ops, np.zeros_like(own))) - by_slow_links
-    yield SlowdownCause("messages", {}, what, cost)
+    yield SlowdownCause("messages", {}, what, _won_by(run, np.zeros_like(own)) - by_slow_links)
+
+
+def _won_by(run: ReplayedRun, messages: Array) -> float:
+    """By how many ms a step is shorter if messages take so long."""
+    return run.won(np.hstack([run.own[:, ~run.is_message], messages]))
 
 
 def _usual(own: Array, of_link: Array) -> float:
@@ -181,11 +178,10 @@ def _usual(own: Array, of_link: Array) -> float:
 
 def _others(run: ReplayedRun) -> Iterator[SlowdownCause]:
     """Collectives, and what ranks do besides the microbatches: each kind where it takes longer than usual."""
-    table = run.table
-    for number, kind in enumerate(table.trace.kinds):
-        of_kind = table.kind == number
+    for number, kind in enumerate(run.table.trace.kinds):
+        of_kind = run.kind == number
         if kind.scope is Scope.COMPUTE or kind.scope.is_message or not of_kind.any():
             continue
-        what = f"{kind.name}, beyond its usual {float(np.median(run.own.ops[:, of_kind])):.3g} ms"
-        cost = _cost(run, run.own.with_others(run.ideal, of_kind))
+        what = f"{kind.name}, beyond its usual {float(np.median(run.own[:, of_kind])):.3g} ms"
+        cost = run.won(np.where(of_kind, run.ideal, run.own))
         yield SlowdownCause("collective" if kind.scope.is_collective else "local", {"op": kind.name}, what, cost)

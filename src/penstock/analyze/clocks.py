@@ -17,8 +17,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from penstock.analyze.messages import messages_of
-from penstock.analyze.step_network import Messages
+from penstock.analyze.messages import Messages, messages_of
 from penstock.analyze.whole import StepTable
 from penstock.engine.network import Array
 from penstock.formats.traces.run_trace import NONE, Scope, TraceError
@@ -33,41 +32,39 @@ def aligned(table: StepTable) -> StepTable:
     """The steps on one clock; as they are where no message arrives before it was sent, and no collective's ends lie
     apart by more than it lasts.
     """
-    num_ranks = table.trace.num_ranks
-    num_workers = table.trace.num_replicas * num_ranks
     sent = messages_of(table)
-    worker = table.replica * num_ranks + table.rank
-    shortest = _shortest(table, sent, worker)
-    offset = np.zeros((len(table.steps), num_workers))
+    ways, tolerance = _ways(table, sent), _tolerance(table, sent)
+    links = np.stack([table.worker[sent.producer], table.worker[sent.consumer]], axis=1)
+    shortest = {
+        (a, b): ways[:, (links == (a, b)).all(axis=1)].min(axis=1) for a, b in np.unique(links, axis=0).tolist()
+    }
+    offset = np.zeros((len(table.steps), table.num_workers))
     wrong = [pair for pair, ways in shortest.items() if ways.min() < -LEAST]
     if wrong:
         _over_messages(offset, shortest)
-    apart = _over_collectives(offset, table, worker)
-    if not wrong and not apart:
+    if not _over_collectives(offset, table) and not wrong:
         return table
-    start, end = table.start - offset[:, worker], table.end - offset[:, worker]
+    start, end = table.start - offset[:, table.worker], table.end - offset[:, table.worker]
     first = start.min(axis=1, keepdims=True)
     together = replace(table, start=start - first, end=end - first)
-    shortest_way = float(_ways(together, sent).min(initial=0.0))
-    if shortest_way < -_tolerance(table, sent) and (waiting := _without_waits(table, sent)) is not None:
-        return waiting
-    _require_chain(together, sent)
+    ways = _ways(together, sent)
+    if ways.min(initial=0.0) < -tolerance:
+        if (waiting := _without_waits(table, sent)) is not None:
+            return waiting
+        step, message = np.unravel_index(int(np.argmin(ways)), ways.shape)
+        raise TraceError(
+            f"{table.trace.name}, step {int(table.steps[step])}: {table.named(int(sent.consumer[message]))} starts "
+            f"{-ways[step, message]:.6g} ms before {table.named(int(sent.producer[message]))} has ended, which it "
+            "needs, and no shift of clocks mends that: are stages numbered otherwise than they follow each other, do "
+            "they branch, or is a rank's file of another run? Where names have no stage, --ranks says how many a "
+            "pipeline has"
+        )
     largest = np.abs(offset - offset.mean(axis=1, keepdims=True)).max()
     note = f"clocks of ranks were brought together, by up to {largest:.3g} ms"
     if wrong:
-        a, b = wrong[0]
-        note += f": a message from rank {a % num_ranks} to {b % num_ranks} arrived before it was sent"
+        a, b = (worker % table.trace.num_ranks for worker in wrong[0])
+        note += f": a message from rank {a} to {b} arrived before it was sent"
     return replace(together, trace=table.trace.with_note(note))
-
-
-def _shortest(table: StepTable, sent: Messages, worker: Array) -> dict[tuple[int, int], Array]:
-    """Ms of the shortest message from worker to worker, by step."""
-    ways = _ways(table, sent)
-    source, target = worker[sent.producer], worker[sent.consumer]
-    return {
-        (a, b): ways[:, (source == a) & (target == b)].min(axis=1)
-        for a, b in sorted(set(zip(source.tolist(), target.tolist())))
-    }
 
 
 def _ways(table: StepTable, sent: Messages) -> Array:
@@ -103,20 +100,6 @@ def _without_waits(table: StepTable, sent: Messages) -> StepTable | None:
     return replace(table, start=start, trace=table.trace.with_note(note))
 
 
-def _require_chain(table: StepTable, sent: Messages) -> None:
-    """Raises TraceError where messages arrive before they were sent whatever the clocks."""
-    ways = _ways(table, sent)
-    step, message = np.unravel_index(int(np.argmin(ways)), ways.shape)
-    shortest = float(ways[step, message])
-    if shortest < -_tolerance(table, sent):
-        raise TraceError(
-            f"{table.trace.name}, step {int(table.steps[step])}: {table.named(int(sent.consumer[message]))} starts "
-            f"{-shortest:.6g} ms before {table.named(int(sent.producer[message]))} has ended, which it needs, and no "
-            "shift of clocks mends that: are stages numbered otherwise than they follow each other, do they branch, "
-            "or is a rank's file of another run? Where names have no stage, --ranks says how many a pipeline has"
-        )
-
-
 def _over_messages(offset: Array, shortest: dict[tuple[int, int], Array]) -> None:
     """How far each worker's clock is ahead of the first one's of its pipeline."""
     joined: dict[int, set[int]] = {}
@@ -125,9 +108,7 @@ def _over_messages(offset: Array, shortest: dict[tuple[int, int], Array]) -> Non
         joined.setdefault(b, set()).add(a)
     seen: set[int] = set()
     for first in sorted(joined):
-        if first in seen:
-            continue
-        todo = deque([first])
+        todo = deque({first} - seen)
         seen.add(first)
         while todo:
             a = todo.popleft()
@@ -144,27 +125,26 @@ def _over_messages(offset: Array, shortest: dict[tuple[int, int], Array]) -> Non
                 todo.append(b)
 
 
-def _over_collectives(offset: Array, table: StepTable, worker: Array) -> bool:
+def _over_collectives(offset: Array, table: StepTable) -> bool:
     """Moves pipelines whose collectives end at other times than those of replica 0; whether any had to move."""
     num_ranks = table.trace.num_ranks
     moved = False
     ops = np.flatnonzero(table.is_scope(Scope.REPLICAS))
-    of_first = {
-        (table.keys[op].kind, table.keys[op].rank, table.keys[op].number): op
-        for op in ops.tolist()
-        if table.replica[op] == 0
-    }
+    names = list(zip(table.kind[ops].tolist(), table.rank[ops].tolist(), table.number[ops].tolist()))
+    of_first = {name: op for name, op in zip(names, ops.tolist()) if table.replica[op] == 0}
+    end = table.end - offset[:, table.worker]
     for replica in range(1, table.trace.num_replicas):
-        gaps, lasts = [], []
-        for op in ops[table.replica[ops] == replica].tolist():
-            other = of_first.get((table.keys[op].kind, table.keys[op].rank, table.keys[op].number))
-            if other is not None:
-                end = table.end[:, [op, other]] - offset[:, worker[[op, other]]]
-                gaps.append(end[:, 0] - end[:, 1])
-                lasts.append(np.minimum(table.end - table.start, np.inf)[:, [op, other]].min(axis=1))
-        if not gaps:
+        pairs = [
+            (op, of_first[name])
+            for name, op in zip(names, ops.tolist())
+            if table.replica[op] == replica and name in of_first
+        ]
+        if not pairs:
             continue
-        gap, last = np.median(gaps, axis=0), np.median(lasts, axis=0)
+        mine, first = np.array(pairs).T
+        taken = table.end - table.start
+        gap = np.median(end[:, mine] - end[:, first], axis=1)
+        last = np.median(np.minimum(taken[:, mine], taken[:, first]), axis=1)
         if (np.abs(gap) > last + LEAST).any():
             offset[:, replica * num_ranks : (replica + 1) * num_ranks] += gap[:, None]
             moved = True

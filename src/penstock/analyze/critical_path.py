@@ -13,6 +13,7 @@ from typing import TypeVar
 import numpy as np
 
 from penstock.analyze.replayed_run import ReplayedRun
+from penstock.formats.traces.run_trace import NONE, Scope
 
 K = TypeVar("K")
 MOST_STEPS = 16
@@ -40,29 +41,28 @@ def critical_shares(run: ReplayedRun) -> CriticalShares:
     by_kind: defaultdict[str, float] = defaultdict(float)
     by_rank: defaultdict[int, float] = defaultdict(float)
     by_link: defaultdict[tuple[int, int], float] = defaultdict(float)
-    compute = {number for number, kind in enumerate(table.trace.kinds) if kind.kind and not kind.scope.is_message}
+    compute = table.is_scope(Scope.COMPUTE)
     picked = np.unique(np.linspace(0, len(table.steps) - 1, min(MOST_STEPS, len(table.steps))).astype(int))
     for net in run.networks:
         before = net.predecessors()
         for step in np.intersect1d(net.steps, picked).tolist():
-            durations = net.durations(run.own.ops[step], run.own.messages[step])
+            durations = net.durations(run.own[step])
             end = np.asarray(net.time(durations).start) + durations
             total = float(end.max()) * len(picked)
-            queue = int(np.argmax(end))
-            while True:
-                share = float(durations[queue]) / total
-                op, message = int(net.op[queue]), int(net.message[queue])
-                if op >= 0:
-                    by_kind[table.trace.kinds[table.kind[op]].name] += share
-                    if int(table.kind[op]) in compute:
-                        by_rank[int(table.rank[op])] += share
-                elif message >= 0:
+            queues = [int(np.argmax(end))]
+            while before[queues[-1]]:
+                queues.append(max(before[queues[-1]], key=lambda each: float(end[each])))
+            for queue in queues:
+                share, part = float(durations[queue]) / total, int(net.part[queue])
+                if part >= table.num_ops:
                     by_kind["messages"] += share
-                    ends = sent.producer[message], sent.consumer[message]
-                    by_link[int(table.rank[ends[0]]), int(table.rank[ends[1]])] += share
-                if not before[queue]:
-                    break
-                queue = max(before[queue], key=lambda each: float(end[each]))
+                    ends = (each[part - table.num_ops] for each in (sent.producer, sent.consumer))
+                    source, target = (int(table.rank[op]) for op in ends)
+                    by_link[source, target] += share
+                elif part != NONE:
+                    by_kind[run.kinds[table.kind[part]]] += share
+                    if compute[part]:
+                        by_rank[int(table.rank[part])] += share
     return CriticalShares(_sorted(by_kind), _sorted(by_rank), _sorted(by_link))
 
 

@@ -17,7 +17,6 @@ import numpy as np
 
 from penstock.analyze.replayed_run import ReplayedRun
 from penstock.engine.network import Array
-from penstock.formats.traces.run_trace import Scope
 
 FASTER_STEPS = 0.1
 """The quantile over steps that stands for a healthy worker where there is one replica."""
@@ -49,14 +48,20 @@ class Effects:
     by_worker: Array
     by_microbatch: Array
 
+    def without(self, own: Array, factor: Array, chosen: Array | None = None) -> Array:
+        """What parts of steps take, (K, M + L), if compute ops lack a factor, (K, C); all, or some of them, (C,)."""
+        by = factor if chosen is None else np.where(chosen, factor, 1.0)
+        found = own.copy()
+        found[:, self.ops] /= np.where(by > 0, by, 1.0)
+        return found
+
 
 def effects_of(run: ReplayedRun) -> Effects:
     """The factors that make up the times of a run's compute ops."""
     table = run.table
-    ops = np.flatnonzero(table.is_scope(Scope.COMPUTE))
-    own = np.maximum(run.own.ops[:, ops], 1e-9)
-    letters = tuple(sorted(set(table.letters()[ops].tolist())))
-    kind = np.array([letters.index(letter) for letter in table.letters()[ops].tolist()])
+    ops = table.compute
+    own = np.maximum(run.own[:, ops], 1e-9)
+    letters, kind = np.unique(table.letters[ops], return_inverse=True)
     replica, stage, microbatch = table.replica[ops], table.stage[ops], table.microbatch[ops]
     sizes = len(letters), table.trace.num_replicas, table.trace.num_stages
     # Of the many microbatches of many steps the middle one is what a worker takes, whatever lengths it drew.
@@ -99,7 +104,7 @@ def effects_of(run: ReplayedRun) -> Effects:
         microbatches,
         rest / rest.mean(),
         healthy,
-        letters,
+        tuple(letters.tolist()),
         by_replica,
         by_worker,
         by_microbatch,

@@ -10,7 +10,6 @@ fit.links                           ps.Links: the median of each
 from __future__ import annotations
 
 import math
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -19,7 +18,6 @@ import numpy as np
 from penstock.analyze.effects import Effects
 from penstock.analyze.messages import BACKWARDS, free_at
 from penstock.analyze.replayed_run import ReplayedRun
-from penstock.analyze.step_network import groups
 from penstock.analyze.whole import StepTable
 from penstock.cost import Costs, Links
 from penstock.engine.network import Array
@@ -56,6 +54,15 @@ class FittedPipelines:
     factors: Array
     workers: Array
     between: dict[str, float]
+
+    @property
+    def num_replicas(self) -> int:
+        return len(self.workers)
+
+    @property
+    def usual_between(self) -> float:
+        """Ms from an op's end to the start of the next, the mean over kinds."""
+        return float(np.mean(list(self.between.values())))
 
     def costs(self, step: int, replica: int, scale: Array = 1.0) -> Costs:
         """What each op of a replica took in a step; with a factor for each microbatch, (N,)."""
@@ -104,8 +111,7 @@ class FittedPipelines:
             rows["W"] = np.maximum(rows["B"] - rows["I"], 0.0)
         if is_first_whole:
             rows["I"][0], rows["W"][0] = 0.0, rows["B"][0]
-        usual = float(np.mean(list(self.between.values())))
-        added = {kind: self.between.get(kind, usual) if with_between else 0.0 for kind in KINDS}
+        added = {kind: self.between.get(kind, self.usual_between) if with_between else 0.0 for kind in KINDS}
         share_of_rank = self.schedule.num_stages / schedule.num_stages
         return _costs({kind: each * after + added[kind] for kind, each in rows.items()}, share_of_rank, message_bytes)
 
@@ -116,60 +122,41 @@ def fitted(run: ReplayedRun, effects: Effects) -> FittedPipelines | None:
     None where replicas or steps differ in their orders, stages move between ranks, or some ranks run some of a shared
     stage's ops alone.
     """
-    table = run.table
-    compute = np.flatnonzero(table.is_scope(Scope.COMPUTE))
-    letters = table.letters()
-    if not set(letters[compute].tolist()) <= set(KINDS):
+    table, compute = run.table, run.table.compute
+    letters = table.letters
+    hosts = _hosts(table)
+    if hosts is None or not set(effects.letters) <= set(KINDS):
         return None
-    num_stages, num_replicas = table.trace.num_stages, table.trace.num_replicas
-    hosts = _hosts(table, compute)
-    if hosts is None:
-        return None
-    first = compute[(letters[compute] == "F") & (table.stage[compute] == 0)]
-    numbers = []
-    for replica in range(num_replicas):
-        here = first[table.replica[first] == replica]
-        began = table.microbatch[here[np.argsort(table.start[0, here], kind="stable")]].tolist()
-        numbers.append(list(dict.fromkeys(began)))  # once, however many ranks share the stage
-    if len({len(each) for each in numbers}) > 1:
-        return None
-    number = [{microbatch: place for place, microbatch in enumerate(each)} for each in numbers]
+    numbers = [_as_they_came(table, replica) for replica in range(table.trace.num_replicas)]
     num_microbatches = len(numbers[0])
+    if any(len(each) != num_microbatches for each in numbers):
+        return None
+    place = np.zeros((len(numbers), int(table.microbatch[compute].max()) + 1), int)
+    for replica, microbatches in enumerate(numbers):
+        place[replica, microbatches] = range(num_microbatches)
+    microbatch = place[table.replica, table.microbatch]
     orders = set()
     for net in run.networks:
-        start = table.start[net.steps[0]]
-        for replica in range(num_replicas):
-            here = compute[table.replica[compute] == replica]
-            here = here[np.argsort(start[here], kind="stable")]
+        for replica in range(len(numbers)):
             rows: list[list[Op]] = [[] for _ in range(table.trace.num_ranks)]
-            for op in here.tolist():
-                microbatch = number[replica][int(table.microbatch[op])]
-                rows[table.rank[op]].append(Op(str(letters[op]), int(table.stage[op]), microbatch))
+            for op in compute[np.argsort(table.start[net.steps[0]][compute], kind="stable")].tolist():
+                if table.replica[op] == replica:
+                    rows[table.rank[op]].append(Op(str(letters[op]), int(table.stage[op]), int(microbatch[op])))
             orders.add(tuple(map(tuple, rows)))
     if len(orders) > 1:
         return None
-    shared = tuple((stage, ranks) for stage, ranks in enumerate(hosts) if len(ranks) > 1)
-    placement = Placement((tuple(ranks[0] for ranks in hosts),), shared)
-    schedule = Schedule.of("recorded", placement, orders.pop(), num_microbatches)
-    ops = (op for row in schedule.order for op in row)
-    backwards = [op.microbatch for op in ops if op.stage == num_stages - 1 and op.kind in BACKWARDS]
-    try:
-        if backwards != sorted(backwards):  # torch's looped BFS runs the last microbatch's first
-            schedule = declare_order(schedule, backward=list(dict.fromkeys(backwards)))
-        check(schedule)
-    except ScheduleError:
+    schedule = _schedule(hosts, orders.pop(), num_microbatches)
+    if schedule is None:
         return None
     times = {}
-    for letter in set(letters[compute].tolist()):
+    for letter in effects.letters:
         ops = compute[letters[compute] == letter]
-        shape = num_replicas, num_stages, num_microbatches
-        ids = [number[d][m] for d, m in zip(table.replica[ops].tolist(), table.microbatch[ops].tolist())]
-        place = np.ravel_multi_index((table.replica[ops], table.stage[ops], np.array(ids)), shape)
-        slowest = np.zeros((len(table.steps), int(np.prod(shape))))
-        for in_step, taken in zip(slowest, run.own.ops[:, ops]):
-            np.maximum.at(in_step, place, taken)  # of ranks that share an op the slowest says how long it takes
-        times[letter] = slowest.reshape(len(table.steps), *shape)
-    factors = np.stack([effects.by_microbatch[:, d, numbers[d]] for d in range(num_replicas)], axis=1)
+        slowest = np.zeros((len(table.steps), len(numbers), table.trace.num_stages, num_microbatches))
+        for in_step, taken in zip(slowest, run.own[:, ops]):
+            # Of ranks that share an op the slowest says how long it takes.
+            np.maximum.at(in_step, (table.replica[ops], table.stage[ops], microbatch[ops]), taken)
+        times[letter] = slowest
+    factors = np.stack([effects.by_microbatch[:, d, each] for d, each in enumerate(numbers)], axis=1)
     free = free_at(table)
     return FittedPipelines(
         schedule,
@@ -183,19 +170,43 @@ def fitted(run: ReplayedRun, effects: Effects) -> FittedPipelines | None:
     )
 
 
-def _hosts(table: StepTable, compute: Array) -> list[tuple[int, ...]] | None:
+def _as_they_came(table: StepTable, replica: int) -> list[int]:
+    """The microbatches of a replica, in the order in which its first stage began them."""
+    ops = table.compute
+    first = ops[(table.letters[ops] == "F") & (table.stage[ops] == 0) & (table.replica[ops] == replica)]
+    began = table.microbatch[first[np.argsort(table.start[0, first], kind="stable")]].tolist()
+    return list(dict.fromkeys(began))  # once, however many ranks share the stage
+
+
+def _schedule(hosts: list[tuple[int, ...]], order: tuple[tuple[Op, ...], ...], num: int) -> Schedule | None:
+    """The order that ran as a schedule; None if it cannot be one."""
+    shared = tuple((stage, ranks) for stage, ranks in enumerate(hosts) if len(ranks) > 1)
+    schedule = Schedule.of("recorded", Placement((tuple(ranks[0] for ranks in hosts),), shared), order, num)
+    ops = (op for row in schedule.order for op in row)
+    backwards = [op.microbatch for op in ops if op.stage == len(hosts) - 1 and op.kind in BACKWARDS]
+    try:
+        if backwards != sorted(backwards):  # torch's looped BFS runs the last microbatch's first
+            schedule = declare_order(schedule, backward=list(dict.fromkeys(backwards)))
+        check(schedule)
+    except ScheduleError:
+        return None
+    return schedule
+
+
+def _hosts(table: StepTable) -> list[tuple[int, ...]] | None:
     """The ranks of each stage; None where not all of them run all its microbatches, alike in every replica."""
-    ran: dict[tuple[int, int], Counter[int]] = {}
-    for op in compute.tolist():
-        ran.setdefault((int(table.stage[op]), int(table.replica[op])), Counter())[int(table.rank[op])] += 1
-    found, shared = [], groups(table)
+    found = []
     for stage in range(table.trace.num_stages):
-        each = [ran[stage, replica] for replica in range(table.trace.num_replicas)]
-        members = shared[compute[table.stage[compute] == stage]]
-        together = len(each[0]) == 1 or (members != NONE).all()
-        if not together or any(own.keys() != each[0].keys() or len(set(own.values())) > 1 for own in each):
+        ops = table.compute[table.stage[table.compute] == stage]
+        each = [
+            np.unique(table.rank[ops[table.replica[ops] == d]], return_counts=True)
+            for d in range(table.trace.num_replicas)
+        ]
+        ranks = each[0][0]
+        together = len(ranks) == 1 or (table.groups[ops] != NONE).all()
+        if not together or any(not np.array_equal(own, ranks) or len(set(counts)) > 1 for own, counts in each):
             return None
-        found.append(tuple(sorted(each[0])))
+        found.append(tuple(ranks.tolist()))
     return found
 
 
@@ -265,8 +276,8 @@ def _between(run: ReplayedRun, free: Array) -> dict[str, float]:
     table, found = run.table, {}
     alone = table.is_scope(Scope.COMPUTE)
     alone[run.messages.consumer] = False
-    for letter in sorted(set(table.letters()[table.is_scope(Scope.COMPUTE)].tolist())):
-        alike = alone & (table.letters() == letter) & (free > 0)
+    for letter in np.unique(table.letters[table.compute]).tolist():
+        alike = alone & (table.letters == letter) & (free > 0)
         gaps = np.maximum(table.start - free, 0.0)[alike]
         found[letter] = float(np.median(gaps)) if gaps.size else 0.0  # as few may wait for what no trace shows
     return found
@@ -291,7 +302,7 @@ def _links(run: ReplayedRun, free: Array) -> Links:
     least = {link: gap[:, of][waited[:, of] >= 0].min(initial=np.inf) for link, of in on.items()}
     found: dict[tuple[int, int], float] = {}
     for link, of in sorted(on.items(), key=lambda each: least[each[0]]):  # those that nobody waited for come last
-        own, had, other = run.own.messages[:, of], waited[:, of], least.get(link[::-1], np.inf)
+        own, had, other = run.messages.own[:, of], waited[:, of], least.get(link[::-1], np.inf)
         rest, later = np.maximum(min(least[link], other) - had, 0.0), free[:, sent.consumer[of]] > 0
         if (rest[later] == 0).any() or (np.isfinite(other) and not (had[later] >= 0).any()):
             rest, had = np.where(later, rest, np.inf), np.where(later, had, -np.inf)

@@ -16,11 +16,10 @@ import numpy as np
 
 from penstock.analyze.replayed_run import ReplayedRun
 from penstock.engine.network import Array
-from penstock.formats.traces.run_trace import Scope
+from penstock.formats.traces.run_trace import NONE
 
 MOST_WORKERS = 0.03
 """The share of workers that M_W fixes."""
-FORWARD_MESSAGES, BACKWARD_MESSAGES = "forward-pp-comm", "backward-pp-comm"
 
 
 @dataclass(frozen=True)
@@ -60,43 +59,34 @@ def study_metrics(run: ReplayedRun) -> StudyMetrics:
     measured, replayed = float(run.measured.mean()), float(run.replayed.mean())
     ideal = run.ideal_time
 
-    def added(ops: Array, messages: Array) -> float:
-        """The slowdown of an ideal run in which these ops are as they were."""
-        if np.array_equal(run.own.ops[:, ops], run.ideal.ops[:, ops]) and not messages.any():
+    def added(parts: Array) -> float:
+        """The slowdown of an ideal run in which these parts are as they were."""
+        if np.array_equal(run.own[:, parts], run.ideal[:, parts]):
             return 1.0
-        return run.mean(run.ideal.with_others(run.own, ops, messages)) / ideal
+        return run.mean(np.where(parts, run.own, run.ideal)) / ideal
 
-    none = np.zeros(table.num_ops, bool), np.zeros(len(sent.producer), bool)
+    def won_back(parts: Array) -> float:
+        return 0.0 if replayed <= ideal else run.won(np.where(parts, run.ideal, run.own)) / (replayed - ideal)
+
+    is_end = [*(kind.scope.is_message for kind in table.trace.kinds), False, False]
     by_kind = {
-        kind.name: added(table.kind == number, none[1])
-        for number, kind in enumerate(table.trace.kinds)
-        if not kind.scope.is_message and (table.kind == number).any()
+        name: added(run.kind == number)
+        for number, name in enumerate(run.kinds)
+        if not is_end[number] and (run.kind == number).any()
     }
-    for name, forward in ((FORWARD_MESSAGES, True), (BACKWARD_MESSAGES, False)):
-        if (run.forward == forward).any():
-            by_kind[name] = added(none[0], run.forward == forward)
-    replica_of, rank_of = table.replica[sent.consumer], table.rank[sent.consumer]
-    by_replica = {
-        replica: added(table.replica == replica, replica_of == replica) for replica in range(table.trace.num_replicas)
-    }
-    by_rank = {rank: added(table.rank == rank, rank_of == rank) for rank in range(table.trace.num_ranks)}
+    by_replica = {replica: added(run.replica == replica) for replica in range(table.trace.num_replicas)}
+    by_rank = {rank: added(run.rank == rank) for rank in range(table.trace.num_ranks)}
     by_worker = {
         (replica, rank): min(by_replica[replica], by_rank[rank]) for replica in by_replica for rank in by_rank
     }
-    ways = sorted(set(zip(table.rank[sent.producer].tolist(), rank_of.tolist())))
-    by_link = {
-        (a, b): added(none[0], (table.rank[sent.producer] == a) & (rank_of == b)) for a, b in ways
-    }  # fmt: skip
-
-    def won_back(ops: Array, messages: Array) -> float:
-        if replayed <= ideal:
-            return 0.0
-        return (replayed - run.mean(run.own.with_others(run.ideal, ops, messages))) / (replayed - ideal)
-
+    source = np.full(len(run.rank), NONE)
+    source[run.is_message] = table.rank[sent.producer]
+    ways = sorted(set(zip(table.rank[sent.producer].tolist(), table.rank[sent.consumer].tolist())))
+    by_link = {(a, b): added((source == a) & (run.rank == b)) for a, b in ways}
     most = math.ceil(MOST_WORKERS * len(by_worker))
     worst = sorted(by_worker, key=lambda worker: (-by_worker[worker], worker[1], worker[0]))[:most]
-    fixed = _of_workers(worst, table.replica, table.rank), _of_workers(worst, replica_of, rank_of)
-    last = _last_ranks(run)
+    is_worst = np.any([(run.replica == replica) & (run.rank == rank) for replica, rank in worst], axis=0)
+    last = table.rank[table.compute][table.stage[table.compute] == table.trace.num_stages - 1]
     return StudyMetrics(
         measured,
         replayed,
@@ -109,20 +99,6 @@ def study_metrics(run: ReplayedRun) -> StudyMetrics:
         by_rank,
         by_worker,
         by_link,
-        won_back(*fixed),
-        won_back(np.isin(table.rank, last), np.isin(rank_of, last)),
+        won_back(is_worst),
+        won_back(np.isin(run.rank, last)),
     )
-
-
-def _of_workers(workers: list[tuple[int, int]], replica: Array, rank: Array) -> Array:
-    found = np.zeros(len(replica), bool)
-    for each in workers:
-        found |= (replica == each[0]) & (rank == each[1])
-    return found
-
-
-def _last_ranks(run: ReplayedRun) -> list[int]:
-    """The ranks that run the last stage."""
-    table = run.table
-    last = table.is_scope(Scope.COMPUTE) & (table.stage == table.trace.num_stages - 1)
-    return np.unique(table.rank[last]).tolist()

@@ -75,14 +75,14 @@ class RunAnalysis:
     def bubble_ratio(self) -> float:
         """The share of their time in which ranks wait: they run no op."""
         table = self.run.table
-        busy = self.run.own.ops[:, table.is_scope(Scope.COMPUTE, Scope.LOCAL)].sum()
-        return float(1 - busy / (self.run.measured.sum() * table.trace.num_replicas * table.trace.num_ranks))
+        busy = self.run.own[:, np.flatnonzero(table.is_scope(Scope.COMPUTE, Scope.LOCAL))].sum()
+        return float(1 - busy / (self.run.measured.sum() * table.num_workers))
 
     @property
     def op_times(self) -> dict[str, list[float | None]]:
         """Mean ms of each kind's ops by stage, waits left out; None where a stage has none."""
         table, computes = self.run.table, self.effects.ops
-        own, letters, stage = self.run.own.ops[:, computes], table.letters()[computes], table.stage[computes]
+        own, letters, stage = self.run.own[:, computes], table.letters[computes], table.stage[computes]
         found: dict[str, list[float | None]] = {}
         for letter in self.effects.letters:
             each = [(letters == letter) & (stage == number) for number in range(table.trace.num_stages)]

@@ -1,33 +1,52 @@
 """What would help, each tried by simulation: what a step would take, and how many times as fast that is.
 
 Packing, cuts and healthy workers are tried on the whole recorded steps, collectives and all. Other orders, dispatch,
-schedules and assignments are tried on the pipelines of some of the steps: what the slowest replica gains, the step
-gains.
+schedules, assignments and links are tried on the pipelines: what the slowest replica takes, the step takes.
+
+    trace of 1f1b --> ms of each op, ms between ops, ms of each link --> simulate zb over gloo --> 812 ms, 795 to 829
+
+For a prediction the ops of a step are drawn from the recorded steps many times, each microbatch's from one of them.
+The middle of the simulated times is the prediction, and their spread and the model's own error are its error bar.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
+from functools import partial
+from statistics import median
+from typing import TYPE_CHECKING
 
 import numpy as np
 
-from penstock.analyze.causes import without
 from penstock.analyze.effects import Effects
 from penstock.analyze.fitted_pipelines import FittedPipelines, cut_anew, layer_times, most_held
-from penstock.analyze.replayed_run import OwnTimes, ReplayedRun
-from penstock.cost import Costs
+from penstock.analyze.replayed_run import ReplayedRun
+from penstock.cost import Costs, Links
 from penstock.engine.network import Array
 from penstock.engine.tolerance import EPSILON
+from penstock.formats.traces import TraceError
 from penstock.library import build
+from penstock.passes import add_communication
 from penstock.planning import order_microbatches
 from penstock.planning.batches import assign_evenly
-from penstock.schedule import Schedule, ScheduleError
+from penstock.schedule import Schedule, ScheduleError, check
+from penstock.schedule.channels import BUFFERED, GLOO, require_channel
+from penstock.schedule.send_recv import has_communication, remove_communication
 from penstock.simulation import simulate
+
+if TYPE_CHECKING:
+    from penstock.analyze.run_analysis import RunAnalysis
 
 MOST_STEPS = 3
 """Steps whose pipelines are simulated: those whose times lie evenly among all."""
 SCHEDULES = ("1f1b", "zb-h1", "zb-v", "interleaved-1f1b", "zb", "v-half")
+DEALT = "microbatches dealt out to replicas by their work"
+DRAWS = 20
+MODEL_ERROR = 0.02
+"""Share by which a prediction may be wrong besides the spread of steps. `benchmarks/arrive` measures it, on gloo."""
+HALVES = (0.4, 0.6)
+"""Between which shares of a whole backward I may take, where no op shows it."""
 
 
 @dataclass(frozen=True)
@@ -35,7 +54,7 @@ class WhatIf:
     """One change and what it would give.
 
     Attributes:
-        kind: "packing", "cut", "order", "dispatch", "assignment", "schedule", "workers" or "try".
+        kind: "packing", "workers", "cut", "dispatch", "order", "assignment", "schedule" or "try".
         what: the change in words.
         time: ms of a step then, launch delays as they were.
         speedup: how many times as fast; below 1 it is slower.
@@ -59,8 +78,9 @@ class WhatIf:
     assumed: tuple[str, ...] = ()
 
     def to_json(self) -> dict[str, object]:
-        found = {"kind": self.kind, "what": self.what, "time_ms": self.time, "speedup": self.speedup}
-        return {**found, "in_flight": self.memory, "bar_ms": self.bar, "assumed": self.assumed}
+        found = asdict(self)
+        renamed = {"time": "time_ms", "memory": "in_flight", "bar": "bar_ms"}
+        return {renamed.get(name, name): value for name, value in found.items()}
 
 
 def what_ifs(
@@ -71,51 +91,32 @@ def what_ifs(
     Args:
         layers: of each stage, in order; then a better cut is one that can be made.
     """
-    found = list(_whole_steps(run, effects, layers))
-    if fit is not None:
-        found += _pipelines(run, fit)
+    measured = float(run.measured.mean())
+    of_steps = [(kind, what, run.won(own), None) for kind, what, own in _whole_steps(run, effects, layers)]
+    tried = [*of_steps, *([] if fit is None else _pipelines(run, fit))]
+    found = [
+        WhatIf(kind, what, measured - won, measured / (measured - won), memory) for kind, what, won, memory in tried
+    ]
     return tuple(sorted(found, key=lambda each: -each.speedup))
 
 
-def _after(run: ReplayedRun, kind: str, what: str, won: float, memory: float | None = None) -> WhatIf:
-    """A change that makes the mean step shorter by ms."""
-    measured = float(run.measured.mean())
-    return WhatIf(kind, what, measured - won, measured / (measured - won), memory)
-
-
-def _whole_steps(run: ReplayedRun, effects: Effects, layers: Sequence[int]) -> Iterator[WhatIf]:
-    replayed = float(run.replayed.mean())
-
-    def won(own: OwnTimes) -> float:
-        return replayed - run.mean(own)
-
-    yield _after(
-        run, "packing", "microbatches packed so that all take as long", won(without(run, effects, effects.microbatch))
-    )
+def _whole_steps(run: ReplayedRun, effects: Effects, layers: Sequence[int]) -> Iterator[tuple[str, str, Array]]:
+    """The kind of each change, the change in words, and what the parts of steps take then."""
+    yield "packing", "microbatches packed so that all take as long", effects.without(run.own, effects.microbatch)
     if (effects.worker > 1).any():
-        yield _after(
-            run,
-            "workers",
-            "every rank as fast as its like",
-            won(without(run, effects, np.maximum(effects.worker, 1.0))),
-        )
+        yield "workers", "every rank as fast as its like", effects.without(run.own, np.maximum(effects.worker, 1.0))
     num_stages = run.table.trace.num_stages
     if num_stages < 2:
         return
-    if not layers:
-        even = effects.by_stage.sum(axis=0)
-        move = 1 - even.mean() / even.max()
-        what = f"an even cut: {move:.0%} of stage {int(np.argmax(even))}'s work moved to other stages"
-        yield _after(run, "cut", what, won(without(run, effects, effects.stage)))
-        return
     work = np.nansum(effects.by_stage, axis=0)
-    better = better_cut(work, layers)
-    factor = work / cut_anew(work[:, None], layers, better, num_stages)[:, 0]
-    stage = run.table.stage[effects.ops]
-    yield _after(
-        run, "cut", f"layers {', '.join(map(str, better))} to the stages instead of {', '.join(map(str, layers))}",
-        won(without(run, effects, np.broadcast_to(factor[stage], effects.stage.shape))),
-    )  # fmt: skip
+    if layers:
+        better = better_cut(work, layers)
+        factor = (work / cut_anew(work[:, None], layers, better, num_stages)[:, 0])[run.table.stage[effects.ops]]
+        what = f"layers {', '.join(map(str, better))} to the stages instead of {', '.join(map(str, layers))}"
+    else:
+        factor, move = effects.stage, 1 - work.mean() / work.max()
+        what = f"an even cut: {move:.0%} of stage {int(np.argmax(work))}'s work moved to other stages"
+    yield "cut", what, effects.without(run.own, factor)
 
 
 def better_cut(work: Array, layers: Sequence[int]) -> list[int]:
@@ -134,69 +135,66 @@ def better_cut(work: Array, layers: Sequence[int]) -> list[int]:
     return found
 
 
-def _pipelines(run: ReplayedRun, fit: FittedPipelines) -> Iterator[WhatIf]:
+def _pipelines(run: ReplayedRun, fit: FittedPipelines) -> list[tuple[str, str, float, float | None]]:
+    """The kind of each change to the pipelines, the change in words, by how many ms a step is shorter then, and the
+    most that a rank holds if that changes.
+    """
     order = np.argsort(run.replayed, kind="stable")
     steps = [int(order[round(q)]) for q in np.linspace(0, len(order) - 1, min(MOST_STEPS, len(order)) + 2)[1:-1]]
-    replicas = range(run.table.trace.num_replicas)
+    replicas = range(fit.num_replicas)
     own = {(k, d): fit.costs(k, d) for k in steps for d in replicas}
+    dealt = {(k, d): costs for k in steps for d, costs in enumerate(_dealt(fit, k))}
+
+    def runs(schedule: Schedule, costs: Costs, dispatch: str = "frozen") -> float:
+        return simulate(schedule, costs, links=fit.links, dispatch=dispatch).makespan
+
+    def ordered(costs: Costs) -> float:
+        return order_microbatches(fit.schedule, costs, links=fit.links).makespan
+
+    def instead(schedule: Schedule, step: int, replica: int) -> float:
+        return runs(schedule, fit.costs_of(schedule, np.array(step), replica))
 
     def longest(time: Callable[[int, int], float]) -> float:
         """Mean over the steps of what the slowest replica takes."""
         return float(np.mean([max(time(k, d) for d in replicas) for k in steps]))
 
-    def runs(schedule: Schedule, costs: Costs, dispatch: str = "frozen") -> float:
-        return simulate(schedule, costs, links=fit.links, dispatch=dispatch).makespan
-
     before = longest(lambda k, d: runs(fit.schedule, own[k, d]))
     hinted = longest(lambda k, d: min(runs(fit.schedule, own[k, d], each) for each in ("frozen", "hinted")))
-    what = "whatever op is ready first (hinted dispatch), where that is faster"
-    yield _after(run, "dispatch", what, before - hinted)
+    times = [("dispatch", "whatever op is ready first (hinted dispatch), where that is faster", hinted)]
     has_own_order = bool(fit.schedule.microbatch_orders)
     if not has_own_order:
-        ordered = longest(lambda k, d: order_microbatches(fit.schedule, own[k, d], links=fit.links).makespan)
         what = "each replica's microbatches in the best order, their lengths known"
-        yield _after(run, "order", what, before - ordered)
+        times.append(("order", what, longest(lambda k, d: ordered(own[k, d]))))
     if len(replicas) > 1:
-        dealt = {k: _dealt(fit, k) for k in steps}
-        moved = longest(lambda k, d: runs(fit.schedule, dealt[k][d]))
-        yield _after(run, "assignment", "microbatches dealt out to replicas by their work", before - moved)
+        times.append(("assignment", DEALT, longest(lambda k, d: runs(fit.schedule, dealt[k, d]))))
     if len(replicas) > 1 and not has_own_order:
-        both = longest(lambda k, d: order_microbatches(fit.schedule, dealt[k][d], links=fit.links).makespan)
-        yield _after(
-            run,
-            "assignment",
-            "microbatches dealt out to replicas by their work, then in the best order",
-            before - both,
-        )
-    yield from _schedules(run, fit, steps, before)
+        both = longest(lambda k, d: ordered(dealt[k, d]))
+        times.append(("assignment", f"{DEALT}, then in the best order", both))
+    found: list[tuple[str, str, float, float | None]] = [
+        (kind, what, before - time, None) for kind, what, time in times
+    ]
+    for schedule in _others(fit):
+        time = longest(partial(instead, schedule))
+        what = f"{schedule.name} instead of {fit.name}"
+        if "B" in fit.times and any(op.kind == "I" for op in schedule.order[0]):
+            what += ", a backward's two halves taking half of it each"
+        found.append(("schedule", what, before - time, most_held(schedule)))
+    return found
 
 
-def _schedules(run: ReplayedRun, fit: FittedPipelines, steps: Sequence[int], before: float) -> Iterator[WhatIf]:
+def _others(fit: FittedPipelines) -> Iterator[Schedule]:
     """Other schedules that hold no more than the recorded one did."""
     ranks, num = fit.schedule.num_ranks, fit.schedule.num_microbatches
     if fit.schedule.num_stages != ranks:
         return  # how a rank's stages would be laid out anew is not known
     for name in SCHEDULES:
-        if name == fit.name:
-            continue
         try:
             schedule = build(name, ranks, num)
         except ScheduleError:
             continue
-        memory = most_held(schedule)
-        if schedule.placement.num_pipelines > 1 or memory > fit.in_flight * (1 + EPSILON):
-            continue
-        times = [
-            max(
-                simulate(schedule, fit.costs_of(schedule, np.array(step), replica), links=fit.links).makespan
-                for replica in range(run.table.trace.num_replicas)
-            )
-            for step in steps
-        ]
-        what = f"{name} instead of {fit.name}"
-        if "B" in fit.times and any(op.kind == "I" for op in schedule.order[0]):
-            what += ", a backward's two halves taking half of it each"
-        yield _after(run, "schedule", what, before - float(np.mean(times)), memory)
+        fits = most_held(schedule) <= fit.in_flight * (1 + EPSILON)
+        if name != fit.name and schedule.placement.num_pipelines == 1 and fits:
+            yield replace(schedule, name=name)
 
 
 def _dealt(fit: FittedPipelines, step: int) -> list[Costs]:
@@ -210,3 +208,156 @@ def _dealt(fit: FittedPipelines, step: int) -> list[Costs]:
         scale = by / factors[replica]
         found.append(fit.costs(step, replica, scale))
     return found
+
+
+def predict(
+    found: RunAnalysis,
+    schedule: Schedule | str | None = None,
+    *,
+    links: Links | None = None,
+    channels: str = BUFFERED,
+    cut: Sequence[int] = (),
+    layers: Sequence[int] = (),
+    message_bytes: float = 0.0,
+) -> WhatIf:
+    """What a step would take with another schedule, cut, link or channel than the recorded ones.
+
+    Args:
+        found: the analysis of the trace.
+        schedule: a schedule for the recorded ranks and microbatches, or a library schedule's name. Default: the
+            recorded order.
+        links: what these links would do, in place of what the trace shows of them.
+        channels: what carries the messages: "buffered", "gloo", "nccl", "nccl-pair" or "nccl-edge". With others than
+            "buffered" messages stand where the schedule has them, or where `passes.add_communication` puts them.
+        cut: how many layers each stage of the schedule has. Without a cut, and if it has more or fewer stages than
+            the recorded one, these are divided, or put together, in equal parts.
+        layers: how many layers each recorded stage has, for a cut.
+        message_bytes: of one activation, for links with a bandwidth.
+
+    Raises:
+        TraceError: ranks did not run one order in all steps, or layers and cut do not fit the stages.
+        ScheduleError: no such schedule or channel, or one for other ranks or microbatches.
+
+    Examples:
+        >>> import penstock as ps
+        >>> import csv, pathlib, tempfile
+        >>> from penstock.formats.traces import read_trace
+        >>> path = pathlib.Path(tempfile.mkdtemp()) / "run.csv"
+        >>> costs = ps.Costs.uniform(2, f=10, i=10, w=10)
+        >>> t = ps.simulate(ps.build("1f1b", 2, 4), costs)
+        >>> rows = [(o.op.kind, o.op.stage, o.op.microbatch, o.rank, 0, o.start, o.end) for o in t.ops]
+        >>> with path.open("w", newline="") as file:
+        ...     csv.writer(file).writerows([("op", "stage", "microbatch", "rank", "step", "start", "end"), *rows])
+        >>> found = ps.analyze.analyze_trace(read_trace([str(path)]))
+        >>> zb = ps.analyze.predict(found, "zb-h1", links=ps.Links({(0, 1): 5.0}))
+        >>> zb.time == ps.simulate(ps.build("zb-h1", 2, 4), costs, links=ps.Links({(0, 1): 5.0})).makespan
+        True
+    """
+    fit = found.fit
+    if fit is None:
+        raise TraceError(
+            f"{found.name}: orders differ between steps or replicas, so no other schedule can be predicted; choose "
+            "steps of one order with --only-steps"
+        )
+    require_channel(channels)
+    if schedule is None:
+        schedule = replace(fit.schedule, name=fit.name)
+    elif isinstance(schedule, str):
+        schedule = build(schedule, fit.schedule.num_ranks, fit.schedule.num_microbatches)
+    check(schedule)
+    _require_fit(found.name, fit.schedule, schedule, layers, cut)
+    if links is not None and not message_bytes and any(each.bandwidth for each in links.conditions.values()):
+        raise TraceError("a link with a bandwidth needs the bytes of a message; give them by --message-bytes")
+    there, in_torch = _links(fit, links), channels != BUFFERED
+
+    def costs_of(steps: Array, replica: int, share: float) -> Costs:
+        return fit.costs_of(
+            schedule, steps, replica, layers=layers if cut else (), cut=cut, input_share=share,
+            is_first_whole=in_torch, with_between=True, message_bytes=message_bytes,
+        )  # fmt: skip
+
+    num_steps = len(found.run.table.steps)
+    middle = np.argsort(found.run.replayed, kind="stable")[num_steps // 2]
+    placed = schedule
+    if in_torch and not has_communication(schedule):
+        placed = add_communication(schedule, costs_of(middle, 0, 0.5), there, channels=channels)
+
+    def takes(steps: Array, share: float = 0.5) -> float:
+        return max(
+            simulate(placed, costs_of(steps, replica, share), there, channels=channels).makespan
+            for replica in range(fit.num_replicas)
+        )
+
+    random, num = np.random.default_rng(0), fit.schedule.num_microbatches
+    drawn = [takes(random.integers(num_steps, size=num)) for _ in range(DRAWS if num_steps > 1 else 1)]
+    time = median(drawn)
+    low, high = np.quantile(drawn, [0.05, 0.95])
+    is_halved = "I" not in fit.times and any(op.kind == "I" for row in schedule.order for op in row)
+    if is_halved:
+        ends = [time - takes(middle) + takes(middle, share) for share in HALVES]
+        low, high = min(low, *ends), max(high, *ends)
+    measured, besides, between = float(found.run.measured.mean()), _besides(found.run), fit.usual_between
+    given = "" if links is None else " but those given"
+    place = "the file has them" if placed is schedule else "PlannedSchedule puts them, often sooner than torch does"
+    is_divided = schedule.num_stages != fit.schedule.num_stages and not cut
+    assumed = {
+        f"an op takes what it took in the recorded steps, and {between:.2g} ms pass before the next one": True,
+        "one step was recorded, so the error bar does not hold how much steps differ": num_steps == 1,
+        f"links{given} are as late as the trace shows, whatever the number of messages": True,
+        f"messages stand where {place}, and {channels} carries them; the first stage's I does nothing": in_torch,
+        f"the error bar was measured on gloo; no run on {channels} was compared": channels not in (BUFFERED, GLOO),
+        "I takes half of a backward, 40% to 60% in the error bar, and both halves as long as the whole": is_halved,
+        "a layer takes as long in any stage; what stages take besides layers stays there": bool(cut),
+        "recorded stages divide evenly; --layers and --cut say how they do": is_divided,
+        f"what a step does before and after its microbatches ({besides:.3g} ms) stays the same": besides > 0,
+    }
+    return WhatIf(
+        "try",
+        schedule.name,
+        time + besides,
+        measured / (time + besides),
+        most_held(remove_communication(schedule)),
+        (float(low) * (1 - MODEL_ERROR) + besides, float(high) * (1 + MODEL_ERROR) + besides),
+        tuple(text for text, holds in assumed.items() if holds),
+    )
+
+
+def _require_fit(
+    name: str, recorded: Schedule, schedule: Schedule, layers: Sequence[int], cut: Sequence[int]
+) -> None:
+    """Raises TraceError if a schedule has other counts than the recorded one, or a cut does not fit its stages."""
+    for noun in ("ranks", "microbatches"):
+        has, needs = (getattr(each, f"num_{noun}") for each in (recorded, schedule))
+        if has != needs:
+            raise TraceError(f"{name} has {has} {noun}, the schedule {schedule.name} has {needs}; give one for {has}")
+    if cut and len(layers) != recorded.num_stages:
+        raise TraceError(
+            f"a cut needs to know how many layers each of the {recorded.num_stages} recorded stages has; give them "
+            "by --layers"
+        )
+    if cut and (len(cut) != schedule.num_stages or sum(cut) != sum(layers) or min(cut) < 1):
+        raise TraceError(
+            f"the cut is {', '.join(map(str, cut))}: give how many of the {sum(layers)} layers each of the "
+            f"{schedule.num_stages} stages of {schedule.name} has, at least 1"
+        )
+
+
+def _links(fit: FittedPipelines, given: Links | None) -> Links:
+    """The given links, and what the trace shows of the others; the middle of these for links without messages."""
+    # A receiver takes the time between ops too, and its ops have it.
+    shown = {
+        link: max(0.0, each.latency.at(0.0, "") - fit.usual_between) for link, each in fit.links.conditions.items()
+    }
+    usual = median(shown.values()) if shown else 0.0
+    if given is None:
+        return Links(shown, usual)
+    given.check_ranks(fit.schedule.num_ranks)
+    kept = {link: ms for link, ms in shown.items() if not {link, link[::-1]} & given.conditions.keys()}
+    return Links({**kept, **given.conditions}, given.default or usual)
+
+
+def _besides(run: ReplayedRun) -> float:
+    """Ms of a step before the first op of a microbatch and after the last: collectives, the optimizer."""
+    table = run.table
+    span = table.end[:, table.compute].max(axis=1) - table.start[:, table.compute].min(axis=1)
+    return float((run.measured - span).mean())

@@ -5,8 +5,8 @@ What follows can then take for granted that all steps have the same ops, and lay
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import NamedTuple
+from dataclasses import dataclass, replace
+from functools import cached_property
 
 import numpy as np
 
@@ -18,17 +18,8 @@ SHOWN = 3
 CLOCK_HELP = (
     "record with a clock that is not set while it runs (CLOCK_MONOTONIC), or leave these steps out with --steps"
 )
-
-
-class OpKey(NamedTuple):
-    """One op of a step: where it runs, what it is, and which of several it is."""
-
-    kind: int
-    replica: int
-    rank: int
-    stage: int
-    microbatch: int
-    number: int
+MOST = 1 << 20
+"""Replicas, ranks, stages and microbatches of a step that a trace can have, each."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -38,14 +29,13 @@ class StepTable:
     Attributes:
         trace: what it was made from; its own columns are in another order.
         steps: their numbers, (K,).
-        keys: of each op of a step, in the order of the columns.
-        kind, replica, rank, stage, microbatch, number: the same as columns, (M,).
+        kind, replica, rank, stage, microbatch: of each op of a step, (M,).
+        number: which of several alike it is, (M,).
         start, end: ms from the step's first start, (K, M).
     """
 
     trace: RunTrace
     steps: Array
-    keys: tuple[OpKey, ...]
     kind: Array
     replica: Array
     rank: Array
@@ -57,19 +47,57 @@ class StepTable:
 
     @property
     def num_ops(self) -> int:
-        return len(self.keys)
+        return len(self.kind)
+
+    @property
+    def num_workers(self) -> int:
+        return self.trace.num_replicas * self.trace.num_ranks
+
+    @cached_property
+    def worker(self) -> Array:
+        """The rank of each op, counted over all replicas, (M,)."""
+        return self.replica * self.trace.num_ranks + self.rank
+
+    @cached_property
+    def letters(self) -> Array:
+        """Penstock's letter of each op's kind; empty where it has none, (M,)."""
+        return np.array([kind.kind for kind in self.trace.kinds])[self.kind]
+
+    @cached_property
+    def compute(self) -> Array:
+        """Which ops are of a microbatch."""
+        return np.flatnonzero(self.is_scope(Scope.COMPUTE))
+
+    @cached_property
+    def groups(self) -> Array:
+        """The collective, or op of ranks that share its stage, that each op is a member of, (M,).
+
+        NONE where it is none, or its only member.
+        """
+        found = np.full(self.num_ops, NONE)
+        joined: dict[tuple[int, ...], list[int]] = {}
+        for op in np.flatnonzero(self.is_scope(Scope.REPLICAS, Scope.PIPELINE, Scope.ALL, Scope.COMPUTE)).tolist():
+            replica, rank, stage, microbatch = (
+                int(column[op]) for column in (self.replica, self.rank, self.stage, self.microbatch)
+            )
+            where = {
+                Scope.REPLICAS: (0, rank, stage),
+                Scope.PIPELINE: (1, replica, 0),
+                Scope.COMPUTE: (3, replica, stage, microbatch),
+            }.get(self.trace.kinds[self.kind[op]].scope, (2, 0, 0))
+            joined.setdefault((*where, int(self.kind[op]), int(self.number[op])), []).append(op)
+        for group, members in enumerate(joined.values()):
+            if len(members) > 1:
+                found[members] = group
+        return found
 
     def is_scope(self, *scopes: Scope) -> Array:
         """Whether each op is of one of these scopes, (M,)."""
         return np.array([kind.scope in scopes for kind in self.trace.kinds])[self.kind]
 
-    def letters(self) -> Array:
-        """Penstock's letter of each op's kind; empty where it has none, (M,)."""
-        return np.array([kind.kind for kind in self.trace.kinds])[self.kind]
-
     def named(self, op: int) -> str:
         """An op, for people."""
-        return _named(self.trace, self.keys[op])
+        return _named(self, self.trace, op, int(self.number[op]))
 
 
 def whole_steps(trace: RunTrace, *, drop_incomplete: bool = False) -> StepTable:
@@ -83,35 +111,25 @@ def whole_steps(trace: RunTrace, *, drop_incomplete: bool = False) -> StepTable:
     """
     _require_microbatches(trace)
     _require_counted(trace)
-    _require_forwards(trace)
+    _require_times(trace)
     order = np.lexsort(
         (trace.start, trace.microbatch, trace.stage, trace.rank, trace.replica, trace.kind, trace.step)
     )
     trace = trace.take(order)
     number = _numbers(trace)
     _require_one_job(trace, number)
+    _require_one_after_the_other(trace)
     columns = np.stack([trace.kind, trace.replica, trace.rank, trace.stage, trace.microbatch, number], axis=1)
     keys, of_key = np.unique(columns, axis=0, return_inverse=True)
-    of_key = of_key.reshape(-1)
-    place = np.searchsorted(trace.steps, trace.step)
-    there = np.zeros((len(trace.steps), len(keys)), bool)
-    there[place, of_key] = True
-    named = tuple(OpKey(*map(int, key)) for key in keys)
-    _require_all_stages(trace, named)
-    complete = there.all(axis=1)
-    if not complete.all():
-        trace, complete = _incomplete(trace, named, there, drop_incomplete)
-    start, end = (np.full(there.shape, np.nan) for _ in range(2))
-    start[place, of_key], end[place, of_key] = trace.start, trace.end
-    start, end = start[complete], end[complete]
-    first = start.min(axis=1, keepdims=True)
+    place = np.searchsorted(trace.steps, trace.step), of_key.reshape(-1)
+    start, end = (np.full((len(trace.steps), len(keys)), np.nan) for _ in range(2))
+    start[place], end[place] = trace.start, trace.end
+    first = np.nanmin(start, axis=1, keepdims=True)
     kind, replica, rank, stage, microbatch, number = keys.T
-    start, end, numbers = start - first, end - first, trace.steps[complete]
-    return StepTable(trace, numbers, named, kind, replica, rank, stage, microbatch, number, start, end)
-
-
-MOST = 1 << 20
-"""Replicas, ranks, stages and microbatches of a step that a trace can have, each."""
+    start, end = start - first, end - first
+    table = StepTable(trace, trace.steps, kind, replica, rank, stage, microbatch, number, start, end)
+    _require_all_stages(table)
+    return _without_incomplete(table, drop_incomplete)
 
 
 def _require_counted(trace: RunTrace) -> None:
@@ -156,8 +174,8 @@ def _require_microbatches(trace: RunTrace) -> None:
         raise TraceError(f"{trace.name} has no {lacks}; its ops are {shown}; {help_}")
 
 
-def _require_forwards(trace: RunTrace) -> None:
-    """Raises TraceError where time goes backwards: within an op, or between two of one rank."""
+def _require_times(trace: RunTrace) -> None:
+    """Raises TraceError where an op has no time, takes less than none, or all forwards and backwards take none."""
     known = np.isfinite(trace.start) & np.isfinite(trace.end)
     if not known.all():
         raise TraceError(f"{trace.name}: {int((~known).sum())} ops have no start or no end; leave their rows out")
@@ -169,48 +187,39 @@ def _require_forwards(trace: RunTrace) -> None:
             f"{trace.start[at] - trace.end[at]:.6g} ms before it starts ({int(back.sum())} such ops); "
             f"{CLOCK_HELP}"
         )
-    compute = np.flatnonzero(trace.has(lambda kind: kind.scope is Scope.COMPUTE))
-    if not (trace.end[compute] > trace.start[compute]).any():
+    compute = trace.has(lambda kind: kind.scope is Scope.COMPUTE)
+    if not (trace.end > trace.start)[compute].any():
         raise TraceError(
             f"{trace.name}: no forward or backward takes any time; are the times of another unit, or rounded to it? "
             "Give --unit, or record with a finer clock"
         )
-    order = compute[
-        np.lexsort([getattr(trace, name)[compute] for name in ("end", "start", "rank", "replica", "step")])
-    ]
+
+
+def _require_one_after_the_other(trace: RunTrace) -> None:
+    """Raises TraceError where an op of a microbatch starts before the one before it on its rank has ended."""
+    compute = np.flatnonzero(trace.has(lambda kind: kind.scope is Scope.COMPUTE))
+    names = ("end", "start", "rank", "replica", "step")
+    order = compute[np.lexsort([getattr(trace, name)[compute] for name in names])]
     before, after = order[:-1], order[1:]
-    same = np.ones(len(before), bool)
-    for name in ("step", "replica", "rank"):
-        column = getattr(trace, name)
-        same &= column[before] == column[after]
+    worker = np.stack([trace.step, trace.replica, trace.rank])
+    same = (worker[:, before] == worker[:, after]).all(axis=0)
     shorter = np.minimum(trace.end[before] - trace.start[before], trace.end[after] - trace.start[after])
     over = trace.end[before] - trace.start[after]
     wrong = np.flatnonzero(same & (over > OVERLAP * shorter) & (over > 1e-3))
-    if len(wrong) and not _occurs_twice(trace):
+    if len(wrong):
         a, b = int(before[wrong[0]]), int(after[wrong[0]])
         raise TraceError(
             f"{trace.name}: the clock goes backwards, or ops overlap: {_spot(trace, b)} starts "
-            f"{over[wrong[0]]:.6g} ms before {_spot(trace, a, short=True)} has ended on the same rank "
+            f"{over[wrong[0]]:.6g} ms before {_named(trace, trace, a)} has ended on the same rank "
             f"({len(wrong)} such pairs); {CLOCK_HELP}"
         )
-
-
-def _occurs_twice(trace: RunTrace) -> bool:
-    """Whether an op of a microbatch occurs twice, which is then what is wrong."""
-    compute = np.flatnonzero(trace.has(lambda kind: kind.scope is Scope.COMPUTE))
-    names = ("step", "replica", "rank", "kind", "stage", "microbatch")
-    columns = np.stack([getattr(trace, name)[compute] for name in names], axis=1)
-    return len(np.unique(columns, axis=0)) < len(columns)
 
 
 def _numbers(trace: RunTrace) -> Array:
     """Which of its kind each op is in its step, of a trace in the order of `whole_steps`."""
     names = ("step", "kind", "replica", "rank", "stage", "microbatch")
-    new = np.zeros(len(trace), bool)
-    new[0] = True
-    for name in names:
-        column = getattr(trace, name)
-        new[1:] |= column[1:] != column[:-1]
+    columns = np.stack([getattr(trace, name) for name in names])
+    new = np.append(True, (columns[:, 1:] != columns[:, :-1]).any(axis=0))
     place = np.arange(len(trace))
     return place - np.maximum.accumulate(np.where(new, place, 0))
 
@@ -226,46 +235,41 @@ def _require_one_job(trace: RunTrace, number: Array) -> None:
         )
 
 
-def _require_all_stages(trace: RunTrace, keys: tuple[OpKey, ...]) -> None:
+def _require_all_stages(table: StepTable) -> None:
     """Raises TraceError where a microbatch misses a stage in all steps."""
-    found: dict[int, dict[tuple[str, int], set[int]]] = {}
-    for key in keys:
-        if trace.kinds[key.kind].scope is Scope.COMPUTE:
-            ops = found.setdefault(key.replica, {})
-            ops.setdefault((trace.kinds[key.kind].kind, key.stage), set()).add(key.microbatch)
-    every = sorted({stage for ops in found.values() for _, stage in ops})
+    name, compute = table.trace.name, table.compute
+    every = np.unique(table.stage[compute]).tolist()
     if every != list(range(len(every))):
         absent = next(stage for stage in range(len(every) + 1) if stage not in every)
         raise TraceError(
-            f"{trace.name} has no ops of stage {absent}, but of stage {every[-1]}: is the file of one rank missing? "
+            f"{name} has no ops of stage {absent}, but of stage {every[-1]}: is the file of one rank missing? "
             "Give the traces of all ranks, or the folder that holds them"
         )
-    for replica, ops in sorted(found.items()):
-        microbatches = set().union(*ops.values())
+    for replica in np.unique(table.replica[compute]).tolist():
+        here = compute[table.replica[compute] == replica]
         for stage in every:
-            for letters in (("F",), ("B", "I")):
-                ran = set().union(*(ops.get((letter, stage), set()) for letter in letters))
-                if lacks := sorted(microbatches - ran):
-                    what = "forward" if letters == ("F",) else "backward"
+            for noun, letters in (("forward", ("F",)), ("backward", ("B", "I"))):
+                ran = here[(table.stage[here] == stage) & np.isin(table.letters[here], letters)]
+                if len(lacks := np.setdiff1d(table.microbatch[here], table.microbatch[ran])):
                     raise TraceError(
-                        f"{trace.name}: replica {replica} has no {what} of stage {stage} for microbatch "
+                        f"{name}: replica {replica} has no {noun} of stage {stage} for microbatch "
                         f"{', '.join(map(str, lacks[:SHOWN]))}{' and others' if len(lacks) > SHOWN else ''} in any "
                         "step: was recording started or stopped in the middle of a step? Record whole steps, or give "
                         "those that are with --steps"
                     )
 
 
-def _incomplete(
-    trace: RunTrace, keys: tuple[OpKey, ...], there: Array, drop_incomplete: bool
-) -> tuple[RunTrace, Array]:
-    """Refuses, or notes, steps in which ops are missing."""
+def _without_incomplete(table: StepTable, drop_incomplete: bool) -> StepTable:
+    """Refuses steps in which ops are missing, or leaves them out and notes it."""
+    trace, there = table.trace, ~np.isnan(table.start)
     complete = there.all(axis=1)
+    if complete.all():
+        return table
     lacking = np.flatnonzero(~complete).tolist()
-    numbers = ", ".join(str(int(trace.steps[at])) for at in lacking[:8]) + (" ..." if len(lacking) > 8 else "")
-    worst = lacking[0]
-    missing = [_named(trace, keys[at]) for at in np.flatnonzero(~there[worst]).tolist()]
+    numbers = ", ".join(str(int(table.steps[at])) for at in lacking[:8]) + (" ..." if len(lacking) > 8 else "")
+    missing = [table.named(op) for op in np.flatnonzero(~there[lacking[0]]).tolist()]
     said = (
-        f"step {int(trace.steps[worst])} has {len(keys) - len(missing)} of {len(keys)} ops; missing are "
+        f"step {int(table.steps[lacking[0]])} has {table.num_ops - len(missing)} of {table.num_ops} ops; missing are "
         f"{'; '.join(missing[:SHOWN])}{f' and {len(missing) - SHOWN} more' if len(missing) > SHOWN else ''}"
     )
     if not complete.any():
@@ -278,18 +282,18 @@ def _incomplete(
             f"{trace.name}: ops are missing in {len(lacking)} of {len(there)} steps ({numbers}): {said}. Record them "
             "again, or leave these steps out with --drop-incomplete"
         )
-    return trace.with_note(f"{len(lacking)} steps in which ops are missing were left out: {numbers}"), complete
+    noted = trace.with_note(f"{len(lacking)} steps in which ops are missing were left out: {numbers}")
+    times = {name: getattr(table, name)[complete] for name in ("steps", "start", "end")}
+    return replace(table, trace=noted, **times)
 
 
-def _named(trace: RunTrace, key: OpKey) -> str:
-    kind = trace.kinds[key.kind]
-    where = f"replica {key.replica}, rank {key.rank}"
+def _named(of: RunTrace | StepTable, trace: RunTrace, at: int, number: int = 0) -> str:
+    kind = trace.kinds[of.kind[at]]
+    where = f"replica {of.replica[at]}, rank {of.rank[at]}"
     if kind.scope is Scope.COMPUTE:
-        return f"{kind.name} of microbatch {key.microbatch}, stage {key.stage} ({where})"
-    return f"{kind.name}{f' number {key.number}' if key.number else ''} ({where})"
+        return f"{kind.name} of microbatch {of.microbatch[at]}, stage {of.stage[at]} ({where})"
+    return f"{kind.name}{f' number {number}' if number else ''} ({where})"
 
 
-def _spot(trace: RunTrace, at: int, short: bool = False) -> str:
-    kind, replica, rank, stage, microbatch = (int(getattr(trace, name)[at]) for name in OpKey._fields[:-1])
-    key = OpKey(kind, replica, rank, stage, microbatch, 0)
-    return _named(trace, key) if short else f"step {int(trace.step[at])}, {_named(trace, key)}"
+def _spot(trace: RunTrace, at: int) -> str:
+    return f"step {int(trace.step[at])}, {_named(trace, trace, at)}"
