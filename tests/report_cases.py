@@ -106,9 +106,14 @@ class Page(HTMLParser):
         return json.loads(next(text for text in self.texts["script"] if text.startswith("{")))
 
 
+LINKS = ((0, 1), (1, 0), (1, 2), (2, 1))
+"""Directions of links in stories made by hand, in order."""
+
+
 def iteration(number: int, ms: float, decision: int = 0, kept: float | None = None, *delays: float) -> Iteration:
     """One whose steps took `kept` ms before the changes that run in it, measured and simulated."""
-    return Iteration(number, ms, decision, ms, ms if decision == 0 else kept, delays, kept if decision else None)
+    measured = dict(zip(LINKS, delays, strict=False))
+    return Iteration(number, ms, decision, measured, ms, kept if decision else ms, kept if decision else None)
 
 
 START, THEN = RunPlan("zb", "frozen"), RunPlan("zb", "dynamic", ((0, 1),))
@@ -116,10 +121,9 @@ START, THEN = RunPlan("zb", "frozen"), RunPlan("zb", "dynamic", ((0, 1),))
 
 
 def told(iterations: list[Iteration], decisions: list[DecisionOutcome] | None = None) -> RunStory:
-    links = ((0, 1), (1, 0), (1, 2), (2, 1))[: len(iterations[0].delays)]
     return RunStory(
-        "run", (), links, START, tuple(iterations), tuple(decisions or ()),
-        spells_of(late_links(iterations, links, 1.0)), None, AlarmCounts(0, 0, 0), 1.0, 100.0, "given",
+        "run", (), tuple(iterations[0].delays), START, tuple(iterations), tuple(decisions or ()),
+        spells_of(late_links(iterations, 1.0)), None, AlarmCounts(0, 0, 0), 1.0, 100.0, "given",
     )  # fmt: skip
 
 
@@ -131,4 +135,5 @@ def decided(
     outcome: str = "ran",
     plan: RunPlan = THEN,
 ) -> DecisionOutcome:
-    return DecisionOutcome(number, action, "why", plan, made - 1, made, first, outcome, 2.0, 1.0, 0, None, None, 5)
+    """A decision whose cause began an iteration before it was made."""
+    return DecisionOutcome(number, action, "why", plan, made - 1, made, 2.0, 1.0, 0, first, outcome, saved=5)

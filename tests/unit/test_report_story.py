@@ -43,7 +43,7 @@ def test_the_story_has_every_iteration_as_it_was_rehearsed() -> None:
 
 def test_late_links_are_found_with_their_time_and_delay() -> None:
     (spell,) = story_of().spells
-    late = [each.number for each in story_of().iterations if max(each.delays) >= 1]  # type: ignore[type-var]
+    late = [each.number for each in story_of().iterations if max(each.delays.values()) >= 1]
     assert (spell.link, spell.first, spell.last, spell.num_late) == ((2, 3), late[0], late[-1], len(late))
     assert spell.ms == pytest.approx(60, rel=0.01)
     assert story_of().late == set(late)

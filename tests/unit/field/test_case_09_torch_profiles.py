@@ -119,12 +119,12 @@ def test_without_records_of_receives_an_op_begins_when_its_message_was_sent(name
     found = analyze_trace(read_trace(written(tmp_path / "run", traces)))
     table = found.run.table
     assert any("their ranges hold the wait" in note for note in found.notes)
-    letters, last = table.letters(), table.trace.num_stages - 1
+    letters, last = table.letters, table.trace.num_stages - 1
     for op in range(table.num_ops):
         kind, stage = str(letters[op]), int(table.stage[op])
         if kind and not (name == "gpipe-loss" and (kind, stage) == ("F", last)):  # the loss lies outside of the range
             true = true_length(name, kind, stage)
-            assert found.run.own.ops[:, op] == pytest.approx(true, rel=NEAR, abs=2 * CALLS)
+            assert found.run.own[:, op] == pytest.approx(true, rel=NEAR, abs=2 * CALLS)
 
 
 def test_the_schedules_are_known_by_their_names() -> None:
