@@ -24,8 +24,7 @@ from experiments.common.record import record
 from penstock.cost import Costs
 from penstock.library import ASYNCHRONOUS, SCHEDULES, build
 from penstock.planning import plan
-from penstock.planning.program_search import search_space
-from penstock.planning.program_space import fold, placements_of
+from penstock.planning.programs import fold, placements_of, search_space
 from penstock.program import placements
 from penstock.schedule import Schedule, ScheduleError
 from penstock.simulation import simulate

@@ -18,8 +18,7 @@ from math import inf
 
 import penstock as ps
 from experiments.flexpipe.setups import Setup
-from penstock.planning.program_search import Found, search_space
-from penstock.planning.program_space import placements_of
+from penstock.planning.programs import Found, placements_of, search_space
 from penstock.program.rules import Traversal
 
 BOTH = "+bidirectional"

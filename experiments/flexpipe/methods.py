@@ -20,7 +20,7 @@ from experiments.flexpipe.grid import PAPER, WIDER, Grid
 from experiments.flexpipe.setups import Setup
 from penstock.cost.cut import partition
 from penstock.passes import separate_gradients
-from penstock.planning.program_search import Found
+from penstock.planning.programs import Found
 from penstock.simulation import TimedOp
 
 MEMORY = 80e9

@@ -11,8 +11,7 @@ import penstock as ps
 from penstock.cli import main
 from penstock.cli.search import WORDS
 from penstock.formats.costs import read_costs
-from penstock.planning.program_search import CONSTRUCTED, Found
-from penstock.planning.program_space import fold, placements_of, rules_of
+from penstock.planning.programs import CONSTRUCTED, Found, fold, placements_of, rules_of
 
 
 def run(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, str, str]:

@@ -14,7 +14,7 @@ import torch
 
 import penstock as ps
 from penstock.cost import LinkCondition
-from penstock.planning.program_search import search_space
+from penstock.planning.programs import search_space
 from penstock.runtime.mesh.peers import schedule_digest
 from penstock.schedule.short_repr import short_repr
 

@@ -4,7 +4,7 @@ from penstock.planning.batches import BatchPlan, PackingError, assign_evenly, pl
 from penstock.planning.branch_search import BranchLayout, FoundLayout, rank_branches, search_branches
 from penstock.planning.microbatch_order import OrderedMicrobatches, order_microbatches
 from penstock.planning.planner import plan
-from penstock.planning.program_search import Found, Outcome, search_space
+from penstock.planning.programs import Found, Outcome, search_space
 from penstock.planning.progress import Progress
 from penstock.planning.result import Certificate, Plan
 from penstock.planning.slow_links import slow_link_schedule

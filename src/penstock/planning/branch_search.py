@@ -22,7 +22,7 @@ from math import inf
 from typing import Any, TypeVar
 
 from penstock.cost import CostError, Costs, Links
-from penstock.planning.program_search import COMPILE_ABOVE
+from penstock.planning.programs import COMPILE_ABOVE
 from penstock.program import Branch, NewOp, Program
 from penstock.schedule import Schedule, ScheduleError
 from penstock.schedule.short_repr import short_repr

@@ -8,8 +8,7 @@ this takes longer than building from the library, it is done only for the shapes
 from __future__ import annotations
 
 from penstock.cost import Costs, Links
-from penstock.planning.program_search import search_space
-from penstock.planning.program_space import placements_of
+from penstock.planning.programs import placements_of, search_space
 from penstock.schedule import ScheduleError
 from penstock.train.tasks.layers import cut_layers
 from penstock.tune.profile import MessageCosts, Profile

@@ -3,7 +3,11 @@
 This is FlexPipe's search (sections 5.2, 6 and 7.1) over (placement, kinds, forward traversal, backward traversal).
 The values are those of its Table 2, and the interval is the number of ranks if the placement is circular. Here the
 compiled decision core simulates each point over the real costs and under the memory cap, with I before W in every
-bubble. The point with the shortest makespan wins.
+bubble. The point with the shortest makespan wins. Stages are made of equal parts of a model:
+
+    eight parts, two ranks      0 1 2 3 4 5 6 7
+    one-to-one                 [0 1 2 3|4 5 6 7]      on ranks 0 1
+    v-shape                    [0 1|2 3|4 5|6 7]      on ranks 0 1 1 0
 
 The space has more than the paper's: wave and combined placements; warm-ups of the zero-bubble kind; and, as
 traversals, the order in which work became ready and the order of microbatches. If memory is short on a V,
@@ -23,7 +27,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import accumulate
-from math import inf
+from math import ceil, inf
+from typing import Any
 
 from penstock.cost import CostError, Costs, Links
 from penstock.dispatch.queues import QueueGraph
@@ -32,10 +37,10 @@ from penstock.engine.memory import peaks
 from penstock.engine.tolerance import is_within
 from penstock.library import build
 from penstock.planning.options import MOST_AGAIN, per_rank, require_one_limit, require_weights
-from penstock.planning.program_space import check_names, fold, least_of, parts_of, placements_of, rules_of, work_of
-from penstock.program import Program, Rules, placements
+from penstock.program import Program, Rules, breadth_first, by_microbatch, depth_first, earliest_first, placements
 from penstock.program.rules import Traversal
 from penstock.schedule import Placement, Schedule, ScheduleError
+from penstock.schedule.op import UPDATE
 from penstock.schedule.short_repr import short_repr
 from penstock.simulation import Footprint, Timeline, footprint, room_for_activations, simulate
 from penstock.simulation.lister import Lister, rows_of
@@ -45,6 +50,8 @@ COMPILE_ABOVE = 100_000
 """Ops of a whole search from which on it pays to load compiled code."""
 LOOKED_AT = 4
 """Additional programs of a placement whose messages are counted before it is searched again."""
+NUM_STAGE_CAPS = 4
+"""Number of sets of caps on single stages that are tried under a memory limit."""
 V = "v-shape"
 SHOWN = 8
 """Most numbers that a name shows completely."""
@@ -163,7 +170,6 @@ def search_space(
     rules: RulesOf | None = None,
     keep: int = 1,
     below: float = inf,
-    progress: Callable[[int, int], None] | None = None,
 ) -> Outcome:
     """The best programs of each placement.
 
@@ -188,7 +194,6 @@ def search_space(
             default. They keep to the limit besides.
         keep: how many programs of each placement; of those that take equally long only the first.
         below: only programs that take less (ms). Placements with a rank that works longer are not tried.
-        progress: called with points done and points in all.
 
     Raises:
         ScheduleError: a shape that is not there, limits that make no sense, or no point that can run under them.
@@ -208,15 +213,9 @@ def search_space(
     require_one_limit(memory_limit=memory_limit, total_limit=total_limit)
     caps = None if memory_limit is None else per_rank("memory_limit", memory_limit, num_ranks)
     totals = None if total_limit is None else per_rank("total_limit", total_limit, num_ranks)
-    if isinstance(costs, Costs):
-        num_parts = parts_of(costs, num_ranks, shared_ends)
-    else:
-        num_parts = max(placements.STAGES_PER_RANK.values()) * num_ranks
-    layouts = placements_of(num_ranks, num_parts, shared_ends)
-    check_names(shapes or (), layouts, num_ranks, num_parts)
     spaces: list[_Space] = []
     left_out: dict[str, str] = {}
-    chosen = {name: placement for name, placement in layouts.items() if not shapes or name in shapes}
+    chosen = _chosen(costs, num_ranks, shapes, shared_ends)
     uncut: list[CostError] = []
     for name, placement in chosen.items():
         try:
@@ -236,15 +235,14 @@ def search_space(
                 left_out[name] = str(error).partition(";")[0]
                 continue
         first = Program(placement, num_microbatches, Rules(), split, own, links, name=name)
-        if below < inf and work_of(first) >= below:
-            continue
-        spaces.append(_Space(name, first, room, totals, rules, forward_first))
+        if least_ms(first) < below:
+            spaces.append(_Space(name, first, room, totals, rules, forward_first))
     if len(uncut) == len(chosen):
         raise uncut[0]
-    counts = _Counts(sum(sum(1 for _ in space.rules_under(space.room)) for space in spaces), progress)
+    num_points = sum(len(list(space.rules_under(space.room))) for space in spaces)
     found: list[Found] = []
     for space in spaces:
-        best = space.search(keep, below, counts)
+        best = space.search(keep, below, num_points)
         found += best
         if not best and below == inf:
             left_out[space.name] = space.why_nothing()
@@ -252,7 +250,8 @@ def search_space(
     if not found and below == inf:
         raise _nothing(left_out, num_ranks, caps, totals)
     ranked = _numbered(sorted(found, key=lambda each: each.makespan))
-    return Outcome(tuple(ranked), counts.tried, counts.stuck, tuple(left_out.items()))
+    num_tried, num_stuck = (sum(getattr(space, count) for space in spaces) for count in ("num_tried", "num_stuck"))
+    return Outcome(tuple(ranked), num_tried, num_stuck, tuple(left_out.items()))
 
 
 def _nothing(
@@ -260,17 +259,67 @@ def _nothing(
 ) -> ScheduleError:
     """The reason that the first of the placements gives."""
     (name, why), *others = left_out.items()
-    likewise = f", and nothing runs on {len(others)} other placement{'s' * (len(others) > 1)}" if others else ""
+    limit, do = "", "give rules that let ranks hold more"
     if caps is not None:
         limit, do = f" within a memory of {_numbers(caps)}", "raise the limit, in the unit of the costs' activations"
     elif totals is not None:
         sizes = dict.fromkeys(in_bytes(each, 4) for each in totals)
         limit, do = f" within {', '.join(sizes)} per rank, all counted", "raise the limit, or take more ranks"
-    else:
-        limit, do = "", "give rules that let ranks hold more"
+    likewise = f", and nothing runs on {len(others)} other placement{'s' * (len(others) > 1)}" if others else ""
     return ScheduleError(
         f"no program over {num_ranks} ranks can run{limit}: {name}: {why}{likewise}; {do}", rule="memory"
     )
+
+
+def placements_of(num_ranks: int, num_parts: int, shared_ends: bool = False) -> dict[str, Placement]:
+    """The placements by name for a model of `num_parts` equal parts, if its parts can be divided among their stages.
+
+    one-to-one, circular (2 or more stages per rank), v-shape, wave, and each of them in both directions.
+    """
+    names = [name for name in placements.NAMES if num_parts // num_ranks % _stages_a_rank(name) == 0]
+    plain = {name: placements.named(name, num_ranks) for name in (names if num_ranks > 1 else names[:1])}
+    if shared_ends:
+        plain = {name: placements.shared_ends(placement) for name, placement in plain.items()}
+    return plain
+
+
+def _stages_a_rank(name: str) -> int:
+    return placements.STAGES_PER_RANK[name.removesuffix(placements.BOTH_WAYS)]
+
+
+def _chosen(
+    costs: Costs | Callable[[int], Costs], num_ranks: int, names: Sequence[str] | None, shared_ends: bool
+) -> dict[str, Placement]:
+    """The placements to try, by name.
+
+    Raises:
+        ScheduleError: a name that is no placement, or none for this number of ranks and parts.
+        CostError: parts that do not divide among the ranks.
+    """
+    num_parts = max(placements.STAGES_PER_RANK.values()) * num_ranks
+    if isinstance(costs, Costs):
+        num_parts = costs.num_stages - (2 if shared_ends else 0)
+        if num_parts < num_ranks or num_parts % num_ranks:
+            raise CostError(
+                f"the costs are for {num_parts} parts{' between the ends' if shared_ends else ''}, which do not "
+                f"divide among {num_ranks} ranks; give a multiple of {num_ranks}"
+            )
+    layouts = placements_of(num_ranks, num_parts, shared_ends)
+    for name in names or ():
+        placements.named(name, max(2, num_ranks))
+        if name not in layouts and num_ranks == 1:
+            raise ScheduleError(
+                f"{name} on 1 rank runs as one-to-one does; name that, or give more ranks", rule="options"
+            )
+        if name not in layouts:
+            each = _stages_a_rank(name)
+            raise ScheduleError(
+                f"{name} has {each} stages per rank, of equally many parts each, and there are "
+                f"{num_parts // num_ranks} parts per rank; give a multiple of {each * num_ranks} parts, or name "
+                f"others: {', '.join(layouts)}",
+                rule="options",
+            )
+    return {name: placement for name, placement in layouts.items() if not names or name in names}
 
 
 def _costs_of(costs: Costs | Callable[[int], Costs], num_stages: int, shared_ends: bool) -> Costs:
@@ -286,18 +335,123 @@ def _costs_of(costs: Costs | Callable[[int], Costs], num_stages: int, shared_end
     return fold(costs, num_stages, shared_ends) if isinstance(costs, Costs) else given
 
 
-@dataclass
-class _Counts:
-    """Counts points that have been simulated. tried: of all, as far as is known."""
+def fold(costs: Costs, num_stages: int, shared_ends: bool = False) -> Costs:
+    """Costs of `num_stages` stages, each made of equally many consecutive parts. Shared ends stay as they are.
 
-    tried: int
-    progress: Callable[[int, int], None] | None
-    done: int = 0
-    stuck: int = 0
+    Raises CostError if the parts can't be divided evenly.
+    """
+    inner, outer = (num_stages - 2, 1) if shared_ends else (num_stages, 0)
+    parts = costs.num_stages - 2 * outer
+    if inner < 1 or parts % inner:
+        raise CostError(
+            f"costs of {parts} parts do not fold into {inner} stages; give a number of parts that {inner} divides"
+        )
+    each = parts // inner
 
-    def ran(self) -> None:
-        if self.progress is not None:
-            self.progress(self.done, self.tried)
+    def folded(values: Sequence[float]) -> list[float]:
+        body = values[outer : len(values) - outer]
+        sums = [sum(body[s * each : (s + 1) * each]) for s in range(inner)]
+        return [*values[:outer], *sums, *values[len(values) - outer :]] if values else []
+
+    def stage_of(part: int) -> int:
+        return part if part < outer else min(outer + (part - outer) // each, num_stages - 1)
+
+    others: dict[str | tuple[str, int], tuple[float, float]] = {}
+    for kind, part, ms, memory in costs.other_entries:
+        if kind == UPDATE:  # a stage's update is its parts' together
+            continue
+        key = kind if part is None else (kind, stage_of(part))
+        before = others.get(key, (0.0, 0.0))
+        others[key] = before[0] + ms, before[1] + memory
+    for part in range(costs.num_stages):
+        if (ms := costs.duration(UPDATE, part)) > 0:
+            key = UPDATE, stage_of(part)
+            others[key] = others.get(key, (0.0, 0.0))[0] + ms, 0.0
+
+    sent = [costs.message_bytes[outer + (s + 1) * each - 1] for s in range(inner)]
+    rows = (
+        "f", "i", "w", "b", "activation", "update_bytes", "take_over", "weight_bytes", "gradient_bytes",
+        "optimizer_bytes",
+    )  # fmt: skip
+    first, last = costs.message_bytes[:outer], costs.message_bytes[len(costs.message_bytes) - outer :]
+    changed: dict[str, Any] = {row: folded(getattr(costs, row)) for row in rows}
+    return replace(costs, **changed, message_bytes=[*first, *sent, *last], other=others)
+
+
+def rules_of(
+    name: str,
+    placement: Placement,
+    num_ranks: int,
+    num_microbatches: int,
+    memory_limit: float | Sequence[float] | None,
+    costs: Costs,
+    forward_first: bool,
+) -> Iterator[Rules]:
+    """The rules to try on one placement; the costs are those of its stages."""
+    alone = len(placement.stages_of(0)) == 1
+    plain: list[tuple[Traversal, Traversal]] = [(breadth_first(), breadth_first())]
+    if not alone:
+        forwards = [breadth_first(), depth_first()]
+        backwards = [breadth_first(), depth_first()]
+        if name.startswith("circular"):
+            forwards += [breadth_first(num_ranks), depth_first(num_ranks)]
+            backwards += [breadth_first(num_ranks), depth_first(num_ranks)]
+        plain = [(f, b) for f in forwards for b in backwards]
+        plain += [(earliest_first(), earliest_first()), (by_microbatch(), by_microbatch())]
+    warmups: list[list[int] | None] = [None]
+    if placement.num_pipelines == 1 and not placement.shared:  # those of ZB-H2 and (with several stages a rank) ZB-V
+        warmups.append([min(num_microbatches, 2 * (num_ranks - rank) - 1) for rank in range(num_ranks)])
+    kinds = ["backward-first", "interleaved", *(["forward-first"] if forward_first else [])]
+    for kind in kinds:
+        for forward, backward in plain:
+            for warmup in warmups:
+                yield Rules(kind, forward=forward, backward=backward, warmup=warmup, memory_limit=memory_limit)
+    if memory_limit is None or alone or placement.num_pipelines > 1 or placement.shared:
+        return
+    room = per_rank("memory_limit", memory_limit, num_ranks)
+    for limits in _stage_caps(placement, num_ranks, num_microbatches, room, costs):
+        for kind in kinds:
+            for pair in ((depth_first(), earliest_first()), (depth_first(), by_microbatch())):
+                yield Rules(kind, forward=pair[0], backward=pair[1], max_in_flight=limits)
+
+
+def _stage_caps(
+    placement: Placement, num_ranks: int, num_microbatches: int, room: Sequence[float], costs: Costs
+) -> Iterator[dict[int, float]]:
+    """In-flight limits by stage, in proportion to the life of its activations: from its F down to the loss and back
+    up to its W. They are the largest that fit under the limit on every rank, and some that leave room.
+    """
+    ranks = range(num_ranks)
+    rate = max(sum(costs.f[s] + costs.i[s] + costs.w[s] for s in placement.stages_of(r)) for r in ranks)
+    life = [sum(costs.f[s:]) + sum(costs.i[s:]) + costs.w[s] for s in range(placement.num_stages)]
+    seen: list[dict[int, float]] = []
+    for step in range(40, 0, -1):
+        share = step / 20
+        caps = {
+            s: float(min(num_microbatches, max(1, ceil(share * life[s] / (rate or 1))))) for s in range(len(life))
+        }
+        if any(sum(caps[s] * costs.activation[s] for s in placement.stages_of(r)) > room[r] for r in ranks):
+            continue
+        if caps not in seen:
+            seen.append(caps)
+            yield caps
+        if len(seen) == NUM_STAGE_CAPS:
+            return
+
+
+def least_ms(program: Program) -> float:
+    """A lower bound (ms) for every schedule of a program: the way to a rank's first stage, and the rank's work."""
+    costs, placement = program.all_costs, program.placement
+    busy, way = [0.0] * program.num_ranks, [inf] * program.num_ranks
+    for pipeline in range(placement.num_pipelines):
+        count = len(range(pipeline, program.num_microbatches, placement.num_pipelines))
+        for stage in range(program.num_stages):
+            halves, whole = costs.i[stage] + costs.w[stage], costs.duration("B", stage)
+            backward = halves if program.split is True else min(halves, whole)
+            for rank in placement.hosts(pipeline, stage):
+                busy[rank] += count * (costs.f[stage] + backward)
+                way[rank] = min(way[rank], sum(costs.f[:stage]))
+    return max(work + ahead for work, ahead in zip(busy, way, strict=True) if ahead < inf)
 
 
 @dataclass
@@ -310,6 +464,7 @@ class _Space:
         totals: bytes that each rank may hold in all; None where messages do not count.
         given: the rules to try, if these are not the usual ones.
         excess: by rank the most bytes of messages in programs that held too much.
+        num_tried, num_stuck: programs that were simulated, and those of them that deadlocked.
     """
 
     name: str
@@ -319,6 +474,8 @@ class _Space:
     given: RulesOf | None
     forward_first: bool
     excess: list[float] = field(default_factory=list)
+    num_tried: int = 0
+    num_stuck: int = 0
 
     def rules_under(self, room: Sequence[float] | None) -> Iterator[Rules]:
         """The rules to try, with limits that keep to caps of activations."""
@@ -329,29 +486,26 @@ class _Space:
         num_ranks = self.first.num_ranks
         return rules_of(self.name, placement, num_ranks, count, limit, self.first.all_costs, self.forward_first)
 
-    def search(self, keep: int, below: float, counts: _Counts) -> list[Found]:
-        """The best programs within the limits, the fastest first."""
+    def search(self, keep: int, below: float, num_points: int) -> list[Found]:
+        """The best programs within the limits, the fastest first.
+
+        Args:
+            num_points: programs of all placements, about.
+        """
         best: list[Found] = []
-        if self.totals is None:
-            for each in self._run(self.room, below, counts):
-                _keep(best, each, keep)
-            return best
-        assert self.room is not None
         room = self.room
-        self.excess = [0.0] * len(room)
-        for again in range(1 + MOST_AGAIN):
-            if again:
-                counts.tried += sum(1 for _ in self.rules_under(room))
-            ranked = self._run(room, below, counts)
-            for each in ranked[: LOOKED_AT + keep]:
+        for _ in range(1 + MOST_AGAIN):
+            ranked = self._run(room, below, num_points)
+            for each in ranked if self.totals is None else ranked[: LOOKED_AT + keep]:
                 if len(best) == keep and each.makespan >= best[-1].makespan:
                     break
                 if self._fits(each):
                     _keep(best, each, keep)
             if not ranked or self._fits(ranked[0]):
                 break
-            over = ranked[0].footprint.ranks
-            self.excess = [max(seen, rank.messages) for seen, rank in zip(self.excess, over, strict=True)]
+            assert self.room is not None
+            over = [rank.messages for rank in ranked[0].footprint.ranks]
+            self.excess = list(map(max, self.excess or over, over))
             room = tuple(most - taken for most, taken in zip(self.room, self.excess, strict=True))
             if min(room) <= 0:
                 break
@@ -368,12 +522,9 @@ class _Space:
                 f"activations and messages of rank {rank} take more than {in_bytes(room[rank], 4)}, which is what "
                 "its weights, gradients and optimizer state leave"
             )
-        pipelines = range(placement.num_pipelines)
+        stages, pipelines = range(placement.num_stages), range(placement.num_pipelines)
         needed = [
-            max(
-                sum(costs.activation[s] for s in range(placement.num_stages) if rank in placement.hosts(p, s))
-                for p in pipelines
-            )
+            max(sum(costs.activation[s] for s in stages if rank in placement.hosts(p, s)) for p in pipelines)
             for rank in range(len(room))
         ]
         rank = max(range(len(room)), key=lambda r: needed[r] - room[r])
@@ -386,38 +537,36 @@ class _Space:
         )
 
     def _fits(self, found: Found) -> bool:
-        assert self.totals is not None
+        if self.totals is None:
+            return True
         return all(held <= most for held, most in zip(found.footprint.totals, self.totals, strict=True))
 
-    def _run(self, room: Sequence[float] | None, below: float, counts: _Counts) -> list[Found]:
+    def _run(self, room: Sequence[float] | None, below: float, num_points: int) -> list[Found]:
         """All programs that are shorter than `below` under caps of activations, the fastest first."""
-        programs = [replace(self.first, rules=each) for each in self.rules_under(room)]
         graph = self.first.queues()
-        lister = Lister(graph, compile=True if graph.num_ops * counts.tried > COMPILE_ABOVE else None)
+        lister = Lister(graph, compile=True if graph.num_ops * num_points > COMPILE_ABOVE else None)
         found: list[Found] = []
-        for program in programs:
-            counts.done += 1
+        for rules in self.rules_under(room):
+            program = replace(self.first, rules=rules)
+            self.num_tried += 1
             try:
                 listed = lister.list_by_rules(program.tables(graph))
             except ScheduleError:  # a cap below what one microbatch needs
-                counts.stuck += 1
+                self.num_stuck += 1
                 continue
             if not listed.complete:
-                counts.stuck += 1
+                self.num_stuck += 1
             elif listed.makespan < below:
                 found.append(Found(self.name, program, listed.makespan))
-            counts.ran()
         found.sort(key=lambda each: each.makespan)
         in_halves = self.first.split is True and not self.first.placement.shared
-        beatable = not found or found[0].makespan > least_of(self.first)
+        beatable = not found or found[0].makespan > least_ms(self.first)
         if self.name == V and room is not None and in_halves and beatable:
-            found += self._constructed(graph, room, below, counts)
+            found += self._constructed(graph, room, below)
             found.sort(key=lambda each: each.makespan)
         return found
 
-    def _constructed(
-        self, graph: QueueGraph, room: Sequence[float], below: float, counts: _Counts
-    ) -> Iterator[Found]:
+    def _constructed(self, graph: QueueGraph, room: Sequence[float], below: float) -> Iterator[Found]:
         """The library's schedules that hold no more than the caps."""
         lister = Lister(graph)
         for name in CONSTRUCTED:
@@ -425,9 +574,9 @@ class _Space:
                 schedule = build(name, self.first.num_ranks, self.first.num_microbatches)
             except ScheduleError:  # too few microbatches for it
                 continue
-            counts.tried += 1
+            self.num_tried += 1
             rows = rows_of(graph, schedule)
-            if not all(is_within(peak, cap) for peak, cap in zip(_peaks(graph, rows), room, strict=True)):
+            if not all(map(is_within, _peaks(graph, rows), room)):
                 continue
             makespan = lister.time_rows(rows).makespan
             if makespan < below:
@@ -439,7 +588,7 @@ def _numbered(found: Iterable[Found]) -> Iterator[Found]:
     seen: Counter[str] = Counter()
     for each in found:
         seen[each.name] += 1
-        yield each if seen[each.name] == 1 else replace(each, number=seen[each.name])
+        yield replace(each, number=seen[each.name])
 
 
 def _keep(best: list[Found], found: Found, keep: int) -> None:
