@@ -33,7 +33,7 @@ from penstock.control.events import undirected
 from penstock.control.log import json_lines
 from penstock.control.robust_statistics import AS_DEVIATION, deviation
 from penstock.cost import Links
-from penstock.report.run_log import RunLog
+from penstock.report.run_log import ReadLog
 from penstock.report.run_story import (
     FEWEST,
     AlarmCounts,
@@ -95,7 +95,7 @@ def read_story(
     Raises:
         ControlError: no log, one of another version, or a run without an iteration.
     """
-    read = RunLog(log)
+    read = ReadLog(log)
     records = list(json_lines(iterations, "iterations.jsonl"))
     for record in records:
         read.add_record(record)
@@ -135,7 +135,7 @@ def read_story(
     )
 
 
-def _simulated(read: RunLog, most: int) -> tuple[Iteration, ...]:
+def _simulated(read: ReadLog, most: int) -> tuple[Iteration, ...]:
     """The iterations in order. Those with measurements are simulated, or `most` of them that are picked evenly."""
     rows = [read.iterations[number] for number in sorted(read.iterations)]
 
@@ -186,7 +186,7 @@ class Levels:
         error: the standard error (ms) of what all iterations together saved.
     """
 
-    def __init__(self, read: RunLog, iterations: Sequence[Iteration], spells: Sequence[LatePeriod]) -> None:
+    def __init__(self, read: ReadLog, iterations: Sequence[Iteration], spells: Sequence[LatePeriod]) -> None:
         self._read, self._iterations = read, iterations
         self.error = 0.0
         first = {each.decision: each.number for each in reversed(iterations)}
@@ -317,7 +317,7 @@ def _median(rows: Sequence[Iteration]) -> float | None:
     return median(each.ms for each in rows) if len(rows) >= FEWEST else None
 
 
-def _memory(read: RunLog, records: Iterable[Mapping[str, Any]]) -> RunMemory | None:
+def _memory(read: ReadLog, records: Iterable[Mapping[str, Any]]) -> RunMemory | None:
     """The most each rank held: as the records say, or else by the orders of the schedules that ran."""
     ran = [read.configurations[number] for number in {0, *(row.decision for row in read.iterations.values())}]
     rows = [tuple(map(float, record["peaks"])) for record in records if record.get("peaks")]
@@ -351,7 +351,7 @@ def _counted(records: Sequence[Mapping[str, Any]]) -> list[Fault]:
 
 
 def _shown(
-    read: RunLog, decided: Sequence[DecisionOutcome], recorded: Mapping[str, tuple[int, Timeline]]
+    read: ReadLog, decided: Sequence[DecisionOutcome], recorded: Mapping[str, tuple[int, Timeline]]
 ) -> tuple[TitledTimeline, ...]:
     """An iteration before the switch that gained most and one after it: measured if both were recorded."""
     there = [each for each in decided if each.outcome == "ran"]
@@ -370,7 +370,7 @@ def _shown(
     )
 
 
-def _facts(read: RunLog) -> tuple[tuple[str, str], ...]:
+def _facts(read: ReadLog) -> tuple[tuple[str, str], ...]:
     schedule = read.job.start.schedule
     return (
         ("schedule", schedule.name),

@@ -42,7 +42,7 @@ from penstock.control.measured import JobMonitor
 from penstock.control.orchestrator import Orchestrator
 from penstock.cost import Costs, Links
 from penstock.cost.mesh import LinkGroup
-from penstock.report.run_story import Conditions, DecisionOutcome, Fault, Iteration, RunPlan, link_name
+from penstock.report.run_story import DecisionOutcome, Fault, Iteration, MeasuredConditions, RunPlan, link_name
 from penstock.schedule import Op, ScheduleError
 from penstock.simulation import TimedOp, Timeline
 
@@ -52,7 +52,7 @@ _AS_ASSUMED = 0.005
 """Share of its assumed time that an op may differ by and still count as taking just that."""
 
 
-class RunLog:
+class ReadLog:
     """What the records of a run say.
 
     Args:
@@ -162,7 +162,7 @@ class RunLog:
         conditions = None
         if self._times:
             factors = factors_of(self._ops, self.job.costs)
-            conditions = Conditions(self.monitor.latest((), event.ms), factors, frozenset(self.monitor.down))
+            conditions = MeasuredConditions(self.monitor.latest((), event.ms), factors, frozenset(self.monitor.down))
         delays = {link: median(times) for link, times in self._times.items()}
         is_clean = self._is_clean and not self._waits
         self.iterations[number] = Iteration(
@@ -274,7 +274,7 @@ class RunLog:
         ran, costs = self.configurations[seen.decision], self._costs(seen.conditions)
         return run_once(replace(self.job, costs=costs), ran, self._links(seen, ran))
 
-    def _costs(self, conditions: Conditions) -> Costs:
+    def _costs(self, conditions: MeasuredConditions) -> Costs:
         return scaled(self.job.costs, conditions.factors)
 
     def _links(self, seen: Iteration, configuration: Configuration) -> Links:

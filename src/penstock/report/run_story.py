@@ -64,7 +64,7 @@ class RunPlan:
 
 
 @dataclass(frozen=True)
-class Conditions:
+class MeasuredConditions:
     """What was measured in an iteration, to simulate it with.
 
     Attributes:
@@ -103,7 +103,7 @@ class Iteration:
     kept: float | None = None
     baseline: float | None = None
     is_clean: bool = True
-    conditions: Conditions | None = None
+    conditions: MeasuredConditions | None = None
 
     @property
     def saved(self) -> float:
