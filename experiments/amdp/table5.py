@@ -34,7 +34,7 @@ from experiments.common.results import Row, facts, find, known, runs, save, tabl
 from penstock.cost.presets import A800, CostPreset
 from penstock.cost.presets.gpt import GPTShape
 from penstock.draw.chart import Axis, Figure, save_chart
-from penstock.draw.charts.parts import Hue
+from penstock.draw.chart_parts import Hue
 from penstock.models import GPTConfig
 
 RANKS = BATCH = 8

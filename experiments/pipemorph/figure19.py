@@ -24,6 +24,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import combinations
+from math import exp, log
 
 import penstock as ps
 from experiments.common.results import Row, find, table
@@ -38,7 +39,8 @@ from penstock.control.configuration import peaks
 from penstock.cost import Mesh, Ring
 from penstock.cost.mesh import LinkGroup
 from penstock.draw.chart import Axis, Figure, Line, Points, line_chart
-from penstock.draw.charts.parts import Hue
+from penstock.draw.chart_parts import Hue
+from penstock.draw.scale import short
 from penstock.planning import slow_link_schedule
 
 MODEL = MODELS["7B"]
@@ -141,15 +143,18 @@ def chart(rows: Sequence[Row]) -> Figure:
             name = f"{system}, {kind}" if system == "falcon" else system
             slower = [1.0, *(best_known(row) / best_known(base) for row in mine)]
             stroke = "dashed" if kind == "queue" else "solid"
-            parts.append(Line(name, [0.0, *(row["delay_ms"] for row in mine)], slower, hue=hue, stroke=stroke))
+            delays = [0.0, *(row["delay_ms"] for row in mine)]
+            parts.append(Line(name, delays, [log(each) for each in slower], hue=hue, stroke=stroke))
         if system in PAPER:
-            parts.append(Points(f"{system}, paper", [30.0], [PAPER[system]], hue=hue))
+            parts.append(Points(f"{system}, paper", [30.0], [log(PAPER[system])], hue=hue))
     return line_chart(
         parts,
         title="Figure 19: slowdown by delay of a link in a data-parallel group",
         note="7B, (TP 1, DP 2, PP 4); the window of the rings is calibrated on the paper's 8.04 at 30 ms",
         x=Axis("delay (ms)"),
-        y=Axis("slowdown", low=1.0, scale="log", ticks=(1, 1.5, 2, 3, 4, 6, 8)),
+        y=Axis(
+            "slowdown", low=0.0, ticks=[log(each) for each in (1, 1.5, 2, 3, 4, 6, 8)], show=lambda y: short(exp(y))
+        ),
     )
 
 

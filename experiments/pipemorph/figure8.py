@@ -22,7 +22,7 @@ from experiments.pipemorph.systems import Setting, job_of
 from penstock.control import Configuration
 from penstock.control.configuration import peaks
 from penstock.draw.chart import Axis, Figure, Line, Mark, line_chart
-from penstock.draw.charts.parts import Hue
+from penstock.draw.chart_parts import Hue
 from penstock.planning import slow_link_schedule
 
 MODEL = Model("4 stages", CHAIN_4.costs, 30)

@@ -176,7 +176,7 @@ def test_files_hold_them() -> None:
     for wrong in ('{"f": [[10, "x"], 10], "i": 10, "w": 10}', '{"f": 1, "i": 1, "w": 1, "uneven": 3}'):
         with pytest.raises(ps.CostError):
             costs_from_json(wrong, 2)
-    with pytest.raises(ps.CostError, match="expected"):
+    with pytest.raises(ps.CostError, match="give one number per stage"):
         costs_from_json('{"f": 1, "i": 1, "w": 1, "weight_bytes": [[1], [2]]}', 2)
 
 

@@ -23,31 +23,28 @@ def test_numbers_stand_for_every_stage() -> None:
     assert costs_from_json(json.dumps(full), 2) == expected
 
 
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"i": [10]}, "field 'i' has 1 entries; give one per stage, 2 in all"),
-        ({"i": "ten"}, "field 'i': expected a number or one number per stage, got \"ten\""),
-        ({"i": [True, 1]}, "field 'i': expected a number or one number per stage"),
-        ({"i": -1}, "i of stage 0 is -1.0: give a number of at least 0"),
-        ({"freed_by_input": 2}, "freed_by_input is 2: give a share from 0 to 1"),
-        ({"freed_by_input": True}, "freed_by_input is a yes or no"),
-        ({"other": {"U": [1]}}, "field 'other.U' has 1 entries; give one per stage, 2 in all"),
-        ({"other": {"U": "long"}}, "field 'other': expected the milliseconds of each registered kind, or one number"),
-        ({"version": 2}, "version is 2: this Penstock reads up to 1"),
-        ({"format": "x"}, "costs are a JSON object"),
-        (
-            {"speed": 1},
-            "unknown field 'speed'; costs have f, i, w, b, activation, message_bytes, update_bytes, take_over, "
-            "weight_bytes, gradient_bytes, optimizer_bytes, freed_by_input, kept_by_recompute, other, uneven and "
-            "overlap",
-        ),
-    ],
-)
-def test_wrong_costs_are_named(change: dict, message: str) -> None:
-    with pytest.raises(ps.CostError) as caught:
-        costs_from_json(json.dumps(PLAIN | change), 2)
-    assert str(caught.value).startswith(message)
+WRONG: list[tuple[dict[str, Any], str]] = [
+    ({"i": [10]}, "field 'i' has 1 entries; give one per stage, 2 in all"),
+    ({"i": "ten"}, "field 'i': expected a number or one number per stage, got \"ten\""),
+    ({"i": [True, 1]}, "field 'i[0]': expected a number or one number per stage, got true"),
+    ({"i": -1}, "i of stage 0 is -1.0: give a number of at least 0"),
+    ({"freed_by_input": 2}, "freed_by_input is 2.0: give a share from 0 to 1"),
+    ({"freed_by_input": True}, "field 'freed_by_input': expected a share from 0 to 1, got true"),
+    ({"other": {"U": [1]}}, "field 'other.U' has 1 entries; give one per stage, 2 in all"),
+    ({"other": {"U": "long"}}, "field 'other': expected the milliseconds of each registered kind, or one number"),
+    ({"overlap": {"f": 1, "b": 1, "measured": [[0, 1]]}}, "field 'overlap.measured[0]': expected [stage of F, stage"),
+    ({"uneven": 3}, "field 'uneven': expected one factor per microbatch, like [1, 2.5], or"),
+    ({"version": 2}, "field 'version': expected a version that this Penstock reads, 1, got 2"),
+    ({"format": "x"}, "costs are a JSON object"),
+    ({"speed": 1}, "field 'speed' is unknown; the fields are f, i, w, b, activation"),
+]
+
+
+def test_wrong_costs_are_named() -> None:
+    for change, message in WRONG:
+        with pytest.raises(ps.CostError) as caught:
+            costs_from_json(json.dumps(PLAIN | change), 2)
+        assert str(caught.value).startswith(message)
 
 
 @pytest.mark.parametrize(

@@ -210,19 +210,6 @@ def test_distmm_hides_gathers_behind_forwards(num_ranks: int, num: int, every: i
         assert makespan(True, hidden) == makespan(True, 0) <= makespan(False, 0) < makespan(False, hidden)
 
 
-def test_files_of_before_are_read_and_written_as_before() -> None:
-    schedule = two_ranks(*ROWS, asynchronous=False)
-    text = to_json(schedule)
-    assert '"version": 2' in text
-    assert '["GATHER", 0, 2, [0, 1]]' in text
-    assert from_json(text.replace('"version": 2', '"version": 5')) == schedule
-    newer = to_json(two_ranks(*ROWS))
-    assert '"version": 5' in newer
-    assert '["GATHER", 0, 2, [0, 1], true]' in newer
-    with pytest.raises(ps.ScheduleError, match="field 'registered': expected lists of a kind, its stage"):
-        from_json(newer.replace('"version": 5', '"version": 4'))
-
-
 def test_any_of_them_run_by_workers_in_their_order_and_none_before_what_it_needs() -> None:
     rng = random.Random("workers")
     for _ in range(60):

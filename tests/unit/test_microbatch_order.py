@@ -204,7 +204,6 @@ def test_text_and_json_say_it_once_for_all_stages(tmp_path: Path) -> None:
     schedule = one_by_one()
     assert str(schedule).splitlines()[2] == "order of B on stages 0 1: 1 0 3 2"
     value = json.loads(to_json(schedule))
-    assert value["version"] == 6
     assert value["microbatch_orders"] == [["B", 0, [0, 1], [1, 0, 3, 2]]]
     for name in ("s.json", "s.txt"):
         ps.save(schedule, tmp_path / name)
@@ -214,10 +213,7 @@ def test_text_and_json_say_it_once_for_all_stages(tmp_path: Path) -> None:
 @pytest.mark.parametrize("wrong_orders", [5, [5], [["B", 0, [0]]], [["B", 0, 0, [1, 0]]], [["B", 0, [0], ["1"]]]])
 def test_json_of_another_form_is_refused(wrong_orders: object) -> None:
     value = json.loads(to_json(one_by_one())) | {"microbatch_orders": wrong_orders}
-    with pytest.raises(ps.ScheduleError, match="field 'microbatch_orders': expected lists of a kind"):
-        from_json(json.dumps(value))
-    value |= {"version": 5}
-    with pytest.raises(ps.ScheduleError, match="unknown field 'microbatch_orders' in version 5"):
+    with pytest.raises(ps.ScheduleError, match=r"field 'microbatch_orders.*': expected lists of a kind"):
         from_json(json.dumps(value))
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import replace
 from pathlib import Path
 
@@ -76,19 +75,6 @@ def test_pairs_are_saved_and_loaded(ending: str, tmp_path: Path) -> None:
     schedule = ps.build("dualpipe-v", 4, 10, overlap=True)
     ps.save(schedule, tmp_path / f"dualpipe-v.{ending}")
     assert ps.load(tmp_path / f"dualpipe-v.{ending}") == schedule
-
-
-def test_an_older_version_of_the_json_has_no_pairs(tmp_path: Path) -> None:
-    path = tmp_path / "s.json"
-    ps.save(ps.parse(GRID), path)
-    value = json.loads(path.read_text())
-    assert value["version"] == 9
-    assert "0F2+0B0" in value["order"][0]
-    path.write_text(json.dumps(value | {"version": 8}))
-    with pytest.raises(ps.ScheduleError, match="order, rank 0, step 2"):
-        ps.load(path)
-    ps.save(separate_pairs(ps.parse(GRID)), path)
-    assert json.loads(path.read_text())["version"] == 1
 
 
 def test_torchs_table_with_messages_is_the_same_schedule() -> None:

@@ -78,7 +78,7 @@ def test_a_profile_stands_for_costs(tmp_path: Path) -> None:
 def test_a_profile_of_old_says_nothing_of_weights(tmp_path: Path) -> None:
     old = {name: value for name, value in profile().items() if name not in ("weight", "state", "update")}
     assert load_costs(written(tmp_path, old), 2).weight_bytes == ()
-    with pytest.raises(ps.CostError, match="a profile's state is None"):
+    with pytest.raises(ps.CostError, match="a profile lacks state: give weight, state, update, or none"):
         load_costs(written(tmp_path, {**old, "weight": [1.0] * 4}), 2)
 
 
@@ -98,13 +98,16 @@ def test_overheads_are_once_an_op(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("profiles", "words"),
     [
-        ([], "at least one"),
+        ([], "a list with at least one profile is needed"),
         ([profile(), profile(microbatch_size=2)], "microbatches of 1, 2 samples; profile just one size"),
         ([profile(recompute=True)], "all profiles in it recompute"),
         ([profile(held=[1.0])], "different lengths"),
-        ([profile(w=[1.0, -1.0, 1.0, 1.0])], "w has -1.0 in it"),
-        ([profile(i="none")], "i is 'none'"),
-        ([profile(num_parallel=None)], "num_parallel is None"),
+        (
+            [profile(w=[1.0, -1.0, 1.0, 1.0])],
+            "profiles: field '[0].w[1]': expected a list with one number of at least 0 per layer, got -1.0",
+        ),
+        ([profile(i="none")], "field '[0].i': expected a list"),
+        ([profile(num_parallel=None)], "field '[0].num_parallel': expected a whole number, got null"),
     ],
 )
 def test_damaged_profiles(profiles: list[dict[str, Any]], words: str, tmp_path: Path) -> None:

@@ -57,11 +57,6 @@ def test_text_and_json_hold_all_of_it(make: type) -> None:
     assert from_json(to_json(schedule)) == schedule
 
 
-def test_plain_schedules_are_still_written_in_version_1() -> None:
-    assert '"version": 1' in to_json(ps.build("1f1b", 2, 2))
-    assert '"version": 2' in to_json(shared())
-
-
 def test_valid_ones_pass_and_are_timed() -> None:
     for schedule in (towers(), shared()):
         ps.check(schedule)

@@ -12,12 +12,7 @@ import numpy as np
 from penstock.analyze.run_analysis import RunAnalysis
 from penstock.analyze.what_if import WhatIf
 from penstock.analyze.words import facts, headline, milliseconds, more
-from penstock.draw.charts.axis import Axis
-from penstock.draw.charts.figure import Figure
-from penstock.draw.charts.heat import heat_map
-from penstock.draw.charts.lines import line_chart
-from penstock.draw.charts.parts import Bars, Level, Line
-from penstock.draw.charts.stacked import stacked_chart
+from penstock.draw.chart import Axis, Bars, Figure, Level, Line, heat_map, line_chart, stacked_chart
 from penstock.draw.report_page import PageNumber, inline, maybe, section, sides, table, timelines, whole_page
 from penstock.draw.scale import percent, short
 from penstock.schedule import Op

@@ -11,7 +11,7 @@ from html import escape
 from importlib.resources import files
 from typing import Any, NamedTuple, TypeVar
 
-from penstock.draw.charts.figure import STYLE, Figure
+from penstock.draw.figure import STYLE, Figure
 from penstock.draw.html import script_json
 from penstock.draw.page_template import filled
 from penstock.draw.panel import Drawable

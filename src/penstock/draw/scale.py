@@ -1,8 +1,13 @@
-"""Numbers on pictures: ticks at round times, and times as short as their size allows."""
+"""Numbers and texts on pictures: ticks at round values, short numbers, the room that texts take."""
 
 from __future__ import annotations
 
 import math
+import re
+from collections.abc import Sequence
+
+_UNIT = re.compile(r"(\d) (ms|s|MB|GB)\b")
+_WIDE = {**dict.fromkeys("ijl.,:;'|!", 0.26), **dict.fromkeys("ftr()[]- /", 0.34), **dict.fromkeys("mwMW@%→", 0.86)}
 
 
 def tick_step(length: float, most: int) -> float:
@@ -34,3 +39,45 @@ def short(value: float) -> str:
 def percent(share: float) -> str:
     """A share as a percentage with one decimal; exact zeros and hundreds stay short."""
     return f"{100 * share:.1f}".removesuffix(".0") + "%"
+
+
+def num(value: float) -> str:
+    """A coordinate with two decimals and no padding."""
+    text = f"{value:.2f}".rstrip("0").rstrip(".")
+    return "0" if text == "-0" else text
+
+
+def text_width(shown: str, size: float = 12.0) -> float:
+    """The approximate width of a text in pixels, rather too wide than too narrow."""
+    return size * sum(_WIDE.get(c, 0.7 if c.isupper() else 0.56) for c in shown)
+
+
+def wrapped(shown: str, width: float, size: float = 12.0) -> list[str]:
+    """A text in lines no wider than `width`, if its words are short enough."""
+    lines: list[str] = []
+    for word in _UNIT.sub("\\1\u00a0\\2", shown).split(" "):
+        if lines and text_width(f"{lines[-1]} {word}", size) <= width:
+            lines[-1] += f" {word}"
+        else:
+            lines.append(word)
+    return lines
+
+
+def spread_out(wanted: Sequence[float], apart: float, low: float, high: float) -> list[float]:
+    """Positions as near as possible to those wanted, at least `apart` from each other, between `low` and `high`."""
+    found = [0.0] * len(wanted)
+    groups: list[list[int]] = []
+
+    def middle(group: list[int]) -> float:
+        free = sum(wanted[each] - place * apart for place, each in enumerate(group)) / len(group)
+        return max(low, min(free, high - (len(group) - 1) * apart))
+
+    for each in sorted(range(len(wanted)), key=wanted.__getitem__):
+        groups.append([each])
+        while len(groups) > 1 and middle(groups[-2]) + len(groups[-2]) * apart > middle(groups[-1]):
+            last = groups.pop()
+            groups[-1] += last
+    for group in groups:
+        for place, each in enumerate(group):
+            found[each] = middle(group) + place * apart
+    return found

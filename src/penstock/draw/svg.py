@@ -14,10 +14,9 @@ from hashlib import sha256
 from itertools import zip_longest
 from xml.sax.saxutils import escape
 
-from penstock.draw.charts.figure import num, text_width, wrapped
 from penstock.draw.palette import ink, kind_label, kind_order, shade
 from penstock.draw.panel import Drawable, Panel, colors_used, panels
-from penstock.draw.scale import short, ticks
+from penstock.draw.scale import num, short, text_width, ticks, wrapped
 from penstock.schedule.op import UPDATE
 from penstock.simulation import TimedOp
 

@@ -15,52 +15,89 @@ from __future__ import annotations
 import difflib
 import json
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
+
+import msgspec
+from msgspec import Meta
 
 from penstock.cost import CostError, Costs, Overlap, Uneven
 from penstock.cost.costs import BY_MICROBATCH
 from penstock.cost.presets import PRESETS, is_preset, parse_preset
 from penstock.cost.uneven import ALL
+from penstock.formats.checked_json import converted, read_json
 from penstock.formats.profile import costs_of_profile, is_profile
 
 FORMAT, VERSION = "penstock-costs", 1
 
-_STATE_ROWS = ("weight_bytes", "gradient_bytes", "optimizer_bytes")
-_ROWS = ("f", "i", "w", "b", "activation", "message_bytes", "update_bytes", "take_over", *_STATE_ROWS)
 UNEVEN = ("time", "activation", "message")
+
+Share = Annotated[float | None, Meta(description="a share from 0 to 1")]
+Row = Annotated[float | list[float | list[float]], Meta(description="a number or one number per stage")]
+
+_OTHER = 'the milliseconds of each registered kind, or one number per stage, like {"GATHER": 2.5}'
+_UNEVEN = 'one factor per microbatch, like [1, 2.5], or {"time": [1, 2.5], "activation": ..., "message": ...}'
+_VERSION = f"a version that this Penstock reads, {VERSION}"
+
+
+class OverlapFields(msgspec.Struct, forbid_unknown_fields=True):
+    f: Row
+    b: Row
+    hidden: Annotated[float, Meta(description="a share from 0 to 1")] = 1.0
+    measured: Annotated[list[tuple[int, int, float]], Meta(description="[stage of F, stage of B, ms] each")] = []
+
+
+class CostsFields(msgspec.Struct, forbid_unknown_fields=True):
+    f: Row
+    i: Row
+    w: Row
+    b: Row | None = None
+    activation: Row | None = None
+    message_bytes: Row | None = None
+    update_bytes: Row | None = None
+    take_over: Row | None = None
+    weight_bytes: Row | None = None
+    gradient_bytes: Row | None = None
+    optimizer_bytes: Row | None = None
+    freed_by_input: Share = None
+    kept_by_recompute: Share = None
+    other: Annotated[dict[str, float | list[float]], Meta(description=_OTHER)] = {}
+    uneven: Annotated[list[Any] | dict[str, Any], Meta(description=_UNEVEN)] = []
+    overlap: OverlapFields | None = None
+    format: str = FORMAT
+    version: Annotated[int, Meta(ge=1, le=VERSION, description=_VERSION)] = VERSION
+
+
 _SHARES = ("freed_by_input", "kept_by_recompute")
+_ROWS = CostsFields.__struct_fields__[: CostsFields.__struct_fields__.index(_SHARES[0])]
 
 
 def costs_from_json(text: str, num_stages: int) -> Costs:
     """Reads costs, or a profile, for `num_stages` stages; raises CostError that names what is wrong in it."""
     try:
-        value = json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise CostError(f"not JSON: {error}") from None
-    if is_profile(value):
-        return costs_of_profile(value, num_stages)
-    if not isinstance(value, dict) or value.get("format", FORMAT) != FORMAT:
-        raise CostError('costs are a JSON object, like {"f": 10, "i": 10, "w": [10, 12]}')
-    version = value.get("version", VERSION)
-    if not isinstance(version, int) or isinstance(version, bool) or not 1 <= version <= VERSION:
-        raise CostError(f"version is {version!r}: this Penstock reads up to {VERSION}")
-    if unknown := sorted(set(value) - {*_ROWS, *_SHARES, "other", "uneven", "overlap", "format", "version"}):
-        raise CostError(
-            f"unknown field {unknown[0]!r}; costs have {', '.join((*_ROWS, *_SHARES))}, other, uneven and overlap"
-        )
-    if missing := [name for name in ("f", "i", "w") if name not in value]:
-        raise CostError(f"field {missing[0]!r} is missing: f, i and w are needed")
-    rows: dict[str, Any] = {name: _row(name, value[name], num_stages) for name in _ROWS if name in value}
-    uneven = _uneven_costs(value.get("uneven", []))
-    for name in _SHARES:
-        if isinstance(value.get(name), bool):
-            raise CostError(f"{name} is a yes or no: give a share from 0 to 1")
-    shares = {name: value[name] for name in _SHARES if name in value}
-    other = _other_costs(value.get("other", {}), num_stages)
-    overlap = _overlap(value["overlap"], num_stages) if "overlap" in value else None
-    if any(isinstance(each, list) for name in BY_MICROBATCH if name in rows for each in rows[name]):
-        return Costs.by_microbatch(**rows, **shares, other=other, uneven=uneven, overlap=overlap)
-    return Costs(**rows, **shares, other=other, uneven=uneven, overlap=overlap)
+        value = read_json(text)
+        if is_profile(value):
+            return costs_of_profile(value, num_stages)
+        if not isinstance(value, dict) or value.get("format", FORMAT) != FORMAT:
+            raise CostError('costs are a JSON object, like {"f": 10, "i": 10, "w": [10, 12]}')
+        file = converted(value, CostsFields)
+    except ValueError as error:
+        raise CostError(str(error)) from None
+    given = {name: getattr(file, name) for name in (*_ROWS, *_SHARES)}
+    given = {name: each for name, each in given.items() if each is not None}
+    rows = {name: _row(name, each, num_stages) for name, each in given.items() if name in _ROWS}
+    others: dict[str | tuple[str, int], float] = {}
+    for kind, ms in file.other.items():
+        if isinstance(ms, list):
+            others |= {(kind, stage): each for stage, each in enumerate(_row(f"other.{kind}", ms, num_stages))}
+        else:
+            others[kind] = ms
+    overlap = None
+    if (said := file.overlap) is not None:
+        f, b = (_row(f"overlap.{name}", row, num_stages) for name, row in (("f", said.f), ("b", said.b)))
+        overlap = Overlap(f, b, said.hidden, {(forward, backward): ms for forward, backward, ms in said.measured})
+    by_microbatch = any(isinstance(each, list) for name in BY_MICROBATCH for each in rows.get(name, ()))
+    made = Costs.by_microbatch if by_microbatch else Costs
+    return made(**(given | rows), other=others, uneven=Uneven.of(file.uneven), overlap=overlap)
 
 
 def costs_to_json(costs: Costs) -> str:
@@ -100,53 +137,6 @@ def uneven_json(costs: Costs) -> dict[str, Any]:
         if found:
             value[what] = found[ALL] if found.keys() == {ALL} else found
     return value
-
-
-def _uneven_costs(value: Any) -> Uneven:
-    if not isinstance(value, list | dict):
-        raise CostError(
-            "field 'uneven': expected one factor per microbatch, like [1, 2.5], or {\"time\": [1, 2.5], "
-            '"activation": ..., "message": ...}'
-        )
-    return Uneven.of(value)
-
-
-def _overlap(value: Any, num_stages: int) -> Overlap:
-    known = {"f", "b", "hidden", "measured"}
-    if not isinstance(value, dict) or not {"f", "b"} <= set(value) <= known:
-        raise CostError(
-            "field 'overlap': expected the communication of f and b in ms, the share that is hidden and, where there "
-            'are some, measured pairs, like {"f": 4, "b": 8, "hidden": 0.9, "measured": [[0, 3, 25.5]]}'
-        )
-    measured = value.get("measured", [])
-    rows = measured if isinstance(measured, list) else [measured]
-    if not all(isinstance(row, list) and [isinstance(x, int | float) for x in row] == [True] * 3 for row in rows):
-        raise CostError(
-            f"field 'overlap.measured': give [stage of F, stage of B, ms] each: {json.dumps(measured)[:60]}"
-        )
-    hidden = value.get("hidden", 1.0)
-    if isinstance(hidden, bool):
-        raise CostError("overlap.hidden is a yes or no: give a share from 0 to 1")
-    f, b = (_row(f"overlap.{name}", value[name], num_stages) for name in ("f", "b"))
-    return Overlap(f, b, hidden, {(forward, backward): ms for forward, backward, ms in measured})
-
-
-def _other_costs(value: Any, num_stages: int) -> dict[str | tuple[str, int], float]:
-    if not isinstance(value, dict):
-        raise CostError("field 'other': expected the milliseconds of each registered kind, like {\"GATHER\": 2.5}")
-    found: dict[str | tuple[str, int], float] = {}
-    for kind, ms in value.items():
-        if isinstance(ms, list):
-            row = _row(f"other.{kind}", ms, num_stages)
-            found |= {(kind, stage): each for stage, each in enumerate(row)}
-        elif isinstance(ms, int | float) and ms is not True and ms is not False:
-            found[kind] = ms
-        else:
-            raise CostError(
-                "field 'other': expected the milliseconds of each registered kind, or one number per stage, like "
-                '{"GATHER": 2.5}'
-            )
-    return found
 
 
 def read_costs(source: str, num_stages: int) -> Costs:
@@ -189,9 +179,6 @@ def load_costs(path: str | Path, num_stages: int) -> Costs:
 
 def _row(name: str, value: Any, num_stages: int) -> list[Any]:
     values = value if isinstance(value, list) else [value] * num_stages
-    each = [v for row in values for v in (row if isinstance(row, list) and name in BY_MICROBATCH else [row])]
-    if not all(isinstance(v, int | float) and not isinstance(v, bool) for v in each):
-        raise CostError(f"field {name!r}: expected a number or one number per stage, got {json.dumps(value)[:60]}")
     if len(values) != num_stages:
         raise CostError(f"field {name!r} has {len(values)} entries; give one per stage, {num_stages} in all")
     return values

@@ -13,13 +13,20 @@ from importlib.resources import files
 from statistics import median
 from typing import Any
 
-from penstock.draw.charts.axis import Axis
-from penstock.draw.charts.figure import Figure
-from penstock.draw.charts.groups import bar_chart
-from penstock.draw.charts.heat import MOST_COLUMNS, heat_map
-from penstock.draw.charts.lines import averaged, line_chart
-from penstock.draw.charts.parts import Bars, Level, Line, Mark
-from penstock.draw.charts.stacked import stacked_chart
+from penstock.draw.chart import (
+    MOST_COLUMNS,
+    Axis,
+    Bars,
+    Figure,
+    Level,
+    Line,
+    Mark,
+    averaged,
+    bar_chart,
+    heat_map,
+    line_chart,
+    stacked_chart,
+)  # fmt: skip
 from penstock.draw.report_page import (
     NARROW,
     WIDTH,

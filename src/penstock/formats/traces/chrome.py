@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from penstock.formats.native import FORMAT
-from penstock.formats.traces.name_patterns import PRESETS, NamePattern, Names, ParsedName, kinds_named, preset_for
+from penstock.formats.traces.name_patterns import PRESETS, NamedOp, Names, Pattern, kinds_named, preset_for
 from penstock.formats.traces.op_names import kind_named
 from penstock.formats.traces.profile_ranges import CPU, GPU, ProfileEvent, ops_inside, pairs_divided
 from penstock.formats.traces.run_trace import NONE, RunTrace, Scope, TracedOp, TraceError, trace_of
@@ -33,7 +33,7 @@ def read_chrome(
     paths: Sequence[Path],
     *,
     name: str,
-    patterns: Sequence[NamePattern] = (),
+    patterns: Sequence[Pattern] = (),
     preset: str | None = None,
     num_ranks: int | None = None,
     num_microbatches: int | None = None,
@@ -65,7 +65,7 @@ def read_chrome(
         if preset not in PRESETS:
             raise TraceError(f"preset {preset!r}: there are {', '.join(PRESETS)}")
         patterns = PRESETS[preset]
-    reader = Names(tuple(patterns))
+    reader = Names(patterns)
     matched = [event for event in events if reader.matches(event.name)]
     if not matched:
         raise TraceError(f"{name}: no name of {len(names)} matches; names are like {sorted(names)[:3]}")
@@ -90,7 +90,7 @@ def _nameless(name: str, events: Sequence[ProfileEvent]) -> TraceError:
     annotations = [event for event in events if event.category in (CPU, GPU) and not _STEP.match(event.name)]
     counted = Counter(event.name for event in annotations or events)
     shown = ", ".join(repr(each) for each, _ in counted.most_common(5))
-    there = kinds_named(set(counted))
+    there = {kind for preset in PRESETS for kind in kinds_named(set(counted), preset)} - {""}
     lacks = "forwards and backwards" if not there else "backwards" if "F" in there else "forwards"
     return TraceError(
         f"{name}: no names of {lacks} that torch, Megatron, TorchTitan, DeepSpeed or Penstock give; there are "
@@ -231,7 +231,7 @@ def _require_one_job(said: Sequence[tuple[Path, set[int], dict[str, Any]]]) -> N
 def _computing(events: Iterable[ProfileEvent], reader: Names) -> set[int]:
     """The processes in whose files forwards or backwards are named."""
     read = ((event.worker, reader.read(event.name, event.args)) for event in events)
-    return {worker for worker, found in read if found is not None and kind_named(found.op).scope is Scope.COMPUTE}
+    return {worker for worker, found in read if found is not None and found[0].scope is Scope.COMPUTE}
 
 
 def _pipelines(
@@ -285,8 +285,8 @@ def _located(
     said = [(event, reader.read(event.name, event.args)) for event in sorted(events, key=lambda event: event.start)]
     ops: defaultdict[int, set[tuple[int, int | None]]] = defaultdict(set)
     for event, found in said:
-        if found is not None and found.numbers["stage"] is not None:
-            ops[event.worker].add((found.numbers["stage"], found.numbers["microbatch"]))
+        if found is not None and (stage := found[1]["stage"]) is not None:
+            ops[event.worker].add((stage, found[1]["microbatch"]))
     place = _places(workers, ops, pipelines, num_ranks, name)
     if num_microbatches is None and not steps and len(workers) > 1:
         num_microbatches = _microbatches_of_a_step(said)
@@ -296,10 +296,9 @@ def _located(
         if found is None:
             continue
         replica, rank = place[event.worker]
-        numbers = found.numbers
+        kind, numbers = found
         rank = rank if numbers["rank"] is None else numbers["rank"]
         replica = replica if numbers["replica"] is None else numbers["replica"]
-        kind = kind_named(found.op)
         compute = kind.scope is Scope.COMPUTE
         stage = numbers["stage"] if numbers["stage"] is not None else rank if compute else NONE
         microbatch, step = numbers["microbatch"], numbers["step"]
@@ -318,20 +317,20 @@ def _located(
             if step is None and num_microbatches is not None:
                 step = number // num_microbatches
         if step is None:
-            key = event.worker, "step", found.op, stage, microbatch
+            key = event.worker, "step", kind.name, stage, microbatch
             step = count[key]
             count[key] += 1
-        rows.append(TracedOp(found.op, step, replica, rank, stage, microbatch, event.start, event.end))
+        rows.append(TracedOp(kind.name, step, replica, rank, stage, microbatch, event.start, event.end))
     return rows
 
 
-def _microbatches_of_a_step(said: Iterable[tuple[ProfileEvent, ParsedName | None]]) -> int | None:
+def _microbatches_of_a_step(said: Iterable[tuple[ProfileEvent, NamedOp | None]]) -> int | None:
     """How many forwards the first stage's process, which waits longest, runs until each has its backward."""
     begun: Counter[int] = Counter()
     left: Counter[int] = Counter()
     first: dict[int, int] = {}
     for event, found in said:
-        kind = "" if found is None else kind_named(found.op).kind
+        kind = "" if found is None else found[0].kind
         begun[event.worker] += kind == "F"
         left[event.worker] += (kind == "F") - (kind in ("B", "I"))
         if kind in ("B", "I") and not left[event.worker]:

@@ -10,47 +10,25 @@ arguments of that name; a microbatch that is said nowhere is counted, in the ord
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
-from typing import Any, NamedTuple
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from penstock.formats.traces.op_names import LETTERS, kind_named
-from penstock.formats.traces.run_trace import Scope, TraceError
+from penstock.formats.traces.run_trace import Scope, TracedKind, TraceError
 
 GROUPS = ("op", "stage", "microbatch", "rank", "replica", "step")
 NUMBERS = GROUPS[1:]
 
 
-class NamePattern(NamedTuple):
-    """One form of name.
+Pattern = tuple[str, str]
+"""A regular expression that must match the whole name, or its end after a blank, a dot or a slash; and the op that
+the name means, where no group says it."""
 
-    Attributes:
-        text: a regular expression that must match the whole name, or its end after a blank, a dot or a slash.
-        op: what it is, where no group says it.
-    """
 
-    text: str
-    op: str = ""
-
-    def compiled(self) -> re.Pattern[str]:
-        """Raises TraceError for what is no regular expression, has unknown groups or does not say which op it is."""
-        try:
-            found = re.compile(rf"(?:.*[\s./:])?(?:{self.text})")
-        except re.error as error:
-            raise TraceError(f"pattern {self.text!r} is no regular expression: {error}") from None
-        if unknown := sorted(found.groupindex.keys() - set(GROUPS)):
-            raise TraceError(f"pattern {self.text!r} has a group {unknown[0]!r}; it may have {', '.join(GROUPS)}")
-        if not self.op and "op" not in found.groupindex:
-            raise TraceError(
-                f"pattern {self.text!r} does not say which op it is: give a group named op, like "
-                r"(?P<op>F|B)(?P<microbatch>\d+), or write OP=PATTERN, like F=forward (?P<microbatch>\d+)"
-            )
-        return found
-
-    @classmethod
-    def parse(cls, text: str) -> NamePattern:
-        """Reads PATTERN, or OP=PATTERN."""
-        op, equals, rest = text.partition("=")
-        return cls(rest, op) if equals and re.fullmatch(r"[A-Za-z_-]+", op) else cls(text)
+def parse_pattern(text: str) -> Pattern:
+    """Reads PATTERN, or OP=PATTERN."""
+    op, equals, rest = text.partition("=")
+    return (rest, op) if equals and re.fullmatch(r"[A-Za-z_-]+", op) else (text, "")
 
 
 _ALONE = r"(?<![\s./:])"
@@ -60,42 +38,42 @@ _STAGE = rf"(?i:s|stage){_SEPARATED}(?P<stage>\d+)"
 _OP = rf"(?i:(?P<op>{'|'.join(LETTERS)}))"
 _WORD = rf"(?i:mb|microbatch|micro_batch){_SEPARATED}"
 _MICROBATCH = rf"(?:{_WORD})?(?P<microbatch>\d+){_SEPARATED}"
-_OPTIMIZER = NamePattern(r"Optimizer\.step#\w+\.step", "optimizer")
+_OPTIMIZER = (r"Optimizer\.step#\w+\.step", "optimizer")
 _TORCH = (
-    NamePattern(r"PP:(?P<stage>\d+)(?P<op>F|B|I|W)(?P<microbatch>\d+)"),
-    NamePattern(r"PP:(?P<stage>\d+)(?P<op>REDUCE_GRAD)"),
-    NamePattern(r"Forward (?P<microbatch>\d+)", "F"),
-    NamePattern(r"Backward (?P<microbatch>\d+)", "B"),
+    (r"PP:(?P<stage>\d+)(?P<op>F|B|I|W)(?P<microbatch>\d+)", ""),
+    (r"PP:(?P<stage>\d+)(?P<op>REDUCE_GRAD)", ""),
+    (r"Forward (?P<microbatch>\d+)", "F"),
+    (r"Backward (?P<microbatch>\d+)", "B"),
     _OPTIMIZER,
 )
 
-PRESETS: Mapping[str, tuple[NamePattern, ...]] = {
-    "penstock": (NamePattern(r"(?P<op>F|B|I|W|R|U) (?P<microbatch>\d+)"),),
+PRESETS: Mapping[str, tuple[Pattern, ...]] = {
+    "penstock": ((r"(?P<op>F|B|I|W|R|U) (?P<microbatch>\d+)", ""),),
     "torch": _TORCH,
     "torchtitan": _TORCH,
     "megatron": (
-        NamePattern(r"(?P<op>(?:forward|backward)-(?:compute|send|recv))"),
-        NamePattern(r"(?P<op>forward_step|backward_step)"),
-        NamePattern(r"(?P<op>params-all-gather|grads-reduce-scatter|all-grads-sync|optimizer|optimizer-clip-main-grad"
-                    r"|layernorm-grads-all-reduce|embedding-grads-all-reduce)"),
+        (r"(?P<op>(?:forward|backward)-(?:compute|send|recv))", ""),
+        (r"(?P<op>forward_step|backward_step)", ""),
+        (r"(?P<op>params-all-gather|grads-reduce-scatter|all-grads-sync|optimizer|optimizer-clip-main-grad"
+         r"|layernorm-grads-all-reduce|embedding-grads-all-reduce)", ""),
     ),
     "ranges": (
-        NamePattern(rf"{_ALONE}(?:{_STAGE}{_SEPARATED})?{_OP}{_SEPARATED}{_MICROBATCH}"),
-        NamePattern(rf"{_ALONE}{_OP}{_SEPARATED}{_MICROBATCH}{_SEPARATED}{_STAGE}"),
-        NamePattern(rf"{_ALONE}(?:{_STAGE}{_SEPARATED})?{_WORD}(?P<microbatch>\d+){_SEPARATED}{_OP}{_SEPARATED}"),
-        NamePattern(rf"{_ALONE}(?P<stage>\d+){_OP}(?P<microbatch>\d+)"),
+        (rf"{_ALONE}(?:{_STAGE}{_SEPARATED})?{_OP}{_SEPARATED}{_MICROBATCH}", ""),
+        (rf"{_ALONE}{_OP}{_SEPARATED}{_MICROBATCH}{_SEPARATED}{_STAGE}", ""),
+        (rf"{_ALONE}(?:{_STAGE}{_SEPARATED})?{_WORD}(?P<microbatch>\d+){_SEPARATED}{_OP}{_SEPARATED}", ""),
+        (rf"{_ALONE}(?P<stage>\d+){_OP}(?P<microbatch>\d+)", ""),
         _OPTIMIZER,
     ),
     "stacks": (
-        NamePattern(r"forward_one_chunk", "F"),
-        NamePattern(r"backward_one_chunk", "B"),
-        NamePattern(r"backward_weight_one_chunk", "W"),
+        (r"forward_one_chunk", "F"),
+        (r"backward_one_chunk", "B"),
+        (r"backward_weight_one_chunk", "W"),
         _OPTIMIZER,
     ),
     "deepspeed": (
-        NamePattern(r"_exec_(?P<op>forward_pass|backward_pass)"),
-        NamePattern(r"_exec_reduce_grads", "grads-all-reduce"),
-        NamePattern(r"_exec_optimizer_step", "optimizer"),
+        (r"_exec_(?P<op>forward_pass|backward_pass)", ""),
+        (r"_exec_reduce_grads", "grads-all-reduce"),
+        (r"_exec_optimizer_step", "optimizer"),
     ),
 }  # fmt: skip
 """Names that the frameworks give. TorchTitan's are torch's; Megatron's are its timers and functions (a profile
@@ -103,11 +81,8 @@ with stacks names those), DeepSpeed's the functions of its pipeline engine. `ran
 themselves: F3, stage 1 bwd mb 2. `stacks` are functions of torch's stages, as `Schedule1F1B` names no op."""
 
 
-class ParsedName(NamedTuple):
-    """What a name and the event's arguments say; None where they say nothing."""
-
-    op: str
-    numbers: dict[str, int | None]
+NamedOp = tuple[TracedKind, dict[str, int | None]]
+"""What a name and the event's arguments say: the kind of op, and `NUMBERS`, None where they say nothing."""
 
 
 class Names:
@@ -117,33 +92,44 @@ class Names:
         TraceError: a pattern is wrong.
     """
 
-    def __init__(self, patterns: tuple[NamePattern, ...]) -> None:
-        self._patterns = [(each.compiled(), each.op) for each in patterns]
-        self._known: dict[str, tuple[str, dict[str, str | None]] | None] = {}
+    def __init__(self, patterns: Sequence[Pattern]) -> None:
+        self._patterns = [(_compiled(*each), each[1]) for each in patterns]
+        self._known: dict[str, tuple[TracedKind, dict[str, str]] | None] = {}
 
-    def read(self, name: str, args: Mapping[str, Any]) -> ParsedName | None:
+    def read(self, name: str, args: Mapping[str, Any]) -> NamedOp | None:
         """What is said, or None for a name that no pattern matches."""
         if name not in self._known:
             self._known[name] = self._match(name)
         found = self._known[name]
         if found is None:
             return None
-        op, groups = found
-        numbers = {each: groups.get(each, args.get(each)) for each in NUMBERS}
-        return ParsedName(op, {each: _number(value) for each, value in numbers.items()})
+        return found[0], {each: _number(found[1].get(each, args.get(each))) for each in NUMBERS}
 
     def matches(self, name: str) -> bool:
         return self.read(name, {}) is not None
 
-    def _match(self, name: str) -> tuple[str, dict[str, str | None]] | None:
+    def _match(self, name: str) -> tuple[TracedKind, dict[str, str]] | None:
         for pattern, op in self._patterns:
-            match = pattern.fullmatch(name)
-            if match is not None:
-                groups = match.groupdict()
-                return groups.pop("op", None) or op, {
-                    key: value for key, value in groups.items() if value is not None
-                }
+            if (match := pattern.fullmatch(name)) is not None:
+                groups = {key: value for key, value in match.groupdict().items() if value is not None}
+                return kind_named(groups.get("op") or op), groups
         return None
+
+
+def _compiled(text: str, op: str) -> re.Pattern[str]:
+    """Raises TraceError for what is no regular expression, has unknown groups or does not say which op it is."""
+    try:
+        found = re.compile(rf"(?:.*[\s./:])?(?:{text})")
+    except re.error as error:
+        raise TraceError(f"pattern {text!r} is no regular expression: {error}") from None
+    if unknown := sorted(found.groupindex.keys() - set(GROUPS)):
+        raise TraceError(f"pattern {text!r} has a group {unknown[0]!r}; it may have {', '.join(GROUPS)}")
+    if not op and "op" not in found.groupindex:
+        raise TraceError(
+            f"pattern {text!r} does not say which op it is: give a group named op, like "
+            r"(?P<op>F|B)(?P<microbatch>\d+), or write OP=PATTERN, like F=forward (?P<microbatch>\d+)"
+        )
+    return found
 
 
 def _number(value: Any) -> int | None:
@@ -155,21 +141,13 @@ def _number(value: Any) -> int | None:
 
 def preset_for(names: set[str]) -> str | None:
     """The preset that knows forwards and backwards among these names; the one that knows most."""
-    best, most = None, 0
-    for preset in PRESETS:
-        known, letters = _known(preset, names)
-        if "F" in letters and letters & {"B", "I"} and known > most:
-            best, most = preset, known
-    return best
+    known = {preset: kinds_named(names, preset) for preset in PRESETS}
+    knows = [preset for preset, kinds in known.items() if "F" in kinds and {"B", "I"} & set(kinds)]
+    return max(knows, key=lambda preset: len(known[preset]), default=None)
 
 
-def kinds_named(names: set[str]) -> set[str]:
-    """Penstock's letters of the ops that any preset knows among these names."""
-    return set().union(*(_known(preset, names)[1] for preset in PRESETS))
-
-
-def _known(preset: str, names: set[str]) -> tuple[int, set[str]]:
-    """How many of the names a preset knows, and the letters of the ops of microbatches among them."""
+def kinds_named(names: set[str], preset: str) -> list[str]:
+    """The kinds of the names that a preset knows: Penstock's letters of ops of microbatches, "" for others."""
     reader = Names(PRESETS[preset])
-    kinds = [kind_named(found.op) for name in names if (found := reader.read(name, {})) is not None]
-    return len(kinds), {kind.kind for kind in kinds if kind.scope is Scope.COMPUTE}
+    kinds = [found[0] for name in names if (found := reader.read(name, {})) is not None]
+    return [kind.kind if kind.scope is Scope.COMPUTE else "" for kind in kinds]

@@ -9,7 +9,6 @@ If a profile shows no receives, `analyze.clocks` lets an op begin when its messa
 
 from __future__ import annotations
 
-import itertools
 import re
 from bisect import bisect_left, bisect_right
 from collections import defaultdict
@@ -17,7 +16,6 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from penstock.formats.traces.name_patterns import Names
-from penstock.formats.traces.op_names import kind_named
 from penstock.formats.traces.run_trace import Scope
 
 CPU, GPU = "user_annotation", "gpu_user_annotation"
@@ -41,19 +39,10 @@ class ProfileEvent(NamedTuple):
     track: tuple[Any, Any] = (None, None)
 
 
-class _Recorded(NamedTuple):
-    """When what happened in a process besides its ops, each in order.
-
-    Attributes:
-        received: waits for messages ended. sent: messages were sent. begun: messages of both kinds.
-        computed: torch's operators ended. backward: autograd's functions began.
-    """
-
-    received: list[float]
-    sent: list[float]
-    begun: list[float]
-    computed: list[float]
-    backward: list[float]
+Recorded = defaultdict[str, list[float]]
+"""When what happened in a process besides its ops, each in order: waits for messages ended (`received`), messages
+were `sent`, messages of both kinds were `begun`, torch's operators ended (`computed`), autograd's functions began
+(`backward`)."""
 
 
 def pairs_divided(events: Sequence[ProfileEvent]) -> list[ProfileEvent]:
@@ -70,11 +59,11 @@ def pairs_divided(events: Sequence[ProfileEvent]) -> list[ProfileEvent]:
         end = begin = event.start + FORWARDS_SHARE * (event.end - event.start)
         if event.category == CPU:
             process = recorded[event.worker]
-            waits = _within(process.received, event)
+            waits = _within(process["received"], event)
             if len(waits) > 1:  # the second is the backward's; the forward ended with the operator before
                 begin = waits[-1]
-                end = max([each for each in _within(process.computed, event) if each <= begin], default=begin)
-            elif backward := _within(process.backward, event):
+                end = max([each for each in _within(process["computed"], event) if each <= begin], default=begin)
+            elif backward := _within(process["backward"], event):
                 end = begin = backward[0]
         found.append(event._replace(name=f"PP:{pair[1]}", end=end))
         found.append(event._replace(name=f"PP:{pair[2]}", start=begin))
@@ -106,7 +95,7 @@ def ops_inside(matched: Sequence[ProfileEvent], events: Sequence[ProfileEvent], 
     return found
 
 
-def _without_waits(event: ProfileEvent, process: _Recorded, begins: list[float], loss_follows: bool) -> ProfileEvent:
+def _without_waits(event: ProfileEvent, process: Recorded, begins: list[float], loss_follows: bool) -> ProfileEvent:
     """From the end of its wait for a message until it sends one.
 
     Args:
@@ -114,38 +103,38 @@ def _without_waits(event: ProfileEvent, process: _Recorded, begins: list[float],
         loss_follows: if it sends none, and so is of the last stage. torch computes the loss after a range of a
             schedule of one stage, and inside those of others.
     """
-    start = max(_within(process.received, event), default=event.start)
-    done = max(_within(process.computed, event), default=event.start)
-    end = min((each for each in _within(process.sent, event) if each >= done), default=event.end)
+    start = max(_within(process["received"], event), default=event.start)
+    done = max(_within(process["computed"], event), default=event.start)
+    end = min((each for each in _within(process["sent"], event) if each >= done), default=event.end)
     following = begins[bisect_left(begins, end) :][:1]
-    if loss_follows and process.received and following:
+    if loss_follows and process["received"] and following:
         gap = event._replace(start=end, end=following[0])
-        if not _within(process.begun, gap) and not _within(process.sent, gap._replace(start=event.start)):
+        if not _within(process["begun"], gap) and not _within(process["sent"], gap._replace(start=event.start)):
             end = following[0]
     return event._replace(start=start, end=end)
 
 
 def _kind(reader: Names, event: ProfileEvent) -> str:
     """Penstock's letter of an op of a microbatch; empty for other events."""
-    said = reader.read(event.name, event.args)
-    kind = None if said is None else kind_named(said.op)
-    return kind.kind if kind is not None and kind.scope is Scope.COMPUTE else ""
+    found = reader.read(event.name, event.args)
+    return found[0].kind if found is not None and found[0].scope is Scope.COMPUTE else ""
 
 
-def _recorded(events: Sequence[ProfileEvent]) -> dict[int, _Recorded]:
-    found: defaultdict[int, _Recorded] = defaultdict(lambda: _Recorded([], [], [], [], []))
+def _recorded(events: Sequence[ProfileEvent]) -> defaultdict[int, Recorded]:
+    found: defaultdict[int, Recorded] = defaultdict(lambda: defaultdict(list))
     for event in events:
         process = found[event.worker]
         is_sent = SEND.fullmatch(event.name) is not None
         if is_sent or RECEIVE.fullmatch(event.name):
-            process.begun.append(event.start)
-            (process.sent if is_sent else process.received).append(event.start if is_sent else event.end)
+            process["begun"].append(event.start)
+            process["sent" if is_sent else "received"].append(event.start if is_sent else event.end)
         elif event.name.startswith(_BACKWARD):
-            process.backward.append(event.start)
+            process["backward"].append(event.start)
         elif event.category == "cpu_op" and not event.name.startswith("c10d::"):
-            process.computed.append(event.end)
-    for column in itertools.chain(*found.values()):
-        column.sort()
+            process["computed"].append(event.end)
+    for process in found.values():
+        for column in process.values():
+            column.sort()
     return found
 
 

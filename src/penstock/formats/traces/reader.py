@@ -16,7 +16,7 @@ from pathlib import Path
 import numpy as np
 
 from penstock.formats.traces.chrome import read_chrome
-from penstock.formats.traces.name_patterns import NamePattern
+from penstock.formats.traces.name_patterns import parse_pattern
 from penstock.formats.traces.penstock_run import TIMELINE, TIMELINES, read_penstock
 from penstock.formats.traces.run_trace import RunTrace, TraceError
 from penstock.formats.traces.study import read_study
@@ -82,7 +82,7 @@ def read_trace(
         trace = read_chrome(
             given,
             name=name,
-            patterns=[NamePattern.parse(each) for each in patterns],
+            patterns=[parse_pattern(each) for each in patterns],
             preset=preset,
             num_ranks=num_ranks,
             num_microbatches=num_microbatches,

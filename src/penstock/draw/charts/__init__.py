@@ -1,1 +1,0 @@
-"""The parts of charts. Other packages use `penstock.draw.chart`."""
