@@ -11,8 +11,7 @@ import penstock as ps
 from penstock.cost import CostError, CostsByLength, LengthLine
 from penstock.dispatch import Dispatch
 from penstock.planning import BatchPlan, PackingError, assign_evenly, plan_batch
-from penstock.planning.batches import pack_in_turn, pack_to_shares
-from penstock.planning.batches.packing import tapered_shares
+from penstock.planning.batches import pack_in_turn, pack_to_shares, tapered_shares
 
 pytestmark = pytest.mark.unit
 

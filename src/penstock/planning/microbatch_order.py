@@ -158,12 +158,7 @@ def order_microbatches(
     search = OrderSearch(
         schedule, costs, links, transport=transport, memory_limit=memory_limit, dispatches=dispatches, compile=compile
     )
-    best, arrival = search.best_by_rules(), search.arrival
-    if time_limit > 0:
-        best = search.moved(best, began + time_limit, seed)
-    least = max(noise * best.makespan, slack(best.makespan))
-    if search.fits(arrival.lowered) and arrival.makespan - best.makespan <= least:
-        best = arrival
+    best, arrival = search.best(noise, time_limit, seed), search.arrival
     chosen = schedule if best.rule == ARRIVAL else in_order(remove_communication(schedule), best.order)
     return OrderedMicrobatches(
         chosen, tuple(best.order.tolist()), best.rule, best.dispatch, best.makespan, arrival.makespan,
@@ -185,6 +180,11 @@ class OrderCandidate:
     dispatch: Dispatch
     lowered: Order
     makespan: float
+
+    @property
+    def peak(self) -> float:
+        """The most that any rank holds."""
+        return max(self.lowered.peaks)
 
 
 class OrderSearch:
@@ -247,6 +247,15 @@ class OrderSearch:
     def fits(self, lowered: Order) -> bool:
         """Whether each rank stays within its cap."""
         return all(map(is_within, lowered.peaks, self.caps))
+
+    def best(self, noise: float = 0.0, seconds: float = 0.0, seed: int = 0) -> OrderCandidate:
+        """The best by rules and, in so many seconds, by moves; the arrival where they gain less than the noise."""
+        began = time.perf_counter()
+        best, arrival = self.best_by_rules(), self.arrival
+        if seconds > 0:
+            best = self.moved(best, began + seconds, seed)
+        least = max(noise * best.makespan, slack(best.makespan))
+        return arrival if self.fits(arrival.lowered) and arrival.makespan - best.makespan <= least else best
 
     def best_by_rules(self) -> OrderCandidate:
         """The fastest of all rules and dispatches within the caps. Raises ScheduleError where none keeps them."""
