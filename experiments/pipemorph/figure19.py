@@ -104,8 +104,9 @@ def predicted(start: Configuration, ms: float, kind: str, host: float, in_use: b
 
     tried = []
     for delegated in ((), MODEL.links):
-        job = Job(COSTS, replace(start, delegated=delegated), host_memory=host * MODEL.activation, depth=DEPTH)
-        chosen = rerank(job, MESH, late_node(LINK, ms), ring=RING, allowed=serves if in_use else None)
+        then, host_memory = replace(start, delegated=delegated), host * MODEL.activation
+        job = Job(COSTS, then, host_memory=host_memory, depth=DEPTH, ring=RING)
+        chosen = rerank(job, MESH, late_node(LINK, ms), allowed=serves if in_use else None)
         case = MeshCase({}, COSTS, chosen.configuration, chosen.mesh, RING, LINK, ms, kind)
         tried.append((simulated(mesh_row(Backend(), case)), chosen))
     _, best = min(tried, key=lambda each: each[0])

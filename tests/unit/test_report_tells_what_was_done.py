@@ -6,6 +6,7 @@ import json
 import random
 from dataclasses import replace
 
+import msgspec
 import pytest
 
 import penstock as ps
@@ -131,7 +132,7 @@ def test_a_run_that_ends_slower_than_it_began_says_so_first() -> None:
 
 def test_a_cause_without_an_answer_is_said_with_its_size() -> None:
     cause = Unanswered(20, Obstacle.NOISE, "too noisy", (((2, 3), 60.0),), 284.0, 523.0, 500.0)
-    found = read_story([*log_of(), json.dumps({"unanswered": cause.to_json()})], name="not answered")
+    found = read_story([*log_of(), json.dumps({"unanswered": msgspec.to_builtins(cause)})], name="not answered")
     (said,) = (each for each in more(found) if "too noisy" in each)
     assert "2:3 by 60 ms" in said
     assert "284 to 523 ms" in said

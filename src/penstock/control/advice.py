@@ -8,18 +8,17 @@ links 2:3 are late by 120 ms: steps take 633 ms instead of 97
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
 from enum import StrEnum
-from typing import Any
 
 from penstock.control.candidate import Measured, candidates
 from penstock.control.configuration import Configuration, Job, peaks
 from penstock.control.decide import predict, score
-from penstock.control.events import Link, read_link, show_link
+from penstock.control.events import Link, show_link
 from penstock.dispatch import Dispatch
 from penstock.library import build
-from penstock.schedule import Schedule, ScheduleError
+from penstock.schedule import ScheduleError
 
 MORE = (1, 2, 4, 8)
 """Extra activations of the largest stage that each rank may hold; these numbers are tried one after the other."""
@@ -105,19 +104,6 @@ class Unanswered:
     helps: tuple[Help, ...] = ()
     nodes: str = ""
 
-    def to_json(self) -> dict[str, Any]:
-        """The finding as a JSON object."""
-        helps = [{"what": each.what, "option": each.option, "ms": round(each.ms, 4)} for each in self.helps]
-        return asdict(self) | {"obstacle": self.obstacle.value, "cause": _shown(self.cause), "helps": helps}
-
-    @classmethod
-    def from_json(cls, value: Mapping[str, Any]) -> Unanswered:
-        """Reads `to_json`. Raises KeyError, TypeError or ValueError for anything else."""
-        fields = dict(value)
-        cause = _read(fields.pop("cause"))
-        helps = tuple(Help(**each) for each in fields.pop("helps"))
-        return cls(**fields | {"cause": cause, "helps": helps, "obstacle": Obstacle(fields["obstacle"])})
-
     def __str__(self) -> str:
         late = [causes_in_words(dict(self.cause))] if self.cause else []
         late += [self.nodes] if self.nodes else []
@@ -139,39 +125,21 @@ def causes_in_words(cause: Mapping[Link, float]) -> str:
     return " and ".join(parts)
 
 
-def _shown(late: tuple[tuple[Link, float], ...]) -> dict[str, float]:
-    return {show_link(key): round(ms, 4) for key, ms in late}
-
-
-def _read(late: Mapping[str, float]) -> tuple[tuple[Link, float], ...]:
-    return tuple((read_link(key), float(ms)) for key, ms in late.items())
-
-
 def what_would_help(job: Job, now: Configuration, measured: Measured) -> tuple[Help, ...]:
     """The least additional memory per rank with which some candidate saves `job.least_gain`, and the library schedule
     that would be the fastest to start with, if it saves as much. Both are simulated under the links as measured.
     """
-    unit = max(job.costs.activation)
-    ms_now = predict(job, now, measured.scenarios)
-    enough = ms_now * (1 - job.least_gain)
+    enough = predict(job, now, measured.scenarios) * (1 - job.least_gain)
     found = []
     for more in MORE:
-        more_job = _with_more(job, more * unit)
+        more_job = _with_more(job, more * max(job.costs.activation))
         ms = min(score(more_job, measured, each).ms for each in candidates(more_job, now, measured))
         if ms <= enough:
             many = "activation" if more == 1 else "activations"
             found.append(Help(f"with {more} more {many} per rank", f"--host-memory {more:g}", ms))
             break
-    other = _best_other(job, measured)
-    if other is not None and other[0] <= enough:
-        ms, schedule = other
-        held = max(peaks(schedule, job.costs)) / unit
-        found.append(
-            Help(
-                f"with schedule {schedule.name}, up to {held:.3g} activations held", f"--schedule {schedule.name}", ms
-            )
-        )
-    return tuple(sorted(found, key=lambda each: each.ms))
+    others = sorted(_others(job, measured), key=lambda each: each.ms)[:1]
+    return tuple(sorted((*found, *(each for each in others if each.ms <= enough)), key=lambda each: each.ms))
 
 
 def _with_more(job: Job, more: float) -> Job:
@@ -181,20 +149,17 @@ def _with_more(job: Job, more: float) -> Job:
     return replace(job, start=replace(job.start, caps=tuple(cap + more for cap in job.start.caps)))
 
 
-def _best_other(job: Job, measured: Measured) -> tuple[float, Schedule] | None:
-    """The fastest of `OTHERS`, under each dispatch that may be chosen. Each may hold what its own order needs."""
-    found: list[tuple[float, Schedule]] = []
+def _others(job: Job, measured: Measured) -> Iterator[Help]:
+    """Each of `OTHERS` under each dispatch that may be chosen. Each may hold what its own order needs."""
     start = job.start.schedule
-    if start.num_stages != job.num_ranks:
-        return None
-    for name in OTHERS:
+    for name in OTHERS if start.num_stages == job.num_ranks else ():
         try:
             schedule = build(name, job.num_ranks, start.num_microbatches)
         except ScheduleError:
             continue
-        if schedule.name == start.name:
-            continue
         caps = tuple(peaks(schedule, job.costs))
-        for dispatch in dict.fromkeys((Dispatch.FROZEN, *job.dispatches)):
-            found.append((predict(job, Configuration(schedule, dispatch, (), caps), measured.scenarios), schedule))
-    return min(found, key=lambda each: each[0], default=None)
+        held = max(caps) / max(job.costs.activation)
+        words = f"with schedule {schedule.name}, up to {held:.3g} activations held", f"--schedule {schedule.name}"
+        for dispatch in dict.fromkeys((Dispatch.FROZEN, *job.dispatches)) if schedule.name != start.name else ():
+            ms = predict(job, Configuration(schedule, dispatch, (), caps), measured.scenarios)
+            yield Help(*words, ms)

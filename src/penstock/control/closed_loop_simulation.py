@@ -163,10 +163,8 @@ def rehearse(
     conditions: Links,
     *,
     until: float,
-    begin: float = 0.0,
     delay: int = 1,
     costs: Callable[[float], Costs] | None = None,
-    probe_every: int = PROBE_EVERY,
 ) -> Rehearsal:
     """Simulates iterations in which a controller decides, until a moment of the links' conditions.
 
@@ -174,10 +172,8 @@ def rehearse(
         controller: fresh, or from another rehearsal.
         conditions: the links over time.
         until: the moment at which it ends, in ms.
-        begin: the moment at which the first iteration begins, in ms.
         delay: iterations that still run the old configuration, from a decision until all ranks have committed it.
         costs: what ops really take in an iteration that begins at a moment (ms); by default what the job assumes.
-        probe_every: iterations from one round of probes between a mesh's nodes to the next.
 
     Examples:
         >>> import penstock as ps
@@ -190,7 +186,7 @@ def rehearse(
         True
     """
     job = controller.job
-    now, number, when = begin, 0, 0
+    now, number, when = 0.0, 0, 0
     iterations: list[Rehearsed] = []
     decisions: list[Decision] = []
     in_force = 0
@@ -205,7 +201,7 @@ def rehearse(
         iterations.append(Rehearsed(number, now, ms, in_force, held))
         events = slowest_of(measured_events(each, number, job.costs) for each in timelines)
         events = [replace(each, ms=ms) if isinstance(each, IterationEnded) else each for each in events]
-        if job.mesh is not None and (number + 1) % probe_every == 0:
+        if job.mesh is not None and (number + 1) % PROBE_EVERY == 0:
             events.append(probes(job.mesh, conditions, now + ms))
         while events:
             if made := controller.feed(events.pop(0)):

@@ -310,8 +310,8 @@ def job_to_json(job: Job) -> dict[str, Any]:
 
 def job_from_json(value: Mapping[str, Any]) -> Job:
     """Reads `job_to_json`. Raises ControlError for fields that are missing or unknown."""
-    given = dict(value)
     try:
+        given = dict(value)
         given["costs"] = Costs(**given["costs"] | {"other": tuple(map(tuple, given["costs"]["other"]))})
         given["start"] = Configuration.from_json(json.dumps(given["start"]))
         given |= {"prices": Prices(**given["prices"]), "ring": Ring(**given.get("ring", {}))}

@@ -18,7 +18,7 @@ from dataclasses import dataclass, fields
 from itertools import chain
 from numbers import Real
 from statistics import fmean, median
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import msgspec
 
@@ -27,6 +27,7 @@ from penstock.control.queueing import alone, busy_times, held_share, waits
 from penstock.formats.native import from_json, to_json
 from penstock.schedule import Schedule
 
+T = TypeVar("T")
 OP_KINDS = ("F", "B", "I", "W")
 """Kinds of ops whose times are watched."""
 Link = tuple[int, int]
@@ -355,13 +356,18 @@ def event_from_json(value: Mapping[str, Any]) -> Event:
         raise ControlError(
             f"{str(dict(value))[:80]} is no event: one of {', '.join(_NAMES)} with its fields is needed"
         )
-    try:
-        if name == "offered":
-            return Offered(from_json(msgspec.convert(value[name].get("schedule"), str)))
-        found: Event = msgspec.convert(value[name], _NAMES[name])
-    except msgspec.ValidationError as error:
-        raise ControlError(f"event {name!r} with fields {', '.join(value[name]) or 'none'}: {error}") from None
+    if name == "offered":
+        return Offered(from_json(as_type(value[name].get("schedule"), str)))
+    found: Event = as_type(value[name], _NAMES[name])
     return found
+
+
+def as_type(value: object, kind: type[T]) -> T:
+    """What a line of a log says, as a value of a type. Raises ControlError for anything else."""
+    try:
+        return msgspec.convert(value, kind)
+    except msgspec.ValidationError as error:
+        raise ControlError(f"no {kind.__name__} that this version wrote: {str(value)[:80]}: {error}") from None
 
 
 def _set(event: _Event, **values: object) -> None:

@@ -14,15 +14,16 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Iterator
-from dataclasses import asdict
 from typing import Any
+
+import msgspec
 
 from penstock.control.advice import Unanswered
 from penstock.control.changes import Sensitivity
 from penstock.control.configuration import Job, job_from_json, job_to_json
 from penstock.control.decide import Decision
 from penstock.control.errors import ControlError
-from penstock.control.events import Event, event_to_json
+from penstock.control.events import Event, as_type, event_to_json
 from penstock.control.trial import Verdict
 
 VERSION = 6
@@ -30,7 +31,7 @@ VERSION = 6
 
 def header(job: Job, sensitivity: Sensitivity) -> str:
     """The log's first line."""
-    value = {"version": VERSION, "job": job_to_json(job), "sensitivity": asdict(sensitivity)}
+    value = {"version": VERSION, "job": job_to_json(job), "sensitivity": msgspec.to_builtins(sensitivity)}
     return _line({"controller": value})
 
 
@@ -40,7 +41,8 @@ def event_line(event: Event) -> str:
 
 def outcome_line(said: Decision | Verdict | Unanswered) -> str:
     """What the controller said of the last event."""
-    return _line({type(said).__name__.lower(): said.to_json()})
+    value = said.to_json() if isinstance(said, Decision) else msgspec.to_builtins(said)
+    return _line({type(said).__name__.lower(): value})
 
 
 def _line(value: Any) -> str:
@@ -56,10 +58,7 @@ def read_header(value: Any) -> tuple[Job, Sensitivity]:
     first = value.get("controller") if isinstance(value, dict) else None
     if not isinstance(first, dict) or first.get("version") != VERSION:
         raise ControlError(f"no controller's log of version {VERSION}: its first line is {str(value)[:80]!r}")
-    try:
-        return job_from_json(first["job"]), Sensitivity(**first["sensitivity"])
-    except (KeyError, TypeError) as error:
-        raise ControlError(f"the log's first line is not what this version wrote: {error}") from None
+    return job_from_json(first.get("job", {})), as_type(first.get("sensitivity"), Sensitivity)
 
 
 def json_lines(lines: Iterable[str], name: str) -> Iterator[dict[str, Any]]:

@@ -23,7 +23,6 @@ from penstock.control.configuration import Configuration, Job, order_of
 from penstock.control.decide import run_on
 from penstock.cost import LinkCondition, Links
 from penstock.cost.mesh import Mesh
-from penstock.cost.ring import Ring
 from penstock.simulation.mesh import WEIGHT_KINDS, after_pipelines, last_gradients, require_mesh
 
 Numbers = tuple[int, ...]
@@ -50,8 +49,8 @@ class MeshTimes:
         ScheduleError, CostError: what `simulate_mesh` refuses.
     """
 
-    def __init__(self, job: Job, shape: Mesh, links: Links, ring: Ring | None = None) -> None:
-        self.job, self.shape, self.links, self.ring = job, shape, Links.of(links), ring or Ring()
+    def __init__(self, job: Job, shape: Mesh, links: Links) -> None:
+        self.job, self.shape, self.links = job, shape, Links.of(links)
         require_mesh(job.start.schedule, job.costs, shape, self.links)
         order = order_of(job.start.schedule, job.costs)
         self._joined = [divmod(int(link), job.num_ranks) for link in np.unique(order.crossing[2])]
@@ -170,7 +169,7 @@ class MeshTimes:
 
     def _simulated_ring(self, numbers: Numbers, num_bytes: float, at: float) -> float:
         around = [self._conditions[each] for each in numbers]
-        return self.ring.all_reduce_ms(num_bytes, around, self.links.base, at)
+        return self.job.ring.all_reduce_ms(num_bytes, around, self.links.base, at)
 
     def _simulate(self, configuration: Configuration, numbers: Numbers) -> Ends:
         """Simulates a pipeline, once."""

@@ -44,7 +44,7 @@ _ROUNDS = 16
 
 def searched(number: int, job: Job, mesh: Mesh, links: Links, now: Configuration) -> Reranked:
     """Searches for better places of the nodes, which may take a while. Returns the answer as an event."""
-    found = rerank(job, mesh, links, ring=job.ring, now=now)
+    found = rerank(job, mesh, links, now=now)
     then = replace(found.configuration, nodes=found.mesh.nodes)
     return Reranked(number, then.to_json(), found.ms_now, found.ms_moved, found.ms_then, found.ring_ms)
 
@@ -153,7 +153,7 @@ class Orchestrator:
         """The predicted time (ms) of an iteration of what runs, with the links as they are known."""
         key = self.mesh, configuration, tuple(self.excess.items())
         if key not in self._predicted:
-            times = MeshTimes(self.job, self.mesh, self.conditions, self.job.ring)
+            times = MeshTimes(self.job, self.mesh, self.conditions)
             self._predicted = {key: times.iteration(self.mesh, configuration)}
         return self._predicted[key]
 

@@ -29,7 +29,6 @@ from penstock.control.configuration import Configuration, Job
 from penstock.control.mesh_times import MeshTimes, PlacementKind
 from penstock.cost import Links
 from penstock.cost.mesh import Mesh
-from penstock.cost.ring import Ring
 from penstock.engine.tolerance import EPSILON
 
 EXHAUSTIVE = 720
@@ -54,7 +53,6 @@ class Reranking:
         ms_then: predicted iteration time (ms) if nodes move and the configuration changes.
         ring_ms: how much of `ms_now` links of rings cost by not being as all others are.
         moved: the nodes that are to lie elsewhere.
-        exhaustive: whether all placements were tried.
 
     Examples:
         >>> import penstock as ps
@@ -73,7 +71,6 @@ class Reranking:
     ms_then: float
     ring_ms: float
     moved: tuple[int, ...] = ()
-    exhaustive: bool = False
 
 
 def rerank(
@@ -81,11 +78,8 @@ def rerank(
     mesh: Mesh,
     links: Links,
     *,
-    ring: Ring | None = None,
     now: Configuration | None = None,
-    absorb: bool = True,
     allowed: Callable[[Mesh], bool] | None = None,
-    exhaustive_up_to: int = EXHAUSTIVE,
 ) -> Reranking:
     """The placement of nodes, and what to run on it, with the least predicted iteration time.
 
@@ -93,14 +87,11 @@ def rerank(
         the fewest states.
 
     Args:
-        job: costs, memory, and what may be changed. Where its nodes must stay, staying is the only placement.
+        job: costs, rings, memory, and what may be changed. Where its nodes must stay, staying is the only placement.
         mesh: where nodes lie now.
         links: between nodes, as measured.
-        ring: how rings move bytes; the default of `simulate_mesh` where not given.
         now: what runs now; the job's start where not given.
-        absorb: whether the schedule, its dispatch and delegated links may change too.
         allowed: says of a placement whether it counts; all count where not given. Staying always does.
-        exhaustive_up_to: up to so many placements all are tried; with more, swaps.
 
     Raises:
         ScheduleError, CostError: what `simulate_mesh` refuses.
@@ -115,17 +106,16 @@ def rerank(
         0 2 4 6 | 1 3 7 5 (5, 7) 3653 337
     """
     now = now or job.start
-    times = MeshTimes(job, mesh, links, ring)
+    times = MeshTimes(job, mesh, links)
     search = _MeshSearch(times, mesh, now, allowed)
-    exhaustive = math.factorial(mesh.num_nodes) <= exhaustive_up_to
-    if not job.nodes_stay:
-        search.try_all() if exhaustive else search.try_swaps()
     here = times.kind(mesh.nodes)
+    if not job.nodes_stay:
+        search.try_all() if math.factorial(mesh.num_nodes) <= EXHAUSTIVE else search.try_swaps()
     ms_now = times.of_kind(here, now)
     ranked = sorted(search.seen.items(), key=lambda each: each[1])
     best, chosen, configuration = (ranked[0][1], ranked[0][0], now)
-    for kind, rank in [(here, search.seen[here]), *ranked[:ABSORBED]] if absorb and not job.nodes_stay else ():
-        ms, way = absorbing(times, kind, now, best[0] * search.unit * EPSILON)
+    for kind, rank in [(here, search.seen[here]), *ranked[:ABSORBED]] if not job.nodes_stay else ():
+        ms, way = _absorbing(times, kind, now, best[0] * search.unit * EPSILON)
         if (then := (search.units(ms), *rank[1:])) < best:
             best, chosen, configuration = then, kind, way
         if kind == times.healthy:
@@ -139,12 +129,11 @@ def rerank(
         ms_then=times.of_kind(chosen, configuration),
         ring_ms=ms_now - times.of_kind((here[0], times.healthy[1]), now),
         moved=mesh.moved(moved),
-        exhaustive=exhaustive,
     )
 
 
-def absorbing(
-    times: MeshTimes, kind: PlacementKind, now: Configuration, below: float = math.inf
+def _absorbing(
+    times: MeshTimes, kind: PlacementKind, now: Configuration, below: float
 ) -> tuple[float, Configuration]:
     """How long an iteration takes with what every replica best runs on placements of a kind, and that: of all
     `candidates`, or `now` if nothing is better.

@@ -21,9 +21,8 @@ links of this step, and the test is fed the differences in place of the times.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from statistics import median
-from typing import Any
 
 from penstock.control.configuration import Configuration
 from penstock.control.events import Link
@@ -89,10 +88,6 @@ class Verdict:
     promised: float
     paid: float = 0.0
     evidence: float = 1.0
-
-    def to_json(self) -> dict[str, Any]:
-        """The verdict as a JSON object."""
-        return {k: float(f"{v:.6g}") if isinstance(v, float) else v for k, v in asdict(self).items()}
 
     def __str__(self) -> str:
         said = "stays" if self.kept else "is taken back"

@@ -33,6 +33,7 @@ from penstock.control.events import (
     Probed,
     Switched,
     Transfers,
+    as_type,
     event_from_json,
     read_link,
     undirected,
@@ -115,7 +116,7 @@ class ReadLog:
         self.decisions[judged.number] = replace(judged, verdict=why, taken_back=taken_back)
 
     def _leave(self, value: Mapping[str, Any]) -> None:
-        self.unanswered.append(Unanswered.from_json(value))
+        self.unanswered.append(as_type(value, Unanswered))
 
     def _decide(self, value: Mapping[str, Any]) -> None:
         configuration = Configuration.from_json(json.dumps(value["configuration"]))

@@ -32,6 +32,7 @@ from typing import Any, BinaryIO
 
 from penstock.control import Configuration, Event, Job, Sensitivity, Switched
 from penstock.control.advice import Unanswered
+from penstock.control.events import as_type
 from penstock.control.log import event_line, header
 from penstock.cost import Costs, Mesh
 from penstock.runtime.adapt.options import AdaptOptions
@@ -299,7 +300,7 @@ class Coordinator:
             return
         self._run_log.write(CONTROL, line)
         if "unanswered" in value:
-            found = Unanswered.from_json(value["unanswered"])
+            found = as_type(value["unanswered"], Unanswered)
             self._notice(f"after iteration {found.iteration + 1}: {found}")
         if "decision" in value:
             decision = value["decision"]
