@@ -30,8 +30,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any, BinaryIO
 
-from penstock.control import Configuration, Event, Job, Sensitivity, Switched
-from penstock.control.advice import Unanswered
+from penstock.control import Configuration, Event, Job, Sensitivity, Switched, Unanswered
 from penstock.control.events import as_type
 from penstock.control.log import event_line, header
 from penstock.cost import Costs, Mesh
