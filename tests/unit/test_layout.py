@@ -150,7 +150,6 @@ STILL_SHARED = frozenset(
         "Batch",
         "Command",
         "Copies",
-        "Hue",
         "Links",
         "Microbatches",
         "Names",

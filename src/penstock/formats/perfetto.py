@@ -17,26 +17,16 @@ from penstock.schedule.dependencies import predecessors
 from penstock.schedule.op import BUILT_IN
 from penstock.simulation import Message, TimedOp, Timeline
 
-COMPUTE_TRACK = 1
-ASYNCHRONOUS_TRACK = 2
-FIRST_LINK_TRACK = 10
-CHROME_COLORS = {
-    "F": "thread_state_running",
-    "R": "thread_state_runnable",
-    "B": "thread_state_uninterruptible",
-    "I": "thread_state_iowait",
-    "W": "good",
-    "U": "generic_work",
+COMPUTE_TRACK, ASYNCHRONOUS_TRACK, FIRST_LINK_TRACK = 1, 2, 10
+KINDS = {
+    "F": ("forward", "thread_state_running"),
+    "R": ("recompute", "thread_state_runnable"),
+    "B": ("backward", "thread_state_uninterruptible"),
+    "I": ("input gradient", "thread_state_iowait"),
+    "W": ("weight gradient", "good"),
+    "U": ("update", "generic_work"),
 }
-"""Colour names that chrome://tracing knows; other viewers pass over them."""
-KIND_NAMES = {
-    "F": "forward",
-    "R": "recompute",
-    "B": "backward",
-    "I": "input gradient",
-    "W": "weight gradient",
-    "U": "update",
-}
+"""The kinds in words, and names of colours that chrome://tracing knows; other viewers pass over them."""
 
 TraceEvent = dict[str, Any]
 
@@ -56,25 +46,15 @@ def to_perfetto(timelines: Timeline | Sequence[Timeline]) -> bytes:
     """
     given = [timelines] if isinstance(timelines, Timeline) else list(timelines)
     events: list[TraceEvent] = []
-    first_process = 1
-    first_flow = 1
-    for timeline in given:
-        lead = f"{timeline.schedule.name} {timeline.source}, " if len(given) > 1 else ""
-        trace = _Trace(timeline, lead, first_process, first_flow)
-        events += trace.events()
-        first_process += timeline.num_ranks
-        first_flow += len(timeline.ops) * 2 + 1
-    meta = [
-        {
-            "schedule": t.schedule.name,
-            "source": t.source,
-            "dispatch": t.dispatch,
-            "makespan_ms": t.makespan,
-            "span_ms": t.span,
-            "bubble_ratio": t.bubble_ratio,
-        }
-        for t in given
-    ]
+    meta = []
+    process, flow = 1, 1
+    for t in given:
+        lead = f"{t.schedule.name} {t.source}, " if len(given) > 1 else ""
+        events += _Trace(t, lead, process, flow).events()
+        process += t.num_ranks
+        flow += len(t.ops) * 2 + 1
+        said = {"schedule": t.schedule.name, "source": t.source, "dispatch": t.dispatch}
+        meta.append(said | {"makespan_ms": t.makespan, "span_ms": t.span, "bubble_ratio": t.bubble_ratio})
     value = {"displayTimeUnit": "ms", "metadata": {"penstock": meta}, "traceEvents": events}
     return json.dumps(value, separators=(",", ":")).encode()
 
@@ -103,16 +83,11 @@ def from_perfetto(data: bytes, schedule: Schedule) -> list[Timeline]:
         slices = [event for event in trace["traceEvents"] if event["ph"] == "X" and "op" in event.get("args", ())]
         for place, meta in enumerate(trace["metadata"]["penstock"]):
             first = 1 + place * schedule.num_ranks
-            ops = [
-                TimedOp(
-                    each["pid"] - first,
-                    parse_op(each["args"]["op"]),
-                    each["ts"] / 1e3,
-                    (each["ts"] + each["dur"]) / 1e3,
-                )
-                for each in slices
-                if first <= each["pid"] < first + schedule.num_ranks
-            ]
+            ops = []
+            for each in slices:
+                if first <= each["pid"] < first + schedule.num_ranks:
+                    start, end = each["ts"] / 1e3, (each["ts"] + each["dur"]) / 1e3
+                    ops.append(TimedOp(each["pid"] - first, parse_op(each["args"]["op"]), start, end))
             ops.sort(key=lambda timed: (timed.rank, timed.start))
             if known.issuperset(timed.op for timed in ops if timed.op.kind in BUILT_IN):
                 held = (0.0,) * schedule.num_ranks
@@ -179,13 +154,13 @@ class _Trace:
 
     def events(self) -> list[TraceEvent]:
         """Names of tracks first, then everything by time."""
-        timed: list[TraceEvent] = []
-        for row in self.timeline.rows:
-            timed += [event for t in row for event in self._op(t)]
-        for rank, row in enumerate(self.timeline.rows):
-            timed += self._held(rank, row)
-        for row in self.timeline.streams:
-            timed += [event for t in row for event in self._op(t)]
+        timeline = self.timeline
+        timed = [event for row in timeline.rows for t in row for event in self._op(t)]
+        for rank, rows in enumerate(zip(timeline.rows, timeline.streams, strict=True)):
+            for time, count in held_over_time([*rows[0], *rows[1]], timeline.schedule.graph.holds):
+                place = {"pid": self.first_process + rank, "ts": self._time(time)}
+                timed.append({"ph": "C", "name": "activations", **place, "args": {"held": count}})
+        timed += [event for row in timeline.streams for t in row for event in self._op(t)]
         named, sent = self._messages()
         timed += sent
         # A flow step binds to the slice around it, so at equal times slices come first; longer ones outside.
@@ -197,59 +172,40 @@ class _Trace:
             process = self.first_process + rank
             yield _meta("process_name", process, {"name": f"{self.lead}rank {rank}"})
             yield _meta("process_sort_index", process, {"sort_index": process})
-            yield _meta("thread_name", process, {"name": "compute"}, COMPUTE_TRACK)
-            yield _meta("thread_sort_index", process, {"sort_index": 0}, COMPUTE_TRACK)
+            yield from _track_named("compute", process, COMPUTE_TRACK, 0)
             if self.timeline.streams[rank]:
-                yield _meta("thread_name", process, {"name": "asynchronous"}, ASYNCHRONOUS_TRACK)
-                yield _meta("thread_sort_index", process, {"sort_index": 0}, ASYNCHRONOUS_TRACK)
+                yield from _track_named("asynchronous", process, ASYNCHRONOUS_TRACK, 0)
 
     def _track(self, op: Op) -> int:
         return ASYNCHRONOUS_TRACK if op[:2] in self.timeline.schedule.asynchronous else COMPUTE_TRACK
 
     def _op(self, timed: TimedOp) -> Iterator[TraceEvent]:
         op = timed.op
-        args: dict[str, Any] = {
-            "op": str(op),
-            "kind": KIND_NAMES.get(op.kind, op.kind),
-            "stage": op.stage,
-            "microbatch": op.microbatch,
-            "waited_ms": timed.waited,
-        }
+        kind, color = KINDS.get(op.kind, (op.kind, ""))
+        args: dict[str, Any] = {"op": str(op), "kind": kind, "stage": op.stage, "microbatch": op.microbatch}
+        args["waited_ms"] = timed.waited
         if timed.waited_for is not None:
             args["waited_for"] = str(timed.waited_for)
         if timed.blocked > 0:
             args["blocked_ms"] = timed.blocked
-        event = self._slice(
-            f"{op.kind} {op.microbatch}", "compute", timed.rank, self._track(op), timed.start, timed.end
-        )
-        if op.kind in CHROME_COLORS:
-            event["cname"] = CHROME_COLORS[op.kind]
-        yield event | {"args": args}
+        name = f"{op.kind} {op.microbatch}"
+        event = self._slice(name, "compute", timed.rank, self._track(op), timed.start, timed.end)
+        yield event | ({"cname": color} if color else {}) | {"args": args}
         if timed.blocked > 0:
             after = timed.end + timed.blocked
             yield self._slice("blocked: link full", "wait", timed.rank, COMPUTE_TRACK, timed.end, after)
 
     def _slice(self, name: str, category: str, rank: int, track: int, start: float, end: float) -> TraceEvent:
         begin = self._time(start)
-        return {
+        event = {
             "ph": "X",
             "name": name,
             "cat": category,
             "pid": self.first_process + rank,
             "tid": track,
             "ts": begin,
-            "dur": round(self._time(end) - begin, 3),
         }
-
-    def _held(self, rank: int, row: Sequence[TimedOp]) -> Iterator[TraceEvent]:
-        for time, count in held_over_time([*row, *self.timeline.streams[rank]], self.timeline.schedule.graph.holds):
-            yield {
-                "ph": "C",
-                "name": "activations",
-                "pid": self.first_process + rank,
-                "ts": self._time(time),
-                "args": {"held": count},
-            }
+        return event | {"dur": round(self._time(end) - begin, 3)}
 
     def _messages(self) -> tuple[list[TraceEvent], list[TraceEvent]]:
         """Names of the link tracks, and slices and arrows of the messages.
@@ -266,7 +222,9 @@ class _Trace:
             source, target = self.ran.get(message.source), self.ran.get(message.target)
             if source is None or target is None:
                 continue
-            steps = [(message.source_rank, self._track(message.source), self._inside_end(source))]
+            # The arrow leaves in the last nanosecond of its op, so that it still belongs to that.
+            leaves = max(self._time(source.start), round(self._time(source.end) - 0.001, 3))
+            steps = [(message.source_rank, self._track(message.source), leaves)]
             if recorded and self._time(message.arrived) > self._time(message.sent):
                 ends = lanes.setdefault((message.source_rank, message.target_rank), [])
                 lane = next((k for k, end in enumerate(ends) if end <= message.sent), len(ends))
@@ -275,50 +233,44 @@ class _Trace:
                 if key not in tracks:
                     tracks[key] = next_track[message.source_rank]
                     next_track[message.source_rank] += 1
-                    named += self._link_track(tracks[key], message, lane)
-                name = f"{'activation' if message.source.kind == 'F' else 'gradient'} {message.source.microbatch}"
-                args = {"from": str(message.source), "to": str(message.target), "to_rank": message.target_rank}
-                if message.posted is not None:
-                    args |= {"receive_posted_ms": message.posted, "taken_ms": message.taken}
-                place, times = (message.source_rank, tracks[key]), (message.sent, message.left, message.arrived)
-                for what, begin, end in zip((f"{name} waits to leave", name), times, times[1:], strict=False):
-                    if self._time(end) > self._time(begin):
-                        events.append(self._slice(what, "message", *place, begin, end) | {"args": args})
-                steps.append((*place, self._time(message.sent)))
+                    name = f"to rank {message.target_rank}" + (f", {lane + 1}" if lane else "")
+                    process, sort = self.first_process + message.source_rank, 1 + message.target_rank * 1000 + lane
+                    named += _track_named(name, process, tracks[key], sort)
+                events += self._sent(message, tracks[key])
+                steps.append((message.source_rank, tracks[key], self._time(message.sent)))
             steps.append((message.target_rank, self._track(message.target), self._time(target.start)))
             events += self._flow(self.first_flow + index, steps)
         return named, events
 
-    def _link_track(self, track: int, message: Message, lane: int) -> list[TraceEvent]:
-        process = self.first_process + message.source_rank
-        name = f"to rank {message.target_rank}" + (f", {lane + 1}" if lane else "")
-        sort = 1 + message.target_rank * 1000 + lane
-        return [
-            _meta("thread_name", process, {"name": name}, track),
-            _meta("thread_sort_index", process, {"sort_index": sort}, track),
-        ]
+    def _sent(self, message: Message, track: int) -> Iterator[TraceEvent]:
+        name = f"{'activation' if message.source.kind == 'F' else 'gradient'} {message.source.microbatch}"
+        args: dict[str, Any] = {
+            "from": str(message.source),
+            "to": str(message.target),
+            "to_rank": message.target_rank,
+        }
+        if message.posted is not None:
+            args |= {"receive_posted_ms": message.posted, "taken_ms": message.taken}
+        times = message.sent, message.left, message.arrived
+        for said, begin, end in zip((f"{name} waits to leave", name), times, times[1:], strict=False):
+            if self._time(end) > self._time(begin):
+                yield self._slice(said, "message", message.source_rank, track, begin, end) | {"args": args}
 
     def _flow(self, number: int, steps: Sequence[tuple[int, int, float]]) -> Iterator[TraceEvent]:
         for k, (rank, track, time) in enumerate(steps):
             phase = "s" if k == 0 else "f" if k == len(steps) - 1 else "t"
-            event = {
-                "ph": phase,
-                "name": "message",
-                "cat": "message",
-                "id": number,
-                "pid": self.first_process + rank,
-                "tid": track,
-                "ts": time,
-            }
+            event: TraceEvent = {"ph": phase, "name": "message", "cat": "message", "id": number}
+            event |= {"pid": self.first_process + rank, "tid": track, "ts": time}
             yield event if phase == "s" else event | {"bp": "e"}
-
-    def _inside_end(self, timed: TimedOp) -> float:
-        """The last nanosecond of the op, so that an arrow that leaves at its end still belongs to it."""
-        return max(self._time(timed.start), round(self._time(timed.end) - 0.001, 3))
 
     def _time(self, ms: float) -> float:
         """Microseconds from the first op's start, to the nanosecond: the unit of the format."""
         return round((ms - self.origin) * 1000, 3)
+
+
+def _track_named(name: str, process: int, track: int, sort: int) -> Iterator[TraceEvent]:
+    yield _meta("thread_name", process, {"name": name}, track)
+    yield _meta("thread_sort_index", process, {"sort_index": sort}, track)
 
 
 def _meta(name: str, process: int, args: dict[str, Any], track: int = 0) -> TraceEvent:

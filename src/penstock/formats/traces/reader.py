@@ -19,7 +19,6 @@ from penstock.formats.traces.chrome import read_chrome
 from penstock.formats.traces.name_patterns import parse_pattern
 from penstock.formats.traces.penstock_run import TIMELINE, TIMELINES, read_penstock
 from penstock.formats.traces.run_trace import RunTrace, TraceError
-from penstock.formats.traces.study import read_study
 from penstock.formats.traces.table import read_table
 
 HEAD = 1 << 20
@@ -72,10 +71,8 @@ def read_trace(
                 f"{given[0].name}: --{useless[0]} says what names in profiles mean, and this is no profile; leave it "
                 "out, or say by --column which column is which"
             )
-    if form == "table" or (form == "study" and columns):
+    if form == "table":
         trace = read_table(given[0], columns, unit)
-    elif form == "study":
-        trace = read_study(given[0])
     elif form == "penstock":
         trace = read_penstock(given[0], name=name)
     else:
@@ -130,7 +127,7 @@ def _holds_events(path: Path) -> bool:
 def _form(path: Path) -> str:
     if path.name.endswith(CHROME):
         return "chrome"
-    form = {".parquet": "study", ".csv": "table", ".jsonl": "penstock"}.get(path.suffix)
+    form = {".parquet": "table", ".csv": "table", ".jsonl": "penstock"}.get(path.suffix)
     if form is None:
         raise TraceError(
             f"{path.name}: give a .parquet, a .csv, a .json or .json.gz of a profiler, or a run's folder"
