@@ -24,7 +24,7 @@ from penstock.formats import load, save
 from penstock.library import build
 from penstock.planning import Plan, plan
 from penstock.program import Branch, NewOp, Program, Rules, breadth_first, depth_first, placements
-from penstock.schedule import Op, Placement, Schedule, ScheduleError, check, parse
+from penstock.schedule import Op, Placement, Schedule, ScheduleError, check, parse, picture
 from penstock.simulation import Blocking, Timeline, footprint, simulate
 
 if TYPE_CHECKING:
@@ -88,6 +88,9 @@ __all__ = [
     "simulate",
     "split",
 ]
+
+
+picture.drawing = lambda: import_module("penstock.draw")
 
 
 def __getattr__(name: str) -> Any:

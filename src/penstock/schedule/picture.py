@@ -1,12 +1,13 @@
-"""What `save` and notebooks ask of schedules and timelines: their pictures.
+"""Pictures of schedules and timelines, for `save` and for notebooks.
 
-Drawing lies above the values that are drawn, and so it is looked up here when a picture is asked for.
+Drawing lies above the values that are drawn. So `penstock/__init__` sets `drawing`, which imports `penstock.draw` when
+somebody asks for a picture.
 """
 
 from __future__ import annotations
 
 import html
-from importlib import import_module
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +16,13 @@ from penstock.schedule.errors import ScheduleError
 MOST_OPS = 4_000
 """Ops that a notebook still draws; more make a page that is slow to scroll."""
 
+drawing: Callable[[], Any]
+"""Returns the module `penstock.draw`."""
+
 
 def save(drawn: Any, path: str | Path) -> None:
     """Writes a schedule or a timeline, see `penstock.draw.save`."""
-    import_module("penstock.draw").save(drawn, path)
+    drawing().save(drawn, path)
 
 
 def save_either(schedule: Any, timeline: Any, path: str | Path) -> None:
@@ -27,11 +31,11 @@ def save_either(schedule: Any, timeline: Any, path: str | Path) -> None:
 
 
 def shown(drawn: Any, num_ops: int) -> str:
-    """A picture for a notebook, or its short text where it is too large or cannot run."""
+    """Returns a picture for a notebook, or the short text of what is too large to draw or cannot run."""
     text = f"<pre>{html.escape(repr(drawn))}</pre>"
     if num_ops > MOST_OPS:
         return f"{text}<p>{num_ops} ops are too many to draw here; save it as .html</p>"
     try:
-        return str(import_module("penstock.draw").to_svg(drawn, inline=True))
+        return str(drawing().to_svg(drawn, inline=True))
     except ScheduleError as error:
         return f"{text}<p>It cannot be drawn: {html.escape(str(error).splitlines()[0])}</p>"
