@@ -9,7 +9,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import accumulate
 
 from penstock.engine.memory import peaks
@@ -18,19 +18,8 @@ from penstock.schedule.dependencies import carries_message, predecessors
 from penstock.schedule.errors import ScheduleError
 from penstock.schedule.op import BACKWARD, FORWARD, INPUT, RECOMPUTE, UPDATE, Op
 from penstock.schedule.placement import ranks_together
+from penstock.schedule.rows import UntimedRun, run_rows
 from penstock.schedule.schedule import Schedule
-
-
-@dataclass(frozen=True)
-class UntimedRun:
-    """Where a run without time ended: `steps[row]` ops done, and what each unfinished row waits for.
-
-    Rows are the ranks and, where ops are asynchronous, their streams (`streams.rows_of`). `blocked[row]` is (op, peer
-    row, full): the op the row waits for, or, where `full`, the op whose message found its channel to the peer full.
-    """
-
-    steps: tuple[int, ...]
-    blocked: dict[int, tuple[Op, int, bool]]
 
 
 def run_untimed(schedule: Schedule, channel_depth: int | None) -> UntimedRun:
@@ -50,54 +39,22 @@ def run_on(schedule: Schedule, begun: Sequence[int], also: Iterable[tuple[Op, Op
         also: (before, op) where an op needs more than the schedule says.
     """
     rows = rows_of(schedule)
-    rank_of_op = {op: r for r, row in enumerate(rows) for op in row}
+    present = {op: number for number, row in enumerate(rows) for op in row}
     together = ranks_together(schedule)
     if schedule.asynchronous:
         streams = {op: tuple(r + schedule.num_ranks for r in ranks) for op, ranks in together.items()}
         together |= {op: ranks for op, ranks in streams.items() if op[:2] in schedule.asynchronous}
-    reached: dict[Op, list[Op]] = {}
-    for before, op, _ in launches(schedule):
-        reached.setdefault(op, []).append(before)
-    if schedule.max_in_flight is not None:
-        for before, op in memory_edges(schedule, schedule.max_in_flight):
-            reached.setdefault(op, []).append(before)
-    for before, op in also:
-        reached.setdefault(op, []).append(before)
+    more: dict[Op, list[Op]] = {}
+    in_memory = () if schedule.max_in_flight is None else memory_edges(schedule, schedule.max_in_flight)
+    for before, op in (*((before, op) for before, op, _ in launches(schedule)), *in_memory, *also):
+        more.setdefault(op, []).append(before)
     graph = schedule.graph
-    steps = [*begun] or [0] * len(rows)
-    done = {op for row, count in zip(rows, steps, strict=True) for op in row[:count]}
-    waiting: dict[Op, list[int]] = {}
-    blocked: dict[int, tuple[Op, int, bool]] = {}
-    ready = list(range(len(rows)))
-    while ready:
-        rank = ready.pop()
-        blocked.pop(rank, None)
-        row = rows[rank]
-        while steps[rank] < len(row):
-            op = row[steps[rank]]
-            needs = predecessors(op, graph, rank_of_op)
-            if reached and op in reached:
-                needs = [*needs, *reached[op]]
-            missing = [needed for needed in needs if needed not in done]
-            if missing:
-                waiting.setdefault(missing[0], []).append(rank)
-                blocked[rank] = missing[0], rank_of_op.get(missing[0], rank), False
-                break
-            if op in together:
-                late = next((r for r in together[op] if rows[r][steps[r] : steps[r] + 1] != (op,)), None)
-                if late is not None:  # the last of its ranks to come takes the others along
-                    blocked[rank] = op, late, False
-                    break
-                for other in together[op]:
-                    if other != rank:
-                        blocked.pop(other, None)
-                        steps[other] += 1
-                        ready.append(other)
-            done.add(op)
-            steps[rank] += 1
-            if op in waiting:
-                ready += waiting.pop(op)
-    return UntimedRun(tuple(steps), blocked)
+
+    def needs(op: Op) -> list[Op]:
+        needed = predecessors(op, graph, present)
+        return [*needed, *more[op]] if op in more else needed
+
+    return run_rows(rows, needs, together, begun)
 
 
 def _run_bounded(schedule: Schedule, channel_depth: int) -> UntimedRun:

@@ -1,7 +1,7 @@
 """Pictures of schedules and timelines, for `save` and for notebooks.
 
-Drawing lies above the values that are drawn. So `penstock/__init__` sets `drawing`, which imports `penstock.draw` when
-somebody asks for a picture.
+Drawing lies above the values that are drawn. So `penstock/__init__` sets `drawing`, which imports `penstock.draw`
+when somebody asks for a picture.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from penstock.schedule.errors import ScheduleError
 MOST_OPS = 4_000
 """Ops that a notebook still draws; more make a page that is slow to scroll."""
 
-drawing: Callable[[], Any]
-"""Returns the module `penstock.draw`."""
+drawing: Callable[[], Any] = NotImplemented
+"""Returns the module `penstock.draw`; `penstock/__init__` sets it."""
 
 
 def save(drawn: Any, path: str | Path) -> None:

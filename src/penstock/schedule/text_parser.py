@@ -16,18 +16,21 @@ from __future__ import annotations
 import itertools
 import re
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
-from typing import NamedTuple, NoReturn
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple, NoReturn, TypeVar
 
 from penstock.schedule.error_context import only
 from penstock.schedule.errors import ScheduleError
-from penstock.schedule.microbatch_order import MicrobatchOrder, ungrouped
+from penstock.schedule.microbatch_order import ungrouped
 from penstock.schedule.op import KINDS, RECOMPUTE, Op, parse_op
 from penstock.schedule.pairs import JOIN, of_steps
 from penstock.schedule.placement import Placement
 from penstock.schedule.schedule import Schedule
 from penstock.schedule.stage_graph import Needs, Registered, StageGraph
-from penstock.schedule.updates import NEWEST, Updates
+from penstock.schedule.text import LINES
+from penstock.schedule.updates import Updates
+
+T = TypeVar("T")
 
 _UNNAMED_STAGE = -1
 _SHOWN_EACH_SIDE = 60
@@ -35,43 +38,10 @@ _SHOWN_EACH_SIDE = 60
 UNNAMED = "grid"
 """The name of a schedule whose grid has no header line."""
 
-_HEAD = re.compile(
-    r"schedule (?P<name>\S+): (?P<ranks>[0-9]{1,7}) ranks?, (?P<stages>[0-9]{1,7}) stages?, "
-    r"(?P<mbs>[0-9]{1,7}) microbatch(?:es)?"
-    r"(?:, at most (?P<limit>[0-9]+(?:\.[0-9]+)?(?:e[+-]?[0-9]+)?) in flight)?"
-)
-_PIPELINE = re.compile(
-    r"pipeline (?P<index>[0-9]{1,7}): stages on ranks (?P<ranks>[0-9]{1,7}(?: [0-9]{1,7})*)"
-    r"(?:, microbatches (?P<mbs>[0-9]{1,7}(?: [0-9]{1,7})*))?"
-)
-_SHARED = re.compile(r"stage (?P<stage>[0-9]{1,7}): shared by ranks (?P<ranks>[0-9]{1,7}(?: [0-9]{1,7})*)")
-_EDGES = re.compile(r"edges (?P<edges>none|[0-9]{1,7}>[0-9]{1,7}(?: [0-9]{1,7}>[0-9]{1,7})*)")
-_COUNTS = re.compile(r"microbatches of stages (?P<counts>[0-9]{1,7}(?: [0-9]{1,7})*)")
-_KIND = re.compile(
-    r"kind (?P<kind>[A-Z0-9_]+) of stage (?P<stage>[0-9]{1,7}): (?P<ops>[0-9]{1,7}) ops?"
-    r"(?:, on ranks (?P<ranks>[0-9]{1,7}(?: [0-9]{1,7})*))?(?P<asynchronous>, asynchronous)?"
-    r"(?:, holds (?P<holds>-?[0-9]+(?:\.[0-9]+)?(?:e[+-]?[0-9]+)?))?"
-    r"(?:, of microbatch(?:es)? (?P<mbs>[0-9]{1,7}(?: [0-9]{1,7})*))?"
-)
-_PAIRS = re.compile(
-    r"needs (?P<before>[A-Z0-9_]+) of stage (?P<from>[0-9]{1,7}) before (?P<after>[A-Z0-9_]+) of stage "
-    r"(?P<to>[0-9]{1,7}): (?P<pairs>[0-9]{1,7}>[0-9]{1,7}(?: [0-9]{1,7}>[0-9]{1,7})*)"
-)
-_NEEDS = re.compile(
-    r"needs (?P<num_before>[0-9]{1,7}) (?P<before>[A-Z0-9_]+) of stage (?P<from>[0-9]{1,7}) before "
-    r"(?P<num_after>[0-9]{1,7}) (?P<after>[A-Z0-9_]+) of stage (?P<to>[0-9]{1,7})"
-)
-_UPDATES = re.compile(
-    r"updates every (?P<window>[0-9]{1,9}) microbatch(?:es)?(?:, mismatch at most (?P<most>[0-9]{1,9}))?"
-    r"(?:, weights by (?P<rule>[a-z0-9-]{1,40}))?"
-)
-_ORDER = re.compile(
-    r"order of (?P<kind>[A-Z0-9_]+) on stages? (?P<stages>[0-9]{1,7}(?: [0-9]{1,7})*)"
-    r"(?: of pipeline (?P<pipeline>[0-9]{1,7}))?: (?P<mbs>[0-9]{1,7}(?: [0-9]{1,7})*)"
-)
+_HEADED = "schedule NAME: R ranks, S stages, N microbatches"
 _ROW = re.compile(r"rank (?P<rank>[0-9]{1,7}) *\|(?P<cells>.*)")
 _CELLS = re.compile(r"[0-9]*[A-Z][A-Z0-9_]*[0-9]\b.*|\.[. ]*(?:[0-9]*[A-Z][A-Z0-9_]*[0-9]\b.*)?")
-"""The rank of a row that does not name one."""
+"""A row that does not name its rank."""
 
 
 def parse(text: str) -> Schedule:
@@ -113,143 +83,164 @@ def _spot(line: str, at: int) -> str:
     return f"  {shown}\n  {' ' * len(lead)}{'^' * max(1, len(word[0] if word else ''))}"
 
 
+class _Row(NamedTuple):
+    """The cells of a row, and where they begin in the text."""
+
+    line: int
+    text: str
+    column: int
+
+
+class _Lines(NamedTuple):
+    """The lines of a text.
+
+    Attributes:
+        top: the number of the first line.
+        fields: by name of a line in `LINES`, the numbers and the fields of such lines.
+        rows: the rows by rank.
+    """
+
+    top: int
+    fields: dict[str, list[tuple[int, dict[str, Any]]]]
+    rows: dict[int, _Row]
+
+    def only(self, name: str) -> dict[str, Any]:
+        """The fields of a line that may be there once; empty where it is not there."""
+        return self.fields[name][0][1] if self.fields[name] else {}
+
+
 def _schedule(text: str) -> Schedule:
-    head: re.Match[str] | None = None
-    is_first, top = True, 1
-    pipelines: dict[int, tuple[int, ...]] = {}
-    mine: dict[int, list[int]] = {}
-    rows: dict[int, tuple[int, str, int]] = {}
-    shared: list[tuple[int, tuple[int, ...]]] = []
-    edges: tuple[tuple[int, int], ...] | None = None
-    counts: tuple[int, ...] = ()
-    registered: list[Registered] = []
-    needs: list[Needs] = []
-    updates: Updates | None = None
-    orders: list[MicrobatchOrder] = []
-    unnamed: list[tuple[int, str, int]] = []
+    lines = _read_lines(text)
+    head, rows, top = lines.only("schedule"), lines.rows, lines.top
+    if not head and not rows:
+        _fail("the text holds no 'schedule NAME: ...' line and no row", top)
+    pipelines: dict[int, dict[str, Any]] = {}
+    for line, given in lines.fields["pipeline"]:
+        if given["pipeline"] in pipelines:
+            _fail(f"pipeline {given['pipeline']} is given twice", line)
+        pipelines[given["pipeline"]] = given
+    if not head:
+        cells = [
+            _Cell(rank, row.line, column, op)
+            for rank, row in sorted(rows.items())
+            for column, step in _steps_of(row, _UNNAMED_STAGE)
+            for op in step
+        ]
+        pipelines = pipelines or {0: {"ranks": _hosts_of(cells, len(rows))}}
+        num_stages = len(next(iter(pipelines.values()))["ranks"])
+        head = {"name": UNNAMED, "num_ranks": len(rows), "num_stages": num_stages}
+        head["num_microbatches"] = _num_microbatches(cells)
+    num_ranks = head["num_ranks"]
+    if sorted(rows) != list(range(num_ranks)):
+        says = "the header says" if lines.fields["schedule"] else "there are rows of"
+        where = next((rows[rank].line for rank in sorted(rows) if rank >= num_ranks), top)
+        _fail(f"{says} {num_ranks} ranks, the rows are for ranks {sorted(rows)}", where)
+    placement = _placement(lines, pipelines, head)
+    stages = [placement.stages_of(rank) for rank in range(num_ranks)]
+    order, pairs = of_steps(
+        [step for _, step in _steps_of(rows[rank], own[0] if len(own) == 1 else None)]
+        for rank, own in enumerate(stages)
+    )
+    return Schedule(
+        head["name"],
+        placement,
+        order,
+        _pipeline_of(top, pipelines, head["num_microbatches"]),
+        head.get("max_in_flight"),
+        _graph(lines, head["num_stages"]),
+        next(iter(_made(lines, "updates", Updates)), None),
+        tuple(order for _, given in lines.fields["order"] for order in ungrouped(**{"pipeline": 0} | given)),
+        pairs,
+    )
+
+
+def _read_lines(text: str) -> _Lines:
+    found: dict[str, list[tuple[int, dict[str, Any]]]] = {name.split()[0]: [] for name in LINES}
+    rows: dict[int, _Row] = {}
+    unnamed: list[_Row] = []
+    top = 0
     for number, raw in enumerate(text.splitlines(), start=1):
         line = raw.strip()
         if not line or line.startswith("#"):
             continue
-        if is_first:
-            is_first, top, head = False, number, _HEAD.fullmatch(line)
-            if head is not None:
-                continue
-            if not any(each.fullmatch(line) for each in (_PIPELINE, _UPDATES, _ROW, _CELLS)):
-                _fail(
-                    number,
-                    1,
-                    "expected 'schedule NAME: R ranks, S stages, N microbatches' (after it, where there is a limit, "
-                    f"', at most K in flight'), or a row like 'rank 0 | F0 B0', got {line[:80]!r}",
-                )
-        if match := _PIPELINE.fullmatch(line):
-            index = int(match["index"])
-            if index in pipelines:
-                _fail(number, 1, f"pipeline {index} is given twice")
-            pipelines[index] = tuple(map(int, match["ranks"].split()))
-            mine[index] = list(map(int, (match["mbs"] or "").split()))
-        elif match := _SHARED.fullmatch(line):
-            shared.append((int(match["stage"]), _numbers(match["ranks"])))
-        elif match := _UPDATES.fullmatch(line):
-            if updates is not None:
-                _fail(number, 1, "the updates' window is given twice")
-            updates = _updates(number, match)
-        elif match := _EDGES.fullmatch(line):
-            edges = () if match["edges"] == "none" else _pairs(match["edges"])
-        elif match := _COUNTS.fullmatch(line):
-            counts = _numbers(match["counts"])
-        elif match := _KIND.fullmatch(line):
-            registered.append(
-                Registered(
-                    match["kind"],
-                    int(match["stage"]),
-                    int(match["ops"]),
-                    _numbers(match["ranks"]),
-                    match["asynchronous"] is not None,
-                    float(match["holds"] or 0),
-                    _numbers(match["mbs"]),
-                )
-            )
-        elif match := _PAIRS.fullmatch(line):
-            before, after = (match["before"], int(match["from"])), (match["after"], int(match["to"]))
-            needs.append(Needs(before, after, pairs=_pairs(match["pairs"])))
-        elif match := _NEEDS.fullmatch(line):
-            needs.append(
-                Needs(
-                    (match["before"], int(match["from"])),
-                    (match["after"], int(match["to"])),
-                    int(match["num_before"]),
-                    int(match["num_after"]),
-                )
-            )
-        elif match := _ORDER.fullmatch(line):
-            stages, microbatches = _numbers(match["stages"]), _numbers(match["mbs"])
-            orders += ungrouped(match["kind"], int(match["pipeline"] or 0), stages, microbatches)
-        elif match := _ROW.fullmatch(line):
+        is_first, top = not top, top or number
+        if match := _ROW.fullmatch(line):
             rank = int(match["rank"])
             if rank in rows:
-                _fail(number, 1, f"rank {rank} is given twice")
-            rows[rank] = (number, match["cells"], raw.index("|") + 2)
+                _fail(f"rank {rank} is given twice", number)
+            rows[rank] = _Row(number, match["cells"], raw.index("|") + 2)
         elif _CELLS.fullmatch(line):
-            unnamed.append((number, line, raw.index(line) + 1))
+            unnamed.append(_Row(number, line, raw.index(line) + 1))
         else:
-            _fail(
-                number,
-                1,
-                f"expected 'pipeline K: ...' or 'rank R | ...' (or a line of updates, of a stage graph or of an "
-                f"order), got "
-                f"{line[:60]!r}",
+            every = (
+                (name.split()[0], given) for name, each in LINES.items() if (given := each.read(line)) is not None
             )
+            name, given = next(every, ("", {}))
+            if is_first and name not in ("schedule", "pipeline", "updates"):
+                headed = f"'{_HEADED}' (after it, where there is a limit, ', at most K in flight')"
+                _fail(f"expected {headed}, or a row like 'rank 0 | F0 B0', got {line[:80]!r}", number)
+            if not name or (name == "schedule" and not is_first):
+                others = "(or a line of updates, of a stage graph or of an order)"
+                _fail(f"expected 'pipeline K: ...' or 'rank R | ...' {others}, got {line[:60]!r}", number)
+            if found[name] and name in ("updates", "edges", "counts"):
+                _fail(f"the line of {name} is given twice", number)
+            found[name].append((number, given))
     if rows and unnamed:
-        _fail(unnamed[0][0], 1, "some rows name their rank and this one does not; begin it like 'rank 0 | F0 B0'")
-    rows.update(enumerate(unnamed))
-    if head is None:
-        if not rows:
-            _fail(top, 1, "the text holds no 'schedule NAME: ...' line and no row")
-        cells = list(_cells(rows))
-        if not pipelines:
-            pipelines, mine = {0: _hosts_of(cells, len(rows))}, {0: []}
-        name, num_ranks, num_stages = UNNAMED, len(rows), len(next(iter(pipelines.values())))
-        num_microbatches = _num_microbatches(cells)
-    else:
-        name, num_ranks, num_stages = head["name"], int(head["ranks"]), int(head["stages"])
-        num_microbatches = int(head["mbs"])
-    if sorted(rows) != list(range(num_ranks)):
-        says = "the header says" if head is not None else "there are rows of"
-        where = next((rows[rank][0] for rank in sorted(rows) if rank >= num_ranks), top)
-        _fail(where, 1, f"{says} {num_ranks} ranks, the rows are for ranks {sorted(rows)}")
+        _fail("some rows name their rank and this one does not; begin it like 'rank 0 | F0 B0'", unnamed[0].line)
+    return _Lines(top or 1, found, rows | dict(enumerate(unnamed)))
+
+
+def _placement(lines: _Lines, pipelines: Mapping[int, Mapping[str, Any]], head: Mapping[str, Any]) -> Placement:
+    top, num_ranks, num_stages = lines.top, head["num_ranks"], head["num_stages"]
     if not pipelines:
         example = " ".join(str(stage % max(1, num_ranks)) for stage in range(min(num_stages, 16)))
-        _fail(top, 1, f"no line says where stages lie; add one below, like 'pipeline 0: stages on ranks {example}'")
+        _fail(f"no line says where stages lie; add one below, like 'pipeline 0: stages on ranks {example}'", top)
     if sorted(pipelines) != list(range(len(pipelines))):
-        _fail(top, 1, f"pipelines must be numbered from 0, got {sorted(pipelines)}")
-    for k, ranks in pipelines.items():
-        if len(ranks) != num_stages:
-            _fail(top, 1, f"the header says {num_stages} stages, pipeline {k} places {len(ranks)}")
-        if max(ranks) >= num_ranks:
-            _fail(top, 1, f"pipeline {k} names rank {max(ranks)}, but there are {num_ranks} ranks")
+        _fail(f"pipelines must be numbered from 0, got {sorted(pipelines)}", top)
+    for k, given in pipelines.items():
+        if len(given["ranks"]) != num_stages:
+            _fail(f"the header says {num_stages} stages, pipeline {k} places {len(given['ranks'])}", top)
+        if max(given["ranks"]) >= num_ranks:
+            _fail(f"pipeline {k} names rank {max(given['ranks'])}, but there are {num_ranks} ranks", top)
+    shared = tuple((given["stage"], given["ranks"]) for _, given in lines.fields["shared"])
     if any(max(ranks) >= num_ranks for _, ranks in shared):
-        _fail(top, 1, f"a shared stage names a rank that is not there: there are {num_ranks} ranks")
-    placement = Placement(tuple(pipelines[k] for k in range(len(pipelines))), tuple(shared))
-    if edges is None and (counts or registered or needs):
-        _fail(top, 1, "a line describes a stage graph, but there is no 'edges A>B ...' line; add one")
-    graph = None if edges is None else StageGraph(num_stages, edges, counts, tuple(registered), tuple(needs))
-    pipeline_of = [0] * num_microbatches
-    if len(pipelines) > 1 or mine[0]:
-        listed = sorted(m for found in mine.values() for m in found)
-        if listed != list(range(num_microbatches)):
-            _fail(
-                top,
-                1,
-                f"each of the {num_microbatches} microbatches must be in one pipeline's list, as in 'pipeline 0: "
-                f"stages on ranks 0 1, microbatches 0 2', got {listed}",
-            )
-        for k, found in mine.items():
-            for m in found:
-                pipeline_of[m] = k
-    order, pairs = of_steps(_parse_row(placement, rank, *rows[rank]) for rank in range(num_ranks))
-    limit = float(head["limit"]) if head is not None and head["limit"] else None
-    return Schedule(name, placement, order, tuple(pipeline_of), limit, graph, updates, tuple(orders), pairs)
+        _fail(f"a shared stage names a rank that is not there: there are {num_ranks} ranks", top)
+    return Placement(tuple(pipelines[k]["ranks"] for k in range(len(pipelines))), shared)
+
+
+def _pipeline_of(top: int, pipelines: Mapping[int, Mapping[str, Any]], num_microbatches: int) -> tuple[int, ...]:
+    """The pipeline of each microbatch."""
+    mine = {m: k for k, given in pipelines.items() for m in given.get("microbatches", ())}
+    listed = sorted(m for given in pipelines.values() for m in given.get("microbatches", ()))
+    if len(pipelines) == 1 and not listed:
+        return (0,) * num_microbatches
+    if listed != list(range(num_microbatches)):
+        _fail(
+            f"each of the {num_microbatches} microbatches must be in one pipeline's list, as in 'pipeline 0: stages "
+            f"on ranks 0 1, microbatches 0 2', got {listed}",
+            top,
+        )
+    return tuple(mine[m] for m in listed)
+
+
+def _graph(lines: _Lines, num_stages: int) -> StageGraph | None:
+    counts, edges = lines.only("counts"), lines.only("edges")
+    registered = tuple(_made(lines, "registered", Registered))
+    needs = tuple(_made(lines, "needs", Needs))
+    if edges:
+        return StageGraph(num_stages, **edges, **counts, registered=registered, needs=needs)
+    if counts or registered or needs:
+        _fail("a line describes a stage graph, but there is no 'edges A>B ...' line; add one", lines.top)
+    return None
+
+
+def _made(lines: _Lines, name: str, make: Callable[..., T]) -> Iterator[T]:
+    """What the lines of a name stand for, each made of its fields."""
+    for line, given in lines.fields[name]:
+        try:
+            yield make(**given)
+        except ScheduleError as error:
+            _fail(str(error), line)
 
 
 class _Cell(NamedTuple):
@@ -261,15 +252,14 @@ class _Cell(NamedTuple):
     op: Op
 
 
-def _cells(rows: Mapping[int, tuple[int, str, int]]) -> Iterator[_Cell]:
-    """The ops of all rows, rank after rank."""
-    for rank, (line, text, offset) in sorted(rows.items()):
-        for found in re.finditer(r"[^\s+]+", text):
-            if found[0] != ".":
-                try:
-                    yield _Cell(rank, line, offset + found.start(), parse_op(found[0], _UNNAMED_STAGE))
-                except ValueError as error:
-                    _fail(line, offset + found.start(), str(error))
+def _steps_of(row: _Row, default_stage: int | None) -> Iterator[tuple[int, tuple[Op, ...]]]:
+    """The column of each cell of a row that is no bubble, and its op, or the two of a pair."""
+    for cell in re.finditer(r"\S+", row.text):
+        if cell[0] != ".":
+            try:
+                yield row.column + cell.start(), parse_step(cell[0], default_stage)
+            except ValueError as error:
+                _fail(str(error), row.line, row.column + cell.start())
 
 
 def _hosts_of(cells: Sequence[_Cell], num_ranks: int) -> tuple[int, ...]:
@@ -284,19 +274,17 @@ def _hosts_of(cells: Sequence[_Cell], num_ranks: int) -> tuple[int, ...]:
     for rank, line, column, (_, stage, _) in cells:
         if stage not in (_UNNAMED_STAGE, *hosts):
             hint = "" if all_named else "; where one cell names its stage, as 2F0 does, all do"
-            _fail(line, column, f"{only(max(1, len(hosts)), 'stage')}{hint}")
+            _fail(f"{only(max(1, len(hosts)), 'stage')}{hint}", line, column)
         if all_named and hosts.get(stage, rank) != rank and 2 * named[stage, rank] >= named[stage, hosts[stage]]:
             _fail(
-                line,
-                column,
                 f"stage {stage} stands on ranks {hosts[stage]} and {rank}: rows alone do not say "
                 "which pipelines there are; head them with 'schedule NAME: R ranks, S stages, N microbatches' "
                 "and a line like 'pipeline 0: stages on ranks 0 1, microbatches 0 2' for each",
+                line,
+                column,
             )
     if sorted(hosts) != list(range(len(hosts))):
-        _fail(
-            cells[0].line, 1, f"the cells name stages {sorted(hosts)}: stages are numbered from 0, with ops in each"
-        )
+        _fail(f"the cells name stages {sorted(hosts)}: stages are numbered from 0, with ops in each", cells[0].line)
     return tuple(hosts[stage] for stage in range(len(hosts)))
 
 
@@ -306,7 +294,7 @@ def _num_microbatches(cells: Sequence[_Cell]) -> int:
     num = _num_counted(Counter(cell.op.microbatch for cell in plain))
     for cell in plain:
         if cell.op.microbatch >= num:
-            _fail(cell.line, cell.column, only(num, "microbatch"))
+            _fail(only(num, "microbatch"), cell.line, cell.column)
     return num
 
 
@@ -320,37 +308,6 @@ def _num_counted(cells_of: Counter[int]) -> int:
     return max([num, min(1, most), *beyond])
 
 
-def _updates(line: int, match: re.Match[str]) -> Updates:
-    most, rule = match["most"], match["rule"]
-    try:
-        return Updates(int(match["window"]), None if most is None else int(most), rule or NEWEST)
-    except ScheduleError as error:
-        _fail(line, 1, str(error))
-
-
-def _pairs(text: str) -> tuple[tuple[int, int], ...]:
-    return tuple((int(a), int(b)) for a, b in (pair.split(">") for pair in text.split()))
-
-
-def _numbers(text: str | None) -> tuple[int, ...]:
-    return tuple(map(int, text.split())) if text else ()
-
-
-def _parse_row(placement: Placement, rank: int, line: int, cells: str, offset: int) -> list[tuple[Op, ...]]:
-    """The ops of a row, the two of a pair at once."""
-    stages = placement.stages_of(rank)
-    default = stages[0] if len(stages) == 1 else None
-    steps = []
-    for cell in re.finditer(r"\S+", cells):
-        if cell[0] == ".":
-            continue
-        try:
-            steps.append(parse_step(cell[0], default))
-        except ValueError as error:
-            _fail(line, offset + cell.start(), str(error))
-    return steps
-
-
 def parse_step(text: str, default_stage: int | None = None) -> tuple[Op, ...]:
     """Reads an op, or the two of a pair: `0F3+3B1`. Raises ValueError."""
     parts = text.split(JOIN)
@@ -359,5 +316,5 @@ def parse_step(text: str, default_stage: int | None = None) -> tuple[Op, ...]:
     return tuple([parse_op(part, default_stage) for part in parts])
 
 
-def _fail(line: int, column: int, message: str) -> NoReturn:
+def _fail(message: str, line: int, column: int = 1) -> NoReturn:
     raise ScheduleError(f"line {line}, column {column}: {message}", rule="text", line=line, column=column)
