@@ -3,7 +3,7 @@
 - Sizes, stages and times are those of `setups.py`; batches are the largest of the paper's table 3.
 - A parameter takes 2 bytes as ops read it and 2 of gradient. Where it is stepped it takes 16 more: Megatron-LM's
   optimizer keeps a copy and Adam's two moments in 32 bits, and makes 32-bit gradients of 16-bit ones for the step.
-- Activations are counted without recomputation and without a fused attention kernel (`penstock.cost.presets.gpt`).
+- Activations are counted without recomputation and without a fused attention kernel (`penstock.cost.model_shapes`).
 - The more forwards one of AMDP's orders reads ahead at the boundary of blocks (section 3.2), the more it holds.
   `AMDP` is the order made for B a little longer than F, which reads few; `AMDP, fastest` is that of `methods.py`, or
   the same where that does not fit the device.

@@ -14,8 +14,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 import penstock as ps
-from penstock.cost.presets import A800, CostPreset, find_preset
-from penstock.cost.presets.named import LayerSplit
+from penstock.cost.presets import A800, CostPreset, LayerSplit, find_preset
 
 MODELS: Mapping[str, str] = {"GPT": "amdp-gpt", "BERT": "amdp-bert"}
 

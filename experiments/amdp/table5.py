@@ -31,8 +31,8 @@ from experiments.amdp.learning import Method, Task, shown, train
 from experiments.amdp.timing import OtherSetup, ktokens
 from experiments.common.command import options
 from experiments.common.results import Row, facts, find, known, runs, save, table
+from penstock.cost.model_shapes import GPTShape
 from penstock.cost.presets import A800, CostPreset
-from penstock.cost.presets.gpt import GPTShape
 from penstock.draw.chart import Axis, Figure, save_chart
 from penstock.draw.chart_parts import Hue
 from penstock.models import GPTConfig

@@ -21,8 +21,8 @@ from itertools import product
 import penstock as ps
 from experiments.flexpipe.cluster import HOP_MS, Mesh
 from experiments.flexpipe.setups import GRADIENT_BYTES, STATE_BYTES, STEP_BYTES
-from penstock.cost.presets.accelerator import A800
-from penstock.cost.presets.gpt import GPTShape
+from penstock.cost.model_shapes import GPTShape
+from penstock.cost.presets import A800
 
 NUM_GPUS = 40
 BATCH = 128

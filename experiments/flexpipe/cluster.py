@@ -13,7 +13,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import penstock as ps
-from penstock.cost.presets.accelerator import A800, Accelerator
+from penstock.cost.presets import A800, Accelerator
 
 NODE_GPUS = 8
 NODE_GB = 100.0

@@ -23,8 +23,8 @@ from typing import Literal, NamedTuple
 
 import penstock as ps
 from experiments.flexpipe.cluster import NODE_GB, Mesh
-from penstock.cost.presets.accelerator import A800
-from penstock.cost.presets.gpt import GPTShape, LayerCosts
+from penstock.cost.model_shapes import GPTShape, LayerCosts
+from penstock.cost.presets import A800
 
 BATCH = 128
 STATE_BYTES = 18

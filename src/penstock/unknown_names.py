@@ -28,8 +28,7 @@ def refuse_unknown(error: type[Exception]) -> Callable[[T], T]:
 
 def _refusing(function: T, error: type[Exception]) -> T:
     known = inspect.signature(function).parameters
-    takes_any = any(each.kind is each.VAR_KEYWORD for each in known.values())
-    takes_all = any(each.kind is each.VAR_POSITIONAL for each in known.values())
+    kinds = {each.kind for each in known.values()}
     places = [name for name, each in known.items() if each.kind in (each.POSITIONAL_ONLY, each.POSITIONAL_OR_KEYWORD)]
     own = [name for name in known if name not in ("self", "cls")]
     needed = [
@@ -43,9 +42,9 @@ def _refusing(function: T, error: type[Exception]) -> T:
     @wraps(function)
     def called(*args: Any, **given: Any) -> Any:
         for name in given:
-            if name not in known and not takes_any:
+            if name not in known and inspect.Parameter.VAR_KEYWORD not in kinds:
                 raise error(f"{called_as} has no argument {name!r}; {_instead(name, own, called_as)}")
-        if len(args) > len(places) and not takes_all:
+        if len(args) > len(places) and inspect.Parameter.VAR_POSITIONAL not in kinds:
             so = [name for name in places if name in own]
             by_name = ", ".join(f"{name}=" for name in own if name not in so)
             raise error(

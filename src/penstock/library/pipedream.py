@@ -16,7 +16,7 @@ What sets the names apart is which version of the weights ops read (`Updates.rul
 
 from __future__ import annotations
 
-from penstock.library.one_f_one_b import in_turn
+from penstock.library.in_turn import in_turn
 from penstock.library.options import at_least
 from penstock.schedule import Schedule, with_updates
 

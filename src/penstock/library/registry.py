@@ -7,20 +7,13 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from penstock.library.amdp import amdp
-from penstock.library.bitpipe import bitpipe, vchimera
-from penstock.library.chimera import chimera
-from penstock.library.distmm import distmm
 from penstock.library.dualpipe import dualpipe, dualpipe_v
-from penstock.library.gpipe import gpipe
-from penstock.library.hanayo import hanayo
-from penstock.library.interleaved import interleaved
-from penstock.library.looped_bfs import looped_bfs
-from penstock.library.mllm import mllm
-from penstock.library.one_f_one_b import one_f_one_b
+from penstock.library.in_turn import gpipe, interleaved, looped_bfs, one_f_one_b
+from penstock.library.modalities import distmm, mllm
 from penstock.library.options import whole_number
 from penstock.library.pipedream import pipedream, pipedream_2bw, spectrain, vnag, xpipe
-from penstock.library.v_half import v_half, v_min
-from penstock.library.zb_v import zb_v
+from penstock.library.two_ways import bitpipe, chimera, hanayo, vchimera
+from penstock.library.v_shape import v_half, v_min, zb_v
 from penstock.library.zero_bubble import zb, zb_h1, zb_h2
 from penstock.schedule import Schedule, ScheduleError, check
 from penstock.unknown_names import did_you_mean, refuse_unknown
@@ -126,21 +119,24 @@ def build(
             f"give {fewer}",
             rule="options",
         )
-    function = SCHEDULES[name]
-    known = [p for p in inspect.signature(function).parameters if p not in ("num_ranks", "num_microbatches")]
+    known = _options_of(name)
     options = {key: value for key, value in options.items() if value is not None}
     if max_in_flight is not None and "max_in_flight" in known:
         options["max_in_flight"] = max_in_flight
     if unknown := [key for key in options if key not in known]:
         takes = f"takes {', '.join(known)}" if known else "takes no options"
-        others = [other for other, each in SCHEDULES.items() if unknown[0] in inspect.signature(each).parameters]
-        elsewhere = (
-            f". Of the library, {', '.join(others)} {'has' if len(others) == 1 else 'have'} it" if others else ""
-        )
+        others = [other for other in SCHEDULES if unknown[0] in _options_of(other)]
+        have = "has" if len(others) == 1 else "have"
+        elsewhere = f". Of the library, {', '.join(others)} {have} it" if others else ""
         raise ScheduleError(f"{name} has no option {unknown[0]!r}; it {takes}{elsewhere}", rule="options")
-    schedule = function(num_ranks, num_microbatches, **options)
+    schedule = SCHEDULES[name](num_ranks, num_microbatches, **options)
     check(schedule, max_in_flight=max_in_flight)
     return schedule
+
+
+def _options_of(name: str) -> list[str]:
+    """The options of a schedule of the library, besides its ranks and microbatches."""
+    return list(inspect.signature(SCHEDULES[name]).parameters)[2:]
 
 
 def options_of_each(names: Sequence[str], options: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
@@ -158,10 +154,10 @@ def options_of_each(names: Sequence[str], options: Mapping[str, Any]) -> dict[st
         >>> options_of_each(["1f1b", "amdp"], {"max_mismatch": 1})
         {'1f1b': {}, 'amdp': {'max_mismatch': 1}}
     """
-    takes = {name: inspect.signature(SCHEDULES[name]).parameters for name in names if name in SCHEDULES}
+    takes = {name: _options_of(name) for name in names if name in SCHEDULES}
     for key in options:
         if not any(key in each for each in takes.values()):
-            others = [name for name, each in SCHEDULES.items() if key in inspect.signature(each).parameters]
+            others = [name for name in SCHEDULES if key in _options_of(name)]
             hint = f"it is one of {', '.join(others)}" if others else "no schedule of the library has it"
             raise ScheduleError(f"--option {key}: none of {', '.join(names)} takes it; {hint}", rule="options")
     return {name: {key: value for key, value in options.items() if key in each} for name, each in takes.items()}

@@ -14,11 +14,10 @@ from itertools import accumulate
 
 from penstock.engine.memory import peaks
 from penstock.schedule.async_ops import activations_added, launches, memory_edges, rows_of
-from penstock.schedule.dependencies import carries_message, predecessors
+from penstock.schedule.dependencies import UntimedRun, carries_message, predecessors, run_rows
 from penstock.schedule.errors import ScheduleError
 from penstock.schedule.op import BACKWARD, FORWARD, INPUT, RECOMPUTE, UPDATE, Op
 from penstock.schedule.placement import ranks_together
-from penstock.schedule.rows import UntimedRun, run_rows
 from penstock.schedule.schedule import Schedule
 
 

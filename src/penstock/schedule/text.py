@@ -22,12 +22,11 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import MISSING, fields
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from penstock.schedule.dependencies import predecessors
+from penstock.schedule.dependencies import predecessors, run_rows
 from penstock.schedule.microbatch_order import grouped
 from penstock.schedule.op import Op
 from penstock.schedule.pairs import JOIN, paired_steps
 from penstock.schedule.placement import ranks_together
-from penstock.schedule.rows import run_rows
 from penstock.schedule.stage_graph import StageGraph
 
 if TYPE_CHECKING:

@@ -8,14 +8,16 @@
 PipeMorph's table 2 gives devices and parallelism; layers and widths are those of the scripts in its artifact.
 Embedding and head count as a layer each when layers are dealt out, so the first and the last stage hold a block less.
 AMDP's table 2 gives sizes and numbers of parameters; its layers are dealt out as Megatron does it.
+
+`model_shapes` says what layers cost in operations and bytes. A device turns these into times.
 """
 
 from __future__ import annotations
 
-import difflib
+import math
 import re
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, fields, replace
 from itertools import accumulate
 from typing import Any, Literal
 
@@ -24,10 +26,9 @@ from penstock.cost.costs import Costs
 from penstock.cost.cut import partition
 from penstock.cost.errors import CostError
 from penstock.cost.links import Links
+from penstock.cost.model_shapes import BERTShape, GPTShape, LayerCosts
 from penstock.cost.over_time import Constant
-from penstock.cost.presets.accelerator import A800, A800_HEADS_OF_50, DEVICES, H800, Accelerator
-from penstock.cost.presets.bert import BERTShape
-from penstock.cost.presets.gpt import GPTShape, LayerCosts
+from penstock.unknown_names import did_you_mean
 
 WEIGHT_BYTES, GRADIENT_BYTES, OPTIMIZER_BYTES = 2, 2, 12
 """Of a parameter under Adam in mixed precision: weight and gradient are 16-bit; the optimizer keeps a copy and two
@@ -47,6 +48,72 @@ SPLITS: Mapping[LayerSplit, str] = {
     "even": "blocks are dealt out; the embedding comes on top of the first, the head of the last stage's (Megatron)",
     "balanced": "the costliest stage costs least (`cost/cut.py`)",
 }
+
+
+@dataclass(frozen=True)
+class Accelerator:
+    """One device: a handful of plain numbers, to be changed by whoever has another.
+
+    Attributes:
+        tflops: peak of dense 16-bit matrix products, 1e12 operations a second.
+        share_f, share_i, share_w: of that peak, what a forward, an input-gradient and a weight-gradient half reach.
+        memory: bytes.
+        group_gb: GB (1e9 bytes) a second that an all-reduce moves within a tensor-parallel group, by bus bandwidth.
+        hbm_gb: GB a second that the device's own memory moves, reading and writing.
+        link_gb: GB a second of a link to another device of the pipeline, each way.
+
+    Raises:
+        CostError: a number that is not above 0, a share above 1.
+    """
+
+    tflops: float
+    share_f: float
+    share_i: float
+    share_w: float
+    memory: float
+    group_gb: float
+    hbm_gb: float
+    link_gb: float
+
+    def __post_init__(self) -> None:
+        for each in fields(self):
+            value = getattr(self, each.name)
+            if not (math.isfinite(value) and value > 0):
+                raise CostError(f"a device with {each.name} {value:g}: give a number above 0")
+            if each.name.startswith("share") and value > 1:
+                raise CostError(f"a device with {each.name} {value:g}: it is a share of the peak, at most 1")
+
+    def compute_ms(self, kind: str, flops: float) -> float:
+        """Milliseconds of so many operations in an op of kind F, I or W."""
+        share: float = getattr(self, f"share_{kind.lower()}")
+        return flops / (self.tflops * share * 1e9)
+
+    def all_reduce_ms(self, num_bytes: float, num_devices: int) -> float:
+        """Milliseconds of an all-reduce: each device sends 2 (n - 1) / n of the bytes (a ring)."""
+        return 2 * (num_devices - 1) / num_devices * num_bytes / (self.group_gb * 1e6)
+
+    def move_ms(self, num_bytes: float) -> float:
+        """Milliseconds of reading or writing so many bytes of the device's memory, where nothing else takes time."""
+        return num_bytes / (self.hbm_gb * 1e6)
+
+
+H800 = Accelerator(989, 0.45, 0.42, 0.65, memory=80e9, group_gb=165, hbm_gb=2700, link_gb=200)
+"""The paper's device. The peak and the memory are the maker's. Shares and group_gb are such that stages take about
+the whole milliseconds which the authors' profiler found (PipeMorph, artifact, experiments/single): F, I and W 9, 10
+and 6 ms for 14B, and 11, 13 and 6 for 60B with 4 devices per stage."""
+
+A100 = Accelerator(312, 0.6, 0.56, 0.7, memory=80e9, group_gb=230, hbm_gb=1600, link_gb=300)
+"""A guess for comparison: the maker's peak and memory, shares that are usual for large matrices."""
+
+A800 = Accelerator(312, 0.39, 0.39, 0.39, memory=80e9, group_gb=150, hbm_gb=1600, link_gb=200)
+"""AMDP's device: an A100 whose NVLink has 400 GB/s, 200 each way. The share is the one number that fits the paper's
+throughput of DAPPLE (1F1B) with the GPT-style model, in all four rows of its table 3 within 1.5%."""
+
+A800_HEADS_OF_50 = replace(A800, share_f=0.265, share_i=0.265, share_w=0.265)
+"""The same with the BERT-style model, within 1%. Its heads are 50 wide, no multiple of the 8 that matrix
+units want."""
+
+DEVICES = {"h800": H800, "a100": A100, "a800": A800}
 
 
 @dataclass(frozen=True)
@@ -94,12 +161,13 @@ class CostPreset:
             raise CostError(f"{self.name} in {count} stages: it has {total} {what}; give 1 to {total} stages")
         if self.split == "balanced":
             return partition([sum(self._layer_ms(layer)) for layer in self.shape.layers()], count)
-        sizes = _dealt(total, count)
+        each, left = divmod(total, count)
+        more = [*range(1, count - 1), 0, count - 1][:left]  # inner stages take what is left over
+        sizes = [each + (stage in more) for stage in range(count)]
         if even:
             sizes[0] += 1
             sizes[-1] += 1
-        ends = list(accumulate(sizes))
-        return [range(end - size, end) for end, size in zip(ends, sizes, strict=True)]
+        return [range(end - size, end) for end, size in zip(accumulate(sizes), sizes, strict=True)]
 
     def costs(self, num_stages: int | None = None) -> Costs:
         """Milliseconds, bytes of activations, of messages and of the model's state, one entry per stage.
@@ -109,14 +177,15 @@ class CostPreset:
         """
         layers, device = self.shape.layers(), self.device
         parts = [[layers[index] for index in part] for part in self.stages(num_stages)]
-        times = [[self._layer_ms(layer) for layer in part] for part in parts]
+        times = [[sum(ms) for ms in zip(*map(self._layer_ms, part), strict=True)] for part in parts]
+        f, i, w = zip(*times, strict=True)
         parameters = [sum(layer.parameters for layer in part) for part in parts]
         kept = sum(layer.activation for layer in layers)
         held = sum(min(layer.held, layer.activation) for layer in layers)
         return Costs(
-            f=[sum(f for f, _, _ in part) for part in times],
-            i=[sum(i for _, i, _ in part) for part in times],
-            w=[sum(w for _, _, w in part) for part in times],
+            f,
+            i,
+            w,
             activation=[sum(layer.activation for layer in part) for part in parts],
             freed_by_input=1 - held / kept,
             other={("U", stage): device.move_ms(STEP_BYTES * count) for stage, count in enumerate(parameters)},
@@ -135,16 +204,12 @@ class CostPreset:
     def state_bytes(self, num_stages: int | None = None) -> list[float]:
         """What weights, gradients and the optimizer's state take on each device of a stage, one copy of it."""
         costs = self.costs(num_stages)
-        rows = zip(costs.weight_bytes, costs.gradient_bytes, costs.optimizer_bytes, strict=True)
-        return [sum(row) for row in rows]
+        return [sum(row) for row in zip(costs.weight_bytes, costs.gradient_bytes, costs.optimizer_bytes, strict=True)]
 
     def max_in_flight(self, num_stages: int | None = None) -> list[int]:
         """Microbatches whose activations fit beside the weights, by stage; 0 where not even one does."""
-        costs = self.costs(num_stages)
-        return [
-            max(0, int((self.device.memory - state) // activation))
-            for state, activation in zip(self.state_bytes(num_stages), costs.activation, strict=True)
-        ]
+        rows = zip(self.state_bytes(num_stages), self.costs(num_stages).activation, strict=True)
+        return [max(0, int((self.device.memory - state) // activation)) for state, activation in rows]
 
     def _layer_ms(self, layer: LayerCosts) -> tuple[float, float, float]:
         """Milliseconds of a layer's F, I and W."""
@@ -156,19 +221,18 @@ class CostPreset:
             device.compute_ms("W", layer.w),
         )
 
+    def changed(self, device: Accelerator | str | None, split: Any, **changes: Any) -> CostPreset:
+        """The preset on another device, cut another way, or with other sizes or numbers of it. None keeps."""
+        given = {name: value for name, value in changes.items() if value is not None}
+        chosen = self.device if device is None else DEVICES.get(device) if isinstance(device, str) else device
+        if chosen is None:
+            raise CostError(f"no device named {device!r}; there are {', '.join(DEVICES)}")
+        numbers = {name: given.pop(name) for name in _DEVICE_NUMBERS if name in given}
+        shape = replace(self.shape, **given)
+        return replace(self, shape=shape, device=replace(chosen, **numbers), split=split or self.split)
 
-def _dealt(total: int, count: int) -> list[int]:
-    """How many of so many layers each stage has, alike but for inner stages, which take what is left over."""
-    each, more = divmod(total, count)
-    inner = range(1, count - 1)
-    extra = {*inner[:more]} if more <= len(inner) else {*inner, *[0, count - 1][: more - len(inner)]}
-    return [each + (stage in extra) for stage in range(count)]
 
-
-def _paper(name: str, layers: int, width: int, parallel: tuple[int, int, int]) -> CostPreset:
-    tensor, data, stages = parallel
-    return CostPreset(name, GPTShape(layers, width, tensor_parallel=tensor), stages, data)
-
+_DEVICE_NUMBERS = ("tflops", "share_f", "share_i", "share_w", "group_gb", "hbm_gb", "link_gb")
 
 _AMDP_GPT = GPTShape(48, 1600, num_heads=25, vocab_size=50304, num_positions=1024, microbatch_size=4)
 """1,557,686,400 parameters, as AMDP's table 2 has it: GPT-2's 50,257 words padded to a multiple of 128."""
@@ -177,15 +241,14 @@ _AMDP_BERT = BERTShape(32, 1600, num_heads=32, vocab_size=29056, num_positions=1
 """1,036,998,658 parameters: the 28,996 words of cased BERT, padded. AMDP's table 2 has 1,036,179,458, which is the
 same model with 512 positions. Its sequence of 1024 needs 1024 of them, 512 x 1600 numbers more."""
 
-
 PRESETS: dict[str, CostPreset] = {
     preset.name: preset
     for preset in (
-        _paper("gpt2-7b", 22, 5120, (1, 1, 4)),
-        _paper("gpt2-14b", 46, 5120, (1, 1, 8)),
-        _paper("gpt2-30b", 38, 8192, (2, 4, 8)),
-        _paper("gpt2-60b", 38, 11264, (4, 2, 8)),
-        _paper("gpt2-140b", 78, 12288, (8, 2, 8)),
+        CostPreset("gpt2-7b", GPTShape(22, 5120), 4),
+        CostPreset("gpt2-14b", GPTShape(46, 5120), 8),
+        CostPreset("gpt2-30b", GPTShape(38, 8192, tensor_parallel=2), 8, data_parallel=4),
+        CostPreset("gpt2-60b", GPTShape(38, 11264, tensor_parallel=4), 8, data_parallel=2),
+        CostPreset("gpt2-140b", GPTShape(78, 12288, tensor_parallel=8), 8, data_parallel=2),
         CostPreset("amdp-gpt", _AMDP_GPT, 8, device=A800, split="even"),
         CostPreset("amdp-bert", _AMDP_BERT, 8, device=A800_HEADS_OF_50, split="even"),
     )
@@ -195,11 +258,10 @@ PRESETS: dict[str, CostPreset] = {
 def find_preset(name: str) -> CostPreset:
     """The preset of that name. Raises CostError that names those there are."""
     if name not in PRESETS:
-        near = difflib.get_close_matches(name, PRESETS, n=2, cutoff=0.6)
-        hint = f"did you mean {' or '.join(near)}? " if near else ""
+        hint = did_you_mean(name, PRESETS)
         if ":" in name:  # which the command line takes
-            hint = 'options of costs_preset are arguments of their own, such as device="a100"; '
-        raise CostError(f"no costs named {name!r}; {hint}there are {', '.join(PRESETS)}")
+            hint = 'options of costs_preset are arguments of their own, such as device="a100";'
+        raise CostError(f"no costs named {name!r}; {hint}{' ' * bool(hint)}there are {', '.join(PRESETS)}")
     return PRESETS[name]
 
 
@@ -234,29 +296,13 @@ def costs_preset(
         >>> len(costs.f), costs.f[0] > 0
         (4, True)
     """
-    preset = find_preset(name)
     changes = {"microbatch_size": microbatch_size, "sequence": sequence, "tensor_parallel": tensor_parallel}
-    shape = replace(preset.shape, **{key: value for key, value in changes.items() if value is not None})
-    return replace(
-        preset,
-        shape=shape,
-        device=preset.device if device is None else _device(device),
-        split=split or preset.split,
-    ).costs(num_stages)
-
-
-def _device(device: Accelerator | str) -> Accelerator:
-    if isinstance(device, Accelerator):
-        return device
-    if device not in DEVICES:
-        raise CostError(f"no device named {device!r}; there are {', '.join(DEVICES)}")
-    return DEVICES[device]
+    return find_preset(name).changed(device, split, **changes).costs(num_stages)
 
 
 _PRESET_TEXT = re.compile(r"(?P<name>[a-z0-9.-]+)(?::(?P<options>[a-z_0-9=.,-]+))?", re.IGNORECASE)
 
-_SHAPE = {"tp": "tensor_parallel", "microbatch": "microbatch_size", "sequence": "sequence", "vocab": "vocab_size"}
-_DEVICE = ("tflops", "share_f", "share_i", "share_w", "group_gb", "hbm_gb", "link_gb")
+_SIZES = {"tp": "tensor_parallel", "microbatch": "microbatch_size", "sequence": "sequence", "vocab": "vocab_size"}
 
 
 def is_preset(text: str) -> bool:
@@ -278,30 +324,20 @@ def parse_preset(text: str) -> CostPreset:
     if match is None:
         raise CostError(f"costs {text!r}: write a name, or a name with options like gpt2-14b:tp=2,microbatch=2")
     preset = find_preset(match["name"])
-    given: dict[str, str] = {}
-    for part in (match["options"] or "").split(",") if match["options"] else ():
+    given: dict[str, Any] = {"device": None, "split": None}
+    for part in match["options"].split(",") if match["options"] else ():
         key, _, value = part.partition("=")
-        if key not in (known := (*_SHAPE, "device", *_DEVICE, "split")):
+        if key not in (known := (*_SIZES, "device", *_DEVICE_NUMBERS, "split")):
             raise CostError(f"costs {text!r}: no option {key!r}; there are {', '.join(known)}")
-        if key in given:
+        name = _SIZES.get(key, key)
+        if given.get(name) is not None:
             raise CostError(f"costs {text!r}: {key} is given twice")
-        given[key] = value
-
-    def number(key: str, kind: Callable[[str], Any], what: str) -> Any:
         try:
-            return kind(given[key])
+            given[name] = int(value) if key in _SIZES else float(value) if key in _DEVICE_NUMBERS else value
         except ValueError:
-            raise CostError(f"costs {text!r}: {key} is {given[key]!r}; give {what}") from None
-
+            what = "a whole number" if key in _SIZES else "a number"
+            raise CostError(f"costs {text!r}: {key} is {value!r}; give {what}") from None
     try:
-        shape = replace(
-            preset.shape, **{_SHAPE[key]: number(key, int, "a whole number") for key in given if key in _SHAPE}
-        )
-        device = replace(
-            _device(given["device"]) if "device" in given else preset.device,
-            **{key: number(key, float, "a number") for key in given if key in _DEVICE},
-        )
+        return preset.changed(**given)
     except CostError as error:
-        raise error if str(error).startswith("costs ") else CostError(f"costs {text!r}: {error}") from None
-    split: Any = given.get("split", preset.split)
-    return replace(preset, shape=shape, device=device, split=split)
+        raise CostError(f"costs {text!r}: {error}") from None
