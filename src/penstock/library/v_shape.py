@@ -1,4 +1,4 @@
-"""ZB-V, V-Half and V-Min (Qi et al. 2024, "Pipeline Parallelism with Controllable Memory"): two stages a rank in a V.
+"""ZB-V, V-Half and V-Min (Qi et al. 2024, "Pipeline Parallelism with Controllable Memory"): two stages per rank.
 
 ZB-V has no bubble and no more memory than 1F1B. V-Half and V-Min hold less. They are patterns: what one microbatch
 does, repeated every six slots of unit time and squeezed.
