@@ -142,7 +142,12 @@ class RandomSteps:
             )
 
     def at(self, time: float, stream: str) -> float:
-        return _draws(self, stream).at(time)
+        random, ends, values = _draws(self, stream)
+        while not ends or ends[-1] <= time:
+            draw = random.gauss if self.shape == "normal" else random.uniform
+            values.append(max(0.0, draw(self.first, self.second)))
+            ends.append((ends[-1] if ends else 0.0) + random.uniform(self.shortest, self.longest))
+        return values[bisect_right(ends, time)]
 
     def show(self, units: Unit) -> str:
         every = show_quantity(self.shortest, TIME)
@@ -152,27 +157,10 @@ class RandomSteps:
         return f"{self.shape}:{show_quantity(self.first, units)},{show_quantity(self.second, units)}@{every}{seed}"
 
 
-class _Draws:
-    """The draws of one stream as far as they were asked for."""
-
-    def __init__(self, redrawn: RandomSteps, stream: str) -> None:
-        self._redrawn, self._random = redrawn, Random(f"{redrawn.seed} {stream}")
-        self._ends: list[float] = []
-        self._values: list[float] = []
-
-    def at(self, time: float) -> float:
-        while not self._ends or self._ends[-1] <= time:
-            kind, random = self._redrawn, self._random
-            draw = random.gauss if kind.shape == "normal" else random.uniform
-            self._values.append(max(0.0, draw(kind.first, kind.second)))
-            last = self._ends[-1] if self._ends else 0.0
-            self._ends.append(last + random.uniform(kind.shortest, kind.longest))
-        return self._values[bisect_right(self._ends, time)]
-
-
 @lru_cache(maxsize=1024)
-def _draws(redrawn: RandomSteps, stream: str) -> _Draws:
-    return _Draws(redrawn, stream)
+def _draws(redrawn: RandomSteps, stream: str) -> tuple[Random, list[float], list[float]]:
+    """The draws of one stream as far as they were asked for: what draws more, when each ends, and its value."""
+    return Random(f"{redrawn.seed} {stream}"), [], []
 
 
 OverTime = Constant | Trace | RandomSteps

@@ -10,21 +10,10 @@ order, activations and gradients together.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from penstock.schedule.op import BACKWARD, COMMUNICATION, FORWARD, INPUT, Op
 from penstock.schedule.schedule import Schedule, require_schedule
-
-
-@dataclass(frozen=True)
-class Mismatch:
-    """The first message that is not right: where, and what is wrong with it."""
-
-    rank: int
-    step: int
-    op: Op
-    message: str
-    peer: str
 
 
 def has_communication(schedule: Schedule) -> bool:
@@ -61,20 +50,22 @@ def other_end(op: Op) -> Op:
     return Op(f"{'RECV' if way == 'SEND' else 'SEND'}_{direction}", op.stage + step, op.microbatch)
 
 
-def find_mismatch(schedule: Schedule) -> Mismatch | None:
-    """The first wrong message of a schedule on a plain chain of stages, whose ops are each there once."""
+def find_mismatch(schedule: Schedule) -> tuple[int, int, Op, str, str] | None:
+    """The first wrong message of a schedule on a plain chain of stages, whose ops are each there once.
+
+    Returns:
+        Its rank, step and op, what is wrong with it, and the other end that is missing or does not match.
+    """
     place = {op: (rank, step) for rank, row in enumerate(schedule.order) for step, op in enumerate(row)}
     between: dict[tuple[int, int], tuple[list[Op], list[Op]]] = {}
     for op, (rank, step) in place.items():
         if op.kind in COMMUNICATION:
             other = other_end(op)
             if other not in place:
-                return Mismatch(rank, step, op, f"its other end, {other}, is nowhere", str(other))
+                return rank, step, op, f"its other end, {other}, is nowhere", str(other)
             peer = place[other][0]
             if peer == rank:
-                return Mismatch(
-                    rank, step, op, f"its other end, {other}, is on this rank too; leave both out", str(other)
-                )
+                return rank, step, op, f"its other end, {other}, is on this rank too; leave both out", str(other)
             sending = op.kind.startswith("SEND")
             between.setdefault((rank, peer) if sending else (peer, rank), ([], []))[not sending].append(op)
         elif (send := send_of(op)) is not None and 0 <= other_end(send).stage < schedule.num_stages:
@@ -83,7 +74,7 @@ def find_mismatch(schedule: Schedule) -> Mismatch | None:
                 message = (
                     f"its result goes to rank {receiver}, but there is no {send}; this schedule has messages as ops"
                 )
-                return Mismatch(rank, step, op, message, str(send))
+                return rank, step, op, message, str(send)
     for (sender, receiver), (sends, receives) in between.items():
         for number, (send, receive) in enumerate(zip(sends, receives, strict=True)):
             if other_end(send) != receive:
@@ -92,7 +83,7 @@ def find_mismatch(schedule: Schedule) -> Mismatch | None:
                     f"{send}, at step {place[send][1]} there; messages are matched by their order, so it would get "
                     "other data"
                 )
-                return Mismatch(*place[receive], receive, message, str(send))
+                return *place[receive], receive, message, str(send)
     return None
 
 

@@ -374,7 +374,7 @@ def _check_messages(schedule: Schedule) -> None:
         raise error_at(schedule, "message", rank, step, op, message)
     wrong = find_mismatch(schedule)
     if wrong is not None:
-        raise error_at(schedule, "message", wrong.rank, wrong.step, wrong.op, wrong.message, peer=wrong.peer)
+        raise error_at(schedule, "message", *wrong)
 
 
 def _check_local_order(schedule: Schedule) -> None:
