@@ -27,7 +27,7 @@ def posed(placement: Placement, num_ranks: int, num_microbatches: int, cap: floa
 
 
 def drawn(problem: Problem, num_draws: int = 300) -> BlockSearch:
-    blocks = BlockSearch(problem, *steps_before(problem), seed=0)
+    blocks = BlockSearch(problem, seed=0)
     blocks.moves_a_second = float(num_draws)
     blocks.go(1.0, 0.0, 0.0, 0.0, np.zeros(1, np.int64))
     return blocks
@@ -114,7 +114,7 @@ def test_every_library_schedule_of_a_chain_is_a_start() -> None:
 def test_the_order_of_a_library_schedule_is_adopted_as_a_block() -> None:
     problem = posed(v_shape(4), 4, 16, 6.0)
     row = problem.row(ps.build("v-half", 4, 16))
-    blocks = BlockSearch(problem, *steps_before(problem), seed=0)
+    blocks = BlockSearch(problem, seed=0)
     blocks.adopt(row)
     assert blocks.best <= 1.06 * time_of(problem, row)
     assert fits(problem, blocks.row)

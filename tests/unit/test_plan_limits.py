@@ -29,19 +29,19 @@ from penstock.engine import compiled as compiling
 from penstock.engine import event_loop, list_by_values, sweep
 from penstock.engine.list_by_values import ListSpace
 from penstock.planning import anneal, compile_ahead, exact, forward_backward, longest_paths, repeat, strategy, threads
+from penstock.planning.annealing import annealed
 from penstock.planning.bounds import jackson_bound
-from penstock.planning.building_blocks import repeated
+from penstock.planning.building_blocks import BlockSearch
 from penstock.planning.graph import sequence
 from penstock.planning.graph.problem import pose_graph
+from penstock.planning.graph.search import SequenceWalk
 from penstock.planning.graph.search import begin as begin_graph
-from penstock.planning.graph.search import walked as graph_walked
 from penstock.planning.joint import listing, moves
 from penstock.planning.joint import search as joint
 from penstock.planning.joint.problem import pose_joint
-from penstock.planning.local_search import Walk, walked
 from penstock.planning.options import Limits, OpForms
 from penstock.planning.problem import Problem, pose
-from penstock.planning.search import PerturbationSearch, Search, Trials, greedy, justified, justified_again, time_of
+from penstock.planning.search import PerturbationSearch, Search, Trials, Walk, greedy, justified, time_of
 from penstock.planning.threads import Threads
 from penstock.schedule import one_to_one
 from penstock.simulation.runner import Runner
@@ -323,12 +323,12 @@ class Begun(Exception):
     ("step", "module", "function"),
     [
         (justified, forward_backward, "trials"),
-        (justified_again, forward_backward, "shaken"),
-        (walked, anneal, "anneal"),
-        (repeated, repeat, "drawn"),
+        (PerturbationSearch, forward_backward, "shaken"),
+        (Walk, anneal, "anneal"),
+        (BlockSearch, repeat, "drawn"),
         (joint.listed, listing, "listed"),
-        (joint.walked, moves, "anneal"),
-        (graph_walked, sequence, "walk"),
+        (joint.JointWalk, moves, "anneal"),
+        (SequenceWalk, sequence, "walk"),
     ],
 )
 def test_no_step_of_a_large_problem_begins_without_machine_code(
@@ -337,10 +337,10 @@ def test_no_step_of_a_large_problem_begins_without_machine_code(
     """128 ranks with 1024 microbatches took 14.5 s of 10: a trial that is not compiled seldom looks at the clock."""
     search: Any
     limits = Limits((3.0,) * 4, ((1.0, 0.0),) * 4)
-    if step in (joint.listed, joint.walked):
+    if step in (joint.listed, joint.JointWalk):
         forms = OpForms(again=False, whole=True, split=True)
         search = joint.begin(pose_joint(COSTS, one_to_one(4), 4, [12], ps.Links(), limits, forms), 0, 0.0, None, 0.0)
-    elif step is graph_walked:
+    elif step is SequenceWalk:
         graph = pose_graph(COSTS, one_to_one(4), 4, 12, ps.Links(), limits, True)
         search = begin_graph(graph, [(graph.serial(), "serial")], [], 0.0, 0, 0.0, None, 0.0)
     else:
@@ -352,10 +352,14 @@ def test_no_step_of_a_large_problem_begins_without_machine_code(
         raise Begun(f"{function} runs without machine code")
 
     monkeypatch.setattr(module, function, begins)
-    step(search, search.seconds + 0.1)
+
+    def run(until: float) -> None:
+        annealed(search, step, until) if isinstance(step, type) else step(search, until)
+
+    run(search.seconds + 0.1)
     monkeypatch.setattr(threads, "MOST_UNCOMPILED", 10_000, raising=False)
     with pytest.raises(Begun):
-        step(search, search.seconds + 60.0)
+        run(search.seconds + 60.0)
 
 
 FIRST_PLAN = """

@@ -9,14 +9,12 @@ from __future__ import annotations
 
 import numpy as np
 
-from penstock.engine.compiled import is_compiled, ready
 from penstock.engine.list_by_values import ListSpace
 from penstock.engine.network import NONE, Array
 from penstock.planning import repeat
-from penstock.planning.annealing_threads import Annealer, annealed
+from penstock.planning.annealing import Annealer
 from penstock.planning.problem import BACKWARD_CLASS, FORWARD_CLASS, Problem
 from penstock.planning.search import Search, time_of
-from penstock.planning.threads import Threads, awaited
 
 _DRAWN_SHARE = 0.15
 """Of the time, for drawing blocks to begin with."""
@@ -63,14 +61,13 @@ def hosts_several(problem: Problem) -> bool:
 class BlockSearch(Annealer[Search]):
     """One thread's block, and the compiled functions' arrays. Temperatures are shares of the makespan."""
 
-    HOT, COLD = 0.005, 0.0002
+    MODULE, MOVES, HOT, COLD = repeat, (1000.0, 1e6), 0.005, 0.0002
 
-    def __init__(self, problem: Problem, hops: Array, chain: Array, seed: int) -> None:
+    def __init__(self, problem: Problem, seed: int) -> None:
+        super().__init__(problem, seed)
         queues = problem.queues
-        super().__init__(
-            ready(repeat), seed, min(1000.0, (1e6 if is_compiled(repeat) else 1e3) / max(1, queues.num_ops))
-        )
-        self._problem, self._queues, self._hops, self._chain = problem, queues, hops, chain
+        self._problem, self._queues = problem, queues
+        self._hops, self._chain = steps_before(problem)
         self._space = ListSpace.of(queues)
         self.block = np.full(3 + queues.num_ranks + len(queues.rank), np.inf)
         self._trial = np.empty_like(self.block)
@@ -125,17 +122,3 @@ class BlockSearch(Annealer[Search]):
     def bring(self, search: Search) -> None:
         if np.isfinite(self.best):
             search.take(self.best, self.row, "building block")
-
-
-def repeated(search: Search, until: float, num_threads: int | None = None) -> None:
-    """Searches building blocks until `until` (seconds since the search began)."""
-    if search.problem.queues.num_ops == 0 or search.closed:
-        return
-    if not awaited(repeat, search.problem.queues.num_ops, until - search.seconds):
-        return
-    hops, chain = steps_before(search.problem)
-    with Threads(num_threads, is_compiled(repeat)) as threads:
-        blocks = [BlockSearch(search.problem, hops, chain, search.seed + k) for k in range(threads.num)]
-        for each in blocks:
-            each.begin(search, until)
-        annealed(search, blocks, threads, until - search.seconds, until, "building block")

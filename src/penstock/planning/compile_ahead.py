@@ -33,7 +33,7 @@ from penstock.engine.timing import Timer
 from penstock.library import build
 from penstock.planning import anneal, forward_backward, longest_paths, ramps, repeat, time_windows
 from penstock.planning.bounds import jackson_bound, path_bound, ramp_bound, span_bound, work_bound
-from penstock.planning.building_blocks import BlockSearch, steps_before
+from penstock.planning.building_blocks import BlockSearch
 from penstock.planning.destructive_bound import destructive_bound
 from penstock.planning.graph import sequence as sequences
 from penstock.planning.graph.problem import pose_graph
@@ -43,10 +43,9 @@ from penstock.planning.joint import listing, moves, rows
 from penstock.planning.joint import search as joint
 from penstock.planning.joint.problem import pose_joint
 from penstock.planning.library_starts import named
-from penstock.planning.local_search import Walk
 from penstock.planning.options import Limits, OpForms
 from penstock.planning.problem import Problem, pose
-from penstock.planning.search import PerturbationSearch, Search, Trials, greedy, time_of
+from penstock.planning.search import PerturbationSearch, Search, Trials, Walk, greedy, time_of
 from penstock.planning.threads import LOOK, awaited, num_cores
 from penstock.program.placements import bidirectional
 from penstock.schedule import circular, one_to_one, v_shape
@@ -221,7 +220,7 @@ def _walk(problem: Problem) -> None:
 
 
 def _repeat(problem: Problem) -> None:
-    blocks, stop = BlockSearch(problem, *steps_before(problem), 0), np.zeros(1, np.int64)
+    blocks, stop = BlockSearch(problem, 0), np.zeros(1, np.int64)
     blocks.adopt(_begun(problem).row)
     for done in (0.0, 1.0):  # it draws, then it anneals
         blocks.move(1, done, 0.1, 0.1, 0.0, stop)

@@ -39,6 +39,10 @@ class Problem:
     microbatch_pipeline: tuple[int, ...]
 
     @property
+    def num_ops(self) -> int:
+        return self.queues.num_ops
+
+    @property
     def priority_class(self) -> Array:
         """Backward before forward before weight gradients, as a class of each queue, low first."""
         classes = {"F": FORWARD_CLASS, "I": BACKWARD_CLASS, "B": BACKWARD_CLASS, "W": WEIGHT_CLASS}

@@ -5,6 +5,7 @@ Each step keeps the best orders so far. It stops as soon as they are proved good
 
 from __future__ import annotations
 
+import math
 import time
 from dataclasses import dataclass, field
 from functools import partial
@@ -16,8 +17,8 @@ from penstock.engine import list_by_values, sweep
 from penstock.engine.compiled import is_compiled, ready
 from penstock.engine.list_by_values import ListSpace
 from penstock.engine.network import Array
-from penstock.planning import forward_backward
-from penstock.planning.annealing_threads import Annealer, annealed
+from penstock.planning import anneal, forward_backward
+from penstock.planning.annealing import Annealer
 from penstock.planning.in_step import in_step
 from penstock.planning.problem import BACKWARD_CLASS, Problem
 from penstock.planning.progress import Incumbent, certain
@@ -177,14 +178,14 @@ def justified(search: Search, until: float, num_threads: int | None = None) -> N
 
 
 class PerturbationSearch(Annealer[Search]):
-    """One thread's random changes of the best order so far. Temperatures are shares of the makespan."""
+    """One thread's justification of the best order so far, with random changes at its ends. Temperatures are shares
+    of the makespan."""
 
-    HOT, COLD = 0.004, 0.00016
+    MODULE, MOVES, HOT, COLD = forward_backward, (math.inf, 1e6), 0.004, 0.00016
 
     def __init__(self, problem: Problem, seed: int) -> None:
+        super().__init__(problem, seed)
         queues = problem.queues
-        compiled = is_compiled(forward_backward)
-        super().__init__(ready(forward_backward), seed, (1e6 if compiled else 1e4) / max(1, queues.num_ops))
         self._problem, self._back, self._space = problem, queues.turned(), ListSpace.of(queues)
         self._scale = float(np.mean(queues.duration)) if len(queues.duration) else 0.0
         self._kept, self._best_row = np.empty(queues.num_ops), np.empty(queues.num_ops, np.int64)
@@ -205,15 +206,45 @@ class PerturbationSearch(Annealer[Search]):
         search.take(self._best, self._best_row, "justified")
 
 
-def justified_again(search: Search, until: float, num_threads: int | None = None) -> None:
-    """Justifies the best order so far with random changes at its ends, until `until` (seconds since the
-    search began).
-    """
-    num_ops = search.problem.queues.num_ops
-    if search.closed or num_ops == 0 or not awaited(forward_backward, num_ops, until - search.seconds):
-        return
-    with Threads(num_threads, is_compiled(forward_backward)) as threads:
-        each = [PerturbationSearch(search.problem, search.seed + number) for number in range(threads.num)]
-        for shaking in each:
-            shaking.begin(search, until)
-        annealed(search, each, threads, until - search.seconds, until, "justified")
+class Walk(Annealer[Search]):
+    """Step 3: local search. One thread's walk from the best order so far: its order, and the compiled functions'
+    arrays. Temperatures are shares of the mean duration of an op. It is stuck where no pair on the critical path can
+    change places."""
+
+    MODULE, MOVES, HOT, COLD, BEGINNING = anneal, (50_000.0, 2e7), 0.6, 0.12, 5e-6
+
+    def __init__(self, problem: Problem, seed: int) -> None:
+        super().__init__(problem, seed)
+        queues = problem.queues
+        n = queues.num_ops
+        self.problem = problem
+        self._queue = np.empty(n, np.int64)
+        self._needs, self._after = np.empty((n, 2), np.int64), np.empty((n, 2), np.int64)
+        self._module.lay_out(queues, self._queue, self._needs, self._after)
+        self._ints, self._floats = np.empty((7, n), np.int64), np.empty((3, n))
+        self._flags, self._last = np.zeros((2, n), np.bool_), np.empty(queues.num_ranks, np.int64)
+        self.best_row = np.empty(n, np.int64)
+        self.now = self.best = float("inf")
+        self.scale = float(np.mean(queues.duration)) if len(queues.duration) else 0.0
+
+    def begin(self, search: Search, until: float) -> None:
+        queues, row = self.problem.queues, search.row
+        self.now = self.best = time_of(self.problem, row, self._floats[0])
+        self.best_row[:] = row
+        head = np.empty(len(queues.rank), np.int64)
+        self._module.load(queues, row, head, self._ints[0], self._ints[1], self._floats[1], self._last)
+        rank_order = np.empty(queues.num_ops, np.int64)
+        self._module.line_up(queues, row, head, self._needs, rank_order)
+        self._ints[2] = np.lexsort((rank_order, self._floats[0]))
+        self._ints[3, self._ints[2]] = np.arange(queues.num_ops)
+
+    def move(self, num_moves: int, done: float, hot: float, cold: float, target: float, stop: Array) -> int:
+        self.now, self.best, moved = self._module.anneal(
+            self.problem.queues, self._queue, self._needs, self._after, self._ints, self._floats, self._flags,
+            self._last, num_moves, hot * self.scale, cold * self.scale, target, self.now, self.best, self.best_row,
+            stop,
+        )  # fmt: skip
+        return int(moved)
+
+    def bring(self, search: Search) -> None:
+        search.take(self.best, self.best_row, "local search")

@@ -9,14 +9,14 @@ from functools import partial
 from penstock.engine.compiled import is_compiled
 from penstock.engine.list_by_values import ListSpace
 from penstock.planning import exact, longest_paths, time_windows
+from penstock.planning.annealing import annealed
 from penstock.planning.bounds import busy_bound, jackson_bound, ramp_bound, round_trip_bound, work_bound, work_seconds
-from penstock.planning.building_blocks import hosts_several, repeated
+from penstock.planning.building_blocks import BlockSearch, hosts_several
 from penstock.planning.destructive_bound import DestructiveBound
 from penstock.planning.library_starts import named
-from penstock.planning.local_search import walked
 from penstock.planning.problem import Problem
 from penstock.planning.progress import Progress
-from penstock.planning.search import Search, greedy, justified, justified_again
+from penstock.planning.search import PerturbationSearch, Search, Walk, greedy, justified
 from penstock.planning.span_objective import Span, span_of
 from penstock.planning.threads import Threads, is_quick
 
@@ -87,17 +87,20 @@ def run(search: Search) -> None:
             named(search)
         _refute(search, _REFUTED_SHARE * search.left)
         if not search.closed and hosts_several(search.problem):
-            repeated(search, search.seconds + _REPEATED_SHARE * search.left)
+            until = search.seconds + _REPEATED_SHARE * search.left
+            annealed(search, BlockSearch, until, "building block", again=False)
         justified(search, search.seconds + min(JUSTIFIED_SHARE * search.left, _MOST_JUSTIFIED))
         several, num_ops = hosts_several(search.problem), search.problem.queues.num_ops
-        if several and not search.closed:
-            justified_again(search, search.seconds + _AGAIN_SHARE_IF_SEVERAL * search.left)
+        if several:
+            until = search.seconds + _AGAIN_SHARE_IF_SEVERAL * search.left
+            annealed(search, PerturbationSearch, until, "justified", again=False)
         if num_ops <= (_MOST_OPS_IF_SEVERAL if several else exact.MOST_OPS) and exact.available():
-            walked(search, search.seconds + (_WALKED_SHARE_IF_SEVERAL if several else _WALKED_SHARE) * search.left)
+            share = _WALKED_SHARE_IF_SEVERAL if several else _WALKED_SHARE
+            annealed(search, Walk, search.seconds + share * search.left)
             if several and search.span is None:
                 exact.lessen(search, search.until)
             exact.solve(search, search.until)
-        walked(search, search.until)
+        annealed(search, Walk, search.until)
         justified(search, search.until)
 
 

@@ -16,6 +16,7 @@ import time
 from collections.abc import Callable, Sequence
 from itertools import chain
 
+from penstock.planning.annealing import annealed
 from penstock.planning.graph import search as searches
 from penstock.planning.graph.placements import candidates
 from penstock.planning.graph.problem import pose_graph
@@ -115,7 +116,8 @@ def _chosen(
             refused = error
             continue
         search.on_progress = None
-        searches.walked(search, search.seconds + max(0.0, deadline - time.perf_counter()) / (len(places) - number))
+        until = search.seconds + max(0.0, deadline - time.perf_counter()) / (len(places) - number)
+        annealed(search, searches.SequenceWalk, until)
         found.append((search.value, number, where))
     if not found:
         assert refused is not None

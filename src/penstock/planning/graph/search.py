@@ -10,11 +10,10 @@ from typing import Any
 import numpy as np
 
 from penstock.cost import CostError, Costs, Links
-from penstock.engine.compiled import is_compiled, ready
 from penstock.engine.memory import peaks_in_sequence
 from penstock.engine.network import Array
 from penstock.library import SCHEDULES
-from penstock.planning.annealing_threads import Annealer, annealed_again
+from penstock.planning.annealing import Annealer, annealed
 from penstock.planning.exact import available
 from penstock.planning.graph import sequence as sequences
 from penstock.planning.graph.bounds import lower_bound
@@ -22,7 +21,6 @@ from penstock.planning.graph.exact import lessen, shorten_windows
 from penstock.planning.graph.problem import GraphProblem
 from penstock.planning.options import Limits
 from penstock.planning.progress import Incumbent, Progress, certain
-from penstock.planning.threads import Threads, awaited
 from penstock.program import Program, Rules, breadth_first, by_microbatch, depth_first, earliest_first
 from penstock.program.placements import num_ranks_of
 from penstock.schedule import Schedule, ScheduleError
@@ -115,11 +113,11 @@ def run(search: GraphSearch) -> bool:
     """
     try:
         search.report(search.how)
-        walked(search, search.seconds + _WALKED_SHARE * search.left)
+        annealed(search, SequenceWalk, search.seconds + _WALKED_SHARE * search.left)
         if available():
             lessen(search, search.seconds + _EXACT_SHARE * search.left)
             shorten_windows(search, search.seconds + _ENDS_SHARE * search.left)
-        walked(search, search.until)
+        annealed(search, SequenceWalk, search.until)
     except KeyboardInterrupt:
         return False
     return True
@@ -205,12 +203,11 @@ def rule_starts(
 class SequenceWalk(Annealer[GraphSearch]):
     """One thread's walk. Temperatures are shares of the mean duration of an op."""
 
-    HOT, COLD = 0.6, 0.05
+    MODULE, MOVES, HOT, COLD = sequences, (20_000.0, 5e6), 0.6, 0.05
 
     def __init__(self, problem: GraphProblem, seed: int) -> None:
+        super().__init__(problem, seed)
         n = problem.num_ops
-        many = min(20_000.0, 5e6 / max(1, n)) if is_compiled(sequences) else min(100.0, 2e4 / max(1, n))
-        super().__init__(ready(sequences), seed, many)
         self._problem = problem
         self._ints, self._start = np.empty((8, n), np.int64), np.empty(n)
         self._queues = np.empty((3, problem.graph.num_queues), np.int64)
@@ -234,14 +231,3 @@ class SequenceWalk(Annealer[GraphSearch]):
     def bring(self, search: GraphSearch) -> None:
         if self.best < search.value:
             search.take(self.best_sequence, "local search")
-
-
-def walked(search: GraphSearch, until: float, num_threads: int | None = None) -> None:
-    """Local search until `until` (seconds since the search began), from the best order so far."""
-    if search.closed or search.seconds >= until:
-        return
-    if not awaited(sequences, search.problem.num_ops, until - search.seconds):
-        return
-    with Threads(num_threads, is_compiled(sequences)) as threads:
-        walks = [SequenceWalk(search.problem, search.seed + k) for k in range(threads.num)]
-        annealed_again(search, walks, threads, until)

@@ -26,7 +26,7 @@ from penstock.engine.tolerance import EPSILON
 from penstock.passes import recompute
 from penstock.planning import exact as plain_exact
 from penstock.planning import strategy
-from penstock.planning.annealing_threads import Annealer, annealed_again
+from penstock.planning.annealing import Annealer, annealed
 from penstock.planning.joint import exact, listing, moves
 from penstock.planning.joint.away import sent_away
 from penstock.planning.joint.away_in_time import sent_away_in_time
@@ -38,7 +38,7 @@ from penstock.planning.options import OpForms
 from penstock.planning.problem import Problem, pose
 from penstock.planning.progress import Incumbent, Progress, certain
 from penstock.planning.search import Search
-from penstock.planning.threads import Threads, awaited, is_quick, random_numbers_kept
+from penstock.planning.threads import awaited, is_quick, random_numbers_kept
 from penstock.schedule import Schedule, ScheduleError
 
 _PLAIN_SHARE, _IN_TIME_SHARE, _LISTED_SHARE, _WALKED_SHARE = 0.25, 0.4, 0.1, 0.5
@@ -109,7 +109,7 @@ def run(search: JointSearch) -> None:
         with random_numbers_kept(not is_compiled(moves)):
             listed(search, search.seconds + _LISTED_SHARE * search.left)
         small = search.problem.num_ops <= exact.MOST_OPS and plain_exact.available()
-        walked(search, search.seconds + (_WALKED_SHARE if small else 1.0) * search.left)
+        annealed(search, JointWalk, search.seconds + (_WALKED_SHARE if small else 1.0) * search.left)
         if small and not search.closed and search.left > 0:
             solved(search)
 
@@ -355,12 +355,11 @@ def listed(search: JointSearch, until: float, num_trials: int = 2000) -> None:
 class JointWalk(Annealer[JointSearch]):
     """One thread's walk. Temperatures are shares of the mean duration of an op."""
 
-    HOT, COLD = 0.5, 0.1
+    MODULE, MOVES, HOT, COLD = moves, (20_000.0, 2e7), 0.5, 0.1
 
     def __init__(self, problem: JointProblem, seed: int) -> None:
+        super().__init__(problem, seed)
         n = problem.num_ops
-        many = min(20_000.0, 2e7 / max(1, n)) if is_compiled(moves) else min(50.0, 2e4 / max(1, n))
-        super().__init__(ready(moves), seed, many)
         self.problem = problem
         self._orders, self._undo, self.best_orders = (problem.orders() for _ in range(3))
         self._start, self._trial = np.empty(n), np.empty(n)
@@ -384,17 +383,6 @@ class JointWalk(Annealer[JointSearch]):
 
     def bring(self, search: JointSearch) -> None:
         search.take(self.best_orders, "local search")
-
-
-def walked(search: JointSearch, until: float, num_threads: int | None = None) -> None:
-    """Anneals on several threads until `until` (seconds since the search began), again and again from the best."""
-    if search.problem.num_ops == 0 or search.orders is None:
-        return
-    if not awaited(moves, search.problem.num_ops, until - search.seconds):
-        return
-    with Threads(num_threads, is_compiled(moves)) as threads:
-        walks = [JointWalk(search.problem, search.seed + k) for k in range(threads.num)]
-        annealed_again(search, walks, threads, until)
 
 
 def solved(search: JointSearch) -> None:

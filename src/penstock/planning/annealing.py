@@ -6,13 +6,15 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from functools import partial
+from types import ModuleType
 from typing import Any, Generic, TypeVar
 
 import numpy as np
 
+from penstock.engine.compiled import is_compiled, ready
 from penstock.engine.network import Array
 from penstock.planning.progress import Incumbent
-from penstock.planning.threads import Threads
+from penstock.planning.threads import Threads, awaited
 
 _SLICE = 0.1
 """Seconds after which threads meet, and say where they stand."""
@@ -23,22 +25,26 @@ S = TypeVar("S", bound=Incumbent[Any])
 class Annealer(ABC, Generic[S]):
     """One thread's search.
 
-    Args:
-        module: its compiled functions, with `seed` among them.
-        moves_a_second: how many it makes at first, at a guess: better too few.
-
     Attributes:
+        moves_a_second: how many it makes at about the pace so far; at first at a guess, better too few.
         stuck: whether it can move no more.
     """
 
+    MODULE: ModuleType
+    """Its compiled functions, with `seed` among them."""
     HOT: float
     COLD: float
     """Temperatures at which a search begins and ends, in units of the annealer's own."""
+    MOVES: tuple[float, float]
+    """Moves a second at first: at most so many, and so many in a problem of one op."""
+    BEGINNING = 0.0
+    """Seconds that taking up an order takes for each op, at most: where that leaves no time to move none is made."""
 
-    def __init__(self, module: Any, seed: int, moves_a_second: float) -> None:
-        self._module = module
+    def __init__(self, problem: Any, seed: int) -> None:
+        self._module: Any = ready(self.MODULE)
         self._random = np.random.default_rng(seed)
-        self.moves_a_second = moves_a_second
+        most, of_one = self.MOVES
+        self.moves_a_second = min(most, of_one / max(1, problem.num_ops)) * (1 if is_compiled(self.MODULE) else 1e-3)
         self.stuck = False
 
     def go(self, seconds: float, done: float, part: float, target: float, stop: Array) -> None:
@@ -73,9 +79,43 @@ class Annealer(ABC, Generic[S]):
 
 
 def annealed(
+    search: S,
+    kind: type[Annealer[S]],
+    until: float,
+    how: str = "local search",
+    again: bool = True,
+    num_threads: int | None = None,
+) -> None:
+    """Anneals on several threads from the best so far, until `until` (seconds since the search began).
+
+    Args:
+        kind: of the annealers.
+        how: what reports say.
+        again: whether to begin again and again from the best; else temperatures fall once. Ends before where no
+            annealer can move.
+    """
+    num_ops = search.problem.num_ops
+    if num_ops == 0 or search.closed or search.seconds >= until:
+        return
+    if not awaited(kind.MODULE, num_ops, until - search.seconds):
+        return
+    with Threads(num_threads, is_compiled(kind.MODULE)) as threads:
+        if search.seconds + kind.BEGINNING * num_ops * threads.num >= until:
+            return
+        each = [kind(search.problem, search.seed + k) for k in range(threads.num)]
+        while not search.closed and search.seconds < until and not all(one.stuck for one in each):
+            left = until - search.seconds
+            for one in each:
+                one.begin(search, until)
+            _fallen(search, each, threads, max(1.0, 0.4 * left) if again and left >= 1.5 else left, until, how)
+            if not again:
+                return
+
+
+def _fallen(
     search: S, annealers: Sequence[Annealer[S]], threads: Threads, length: float, until: float, how: str
 ) -> None:
-    """Anneals once, for `length` seconds but no longer than `until` (seconds since the search began)."""
+    """Lets temperatures fall once, in `length` seconds but no longer than `until`."""
     begins = search.seconds
     while not search.closed and search.seconds < until and (done := (search.seconds - begins) / length) < 1:
         part = min(_SLICE / length, 1 - done)
@@ -86,15 +126,3 @@ def annealed(
         search.report(how)
         if all(each.stuck for each in annealers):
             return
-
-
-def annealed_again(search: S, annealers: Sequence[Annealer[S]], threads: Threads, until: float) -> None:
-    """Anneals again and again from the best so far, until `until` (seconds since the search began).
-
-    Ends before where no annealer can move.
-    """
-    while not search.closed and search.seconds < until and not all(each.stuck for each in annealers):
-        left = until - search.seconds
-        for each in annealers:
-            each.begin(search, until)
-        annealed(search, annealers, threads, left if left < 1.5 else max(1.0, 0.4 * left), until, "local search")
