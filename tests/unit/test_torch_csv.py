@@ -105,14 +105,14 @@ BAD: dict[str, tuple[str, tuple[int, int], str]] = {
     "letters of an older torch": ("0F0,0B0,0W0\n", (1, 3), "if this file is as old, replace every B by I"),
     "three halves": ("0F0,0B0,0I0,0W0\n", (1, 3), "has two backwards"),
     "a sum before the end": ("0F0,0I0,0REDUCE_GRAD,0W0\n", (1, 4), "0W0 comes after the REDUCE_GRAD of its stage"),
-    "two sums": ("0F0,0B0,0REDUCE_GRAD,0REDUCE_GRAD\n", (1, 4), "stage 0 has its REDUCE_GRAD at line 1, column 3"),
+    "two sums": ("0F0,0B0,0REDUCE_GRAD,0REDUCE_GRAD\n", (1, 4), "0REDUCE_GRAD occurs twice, first at line 1"),
     "a wait before its send": ("0F0,0WAIT_SEND_F0\n", (1, 2), "no 0SEND_F0 comes before it on its rank"),
     "two waits for a send": (
         "0F0,0SEND_F0,0WAIT_SEND_F0,0WAIT_SEND_F0\n",
         (1, 4),
         "0WAIT_SEND_F0 occurs twice, first at line 1, column 3",
     ),
-    "a wait for no sum": ("0F0,0B0,0WAIT_REDUCE_GRAD\n", (1, 3), "no REDUCE_GRAD of stage 0 comes before it"),
+    "a wait for no sum": ("0F0,0B0,0WAIT_REDUCE_GRAD\n", (1, 3), "no 0REDUCE_GRAD comes before it"),
     "bookkeeping of another rank": ("0F0,0B0,1UNSHARD\n1F0,1B0\n", (1, 3), "stage 1 has no op here"),
 }
 

@@ -12,7 +12,7 @@ group, which it misreads, is refused.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from typing import NoReturn
@@ -25,7 +25,10 @@ LETTERS = "EtmL"
 MOST_LAYERS = 100_000
 """Letters that a string may stand for: a slip of the finger must not fill the memory."""
 
-_TOKEN = re.compile(r"[EtmL|()]|\*[0-9]+|,|\s+")
+_PART = re.compile(
+    r"(?:\((?P<group>[^()]*)\)|(?P<letter>[EtmL|]))(?:[\s,]*\*(?P<times>[0-9]+))?|[\s,]+",
+)
+"""A letter, a bar or a group, and how often it is there; or what means nothing."""
 
 
 @dataclass(frozen=True)
@@ -62,7 +65,7 @@ class MegatronLayout:
         Raises:
             ScheduleError: what is not one, with a caret below the place.
         """
-        return cls(tuple("".join(_unrolled(text)).split("|")))
+        return cls(tuple(_unrolled(text, 0, len(text)).split("|")))
 
     def check_ranks(self, num_ranks: int) -> None:
         """Raises ScheduleError where Megatron would not spread the stages over so many ranks."""
@@ -106,53 +109,38 @@ def _short(stage: str) -> str:
     )
 
 
-def _unrolled(text: str) -> Iterator[str]:
-    """The letters and bars that a string stands for, a string each."""
-    group: list[str] | None = None
-    opened, size = 0, 0
-    last: list[str] = []  # what a repetition repeats
-    for at, token in _tokens(text):
-        if token == "(":
-            if group is not None:
-                _at(text, at, "a group in a group, which Megatron misreads: write it out")
-            group, opened, last = [], at, []
-            continue
-        if token == ")":
-            if group is None:
-                _at(text, at, "no group is open here")
-            if not re.match(r"[\s,]*\*", text[at + 1 :]):
-                _at(text, at, "a group says how often it is repeated: (tt|)*4")
-            last, group = group, None
-            continue
-        if token.startswith("*"):
-            if not last:
-                _at(text, at, "there is nothing before it to repeat")
-            new = last * (int(token[1:]) - (0 if text[:at].rstrip(" ,").endswith(")") else 1))
-            if int(token[1:]) < 1:
-                _at(text, at, "repeat at least once")
-        else:
-            new = [token]
-        last = [token] if token in "EtmL|" else []
-        size += len(new)
-        if size > MOST_LAYERS:
-            _at(text, at, f"more than {MOST_LAYERS:,} layers")
-        if group is not None:
-            group += new
-        else:
-            yield from new
-    if group is not None:
-        _at(text, opened, "this group is not closed")
-
-
-def _tokens(text: str) -> Iterator[tuple[int, str]]:
-    at = 0
-    while at < len(text):
-        found = _TOKEN.match(text, at)
+def _unrolled(text: str, start: int, end: int) -> str:
+    """The letters and bars that a part of a string stands for."""
+    letters = ""
+    at = start
+    while at < end:
+        found = _PART.match(text, at, end)
         if found is None:
-            _at(text, at, f"{text[at]!r} is not part of a layout; known are E, t, m, L, |, ( ), *n and commas")
-        if found.group()[0] not in ", \t\r\n":
-            yield at, found.group()
+            _refuse_character(text, at)
         at = found.end()
+        if found["group"] is not None and found["times"] is None:
+            _at(text, at - 1, "a group says how often it is repeated: (tt|)*4")
+        times = found["times"] or "1"
+        if int(times[:9]) == 0:
+            _at(text, found.start("times") - 1, "repeat at least once")
+        more = _unrolled(text, *found.span("group")) if found["group"] is not None else found["letter"] or ""
+        if found["times"] and not more:
+            _at(text, found.start("times") - 1, "there is nothing before it to repeat")
+        if len(times) > 9 or len(letters) + len(more) * int(times) > MOST_LAYERS:
+            _at(text, found.start("times") - 1 if found["times"] else at - 1, f"more than {MOST_LAYERS:,} layers")
+        letters += more * int(times)
+    return letters
+
+
+def _refuse_character(text: str, at: int) -> NoReturn:
+    """Says why a character cannot be where it is."""
+    if text[at] == "(":
+        bracket = re.compile(r"[()]").search(text, at + 1)
+        if bracket is None:
+            _at(text, at, "this group is not closed")
+        _at(text, bracket.start(), "a group in a group, which Megatron misreads: write it out")
+    why = {")": "no group is open here", "*": "there is nothing before it to repeat"}.get(text[at])
+    _at(text, at, why or f"{text[at]!r} is not part of a layout; known are E, t, m, L, |, ( ), *n and commas")
 
 
 def _at(text: str, at: int, why: str) -> NoReturn:

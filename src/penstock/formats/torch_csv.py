@@ -37,6 +37,8 @@ WAITS = {"WAIT_SEND_F": "SEND_F", "WAIT_SEND_B": "SEND_B"}
 OVERLAP = "OVERLAP_F_B"
 ACTIONS = (*KINDS, *COMMUNICATION)
 """The actions that are ops of ours, by the same names."""
+WHOLE = -1
+"""Stands for the microbatch of an action on a whole stage."""
 
 _LINE_END = re.compile(r"\r\n|\r|\n")
 _ACTION = re.compile(r"(?P<stage>[0-9]{1,9})(?P<kind>[A-Z]+(?:_[A-Z]+)*)(?P<microbatch>[0-9]{1,9})?")
@@ -84,34 +86,18 @@ def from_torch_csv(text: str, name: str = "torch") -> Schedule:
         _fail(Cell(1, 1, 1, ""), "the file holds no rank; it has a line for each, with its actions between commas")
     spots: dict[Op, Cell] = {}
     hosts: dict[int, Cell] = {}
-    reduced: dict[int, Cell] = {}
-    beside: list[tuple[str, int, Cell]] = []
-    waited: dict[Op, Cell] = {}
+    beside: list[tuple[Op, Cell]] = []
     rows: list[list[tuple[Op, ...]]] = []
     for line, content in enumerate(lines, start=1):
         row: list[tuple[Op, ...]] = []
         for cell in _cells(line, content):
-            pair = _pair(cell)
-            if pair is not None:
-                for each in pair:
-                    _note(each, cell, spots, hosts, reduced)
-                row.append(pair)
-                continue
-            op = _action(cell, cell.text)
-            if isinstance(op, Op) and op.kind in WAITS:
-                _note_wait(op, cell, spots, waited)
-            elif isinstance(op, Op):
-                _note(op, cell, spots, hosts, reduced)
-                row.append((op,))
+            step = _step(cell)
+            for op in step:
+                _note(op, cell, spots, hosts)
+            if step[0].kind in ACTIONS:
+                row.append(step)
             else:
-                kind, stage = op
-                if kind == "REDUCE_GRAD":
-                    if stage in reduced:
-                        _fail(cell, f"{_spelled(cell)}: stage {stage} has its REDUCE_GRAD at {_at(reduced[stage])}")
-                    reduced[stage] = cell
-                if kind == "WAIT_REDUCE_GRAD" and (stage not in reduced or reduced[stage].rank != cell.rank):
-                    _fail(cell, f"{_spelled(cell)}: no REDUCE_GRAD of stage {stage} comes before it on its rank")
-                beside.append((kind, stage, cell))
+                beside.append((step[0], cell))
         if not row:
             _fail(
                 Cell(line, 1, 1, content),
@@ -119,9 +105,11 @@ def from_torch_csv(text: str, name: str = "torch") -> Schedule:
                 + ("; delete the blank line" if not content.strip(_BLANK) and line == len(lines) else ""),
             )
         rows.append(row)
-    for kind, stage, cell in beside:
-        if stage not in hosts or hosts[stage].rank != cell.rank:
-            _fail(cell, f"{_spelled(cell)}: {kind} is for stages of its own rank, and stage {stage} has no op here")
+    for op, cell in beside:
+        if op.stage not in hosts or hosts[op.stage].rank != cell.rank:
+            why = f"{op.kind} is for stages of its own rank, and stage {op.stage} has no op here"
+            _fail(cell, f"{_spelled(cell)}: {why}")
+    spots = {op: cell for op, cell in spots.items() if op.kind in ACTIONS}
     num_stages = _count_stages(hosts)
     num_microbatches = _count_microbatches(spots, num_stages)
     placement = Placement((tuple(hosts[stage].rank for stage in range(num_stages)),))
@@ -139,26 +127,24 @@ def _cells(line: int, content: str) -> Iterator[Cell]:
         start += len(raw) + 1
 
 
-def _pair(cell: Cell) -> tuple[Op, Op] | None:
-    """The forward and the backward that the cell has run as one; None where it is not about two."""
+def _step(cell: Cell) -> tuple[Op, ...]:
+    """The action of a cell, or the forward and the backward that it has run as one."""
     together = _TOGETHER.fullmatch(cell.text)
     if together is None:
-        return None
+        return (_action(cell, cell.text),)
     if together["kind"] != OVERLAP:
         _fail(cell, f"{_spelled(cell)}: torch writes pairs as (0F3;3B1){OVERLAP}, there is no {together['kind']}")
-    found = [_action(cell, part.strip(_BLANK)) for part in together["parts"].split(";")]
-    kinds = [each.kind if isinstance(each, Op) else each[0] for each in found]
-    if kinds != [FORWARD, BACKWARD]:
+    pair = tuple(_action(cell, part.strip(_BLANK)) for part in together["parts"].split(";"))
+    if [op.kind for op in pair] != [FORWARD, BACKWARD]:
         _fail(
             cell,
             f"{_spelled(cell)}: {OVERLAP} is of a forward (F) and then a full backward (B), and this is of "
-            f"{', '.join(kinds)}; put its parts in cells of their own",
+            f"{', '.join(op.kind for op in pair)}; put its parts in cells of their own",
         )
-    forward, backward = found
-    return Op(*forward), Op(*backward)
+    return pair
 
 
-def _action(cell: Cell, text: str) -> Op | tuple[str, int]:
+def _action(cell: Cell, text: str) -> Op:
     match = _ACTION.fullmatch(text)
     if match is None:
         _fail(cell, f"{_spelled(cell)} is no action; write [stage][action][microbatch], like 2F0 or 3SEND_F1")
@@ -166,7 +152,7 @@ def _action(cell: Cell, text: str) -> Op | tuple[str, int]:
     if kind in BOOKKEEPING:
         if microbatch is not None:
             _fail(cell, f"{_spelled(cell)}: {kind} is for a whole stage; leave out microbatch {microbatch}")
-        return kind, stage
+        return Op(kind, stage, WHOLE)
     if kind == "BW":
         _fail(
             cell,
@@ -184,35 +170,27 @@ def _action(cell: Cell, text: str) -> Op | tuple[str, int]:
     return Op(kind, stage, int(microbatch))
 
 
-def _note(op: Op, cell: Cell, spots: dict[Op, Cell], hosts: dict[int, Cell], reduced: dict[int, Cell]) -> None:
+def _note(op: Op, cell: Cell, spots: dict[Op, Cell], hosts: dict[int, Cell]) -> None:
     """Notes where an op is, or refuses it there."""
-    if op in spots:
-        _fail(cell, f"{op} occurs twice, first at {_at(spots[op])}; each op runs once", op)
-    host = hosts.setdefault(op.stage, cell)
-    if host.rank != cell.rank:
-        _fail(
-            cell,
-            f"{op} puts stage {op.stage} on rank {cell.rank}, but it is on rank {host.rank} too, at {_at(host)}; "
-            "torch runs each stage on one rank",
-            op,
-        )
-    if op.stage in reduced and op.kind in ("B", "W"):
-        _fail(
-            cell,
-            f"{op} comes after the REDUCE_GRAD of its stage, at {_at(reduced[op.stage])}, so it would be lost",
-            op,
-        )
+    if op.kind.startswith("WAIT_"):
+        before = op._replace(kind=op.kind.removeprefix("WAIT_"))
+        if before not in spots or spots[before].rank != cell.rank:
+            _fail(cell, f"{_spelled(cell)}: no {_named(before)} comes before it on its rank")
+    if op in spots and op.kind not in ("UNSHARD", "RESHARD", "WAIT_REDUCE_GRAD"):
+        _fail(cell, f"{_named(op)} occurs twice, first at {_at(spots[op])}; each op runs once", op)
+    if op.kind in ACTIONS:
+        host = hosts.setdefault(op.stage, cell)
+        if host.rank != cell.rank:
+            _fail(
+                cell,
+                f"{op} puts stage {op.stage} on rank {cell.rank}, but it is on rank {host.rank} too, at {_at(host)}; "
+                "torch runs each stage on one rank",
+                op,
+            )
+        summed = spots.get(Op("REDUCE_GRAD", op.stage, WHOLE))
+        if summed is not None and op.kind in (BACKWARD, WEIGHT):
+            _fail(cell, f"{op} comes after the REDUCE_GRAD of its stage, at {_at(summed)}, so it would be lost", op)
     spots[op] = cell
-
-
-def _note_wait(op: Op, cell: Cell, spots: dict[Op, Cell], waited: dict[Op, Cell]) -> None:
-    """Notes where a send is waited for, or refuses it there."""
-    send = Op(WAITS[op.kind], *op[1:])
-    if send not in spots or spots[send].rank != cell.rank:
-        _fail(cell, f"{_spelled(cell)}: no {send} comes before it on its rank", op)
-    if op in waited:
-        _fail(cell, f"{op} occurs twice, first at {_at(waited[op])}; each send is waited for once", op)
-    waited[op] = cell
 
 
 def _count_stages(hosts: dict[int, Cell]) -> int:
@@ -263,6 +241,10 @@ def _refuse_two_backwards(spots: dict[Op, Cell], op: Op, cell: Cell, other: Cell
         f"B is the full backward, I and W are its halves{hint}",
         op,
     )
+
+
+def _named(op: Op) -> str:
+    return f"{op.stage}{op.kind}" if op.microbatch == WHOLE else str(op)
 
 
 def _spelled(cell: Cell) -> str:
