@@ -27,7 +27,7 @@ from penstock.dispatch import Dispatch
 from penstock.passes.reorder import with_orders_of
 from penstock.planning import initial_warmups, slow_link_schedule
 from penstock.planning.joint.away import with_host_memory
-from penstock.planning.slow_links import StageRule
+from penstock.planning.slow_links import RULES
 from penstock.schedule import Schedule, ScheduleError, one_to_one
 from penstock.schedule.offload import without_offload
 from penstock.simulation.transport import Decoupled
@@ -215,8 +215,8 @@ def _planned(
     start = job.start.schedule
     if start.placement != one_to_one(job.num_ranks):
         return  # Eq. 1 and its algorithms speak of one stage per rank
-    asked = [(links, rule, False) for links in ways for rule in StageRule]
-    for links, rule, initial in [*asked, (ways[0], StageRule.PRIORITY, True)]:
+    asked = [(links, rule, False) for links in ways for rule in RULES]
+    for links, rule, initial in [*asked, (ways[0], "priority", True)]:
         found = _made(job.costs, start.num_microbatches, links, caps, rule, initial)
         if found is not None:
             yield found, links
@@ -251,7 +251,7 @@ def _taken(schedule: Schedule, costs: Costs, links: Links, caps: tuple[float, ..
 
 @lru_cache(maxsize=256)
 def _made(
-    costs: Costs, num_microbatches: int, links: Links, caps: tuple[float, ...], rule: StageRule, initial: bool
+    costs: Costs, num_microbatches: int, links: Links, caps: tuple[float, ...], rule: str, initial: bool
 ) -> Schedule | None:
     """The schedule of Algorithm 2, or of Algorithm 1 if `initial`; None if there is no room for it."""
     counts = None

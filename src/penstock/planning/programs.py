@@ -178,7 +178,6 @@ def search_space(
         num_microbatches: of a step.
         links: delays (ms); by default messages arrive at once.
         shared_ends: whether all ranks share the first and the last part.
-        split: whether backwards are split into I and W.
         costs: of the model in `k * num_ranks` equal parts, from which stages are made by adding consecutive
             ones: a placement with v stages a rank needs k to be a multiple of v. With `shared_ends` one part
             more at either end: what is shared by all ranks (embedding and head). Or a function of the number of
@@ -259,15 +258,14 @@ def _nothing(
 ) -> ScheduleError:
     """The reason that the first of the placements gives."""
     (name, why), *others = left_out.items()
-    limit, do = "", "give rules that let ranks hold more"
+    within, do = "", "give rules that let ranks hold more"
     if caps is not None:
-        limit, do = f" within a memory of {_numbers(caps)}", "raise the limit, in the unit of the costs' activations"
+        within, do = f" within a memory of {_numbers(caps)}", "raise the limit, in the unit of the costs' activations"
     elif totals is not None:
-        sizes = dict.fromkeys(in_bytes(each, 4) for each in totals)
-        limit, do = f" within {', '.join(sizes)} per rank, all counted", "raise the limit, or take more ranks"
+        within, do = f" within {in_bytes(max(totals), 4)} per rank, all counted", "raise it, or take more ranks"
     likewise = f", and nothing runs on {len(others)} other placement{'s' * (len(others) > 1)}" if others else ""
     return ScheduleError(
-        f"no program over {num_ranks} ranks can run{limit}: {name}: {why}{likewise}; {do}", rule="memory"
+        f"no program over {num_ranks} ranks can run{within}: {name}: {why}{likewise}; {do}", rule="memory"
     )
 
 
@@ -531,10 +529,8 @@ class _Space:
         each = "" if placement.num_pipelines == 1 else ", and one in each direction more"
         if self.totals is None:
             return f"one microbatch takes {needed[rank]:g} on rank {rank}{each}"
-        return (
-            f"one microbatch takes {in_bytes(needed[rank], 4)} on rank {rank}{each}, where weights, gradients and "
-            f"optimizer state leave {in_bytes(room[rank], 4)}"
-        )
+        left = f"beside weights, gradients and optimizer state it has {in_bytes(room[rank], 4)}"
+        return f"one microbatch takes {in_bytes(needed[rank], 4)} on rank {rank}{each}; {left}"
 
     def _fits(self, found: Found) -> bool:
         if self.totals is None:

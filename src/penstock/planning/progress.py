@@ -6,7 +6,7 @@ import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Generic, Protocol, TypeVar
+from typing import Any, Generic, TypeVar
 
 from penstock.engine.tolerance import EPSILON, slack
 from penstock.schedule import ScheduleError
@@ -82,14 +82,8 @@ def confirmed(goal: str, value: float, timeline: Timeline) -> float:
     return found
 
 
-class DescribableProblem(Protocol):
-    """A problem that can be said in words."""
-
-    def described(self) -> str:
-        """All its numbers, for a report."""
-
-
-P = TypeVar("P", bound=DescribableProblem)
+P = TypeVar("P", bound=Any)
+"""A problem, which `described` says in words."""
 
 
 @dataclass

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from enum import StrEnum
+from dataclasses import replace
 
 from penstock.cost import CostError, Costs, Links
 from penstock.engine.tolerance import EPSILON
@@ -19,12 +19,11 @@ from penstock.program import Program, Rules
 from penstock.schedule import Schedule, ScheduleError, one_to_one
 from penstock.simulation.lister import Lister
 
-
-class StageRule(StrEnum):
-    """What a stage runs after its warm-up."""
-
-    PRIORITY = "priority"
-    ALTERNATE = "alternate"
+RULES = {
+    "priority": (Rules("backward-first"), "slow-links"),
+    "alternate": (Rules("interleaved", strict=True), "slow-links-alternate"),
+}
+"""What a stage runs after its warm-up, and the name of schedules made so."""
 
 
 def slow_link_schedule(
@@ -34,7 +33,7 @@ def slow_link_schedule(
     *,
     warmup: Sequence[int] | None = None,
     memory_limit: float | Sequence[float] | None = None,
-    rule: StageRule | str = StageRule.PRIORITY,
+    rule: str = "priority",
     prove: bool = True,
 ) -> Schedule:
     """Warm-up counts x_i, then I, F and W by a rule, with the delays known. Stage i is on rank i.
@@ -78,35 +77,20 @@ def slow_link_schedule(
         >>> ps.simulate(s, costs, links=late).makespan
         410.0
     """
-    chosen = _rule(rule)
+    if rule not in RULES:
+        raise ScheduleError(f"rule {rule!r}: give 'priority' or 'alternate'", rule="options")
     links = links or Links()
     links.check_ranks(costs.num_stages)
+    rules, name = RULES[rule]
     counts = _counts(costs, num_microbatches, links, warmup, memory_limit)
-    if chosen is StageRule.PRIORITY:
-        rules = Rules("backward-first", warmup=counts, memory_limit=memory_limit)
-    else:
-        rules = Rules("interleaved", strict=True, warmup=counts, memory_limit=memory_limit)
-    program = Program(
-        one_to_one(costs.num_stages),
-        num_microbatches,
-        rules,
-        split=True,
-        costs=costs,
-        links=links,
-        name="slow-links" if chosen is StageRule.PRIORITY else "slow-links-alternate",
-    )
+    rules = replace(rules, warmup=counts, memory_limit=memory_limit)
+    placement = one_to_one(costs.num_stages)
+    program = Program(placement, num_microbatches, rules, split=True, costs=costs, links=links, name=name)
     if prove:
         return program.build()
     graph = program.queues()
     listed = Lister(graph).list_by_rules(program.tables(graph))
     return listed.schedule(program.name) if listed.complete else program.build()
-
-
-def _rule(value: StageRule | str) -> StageRule:
-    try:
-        return StageRule(value)
-    except ValueError:
-        raise ScheduleError(f"rule {value!r}: give 'priority' or 'alternate'", rule="options") from None
 
 
 def _counts(
