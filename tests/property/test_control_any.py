@@ -27,13 +27,12 @@ from penstock.control import (
     Switched,
     Transfers,
     candidates,
-    choose,
     rehearse,
     replay,
     run_once,
-    score,
 )
 from penstock.control.configuration import fits, in_host, peaks
+from penstock.control.decide import choose, score
 from penstock.control.evidence import WINDOW
 from penstock.cost import LinkCondition, Links
 from penstock.cost.over_time import Trace

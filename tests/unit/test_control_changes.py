@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 
-from penstock.control import Detector, Sensitivity
+from penstock.control.changes import Detector, Sensitivity
 
 pytestmark = pytest.mark.unit
 

@@ -14,7 +14,6 @@ import pytest
 import penstock as ps
 from penstock.control import (
     Action,
-    Candidate,
     Configuration,
     ControlError,
     Controller,
@@ -28,19 +27,18 @@ from penstock.control import (
     Measured,
     Offered,
     Prices,
-    Scored,
     Switched,
     Transfers,
     candidates,
-    choose,
     measured_events,
     predict,
     rehearse,
     replay,
     run_once,
-    score,
 )
+from penstock.control.candidate import Candidate
 from penstock.control.configuration import fits, in_host, job_from_json, job_to_json, peaks
+from penstock.control.decide import Scored, choose, score
 from penstock.control.evidence import BURST
 from penstock.cost import Links
 from penstock.planning import adapted_warmups

@@ -12,8 +12,7 @@ from hypothesis import strategies as st
 import penstock as ps
 from penstock.control import Configuration, Job
 from penstock.control.configuration import peaks
-from penstock.control.mesh_times import MeshTimes
-from penstock.control.reranking import rerank
+from penstock.control.reranking import MeshTimes, rerank
 from penstock.cost import LinkCondition, Links
 from penstock.cost.mesh import LinkGroup, Mesh
 from penstock.cost.over_time import Constant

@@ -27,13 +27,7 @@ OTHERS = ("zb", "zb-h2", "zb-h1", "1f1b", "gpipe")
 
 
 class Obstacle(StrEnum):
-    """Why nothing is changed.
-
-    Examples:
-        >>> import penstock as ps
-        >>> [each.value for each in ps.control.Obstacle][:3]
-        ['memory', 'noise', 'absorbed']
-    """
+    """Why nothing is changed."""
 
     MEMORY = "memory"
     NOISE = "noise"
@@ -55,11 +49,6 @@ class Help:
         what: what would help, in words.
         option: the option that gives it.
         ms: the simulated iteration time with it, in ms.
-
-    Examples:
-        >>> import penstock as ps
-        >>> ps.control.Help("two more activations per rank", "--memory-limit", ms=210.0).ms
-        210.0
     """
 
     what: str
@@ -88,9 +77,9 @@ class Unanswered:
     Examples:
         >>> import penstock as ps
         >>> why = ps.control.Unanswered(
-        ...     30, ps.control.Obstacle("memory"), "no room for more warm-up", (((2, 3), 60.0),), 212.0, 330.0, 325.0
+        ...     30, "memory", "no room for more warm-up", (((2, 3), 60.0),), 212.0, 330.0, 325.0
         ... )
-        >>> why.obstacle.value, why.now - why.before
+        >>> why.obstacle, why.now - why.before
         ('memory', 118.0)
     """
 

@@ -63,16 +63,6 @@ class Candidate:
         configuration: what would run.
         price: what switching to it costs, in ms. Delegating is priced there and back, so that going back is paid in
             advance.
-
-    Examples:
-        >>> import penstock as ps
-        >>> costs, zb = ps.Costs.uniform(4, f=10, i=10, w=10), ps.build("zb", 4, 8)
-        >>> start = ps.control.Configuration(zb, "frozen", caps=ps.simulate(zb, costs).peak_activations)
-        >>> job = ps.control.Job(costs, start)
-        >>> healthy = ps.control.Measured((ps.Links(),), ps.Links(), ps.Links())
-        >>> first = ps.control.candidates(job, start, healthy)[0]
-        >>> first.action.value, first.price
-        ('keep', 0.0)
     """
 
     action: Action

@@ -82,12 +82,6 @@ class Change:
         before: the level before, in the unit of the numbers.
         after: the level since.
         began: how many numbers ago it began.
-
-    Examples:
-        >>> import penstock as ps
-        >>> change = ps.control.Change(before=0.2, after=60.1, began=3)
-        >>> round(change.after - change.before, 1)
-        59.9
     """
 
     before: float
@@ -112,8 +106,8 @@ class Detector:
         num_false: alarms that nothing followed.
 
     Examples:
-        >>> import penstock as ps
-        >>> detector = ps.control.Detector(least=1.0)
+        >>> from penstock.control.changes import Detector
+        >>> detector = Detector(least=1.0)
         >>> changes = [detector.feed(ms) for ms in [2.0, 2.1] * 10 + [60.0, 60.2] * 6]
         >>> [round(each.after) for each in changes if each]
         [60]

@@ -40,12 +40,6 @@ class ComputeChange:
         stage: the stage of these ops.
         change: what one op of each kind takes together, before and after, in ms.
         num_iterations: iterations since it began.
-
-    Examples:
-        >>> import penstock as ps
-        >>> change = ps.control.Change(before=30.0, after=45.0, began=4)
-        >>> print(ps.control.ComputeChange(rank=1, stage=1, change=change, num_iterations=2))
-        stage 1 on rank 1: one op of each kind 30 -> 45 ms (compute)
     """
 
     rank: int

@@ -33,16 +33,6 @@ class Scored:
         ms: its mean iteration time over the scenarios, in ms.
         each: the time in each scenario, where there are several.
         peaks: the most activations that each rank holds in any of them.
-
-    Examples:
-        >>> import penstock as ps
-        >>> costs, zb = ps.Costs.uniform(4, f=10, i=10, w=10), ps.build("zb", 4, 8)
-        >>> start = ps.control.Configuration(zb, "frozen", caps=ps.simulate(zb, costs).peak_activations)
-        >>> job = ps.control.Job(costs, start)
-        >>> healthy = ps.control.Measured((ps.Links(),), ps.Links(), ps.Links())
-        >>> stay = ps.control.score(job, healthy, ps.control.candidates(job, start, healthy)[0])
-        >>> stay.ms == ps.simulate(zb, costs).makespan
-        True
     """
 
     candidate: Candidate
@@ -58,16 +48,6 @@ def score(job: Job, measured: Measured, candidate: Candidate) -> Scored:
         job: the costs and the placement.
         measured: what has been measured of links and ops, with its scenarios.
         candidate: what would run.
-
-    Examples:
-        >>> import penstock as ps
-        >>> costs, zb = ps.Costs.uniform(4, f=10, i=10, w=10), ps.build("zb", 4, 8)
-        >>> start = ps.control.Configuration(zb, "frozen", caps=ps.simulate(zb, costs).peak_activations)
-        >>> job = ps.control.Job(costs, start)
-        >>> healthy = ps.control.Measured((ps.Links(),), ps.Links(), ps.Links())
-        >>> stay = ps.control.candidates(job, start, healthy)[0]
-        >>> ps.control.score(job, healthy, stay).ms
-        270.0
     """
     found = [_tried(job, candidate.configuration, links) for links in measured.scenarios]
     times = tuple(ms for ms, _ in found)
@@ -115,18 +95,6 @@ def choose(
         budget: what switching may cost now, in ms.
         least_gain: the least share of the iteration time that a switch must save.
         returning: whether a candidate that delegates fewer links is taken as soon as it is no slower.
-
-    Examples:
-        >>> import penstock as ps
-        >>> costs, zb = ps.Costs.uniform(4, f=10, i=10, w=10), ps.build("zb", 4, 8)
-        >>> start = ps.control.Configuration(zb, "frozen", caps=ps.simulate(zb, costs).peak_activations)
-        >>> job = ps.control.Job(costs, start)
-        >>> late = ps.Links({(2, 3): 60.0})
-        >>> measured = ps.control.Measured((late,), late, late, late=frozenset({(2, 3)}))
-        >>> scored = [ps.control.score(job, measured, each) for each in ps.control.candidates(job, start, measured)]
-        >>> best, lost = ps.control.choose(scored, budget=1_000, least_gain=0.02)
-        >>> best.ms < scored[0].ms, lost == scored[0].ms - best.ms
-        (True, True)
     """
     now = scored[0] if scored[0].candidate.action is Action.KEEP else None
     sure = [each for each in scored if now is None or _never_slower(each, now)]

@@ -57,7 +57,7 @@ class Evidence:
     Examples:
         >>> from penstock.control.evidence import Evidence
         >>> round(Evidence([97, 103, 99, 101, 98, 100], [131, 128, 130, 129]).value, 1)
-        5.8
+        5.0
         >>> Evidence([97, 103, 99, 101, 98, 100], [99.5, 97.5, 102, 98.5]).value
         1.0
     """

@@ -23,8 +23,7 @@ from penstock.control.changes import Change, Detector, Sensitivity
 from penstock.control.configuration import Configuration, Job
 from penstock.control.errors import ControlError
 from penstock.control.events import Link, LinkTime, Probed, Reranked, show_link, undirected
-from penstock.control.mesh_times import MeshTimes
-from penstock.control.reranking import Reranking, rerank
+from penstock.control.reranking import MeshTimes, Reranking, rerank
 from penstock.cost import LinkCondition, Links, Mesh
 from penstock.cost.conditions import LinkQueue
 from penstock.cost.over_time import Constant
