@@ -4,8 +4,7 @@ from penstock.program import placements
 from penstock.program.new_op import Branch, NewOp
 from penstock.program.program import Program
 from penstock.program.rules import Rules, Traversal, breadth_first, by_microbatch, depth_first, earliest_first
-from penstock.program.stepper import NextOp, Step, Stepper
-from penstock.program.view import View
+from penstock.program.stepper import NextOp, Step, Stepper, View
 
 __all__ = [
     "Branch",

@@ -15,12 +15,9 @@ shared_ends(one_to_one(4))      * 0 1 2 3 *     (embedding and head on all ranks
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from numbers import Integral
 
 from penstock.schedule import Placement, ScheduleError
-from penstock.schedule.placement import circular as _circular
-from penstock.schedule.placement import one_to_one as _one_to_one
-from penstock.schedule.placement import v_shape as _v_shape
+from penstock.schedule.placement import at_least_one, circular, one_to_one, v_shape
 
 BOTH_WAYS = "+bidirectional"
 """The suffix of names that add a second pipeline, from the last rank to the first."""
@@ -50,11 +47,11 @@ def named(name: str, num_ranks: int, num_stages: int | None = None) -> Placement
             f"{BOTH_WAYS} behind it",
             rule="options",
         )
-    if name != base and _at_least_one(num_ranks) == 1:
+    if name != base and at_least_one(num_ranks) == 1:
         raise ScheduleError(
             f"{name} on 1 rank: the two directions differ from 2 ranks on; give {base}", rule="options"
         )
-    usual = STAGES_PER_RANK[base] * _at_least_one(num_ranks)
+    usual = STAGES_PER_RANK[base] * at_least_one(num_ranks)
     stages = usual if num_stages is None else num_stages
     if base == "circular":
         plain = circular(num_ranks, stages)
@@ -72,30 +69,9 @@ def named(name: str, num_ranks: int, num_stages: int | None = None) -> Placement
     return plain if name == base else bidirectional(plain)
 
 
-def one_to_one(num_ranks: int) -> Placement:
-    """Places stage i on rank i."""
-    return _one_to_one(_at_least_one(num_ranks))
-
-
-def circular(num_ranks: int, num_stages: int) -> Placement:
-    """Places stage s on rank s mod num_ranks. Raises ScheduleError if some rank would host no stage."""
-    if num_stages < _at_least_one(num_ranks):
-        raise ScheduleError(
-            f"{num_stages} stages laid over {num_ranks} ranks leave rank {num_stages} without one; "
-            f"give at least {num_ranks} stages",
-            rule="placement",
-        )
-    return _circular(num_ranks, num_stages)
-
-
-def v_shape(num_ranks: int) -> Placement:
-    """Places two stages on each rank, down the ranks and back up."""
-    return _v_shape(_at_least_one(num_ranks))
-
-
 def wave(num_ranks: int, num_waves: int) -> Placement:
     """Repeats the V: 2 * num_waves stages per rank (Hanayo)."""
-    down = tuple(range(_at_least_one(num_ranks)))
+    down = tuple(range(at_least_one(num_ranks)))
     if num_waves < 1:
         raise ScheduleError(f"a wave placement has {num_waves} waves: give at least 1", rule="placement")
     return Placement(((down + down[::-1]) * num_waves,))
@@ -120,7 +96,7 @@ def multi_directional(num_ranks: int) -> Placement:
     With d ranks, an even pipeline j has stage i on rank `(2j + i) mod d`, an odd one on `(2j - i + d + 1) mod d`.
     Raises ScheduleError for an odd number of ranks.
     """
-    d = _at_least_one(num_ranks)
+    d = at_least_one(num_ranks)
     if d % 2:
         raise ScheduleError(
             f"multi-directional pipelines need an even number of ranks, got {d}: there are d / 2 of them",
@@ -181,9 +157,3 @@ def check_all_used(placement: Placement) -> None:
     for rank in range(num_ranks_of(placement)):
         if not placement.stages_of(rank):
             raise ScheduleError(f"rank {rank} hosts no stage; number the ranks without gaps from 0", rule="placement")
-
-
-def _at_least_one(num_ranks: int) -> int:
-    if not isinstance(num_ranks, Integral) or num_ranks < 1:
-        raise ScheduleError(f"a placement over {num_ranks!r} ranks: give at least 1", rule="placement")
-    return num_ranks

@@ -25,6 +25,7 @@ from penstock.engine.rule_tables import BACKWARD, FORWARD, INFINITY, NUM_CLASSES
 from penstock.program.new_op import Branch, NewOp, StageName
 from penstock.program.placements import check_all_used, num_ranks_of
 from penstock.program.rules import KINDS, Rules, Traversal
+from penstock.program.stepper import Stepper
 from penstock.schedule import Needs, Placement, Registered, Schedule, ScheduleError, StageGraph, check
 from penstock.schedule.short_repr import short_repr
 from penstock.simulation.lister import Lister
@@ -397,8 +398,6 @@ class Program:
         Raises ScheduleError if no rank can go on (the error says what each rank waits for), if a function of the
         user's raises, or if the result breaks a rule of `check`.
         """
-        from penstock.program.stepper import Stepper
-
         if self.has_functions:
             schedule = Stepper(self).run()
         else:
@@ -416,24 +415,17 @@ class Program:
         Raises ScheduleError for other limits if asynchronous ops free memory: only this limit tells ranks how long to
         wait for it.
         """
-        if any(op.asynchronous and op.holds for op in self.ops):
-            return self._limit_with_streams()
-        if isinstance(self.rules, Mapping) or not isinstance(self.rules.max_in_flight, Real):
-            return None
-        cap = float(self.rules.max_in_flight)
-        return cap if cap < INFINITY else None
-
-    def _limit_with_streams(self) -> float | None:
-        costs, rules = self.all_costs, self.rules
-        if not isinstance(rules, Mapping):
-            most, memory = rules.max_in_flight, rules.memory_limit
-            if most is None and memory is None:
-                return None
-            if memory is None and isinstance(most, Real):
-                return float(most)
-            if most is None and isinstance(memory, Real) and len(set(costs.activation)) == 1:
-                return float(memory) / costs.activation[0]
         kinds = ", ".join(sorted({op.kind for op in self.ops if op.asynchronous and op.holds}))
+        most = memory = None
+        if isinstance(self.rules, Rules):
+            most, memory = self.rules.max_in_flight, self.rules.memory_limit
+        if isinstance(most, Real) and (memory is None or not kinds):
+            return float(most) if float(most) < INFINITY else None
+        if not kinds or (isinstance(self.rules, Rules) and most is None and memory is None):
+            return None
+        activations = self.all_costs.activation
+        if most is None and isinstance(memory, Real) and len(set(activations)) == 1:
+            return float(memory) / activations[0]
         raise ScheduleError(
             f"ops of kind {kinds} hold memory and are asynchronous, so ranks wait for room by the schedule's limit, "
             "which is one number of stage activations: give max_in_flight=number (which counts what such ops give "

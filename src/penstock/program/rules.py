@@ -28,7 +28,7 @@ from penstock.schedule.short_repr import short_repr
 from penstock.unknown_names import refuse_unknown
 
 if TYPE_CHECKING:
-    from penstock.program.view import View
+    from penstock.program.stepper import View
 
 KINDS = {"backward-first": BACKWARD_FIRST, "forward-first": FORWARD_FIRST, "interleaved": INTERLEAVED}
 

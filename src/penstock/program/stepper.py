@@ -1,5 +1,7 @@
 """Runs a program one decision at a time: what was ready, what was chosen, and why nothing else was.
 
+A user's functions are asked here with a `View`: the state of all ranks at that moment, and nothing they can change.
+
 for step in ps.program.Stepper(program):
     print(step)
 
@@ -13,22 +15,25 @@ from __future__ import annotations
 import heapq
 import math
 import reprlib
-from collections.abc import Iterator
+from bisect import bisect_left
+from collections import defaultdict
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from itertools import count
 from numbers import Real
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from penstock.engine import list_by_rules
 from penstock.engine.list_by_rules import DONE, FULL, NEVER, NOTHING, READY, REFUSED, STAGE_FULL, WAITS
 from penstock.engine.needs import last_needed
-from penstock.engine.rule_tables import BACKWARD, FORWARD, LAST, NUM_CLASSES, WEIGHT
+from penstock.engine.rule_tables import BACKWARD, FORWARD, INFINITY, LAST, NUM_CLASSES, WEIGHT, QueueRecord
 from penstock.engine.tolerance import is_within
-from penstock.program.view import View
 from penstock.schedule import Op, Schedule, ScheduleError
 from penstock.schedule.short_repr import short_repr
 
 if TYPE_CHECKING:
     from penstock.program.program import Program
+    from penstock.program.rules import Rules
 
 CLASS_NAMES = {FORWARD: "forward", BACKWARD: "backward", WEIGHT: "weight gradient"}
 
@@ -92,6 +97,100 @@ class Step:
         return "\n".join(lines)
 
 
+class View:
+    """The moment of a decision.
+
+    Attributes:
+        rank: who decides.
+        time: when (ms).
+
+    Examples:
+        >>> import penstock as ps
+        >>> def one_at_a_time(view, op):
+        ...     return op.kind != "F" or view.in_flight() < 1
+        >>> program = ps.Program(ps.placements.one_to_one(2), 2, ps.Rules(check=one_at_a_time))
+        >>> print(program.build())
+        schedule program: 2 ranks, 2 stages, 2 microbatches
+        pipeline 0: stages on ranks 0 1
+        rank 0 | F0 .  .  B0 F1 .  .  B1
+        rank 1 | .  F0 B0 .  .  F1 B1
+    """
+
+    def __init__(self, stepper: Stepper, rank: int, time: float) -> None:
+        self.rank, self.time = rank, time
+        self._run, self._graph, self._tables = stepper, stepper.graph, stepper.tables
+
+    def started(self, kind: str, stage: int, pipeline: int = 0) -> int:
+        """How many ops of a kind of a stage have started; 0 for a kind that is not there."""
+        q = self._run.number.get((pipeline, kind, stage))
+        return 0 if q is None else int(self._tables.queues[q].started)
+
+    def in_flight(self, rank: int | None = None, stage: int | None = None) -> int:
+        """Forwards on a rank (by default the one that decides), or of a stage, whose B or W has not started."""
+        if stage is None:
+            return int(self._tables.ranks[self.rank if rank is None else rank].in_flight)
+        queues = zip(self._graph.labels, self._tables.queues, strict=True)
+        return sum(int(queue.count) * queue.started for (_, _, s), queue in queues if s == stage)
+
+    def memory(self, rank: int | None = None) -> float:
+        """What a rank holds, in the unit of the costs' activations."""
+        return float(self._tables.ranks[self.rank if rank is None else rank].memory)
+
+    def steps(self, rank: int | None = None) -> int:
+        """How many ops a rank has started."""
+        return len(self._run.rows[self.rank if rank is None else rank])
+
+    def ran(self, rank: int | None = None) -> tuple[Op, ...]:
+        """The ops a rank has started, in order."""
+        number: defaultdict[int, Iterator[int]] = defaultdict(count)
+        row = self._run.rows[self.rank if rank is None else rank]
+        return tuple(self._graph.op(q, next(number[q])) for q in row)
+
+    def upcoming(self, rank: int | None = None) -> tuple[Op, ...]:
+        """The next op of each kind of each stage of a rank (in each pipeline), ready or not, where any is left."""
+        own = self._run.own_queues(self.rank if rank is None else rank)
+        queues = self._tables.queues
+        return tuple(self._graph.op(q, queues[q].started) for q in own if queues[q].started < queues[q].length)
+
+    def ready_since(self, op: Op) -> float:
+        """When (ms) an upcoming op had all that it needs; infinite where that is not known yet, or for another op.
+
+        An op that a limit held back counts from the moment when all it needs was there.
+        """
+        found = self._find(op)
+        return found[0].ready_at if found is not None and found[1] == found[0].started else INFINITY
+
+    def has_run(self, op: Op) -> bool:
+        """Whether an op has ended by now, wherever it runs (False for one that is not there)."""
+        found = self._find(op)
+        if found is None or found[1] >= found[0].started:
+            return False
+        queue, index = found
+        return self._run.start_time[queue.first_op + index] + queue.duration <= self.time
+
+    def _find(self, op: Op) -> tuple[QueueRecord, int] | None:
+        """An op's queue and its number there; None for one that is not there."""
+        graph, index, pipeline = self._graph, op.microbatch, 0
+        if graph.is_dealt(op.kind, op.stage):
+            if not 0 <= index < len(graph.microbatch_pipeline):
+                return None
+            pipeline = graph.microbatch_pipeline[index]
+            index = bisect_left(graph.microbatches[pipeline], index)
+        q = self._run.number.get((pipeline, op.kind, op.stage))
+        if q is None or not 0 <= index < self._tables.queues[q].length:
+            return None
+        return self._tables.queues[q], index
+
+
+def _wrong_answer(
+    what: str, answer: object, wanted: str, rank: int, time: float, op: Op | None = None
+) -> ScheduleError:
+    about = "" if op is None else f" for {op}"
+    shown = str(answer) if isinstance(answer, Op) else reprlib.repr(answer)
+    text = f"rank {rank} at {time:g} ms: the {what} function returned {shown}{about}; return {wanted}"
+    return ScheduleError(text, rule="rules", rank=rank, op=op)
+
+
 class Stepper:
     """Iterates over the decisions of a program, in the order in which they are taken.
 
@@ -108,17 +207,17 @@ class Stepper:
     def __init__(self, program: Program) -> None:
         self.program = program
         self.graph = program.queues()
-        self._tables = program.tables(self.graph)
-        self._number = {label: q for q, label in enumerate(self.graph.labels)}
+        self.tables = program.tables(self.graph)
+        self.number = {label: q for q, label in enumerate(self.graph.labels)}
         self.rows: list[list[int]] = [[] for _ in range(self.graph.num_rows)]
-        self._start_time = [0.0] * self.graph.num_ops
+        self.start_time = [0.0] * self.graph.num_ops
         self._num_started = 0
         self._moments: list[float] = []
         self._asking: set[int] = set()
         self._now = 0.0
 
     def __iter__(self) -> Iterator[Step]:
-        yield from self._steps(explain=True)
+        return self._steps(explain=True)
 
     def run(self) -> Schedule:
         """Takes all decisions that are left and returns the schedule (not checked)."""
@@ -128,13 +227,13 @@ class Stepper:
 
     def schedule(self) -> Schedule:
         """What the ranks have run so far."""
-        return self.graph.schedule(self.program.name, self.rows, self.program._limit(), self._start_time)
+        return self.graph.schedule(self.program.name, self.rows, self.program._limit(), self.start_time)
 
     def _steps(self, explain: bool) -> Iterator[Step]:
-        t = self._tables
+        t = self.tables
         if self._num_started == 0:
             for q, queue in enumerate(t.queues):
-                queue.ready_at = list_by_rules.ready_time(q, t.queues, t.needs, self._start_time)
+                queue.ready_at = list_by_rules.ready_time(q, t.queues, t.needs, self.start_time)
                 if queue.ready_at < NEVER:
                     for rank in self.graph.hosts(q):
                         t.ranks[rank].wake = 0.0
@@ -142,6 +241,7 @@ class Stepper:
             rank = min(range(len(t.ranks)), key=lambda r: (t.ranks[r].wake, r))
             time = t.ranks[rank].wake
             if self._asking and self._moments and self._moments[0] < time:
+                # What a function answers may change when an op starts and when it ends: who waits is asked again.
                 moment = max(self._moments[0], self._now)
                 while self._moments and self._moments[0] <= moment:
                     heapq.heappop(self._moments)
@@ -156,7 +256,7 @@ class Stepper:
             step = self._explained(rank, time, q) if explain else None
             if q == NOTHING:
                 t.ranks[rank].wake = list_by_rules.next_wake(
-                    rank, time, t.queues, t.ranks, t.hosts, t.own, self._start_time
+                    rank, time, t.queues, t.ranks, t.hosts, t.own, self.start_time
                 )
                 if rank < self.graph.num_ranks and self.program.rules_of(rank).has_functions:
                     self._asking.add(rank)
@@ -166,107 +266,88 @@ class Stepper:
                 yield step
 
     def _begin(self, q: int, time: float) -> None:
-        t = self._tables
+        t = self.tables
         started = list_by_rules.begin(
-            q, time, t.queues, t.ranks, t.slots, t.slot_queues, t.hosts, t.needs, t.unlocks, self._start_time
+            q, time, t.queues, t.ranks, t.slots, t.slot_queues, t.hosts, t.needs, t.unlocks, self.start_time
         )
         self._num_started += 1
         for rank in self.graph.hosts(q):
             self.rows[rank].append(q)
             self._asking.discard(rank)
-        # What a function answers may change when an op starts and when it ends: those who wait are asked again.
         for moment in {time, started, started + t.queues[q].duration}:
             heapq.heappush(self._moments, moment)
 
     def _decide(self, rank: int, time: float) -> int:
-        t = self._tables
+        t = self.tables
         if t.ranks[rank].beside >= 0:
-            list_by_rules.give_back(rank, time, t.queues, t.ranks, t.hosts, t.own, self._start_time)
-        if rank >= self.graph.num_ranks:  # a stream, which takes what is ready
-            return list_by_rules.decide(rank, time, t.queues, t.ranks, t.slots, t.slot_queues, t.hosts)
-        rules = self.program.rules_of(rank)
-        if rules.has_functions:
-            self._ask(rank, time)
-        if rules.choose is not None:
-            return self._ask_to_choose(rank, time)
+            list_by_rules.give_back(rank, time, t.queues, t.ranks, t.hosts, t.own, self.start_time)
+        if rank < self.graph.num_ranks:  # a stream takes what is ready
+            rules = self.program.rules_of(rank)
+            if rules.has_functions:
+                self._ask(rank, time, rules)
+            if rules.choose is not None:
+                return self._ask_to_choose(rank, time, rules.choose)
         return list_by_rules.decide(rank, time, t.queues, t.ranks, t.slots, t.slot_queues, t.hosts)
 
-    def _ask(self, rank: int, time: float) -> None:
+    def _ask(self, rank: int, time: float, rules: Rules) -> None:
         """Lets the user's check and limit look at every op that could run."""
-        t, rules = self._tables, self.program.rules_of(rank)
-        view = View(self.graph, t, rank, time, self.rows, self._start_time, self._number)
-        for q in self._own(rank):
-            queue = t.queues[q]
+        record = self.tables.ranks[rank]
+        for q in self.own_queues(rank):
+            queue = self.tables.queues[q]
             queue.refused = 0
-            if list_by_rules.standing(q, time, t.queues, t.ranks, t.hosts) != READY:
+            if self._standing(q, time) != READY:
                 continue
             op = self._op(q)
             if rules.check is not None:
-                answer = self._call(rules.check, "check", rank, time, op, view, op)
+                answer = self._answer(rules.check, "check", rank, time, op)
                 if not (isinstance(answer, int) or type(answer).__name__ in ("bool", "bool_")):
-                    raise self._wrong_answer("check", answer, "True or False", rank, time, op)
+                    raise _wrong_answer("check", answer, "True or False", rank, time, op)
                 queue.refused = int(not answer)
             if callable(rules.max_in_flight) and queue.op_class == FORWARD and not queue.refused:
-                limit = self._call(rules.max_in_flight, "max_in_flight", rank, time, op, view, op)
+                limit = self._answer(rules.max_in_flight, "max_in_flight", rank, time, op)
                 if isinstance(limit, bool) or not isinstance(limit, Real) or math.isnan(limit):
-                    raise self._wrong_answer("max_in_flight", limit, "a number of forwards", rank, time, op)
-                queue.refused = int(t.ranks[rank].in_flight + queue.count > float(limit))
+                    raise _wrong_answer("max_in_flight", limit, "a number of forwards", rank, time, op)
+                queue.refused = int(record.in_flight + queue.count > float(limit))
 
-    def _ask_to_choose(self, rank: int, time: float) -> int:
-        t, rules = self._tables, self.program.rules_of(rank)
-        ready = {
-            self._op(q): q
-            for q in self._in_order(rank)
-            if list_by_rules.standing(q, time, t.queues, t.ranks, t.hosts) == READY
-        }
-        if not ready or rules.choose is None:
-            return NOTHING
-        view = View(self.graph, t, rank, time, self.rows, self._start_time, self._number)
-        chosen = self._call(rules.choose, "choose", rank, time, None, view, tuple(ready))
+    def _ask_to_choose(self, rank: int, time: float, choose: Callable[..., Any]) -> int:
+        ready = {self._op(q): q for q in self._in_order(rank) if self._standing(q, time) == READY}
+        chosen = self._answer(choose, "choose", rank, time, tuple(ready)) if ready else None
         if chosen is None:
             return NOTHING
-        for op, q in ready.items():
-            if chosen is op or (isinstance(chosen, Op) and chosen == op):
-                return q
-        raise self._wrong_answer(
-            "choose", chosen, f"one of {', '.join(map(str, ready))}, or None to idle", rank, time
-        )
+        if isinstance(chosen, Op) and chosen in ready:
+            return ready[chosen]
+        wanted = f"one of {', '.join(map(str, ready))}, or None to idle"
+        raise _wrong_answer("choose", chosen, wanted, rank, time)
 
-    def _wrong_answer(
-        self, what: str, answer: object, wanted: str, rank: int, time: float, op: Op | None = None
-    ) -> ScheduleError:
-        about = f" for {op}" if op is not None else ""
-        shown = str(answer) if isinstance(answer, Op) else reprlib.repr(answer)
-        return ScheduleError(
-            f"rank {rank} at {time:g} ms: the {what} function returned {shown}{about}; return {wanted}",
-            rule="rules",
-            rank=rank,
-            op=op,
-        )
-
-    def _call(self, function, what, rank, time, op, *arguments):  # type: ignore[no-untyped-def]
+    def _answer(self, function: Callable[..., Any], what: str, rank: int, time: float, about: Any) -> Any:
+        """What a user's function answers about an op, or about all that are ready."""
         try:
-            return function(*arguments)
+            return function(View(self, rank, time), about)
         except ScheduleError:
             raise
         except Exception as error:
             name = getattr(function, "__name__", type(function).__name__)
-            about = f", asked about {op}" if op is not None else ""
+            op = about if isinstance(about, Op) else None
+            asked = "" if op is None else f", asked about {op}"
             raise ScheduleError(
-                f"rank {rank} at {time:g} ms: {what} function {name} raised {type(error).__name__}: {error}{about}; "
+                f"rank {rank} at {time:g} ms: {what} function {name} raised {type(error).__name__}: {error}{asked}; "
                 "see the exception above for where",
                 rule="rules",
                 rank=rank,
                 op=op,
             ) from error
 
-    def _own(self, rank: int) -> list[int]:
-        record = self._tables.ranks[rank]
-        return list(self._tables.own[record.own_first : record.own_last])
+    def _standing(self, q: int, time: float) -> int:
+        return list_by_rules.standing(q, time, self.tables.queues, self.tables.ranks, self.tables.hosts)
+
+    def own_queues(self, rank: int) -> list[int]:
+        """The numbers of a rank's queues."""
+        record = self.tables.ranks[rank]
+        return list(self.tables.own[record.own_first : record.own_last])
 
     def _in_order(self, rank: int) -> list[int]:
         """A rank's queues, classes in the order of the rules and then traversal."""
-        t = self._tables
+        t = self.tables
         kind = list_by_rules.preferred(rank, t.ranks)
         other = FORWARD if kind == BACKWARD else BACKWARD
         found = []
@@ -276,13 +357,12 @@ class Stepper:
         return found
 
     def _op(self, q: int) -> Op:
-        return self.graph.op(q, self._tables.queues[q].started)
+        return self.graph.op(q, self.tables.queues[q].started)
 
     def _explained(self, rank: int, time: float, chosen: int) -> Step:
-        t = self._tables
         candidates = []
         for q in self._in_order(rank):
-            standing = list_by_rules.standing(q, time, t.queues, t.ranks, t.hosts)
+            standing = self._standing(q, time)
             if standing == DONE:
                 continue
             reason = "chosen" if q == chosen else self._reason(rank, q, standing, chosen)
@@ -292,7 +372,7 @@ class Stepper:
         )
 
     def _reason(self, rank: int, q: int, standing: int, chosen: int) -> str:
-        t, rules = self._tables, self.program.rules_of(rank % self.graph.num_ranks)
+        t, rules = self.tables, self.program.rules_of(rank % self.graph.num_ranks)
         queue, record = t.queues[q], t.ranks[rank]
         if standing == WAITS:
             return self._wait(q)
@@ -310,8 +390,9 @@ class Stepper:
         if chosen == NOTHING:
             if queue.op_class in (WEIGHT, LAST) and rules.patience:
                 return f"{since}; a forward or backward comes within {rules.patience:g} ms"
-            if queue.op_class in (FORWARD, BACKWARD) and list_by_rules.preferred(rank, t.ranks) != queue.op_class:
-                return f"{since}; strict: it is the turn of a {CLASS_NAMES[list_by_rules.preferred(rank, t.ranks)]}"
+            turn = list_by_rules.preferred(rank, t.ranks)
+            if queue.op_class in (FORWARD, BACKWARD) and turn != queue.op_class:
+                return f"{since}; strict: it is the turn of a {CLASS_NAMES[turn]}"
             return f"{since}; strict: another stage's interval is not over"
         first = self._op(chosen)
         if t.queues[chosen].op_class == queue.op_class:
@@ -320,7 +401,7 @@ class Stepper:
 
     def _full(self, q: int) -> str:
         """Which of the ranks of a queue has no room for its next op, and for what."""
-        t, queue = self._tables, self._tables.queues[q]
+        t, queue = self.tables, self.tables.queues[q]
         for rank in self.graph.hosts(q):
             record = t.ranks[rank]
             for held, added, room, cap, what in (
@@ -333,7 +414,7 @@ class Stepper:
         return "no room"
 
     def _wait(self, q: int) -> str:
-        t = self._tables
+        t = self.tables
         queue = t.queues[q]
         if queue.ready_at < NEVER:
             return f"all it needs is there at {queue.ready_at:g} ms"
@@ -348,22 +429,18 @@ class Stepper:
 
     def _stuck(self) -> ScheduleError:
         """Who waits for what when nobody can go on."""
-        t = self._tables
+        t = self.tables
         known = [queue.ready_at for queue in t.queues if queue.ready_at < NEVER]
         time = max([record.free_at for record in t.ranks] + known)
-        lines, first = [], None
-        for rank in range(len(t.ranks)):
-            left = []
-            for q in self._in_order(rank):
-                standing = list_by_rules.standing(q, time, t.queues, t.ranks, t.hosts)
-                if standing != DONE:
-                    left.append(f"{self._op(q)} {self._reason(rank, q, standing, NOTHING)}")
-            if left:
-                first = rank % self.graph.num_ranks if first is None else first
-                lines.append(f"  rank {rank % self.graph.num_ranks}: " + "; ".join(left))
+        left: dict[int, list[str]] = {}
+        for row in range(len(t.ranks)):
+            for q in self._in_order(row):
+                if (standing := self._standing(q, time)) != DONE:
+                    left.setdefault(row, []).append(f"{self._op(q)} {self._reason(row, q, standing, NOTHING)}")
+        lines = [f"  rank {row % self.graph.num_ranks}: {'; '.join(reasons)}" for row, reasons in left.items()]
         return ScheduleError(
             f"after {self._num_started} of {self.graph.num_ops} ops no rank can go on (rule: deadlock); change the "
             "rules, warm-ups or limits that hold these back:\n" + "\n".join(lines),
             rule="deadlock",
-            rank=first,
+            rank=next(iter(left), 0) % self.graph.num_ranks,
         )

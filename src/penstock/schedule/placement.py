@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
+from numbers import Integral
 from typing import TYPE_CHECKING
 
 from penstock.schedule.errors import ScheduleError
@@ -109,11 +110,11 @@ def one_to_one(num_ranks: int) -> Placement:
         >>> ps.schedule.one_to_one(3).pipelines
         ((0, 1, 2),)
     """
-    return Placement((tuple(range(num_ranks)),))
+    return Placement((tuple(range(at_least_one(num_ranks))),))
 
 
 def circular(num_ranks: int, num_stages: int) -> Placement:
-    """Places stage s on rank s mod num_ranks.
+    """Places stage s on rank s mod num_ranks. Raises ScheduleError if some rank would host no stage.
 
     Args:
         num_ranks: devices of the pipeline.
@@ -124,6 +125,12 @@ def circular(num_ranks: int, num_stages: int) -> Placement:
         >>> ps.schedule.circular(2, 4).pipelines
         ((0, 1, 0, 1),)
     """
+    if num_stages < at_least_one(num_ranks):
+        raise ScheduleError(
+            f"{num_stages} stages laid over {num_ranks} ranks leave rank {num_stages} without one; "
+            f"give at least {num_ranks} stages",
+            rule="placement",
+        )
     return Placement((tuple(s % num_ranks for s in range(num_stages)),))
 
 
@@ -138,8 +145,15 @@ def v_shape(num_ranks: int) -> Placement:
         >>> ps.schedule.v_shape(3).pipelines
         ((0, 1, 2, 2, 1, 0),)
     """
-    down = tuple(range(num_ranks))
+    down = tuple(range(at_least_one(num_ranks)))
     return Placement((down + down[::-1],))
+
+
+def at_least_one(num_ranks: int) -> int:
+    """The number of ranks. Raises ScheduleError unless it is a whole number from 1."""
+    if not isinstance(num_ranks, Integral) or num_ranks < 1:
+        raise ScheduleError(f"a placement over {num_ranks!r} ranks: give at least 1", rule="placement")
+    return num_ranks
 
 
 def ranks_together(schedule: Schedule) -> dict[Op, tuple[int, ...]]:
