@@ -23,7 +23,7 @@ from experiments.pipemorph.iterations import best_known, times
 from experiments.pipemorph.setups import CHAIN_8, late
 from experiments.pipemorph.systems import setting
 from penstock.cost import LinkCondition
-from penstock.cost.over_time import Constant
+from penstock.cost.conditions import Constant
 from penstock.draw.chart import Axis, Figure, Line, Points, line_chart
 
 MODEL = CHAIN_8

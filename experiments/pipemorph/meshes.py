@@ -22,8 +22,8 @@ from experiments.pipemorph.setups import BASE, DEPTH, Model
 from penstock.control import Configuration
 from penstock.control.configuration import transport_of
 from penstock.cost import Costs, LinkCondition, Links, Mesh, Ring
+from penstock.cost.conditions import Constant
 from penstock.cost.mesh import LinkGroup
-from penstock.cost.over_time import Constant
 from penstock.simulation.mesh import simulate_mesh
 
 NETWORK = 50e9

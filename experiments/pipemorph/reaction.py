@@ -24,7 +24,7 @@ from experiments.pipemorph.setups import BASE, CHAIN_8, Link, late
 from experiments.pipemorph.systems import job_of
 from penstock.control import Job, run_once
 from penstock.cost import LinkCondition, Links
-from penstock.cost.over_time import Trace
+from penstock.cost.conditions import Trace
 from penstock.draw.chart import Axis, Figure, Line, Mark, line_chart
 
 MODEL = CHAIN_8

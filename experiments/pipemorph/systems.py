@@ -26,7 +26,7 @@ from experiments.pipemorph.setups import BASE, DEPTH, Link, Model
 from penstock.control import Configuration, Controller, Job, rehearse, run_once
 from penstock.control.configuration import peaks
 from penstock.cost import LinkCondition, Links
-from penstock.cost.over_time import Trace
+from penstock.cost.conditions import Trace
 from penstock.planning import slow_link_schedule
 
 SYSTEMS = ("1f1b", "zb", "pipemorph-cpu", "pipemorph", "dynamic, direct", "dynamic", "ours")

@@ -16,7 +16,7 @@ from statistics import fmean, median
 
 from experiments.pipemorph.setups import BASE, Link
 from penstock.cost import LinkCondition, Links
-from penstock.cost.over_time import RandomSteps, Trace
+from penstock.cost.conditions import RandomSteps, Trace
 
 INTERVALS = {"A": (50.0, 100.0), "B": (100.0, 200.0), "C": (200.0, 400.0)}
 QUANTILES = ((0.0, 1.0), (0.25, 6.5), (0.5, 13.0), (0.75, 30.0), (0.9, 56.5), (0.99, 79.3), (1.0, 110.0))

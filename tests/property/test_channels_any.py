@@ -9,8 +9,7 @@ import pytest
 
 import penstock as ps
 from channel_executor import ENDED, HANGS, WRONG_DATA, execute
-from penstock.cost.conditions import LinkCondition
-from penstock.cost.over_time import Constant
+from penstock.cost.conditions import Constant, LinkCondition
 from penstock.passes import add_communication
 from penstock.schedule.channels import CHANNELS
 from tiers import examples, others_nightly

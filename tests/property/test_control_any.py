@@ -35,7 +35,7 @@ from penstock.control.configuration import fits, in_host, peaks
 from penstock.control.decide import choose, score
 from penstock.control.evidence import WINDOW
 from penstock.cost import LinkCondition, Links
-from penstock.cost.over_time import Trace
+from penstock.cost.conditions import Trace
 from tiers import examples
 
 pytestmark = pytest.mark.property

@@ -10,9 +10,19 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import penstock as ps
-from penstock.cost.conditions import LinkCondition, LinkQueue, PacketLoss
+from penstock.cost.conditions import (
+    RATE,
+    TIME,
+    Constant,
+    LinkCondition,
+    LinkQueue,
+    OverTime,
+    PacketLoss,
+    RandomSteps,
+    Trace,
+    read_over_time,
+)
 from penstock.cost.links import LinkQueues, Links
-from penstock.cost.over_time import RATE, TIME, Constant, OverTime, RandomSteps, Trace, read_over_time
 
 pytestmark = pytest.mark.unit
 

@@ -11,7 +11,7 @@ from experiments.pipemorph.emulated_mesh import EmulatedMesh, EmulatedRing
 from penstock.control import Configuration
 from penstock.control.configuration import peaks
 from penstock.cost import LinkCondition, Links
-from penstock.cost.over_time import Constant
+from penstock.cost.conditions import Constant
 from penstock.runtime.emulation.backend import EmulatedBackend
 from penstock.runtime.errors import DeadlineExceeded
 from penstock.runtime.transport.link_conditions import Conditions

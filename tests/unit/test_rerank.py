@@ -14,8 +14,8 @@ from penstock.control import Configuration, Job
 from penstock.control.configuration import peaks
 from penstock.control.reranking import MeshTimes, rerank
 from penstock.cost import LinkCondition, Links
+from penstock.cost.conditions import Constant
 from penstock.cost.mesh import LinkGroup, Mesh
-from penstock.cost.over_time import Constant
 from penstock.cost.ring import Ring
 from penstock.simulation.mesh import simulate_mesh
 from tiers import examples

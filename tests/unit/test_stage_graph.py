@@ -148,7 +148,7 @@ def test_counts_that_do_not_meet_are_refused() -> None:
     )
     order = rows("0F0 0F1 0F2 0F3 0SYNC0 0SYNC1 0B0 0B1 0B2 0B3")
     schedule = ps.Schedule("x", ps.Placement(((0,),)), order, (0,) * 4, None, graph)
-    with pytest.raises(ps.ScheduleError, match=r"there are 4 F .* give a number that 3 divides"):
+    with pytest.raises(ps.ScheduleError, match=r"there are 4 F and 2 SYNC .* as many whole groups"):
         ps.check(schedule)
 
 

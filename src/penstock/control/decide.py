@@ -19,7 +19,7 @@ from penstock.control.candidate import Action, Candidate, Measured
 from penstock.control.configuration import Configuration, Job, order_of, runner_of, transport_of
 from penstock.control.events import Link, show_link, undirected
 from penstock.cost import Costs, Links
-from penstock.cost.over_time import Constant, OverTime, Trace
+from penstock.cost.conditions import Constant, OverTime, Trace
 from penstock.engine.tolerance import EPSILON
 from penstock.simulation.runner import RunResult
 

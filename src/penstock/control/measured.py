@@ -19,7 +19,7 @@ from penstock.control.events import Link, OpTimes, Transfers, show_link, undirec
 from penstock.control.link import Cause, LinkChange, LinkWatch, looked_at_again
 from penstock.control.robust_statistics import deviation
 from penstock.cost import LinkCondition, Links
-from penstock.cost.over_time import Constant, Trace
+from penstock.cost.conditions import Constant, Trace
 from penstock.planning.warmup import MIN_SLACK, tolerance, tolerances
 from penstock.schedule import ScheduleError
 

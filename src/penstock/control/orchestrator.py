@@ -25,8 +25,7 @@ from penstock.control.errors import ControlError
 from penstock.control.events import Link, LinkTime, Probed, Reranked, show_link, undirected
 from penstock.control.reranking import MeshTimes, Reranking, rerank
 from penstock.cost import LinkCondition, Links, Mesh
-from penstock.cost.conditions import LinkQueue
-from penstock.cost.over_time import Constant
+from penstock.cost.conditions import Constant, LinkQueue
 from penstock.simulation.mesh import gradient_bytes
 
 PROBES = Sensitivity(rise=2, small_rise=3, fall=6, calibration=3)

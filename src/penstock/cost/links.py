@@ -18,9 +18,8 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from numbers import Integral, Real
 
-from penstock.cost.conditions import LinkCondition, LinkQueue, MessagePassage
+from penstock.cost.conditions import Constant, LinkCondition, LinkQueue, MessagePassage
 from penstock.cost.errors import CostError
-from penstock.cost.over_time import Constant
 from penstock.unknown_names import refuse_unknown
 
 _LINK = re.compile(r"(?P<a>[0-9]{1,9}):(?P<b>[0-9]{1,9})=(?P<rest>.+)", re.DOTALL)

@@ -21,13 +21,12 @@ from dataclasses import dataclass, fields, replace
 from itertools import accumulate
 from typing import Any, Literal
 
-from penstock.cost.conditions import LinkCondition
+from penstock.cost.conditions import Constant, LinkCondition
 from penstock.cost.costs import Costs
 from penstock.cost.cut import partition
 from penstock.cost.errors import CostError
 from penstock.cost.links import Links
 from penstock.cost.model_shapes import BERTShape, GPTShape, LayerCosts
-from penstock.cost.over_time import Constant
 from penstock.unknown_names import did_you_mean
 
 WEIGHT_BYTES, GRADIENT_BYTES, OPTIMIZER_BYTES = 2, 2, 12

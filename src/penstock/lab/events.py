@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from penstock.cost import CostError
-from penstock.cost.over_time import TIME, read_quantity
+from penstock.cost.conditions import TIME, read_quantity
 from penstock.lab.errors import LabMisuse
 from penstock.lab.layout import Layout
 from penstock.lab.links import read_change, read_interface, read_place, ways_of

@@ -17,7 +17,7 @@ from dataclasses import fields, replace
 from typing import Any, NamedTuple
 
 from penstock.cost import CostError, LinkCondition, Links
-from penstock.cost.over_time import Trace
+from penstock.cost.conditions import Trace
 from penstock.lab.errors import LabMisuse
 from penstock.lab.layout import Layout, NetworkWay
 

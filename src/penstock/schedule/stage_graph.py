@@ -307,6 +307,11 @@ class StageGraph:
         """How many microbatches the stage works on; `otherwise` is the schedule's number."""
         return self.num_microbatches[stage] if self.num_microbatches else otherwise
 
+    def numbers_of(self, end: tuple[str, int], otherwise: int) -> Sequence[int]:
+        """The numbers of all ops of a (kind, stage); `otherwise` is the schedule's number of microbatches."""
+        registered = self.registered_of.get(end)
+        return range(self.microbatches_of(end[1], otherwise)) if registered is None else registered.numbers
+
     def matching(self, stage: int, microbatch: int, other: int) -> Iterable[int]:
         """The microbatches of stage `other` that hold the same samples as `microbatch` of `stage`, or share some."""
         if not self.num_microbatches or self.num_microbatches[stage] == self.num_microbatches[other]:

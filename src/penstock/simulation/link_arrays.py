@@ -8,8 +8,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from penstock.cost import Costs, Links
+from penstock.cost.conditions import Constant, Trace
 from penstock.cost.links import LinkQueues
-from penstock.cost.over_time import Constant, Trace
 from penstock.simulation.lowered import Array, Order
 from penstock.simulation.transport import Blocking, SimulatedTransport
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Self
 
 from penstock.cost import CostError, Costs, Links
-from penstock.cost.over_time import read_quantity
+from penstock.cost.conditions import read_quantity
 from penstock.dispatch import Dispatch
 from penstock.schedule import Schedule
 from penstock.train.asynchronous import Passes, check_updates

@@ -33,7 +33,7 @@ import torch.distributed as dist
 
 import penstock as ps
 from penstock.cost import LinkCondition
-from penstock.cost.over_time import Constant
+from penstock.cost.conditions import Constant
 from penstock.runtime.errors import RuntimeFailure
 from penstock.runtime.launch import init_process
 from penstock.runtime.mesh.interfaces import network_name

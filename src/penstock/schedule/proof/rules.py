@@ -25,8 +25,8 @@ far ahead of the lower one's use of its messages.
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 from penstock.engine.tolerance import is_within, slack
 from penstock.schedule.async_ops import activations_added, rows_of, walk_memory
@@ -159,19 +159,14 @@ def check(
 def _check_ranges(schedule: Schedule) -> None:
     placement = schedule.placement
     if schedule.num_microbatches < 1:
-        raise ScheduleError("the schedule has no microbatch; it needs at least 1 (rule: range)", rule="range")
+        raise _error("range", "the schedule has no microbatch; it needs at least 1")
     for k, hosts in enumerate(placement.pipelines):
         if max(hosts) >= schedule.num_ranks:
-            raise ScheduleError(
-                f"pipeline {k} places a stage on rank {max(hosts)}, but the schedule has {schedule.num_ranks} ranks "
-                "(rule: placement)",
-                rule="placement",
-            )
+            there = f"but the schedule has {schedule.num_ranks} ranks"
+            raise _error("placement", f"pipeline {k} places a stage on rank {max(hosts)}, {there}")
     if bad := [k for k in schedule.microbatch_pipeline if not 0 <= k < placement.num_pipelines]:
-        raise ScheduleError(
-            f"a microbatch is given to pipeline {bad[0]}, but there are {placement.num_pipelines} (rule: placement)",
-            rule="placement",
-        )
+        text = f"a microbatch is given to pipeline {bad[0]}, but there are {placement.num_pipelines}"
+        raise _error("placement", text)
     _check_counts(schedule)
     check_windows(schedule)
     alike = None if schedule.columns is None else one_of_each(schedule, schedule.columns)
@@ -201,10 +196,9 @@ def _misplaced(schedule: Schedule, rank: int, step: int) -> ScheduleError | None
             if op.microbatch in registered.microbatches and op.microbatch < schedule.num_microbatches:
                 num_ops = op.microbatch + 1
             else:
-                rule = (
-                    f"its kind has ops of microbatches {', '.join(map(str, registered.microbatches))} of this stage"
-                )
-                rule += f"; the schedule's go from 0 to {schedule.num_microbatches - 1}"
+                some = ", ".join(map(str, registered.microbatches))
+                rule = f"its kind has ops of microbatches {some} of this stage; the schedule's go from 0 to "
+                rule += f"{schedule.num_microbatches - 1}"
                 return error_at(schedule, "range", rank, step, op, rule)
     else:
         num_ops = graph.microbatches_of(op.stage, schedule.num_microbatches)
@@ -222,79 +216,48 @@ def _misplaced(schedule: Schedule, rank: int, step: int) -> ScheduleError | None
 
 def _check_counts(schedule: Schedule) -> None:
     """The stage graph's numbers against the schedule's."""
-    graph = schedule.graph
+    graph, num_ranks = schedule.graph, schedule.num_ranks
     for stage, ranks in schedule.placement.shared:
-        if max(ranks) >= schedule.num_ranks:
-            raise ScheduleError(
-                f"stage {stage} is shared by ranks {ranks}, but there are {schedule.num_ranks} (rule: placement)",
-                rule="placement",
-            )
+        if max(ranks) >= num_ranks:
+            raise _error("placement", f"stage {stage} is shared by ranks {ranks}, but there are {num_ranks}")
     if graph.num_microbatches and max(graph.num_microbatches) != schedule.num_microbatches:
-        raise ScheduleError(
+        raise _error(
+            "range",
             f"the stages work on {graph.num_microbatches} microbatches, so the schedule's number must be the largest "
-            f"of them, not {schedule.num_microbatches} (rule: range)",
-            rule="range",
+            f"of them, not {schedule.num_microbatches}",
         )
     if graph.num_microbatches and schedule.placement.num_pipelines > 1:
-        raise ScheduleError(
-            "stages with microbatch counts of their own need a placement with one pipeline (rule: placement)",
-            rule="placement",
-        )
-    counts = {key: registered.num_ops for key, registered in graph.registered_of.items()}
+        text = "stages with microbatch counts of their own need a placement with one pipeline"
+        raise _error("placement", text)
     for need in graph.needs:
-        if need.pairs:
-            _check_pairs(schedule, need)
-            continue
-        if need.before in graph.some_of or need.after in graph.some_of:
-            if (need.num_before, need.num_after) != (1, 1):
-                raise ScheduleError(
-                    f"{need.num_before} {need.before[0]} of stage {need.before[1]} unlock {need.num_after} "
-                    f"{need.after[0]} of stage {need.after[1]}, of which only some microbatches have one (rule: "
-                    "dependencies); give a need of one for one, or pairs",
-                    rule="dependencies",
-                )
-            continue
-        for (kind, stage), each in ((need.before, need.num_before), (need.after, need.num_after)):
-            there = counts.get((kind, stage)) or graph.microbatches_of(stage, schedule.num_microbatches)
-            if there % each:
-                raise ScheduleError(
-                    f"{need.num_before} {need.before[0]} of stage {need.before[1]} unlock {need.num_after} "
-                    f"{need.after[0]} of stage {need.after[1]}, but there are {there} {kind} (rule: dependencies); "
-                    f"give a number that {each} divides",
-                    rule="dependencies",
-                )
-        before, after = (
-            counts.get(end) or graph.microbatches_of(end[1], schedule.num_microbatches)
-            for end in (need.before, need.after)
-        )
-        if before // need.num_before != after // need.num_after:
-            raise ScheduleError(
-                f"{before} {need.before[0]} of stage {need.before[1]} in groups of {need.num_before} unlock "
-                f"{before // need.num_before} groups of {need.num_after}, but there are {after} {need.after[0]} "
-                f"of stage {need.after[1]} (rule: dependencies)",
-                rule="dependencies",
-            )
+        _check_need(schedule, need)
     for registered in graph.registered:
-        if registered.ranks and max(registered.ranks) >= schedule.num_ranks:
-            raise ScheduleError(
-                f"kind {registered.kind} is on ranks {registered.ranks}, but the schedule has {schedule.num_ranks} "
-                "(rule: placement)",
-                rule="placement",
-            )
+        if registered.ranks and max(registered.ranks) >= num_ranks:
+            text = f"kind {registered.kind} is on ranks {registered.ranks}, but the schedule has {num_ranks}"
+            raise _error("placement", text)
 
 
-def _check_pairs(schedule: Schedule, need: Needs) -> None:
-    """The ops that a need names are there."""
-    graph = schedule.graph
-    for end, numbers in ((need.before, [a for a, _ in need.pairs]), (need.after, [b for _, b in need.pairs])):
-        registered = graph.registered_of.get(end)
-        there = range(graph.microbatches_of(end[1], schedule.num_microbatches))
-        known = set(there if registered is None else registered.numbers)
-        if absent := [number for number in numbers if number not in known]:
-            raise ScheduleError(
-                f"a need names op {absent[0]} of {end[0]} of stage {end[1]}, which is not there (rule: dependencies)",
-                rule="dependencies",
-            )
+def _check_need(schedule: Schedule, need: Needs) -> None:
+    """The ops that a need names are there, in whole groups, as many of both."""
+    graph, ends, sizes = schedule.graph, (need.before, need.after), (need.num_before, need.num_after)
+    there = [graph.numbers_of(end, schedule.num_microbatches) for end in ends]
+    said = " unlock ".join(f"{size} {kind} of stage {stage}" for size, (kind, stage) in zip(sizes, ends, strict=True))
+    if need.pairs:
+        for (kind, stage), numbers, named in zip(ends, there, zip(*need.pairs, strict=True), strict=True):
+            if absent := [number for number in named if number not in numbers]:
+                text = f"a need names op {absent[0]} of {kind} of stage {stage}, which is not there"
+                raise _error("dependencies", text)
+    elif graph.some_of.keys() & set(ends):
+        if sizes != (1, 1):
+            text = f"{said}, of which only some microbatches have one"
+            raise _error("dependencies", text, "give a need of one for one, or pairs")
+    elif divmod(len(there[0]), sizes[0]) != divmod(len(there[1]), sizes[1]) or len(there[0]) % sizes[0]:
+        text = f"{said}, but there are {len(there[0])} {need.before[0]} and {len(there[1])} {need.after[0]}"
+        raise _error("dependencies", text, "give sizes that make as many whole groups of the one as of the other")
+
+
+def _error(rule: str, message: str, hint: str = "", **where: Any) -> ScheduleError:
+    return ScheduleError(f"{message} (rule: {rule}){'; ' * bool(hint)}{hint}", rule=rule, **where)
 
 
 def _check_coverage(schedule: Schedule) -> None:
@@ -321,13 +284,8 @@ def _check_coverage(schedule: Schedule) -> None:
             op = Op(registered.kind, registered.stage, index)
             if op not in spot:
                 host = schedule.hosts(op)[0]
-                raise ScheduleError(
-                    f"rank {host}: {name_of(op)} is missing; {registered.num_ops} of its kind are registered "
-                    "(rule: coverage)",
-                    rule="coverage",
-                    rank=host,
-                    op=op,
-                )
+                text = f"rank {host}: {name_of(op)} is missing; {registered.num_ops} of its kind are registered"
+                raise _error("coverage", text, rank=host, op=op)
     for stage in range(schedule.num_stages):
         for m in range(graph.microbatches_of(stage, schedule.num_microbatches)):
             f, b, i, w = (Op(kind, stage, m) for kind in (FORWARD, BACKWARD, INPUT, WEIGHT))
@@ -408,15 +366,13 @@ def _deadlock_error(schedule: Schedule, run: UntimedRun, channel_depth: int | No
         op, peer, full = run.blocked[waiting]
         _, step, name = place(waiting)
         if full:
-            lines.append(
-                f"{name} at step {step} cannot send {name_of(op)}: its channel to rank {peer} holds {channel_depth}"
-            )
+            holds = f"its channel to rank {peer} holds {channel_depth}"
+            lines.append(f"{name} at step {step} cannot send {name_of(op)}: {holds}")
         else:
-            peer %= num_ranks
-            lines.append(
-                f"{name} at step {step} waits for {name_of(op)} from rank {peer}, "
-                f"which runs it at step {_step_of(schedule.order[peer], op)}"
-            )
+            row = schedule.order[peer % num_ranks]
+            there = row.index(op) if op in row else "(nowhere)"
+            waits = f"waits for {name_of(op)} from rank {peer % num_ranks}, which runs it at step {there}"
+            lines.append(f"{name} at step {step} {waits}")
     op, peer, full = run.blocked[cycle[0]]
     first, step, _ = place(cycle[0])
     own = schedule.order[first][step]
@@ -434,11 +390,9 @@ def _check_channels(schedule: Schedule, channels: str) -> None:
     if not has_communication(schedule):
         if schedule.num_ranks == 1:
             return
-        raise ScheduleError(
-            f"the schedule has no messages as ops, so nothing is proved of channels {channels!r} (rule: message); "
-            f"place them with ps.passes.add_communication(schedule, channels={channels!r})",
-            rule="message",
-        )
+        text = f"the schedule has no messages as ops, so nothing is proved of channels {channels!r}"
+        hint = f"place them with ps.passes.add_communication(schedule, channels={channels!r})"
+        raise _error("message", text, hint)
     if not shares_streams(channels):
         return  # a circle of waits is one of the compute ops
     network = message_network(schedule, channels)
@@ -455,10 +409,6 @@ def _check_channels(schedule: Schedule, channels: str) -> None:
     )
 
 
-def _step_of(row: Sequence[Op], op: Op) -> int | str:
-    return row.index(op) if op in row else "(nowhere)"
-
-
 def _check_memory(schedule: Schedule, limit: float) -> None:
     """No rank holds more than the limit in its order, in which ops wait for room under the schedule's own limit."""
     for rank, row in enumerate(schedule.order):
@@ -466,15 +416,12 @@ def _check_memory(schedule: Schedule, limit: float) -> None:
         for step, (op, held) in enumerate(zip(row, levels, strict=True)):
             if not is_within(held, limit):
                 message = f"the rank would hold {held:g} stage activations, the limit is {limit:g}; "
-                if schedule.asynchronous and schedule.max_in_flight is None and not _is_over(schedule, row, limit):
+                waiting = max(walk_memory(schedule, row, limit)[0])
+                if schedule.asynchronous and schedule.max_in_flight is None and is_within(waiting, limit):
                     message += "give the schedule that max_in_flight, so that ops wait for what is given back"
                 else:
                     message += "let a backward run before it, or raise the limit"
                 raise error_at(schedule, "memory", rank, step, op, message)
-
-
-def _is_over(schedule: Schedule, row: Sequence[Op], limit: float) -> bool:
-    return not is_within(max(walk_memory(schedule, row, limit)[0]), limit)
 
 
 def _check_given_back(schedule: Schedule) -> None:
@@ -500,11 +447,12 @@ def _check_given_back(schedule: Schedule) -> None:
     in_place = replace(schedule, stage_graph=replace(graph, registered=there))
     run = run_untimed(in_place, None)
     for op, peer, _ in run.blocked.values():
-        raise ScheduleError(
-            f"an asynchronous op that holds memory waits for what comes after it: {name_of(op)} on rank "
-            f"{peer % schedule.num_ranks} would not be reached if it ended at its place, and a rank that is out of "
-            "memory would wait forever (rule: memory); move it behind what it waits for",
-            rule="memory",
-            rank=peer % schedule.num_ranks,
+        rank = peer % schedule.num_ranks
+        raise _error(
+            "memory",
+            f"an asynchronous op that holds memory waits for what comes after it: {name_of(op)} on rank {rank} would "
+            "not be reached if it ended at its place, and a rank that is out of memory would wait forever",
+            "move it behind what it waits for",
+            rank=rank,
             op=op,
         )
