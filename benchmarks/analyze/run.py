@@ -24,7 +24,7 @@ import numpy as np
 from experiments.common.readme import write_between
 from experiments.common.record import record
 from penstock.analyze import analyze_trace
-from penstock.analyze.analysis_page import to_page
+from penstock.analyze.page import to_page
 from penstock.formats.traces import RunTrace, read_trace
 
 FOLDER = Path(__file__).resolve().parent

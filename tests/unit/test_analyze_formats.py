@@ -12,7 +12,7 @@ import pytest
 
 import penstock as ps
 from penstock.analyze import analyze_trace
-from penstock.analyze.words import headline
+from penstock.analyze.page import headline
 from penstock.draw import save_picture
 from penstock.formats.traces import RunTrace, TraceError, read_trace
 from penstock.simulation import Timeline

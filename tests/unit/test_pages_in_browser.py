@@ -9,7 +9,7 @@ import pytest
 
 import penstock as ps
 from penstock.analyze import analyze_trace
-from penstock.analyze.analysis_page import to_page as analysis_page
+from penstock.analyze.page import to_page as analysis_page
 from penstock.draw import to_html
 from penstock.formats.traces import read_trace
 from penstock.report import to_page as report_page

@@ -15,9 +15,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from penstock.analyze.effects import Effects
+from penstock.analyze.causes import Effects
 from penstock.analyze.messages import BACKWARDS, free_at
-from penstock.analyze.replayed_run import ReplayedRun
+from penstock.analyze.replay import ReplayedRun
 from penstock.analyze.whole import StepTable
 from penstock.cost import Costs, Links
 from penstock.engine.network import Array

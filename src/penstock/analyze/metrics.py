@@ -5,18 +5,24 @@ S_t  = T_ideal with ops of type t / T_ideal  what one type of op does to an idea
 S_w  = min(S_replica, S_rank)               what one worker does, as the study takes it
 M_W  = (T - T_fixed) / (T - T_ideal)        what fixing the 3% of workers with the highest S_w would win back
 M_S                                         what fixing the ranks of the last stage would win back
+
+Where a step's time goes is the chain of ops and messages of which each began when the one before had ended. Ops that
+are not on it can be made faster without any gain. An op that has a tenth of it wins a hundredth for each tenth by
+which it is made faster, until another chain is the longest.
 """
 
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from dataclasses import dataclass
+from typing import TypeVar
 
 import numpy as np
 
-from penstock.analyze.replayed_run import ReplayedRun
+from penstock.analyze.replay import ReplayedRun
 from penstock.engine.network import Array
-from penstock.formats.traces.run_trace import NONE
+from penstock.formats.traces.run_trace import NONE, Scope
 
 MOST_WORKERS = 0.03
 """The share of workers that M_W fixes."""
@@ -34,7 +40,7 @@ class StudyMetrics:
         by_kind: S_t by the trace's name for the kind of op.
         by_replica, by_rank: what each replica, and each rank over all of them, does to an ideal run.
         by_worker: S_w by (replica, rank).
-        by_link: what each directed pair of ranks does to an ideal run, over all replicas.
+        by_link: what each directed pair of ranks, like "2>3", does to an ideal run, over all replicas.
         worst_workers: M_W; last_stage: M_S; 0 where nothing is slower than ideal.
     """
 
@@ -48,7 +54,7 @@ class StudyMetrics:
     by_replica: dict[int, float]
     by_rank: dict[int, float]
     by_worker: dict[tuple[int, int], float]
-    by_link: dict[tuple[int, int], float]
+    by_link: dict[str, float]
     worst_workers: float
     last_stage: float
 
@@ -82,7 +88,7 @@ def study_metrics(run: ReplayedRun) -> StudyMetrics:
     source = np.full(len(run.rank), NONE)
     source[run.is_message] = table.rank[sent.producer]
     ways = sorted(set(zip(table.rank[sent.producer].tolist(), table.rank[sent.consumer].tolist())))
-    by_link = {(a, b): added((source == a) & (run.rank == b)) for a, b in ways}
+    by_link = {f"{a}>{b}": added((source == a) & (run.rank == b)) for a, b in ways}
     most = math.ceil(MOST_WORKERS * len(by_worker))
     worst = sorted(by_worker, key=lambda worker: (-by_worker[worker], worker[1], worker[0]))[:most]
     is_worst = np.any([(run.replica == replica) & (run.rank == rank) for replica, rank in worst], axis=0)
@@ -102,3 +108,58 @@ def study_metrics(run: ReplayedRun) -> StudyMetrics:
         won_back(is_worst),
         won_back(np.isin(run.rank, last)),
     )
+
+
+K = TypeVar("K")
+MOST_STEPS = 16
+"""Steps whose chains are followed: of more, as many from all over the run."""
+
+
+@dataclass(frozen=True)
+class CriticalShares:
+    """Shares of a step's time, the largest first, the mean over steps.
+
+    Attributes:
+        by_kind: by the trace's name for the kind of op; messages are "messages".
+        by_rank: of compute, over all replicas.
+        by_link: of messages, by source and target, like "2>3".
+    """
+
+    by_kind: dict[str, float]
+    by_rank: dict[int, float]
+    by_link: dict[str, float]
+
+
+def critical_shares(run: ReplayedRun) -> CriticalShares:
+    """Follows the longest chain of each step, as it is replayed."""
+    table, sent = run.table, run.messages
+    by_kind: defaultdict[str, float] = defaultdict(float)
+    by_rank: defaultdict[int, float] = defaultdict(float)
+    by_link: defaultdict[str, float] = defaultdict(float)
+    compute = table.is_scope(Scope.COMPUTE)
+    picked = np.unique(np.linspace(0, len(table.steps) - 1, min(MOST_STEPS, len(table.steps))).astype(int))
+    for net in run.networks:
+        before = net.predecessors()
+        for step in np.intersect1d(net.steps, picked).tolist():
+            durations = net.durations(run.own[step])
+            end = np.asarray(net.time(durations).start) + durations
+            total = float(end.max()) * len(picked)
+            queues = [int(np.argmax(end))]
+            while before[queues[-1]]:
+                queues.append(max(before[queues[-1]], key=lambda each: float(end[each])))
+            for queue in queues:
+                share, part = float(durations[queue]) / total, int(net.part[queue])
+                if part >= table.num_ops:
+                    by_kind["messages"] += share
+                    message = part - table.num_ops
+                    source, target = table.rank[sent.producer[message]], table.rank[sent.consumer[message]]
+                    by_link[f"{source}>{target}"] += share
+                elif part != NONE:
+                    by_kind[run.kinds[table.kind[part]]] += share
+                    if compute[part]:
+                        by_rank[int(table.rank[part])] += share
+    return CriticalShares(_sorted(by_kind), _sorted(by_rank), _sorted(by_link))
+
+
+def _sorted(shares: dict[K, float]) -> dict[K, float]:
+    return dict(sorted(((name, share) for name, share in shares.items() if share > 0), key=lambda each: -each[1]))

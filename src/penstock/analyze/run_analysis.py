@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import numpy as np
 
-from penstock.analyze.causes import SlowdownCause, causes_of
+from penstock.analyze.causes import Effects, SlowdownCause, causes_of, effects_of
 from penstock.analyze.clocks import aligned
-from penstock.analyze.critical_path import CriticalShares, critical_shares
-from penstock.analyze.effects import Effects, effects_of
 from penstock.analyze.fitted_pipelines import FittedPipelines, fitted
-from penstock.analyze.metrics import StudyMetrics, study_metrics
-from penstock.analyze.replayed_run import ReplayedRun
+from penstock.analyze.metrics import CriticalShares, StudyMetrics, critical_shares, study_metrics
+from penstock.analyze.replay import ReplayedRun
 from penstock.analyze.what_if import WhatIf, what_ifs
 from penstock.analyze.whole import whole_steps
 from penstock.formats.traces import RunTrace, Scope, TraceError
@@ -89,44 +87,51 @@ class RunAnalysis:
             found[letter] = [float(own[:, ops].mean()) if ops.any() else None for ops in each]
         return found
 
+    @property
+    def counts(self) -> dict[str, int]:
+        """How many steps, replicas and so on the trace has."""
+        trace = self.run.table.trace
+        return {
+            "steps": len(self.run.table.steps),
+            "replicas": trace.num_replicas,
+            "ranks": trace.num_ranks,
+            "stages": trace.num_stages,
+            "microbatches": int(np.isfinite(self.effects.by_microbatch[0, 0]).sum()),
+            "ops": len(self.run.table.steps) * self.run.table.num_ops,
+        }
+
     def to_json(self) -> dict[str, Any]:
         """Everything but the ops, as plain values. Keys that are pairs become text."""
-        table, m = self.run.table, self.metrics
-        return {
+        metrics = asdict(self.metrics)
+        found = {
             "trace": self.name,
-            "slowdown": m.slowdown,
-            "launch_slowdown": m.launch_slowdown,
-            "replay_error": m.replay_error,
-            "step_ms": {"measured": m.measured, "replayed": m.replayed, "ideal": m.ideal},
+            "step_ms": {name: metrics.pop(name) for name in ("measured", "replayed", "ideal")},
+            **metrics,
             "bubble_ratio": self.bubble_ratio,
             "op_ms": self.op_times,
             "causes": [each.to_json() for each in self.causes],
             "what_ifs": [each.to_json() for each in self.what_ifs],
-            "by_kind": m.by_kind,
-            "by_replica": {str(key): value for key, value in m.by_replica.items()},
-            "by_rank": {str(key): value for key, value in m.by_rank.items()},
-            "by_worker": {f"{replica}:{rank}": value for (replica, rank), value in m.by_worker.items()},
-            "by_link": {f"{a}>{b}": value for (a, b), value in m.by_link.items()},
-            "worst_workers": m.worst_workers,
-            "last_stage": m.last_stage,
-            "critical_path": {
-                "by_kind": self.critical.by_kind,
-                "by_rank": {str(key): value for key, value in self.critical.by_rank.items()},
-                "by_link": {f"{a}>{b}": value for (a, b), value in self.critical.by_link.items()},
-            },
+            "critical_path": asdict(self.critical),
             "schedule": None if self.fit is None else self.fit.name,
-            "num_ops": len(table.steps) * table.num_ops,
-            "num_steps": len(table.steps),
-            "num_replicas": table.trace.num_replicas,
-            "num_ranks": table.trace.num_ranks,
-            "num_stages": table.trace.num_stages,
-            "num_microbatches": int(np.isfinite(self.effects.by_microbatch[0, 0]).sum()),
+            **{f"num_{noun}": count for noun, count in self.counts.items()},
             "steps": {
-                str(int(step)): {"measured": float(measured), "replayed": float(replayed)}
-                for step, measured, replayed in zip(table.steps, self.run.measured, self.run.replayed)
+                step: {"measured": measured, "replayed": replayed}
+                for step, measured, replayed in zip(
+                    self.run.table.steps.tolist(), self.run.measured.tolist(), self.run.replayed.tolist(), strict=True
+                )
             },
             "notes": list(self.notes),
         }
+        return {name: _with_text_keys(value) for name, value in found.items()}
+
+
+def _with_text_keys(value: Any) -> Any:
+    if not isinstance(value, dict):
+        return value
+    return {
+        ":".join(map(str, key)) if isinstance(key, tuple) else str(key): _with_text_keys(each)
+        for key, each in value.items()
+    }
 
 
 def analyze_trace(trace: RunTrace, *, layers: Sequence[int] = (), drop_incomplete: bool = False) -> RunAnalysis:

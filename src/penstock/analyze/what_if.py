@@ -19,9 +19,9 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from penstock.analyze.effects import Effects
+from penstock.analyze.causes import Effects
 from penstock.analyze.fitted_pipelines import FittedPipelines, cut_anew, layer_times, most_held
-from penstock.analyze.replayed_run import ReplayedRun
+from penstock.analyze.replay import ReplayedRun
 from penstock.cost import Costs, Links
 from penstock.engine.network import Array
 from penstock.engine.tolerance import EPSILON

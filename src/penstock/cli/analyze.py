@@ -77,8 +77,7 @@ def analyze(
     """
     # Imported here, as only this verb needs them.
     from penstock.analyze import analyze_trace, predict
-    from penstock.analyze.analysis_page import to_page
-    from penstock.analyze.words import headline, more, prediction_table
+    from penstock.analyze.page import headline, more, prediction_table, to_page
     from penstock.formats.traces import read_trace
 
     trace = read_trace(

@@ -91,6 +91,11 @@ def section(title: str, body: str, note: str = "") -> str:
     return f"<section><h2>{escape(title)}</h2>\n{body}\n{said}</section>"
 
 
+def inline_section(title: str, draw: Callable[[int], Figure], note: str = "") -> str:
+    """A part of the page that is a chart; `draw` makes it, given its width."""
+    return section(title, inline(draw), note)
+
+
 def inline(draw: Callable[[int], Figure]) -> str:
     """A chart within the page; `draw` makes it, given its width."""
     return both(lambda width: draw(width).inline())

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from html import escape
 from importlib.resources import files
 from statistics import median
@@ -33,6 +34,7 @@ from penstock.draw.report_page import (
     PageNumber,
     both,
     inline,
+    inline_section,
     maybe,
     section,
     sides,
@@ -153,7 +155,7 @@ def _curves(record: RunRecord) -> list[str]:
         simulated = record.bubbles[1] if title == "Bubbles" else None
         levels = [] if simulated is None else [Level(simulated, f"simulated {percent(simulated)}")]
         said = f"{label} over {record.noun}s: {', '.join(known)}"
-        found.append(section(title, inline(_over_steps(lines, x, y, levels, said)), note))
+        found.append(inline_section(title, _over_steps(lines, x, y, levels, said), note))
     return found
 
 
@@ -250,7 +252,7 @@ def _sections(story: RunStory) -> list[str]:
         found.append(section("Before and after", drawn, source))
     if (memory := story.memory) is not None:
         note = f"Most held by each rank at any time, {memory.source}."
-        found.append(section("Memory", inline(lambda width: _memory(memory, width)), note))
+        found.append(inline_section("Memory", partial(_memory, memory), note))
     return [*found, _rows(story)]
 
 

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from penstock.draw.scale import percent, short
 from penstock.report.run_record import RunRecord
-from penstock.report.run_story import SURE, DecisionOutcome, LatePeriod, RunPlan, RunStory, link_name, main_spells
+from penstock.report.run_story import SURE, DecisionOutcome, RunPlan, RunStory, link_name, main_spells
 
 FEW = 3
 """Links that a sentence names."""
 FAR = 1.3
 """How many times its median a link's largest delay is to be told."""
-NOTHING = 0.01
-"""Share of the run's time below which what was lost is next to nothing."""
 
 
 def way_name(link: tuple[int, int]) -> str:
@@ -119,41 +117,20 @@ def _broken(story: RunStory) -> str:
 
 
 def _late(story: RunStory) -> str:
+    """Which links were late, by how much in the median (and at most, where that is far above), and how often."""
     spells = main_spells(story.spells)
     count = times(len(story.iterations), "iteration")
-    if not spells and story.faults:
-        return ""
     if not spells:
-        return f"no link was late by {short(story.smallest_delay)} ms or more in {count}"
+        return "" if story.faults else f"no link was late by {short(story.smallest_delay)} ms or more in {count}"
     names = sorted({spell.name for spell in spells})
-    if len(names) == 1 and len(spells) == 1:
-        return f"link {names[0]} was {_delays(spells)} late for {_for(spells[0], story)}"
-    if len(names) == 1:
-        total = sum(spell.num_late for spell in spells)
-        late = f"{_delays(spells)} late {len(spells)} times, for {times(total, 'iteration')} in all"
-        return f"link {names[0]} was {late}"
-    named = f"links {listed(names)}" if len(names) <= FEW else f"{len(names)} links"
-    together = len(spells) == len(names) and all(spell.num_late == len(story.late) for spell in spells)
-    how_long = (
-        f"for {_for(spells[0], story)}" if together else f"at one time or another, in {len(story.late)} of {count}"
-    )
-    return f"{named} were {_delays(spells)} late {how_long}"
-
-
-def _for(spell: LatePeriod, story: RunStory) -> str:
-    if spell.num_late == len(story.iterations):
-        return f"all {times(spell.num_late, 'iteration')}"
-    return times(spell.num_late, "iteration")
-
-
-def _delays(spells: Sequence[LatePeriod]) -> str:
-    """The delays of spells in the median, and the largest where it is far above."""
-    low, high, most = (
-        short(float(f"{value:.3g}"))
-        for value in (min(s.ms for s in spells), max(s.ms for s in spells), max(s.most for s in spells))
-    )
-    said = f"{low} ms" if low == high else f"{low} to {high} ms"
-    return f"{said} (at most {most})" if float(most) > FAR * float(high) else said
+    named = f"{len(names)} links" if len(names) > FEW else f"link{'s' * (len(names) > 1)} {listed(names)}"
+    low, high = (short(float(f"{of(spell.ms for spell in spells):.3g}")) for of in (min, max))
+    by = f"{low} ms" if low == high else f"{low} to {high} ms"
+    most = max(spell.most for spell in spells)
+    if most > FAR * float(high):
+        by += f" (at most {short(float(f'{most:.3g}'))})"
+    how_often = len({number for spell in spells for number in spell.numbers})
+    return f"{named} {'were' if len(names) > 1 else 'was'} {by} late in {how_often} of {count}"
 
 
 def listed(names: Sequence[str]) -> str:
@@ -162,45 +139,46 @@ def listed(names: Sequence[str]) -> str:
 
 def _answer(story: RunStory) -> str:
     """What was done: every link that moved and by which path, the dispatch, nodes that changed places."""
-    ran = [each for each in story.decisions if each.outcome == "ran" and each.first is not None]
+    ran = [each for each in story.decisions if each.outcome == "ran"]
     stayed = [each for each in ran if each.stayed]
-    if not ran and _is_nothing(story):
-        return ""
-    if not ran:
-        return "what runs was never changed" if story.decisions or story.spells else ""
-    if not stayed:
+    if stayed:
+        done = changes([story.start, *(each.plan for each in stayed)], ran[-1].plan)
+        first = next((each for each in stayed if reaction(story, each) is not None), stayed[0])
+        after = reaction(story, first)
+        return done + (f" after {times(after, 'iteration')}" if after else f" in iteration {first.first}")
+    if ran:
         return f"{times(sum(each.taken_back for each in ran), 'change')} of what runs was tried and taken back"
-    done = changes([story.start, *(each.plan for each in stayed)], ran[-1].plan)
-    first = next((each for each in stayed if reaction(story, each) is not None), stayed[0])
-    after = reaction(story, first)
-    return done + (f" after {times(after, 'iteration')}" if after else f" in iteration {first.first}")
+    return "what runs was never changed" if story.decisions or story.spells else ""
 
 
 def changes(plans: Sequence[RunPlan], last: RunPlan) -> str:
-    """What distinguishes plans from the first of them, and what of it the last plan no longer has."""
+    """What distinguishes plans from the first of them. What the last plan no longer has was for a time."""
     start, *others = plans
-    links = sorted({link for plan in others for link in plan.delegated} - set(start.delegated))
-    back = [link for link in links if link not in last.delegated]
-    found = []
-    if links:
-        found.append(f"{_links(links)} went by delegates")
-    if links and back:
-        found[-1] += " for a time" if back == links else f" ({_links(back)} for a time)"
-    if given_back := sorted(set(start.delegated) - set(last.delegated)):
-        found.append(f"{_links(given_back)} went from delegates to {'their' if given_back[1:] else 'its'} own path")
+    went = {link for plan in others for link in plan.delegated} - set(start.delegated)
+    moved = {
+        str(node) for plan in others for node, then in zip(start.nodes, plan.nodes, strict=False) if node != then
+    }
+    dispatches = [plan.dispatch for plan in others if plan.dispatch != start.dispatch]
+    found = [
+        (f"{_links(links)} went by delegates", is_over)
+        for links, is_over in ((went & set(last.delegated), False), (went - set(last.delegated), True))
+        if links
+    ]
+    if given_back := set(start.delegated) - set(last.delegated):
+        found.append((f"{_links(given_back)} went from delegates to the own path", False))
     if any(plan.is_replanned for plan in others):
-        found.append("the schedule was re-planned" + " for a time" * (not last.is_replanned))
-    if dispatches := [plan.dispatch for plan in others if plan.dispatch != start.dispatch]:
-        found.append(f"dispatch became {dispatches[-1]}" + " for a time" * (last.dispatch == start.dispatch))
-    moved = sorted({a for plan in others for a, b in zip(start.nodes, plan.nodes, strict=False) if a != b})
+        found.append(("the schedule was re-planned", not last.is_replanned))
+    if dispatches:
+        found.append((f"dispatch became {dispatches[-1]}", last.dispatch == start.dispatch))
     if moved:
-        is_back = " for a time" * (last.nodes == start.nodes)
-        found.append(f"nodes {listed([str(node) for node in moved])} changed places" + is_back)
-    return listed(found) if found else "what ranks may hold was changed"
+        found.append((f"nodes {listed(sorted(moved))} changed places", last.nodes == start.nodes))
+    said = [what + " for a time" * is_over for what, is_over in found]
+    return listed(said) if said else "what ranks may hold was changed"
 
 
-def _links(links: Sequence[tuple[int, int]]) -> str:
-    return f"link{'s' * (len(links) > 1)} {listed([link_name(link) for link in links])}"
+def _links(links: Iterable[tuple[int, int]]) -> str:
+    names = [link_name(link) for link in sorted(links)]
+    return f"link{'s' * (len(names) > 1)} {listed(names)}"
 
 
 def reaction(story: RunStory, decided: DecisionOutcome) -> int | None:
@@ -214,30 +192,19 @@ def reaction(story: RunStory, decided: DecisionOutcome) -> int | None:
 
 def _saved(story: RunStory) -> str:
     """What was saved, as measured, or that it cannot be told."""
-    lost, saved = story.lost, story.saved
-    ran = [each for each in story.decisions if each.outcome == "ran"]
-    if ran and saved is None and story.saved_about is not None:
-        low, high = (story.saved_about[0] + sign * SURE * story.saved_about[1] for sign in (-1, 1))
-        if low > 0 or high < 0:
-            done, ends = ("saved", (low, high)) if low > 0 else ("cost", (-high, -low))
-            return f"the changes {done} {seconds(ends[0])} to {seconds(ends[1])}, as far as iterations that vary tell"
-        return f"what the changes saved is within noise: {seconds(-low)} lost to {seconds(high)} saved"
-    if ran and saved is None:
+    if not any(each.outcome == "ran" for each in story.decisions):
+        return f"{seconds(story.lost)} were lost, none of it saved" if story.spells else ""
+    if story.saved_about is None:
         return "too few iterations ran under the same links before the change to measure what it saved"
-    if ran and saved is not None and saved < 0:
-        return f"the changes cost {seconds(-saved)}, by measured iterations"
-    if not story.spells:
+    if story.saved is None:
+        saved, error = story.saved_about
+        low, high = (seconds(saved + sign * SURE * error) for sign in (-1, 1))
+        return f"the changes saved {low} to {high}, as far as iterations that vary tell"
+    if story.saved < 0:
+        return f"the changes cost {seconds(-story.saved)}, by measured iterations"
+    if not story.saved and not story.spells:
         return ""
-    if _is_nothing(story):
-        return f"that cost next to nothing ({seconds(max(0.0, lost))})" + ("" if ran else ", and nothing was changed")
-    if not saved:
-        return f"{seconds(lost)} were lost, none of it saved"
-    return f"{seconds(saved)} of {seconds(lost)} lost time was saved, by measured iterations"
-
-
-def _is_nothing(story: RunStory) -> bool:
-    """Whether late links would have cost next to nothing."""
-    return story.lost < NOTHING * story.total
+    return f"{seconds(story.saved)} of {seconds(story.lost)} lost time was saved, by measured iterations"
 
 
 def sentence(text: str) -> str:
