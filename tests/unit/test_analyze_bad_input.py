@@ -38,18 +38,71 @@ def is_op(row: Row, step: int, op: str, stage: int, microbatch: int, replica: in
     )  # fmt: skip
 
 
-def test_a_trace_without_microbatches_says_how_to_record_them(tmp_path: Path) -> None:
-    def nameless(rows: list[Row]) -> None:
-        for row in rows:
-            row["mb_id"] = -1
+def each(**changed: object) -> Callable[[list[Row]], list[Row]]:
+    return lambda rows: [{**row, **changed} for row in rows]
 
-    said = refused(tmp_path, nameless)
-    assert "does not say which microbatch 72 of 72 ops are of (backward-compute, forward-compute)" in said
-    assert "record_function" in said
-    said = refused(tmp_path, lambda rows: [row for row in rows if "compute" not in row["optype"]])
-    assert "no forwards or backwards; its ops are backward-recv, backward-send" in said
-    said = refused(tmp_path, lambda rows: [row for row in rows if row["optype"] != "backward-compute"])
-    assert "has no backwards" in said
+
+def only(keep: Callable[[Row], bool]) -> Callable[[list[Row]], list[Row]]:
+    return lambda rows: [row for row in rows if keep(row)]
+
+
+def ends_before(rows: list[Row]) -> None:
+    next(row for row in rows if is_op(row, 12, "backward-compute", 1, 0))["duration"] = -0.004
+
+
+def set_back(rows: list[Row]) -> None:
+    for row in rows:
+        if row["step"] == 11 and row["stage"] == 0 and row["dp_rank"] == 1 and row["start_ts"] > 1100.07:
+            row["start_ts"] -= 0.03
+
+
+def cut_off(rows: list[Row]) -> None:
+    rows[5]["duration"] = float("nan")
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (each(mb_id=-1), "not say which microbatch 72 of 72 ops are of (backward-compute, forward-compute)"),
+        (each(mb_id=-1), "record_function"),
+        (only(lambda row: "compute" not in row["optype"]), "no forwards or backwards; its ops are backward-recv"),
+        (only(lambda row: row["optype"] != "backward-compute"), "has no backwards"),
+        (
+            only(lambda row: (row["optype"], row["stage"], row["mb_id"]) != ("backward-compute", 0, 1)),
+            "replica 0 has no backward of stage 0 for microbatch 1 in any step",
+        ),
+        (
+            only(lambda row: row["stage"] != 0),
+            "has no ops of stage 0, but of stage 1: is the file of one rank missing?",
+        ),
+        (
+            only(lambda row: not (row["optype"] == "forward-recv" and row["seq_id"] > 0)),
+            "replica 0, rank 1 has 1 of forward-recv, and 3 ops that need one; are ops missing?",
+        ),
+        (
+            ends_before,
+            "backwards: step 12, backward-compute of microbatch 0, stage 1 (replica 0, rank 1) ends 4 ms before",
+        ),
+        (ends_before, "CLOCK_MONOTONIC"),
+        (set_back, "the clock goes backwards, or ops overlap: step 11"),
+        (
+            lambda rows: [*rows, *({**row, "start_ts": row["start_ts"] + 5000} for row in rows)],
+            "occurs twice, 5e+06 ms apart (72 such ops): are there two jobs",
+        ),
+        (
+            lambda rows: [{**row, "job_id": name} for name in ("first", "second") for row in rows],
+            "holds 2 jobs by its column job_id (first, second)",
+        ),
+        (cut_off, "1 ops have no start or no end"),
+        (each(duration=0.0), "no forward or backward takes any time"),
+        (each(start_ts="x"), "column start_ts holds 'x': give seconds, as numbers"),
+        (each(step=float("inf")), "column step holds inf: give whole numbers"),
+    ],
+)
+def test_what_is_no_whole_trace_of_one_job_is_refused(
+    tmp_path: Path, change: Callable[[list[Row]], object], message: str
+) -> None:
+    assert message in refused(tmp_path, change)
 
 
 def test_an_op_missing_in_one_step_is_named_and_the_step_can_be_left_out(tmp_path: Path) -> None:
@@ -63,65 +116,6 @@ def test_an_op_missing_in_one_step_is_named_and_the_step_can_be_left_out(tmp_pat
     found = analyzed(tmp_path, without_one, drop_incomplete=True)
     assert found.run.table.steps.tolist() == [10, 12]
     assert "1 steps in which ops are missing were left out: 11" in found.notes
-
-
-def test_an_op_missing_in_all_steps_is_named(tmp_path: Path) -> None:
-    said = refused(
-        tmp_path,
-        lambda rows: [
-            row for row in rows if (row["optype"], row["stage"], row["mb_id"]) != ("backward-compute", 0, 1)
-        ],
-    )
-    assert "replica 0 has no backward of stage 0 for microbatch 1 in any step" in said
-    said = refused(tmp_path, lambda rows: [row for row in rows if row["stage"] != 0])
-    assert "has no ops of stage 0, but of stage 1: is the file of one rank missing?" in said
-
-
-def test_ends_of_messages_that_are_missing_are_counted(tmp_path: Path) -> None:
-    said = refused(
-        tmp_path,
-        lambda rows: [row for row in rows if not (row["optype"] == "forward-recv" and row["seq_id"] > 0)],
-    )
-    assert "replica 0, rank 1 has 1 of forward-recv, and 3 ops that need one; are ops missing?" in said
-
-
-def test_clocks_that_go_backwards_are_named_with_the_op(tmp_path: Path) -> None:
-    def ends_before(rows: list[Row]) -> None:
-        next(row for row in rows if is_op(row, 12, "backward-compute", 1, 0))["duration"] = -0.004
-
-    said = refused(tmp_path, ends_before)
-    assert "the clock goes backwards: step 12, backward-compute of microbatch 0, stage 1 (replica 0, rank 1)" in said
-    assert "ends 4 ms before it starts" in said
-    assert "CLOCK_MONOTONIC" in said
-
-    def set_back(rows: list[Row]) -> None:
-        for row in rows:
-            if row["step"] == 11 and row["stage"] == 0 and row["dp_rank"] == 1 and row["start_ts"] > 1100.07:
-                row["start_ts"] -= 0.03
-
-    assert "the clock goes backwards, or ops overlap: step 11" in refused(tmp_path, set_back)
-
-
-def test_two_jobs_in_one_file_are_told_apart(tmp_path: Path) -> None:
-    said = refused(tmp_path, lambda rows: [*rows, *({**row, "start_ts": row["start_ts"] + 5000} for row in rows)])
-    assert "occurs twice, 5e+06 ms apart (72 such ops): are there two jobs" in said
-    said = refused(tmp_path, lambda rows: [{**row, "job_id": name} for name in ("first", "second") for row in rows])
-    assert "holds 2 jobs by its column job_id (first, second)" in said
-
-
-def test_times_that_are_none_are_refused(tmp_path: Path) -> None:
-    def cut_off(rows: list[Row]) -> None:
-        rows[5]["duration"] = float("nan")
-
-    assert "1 ops have no start or no end" in refused(tmp_path, cut_off)
-
-
-def test_times_of_another_unit_are_refused(tmp_path: Path) -> None:
-    def rounded(rows: list[Row]) -> None:
-        for row in rows:
-            row["duration"] = 0.0
-
-    assert "no forward or backward takes any time" in refused(tmp_path, rounded)
 
 
 def test_a_table_of_another_form_names_the_columns_it_lacks(tmp_path: Path) -> None:
@@ -211,13 +205,6 @@ def test_records_that_are_no_text_are_refused(tmp_path: Path) -> None:
         (tmp_path / name).write_bytes(bytes(range(128, 256)))
         with pytest.raises(TraceError, match="is no text"):
             read_trace(tmp_path / name)
-
-
-def test_columns_of_the_study_of_another_kind_are_refused(tmp_path: Path) -> None:
-    said = refused(tmp_path, lambda rows: [{**row, "start_ts": "x"} for row in rows])
-    assert "start_ts is 'x': give a number" in said
-    said = refused(tmp_path, lambda rows: [{**row, "step": float("inf")} for row in rows])
-    assert "column step holds inf: give whole numbers" in said
 
 
 def test_what_is_said_of_names_in_profiles_is_refused_for_a_table(tmp_path: Path) -> None:

@@ -80,13 +80,6 @@ def test_links_are_those_of_the_trace_but_for_those_given(tmp_path: Path) -> Non
     assert said.time == pytest.approx(run("1f1b", links=other).makespan)
 
 
-def test_links_of_which_the_trace_has_no_message_are_as_late_as_the_middle_one(tmp_path: Path) -> None:
-    found = analysis(tmp_path, run("zb-h1", links=ps.Links(default=2.0)))
-    said = predict(found, "interleaved-1f1b")  # its last rank sends to the first
-    rows = [[ms / 2 for ms in row for _ in range(2)] for row in (COSTS.f, COSTS.i, COSTS.w)]
-    assert said.time == pytest.approx(run("interleaved-1f1b", ps.Costs(*rows), ps.Links(default=2.0)).makespan)
-
-
 def cut_costs(cut: Sequence[int]) -> ps.Costs:
     """Of equal layers, an embedding in the first stage and a loss in the last."""
     f, i, w = ([ms * layers for layers in cut] for ms in (6.0, 5.0, 4.0))
@@ -209,18 +202,6 @@ def test_the_error_bar_is_as_wide_as_steps_differ(tmp_path: Path) -> None:
     assert widths[0] < 0.05 < widths[1]
 
 
-def test_what_was_assumed_is_said(tmp_path: Path) -> None:
-    said = " ".join(predict(analysis(tmp_path, run("1f1b")), "v-half", channels="nccl").assumed)
-    for part in (
-        "one step was recorded",
-        "nccl carries them",
-        "no run on nccl",
-        "divide evenly",
-        "half of a backward",
-    ):
-        assert part in said
-
-
 @pytest.mark.parametrize(
     ("call", "said"),
     [
@@ -267,10 +248,3 @@ def test_the_command_predicts_names_and_files(tmp_path: Path, capsys: pytest.Cap
     assert f"{true:,.1f}" in said
     assert "assumed: links but those given are as late as the trace shows" in said
     assert not list(tmp_path.glob("*.html"))
-
-
-def test_the_command_refuses_a_trace_without_microbatches(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    path = tmp_path / "run.csv"
-    path.write_text("op,stage,rank,step,start,end\nF,0,0,0,0,10\nB,0,0,0,10,30\n", encoding="utf-8")
-    assert main(["analyze", str(path), "--try", "zb"]) == 1
-    assert "microbatch" in capsys.readouterr().err

@@ -101,13 +101,6 @@ def test_the_schedule_that_ran_is_known_by_its_name_and_others_keep_to_its_memor
     assert all(each.memory is not None and each.memory <= 4 for each in schedules)
 
 
-def test_a_slow_worker_stays_on_its_rank_in_another_schedule(tmp_path: Path) -> None:
-    found, _ = analysis_of(tmp_path, slow_worker=(0, 0, 3.0), num_replicas=2)
-    best = max(each.speedup for each in found.what_ifs if each.kind == "schedule")
-    healed = next(each.speedup for each in found.what_ifs if each.kind == "workers")
-    assert best < 1.5 < healed
-
-
 def test_clocks_of_hosts_are_brought_together(tmp_path: Path) -> None:
     right, _ = analysis_of(tmp_path, slow_stage=(2, 1.3))
     skewed, _ = analysis_of(tmp_path, slow_stage=(2, 1.3), skew={1: 45.0, 3: -20.0})

@@ -33,16 +33,6 @@ def test_the_verb_writes_the_page_into_the_folder(run: Path, capsys: pytest.Capt
     assert page.data["facts"]["device"] == "emulated"
 
 
-@pytest.mark.parametrize("given", ["", "control.jsonl"])
-def test_json_alone_writes_nothing(run: Path, given: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["report", str(run / given), "--json"]) == 0
-    value = json.loads(capsys.readouterr().out)
-    assert value["headline"].startswith("Link 2–3 was 60 ms late")
-    assert value["saved_ms"] > 0
-    assert value["out"] is None
-    assert sorted(each.name for each in run.iterdir()) == ["control.jsonl", "settings.json"]
-
-
 def test_the_page_and_the_json_may_be_had_together(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     target = run / "page.html"
     assert main(["report", str(run.parent), "--out", str(target), "--json"]) == 0

@@ -3,46 +3,15 @@
 from __future__ import annotations
 
 import re
-import shutil
-import subprocess
-from collections.abc import Callable
-from dataclasses import replace
-from importlib.resources import files
-from pathlib import Path
 
 import pytest
 
-import penstock as ps
-from penstock.report import RunStory, to_page
+from penstock.report import to_page
 from penstock.report.from_logs import read_story
-from penstock.report.run_story import (
-    AlarmCounts,
-    Fault,
-    RunMemory,
-    TitledTimeline,
-)
 from penstock.report.words import headline, seconds
-from report_cases import Page, decided, iteration, log_of, story_of, told
+from report_cases import Page, log_of, story_of
 
 pytestmark = pytest.mark.unit
-
-
-def small() -> RunStory:
-    """Twelve iterations: three calm, three late, then a decision; another is given up, and a link breaks."""
-    rows = [iteration(n, 100.0 + n, 0, None, 0.0, 0.1) for n in range(3)]
-    rows += [iteration(n, 210.0 + n, 0, None, 60.0, 0.1) for n in range(3, 6)]
-    rows += [iteration(n, 110.0 + n, 1, 215.0, 60.0, 0.1) for n in range(6, 12)]
-    decisions = [decided(1, 4, 6), decided(2, 9, None, "re-plan", "given up")]
-    return replace(
-        told(rows, decisions),
-        name="small",
-        facts=(("schedule", "zb"), ("ranks", "2")),
-        memory=RunMemory((4.0, 3.0), (4.0, 4.0), "activations", "measured"),
-        alarms=AlarmCounts(3, 2, 1),
-        faults=(Fault(8, "link 0–1 went down"),),
-        counters=(("messages sent again", 3.0),),
-        shown=(TitledTimeline("before", ps.simulate(ps.build("1f1b", 2, 2))),),
-    )
 
 
 def test_the_page_loads_nothing() -> None:
@@ -108,23 +77,3 @@ def test_pictures_are_told_in_words_and_every_style_is_there() -> None:
     unstyled = {name for name in used if f".{name}" not in text}
     assert unstyled <= {"pc-small", "pc-text"}
     assert "{{" not in text
-
-
-@pytest.mark.parametrize(
-    "link", ["0:1=0", "0:1=10", "1:2=latency:normal:30ms,10ms@50ms..100ms#3", "0:1=latency:60ms 2:3=bandwidth:1GB/s"]
-)
-def test_other_runs_make_pages_too(link: str) -> None:
-    story = story_of(link, 6_000)
-    assert Page(to_page(story)).data == story.to_json()
-
-
-def test_the_page_stays_as_it_was(golden: Callable[[str, str], None]) -> None:
-    golden("report.html", to_page(small()))
-
-
-@pytest.mark.skipif(shutil.which("node") is None, reason="needs node to read the script")
-def test_the_script_parses(tmp_path: Path) -> None:
-    script = tmp_path / "report.js"
-    script.write_text(files("penstock.report").joinpath("report.js").read_text(encoding="utf-8"), encoding="utf-8")
-    done = subprocess.run(["node", "--check", str(script)], capture_output=True, text=True, timeout=100, check=False)
-    assert done.returncode == 0, done.stderr

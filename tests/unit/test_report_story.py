@@ -39,6 +39,10 @@ def test_the_story_has_every_iteration_as_it_was_rehearsed() -> None:
     assert [each.number for each in story.decisions] == [each.number for each in run.decisions]
     assert [each.made for each in story.decisions] == [each.iteration for each in run.decisions]
     assert len(run.decisions) >= 1
+    assert story.error == pytest.approx(0, abs=0.005)
+    assert story.memory is not None
+    assert story.memory.caps == job().start.caps
+    assert all(peak <= cap for peak, cap in zip(story.memory.peaks, story.memory.caps, strict=True))
 
 
 def test_late_links_are_found_with_their_time_and_delay() -> None:
@@ -66,10 +70,6 @@ def test_saved_is_what_iterations_took_before_the_change_less_what_they_took_wit
     cost = sum(each.ms for each in story.iterations) - healthy * len(story.iterations)
     assert story.lost == pytest.approx(story.saved + cost, rel=0.05)
     assert story.decisions[0].saved == pytest.approx(story.saved, rel=0.05)
-
-
-def test_what_ran_is_simulated_as_it_was() -> None:
-    assert story_of().error == pytest.approx(0, abs=0.005)
 
 
 def test_slow_ops_are_simulated_as_they_were_measured() -> None:
@@ -104,13 +104,6 @@ def test_some_iterations_may_stand_for_all() -> None:
     assert sum(each.simulated is not None for each in few.iterations) < len(few.iterations)
     assert few.saved == pytest.approx(story_of().saved, rel=0.25)
     assert few.total == story_of().total
-
-
-def test_memory_stays_within_its_caps() -> None:
-    memory = story_of().memory
-    assert memory is not None
-    assert all(peak <= cap for peak, cap in zip(memory.peaks, memory.caps, strict=True))
-    assert memory.caps == job().start.caps
 
 
 def test_alarms_are_counted() -> None:
@@ -209,14 +202,15 @@ def test_a_log_that_makes_no_sense_is_an_error(lines: list[str], message: str) -
         read_story(lines, name="run")
 
 
-def test_a_record_that_does_not_fit_is_an_error() -> None:
-    with pytest.raises(ControlError, match=r"iterations\.jsonl: a line that does not fit the log"):
-        read_story(log_of(), name="run", iterations=['{"iteration": 3, "ms": 1.0, "number": 99, "links": {}}'])
-
-
 @pytest.mark.parametrize(
-    "line", ['{"number": 99, "ops": []}', '{"number": 0, "ops": [[0, "F"]]}', '{"iteration": 1}']
+    ("file", "line"),
+    [
+        ("iterations", '{"iteration": 3, "ms": 1.0, "number": 99, "links": {}}'),
+        ("timelines", '{"number": 99, "ops": []}'),
+        ("timelines", '{"number": 0, "ops": [[0, "F"]]}'),
+        ("timelines", '{"iteration": 1}'),
+    ],
 )
-def test_a_timeline_that_does_not_fit_is_an_error(line: str) -> None:
-    with pytest.raises(ControlError, match=r"timelines\.jsonl: a line that does not fit the log"):
-        read_story(log_of(), name="run", timelines=[line])
+def test_records_that_do_not_fit_are_an_error(file: str, line: str) -> None:
+    with pytest.raises(ControlError, match=rf"{file}\.jsonl: a line that does not fit the log"):
+        read_story(log_of(), name="run", **{file: [line]})  # type: ignore[arg-type]

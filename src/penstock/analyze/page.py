@@ -14,6 +14,7 @@ from penstock.analyze.causes import SlowdownCause
 from penstock.analyze.run_analysis import RunAnalysis
 from penstock.analyze.what_if import WhatIf
 from penstock.draw.chart import Axis, Bars, Figure, Level, Line, heat_map, line_chart, stacked_chart
+from penstock.draw.chart_parts import Hue
 from penstock.draw.report_page import PageNumber, inline_section, maybe, section, sides, table, timelines, whole_page
 from penstock.draw.scale import percent, short
 from penstock.schedule import Op
@@ -124,23 +125,23 @@ def _sections(found: RunAnalysis) -> list[str]:
 
 
 STEPS = (
-    "Measured, and replayed from each op&#x27;s own time with nobody started late. Ideal: all compute ops of a kind as "
+    "Measured, and replayed from each op's own time with nobody started late. Ideal: all compute ops of a kind as "
     "long as their mean, communication as its median."
 )
 WORKERS = (
     "How many times as long as its like each worker takes for the same work, whatever microbatches and stage it has."
 )
 MICROBATCHES = (
-    "How long the microbatches of each step are, against their mean: the shortest, the middle one and the longest over "
-    "all replicas."
+    "How long the microbatches of each step are, against their mean: the shortest, the middle one and the longest "
+    "over all replicas."
 )
 ONE_STEP = (
     "The step whose time is the middle one, of the replica that computes longest: as measured, and with every op as "
     "long as its mean."
 )
 CRITICAL = (
-    "Shares of the longest chain of ops of which each began when the one before had ended. Only what is on it is worth "
-    "making faster."
+    "Shares of the longest chain of ops of which each began when the one before had ended. Only what is on it is "
+    "worth making faster."
 )
 STUDY = "As defined in Understanding Stragglers in Large Model Training Using What-if Analysis (OSDI 2025)."
 
@@ -181,7 +182,7 @@ def _what_ifs(found: RunAnalysis) -> str:
     )
 
 
-def _over_steps(width: int, rows: Mapping[str, Sequence[float]], hues: Sequence[str], **more: Any) -> Figure:
+def _over_steps(width: int, rows: Mapping[str, Sequence[float]], hues: Sequence[Hue], **more: Any) -> Figure:
     """Lines over the recorded steps; the line of what is replayed is dotted."""
     lines = [
         Line(name, range(len(row)), row, hue, "dotted" if name == "replayed" else "solid")

@@ -198,8 +198,9 @@ def _saved(story: RunStory) -> str:
         return "too few iterations ran under the same links before the change to measure what it saved"
     if story.saved is None:
         saved, error = story.saved_about
-        low, high = (seconds(saved + sign * SURE * error) for sign in (-1, 1))
-        return f"the changes saved {low} to {high}, as far as iterations that vary tell"
+        low, high = (seconds(abs(saved) + sign * SURE * error) for sign in (-1, 1))
+        done = "cost" if saved < 0 else "saved"
+        return f"the changes {done} {low} to {high}, as far as iterations that vary tell"
     if story.saved < 0:
         return f"the changes cost {seconds(-story.saved)}, by measured iterations"
     if not story.saved and not story.spells:
