@@ -95,7 +95,7 @@ def cut_off(rows: list[Row]) -> None:
         ),
         (cut_off, "1 ops have no start or no end"),
         (each(duration=0.0), "no forward or backward takes any time"),
-        (each(start_ts="x"), "column start_ts holds 'x': give seconds, as numbers"),
+        (each(start_ts="x"), "start_ts is 'x': give a number"),
         (each(step=float("inf")), "column step holds inf: give whole numbers"),
     ],
 )
