@@ -11,7 +11,7 @@ import pytest
 import penstock as ps
 from penstock.cost import CostError
 from penstock.planning import BranchLayout, rank_branches, search_branches
-from penstock.planning.branch_search import ascending, joined_costs
+from penstock.planning.branch_search import joined_costs
 
 pytestmark = pytest.mark.unit
 
@@ -115,24 +115,6 @@ def test_a_branch_that_all_feed_lies_on_ranks_of_theirs() -> None:
     assert found.step_ms == pytest.approx(min(steps))
     with pytest.raises(ps.ScheduleError, match="over 1 ranks has 0 devices"):
         BranchLayout(ps.Branch(ps.placements.one_to_one(1), 4), ps.Costs.uniform(1), 0)
-
-
-def test_no_schedule_is_shorter_than_its_bound() -> None:
-    for split in (False, True):
-        for way in ways(4, tail=3.0):
-            alone = search_branches({"one": [way]}, way.num_devices, split=split)
-            assert alone is not None
-            assert alone.step_ms >= way.least_ms(split) - 1e-9
-
-
-def test_layouts_come_by_their_largest_bound_each_once() -> None:
-    towers = {"audio": ways(4), "text": ways(2), "video": ways(3)}
-    found = list(ascending(towers, 8, lambda way: way.least_ms(False)))
-    bounds = [bound for bound, _ in found]
-    assert bounds == sorted(bounds)
-    assert all(bound == max(way.least_ms(False) for way in chosen.values()) for bound, chosen in found)
-    sums = [chosen for chosen in product(*towers.values()) if sum(way.num_devices for way in chosen) == 8]
-    assert len(found) == len({tuple(map(id, chosen.values())) for _, chosen in found}) == len(sums)
 
 
 def test_memory_and_time_limits() -> None:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 import pytest
 
@@ -13,10 +11,10 @@ from penstock.library import ASYNCHRONOUS, SCHEDULES
 from penstock.library.v_shape import from_pattern
 from penstock.planning import search as planning_search
 from penstock.planning.building_blocks import BlockSearch, hosts_several, steps_before
-from penstock.planning.library_starts import STARTS, named
+from penstock.planning.library_starts import STARTS
 from penstock.planning.problem import Problem, fits, pose
 from penstock.planning.search import Search, greedy, time_of
-from penstock.program.placements import bidirectional, wave
+from penstock.program.placements import bidirectional
 from penstock.schedule import Placement, circular, one_to_one, v_shape
 
 
@@ -74,35 +72,6 @@ def test_blocks_are_shorter_than_what_greedy_rules_find(cap: float) -> None:
     search = Search(problem, 0.0)
     greedy(search, ListSpace.of(problem.queues))
     assert drawn(problem).best < 0.85 * search.value
-
-
-def test_the_same_seed_draws_the_same_blocks() -> None:
-    problem = posed(v_shape(4), 4, 6, 6.0)
-    assert np.array_equal(drawn(problem).row, drawn(problem).row)
-
-
-@pytest.mark.parametrize(
-    ("placement", "name"),
-    [
-        (bidirectional(one_to_one(4)), "chimera"),
-        (wave(4, 2), "hanayo"),
-        (bidirectional(circular(4, 8)), "bitpipe"),
-        (bidirectional(v_shape(4)), "vchimera"),
-    ],
-)
-@pytest.mark.parametrize("split", [True, False], ids=["split", "whole"])
-def test_library_schedules_start_plans_in_both_their_forms(placement: Placement, name: str, split: bool) -> None:
-    problem = posed(placement, 4, 8, 64.0, split)
-    search = Search(problem, 0.0)
-    greedy(search, ListSpace.of(problem.queues))
-    starts = set()
-
-    def take(value: float, row: Any, how: str) -> None:
-        starts.add(how)
-
-    search.take = take  # type: ignore[method-assign]
-    named(search)
-    assert name in starts
 
 
 def test_every_library_schedule_of_a_chain_is_a_start() -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 import time
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -12,7 +11,6 @@ import pytest
 import branches_runs
 import gang_runs
 import penstock as ps
-from penstock.draw import to_svg
 from penstock.planning.graph import search as searches
 from penstock.planning.graph import sequence as sequences
 from penstock.planning.graph.exact import shorten_windows
@@ -114,15 +112,6 @@ def test_no_worse_than_mllm_in_its_memory(num_ranks: int, split: bool | None) ->
     assert planned.lower_bound <= planned.makespan <= timed.makespan
 
 
-def test_a_plan_is_kept_and_drawn(tmp_path: Path) -> None:
-    planned = ps.plan(ps.Costs.uniform(5), 3, 6, stages=TOWERS, time_limit=0.1)
-    assert ps.parse(str(planned.schedule)) == planned.schedule
-    ps.save(planned.schedule, tmp_path / "plan.json")
-    assert ps.load(tmp_path / "plan.json") == planned.schedule
-    assert to_svg(planned.timeline).startswith("<svg")
-    assert "stages that branch (4 edges)" in str(planned.certificate)
-
-
 def test_where_no_placement_is_given_the_best_of_several_is_taken() -> None:
     costs = ps.Costs.uniform(5, f=10, i=10, w=10)
     places = candidates(costs, TOWERS, 2)
@@ -132,17 +121,6 @@ def test_where_no_placement_is_given_the_best_of_several_is_taken() -> None:
     assert chosen.makespan == min(values)
     for place in places:
         assert {rank for row in place.pipelines for rank in row} == {0, 1}
-
-
-@pytest.mark.parametrize("seed", range(20))
-def test_candidates_use_every_rank(seed: int) -> None:
-    source = random.Random(seed)
-    num_stages = source.randint(1, 9)
-    num_ranks = source.randint(1, num_stages)
-    costs = ps.Costs(*[[source.uniform(0, 9) for _ in range(num_stages)] for _ in range(3)])
-    edges = [(a, b) for a in range(num_stages) for b in range(a + 1, num_stages) if source.random() < 0.4]
-    for place in candidates(costs, ps.schedule.StageGraph(num_stages, tuple(edges)), num_ranks):
-        assert set(place.pipelines[0]) == set(range(num_ranks))
 
 
 @pytest.mark.parametrize("seed", range(10))

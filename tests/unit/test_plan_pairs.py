@@ -119,13 +119,6 @@ def test_pairs_are_planned_and_named() -> None:
     assert found.makespan < alone.lower_bound  # so that a plan without pairs can't be as good
 
 
-def test_an_overlap_that_hides_nothing_changes_no_plan() -> None:
-    costs = even(4, hidden=0.0)
-    found = ps.plan(costs, 4, 8, time_limit=0.6)
-    assert relaxed_costs(costs, ps.placements.one_to_one(4)) == replace(costs, overlap=None)
-    assert found.makespan == ps.plan(replace(costs, overlap=None), 4, 8, time_limit=0.6).makespan
-
-
 def test_limits_hold_with_pairs() -> None:
     costs, placement = even(8), ps.placements.v_shape(4)
     found = ps.plan(costs, 4, 8, placement=placement, max_in_flight=8, time_limit=0.6)

@@ -12,7 +12,6 @@ import penstock as ps
 from ordered_loop import SOME_WORTH, wrong
 from penstock.dispatch import Dispatch
 from penstock.planning.microbatch_order import in_order, mixed, order_microbatches, split
-from penstock.planning.uneven import mean_costs
 
 EVEN = ps.Costs.uniform(4, 10, 10, 10)
 LENGTHS = [3.0, 0.4, 1.0, 0.5, 2.0, 0.3, 1.5, 0.7, 0.9, 0.6, 4.0, 0.8]
@@ -136,21 +135,6 @@ def test_a_run_in_a_planned_order_is_the_plain_loop_in_that_order(name: str) -> 
     assert wrong(p.schedule, "hinted", extra=2) == []
 
 
-def test_costs_and_links_that_do_not_fit() -> None:
-    with pytest.raises(ps.CostError, match="for 4 stages"):
-        order_microbatches(ps.build("1f1b", 2, 4), EVEN)
-    with pytest.raises(ps.CostError, match="links are"):
-        order_microbatches(ps.build("1f1b", 4, 4), EVEN, links=3)  # type: ignore[arg-type]
-
-
-def test_the_mean_microbatch() -> None:
-    mean = mean_costs(replace(EVEN, uneven={"time": {"F": [1, 3]}, "activation": [[1, 2]] * 3 + [[1, 5]]}), 2)
-    assert (mean.f[0], mean.i[0], mean.b[0], mean.activation) == (20, 10, 20, (1.5, 1.5, 1.5, 3))
-    heavy = mean_costs(replace(EVEN, uneven={"activation": [1, 2, 6]}), 3, weight=1.0)
-    assert heavy.activation == (6,) * 4
-    assert not heavy.factors
-
-
 @pytest.mark.parametrize("dispatch", ["frozen", "hinted"])
 @pytest.mark.parametrize("limit", [{}, {"max_in_flight": 3}, {"memory_limit": 6.0}])
 def test_a_plan_declares_the_order_it_was_made_for(dispatch: str, limit: dict) -> None:
@@ -168,20 +152,3 @@ def test_a_plan_declares_the_order_it_was_made_for(dispatch: str, limit: dict) -
         assert max(p.timeline.peak_activations) <= 6.0 * (1 + 1e-9)
     if "max_in_flight" in limit:
         ps.check(p.schedule, max_in_flight=3)
-
-
-def test_a_memory_limit_counts_the_heaviest_microbatch() -> None:
-    with pytest.raises(ps.ScheduleError, match="memory_limit"):
-        ps.plan(SIZED, 4, 12, time_limit=0.2, memory_limit=3.9)
-    alone = ps.plan(SIZED, 4, 12, time_limit=0.2, memory_limit=4.0)
-    assert max(alone.timeline.peak_activations) <= 4.0 * (1 + 1e-9)
-
-
-def test_what_is_planned_for_even_microbatches_alone() -> None:
-    with pytest.raises(ps.CostError, match="cost the same"):
-        ps.plan(UNEVEN, 4, 12, time_limit=0.1, objective="span")
-
-
-def test_plans_of_even_microbatches_have_no_order() -> None:
-    p = ps.plan(replace(EVEN, uneven=(1.0, 1.0)), 4, 3, time_limit=0.1)
-    assert p.microbatch_order is None

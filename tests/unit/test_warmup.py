@@ -44,14 +44,6 @@ def test_times_that_differ_enter_from_the_right_stage() -> None:
     assert needed_slack(costs, 0, 10.01) == 5
 
 
-def test_the_needed_slack_is_rounded_up() -> None:
-    # The paper's Algorithm 2 gives 2 here, which tolerates 20 only.
-    costs = ps.Costs.uniform(2, f=20, i=20, w=20)
-    assert needed_slack(costs, 0, 30) == 3
-    assert tolerance(costs, 0, 2) == 20
-    assert tolerance(costs, 0, 3) == 40
-
-
 @given(
     times=st.lists(st.floats(0.1, 50), min_size=4, max_size=4),
     delay=st.floats(0, 200),
@@ -100,12 +92,6 @@ def test_tolerances_are_for_one_stage_a_rank() -> None:
 )
 def test_memory_is_spread_over_the_links(stages: int, memory: float, want: tuple[int, ...]) -> None:
     assert initial_warmups(stages, 12, memory, 1) == want
-
-
-def test_what_is_reserved_is_taken_off_and_stages_may_differ() -> None:
-    assert initial_warmups(4, 12, 10, 1, reserved=3) == (7, 5, 3, 1)
-    assert initial_warmups(4, 12, [10, 4, 10, 10], 1) == (10, 4, 2, 1)
-    assert initial_warmups(3, 12, 12, [4, 2, 1], [0, 2, 0]) == (3, 2, 1)
 
 
 @settings(deadline=None, max_examples=examples(60))
@@ -235,17 +221,6 @@ def test_theorem_1_holds_in_strict_alternation(slack: int, link: int) -> None:
     assert 2 * (num - 3 * slack) / (slack + 1) - 2 <= slopes[0] <= 2 * num / (slack + 1)
 
 
-@pytest.mark.parametrize("slack", [3, 4])
-def test_priority_lowers_the_threshold_to_one_op(slack: int) -> None:
-    """I that queue up run back to back, and the forward that feeds the next stage waits for all of them."""
-    counts = [1 + slack * (3 - stage) for stage in range(4)]
-    schedule = slow_link_schedule(TEN, 60, warmup=counts, rule="priority")
-    assert grown(schedule, TEN, late(2, 10.0)) <= 20
-    assert grown(schedule, TEN, late(2, 15.0)) > 60
-    turns = slow_link_schedule(TEN, 60, warmup=counts, rule="alternate")
-    assert grown(turns, TEN, late(2, 15.0)) <= 30
-
-
 @pytest.mark.slow
 @settings(deadline=None, max_examples=examples(40))
 @given(
@@ -273,15 +248,6 @@ def test_memory_is_kept(rule: str) -> None:
         limits = [limit] * 3 if isinstance(limit, int) else limit
         peaks = ps.simulate(schedule, costs, links=links).peak_activations
         assert all(peak <= most for peak, most in zip(peaks, limits, strict=True))
-
-
-def test_alternation_is_strict() -> None:
-    counts = (5, 3, 1)
-    schedule = slow_link_schedule(ps.Costs.uniform(3), 12, late(0, 2.0), warmup=counts, rule="alternate")
-    for stage, row in enumerate(schedule.order):
-        kinds = "".join(op.kind for op in row if op.kind != "W")
-        rest = 12 - counts[stage]
-        assert kinds == "F" * counts[stage] + "IF" * rest + "I" * counts[stage]
 
 
 @pytest.mark.parametrize(
