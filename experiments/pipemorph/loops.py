@@ -121,6 +121,5 @@ def steering_of(job: Job) -> Any:
         memory_limit=job.start.caps,
         host_memory=job.host_memory,
         dispatches=job.dispatches,
-        delegate_ms=job.delegate_ms,
         prices=job.prices,
     )

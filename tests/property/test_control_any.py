@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
@@ -60,7 +59,6 @@ def jobs(draw: st.DrawFn) -> Job:
         start,
         host_memory=draw(st.sampled_from([0.0, 2.0, 20.0, tuple(3.0 * rank for rank in range(num_ranks))])),
         depth=draw(st.integers(0, 2)),
-        delegate_ms=draw(st.sampled_from([0.0, 3.0])),
         prices=draw(st.sampled_from([Prices(), Prices(0, 0, 0), Prices(10, 50, 200)])),
         dispatches=draw(st.sampled_from([("frozen",), ("frozen", "dynamic")])),
     )
@@ -105,7 +103,7 @@ def test_caps_hold_payments_are_covered_and_the_log_replays(data: st.DataObject)
 @settings(max_examples=examples(40), deadline=None)
 @given(st.data())
 def test_what_is_chosen_is_the_best_by_hand(data: st.DataObject) -> None:
-    job = replace(data.draw(jobs()), delegate_ms=0.0)
+    job = data.draw(jobs())
     delays = {(rank, rank + 1): data.draw(DELAY) for rank in range(job.num_ranks - 1)}
     links = ps.Links(delays)
     measured = Measured.steady(links, frozenset(link for link, ms in delays.items() if ms >= 1))

@@ -31,7 +31,6 @@ from penstock.control import (
     Transfers,
     candidates,
     measured_events,
-    predict,
     rehearse,
     replay,
     run_once,
@@ -238,15 +237,6 @@ def test_only_the_slow_link_is_delegated() -> None:
     assert controller.now.delegated == ((2, 3),)
 
 
-def test_what_delegates_add_counts() -> None:
-    slow_delegates = replace(JOB, delegate_ms=50.0)
-    healthy, late = ps.Links({(2, 3): 0.0}), ps.Links({(2, 3): 10.0})
-    by_delegate = replace(JOB.start, delegated=((2, 3),))
-    assert predict(slow_delegates, by_delegate, [late]) == predict(JOB, by_delegate, [ps.Links({(2, 3): 60.0})])
-    assert predict(slow_delegates, JOB.start, [late]) == predict(JOB, JOB.start, [late])
-    assert predict(slow_delegates, by_delegate, [healthy]) > predict(JOB, by_delegate, [healthy])
-
-
 @pytest.mark.slow
 def test_an_offered_schedule_is_chosen_where_it_is_best() -> None:
     planned = ps.plan(COSTS, 4, 12, LATE, memory_limit=list(JOB.start.caps), time_limit=1.0).schedule
@@ -392,7 +382,7 @@ def test_a_log_that_was_changed_does_not_replay() -> None:
 
 
 def test_jobs_and_configurations_come_back_from_json() -> None:
-    job = replace(JOB, host_memory=3.0, delegate_ms=1.5, least_delay=2.0, prices=Prices(1, 2, 3))
+    job = replace(JOB, host_memory=3.0, least_delay=2.0, prices=Prices(1, 2, 3))
     assert job_from_json(json.loads(json.dumps(job_to_json(job)))) == job
     for each in candidates(job, job.start, Measured.steady(LATE, frozenset({(2, 3)}))):
         again = Configuration.from_json(each.configuration.to_json())

@@ -148,7 +148,6 @@ class Job:
         host_memory: the most activations of each rank that may wait in host memory while some link is delegated, in
             the units of the costs; one number for all ranks, or one per rank. OFFLOAD and RELOAD ops move them.
         depth: messages a link that is not delegated holds under way before its sender blocks; 0: never blocks.
-        delegate_ms: what a delegate adds to each message's time.
         prices: of switching.
         least_gain: share of the iteration time that a switch must save.
         dispatches: the kinds of dispatch that may be chosen; by default those with which trials were judged
@@ -176,7 +175,6 @@ class Job:
     start: Configuration
     host_memory: float | tuple[float, ...] = 0.0
     depth: int = 2
-    delegate_ms: float = 0.0
     prices: Prices = field(default_factory=Prices)
     least_gain: float = 0.02
     dispatches: tuple[Dispatch, ...] = (Dispatch.FROZEN, Dispatch.DYNAMIC)
@@ -199,7 +197,7 @@ class Job:
             )
         if any(self.host_limits):
             object.__setattr__(self, "costs", with_host_copies(self.costs))
-        for name in ("delegate_ms", "least_gain", "depth"):
+        for name in ("least_gain", "depth"):
             require_amount(name, getattr(self, name))
         self.costs.require_stages(self.start.schedule.num_stages)
         if not fits(self.start, self.costs):

@@ -263,7 +263,7 @@ class Controller:
 
     def _timed(self, ms: float) -> TimedStep:
         """The step that has just ended, with the links and op times that it had, so that it can be simulated."""
-        step, factors = self._monitor.latest(self.now.delegated, ms), self._monitor.factors
+        step, factors = self._monitor.latest(ms), self._monitor.factors
 
         def simulated(
             configuration: Configuration, sooner: Mapping[Link, float] = NO_LINKS, usual_ops: bool = False
@@ -317,7 +317,7 @@ class Controller:
             self._monitor.relocate(self._nodes.relocate(then))
             self._causes.forget_links()
         else:
-            self._monitor.move(set(then.delegated) ^ set(self.now.delegated), self.now.delegated)
+            self._monitor.move(set(then.delegated) ^ set(self.now.delegated))
         before, self._steps, self.now = self._steps, Steps(then, self.job.num_updates), then
         self._due, self._is_first, self._switched_at, self._rate = True, True, self._iteration, 0.0
         if decision.action is Action.TAKE_BACK:

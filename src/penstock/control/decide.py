@@ -10,16 +10,15 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import lru_cache
 from statistics import fmean
 from typing import Any
 
 from penstock.control.candidate import Action, Candidate, Measured
 from penstock.control.configuration import Configuration, Job, order_of, runner_of, transport_of
-from penstock.control.events import Link, show_link, undirected
+from penstock.control.events import Link, show_link
 from penstock.cost import Costs, Links
-from penstock.cost.conditions import Constant, OverTime, Trace
 from penstock.engine.tolerance import EPSILON
 from penstock.simulation.runner import RunResult
 
@@ -75,7 +74,27 @@ def predict(job: Job, configuration: Configuration, scenarios: Sequence[Links]) 
 
 
 def _tried(job: Job, configuration: Configuration, links: Links) -> tuple[float, tuple[float, ...]]:
-    return _one(job.costs, job.depth, job.delegate_ms, configuration, Links.of(links))
+    return _one(job.costs, job.depth, configuration, Links.of(links))
+
+
+@lru_cache(maxsize=4096)
+def _one(
+    costs: Costs, depth: int, configuration: Configuration, conditions: Links
+) -> tuple[float, tuple[float, ...]]:
+    """One simulation: time and peaks."""
+    ran = run_on(costs, depth, configuration, conditions)
+    return ran.makespan, ran.peaks
+
+
+def run_on(costs: Costs, depth: int, configuration: Configuration, conditions: Links) -> RunResult:
+    """Simulates one iteration. See `Job` for `depth`."""
+    return runner_of(costs).run(
+        order_of(configuration.schedule, costs),
+        conditions,
+        dispatch=configuration.dispatch,
+        transport=transport_of(depth, configuration.delegated),
+        caps=configuration.caps,
+    )
 
 
 def choose(
@@ -121,48 +140,6 @@ def _never_slower(scored: Scored, now: Scored) -> bool:
 def _rank(scored: Scored) -> tuple[float, int, bool]:
     configuration = scored.candidate.configuration
     return scored.candidate.price, len(configuration.delegated), not configuration.dispatch.is_dynamic
-
-
-@lru_cache(maxsize=4096)
-def _one(
-    costs: Costs, depth: int, delegate_ms: float, configuration: Configuration, conditions: Links
-) -> tuple[float, tuple[float, ...]]:
-    """One simulation: time and peaks."""
-    ran = run_on(costs, depth, configuration, conditions, delegate_ms)
-    return ran.makespan, ran.peaks
-
-
-def run_on(
-    costs: Costs, depth: int, configuration: Configuration, conditions: Links, delegate_ms: float = 0.0
-) -> RunResult:
-    """Simulates one iteration. The conditions are those of the links' own paths; delegates add their time. See `Job`
-    for `depth`.
-    """
-    if delegate_ms and configuration.delegated:
-        conditions = _through_delegates(conditions, configuration, delegate_ms)
-    return runner_of(costs).run(
-        order_of(configuration.schedule, costs),
-        conditions,
-        dispatch=configuration.dispatch,
-        transport=transport_of(depth, configuration.delegated),
-        caps=configuration.caps,
-    )
-
-
-def _through_delegates(conditions: Links, configuration: Configuration, added: float) -> Links:
-    """Conditions in which delegated links are later by `added` ms."""
-    found = {}
-    for link, condition in conditions.conditions.items():
-        found[link] = condition
-        if undirected(link) in configuration.delegated:
-            found[link] = replace(condition, latency=_later(condition.latency, added))
-    return Links(found, conditions.default)
-
-
-def _later(latency: OverTime, added: float) -> OverTime:
-    if isinstance(latency, Trace):
-        return Trace(latency.times, tuple(value + added for value in latency.values))
-    return Constant(latency.at(0.0, "") + added)
 
 
 @dataclass(frozen=True)

@@ -47,7 +47,7 @@ class LinksOfStep:
         """The smallest delay (ms) of a message, by direction."""
         return {link: min(delays) for link, (delays, _) in self.rows.items()}
 
-    def links(self, sooner: Mapping[Link, float]) -> Links:
+    def links(self, sooner: Mapping[Link, float] | None = None) -> Links:
         """As conditions.
 
         Args:
@@ -55,7 +55,7 @@ class LinksOfStep:
         """
         found = {}
         for link, (delays, busy) in self.rows.items():
-            less = sooner.get(undirected(link), 0.0)
+            less = (sooner or {}).get(undirected(link), 0.0)
             found[link] = _laid([max(0.0, delay - less) for delay in delays] if less else delays, self.ms, busy)
         return Links(found)
 
@@ -133,13 +133,11 @@ class JobMonitor:
             for change in news
         ]
 
-    def move(self, moved: Collection[Link], delegated: Collection[Link]) -> None:
-        """Messages of the links in `moved` take another path from now on. Until now those of the links in `delegated`
-        went through delegates.
-        """
+    def move(self, moved: Collection[Link]) -> None:
+        """Messages of these links take another path from now on."""
         for link, watch in self._links.items():
             if undirected(link) in moved:
-                self._known[link] = self._delays(link, delegated)
+                self._known[link] = self._delays(link)
                 watch.restart()
 
     def relocate(self, late: Mapping[Link, float]) -> None:
@@ -156,12 +154,11 @@ class JobMonitor:
 
     def measured(self, now: Configuration, iteration_ms: float) -> Measured:
         """Links as they are while `now` runs, and the last iteration took so long."""
-        delegated = now.delegated
-        rows = {link: self._delays(link, delegated) for link in sorted(self._links)}
+        rows = {link: self._delays(link) for link in sorted(self._links)}
         busy = {link: min(self._busy(link), median(row)) for link, row in rows.items()}
         middle = {link: median(row) for link, row in rows.items()}
         late, down = self._late(middle, now), frozenset(self.down)
-        if all(self._is_steady(link, delegated) for link in rows):
+        if all(self._is_steady(link) for link in rows):
             steady = {link: _condition(ms, busy[link]) for link, ms in middle.items()}
             links = Links(steady) if any(busy.values()) else Links(middle)
             return Measured((links,), Links(middle), Links(middle), late, down, self.factors)
@@ -171,7 +168,7 @@ class JobMonitor:
         picked = [ordered[(2 * part + 1) * length // (2 * _SCENARIOS)] for part in range(_SCENARIOS)]
         scenarios = tuple(
             Links(
-                {link: self._scenario(link, row, back, delegated, iteration_ms, busy[link])
+                {link: _laid(self._links[link].times(back) or (row[-1],), iteration_ms, busy[link])
                  for link, row in rows.items()}
             )
             for back in dict.fromkeys(picked)
@@ -179,11 +176,11 @@ class JobMonitor:
         harshest = Links({link: max(row) for link, row in rows.items()})
         return Measured(scenarios, Links(middle), harshest, late, down, self.factors)
 
-    def latest(self, delegated: Collection[Link], iteration_ms: float) -> LinksOfStep:
+    def latest(self, iteration_ms: float) -> LinksOfStep:
         """The links of the latest iteration, which took so long."""
         found = {}
         for link, watch in self._links.items():
-            times = self._own(link, watch.times(0), delegated) or self._delays(link, delegated)[-1:]
+            times = watch.times(0) or self._delays(link)[-1:]
             found[link] = times, min(self._busy(link), fmean(times))
         return LinksOfStep(found, iteration_ms)
 
@@ -238,28 +235,15 @@ class JobMonitor:
             found = other.busy * self._links[link].level / other.level if other.level else None
         return found or 0.0
 
-    def _own(self, link: Link, delays: Sequence[float], delegated: Collection[Link]) -> tuple[float, ...]:
-        """Delays of the link's own path, without what delegates add."""
-        added = self.job.delegate_ms if undirected(link) in delegated else 0.0
-        return tuple(max(0.0, delay - added) for delay in delays)
+    def _delays(self, link: Link) -> tuple[float, ...]:
+        """Recent delays of a link, one per iteration."""
+        return tuple(self._links[link].delays) or self._known.get(link, (0.0,))
 
-    def _delays(self, link: Link, delegated: Collection[Link]) -> tuple[float, ...]:
-        """Recent delays of the link's own path, one per iteration."""
-        return self._own(link, self._links[link].delays, delegated) or self._known.get(link, (0.0,))
-
-    def _is_steady(self, link: Link, delegated: Collection[Link]) -> bool:
+    def _is_steady(self, link: Link) -> bool:
         """Whether the link's delay differs little, from message to message and iteration to iteration."""
-        row, single = self._delays(link, delegated), self._links[link].times(0)
+        row, single = self._delays(link), self._links[link].times(0)
         bound = max(self.job.smallest_delay, self.sensitivity.share * median(row))
         return deviation(row) <= bound and (not single or deviation(single) <= bound)
-
-    def _scenario(
-        self, link: Link, row: Sequence[float], back: int, delegated: Collection[Link], ms: float, busy: float
-    ) -> LinkCondition:
-        """The link as it was `back` iterations ago: the delays of its messages, spread evenly over an
-        iteration of `ms`.
-        """
-        return _laid(self._own(link, self._links[link].times(back), delegated) or (row[-1],), ms, busy)
 
 
 def _laid(delays: Sequence[float], ms: float, busy: float) -> LinkCondition:

@@ -41,7 +41,7 @@ from penstock.control.events import (
 from penstock.control.log import json_lines, read_header
 from penstock.control.measured import JobMonitor
 from penstock.control.orchestrator import Orchestrator
-from penstock.cost import Costs, Links
+from penstock.cost import Costs
 from penstock.cost.mesh import LinkGroup
 from penstock.report.run_story import DecisionOutcome, Fault, Iteration, MeasuredConditions, RunPlan, link_name
 from penstock.schedule import Op, ScheduleError
@@ -163,7 +163,7 @@ class ReadLog:
         conditions = None
         if self._times:
             factors = factors_of(self._ops, self.job.costs)
-            conditions = MeasuredConditions(self.monitor.latest((), event.ms), factors, frozenset(self.monitor.down))
+            conditions = MeasuredConditions(self.monitor.latest(event.ms), factors, frozenset(self.monitor.down))
         delays = {link: median(times) for link, times in self._times.items()}
         is_clean = self._is_clean and not self._waits
         self.iterations[number] = Iteration(
@@ -201,7 +201,7 @@ class ReadLog:
         if was.nodes != then.nodes:
             self.monitor.relocate({})
         else:
-            self.monitor.move(set(was.delegated) ^ set(then.delegated), was.delegated)
+            self.monitor.move(set(was.delegated) ^ set(then.delegated))
         self._in_force, self._waits, self._is_clean = number, False, False
 
     def add_record(self, record: Mapping[str, Any]) -> None:
@@ -260,30 +260,21 @@ class ReadLog:
                 6:7  60.1 59.8 60.3 ...  -->  a trace of delays                -->  simulate  -->  ms
             ops of iteration 17                                                        ^
                 stage 3  F 10.1  W 13.0  -->  the job's costs, W of stage 3 times 1.3 -+
-
-        A delegated link is measured on the path of its delegates. What they add is taken off for its own path.
         """
         then = self.configurations[decision]
         if seen.conditions is None or not seen.conditions.down <= set(then.delegated):
             return None
-        return run_on(self._costs(seen.conditions), self.job.depth, then, self._links(seen, then)).makespan
+        return run_on(self._costs(seen.conditions), self.job.depth, then, seen.conditions.links.links()).makespan
 
     def timeline(self, seen: Iteration) -> Timeline | None:
         """An iteration as it ran, simulated in the same way."""
         if seen.conditions is None:
             return None
         ran, costs = self.configurations[seen.decision], self._costs(seen.conditions)
-        return run_once(replace(self.job, costs=costs), ran, self._links(seen, ran))
+        return run_once(replace(self.job, costs=costs), ran, seen.conditions.links.links())
 
     def _costs(self, conditions: MeasuredConditions) -> Costs:
         return scaled(self.job.costs, conditions.factors)
-
-    def _links(self, seen: Iteration, configuration: Configuration) -> Links:
-        """The links as measured in an iteration, for another configuration than the one that ran."""
-        assert seen.conditions is not None, "iterations without measurements are not simulated"
-        ran, then = set(self.configurations[seen.decision].delegated), set(configuration.delegated)
-        added = self.job.delegate_ms
-        return seen.conditions.links.links(dict.fromkeys(ran - then, added) | dict.fromkeys(then - ran, -added))
 
 
 def factors_of(ops: Iterable[OpTimes], costs: Costs) -> Factors:

@@ -152,7 +152,6 @@ class RunSetting:
             self.start,
             host_memory=options.host_memory,
             depth=self.choice.depth or 0,
-            delegate_ms=options.delegate_ms,
             prices=options.prices,
             least_gain=options.least_gain,
             least_delay=options.least_delay,

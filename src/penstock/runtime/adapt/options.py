@@ -40,7 +40,6 @@ class AdaptOptions:
         may_move: whether nodes of a mesh with replicas may change places if links between them are late. Stages and
             optimizer must then be given as functions, which are called again.
         ring: how the rings that add up gradients move bytes. The cost of a late link in a ring is predicted with it.
-        delegate_ms: what a delegate adds to the time of each message (ms).
         prices: what a switch costs.
         least_gain: share of the iteration time, 0 to 1, that a switch must save.
         least_delay: the smallest delay, and the smallest change of a delay, that matters (ms). None: a tenth of the
@@ -72,7 +71,6 @@ class AdaptOptions:
     may_delegate: bool = True
     may_move: bool = True
     ring: Ring = field(default_factory=Ring)
-    delegate_ms: float = 0.0
     prices: Prices = field(default_factory=Prices)
     least_gain: float = 0.02
     least_delay: float | None = None
