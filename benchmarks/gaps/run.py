@@ -27,7 +27,7 @@ import numpy as np
 
 import penstock as ps
 from experiments.common.record import commit, record
-from penstock.planning import compile_ahead, exact
+from penstock.planning import compile_ahead, order_model
 from penstock.planning.bounds import work_bound
 from penstock.planning.destructive_bound import DestructiveBound
 from penstock.planning.options import limits_of
@@ -85,7 +85,7 @@ def planned(family: str, number: int) -> dict[str, Any]:
         "family": family,
         "number": number,
         "num_ranks": num_ranks,
-        "ortools": exact.available(),
+        "ortools": order_model.available(),
         "value": found.value,
         "bound": found.lower_bound,
         "gap": found.gap,
@@ -167,7 +167,7 @@ def main() -> None:
         print(table(json.loads(RESULTS.read_text())["rows"]))
         return
     if given.without_ortools:
-        exact.available = lambda: False
+        order_model.available = lambda: False
     compile_ahead.compile_all()
     first, last = map(int, given.numbers.split("-"))
     for family in given.family or PLACEMENTS:

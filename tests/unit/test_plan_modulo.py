@@ -9,8 +9,8 @@ import pytest
 
 import penstock as ps
 from experiments.flexpipe.tessel import Repetend, makespan, peaks, retimed
+from penstock.planning import order_model
 from penstock.planning import plan as planner
-from penstock.planning.graph import search
 from penstock.planning.graph.flow import Block, BlockDependency, Flow
 from penstock.planning.graph.flow_bound import flow_bound, follows
 from penstock.planning.graph.problem import pose_graph
@@ -215,7 +215,7 @@ def test_an_interrupt_keeps_the_best_so_far(nth: int) -> None:
 
 def test_without_the_solver_local_search_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
     """A plan of shared stages that simple steady states did not prove was refused."""
-    monkeypatch.setattr(search, "available", lambda: False)
+    monkeypatch.setattr(order_model, "available", lambda: False)
     found = ps.plan(random_costs(4, 0), 2, 4, placement=shared_ends(2), time_limit=0.2)
     ps.check(found.schedule)
     assert found.how not in ("ends", "")

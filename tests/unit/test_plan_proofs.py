@@ -200,7 +200,7 @@ def test_memory_counts_in_what_is_proved_of_uneven_microbatches(
 ) -> None:
     """Their bound counted no memory: of 76 ms, the least there is, 47 were proved."""
     pytest.importorskip("ortools", reason="needs the extra `exact`")
-    from penstock.planning import exact
+    from penstock.planning import order_model
     from proof_cases import UNEVEN, draw_uneven, solve_tasks
 
     case = draw_uneven(seed, UNEVEN[seed % len(UNEVEN)])
@@ -216,7 +216,7 @@ def test_memory_counts_in_what_is_proved_of_uneven_microbatches(
     plan = ps.plan(**given, time_limit=10.0)
     assert plan.value == pytest.approx(solved.value * unit)
     assert plan.lower_bound == pytest.approx(solved.value * unit, rel=1e-4)
-    monkeypatch.setattr(exact, "available", lambda: False)
+    monkeypatch.setattr(order_model, "available", lambda: False)
     without = ps.plan(**given, time_limit=0.2)
     assert without.lower_bound < 0.99 * plan.lower_bound
 

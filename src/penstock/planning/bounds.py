@@ -141,6 +141,12 @@ def heads_and_tails(problem: Problem, given: QueueWaits | None = None, work: boo
     )
 
 
+def own_tails(queues: Network, tail: Array) -> Array:
+    """Tails that are numbered from each queue's last op, numbered as the ops are; and the other way."""
+    first, size = np.repeat(queues.op_first[:-1], queues.size), np.repeat(queues.size, queues.size)
+    return tail[2 * first + size - 1 - np.arange(queues.num_ops)]
+
+
 def _heads(queues: Network, given: QueueWaits, floor: Array, work: Array, first_only: bool = False) -> Array:
     head = np.empty(queues.num_ops)
     ready(longest_paths).heads(queues, given.order, given.release, given.lag, floor, first_only, work, head)

@@ -15,7 +15,7 @@ from penstock.engine.compiled import is_compiled, ready
 from penstock.engine.network import Array, Network
 from penstock.engine.tolerance import EPSILON, slack
 from penstock.planning import time_windows
-from penstock.planning.bounds import heads_and_tails
+from penstock.planning.bounds import heads_and_tails, own_tails
 from penstock.planning.problem import Problem
 
 _MOST_STATES, _MOST_STATES_UNCOMPILED = 1_000_000, 2_000
@@ -127,9 +127,7 @@ class DestructiveBound:
         if states is None:
             return
         head, tail = heads_and_tails(problem, work=True)
-        # Tails are numbered from each queue's last op.
-        first, size = np.repeat(queues.op_first[:-1], queues.size), np.repeat(queues.size, queues.size)
-        tail = tail[2 * first + size - 1 - np.arange(queues.num_ops)]
+        tail = own_tails(queues, tail)
         room = (*np.empty((2, states.most)), *np.empty((2, queues.num_ops)), np.empty(queues.num_ranks, np.bool_))
         refuted, high = ready(time_windows).refuted, self._makespan
         while high > self.bound * (1 + self._closeness) and stop[0] == 0:

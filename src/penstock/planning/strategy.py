@@ -8,7 +8,7 @@ from functools import partial
 
 from penstock.engine.compiled import is_compiled
 from penstock.engine.list_by_values import ListSpace
-from penstock.planning import exact, longest_paths, time_windows
+from penstock.planning import exact, longest_paths, order_model, time_windows
 from penstock.planning.annealing import annealed
 from penstock.planning.bounds import busy_bound, jackson_bound, ramp_bound, round_trip_bound, work_bound, work_seconds
 from penstock.planning.building_blocks import BlockSearch, hosts_several
@@ -94,7 +94,7 @@ def run(search: Search) -> None:
         if several:
             until = search.seconds + _AGAIN_SHARE_IF_SEVERAL * search.left
             annealed(search, PerturbationSearch, until, "justified", again=False)
-        if num_ops <= (_MOST_OPS_IF_SEVERAL if several else exact.MOST_OPS) and exact.available():
+        if num_ops <= (_MOST_OPS_IF_SEVERAL if several else exact.MOST_OPS) and order_model.available():
             share = _WALKED_SHARE_IF_SEVERAL if several else _WALKED_SHARE
             annealed(search, Walk, search.seconds + share * search.left)
             if several and search.span is None:

@@ -7,27 +7,22 @@ keeps the cap.
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import replace
 
 import numpy as np
 
 from penstock.cost import Costs, Links, Uneven
 from penstock.dispatch import Dispatch
-from penstock.engine.network import Array, OpGraph
-from penstock.engine.timing import Timer
-from penstock.engine.tolerance import EPSILON, slack
-from penstock.planning import exact
-from penstock.planning.exact import answered, clock_of, memory_scale, solver_of
-from penstock.planning.jackson import preemptive_span
+from penstock.engine.tolerance import slack
+from penstock.planning import order_model
 from penstock.planning.microbatch_order import DISPATCHES, OrderCandidate, OrderSearch
+from penstock.planning.op_arrays import OpArrays, paths
 from penstock.planning.options import PlanRequest
+from penstock.planning.order_model import OrderModel, TimeGrid
 from penstock.planning.progress import certain, gap
 from penstock.planning.result import Certificate, Plan
-from penstock.planning.threads import MOST_THREADS, num_cores
 from penstock.schedule import ScheduleError, check
 from penstock.simulation import simulate
 
@@ -78,7 +73,7 @@ def plan_uneven(request: PlanRequest, planned: Callable[[PlanRequest], Plan]) ->
     costs, links, placement, split = request.costs, request.links, request.placement, request.split is not False
     assert placement is not None
     num_ops = request.num_microbatches * costs.num_stages * (3 if split else 2)
-    asks = exact.available() and num_ops <= EXACT_OPS
+    asks = order_model.available() and num_ops <= EXACT_OPS
     candidate, search, how = _best(request, planned, time_limit * (1 - EXACT_SHARE) if asks else time_limit)
     schedule = search.schedule(candidate) if request.mode.is_dynamic else search.executed(candidate)
     check(schedule)
@@ -93,7 +88,7 @@ def plan_uneven(request: PlanRequest, planned: Callable[[PlanRequest], Plan]) ->
             rule="confirmed",
         )
     bound = uneven_bound(candidate, links)
-    left = time_limit - (time.perf_counter() - began) - exact.STOPPING
+    left = time_limit - (time.perf_counter() - began) - order_model.STOPPING
     if asks and left > 0 and gap(value, bound) > request.stop_at_gap:
         bound = max(bound, exact_uneven_bound(candidate, links, search.caps, value, left, request.seed))
     bound = certain(bound, value, lambda: f"costs {costs!r} over {placement!r}")
@@ -152,37 +147,16 @@ def _best(
     return candidate, search, f"{how}, {candidate.rule} order"
 
 
-@dataclass(frozen=True)
-class _Ends:
-    """Of a candidate's ops: what comes before and after each of them at least (ms), and what they need.
-
-    Attributes:
-        source, to, delay: of each edge the op that must have ended, the op that waits, and ms in between.
-        head, tail: of each op, ms before it can start and ms that follow its end.
-        rows: the ops of each rank.
-    """
-
-    source: Array
-    to: Array
-    delay: Array
-    head: Array
-    tail: Array
-    rows: list[slice]
-
-
-def _ends(candidate: OrderCandidate, links: Links) -> _Ends:
+def _op_arrays(candidate: OrderCandidate, links: Links, caps: Sequence[float]) -> OpArrays:
     order = candidate.lowered
     ranks = range(order.num_ranks)
-    rank, to, ops = order.ints["rank_of"], order.ints["edge_to"], np.arange(order.num_ops)
-    source = np.repeat(ops, np.diff(order.ints["edge_first"]))
-    delays = np.array([[0.0 if a == b else links.delay(a, b) for b in ranks] for a in ranks])[rank[source], rank[to]]
-    # Every op in a row of its own: it waits for what it needs alone.
-    graph = OpGraph(np.arange(order.num_ops + 1), ops, source, to, delays)
-    duration = order.duration
-    head = np.asarray(Timer(*graph.network(duration)).time(ops).start)
-    tail = np.asarray(Timer(*graph.turned().network(duration[::-1])).time(ops).start)[::-1]
-    first = order.ints["first"].tolist()
-    return _Ends(source, to, delays, head, tail, [slice(first[r], first[r + 1]) for r in ranks])
+    rank, to, first = order.ints["rank_of"], order.ints["edge_to"], order.ints["first"]
+    source = np.repeat(np.arange(order.num_ops), np.diff(order.ints["edge_first"]))
+    delay = np.array([[0.0 if a == b else links.delay(a, b) for b in ranks] for a in ranks])[rank[source], rank[to]]
+    head, tail = paths(order.duration, source, to, delay)
+    rows = np.split(np.arange(order.num_ops), first[1:-1])
+    takes, gives = np.maximum(order.change, 0.0), np.maximum(-order.change, 0.0)
+    return OpArrays(order.duration, head, tail, rows, source, to, delay, takes, gives, caps)
 
 
 def uneven_bound(candidate: OrderCandidate, links: Links) -> float:
@@ -194,9 +168,7 @@ def uneven_bound(candidate: OrderCandidate, links: Links) -> float:
     Args:
         candidate: the ops in any order; it says which need which, and how long each takes.
     """
-    ends, duration = _ends(candidate, links), candidate.lowered.duration
-    each = (preemptive_span(*(of[row].tolist() for of in (ends.head, duration, ends.tail))) for row in ends.rows)
-    return max(each, default=0.0)
+    return _op_arrays(candidate, links, ()).jackson_bound()
 
 
 def exact_uneven_bound(
@@ -204,43 +176,12 @@ def exact_uneven_bound(
 ) -> float:
     """The same by CP-SAT, which counts memory too; 0 where nothing is proved in so many seconds.
 
-    It is asked for a makespan below `value`, of ops in any order that keep to the caps. Times and memory are counted
-    as in `exact`; what can't be whole is rounded so that no order is ruled out.
+    It is asked for a makespan below `value`, of ops in any order that keep to the caps.
     """
     began = time.perf_counter()
-    from ortools.sat.python import cp_model
-
-    order, ends = candidate.lowered, _ends(candidate, links)
-    clock = clock_of({float(ms) for ms in (*order.duration, *ends.delay)}, value)
-    clock = replace(clock, steps=clock.steps - clock.exact)
-    duration = [clock.length(ms) for ms in order.duration]
-    model: Any = cp_model.CpModel()
-    makespan = model.new_int_var(0, clock.steps, "")
-    starts = []
-    for long, head, tail in zip(duration, ends.head, ends.tail, strict=True):
-        earliest, latest = clock.least(head), clock.steps - long - clock.least(tail)
-        if latest < earliest:
-            return clock.refuted
-        starts.append(model.new_int_var(earliest, latest, ""))
-        model.add(makespan >= starts[-1] + long + clock.least(tail))
-    for a, b, ms in zip(ends.source.tolist(), ends.to.tolist(), ends.delay, strict=True):
-        model.add(starts[b] >= starts[a] + duration[a] + clock.length(ms))
-    for row, cap in zip(ends.rows, caps, strict=True):
-        mine, change = range(row.start, row.stop), order.change[row].tolist()
-        model.add_no_overlap(model.new_fixed_size_interval_var(starts[op], duration[op], "") for op in mine)
-        if math.isinf(cap) or sum(held for held in change if held > 0) <= cap:
-            continue
-        scale = memory_scale([abs(held) for held in change if held], cap)
-        whole = [math.floor(held * scale * (1 + math.copysign(EPSILON, held))) for held in change]
-        times = [starts[op] + (duration[op] if held < 0 else 0) for op, held in zip(mine, change, strict=True)]
-        least, most = sum(held for held in whole if held < 0), math.floor(cap * scale * (1 + EPSILON))
-        model.add_reservoir_constraint(times, whole, least, most)
-    model.minimize(makespan)
-    solver = solver_of(seed, max(2, min(MOST_THREADS, num_cores())))
-    seconds -= time.perf_counter() - began
-    status = answered(solver, model, seconds).name if seconds > 0 else "UNKNOWN"
-    if status == "INFEASIBLE":
-        return clock.refuted
-    if status not in ("OPTIMAL", "FEASIBLE"):
-        return 0.0
-    return max(0.0, clock.above(solver.best_objective_bound))
+    ops = _op_arrays(candidate, links, caps)
+    grid = TimeGrid.of((float(ms) for ms in (*ops.duration, *ops.delay)), value)
+    model = OrderModel(replace(grid, steps=grid.steps - grid.exact))
+    model.add_ops(ops)
+    model.minimize()
+    return model.solve(seconds - (time.perf_counter() - began), seed).bound

@@ -17,71 +17,48 @@ import math
 import numpy as np
 
 from penstock.engine.needs import last_needed
-from penstock.engine.network import Array
 from penstock.engine.tolerance import EPSILON
 from penstock.planning.graph.flow_bound import flow_bound
 from penstock.planning.graph.problem import GraphProblem
-from penstock.planning.jackson import preemptive_span
+from penstock.planning.op_arrays import OpArrays, paths
 
 _MOST_BLOCKS = 250
 """Blocks of a turn above which the bound that counts idle time takes longer than it is worth."""
 
 
-def lower_bound(problem: GraphProblem, sequence: Array, value: float = math.inf) -> float:
+def lower_bound(problem: GraphProblem, value: float = math.inf) -> float:
     """The best bound on the makespan (ms).
 
     Args:
-        sequence: any within the caps.
-        value: its makespan (ms); a bound that meets it is the best, whatever the others say.
+        value: that of some order within the caps (ms); a bound that meets it is the best, whatever the others say.
     """
     bound, flow = 0.0, problem.flow
     if flow.is_whole and min(flow.counts) > 0 and len(flow.flow.blocks) <= _MOST_BLOCKS:
         caps = problem.cap[: flow.flow.num_ranks].tolist()
         bound = flow_bound(flow.flow, flow.counts, caps).makespan
-    return bound if bound >= value else max(bound, jackson_bound(problem, sequence))
+    return bound if bound >= value else max(bound, op_arrays(problem).jackson_bound())
 
 
-def jackson_bound(problem: GraphProblem, sequence: Array) -> float:
-    """The largest over rows of Jackson's preemptive schedule, between heads and tails."""
-    heads, tails = heads_and_tails(problem, sequence)
-    on_row: list[list[int]] = [[] for _ in range(problem.graph.num_rows)]
-    duration = np.repeat(problem.network.duration, problem.network.size)
-    for q in range(problem.graph.num_queues):
-        for r in problem.graph.hosts(q):
-            on_row[r] += range(int(problem.network.op_first[q]), int(problem.network.op_first[q + 1]))
-    bound = float((heads + duration + tails).max())
-    for ops in on_row:
-        bound = max(bound, preemptive_span(heads[ops].tolist(), duration[ops].tolist(), tails[ops].tolist()))
-    return bound
-
-
-def heads_and_tails(problem: GraphProblem, sequence: Array) -> tuple[Array, Array]:
-    """Per op, ms before it can start at best, and ms that must follow its end."""
-    network = problem.network
-    duration = network.duration.tolist()
-    op_first = network.op_first.tolist()
-    waits = memory_waits(problem)
-    needs = [problem.needs(q) for q in range(problem.graph.num_queues)]
-    heads, tails = np.zeros((2, problem.num_ops))
-    edges: list[tuple[int, int, float]] = []
-    order = problem.ops_of(sequence).tolist()
-    queues = np.asarray(sequence).tolist()
-    for q, op in zip(queues, order, strict=True):
-        j = op - op_first[q]
-        found = [
-            (op_first[source] + last_needed(j, before, after), duration[source], delay)
-            for source, delay, before, after in needs[q]
-        ]
-        if j > 0:
-            found.append((op - 1, duration[q], 0.0))
-        found += [(op_first[back] + j - lag, duration[back], 0.0) for back, lag in waits[q] if j >= lag]
-        for source, long, delay in found:
-            heads[op] = max(heads[op], heads[source] + long + delay)
-            edges.append((source, op, delay))
-    of_op = np.repeat(network.duration, network.size)
-    for source, op, delay in reversed(edges):
-        tails[source] = max(tails[source], tails[op] + of_op[op] + delay)
-    return heads, tails
+def op_arrays(problem: GraphProblem) -> OpArrays:
+    """The ops one by one: needs within queues and between them, and forwards that wait for memory."""
+    network, waits = problem.network, memory_waits(problem)
+    op_first, duration = network.op_first.tolist(), np.repeat(network.duration, network.size)
+    rows: list[list[int]] = [[] for _ in problem.cap]
+    needs: list[tuple[int, int, float]] = []
+    for q, size in enumerate(network.size.tolist()):
+        for row in problem.graph.hosts(q):
+            rows[row] += range(op_first[q], op_first[q + 1])
+        own_needs = problem.needs(q)
+        for number in range(size):
+            found = [(s, last_needed(number, *group), delay) for s, delay, *group in own_needs]
+            found += [(source, number - lag, 0.0) for source, lag in ((q, 1), *waits[q])]
+            needs += [(op_first[s] + of, op_first[q] + number, delay) for s, of, delay in found if of >= 0]
+    source, to = np.array([need[:2] for need in needs], np.int64).reshape(-1, 2).T
+    delay = np.array([need[2] for need in needs])
+    head, tail = paths(duration, source, to, delay)
+    takes, gives = (np.repeat(each, network.size) for each in (problem.takes, problem.gives))
+    on_row = [np.array(row, np.int64) for row in rows]
+    return OpArrays(duration, head, tail, on_row, source, to, delay, takes, gives, problem.cap.tolist())
 
 
 def memory_waits(problem: GraphProblem) -> list[list[tuple[int, int]]]:

@@ -1,8 +1,5 @@
 """CP-SAT on problems of any stages: the shortest order of all ops, or of those in a window of a sequence.
 
-As `planning.exact`, for rows that share ops and windows of ops that unlock windows. Memory is a reservoir: an op that
-takes some begins when there is room for it.
-
     before | window            | after                      minimise over the freed ops
     -------+-------------------+-----------------           max(start + duration + tail)
     fixed  | in a better order | same order, moved
@@ -13,17 +10,14 @@ what is after it is still to go (its tail). Above all, windows shorten the warm-
 
 from __future__ import annotations
 
-import math
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
-from penstock.engine.needs import last_needed
-from penstock.engine.tolerance import EPSILON
-from penstock.planning.exact import ROUGH_STEPS, STOPPING, TimeGrid, answered, clock_of, memory_scale, solver_of
-from penstock.planning.graph.bounds import heads_and_tails, memory_waits
-from penstock.planning.graph.problem import GraphProblem
-from penstock.planning.threads import MOST_THREADS, num_cores
+from penstock.engine.network import Array
+from penstock.planning.graph.bounds import op_arrays
+from penstock.planning.op_arrays import OpArrays, paths
+from penstock.planning.order_model import ROUGH_STEPS, STOPPING, OrderModel, TimeGrid
 
 if TYPE_CHECKING:
     from penstock.planning.graph.search import GraphSearch
@@ -33,7 +27,6 @@ MOST_OPS = 2_000
 _FIRST_WINDOW, _LARGEST_WINDOW = 64, 384
 _SLICE = 2.0
 """Seconds for one window, at most."""
-_NEAR_WHOLE = 1e-6
 
 
 def lessen(search: GraphSearch, until: float) -> None:
@@ -82,94 +75,62 @@ def _windows(num_ops: int, size: int) -> list[int]:
 
 
 def _shortened(
-    search: GraphSearch, sequence: Any, first: int, last: int, num_steps: int, seconds: float
-) -> tuple[Any, float]:
+    search: GraphSearch, sequence: Array, first: int, last: int, num_steps: int, seconds: float
+) -> tuple[Array, float]:
     """The sequence with the ops at places `first` to `last - 1` in a better order, if one is found, and a bound (ms)
     on every such sequence."""
     problem = search.problem
-    times = {float(ms) for ms in (*problem.network.duration, *problem.more.need_delay)}
-    clock = clock_of(times, problem.placed(sequence)[0], num_steps)
-    model, begins = _modelled(problem, sequence, clock, first, last)
-    solver = solver_of(search.seed, max(2, min(MOST_THREADS, num_cores())))
-    solver.parameters.cp_model_probing_level, solver.parameters.symmetry_level = 2, 2
-    if answered(solver, model, seconds).name not in ("OPTIMAL", "FEASIBLE"):
+    value, start = problem.placed(sequence)
+    times = (float(ms) for ms in (*problem.network.duration, *problem.more.need_delay))
+    model = OrderModel(TimeGrid.of(times, value, num_steps))
+    of_place = problem.ops_of(sequence)
+    made = model.add_ops(_freed(op_arrays(problem), start, of_place, first, last))
+    for op, ms in zip(made, start[of_place[first:last]].tolist(), strict=True):
+        model.hint(op, ms)
+    model.minimize()
+    answer = model.solve(seconds, search.seed, probes=True)
+    if not answer.found:
         return sequence, 0.0
-    order = sorted(
-        (solver.value(begin), problem.network.duration[q] > 0, place, q) for place, (q, begin) in enumerate(begins)
-    )
     found = np.array(sequence)
-    found[first:last] = [q for *_, q in order]
-    return found, clock.above(solver.best_objective_bound)
+    freed = found[first:last]
+    # Of ops that start together, those of no length go first.
+    found[first:last] = freed[
+        np.lexsort((problem.network.duration[freed] > 0, [model.value(op.start) for op in made]))
+    ]
+    return found, answer.bound
 
 
-def _modelled(
-    problem: GraphProblem, sequence: Any, clock: TimeGrid, first: int, last: int
-) -> tuple[Any, list[tuple[int, Any]]]:
-    """The model of all sequences that end by the clock's last step, and the start of each freed op."""
-    from ortools.sat.python import cp_model
+def _freed(ops: OpArrays, start: Array, of_place: Array, first: int, last: int) -> OpArrays:
+    """The ops at places `first` to `last - 1` of a sequence, between those before, which start as they do, and those
+    after, which keep their order.
 
-    model: Any = cp_model.CpModel()
-    _, start = problem.placed(sequence)
-    heads, tails = heads_and_tails(problem, sequence)
-    waits, hosts = memory_waits(problem), [problem.graph.hosts(q) for q in range(problem.graph.num_queues)]
-    op_first, ms = problem.network.op_first.tolist(), problem.network.duration.tolist()
-    duration = [clock.length(each) for each in ms]
-    places = list(zip(np.asarray(sequence).tolist(), problem.ops_of(sequence).tolist(), strict=True))
-
-    def needed(q: int, op: int) -> list[tuple[int, int, float]]:
-        """(queue, op, ms late) of all that an op needs."""
-        return [
-            (source, op_first[source] + last_needed(op - op_first[q], before, after), delay)
-            for source, delay, before, after in problem.needs(q)
-        ]
-
-    free, rest, held = np.zeros((3, len(problem.cap)))
-    for q, op in places[:first]:
-        free[hosts[q]] = start[op] + ms[q]
-        held[hosts[q]] += problem.takes[q] - problem.gives[q]
-    for q, op in reversed(places[last:]):
-        tails[op] = max(tails[op], *rest[hosts[q]])
-        rest[hosts[q]] = tails[op] + ms[q]
-        for _, source, delay in needed(q, op):
-            tails[source] = max(tails[source], tails[op] + ms[q] + delay)
-    end = model.new_int_var(0, clock.steps, "")
-    by_op: dict[int, Any] = {}
-    rows: list[list[tuple[int, Any]]] = [[] for _ in problem.cap]
-    begins = []
-    for q, op in places[first:last]:
-        earlier = [(op - 1, duration[q])] if op > op_first[q] else []
-        earlier += [
-            (op_first[b] + op - op_first[q] - lag, duration[b]) for b, lag in waits[q] if op - lag >= op_first[q]
-        ]
-        head = max(heads[op], *free[hosts[q]])
-        for source, other, delay in needed(q, op):
-            earlier.append((other, duration[source] + clock.length(delay)))
-            head = head if other in by_op else max(head, start[other] + ms[source] + delay)
-        tail = clock.least(max(tails[op], *rest[hosts[q]]))
-        begin = by_op[op] = model.new_int_var(clock.least(head), clock.steps - duration[q] - tail, "")
-        model.add_hint(begin, clock.length(float(start[op])))
-        model.add(end >= begin + duration[q] + tail)
-        for other, later in earlier:
-            if other in by_op:
-                model.add(begin >= by_op[other] + later)
-        begins.append((q, begin))
-        for row in hosts[q]:
-            rows[row].append((q, begin))
-    for mine, room in zip(rows, (problem.cap - held).tolist(), strict=True):
-        model.add_no_overlap(model.new_fixed_size_interval_var(begin, duration[q], "") for q, begin in mine)
-        _limit(model, problem, mine, room, duration)
-    model.minimize(end)
-    return model, begins
-
-
-def _limit(model: Any, problem: GraphProblem, row: list[tuple[int, Any]], room: float, duration: list[int]) -> None:
-    """Caps what a row holds, or somewhat less than that: no order that keeps to the cap is ruled out."""
-    takes, gives = problem.takes.tolist(), problem.gives.tolist()
-    if sum(takes[q] for q, _ in row) <= room:
-        return
-    scale = memory_scale([gives[q] for q, _ in row if gives[q] > 0] or [room], room)
-    changes = [(begin, math.floor(takes[q] * scale + _NEAR_WHOLE)) for q, begin in row if takes[q] > 0]
-    changes += [(begin + duration[q], -math.ceil(gives[q] * scale - _NEAR_WHOLE)) for q, begin in row if gives[q] > 0]
-    times, amounts = zip(*changes, strict=True)
-    least = sum(amount for amount in amounts if amount < 0)
-    model.add_reservoir_constraint(times, amounts, least, math.floor(room * scale * (1 + EPSILON)))
+    Args:
+        start: of each op, in ms.
+        of_place: the op at each place.
+    """
+    place = np.argsort(of_place)
+    before, after = place < first, place >= last
+    head, ended = ops.head.copy(), start + ops.duration
+    source, to, rows, cap = [ops.source], [ops.to], [], []
+    for row, most in zip(ops.rows, ops.cap, strict=True):
+        in_order = row[np.argsort(place[row])]
+        earlier, later = in_order[before[in_order]], in_order[after[in_order]]
+        mine = in_order[len(earlier) : len(in_order) - len(later)]
+        head[mine] = np.maximum(head[mine], ended[earlier[-1:]].max(initial=0.0))
+        if len(later):
+            source += [mine, later[:-1]]
+            to += [np.full(len(mine), later[0]), later[1:]]
+        rows.append(place[mine] - first)
+        cap.append(most - float((ops.takes - ops.gives)[earlier].sum()))
+    met = before[ops.source]
+    np.maximum.at(head, ops.to[met], ended[ops.source[met]] + ops.delay[met])
+    sources, targets = np.concatenate(source), np.concatenate(to)
+    delay = np.concatenate([ops.delay, np.zeros(len(sources) - len(ops.delay))])
+    _, tail = paths(ops.duration, sources, targets, delay)
+    inside = ~(before | after)[ops.source] & ~(before | after)[ops.to]
+    freed = of_place[first:last]
+    source_of, to_of = (place[each[inside]] - first for each in (ops.source, ops.to))
+    return OpArrays(
+        ops.duration[freed], head[freed], tail[freed], rows, source_of, to_of, ops.delay[inside], ops.takes[freed],
+        ops.gives[freed], cap,
+    )  # fmt: skip

@@ -13,8 +13,8 @@ from penstock.cost import CostError, Costs, Links
 from penstock.engine.memory import peaks_in_sequence
 from penstock.engine.network import Array
 from penstock.library import SCHEDULES
+from penstock.planning import order_model
 from penstock.planning.annealing import Annealer, annealed
-from penstock.planning.exact import available
 from penstock.planning.graph import sequence as sequences
 from penstock.planning.graph.bounds import lower_bound
 from penstock.planning.graph.exact import lessen, shorten_windows
@@ -85,7 +85,7 @@ def begin(
         search.take(sequence, how)
     bounded = search.sequence is not None
     if bounded:
-        search.improve_bound(lower_bound(problem, search.sequence, search.value))
+        search.improve_bound(lower_bound(problem, search.value))
     for sequence, how in () if search.closed else more_starts:
         search.take(sequence, how)
         if search.closed or (search.sequence is not None and search.seconds > until):
@@ -101,7 +101,7 @@ def begin(
         )
     search.on_progress = on_progress
     if not bounded:
-        search.improve_bound(lower_bound(problem, search.sequence, search.value))
+        search.improve_bound(lower_bound(problem, search.value))
     return search
 
 
@@ -114,7 +114,7 @@ def run(search: GraphSearch) -> bool:
     try:
         search.report(search.how)
         annealed(search, SequenceWalk, search.seconds + _WALKED_SHARE * search.left)
-        if available():
+        if order_model.available():
             lessen(search, search.seconds + _EXACT_SHARE * search.left)
             shorten_windows(search, search.seconds + _ENDS_SHARE * search.left)
         annealed(search, SequenceWalk, search.until)

@@ -62,7 +62,7 @@ def relaxed(problem: JointProblem) -> Problem:
 def lower_bound(problem: JointProblem) -> float:
     """ms that no schedule of the problem ends before, whatever the forms of its ops."""
     least = relaxed(problem)
-    given = _with_residues(problem, least, _waits(problem, least) if problem.forms.again else waits(least))
+    given = relaxed_waits(problem, least)
     queues = least.queues
     width = int(np.diff(queues.rank_first).max(initial=1))
     bound = 0.0
@@ -73,6 +73,11 @@ def lower_bound(problem: JointProblem) -> float:
         bound = max(bound, float(made))
     forms = problem.forms
     return max(bound, memory_bound(problem, least)) if forms.again or forms.away else bound
+
+
+def relaxed_waits(problem: JointProblem, least: Problem) -> QueueWaits:
+    """What the queues of the relaxed problem wait for, whatever the forms of their ops."""
+    return _with_residues(problem, least, _waits(problem, least) if problem.forms.again else waits(least))
 
 
 def _waits(problem: JointProblem, least: Problem) -> QueueWaits:

@@ -24,8 +24,7 @@ from penstock.engine.compiled import is_compiled, ready
 from penstock.engine.network import Array
 from penstock.engine.tolerance import EPSILON
 from penstock.passes import recompute
-from penstock.planning import exact as plain_exact
-from penstock.planning import strategy
+from penstock.planning import order_model, strategy
 from penstock.planning.annealing import Annealer, annealed
 from penstock.planning.joint import exact, listing, moves
 from penstock.planning.joint.away import sent_away
@@ -104,11 +103,11 @@ def run(search: JointSearch) -> None:
             library(search)
             search.report("library")
             of_one_form(search, search.seconds + _PLAIN_SHARE * search.left)
-            if search.problem.forms.away and plain_exact.available():
+            if search.problem.forms.away and order_model.available():
                 in_time(search, search.seconds + _IN_TIME_SHARE * search.left)
         with random_numbers_kept(not is_compiled(moves)):
             listed(search, search.seconds + _LISTED_SHARE * search.left)
-        small = search.problem.num_ops <= exact.MOST_OPS and plain_exact.available()
+        small = search.problem.num_ops <= exact.MOST_OPS and order_model.available()
         annealed(search, JointWalk, search.seconds + (_WALKED_SHARE if small else 1.0) * search.left)
         if small and not search.closed and search.left > 0:
             solved(search)
