@@ -29,7 +29,7 @@ from experiments.common.readme import write_between
 from experiments.common.record import record
 from penstock.dispatch import Dispatch
 from penstock.formats.native import to_json
-from penstock.schedule.send_recv import remove_communication
+from penstock.schedule.messages import remove_communication
 from penstock.simulation.auto import POLICIES, choose, jittered
 from penstock.simulation.lowered import Order
 from penstock.simulation.runner import Runner

@@ -29,7 +29,7 @@ from penstock.runtime.mesh.peers import LocalPeers
 from penstock.runtime.transport.choose import DelegateOptions, TransportOptions
 from penstock.runtime.transport.link_conditions import Conditions, sleep_until
 from penstock.schedule import Op
-from penstock.schedule.send_recv import remove_communication
+from penstock.schedule.messages import remove_communication
 from penstock.simulation.mesh import (
     MeshTimeline,
     TimedReduction,

@@ -11,7 +11,7 @@ import penstock as ps
 from channel_executor import ENDED, HANGS, WRONG_DATA, execute
 from penstock.cost.conditions import Constant, LinkCondition
 from penstock.passes import add_communication
-from penstock.schedule.channels import CHANNELS
+from penstock.schedule.messages import CHANNELS
 from tiers import examples, others_nightly
 
 pytestmark = pytest.mark.property

@@ -9,7 +9,7 @@ import pytest
 import penstock as ps
 from channel_executor import ENDED, execute
 from penstock.passes import remove_communication
-from penstock.schedule.channels import CHANNELS
+from penstock.schedule.messages import CHANNELS
 from tiers import sample
 
 pytestmark = pytest.mark.property

@@ -13,7 +13,7 @@ import pytest
 import penstock as ps
 from channel_executor import ENDED, execute
 from penstock.passes import add_communication, remove_communication
-from penstock.schedule.channels import CHANNELS
+from penstock.schedule.messages import CHANNELS
 
 pytestmark = pytest.mark.unit
 

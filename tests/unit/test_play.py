@@ -13,7 +13,7 @@ import penstock as ps
 from penstock.formats import to_torch_csv
 from penstock.play import page, save, scripts
 from penstock.play.to_javascript import bundle
-from penstock.schedule.channels import CHANNELS
+from penstock.schedule.messages import CHANNELS
 from penstock.schedule.text_parser import parse
 from play_cases import (
     CHECK_GRIDS,

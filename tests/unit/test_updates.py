@@ -228,7 +228,7 @@ def test_text_says_the_window_and_the_bound() -> None:
     assert "\nupdates every 2 microbatches, mismatch at most 1, weights by pipedream-2bw\n" in str(schedule)
     assert ps.parse(str(schedule)) == schedule
     twice = str(schedule).replace("rank 0", "updates every 3 microbatches\nrank 0")
-    with pytest.raises(ps.ScheduleError, match="line 4, column 1: the updates' window is given twice"):
+    with pytest.raises(ps.ScheduleError, match="line 4, column 1: the line of updates is given twice"):
         ps.parse(twice)
 
 

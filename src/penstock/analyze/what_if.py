@@ -31,8 +31,7 @@ from penstock.passes import add_communication
 from penstock.planning import order_microbatches
 from penstock.planning.batches import assign_evenly
 from penstock.schedule import Schedule, ScheduleError, check
-from penstock.schedule.channels import BUFFERED, GLOO, require_channel
-from penstock.schedule.send_recv import has_communication, remove_communication
+from penstock.schedule.messages import BUFFERED, GLOO, has_communication, remove_communication, require_channel
 from penstock.simulation import simulate
 
 if TYPE_CHECKING:

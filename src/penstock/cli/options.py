@@ -10,7 +10,7 @@ from typer.models import OptionInfo
 
 from penstock.cli.failure import Misuse
 from penstock.formats.files import path_of, require_place
-from penstock.schedule.channels import CHANNELS
+from penstock.schedule.messages import CHANNELS
 from penstock.simulation import Blocking, Decoupled
 
 

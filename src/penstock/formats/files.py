@@ -18,9 +18,8 @@ from penstock.formats.torch_csv import from_torch_csv
 from penstock.formats.torch_csv_write import CsvForm, to_torch_csv
 from penstock.passes.communication import add_communication
 from penstock.schedule import Schedule, ScheduleError, declare_shown_order, parse, to_text
-from penstock.schedule.channels import NCCL
+from penstock.schedule.messages import NCCL, has_communication, remove_communication
 from penstock.schedule.schedule import require_schedule
-from penstock.schedule.send_recv import has_communication, remove_communication
 from penstock.simulation import Timeline
 
 DIALECTS: dict[str, CsvForm | None] = {

@@ -24,10 +24,9 @@ from typing import Literal
 from penstock.formats.torch_csv import ACTIONS, OVERLAP, WAITS
 from penstock.passes.communication import add_communication
 from penstock.schedule import Op, Schedule, ScheduleError, check
-from penstock.schedule.channels import NCCL
+from penstock.schedule.messages import NCCL, has_communication, remove_communication
 from penstock.schedule.op import BACKWARD, FORWARD, INPUT
 from penstock.schedule.pairs import paired_steps
-from penstock.schedule.send_recv import has_communication, remove_communication
 from penstock.schedule.text import unit_columns
 
 CsvForm = Literal["compute_only", "compute_comms", "compute_comms_waits"]
@@ -44,7 +43,7 @@ def to_torch_csv(schedule: Schedule, form: CsvForm | None = None, channels: str 
         form: "compute_only" leaves messages out, "compute_comms" adds them where the schedule has none, and
             "compute_comms_waits" also says when they are waited for, as torch 2.15 and newer ask; by default it is
             "compute_comms" or "compute_only", as the schedule is.
-        channels: what will carry the messages in torch, see `schedule.channels`. A schedule whose messages would
+        channels: what will carry the messages in torch, see `schedule.messages`. A schedule whose messages would
             hang there is refused; messages that it lacks are placed for it.
 
     Raises:

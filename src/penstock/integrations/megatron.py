@@ -15,7 +15,7 @@ Megatron waits until a send is received. So a rank that runs far ahead of the ne
                            rank 1 | F0 F1 F2 F3 B0 F4 B1 F5 ...       waits until rank 0 takes what B0 sent
 
 Here no send waits, and each direction of a link has a process group, so that a message never stands behind one that
-goes the other way. With NCCL these are the streams of channel "nccl-edge", see `schedule.channels`.
+goes the other way. With NCCL these are the streams of channel "nccl-edge", see `schedule.messages`.
 
 Losses and gradients are Megatron's to the bit. Names were read in megatron-core 0.19.2.
 """
@@ -42,9 +42,8 @@ from penstock.library.options import warmup_counts
 from penstock.passes import add_communication
 from penstock.planning import Plan
 from penstock.schedule import Op, Schedule, ScheduleError, check, circular, one_to_one, peak_in_flight
-from penstock.schedule.channels import GLOO, NCCL_EDGE
+from penstock.schedule.messages import GLOO, NCCL_EDGE, has_communication, other_end
 from penstock.schedule.op import BACKWARD, COMMUNICATION, FORWARD
-from penstock.schedule.send_recv import has_communication, other_end
 
 try:
     from megatron.core.num_microbatches_calculator import get_num_microbatches

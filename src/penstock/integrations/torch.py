@@ -37,8 +37,7 @@ from penstock.integrations.torch_replanning import Replanned, Replanner, StepRec
 from penstock.passes import add_communication
 from penstock.planning import Plan
 from penstock.schedule import Schedule, ScheduleError
-from penstock.schedule.channels import GLOO, NCCL, require_channel
-from penstock.schedule.send_recv import has_communication
+from penstock.schedule.messages import GLOO, NCCL, has_communication, require_channel
 
 __all__ = ["PlannedSchedule", "Replanned", "Replanner", "costs_in_torch", "to_torch"]
 

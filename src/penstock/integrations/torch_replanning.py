@@ -25,7 +25,7 @@ from penstock.formats.native import from_json, to_json
 from penstock.passes import add_communication
 from penstock.planning import plan
 from penstock.schedule import Schedule, ScheduleError, check, peak_in_flight
-from penstock.schedule.send_recv import has_communication, remove_communication
+from penstock.schedule.messages import has_communication, remove_communication
 from penstock.simulation import simulate
 
 if TYPE_CHECKING:

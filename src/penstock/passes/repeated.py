@@ -22,8 +22,8 @@ from penstock.schedule import (
     check,
     require_no_updates,
 )
+from penstock.schedule.messages import has_communication
 from penstock.schedule.op import FORWARD, UPDATE
-from penstock.schedule.send_recv import has_communication
 from penstock.schedule.updates import OWNER
 
 Row = list[Op]

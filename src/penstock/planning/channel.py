@@ -1,4 +1,4 @@
-"""Plans for what carries the messages in another framework (`schedule.channels`), each message placed.
+"""Plans for what carries the messages in another framework (`schedule.messages`), each message placed.
 
 On "gloo" messages keep out of each other's way, so a plan is made as ever and its messages are placed. On the
 channels of NCCL a message keeps its stream busy until it arrives. Such a message is an op of one row more, beside
@@ -41,8 +41,7 @@ from penstock.planning.options import PlanRequest, family_of, in_turn, limits_of
 from penstock.planning.progress import certain
 from penstock.planning.result import Plan
 from penstock.schedule import Op, Placement, Schedule, check
-from penstock.schedule.channels import BUFFERED, GLOO, NCCL, require_channel, stream_of
-from penstock.schedule.send_recv import send_of
+from penstock.schedule.messages import BUFFERED, GLOO, NCCL, require_channel, send_of, stream_of
 from penstock.simulation import simulate
 from penstock.simulation.arbiter import arbitrate, crossings_of, write_rows
 from penstock.simulation.lister import rows_of

@@ -30,8 +30,8 @@ from penstock.engine.timing import Timer
 from penstock.engine.tolerance import EPSILON, is_within, slack
 from penstock.schedule import Op, Schedule, ScheduleError, check, declare_order, require_no_updates
 from penstock.schedule.columns import KINDS, Array
+from penstock.schedule.messages import remove_communication
 from penstock.schedule.pairs import require_no_pairs
-from penstock.schedule.send_recv import remove_communication
 from penstock.schedule.short_repr import short_repr
 from penstock.simulation.lowered import Order
 from penstock.simulation.memory import given_caps, memory_changes

@@ -45,7 +45,7 @@ from penstock.planning.progress import certain, confirmed, measured
 from penstock.planning.result import Certificate, Plan
 from penstock.program import placements
 from penstock.schedule import Placement, Schedule, ScheduleError, StageGraph, check, one_to_one
-from penstock.schedule.channels import BUFFERED
+from penstock.schedule.messages import BUFFERED
 from penstock.simulation import Timeline, footprint, room_for_activations, simulate
 from penstock.simulation.memory_footprint import in_bytes
 from penstock.unknown_names import refuse_unknown
@@ -107,7 +107,7 @@ def plan(
             `compile_ahead`).
         objective: "makespan"; or "span", the longest time from a rank's first start to its last end.
         dispatch: how the schedule will be run. With "hinted" or "dynamic", candidates are timed under that dispatch.
-        channels: what carries the messages in the framework that runs the plan, see `schedule.channels`. With any
+        channels: what carries the messages in the framework that runs the plan, see `schedule.messages`. With any
             other than "buffered" the plan has its messages as ops, placed for this channel, and its makespan is what
             `simulate` says with the same channels. Links may have a bandwidth there. Such plans are for the makespan
             of a frozen order.

@@ -9,7 +9,7 @@ from pathlib import Path
 from penstock.planning.progress import gap
 from penstock.program import placements
 from penstock.schedule import Placement, Schedule, ScheduleError, StageGraph, picture
-from penstock.schedule.channels import BUFFERED
+from penstock.schedule.messages import BUFFERED
 from penstock.schedule.short_repr import short_repr
 from penstock.simulation import Timeline
 
@@ -30,7 +30,7 @@ class Certificate:
         stages: how they depend on one another, None for a chain.
         pairs: "any" where a forward and a backward of another microbatch may run as one or not; "none" where none do.
         order: of the microbatches on a stage: "as numbered", or "any", as where they differ (`Costs.uneven`).
-        channel: what carries the messages, see `schedule.channels`.
+        channel: what carries the messages, see `schedule.messages`.
 
     Examples:
         >>> import penstock as ps

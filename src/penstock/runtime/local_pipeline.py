@@ -74,8 +74,8 @@ from penstock.runtime.transport.link_conditions import Conditions, LateRing
 from penstock.runtime.transport.repeat import MOST_ATTEMPTS, Attempts, GuardedGroup, guard
 from penstock.runtime.transport.wiring import Wiring
 from penstock.schedule import Schedule, check
+from penstock.schedule.messages import remove_communication
 from penstock.schedule.offload import MOVES, without_offload
-from penstock.schedule.send_recv import remove_communication
 from penstock.schedule.staleness import why_none_is_predicted
 
 R = TypeVar("R")

@@ -25,8 +25,6 @@ from penstock.schedule.short_repr import short_repr
 if TYPE_CHECKING:
     from penstock.schedule.schedule import Schedule
 
-RULE = "microbatches"
-
 Order = Sequence[int] | Literal["ascending", "reversed"]
 """An order as it is given: microbatches, each once; of several pipelines' each queue takes its own from it."""
 
@@ -64,11 +62,8 @@ class MicrobatchOrder:
         try:
             given = tuple(map(index, self.microbatches))
         except TypeError:
-            raise ScheduleError(
-                f"the order of {self.kind} on stage {self.stage} is {self.microbatches!r}: give microbatches, like "
-                "(2, 1, 0)",
-                rule=RULE,
-            ) from None
+            said = f"the order of {self.kind} on stage {self.stage} is {self.microbatches!r}"
+            raise _refused(f"{said}: give microbatches, like (2, 1, 0)") from None
         object.__setattr__(self, "microbatches", given)
 
 
@@ -100,7 +95,7 @@ def declared(schedule: Schedule, orders: Iterable[MicrobatchOrder]) -> tuple[Mic
         _require_queue(schedule, order)
         key = order.kind, order.pipeline, order.stage
         if key in found:
-            raise ScheduleError(f"the order of {queue_name(schedule, order)} is declared twice", rule=RULE)
+            raise _refused(f"the order of {queue_name(schedule, order)} is declared twice")
         found[key] = order
     kept = []
     for key in sorted(found):
@@ -112,42 +107,37 @@ def declared(schedule: Schedule, orders: Iterable[MicrobatchOrder]) -> tuple[Mic
     return tuple(kept)
 
 
+def _refused(message: str) -> ScheduleError:
+    return ScheduleError(message, rule="microbatches")
+
+
 def _require_queue(schedule: Schedule, order: MicrobatchOrder) -> None:
-    graph, placement = schedule.stage_graph, schedule.placement
-    registered = graph is not None and (order.kind, order.stage) in graph.registered_of
-    if order.kind not in (FORWARD, BACKWARD) and not registered:
-        raise ScheduleError(
-            f"an order is declared for {order.kind} of stage {order.stage}: declare that of F, that of B (which I, W "
-            "and R keep too), or that of a kind registered for the stage; updates and messages have none",
-            rule=RULE,
+    graph, kind, stage, pipeline = schedule.stage_graph, order.kind, order.stage, order.pipeline
+    registered = graph is not None and (kind, stage) in graph.registered_of
+    num_pipelines = 1 if registered else schedule.placement.num_pipelines
+    if kind not in (FORWARD, BACKWARD) and not registered:
+        raise _refused(
+            f"an order is declared for {kind} of stage {stage}: declare that of F, that of B (which I, W and R keep "
+            "too), or that of a kind registered for the stage; updates and messages have none"
         )
-    if not 0 <= order.stage < schedule.num_stages:
-        raise ScheduleError(
-            f"an order is declared for stage {order.stage}, which is not there: stages go from 0 to "
-            f"{schedule.num_stages - 1}",
-            rule=RULE,
-        )
-    if not 0 <= order.pipeline < (1 if registered else placement.num_pipelines):
-        raise ScheduleError(
-            f"an order is declared for {order.kind} of stage {order.stage} in pipeline {order.pipeline}, where there "
-            f"are none: pipelines go from 0 to {0 if registered else placement.num_pipelines - 1}",
-            rule=RULE,
-        )
+    if not 0 <= stage < schedule.num_stages:
+        there = f"stages go from 0 to {schedule.num_stages - 1}"
+        raise _refused(f"an order is declared for stage {stage}, which is not there: {there}")
+    if not 0 <= pipeline < num_pipelines:
+        where = f"{kind} of stage {stage} in pipeline {pipeline}, where there are none"
+        raise _refused(f"an order is declared for {where}: pipelines go from 0 to {num_pipelines - 1}")
 
 
 def _require_permutation(schedule: Schedule, order: MicrobatchOrder, own: Sequence[int]) -> None:
     given = order.microbatches
-    if sorted(given) == list(own):
-        return
     missing, others = sorted(set(own) - set(given)), sorted(set(given) - set(own))
-    wrong = f"{missing[0]} is missing" if missing else "some are there twice"
-    if others and not missing:
-        wrong = f"{others[0]} is none of them"
-    raise ScheduleError(
-        f"the order declared for {queue_name(schedule, order)} is {shown(given)}, and {wrong}; give each of its "
-        f"microbatches once, which are {shown(own)}",
-        rule=RULE,
-    )
+    if sorted(given) != list(own):
+        wrong = f"{others[0]} is none of them" if others else "some are there twice"
+        raise _refused(
+            f"the order declared for {queue_name(schedule, order)} is {shown(given)}, and "
+            f"{f'{missing[0]} is missing' if missing else wrong}; give each of its microbatches once, which are "
+            f"{shown(own)}"
+        )
 
 
 def queue_name(schedule: Schedule, order: MicrobatchOrder) -> str:
@@ -220,9 +210,8 @@ def _chosen(schedule: Schedule, own: Sequence[int], given: Order) -> tuple[int, 
     try:
         found = tuple(map(index, microbatches))
     except TypeError:
-        raise ScheduleError(
-            f"the order is {given!r}: give 'ascending', 'reversed' or a sequence of microbatches", rule=RULE
-        ) from None
+        text = f"the order is {given!r}: give 'ascending', 'reversed' or a sequence of microbatches"
+        raise _refused(text) from None
     if schedule.placement.num_pipelines > 1 and sorted(found) == list(range(schedule.num_microbatches)):
         mine = set(own)
         return tuple(m for m in found if m in mine)

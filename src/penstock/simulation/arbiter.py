@@ -22,8 +22,7 @@ from penstock.cost import Costs
 from penstock.cost.links import LinkQueues
 from penstock.dispatch.graph import Graph
 from penstock.schedule import Op, Schedule, ScheduleError
-from penstock.schedule.channels import GLOO, shares_streams, stream_of
-from penstock.schedule.send_recv import other_end, send_of
+from penstock.schedule.messages import GLOO, other_end, send_of, shares_streams, stream_of
 from penstock.simulation.lowered import Order
 
 TOLERANCE = 1e-9
@@ -56,7 +55,7 @@ def place_messages(
     Args:
         schedule: proved, without messages. order: the same, lowered under the costs.
         lines: makes the queues of the links as they are before a run.
-        channel: one of `schedule.channels.CHANNELS`.
+        channel: one of `schedule.messages.CHANNELS`.
         most_posted: most receives that a rank has posted and not used, where that delays no op.
         at: when the run starts, in ms of the links' own time.
     """

@@ -23,7 +23,7 @@ from penstock.cost.links import LinkQueues
 from penstock.dispatch import Dispatch, Policy
 from penstock.engine.tolerance import EPSILON
 from penstock.schedule import Schedule
-from penstock.schedule.send_recv import remove_communication
+from penstock.schedule.messages import remove_communication
 from penstock.simulation.lowered import Array, Order
 from penstock.simulation.memory import frozen_caps
 from penstock.simulation.runner import Runner

@@ -5,7 +5,7 @@
                   '---------.           leaves
     rank 1 |  RECV_F0        '--> F0    travels as the link says, and arrives
 
-The nodes and what each waits for are those of `schedule.channels`, which proves that none hangs.
+The nodes and what each waits for are those of `schedule.messages`, which proves that none hangs.
 """
 
 from __future__ import annotations
@@ -18,9 +18,8 @@ from penstock.cost import Costs
 from penstock.cost.conditions import LinkQueue
 from penstock.cost.links import LinkQueues
 from penstock.schedule import Schedule, ScheduleError
-from penstock.schedule.channels import GLOO, MessageNetwork, message_at, message_network
+from penstock.schedule.messages import GLOO, MessageNetwork, message_at, message_network, remove_communication
 from penstock.schedule.op import COMMUNICATION
-from penstock.schedule.send_recv import remove_communication
 from penstock.simulation.lowered import Order
 from penstock.simulation.timeline import Message, TimedOp, Timeline
 
@@ -42,7 +41,7 @@ def run_channels(
         schedule: with messages at both ends.
         order: the schedule without its messages, lowered under the costs.
         lines: the links, and the messages that an earlier run left in them.
-        channel: one of `schedule.channels.CHANNELS`.
+        channel: one of `schedule.messages.CHANNELS`.
         at: when the run starts, in ms of the links' own time.
 
     Raises:

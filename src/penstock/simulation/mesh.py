@@ -19,7 +19,7 @@ from penstock.cost.mesh import Mesh
 from penstock.cost.ring import Ring
 from penstock.dispatch import Dispatch
 from penstock.schedule import Op, Schedule, ScheduleError
-from penstock.schedule.send_recv import remove_communication
+from penstock.schedule.messages import remove_communication
 from penstock.schedule.short_repr import short_repr
 from penstock.simulation.simulator import simulate
 from penstock.simulation.timeline import Timeline

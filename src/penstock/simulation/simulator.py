@@ -11,9 +11,8 @@ from penstock.cost.costs import require_costs
 from penstock.cost.links import LinkQueues
 from penstock.dispatch import Dispatch, Policy
 from penstock.schedule import Schedule, ScheduleError
-from penstock.schedule.channels import BUFFERED, require_channel
+from penstock.schedule.messages import BUFFERED, has_communication, remove_communication, require_channel
 from penstock.schedule.op import UPDATE
-from penstock.schedule.send_recv import has_communication, remove_communication
 from penstock.simulation.arbiter import place_messages
 from penstock.simulation.auto import choose
 from penstock.simulation.channels import run_channels
@@ -66,7 +65,7 @@ def simulate(
             the timeline names.
         transport: "decoupled", or `Blocking(depth)`.
         channels: what carries the messages in the framework that runs the schedule: "buffered" (Penstock's own),
-            "gloo", "nccl", "nccl-pair" or "nccl-edge", see `schedule.channels`. Such frameworks follow their rows, so
+            "gloo", "nccl", "nccl-pair" or "nccl-edge", see `schedule.messages`. Such frameworks follow their rows, so
             the dispatch must be "frozen". Messages that are no ops of the schedule are placed as
             `passes.add_communication` does, with any number of receives posted.
         memory_limit: most activations that a rank may hold, in the unit of the costs: one number, or one per rank. By

@@ -127,7 +127,7 @@ class Timeline:
         source: "simulated" or "measured".
         dispatch: "frozen", "hinted" or "dynamic"; "hinted:0.5" if ranks waited. For "auto": what was chosen.
         considered: for "auto", each policy that was tried, with its makespan (ms).
-        channels: what carried the messages, see `schedule.channels`, if they were ops that ranks posted; else None.
+        channels: what carried the messages, see `schedule.messages`, if they were ops that ranks posted; else None.
 
     Examples:
         >>> import penstock as ps

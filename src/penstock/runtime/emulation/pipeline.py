@@ -54,8 +54,8 @@ from penstock.runtime.transport.choose import TransportChoice, TransportOptions
 from penstock.runtime.transport.link_conditions import Conditions
 from penstock.runtime.transport.wiring import num_indices
 from penstock.schedule import Op, Schedule, check
+from penstock.schedule.messages import remove_communication
 from penstock.schedule.placement import ranks_together
-from penstock.schedule.send_recv import remove_communication
 from penstock.schedule.short_repr import short_repr
 from penstock.simulation import Timeline, simulate
 from penstock.simulation.simulator import frozen_caps, memory_changes

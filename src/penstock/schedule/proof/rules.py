@@ -30,19 +30,22 @@ from typing import Any
 
 from penstock.engine.tolerance import is_within, slack
 from penstock.schedule.async_ops import activations_added, rows_of, walk_memory
-from penstock.schedule.channels import (
-    explain_circle,
-    find_circle,
-    message_at,
-    message_network,
-    require_channel,
-    shares_streams,
-)
 from penstock.schedule.columns import edges_of, numbered
 from penstock.schedule.dependencies import predecessors
 from penstock.schedule.error_context import error_at, name_of, only, spot_of
 from penstock.schedule.errors import ScheduleError
 from penstock.schedule.liveness import UntimedRun, peak_in_flight, run_untimed
+from penstock.schedule.messages import (
+    explain_circle,
+    find_circle,
+    find_mismatch,
+    has_communication,
+    message_at,
+    message_network,
+    require_channel,
+    shares_streams,
+)
+from penstock.schedule.microbatch_order import MicrobatchOrder, order_kind, places_of, queue_name, shown
 from penstock.schedule.op import (
     BACKWARD,
     BUILT_IN,
@@ -55,7 +58,7 @@ from penstock.schedule.op import (
     WEIGHT,
     Op,
 )
-from penstock.schedule.pairs import RULE, wrong_pair
+from penstock.schedule.pairs import wrong_pair
 from penstock.schedule.proof.arrays import (
     are_covered,
     are_in_local_order,
@@ -64,7 +67,6 @@ from penstock.schedule.proof.arrays import (
     one_of_each,
     run_to_their_ends,
 )
-from penstock.schedule.proof.order import check_microbatch_order
 from penstock.schedule.proof.updates import (
     check_every_update,
     check_mismatch,
@@ -73,7 +75,6 @@ from penstock.schedule.proof.updates import (
     num_updates_of,
 )
 from penstock.schedule.schedule import Schedule, require_schedule
-from penstock.schedule.send_recv import find_mismatch, has_communication
 from penstock.schedule.stage_graph import Needs
 from penstock.unknown_names import refuse_unknown
 
@@ -100,7 +101,7 @@ def check(
         channel_depth: how many messages a channel holds before its sender must wait. A channel is one directed pair
             of ranks and one kind of message, activations or gradients. A message leaves it when the receiver uses it.
             By default a channel holds everything in flight over it, never more than its ranks' `peak_in_flight`.
-        channels: what carries the messages of a schedule that has its messages as ops, see `schedule.channels`:
+        channels: what carries the messages of a schedule that has its messages as ops, see `schedule.messages`:
             "buffered", "gloo", "nccl", "nccl-pair" or "nccl-edge". On "nccl" and "nccl-pair" messages share streams,
             whose order must not hang either.
         max_in_flight: most stage activations that a rank may hold, counted from F to B or W. Default: the schedule's
@@ -133,7 +134,7 @@ def check(
     if columns is None:
         _check_messages(schedule)
     if (wrong := wrong_pair(schedule)) is not None:
-        raise error_at(schedule, RULE, *wrong)
+        raise error_at(schedule, "pairs", *wrong)
     edges = None if found is None else edges_of(found, schedule.graph.targets)
     if columns is None or edges is None or not are_in_local_order(columns, edges):
         _check_local_order(schedule)
@@ -456,3 +457,50 @@ def _check_given_back(schedule: Schedule) -> None:
             rank=rank,
             op=op,
         )
+
+
+_CHAINS: dict[str, tuple[str, ...]] = {
+    FORWARD: (FORWARD,),
+    BACKWARD: (INPUT, WEIGHT),
+    INPUT: (INPUT,),
+    WEIGHT: (WEIGHT,),
+    RECOMPUTE: (RECOMPUTE,),
+} | dict.fromkeys((*COMMUNICATION, UPDATE), ())
+"""The chains that an op is a part of, each of which comes in order; a registered kind has its own. B is in that of I,
+as both add to the gradients that do not wait, and in that of W, which adds to those that do. Messages are matched by
+a rule of their own, and updates need one another."""
+
+
+def check_microbatch_order(schedule: Schedule) -> None:
+    """Every queue runs its microbatches in its declared order; the ops of a schedule that is covered."""
+    places = places_of(schedule.microbatch_orders)
+    for rank, row in enumerate(schedule.order):
+        reached: dict[tuple[str, int, int], tuple[int, int]] = {}  # the last place of each queue, and its step
+        for step, op in enumerate(row):
+            for chain in _CHAINS.get(op.kind, (op.kind,)):
+                pipeline = schedule.pipeline_of(op)
+                declared = places.get((order_kind(op.kind), op.stage, pipeline))
+                place = op.microbatch if declared is None else declared[op.microbatch]
+                before = reached.get((chain, op.stage, pipeline))
+                if before is not None and place < before[0]:
+                    raise _out_of_order(schedule, rank, step, before[1])
+                reached[chain, op.stage, pipeline] = place, step
+
+
+def _out_of_order(schedule: Schedule, rank: int, step: int, before_step: int) -> ScheduleError:
+    """The error at the op that comes too late; it tells what came before it."""
+    op, before = schedule.order[rank][step], schedule.order[rank][before_step]
+    kind, pipeline = order_kind(op.kind), schedule.pipeline_of(op)
+    queue = queue_name(schedule, MicrobatchOrder(kind, op.stage, (), pipeline))
+    others = ", which I, W and R keep too," if kind == BACKWARD else ""
+    declare = f"microbatch_orders=(ps.schedule.MicrobatchOrder({kind!r}, {op.stage}, (...)),)"
+    if kind in (FORWARD, BACKWARD):
+        way = "forward" if kind == FORWARD else "backward"
+        declare = f"ps.schedule.declare_order(schedule, {way}=[...])"
+    message = (
+        f"{name_of(before)} comes before it, at step {before_step}, but the order of {queue}{others} is "
+        f"{shown(schedule.microbatches_of(kind, op.stage, pipeline))}. Sums depend on it: keep the order, or declare "
+        f"another with {declare}, for a file with ps.load(..., declare_order=True) or penstock show --declare-order "
+        "--out"
+    )
+    return error_at(schedule, "microbatches", rank, step, op, message, peer=name_of(before))
