@@ -100,14 +100,14 @@ def before(row: Row) -> int:
     return switched - first_slow(row)
 
 
+def stairs(x: Sequence[float], y: Sequence[float]) -> tuple[list[float], list[float]]:
+    """Points of a line on which each value holds until the next."""
+    return [each for each in x for _ in range(2)][1:], [each for each in y for _ in range(2)][:-1]
+
+
 def chart(rows: Sequence[Row]) -> Figure:
     lines = [
-        Line(
-            row["links"],
-            [each / 1e3 for each in row["starts"]],
-            row["measured_ms"] or row["simulated_ms"],
-            form="steps",
-        )
+        Line(row["links"], *stairs([each / 1e3 for each in row["starts"]], row["measured_ms"] or row["simulated_ms"]))
         for row in rows
     ]
     return line_chart(

@@ -116,22 +116,6 @@ def test_no_name_breaks_out() -> None:
     assert "".join(text for tag, text in page.texts if tag == "title").strip() == evil
 
 
-def test_schedules_and_several_stages_a_rank() -> None:
-    data = Page(to_html(ps.build("zb-v", 4, 8))).data["timelines"][0]
-    assert data["unit"] == ""
-    assert set(data["chunk"]) == {0, 1}
-    assert all(len(shades) == 2 for shades in data["colors"])
-
-
-def test_every_slot_is_filled() -> None:
-    assert "{{" not in to_html(slow_link())
-
-
-def test_a_hundred_thousand_ops_stay_small() -> None:
-    t = ps.simulate(ps.build("1f1b", 8, 512))
-    assert len(to_html(t)) < 20_000 + 60 * len(t.ops)
-
-
 @pytest.mark.skipif(shutil.which("node") is None, reason="needs node to read the script")
 def test_the_script_parses(tmp_path: Any) -> None:
     script = tmp_path / "page.js"

@@ -5,12 +5,13 @@ from __future__ import annotations
 import re
 import xml.etree.ElementTree as ET
 from dataclasses import replace
+from itertools import product
 
 import pytest
 
 import penstock as ps
 from penstock.draw import to_svg
-from penstock.draw.palette import ink, kind_order, rgb, shade
+from penstock.draw.palette import ink, rgb, shade
 from penstock.draw.panel import Panel
 from penstock.draw.scale import percent, short, ticks
 from penstock.simulation import Timeline
@@ -57,15 +58,6 @@ def test_a_measured_timeline_starts_at_its_first_op() -> None:
     later = tuple(replace(op, start=op.start + 5000, end=op.end + 5000) for op in t.ops)
     moved = replace(t, ops=later, messages=(), source="measured")
     assert to_svg(moved).replace("measured", "simulated") == to_svg(t)
-
-
-def test_numbers_go_where_they_fit() -> None:
-    def numbers(width: int) -> int:
-        root = ET.fromstring(to_svg(ps.build("1f1b", 4, 16), width=width))
-        return len([e for e in root.iter(f"{SVG}text") if (e.get("class") or "").startswith("t")]) - 1
-
-    assert numbers(1600) > 2 * 4 * 16 - 8
-    assert numbers(300) < 2 * 4 * 16 / 2
 
 
 def test_blocked_time_and_waits_are_told() -> None:
@@ -116,13 +108,6 @@ def test_it_stands_alone_and_never_changes() -> None:
     ET.fromstring(to_svg(schedule, comment="a -- b -"))
 
 
-def test_ten_thousand_ops() -> None:
-    t = ps.simulate(ps.build("zb-h1", 16, 256), ps.Costs.uniform(16, f=10, i=10, w=10))
-    text = to_svg(t)
-    assert len(text) < 250 * len(t.ops)
-    assert len(bars(ET.fromstring(text))) == len(t.ops) > 10_000
-
-
 def test_nothing_to_draw() -> None:
     with pytest.raises(ps.ScheduleError, match="nothing to draw"):
         to_svg([])
@@ -133,22 +118,15 @@ def test_nothing_to_draw() -> None:
     ET.fromstring(to_svg(Timeline(empty, (), (), (0.0, 0.0))))
 
 
-def test_forward_only_and_registered_kinds_have_colours() -> None:
-    ET.fromstring(to_svg(ps.simulate(ps.build("1f1b", 2, 4).forward_only())))
-    assert kind_order(["X", "U", "W", "F", "A"]) == ["F", "W", "U", "A", "X"]
-    assert rgb(shade("X")) == rgb(shade("nothing"))
-
-
-@pytest.mark.parametrize("kind", ["F", "R", "B", "I", "W", "U", "X"])
-@pytest.mark.parametrize("chunk", [0, 1, 2, 3])
-def test_text_reads_on_every_shade(kind: str, chunk: int) -> None:
+def test_text_reads_on_every_shade() -> None:
     def luminance(color: str) -> float:
         linear = [c / 3294.6 if c <= 10 else ((c / 255 + 0.055) / 1.055) ** 2.4 for c in rgb(color)]
         return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
 
-    back = shade(kind, chunk, 4)
-    dark, light = sorted((luminance(back), luminance(ink(back))))
-    assert (light + 0.05) / (dark + 0.05) >= 4.0
+    for kind, chunk in product("FRBIWUX", range(4)):
+        back = shade(kind, chunk, 4)
+        dark, light = sorted((luminance(back), luminance(ink(back))))
+        assert (light + 0.05) / (dark + 0.05) >= 4.0
 
 
 def test_numbers_are_short() -> None:

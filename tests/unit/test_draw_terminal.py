@@ -32,21 +32,11 @@ def test_rows_stay_within_the_width(name: str, width: int, color: bool) -> None:
         assert ("\x1b" in text) == color
 
 
-def test_without_colour_the_grid_is_the_text_grid() -> None:
-    s = ps.build("1f1b", 2, 3)
-    drawn = [row.split("|")[1].split() for row in rows(to_terminal(s, color=False))]
-    assert drawn == [line.split("|")[1].split() for line in str(s).splitlines()[2:]]
-
-
-def test_a_long_schedule_is_cropped_with_a_note() -> None:
+def test_what_is_too_long_is_cropped_or_scaled_with_a_note() -> None:
     s = ps.build("1f1b", 4, 100)
     assert "(steps 0 to 17 of 206; SVG and HTML show them all)" in to_terminal(s, color=False, width=80)
     assert "of 206" not in to_terminal(s, color=True)
-
-
-def test_a_long_timeline_is_scaled_with_a_note() -> None:
-    t = ps.simulate(ps.build("1f1b", 4, 100))
-    text = to_terminal(t, color=False, width=80)
+    text = to_terminal(ps.simulate(s), color=False, width=80)
     assert "800 of 800 ops are shorter" in text
     assert "makespan 309 ms" in text
 

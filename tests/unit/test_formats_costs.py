@@ -47,16 +47,20 @@ def test_wrong_costs_are_named() -> None:
         assert str(caught.value).startswith(message)
 
 
-@pytest.mark.parametrize(
-    ("content", "message"),
-    [(b"{", "not JSON"), (b"[]", "costs are a JSON"), (b'{"f": 1}', "field 'i' is missing"), (b"\xff", "not text")],
-)
-def test_the_file_is_named(content: bytes, message: str, tmp_path: Path) -> None:
+def test_the_file_is_named(tmp_path: Path) -> None:
     path = tmp_path / "c.json"
-    path.write_bytes(content)
-    with pytest.raises(ps.CostError) as caught:
-        load_costs(path, 2)
-    assert str(caught.value).startswith(f"{path}: {message}")
+    for content, message in {
+        b"{": "not JSON",
+        b"[]": "costs are a JSON",
+        b'{"f": 1}': "field 'i' is missing",
+        b"\xff": "not text",
+    }.items():
+        path.write_bytes(content)
+        with pytest.raises(ps.CostError) as caught:
+            load_costs(path, 2)
+        assert str(caught.value).startswith(f"{path}: {message}")
+    with pytest.raises(ps.CostError, match=r"No such file.*penstock tune --profile-only --out .*a preset: .*gpt2"):
+        load_costs(tmp_path / "none.json", 2)
 
 
 def test_written_costs_are_read_back() -> None:
@@ -77,20 +81,6 @@ def test_a_kind_that_costs_something_on_one_stage_alone_costs_nothing_on_others(
         assert read.duration(kind, stage) == costs.duration(kind, stage)
 
 
-@pytest.mark.parametrize(
-    ("costs", "words"),
-    [
-        (ps.Costs([1], [1], [1], other={"OFFLOAD": (1.0, -1.0)}), "kind OFFLOAD takes memory"),
-    ],
-)
-def test_what_a_file_cannot_hold(costs: ps.Costs, words: str) -> None:
-    with pytest.raises(ps.CostError, match=words):
-        costs_to_json(costs)
-
-
-def test_no_file(tmp_path: Path) -> None:
-    with pytest.raises(
-        ps.CostError,
-        match=r"No such file or directory; measure.*penstock tune --profile-only --out .*or name a preset: .*gpt2",
-    ):
-        load_costs(tmp_path / "none.json", 2)
+def test_what_a_file_cannot_hold() -> None:
+    with pytest.raises(ps.CostError, match="kind OFFLOAD takes memory"):
+        costs_to_json(ps.Costs([1], [1], [1], other={"OFFLOAD": (1.0, -1.0)}))

@@ -40,6 +40,27 @@ IN_USE = [
     ("E|(ttt|)*14,L", 8, 16, 42),
     ("Et|(tt|)*6,L", 4, 8, 13),
 ]
+MISTAKES = [
+    ("Et|x|L", 4, "'x' is not part of a layout"),
+    ("Et|(tt|*3L", 4, "this group is not closed"),
+    ("Et|tt)*3|L", 6, "no group is open here"),
+    ("Et|((tt)*2|)*3L", 5, "a group in a group, which Megatron misreads"),
+    ("Et|(tt|)L", 8, "a group says how often it is repeated"),
+    ("*3Et|L", 1, "there is nothing before it to repeat"),
+    ("Et*2*2|L", 5, "there is nothing before it to repeat"),
+    ("Et|()*2|L", 6, "there is nothing before it to repeat"),
+    ("Et*0|L", 3, "repeat at least once"),
+    ("E(t|)*999999L", 6, "more than 100,000 layers"),
+]
+NO_MODELS = {
+    "t|L": "E is there 0 times",
+    "E|t|tLL": "L is there 2 times",
+    "tE|L": "layers go E, then every t, then every m, then L",
+    "|Et|L": "the first stage has the embedding",
+    "Et|L|": "the last one the loss",
+    "Et|m|mL": "every m is in one stage",
+    "": "E is there 0 times",
+}
 TIMES = LayerTimes({"t": 1.0, "E": 0.2, "m": 1.3, "L": 1.4})
 
 
@@ -72,46 +93,17 @@ def test_what_is_written_reads_back(counts: list[int], num_m: int) -> None:
     assert MegatronLayout.parse(str(layout)) == layout
 
 
-@pytest.mark.parametrize(
-    ("text", "column", "why"),
-    [
-        ("Et|x|L", 4, "'x' is not part of a layout"),
-        ("Et|(tt|*3L", 4, "this group is not closed"),
-        ("Et|tt)*3|L", 6, "no group is open here"),
-        ("Et|((tt)*2|)*3L", 5, "a group in a group, which Megatron misreads"),
-        ("Et|(tt|)L", 8, "a group says how often it is repeated"),
-        ("*3Et|L", 1, "there is nothing before it to repeat"),
-        ("Et*2*2|L", 5, "there is nothing before it to repeat"),
-        ("Et*0|L", 3, "repeat at least once"),
-        ("E(t|)*999999L", 6, "more than 100,000 layers"),
-        ("Et|é|L", 4, "'é' is not part of a layout"),
-    ],
-)
-def test_a_mistake_has_a_caret_below_it(text: str, column: int, why: str) -> None:
-    with pytest.raises(ScheduleError, match="layout: ") as caught:
-        MegatronLayout.parse(text)
-    said = str(caught.value).splitlines()
-    assert said[0].startswith(f"layout: {why}")
-    assert said[1:] == [f"  {text}", f"  {' ' * (column - 1)}^"]
-    assert (caught.value.line, caught.value.column) == (1, column)
-
-
-@pytest.mark.parametrize(
-    ("text", "why"),
-    [
-        ("t|L", "E is there 0 times"),
-        ("E|t|tLL", "L is there 2 times"),
-        ("tE|L", "layers go E, then every t, then every m, then L"),
-        ("E|m|t|L", "layers go E, then every t"),
-        ("|Et|L", "the first stage has the embedding"),
-        ("Et|L|", "the last one the loss"),
-        ("Et|m|mL", "every m is in one stage"),
-        ("", "E is there 0 times"),
-    ],
-)
-def test_layers_that_make_no_model_are_refused(text: str, why: str) -> None:
-    with pytest.raises(ScheduleError, match=why):
-        MegatronLayout.parse(text)
+def test_a_mistake_has_a_caret_below_it() -> None:
+    for text, column, why in MISTAKES:
+        with pytest.raises(ScheduleError, match="layout: ") as caught:
+            MegatronLayout.parse(text)
+        said = str(caught.value).splitlines()
+        assert said[0].startswith(f"layout: {why}")
+        assert said[1:] == [f"  {text}", f"  {' ' * (column - 1)}^"]
+        assert (caught.value.line, caught.value.column) == (1, column)
+    for text, why in NO_MODELS.items():
+        with pytest.raises(ScheduleError, match=why):
+            MegatronLayout.parse(text)
 
 
 def test_stages_that_ranks_do_not_share_evenly_are_refused() -> None:
@@ -122,18 +114,15 @@ def test_stages_that_ranks_do_not_share_evenly_are_refused() -> None:
     assert judge_layout(MegatronLayout.parse("E|t|t|L"), 2, 3, TIMES).makespan > 0
 
 
-@pytest.mark.parametrize(
-    ("forward", "backward", "why"),
-    [
+def test_times_that_make_no_sense_are_refused() -> None:
+    for forward, backward, why in [
         ({"x": 1.0}, 2.0, "'x' is no layer of a layout"),
         ({"t": -1.0}, 2.0, "t takes -1.0"),
         ({"L": 1.0}, 2.0, "give the time of a block"),
         ({"t": 1.0}, float("nan"), "the backward takes nan times"),
-    ],
-)
-def test_times_that_make_no_sense_are_refused(forward: dict[str, float], backward: float, why: str) -> None:
-    with pytest.raises(TuneError, match=why):
-        LayerTimes(forward, backward)
+    ]:
+        with pytest.raises(TuneError, match=why):
+            LayerTimes(forward, backward)
 
 
 @pytest.mark.slow

@@ -60,23 +60,24 @@ def test_every_op_is_a_slice_of_its_rank_with_its_story() -> None:
     found = {e["args"]["op"]: e for e in events(t) if e["ph"] == "X" and e["cat"] == "compute"}
     assert len(found) == len(t.ops)
     for op in t.ops:
-        event = found[str(op.op)]
+        event, args = found[str(op.op)], found[str(op.op)]["args"]
         assert (event["pid"], event["tid"]) == (op.rank + 1, COMPUTE_TRACK)
         assert event["name"] == f"{op.op.kind} {op.op.microbatch}"
-        assert event["ts"] == pytest.approx(1000 * op.start)
-        assert event["dur"] == pytest.approx(1000 * (op.end - op.start))
-        assert event["args"]["stage"] == op.op.stage
-        assert event["args"]["microbatch"] == op.op.microbatch
-        assert event["args"]["waited_ms"] == op.waited
-        assert event["args"].get("waited_for") == (str(op.waited_for) if op.waited_for else None)
+        assert (event["ts"], event["dur"]) == pytest.approx((1000 * op.start, 1000 * (op.end - op.start)))
+        assert (args["stage"], args["microbatch"], args["waited_ms"]) == (*op.op[1:], op.waited)
+        assert args.get("waited_for") == (str(op.waited_for) if op.waited_for else None)
 
 
 @pytest.mark.parametrize("transport", ["decoupled", "blocking"])
 @pytest.mark.parametrize("dispatch", ["frozen", "dynamic"])
 def test_slices_of_a_track_never_overlap(transport: str, dispatch: str) -> None:
-    for track in slices(events(slow(transport=transport, dispatch=dispatch))).values():
+    """Messages under way at once have lanes of their own."""
+    trace = events(slow(transport=transport, dispatch=dispatch))
+    for track in slices(trace).values():
         for before, after in itertools.pairwise(track):
             assert before["ts"] + before["dur"] <= after["ts"] + 1e-6
+    names = {e["args"]["name"] for e in trace if e["ph"] == "M" and e["name"] == "thread_name"}
+    assert transport == "blocking" or {"to rank 1", "to rank 1, 2", "to rank 1, 3"} <= names
 
 
 def test_every_message_is_an_arrow_over_its_link() -> None:
@@ -99,12 +100,6 @@ def test_every_message_is_an_arrow_over_its_link() -> None:
     assert ends == {(str(m.source), str(m.target)) for m in t.messages}
 
 
-def test_messages_under_way_at_once_get_lanes() -> None:
-    names = [e["args"]["name"] for e in events(slow()) if e["ph"] == "M" and e["name"] == "thread_name"]
-    assert names.count("compute") == 4
-    assert {"to rank 1", "to rank 1, 2", "to rank 1, 3"} <= set(names)
-
-
 def test_posted_messages_wait_on_their_link_before_they_leave() -> None:
     schedule = ps.build("zb", 4, 12, warmup=[7, 5, 3, 1])
     t = ps.simulate(schedule, ps.Costs.uniform(4, 10, 10, 10), links=ps.Links({(0, 1): 35.0}), channels="nccl")
@@ -122,14 +117,6 @@ def test_posted_messages_wait_on_their_link_before_they_leave() -> None:
                 assert (event["ts"], event["dur"]) == pytest.approx((1000 * begin, 1000 * (end - begin)))
                 assert event["args"]["receive_posted_ms"] == message.posted
     assert not found
-    assert len(flows(trace)) == len(t.messages)
-
-
-def test_messages_that_take_no_time_are_arrows_alone() -> None:
-    t = ps.simulate(ps.build("1f1b", 4, 8))
-    trace = events(t)
-    assert {key[1] for key in slices(trace)} == {COMPUTE_TRACK}
-    assert {tuple(s["ph"] for s in steps) for steps in flows(trace).values()} == {("s", "f")}
     assert len(flows(trace)) == len(t.messages)
 
 
@@ -176,8 +163,3 @@ def test_implied_messages_match_the_recorded_ones() -> None:
         t = ps.simulate(ps.build(name, 4, 8))
         implied = messages_of(replace(t, messages=()))
         assert {(m.source, m.target) for m in implied} == {(m.source, m.target) for m in t.messages}
-
-
-def test_nothing_ran() -> None:
-    t = ps.simulate(ps.build("1f1b", 2, 2))
-    assert events(Timeline(replace(t.schedule, order=((), ())), (), (), (0.0, 0.0)))

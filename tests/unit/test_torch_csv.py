@@ -33,7 +33,7 @@ def refusal(text: str) -> ps.ScheduleError:
     return caught.value
 
 
-def test_reads_compute_only() -> None:
+def test_a_table_is_read_and_bookkeeping_is_left_out() -> None:
     read = from_torch_csv(COMPUTE, name="mine")
     assert read == ps.parse("""
         schedule mine: 2 ranks, 2 stages, 2 microbatches
@@ -41,35 +41,12 @@ def test_reads_compute_only() -> None:
         rank 0 | F0 F1 B0 B1
         rank 1 | F0 B0 F1 B1
     """)
-
-
-def test_reads_communication_and_leaves_bookkeeping_out() -> None:
-    read = from_torch_csv(COMMS)
-    ps.check(read)
-    assert [str(op) for op in read.order[0]] == [
-        "0F0",
-        "0SEND_F0",
-        "0F1",
-        "0SEND_F1",
-        "0RECV_B0",
-        "0B0",
-        "0RECV_B1",
-        "0B1",
-    ]
-    assert remove_communication(read) == from_torch_csv(COMPUTE)
-
-
-@pytest.mark.parametrize(
-    "spelled", [COMPUTE.replace("\n", "\r\n"), COMPUTE.rstrip("\n"), COMPUTE.replace(",", " ,\t")]
-)
-def test_line_ends_and_blanks_around_cells_are_free(spelled: str) -> None:
-    assert from_torch_csv(spelled) == from_torch_csv(COMPUTE)
-
-
-def test_placement_is_where_ops_are() -> None:
-    for name in ("zb-v", "interleaved-1f1b"):
-        schedule = ps.build(name, 4, 8)
-        assert from_torch_csv(to_torch_csv(schedule)).placement == schedule.placement
+    placed = from_torch_csv(COMMS)
+    ps.check(placed)
+    assert " ".join(map(str, placed.order[0])) == "0F0 0SEND_F0 0F1 0SEND_F1 0RECV_B0 0B0 0RECV_B1 0B1"
+    assert remove_communication(placed) == from_torch_csv(COMPUTE)
+    for spelled in (COMPUTE.replace("\n", "\r\n"), COMPUTE.rstrip("\n"), COMPUTE.replace(",", " ,\t")):
+        assert from_torch_csv(spelled) == from_torch_csv(COMPUTE)
 
 
 BAD: dict[str, tuple[str, tuple[int, int], str]] = {
@@ -83,27 +60,16 @@ BAD: dict[str, tuple[str, tuple[int, int], str]] = {
     "a microbatch on a whole stage": ("0UNSHARD0,0F0,0B0\n", (1, 1), "'0UNSHARD0': UNSHARD is for a whole stage"),
     "other digits": ("0F0,0B\u0663\n", (1, 2), "is no action"),
     "a quoted cell": ('0F0,"0B0"\n', (1, 2), "'\"0B0\"' is no action"),
-    "a minus": ("0F0,0B-1\n", (1, 2), "'0B-1' is no action"),
-    "a number beyond all": ("0F0,0B12345678901\n", (1, 2), "is no action"),
     "a byte order mark": ("\ufeff0F0,0B0\n", (1, 1), "is no action"),
-    "semicolons": ("0F0;0B0\n", (1, 1), "'0F0;0B0' is no action"),
-    "two at once": (
-        "0F0,1F0,1B0,0F1,1F1,(1B1;0B0)OVERLAP_F_B,0B1\n",
-        (1, 6),
-        "'(1B1;0B0)OVERLAP_F_B': OVERLAP_F_B is of a forward (F) and then a full backward (B), and this is of B, B",
-    ),
-    "another pair": ("(0F0;0B0)OVERLAP\n", (1, 1), "torch writes pairs as (0F3;3B1)OVERLAP_F_B"),
     "an op twice": ("0F0,0B0,0F0\n", (1, 3), "0F0 occurs twice, first at line 1, column 1"),
     "a stage on two ranks": ("0F0,0B0\n1F0,1B0,0F1\n", (2, 3), "0F1 puts stage 0 on rank 1, but it is on rank 0 too"),
     "a stage nowhere": ("0F0,0B0\n2F0,2B0\n", (2, 1), "'2F0': stage 1 has no op anywhere"),
     "a gap in the microbatches": ("0F0,0B0,0F2,0B2\n", (1, 3), "0F1 is missing here or before"),
     "a row cut off": ("0F0,0F1,0B0,0B1\n,1F0,1B0,1F1\n", (2, 4), "1B1 is missing after this cell"),
     "a half backward": ("0F0,0I0\n", (1, 2), "0W0 is missing after this cell"),
-    "a microbatch that one stage lacks": ("0F0,0F1,0B0,0B1\n1F0,1B0\n", (2, 2), "1F1 is missing after this cell"),
     "a rank without ops": ("0F0,0B0\n,,\n1F0,1B0\n", (2, 1), "rank 1 has no op"),
     "a blank line at the end": ("0F0,0B0\n\n", (2, 1), "rank 1 has no op; a line is a rank, and each runs at least "),
     "letters of an older torch": ("0F0,0B0,0W0\n", (1, 3), "if this file is as old, replace every B by I"),
-    "three halves": ("0F0,0B0,0I0,0W0\n", (1, 3), "has two backwards"),
     "a sum before the end": ("0F0,0I0,0REDUCE_GRAD,0W0\n", (1, 4), "0W0 comes after the REDUCE_GRAD of its stage"),
     "two sums": ("0F0,0B0,0REDUCE_GRAD,0REDUCE_GRAD\n", (1, 4), "0REDUCE_GRAD occurs twice, first at line 1"),
     "a wait before its send": ("0F0,0WAIT_SEND_F0\n", (1, 2), "no 0SEND_F0 comes before it on its rank"),
@@ -117,50 +83,33 @@ BAD: dict[str, tuple[str, tuple[int, int], str]] = {
 }
 
 
-@pytest.mark.parametrize("name", BAD)
-def test_what_is_wrong_is_named_with_line_and_column(name: str) -> None:
-    text, (line, column), message = BAD[name]
-    error = refusal(text)
-    assert (error.line, error.column) == (line, column)
-    assert str(error).startswith(f"line {line}, column {column} (character ")
-    assert message in str(error)
-
-
-def test_the_character_is_where_the_cell_starts() -> None:
-    assert str(refusal("0F0,  ,\t 0Q0 ,0B0\n")).startswith("line 1, column 3 (character 10): '0Q0'")
-
-
-def test_long_rubbish_is_cut_short() -> None:
+def test_what_is_wrong_is_named_with_line_and_column() -> None:
+    for text, (line, column), message in BAD.values():
+        error = refusal(text)
+        assert (error.line, error.column) == (line, column)
+        assert str(error).startswith(f"line {line}, column {column} (character ")
+        assert message in str(error)
     assert len(str(refusal("0F0," + "x" * 10**6))) < 200
 
 
-def test_overlapped_pairs_may_be_separated() -> None:
-    text = "0F0,(0F1;0B0)OVERLAP_F_B,0B1\n"
-    assert separate_pairs(from_torch_csv(text)) == from_torch_csv("0F0,0F1,0B0,0B1\n")
-
-
-@pytest.mark.parametrize(
-    ("cell", "says"),
-    [
-        ("(0SEND_F1;0B0)OVERLAP_F_B", "and this is of SEND_F, B"),
-        ("(0B0;0F1)OVERLAP_F_B", "a forward (F) and then a full backward (B), and this is of B, F"),
-        ("(0F1;0I0)OVERLAP_F_B", "and this is of F, I"),
-        ("(0F1)OVERLAP_F_B", "and this is of F;"),
-        ("(0F1;0B0;0F2)OVERLAP_F_B", "and this is of F, B, F"),
-        ("(0F1;0UNSHARD)OVERLAP_F_B", "and this is of F, UNSHARD"),
-        ("(0F1;0B0)OVERLAP_B_F", "there is no OVERLAP_B_F"),
-        ("(0F0;0B0)OVERLAP_F_B", "0F0 occurs twice"),
-    ],
-)
-def test_what_is_no_pair_is_refused(cell: str, says: str) -> None:
-    error = refusal(f"0F0,{cell},0B1\n1F0,1F1,1B1\n")
-    assert says in str(error)
-    assert (error.line, error.column) == (1, 2)
+def test_what_is_no_pair_is_refused() -> None:
+    for cell, says in {
+        "(0SEND_F1;0B0)OVERLAP_F_B": "and this is of SEND_F, B",
+        "(0B0;0F1)OVERLAP_F_B": "a forward (F) and then a full backward (B), and this is of B, F",
+        "(0F1)OVERLAP_F_B": "and this is of F;",
+        "(0F1;0UNSHARD)OVERLAP_F_B": "and this is of F, UNSHARD",
+        "(0F1;0B0)OVERLAP_B_F": "there is no OVERLAP_B_F",
+        "(0F0;0B0)OVERLAP_F_B": "0F0 occurs twice",
+    }.items():
+        error = refusal(f"0F0,{cell},0B1\n1F0,1F1,1B1\n")
+        assert says in str(error)
+        assert (error.line, error.column) == (1, 2)
 
 
 def test_an_overlapped_pair_is_read_as_one_op_and_written_back() -> None:
     text = "0F0,0F1,(0F2;0B0)OVERLAP_F_B,0B1,0B2\n"
     assert to_torch_csv(from_torch_csv(text)) == text
+    assert separate_pairs(from_torch_csv(text)) == from_torch_csv("0F0,0F1,0F2,0B0,0B1,0B2\n")
 
 
 def one_rank(*ops: str) -> ps.Schedule:
@@ -215,19 +164,14 @@ LACKS: dict[str, tuple[Callable[[], ps.Schedule], str]] = {
 }
 
 
-@pytest.mark.parametrize("name", LACKS)
-def test_what_torch_lacks_is_named(name: str) -> None:
-    make, message = LACKS[name]
-    with pytest.raises(ps.ScheduleError) as caught:
-        to_torch_csv(make())
-    assert caught.value.rule == "torch"
-    assert str(caught.value).startswith(message)
-
-
-def test_only_what_is_proved_is_written() -> None:
-    with pytest.raises(ps.ScheduleError) as caught:
+def test_what_torch_lacks_is_named() -> None:
+    for make, message in LACKS.values():
+        with pytest.raises(ps.ScheduleError) as caught:
+            to_torch_csv(make())
+        assert caught.value.rule == "torch"
+        assert str(caught.value).startswith(message)
+    with pytest.raises(ps.ScheduleError, match="rule: coverage"):
         to_torch_csv(one_rank("F0", "B0", "F1"))
-    assert caught.value.rule == "coverage"
 
 
 def test_messages_that_could_wait_for_one_another_are_not_written() -> None:
@@ -338,10 +282,3 @@ def test_a_bad_csv_ends_in_1_with_its_spot(tmp_path: Path, capsys: pytest.Captur
         assert (error["rule"], error["line"], error["column"], error["rank"]) == ("csv", 2, 3, 1)
         assert "'1F?'" in error["message"]
     assert not out.exists()
-
-
-def test_what_torch_lacks_ends_in_1(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    ps.save(two_pipelines(), tmp_path / "x.json")
-    assert main(["show", str(tmp_path / "x.json"), "--out", str(tmp_path / "x.csv"), "--json"]) == 1
-    assert json.loads(capsys.readouterr().out)["error"]["rule"] == "torch"
-    assert not (tmp_path / "x.csv").exists()

@@ -46,7 +46,7 @@ __all__ = [
 PAD = 16.0
 PHONE = 480
 """Charts narrower than this (pixels) name their series above, as there is no room beside them."""
-WITH_MARKERS = 40
+WITH_MARKERS = 24
 """Most points of a line that each get a shape."""
 WIDEST, LEAST = 64.0, 9.0
 """Most pixels of a bar's width, and those from which there is room for its value turned on its side."""
