@@ -1,8 +1,9 @@
-"""How many microbatches each pipeline gets: three ways to deal them are searched, and all others bounded.
+"""How many microbatches each pipeline gets: the likely ways to deal them are searched, and all others bounded.
 
 Microbatches are alike, so a deal is a count for each pipeline. A quick bound of every deal (the way to each rank, and
-its work) says which are likely. The likeliest are posed as problems of their own, whose bounds are better, and of
-these the two with the least bounds are searched beside the deal in turn. The least of all bounds holds for any deal.
+its work) says which are likely. The likeliest are posed as problems of their own and searched one after the other,
+as long as they may hold a better schedule than the best so far. The least of all bounds holds for any deal: so a
+search that finds nothing better still proves more.
 """
 
 from __future__ import annotations
@@ -23,7 +24,8 @@ from penstock.schedule import Placement
 
 MOST_LISTED = 20_000
 """Deals above which only the deal in turn is searched, and the others are bounded by their work alone."""
-_MOST_POSED, _MOST_SEARCHED = 33, 3
+_MOST_POSED = 33
+"""Deals that are made problems of their own at most."""
 _FIRST_SHARE, _OTHERS_SHARE = 0.4, 0.2
 """Shares of the time for the deal in turn, which comes first, and then for the other deals together."""
 
@@ -105,10 +107,9 @@ def search_deals(
         else:
             others.append(begin(deal))
     others.sort(key=lambda each: each.lower_bound)
-    searched = others[: _MOST_SEARCHED - 1]
-    for number, each in enumerate(searched):
+    for number, each in enumerate(others):
         if each.lower_bound < best.value * (1 - EPSILON):
-            run(each, each.seconds + max(0.0, until - each.seconds) / (len(searched) - number))
+            run(each, each.seconds + max(0.0, until - each.seconds) / (len(others) - number))
             if each.value < best.value * (1 - EPSILON):
                 best = each
     run(best, time_limit)
