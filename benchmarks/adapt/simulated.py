@@ -63,7 +63,11 @@ class Outcome:
 
 def job_of(name: str) -> Job:
     schedule = ps.build(name, RANKS, MICROBATCHES)
-    return Job(COSTS, Configuration(schedule, "frozen", (), ps.simulate(schedule, COSTS).peak_activations), depth=1)
+    return Job(
+        COSTS,
+        Configuration(schedule, "frozen", (), ps.simulate(schedule, COSTS).peak_activations),
+        transport="blocking:1",
+    )
 
 
 def conditions(noise: float, late: dict[int, ps.Links], draw: random.Random) -> list[tuple[ps.Costs, ps.Links]]:

@@ -16,6 +16,7 @@ from typing import Any
 
 from experiments.common.measured import side_by_side
 from experiments.common.results import Row
+from experiments.pipemorph.setups import DEPTH
 from experiments.pipemorph.systems import Setting
 from penstock.control import run_once
 from penstock.cost import Links
@@ -99,6 +100,6 @@ def emulate(
     from experiments.pipemorph.measured import Order, measure  # here, so that simulation starts without torch
 
     job, configuration = setting.job, setting.configuration
-    depth = job.depth if transport == "direct" else None
+    depth = DEPTH if transport == "direct" else None
     order = Order(job.costs, configuration, conditions, transport, depth, backend.steps, backend.stretch, steering)
     return measure(order, backend.name == "processes")

@@ -20,7 +20,7 @@ from functools import partial
 from typing import Any, NamedTuple
 
 from penstock.control import Configuration
-from penstock.control.configuration import transport_of
+from penstock.control.closed_loop_simulation import as_run
 from penstock.cost import Costs, LinkCondition, Links, Mesh, Ring
 from penstock.runtime.emulation.backend import run_threads, sharpen_timers
 from penstock.runtime.emulation.pipeline import EmulatedPipeline, EmulatedStep
@@ -313,11 +313,8 @@ class EmulatedMesh:
             now.schedule,
             self._costs,
             self.mesh,
-            links=self.link_conditions,
             ring=self._ring,
-            dispatch=now.dispatch,
-            transport=transport_of(self._depth or 0, now.delegated),
-            memory_limit=now.caps if now.dispatch.is_dynamic else None,
+            **as_run("decoupled" if self._depth is None else f"blocking:{self._depth}", now, self.link_conditions),
         )
 
     def close(self) -> None:

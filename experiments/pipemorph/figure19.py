@@ -32,7 +32,7 @@ from experiments.pipemorph.backends import Backend
 from experiments.pipemorph.command import command
 from experiments.pipemorph.iterations import best_known, simulated, times
 from experiments.pipemorph.meshes import KINDS, MeshCase, late_node, mesh_row, run
-from experiments.pipemorph.setups import DEPTH, MODELS
+from experiments.pipemorph.setups import DIRECT, MODELS
 from experiments.pipemorph.systems import HOST_MEMORY
 from penstock.control import Configuration, Job, rerank
 from penstock.control.configuration import peaks
@@ -105,7 +105,7 @@ def predicted(start: Configuration, ms: float, kind: str, host: float, in_use: b
     tried = []
     for delegated in ((), MODEL.links):
         then, host_memory = replace(start, delegated=delegated), host * MODEL.activation
-        job = Job(COSTS, then, host_memory=host_memory, depth=DEPTH, ring=RING)
+        job = Job(COSTS, then, host_memory=host_memory, transport=DIRECT, ring=RING)
         chosen = rerank(job, MESH, late_node(LINK, ms), allowed=serves if in_use else None)
         case = MeshCase({}, COSTS, chosen.configuration, chosen.mesh, RING, LINK, ms, kind)
         tried.append((simulated(mesh_row(Backend(), case)), chosen))

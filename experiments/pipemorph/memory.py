@@ -26,7 +26,7 @@ from experiments.common.results import Row, find, table
 from experiments.pipemorph.backends import Backend, Case
 from experiments.pipemorph.command import command
 from experiments.pipemorph.iterations import best_known, measured, simulated
-from experiments.pipemorph.setups import CHAIN_8, DEPTH, late
+from experiments.pipemorph.setups import CHAIN_8, DIRECT, late
 from experiments.pipemorph.systems import Setting, settled
 from penstock.control import Configuration, Job, run_once
 from penstock.draw.chart import Axis, Figure, Level, Line, line_chart
@@ -75,12 +75,12 @@ def setting(way: str, memory: int) -> Setting:
     counts = initial_warmups(MODEL.num_ranks, MODEL.num_microbatches, float(memory), 1.0)
     frozen = slow_link_schedule(MODEL.costs, MODEL.num_microbatches, warmup=counts, memory_limit=list(limit))
     start = Configuration(frozen, "frozen", links, limit)
-    job = Job(MODEL.costs, start, depth=DEPTH)
+    job = Job(MODEL.costs, start, transport=DIRECT)
     if way == "frozen":
         return Setting(job, start)
     if way == "ours":
         begin = Configuration(frozen, "dynamic", (), limit)
-        return settled(Job(MODEL.costs, begin, depth=DEPTH), {MODEL.last: DELAY})
+        return settled(Job(MODEL.costs, begin, transport=DIRECT), {MODEL.last: DELAY})
     if way == "re-planned":
         delays = ps.Links({MODEL.last: DELAY})
         planned = [
@@ -97,7 +97,7 @@ def setting(way: str, memory: int) -> Setting:
     hosted = with_host_memory(wanted, costs, delays, limit, [more] * MODEL.num_ranks)
     schedules = [schedule for schedule in (hosted, frozen) if schedule is not None]
     tried = [Configuration(each, dispatch, links, limit) for each in schedules for dispatch in ("dynamic", "frozen")]
-    with_copies = Job(costs, start, depth=DEPTH)
+    with_copies = Job(costs, start, transport=DIRECT)
     return Setting(with_copies, min(tried, key=lambda each: run_once(with_copies, each, delays).makespan))
 
 

@@ -18,9 +18,9 @@ from typing import Any
 
 from experiments.common.results import Row
 from experiments.pipemorph.backends import Backend, each
-from experiments.pipemorph.setups import BASE, DEPTH, Model
+from experiments.pipemorph.setups import BASE, DIRECT, Model
 from penstock.control import Configuration
-from penstock.control.configuration import transport_of
+from penstock.control.closed_loop_simulation import as_run
 from penstock.cost import Costs, LinkCondition, Links, Mesh, Ring
 from penstock.cost.conditions import Constant
 from penstock.cost.mesh import LinkGroup
@@ -86,11 +86,8 @@ def mesh_row(backend: Backend, case: MeshCase) -> Row:
         runs.schedule,
         case.costs,
         mesh,
-        links=case.conditions,
         ring=case.ring,
-        dispatch=runs.dispatch,
-        transport=transport_of(DEPTH, runs.delegated),
-        memory_limit=runs.caps if runs.dispatch.is_dynamic else None,
+        **as_run(DIRECT, runs, case.conditions),
     )
     row: Row = {
         **case.keys,
@@ -119,7 +116,7 @@ def _measured(backend: Backend, case: MeshCase) -> Row:
         links=case.conditions,
         ring=case.ring,
         stretch=backend.stretch,
-        depth=DEPTH,
+        transport=DIRECT,
         timeout=TIMEOUT,
     ) as mesh:
         steps = [mesh.step() for _ in range(backend.steps)]

@@ -30,6 +30,9 @@ one moment, and whether a rank sees the message first would be chance."""
 DEPTH = 2
 """Messages that a direct link holds under way, each direction, before its sender stands still."""
 
+DIRECT = f"blocking:{DEPTH}"
+"""Direct links, as a job names what carries messages."""
+
 HOST_LINK = 50e9
 """Bytes a second that a GPU's link to host memory carries each way, where activations are known in bytes: PCIe 5 with
 16 lanes, as an H800 has. Of the chains, a copy takes as long as a forward (see `with_host_copies`)."""

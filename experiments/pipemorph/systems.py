@@ -22,7 +22,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 import penstock as ps
-from experiments.pipemorph.setups import BASE, DEPTH, Link, Model
+from experiments.pipemorph.setups import BASE, DIRECT, Link, Model
 from penstock.control import Configuration, Controller, Job, rehearse, run_once
 from penstock.control.configuration import peaks
 from penstock.cost import LinkCondition, Links
@@ -58,7 +58,7 @@ def job_of(model: Model, start: Configuration | None = None, host_memory: float 
         model.costs_with_copies,
         start or Configuration(model.zb, "dynamic", (), model.caps),
         host_memory=host_memory * model.activation,
-        depth=DEPTH,
+        transport=DIRECT,
     )
 
 

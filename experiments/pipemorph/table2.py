@@ -31,7 +31,7 @@ from experiments.pipemorph.command import command
 from experiments.pipemorph.figure19 import RING
 from experiments.pipemorph.iterations import times
 from experiments.pipemorph.meshes import MeshCase, costs_of, late_node, run
-from experiments.pipemorph.setups import DEPTH, MODELS, Model
+from experiments.pipemorph.setups import DIRECT, MODELS, Model
 from penstock.control import Configuration, Controller, Job, rehearse
 from penstock.control.configuration import peaks
 from penstock.cost import Links, Mesh
@@ -123,9 +123,9 @@ def under_pp(setup: Setup) -> Mesh:
 def decided(setup: Setup, start: Configuration, late: Links) -> Configuration:
     """What the controller comes to with the late link there from the first iteration on."""
     mesh = setup.mesh if setup.nodes else None
-    controller = Controller(Job(costs_of(setup.model), start, depth=DEPTH, mesh=mesh, ring=RING))
+    controller = Controller(Job(costs_of(setup.model), start, transport=DIRECT, mesh=mesh, ring=RING))
     slowest = ps.simulation.simulate_mesh(
-        start.schedule, costs_of(setup.model), setup.mesh, links=late, ring=RING, transport=ps.Blocking(DEPTH)
+        start.schedule, costs_of(setup.model), setup.mesh, links=late, ring=RING, transport=DIRECT
     ).iteration
     rehearse(controller, late, until=ITERATIONS * slowest)
     return controller.now

@@ -58,7 +58,7 @@ def jobs(draw: st.DrawFn) -> Job:
         costs,
         start,
         host_memory=draw(st.sampled_from([0.0, 2.0, 20.0, tuple(3.0 * rank for rank in range(num_ranks))])),
-        depth=draw(st.integers(0, 2)),
+        transport=draw(st.sampled_from(["decoupled", "blocking:1", "blocking:2", "gloo", "nccl-edge"])),
         prices=draw(st.sampled_from([Prices(), Prices(0, 0, 0), Prices(10, 50, 200)])),
         dispatches=draw(st.sampled_from([("frozen",), ("frozen", "dynamic")])),
     )

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 import penstock as ps
 from penstock.dispatch import Dispatch, Dispatcher, Policy, lower
 from penstock.schedule import Op
-from penstock.simulation.simulator import frozen_caps, memory_changes
+from penstock.simulation.memory import frozen_caps, memory_changes
 from strategies import library_schedules, problems
 from tiers import examples
 

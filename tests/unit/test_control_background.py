@@ -53,7 +53,7 @@ def case(name: str = "zb", seed: int = 3) -> tuple[Job, ps.Links]:
     costs = uneven_costs(schedule.num_stages, rng, num_ranks / schedule.num_stages)
     late = ps.Links({(rank, rank + 1): round(rng.uniform(0, 30), 1) for rank in range(num_ranks - 1)})
     start = Configuration(schedule, "frozen", caps=peaks(schedule, costs))  # type: ignore[arg-type]
-    return Job(costs, start, may_delegate=False, depth=0), late
+    return Job(costs, start, may_delegate=False, transport="decoupled"), late
 
 
 def drive(controller: Controller, links: ps.Links, num: int, first: int = 0) -> list[Decision]:

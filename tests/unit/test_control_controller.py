@@ -214,7 +214,7 @@ def test_without_delegates_nothing_waits_in_host_memory() -> None:
     """A late link once stopped being delegated while the order for it stayed, with activations in host memory."""
     costs, zb = ps.Costs.uniform(4, f=1, i=1, w=1), ps.build("zb", 4, 4)
     start = Configuration(zb, "frozen", (), tuple(peaks(zb, costs)))
-    controller = Controller(Job(costs, start, host_memory=2.0, depth=0, dispatches=("frozen",)))
+    controller = Controller(Job(costs, start, host_memory=2.0, transport="decoupled", dispatches=("frozen",)))
     run = rehearse(controller, Links({(2, 3): 5.0}), until=5000, delay=0)
     assert run.decisions[0].configuration.delegated == ((2, 3),)
     assert sum(run.decisions[0].in_host) > 0
@@ -255,7 +255,7 @@ def test_an_offered_schedule_is_chosen_where_it_is_best() -> None:
 
 def test_cheap_remedies_come_first_and_never_more_is_paid_than_was_lost() -> None:
     prices = Prices(dispatch=0.0, replan=100.0, delegate=1500.0)
-    start = replace(JOB, prices=prices, dispatches=("frozen",), depth=1)
+    start = replace(JOB, prices=prices, dispatches=("frozen",), transport="blocking:1")
     late = ps.Links({(0, 1): 30.0})
     controller = Controller(start)
     made: list[Decision] = []

@@ -373,7 +373,7 @@ def test_a_change_on_trial_while_another_link_turns_late_is_judged_by_what_would
 def test_what_delegates_add_is_not_laid_to_the_links(added: float) -> None:
     """Steps are explained by the delays of their messages, which delegates make later and not the links."""
     start = Configuration(ZB, Dispatch.DYNAMIC, (), JOB.start.caps)
-    machine, draw = Machine(Job(COSTS, start, depth=1, may_replan=False)), random.Random(7)
+    machine, draw = Machine(Job(COSTS, start, transport="blocking:1", may_replan=False)), random.Random(7)
     instead = []
     for step in range(80):
         if step % 4 == 0:

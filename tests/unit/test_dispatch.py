@@ -14,7 +14,7 @@ import penstock as ps
 from penstock.dispatch import Dispatch, Dispatcher, FrozenDispatcher, Graph, lower
 from penstock.engine import decider
 from penstock.engine.compiled import compiled
-from penstock.simulation.simulator import frozen_caps, memory_changes
+from penstock.simulation.memory import frozen_caps, memory_changes
 
 pytestmark = pytest.mark.unit
 

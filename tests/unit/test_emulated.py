@@ -197,10 +197,10 @@ def test_a_pipeline_refuses_links_that_are_not_there() -> None:
 def test_conditions_go_by_their_own_clock() -> None:
     conditions = Conditions(Links.parse("0:1=latency:steps:0/1,1000000/5"), stretch=2.0)
     sent = time.perf_counter_ns()
-    assert conditions.due(0, 1, 0.0) >= sent + 2_000_000
+    assert conditions.due(0, 1, 0.0, sent) >= sent + 2_000_000
     later = Conditions(Links.parse("0:1=latency:steps:0/1,1000/5"), origin=time.perf_counter_ns() - 10**9)
     sent = time.perf_counter_ns()
-    assert later.due(0, 1, 0.0) >= sent + 5_000_000 - 1000
+    assert later.due(0, 1, 0.0, sent) >= sent + 5_000_000 - 1000
 
 
 # From the command line.

@@ -295,10 +295,11 @@ def test_a_least_gain_of_4_and_a_memory_limit_of_x_were_taken(kind: Any, wrong: 
 @pytest.mark.parametrize("name", ["host", "gloo", "direct", "delegate", "nccl"])
 def test_any_transport_may_be_bounded(name: str) -> None:
     choice = TransportChoice(ps.TransportOptions(name, depth=3, links=ps.Links()))
-    assert choice.simulated() == ps.Blocking(3)
+    assert choice.simulated == "blocking:3"
     assert choice.shared == f"{name} of depth 3"
     without_links = TransportChoice(ps.TransportOptions(name, depth=3))
-    assert (without_links.simulated(), without_links.shared) == ("decoupled", name)
+    expected = {"delegate": "decoupled", "nccl": "nccl-edge"}.get(name, "gloo")
+    assert (without_links.simulated, without_links.shared) == (expected, name)
     with pytest.raises(RuntimeFailure, match="depth is 0; give a whole number of messages"):
         ps.TransportOptions(name, depth=0)
 

@@ -29,9 +29,7 @@ def job_of(num_ranks: int, dispatch: str = "frozen", num_microbatches: int = 6, 
     rows = [[10.0 + stage for stage in range(num_ranks)] for _ in range(3)]
     costs = ps.Costs(*rows, weight_bytes=[9e6 + 1e6 * stage for stage in range(num_ranks)])
     schedule = ps.build("zb", num_ranks, num_microbatches)
-    return Job(
-        costs, Configuration(schedule, dispatch, (), tuple(peaks(schedule, costs))), depth=2, ring=RING, **more
-    )
+    return Job(costs, Configuration(schedule, dispatch, (), tuple(peaks(schedule, costs))), ring=RING, **more)
 
 
 def late(delays: dict[tuple[int, int], float]) -> Links:

@@ -179,7 +179,10 @@ def test_a_deadlock_is_an_error_that_names_what_never_runs() -> None:
         ({"costs": ps.Costs.uniform(3)}, "the costs are for 3 stages, the schedule has 4"),
         ({"links": ps.Links({(0, 4): 1.0})}, "link 0:4: ranks go from 0 to 3"),
         ({"dispatch": "warm"}, "dispatch 'warm': give 'frozen', 'hinted' or 'dynamic'"),
-        ({"transport": "slow"}, "transport 'slow': give 'decoupled', 'blocking' or ps.Blocking"),
+        (
+            {"transport": "slow"},
+            "transport 'slow': give 'decoupled', 'blocking', 'blocking:4', 'gloo' or",
+        ),
         (
             {"dispatch": "dynamic", "memory_limit": 1},
             "rank 0: the cap is 1 activations, but the schedule's own order",

@@ -11,7 +11,6 @@ from typer.models import OptionInfo
 from penstock.cli.failure import Misuse
 from penstock.formats.files import path_of, require_place
 from penstock.schedule.messages import CHANNELS
-from penstock.simulation import Blocking, Decoupled
 
 
 def result_option(text: str, words: str = "", *endings: str, option: str = "--out") -> OptionInfo:
@@ -104,7 +103,6 @@ _BYTES = re.compile(rf"(?P<number>{_NUMBER})\s*(?P<unit>B|KB|MB|GB|TB|KiB|MiB|Gi
 _UNITS = {"b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12} | {
     "kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40,
 }  # fmt: skip
-_TRANSPORT = re.compile(r"decoupled|blocking(?::(?P<depth>[0-9]{1,9}))?")
 
 
 def _number(option: str, text: str, part: str) -> float:
@@ -199,9 +197,6 @@ def transport_of(text: str) -> dict[str, Any]:
     """Reads `decoupled`, `blocking`, `blocking:4` or a channel like `gloo`, as arguments of `ps.simulate`."""
     if text in CHANNELS:
         return {"channels": text}
-    match = _TRANSPORT.fullmatch(text)
-    if match is None:
+    if text != "decoupled" and not text.startswith("blocking"):
         raise Misuse(f"--messages {text}: write decoupled, blocking, blocking:DEPTH, or {', '.join(CHANNELS)}")
-    if text == "decoupled":
-        return {"transport": Decoupled()}
-    return {"transport": Blocking(int(match["depth"])) if match["depth"] else Blocking()}
+    return {"transport": text}

@@ -153,7 +153,7 @@ def simulate(
         )
     emulation = None
     if emulate is not None:
-        if mode != {"transport": ps.simulation.Decoupled()}:
+        if mode != {"transport": "decoupled"}:
             raise Misuse(f"--emulate sends messages decoupled from ops; leave out --messages {messages}")
         emulation = _emulate(emulate)(
             plan,

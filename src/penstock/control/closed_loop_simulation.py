@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from itertools import combinations
 from typing import Any
 
-from penstock.control.configuration import Configuration, Job, transport_of
+from penstock.control.configuration import Configuration, Job
 from penstock.control.controller import Controller
 from penstock.control.decide import Decision
 from penstock.control.events import (
@@ -31,8 +31,10 @@ from penstock.control.events import (
 )
 from penstock.control.orchestrator import link_times
 from penstock.cost import Costs, Links, Mesh
+from penstock.cost.links import LinkQueues
 from penstock.simulation import Timeline, simulate
 from penstock.simulation.mesh import simulate_mesh
+from penstock.simulation.transport import as_transport
 
 PROBE_EVERY = 5
 """Iterations from one round of probes between the nodes of a mesh to the next."""
@@ -112,16 +114,18 @@ def run_once(job: Job, configuration: Configuration, links: Links, at: float = 0
         >>> ps.control.run_once(job, start, ps.Links({(2, 3): 60.0})).makespan > ps.simulate(zb, costs).makespan
         True
     """
-    return simulate(configuration.schedule, job.costs, **_as_run(job, configuration, links, at))
+    return simulate(configuration.schedule, job.costs, **as_run(job.transport, configuration, links, at))
 
 
-def _as_run(job: Job, configuration: Configuration, links: Links, at: float) -> dict[str, Any]:
+def as_run(
+    transport: str, configuration: Configuration, links: Links | LinkQueues, at: float = 0.0
+) -> dict[str, Any]:
     """How an iteration is simulated, as arguments of `simulate` and `simulate_mesh`."""
     return {
         "links": links,
         "links_at": at,
         "dispatch": configuration.dispatch,
-        "transport": transport_of(job.depth, configuration.delegated),
+        "transport": as_transport(transport, configuration.delegated),
         "memory_limit": configuration.caps if configuration.dispatch.is_dynamic else None,
     }
 
@@ -229,6 +233,6 @@ def _once(job: Job, configuration: Configuration, links: Links, at: float) -> tu
         job.costs,
         replace(job.mesh, nodes=configuration.nodes),
         ring=job.ring,
-        **_as_run(job, configuration, links, at),
+        **as_run(job.transport, configuration, links, at),
     )
     return ran.iteration, ran.replicas

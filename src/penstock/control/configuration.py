@@ -25,7 +25,7 @@ from penstock.schedule.offload import OFFLOAD, RELOAD
 from penstock.schedule.short_repr import short_repr
 from penstock.simulation.lowered import Order
 from penstock.simulation.runner import Runner
-from penstock.simulation.transport import Blocking, Decoupled
+from penstock.simulation.transport import as_transport
 
 HOST_LINK = 25e9
 """Bytes per second, each way, that the link between a device and host memory is assumed to carry."""
@@ -147,7 +147,8 @@ class Job:
         start: what runs first, and what the job goes back to on healthy links; its caps are the device's memory.
         host_memory: the most activations of each rank that may wait in host memory while some link is delegated, in
             the units of the costs; one number for all ranks, or one per rank. OFFLOAD and RELOAD ops move them.
-        depth: messages a link that is not delegated holds under way before its sender blocks; 0: never blocks.
+        transport: of the links that are not delegated, as `simulate` takes it: "blocking:2" (a sender waits while a
+            link holds two messages), "decoupled", or Penstock's own lines, "gloo" and "nccl-edge".
         prices: of switching.
         least_gain: share of the iteration time that a switch must save.
         dispatches: the kinds of dispatch that may be chosen; by default those with which trials were judged
@@ -160,7 +161,7 @@ class Job:
 
     Raises:
         ControlError: numbers that make no sense, or a start whose own order needs more than its caps.
-        CostError: costs for another number of stages.
+        CostError: costs for another number of stages, or an unknown transport.
 
     Examples:
         >>> import penstock as ps
@@ -174,7 +175,7 @@ class Job:
     costs: Costs
     start: Configuration
     host_memory: float | tuple[float, ...] = 0.0
-    depth: int = 2
+    transport: str = "blocking:2"
     prices: Prices = field(default_factory=Prices)
     least_gain: float = 0.02
     dispatches: tuple[Dispatch, ...] = (Dispatch.FROZEN, Dispatch.DYNAMIC)
@@ -197,8 +198,8 @@ class Job:
             )
         if any(self.host_limits):
             object.__setattr__(self, "costs", with_host_copies(self.costs))
-        for name in ("least_gain", "depth"):
-            require_amount(name, getattr(self, name))
+        require_amount("least_gain", self.least_gain)
+        as_transport(self.transport)
         self.costs.require_stages(self.start.schedule.num_stages)
         if not fits(self.start, self.costs):
             raise ControlError(
@@ -238,11 +239,6 @@ class Job:
         """Most that each rank may hold in host memory, in the units of the costs."""
         given = self.host_memory
         return given if isinstance(given, tuple) else (given,) * self.num_ranks
-
-
-def transport_of(depth: int, delegated: Sequence[Link]) -> Blocking | Decoupled:
-    """A transport whose links hold `depth` messages under way (0: no limit), except for delegated links."""
-    return Blocking(depth, frozenset(delegated)) if depth else Decoupled()
 
 
 @lru_cache(maxsize=16)

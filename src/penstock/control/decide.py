@@ -16,11 +16,12 @@ from statistics import fmean
 from typing import Any
 
 from penstock.control.candidate import Action, Candidate, Measured
-from penstock.control.configuration import Configuration, Job, order_of, runner_of, transport_of
+from penstock.control.configuration import Configuration, Job, order_of, runner_of
 from penstock.control.events import Link, show_link
 from penstock.cost import Costs, Links
 from penstock.engine.tolerance import EPSILON
 from penstock.simulation.runner import RunResult
+from penstock.simulation.transport import as_transport
 
 
 @dataclass(frozen=True)
@@ -74,25 +75,25 @@ def predict(job: Job, configuration: Configuration, scenarios: Sequence[Links]) 
 
 
 def _tried(job: Job, configuration: Configuration, links: Links) -> tuple[float, tuple[float, ...]]:
-    return _one(job.costs, job.depth, configuration, Links.of(links))
+    return _one(job.costs, job.transport, configuration, Links.of(links))
 
 
 @lru_cache(maxsize=4096)
 def _one(
-    costs: Costs, depth: int, configuration: Configuration, conditions: Links
+    costs: Costs, transport: str, configuration: Configuration, conditions: Links
 ) -> tuple[float, tuple[float, ...]]:
     """One simulation: time and peaks."""
-    ran = run_on(costs, depth, configuration, conditions)
+    ran = run_on(costs, transport, configuration, conditions)
     return ran.makespan, ran.peaks
 
 
-def run_on(costs: Costs, depth: int, configuration: Configuration, conditions: Links) -> RunResult:
-    """Simulates one iteration. See `Job` for `depth`."""
+def run_on(costs: Costs, transport: str, configuration: Configuration, conditions: Links) -> RunResult:
+    """Simulates one iteration. See `Job` for `transport`."""
     return runner_of(costs).run(
         order_of(configuration.schedule, costs),
         conditions,
         dispatch=configuration.dispatch,
-        transport=transport_of(depth, configuration.delegated),
+        transport=as_transport(transport, configuration.delegated),
         caps=configuration.caps,
     )
 

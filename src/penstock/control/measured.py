@@ -22,6 +22,7 @@ from penstock.cost import LinkCondition, Links
 from penstock.cost.conditions import Constant, Trace
 from penstock.planning.warmup import MIN_SLACK, tolerance, tolerances
 from penstock.schedule import ScheduleError
+from penstock.schedule.messages import NCCL_EDGE
 
 _SCENARIOS = 3
 """Iterations that represent all, if delays differ from one iteration to the next."""
@@ -72,6 +73,7 @@ class JobMonitor:
         self.job, self.sensitivity = job, sensitivity
         self.down: set[Link] = set()
         self.risen: set[Link] = set()
+        self._delegated = set(job.start.delegated)
         self._links: dict[Link, LinkWatch] = {}
         self._stages: dict[tuple[int, int], ComputeWatch] = {}
         self._known: dict[Link, tuple[float, ...]] = {}
@@ -134,7 +136,8 @@ class JobMonitor:
         ]
 
     def move(self, moved: Collection[Link]) -> None:
-        """Messages of these links take another path from now on."""
+        """Messages of these links take the other path from now on, by delegates or their own."""
+        self._delegated ^= set(moved)
         for link, watch in self._links.items():
             if undirected(link) in moved:
                 self._known[link] = self._delays(link)
@@ -228,7 +231,11 @@ class JobMonitor:
         return self._stages[key]
 
     def _busy(self, link: Link) -> float:
-        """How long the link is busy with a message (ms). If this direction does not show it, the other may."""
+        """How long the link is busy with a message (ms). If this direction does not show it, the other may. Where
+        lines carry one message at a time, that they are busy says nothing of what is below them.
+        """
+        if self.job.transport == NCCL_EDGE and undirected(link) not in self._delegated:
+            return 0.0
         found = self._links[link].busy
         other = self._links.get(link[::-1])
         if found is None and other is not None and other.busy:

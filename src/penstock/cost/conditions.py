@@ -185,6 +185,13 @@ def _draws(redrawn: RandomSteps, stream: str) -> tuple[Random, list[float], list
 OverTime = Constant | Trace | RandomSteps
 
 
+def raised(value: OverTime, ms: float) -> OverTime:
+    """The value with `ms` added at all times. If something is added to draws, the first draw stands for all."""
+    if isinstance(value, Trace):
+        return Trace(value.times, tuple(each + ms for each in value.values))
+    return Constant(value.at(0.0, "") + ms) if ms else value
+
+
 def read_over_time(text: str, units: Unit) -> OverTime:
     """Reads any of the forms above. Raises CostError."""
     word, colon, rest = text.partition(":")

@@ -167,11 +167,9 @@ class Links:
         Raises:
             CostError: the links are not constant, so the delay depends on when a message is sent.
         """
-        there = self.delays.get((source, target))
-        if there is not None:
-            return there
-        otherwise = 0.0 if self.default is None else self.default.latency.at(0.0, "")
-        return self.delays.get((target, source), otherwise)
+        self.require_constant("a table of delays")
+        condition = self.named(source, target)[1]
+        return 0.0 if condition is None else condition.latency.at(0.0, "")
 
     def named(self, source: int, target: int) -> tuple[str, LinkCondition | None]:
         """The name of the link from `source` to `target`, as it was given, and its condition."""
@@ -217,18 +215,30 @@ class LinkQueues:
     """The queues of all directions of a run, through which the simulator and the transports pass messages.
 
     They live as long as this object, so several runs in a row can share them.
+
+    Args:
+        links: their conditions.
+        free_at: when directions begin to carry messages (ms); all others carry them from the start.
     """
 
-    def __init__(self, links: Links) -> None:
+    def __init__(self, links: Links, free_at: Mapping[tuple[int, int], float] | None = None) -> None:
         self.links = links
-        self._queues: dict[tuple[int, int], LinkQueue] = {}
+        self._queues = {way: LinkQueue(free_at=ms) for way, ms in (free_at or {}).items()}
 
-    def arrival(self, source: int, target: int, num_bytes: float, now: float) -> float:
-        """Passes a message through its queue and returns the moment of its arrival (ms)."""
+    def arrival(self, source: int, target: int, num_bytes: float, now: float, in_turn: bool = False) -> float:
+        """Passes a message through its queue and returns the moment of its arrival (ms). `in_turn`: the next message
+        of this direction leaves only then.
+        """
         condition = self.links.named(source, target)[1]
         both = condition is not None and condition.half_duplex
         way = (min(source, target), max(source, target)) if both else (source, target)
         queue = self._queues.get(way, LinkQueue())
         passage = self.links.delay_of(source, target, num_bytes, now, queue)
-        self._queues[way] = passage.queue
+        self._queues[way] = passage.queue._replace(free_at=passage.arrived) if in_turn else passage.queue
         return passage.arrived
+
+    def arrival_in_run(self, source: int, target: int, num_bytes: float, now: float, at: float) -> float:
+        """The same in the time of a run that began at `at`. The result is rounded, or what a sum leaves over would
+        part what happens at one moment, and turn ties.
+        """
+        return now + round(self.arrival(source, target, num_bytes, now + at) - (now + at), 9)

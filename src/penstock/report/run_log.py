@@ -264,7 +264,7 @@ class ReadLog:
         then = self.configurations[decision]
         if seen.conditions is None or not seen.conditions.down <= set(then.delegated):
             return None
-        return run_on(self._costs(seen.conditions), self.job.depth, then, seen.conditions.links.links()).makespan
+        return run_on(self._costs(seen.conditions), self.job.transport, then, seen.conditions.links.links()).makespan
 
     def timeline(self, seen: Iteration) -> Timeline | None:
         """An iteration as it ran, simulated in the same way."""

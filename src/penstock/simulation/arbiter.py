@@ -152,9 +152,7 @@ def _arbitrate(
         left[number] = now
         busy.update(streams[number])
         served.append((number, done[message.source], done[message.target]))
-        sent = now + at
-        late = round(lines.arrival(message.source, message.target, message.size, sent) - sent, 9)
-        arrived[number] = now + late
+        arrived[number] = lines.arrival_in_run(message.source, message.target, message.size, now, at)
         heapq.heappush(events, (arrived[number], num_ops + number))
 
     for rank in range(graph.num_ranks):

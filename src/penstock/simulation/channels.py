@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 from penstock.cost import Costs
 from penstock.cost.conditions import LinkQueue
@@ -23,13 +22,8 @@ from penstock.schedule.op import COMMUNICATION
 from penstock.simulation.lowered import Order
 from penstock.simulation.timeline import Message, TimedOp, Timeline
 
-
-@dataclass(frozen=True)
-class NodeTimes:
-    """When each node of a network started, with all its needs met, and when it ended (ms)."""
-
-    start: list[float]
-    end: list[float]
+NodeTimes = tuple[list[float], list[float]]
+"""When each node of a network started, with all its needs met, and when it ended (ms)."""
 
 
 def run_channels(
@@ -76,14 +70,12 @@ def _time_nodes(
         else:
             way = message_at(network, node)
             size = costs.message_size(way.made, way.used)
-            sent = now + at
-            # Rounded, or what a sum leaves over would part what happens at one moment.
-            end[node] = now + round(lines.arrival(way.source, way.target, size, sent) - sent, 9)
+            end[node] = lines.arrival_in_run(way.source, way.target, size, now, at)
         for after in unlocks[node]:
             there = end[node]
             if channel == GLOO and after >= num_ops and network.ops[node].kind.startswith("RECV_"):
                 way = message_at(network, after)
-                there += _notice(lines, way.target, way.source, there + at)
+                there = lines.links.delay_of(way.target, way.source, 0, there + at, LinkQueue()).arrived - at
             start[after] = max(start[after], there)
             missing[after] -= 1
             if not missing[after]:
@@ -98,41 +90,36 @@ def _time_nodes(
             rank=rank,
             op=op,
         )
-    return NodeTimes(start, end)
-
-
-def _notice(lines: LinkQueues, source: int, target: int, now: float) -> float:
-    """Milliseconds until a rank knows of a receive that another has posted: a message without bytes."""
-    return lines.links.delay_of(source, target, 0, now, LinkQueue()).arrived - now
+    return start, end
 
 
 def _timeline(
     schedule: Schedule, network: MessageNetwork, times: NodeTimes, peaks: Sequence[float], channel: str
 ) -> Timeline:
-    num_ops = len(network.ops)
+    num_ops, (start, end) = len(network.ops), times
     number = {op: node for node, op in enumerate(network.ops)}
     before = [0.0] * schedule.num_ranks
     ops: list[TimedOp] = []
     for node, op in enumerate(network.ops):
         if op.kind in COMMUNICATION:
             continue
-        rank, begun, cause = network.rank[node], times.start[node], None
+        rank, begun, cause = network.rank[node], start[node], None
         if begun > before[rank]:
-            last = max(network.needs[node], key=times.end.__getitem__)
+            last = max(network.needs[node], key=end.__getitem__)
             cause = network.ops[last] if last < num_ops else message_at(network, last).made
-        ops.append(TimedOp(rank, op, begun, times.end[node], cause, begun - before[rank]))
-        before[rank] = times.end[node]
+        ops.append(TimedOp(rank, op, begun, end[node], cause, begun - before[rank]))
+        before[rank] = end[node]
     messages = tuple(
         Message(
             way.made,
             way.used,
             way.source,
             way.target,
-            sent=times.end[number[way.send]],
-            left=times.start[node],
-            arrived=times.end[node],
-            taken=times.start[number[way.used]],
-            posted=times.end[number[way.receive]],
+            sent=end[number[way.send]],
+            left=start[node],
+            arrived=end[node],
+            taken=start[number[way.used]],
+            posted=end[number[way.receive]],
         )
         for node, way in enumerate(network.transfers, num_ops)
     )

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from penstock.cost import Costs, Links
-from penstock.cost.conditions import Constant, Trace
+from penstock.cost.conditions import NOTHING, Constant, Trace
 from penstock.cost.links import LinkQueues
 from penstock.simulation.lowered import Array, Order
 from penstock.simulation.transport import Blocking, SimulatedTransport
@@ -23,37 +23,41 @@ class LinkArrays:
     arrival: Callable[[int, float], float] | None
     arrays: dict[str, Array]
 
+    @property
+    def bounded(self) -> bool:
+        """Whether a sender may have to wait until a link has room."""
+        return bool(self.arrays["depth"].any())
 
-def passed(order: Order, links: Links | LinkQueues, costs: Costs, links_at: float) -> LinkArrays:
+
+def passed(
+    order: Order, links: Links | LinkQueues, costs: Costs, links_at: float, transport: SimulatedTransport
+) -> LinkArrays:
     """Lays out links for the runs of an order that start at `links_at` ms of their own time."""
-    num_rows = order.num_rows
-    arrays: dict[str, Array] = {
-        "delay": np.zeros(1),
-        "busy": np.zeros(1),
-        "late_first": np.zeros(1, np.int64),
-        "late_from": np.zeros(1),
-        "late_ms": np.zeros(1),
-        "line_free": np.zeros(1),
-        "line_last": np.zeros(1),
-    }
-    if links == Links():
-        arrays["delay"] = np.zeros(num_rows**2)
-        return LinkArrays(False, 0.0, None, arrays)
+    num_rows, is_bounded = order.num_rows, isinstance(transport, Blocking)
     edges, sources, on = order.crossing
-    used = np.flatnonzero(np.bincount(on)).tolist()
+    used = {link: order.ends(link) for link in np.flatnonzero(np.bincount(on)).tolist()}
+    unused = ("delay", "busy", "late_from", "late_ms", "line_free", "line_last")
+    arrays: dict[str, Array] = dict.fromkeys(unused, np.zeros(1))
+    arrays |= {"late_first": np.zeros(1, np.int64), "depth": np.zeros(num_rows**2 if is_bounded else 1, np.int64)}
+    if isinstance(transport, Blocking):
+        for link, ends in used.items():
+            if link < order.num_ranks * num_rows:  # what a stream sends holds nobody up
+                arrays["depth"][link] = transport.depth_of(*ends)
+    elif isinstance(links, Links):
+        links = transport.carry(links, used.values(), float(order.duration.min(initial=np.inf)), links_at)
     if isinstance(links, Links) and links.is_constant:
         arrays["delay"] = np.zeros(num_rows**2)
-        for link in used:
-            arrays["delay"][link] = links.delay(*order.ends(link))
+        for link, ends in used.items():
+            arrays["delay"][link] = links.delay(*ends)
         return LinkArrays(False, 0.0, None, arrays)
-    if isinstance(links, LinkQueues) or links_at or not _is_plain(links, [order.ends(link) for link in used]):
+    if isinstance(links, LinkQueues) or links_at or not _is_plain(links, used.values()):
         lines = links if isinstance(links, LinkQueues) else LinkQueues(links)
         return LinkArrays(False, 0.0, _arrival(order, costs, lines, links_at), arrays)
     late_first: list[int] = [0]
     late_from: list[float] = []
     late_ms: list[float] = []
     each, rate = np.zeros(num_rows**2), np.zeros(num_rows**2)
-    conditions = {link: links.named(*order.ends(link))[1] for link in used}
+    conditions = {link: links.named(*ends)[1] for link, ends in used.items()}
     for link in range(num_rows**2):
         condition = conditions.get(link)
         if condition is not None:
@@ -80,22 +84,17 @@ def passed(order: Order, links: Links | LinkQueues, costs: Costs, links_at: floa
     return LinkArrays(True, links.base, None, arrays)
 
 
-def _is_plain(links: Links, used: Sequence[tuple[int, int]]) -> bool:
+def _is_plain(links: Links, used: Iterable[tuple[int, int]]) -> bool:
     """Whether nothing is drawn by lots, only latencies change over time, and no two directions share a queue."""
-    for ends in used:
-        condition = links.named(*ends)[1]
-        if condition is None:
-            continue
-        fixed = [each for each in (condition.occupancy, condition.bandwidth) if each is not None]
-        if (
-            condition.loss is not None
-            or condition.half_duplex
-            or not all(isinstance(each, Constant) for each in fixed)
-        ):
-            return False
-        if not isinstance(condition.latency, Constant | Trace):
-            return False
-    return True
+    conditions = (links.named(*ends)[1] for ends in used)
+    return all(
+        each is None
+        or (
+            (isinstance(each.latency, Constant | Trace) and replace(each, latency=NOTHING).is_steady)
+            and not each.half_duplex
+        )
+        for each in conditions
+    )
 
 
 def _size(order: Order, costs: Costs, source: int, edge: int) -> float:
@@ -112,20 +111,7 @@ def _arrival(order: Order, costs: Costs, lines: LinkQueues, at: float) -> Callab
 
     def arrival(edge: int, now: float) -> float:
         source, target = sources[edge], targets[edge]
-        sent = now + at
-        # Rounded, or what a sum leaves over would part what happens at one moment, and turn ties.
         size = _size(order, costs, source, edge)
-        return now + round(lines.arrival(rank[source] % num_ranks, rank[target] % num_ranks, size, sent) - sent, 9)
+        return lines.arrival_in_run(rank[source] % num_ranks, rank[target] % num_ranks, size, now, at)
 
     return arrival
-
-
-def depths(order: Order, transport: SimulatedTransport) -> Array:
-    """How many messages each link holds under way, by link; 0 for any number."""
-    if not isinstance(transport, Blocking):
-        return np.zeros(1, np.int64)
-    found = np.zeros(order.num_rows**2, np.int64)
-    for link in np.unique(order.crossing[2]).tolist():
-        if link < order.num_ranks * order.num_rows:  # what a stream sends holds nobody up
-            found[link] = transport.depth_of(*order.ends(link))
-    return found

@@ -34,10 +34,10 @@ from penstock.schedule import Schedule, ScheduleError
 from penstock.schedule.async_ops import in_executed_order, rows_of
 from penstock.schedule.columns import Array, B, Columns, W
 from penstock.schedule.updates import OWNER
-from penstock.simulation.link_arrays import LinkArrays, depths, passed
+from penstock.simulation.link_arrays import LinkArrays, passed
 from penstock.simulation.lowered import Order
 from penstock.simulation.memory import by_kind_and_stage, by_op, memory_changes
-from penstock.simulation.transport import Blocking, SimulatedTransport
+from penstock.simulation.transport import SimulatedTransport
 
 
 @dataclass(frozen=True, eq=False)
@@ -82,7 +82,6 @@ class PreparedRun:
         self,
         order: Order,
         policy: Policy,
-        transport: SimulatedTransport,
         through: LinkArrays,
         compile: bool,
         caps: Sequence[float] | None,
@@ -90,13 +89,12 @@ class PreparedRun:
         due: Array | None = None,
     ) -> None:
         self._order, self._policy, self._through, self._compile = order, policy, through, compile
-        self._warmup, self._bounded = warmup, isinstance(transport, Blocking)
+        self._warmup = warmup
         num_rows, num_ops = order.num_rows, order.num_ops
         streams = num_rows - order.num_ranks
         self._kept: dict[str, Array] = {
             **order.ints,
             **through.arrays,
-            "depth": depths(order, transport),
             "cap": np.array([*([math.inf] * order.num_ranks if caps is None else caps), *[math.inf] * streams]),
             "due": np.zeros(1) if due is None else np.asarray(due),
         }
@@ -172,7 +170,7 @@ class PreparedRun:
         ended = loop.run(
             policy.dispatch.code,
             policy.wait,
-            bounded=self._bounded,
+            bounded=self._through.bounded,
             lines=self._through.lines,
             base=self._through.base,
             arrival=self._through.arrival,
@@ -279,17 +277,15 @@ class Runner:
         policy = Policy.of(dispatch)
         if policy.wait and due is None:
             due = self.run(order, deepcopy(links), transport=transport, links_at=links_at).arrays["start_time"]
-        through, use = self._through(order, links, links_at)
-        streams, bounded = order.num_rows - order.num_ranks, isinstance(transport, Blocking)
-        plain = not (policy.wait or bounded or streams or through.lines or through.arrival or warmup)
+        through, use = self._through(order, links, links_at, transport)
+        streams = order.num_rows > order.num_ranks
+        plain = not (policy.wait or through.bounded or streams or through.lines or through.arrival or warmup)
         alone = len(order.ints["gang_ops"]) == len(order.ints["gang_first"]) - 1
         if plain and policy.dispatch is Dispatch.FROZEN and alone:
             timed = _swept(order, through.arrays["delay"], compile=use)
             if timed is not None:
                 return RunResult(order, timed)
-        return PreparedRun(order, policy, transport, through, use, caps, warmup, due).run(
-            order.duration, order.change
-        )
+        return PreparedRun(order, policy, through, use, caps, warmup, due).run(order.duration, order.change)
 
     def prepared(
         self,
@@ -300,14 +296,15 @@ class Runner:
         caps: Sequence[float] | None = None,
     ) -> PreparedRun:
         """All that `run` takes from an order, for runs that differ in what its ops take: their time and memory."""
-        return PreparedRun(order, policy, transport, *self._through(order, links, 0.0), caps)
+        return PreparedRun(order, policy, *self._through(order, links, 0.0, transport), caps)
 
-    def _through(self, order: Order, links: Links | LinkQueues, links_at: float) -> tuple[LinkArrays, bool]:
+    def _through(
+        self, order: Order, links: Links | LinkQueues, links_at: float, transport: SimulatedTransport
+    ) -> tuple[LinkArrays, bool]:
         """The links of a run, and whether it runs compiled."""
-        through = passed(order, links, self.costs, links_at)
-        use = self.compile
-        if use is None:
-            use = "numba" in sys.modules and is_compiled(event_loop)
+        through = passed(order, links, self.costs, links_at, transport)
+        is_ready = "numba" in sys.modules and is_compiled(event_loop)
+        use = is_ready if self.compile is None else self.compile
         return through, use and through.arrival is None
 
     def lowered(self, schedule: Schedule) -> Order:

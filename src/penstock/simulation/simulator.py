@@ -17,16 +17,12 @@ from penstock.simulation.arbiter import place_messages
 from penstock.simulation.auto import choose
 from penstock.simulation.channels import run_channels
 from penstock.simulation.lowered import Order
-from penstock.simulation.memory import frozen_caps, frozen_peaks, memory_changes
+from penstock.simulation.memory import frozen_caps
 from penstock.simulation.runner import Runner
 from penstock.simulation.timeline import Timeline, timeline_of
-from penstock.simulation.transport import Blocking, Decoupled, SimulatedTransport, as_transport
+from penstock.simulation.transport import SimulatedTransport, as_transport
 from penstock.unknown_names import refuse_unknown
 
-__all__ = [
-    "Blocking", "Decoupled", "SimulatedTransport", "as_dispatch", "frozen_caps", "frozen_peaks", "memory_changes",
-    "simulate",
-]  # fmt: skip
 AUTO = "auto"
 COMPILE_ABOVE = 50_000
 """Number of ops from which on a single run is worth loading the compiled loop (which takes about 0.6 s, once)."""
@@ -63,7 +59,7 @@ def simulate(
             "hinted:0.5" may wait for an op that is nearly due, see `Policy`; its planned times come from the frozen
             run over the same costs and links. "auto" tries several (`auto.POLICIES`) and takes the fastest, which
             the timeline names.
-        transport: "decoupled", or `Blocking(depth)`.
+        transport: "decoupled", "blocking:4" or `Blocking(4)`; "gloo" and "nccl-edge" are lines of Penstock's runtime.
         channels: what carries the messages in the framework that runs the schedule: "buffered" (Penstock's own),
             "gloo", "nccl", "nccl-pair" or "nccl-edge", see `schedule.messages`. Such frameworks follow their rows, so
             the dispatch must be "frozen". Messages that are no ops of the schedule are placed as

@@ -1,24 +1,66 @@
-"""How many messages a sender may hand to a link before it must wait."""
+"""What carries messages: how many a sender may hand to a link before it waits, and when a line carries the next."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Collection, Iterable
+from dataclasses import dataclass, replace
 
-from penstock.cost import CostError
+from penstock.cost import CostError, LinkCondition, Links
+from penstock.cost.conditions import NOTHING, LinkQueue, raised
+from penstock.cost.links import LinkQueues
+from penstock.schedule.messages import BUFFERED, GLOO, NCCL_EDGE
 from penstock.schedule.short_repr import short_repr
 from penstock.unknown_names import refuse_unknown
 
 
 @dataclass(frozen=True)
 class Decoupled:
-    """A transport whose messages never make their sender wait.
+    """A transport whose messages never make their sender wait. Some wait on their line.
+
+        buffered     no message waits
+        gloo         a rank posts its receives as the run begins; a line carries messages once news of that is there
+        nccl-edge    a rank posts a receive when its message is announced; a line carries one message at a time
+
+    These are the lines of Penstock's runtime. On `schedule.channels`, rows say when receives are posted.
+
+    Attributes:
+        channel: one of these.
+        delegated: links that use delegates and no line, by their two ranks in either order.
 
     Examples:
         >>> import penstock as ps
-        >>> late = ps.Links({(0, 1): 20.0})
-        >>> ps.simulate(ps.build("1f1b", 2, 4), links=late, transport=ps.simulation.Decoupled()).makespan
-        95.0
+        >>> late, gpipe = ps.Links({(0, 1): 20.0}), ps.build("gpipe", 2, 4)
+        >>> ps.simulate(gpipe, links=late).makespan, ps.simulate(gpipe, links=late, transport="nccl-edge").makespan
+        (55.0, 169.0)
     """
+
+    channel: str = BUFFERED
+    delegated: frozenset[tuple[int, int]] = frozenset()
+
+    def carry(self, links: Links, ways: Iterable[tuple[int, int]], soonest: float, at: float) -> Links | LinkQueues:
+        """The links as messages on their lines find them.
+
+        Args:
+            links: their conditions.
+            ways: the directions that messages take.
+            soonest: ms after which a first message may be sent: news that comes sooner makes no difference.
+            at: when the run begins, in ms of the links' own time.
+        """
+        if self.channel == BUFFERED:
+            return links
+        conditions = {way: each for way in ways if (each := links.named(*way)[1]) is not None}
+        by_line = {way for way in conditions if not {way, way[::-1]} & self.delegated}
+        if self.channel == NCCL_EDGE:
+            return Links(conditions | {way: _in_turn(conditions[way]) for way in by_line}, base=links.base)
+        told = {(a, b): links.delay_of(b, a, 0, at, LinkQueue()).arrived for a, b in by_line}
+        late = {way: then for way, then in told.items() if then > at + soonest}
+        return LinkQueues(links, late) if late else links
+
+
+def _in_turn(condition: LinkCondition) -> LinkCondition:
+    """The condition of a link that is busy with a message until it has arrived."""
+    busy = raised(condition.latency, condition.occupancy.at(0.0, ""))
+    return replace(condition, latency=NOTHING, occupancy=busy)
 
 
 @refuse_unknown(CostError)
@@ -65,12 +107,19 @@ class Blocking:
 SimulatedTransport = Decoupled | Blocking
 
 
-def as_transport(value: SimulatedTransport | str) -> SimulatedTransport:
-    """Reads "decoupled" or "blocking". Raises CostError for anything else."""
-    if isinstance(value, Decoupled | Blocking):
-        return value
-    if value == "decoupled":
-        return Decoupled()
-    if value == "blocking":
-        return Blocking()
-    raise CostError(f"transport {value!r}: give 'decoupled', 'blocking' or ps.Blocking(depth=2)")
+def as_transport(value: SimulatedTransport | str, delegated: Collection[tuple[int, int]] = ()) -> SimulatedTransport:
+    """Reads "decoupled", "blocking", "blocking:4", "gloo" or "nccl-edge". Raises CostError for anything else.
+
+    Args:
+        value: a text, or the transport itself.
+        delegated: links that use delegates, besides those of the transport.
+    """
+    if isinstance(value, str):
+        word, colon, depth = value.partition(":")
+        if word == "blocking" and (depth.isdecimal() or not colon):
+            value = Blocking(int(depth or 2))
+        elif value in ("decoupled", GLOO, NCCL_EDGE):
+            value = Decoupled(BUFFERED if value == "decoupled" else value)
+        else:
+            raise CostError(f"transport {value!r}: give 'decoupled', 'blocking', 'blocking:4', 'gloo' or 'nccl-edge'")
+    return replace(value, delegated=value.delegated | set(delegated)) if delegated else value

@@ -25,6 +25,7 @@ from penstock.runtime.execute.timeline import measured_costs
 from penstock.runtime.transport.choose import TransportChoice
 from penstock.simulation import Timeline
 from penstock.simulation.simulator import AUTO
+from penstock.simulation.transport import as_transport
 from penstock.train.batch_planner import BatchPlanner, BatchProblem
 from penstock.train.folder import RunFolder, is_folder, write_whole
 from penstock.train.inputs import Inputs, build_pipeline, device_of
@@ -380,10 +381,9 @@ class RankRun:
         settings = self.inputs.settings
         costs = measured_costs(alike)
         costs = replace(costs, message_bytes=self.inputs.task.message_bytes(self.inputs.schedule))
-        choice = TransportChoice(settings.transport_options())
-        timing, simulated = timing_report(
-            middle.timeline, costs, self.pipe.links, choice.simulated(middle.configuration.delegated)
-        )
+        choice = TransportChoice(settings.transport_options(self.pipe.links))
+        transport = as_transport(choice.simulated, middle.configuration.delegated)
+        timing, simulated = timing_report(middle.timeline, costs, self.pipe.links, transport)
         return timing, [simulated, middle.timeline]
 
 

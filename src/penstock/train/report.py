@@ -9,7 +9,8 @@ from typing import Any, Self
 from penstock.cost import Costs, Links
 from penstock.runtime import Pipeline
 from penstock.schedule import Schedule, count_versions
-from penstock.simulation import Blocking, Decoupled, Timeline, simulate
+from penstock.simulation import Timeline, simulate
+from penstock.simulation.transport import SimulatedTransport
 from penstock.train.asynchronous import bound, one_every, proved_mismatch
 from penstock.train.run_report import RunReport
 from penstock.train.settings import Settings
@@ -168,7 +169,10 @@ class Report(RunReport):
 
 
 def timing_report(
-    measured: Timeline, costs: Costs, links: Links | None = None, transport: Decoupled | Blocking | str = ""
+    measured: Timeline,
+    costs: Costs,
+    links: Links | None = None,
+    transport: SimulatedTransport | str = "decoupled",
 ) -> tuple[TimingReport, Timeline]:
     """Simulates what was measured, with the costs measured in the run and the link conditions injected into it."""
     simulated = simulate(
@@ -176,7 +180,7 @@ def timing_report(
         costs,
         links=links,
         dispatch=measured.dispatch,
-        transport=transport or "decoupled",
+        transport=transport,
     )
     report = TimingReport(measured.makespan, simulated.makespan, measured.bubble_ratio, simulated.bubble_ratio)
     return report, simulated

@@ -151,7 +151,7 @@ class RunSetting:
             costs if self.mesh is None else replace(costs, gradient_bytes=self.gradient_bytes),
             self.start,
             host_memory=options.host_memory,
-            depth=self.choice.depth or 0,
+            transport=self.choice.simulated,
             prices=options.prices,
             least_gain=options.least_gain,
             least_delay=options.least_delay,
@@ -263,9 +263,8 @@ class Coordinator:
     def _learn(self, iteration: int) -> None:
         """Passes on the news that is due before an iteration's events."""
         due = [each for each in list(self._due) if each[0] <= iteration]
-        for each in due:
-            self._due.remove(each)
-            event = each[1]
+        for when, event in due:
+            self._due.remove((when, event))
             if self._controller_process is None:
                 continue
             if isinstance(event, Switched):

@@ -27,6 +27,7 @@ from typing import Any
 import torch
 
 from penstock.control import Configuration
+from penstock.control.closed_loop_simulation import as_run
 from penstock.cost import CostError, Costs, Links
 from penstock.cost.links import LinkQueues
 from penstock.dispatch import Dispatch, lower
@@ -58,7 +59,7 @@ from penstock.schedule.messages import remove_communication
 from penstock.schedule.placement import ranks_together
 from penstock.schedule.short_repr import short_repr
 from penstock.simulation import Timeline, simulate
-from penstock.simulation.simulator import frozen_caps, memory_changes
+from penstock.simulation.memory import frozen_caps, memory_changes
 from penstock.unknown_names import refuse_unknown
 
 
@@ -298,11 +299,7 @@ class EmulatedPipeline:
             simulate(
                 step.configuration.schedule,
                 self._costs,
-                links=lines,
-                dispatch=step.configuration.dispatch,
-                transport=self._choice.simulated(step.configuration.delegated),
-                memory_limit=step.configuration.caps if step.configuration.dispatch.is_dynamic else None,
-                links_at=step.start,
+                **as_run(self._choice.simulated, step.configuration, lines, step.start),
             )
             for step in steps
         )

@@ -29,7 +29,8 @@ from penstock.schedule.liveness import most_ahead, run_untimed
 from penstock.schedule.offload import OFFLOAD, with_offload, without_offload
 from penstock.schedule.op import BACKWARD, FORWARD, RECOMPUTE
 from penstock.simulation.auto import WITHOUT_WAITING, choose_policy
-from penstock.simulation.simulator import AUTO, as_dispatch, frozen_caps, frozen_peaks, memory_changes
+from penstock.simulation.memory import frozen_caps, frozen_peaks, memory_changes
+from penstock.simulation.simulator import AUTO, as_dispatch
 
 EVALUATION_WINDOW = 4
 """Messages of a channel under way in evaluation, where no answers say what was taken."""
@@ -272,15 +273,14 @@ def dispatch_of(
     if peers is not None and 0 not in peers.here:
         return Dispatch(peers.gather(None)[0])
     costs = costs or Costs.assumed(schedule.num_ranks, schedule.placement)
-    found = choose_policy(
+    chosen = choose_policy(
         schedule,
         costs,
         links=links,
-        transport=choice.simulated(()),
+        transport=choice.simulated,
         memory_limit=memory_limit,
         policies=WITHOUT_WAITING,
-    )
-    chosen = found.policy.dispatch
+    ).policy.dispatch
     if peers is not None:
         peers.gather(chosen.value)
     return chosen

@@ -26,8 +26,8 @@ from penstock.runtime.transport.repeat import Attempts, GuardedGroup, GuardedTra
 from penstock.runtime.transport.routed import RoutedTransport
 from penstock.runtime.transport.shared_memory import SharedMemoryTransport, open_shared_memory
 from penstock.runtime.transport.wiring import Wiring
+from penstock.schedule.messages import GLOO, NCCL_EDGE
 from penstock.schedule.short_repr import short_repr
-from penstock.simulation import Blocking
 from penstock.unknown_names import refuse_unknown
 
 NAMES = ("host", "gloo", "direct", "delegate", "nccl")
@@ -138,12 +138,18 @@ class TransportChoice:
         name: see `TransportOptions`.
         depth: how many messages to another rank link conditions hold before their sender waits. None: any number.
         has_delegates: whether single links may be delegated during the run. delegates: how they carry messages.
+        simulated: the simulator's name of what carries messages of links that are not delegated.
     """
 
     def __init__(self, options: TransportOptions, may_delegate: bool = False) -> None:
         self.name = options.name
         depth = DEPTH if options.name == "direct" and options.depth is None else options.depth
         self.depth = None if options.links is None else depth
+        # Injected conditions say when a message arrives; over gloo, news of receives does not count for them.
+        by_gloo = options.links is None and options.name not in (DELEGATES, "nccl")
+        self.simulated = GLOO if by_gloo else NCCL_EDGE if options.name == "nccl" else "decoupled"
+        if self.depth is not None:
+            self.simulated = f"blocking:{self.depth}"
         self.has_delegates = (options.delegates is not None or may_delegate) and options.name != DELEGATES
         self.delegates = options.delegates or DelegateOptions()
 
@@ -199,10 +205,6 @@ class TransportChoice:
                 "delegates: give ps.TransportOptions(delegates=ps.runtime.DelegateOptions())"
             )
 
-    def simulated(self, delegated: Collection[tuple[int, int]] = ()) -> Blocking | str:
-        """The simulator's model of this transport, with these links delegated."""
-        return "decoupled" if self.depth is None else Blocking(self.depth, frozenset(delegated))
-
     def make(
         self,
         peers: GroupPeers,
@@ -255,7 +257,7 @@ class TransportChoice:
         if attempts is not None:
             made = GuardedTransport(made, attempts, not isinstance(base, SharedMemoryTransport | None))
         if conditions is not None:
-            made = ConditionedTransport(made, conditions, ahead, self.depth)
+            made = ConditionedTransport(made, conditions, ahead, self.depth, in_turn=self.simulated == NCCL_EDGE)
         return made
 
 

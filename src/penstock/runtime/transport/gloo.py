@@ -419,11 +419,12 @@ class GlooTransport:
                 channel.ahead = min(channel.ahead + 1, MOST_AHEAD)
         elif not channel.is_direct and (self._threaded or now - start > SHORTEST_WAIT):
             # Only who waits when a message comes can tell when that was: threads do all the time.
-            size = posted.packet.spec.carried_bytes
-            self._log.add(peer, self.rank, size, sent, posted.since, now, posted.edge)
+            self._log.add(peer, self.rank, posted.packet.spec.carried_bytes, sent, posted.since, now, posted.edge)
         if self._lines is not None and channel.is_direct:
+            now, size = perf_counter_ns(), posted.packet.spec.carried_bytes
             work = self._lines.receive(channel.key, peer, posted.packet, self._timeout)
             self._wait(work, peer, posted.edge, self._arrival_timeout)
+            self._log.add(peer, self.rank, size, sent, now, perf_counter_ns(), posted.edge)
         if channel.waiting:
             self._post(channel, follows=True)
         return posted

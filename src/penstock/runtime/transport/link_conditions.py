@@ -67,12 +67,15 @@ class Conditions:
         links = self._lines.links
         return links.base > 0 or links.named(source, target)[1] is not None
 
-    def due(self, source: int, target: int, num_bytes: float, sent: int | None = None) -> int:
-        """When a message sent at `sent`, or now, is to arrive, in nanoseconds of the monotonic clock. Takes it up."""
-        sent = time.perf_counter_ns() if sent is None else sent
+    def due(self, source: int, target: int, num_bytes: float, sent: int, in_turn: bool = False) -> int:
+        """When a message sent at `sent` is to arrive, both in nanoseconds of the monotonic clock. Takes it up.
+
+        Args:
+            in_turn: the next message of the same direction leaves only when this one has arrived.
+        """
         now = (sent - self.origin) / self._stretch
         with self._takes_up:
-            arrived = self._lines.arrival(source, target, num_bytes, now)
+            arrived = self._lines.arrival(source, target, num_bytes, now, in_turn)
         return max(sent, self.origin + math.ceil(arrived * self._stretch))
 
 
@@ -136,6 +139,7 @@ class ConditionedTransport:
         hands_over: the inner transport crosses no link, and so records nothing. Then messages of links that may turn
             late are recorded here even while they are on time. Without these records the first delay would be taken
             for the link's usual one, and not for a change.
+        in_turn: each link that is not delegated carries one message at a time, as a line of NCCL does.
     """
 
     def __init__(
@@ -145,12 +149,13 @@ class ConditionedTransport:
         ahead: Sequence[int] = (),
         depth: int | None = None,
         hands_over: bool = False,
+        in_turn: bool = False,
     ) -> None:
         self.inner, self.rank = inner, inner.rank
         self.end, self.close = inner.end, inner.close
         self._conditions, self._ahead, self._hands_over = conditions, ahead, hands_over
-        self._depth = depth
-        self._unbounded: set[int] = set()
+        self._depth, self._in_turn = depth, in_turn
+        self._delegated: set[int] = set()
         self._under_way: dict[int, deque[int]] = {}
         """By rank, when the messages to it are to arrive."""
         self._full: deque[int] | None = None
@@ -163,8 +168,10 @@ class ConditionedTransport:
         self._log = CrossingLog()
 
     def route(self, delegated: Collection[tuple[int, int]]) -> None:
-        """Says, between two steps, which links, by their two ranks in either order, are without bound from now on."""
-        self._unbounded = {a + b - self.rank for a, b in delegated if self.rank in (a, b)}
+        """Says, between two steps, which links are delegated from now on, by their two ranks in either order. They
+        have no bound, and messages on them do not wait for each other.
+        """
+        self._delegated = {a + b - self.rank for a, b in delegated if self.rank in (a, b)}
 
     def begin(self, step: StepMessages) -> None:
         self._full = self._refused = None
@@ -181,7 +188,8 @@ class ConditionedTransport:
         else:
             sent = due = time.perf_counter_ns()
             if self._conditions.hold(self.rank, target):
-                due = self._conditions.due(self.rank, target, size_of(payload), sent)
+                in_turn = self._in_turn and target not in self._delegated
+                due = self._conditions.due(self.rank, target, size_of(payload), sent, in_turn)
             stamp = MessageStamp(self.rank, sent, due)
         if not self.inner.send(edge, target, stamp.put_on(payload)):
             self._refused = edge, target, stamp
@@ -200,7 +208,7 @@ class ConditionedTransport:
         now = time.perf_counter_ns()
         while dues and dues[0] <= now:
             dues.popleft()
-        if len(dues) < self._depth or target in self._unbounded:
+        if len(dues) < self._depth or target in self._delegated:
             return True
         self._full = dues
         return False
