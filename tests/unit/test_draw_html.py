@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import json
-import shutil
-import subprocess
 from dataclasses import replace
 from html.parser import HTMLParser
-from importlib.resources import files
 from typing import Any
 
 import pytest
@@ -114,11 +111,3 @@ def test_no_name_breaks_out() -> None:
     assert not [tag for tag, _ in page.tags if tag == "img"]
     assert page.data["timelines"][0]["title"] == evil
     assert "".join(text for tag, text in page.texts if tag == "title").strip() == evil
-
-
-@pytest.mark.skipif(shutil.which("node") is None, reason="needs node to read the script")
-def test_the_script_parses(tmp_path: Any) -> None:
-    script = tmp_path / "page.js"
-    script.write_text(files("penstock.draw").joinpath("page.js").read_text(encoding="utf-8"), encoding="utf-8")
-    done = subprocess.run(["node", "--check", str(script)], capture_output=True, text=True, timeout=100, check=False)
-    assert done.returncode == 0, done.stderr

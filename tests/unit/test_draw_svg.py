@@ -32,27 +32,6 @@ def test_every_op_of_every_library_schedule_is_a_bar_with_a_tooltip(name: str) -
     assert sorted(titles) == sorted(str(op) for row in schedule.order for op in row)
 
 
-def test_bars_lie_to_scale() -> None:
-    t = ps.simulate(ps.build("1f1b", 2, 2), ps.Costs.uniform(2, f=10, i=10, w=10))
-    found = {b.findtext(f"{SVG}title", "").split(":")[0]: b for b in bars(ET.fromstring(to_svg(t)))}
-    x = {op: float(bar.get("x", "")) for op, bar in found.items()}
-    ms = x["0F1"] - x["0F0"]
-    assert x["1F0"] == pytest.approx(x["0F1"])
-    assert x["1B0"] - x["1F0"] == pytest.approx(ms, abs=0.02)
-    assert x["1F1"] - x["1B0"] == pytest.approx(2 * ms, abs=0.02)
-
-
-def test_stacked_timelines_share_the_axis_and_take_titles() -> None:
-    slow = ps.simulate(ps.build("gpipe", 2, 4), ps.Costs.uniform(2, f=20, i=20, w=20))
-    fast = ps.simulate(ps.build("gpipe", 2, 4), ps.Costs.uniform(2, f=10, i=10, w=10))
-    root = ET.fromstring(to_svg([slow, fast], titles=["a < b", "c & d"]))
-    lanes = [float(e.get("width", "")) for e in root.iter(f"{SVG}rect") if e.get("class") == "lane"]
-    assert lanes[0] == pytest.approx(2 * lanes[2], abs=0.02)
-    texts = ["".join(e.itertext()) for e in root.iter(f"{SVG}text")]
-    assert any(text.startswith("a < b") for text in texts)
-    assert any(text.startswith("c & d") for text in texts)
-
-
 def test_a_measured_timeline_starts_at_its_first_op() -> None:
     t = ps.simulate(ps.build("1f1b", 2, 3), ps.Costs.uniform(2, f=10, i=10, w=10))
     later = tuple(replace(op, start=op.start + 5000, end=op.end + 5000) for op in t.ops)
@@ -72,29 +51,6 @@ def test_blocked_time_and_waits_are_told() -> None:
     assert "then blocked" in text
     assert "link full" in text
     assert re.search(r"waited [\d.]+ ms for 1F0", text)
-
-
-def test_posted_messages_wait_travel_and_wait_again() -> None:
-    late = ps.Links({(0, 1): 30.0})
-    t = ps.simulate(ps.build("zb", 2, 4), ps.Costs.uniform(2, f=10, i=10, w=10), links=late, channels="nccl")
-    root = ET.fromstring(to_svg(t))
-    groups = {e.findtext(f"{SVG}title", "").partition(":")[0]: e for e in root.iter(f"{SVG}g") if e.get("stroke")}
-    assert len(groups) == len(t.messages) == 8
-    ms = float(next(b for b in bars(root)).get("width", "")) + 1  # a pixel of it is left blank
-    for message in t.messages:
-        group = groups[f"{message.source} to {message.target}"]
-        assert f"left {short(message.left)}, arrived {short(message.arrived)}" in group.findtext(f"{SVG}title", "")
-        lines = {e.get("class"): re.findall(r"[\d.]+", e.get("d", "")) for e in group.iter(f"{SVG}path")}
-        assert set(lines) == {
-            "left",
-            *(["sent"] if message.left > message.sent else []),
-            *(["taken"] if message.taken > message.arrived else []),
-        }
-        begin, _, end, _ = map(float, lines["left"])
-        assert end - begin == pytest.approx((message.arrived - message.left) / 10 * ms, abs=0.05)
-    assert {message.left > message.sent for message in t.messages} == {True, False}
-    assert "waits to leave" in "".join(root.itertext())
-    assert "waits to leave" not in to_svg(ps.simulate(t.schedule, links=late))
 
 
 def test_it_stands_alone_and_never_changes() -> None:

@@ -263,22 +263,3 @@ def test_written_as_a_csv_and_back(tmp_path: Path, capsys: pytest.CaptureFixture
     assert main(["show", native, "--out", csv, "--dialect", "torch:compute_comms", "--json"]) == 0
     assert json.loads(capsys.readouterr().out.splitlines()[-1])["left_out"] == ["max_in_flight"]
     assert "0SEND_F0" in Path(csv).read_text()
-
-
-@pytest.mark.slow
-def test_a_bad_csv_ends_in_1_with_its_spot(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    csv, out = tmp_path / "bad.csv", tmp_path / "out.json"
-    csv.write_text("0F0,0F1,0B0,0B1\n1F0,1B0,1F?,1B1\n")
-    for line in (
-        ["show", str(csv), "--out", str(out)],
-        ["check", str(csv)],
-        ["show", str(csv)],
-        ["simulate", str(csv)],
-    ):
-        assert main(line) == 1
-        assert "line 2, column 3" in capsys.readouterr().err
-        assert main([*line, "--json"]) == 1
-        error = json.loads(capsys.readouterr().out)["error"]
-        assert (error["rule"], error["line"], error["column"], error["rank"]) == ("csv", 2, 3, 1)
-        assert "'1F?'" in error["message"]
-    assert not out.exists()

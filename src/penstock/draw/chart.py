@@ -142,19 +142,18 @@ class Chart:
         if any(value is not None for each in series for value in each.paper):
             legend.append((self.paper, path("strong", "M0 0h20")))
         legend = legend if len(legend) > 1 else []
-        # Texts below need the width of a group, which needs the width of the values: four digits are a fair guess.
-        names = [wrapped(group, (self.width - 2 * PAD - 40) / len(groups) - 6) for group in groups]
-        below = 8 + 15 * max(map(len, names))
-        plot = self._plot(legend, values, [], 16, below, SMALL + 4)
+        # Texts need the width of a group, which needs the width of the values: four digits are a fair guess.
         gap = 3.0 if len(series) > 1 else 0.0
-        room = (plot.right - plot.left) / len(groups)
+        room = (self.width - 2 * PAD - 40) / len(groups)
         wide = min(WIDEST, (room * 0.8 - gap * (len(series) - 1)) / len(series))
+        names = [wrapped(group, room - 6) for group in groups]
         shown = [self.show(value) for each in series for value in each.values if value is not None]
         longest = max((text_width(each, SMALL) for each in shown), default=0.0)
         lying = longest + 3 <= wide + gap
-        if not lying:
-            plot = self._plot(legend, values, [], 16, below, longest + 8)
-            room = (plot.right - plot.left) / len(groups)
+        below = 8 + 15 * max(map(len, names))
+        plot = self._plot(legend, values, [], 16, below, SMALL + 4 if lying else longest + 8)
+        room = (plot.right - plot.left) / len(groups)
+        wide = min(wide, (room * 0.8 - gap * (len(series) - 1)) / len(series))
         plot.out.append(path("axis", f"M{num(plot.left)} {num(plot.bottom)}H{num(plot.right)}"))
         whole = len(series) * wide + (len(series) - 1) * gap
         every = math.ceil(max(text_width(line) for lines in names for line in lines) / room)

@@ -109,20 +109,23 @@ def _action(ops: tuple[Op, ...]) -> str:
     return str(ops[0]) if len(ops) == 1 else f"({';'.join(map(str, ops))}){OVERLAP}"
 
 
+LACKED = {
+    "R": "recomputation as an op of the schedule (R); checkpoint inside the stage's module instead, and leave R out",
+    "U": "updates as ops of the schedule (U); leave them out, and step the optimizer after the schedule",
+}
+"""Kinds of op that torch's pipelining lacks."""
+
+
 def _refuse(schedule: Schedule) -> None:
     """Raises ScheduleError that names the first feature of the schedule that torch's pipelining lacks."""
-    if schedule.placement.num_pipelines > 1:
-        _lacks(
-            f"several pipelines ({schedule.placement.num_pipelines} here): one chain of stages, each on one rank, is "
-            "all it runs"
-        )
+    if (num := schedule.placement.num_pipelines) > 1:
+        _lacks(f"several pipelines ({num} here): one chain of stages, each on one rank, is all it runs")
     if schedule.placement.shared:
         stage, ranks = schedule.placement.shared[0]
         _lacks(f"stages that several ranks share (stage {stage} is on ranks {', '.join(map(str, ranks))})")
-    graph = schedule.graph
-    if graph.registered:
-        _lacks(f"op kinds of the user's own ({graph.registered[0].kind} here)")
-    if not graph.is_chain:
+    if registered := schedule.graph.registered:
+        _lacks(f"op kinds of the user's own ({registered[0].kind} here)")
+    if not schedule.graph.is_chain:
         _lacks(
             "a graph of stages: in its schedules stage s feeds stage s + 1 and no other, and all stages have as many "
             "microbatches"
@@ -131,23 +134,8 @@ def _refuse(schedule: Schedule) -> None:
         if not row:
             _lacks(f"ranks with nothing to do (rank {rank} has no op): each hosts at least one stage")
         for step, op in enumerate(row):
-            if op.kind == "R":
-                _lacks(
-                    "recomputation as an op of the schedule (R); checkpoint inside the stage's module instead, and "
-                    "leave R out",
-                    rank,
-                    step,
-                    op,
-                )
-            if op.kind == "U":
-                _lacks(
-                    "updates as ops of the schedule (U); leave them out, and step the optimizer after the schedule",
-                    rank,
-                    step,
-                    op,
-                )
             if op.kind not in ACTIONS:
-                _lacks(f"ops of kind {op.kind}", rank, step, op)
+                _lacks(LACKED.get(op.kind, f"ops of kind {op.kind}"), rank, step, op)
 
 
 def _check_losses(schedule: Schedule) -> None:
@@ -157,13 +145,8 @@ def _check_losses(schedule: Schedule) -> None:
         forwards = [(step, op) for step, op in enumerate(row) if op.kind == FORWARD and op.stage == last]
         for place, (step, op) in enumerate(forwards):
             if op.microbatch != place:
-                _lacks(
-                    f"forwards of the last stage out of microbatch order ({op} is number {place} there): it would "
-                    "take another microbatch's loss for the backward",
-                    rank,
-                    step,
-                    op,
-                )
+                why = f"{op} is number {place} there): it would take another microbatch's loss for the backward"
+                _lacks(f"forwards of the last stage out of microbatch order ({why}", rank, step, op)
 
 
 def _lacks(feature: str, rank: int | None = None, step: int | None = None, op: Op | None = None) -> None:

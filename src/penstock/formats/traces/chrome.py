@@ -119,17 +119,15 @@ def _numbers(paths: Sequence[Path]) -> list[int | None]:
 def _events(path: Path, number: int | None) -> tuple[list[ProfileEvent], dict[str, Any]]:
     """Complete events of a file, in milliseconds, and what it says of its job."""
     value = _json(path)
-    events = value.get("traceEvents") if isinstance(value, dict) else value
+    value = {"traceEvents": value} if isinstance(value, list) else value
+    events = value.get("traceEvents") if isinstance(value, dict) else None
     if not isinstance(events, list):
         why = "Chrome's format has a list named traceEvents"
         if isinstance(value, dict) and value.get("format") == FORMAT:
             why = f"it is a schedule; penstock simulate {path.name} --timeline trace.json makes a trace of it"
         raise TraceError(f"{path.name} is no trace: {why}")
-    info = value.get("distributedInfo") if isinstance(value, dict) else None
-    info = info if isinstance(info, dict) else {}
-    base = (
-        _float(path, "baseTimeNanoseconds", value.get("baseTimeNanoseconds")) / 1e6 if isinstance(value, dict) else 0
-    )
+    info = value["distributedInfo"] if isinstance(value.get("distributedInfo"), dict) else {}
+    base = _float(path, "baseTimeNanoseconds", value.get("baseTimeNanoseconds")) / 1e6
     events = [event for event in events if isinstance(event, dict) and _names_track(event)]
     worker_of = _workers(path, events, info, number)
     found = []
@@ -155,8 +153,7 @@ def _events(path: Path, number: int | None) -> tuple[list[ProfileEvent], dict[st
         worker = worker_of.get(event.get("pid"))
         if worker is None or category == "message":
             continue
-        args = start.get("args")
-        args = args if isinstance(args, dict) else {}
+        args = start["args"] if isinstance(start.get("args"), dict) else {}
         found.append(ProfileEvent(str(start.get("name", "")), worker, begin, end, category, args, track))
     return found, info
 
