@@ -115,9 +115,9 @@ def test_what_is_chosen_is_the_best_by_hand(data: st.DataObject) -> None:
     assert found[0].action is Action.KEEP
     if min(affordable) <= by_hand[0] * (1 - job.least_gain):
         assert chosen.ms == pytest.approx(min(affordable), rel=1e-9)
-        assert chosen.candidate.price <= budget
+        assert chosen.price <= budget
     else:
-        assert chosen.candidate.action is Action.KEEP
+        assert chosen.action is Action.KEEP
     assert lost == pytest.approx(max(0.0, by_hand[0] - min(by_hand)))
 
 

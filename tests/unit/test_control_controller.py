@@ -35,9 +35,8 @@ from penstock.control import (
     replay,
     run_once,
 )
-from penstock.control.candidate import Candidate
 from penstock.control.configuration import fits, in_host, job_from_json, job_to_json, peaks
-from penstock.control.decide import Scored, choose, score
+from penstock.control.decide import Candidate, choose, score
 from penstock.control.evidence import BURST
 from penstock.cost import Links
 from penstock.planning import adapted_warmups
@@ -153,7 +152,7 @@ def test_the_decision_is_the_best_of_all_candidates() -> None:
         if min(by_hand) <= by_hand[0] * (1 - job.least_gain):
             assert chosen.ms == min(by_hand)
         else:
-            assert chosen.candidate.action is Action.KEEP
+            assert chosen.action is Action.KEEP
         assert lost == by_hand[0] - min(by_hand)
 
 
@@ -278,8 +277,8 @@ def test_a_price_above_all_losses_is_never_paid() -> None:
 
 
 def test_choose_takes_the_cheapest_among_equals_and_nothing_without_gain() -> None:
-    def scored(action: Action, ms: float, price: float) -> Scored:
-        return Scored(Candidate(action, JOB.start, price), ms)
+    def scored(action: Action, ms: float, price: float) -> Candidate:
+        return Candidate(action, JOB.start, price, ms)
 
     keep = scored(Action.KEEP, 100.0, 0.0)
     dear, cheap = scored(Action.DELEGATE, 80.0, 50.0), scored(Action.REPLAN, 80.0, 5.0)
@@ -294,9 +293,9 @@ def test_choose_takes_the_cheapest_among_equals_and_nothing_without_gain() -> No
 
 
 def test_a_candidate_that_is_slower_in_one_scenario_is_none() -> None:
-    keep = Scored(Candidate(Action.KEEP, JOB.start, 0.0), 100.0, (100.0, 100.0))
-    mixed = Scored(Candidate(Action.REPLAN, JOB.start, 0.0), 90.0, (70.0, 110.0))
-    sure = Scored(Candidate(Action.DELEGATE, JOB.start, 0.0), 95.0, (94.0, 96.0))
+    keep = Candidate(Action.KEEP, JOB.start, 0.0, 100.0, (100.0, 100.0))
+    mixed = Candidate(Action.REPLAN, JOB.start, 0.0, 90.0, (70.0, 110.0))
+    sure = Candidate(Action.DELEGATE, JOB.start, 0.0, 95.0, (94.0, 96.0))
     assert choose([keep, mixed], 1e9, 0.02) == (keep, 0.0)
     assert choose([keep, mixed, sure], 1e9, 0.02) == (sure, 5.0)
 

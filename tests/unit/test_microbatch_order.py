@@ -14,8 +14,8 @@ import torch
 import penstock as ps
 from ordered_loop import MSE, SGD, SOME_WORTH, ordered_step, wrong
 from penstock.cli import main
-from penstock.control.candidate import Measured, candidates
 from penstock.control.configuration import Configuration, Job
+from penstock.control.decide import Measured, candidates
 from penstock.dispatch import Dispatch
 from penstock.formats import from_json, to_json
 from penstock.passes import (

@@ -1,12 +1,11 @@
 """Straggler decisions: measurements in, reconfigurations out. No clock, thread or socket."""
 
 from penstock.control.advice import Unanswered
-from penstock.control.candidate import Action, Measured, candidates
 from penstock.control.changes import Sensitivity
 from penstock.control.closed_loop_simulation import measured_events, rehearse, run_once
 from penstock.control.configuration import Configuration, Job, Prices
 from penstock.control.controller import Controller
-from penstock.control.decide import Decision, predict
+from penstock.control.decide import Action, Decision, Measured, candidates, predict
 from penstock.control.errors import ControlError
 from penstock.control.events import (
     Dropped,

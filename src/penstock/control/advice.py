@@ -12,9 +12,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from enum import StrEnum
 
-from penstock.control.candidate import Measured, candidates
 from penstock.control.configuration import Configuration, Job, peaks
-from penstock.control.decide import predict, score
+from penstock.control.decide import Measured, candidates, predict, score
 from penstock.control.events import Link, show_link
 from penstock.dispatch import Dispatch
 from penstock.library import build

@@ -29,9 +29,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
-from penstock.control.candidate import in_order
 from penstock.control.configuration import Job, job_from_json, job_to_json
 from penstock.control.controller import Controller
+from penstock.control.decide import in_order
 from penstock.control.events import Offered
 from penstock.cost import CostError, Links
 from penstock.formats.native import from_json, to_json

@@ -15,7 +15,7 @@ from typing import Any
 
 from penstock.control.errors import ControlError
 from penstock.control.events import Link, require_amount, undirected
-from penstock.cost import Costs, Mesh, Ring
+from penstock.cost import Costs, Links, Mesh, Ring
 from penstock.dispatch import Dispatch
 from penstock.engine.tolerance import is_within
 from penstock.formats.native import from_json, to_json
@@ -233,6 +233,10 @@ class Job:
     def smallest_delay(self) -> float:
         """The smallest delay, and change of one, that matters (ms)."""
         return self.mean_op / 10 if self.least_delay is None else self.least_delay
+
+    def late(self, links: Links) -> Links:
+        """The delays that matter."""
+        return Links({link: float(ms) for link, ms in sorted(links.delays.items()) if ms >= self.smallest_delay})
 
     @property
     def host_limits(self) -> tuple[float, ...]:

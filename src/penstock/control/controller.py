@@ -3,7 +3,7 @@
 Transfers, OpTimes      measure     each direction of each link, each stage, on its own (link.py, compute.py)
 IterationEnded    --->  verify      what is late now, since when (changes.py, measured.py)
                         ask         are clean steps slower since then (steps.py), with every step (evidence.py)
-                        choose      the best candidate that is worth its price (candidate.py, decide.py)
+                        choose      the best candidate that is worth its price (decide.py)
                         doubt       is the evidence enough for a trial (question.py)
 Probed            --->  move        nodes of a mesh to where a late link costs least (orchestrator.py)
 Decision          <---  propose     number and digest; all ranks switch or none does
@@ -20,11 +20,20 @@ from statistics import median
 
 from penstock.control import events
 from penstock.control.advice import Help, Obstacle, Unanswered, what_would_help
-from penstock.control.candidate import Action, Candidate, Measured, above, candidates
 from penstock.control.changes import MOST_FALL, Sensitivity
 from penstock.control.compute import ComputeChange, Factors, scaled
 from penstock.control.configuration import Configuration, Job, fits, in_host, peaks
-from penstock.control.decide import Decision, Scored, choose, moved_by, predict, reason_of, score, what_of
+from penstock.control.decide import (
+    Action,
+    Candidate,
+    Decision,
+    Measured,
+    candidates,
+    choose,
+    predict,
+    reason_of,
+    score,
+)
 from penstock.control.errors import ControlError
 from penstock.control.events import Event, Link, undirected
 from penstock.control.evidence import BURST, UNEXPLAINED
@@ -32,7 +41,7 @@ from penstock.control.link import Cause, LinkChange
 from penstock.control.log import event_line, header, outcome_line
 from penstock.control.measured import JobMonitor, LateCauses
 from penstock.control.orchestrator import Orchestrator
-from penstock.control.question import Question
+from penstock.control.question import Question, what_of
 from penstock.control.steps import NO_LINKS, Steps, TimedStep
 from penstock.control.trial import Trial, Verdict
 from penstock.cost import Links
@@ -110,7 +119,7 @@ class Controller:
         self._iteration, self._ms, self._age, self._number = -1, 0.0, 0, 0
         self._due, self._rate, self._spent, self._looked_at = False, 0.0, 0.0, -1
         self._measured: Measured | None = None
-        self._scored: tuple[Scored, ...] = ()
+        self._scored: tuple[Candidate, ...] = ()
         self._waiting: Decision | None = None
         self._delegated_at = self._quiet_until = self._switched_at = -(10**9)
         self._moved_for: Mapping[Link, float] = NO_LINKS
@@ -139,7 +148,7 @@ class Controller:
         if not self.job.may_replan or not self._causes.rises or self._age < self._steps.burst:
             return None
         job, measured = self._as_measured()
-        return job, above(measured.typical, job.smallest_delay)
+        return job, job.late(measured.typical)
 
     def would_gain(self, schedule: Schedule) -> bool:
         """Whether steps would be shorter with a schedule, by more than a trial could take for noise."""
@@ -383,7 +392,7 @@ class Controller:
         self._number += 1
         waits = in_host(then.schedule, self.job.costs)
         made = action, then, reason, *ms, price, causes, held, waits
-        self._waiting = Decision(self._number, self._iteration, *made, moved_by(self.now, then))
+        self._waiting = Decision(self._number, self._iteration, *made)
         return self._waiting
 
     # The choice.
@@ -416,25 +425,22 @@ class Controller:
         if not self._scored or self._measured is None:
             return None
         now, cause, at = self._scored[0], self._causes.ms, self._iteration
-        forced = now.candidate.action is not Action.KEEP
+        forced = now.action is not Action.KEEP
         allowed = [
             each
             for each in self._scored
-            if forced
-            or each is now
-            or not self._question.bars(what_of(each.candidate.action, each.candidate.configuration), cause, at)
+            if forced or each is now or not self._question.bars(what_of(each.action, each.configuration), cause, at)
         ]
         # Where links vary, a calm while is no reason to go back: that a delay fell must be verified.
         returning = (bool(news) or len(self._measured.scenarios) == 1) and not self._question.waits(at)
         chosen, _ = choose(allowed, self.lost - self._spent, self.job.least_gain, returning)
-        candidate = chosen.candidate
-        if candidate.action is Action.KEEP:
+        if chosen.action is Action.KEEP:
             self._say_why(allowed)
             return None
         if not forced:
-            if candidate.action is not Action.UNDELEGATE:
+            if chosen.action is not Action.UNDELEGATE:
                 doubt = self._question.doubt(
-                    self._steps, at, now.ms - chosen.ms, self._gain_anyway(candidate), self._simulated_rise()
+                    self._steps, at, now.ms - chosen.ms, self._gain_anyway(chosen), self._simulated_rise()
                 )
                 if doubt is None and self._steps.is_open and cause and not self._causes.are_there(cause):
                     return None  # it may just have passed
@@ -445,14 +451,12 @@ class Controller:
                 self._look()
                 return self._decide(news)
             self._question.decided(at)
-        check(candidate.configuration.schedule)
+        check(chosen.configuration.schedule)
         recent = self._recent()
         ms = None if forced else now.ms, chosen.ms
         causes = tuple(dict.fromkeys(str(change.cause) for change in recent))
-        reason = reason_of(recent, self.now, candidate.configuration, ms, self._monitor.down)
-        return self._propose(
-            candidate.action, candidate.configuration, reason, ms, candidate.price, causes, chosen.peaks
-        )
+        reason = reason_of(recent, self.now, chosen.configuration, ms, self._monitor.down)
+        return self._propose(chosen.action, chosen.configuration, reason, ms, chosen.price, causes, chosen.peaks)
 
     def _recent(self) -> list[LinkChange | ComputeChange]:
         """The latest change of everything that is late; of all, where nothing is late any more."""
@@ -542,14 +546,14 @@ class Controller:
 
     # What is said where nothing is changed.
 
-    def _say_why(self, allowed: Sequence[Scored]) -> None:
+    def _say_why(self, allowed: Sequence[Candidate]) -> None:
         """Says why what runs stays although there is a cause to change it."""
         now, least_gain = self._scored[0], self.job.least_gain
         best, _ = choose(allowed, float("inf"), least_gain)
         least = min(each.ms for each in self._scored)
         if best is not now:
             lost = max(0.0, self.lost - self._spent)
-            why = f"switching costs {best.candidate.price:.3g} ms, and late links have cost {lost:.3g} ms so far"
+            why = f"switching costs {best.price:.3g} ms, and late links have cost {lost:.3g} ms so far"
             self._explain(Obstacle.PRICE, why)
         elif len(allowed) < len(self._scored) and least <= now.ms * (1 - least_gain):
             numbers = ", ".join(str(each.number) for each in self._question.taken_back)

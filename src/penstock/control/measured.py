@@ -10,10 +10,10 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from statistics import fmean, median
 
-from penstock.control.candidate import Measured
 from penstock.control.changes import Sensitivity
 from penstock.control.compute import ComputeChange, ComputeWatch, Factors, scaled
 from penstock.control.configuration import Configuration, Job
+from penstock.control.decide import Measured
 from penstock.control.errors import ControlError
 from penstock.control.events import Link, OpTimes, Transfers, show_link, undirected
 from penstock.control.link import Cause, LinkChange, LinkWatch, looked_at_again

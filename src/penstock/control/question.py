@@ -14,6 +14,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from penstock.control.advice import Obstacle
+from penstock.control.configuration import Configuration
+from penstock.control.decide import Action
 from penstock.control.events import Link
 from penstock.control.evidence import EXPLAINED, FEWEST, UNEXPLAINED, WINDOW, explains
 from penstock.control.steps import Steps
@@ -28,6 +30,11 @@ _MOST = 12
 
 Doubt = tuple[Obstacle, str]
 """What stands in the way of a change, and the reason in words."""
+
+
+def what_of(action: Action, then: Configuration) -> tuple[Action, object]:
+    """What identifies a change, so that it is not tried again for the same cause."""
+    return action, then.nodes if action is Action.MOVE else then.delegated
 
 
 class Question:

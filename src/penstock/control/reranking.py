@@ -37,9 +37,8 @@ from random import Random
 
 import numpy as np
 
-from penstock.control.candidate import Measured, candidates, late_links
 from penstock.control.configuration import Configuration, Job, order_of
-from penstock.control.decide import run_on
+from penstock.control.decide import Measured, candidates, late_links, run_on
 from penstock.cost import LinkCondition, Links
 from penstock.cost.mesh import Mesh
 from penstock.engine.tolerance import EPSILON

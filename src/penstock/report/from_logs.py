@@ -25,9 +25,8 @@ from dataclasses import replace
 from statistics import median
 from typing import Any
 
-from penstock.control.candidate import Action
 from penstock.control.configuration import Job, peaks
-from penstock.control.decide import predict
+from penstock.control.decide import Action, predict
 from penstock.control.errors import ControlError
 from penstock.control.events import undirected
 from penstock.control.log import json_lines
