@@ -108,7 +108,6 @@ $(INSTALLED): pyproject.toml constraints.txt
 	$(PIP) --retries 1 $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX)) torch
 	$(PIP) -e ".[dev]"
 	$(BIN)/python -m compileall -qq -j 0 -x '$(RARE)' $(VENV)/lib || true
-	$(BIN)/python -m penstock.planning.compile_ahead
 	@touch $@
 
 clean:

@@ -7,7 +7,6 @@ import gc
 import importlib.util
 import shutil
 import signal
-import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -28,8 +27,6 @@ settings.register_profile("same-examples", max_examples=examples(100), derandomi
 settings.load_profile("ours")
 
 GOLDEN = Path(__file__).parent / "golden"
-LIMIT = pytest.StashKey[Any]()
-"""How long a test may take, as pytest-timeout has it."""
 
 
 @pytest.fixture
@@ -121,33 +118,3 @@ def pytest_collection_finish() -> None:
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     """Tests of one group go to one worker."""
     return scheduler(config, log) if config.getoption("dist") == "loadgroup" else None
-
-
-@pytest.hookimpl(tryfirst=True, optionalhook=True)
-def pytest_timeout_set_timer(item: pytest.Item, settings: Any) -> None:
-    """Keeps what limits the test; pytest-timeout's own function then sets the timer."""
-    item.stash[LIMIT] = settings
-
-
-@pytest.fixture(autouse=True)
-def machine_code_made_here(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Plans in tests have machine code: where it is not there it is compiled before they go on.
-
-    That takes minutes on a busy machine, whichever test plans first, so that the test's time limit begins again then.
-    """
-    from penstock.planning import compile_ahead
-
-    def begin() -> None:
-        if not compile_ahead.missing():
-            return
-        limit = request.node.stash.get(LIMIT, None)
-        if limit is None or threading.current_thread() is not threading.main_thread():  # where signals are set
-            compile_ahead.compile_all()
-            return
-        request.config.hook.pytest_timeout_cancel_timer(item=request.node)
-        try:
-            compile_ahead.compile_all()
-        finally:
-            request.config.hook.pytest_timeout_set_timer(item=request.node, settings=limit)
-
-    monkeypatch.setattr(compile_ahead, "begin", begin)

@@ -60,13 +60,11 @@ def _source() -> str:
 
 def in_node(body: str, given: Any) -> Any:
     """What `(given) => { body }` returns, with the playground's scripts at hand."""
-    program = f"{_source()}\nconst run = (given) => {{ {body} }};\nlet text = '';\n" + (
-        "process.stdin.on('data', (part) => (text += part)).on('end', () => "
-        "process.stdout.write(JSON.stringify(run(JSON.parse(text)))));"
+    program = (
+        f"{_source()}\nconst run = (given) => {{ {body} }};\n"
+        f"process.stdout.write(JSON.stringify(run({json.dumps(given)})));"
     )
-    done = subprocess.run(
-        ["node", "-e", program], input=json.dumps(given), capture_output=True, text=True, check=False
-    )
+    done = subprocess.run(["node", "-"], input=program, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout)
 

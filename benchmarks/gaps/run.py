@@ -27,7 +27,7 @@ import numpy as np
 
 import penstock as ps
 from experiments.common.record import commit, record
-from penstock.planning import compile_ahead, order_model
+from penstock.planning import order_model
 from penstock.planning.bounds import work_bound
 from penstock.planning.destructive_bound import DestructiveBound
 from penstock.planning.options import limits_of
@@ -104,7 +104,7 @@ def bounded(family: str, number: int) -> float:
     search = DestructiveBound(
         problem, work_bound(problem), min(row["value"] for row in rows_of(family, number)), 1e-4
     )
-    with Threads(1, compiled=True) as threads:
+    with Threads(1) as threads:
         threads.run([partial(search.go, threads.stop)], FAMILY_SECONDS / 10)
     return search.bound
 
@@ -168,7 +168,6 @@ def main() -> None:
         return
     if given.without_ortools:
         order_model.available = lambda: False
-    compile_ahead.compile_all()
     first, last = map(int, given.numbers.split("-"))
     for family in given.family or PLACEMENTS:
         for number in range(first, last + 1):

@@ -5,9 +5,9 @@
     python benchmarks/limits/run.py --readme               writes the table of README.md from results.json
 
 The problem is that of `benchmarks/plan/run.py` under a tight cap: uneven stages, one slow link, as many activations
-in flight on a rank as there are ranks. *Warm*: numba's machine code is on disk, as `make install` leaves it, and the
-process loads it. *Cold*: NUMBA_CACHE_DIR is an empty folder, as after an installation without that. Each number is
-the first plan of its process, from the call to its return; the process that the plan starts to compile is ended then.
+in flight on a rank as there are ranks. *Warm*: the library of the engine's functions is on disk, as an installation
+leaves it, and the process loads it. *Cold*: in a checkout with an empty XDG_CACHE_HOME, where the process builds it.
+Each number is the first plan of its process, from the call to its return.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from experiments.common.readme import write_between
 from experiments.common.record import record
+from penstock.engine.compiled import is_compiled
 
 FOLDER = Path(__file__).parent
 SIZES = ((8, 32), (32, 256), (128, 1024))
@@ -44,10 +45,6 @@ costs, links = draw(num_ranks, np.random.default_rng([seed, num_ranks]))
 before = time.perf_counter()
 p = ps.plan(costs, num_ranks, num_microbatches, links, max_in_flight=num_ranks, time_limit=limit)
 elapsed = time.perf_counter() - before
-from penstock.planning import compile_ahead
-for child in compile_ahead._children:
-    child.kill()
-    child.wait()
 print(json.dumps({"elapsed": elapsed, "gap": p.gap, "how": p.how}))
 """
 
@@ -55,7 +52,7 @@ print(json.dumps({"elapsed": elapsed, "gap": p.gap, "how": p.how}))
 def measured(num_ranks: int, num_microbatches: int, limit: float, cache: str) -> dict[str, Any]:
     """Seconds and gap of the first plan of a process."""
     with tempfile.TemporaryDirectory() as empty:
-        environment = {**os.environ, **({"NUMBA_CACHE_DIR": empty} if cache == "cold" else {})}
+        environment = {**os.environ, **({"XDG_CACHE_HOME": empty} if cache == "cold" else {})}
         command = [sys.executable, "-c", ONE, str(num_ranks), str(num_microbatches), str(limit), str(SEED)]
         said = subprocess.run(
             command, env=environment, cwd=FOLDER.parents[1], check=True, capture_output=True, text=True
@@ -67,7 +64,7 @@ def measured(num_ranks: int, num_microbatches: int, limit: float, cache: str) ->
 def rows(num_ranks: int, num_microbatches: int, cache: str, limits: Sequence[float]) -> list[dict[str, Any]]:
     """Limits of one size and cache."""
     if cache == "warm":
-        subprocess.run([sys.executable, "-m", "penstock.planning.compile_ahead"], check=True, capture_output=True)
+        is_compiled()
     found = []
     for limit in limits:
         runs = [measured(num_ranks, num_microbatches, limit, cache) for _ in range(REPEATS[cache])]

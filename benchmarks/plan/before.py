@@ -129,7 +129,8 @@ BEFORE, AFTER, SMALL_PAGES = "before", "now", "now, small pages"
 
 
 def old_listing(before: Path) -> Any:
-    """`list_ops` of a checkout of 59f8f88, compiled from its source, beside this checkout's package."""
+    """`list_ops` of a checkout of 59f8f88, compiled from its source by numba (to be installed for this), beside this
+    checkout's package."""
     import numba
 
     def loaded(name: str) -> ModuleType:

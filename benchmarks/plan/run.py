@@ -28,7 +28,7 @@ import numpy as np
 from experiments.common.record import record
 from penstock.cost import Costs, Links
 from penstock.engine.list_by_values import ListSpace
-from penstock.planning import compile_ahead, plan
+from penstock.planning import plan
 from penstock.planning.bounds import jackson_bound
 from penstock.planning.problem import Problem, pose
 from penstock.planning.search import Search, greedy, list_by_class, time_of
@@ -61,7 +61,6 @@ def posed(costs: Costs, links: Links, num_microbatches: int, cap: float) -> Prob
 
 def speeds(seed: int, seconds: float = 10.0) -> list[dict[str, Any]]:
     """Medians of list scheduling and of timing the order it made, compiled and warm; about `seconds` a size."""
-    compile_ahead.compile_all()
     random, rows = np.random.default_rng(seed), []
     for num_ranks, num_microbatches in SPEED_SIZES:
         problem = posed(*draw(num_ranks, random), num_microbatches, float(num_ranks))
@@ -99,7 +98,6 @@ def _timed(call: Callable[[], object], seconds: float) -> list[float]:
 
 def free(num_instances: int, seed: int) -> Iterator[dict[str, Any]]:
     """Without a memory cap: the gap of bound and list scheduling alone, with their ms, and within a second."""
-    compile_ahead.compile_all()
     for num_ranks, num_microbatches in FREE_SIZES:
         random, instances = np.random.default_rng([seed, num_ranks]), []
         for _ in range(num_instances):
@@ -126,7 +124,6 @@ def tight(
     num_instances: int, seed: int, sizes: Sequence[tuple[int, int, float]] = TIGHT_SIZES
 ) -> Iterator[dict[str, Any]]:
     """With the tight cap: the gap proved in the time given, and how far list scheduling was from that bound."""
-    compile_ahead.compile_all()
     for num_ranks, num_microbatches, seconds in sizes:
         random, instances = np.random.default_rng([seed, num_ranks, 1]), []
         for number in range(num_instances):

@@ -70,7 +70,7 @@ def measured(schedule: ps.Schedule, factors: Sequence[float]) -> dict[str, float
     by_count = replace(even, uneven=factors)
     by_size = replace(even, uneven={"time": factors, "activation": factors})
     work = 3 * MS * sum(factors)
-    runner = Runner(by_count, compile=True)
+    runner = Runner(by_count)
     order = runner.order(schedule)
     runs = [
         runner.run(order, ps.Links(), dispatch=each, transport=Decoupled(), caps=order.peaks).makespan
@@ -78,13 +78,11 @@ def measured(schedule: ps.Schedule, factors: Sequence[float]) -> dict[str, float
     ]
     held = Runner(by_size).order(schedule).peaks
     found = {
-        "rules": ps.planning.order_microbatches(schedule, by_count, compile=True),
-        "moves": ps.planning.order_microbatches(schedule, by_count, compile=True, time_limit=MOVES_S),
-        "size, own: rules": ps.planning.order_microbatches(schedule, by_size, compile=True),
-        "size: rules": ps.planning.order_microbatches(schedule, by_size, compile=True, memory_limit=max(held)),
-        "size: moves": ps.planning.order_microbatches(
-            schedule, by_size, compile=True, memory_limit=max(held), time_limit=MOVES_S
-        ),
+        "rules": ps.planning.order_microbatches(schedule, by_count),
+        "moves": ps.planning.order_microbatches(schedule, by_count, time_limit=MOVES_S),
+        "size, own: rules": ps.planning.order_microbatches(schedule, by_size),
+        "size: rules": ps.planning.order_microbatches(schedule, by_size, memory_limit=max(held)),
+        "size: moves": ps.planning.order_microbatches(schedule, by_size, memory_limit=max(held), time_limit=MOVES_S),
     }
     ways = {"arrival": found["rules"].arrival, "dispatch": min(runs)}
     ways |= {way: each.makespan for way, each in found.items()}
@@ -102,8 +100,8 @@ def under_errors(schedule: ps.Schedule, factors: Sequence[float], seed: int) -> 
     error = np.random.default_rng([seed, 99]).lognormal(0, ERROR, len(factors))
     even = costs_of(schedule)
     predicted, real = (replace(even, uneven=list(each)) for each in (np.array(factors) * error, factors))
-    planned = ps.planning.order_microbatches(schedule, predicted, noise=NOISE, compile=True)
-    runner = Runner(real, compile=True)
+    planned = ps.planning.order_microbatches(schedule, predicted, noise=NOISE)
+    runner = Runner(real)
     times = [
         runner.run(
             runner.order(each), ps.Links(), dispatch=dispatch, transport=Decoupled(), caps=planned.caps
@@ -135,7 +133,7 @@ def timed() -> dict[str, Any]:
             took = []
             for seed in range(NUM_DRAWS + 1):
                 costs = replace(costs_of(schedule), uneven=drawn(0.6, 4 * num_ranks, seed))
-                planned = ps.planning.order_microbatches(schedule, costs, compile=True, time_limit=limit)
+                planned = ps.planning.order_microbatches(schedule, costs, time_limit=limit)
                 took.append(1e3 * planned.seconds)
             row[way] = {"median": round(median(took[1:]), 2), "most": round(max(took[1:]), 2)}
         found[f"{name}, {num_ranks} ranks"] = row

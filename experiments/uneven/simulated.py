@@ -27,7 +27,7 @@ MOVES_S = 60.0
 
 
 def makespan(schedule: ps.Schedule, costs: ps.Costs, dispatch: Dispatch, caps: tuple[float, ...]) -> float:
-    runner = Runner(costs, compile=True)
+    runner = Runner(costs)
     ran = runner.run(runner.order(schedule), ps.Links(), dispatch=dispatch, transport=Decoupled(), caps=caps)
     return float(ran.makespan)
 
@@ -38,8 +38,8 @@ def order(cell: protocol.Cell) -> list[list[float]]:
     even, found = protocol.even_costs(schedule), []
     for draw in range(protocol.NUM_DRAWS):
         costs = replace(even, uneven=protocol.factors(cell.sigma, 4 * cell.num_ranks, draw))
-        rules = order_microbatches(schedule, costs, compile=True)
-        moved = order_microbatches(schedule, costs, compile=True, time_limit=MOVES_S)
+        rules = order_microbatches(schedule, costs)
+        moved = order_microbatches(schedule, costs, time_limit=MOVES_S)
         found.append([rules.arrival / rules.makespan, moved.arrival / moved.makespan])
     return found
 
@@ -52,8 +52,8 @@ def in_bytes(cell: protocol.Cell) -> list[list[float]]:
         each = protocol.factors(cell.sigma, 4 * cell.num_ranks, draw)
         costs = replace(even, uneven={"time": each, "activation": each})
         cap = max(Runner(costs).order(schedule).peaks)
-        rules = order_microbatches(schedule, costs, compile=True, memory_limit=cap)
-        moved = order_microbatches(schedule, costs, compile=True, memory_limit=cap, time_limit=MOVES_S)
+        rules = order_microbatches(schedule, costs, memory_limit=cap)
+        moved = order_microbatches(schedule, costs, memory_limit=cap, time_limit=MOVES_S)
         found.append([rules.arrival / rules.makespan, moved.arrival / moved.makespan])
     return found
 
@@ -65,7 +65,7 @@ def errors(cell: protocol.Cell) -> list[list[float]]:
     for draw in range(protocol.NUM_DRAWS):
         each = protocol.factors(cell.sigma, 4 * cell.num_ranks, draw)
         real, thought = (replace(even, uneven=f) for f in (each, protocol.predicted(each, cell.sigma, draw)))
-        planned = order_microbatches(schedule, thought, noise=protocol.NOISE, compile=True)
+        planned = order_microbatches(schedule, thought, noise=protocol.NOISE)
         took = makespan(planned.schedule, real, planned.dispatch, planned.caps)
         found.append([took / makespan(schedule, real, Dispatch.FROZEN, planned.caps)])
     return found
@@ -80,7 +80,7 @@ def changed(cell: protocol.Cell) -> list[list[float]]:
         each = protocol.factors(cell.sigma, 4 * cell.num_ranks, draw)
         was, now = (replace(protocol.even_costs(schedule), uneven=each) for schedule in (before, after))
         arrival = makespan(before, was, Dispatch.FROZEN, (cap,) * cell.num_ranks)
-        planned = order_microbatches(after, now, memory_limit=cap, compile=True)
+        planned = order_microbatches(after, now, memory_limit=cap)
         found.append([arrival / planned.makespan])
     return found
 
@@ -102,8 +102,8 @@ def towers(cell: protocol.Towers) -> list[list[float]]:
         each = protocol.tower_factors(cell.sigma, num, draw)
         was, now = protocol.tower_costs(before, *each), costs_of(after, *each)
         arrival = ps.simulate(before, was)
-        rules = order_microbatches(after, now, memory_limit=cap, compile=True)
-        moved = order_microbatches(after, now, memory_limit=cap, compile=True, time_limit=MOVES_S)
+        rules = order_microbatches(after, now, memory_limit=cap)
+        moved = order_microbatches(after, now, memory_limit=cap, time_limit=MOVES_S)
         over_work = arrival.makespan * cell.num_ranks / sum(arrival.busy)
         found.append([arrival.makespan / rules.makespan, arrival.makespan / moved.makespan, over_work])
     return found
@@ -125,7 +125,7 @@ def late_towers(cell: protocol.LateTowers) -> list[list[float]]:
             if max(ps.simulate(after, protocol.even_costs(after)).peak_activations) > cap:
                 continue
             costs = protocol.tower_costs(after, *each)
-            best = min(best, order_microbatches(after, costs, links=links, memory_limit=cap, compile=True).makespan)
+            best = min(best, order_microbatches(after, costs, links=links, memory_limit=cap).makespan)
         found.append([arrival.makespan / best, arrival.makespan * cell.num_ranks / sum(arrival.busy)])
     return found
 
@@ -148,10 +148,7 @@ def assigned(cell: protocol.Tail) -> list[list[float]]:
         own = [replace(even, uneven=each.tolist()) for each in arrived]
         caps = tuple(Runner(even).order(schedule).peaks)
         before = max(makespan(schedule, costs, Dispatch.FROZEN, caps) for costs in own)
-        after = max(
-            order_microbatches(schedule, replace(even, uneven=each.tolist()), compile=True).makespan
-            for each in groups
-        )
+        after = max(order_microbatches(schedule, replace(even, uneven=each.tolist())).makespan for each in groups)
         busiest = float(arrived.sum(axis=1).max() / arrived.sum(axis=1).mean())
         found.append([busiest, float(sums.max() / sums.mean()), before / after])
     return found
@@ -176,7 +173,7 @@ def assigned_limits(cell: protocol.Tail) -> list[list[float]]:
         ]
         before = max(makespan(schedule, replace(even, uneven=each.tolist()), Dispatch.FROZEN, caps) for each in own)
         slowest = replace(even, uneven=[*work[:beside].tolist(), float(work[-1])])
-        after = order_microbatches(schedule, slowest, compile=True, time_limit=MOVES_S).makespan
+        after = order_microbatches(schedule, slowest, time_limit=MOVES_S).makespan
         found.append([float(max(busiest) / work.mean()), before / after])
     return found
 

@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import penstock as ps
+from in_python import in_python
 from penstock.dispatch import Dispatch, Dispatcher, Policy, lower
 from penstock.schedule import Op
 from penstock.simulation.memory import frozen_caps, memory_changes
@@ -240,12 +241,8 @@ def test_a_frozen_run_is_never_faster_with_a_slower_link(problem: Problem) -> No
 @pytest.mark.slow
 @settings(deadline=None, max_examples=examples(60))
 @given(problems(), DISPATCH, TRANSPORT)
-def test_the_compiled_loop_gives_exactly_the_same_timeline(
-    problem: Problem, dispatch: str, transport: object
-) -> None:
+def test_c_gives_exactly_the_same_timeline(problem: Problem, dispatch: str, transport: object) -> None:
     schedule, costs, links = problem
-    plain = ps.simulate(schedule, costs, links=links, dispatch=dispatch, transport=transport)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(simulator, "COMPILE_ABOVE", -1)
-        compiled = ps.simulate(schedule, costs, links=links, dispatch=dispatch, transport=transport)
-    assert compiled == plain
+    with in_python():
+        plain = ps.simulate(schedule, costs, links=links, dispatch=dispatch, transport=transport)
+    assert ps.simulate(schedule, costs, links=links, dispatch=dispatch, transport=transport) == plain

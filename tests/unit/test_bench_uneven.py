@@ -62,8 +62,6 @@ def test_a_case_is_measured_again_alike(bench: ModuleType, cases: Any) -> None:
     schedule = ps.build("zb-h1", 8, 32)
     factors = bench.drawn(0.6, 32, 3)
     ways = dict(zip(bench.WAYS, told[4:], strict=False))
-    planned = ps.planning.order_microbatches(
-        schedule, ps.Costs([10] * 8, [10] * 8, [10] * 8, uneven=factors), compile=True
-    )
+    planned = ps.planning.order_microbatches(schedule, ps.Costs([10] * 8, [10] * 8, [10] * 8, uneven=factors))
     assert round(planned.makespan / (30 * sum(factors)), 4) == ways["rules"]
     assert round(planned.arrival / (30 * sum(factors)), 4) == ways["arrival"]

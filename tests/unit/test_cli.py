@@ -317,12 +317,12 @@ def test_help_names_every_verb(penstock: Any) -> None:
 
 
 STARTS = ("--help", "simulate --help", f"simulate {ZB} --json", "check zb --ranks 2 --microbatches 4")
-SLOW = ("torch", "numba", "rich.console")
+SLOW = ("torch", "rich.console")
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("line", STARTS)
-def test_planning_starts_without_torch_and_numba(line: str) -> None:
+def test_planning_starts_without_torch(line: str) -> None:
     code = (
         "import sys\nfrom penstock.cli import main\n"
         f"code = main({line.split()!r})\n"

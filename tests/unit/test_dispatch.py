@@ -2,18 +2,13 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 from dataclasses import replace
-from types import ModuleType
 
-import numpy as np
 import pytest
 
 import penstock as ps
 from penstock.dispatch import Dispatch, Dispatcher, FrozenDispatcher, Graph, lower
-from penstock.engine import decider
-from penstock.engine.compiled import compiled
 from penstock.simulation.memory import frozen_caps, memory_changes
 
 pytestmark = pytest.mark.unit
@@ -193,38 +188,3 @@ def test_extra_edges_are_needs_too() -> None:
     schedule = ps.build("gpipe", 1, 2)
     graph = lower(schedule, extra=[(ps.Op("B", 0, 1), ps.Op("B", 0, 0))])
     assert graph.num_needed[graph.number[ps.Op("B", 0, 0)]] == 2
-
-
-def test_compiled_core_decides_alike() -> None:
-    twin: ModuleType = compiled(decider)
-    assert twin is compiled(decider)
-    graph = lower(ps.build("zb-v", 2, 4))
-    change = np.array(memory_changes(graph, ps.Costs.uniform(graph.num_ranks * 2)))
-    names = ("first", "queue_rank_first", "queue_first", "queue_ops", "priority", "gang")
-    of = {name: np.array(getattr(graph, name)) for name in names}
-    rng = np.random.default_rng(0)
-    decided = set()
-    for policy in (decider.FROZEN, decider.HINTED, decider.CLASS_FIRST):
-        for _ in range(40):
-            done = np.zeros(graph.num_ops, np.int64)
-            missing = rng.integers(0, 2, graph.num_ops)
-            head = of["queue_first"][:-1] + rng.integers(0, 1 + np.diff(of["queue_first"]))
-            for q, at in enumerate(head):
-                done[of["queue_ops"][of["queue_first"][q] : at]] = 1
-            left = [[o for o in range(a, b) if not done[o]] for a, b in itertools.pairwise(of["first"])]
-            following = np.array([row[0] if row else end for row, end in zip(left, of["first"][1:], strict=True)])
-            given = (
-                of["first"], of["queue_rank_first"], of["queue_first"], of["queue_ops"], head, of["priority"],
-                missing, done, following, change, rng.uniform(0, 4, 2), np.array([4.0, 4.0]),
-                rng.integers(0, 2, 2), of["gang"], None,
-            )  # fmt: skip
-            for rank in (0, 1):
-                found = decider.decide(policy, rank, *given)
-                assert twin.decide(policy, rank, *given) == found
-                decided.add((policy, found == decider.NOTHING))
-    assert len(decided) == 6
-
-
-def test_the_compiled_twin_leaves_the_module_as_it_is() -> None:
-    compiled(decider)
-    assert type(decider.decide).__name__ == "function"

@@ -76,19 +76,6 @@ def test_two_stages_of_a_rank_do_not_lock_each_other_out_under_a_cap() -> None:
     assert max(ps.schedule.peak_in_flight(listed.schedule("tight"))) == 2
 
 
-def test_the_compiler_takes_the_option_that_makes_it_fast() -> None:
-    """`_nrt` is numba's own and not documented: should a version drop it, this says so before times do."""
-    from penstock.engine import list_by_rules
-    from penstock.engine.compiled import compiled
-
-    graph = graph_of(v_shape(2), 2, 4, ps.Costs.uniform(4), ps.Links())
-    assert Lister(graph, compile=True).list_by_rules(graph.tables).complete
-    assert list_by_rules.OPTIONS == {"_nrt": False}
-    for function in (compiled(list_by_rules).run, compiled(list_by_rules).decide, compiled(list_by_rules).begin):
-        assert function.targetoptions["_nrt"] is False
-    assert compiled(list_by_rules).run.nopython_signatures
-
-
 def test_what_records_say_of_a_queue_is_what_the_network_says() -> None:
     """The two were made each by itself: the network was put together again from the records."""
     stages = ps.schedule.StageGraph(

@@ -16,8 +16,8 @@ from penstock.planning import strategy
 from penstock.planning.joint.away import sent_away
 from penstock.planning.joint.away_in_time import sent_away_in_time
 from penstock.planning.joint.bounds import lower_bound
-from penstock.planning.joint.problem import JointProblem, Orders, pose_joint
-from penstock.planning.joint.rows import F, I
+from penstock.planning.joint.problem import JointProblem, pose_joint
+from penstock.planning.joint.rows import F, I, Orders
 from penstock.planning.joint.search import _less_what_moves
 from penstock.planning.options import OpForms, in_turn, limits_of
 from penstock.planning.problem import pose

@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 import penstock as ps
-from penstock.planning import compile_ahead, span_objective, strategy
+from penstock.planning import span_objective, strategy
 from penstock.planning.graph import bounds as graph_bounds
 from penstock.planning.graph.flow_bound import FlowBound
 from penstock.schedule import Op
@@ -77,7 +77,6 @@ def test_a_span_that_a_late_beginning_makes_shorter_is_of_another_family() -> No
 
 def test_a_bound_above_a_value_is_an_error_and_not_a_gap_of_0(monkeypatch: pytest.MonkeyPatch) -> None:
     """Such a bound was cut to the value: a mistake in a bound looked like a proof."""
-    compile_ahead.compile_all()
     for goal, module in (("makespan", strategy), ("span", span_objective)):
         with monkeypatch.context() as patch:
             patch.setattr(module, "jackson_bound", lambda problem: 1000.0)

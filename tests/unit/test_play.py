@@ -12,9 +12,10 @@ import pytest
 import penstock as ps
 from penstock.formats import to_torch_csv
 from penstock.play import page, save, scripts
-from penstock.play.to_javascript import bundle
 from penstock.schedule.messages import CHANNELS
 from penstock.schedule.text_parser import parse
+from penstock.translate.subset import SubsetError
+from penstock.translate.to_javascript import bundle
 from play_cases import (
     CHECK_GRIDS,
     DISPATCHES,
@@ -167,12 +168,11 @@ def test_heaps_and_rounding_are_those_of_python() -> None:
     assert in_node("return given.map((each) => floorMod(each, 3));", [-4, -1, 0, 5]) == [-4 % 3, -1 % 3, 0, 5 % 3]
 
 
-def test_what_has_no_translation_is_refused_by_its_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_has_no_translation_is_refused_by_its_line(tmp_path: Path) -> None:
     module = ModuleType("penstock.engine.odd")
-    monkeypatch.setattr(
-        "penstock.play.to_javascript.inspect.getsource", lambda _: "def odd(a):\n    with a:\n        pass\n"
-    )
-    with pytest.raises(ps.ScheduleError, match=r"odd.py, line 2: .*has no translation to JavaScript"):
+    module.__file__ = str(tmp_path / "odd.py")
+    (tmp_path / "odd.py").write_text("def odd(a):\n    with a:\n        pass\n")
+    with pytest.raises(SubsetError, match=r"odd.py, line 2: .*has no translation to JavaScript"):
         bundle([module])
 
 

@@ -1,10 +1,9 @@
 """Links whose messages go through delegates, beside links that block."""
 
-import sys
-
 import pytest
 
 import penstock as ps
+from in_python import in_python
 from penstock.simulation.simulator import simulate
 
 COSTS = ps.Costs.uniform(4, f=10, i=10, w=10)
@@ -31,9 +30,9 @@ def test_other_links_block_as_before() -> None:
     assert [makespan(ps.Blocking(1, links), both) for links in delegated] == [600.0, 620.0, 630.0, 630.0]
 
 
-def test_compiled_and_uncompiled_agree(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_c_and_python_agree() -> None:
     both = ps.Links({(0, 1): 30.0, (2, 3): 30.0})
     transport = ps.Blocking(1, frozenset({(0, 1)}))
-    uncompiled = makespan(transport, both)
-    monkeypatch.setattr(sys.modules[simulate.__module__], "COMPILE_ABOVE", 0)
-    assert makespan(transport, both) == uncompiled
+    with in_python():
+        expected = makespan(transport, both)
+    assert makespan(transport, both) == expected

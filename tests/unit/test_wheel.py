@@ -16,7 +16,7 @@ import pytest
 pytestmark = [pytest.mark.timeout(600), pytest.mark.xdist_group("wheel")]
 
 ROOT = Path(__file__).resolve().parents[2]
-COUNTED_APART = ("numpy", "numba", "llvmlite", "pip", "setuptools", "pkg_resources", "wheel")
+COUNTED_APART = ("numpy", "pip", "setuptools", "pkg_resources", "wheel")
 MOST_BYTES = 60e6
 
 

@@ -67,7 +67,7 @@ class StepNetwork:
             [[(before, 0.0, 1, 1) for before in needs] for needs in self.needs],
             len(rows),
         )
-        self._timer = Timer(network, irregular, compile=True)
+        self._timer = Timer(network, irregular)
 
     def durations(self, own: Array) -> Array:
         """Ms of each queue from those of ops and messages (M + L,)."""

@@ -140,12 +140,9 @@ def _tend(process: Any, job: Job, links: Links, found: list[Schedule]) -> None:
 
 def _search() -> None:
     """The process that searches: reads a problem, and writes each plan as a line."""
-    from penstock.planning import compile_ahead  # here, so that the controller's process stays light
-
     ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # which it gets when its parent ends
     os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))  # a core that a rank wants is the rank's
     value = json.loads(sys.stdin.read())
-    compile_ahead.compile_all()  # here, and not in a process that nobody holds back
     links = Links({(source, target): ms for (source, target), ms in value["links"]})
     for schedule in better_plans(job_from_json(value["job"]), links):
         print(to_json(schedule), flush=True)

@@ -20,16 +20,9 @@ ready and fit is taken. A hinted rank may also wait for an op that is nearly due
 
 from __future__ import annotations
 
-from typing import Any
-
-from penstock.engine import memory_safety
-from penstock.engine.memory_safety import Array, fits, fits_beside
+from penstock.engine.arrays import Floats, Ints
+from penstock.engine.memory_safety import fits, fits_beside
 from penstock.engine.tolerance import EPSILON
-
-COMPILED_WITH = (memory_safety,)
-OPTIONS = {"_nrt": False}
-"""For the compiler: nothing here allocates. Without numba's counting of references to the arrays that the event loop
-hands over at every decision, runs under dispatch take about half as long."""
 
 FROZEN, HINTED, CLASS_FIRST = 0, 1, 2
 """The policies of `decide`."""
@@ -40,21 +33,21 @@ NOTHING = -1
 def decide(
     policy: int,
     rank: int,
-    first: Array,
-    queue_rank_first: Array,
-    queue_first: Array,
-    queue_ops: Array,
-    head: Array,
-    priority: Array,
-    missing: Array,
-    done: Array,
-    next_frozen: Array,
-    memory_change: Array,
-    held: Array,
-    cap: Array,
-    warmup_left: Array,
-    gang: Array,
-    beside: Any,
+    first: Ints,
+    queue_rank_first: Ints,
+    queue_first: Ints,
+    queue_ops: Ints,
+    head: Ints,
+    priority: Ints,
+    missing: Ints,
+    done: Ints,
+    next_frozen: Ints,
+    memory_change: Floats,
+    held: Floats,
+    cap: Floats,
+    warmup_left: Ints,
+    gang: Ints,
+    beside: Floats,
 ) -> int:
     """The op that `rank` starts now, NOTHING where it waits. `rank` is a row: a rank, or a stream.
 
@@ -97,7 +90,7 @@ def decide(
     return best
 
 
-def is_preferred(policy: int, op: int, other: int, priority: Array) -> bool:
+def is_preferred(policy: int, op: int, other: int, priority: Ints) -> bool:
     """Whether a ready op is taken before another ready op of the same rank."""
     if policy == CLASS_FIRST and priority[op] != priority[other]:
         return priority[op] < priority[other]
@@ -105,7 +98,7 @@ def is_preferred(policy: int, op: int, other: int, priority: Array) -> bool:
 
 
 def wait_until(
-    rank: int, op: int, now: float, wait: float, due: Array, duration: Array, done: Array, next_frozen: Array
+    rank: int, op: int, now: float, wait: float, due: Floats, duration: Floats, done: Ints, next_frozen: Ints
 ) -> float:
     """The moment until which `rank` leaves a ready `op` for an earlier op of its order that is nearly due.
 
@@ -124,7 +117,7 @@ def wait_until(
     return now
 
 
-def note_under_way(row: int, change: float, num_rows: int, num_ops: int, beside: Array) -> None:
+def note_under_way(row: int, change: float, num_rows: int, num_ops: int, beside: Floats) -> None:
     """Where ranks have streams, takes note that an op starts that will free memory; that it ended, with `-change`."""
     beside[num_ops + row % (num_rows // 2)] += change
 
@@ -132,15 +125,15 @@ def note_under_way(row: int, change: float, num_rows: int, num_ops: int, beside:
 def start(
     rank: int,
     op: int,
-    done: Array,
-    first: Array,
-    next_frozen: Array,
-    head: Array,
-    queue_of: Array,
-    priority: Array,
-    memory_change: Array,
-    held: Array,
-    warmup_left: Array,
+    done: Ints,
+    first: Ints,
+    next_frozen: Ints,
+    head: Ints,
+    queue_of: Ints,
+    priority: Ints,
+    memory_change: Floats,
+    held: Floats,
+    warmup_left: Ints,
 ) -> None:
     """Takes note that `rank` starts `op`: it leaves its queue, and a forward's activation is held."""
     done[op] = 1
@@ -153,7 +146,7 @@ def start(
         warmup_left[rank] -= 1
 
 
-def finish(rank: int, op: int, memory_change: Array, held: Array) -> None:
+def finish(rank: int, op: int, memory_change: Floats, held: Floats) -> None:
     """Takes note that `op` ended: what it frees is free."""
     if memory_change[op] < 0:
         held[rank] += memory_change[op]

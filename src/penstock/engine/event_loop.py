@@ -9,13 +9,11 @@ from __future__ import annotations
 
 import heapq
 import math
-from typing import Any
+from collections.abc import Callable
 
-from penstock.engine import decider, min_tree
-from penstock.engine.decider import Array, decide, finish, note_under_way, start, wait_until
+from penstock.engine.arrays import Floats, Ints
+from penstock.engine.decider import NOTHING, decide, finish, note_under_way, start, wait_until
 from penstock.engine.min_tree import least_of, sift
-
-COMPILED_WITH = (decider, min_tree)
 
 IDLE, BUSY, BLOCKED, GATHERING, ASLEEP = 0, 1, 2, 3, 4
 """Asleep is a rank that could start nothing: it is idle again when something reaches it."""
@@ -26,55 +24,55 @@ TOO_LATE = -1
 def run(
     policy: int,
     wait: float,
-    due: Array,
-    wake: Array,
-    duration: Array,
-    memory_change: Array,
-    delay: Array,
+    due: Floats,
+    wake: Floats,
+    duration: Floats,
+    memory_change: Floats,
+    delay: Floats,
     bounded: bool,
-    depth: Array,
-    cap: Array,
-    warmup_left: Array,
-    rank_of: Array,
-    first: Array,
-    missing: Array,
-    edge_first: Array,
-    edge_to: Array,
-    queue_rank_first: Array,
-    queue_first: Array,
-    queue_ops: Array,
-    queue_of: Array,
-    priority: Array,
-    head: Array,
-    next_frozen: Array,
-    done: Array,
-    held: Array,
-    state: Array,
-    in_transit: Array,
-    unsent: Array,
-    start_time: Array,
-    end_time: Array,
-    arrival_time: Array,
-    free_time: Array,
-    peak: Array,
-    turn: Array,
-    gang: Array,
-    gang_first: Array,
-    gang_ops: Array,
-    gathered: Array,
+    depth: Ints,
+    cap: Floats,
+    warmup_left: Ints,
+    rank_of: Ints,
+    first: Ints,
+    missing: Ints,
+    edge_first: Ints,
+    edge_to: Ints,
+    queue_rank_first: Ints,
+    queue_first: Ints,
+    queue_ops: Ints,
+    queue_of: Ints,
+    priority: Ints,
+    head: Ints,
+    next_frozen: Ints,
+    done: Ints,
+    held: Floats,
+    state: Ints,
+    in_transit: Ints,
+    unsent: Ints,
+    start_time: Floats,
+    end_time: Floats,
+    arrival_time: Floats,
+    free_time: Floats,
+    peak: Floats,
+    turn: Ints,
+    gang: Ints,
+    gang_first: Ints,
+    gang_ops: Ints,
+    gathered: Ints,
     lines: bool,
     base: float,
-    busy: Array,
-    late_first: Array,
-    late_from: Array,
-    late_ms: Array,
-    line_free: Array,
-    line_last: Array,
-    ends: Array,
-    left: Array,
+    busy: Floats,
+    late_first: Ints,
+    late_from: Floats,
+    late_ms: Floats,
+    line_free: Floats,
+    line_last: Floats,
+    ends: Floats,
+    left: Floats,
     limit: float,
-    beside: Any = None,
-    arrival: Any = None,
+    beside: Floats = None,
+    arrival: Callable[[int, float], float] | None = None,
 ) -> int:
     """Runs to the end or until nothing can go on; returns how many ops ended. It stops, and returns TOO_LATE,
     where the run is sure to end after `limit` ms, since what is left of a row takes too long.
@@ -114,7 +112,7 @@ def run(
                 policy, rank, first, queue_rank_first, queue_first, queue_ops, head, priority, missing, done,
                 next_frozen, memory_change, held, cap, warmup_left, gang, beside,
             )  # fmt: skip
-            if op == decider.NOTHING:
+            if op == NOTHING:
                 if beside is None:  # what a stream does changes what its rank may hold
                     state[rank] = ASLEEP
                 continue
@@ -233,11 +231,11 @@ def cross(
     busy: float,
     now: float,
     base: float,
-    late_first: Array,
-    late_from: Array,
-    late_ms: Array,
-    line_free: Array,
-    line_last: Array,
+    late_first: Ints,
+    late_from: Floats,
+    late_ms: Floats,
+    line_free: Floats,
+    line_last: Floats,
 ) -> float:
     """When a message handed over at `now` arrives: `cost.conditions` over arrays, for what needs no drawing of lots.
 
@@ -265,7 +263,7 @@ def cross(
     return now + round((arrives + base - now) * 1e9) / 1e9
 
 
-def edge_link(edge: int, num_ranks: int, rank_of: Array, edge_first: Array, edge_to: Array) -> int:
+def edge_link(edge: int, num_ranks: int, rank_of: Ints, edge_first: Ints, edge_to: Ints) -> int:
     """The link an edge travels: its source op is found by bisection, since edges are grouped by source."""
     low, high = 0, len(edge_first) - 1
     while high - low > 1:

@@ -23,16 +23,23 @@ from __future__ import annotations
 
 import math
 
-from penstock.engine import min_tree, needs
+from penstock.engine.arrays import Floats, Ints
 from penstock.engine.min_tree import fill, least_of, sift
 from penstock.engine.needs import last_needed
-from penstock.engine.rule_tables import BACKWARD, FIRST, FORWARD, LAST, NUM_CLASSES, WEIGHT, Numbers, Records
+from penstock.engine.rule_tables import (
+    BACKWARD,
+    FIRST,
+    FORWARD,
+    LAST,
+    NUM_CLASSES,
+    WEIGHT,
+    Needs,
+    Queues,
+    Ranks,
+    Slots,
+)
 from penstock.engine.tolerance import EPSILON
 
-COMPILED_WITH = (min_tree, needs)
-OPTIONS = {"_nrt": False}
-"""For the compiler: nothing here allocates, and without numba's counting of references to the arrays that are
-handed from function to function the compiled core is seven times as fast."""
 NOTHING = -1
 NEVER = math.inf
 BACKWARD_FIRST, FORWARD_FIRST, INTERLEAVED = 0, 1, 2
@@ -42,7 +49,7 @@ READY, DONE, WAITS, FULL, STAGE_FULL, REFUSED = range(6)
 """Why the head of a queue can or can't start: see `standing`."""
 
 
-def ready_time(q: int, queues: Records, needs: Records, start_time: Numbers) -> float:
+def ready_time(q: int, queues: Queues, needs: Needs, start_time: Floats) -> float:
     """When the next op of queue `q` has all it needs; NEVER while something that it needs has not started."""
     index = queues[q].started
     if index >= queues[q].length:
@@ -60,7 +67,7 @@ def ready_time(q: int, queues: Records, needs: Records, start_time: Numbers) -> 
     return latest
 
 
-def standing(q: int, time: float, queues: Records, ranks: Records, hosts: Numbers) -> int:
+def standing(q: int, time: float, queues: Queues, ranks: Ranks, hosts: Ints) -> int:
     """Whether the next op of queue `q` could start at `time`, or why not."""
     if queues[q].ready_at > time:
         return WAITS if queues[q].started < queues[q].length else DONE
@@ -83,11 +90,11 @@ def pick_in_class(
     rank: int,
     kind: int,
     time: float,
-    queues: Records,
-    ranks: Records,
-    slots: Records,
-    slot_queues: Numbers,
-    hosts: Numbers,
+    queues: Queues,
+    ranks: Ranks,
+    slots: Slots,
+    slot_queues: Ints,
+    hosts: Ints,
 ) -> int:
     """The queue of one class that a rank would take, or NOTHING."""
     slot = rank * NUM_CLASSES + kind
@@ -120,7 +127,7 @@ def pick_in_class(
     return best
 
 
-def interval_position(slot: int, queues: Records, slots: Records, slot_queues: Numbers) -> int:
+def interval_position(slot: int, queues: Queues, slots: Slots, slot_queues: Ints) -> int:
     """Where in its traversal a class slot stands: at the next queue with ops left once an interval is full."""
     first, size = slots[slot].first, slots[slot].last - slots[slot].first
     at = slots[slot].position
@@ -134,7 +141,7 @@ def interval_position(slot: int, queues: Records, slots: Records, slot_queues: N
     return at
 
 
-def has_left(rank: int, kind: int, queues: Records, slots: Records, slot_queues: Numbers) -> bool:
+def has_left(rank: int, kind: int, queues: Queues, slots: Slots, slot_queues: Ints) -> bool:
     """Whether a rank still has ops of a class to start."""
     slot = rank * NUM_CLASSES + kind
     for s in range(slots[slot].first, slots[slot].last):
@@ -144,7 +151,7 @@ def has_left(rank: int, kind: int, queues: Records, slots: Records, slot_queues:
     return False
 
 
-def preferred(rank: int, ranks: Records) -> int:
+def preferred(rank: int, ranks: Ranks) -> int:
     """BACKWARD or FORWARD: which of the two the rules want next."""
     if ranks[rank].turn_left > 0:
         return ranks[rank].turn
@@ -155,9 +162,7 @@ def preferred(rank: int, ranks: Records) -> int:
     return BACKWARD if ranks[rank].turn == FORWARD else FORWARD
 
 
-def decide(
-    rank: int, time: float, queues: Records, ranks: Records, slots: Records, slot_queues: Numbers, hosts: Numbers
-) -> int:
+def decide(rank: int, time: float, queues: Queues, ranks: Ranks, slots: Slots, slot_queues: Ints, hosts: Ints) -> int:
     """The queue whose next op the rank takes at `time`, or NOTHING."""
     if ranks[rank].warmup_left > 0:
         return pick_in_class(rank, FORWARD, time, queues, ranks, slots, slot_queues, hosts)
@@ -182,7 +187,7 @@ def decide(
 
 
 def comes_soon(
-    rank: int, time: float, queues: Records, ranks: Records, slots: Records, slot_queues: Numbers, hosts: Numbers
+    rank: int, time: float, queues: Queues, ranks: Ranks, slots: Slots, slot_queues: Ints, hosts: Ints
 ) -> bool:
     """Whether a forward or backward that fits becomes ready within the rank's patience."""
     for kind in (BACKWARD, FORWARD):
@@ -198,14 +203,14 @@ def comes_soon(
 def begin(
     q: int,
     time: float,
-    queues: Records,
-    ranks: Records,
-    slots: Records,
-    slot_queues: Numbers,
-    hosts: Numbers,
-    needs: Records,
-    unlocks: Numbers,
-    start_time: Numbers,
+    queues: Queues,
+    ranks: Ranks,
+    slots: Slots,
+    slot_queues: Ints,
+    hosts: Ints,
+    needs: Needs,
+    unlocks: Ints,
+    start_time: Floats,
 ) -> float:
     """Starts the next op of queue `q`, decided on at `time`; returns when it starts.
 
@@ -247,7 +252,7 @@ def begin(
 
 
 def give_back(
-    rank: int, time: float, queues: Records, ranks: Records, hosts: Numbers, own: Numbers, start_time: Numbers
+    rank: int, time: float, queues: Queues, ranks: Ranks, hosts: Ints, own: Ints, start_time: Floats
 ) -> float:
     """Takes what ops have freed by `time` off the memory that a rank and its stream share; returns when the next of
     those under way ends, NEVER where there is none.
@@ -273,7 +278,7 @@ def give_back(
     return soonest
 
 
-def note_turn(rank: int, kind: int, ranks: Records) -> None:
+def note_turn(rank: int, kind: int, ranks: Ranks) -> None:
     """Whose turn it is after an op of a class."""
     if kind != FORWARD and kind != BACKWARD:
         return
@@ -289,7 +294,7 @@ def note_turn(rank: int, kind: int, ranks: Records) -> None:
         ranks[rank].turn_left = unit - 1
 
 
-def note_interval(rank: int, q: int, queues: Records, slots: Records, slot_queues: Numbers) -> None:
+def note_interval(rank: int, q: int, queues: Queues, slots: Slots, slot_queues: Ints) -> None:
     """How far an interval has got after an op of queue `q` (whose count already includes it)."""
     slot = rank * NUM_CLASSES + queues[q].op_class
     interval = slots[slot].interval
@@ -307,7 +312,7 @@ def note_interval(rank: int, q: int, queues: Records, slots: Records, slot_queue
 
 
 def next_wake(
-    rank: int, time: float, queues: Records, ranks: Records, hosts: Numbers, own: Numbers, start_time: Numbers
+    rank: int, time: float, queues: Queues, ranks: Ranks, hosts: Ints, own: Ints, start_time: Floats
 ) -> float:
     """When a rank that found nothing at `time` may find something: as its next op becomes ready, or, where it shares
     its memory with a stream, as an op frees some.
@@ -323,19 +328,19 @@ def next_wake(
 
 
 def run(
-    queues: Records,
-    ranks: Records,
-    slots: Records,
-    slot_queues: Numbers,
-    hosts: Numbers,
-    needs: Records,
-    unlocks: Numbers,
-    own: Numbers,
-    start_time: Numbers,
-    rows: Numbers,
-    row_first: Numbers,
-    filled: Numbers,
-    tree: Numbers,
+    queues: Queues,
+    ranks: Ranks,
+    slots: Slots,
+    slot_queues: Ints,
+    hosts: Ints,
+    needs: Needs,
+    unlocks: Ints,
+    own: Ints,
+    start_time: Floats,
+    rows: Ints,
+    row_first: Ints,
+    filled: Ints,
+    tree: Floats,
 ) -> int:
     """Makes the rows. Returns how many ops started: fewer than all means that no rank can go on.
 

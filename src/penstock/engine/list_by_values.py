@@ -1,4 +1,4 @@
-"""List scheduling over the arrays of a `Network`. Written to be compiled.
+"""List scheduling over the arrays of a `Network`.
 
 `list_ops` goes from event to event: the rank that can start something first picks, among the ops it could start
 then, the one of least value. With `wait[r]` above 0 the rank may also pick an op that becomes ready within so many
@@ -11,17 +11,15 @@ Memory never ends in a deadlock: see `memory_safety.can_finish`.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
-from penstock.engine import memory_safety, min_tree
+from penstock.engine.arrays import Floats, Ints
 from penstock.engine.memory_safety import can_finish
 from penstock.engine.min_tree import fill, least_of, leaves_for, sift
-from penstock.engine.network import Array, Network
+from penstock.engine.network import Network
 from penstock.engine.tolerance import EPSILON
-
-COMPILED_WITH = (min_tree, memory_safety)
 
 INFINITE = 1e300
 
@@ -35,12 +33,12 @@ class ListSpace(NamedTuple):
         state, times: working space of Q + 2 R ints and Q + 3 R + 2 * (power of two >= R) floats.
     """
 
-    values: Array
-    wait: Array
-    start: Array
-    row: Array
-    state: Array
-    times: Array
+    values: Floats
+    wait: Floats
+    start: Floats
+    row: Ints
+    state: Ints
+    times: Floats
 
     @classmethod
     def of(cls, network: Network) -> ListSpace:
@@ -55,7 +53,7 @@ class ListSpace(NamedTuple):
         )
 
 
-def list_ops(p: Any, space: Any, turned: bool, in_turn: bool) -> float:
+def list_ops(p: Network, space: ListSpace, turned: bool, in_turn: bool) -> float:
     """Schedules every op; returns the makespan (ms, with tails), or -1 where the ranks are stuck.
 
     Args:
@@ -77,11 +75,10 @@ def list_ops(p: Any, space: Any, turned: bool, in_turn: bool) -> float:
     leaves = leaves_for(num_ranks)
     tree = times[num_queues + 3 * num_ranks : num_queues + 3 * num_ranks + 2 * leaves]
 
-    # Inner functions are compiled in place: a call across which all arrays travel costs more than what it does.
-    def number(q, j):  # type: ignore[no-untyped-def]
+    def number(q: int, j: int) -> int:
         return op_first[q] + (count[q] - 1 - j if turned else j)
 
-    def is_least(q, r):  # type: ignore[no-untyped-def]
+    def is_least(q: int, r: int) -> bool:
         """Whether no other queue of rank r that takes memory has a next op of less value."""
         value = values[number(q, head[q])]
         for other in range(rank_first[r], rank_first[r + 1]):
@@ -89,7 +86,7 @@ def list_ops(p: Any, space: Any, turned: bool, in_turn: bool) -> float:
                 return False
         return True
 
-    def may_take(q, r):  # type: ignore[no-untyped-def]
+    def may_take(q: int, r: int) -> bool:
         """Whether the next op of q leaves rank r under its cap, and able to finish what it has begun."""
         level = held[r] + memory[q]
         return memory[q] <= 0 or (
@@ -105,7 +102,7 @@ def list_ops(p: Any, space: Any, turned: bool, in_turn: bool) -> float:
             )
         )
 
-    def earliest(r):  # type: ignore[no-untyped-def]
+    def earliest(r: int) -> float:
         """When rank r can start an op next, as far as is known."""
         found = INFINITE
         for q in range(rank_first[r], rank_first[r + 1]):
@@ -113,7 +110,7 @@ def list_ops(p: Any, space: Any, turned: bool, in_turn: bool) -> float:
                 found = ready[q]
         return max(found, free[r])
 
-    def ready_time(q):  # type: ignore[no-untyped-def]
+    def ready_time(q: int) -> float:
         """When the next op of queue q has all it needs; INFINITE while that is not known."""
         j = head[q]
         time = INFINITE if j >= count[q] else 0.0

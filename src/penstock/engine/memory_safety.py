@@ -1,5 +1,5 @@
 """What keeps a cap on memory from locking ranks up: an op that takes memory starts only if its rank can still finish
-what it has begun. Written to be compiled.
+what it has begun.
 
 A rank gives memory back by the ops that come later. So it is safe as long as there is some order of what it has begun
 that keeps to its cap to the end; then what is started never stands in the way of what it needs. Which order that is
@@ -16,15 +16,12 @@ depends on what is known when an op is to start:
 from __future__ import annotations
 
 from itertools import groupby
-from typing import Any
 
+from penstock.engine.arrays import Floats, Ints
 from penstock.engine.tolerance import EPSILON
 
-Array = Any
-"""A list or an array of numbers, indexed by op, queue or rank."""
 
-
-def fits(rank: int, op: int, done: Array, next_frozen: Array, memory_change: Array, held: Array, cap: Array) -> bool:
+def fits(rank: int, op: int, done: Ints, next_frozen: Ints, memory_change: Floats, held: Floats, cap: Floats) -> bool:
     """Whether `op`, run now, leaves the rank able to finish in frozen order under its cap.
 
     Running it early raises the memory of every op that the frozen order has before it.
@@ -44,13 +41,13 @@ def fits(rank: int, op: int, done: Array, next_frozen: Array, memory_change: Arr
 def fits_beside(
     rank: int,
     op: int,
-    first: Array,
-    done: Array,
-    next_frozen: Array,
-    memory_change: Array,
-    held: Array,
-    cap: Array,
-    beside: Array,
+    first: Ints,
+    done: Ints,
+    next_frozen: Ints,
+    memory_change: Floats,
+    held: Floats,
+    cap: Floats,
+    beside: Floats,
 ) -> bool:
     """The same where ranks have streams: in the order of both together, each op ending before the next one starts.
 
@@ -83,7 +80,7 @@ def fits_beside(
 
 
 def can_finish(
-    taken: int, room: float, first: int, last: int, head: Array, count: Array, memory: Array, pipeline: Array
+    taken: int, room: float, first: int, last: int, head: Ints, count: Ints, memory: Floats, pipeline: Ints
 ) -> bool:
     """Whether a rank, the next op of `taken` run and `room` left, can finish its microbatches one after another.
 

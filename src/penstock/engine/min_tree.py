@@ -1,20 +1,8 @@
-"""A tree of minima, by which list schedulers and the event loop find the rank that can go on first. Written to be
-compiled."""
+"""A tree of minima, by which list schedulers and the event loop find the rank that can go on first."""
 
 from __future__ import annotations
 
-from typing import Any
-
-Array = Any
-
-OPTIONS = {"_nrt": False}
-"""For the compiler: nothing here allocates (see `list_by_rules`)."""
-
-
-def copied(source: Array, target: Array) -> None:
-    """Copies numbers one by one: for slices numba compiles much more, to say what does not fit."""
-    for place in range(len(source)):
-        target[place] = source[place]
+from penstock.engine.arrays import Floats
 
 
 def leaves_for(num: int) -> int:
@@ -25,13 +13,13 @@ def leaves_for(num: int) -> int:
     return leaves
 
 
-def fill(tree: Array) -> None:
+def fill(tree: Floats) -> None:
     """Makes the minima above the leaves."""
     for node in range(len(tree) // 2 - 1, 0, -1):
         tree[node] = min(tree[2 * node], tree[2 * node + 1])
 
 
-def least_of(tree: Array, leaves: int) -> int:
+def least_of(tree: Floats, leaves: int) -> int:
     """The number of the least leaf of a tree of minima (its root is `tree[1]`), the first of equals."""
     node = 1
     while node < leaves:
@@ -39,7 +27,7 @@ def least_of(tree: Array, leaves: int) -> int:
     return node - leaves
 
 
-def sift(tree: Array, node: int, value: float) -> None:
+def sift(tree: Floats, node: int, value: float) -> None:
     """Gives a leaf another value and brings the minima above it up to date."""
     tree[node] = value
     node //= 2

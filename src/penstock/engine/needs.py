@@ -1,9 +1,6 @@
-"""Which op of another queue an op needs, where windows of ops unlock windows. Written to be compiled."""
+"""Which op of another queue an op needs, where windows of ops unlock windows."""
 
 from __future__ import annotations
-
-OPTIONS = {"_nrt": False}
-"""For the compiler: nothing here allocates (see `list_by_rules`)."""
 
 
 def last_needed(number: int, before: int, after: int, shift: int = 0) -> int:

@@ -21,12 +21,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import accumulate, chain
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
-Array = Any
-"""A numpy array, for compiled functions; or a list, for those that run as they stand."""
+from penstock.engine.arrays import Array, Floats, Ints
 
 NONE = -1
 FLOATS = ("duration", "delay", "need_delay", "tail", "memory", "delay_to", "cap", "release")
@@ -53,23 +52,23 @@ class Network(NamedTuple):
         cap: most that each rank may hold.
     """
 
-    rank: Array
-    op_first: Array
-    row_first: Array
-    duration: Array
-    message_from: Array
-    delay: Array
-    local_from: Array
-    message_to: Array
-    tail: Array
-    size: Array = None
-    pipeline: Array = None
-    rank_first: Array = None
-    memory: Array = None
-    delay_to: Array = None
-    local_to: Array = None
-    cap: Array = None
-    release: Array = None
+    rank: Ints
+    op_first: Ints
+    row_first: Ints
+    duration: Floats
+    message_from: Ints
+    delay: Floats
+    local_from: Ints
+    message_to: Ints
+    tail: Floats
+    size: Ints = None
+    pipeline: Ints = None
+    rank_first: Ints = None
+    memory: Floats = None
+    delay_to: Floats = None
+    local_to: Ints = None
+    cap: Floats = None
+    release: Floats = None
 
     @property
     def num_ranks(self) -> int:
@@ -109,16 +108,16 @@ class Irregularities(NamedTuple):
             where it stands in its own alone.
     """
 
-    need_first: Array
-    need_queue: Array
-    need_delay: Array
-    before: Array
-    after: Array
-    shift: Array
-    unlock_first: Array
-    unlocks: Array
-    host_first: Array
-    hosts: Array
+    need_first: Ints
+    need_queue: Ints
+    need_delay: Floats
+    before: Ints
+    after: Ints
+    shift: Ints
+    unlock_first: Ints
+    unlocks: Ints
+    host_first: Ints
+    hosts: Ints
 
 
 class OpGraph(NamedTuple):

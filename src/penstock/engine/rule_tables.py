@@ -146,6 +146,12 @@ class SlotRecord:
     stepped: int = 0
 
 
+Queues = Sequence[QueueRecord]
+Needs = Sequence[NeedRecord]
+Ranks = Sequence[RankRecord]
+Slots = Sequence[SlotRecord]
+
+
 @dataclass(slots=True)
 class Tables:
     """All tables of one run. `copy()` before a run: it changes them in place."""

@@ -4,22 +4,26 @@
     row 1 | 2 3 2 3         starts: 0 in row 0, then 0 and 2, then 3 and 1, ...
 
 Whatever the order in which rows are gone through, the starts are the same, and where the rows end: no op ever takes
-back that it is ready. So one sweep is a proof that orders end, or that they never do. Written to be compiled.
+back that it is ready. So one sweep is a proof that orders end, or that they never do.
 """
 
 from __future__ import annotations
 
-from typing import Any
-
-from penstock.engine import needs
+from penstock.engine.arrays import Floats, Ints
 from penstock.engine.needs import last_needed
-from penstock.engine.network import Array
-
-COMPILED_WITH = (needs,)
+from penstock.engine.network import Irregularities, Network
 
 
 def earliest(
-    p: Any, more: Any, row: Array, start: Array, head: Array, place: Array, free: Array, stack: Array, waits: Array
+    p: Network,
+    more: Irregularities | None,
+    row: Ints,
+    start: Floats,
+    head: Ints,
+    place: Ints,
+    free: Floats,
+    stack: Ints,
+    waits: Ints,
 ) -> float:
     """Starts every op of fixed orders as soon as possible; returns the makespan (ms, with tails).
 

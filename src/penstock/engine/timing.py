@@ -10,11 +10,8 @@ from typing import Any
 import numpy as np
 
 from penstock.engine import sweep
-from penstock.engine.compiled import compiled
+from penstock.engine.compiled import compiled, is_compiled
 from penstock.engine.network import FLOATS, Array, Irregularities, Network
-
-COMPILE_ABOVE = 20_000
-"""Ops above which loading compiled code (about 0.6 s, once a process) pays for a single run."""
 
 
 @dataclass(frozen=True)
@@ -41,13 +38,13 @@ class Timer:
     """Times orders of one network, one after the other.
 
     Args:
-        compile: whether by compiled code; by default where there are many ops.
+        compile: whether as C; by default where that can be had.
     """
 
     def __init__(
         self, network: Network, irregular: Irregularities | None = None, compile: bool | None = None
     ) -> None:
-        self._compile = network.num_ops > COMPILE_ABOVE if compile is None else compile
+        self._compile = is_compiled() if compile is None else compile
         self._network, self._irregular = self._taken(network), self._taken(irregular)
         self._sweep: ModuleType = compiled(sweep) if self._compile else sweep
         self._num_queues, self._num_ops = len(network.rank), network.num_ops
@@ -69,10 +66,10 @@ class Timer:
         return self._earliest(row, duration, self._space)
 
     def _earliest(self, row: Array, duration: Array | None, space: list[Array]) -> float:
-        row, network = np.asarray(row, np.int64), self._network
+        network = self._network
         if duration is not None:
-            network = network._replace(duration=duration if self._compile else duration.tolist())
-        return float(self._sweep.earliest(network, self._irregular, row if self._compile else row.tolist(), *space))
+            network = network._replace(duration=self._numbers(duration, np.float64))
+        return float(self._sweep.earliest(network, self._irregular, self._numbers(row, np.int64), *space))
 
     @cached_property
     def _space(self) -> list[Array]:
@@ -86,13 +83,15 @@ class Timer:
         return space if self._compile else [each.tolist() for each in space]
 
     def _taken(self, arrays: Any) -> Any:
-        """The arrays as the sweep takes them: compiled, as arrays; else as lists."""
+        """The arrays as the sweep takes them."""
         if arrays is None:
             return None
-        taken: dict[str, Array] = {}
-        for name, values in arrays._asdict().items():
-            if values is not None and self._compile:
-                taken[name] = np.asarray(values, np.float64 if name in FLOATS else np.int64)
-            elif values is not None:
-                taken[name] = values if isinstance(values, list) else values.tolist()
-        return arrays._replace(**taken)
+        kinds = {name: np.float64 if name in FLOATS else np.int64 for name in arrays._fields}
+        given = {name: values for name, values in arrays._asdict().items() if values is not None}
+        return arrays._replace(**{name: self._numbers(values, kinds[name]) for name, values in given.items()})
+
+    def _numbers(self, values: Array, kind: type) -> Array:
+        """Numbers as C takes them, or as a list."""
+        if self._compile:
+            return np.ascontiguousarray(values, kind)
+        return values if isinstance(values, list) else values.tolist()

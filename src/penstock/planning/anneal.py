@@ -1,4 +1,4 @@
-"""Local search on fixed orders: neighbours on the critical path change places. Written to be compiled.
+"""Local search on fixed orders: neighbours on the critical path change places.
 
 The makespan is a longest path. To shorten it some pair of ops that follow each other on a rank without a pause, on
 that path, must change places (N1 of van Laarhoven, Aarts and Lenstra 1992). Pairs that cannot are left out: ops of
@@ -14,25 +14,19 @@ A worse order is kept with probability exp(-worse / temperature), else all is pu
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 
+from penstock.engine.arrays import FlagRows, Flags, FloatRows, Floats, IntRows, Ints, Stop
+from penstock.engine.network import Network
 from penstock.engine.tolerance import EPSILON
-from penstock.planning import metropolis
 from penstock.planning.metropolis import is_kept
 from penstock.planning.metropolis import seed as seed
 
-COMPILED_WITH = (metropolis,)
-OPTIONS = {"nogil": True}
-"""For numba: walks on several threads do not wait for one another."""
-
-Array = Any
 _NEAR = 1e-7
 """Milliseconds within which a path counts as longest."""
 
 
-def lay_out(p: Any, queue: Array, needs: Array, after: Array) -> None:
+def lay_out(p: Network, queue: Ints, needs: IntRows, after: IntRows) -> None:
     """Fills in what depends on the problem alone: the queue of each op, the two ops it needs (message, local), and
     the two that need it."""
     for q in range(len(p.rank)):
@@ -45,7 +39,7 @@ def lay_out(p: Any, queue: Array, needs: Array, after: Array) -> None:
             after[op, 1] = p.op_first[p.local_to[q]] + j if p.local_to[q] >= 0 else -1
 
 
-def load(p: Any, row: Array, head: Array, previous: Array, following: Array, held: Array, last: Array) -> None:
+def load(p: Network, row: Ints, head: Ints, previous: Ints, following: Ints, held: Floats, last: Ints) -> None:
     """Reads orders: each op's neighbours on its rank, what the rank holds before it, each rank's last op."""
     head[:] = 0
     for r in range(len(p.cap)):
@@ -63,11 +57,13 @@ def load(p: Any, row: Array, head: Array, previous: Array, following: Array, hel
         last[r] = before
 
 
-def line_up(p: Any, row: Array, head: Array, needs: Array, turn: Array) -> None:
+def line_up(p: Network, row: Ints, head: Ints, needs: IntRows, turn: Ints) -> None:
     """Numbers all ops so that each comes behind all it needs and the one before it on its rank."""
     turn[:] = -1
     head[:] = 0
-    reached = p.row_first[:-1].copy()
+    reached = np.empty(len(p.cap), np.int64)
+    for r in range(len(p.cap)):
+        reached[r] = p.row_first[r]
     count, going = 0, True
     while going:
         going = False
@@ -84,7 +80,7 @@ def line_up(p: Any, row: Array, head: Array, needs: Array, turn: Array) -> None:
                 going = True
 
 
-def unload(p: Any, queue: Array, previous: Array, last: Array, row: Array) -> None:
+def unload(p: Network, queue: Ints, previous: Ints, last: Ints, row: Ints) -> None:
     """The other way: writes the orders as queue ids."""
     for r in range(len(p.cap)):
         op, place = last[r], p.row_first[r + 1] - 1
@@ -95,7 +91,7 @@ def unload(p: Any, queue: Array, previous: Array, last: Array, row: Array) -> No
 
 
 def critical_pairs(
-    p: Any, start: Array, queue: Array, needs: Array, previous: Array, held: Array, last: Array, pairs: Array
+    p: Network, start: Floats, queue: Ints, needs: IntRows, previous: Ints, held: Floats, last: Ints, pairs: Ints
 ) -> int:
     """Walks one critical path from its end; returns how many ops on it may change places with the op before them.
 
@@ -135,7 +131,7 @@ def critical_pairs(
     return ends_of_blocks(previous, pairs, count)
 
 
-def ends_of_blocks(previous: Array, pairs: Array, count: int) -> int:
+def ends_of_blocks(previous: Ints, pairs: Ints, count: int) -> int:
     """Keeps the pairs that have no neighbour on one side."""
     kept = 0
     later = -1
@@ -150,7 +146,7 @@ def ends_of_blocks(previous: Array, pairs: Array, count: int) -> int:
 
 
 def reorder(
-    lead: int, trail: int, needs: Array, previous: Array, order: Array, place: Array, mark: Array, moved: Array
+    lead: int, trail: int, needs: IntRows, previous: Ints, order: Ints, place: Ints, mark: Flags, moved: Ints
 ) -> bool:
     """Brings `order` in line after `trail`, which stood right behind `lead` on its rank, went before it.
 
@@ -187,7 +183,7 @@ def reorder(
     return possible
 
 
-def exchange(lead: int, trail: int, previous: Array, following: Array) -> None:
+def exchange(lead: int, trail: int, previous: Ints, following: Ints) -> None:
     """`trail`, right behind `lead`, goes before it."""
     before, behind = previous[lead], following[trail]
     previous[trail], following[trail] = before, lead
@@ -199,22 +195,22 @@ def exchange(lead: int, trail: int, previous: Array, following: Array) -> None:
 
 
 def anneal(
-    p: Any,
-    queue: Array,
-    needs: Array,
-    after: Array,
-    ints: Array,
-    floats: Array,
-    flags: Array,
-    last: Array,
+    p: Network,
+    queue: Ints,
+    needs: IntRows,
+    after: IntRows,
+    ints: IntRows,
+    floats: FloatRows,
+    flags: FlagRows,
+    last: Ints,
     num_moves: int,
     hot: float,
     cold: float,
     target: float,
     now: float,
     best: float,
-    best_row: Array,
-    stop: Array,
+    best_row: Ints,
+    stop: Stop,
 ) -> tuple[float, float, int]:
     """Makes `num_moves` moves while the temperature falls from `hot` to `cold` ms; returns the makespan it ends with,
     the best one, whose order is in `best_row`, and the moves made: fewer at `target`, where no pair is left, or where

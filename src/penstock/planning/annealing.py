@@ -11,10 +11,10 @@ from typing import Any, Generic, TypeVar
 
 import numpy as np
 
-from penstock.engine.compiled import is_compiled, ready
+from penstock.engine.compiled import compiled, is_compiled
 from penstock.engine.network import Array
 from penstock.planning.progress import Incumbent
-from penstock.planning.threads import Threads, awaited
+from penstock.planning.threads import Threads, is_quick
 
 _SLICE = 0.1
 """Seconds after which threads meet, and say where they stand."""
@@ -41,10 +41,10 @@ class Annealer(ABC, Generic[S]):
     """Seconds that taking up an order takes for each op, at most: where that leaves no time to move none is made."""
 
     def __init__(self, problem: Any, seed: int) -> None:
-        self._module: Any = ready(self.MODULE)
+        self._module: Any = compiled(self.MODULE)
         self._random = np.random.default_rng(seed)
         most, of_one = self.MOVES
-        self.moves_a_second = min(most, of_one / max(1, problem.num_ops)) * (1 if is_compiled(self.MODULE) else 1e-3)
+        self.moves_a_second = min(most, of_one / max(1, problem.num_ops)) * (1 if is_compiled() else 1e-3)
         self.stuck = False
 
     def go(self, seconds: float, done: float, part: float, target: float, stop: Array) -> None:
@@ -97,9 +97,9 @@ def annealed(
     num_ops = search.problem.num_ops
     if num_ops == 0 or search.closed or search.seconds >= until:
         return
-    if not awaited(kind.MODULE, num_ops, until - search.seconds):
+    if not is_quick(num_ops):
         return
-    with Threads(num_threads, is_compiled(kind.MODULE)) as threads:
+    with Threads(num_threads) as threads:
         if search.seconds + kind.BEGINNING * num_ops * threads.num >= until:
             return
         each = [kind(search.problem, search.seed + k) for k in range(threads.num)]

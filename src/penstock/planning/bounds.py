@@ -26,7 +26,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from penstock.engine.compiled import ready
+from penstock.engine.compiled import compiled
 from penstock.engine.network import NONE, Array, Network
 from penstock.engine.tolerance import EPSILON
 from penstock.planning import longest_paths, ramps
@@ -149,7 +149,7 @@ def own_tails(queues: Network, tail: Array) -> Array:
 
 def _heads(queues: Network, given: QueueWaits, floor: Array, work: Array, first_only: bool = False) -> Array:
     head = np.empty(queues.num_ops)
-    ready(longest_paths).heads(queues, given.order, given.release, given.lag, floor, first_only, work, head)
+    compiled(longest_paths).heads(queues, given.order, given.release, given.lag, floor, first_only, work, head)
     return head
 
 
@@ -212,7 +212,7 @@ def round_trip_bound(problem: Problem) -> float:
 def path_bound(problem: Problem) -> float:
     """The longest path with the order within queues and the waits for memory."""
     head, tail = heads_and_tails(problem)
-    return float(ready(longest_paths).longest_path(problem.queues, head, tail))
+    return float(compiled(longest_paths).longest_path(problem.queues, head, tail))
 
 
 def jackson_bound(problem: Problem) -> float:
@@ -240,7 +240,7 @@ def _jackson(problem: Problem, work: bool) -> float:
     queues = problem.queues
     head, tail = heads_and_tails(problem, work=work)
     width = int(np.diff(queues.rank_first).max(initial=1))
-    return float(ready(longest_paths).jackson_all(queues, head, tail, np.empty(width, np.int64), np.empty(width)))
+    return float(compiled(longest_paths).jackson_all(queues, head, tail, np.empty(width, np.int64), np.empty(width)))
 
 
 _MOST_MOMENTS = 256
@@ -256,7 +256,7 @@ def ramp_bound(problem: Problem, known: float = 0.0, work: bool = True) -> float
     """
     queues = problem.queues
     ends = heads_and_tails(problem, work=work)
-    module = ready(ramps)
+    module = compiled(ramps)
     room = np.empty(len(queues.rank)), np.empty(len(queues.rank)), np.empty(4 * len(queues.rank))
     bound = known
     for r in range(queues.num_ranks):
@@ -319,7 +319,7 @@ def span_bound(problem: Problem) -> float:
     queues = problem.queues
     given = waits(problem)
     back = turned_waits(given)
-    module = ready(longest_paths)
+    module = compiled(longest_paths)
     bound = 0.0
     for r in range(queues.num_ranks):
         mine = np.arange(queues.rank_first[r], queues.rank_first[r + 1])

@@ -22,7 +22,6 @@ from math import inf
 from typing import Any, TypeVar
 
 from penstock.cost import CostError, Costs, Links
-from penstock.planning.programs import COMPILE_ABOVE
 from penstock.program import Branch, NewOp, Program
 from penstock.schedule import Schedule, ScheduleError
 from penstock.schedule.short_repr import short_repr
@@ -218,7 +217,7 @@ def rank_branches(
     if not ways:
         raise ScheduleError("a search of no branches: give at least one", rule="stages")
     best: list[FoundLayout] = []
-    tried = num_ops = 0
+    tried = 0
     for bound, chosen in ascending(ways, num_devices, lambda way: way.least_ms(split)):
         if bound >= below or (most_tried is not None and tried >= most_tried):
             break
@@ -226,9 +225,8 @@ def rank_branches(
         more = dict(also(chosen))
         program = _program({**chosen, **more}, list(chosen.values()), split, ops(chosen))
         graph = program.queues()
-        num_ops += graph.num_ops
         try:
-            lister = Lister(graph, compile=True if num_ops > COMPILE_ABOVE else None)
+            lister = Lister(graph)
             makespan = lister.list_by_rules(program.tables(graph)).makespan
         except ScheduleError:  # a cap below what one microbatch needs
             continue

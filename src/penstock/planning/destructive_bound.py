@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from penstock.engine.compiled import is_compiled, ready
+from penstock.engine.compiled import compiled, is_compiled
 from penstock.engine.network import Array, Network
 from penstock.engine.tolerance import EPSILON, slack
 from penstock.planning import time_windows
@@ -66,7 +66,7 @@ def states_of(network: Network, most: int, stop: Array) -> RankStates | None:
             for found, each in ((counts, made[0]), (following, made[1])):
                 found.append(np.pad(each, ((0, 0), (0, width - each.shape[1])), constant_values=-1))
         spans[r] = tables[key]
-    empty = np.empty((0, width), np.int32)
+    empty = np.empty((0, width), np.int64)
     return RankStates(
         spans[:, 0].copy(), spans[:, 1].copy(), np.concatenate([empty, *counts]), np.concatenate([empty, *following])
     )
@@ -99,8 +99,8 @@ def _passed_through(
         found = np.unique(further[may])
         to = np.full(layer.shape, -1, np.int64)
         to[may] = reached + np.searchsorted(found, further[may])
-        counts.append(layer.astype(np.int32))
-        following.append(to.astype(np.int32))
+        counts.append(layer)
+        following.append(to)
         layer = found[:, None] // radix % (size + 1)
     return np.concatenate(counts), np.concatenate(following)
 
@@ -122,14 +122,14 @@ class DestructiveBound:
     def go(self, stop: Array) -> None:
         """Raises the bound, to the end or until the one number of `stop` is no longer 0."""
         problem, queues = self._problem, self._problem.queues
-        most = _MOST_STATES if is_compiled(time_windows) else _MOST_STATES_UNCOMPILED
+        most = _MOST_STATES if is_compiled() else _MOST_STATES_UNCOMPILED
         states = states_of(queues, most, stop)
         if states is None:
             return
         head, tail = heads_and_tails(problem, work=True)
         tail = own_tails(queues, tail)
         room = (*np.empty((2, states.most)), *np.empty((2, queues.num_ops)), np.empty(queues.num_ranks, np.bool_))
-        refuted, high = ready(time_windows).refuted, self._makespan
+        refuted, high = compiled(time_windows).refuted, self._makespan
         while high > self.bound * (1 + self._closeness) and stop[0] == 0:
             middle = (self.bound + high) / 2
             ms = _TOLERANCE * middle, slack(middle)

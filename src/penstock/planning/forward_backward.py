@@ -10,27 +10,19 @@
 From a good order the search goes on in the same way (`shaken`): its ends are shaken a little, and what comes out is
 kept as in simulated annealing. Many ops then move a little at once, where local search moves one pair far. Where a
 rank hosts several stages, forwards must mostly keep their turn on the way back: the one that is ready first would
-take the memory that another was to have, and the ranks fall out of step. Written to be compiled.
+take the memory that another was to have, and the ranks fall out of step.
 """
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 
-from penstock.engine import list_by_values, min_tree
-from penstock.engine.list_by_values import list_ops
-from penstock.engine.min_tree import copied
-from penstock.planning import metropolis
+from penstock.engine.arrays import Floats, IntRows, Ints, Stop
+from penstock.engine.list_by_values import ListSpace, list_ops
+from penstock.engine.network import Network
 from penstock.planning.metropolis import is_kept
 from penstock.planning.metropolis import seed as seed
 
-COMPILED_WITH = (min_tree, list_by_values, metropolis)
-OPTIONS = {"nogil": True}
-"""For numba: trials on several threads do not wait for one another, nor for the one that looks at the clock."""
-
-Array = Any
 PATIENCE = 3
 """Rounds without a better schedule after which a start is given up."""
 
@@ -38,7 +30,7 @@ IN_TURN = 0.7
 """How often what takes memory keeps its turn where an order is shaken."""
 
 
-def ends_reversed(p: Any, start: Array, noise: float, values: Array) -> None:
+def ends_reversed(p: Network, start: Floats, noise: float, values: Floats) -> None:
     """The values that let ops run in the reverse order of their ends, give or take `noise` ms."""
     for q in range(len(p.rank)):
         for op in range(p.op_first[q], p.op_first[q + 1]):
@@ -49,7 +41,7 @@ def ends_reversed(p: Any, start: Array, noise: float, values: Array) -> None:
 
 
 def justify(
-    p: Any, back: Any, noise: float, rounds: int, best: float, best_row: Array, space: Any, stop: Array
+    p: Network, back: Network, noise: float, rounds: int, best: float, best_row: Ints, space: ListSpace, stop: Stop
 ) -> float:
     """Turns a schedule round and back up to `rounds` times; returns the best makespan seen.
 
@@ -60,40 +52,38 @@ def justify(
         stop: its one number is 0 until some other thread wants this one to come to its end.
     """
     idle, found = 0, 1e300
-    # For `True` and `False` as they are numba would compile all of `list_ops` once each.
-    forward, turned = rounds < 0, rounds >= 0
     for _ in range(rounds):
         ends_reversed(p, space.start, noise, space.values)
-        if stop[0] != 0 or list_ops(back, space, turned, forward) < 0:
+        if stop[0] != 0 or list_ops(back, space, True, False) < 0:
             return best
         ends_reversed(p, space.start, noise, space.values)
         if stop[0] != 0:
             return best
-        makespan = list_ops(p, space, forward, forward)
+        makespan = list_ops(p, space, False, False)
         if makespan < 0:
             return best
         idle = 0 if makespan < found * (1 - 1e-12) else idle + 1
         found = min(found, makespan)
         if makespan < best * (1 - 1e-12):
             best = makespan
-            copied(space.row, best_row)
+            best_row[:] = space.row
         if idle >= PATIENCE:
             return best
     return best
 
 
 def trials(
-    p: Any,
-    back: Any,
-    classes: Array,
+    p: Network,
+    back: Network,
+    classes: IntRows,
     scale: float,
     num_trials: int,
     rounds: int,
     target: float,
     best: float,
-    best_row: Array,
-    space: Any,
-    stop: Array,
+    best_row: Ints,
+    space: ListSpace,
+    stop: Stop,
 ) -> float:
     """Justifies from many random starts; returns the best makespan, and stops at `target`.
 
@@ -105,7 +95,7 @@ def trials(
         stop: see `justify`.
     """
     wait, values = space.wait, space.values
-    largest, forward = 0, num_trials < 0
+    largest = 0
     for q in range(len(p.rank)):
         largest = max(largest, p.size[q])
     for _ in range(num_trials):
@@ -119,7 +109,7 @@ def trials(
         for q in range(len(p.rank)):
             for j in range(p.size[q]):
                 values[p.op_first[q] + j] = classes[chosen, q] * (largest + 1.0) + j
-        if list_ops(p, space, forward, forward) < 0:
+        if list_ops(p, space, False, False) < 0:
             continue
         noise = 0.0 if np.random.random() < 0.5 else scale * np.random.uniform(0.0, 0.5)
         best = justify(p, back, noise, rounds, best, best_row, space, stop)
@@ -129,19 +119,19 @@ def trials(
 
 
 def shaken(
-    p: Any,
-    back: Any,
+    p: Network,
+    back: Network,
     scale: float,
     num_moves: int,
     hot: float,
     cold: float,
     target: float,
     now: float,
-    kept: Array,
+    kept: Floats,
     best: float,
-    best_row: Array,
-    space: Any,
-    stop: Array,
+    best_row: Ints,
+    space: ListSpace,
+    stop: Stop,
 ) -> tuple[float, float, int]:
     """Shakes a schedule, turns it round and back, and keeps what comes out or what there was, again and again.
 
@@ -156,8 +146,6 @@ def shaken(
     Returns:
         The makespan of the schedule that was kept last, the best, and how many moves were made.
     """
-    # For `True` and `False` as they are numba would compile all of `list_ops` once each.
-    forward, turned = num_moves < 0, num_moves >= 0
     for move in range(num_moves):
         if stop[0] != 0:
             return now, best, move
@@ -165,20 +153,20 @@ def shaken(
         for r in range(len(space.wait)):
             space.wait[r] = wait
         ends_reversed(p, kept, scale * 10.0 ** np.random.uniform(-1.5, 0.5), space.values)
-        if list_ops(back, space, turned, forward) < 0:
+        if list_ops(back, space, True, False) < 0:
             continue
         ends_reversed(p, space.start, 0.0, space.values)
         if stop[0] != 0:
             return now, best, move
-        makespan = list_ops(p, space, forward, np.random.random() < IN_TURN)
+        makespan = list_ops(p, space, False, np.random.random() < IN_TURN)
         if makespan < 0:
             continue
         if is_kept(makespan - now, hot, cold, move / num_moves):
             now = makespan
-            copied(space.start, kept)
+            kept[:] = space.start
         if makespan < best * (1 - 1e-12):
             best = makespan
-            copied(space.row, best_row)
+            best_row[:] = space.row
             if best <= target:
                 return now, best, move + 1
     return now, best, num_moves

@@ -1,17 +1,24 @@
-"""Longest paths and Jackson's preemptive schedule, over the arrays of `problem`. Written to be compiled."""
+"""Longest paths and Jackson's preemptive schedule, over the arrays of `problem`."""
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 
-Array = Any
+from penstock.engine.arrays import Floats, IntRows, Ints
+from penstock.engine.network import Network
+
 NEVER = -1e300
 
 
 def heads(
-    p: Any, order: Array, release: Array, lag: Array, floor: Array, first_only: bool, behind: Array, head: Array
+    p: Network,
+    order: Ints,
+    release: IntRows,
+    lag: IntRows,
+    floor: Floats,
+    first_only: bool,
+    behind: IntRows,
+    head: Floats,
 ) -> None:
     """How early each op can start at best: the longest path to it over what it waits for, op by op.
 
@@ -70,7 +77,7 @@ def heads(
             head[p.op_first[q] + j] = time
 
 
-def longest_path(p: Any, head: Array, tail: Array) -> float:
+def longest_path(p: Network, head: Floats, tail: Floats) -> float:
     """The longest path over an op, of all ops. `tail` is numbered from each queue's last op."""
     found = 0.0
     for q in range(len(p.rank)):
@@ -79,7 +86,7 @@ def longest_path(p: Any, head: Array, tail: Array) -> float:
     return found
 
 
-def jackson(p: Any, r: int, head: Array, tail: Array, front: Array, left: Array) -> float:
+def jackson(p: Network, r: int, head: Floats, tail: Floats, front: Ints, left: Floats) -> float:
     """The length of Jackson's preemptive schedule of rank r: no order of its ops can end sooner.
 
     At every moment the op that may run (its head has passed) and has the longest tail runs; the bound is the
@@ -121,7 +128,7 @@ def jackson(p: Any, r: int, head: Array, tail: Array, front: Array, left: Array)
     return bound
 
 
-def jackson_all(p: Any, head: Array, tail: Array, front: Array, left: Array) -> float:
+def jackson_all(p: Network, head: Floats, tail: Floats, front: Ints, left: Floats) -> float:
     """The largest bound of all ranks."""
     bound = 0.0
     for r in range(len(p.cap)):

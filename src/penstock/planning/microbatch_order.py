@@ -57,8 +57,6 @@ NEAREST = 3
 CLASS_FIRST = 2
 """Of how many that are good class first is tried."""
 NUM_MOVES = 300
-COMPILE_ABOVE = 300
-"""Ops above which the compiled engine is used, which takes 0.6 s to load in a process that has not."""
 
 
 @dataclass(frozen=True)
@@ -115,7 +113,6 @@ def order_microbatches(
     dispatches: Sequence[Dispatch | str] = DISPATCHES,
     time_limit: float = 0.0,
     seed: int = 0,
-    compile: bool | None = None,
 ) -> OrderedMicrobatches:
     """The best order of a schedule's microbatches over costs that differ (`Costs.uneven`), and its best dispatch.
 
@@ -138,7 +135,6 @@ def order_microbatches(
         dispatches: what is tried.
         time_limit: seconds for moves.
         seed: of the moves.
-        compile: whether to simulate compiled; by default where there are more than 300 ops.
 
     Raises:
         ScheduleError: the schedule is not valid, already declares an order, has updates, registered ops or stages
@@ -156,7 +152,7 @@ def order_microbatches(
     _check_at_least_0("noise", noise)
     _check_at_least_0("time_limit", time_limit)
     search = OrderSearch(
-        schedule, costs, links, transport=transport, memory_limit=memory_limit, dispatches=dispatches, compile=compile
+        schedule, costs, links, transport=transport, memory_limit=memory_limit, dispatches=dispatches
     )
     best, arrival = search.best(noise, time_limit, seed), search.arrival
     chosen = schedule if best.rule == ARRIVAL else in_order(remove_communication(schedule), best.order)
@@ -205,7 +201,6 @@ class OrderSearch:
         transport: SimulatedTransport | str = "decoupled",
         memory_limit: float | Sequence[float] | None = None,
         dispatches: Sequence[Dispatch | str] = DISPATCHES,
-        compile: bool | None = None,
     ) -> None:
         require_costs(costs)
         costs.require_stages(schedule.num_stages)
@@ -215,9 +210,8 @@ class OrderSearch:
         self._dispatches = tuple(Policy.of(each).dispatch for each in dispatches)
         if not self._dispatches:
             raise ScheduleError("no dispatches: give at least one, like ('frozen', 'hinted')", rule="dispatch")
-        self._compile = schedule.num_ops > COMPILE_ABOVE if compile is None else compile
         self._even = replace(costs, uneven=())
-        self._runner = Runner(self._even, compile=self._compile)
+        self._runner = Runner(self._even)
 
         plain = _lowered(schedule)
         graph = plain.graph
@@ -388,7 +382,7 @@ class OrderSearch:
                 kind: self.costs.factors.table("message", kind, self.costs.num_stages, len(order))[:, order].tolist()
                 for kind in "FB"
             }
-            runner = Runner(replace(self._even, uneven=Uneven(message=sizes)), compile=self._compile)
+            runner = Runner(replace(self._even, uneven=Uneven(message=sizes)))
         return runner.run(lowered, self._links, dispatch=dispatch, transport=self._transport, caps=caps)
 
     def _frozen_timer(self, plain: Order) -> Timer | None:
@@ -398,7 +392,7 @@ class OrderSearch:
             return None
         num = plain.num_ranks
         delays = np.array([self._links.delay(a, b) if a != b else 0.0 for a in range(num) for b in range(num)])
-        return frozen_timer(plain, delays, self._compile)
+        return frozen_timer(plain, delays)
 
     def _excess(self, lowered: Order) -> float:
         return max(peak - cap for peak, cap in zip(lowered.peaks, self.caps, strict=True))

@@ -25,10 +25,8 @@ from typing import TYPE_CHECKING, Any, Unpack
 
 from penstock.cost import CostError, Costs, Links
 from penstock.cost.costs import require_costs
-from penstock.engine import list_by_values, sweep
 from penstock.planning.options import (
     MOST_AGAIN,
-    Family,
     Limits,
     PlanOptions,
     PlanRequest,
@@ -66,9 +64,6 @@ _PROOF_SECONDS, _PROOF_SECONDS_AN_OP = 0.01, 2.5e-5
 _SPARED = 1.2
 """Of what a proof took, the share spared for the next."""
 
-_FIRST_SECONDS_AN_OP = 3e-6
-"""What a first order and its proof take in a large problem, compiled."""
-
 
 @refuse_unknown(ScheduleError)
 @names_options
@@ -102,9 +97,8 @@ def plan(
         total_limit: most bytes that a rank may hold in all, as `ps.footprint` counts them: weights, gradients, the
             optimizer's state, activations and messages. If messages need more than the plan leaves for them, the
             search starts again with less room for activations. The bound considers activations alone.
-        time_limit: seconds for everything, including compiling and proving the result. A first order is built and
-            proved whatever the limit. Problems of more than 30,000 ops compile what they need first (see
-            `compile_ahead`).
+        time_limit: seconds for everything, including proving the result. A first order is built and proved whatever
+            the limit.
         objective: "makespan"; or "span", the longest time from a rank's first start to its last end.
         dispatch: how the schedule will be run. With "hinted" or "dynamic", candidates are timed under that dispatch.
         channels: what carries the messages in the framework that runs the plan, see `schedule.messages`. With any
@@ -181,10 +175,8 @@ def planned(request: PlanRequest) -> Plan:
 
         return plan_uneven(request, planned)
     if not request.is_chain:
-        from penstock.planning import compile_ahead
         from penstock.planning.graph.plan import plan_graph
 
-        compile_ahead.begin()
         return plan_graph(request)
     return _plan_chain(request)
 
@@ -208,7 +200,6 @@ def _plan_chain(request: PlanRequest) -> Plan:
         request.offload,
     )  # fmt: skip
     num_ops = (3 if family.forms.split else 2) * placement.num_stages * num_microbatches
-    _compile(request, family, num_ops, began)
     plain = in_turn(num_microbatches, placement.num_pipelines)
     given = read_deal(request.deal, num_microbatches, placement.num_pipelines)
     counts = plain if given is None and request.objective == "span" else given
@@ -260,20 +251,6 @@ def _plan_chain(request: PlanRequest) -> Plan:
     certificate = Certificate(placement, family.backward, dealt, family.recompute, family.offload)
     seconds = time.perf_counter() - began
     return Plan(schedule, timeline.makespan, value, bound, certificate, seconds, search.how, timeline)
-
-
-def _compile(request: PlanRequest, family: Family, num_ops: int, began: float) -> None:
-    """Sees to it that machine code is there for a large problem, and is made meanwhile for a small one."""
-    from penstock.planning import compile_ahead, longest_paths
-    from penstock.planning.threads import MOST_UNCOMPILED
-
-    if num_ops <= MOST_UNCOMPILED:
-        compile_ahead.begin()
-    elif request.objective == "makespan" and not family.joint:
-        left = request.time_limit - _FIRST_SECONDS_AN_OP * num_ops - (time.perf_counter() - began)
-        compile_ahead.wait_for_first_order(left)
-    else:
-        compile_ahead.wait_for(list_by_values, sweep, longest_paths)
 
 
 def _proved(request: PlanRequest, limits: Limits, schedule: Schedule) -> tuple[Schedule, Timeline]:

@@ -46,8 +46,6 @@ from penstock.simulation import Footprint, Timeline, footprint, room_for_activat
 from penstock.simulation.lister import Lister, rows_of
 from penstock.simulation.memory_footprint import in_bytes
 
-COMPILE_ABOVE = 100_000
-"""Ops of a whole search from which on it pays to load compiled code."""
 LOOKED_AT = 4
 """Additional programs of a placement whose messages are counted before it is searched again."""
 NUM_STAGE_CAPS = 4
@@ -540,7 +538,7 @@ class _Space:
     def _run(self, room: Sequence[float] | None, below: float, num_points: int) -> list[Found]:
         """All programs that are shorter than `below` under caps of activations, the fastest first."""
         graph = self.first.queues()
-        lister = Lister(graph, compile=True if graph.num_ops * num_points > COMPILE_ABOVE else None)
+        lister = Lister(graph)
         found: list[Found] = []
         for rules in self.rules_under(room):
             program = replace(self.first, rules=rules)

@@ -1,4 +1,4 @@
-"""How long a rank must stand idle while the pipelines fill and drain under its cap. Written to be compiled.
+"""How long a rank must stand idle while the pipelines fill and drain under its cap.
 
     rank 3 of a V    .  .  .  F3 F4 F3 F4 F3 F4 .  .  .  I4 I3 W4 ...      room for six: no work until I4 is there
 
@@ -16,16 +16,15 @@ parts would hold less than they do: what gives back counts as it stood a little 
 
 from __future__ import annotations
 
-from typing import Any
-
+from penstock.engine.arrays import Floats, Ints
+from penstock.engine.network import Network
 from penstock.engine.tolerance import EPSILON
 
-Array = Any
 _PRICES = 24
 """Prices of memory that are tried."""
 
 
-def run_by(p: Any, head: Array, q: int, time: float) -> float:
+def run_by(p: Network, head: Floats, q: int, time: float) -> float:
     """How many ops of queue q can have run by then, the one under way in part."""
     first, long = p.op_first[q], p.duration[q]
     low, high = 0, p.size[q]
@@ -41,7 +40,7 @@ def run_by(p: Any, head: Array, q: int, time: float) -> float:
     return low + part
 
 
-def taken(p: Any, q: int, height: float, freed: Array) -> float:
+def taken(p: Network, q: int, height: float, freed: Floats) -> float:
     """What an op of queue q adds to what is held; it takes nothing from it before its end."""
     amount = p.memory[q]
     if amount < 0.0 and freed[q] < height:
@@ -50,18 +49,18 @@ def taken(p: Any, q: int, height: float, freed: Array) -> float:
 
 
 def most_work(
-    p: Any,
+    p: Network,
     r: int,
-    head: Array,
-    way: Array,
-    weight: Array,
-    way_first: Array,
+    head: Floats,
+    way: Ints,
+    weight: Ints,
+    way_first: Ints,
     weight_first: bool,
     time: float,
-    shift: Array,
-    run: Array,
-    freed: Array,
-    heights: Array,
+    shift: Floats,
+    run: Floats,
+    freed: Floats,
+    heights: Floats,
 ) -> float:
     """The most work (ms) that rank r can have done by `time`.
 
@@ -144,19 +143,19 @@ def most_work(
 
 
 def idle_till(
-    p: Any,
+    p: Network,
     r: int,
-    head: Array,
-    way: Array,
-    weight: Array,
-    way_first: Array,
+    head: Floats,
+    way: Ints,
+    weight: Ints,
+    way_first: Ints,
     weight_first: bool,
-    moments: Array,
-    shift: Array,
-    run: Array,
-    freed: Array,
-    heights: Array,
-    idle: Array,
+    moments: Floats,
+    shift: Floats,
+    run: Floats,
+    freed: Floats,
+    heights: Floats,
+    idle: Floats,
 ) -> None:
     """How long rank r has stood idle by each of the moments (ms), at least; `idle` is what is filled in."""
     for k in range(len(moments)):
@@ -166,7 +165,9 @@ def idle_till(
         idle[k] = max(0.0, moments[k] - done)
 
 
-def with_both_ends(known: float, work: float, begin: Array, idle_begin: Array, end: Array, idle_end: Array) -> float:
+def with_both_ends(
+    known: float, work: float, begin: Floats, idle_begin: Floats, end: Floats, idle_end: Floats
+) -> float:
     """The work and the idle time at both ends, of the two moments for which that is most.
 
     The two ends must not overlap: all is known to last as long as both.

@@ -1,4 +1,4 @@
-"""Search over building blocks: one microbatch's pattern, repeated every period and squeezed. Written to be compiled.
+"""Search over building blocks: one microbatch's pattern, repeated every period and squeezed.
 
 A building block says when each op of microbatch 0 would run; microbatch j follows j periods later:
 
@@ -15,51 +15,41 @@ their own. Simulated annealing then changes a few numbers of the block at a time
 from __future__ import annotations
 
 import math
-from typing import Any
 
 import numpy as np
 
-from penstock.engine import list_by_values, min_tree
-from penstock.engine.list_by_values import list_ops
-from penstock.engine.min_tree import copied
-from penstock.planning import metropolis
+from penstock.engine.arrays import FloatRows, Floats, Ints, Stop
+from penstock.engine.list_by_values import ListSpace, list_ops
+from penstock.engine.network import Network
 from penstock.planning.metropolis import is_kept
 from penstock.planning.metropolis import seed as seed
 
-OPTIONS = {"nogil": True}
-"""For numba: searches on several threads do not wait for one another."""
 
-COMPILED_WITH = (min_tree, list_by_values, metropolis)
-
-Array = Any
-
-
-def squeezed(p: Any, block: Array, space: Any) -> float:
+def squeezed(p: Network, block: Floats, space: ListSpace) -> float:
     """The makespan of a block, repeated and squeezed; the order is left in the `ListSpace`. -1 where the ranks are
     stuck."""
     first = 3 + len(p.cap)
-    copied(block[3:first], space.wait)
-    forward = first < 0  # for `False` as it is numba would compile all of `list_ops` once more
+    space.wait[:] = block[3:first]
     for q in range(len(p.rank)):
         for j in range(p.size[q]):
             space.values[p.op_first[q] + j] = block[first + q] + block[1] * j
-    return list_ops(p, space, forward, block[2] > 0)
+    return list_ops(p, space, False, block[2] > 0)
 
 
 def drawn(
-    p: Any,
-    hops: Array,
-    step: Array,
+    p: Network,
+    hops: FloatRows,
+    step: Floats,
     period: float,
     scale: float,
     num_draws: int,
     target: float,
     best: float,
-    best_row: Array,
-    block: Array,
-    trial: Array,
-    space: Any,
-    stop: Array,
+    best_row: Ints,
+    block: Floats,
+    trial: Floats,
+    space: ListSpace,
+    stop: Stop,
 ) -> float:
     """Draws blocks whose steps are alike: stretched by one factor each way, forward and backward.
 
@@ -98,30 +88,30 @@ def drawn(
             continue
         trial[0] = made
         if made < block[0]:
-            copied(trial, block)
+            block[:] = trial
         if made < best * (1 - 1e-12):
             best = made
-            copied(space.row, best_row)
+            best_row[:] = space.row
             if best <= target:
                 return best
     return best
 
 
 def improved(
-    p: Any,
-    hops: Array,
-    chain: Array,
+    p: Network,
+    hops: FloatRows,
+    chain: Ints,
     scale: float,
     num_moves: int,
     hot: float,
     cold: float,
     target: float,
     best: float,
-    best_row: Array,
-    block: Array,
-    trial: Array,
-    space: Any,
-    stop: Array,
+    best_row: Ints,
+    block: Floats,
+    trial: Floats,
+    space: ListSpace,
+    stop: Stop,
 ) -> float:
     """Anneals the block that is given, from temperature `hot` to `cold` (ms); returns the best makespan.
 
@@ -135,7 +125,7 @@ def improved(
     for move in range(num_moves):
         if stop[0] != 0:
             return best
-        copied(block, trial)
+        trial[:] = block
         size = scale * 10.0 ** np.random.uniform(-1.0, 0.7)
         change = size * (1.0 if np.random.random() < 0.5 else -1.0)
         kind, chosen = np.random.random(), np.random.randint(num_queues)
@@ -167,10 +157,10 @@ def improved(
         trial[0] = made
         worse = made - block[0]
         if is_kept(worse, hot, cold, move / num_moves):
-            copied(trial, block)
+            block[:] = trial
         if made < best * (1 - 1e-12):
             best = made
-            copied(space.row, best_row)
+            best_row[:] = space.row
             if best <= target:
                 return best
     return best

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from penstock.engine import list_by_values, sweep
-from penstock.engine.compiled import is_compiled, ready
+from penstock.engine.compiled import compiled
 from penstock.engine.list_by_values import ListSpace
 from penstock.engine.network import Array
 from penstock.planning import anneal, forward_backward
@@ -22,7 +22,7 @@ from penstock.planning.annealing import Annealer
 from penstock.planning.in_step import in_step
 from penstock.planning.problem import BACKWARD_CLASS, Problem
 from penstock.planning.progress import Incumbent, certain
-from penstock.planning.threads import Threads, awaited, is_quick
+from penstock.planning.threads import Threads, is_quick
 from penstock.schedule import Schedule
 
 if TYPE_CHECKING:
@@ -96,7 +96,7 @@ def list_by_class(problem: Problem, classes: Array, space: ListSpace) -> float:
     class_value = classes * (queues.size.max(initial=0) + 1)
     space.values[:] = np.arange(queues.num_ops) + np.repeat(class_value - queues.op_first[:-1], queues.size)
     space.wait[:] = 0.0
-    module: Any = ready(list_by_values)
+    module: Any = compiled(list_by_values)
     return float(module.list_ops(queues, space, False, False))
 
 
@@ -106,7 +106,7 @@ def greedy(search: Search, space: ListSpace) -> None:
     """
     problem = search.problem
     listed = -1.0
-    if is_quick(list_by_values, problem.queues.num_ops):
+    if is_quick(problem.queues.num_ops):
         listed = list_by_class(problem, problem.priority_class, space)
     if listed >= 0:
         search.take(listed, space.row, "greedy")
@@ -132,7 +132,7 @@ def time_of(problem: Problem, row: Array, start: Array | None = None) -> float:
     start = np.empty(queues.num_ops) if start is None else start
     head, place = np.empty(len(queues.rank), np.int64), np.empty(num_ranks, np.int64)
     stack, waits = np.empty(2 * num_ranks, np.int64), np.empty(num_ranks, np.int64)
-    module: Any = ready(sweep)
+    module: Any = compiled(sweep)
     return float(module.earliest(queues, None, row, start, head, place, np.empty(num_ranks), stack, waits))
 
 
@@ -141,7 +141,7 @@ class Trials:
 
     def __init__(self, search: Search, number: int) -> None:
         self._problem, self._classes = search.problem, class_rows(search.problem)
-        self._module: Any = ready(forward_backward)
+        self._module: Any = compiled(forward_backward)
         self._back, self._space = search.problem.queues.turned(), ListSpace.of(search.problem.queues)
         durations = search.problem.queues.duration
         self._scale = float(np.mean(durations)) if len(durations) else 0.0
@@ -165,9 +165,9 @@ def justified(search: Search, until: float, num_threads: int | None = None) -> N
     """Step 2: justification from random starts, until `until` (seconds since the search began)."""
     if search.closed or search.seconds >= until:
         return
-    if not awaited(forward_backward, search.problem.queues.num_ops, until - search.seconds):
+    if not is_quick(search.problem.queues.num_ops):
         return
-    with Threads(num_threads, is_compiled(forward_backward)) as threads:
+    with Threads(num_threads) as threads:
         each = [Trials(search, number) for number in range(threads.num)]
         while not search.closed and search.seconds < until:
             calls = [partial(trials.go, search.target, threads.stop) for trials in each]

@@ -8,7 +8,7 @@ from functools import partial
 
 from penstock.engine.compiled import is_compiled
 from penstock.engine.list_by_values import ListSpace
-from penstock.planning import exact, longest_paths, order_model, time_windows
+from penstock.planning import exact, order_model
 from penstock.planning.annealing import annealed
 from penstock.planning.bounds import busy_bound, jackson_bound, ramp_bound, round_trip_bound, work_bound, work_seconds
 from penstock.planning.building_blocks import BlockSearch, hosts_several
@@ -59,7 +59,7 @@ def begin(
     if goal == "span":
         span = span_of(problem)
         problem, bound = span.searched, span.lower_bound() + span.shift
-    elif is_quick(longest_paths, problem.queues.num_ops):
+    elif is_quick(problem.queues.num_ops):
         bound = jackson_bound(problem)
     else:
         bound = max(busy_bound(problem), round_trip_bound(problem))
@@ -77,7 +77,7 @@ def run(search: Search) -> None:
     An interrupt from the keyboard ends it, and what was found till then stands.
     """
     with suppress(KeyboardInterrupt):
-        spared = _BOUND_SHARE * search.left * (1.0 if is_compiled(longest_paths) else _UNCOMPILED_SPEED)
+        spared = _BOUND_SHARE * search.left * (1.0 if is_compiled() else _UNCOMPILED_SPEED)
         if not search.closed and work_seconds(search.bounded) < spared:
             known = work_bound(search.bounded)
             search.improve_bound(known)
@@ -109,6 +109,6 @@ def _refute(search: Search, seconds: float) -> None:
     if search.closed or seconds <= 0:
         return
     bound = DestructiveBound(search.bounded, search.lower_bound, search.value, search.stop_at_gap)
-    with Threads(1, is_compiled(time_windows)) as threads:
+    with Threads(1) as threads:
         threads.run([partial(bound.go, threads.stop)], seconds)
     search.improve_bound(bound.bound)

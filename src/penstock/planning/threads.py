@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import os
-import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import contextmanager
-from types import ModuleType, TracebackType
+from types import TracebackType
 
 import numpy as np
 
@@ -18,10 +17,7 @@ MOST_THREADS = 16
 """Above this what threads find is what others found."""
 
 MOST_UNCOMPILED = 30_000
-"""Ops above which nothing is done without machine code: a single order takes longer than the compiling."""
-
-LOOK = 0.02
-"""Seconds between looks for machine code that another process makes."""
+"""Ops above which nothing is searched where functions run as Python: a single order takes longer than most limits."""
 
 
 def num_cores() -> int:
@@ -32,20 +28,9 @@ def num_cores() -> int:
         return os.cpu_count() or 1
 
 
-def is_quick(module: ModuleType, num_ops: int) -> bool:
-    """Whether what `module` does may begin: its machine code is there, or the problem is small."""
-    return num_ops <= MOST_UNCOMPILED or is_compiled(module)
-
-
-def awaited(module: ModuleType, num_ops: int, seconds: float) -> bool:
-    """Whether a step may begin: at once where the machine code of `module` is there, or the problem is small; else as
-    soon as it is there, if it comes within `seconds`."""
-    ends = time.perf_counter() + seconds
-    while not is_quick(module, num_ops):
-        if time.perf_counter() + LOOK >= ends:
-            return False
-        time.sleep(LOOK)
-    return True
+def is_quick(num_ops: int) -> bool:
+    """Whether a step of the search may begin: its functions run as C, or the problem is small."""
+    return num_ops <= MOST_UNCOMPILED or is_compiled()
 
 
 class Threads:
@@ -56,11 +41,10 @@ class Threads:
     numbers are put back.
     """
 
-    def __init__(self, num_threads: int | None, compiled: bool) -> None:
-        self.num = (num_threads or min(MOST_THREADS, num_cores())) if compiled else 1
+    def __init__(self, num_threads: int | None) -> None:
+        self.num = (num_threads or min(MOST_THREADS, num_cores())) if is_compiled() else 1
         self.stop: Array = np.zeros(1, np.int64)
         self._pool = ThreadPoolExecutor(self.num)
-        self._compiled = compiled
 
     def __enter__(self) -> Threads:
         return self
@@ -74,7 +58,7 @@ class Threads:
     def run(self, calls: Sequence[Callable[[], None]], seconds: float) -> None:
         """Runs all calls to their ends; those that run after `seconds` are told to stop."""
         self.stop[0] = 0
-        with random_numbers_kept(not self._compiled):
+        with random_numbers_kept():
             under_way = [self._pool.submit(call) for call in calls]
             try:
                 wait(under_way, timeout=max(0.0, seconds))
@@ -85,9 +69,9 @@ class Threads:
 
 
 @contextmanager
-def random_numbers_kept(wanted: bool) -> Iterator[None]:
-    """Leaves numpy's random numbers, which may be the user's, as they were."""
-    state = np.random.get_state() if wanted else None
+def random_numbers_kept() -> Iterator[None]:
+    """Leaves numpy's random numbers, which may be the user's, as they were: what runs as Python draws them."""
+    state = None if is_compiled() else np.random.get_state()
     try:
         yield
     finally:

@@ -1,4 +1,4 @@
-"""Narrows when each op can start and end in orders that are over by a given time. Written to be compiled.
+"""Narrows when each op can start and end in orders that are over by a given time.
 
 A rank passes through states: how many ops of each of its queues it has run. It may go from one to the next where what
 the op needs on this rank has run, and what it takes fits under the cap:
@@ -14,25 +14,24 @@ left for some op, no order is over by that time.
 
 from __future__ import annotations
 
-from typing import Any
+from penstock.engine.arrays import Flags, Floats, IntRows, Ints, Stop
+from penstock.engine.network import Network
 
-Array = Any
-OPTIONS = {"nogil": True}
 NEVER = 1e300
 
 
 def narrowed(
-    p: Any,
+    p: Network,
     r: int,
-    counts: Array,
-    following: Array,
+    counts: IntRows,
+    following: IntRows,
     slack: float,
-    head: Array,
-    deadline: Array,
-    early: Array,
-    late: Array,
-    first_start: Array,
-    last_end: Array,
+    head: Floats,
+    deadline: Floats,
+    early: Floats,
+    late: Floats,
+    first_start: Floats,
+    last_end: Floats,
 ) -> bool:
     """Narrows the windows of rank r's ops as far as the rank itself says; False where one of them has none left.
 
@@ -88,22 +87,22 @@ def narrowed(
 
 
 def refuted(
-    p: Any,
-    table_first: Array,
-    table_last: Array,
-    counts: Array,
-    following: Array,
+    p: Network,
+    table_first: Ints,
+    table_last: Ints,
+    counts: IntRows,
+    following: IntRows,
     num_sweeps: int,
     tolerance: float,
     slack: float,
-    head: Array,
-    deadline: Array,
-    early: Array,
-    late: Array,
-    first_start: Array,
-    last_end: Array,
-    dirty: Array,
-    stop: Array,
+    head: Floats,
+    deadline: Floats,
+    early: Floats,
+    late: Floats,
+    first_start: Floats,
+    last_end: Floats,
+    dirty: Flags,
+    stop: Stop,
 ) -> bool:
     """Whether no order keeps to the windows `head` and `deadline`, which are narrowed on the way.
 

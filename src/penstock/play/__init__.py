@@ -30,7 +30,7 @@ from penstock.engine import (
 )
 from penstock.formats.files import path_of, write_whole
 from penstock.planning import forward_backward, longest_paths, metropolis
-from penstock.play.to_javascript import bundle
+from penstock.translate.to_javascript import bundle
 
 __all__ = ["page", "save", "scripts"]
 

@@ -7,7 +7,6 @@ listed.makespan, listed.schedule("mine")
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -20,7 +19,7 @@ from penstock.engine import list_by_rules
 from penstock.engine.compiled import compiled, is_compiled
 from penstock.engine.min_tree import leaves_for
 from penstock.engine.rule_tables import Tables
-from penstock.engine.timing import COMPILE_ABOVE, Timer
+from penstock.engine.timing import Timer
 from penstock.schedule import Schedule
 from penstock.schedule.async_ops import rows_of as rows_of_ops
 
@@ -62,19 +61,16 @@ class Lister:
     """Runs one queue graph, many times, in buffers of its own.
 
     Args:
-        compile: whether to run compiled; by default for large graphs, and where numba is loaded and has nothing to
-            compile first.
+        compile: whether to run as C; by default where that can be had.
     """
 
     def __init__(self, graph: QueueGraph, compile: bool | None = None) -> None:
         self.graph = graph
         self.row_first: list[int] = graph.network[0].row_first
-        if compile is None:
-            compile = graph.num_ops > COMPILE_ABOVE or ("numba" in sys.modules and is_compiled(list_by_rules))
-        self._compiled = compile
+        self._compiled = compile = is_compiled() if compile is None else compile
         self._numpy_tables = graph.tables.as_numpy() if compile else None
         self._loop: ModuleType = compiled(list_by_rules) if compile else list_by_rules
-        self._rows = self._numbers(self.row_first[-1], small=True)
+        self._rows = self._numbers(self.row_first[-1])
         self._start_time = self._numbers(graph.num_ops, floats=True)
         self._row_first = self._as_numbers(self.row_first)
         self._tree = self._numbers(2 * leaves_for(graph.num_rows), floats=True)
@@ -109,13 +105,13 @@ class Lister:
             return tables.as_numpy(like=self._numpy_tables)
         return tables.copy()
 
-    def _numbers(self, length: int, floats: bool = False, small: bool = False) -> Any:
+    def _numbers(self, length: int, floats: bool = False) -> Any:
         if not self._compiled:
             return [0.0 if floats else 0] * length
         import numpy as np
 
         # Written to once, so that the pages are there before anybody takes the time.
-        array = np.empty(length, np.float64 if floats else np.int32 if small else np.int64)
+        array = np.empty(length, np.float64 if floats else np.int64)
         array.fill(0)
         return array
 

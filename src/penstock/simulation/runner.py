@@ -11,7 +11,6 @@
 from __future__ import annotations
 
 import math
-import sys
 from collections import OrderedDict
 from collections.abc import Sequence
 from copy import deepcopy
@@ -226,13 +225,13 @@ class Runner:
 
     Args:
         costs: per stage.
-        compile: whether to run compiled; by default where numba is loaded and nothing needs to be compiled first.
+        compile: whether to run as C; by default where that can be had.
     """
 
     KEPT, TEMPLATES = 256, 8
 
     def __init__(self, costs: Costs, compile: bool | None = None) -> None:
-        self.costs, self.compile = costs, compile
+        self.costs, self.compile = costs, is_compiled() if compile is None else compile
         self._orders: OrderedDict[Schedule, Order] = OrderedDict()
         self._templates: list[Order] = []
 
@@ -303,9 +302,7 @@ class Runner:
     ) -> tuple[LinkArrays, bool]:
         """The links of a run, and whether it runs compiled."""
         through = passed(order, links, self.costs, links_at, transport)
-        is_ready = "numba" in sys.modules and is_compiled(event_loop)
-        use = is_ready if self.compile is None else self.compile
-        return through, use and through.arrival is None
+        return through, self.compile and through.arrival is None
 
     def lowered(self, schedule: Schedule) -> Order:
         """The schedule as arrays, for one run: it is not looked up among those known."""
@@ -377,7 +374,7 @@ def _has_stage(columns: Columns, kind: int) -> Array:
     return there
 
 
-def frozen_timer(order: Order, delay: Array, compile: bool) -> Timer:
+def frozen_timer(order: Order, delay: Array, compile: bool | None = None) -> Timer:
     """What times ranks that follow their orders over links that are only late.
 
     Args:

@@ -24,8 +24,6 @@ from penstock.simulation.transport import SimulatedTransport, as_transport
 from penstock.unknown_names import refuse_unknown
 
 AUTO = "auto"
-COMPILE_ABOVE = 50_000
-"""Number of ops from which on a single run is worth loading the compiled loop (which takes about 0.6 s, once)."""
 
 
 @refuse_unknown(ScheduleError)
@@ -95,7 +93,7 @@ def simulate(
     costs.require_stages(schedule.num_stages)
     (through_lines.links if isinstance(through_lines, LinkQueues) else through_lines).check_ranks(schedule.num_ranks)
     policy = None if dispatch == AUTO else Policy.of(dispatch)
-    runner = Runner(costs, compile=schedule.num_ops > COMPILE_ABOVE)
+    runner = Runner(costs)
     order = runner.lowered(schedule)
     if (policy is not None and not policy.dispatch.is_dynamic and placed is not schedule) or (
         require_channel(channels) != BUFFERED

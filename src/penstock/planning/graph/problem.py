@@ -18,7 +18,7 @@ import numpy as np
 
 from penstock.cost import Costs, Links
 from penstock.dispatch.queues import QueueGraph, queue_graph
-from penstock.engine.compiled import ready
+from penstock.engine.compiled import compiled
 from penstock.engine.needs import last_needed
 from penstock.engine.network import Array, Irregularities, Network
 from penstock.engine.timing import Timer
@@ -78,7 +78,7 @@ class GraphProblem:
         """The makespan of a sequence of queue ids, -1 where it is none; and the start of each op."""
         n, num_rows = self.num_ops, len(self.cap)
         start, ints = np.empty(n), np.empty((4, n), np.int64)
-        module: Any = ready(sequences)
+        module: Any = compiled(sequences)
         made = module.placed(
             self.network, self.more, self.takes, self.gives, self.cap, np.asarray(sequence, np.int64), start, *ints,
             np.empty(self.graph.num_queues, np.int64), np.empty(num_rows + 1, np.int64), np.empty(num_rows),

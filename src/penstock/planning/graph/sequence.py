@@ -9,7 +9,7 @@ soon as its rows and its needs allow; so no sequence ends in a deadlock, and tho
 
 The makespan is a longest path. A move takes an op on it that waits for its row alone, and puts it before the op ahead
 of it there, or before one further ahead, together with what it needs in between; or it puts that other op, with what
-needs it, behind. Written to be compiled.
+needs it, behind.
 
 `placed` finds the starts that `engine.sweep` finds, and besides, what each op waited for last, which the next move
 begins at. It needs no stack of rows, since a sequence already says in which order they are gone through.
@@ -17,22 +17,15 @@ begins at. It needs no stack of rows, since a sequence already says in which ord
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 
-from penstock.engine import needs
+from penstock.engine.arrays import FloatRows, Floats, IntRows, Ints, Stop
 from penstock.engine.needs import last_needed
+from penstock.engine.network import Irregularities, Network
 from penstock.engine.tolerance import EPSILON
-from penstock.planning import metropolis
 from penstock.planning.metropolis import is_kept
 from penstock.planning.metropolis import seed as seed
 
-COMPILED_WITH = (metropolis, needs)
-OPTIONS = {"nogil": True}
-"""For numba: walks on several threads do not wait for one another."""
-
-Array = Any
 _FURTHER = 0.3
 """How often an op moves past one more op of its row."""
 _ANYWHERE = 0.1
@@ -40,21 +33,21 @@ _ANYWHERE = 0.1
 
 
 def placed(
-    p: Any,
-    more: Any,
-    takes: Array,
-    gives: Array,
-    cap: Array,
-    sequence: Array,
-    start: Array,
-    cause: Array,
-    ahead: Array,
-    number: Array,
-    position: Array,
-    head: Array,
-    last: Array,
-    free: Array,
-    held: Array,
+    p: Network,
+    more: Irregularities,
+    takes: Floats,
+    gives: Floats,
+    cap: Floats,
+    sequence: Ints,
+    start: Floats,
+    cause: Ints,
+    ahead: Ints,
+    number: Ints,
+    position: Ints,
+    head: Ints,
+    last: Ints,
+    free: Floats,
+    held: Floats,
 ) -> float:
     """Starts all ops of a sequence; returns the makespan (ms), or -1 where an op comes before what it needs, or takes
     a row above its cap.
@@ -114,7 +107,9 @@ def placed(
     return makespan
 
 
-def moved_forward(more: Any, sequence: Array, number: Array, y: int, x: int, upto: Array, trial: Array) -> bool:
+def moved_forward(
+    more: Irregularities, sequence: Ints, number: Ints, y: int, x: int, upto: Ints, trial: Ints
+) -> bool:
     """Puts the op at place x before that at y, with all between them that it needs; False where it needs y.
 
     Args:
@@ -149,7 +144,7 @@ def moved_forward(more: Any, sequence: Array, number: Array, y: int, x: int, upt
     return possible
 
 
-def moved_back(more: Any, sequence: Array, number: Array, y: int, x: int, least: Array, trial: Array) -> bool:
+def moved_back(more: Irregularities, sequence: Ints, number: Ints, y: int, x: int, least: Ints, trial: Ints) -> bool:
     """Puts the op at place y behind that at x, with all between them that needs it; False where x does.
 
     Args:
@@ -185,24 +180,24 @@ def moved_back(more: Any, sequence: Array, number: Array, y: int, x: int, least:
 
 
 def walk(
-    p: Any,
-    more: Any,
-    takes: Array,
-    gives: Array,
-    cap: Array,
-    sequence: Array,
-    ints: Array,
-    start: Array,
-    queues: Array,
-    last: Array,
-    rows: Array,
+    p: Network,
+    more: Irregularities,
+    takes: Floats,
+    gives: Floats,
+    cap: Floats,
+    sequence: Ints,
+    ints: IntRows,
+    start: Floats,
+    queues: IntRows,
+    last: Ints,
+    rows: FloatRows,
     num_moves: int,
     hot: float,
     cold: float,
     target: float,
     best: float,
-    best_sequence: Array,
-    stop: Array,
+    best_sequence: Ints,
+    stop: Stop,
 ) -> tuple[float, int]:
     """Anneals the sequence that is given; returns the best makespan and how many moves were made.
 

@@ -16,8 +16,8 @@ from itertools import product
 
 from penstock.cost import Costs, Links
 from penstock.engine.tolerance import EPSILON
-from penstock.planning.joint.problem import JointProblem, Orders, pose_joint
-from penstock.planning.joint.rows import WHOLE, F, I, L, O, R, W
+from penstock.planning.joint.problem import JointProblem, pose_joint
+from penstock.planning.joint.rows import WHOLE, F, I, L, O, Orders, R, W
 from penstock.planning.options import Limits, OpForms
 from penstock.schedule import Schedule, StageGraph
 

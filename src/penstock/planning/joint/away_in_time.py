@@ -20,8 +20,8 @@ import numpy as np
 
 from penstock.engine.network import Array
 from penstock.planning.joint.exact import Forms, add_chain, limit_rank
-from penstock.planning.joint.problem import JointProblem, Orders
-from penstock.planning.joint.rows import L, O
+from penstock.planning.joint.problem import JointProblem
+from penstock.planning.joint.rows import L, O, Orders
 from penstock.planning.order_model import ModelOp, OrderModel, TimeGrid
 
 MOST_ON_RANK = 400

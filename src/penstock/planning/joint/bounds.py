@@ -23,7 +23,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from penstock.engine.compiled import is_compiled, ready
+from penstock.engine.compiled import compiled, is_compiled
 from penstock.engine.network import NONE
 from penstock.engine.tolerance import EPSILON
 from penstock.planning import longest_paths
@@ -66,10 +66,10 @@ def lower_bound(problem: JointProblem) -> float:
     queues = least.queues
     width = int(np.diff(queues.rank_first).max(initial=1))
     bound = 0.0
-    cheap = work_seconds(least) < (_WORK_SECONDS if is_compiled(longest_paths) else 1e-3 * _WORK_SECONDS)
+    cheap = work_seconds(least) < (_WORK_SECONDS if is_compiled() else 1e-3 * _WORK_SECONDS)
     for work in (False, True)[: 1 + cheap]:
         head, tail = heads_and_tails(least, given, work)
-        made = ready(longest_paths).jackson_all(queues, head, tail, np.empty(width, np.int64), np.empty(width))
+        made = compiled(longest_paths).jackson_all(queues, head, tail, np.empty(width, np.int64), np.empty(width))
         bound = max(bound, float(made))
     forms = problem.forms
     return max(bound, memory_bound(problem, least)) if forms.again or forms.away else bound

@@ -1,4 +1,4 @@
-"""List scheduling that decides forms as it comes to them. Written to be compiled.
+"""List scheduling that decides forms as it comes to them.
 
 It is no list scheduling by `engine.list_by_values`: whether a forward is kept or runs again, and a backward is whole,
 is decided in its turn, by the room that there is then, so what an op takes and holds is not known before.
@@ -6,24 +6,19 @@ is decided in its turn, by the room that there is then, so what an op takes and 
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 
+from penstock.engine.arrays import Floats, Ints
 from penstock.engine.tolerance import EPSILON
-from penstock.planning import metropolis
-from penstock.planning.joint import rows
-from penstock.planning.joint.rows import F, I, R, W, set_form
+from penstock.planning.joint.rows import F, I, Ops, Orders, R, W, set_form
 from penstock.planning.metropolis import seed as seed
 
-COMPILED_WITH = (rows, metropolis)
-OPTIONS = {"nogil": True}
-
-Array = Any
 INFINITE = 1e300
 
 
-def listed(p: Any, o: Any, depth: Array, keep: Array, whole: Array, wait: Array, early: bool, start: Array) -> float:
+def listed(
+    p: Ops, o: Orders, depth: Ints, keep: Floats, whole: Floats, wait: Floats, early: bool, start: Floats
+) -> float:
     """List scheduling that decides forms as it comes to them; returns the makespan, or -1 where the ranks are stuck.
 
     Backward before forward before weight gradients; R when its gradient is about to arrive.
@@ -63,7 +58,6 @@ def listed(p: Any, o: Any, depth: Array, keep: Array, whole: Array, wait: Array,
             set_form(p, o, c, j)
             left += 3
     makespan = 0.0
-    classes = np.array([2, 1, 0, 3])
     while left > 0:
         best_rank, best_time = -1, INFINITE
         best_op, best_again = -1, False
@@ -90,7 +84,7 @@ def listed(p: Any, o: Any, depth: Array, keep: Array, whole: Array, wait: Array,
                         if j >= size:
                             continue
                         cell, op = p.cell_first[c] + j, first + kind * size + j
-                        ready, rank_class, again = free[r], classes[kind], False
+                        ready, rank_class, again = free[r], 3 if kind == W else 2 - kind, False
                         if kind == F:
                             if ahead[r] >= depth[r]:
                                 continue

@@ -6,32 +6,23 @@
     away      a microbatch goes to host memory between its F and its I, by an O and an L (reload), or stays
 
 Where a shift of a forward leaves too much held, a microbatch that is in flight there runs again or goes away. A move
-changes one rank's row; what it makes of the makespan is found by timing all ops once more (`rows`). Written to be
-compiled.
+changes one rank's row; what it makes of the makespan is found by timing all ops once more (`rows`).
 """
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 
-from penstock.planning import metropolis
-from penstock.planning.joint import rows
-from penstock.planning.joint.rows import I, L, O, R, W, copy, fits, put_in, set_form, take_out, timed
+from penstock.engine.arrays import Floats, IntRows, Ints, Stop
+from penstock.planning.joint.rows import I, L, O, Ops, Orders, R, W, copy, fits, put_in, set_form, take_out, timed
 from penstock.planning.metropolis import is_kept
 from penstock.planning.metropolis import seed as seed
 
-COMPILED_WITH = (rows, metropolis)
-OPTIONS = {"nogil": True}
-"""For numba: walks on several threads do not wait for one another."""
-
-Array = Any
 CLOSE = 1e-7
 """Milliseconds within which a path counts as longest."""
 
 
-def may_pass(p: Any, o: Any, lead: int, trail: int) -> bool:
+def may_pass(p: Ops, o: Orders, lead: int, trail: int) -> bool:
     """Whether `trail`, right behind `lead` on its rank, may go before it, memory and other ranks apart."""
     if p.message_from[trail] == lead:
         return False
@@ -44,7 +35,7 @@ def may_pass(p: Any, o: Any, lead: int, trail: int) -> bool:
     return not ((whole_lead and p.kind[trail] == W) or (whole_trail and p.kind[lead] == W))
 
 
-def run_again(p: Any, o: Any, c: int, j: int) -> None:
+def run_again(p: Ops, o: Orders, c: int, j: int) -> None:
     """A forward that was kept runs again, before its backward and later R; or one that ran again is kept. Its
     microbatch is not away."""
     r, cell = p.chain_rank[c], p.cell_first[c] + j
@@ -61,7 +52,7 @@ def run_again(p: Any, o: Any, c: int, j: int) -> None:
     set_form(p, o, c, j)
 
 
-def send_away(p: Any, o: Any, c: int, j: int) -> None:
+def send_away(p: Ops, o: Orders, c: int, j: int) -> None:
     """A microbatch whose forward does not run again goes to host memory right after its F and comes back a little
     before its I, each in its turn; or one that did stays."""
     r, size, cell = p.chain_rank[c], p.size[c], p.cell_first[c] + j
@@ -86,7 +77,7 @@ def send_away(p: Any, o: Any, c: int, j: int) -> None:
     set_form(p, o, c, j)
 
 
-def run_whole(p: Any, o: Any, c: int, j: int) -> bool:
+def run_whole(p: Ops, o: Orders, c: int, j: int) -> bool:
     """A backward in halves becomes whole, or the other way round; False where the order of its queues forbids it."""
     r, size, cell = p.chain_rank[c], p.size[c], p.cell_first[c] + j
     back, weight = p.first[c] + I * size + j, p.first[c] + W * size + j
@@ -111,7 +102,7 @@ def run_whole(p: Any, o: Any, c: int, j: int) -> bool:
     return True
 
 
-def in_flight(p: Any, o: Any, r: int, at: int) -> int:
+def in_flight(p: Ops, o: Orders, r: int, at: int) -> int:
     """One cell, drawn by lot, that rank r holds all of at place `at` and that may run again or go away; -1 where none
     is."""
     chosen, count = -1, 0
@@ -127,7 +118,7 @@ def in_flight(p: Any, o: Any, r: int, at: int) -> int:
     return chosen
 
 
-def critical(p: Any, o: Any, start: Array, found: Array) -> int:
+def critical(p: Ops, o: Orders, start: Floats, found: Ints) -> int:
     """Walks one critical path from its end; leaves its ops in `found` and returns how many there are.
 
     Where several paths are critical one is drawn by lot.
@@ -174,7 +165,7 @@ def critical(p: Any, o: Any, start: Array, found: Array) -> int:
     return count
 
 
-def change(p: Any, o: Any, found: Array, count: int) -> int:
+def change(p: Ops, o: Orders, found: Ints, count: int) -> int:
     """Makes one move on orders that keep to all rules; returns its rank, or -1 - rank where it is not allowed."""
     anywhere = np.random.random() < 0.15
     if anywhere:
@@ -236,22 +227,22 @@ def change(p: Any, o: Any, found: Array, count: int) -> int:
 
 
 def anneal(
-    p: Any,
-    o: Any,
-    undo: Any,
-    best_orders: Any,
-    start: Array,
-    trial: Array,
-    found: Array,
-    ints: Array,
-    free: Array,
+    p: Ops,
+    o: Orders,
+    undo: Orders,
+    best_orders: Orders,
+    start: Floats,
+    trial: Floats,
+    found: Ints,
+    ints: IntRows,
+    free: Floats,
     num_moves: int,
     hot: float,
     cold: float,
     target: float,
     now: float,
     best: float,
-    stop: Array,
+    stop: Stop,
 ) -> tuple[float, float, int]:
     """Makes `num_moves` moves while the temperature falls from `hot` to `cold` ms; returns the makespan it ends with,
     the best one, whose orders are in `best_orders`, and the moves made: fewer at `target`, or when `stop` is set.
@@ -288,7 +279,7 @@ def anneal(
     return now, best, num_moves
 
 
-def copy_rank(p: Any, source: Any, target: Any, r: int) -> None:
+def copy_rank(p: Ops, source: Orders, target: Orders, r: int) -> None:
     """Writes what a move on rank r may have changed over other orders."""
     target.length[r] = source.length[r]
     for at in range(source.length[r]):

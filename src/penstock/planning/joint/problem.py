@@ -18,86 +18,21 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
 from penstock.cost import Costs, Links
-from penstock.engine.compiled import ready
+from penstock.engine.compiled import compiled
 from penstock.engine.network import NONE, Array
 from penstock.planning.joint import rows
-from penstock.planning.joint.rows import F, I, W
+from penstock.planning.joint.rows import F, I, Ops, Orders, W
 from penstock.planning.options import Limits, OpForms, dealt
 from penstock.schedule import Op, Placement, Schedule
 from penstock.schedule.offload import OFFLOAD, RELOAD, with_offload
 
 _KINDS = ("F", "R", "I", "W", OFFLOAD, RELOAD)
 """By number, as `rows` has them."""
-
-
-class Ops(NamedTuple):
-    """What is given. C chains over K ranks, n ops, M cells: a chain and one of its microbatches.
-
-    Attributes:
-        chain, kind, number, cell, rank: of each op; `number` counts the chain's microbatches.
-        message_from, delay: the op on another stage that an op needs, or -1, and ms until its message is there.
-        message_to: the same seen from the other side.
-        first, size, cell_first: of each chain, its first op, its microbatches, its first cell.
-        chain_rank, chain_first: of each chain; rank r has chains `chain_first[r]` to `chain_first[r + 1] - 1`.
-        times: of each chain, ms of F, R, I, W, O, L and B.
-        held, kept, freed: of each chain, what F holds, what it holds where R runs, and the share of it that I frees.
-        may_again, may_whole, may_split, may_away: of each chain, the forms its microbatches may take.
-        cap, host: most that each rank may hold, and have in host memory.
-        num_kinds: how many ops a microbatch of a chain has at most.
-    """
-
-    chain: Array
-    kind: Array
-    number: Array
-    cell: Array
-    rank: Array
-    message_from: Array
-    delay: Array
-    message_to: Array
-    first: Array
-    size: Array
-    cell_first: Array
-    chain_rank: Array
-    chain_first: Array
-    times: Array
-    held: Array
-    kept: Array
-    freed: Array
-    may_again: Array
-    may_whole: Array
-    may_split: Array
-    may_away: Array
-    cap: Array
-    host: Array
-    num_kinds: int
-
-
-class Orders(NamedTuple):
-    """What is decided, and what follows from it.
-
-    Attributes:
-        row: of each rank, its ops in their order; `length` says how many there are.
-        again, whole, away: of each cell.
-        duration, change: of each op in its form: ms, and what it adds (at its start) to what its rank holds, or
-            takes (at its end).
-        place: of each op, where it stands in its row; -1 where it is not there.
-        wait: of each op, that of its rank's stream whose end it waits for, or -1.
-    """
-
-    row: Array
-    length: Array
-    again: Array
-    whole: Array
-    away: Array
-    duration: Array
-    change: Array
-    place: Array
-    wait: Array
 
 
 @dataclass(frozen=True)
@@ -138,7 +73,7 @@ class JointProblem:
 
     def fits(self, orders: Orders) -> bool:
         """Whether orders keep to the caps; what follows from their rows and forms is filled in."""
-        module: Any = ready(rows)
+        module: Any = compiled(rows)
         module.set_forms(self.ops, orders)
         return all(module.fits(self.ops, orders, r) for r in range(self.num_ranks))
 
@@ -148,7 +83,7 @@ class JointProblem:
         Args:
             start: room for when each op starts.
         """
-        module: Any = ready(rows)
+        module: Any = compiled(rows)
         start = np.empty(self.num_ops) if start is None else start
         ints, free = np.empty((3, self.num_ranks), np.int64), np.empty(2 * self.num_ranks)
         return float(module.timed(self.ops, orders, start, ints, free))

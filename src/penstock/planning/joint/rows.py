@@ -1,27 +1,90 @@
 """Rows of ops whose forms vary: what they take and hold, whether they keep to the caps, and when they start.
 
 `timed` is the engine's sweep (`engine.sweep`) over other arrays: rows grow and shrink with every move, and an
-op of a stream stands in the row of its rank, for which a `Network` has no place. Written to be compiled.
+op of a stream stands in the row of its rank, for which a `Network` has no place.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from typing import NamedTuple
 
 import numpy as np
 
+from penstock.engine.arrays import Flags, FloatRows, Floats, IntRows, Ints
 from penstock.engine.tolerance import EPSILON
 
-OPTIONS = {"nogil": True}
-
-Array = Any
 F, R, I, W, O, L = 0, 1, 2, 3, 4, 5
 """Kinds of ops. O, an offload, and L, its reload, run beside the others on the stream of their rank."""
 WHOLE = 6
 """The column of `Ops.times` with the length of a B."""
 
 
-def set_form(p: Any, o: Any, c: int, j: int) -> None:
+class Ops(NamedTuple):
+    """What is given. C chains over K ranks, n ops, M cells: a chain and one of its microbatches.
+
+    Attributes:
+        chain, kind, number, cell, rank: of each op; `number` counts the chain's microbatches.
+        message_from, delay: the op on another stage that an op needs, or -1, and ms until its message is there.
+        message_to: the same seen from the other side.
+        first, size, cell_first: of each chain, its first op, its microbatches, its first cell.
+        chain_rank, chain_first: of each chain; rank r has chains `chain_first[r]` to `chain_first[r + 1] - 1`.
+        times: of each chain, ms of F, R, I, W, O, L and B.
+        held, kept, freed: of each chain, what F holds, what it holds where R runs, and the share of it that I frees.
+        may_again, may_whole, may_split, may_away: of each chain, the forms its microbatches may take.
+        cap, host: most that each rank may hold, and have in host memory.
+        num_kinds: how many ops a microbatch of a chain has at most.
+    """
+
+    chain: Ints
+    kind: Ints
+    number: Ints
+    cell: Ints
+    rank: Ints
+    message_from: Ints
+    delay: Floats
+    message_to: Ints
+    first: Ints
+    size: Ints
+    cell_first: Ints
+    chain_rank: Ints
+    chain_first: Ints
+    times: FloatRows
+    held: Floats
+    kept: Floats
+    freed: Floats
+    may_again: Flags
+    may_whole: Flags
+    may_split: Flags
+    may_away: Flags
+    cap: Floats
+    host: Floats
+    num_kinds: int
+
+
+class Orders(NamedTuple):
+    """What is decided, and what follows from it.
+
+    Attributes:
+        row: of each rank, its ops in their order; `length` says how many there are.
+        again, whole, away: of each cell.
+        duration, change: of each op in its form: ms, and what it adds (at its start) to what its rank holds, or
+            takes (at its end).
+        place: of each op, where it stands in its row; -1 where it is not there.
+        wait: of each op, that of its rank's stream whose end it waits for, or -1.
+    """
+
+    row: IntRows
+    length: Ints
+    again: Flags
+    whole: Flags
+    away: Flags
+    duration: Floats
+    change: Floats
+    place: Ints
+    wait: Ints
+
+
+def set_form(p: Ops, o: Orders, c: int, j: int) -> None:
     """Writes the durations and memory of a cell's ops from its form."""
     cell, first, size = p.cell_first[c] + j, p.first[c] + j, p.size[c]
     held, kept = p.held[c], p.kept[c]
@@ -39,7 +102,7 @@ def set_form(p: Any, o: Any, c: int, j: int) -> None:
     o.change[first + W * size] = (p.freed[c] - 1.0) * held
 
 
-def set_forms(p: Any, o: Any) -> None:
+def set_forms(p: Ops, o: Orders) -> None:
     """The same for all cells, and every op's place."""
     for c in range(len(p.size)):
         for j in range(p.size[c]):
@@ -50,7 +113,7 @@ def set_forms(p: Any, o: Any) -> None:
             o.place[o.row[r, at]] = at
 
 
-def copy(source: Any, target: Any) -> None:
+def copy(source: Orders, target: Orders) -> None:
     """Writes orders and forms over others."""
     target.row[:] = source.row
     target.length[:] = source.length
@@ -63,7 +126,7 @@ def copy(source: Any, target: Any) -> None:
     target.place[:] = source.place
 
 
-def fits(p: Any, o: Any, r: int) -> bool:
+def fits(p: Ops, o: Orders, r: int) -> bool:
     """Whether rank r keeps to its caps; then it is also noted what waits for its stream."""
     level, limit = 0.0, p.cap[r] * (1 + EPSILON)
     host, host_limit = 0.0, p.host[r] * (1 + EPSILON)
@@ -82,7 +145,7 @@ def fits(p: Any, o: Any, r: int) -> bool:
     return True
 
 
-def set_waits(p: Any, o: Any, r: int) -> None:
+def set_waits(p: Ops, o: Orders, r: int) -> None:
     """Of each op of rank r, that of its stream whose end it waits for: its reload, or an offload whose room it needs,
     as `engine.memory.levels_at_most` has it. -1 for none but those that ops before it wait for."""
     stream = np.empty(o.length[r], np.int64)
@@ -118,7 +181,7 @@ def set_waits(p: Any, o: Any, r: int) -> None:
             o.wait[op] = stream[ended - 1]
 
 
-def _most(o: Any, stream: Array, first: int, last: int) -> float:
+def _most(o: Orders, stream: Ints, first: int, last: int) -> float:
     """Most that ops of a stream hold, from before the first to after the last."""
     held, most = 0.0, 0.0
     for k in range(first, last):
@@ -127,7 +190,7 @@ def _most(o: Any, stream: Array, first: int, last: int) -> float:
     return most
 
 
-def timed(p: Any, o: Any, start: Array, ints: Array, free: Array) -> float:
+def timed(p: Ops, o: Orders, start: Floats, ints: IntRows, free: Floats) -> float:
     """Starts every op of orders as soon as possible; returns the makespan, or -1 where ranks wait for one another.
 
     Working space: `ints` 3 rows of K, `free` 2 K floats. Ops that have no start are left at -1.
@@ -186,7 +249,7 @@ def timed(p: Any, o: Any, start: Array, ints: Array, free: Array) -> float:
     return makespan if missing == 0 else -1.0
 
 
-def take_out(o: Any, r: int, op: int) -> None:
+def take_out(o: Orders, r: int, op: int) -> None:
     """Removes an op from its row."""
     at = o.place[op]
     for k in range(at, o.length[r] - 1):
@@ -196,7 +259,7 @@ def take_out(o: Any, r: int, op: int) -> None:
     o.place[op] = -1
 
 
-def put_in(o: Any, r: int, op: int, at: int) -> None:
+def put_in(o: Orders, r: int, op: int, at: int) -> None:
     """Inserts an op into a row, at place `at`."""
     for k in range(o.length[r], at, -1):
         o.row[r, k] = o.row[r, k - 1]

@@ -20,7 +20,7 @@ from typing import Any
 
 import numpy as np
 
-from penstock.engine.compiled import is_compiled, ready
+from penstock.engine.compiled import compiled
 from penstock.engine.network import Array
 from penstock.engine.tolerance import EPSILON
 from penstock.passes import recompute
@@ -30,14 +30,14 @@ from penstock.planning.joint import exact, listing, moves
 from penstock.planning.joint.away import sent_away
 from penstock.planning.joint.away_in_time import sent_away_in_time
 from penstock.planning.joint.bounds import lower_bound, relaxed
-from penstock.planning.joint.problem import JointProblem, Orders
-from penstock.planning.joint.rows import WHOLE, F, I, L, O, R, W
+from penstock.planning.joint.problem import JointProblem
+from penstock.planning.joint.rows import WHOLE, F, I, L, O, Orders, R, W
 from penstock.planning.library_starts import MOST_OPS, built
 from penstock.planning.options import OpForms
 from penstock.planning.problem import Problem, pose
 from penstock.planning.progress import Incumbent, Progress, certain
 from penstock.planning.search import Search
-from penstock.planning.threads import awaited, is_quick, random_numbers_kept
+from penstock.planning.threads import is_quick, random_numbers_kept
 from penstock.schedule import Schedule, ScheduleError
 
 _PLAIN_SHARE, _IN_TIME_SHARE, _LISTED_SHARE, _WALKED_SHARE = 0.25, 0.4, 0.1, 0.5
@@ -105,7 +105,7 @@ def run(search: JointSearch) -> None:
             of_one_form(search, search.seconds + _PLAIN_SHARE * search.left)
             if search.problem.forms.away and order_model.available():
                 in_time(search, search.seconds + _IN_TIME_SHARE * search.left)
-        with random_numbers_kept(not is_compiled(moves)):
+        with random_numbers_kept():
             listed(search, search.seconds + _LISTED_SHARE * search.left)
         small = search.problem.num_ops <= exact.MOST_OPS and order_model.available()
         annealed(search, JointWalk, search.seconds + (_WALKED_SHARE if small else 1.0) * search.left)
@@ -163,7 +163,7 @@ def of_one_form(search: JointSearch, until: float) -> None:
         # However short the time, a small problem has the first orders of its plain forms: one microbatch at a time,
         # which the search begins with, takes several times as long.
         over = search.seconds >= until
-        if search.closed or (over and not is_quick(listing, problem.num_ops)):
+        if search.closed or (over and not is_quick(problem.num_ops)):
             break
         seconds = (until - search.seconds) / (len(plain) - number)
         inner = _planned(search, each, None if over else seconds)
@@ -315,10 +315,10 @@ def _take_library(search: JointSearch, name: str, made: Schedule, timed: bool) -
 
 def listed(search: JointSearch, until: float, num_trials: int = 2000) -> None:
     """List scheduling under random depths, chances to be kept and whole, and waits."""
-    if not awaited(listing, search.problem.num_ops, until - search.seconds):
+    if not is_quick(search.problem.num_ops):
         return
     problem = search.problem
-    module: Any = ready(listing)
+    module: Any = compiled(listing)
     ops, orders, start = problem.ops, problem.orders(), np.empty(problem.num_ops)
     random = np.random.default_rng(search.seed)
     module.seed(search.seed)

@@ -16,9 +16,6 @@ from penstock.schedule.columns import NOTHING, B, Columns, F, I, OpNumbers, R, W
 from penstock.schedule.microbatch_order import places_of
 from penstock.schedule.schedule import Schedule
 
-COMPILE_ABOVE = 50_000
-"""Ops above which loading compiled code (about half a second, once a process) pays."""
-
 CHAINS = ((F,), (B, I), (B, W), (R,))
 """Kinds whose ops come in one order of microbatches; see `check_order`."""
 
@@ -90,7 +87,7 @@ def _ascend(queues: Any) -> bool:
 def run_to_their_ends(columns: Columns, edges: tuple[Any, Any]) -> bool:
     """Whether the ranks, each in its own order, all reach their last op."""
     graph = OpGraph(columns.first, columns.rank, *edges)
-    return Timer(*graph.network(), columns.num_ops > COMPILE_ABOVE).time(graph.row).complete
+    return Timer(*graph.network()).time(graph.row).complete
 
 
 def are_within(columns: Columns, limit: float) -> bool:

@@ -1,0 +1,256 @@
+"""Translates the engine's plain functions to JavaScript, so that a browser decides by the same source.
+
+What they are written in is read by `penstock.translate.subset`, for this and for C:
+
+    limit = cap[rank] + EPSILON * cap[rank]        limit = (cap[rank] + (EPSILON * cap[rank]));
+    for q in range(first, last):                   for (let at1 = first, end1 = last; at1 < end1; at1 += 1) {
+    node //= 2                                     node = Math.floor(node / 2);
+    low, high = late_first[k], late_first[k + 1]   low = late_first[k]; high = late_first[(k + 1)];
+
+A module becomes an object of its functions and constants, and of the names of each function's `parameters`. Views of
+arrays (`times[:n]`) are `subarray`s, so arrays that a function slices are typed arrays.
+"""
+
+from __future__ import annotations
+
+import ast
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from types import ModuleType
+
+from penstock.translate.subset import Source, Writer, own_nodes
+
+LIBRARY = """\
+const floorMod = (a, b) => a - b * Math.floor(a / b);
+const roundEven = (x) => {
+  const low = Math.floor(x), rest = x - low;
+  return rest < 0.5 ? low : rest > 0.5 ? low + 1 : low % 2 === 0 ? low : low + 1;
+};
+const isBefore = (a, b) => a[0] < b[0] || (a[0] === b[0] && a[1] < b[1]);
+const heapPush = (heap, entry) => {
+  let at = heap.push(entry) - 1;
+  while (at > 0) {
+    const above = (at - 1) >> 1;
+    if (!isBefore(entry, heap[above])) break;
+    heap[at] = heap[above];
+    at = above;
+  }
+  heap[at] = entry;
+};
+const heapPop = (heap) => {
+  const least = heap[0], entry = heap.pop();
+  if (heap.length === 0) return least;
+  let at = 0;
+  for (;;) {
+    let below = 2 * at + 1;
+    if (below >= heap.length) break;
+    if (below + 1 < heap.length && isBefore(heap[below + 1], heap[below])) below += 1;
+    if (!isBefore(heap[below], entry)) break;
+    heap[at] = heap[below];
+    at = below;
+  }
+  heap[at] = entry;
+  return least;
+};
+const range = (...given) => {
+  const [first, last] = given.length === 1 ? [0, given[0]] : given;
+  return Array.from({ length: Math.max(0, last - first) }, (_, place) => first + place);
+};
+const sortedBy = (values, key) => [...values].sort((a, b) => key(a) - key(b));
+const groupBy = (values, key) => {
+  const groups = [];
+  for (const value of values) {
+    const label = key(value), last = groups[groups.length - 1];
+    if (last !== undefined && last[0] === label) last[1].push(value);
+    else groups.push([label, [value]]);
+  }
+  return groups;
+};
+const allOf = (values, key) => { const found = [...values]; return key === undefined ? found : found.map(key); };
+let randomState = 1;
+const seedRandom = (seed) => { randomState = (seed * 2654435761 + 88675123) >>> 0 || 1; };
+const random = () => { // Marsaglia's xorshift of 32 bits, which a seed repeats in every browser
+  randomState ^= randomState << 13;
+  randomState ^= randomState >>> 17;
+  randomState ^= randomState << 5;
+  return (randomState >>> 0) / 4294967296;
+};
+const uniform = (low, high) => low + (high - low) * random();
+const randint = (count) => Math.floor(random() * count);
+const fillWith = (array, value) => (typeof value === "number" ? array.fill(value) : array.set(value));
+const columnsOf = (rows) => (rows.length === 0 ? 0 : rows[0].length);
+const sum = (values) => [...values].reduce((a, b) => a + b, 0);
+"""
+"""What the translated functions call, ahead of them."""
+
+
+CALLS = {"max": "Math.max", "min": "Math.min", "abs": "Math.abs", "round": "roundEven", "list": "allOf"}
+ATTRIBUTES = {
+    "math.inf": "Infinity",
+    "math.exp": "Math.exp",
+    "heapq.heappush": "heapPush",
+    "heapq.heappop": "heapPop",
+    "np.random.uniform": "uniform",
+    "np.random.randint": "randint",
+    "np.random.random": "random",
+    "np.random.seed": "seedRandom",
+}
+
+
+def bundle(modules: Sequence[ModuleType], constants_of: Sequence[ModuleType] = ()) -> str:
+    """Modules as one script, each an object under its own name.
+
+    Args:
+        modules: each behind those that it imports from; what others it imports is left out, and must not be called.
+        constants_of: those of which only the constants are wanted.
+
+    Raises:
+        SubsetError: a source uses what has no translation; the message has file, line and words.
+    """
+    known: list[str] = []
+    parts = [LIBRARY]
+    for module in (*constants_of, *modules):
+        source = Source.read(Path(str(module.__file__)))
+        parts.append(_Module(source).text(known, with_functions=module in modules))
+        known.append(source.name)
+    return "\n".join(parts)
+
+
+class _Module(Writer):
+    """Writes the JavaScript of one module."""
+
+    LANGUAGE, HERE = "JavaScript", "penstock.translate.to_javascript"
+    COUNTER, NULL, EQUAL, UNEQUAL = "let", "null", "===", "!=="
+    BINARY = {**Writer.BINARY, ast.Div: "/", ast.Pow: "**"}  # noqa: RUF012
+
+    def text(self, known: Sequence[str], with_functions: bool) -> str:
+        """The module.
+
+        Args:
+            known: the modules ahead of it, of which it may take functions and constants.
+        """
+        source = self.source
+        for name, (module, there) in source.imports.items():
+            if module.rpartition(".")[2] in known and (there.islower() or there.isupper()):
+                self.write(f"const {name} = {module.rpartition('.')[2]}.{there};")
+        for name, number in source.constants.items():
+            self.write(f"const {name} = {'Infinity' if number == math.inf else number};")
+        functions = source.functions if with_functions else {}
+        for function in functions.values():
+            self.function(function)
+        given = ", ".join(f"{name}: {[each.arg for each in node.args.args]}" for name, node in functions.items())
+        exports = ", ".join([*source.constants, *functions, f"parameters: {{ {given} }}"])
+        inside = "\n".join(self.lines)
+        return f"const {source.name} = (() => {{\n{inside}\n  return {{ {exports} }};\n}})();\n"
+
+    # ---- statements
+
+    def function(self, node: ast.FunctionDef) -> None:
+        if node.args.vararg or node.args.kwarg or node.args.kwonlyargs or node.decorator_list:
+            raise self.refused(node)
+        names = [argument.arg for argument in node.args.args]
+        defaults = [None] * (len(names) - len(node.args.defaults)) + [self.expr(d) for d in node.args.defaults]
+        given = [name if value is None else f"{name} = {value}" for name, value in zip(names, defaults, strict=True)]
+        self.write(f"function {node.name}({', '.join(given)}) {{")
+        stored = (each for each in own_nodes(node) if isinstance(each, ast.Name) and isinstance(each.ctx, ast.Store))
+        if own := sorted({each.id for each in stored} - set(names)):
+            self.write(f"  let {', '.join(own)};")
+        self.body(node.body)
+        self.write("}")
+
+    def loop(self, node: ast.For) -> None:
+        match node.iter:
+            case (
+                ast.Call(func=ast.Name(id="groupby"), args=[values, key])
+                | ast.Call(func=ast.Name(id="groupby"), args=[values], keywords=[ast.keyword(arg="key", value=key)])
+            ):
+                through = f"groupBy({self.expr(values)}, {self.expr(key)})"
+            case values:
+                through = self.expr(values)
+        self.block(f"for ({self._target(node.target)} of {through}) {{", node.body)
+
+    def fill(self, array: ast.expr, value: ast.expr) -> None:
+        self.write(f"fillWith({self.expr(array)}, {self.expr(value)});")
+
+    def exchange(self, names: Sequence[ast.expr], values: Sequence[ast.expr]) -> None:
+        self.write(f"[{', '.join(map(self.expr, names))}] = [{', '.join(map(self.expr, values))}];")
+
+    def take_apart(self, names: Sequence[ast.expr], value: ast.expr) -> None:
+        """A named tuple is an object here, taken apart by its names."""
+        self.write(f"({{ {', '.join(map(self.expr, names))} }} = {self.expr(value)});")
+
+    def _target(self, node: ast.expr) -> str:
+        if isinstance(node, ast.Tuple):
+            return f"[{', '.join(self._target(each) for each in node.elts)}]"
+        return self.expr(node)
+
+    # ---- expressions
+
+    def name(self, name: str) -> str:
+        return name
+
+    def other(self, node: ast.expr) -> str:
+        match node:
+            case ast.Constant(value=None):
+                return "null"
+            case ast.Constant(value=bool() as value):
+                return "true" if value else "false"
+            case ast.Constant(value=int() | float() as value):
+                return repr(value)
+            case ast.Attribute(value=value, attr=attr):
+                return self._attribute(node, value, attr)
+            case ast.Subscript():
+                return self._subscript(node)
+            case ast.BinOp(left=ast.List(elts=[only]), op=ast.Mult(), right=count):
+                return f"new Array({self.expr(count)}).fill({self.expr(only)})"
+            case ast.BinOp(left=left, op=ast.FloorDiv(), right=right):
+                return f"Math.floor({self.expr(left)} / {self.expr(right)})"
+            case ast.BinOp(left=left, op=ast.Mod(), right=right):
+                return f"floorMod({self.expr(left)}, {self.expr(right)})"
+            case ast.Tuple(elts=values) | ast.List(elts=values):
+                return f"[{', '.join(self.expr(value) for value in values)}]"
+            case ast.Lambda(args=args, body=body):
+                return f"(({', '.join(a.arg for a in args.args)}) => {self.expr(body)})"
+            case ast.ListComp(elt=made, generators=[one]) | ast.GeneratorExp(elt=made, generators=[one]):
+                kept = "".join(f".filter(({self._target(one.target)}) => {self.expr(test)})" for test in one.ifs)
+                return f"allOf({self.expr(one.iter)}){kept}.map(({self._target(one.target)}) => {self.expr(made)})"
+            case ast.Call():
+                return self._call(node)
+        raise self.refused(node)
+
+    def _attribute(self, node: ast.Attribute, value: ast.expr, attr: str) -> str:
+        written = ast.unparse(node)
+        if written in ATTRIBUTES:
+            return ATTRIBUTES[written]
+        if isinstance(value, ast.Name) and value.id in ("math", "heapq", "np"):
+            raise self.refused(node)
+        return f"{self.expr(value)}.{attr}"
+
+    def _subscript(self, node: ast.Subscript) -> str:
+        match node:
+            case ast.Subscript(value=ast.Attribute(value=array, attr="shape"), slice=ast.Constant(value=1)):
+                return f"columnsOf({self.expr(array)})"
+            case ast.Subscript(value=array, slice=ast.Slice(lower=low, upper=high, step=None)):
+                first = "0" if low is None else self.expr(low)
+                last = "" if high is None else f", {self.expr(high)}"
+                return f"{self.expr(array)}.subarray({first}{last})"
+            case ast.Subscript(value=array, slice=ast.Tuple(elts=[row, column])):
+                return f"{self.expr(array)}[{self.expr(row)}][{self.expr(column)}]"
+            case ast.Subscript(value=array, slice=place):
+                return f"{self.expr(array)}[{self.expr(place)}]"
+
+    def _call(self, node: ast.Call) -> str:
+        match node:
+            case ast.Call(func=ast.Name(id="len"), args=[values]):
+                return f"{self.expr(values)}.length"
+            case ast.Call(func=ast.Name(id="max" | "min" as which), args=[ast.GeneratorExp() as values], keywords=[]):
+                return f"Math.{which}(...{self.expr(values)})"
+            case ast.Call(func=ast.Name(id="sorted"), args=[values], keywords=[ast.keyword(arg="key", value=key)]):
+                return f"sortedBy({self.expr(values)}, {self.expr(key)})"
+            case ast.Call(func=ast.Attribute(value=ast.Name(id="np"), attr="zeros"), args=[size, *_]):
+                return f"new Float64Array({self.expr(size)})"
+            case ast.Call(func=func, args=args, keywords=[]):
+                name = self.expr(func)
+                return f"{CALLS.get(name, name)}({', '.join(self.expr(a) for a in args)})"
+        raise self.refused(node)
