@@ -147,8 +147,8 @@ def test_records_add_the_iterations_before_the_log_and_measured_timelines() -> N
     assert told.memory.peaks == pytest.approx(whole.peak_activations)
     assert told.iterations[0].number == -1
     assert told.iterations[0].ms == 500
-    assert [each.timeline.source for each in told.shown] == ["measured", "measured"]
-    assert [len(each.timeline.ops) for each in told.shown] == [1, 2]
+    assert [timeline.source for _, timeline in told.shown] == ["measured", "measured"]
+    assert [len(timeline.ops) for _, timeline in told.shown] == [1, 2]
 
 
 def test_a_dead_link_is_a_fault_and_keeping_is_not_counted() -> None:

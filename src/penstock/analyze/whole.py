@@ -179,16 +179,14 @@ def _require_times(trace: RunTrace) -> None:
     known = np.isfinite(trace.start) & np.isfinite(trace.end)
     if not known.all():
         raise TraceError(f"{trace.name}: {int((~known).sum())} ops have no start or no end; leave their rows out")
-    back = trace.end < trace.start
-    if back.any():
-        at = int(np.flatnonzero(back)[0])
+    taken = trace.end - trace.start
+    if (taken < 0).any():
+        at = int(np.argmax(taken < 0))
         raise TraceError(
-            f"{trace.name}: the clock goes backwards: {_spot(trace, at)} ends "
-            f"{trace.start[at] - trace.end[at]:.6g} ms before it starts ({int(back.sum())} such ops); "
-            f"{CLOCK_HELP}"
+            f"{trace.name}: the clock goes backwards: {_spot(trace, at)} ends {-taken[at]:.6g} ms before it starts "
+            f"({int((taken < 0).sum())} such ops); {CLOCK_HELP}"
         )
-    compute = trace.has(lambda kind: kind.scope is Scope.COMPUTE)
-    if not (trace.end > trace.start)[compute].any():
+    if not taken[trace.has(lambda kind: kind.scope is Scope.COMPUTE)].any():
         raise TraceError(
             f"{trace.name}: no forward or backward takes any time; are the times of another unit, or rounded to it? "
             "Give --unit, or record with a finer clock"

@@ -23,9 +23,9 @@ from penstock.formats.files import write_whole
 from penstock.formats.perfetto import from_perfetto
 from penstock.report import RunRecord, RunStory, to_page
 from penstock.report.page import to_json
-from penstock.report.run_story import TitledTimeline
 from penstock.report.words import sentences
 from penstock.schedule import ScheduleError
+from penstock.simulation import Timeline
 
 LOG, ITERATIONS, TIMELINES, SETTINGS = "control.jsonl", "iterations.jsonl", "timelines.jsonl", "settings.json"
 METRICS, ENDED, PLAN, TRACE, TEXT = "metrics.jsonl", "report.json", "schedule.txt", "timeline.json", "sample.txt"
@@ -126,7 +126,7 @@ def _record(folder: Path, run: Path) -> RunRecord | None:
     )
 
 
-def _shown(folder: Path) -> list[TitledTimeline]:
+def _shown(folder: Path) -> list[tuple[str, Timeline]]:
     """One of the last steps, measured and simulated."""
     try:
         found = from_perfetto((folder / TRACE).read_bytes(), load(folder / PLAN))
@@ -134,7 +134,7 @@ def _shown(folder: Path) -> list[TitledTimeline]:
         return []
     except (ValueError, ScheduleError) as error:
         raise ReportError(f"{folder / TRACE}: {error}") from None
-    return [TitledTimeline(timeline.schedule.name, timeline) for timeline in reversed(found)]
+    return [(timeline.schedule.name, timeline) for timeline in reversed(found)]
 
 
 def _lines(path: Path) -> list[str]:

@@ -43,7 +43,6 @@ from penstock.report.run_story import (
     Link,
     RunMemory,
     RunStory,
-    TitledTimeline,
     late_links,
     main_spells,
     saved_by,
@@ -351,7 +350,7 @@ def _counted(records: Sequence[Mapping[str, Any]]) -> list[Fault]:
 
 def _shown(
     read: ReadLog, decided: Sequence[DecisionOutcome], recorded: Mapping[str, tuple[int, Timeline]]
-) -> tuple[TitledTimeline, ...]:
+) -> tuple[tuple[str, Timeline], ...]:
     """An iteration before the switch that gained most and one after it: measured if both were recorded."""
     there = [each for each in decided if each.outcome == "ran"]
     if not there:
@@ -364,8 +363,7 @@ def _shown(
         ran = [(number, read.timeline(read.iterations[number])) for number in numbers if number in read.iterations]
         found = [(number, timeline) for number, timeline in ran if timeline is not None]
     return tuple(
-        TitledTimeline(f"iteration {number}: {read.plan(read.iterations[number].decision)}", timeline)
-        for number, timeline in found
+        (f"iteration {number}: {read.plan(read.iterations[number].decision)}", timeline) for number, timeline in found
     )
 
 

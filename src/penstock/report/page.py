@@ -44,8 +44,9 @@ from penstock.draw.report_page import (
 )
 from penstock.draw.scale import percent, short
 from penstock.report.run_record import RunRecord
-from penstock.report.run_story import DecisionOutcome, Iteration, RunMemory, RunStory, TitledTimeline
+from penstock.report.run_story import DecisionOutcome, Iteration, RunMemory, RunStory
 from penstock.report.words import alarms, reaction, seconds, sentence, sentences, times, way_name
+from penstock.simulation import Timeline
 
 _MEASURED = (
     "Measured: the median iteration since what the change answers began, and with it. Saved: measured iterations "
@@ -192,11 +193,11 @@ def _one_step(record: RunRecord) -> str:
     return section(f"One {noun}", _one_above_the_other(record.shown) or f"<p>{why}</p>", note)
 
 
-def _one_above_the_other(shown: Sequence[TitledTimeline]) -> str:
+def _one_above_the_other(shown: Sequence[tuple[str, Timeline]]) -> str:
     """Timelines on one time axis; nothing where there are none, or too many ops."""
-    if not shown or sum(len(each.timeline.ops) for each in shown) > MOST_OPS:
+    if not shown or sum(len(timeline.ops) for _, timeline in shown) > MOST_OPS:
         return ""
-    return timelines([each.timeline for each in shown], [each.title for each in shown])
+    return timelines([timeline for _, timeline in shown], [title for title, _ in shown])
 
 
 def _end(record: RunRecord) -> list[str]:
@@ -247,7 +248,7 @@ def _sections(story: RunStory) -> list[str]:
     if story.faults or story.counters:
         found.append(section("Faults", _faults(story)))
     if drawn := _one_above_the_other(story.shown):
-        is_measured = all(each.timeline.source == "measured" for each in story.shown)
+        is_measured = all(timeline.source == "measured" for _, timeline in story.shown)
         source = "Measured." if is_measured else "Simulated under links and op times as measured in these iterations."
         found.append(section("Before and after", drawn, source))
     if (memory := story.memory) is not None:

@@ -14,7 +14,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from penstock.control.log import json_lines
-from penstock.report.run_story import TitledTimeline, rounded
+from penstock.report.run_story import rounded
+from penstock.simulation import Timeline
 
 
 @dataclass(frozen=True)
@@ -28,7 +29,7 @@ class RunRecord:
         asked: how many were asked for; None if that is not known.
         columns: by the name of a metric, its value in each step; None for a step without a finite one.
         ended: the report.json of the run; empty while there is none.
-        shown: the timelines of one of its last steps.
+        shown: the timelines of one of its last steps, each with its title.
         text: what the model wrote.
     """
 
@@ -38,7 +39,7 @@ class RunRecord:
     asked: int | None
     columns: Mapping[str, tuple[float | None, ...]]
     ended: Mapping[str, Any]
-    shown: tuple[TitledTimeline, ...] = ()
+    shown: tuple[tuple[str, Timeline], ...] = ()
     text: str = ""
 
     def known(self, metric: str) -> list[tuple[int, float]]:
@@ -82,7 +83,7 @@ def read_record(
     facts: Sequence[tuple[str, str]] = (),
     asked: int | None = None,
     ended: Mapping[str, Any] | None = None,
-    shown: Sequence[TitledTimeline] = (),
+    shown: Sequence[tuple[str, Timeline]] = (),
     text: str = "",
 ) -> RunRecord | None:
     """Makes a record of the lines of metrics.jsonl; None if no step has ended.

@@ -223,14 +223,6 @@ class Fault:
 
 
 @dataclass(frozen=True)
-class TitledTimeline:
-    """A timeline to show, with its title."""
-
-    title: str
-    timeline: Timeline
-
-
-@dataclass(frozen=True)
 class RunStory:
     """All that a report says.
 
@@ -251,7 +243,7 @@ class RunStory:
         unanswered: causes that nothing was changed for, their size, why, and what would help, in words.
         faults: what broke, and what was done about it, by iteration.
         counters: names and numbers of what delegates count, like messages sent again.
-        shown: the timelines that are drawn.
+        shown: the timelines that are drawn, each with its title.
     """
 
     name: str
@@ -270,7 +262,7 @@ class RunStory:
     unanswered: tuple[str, ...] = ()
     faults: tuple[Fault, ...] = ()
     counters: tuple[tuple[str, float], ...] = ()
-    shown: tuple[TitledTimeline, ...] = ()
+    shown: tuple[tuple[str, Timeline], ...] = ()
 
     @cached_property
     def total(self) -> float:
