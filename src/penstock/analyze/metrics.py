@@ -39,7 +39,7 @@ class StudyMetrics:
         replay_error: median over steps of `|replayed - measured| / measured`.
         by_kind: S_t by the trace's name for the kind of op.
         by_replica, by_rank: what each replica, and each rank over all of them, does to an ideal run.
-        by_worker: S_w by (replica, rank).
+        by_worker: S_w by replica and rank, like "0:3".
         by_link: what each directed pair of ranks, like "2>3", does to an ideal run, over all replicas.
         worst_workers: M_W; last_stage: M_S; 0 where nothing is slower than ideal.
     """
@@ -53,7 +53,7 @@ class StudyMetrics:
     by_kind: dict[str, float]
     by_replica: dict[int, float]
     by_rank: dict[int, float]
-    by_worker: dict[tuple[int, int], float]
+    by_worker: dict[str, float]
     by_link: dict[str, float]
     worst_workers: float
     last_stage: float
@@ -103,7 +103,7 @@ def study_metrics(run: ReplayedRun) -> StudyMetrics:
         by_kind,
         by_replica,
         by_rank,
-        by_worker,
+        {f"{replica}:{rank}": value for (replica, rank), value in by_worker.items()},
         by_link,
         won_back(is_worst),
         won_back(np.isin(run.rank, last)),

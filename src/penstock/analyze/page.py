@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from html import escape
 from operator import itemgetter
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 
@@ -49,9 +49,7 @@ def more(found: RunAnalysis) -> list[str]:
     ]
     if found.causes:
         costs = (f"{milliseconds(each.cost)} ({each.share:.1%}) because of {each.what}" for each in found.causes[:3])
-        lines.append(f"What each costs per step: {'; '.join(costs)}.")
-        if found.causes[0].help:
-            lines.append(f"Against the first: {found.causes[0].help}.")
+        lines.append(f"What each costs per step: {'; '.join(costs)}. Against the first: {found.causes[0].help}.")
     helps = [each for each in found.what_ifs if each.speedup >= WORTH][:2]
     if helps:
         listed = "; ".join(f"{each.what}, {each.speedup:.2f} times as fast" for each in helps)
@@ -81,7 +79,6 @@ def facts(found: RunAnalysis) -> list[tuple[str, str]]:
     return [*((noun, f"{count:,}") for noun, count in found.counts.items()), ("schedule", schedule)]
 
 
-K = TypeVar("K")
 LEFT = 120.0
 """Pixels at which charts begin."""
 MOST_OPS = 4000
@@ -273,11 +270,11 @@ def _measures(found: RunAnalysis) -> str:
     m = found.metrics
     rows: list[tuple[str, str, float]] = [("S", "all ops of a kind alike", m.slowdown)]
     rows += [("S_t", name, value) for name, value in _largest(m.by_kind, len(m.by_kind))]
+    for each, value in _largest(m.by_worker, 8):
+        replica, rank = each.split(":")
+        rows.append(("S_w", f"rank {rank} of replica {replica}", value))
     rows += [
-        ("S_w", f"rank {rank} of replica {replica}", value) for (replica, rank), value in _largest(m.by_worker, 8)
-    ]
-    rows += [
-        ("by link", f"{link.replace('>', ' to ')}, all replicas", value) for link, value in _largest(m.by_link, 8)
+        ("by link", f"{each.replace('>', ' to ')}, all replicas", value) for each, value in _largest(m.by_link, 8)
     ]
     shown = [(*row[:2], f"{row[2]:.4f}") for row in rows]
     shown.append(("M_W", "won back by the 3% slowest workers made ideal", percent(m.worst_workers)))
@@ -286,5 +283,5 @@ def _measures(found: RunAnalysis) -> str:
     return table(shown, columns, (0, 1), "The study's measures")
 
 
-def _largest(by: Mapping[K, float], most: int) -> list[tuple[K, float]]:
+def _largest(by: Mapping[str, float], most: int) -> list[tuple[str, float]]:
     return sorted(by.items(), key=lambda each: -each[1])[:most]

@@ -49,7 +49,6 @@ class StepNetwork:
     def __init__(self, table: StepTable, messages: Messages, steps: Array) -> None:
         self.steps, self._table, self._start = steps, table, table.start[steps[0]]
         self._parts: list[int] = []
-        self._arrivals: list[int] = []
         self._hosts: list[tuple[int, ...]] = []
         self._rows: defaultdict[int, list[int]] = defaultdict(list)
         self.needs: list[list[int]] = []
@@ -82,9 +81,9 @@ class StepNetwork:
         timed = self._timer.time(self._order, durations)
         if not timed.complete:
             row = next(r for r, reached in enumerate(timed.reached) if reached < len(self._rows[r]))
-            queue = self._rows[row][timed.reached[row]]
-            op = max(self._parts[queue], self._arrivals[queue])
-            what = self._table.named(op) if 0 <= op < self._table.num_ops else "a message"
+            waits = self._rows[row][timed.reached[row] :]
+            part = next((self._parts[queue] for queue in waits if self._parts[queue] != NONE), NONE)
+            what = self._table.named(part) if 0 <= part < self._table.num_ops else "a message"
             raise TraceError(
                 f"{self._table.trace.name}, step {int(self._table.steps[self.steps[0]])}: by the order of ops {what} "
                 "waits for what waits for it; do the clocks of hosts differ, or is a rank's file from another run?"
@@ -119,20 +118,19 @@ class StepNetwork:
                 if group == NONE:
                     self._first[op] = self._last[op] = self._add(row, op)
                     continue
-                self._first[op] = self._add(row, arrival=op)
+                self._first[op] = self._add(row)
                 self._rows[row].append(gangs[group])
                 self._last[op] = self._add(row, op)
         return by_row
 
-    def _queue(self, rows: tuple[int, ...], part: int = NONE, arrival: int = NONE) -> int:
+    def _queue(self, rows: tuple[int, ...], part: int = NONE) -> int:
         self._parts.append(part)
-        self._arrivals.append(arrival)
         self._hosts.append(rows)
         self.needs.append([])
         return len(self._parts) - 1
 
-    def _add(self, row: int, part: int = NONE, arrival: int = NONE) -> int:
-        queue = self._queue((row,), part, arrival)
+    def _add(self, row: int, part: int = NONE) -> int:
+        queue = self._queue((row,), part)
         self._rows[row].append(queue)
         return queue
 

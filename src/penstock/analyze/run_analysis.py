@@ -101,9 +101,9 @@ class RunAnalysis:
         }
 
     def to_json(self) -> dict[str, Any]:
-        """Everything but the ops, as plain values. Keys that are pairs become text."""
+        """Everything but the ops, as plain values."""
         metrics = asdict(self.metrics)
-        found = {
+        return {
             "trace": self.name,
             "step_ms": {name: metrics.pop(name) for name in ("measured", "replayed", "ideal")},
             **metrics,
@@ -115,23 +115,11 @@ class RunAnalysis:
             "schedule": None if self.fit is None else self.fit.name,
             **{f"num_{noun}": count for noun, count in self.counts.items()},
             "steps": {
-                step: {"measured": measured, "replayed": replayed}
-                for step, measured, replayed in zip(
-                    self.run.table.steps.tolist(), self.run.measured.tolist(), self.run.replayed.tolist(), strict=True
-                )
+                int(step): {"measured": float(measured), "replayed": float(replayed)}
+                for step, measured, replayed in zip(self.run.table.steps, self.run.measured, self.run.replayed)
             },
             "notes": list(self.notes),
         }
-        return {name: _with_text_keys(value) for name, value in found.items()}
-
-
-def _with_text_keys(value: Any) -> Any:
-    if not isinstance(value, dict):
-        return value
-    return {
-        ":".join(map(str, key)) if isinstance(key, tuple) else str(key): _with_text_keys(each)
-        for key, each in value.items()
-    }
 
 
 def analyze_trace(trace: RunTrace, *, layers: Sequence[int] = (), drop_incomplete: bool = False) -> RunAnalysis:
