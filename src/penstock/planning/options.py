@@ -116,17 +116,21 @@ class PlanRequest:
         return self.offload is not None and self.offload is not False
 
 
-def names_options(function: F) -> F:
-    """Puts the names of a request's options into the signature of a function of `**options`."""
-    named = [each for each in signature(function).parameters.values() if each.kind is not each.VAR_KEYWORD]
-    known = {each.name for each in named}
-    named += [
-        Parameter(each.name, Parameter.KEYWORD_ONLY, default=each.default, annotation=each.type)
-        for each in fields(PlanRequest)
-        if each.name not in known
-    ]
-    function.__signature__ = Signature(named)  # type: ignore[attr-defined]
-    return function
+def names_options(options: Any) -> Callable[[F], F]:
+    """Puts the fields of a dataclass into the signature of a function of `**options`."""
+
+    def name(function: F) -> F:
+        named = [each for each in signature(function).parameters.values() if each.kind is not each.VAR_KEYWORD]
+        known = {each.name for each in named}
+        named += [
+            Parameter(each.name, Parameter.KEYWORD_ONLY, default=each.default, annotation=each.type)
+            for each in fields(options)
+            if each.name not in known
+        ]
+        function.__signature__ = Signature(named)  # type: ignore[attr-defined]
+        return function
+
+    return name
 
 
 @dataclass(frozen=True)

@@ -66,7 +66,7 @@ _SPARED = 1.2
 
 
 @refuse_unknown(ScheduleError)
-@names_options
+@names_options(PlanRequest)
 def plan(
     costs: Costs, num_ranks: int, num_microbatches: int, links: Links | None = None, **options: Unpack[PlanOptions]
 ) -> Plan:

@@ -36,7 +36,7 @@ from penstock.engine.list_by_rules import EARLIEST, IN_ORDER
 from penstock.engine.memory import peaks
 from penstock.engine.tolerance import is_within
 from penstock.library import build
-from penstock.planning.options import MOST_AGAIN, per_rank, require_one_limit, require_weights
+from penstock.planning.options import MOST_AGAIN, names_options, per_rank, require_one_limit, require_weights
 from penstock.program import Program, Rules, breadth_first, by_microbatch, depth_first, earliest_first, placements
 from penstock.program.rules import Traversal
 from penstock.schedule import Placement, Schedule, ScheduleError
@@ -45,6 +45,7 @@ from penstock.schedule.short_repr import short_repr
 from penstock.simulation import Footprint, Timeline, footprint, room_for_activations, simulate
 from penstock.simulation.lister import Lister, rows_of
 from penstock.simulation.memory_footprint import in_bytes
+from penstock.unknown_names import refuse_unknown
 
 LOOKED_AT = 4
 """Additional programs of a placement whose messages are counted before it is searched again."""
@@ -153,21 +154,26 @@ class Outcome:
         return self.found[0]
 
 
+@dataclass(frozen=True)
+class SpaceOptions:
+    """The options of `search_space`, which says what they mean."""
+
+    links: Links | None = None
+    memory_limit: float | Sequence[float] | None = None
+    total_limit: float | Sequence[float] | None = None
+    shapes: Sequence[str] | None = None
+    shared_ends: bool = False
+    split: bool | Callable[[int], bool] = True
+    forward_first: bool = False
+    rules: RulesOf | None = None
+    keep: int = 1
+    below: float = inf
+
+
+@refuse_unknown(ScheduleError)
+@names_options(SpaceOptions)
 def search_space(
-    costs: Costs | Callable[[int], Costs],
-    num_ranks: int,
-    num_microbatches: int,
-    *,
-    links: Links | None = None,
-    memory_limit: float | Sequence[float] | None = None,
-    total_limit: float | Sequence[float] | None = None,
-    shapes: Sequence[str] | None = None,
-    shared_ends: bool = False,
-    split: bool | Callable[[int], bool] = True,
-    forward_first: bool = False,
-    rules: RulesOf | None = None,
-    keep: int = 1,
-    below: float = inf,
+    costs: Costs | Callable[[int], Costs], num_ranks: int, num_microbatches: int, **options: Any
 ) -> Outcome:
     """The best programs of each placement.
 
@@ -207,16 +213,18 @@ def search_space(
         >>> outcome.best.footprint.peak <= 38 * 2**30
         True
     """
+    asked = SpaceOptions(**options)
+    memory_limit, total_limit, below = asked.memory_limit, asked.total_limit, asked.below
     require_one_limit(memory_limit=memory_limit, total_limit=total_limit)
     caps = None if memory_limit is None else per_rank("memory_limit", memory_limit, num_ranks)
     totals = None if total_limit is None else per_rank("total_limit", total_limit, num_ranks)
     spaces: list[_Space] = []
     left_out: dict[str, str] = {}
-    chosen = _chosen(costs, num_ranks, shapes, shared_ends)
+    chosen = _chosen(costs, num_ranks, asked.shapes, asked.shared_ends)
     uncut: list[CostError] = []
     for name, placement in chosen.items():
         try:
-            own = _costs_of(costs, placement.num_stages, shared_ends)
+            own = _costs_of(costs, placement.num_stages, asked.shared_ends)
         except CostError as error:
             if isinstance(costs, Costs):
                 raise
@@ -231,15 +239,15 @@ def search_space(
             except CostError as error:
                 left_out[name] = str(error).partition(";")[0]
                 continue
-        first = Program(placement, num_microbatches, Rules(), split, own, links, name=name)
+        first = Program(placement, num_microbatches, Rules(), asked.split, own, asked.links, name=name)
         if least_ms(first) < below:
-            spaces.append(_Space(name, first, room, totals, rules, forward_first))
+            spaces.append(_Space(name, first, room, totals, asked))
     if len(uncut) == len(chosen):
         raise uncut[0]
     num_points = sum(len(list(space.rules_under(space.room))) for space in spaces)
     found: list[Found] = []
     for space in spaces:
-        best = space.search(keep, below, num_points)
+        best = space.search(num_points)
         found += best
         if not best and below == inf:
             left_out[space.name] = space.why_nothing()
@@ -458,7 +466,6 @@ class _Space:
         first: one of them, with rules that say nothing.
         room: for activations on each rank; None for no limit.
         totals: bytes that each rank may hold in all; None where messages do not count.
-        given: the rules to try, if these are not the usual ones.
         excess: by rank the most bytes of messages in programs that held too much.
         num_tried, num_stuck: programs that were simulated, and those of them that deadlocked.
     """
@@ -467,8 +474,7 @@ class _Space:
     first: Program
     room: tuple[float, ...] | None
     totals: tuple[float, ...] | None
-    given: RulesOf | None
-    forward_first: bool
+    asked: SpaceOptions
     excess: list[float] = field(default_factory=list)
     num_tried: int = 0
     num_stuck: int = 0
@@ -477,21 +483,21 @@ class _Space:
         """The rules to try, with limits that keep to caps of activations."""
         limit = room if room is None or len(set(room)) > 1 else room[0]
         placement, count = self.first.placement, self.first.num_microbatches
-        if self.given is not None:
-            return (replace(each, memory_limit=limit) for each in self.given(self.name, placement, count))
-        num_ranks = self.first.num_ranks
-        return rules_of(self.name, placement, num_ranks, count, limit, self.first.all_costs, self.forward_first)
+        if self.asked.rules is not None:
+            return (replace(each, memory_limit=limit) for each in self.asked.rules(self.name, placement, count))
+        num_ranks, costs, forward_first = self.first.num_ranks, self.first.all_costs, self.asked.forward_first
+        return rules_of(self.name, placement, num_ranks, count, limit, costs, forward_first)
 
-    def search(self, keep: int, below: float, num_points: int) -> list[Found]:
+    def search(self, num_points: int) -> list[Found]:
         """The best programs within the limits, the fastest first.
 
         Args:
             num_points: programs of all placements, about.
         """
         best: list[Found] = []
-        room = self.room
+        room, keep = self.room, self.asked.keep
         for _ in range(1 + MOST_AGAIN):
-            ranked = self._run(room, below, num_points)
+            ranked = self._run(room, num_points)
             for each in ranked if self.totals is None else ranked[: LOOKED_AT + keep]:
                 if len(best) == keep and each.makespan >= best[-1].makespan:
                     break
@@ -535,8 +541,8 @@ class _Space:
             return True
         return all(held <= most for held, most in zip(found.footprint.totals, self.totals, strict=True))
 
-    def _run(self, room: Sequence[float] | None, below: float, num_points: int) -> list[Found]:
-        """All programs that are shorter than `below` under caps of activations, the fastest first."""
+    def _run(self, room: Sequence[float] | None, num_points: int) -> list[Found]:
+        """All programs that are shorter than asked under caps of activations, the fastest first."""
         graph = self.first.queues()
         lister = Lister(graph)
         found: list[Found] = []
@@ -550,17 +556,17 @@ class _Space:
                 continue
             if not listed.complete:
                 self.num_stuck += 1
-            elif listed.makespan < below:
+            elif listed.makespan < self.asked.below:
                 found.append(Found(self.name, program, listed.makespan))
         found.sort(key=lambda each: each.makespan)
         in_halves = self.first.split is True and not self.first.placement.shared
         beatable = not found or found[0].makespan > least_ms(self.first)
         if self.name == V and room is not None and in_halves and beatable:
-            found += self._constructed(graph, room, below)
+            found += self._constructed(graph, room)
             found.sort(key=lambda each: each.makespan)
         return found
 
-    def _constructed(self, graph: QueueGraph, room: Sequence[float], below: float) -> Iterator[Found]:
+    def _constructed(self, graph: QueueGraph, room: Sequence[float]) -> Iterator[Found]:
         """The library's schedules that hold no more than the caps."""
         lister = Lister(graph)
         for name in CONSTRUCTED:
@@ -573,7 +579,7 @@ class _Space:
             if not all(map(is_within, _peaks(graph, rows), room)):
                 continue
             makespan = lister.time_rows(rows).makespan
-            if makespan < below:
+            if makespan < self.asked.below:
                 yield Found(V, self.first, makespan, schedule)
 
 

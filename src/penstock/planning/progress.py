@@ -137,6 +137,18 @@ class Incumbent(Generic[P]):
         """Whether the best is proved good enough."""
         return self.value <= self.target
 
+    def improves(self, value: float, how: str) -> bool:
+        """Whether a value (ms) is the best so far, which then counts.
+
+        Raises:
+            ScheduleError: it is below the bound, so one of the two is wrong.
+        """
+        if not 0 <= value < self.value * (1 - 1e-12):
+            return False
+        self.lower_bound = certain(self.lower_bound, value, self.problem.described, self.shift)
+        self.value, self.how = float(value), how
+        return True
+
     def report(self, how: str) -> None:
         if self.on_progress is not None:
             self.on_progress(Progress(how, self.seconds, self.value - self.shift, self.lower_bound - self.shift))

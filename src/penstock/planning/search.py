@@ -21,7 +21,7 @@ from penstock.planning import anneal, forward_backward
 from penstock.planning.annealing import Annealer
 from penstock.planning.in_step import in_step
 from penstock.planning.problem import BACKWARD_CLASS, Problem
-from penstock.planning.progress import Incumbent, certain
+from penstock.planning.progress import Incumbent
 from penstock.planning.threads import Threads, is_quick
 from penstock.schedule import Schedule
 
@@ -71,9 +71,8 @@ class Search(Incumbent[Problem]):
             start = np.empty(self.problem.queues.num_ops)
             time_of(self.problem, row, start)
             value = self.span.of(start) + self.shift
-        if value < self.value * (1 - 1e-12) or self.row is None:
-            self.lower_bound = certain(self.lower_bound, value, self.problem.described, self.shift)
-            self.value, self.row, self.how = float(value), row.copy(), how
+        if self.improves(value, how):
+            self.row = row.copy()
             self.seen = [*self.seen[-_MOST_SEEN + 1 :], self.row]
 
     def good_rows(self) -> list[Array]:

@@ -50,7 +50,7 @@ def programs_for(
                     memory_limit=limit,
                     shapes=names,
                     shared_ends=shared,
-                    split=(lambda stage, last=num_stages - 1: 0 < stage < last) if shared else True,  # type: ignore[misc]
+                    split=(lambda stage, last=num_stages - 1: 0 < stage < last) if shared else True,
                 )
             except ScheduleError:  # no program runs under the limit
                 continue

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from penstock.cost import Costs
+from penstock.cost.cut import partition
 from penstock.dispatch.queues import depths
 from penstock.schedule import Placement, StageGraph
 
@@ -32,19 +33,11 @@ def candidates(costs: Costs, stages: StageGraph, num_ranks: int) -> list[Placeme
 
 
 def _cut(order: list[int], work: list[float], num_ranks: int) -> list[int]:
-    """Stages in an order, cut where the next part begins nearest to an even share."""
-    row, total = [0] * len(order), sum(work) or 1.0
-    done, rank = 0.0, 0
-    for place, stage in enumerate(order):
-        left = len(order) - place
-        due = (done + work[stage] / 2) / total * num_ranks
-        first = place == 0 or row[order[place - 1]] < rank
-        if rank + 1 < num_ranks and not first and (due >= rank + 1 or left < num_ranks - rank):
-            rank += 1
-        row[stage] = rank
-        done += work[stage]
-        if rank + 1 < num_ranks and left - 1 == num_ranks - rank - 1:
-            rank += 1
+    """Stages in an order, cut into parts of about the same work."""
+    row = [0] * len(order)
+    for rank, part in enumerate(partition([work[stage] for stage in order], min(num_ranks, len(order)))):
+        for place in part:
+            row[order[place]] = rank
     return row
 
 

@@ -20,7 +20,7 @@ from penstock.planning.graph.bounds import lower_bound
 from penstock.planning.graph.exact import lessen, shorten_windows
 from penstock.planning.graph.problem import GraphProblem
 from penstock.planning.options import Limits
-from penstock.planning.progress import Incumbent, Progress, certain
+from penstock.planning.progress import Incumbent, Progress
 from penstock.program import Program, Rules, breadth_first, by_microbatch, depth_first, earliest_first
 from penstock.program.placements import num_ranks_of
 from penstock.schedule import Schedule, ScheduleError
@@ -49,12 +49,8 @@ class GraphSearch(Incumbent[GraphProblem]):
             ScheduleError: its value is below the bound, so that one of the two is wrong.
         """
         value, start = self.problem.placed(sequence)
-        if value < 0:
+        if not self.improves(value, how):
             return False
-        if value >= self.value * (1 - 1e-12) and self.sequence is not None:
-            return False
-        self.lower_bound = certain(self.lower_bound, value, self.problem.described)
-        self.value, self.how = value, how
         self.sequence = self.problem.sorted_by_start(sequence, start)
         self.report(how)
         return True

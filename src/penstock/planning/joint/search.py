@@ -35,7 +35,7 @@ from penstock.planning.joint.rows import WHOLE, F, I, L, O, Orders, R, W
 from penstock.planning.library_starts import MOST_OPS, built
 from penstock.planning.options import OpForms
 from penstock.planning.problem import Problem, pose
-from penstock.planning.progress import Incumbent, Progress, certain
+from penstock.planning.progress import Incumbent, Progress
 from penstock.planning.search import Search
 from penstock.planning.threads import is_quick, random_numbers_kept
 from penstock.schedule import Schedule, ScheduleError
@@ -55,11 +55,8 @@ class JointSearch(Incumbent[JointProblem]):
         """Keeps a copy of orders if they run, keep to the caps and are the best so far."""
         if not self.problem.fits(orders):
             return
-        value = self.problem.timed(orders)
-        if 0 <= value < self.value * (1 - 1e-12):
-            self.lower_bound = certain(self.lower_bound, value, self.problem.described)
+        if self.improves(self.problem.timed(orders), how):
             self.orders = Orders(*(array.copy() for array in orders))
-            self.value, self.how = value, how
 
     def schedule(self, name: str, max_in_flight: float | None) -> Schedule:
         """The best so far."""
