@@ -24,7 +24,7 @@ from experiments.pipemorph.setups import CHAIN_8, late
 from experiments.pipemorph.systems import setting
 from penstock.cost import LinkCondition
 from penstock.cost.conditions import Constant
-from penstock.draw.chart import Axis, Figure, Line, Points, line_chart
+from penstock.draw.chart import Axis, Figure, Line, line_chart
 
 MODEL = CHAIN_8
 DELAYS = (0.0, 20.0, 40.0, 60.0)
@@ -96,7 +96,7 @@ def chart(rows: Sequence[Row]) -> Figure:
                         stroke="solid" if kind == "direct" else "dashed",
                     )
                 )
-    paper = Points("paper, last link", [60.0, 60.0], [2.70, 4.24], hue="grey", titles=["1f1b", "zb"])
+    paper = Line("paper, last link", [60.0, 60.0], [2.70, 4.24], stroke="none", hue="grey", titles=["1f1b", "zb"])
     return line_chart(
         [*lines, paper],
         title="Figure 1: slowdown by delay of one link",

@@ -18,7 +18,7 @@ from experiments.pipemorph.command import command
 from experiments.pipemorph.iterations import behind, best_known, times
 from experiments.pipemorph.setups import CHAIN_8, late
 from experiments.pipemorph.systems import HOSTED, SYSTEMS, setting
-from penstock.draw.chart import Axis, Figure, Line, Points, line_chart
+from penstock.draw.chart import Axis, Figure, Line, line_chart
 from penstock.draw.chart_parts import Hue
 
 MODEL = CHAIN_8
@@ -79,13 +79,13 @@ def lines(rows: Sequence[Row]) -> Iterator[str]:
 
 
 def chart(rows: Sequence[Row]) -> Figure:
-    parts: list[Line | Points] = []
+    parts: list[Line] = []
     for system, hue in HUES.items():
         mine = [row for row in rows if row["system"] == system]
         without = best_known(base(rows, system))
         parts.append(Line(system, [r["delay_ms"] for r in mine], [best_known(r) / without for r in mine], hue=hue))
         if system in PAPER:
-            parts.append(Points(f"{system}, paper", [60.0], [PAPER[system]], hue=hue))
+            parts.append(Line(f"{system}, paper", [60.0], [PAPER[system]], stroke="none", hue=hue))
     return line_chart(
         parts,
         title="Figure 15: slowdown by delay of the last link",

@@ -38,7 +38,7 @@ from penstock.control import Configuration, Job, rerank
 from penstock.control.configuration import peaks
 from penstock.cost import Mesh, Ring
 from penstock.cost.mesh import LinkGroup
-from penstock.draw.chart import Axis, Figure, Line, Points, line_chart
+from penstock.draw.chart import Axis, Figure, Line, line_chart
 from penstock.draw.chart_parts import Hue
 from penstock.draw.scale import short
 from penstock.planning import slow_link_schedule
@@ -136,7 +136,7 @@ def lines(rows: Sequence[Row]) -> Iterator[str]:
 
 
 def chart(rows: Sequence[Row]) -> Figure:
-    parts: list[Line | Points] = []
+    parts: list[Line] = []
     for system, hue in HUES.items():
         for kind in KINDS if system == "falcon" else KINDS[:1]:
             base = find(rows, system="zb", delay_ms=0.0, kind=kind)
@@ -147,7 +147,7 @@ def chart(rows: Sequence[Row]) -> Figure:
             delays = [0.0, *(row["delay_ms"] for row in mine)]
             parts.append(Line(name, delays, [log(each) for each in slower], hue=hue, stroke=stroke))
         if system in PAPER:
-            parts.append(Points(f"{system}, paper", [30.0], [log(PAPER[system])], hue=hue))
+            parts.append(Line(f"{system}, paper", [30.0], [log(PAPER[system])], stroke="none", hue=hue))
     return line_chart(
         parts,
         title="Figure 19: slowdown by delay of a link in a data-parallel group",

@@ -20,7 +20,7 @@ from experiments.pipemorph.figure19 import COSTS, DELAYS, LINK, MESH, MODEL, RIN
 from experiments.pipemorph.iterations import best_known, times
 from experiments.pipemorph.meshes import KINDS, MeshCase, run
 from penstock.control import Configuration
-from penstock.draw.chart import Axis, Figure, Line, Points, line_chart
+from penstock.draw.chart import Axis, Figure, Line, line_chart
 
 PLACES = {"DP": MESH, "PP": moved_under_pp(MESH)}
 PAPER = {"DP": 8.04, "PP": 2.24}
@@ -52,12 +52,12 @@ def lines(rows: Sequence[Row]) -> Iterator[str]:
 
 
 def chart(rows: Sequence[Row]) -> Figure:
-    parts: list[Line | Points] = []
+    parts: list[Line] = []
     for place, kind, hue in (("DP", "latency", "brick"), ("PP", "latency", "blue"), ("PP", "queue", "navy")):
         mine = [row for row in rows if (row["place"], row["kind"]) == (place, kind)]
         grown = [best_known(row) / best_known(mine[0]) for row in mine]
         parts.append(Line(f"{place}, {kind}", [row["delay_ms"] for row in mine], grown, hue=hue))
-    parts.append(Points("paper", [30.0, 30.0], list(PAPER.values()), hue="grey", titles=list(PAPER)))
+    parts.append(Line("paper", [30.0, 30.0], list(PAPER.values()), stroke="none", hue="grey", titles=list(PAPER)))
     return line_chart(
         parts,
         title="Figure 3: growth of an iteration by delay of one link",

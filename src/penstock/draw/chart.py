@@ -33,13 +33,13 @@ from statistics import fmean
 from typing import Any
 
 from penstock.cost import CostError
-from penstock.draw.chart_parts import Axis, Bars, Level, Line, Mark, Part, Points, Scale, laid, runs
+from penstock.draw.chart_parts import Axis, Bars, Level, Line, Mark, Scale, laid, runs
 from penstock.draw.figure import HUES, STEPS, Figure, box, path, shape, text
 from penstock.draw.scale import num, short, spread_out, text_width, wrapped
 from penstock.formats.files import write_whole
 
 __all__ = [
-    "MOST_COLUMNS", "Axis", "Bars", "Chart", "Figure", "Level", "Line", "Mark", "Points", "averaged", "bar_chart",
+    "MOST_COLUMNS", "Axis", "Bars", "Chart", "Figure", "Level", "Line", "Mark", "averaged", "bar_chart",
     "heat_map", "line_chart", "save_chart", "stacked_chart",
 ]  # fmt: skip
 
@@ -105,7 +105,7 @@ class Chart:
     label: str = ""
     comment: str | None = None
 
-    def lines(self, parts: Sequence[Part]) -> Figure:
+    def lines(self, parts: Sequence[Line]) -> Figure:
         """Lines and points over a level axis.
 
         Lines are named at their right end (one named "" is not). Points, lines that end before the others, and all of
@@ -119,11 +119,11 @@ class Chart:
         names, legend = [], []
         for place, (part, hue) in enumerate(zip(parts, hues, strict=True)):
             drawn = runs(part)
-            if self.width >= PHONE and isinstance(part, Line) and drawn and drawn[-1][-1][0] >= near:
+            if self.width >= PHONE and part.stroke != "none" and drawn and drawn[-1][-1][0] >= near:
                 names.append((drawn[-1][-1][1], part.name, f"i-{hue}"))
             elif part.name:
-                stroke = path(f"line l-{hue} {part.stroke}", "M0 0h20") if isinstance(part, Line) else ""
-                legend.append((part.name, stroke or shape(place, 10, 0, 4.5, f"f-{hue}")))
+                stroke = path(f"line l-{hue} {part.stroke}", "M0 0h20")
+                legend.append((part.name, shape(place, 10, 0, 4.5, f"f-{hue}") if part.stroke == "none" else stroke))
         values = [value for part in parts for value in part.y if value is not None]
         below = 42 if self.x is not None and self.x.label else 24
         plot = self._plot(legend, values, [each for each in names if each[1]], 12, below)
@@ -387,7 +387,7 @@ class Chart:
         return Figure(tuple(out), self.width, height, label, self.comment, plot)
 
 
-def line_chart(parts: Sequence[Part], **options: Any) -> Figure:
+def line_chart(parts: Sequence[Line], **options: Any) -> Figure:
     """Draws lines and points over a level axis: `Chart.lines`, with the attributes of `Chart`.
 
     Raises:
@@ -484,21 +484,18 @@ def _box_entry(bars: Bars, place: int) -> Entry:
     return bars.name, box(f"f-{hue_of(bars.hue, place)}", 3, -6, 14, 12)
 
 
-def _drawn(part: Part, hue: str, place: int, across: Scale, rise: Scale) -> list[str]:
-    if isinstance(part, Points):
-        shown = (f"{across.axis.show(a)}, {rise.axis.show(b)}" for a, b in zip(part.x, part.y, strict=True))
-        titles = part.titles or [f"{part.name}: {each}" for each in shown]
-        return [
-            shape(place, across(a), rise(b), 4, f"f-{hue} dot", title)
-            for a, b, title in zip(part.x, part.y, titles, strict=True)
-        ]
-    pieces = [thinned([(across(a), rise(b)) for a, b in run]) for run in runs(part)]
-    paths = ("M" + "L".join(f"{num(a)} {num(b)}" for a, b in piece) + "h0" * (len(piece) == 1) for piece in pieces)
-    out = [path(f"line l-{hue} {part.stroke}", "".join(paths))]
-    points = [point for run in runs(part) for point in run]
-    for a, b in points if len(points) <= WITH_MARKERS else ():
-        title = f"{part.name}: {rise.axis.show(b)} at {across.axis.show(a)}"
-        out.append(shape(place, across(a), rise(b), 3.6, f"f-{hue} halo", title))
+def _drawn(line: Line, hue: str, place: int, across: Scale, rise: Scale) -> list[str]:
+    """A line, and its points where they are few or all there is of it."""
+    points = [point for run in runs(line) for point in run]
+    out, style, size = [], f"f-{hue} dot", 4.0
+    if line.stroke != "none":
+        pieces = [thinned([(across(a), rise(b)) for a, b in run]) for run in runs(line)]
+        d = ("M" + "L".join(f"{num(a)} {num(b)}" for a, b in each) + "h0" * (len(each) == 1) for each in pieces)
+        out.append(path(f"line l-{hue} {line.stroke}", "".join(d)))
+        style, size, points = f"f-{hue} halo", 3.6, points if len(points) <= WITH_MARKERS else []
+    for number, (a, b) in enumerate(points):
+        title = f"{line.name}: {rise.axis.show(b)} at {across.axis.show(a)}"
+        out.append(shape(place, across(a), rise(b), size, style, line.titles[number] if line.titles else title))
     return out
 
 

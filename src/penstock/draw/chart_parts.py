@@ -55,27 +55,15 @@ class Line:
         name: at the line's end, or in the legend.
         x, y: the points; a y of None breaks the line.
         hue: by default that of its position among the series.
-        stroke: solid, dashed or dotted.
+        stroke: solid, dashed, dotted, or none for single points.
+        titles: what is shown when the pointer is on a point; by default its values.
     """
 
     name: str
     x: Sequence[float]
     y: Sequence[float | None]
     hue: Hue | None = None
-    stroke: Literal["solid", "dashed", "dotted"] = "solid"
-
-    def __post_init__(self) -> None:
-        same_length(self.name, self.x, self.y)
-
-
-@dataclass(frozen=True)
-class Points:
-    """Single points. If `titles` are given, each has a title that is shown when the pointer is on it."""
-
-    name: str
-    x: Sequence[float]
-    y: Sequence[float]
-    hue: Hue | None = None
+    stroke: Literal["solid", "dashed", "dotted", "none"] = "solid"
     titles: Sequence[str] = ()
 
     def __post_init__(self) -> None:
@@ -121,19 +109,16 @@ class Bars:
             same_length(self.name, self.values, self.paper)
 
 
-Part = Line | Points
-
-
 def same_length(name: str, one: Sequence[object], other: Sequence[object]) -> None:
     """Raises CostError unless two columns of a series have the same length."""
     if len(one) != len(other):
         raise CostError(f"series {name!r} has {len(one)} and {len(other)} values; give as many of each")
 
 
-def runs(part: Part) -> list[list[tuple[float, float]]]:
+def runs(line: Line) -> list[list[tuple[float, float]]]:
     """The pieces of a line between its breaks."""
     found: list[list[tuple[float, float]]] = [[]]
-    for a, b in zip(part.x, part.y, strict=True):
+    for a, b in zip(line.x, line.y, strict=True):
         if b is None or not math.isfinite(b):
             found.append([])
         else:

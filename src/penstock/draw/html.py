@@ -8,12 +8,12 @@ ops and more.
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+import re
+from collections.abc import Mapping, Sequence
 from html import escape
 from importlib.resources import files
 from typing import Any
 
-from penstock.draw.page_template import filled
 from penstock.draw.palette import ink, kind_label, kind_name, kind_order, shade
 from penstock.draw.panel import Drawable, Panel, colors_used, panels
 from penstock.draw.scale import percent, short
@@ -61,6 +61,11 @@ def to_html(timelines: Drawable | Sequence[Drawable], titles: Sequence[str] | No
     }
     template = page.joinpath("page.html").read_text(encoding="utf-8")
     return filled(template, slots)
+
+
+def filled(template: str, slots: Mapping[str, str]) -> str:
+    """A page's template with a text in every slot, `{{title}}`. Slots in the texts themselves are not filled."""
+    return re.sub(r"\{\{(\w+)\}\}", lambda slot: slots[slot[1]], template)
 
 
 def script_json(value: Any) -> str:

@@ -12,8 +12,7 @@ from importlib.resources import files
 from typing import Any, NamedTuple, TypeVar
 
 from penstock.draw.figure import STYLE, Figure
-from penstock.draw.html import script_json
-from penstock.draw.page_template import filled
+from penstock.draw.html import filled, script_json
 from penstock.draw.panel import Drawable
 from penstock.draw.svg import to_svg
 

@@ -15,8 +15,7 @@ from importlib.resources import files
 from pathlib import Path
 
 from penstock.draw import palette
-from penstock.draw.html import script_json
-from penstock.draw.page_template import filled
+from penstock.draw.html import filled, script_json
 from penstock.engine import (
     decider,
     event_loop,
