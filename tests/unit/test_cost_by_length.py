@@ -114,9 +114,7 @@ def test_they_are_read_as_they_were_written(towers: tuple[str, ...]) -> None:
         ({"i": [{"per_tokens": 1.0}]}, "fixed, per_token and per_square"),
         ({"i": [{"per_token": -1.0}]}, "per_token of a cost by length is -1.0"),
         ({"w": []}, "w has 0 entries; give one per stage, 1 in all"),
-        ({"f": 3}, "fixed, per_token and per_square"),
         ({"towers": 3}, "the name of each stage's tower"),
-        ({"towers": ["text", "text"]}, "the name of each stage's tower, 1 in all"),
     ],
 )
 def test_a_damaged_file_is_refused_by_its_field(change: dict[str, object], message: str) -> None:

@@ -55,24 +55,11 @@ def test_a_memory_limit_is_a_number_above_0(limit: float) -> None:
             "F0 B0 F1 B1 F2 2F0junk",
             "line 4, column 28: '2F0junk' is not an op: write [stage]KIND<microbatch>",
         ),
-        ("F0 F1", "F0 f1", "line 3, column 13: 'f1' is not an op"),
-        ("F0 F1", "F0 0BW3", "line 3, column 13: '0BW3' is not an op"),
         ("F0 F1", "F0 F٣", "line 3, column 13: 'F٣' is not an op"),
-        ("F0 F1", "F0 F" + "9" * 5000, "line 3, column 13: 'F999"),
-        ("F0 F1", "F0 -1F1", "line 3, column 13: '-1F1' is not an op"),
         ("rank 1 |", "rank 0 |", "line 4, column 1: rank 0 is given twice"),
         ("rank 1 |", "rank 2 |", "line 4, column 1: the header says 2 ranks, the rows are for ranks [0, 2]"),
         ("rank 1 |", "rank one |", "line 4, column 1: expected 'pipeline K: ...' or 'rank R | ...' (or"),
-        ("2 ranks,", "3 ranks,", "line 1, column 1: the header says 3 ranks, the rows are for ranks [0, 1]"),
         ("2 ranks,", "two ranks,", "line 1, column 1: expected 'schedule NAME: R ranks, S stages, N microbatches'"),
-        ("3 microbatches", "99999999999 microbatches", "line 1, column 1: expected 'schedule NAME:"),
-        ("3 microbatches", "3 microbatches, at most 1.2.3 in flight", "line 1, column 1: expected 'schedule NAME:"),
-        (
-            "3 microbatches",
-            "3 microbatches, memory 2",
-            "line 1, column 1: expected 'schedule NAME: R ranks, S stages, N microbatches' (after it, where there is "
-            "a limit, ', at most K in flight'), or a row like 'rank 0 | F0 B0', got 'schedule 1f1b: 2 ranks",
-        ),
         ("2 stages,", "3 stages,", "line 1, column 1: the header says 3 stages, pipeline 0 places 2"),
         ("ranks 0 1", "ranks 0 2", "line 1, column 1: pipeline 0 names rank 2, but there are 2 ranks"),
         (
@@ -144,10 +131,6 @@ def test_rows_alone_are_a_schedule() -> None:
             "rank 0 | F0\nrank 1 | 2F0",
             "line 2, column 10: there are only 2 stages, 0 to 1; where one cell names its stage, as 2F0 does, all do",
         ),
-        ("rank 0 | F0\nrank 2 | F0", "there are rows of 2 ranks, the rows are for ranks [0, 2]"),
-        ("rank 0 | F0 X", "line 1, column 13"),
-        ("rank 0 | F0\nschedule late: 1 rank, 1 stage, 1 microbatch", "line 2, column 1: expected 'pipeline K"),
-        ("# nothing", "the text holds no 'schedule NAME: ...' line and no row"),
     ],
 )
 def test_rows_that_say_too_little_are_refused(text: str, message: str) -> None:
@@ -169,9 +152,6 @@ def test_rows_that_do_not_name_their_ranks_are_those_of_ranks_0_1_2() -> None:
     ("text", "said"),
     [
         ("rank 0 | F0 B0\nF0 B0", "line 2, column 1: some rows name their rank and this one does not"),
-        ("F0 B0\n F0 b0", "line 2, column 5: 'b0' is not an op"),
-        ("0 | F0 B0", "line 1, column 1: expected"),
-        ("RANK 0 | F0 B0", "line 1, column 1: expected"),
     ],
 )
 def test_a_row_is_either_of_cells_alone_or_names_its_rank(text: str, said: str) -> None:
