@@ -71,6 +71,9 @@ class LengthLine:
     def row(self) -> tuple[float, float, float]:
         return self.fixed, self.per_token, self.per_square
 
+    def __add__(self, other: LengthLine) -> LengthLine:
+        return LengthLine(*(a + b for a, b in zip(self.row, other.row, strict=True)))
+
 
 @dataclass(frozen=True)
 class CostsByLength:
@@ -110,7 +113,7 @@ class CostsByLength:
         num = len(self.f)
         if not num:
             raise CostError("costs by length need at least one stage")
-        whole = [LengthLine(*np.add(i.row, w.row).tolist()) for i, w in zip(self.i, self.w, strict=False)]
+        whole = [i + w for i, w in zip(self.i, self.w, strict=False)]
         given = {"f": self.f, "i": self.i, "w": self.w, "b": tuple(self.b) or tuple(whole)}
         given["activation"] = tuple(self.activation) or (LengthLine(per_token=1.0),) * num
         given["message_bytes"] = tuple(self.message_bytes) or (LengthLine(),) * num
@@ -163,23 +166,21 @@ class CostsByLength:
 
     def of_sums(self, sums: Array) -> Costs:
         """The costs of microbatches by their `sums`."""
-        rows: dict[str, Any] = {name: self._table(name, sums).tolist() for name in KINDS.values()}
-        rows["activation"] = self._table("activation", sums).tolist()
+        names = [*KINDS.values(), "activation"]
         if any(any(line.row) for line in self.message_bytes):
-            rows["message_bytes"] = self._table("message_bytes", sums).tolist()
+            names.append("message_bytes")
+        rows: dict[str, Any] = {name: (self._lines(name) @ sums.T).tolist() for name in names}
         return Costs.by_microbatch(**rows, freed_by_input=self.freed_by_input)
 
     def work(self, sums: Array) -> Array:
         """Ms of all ops of each microbatch, on all stages: of `sums`, one number each."""
-        total: Array = sums @ (self._lines("f") + self._lines("b")).sum(axis=0)
-        return total
+        return sums @ (self._lines("f") + self._lines("b")).sum(axis=0)
 
     def work_by_tower(self, sums: Array) -> Array:
         """Ms of all ops of each microbatch on the mean stage of each tower, [M, T]."""
         lines, names = self._lines("f") + self._lines("b"), self.towers or ("",) * self.num_stages
         means = [lines[[name == tower for name in names]].mean(axis=0) for tower in dict.fromkeys(names)]
-        found: Array = sums @ np.array(means).T
-        return found
+        return sums @ np.array(means).T
 
     def _lines(self, name: str) -> Array:
         """The parts of each stage's line, in the columns of its tower, (S, 3 T)."""
@@ -192,10 +193,6 @@ class CostsByLength:
             first = 3 * names.index(tower)
             placed[stage, first : first + 3] = rows[stage]
         return placed
-
-    def _table(self, name: str, sums: Array) -> Array:
-        table: Array = self._lines(name) @ sums.T  # stages, microbatches
-        return table
 
     def to_json(self) -> dict[str, Any]:
         return {"format": FORMAT, "version": VERSION, **asdict(self)}
@@ -397,6 +394,5 @@ def _whole(
     if missing := [stage for stage in stages if ("F", stage) not in lines]:
         raise CostError(f"no F of stage {missing[0]} was measured: give a step that has run all stages")
     i, w = ([half(kind, stage) for stage in stages] for kind in "IW")
-    both = [LengthLine(*(a + b for a, b in zip(x.row, y.row, strict=True))) for x, y in zip(i, w, strict=True)]
-    b = [lines.get(("B", stage), both[stage]) for stage in stages]
+    b = [lines.get(("B", stage), i[stage] + w[stage]) for stage in stages]
     return CostsByLength([lines["F", stage] for stage in stages], i, w, b, activation, message_bytes)

@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
-
-import numpy as np
 
 from penstock.cost import Costs, Links
 from penstock.engine.tolerance import slack
 from penstock.passes.memory import Memory, check_fits, memory_of
 from penstock.passes.network import PassNetwork, network
 from penstock.schedule import Op, Schedule, check, require_no_updates
-from penstock.schedule.columns import Array
 
 _HORIZONS = 4
 """How many makespans are aimed at, from the one that no order of the weight gradients can beat."""
@@ -81,7 +78,7 @@ def separate_gradients(
     net = network(schedule, costs, links)
     memory = memory_of(schedule, net.graph, costs, memory_limit)
     check_fits(schedule, net.graph, memory, "separating gradients lowers no memory: see penstock.passes.recompute")
-    rows = _Separation(schedule, costs, net, memory).best_rows()
+    rows = _Separation(costs, net, memory).best_rows()
     if rows is None:
         return schedule
     result = merged(replace(schedule, order=tuple(map(tuple, rows))), costs, links)
@@ -92,22 +89,13 @@ def separate_gradients(
 class _Separation:
     """A schedule with its times and its memory, and which of its backwards may run as two halves."""
 
-    def __init__(self, schedule: Schedule, costs: Costs, net: PassNetwork, memory: Memory) -> None:
-        self.net, self.memory = net, memory
-        graph = net.graph
-        num = schedule.num_microbatches
+    def __init__(self, costs: Costs, net: PassNetwork, memory: Memory) -> None:
+        self.costs, self.net, self.memory = costs, net, memory
+        self.can_split = [op.kind == "B" and net.graph.gang[o] < 0 for o, op in enumerate(net.graph.ops)]
 
-        def by_op(
-            value: Callable[[str, int], float], kind: str, factors: Callable[[str, int], Array]
-        ) -> list[list[float]]:
-            even = np.array([[value(kind, stage)] for stage in range(schedule.num_stages)])
-            found: list[list[float]] = (even * factors(kind, num)).tolist()
-            return found
-
-        # By stage and microbatch.
-        self.time_i, self.time_w = (by_op(costs.duration, kind, costs.time_factors) for kind in "IW")
-        self.frees_i, self.frees_w = (by_op(costs.memory_change, kind, costs.activation_factors) for kind in "IW")
-        self.can_split = [op.kind == "B" and graph.gang[o] < 0 for o, op in enumerate(graph.ops)]
+    def half_ms(self, kind: str, node: int) -> float:
+        """Milliseconds of the I or the W of a node's backward."""
+        return self.costs.duration(kind, *self.net.graph.ops[node][1:])
 
     def best_rows(self) -> list[list[Op]] | None:
         """The best order found, or None where none is shorter than the one there is."""
@@ -156,7 +144,7 @@ class _Separation:
                 return split, durations, makespan
             split |= found
             for node in found:
-                durations[node] = self.time_i[graph.ops[node].stage][graph.ops[node].microbatch]
+                durations[node] = self.half_ms("I", node)
 
     def _follow_back(
         self,
@@ -168,7 +156,7 @@ class _Separation:
         found: set[int],
     ) -> None:
         """Adds to `found` the whole backwards on the paths that made `blocked` as late as it is."""
-        net, ops = self.net, self.net.graph.ops
+        net = self.net
         pending = [blocked]
         while pending:
             node = pending.pop()
@@ -178,7 +166,7 @@ class _Separation:
             causes = [s for s, late in net.before[node] if starts[s] + durations[s] + late >= starts[node] - margin]
             causes += [s for s in net.row_before[node] if starts[s] + durations[s] >= starts[node] - margin]
             for cause in causes:
-                if self.can_split[cause] and durations[cause] > self.time_i[ops[cause].stage][ops[cause].microbatch]:
+                if self.can_split[cause] and durations[cause] > self.half_ms("I", cause):
                     found.add(cause)
             pending += causes
 
@@ -190,10 +178,7 @@ class _Separation:
         for rank in range(graph.num_ranks):
             nodes = [net.node_of[o] for o in range(graph.first[rank], graph.first[rank + 1])]
             if nodes:
-                work = sum(
-                    durations[n] + (self.time_w[graph.ops[n].stage][graph.ops[n].microbatch] if n in split else 0.0)
-                    for n in nodes
-                )
+                work = sum(durations[n] + (self.half_ms("W", n) if n in split else 0.0) for n in nodes)
                 bound = max(bound, starts[nodes[0]] + work)
         return bound
 
@@ -238,8 +223,8 @@ class _BubbleFiller:
         """Runs weight halves in the bubble before an op that is ready then and must start by `latest`."""
         while self._eager or self._free[rank] < ready - self._margin:
             room = latest + self._margin - self._free[rank]
-            waiting, time_w = self._waiting[rank], self._parts.time_w
-            fitting = [s for s in self._heads(rank) if time_w[s][waiting[s][0][1].microbatch] <= room]
+            waiting, costs = self._waiting[rank], self._parts.costs
+            fitting = [stage for stage in self._heads(rank) if costs.duration(*waiting[stage][0][1]) <= room]
             if not fitting:
                 return
             self._run_weight(rank, fitting[0])
@@ -279,8 +264,7 @@ class _BubbleFiller:
             halves = self._waiting[ranks[0]].setdefault(op.stage, deque())
             halves.append((len(self._rows[ranks[0]]), Op("W", op.stage, op.microbatch)))
             op = Op("I", op.stage, op.microbatch)
-            duration, counted = parts.time_i[op.stage][op.microbatch], 0
-            change = parts.frees_i[op.stage][op.microbatch]
+            duration, change, counted = parts.costs.duration(*op), parts.costs.memory_change(*op), 0
         for rank in ranks:
             self._rows[rank].append(op)
             self._free[rank] = start + duration
@@ -291,8 +275,8 @@ class _BubbleFiller:
     def _run_weight(self, rank: int, stage: int) -> None:
         _, op = self._waiting[rank][stage].popleft()
         self._rows[rank].append(op)
-        self._free[rank] += self._parts.time_w[op.stage][op.microbatch]
-        self._held[rank] += self._parts.frees_w[op.stage][op.microbatch]
+        self._free[rank] += self._parts.costs.duration(*op)
+        self._held[rank] += self._parts.costs.memory_change(*op)
         self._count[rank] -= 1
 
 
