@@ -34,16 +34,19 @@ what it moves.
 
 BY_MICROBATCH = {"f": "F", "i": "I", "w": "W", "b": "B", "activation": "activation", "message_bytes": "message"}
 """Rows that may say more than one number per stage, and the factors they then come to."""
-_OPTIONAL_ROWS = ("update_bytes", "take_over", "weight_bytes", "gradient_bytes", "optimizer_bytes")
-"""What stays empty where it is not given."""
+_OPTIONAL_ROWS = (
+    *("b", "activation", "message_bytes", "update_bytes", "take_over"),
+    *("weight_bytes", "gradient_bytes", "optimizer_bytes"),
+)
+"""What need not be given."""
 
 
-def _validated(name: str, values: Sequence[float], length: int | None) -> tuple[float, ...]:
+def _validated(name: str, values: Sequence[float], length: int | None, optional: bool = False) -> tuple[float, ...]:
     try:
         result = tuple(float(v) for v in values)
     except (TypeError, ValueError, OverflowError):
         raise CostError(f"{name} is {reprlib.repr(values)}: give one number per stage") from None
-    if length is not None and len(result) != length:
+    if length is not None and len(result) != length and (result or not optional):
         raise CostError(f"{name} has {len(result)} entries; give one per stage, {length} in all")
     for stage, value in enumerate(result):
         if not math.isfinite(value) or value < 0:
@@ -146,17 +149,12 @@ class Costs:
         f = _validated("f", self.f, None)
         if not f:
             raise CostError("costs need at least one stage")
-        i, w = _validated("i", self.i, len(f)), _validated("w", self.w, len(f))
-        b = _validated("b", self.b, None) or tuple(x + y for x, y in zip(i, w, strict=True))
-        activation = _validated("activation", self.activation, None) or (1.0,) * len(f)
-        message_bytes = _validated("message_bytes", self.message_bytes, None) or (0.0,) * len(f)
-        for name in _OPTIONAL_ROWS:
-            given = getattr(self, name)
-            object.__setattr__(self, name, _validated(name, given, len(f) if given else None))
-        rows = {"f": f, "i": i, "w": w, "b": b, "activation": activation}
-        rows |= {"message_bytes": message_bytes}
-        for name, row in rows.items():
-            _validated(name, row, len(f))
+        i, w = (_validated(name, getattr(self, name), len(f)) for name in "iw")
+        rows = {"f": f, "i": i, "w": w}
+        rows |= {name: _validated(name, getattr(self, name), len(f), optional=True) for name in _OPTIONAL_ROWS}
+        rows["b"] = b = rows["b"] or tuple(x + y for x, y in zip(i, w, strict=True))
+        rows["activation"] = rows["activation"] or (1.0,) * len(f)
+        rows["message_bytes"] = rows["message_bytes"] or (0.0,) * len(f)
         for name in ("freed_by_input", "kept_by_recompute"):
             share = getattr(self, name)
             if share is None and name == "kept_by_recompute":

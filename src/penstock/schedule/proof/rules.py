@@ -29,22 +29,13 @@ from dataclasses import replace
 from typing import Any
 
 from penstock.engine.tolerance import is_within, slack
+from penstock.schedule import messages
 from penstock.schedule.async_ops import activations_added, rows_of, walk_memory
 from penstock.schedule.columns import edges_of, numbered
 from penstock.schedule.dependencies import predecessors
 from penstock.schedule.error_context import error_at, name_of, only, spot_of
 from penstock.schedule.errors import ScheduleError
-from penstock.schedule.liveness import UntimedRun, peak_in_flight, run_untimed
-from penstock.schedule.messages import (
-    explain_circle,
-    find_circle,
-    find_mismatch,
-    has_communication,
-    message_at,
-    message_network,
-    require_channel,
-    shares_streams,
-)
+from penstock.schedule.liveness import UntimedRun, run_untimed
 from penstock.schedule.microbatch_order import MicrobatchOrder, order_kind, places_of, queue_name, shown
 from penstock.schedule.op import (
     BACKWARD,
@@ -59,26 +50,10 @@ from penstock.schedule.op import (
     Op,
 )
 from penstock.schedule.pairs import wrong_pair
-from penstock.schedule.proof.arrays import (
-    are_covered,
-    are_in_local_order,
-    are_in_microbatch_order,
-    are_within,
-    one_of_each,
-    run_to_their_ends,
-)
-from penstock.schedule.proof.updates import (
-    check_every_update,
-    check_mismatch,
-    check_two_buffers,
-    check_windows,
-    num_updates_of,
-)
+from penstock.schedule.proof import arrays, updates
 from penstock.schedule.schedule import Schedule, require_schedule
 from penstock.schedule.stage_graph import Needs
 from penstock.unknown_names import refuse_unknown
-
-__all__ = ["check", "peak_in_flight", "run_untimed"]
 
 
 @refuse_unknown(ScheduleError)
@@ -129,31 +104,31 @@ def check(
     require_schedule(schedule)
     _check_ranges(schedule)
     columns, found = schedule.columns, numbered(schedule)
-    if found is None or not are_covered(found):
+    if found is None or not arrays.are_covered(found):
         _check_coverage(schedule)
     if columns is None:
         _check_messages(schedule)
     if (wrong := wrong_pair(schedule)) is not None:
         raise error_at(schedule, "pairs", *wrong)
     edges = None if found is None else edges_of(found, schedule.graph.targets)
-    if columns is None or edges is None or not are_in_local_order(columns, edges):
+    if columns is None or edges is None or not arrays.are_in_local_order(columns, edges):
         _check_local_order(schedule)
-    if found is None or not are_in_microbatch_order(schedule, found):
+    if found is None or not arrays.are_in_microbatch_order(schedule, found):
         check_microbatch_order(schedule)
-    if columns is None or edges is None or channel_depth is not None or not run_to_their_ends(columns, edges):
+    if columns is None or edges is None or channel_depth is not None or not arrays.run_to_their_ends(columns, edges):
         run = run_untimed(schedule, channel_depth)
         if run.blocked:
             raise _deadlock_error(schedule, run, channel_depth)
     if channels is not None:
-        _check_channels(schedule, require_channel(channels))
+        _check_channels(schedule, messages.require_channel(channels))
     most = schedule.updates.max_mismatch if max_mismatch is None and schedule.updates else max_mismatch
     if most is not None:
-        check_mismatch(schedule, most)
-    check_two_buffers(schedule)
+        updates.check_mismatch(schedule, most)
+    updates.check_two_buffers(schedule)
     limit = schedule.max_in_flight if max_in_flight is None else max_in_flight
     if schedule.graph.holds:
         _check_given_back(schedule)
-    if limit is not None and (columns is None or not are_within(columns, limit)):
+    if limit is not None and (columns is None or not arrays.are_within(columns, limit)):
         _check_memory(schedule, limit)
 
 
@@ -169,8 +144,8 @@ def _check_ranges(schedule: Schedule) -> None:
         text = f"a microbatch is given to pipeline {bad[0]}, but there are {placement.num_pipelines}"
         raise _error("placement", text)
     _check_counts(schedule)
-    check_windows(schedule)
-    alike = None if schedule.columns is None else one_of_each(schedule, schedule.columns)
+    updates.check_windows(schedule)
+    alike = None if schedule.columns is None else arrays.one_of_each(schedule, schedule.columns)
     if alike is None or any(_misplaced(schedule, *spot) for spot in alike):
         for rank, row in enumerate(schedule.order):
             for step in range(len(row)):
@@ -190,7 +165,7 @@ def _misplaced(schedule: Schedule, rank: int, step: int) -> ScheduleError | None
     if not 0 <= op.stage < schedule.num_stages:
         return error_at(schedule, "range", rank, step, op, only(schedule.num_stages, "stage"))
     if op.kind == UPDATE:
-        num_ops = num_updates_of(schedule, rank, step, op)
+        num_ops = updates.num_updates_of(schedule, rank, step, op)
     elif registered:
         num_ops = registered.num_ops
         if registered.microbatches:
@@ -304,7 +279,7 @@ def _check_coverage(schedule: Schedule) -> None:
                 )
             if i not in spot or w not in spot:
                 raise _missing(schedule, i if i not in spot else w, spot[w if i not in spot else i])
-    check_every_update(schedule, spot)
+    updates.check_every_update(schedule, spot)
 
 
 def _missing(schedule: Schedule, op: Op, near: tuple[int, int] | None, what: str | None = None) -> ScheduleError:
@@ -323,7 +298,7 @@ def _missing(schedule: Schedule, op: Op, near: tuple[int, int] | None, what: str
 
 
 def _check_messages(schedule: Schedule) -> None:
-    if not has_communication(schedule):
+    if not messages.has_communication(schedule):
         return
     if schedule.has_shared_ops or not schedule.graph.is_chain:
         rank, step, op = next(
@@ -331,7 +306,7 @@ def _check_messages(schedule: Schedule) -> None:
         )
         message = "messages as ops are for plain chains of stages, each on one rank; leave them out here"
         raise error_at(schedule, "message", rank, step, op, message)
-    wrong = find_mismatch(schedule)
+    wrong = messages.find_mismatch(schedule)
     if wrong is not None:
         raise error_at(schedule, "message", *wrong)
 
@@ -388,23 +363,23 @@ def _deadlock_error(schedule: Schedule, run: UntimedRun, channel_depth: int | No
 
 def _check_channels(schedule: Schedule, channels: str) -> None:
     """No messages wait for one another on the streams that they share."""
-    if not has_communication(schedule):
+    if not messages.has_communication(schedule):
         if schedule.num_ranks == 1:
             return
         text = f"the schedule has no messages as ops, so nothing is proved of channels {channels!r}"
         hint = f"place them with ps.passes.add_communication(schedule, channels={channels!r})"
         raise _error("message", text, hint)
-    if not shares_streams(channels):
+    if not messages.shares_streams(channels):
         return  # a circle of waits is one of the compute ops
-    network = message_network(schedule, channels)
-    circle = find_circle(network)
+    network = messages.message_network(schedule, channels)
+    circle = messages.find_circle(network)
     if not circle:
         return
-    op = next(message_at(network, node).send for node in circle if node >= len(network.ops))
+    op = next(messages.message_at(network, node).send for node in circle if node >= len(network.ops))
     first = network.ops.index(op)
     rank, step = network.rank[first], network.step[first]
     text = f"rank {rank}, step {step}, {op}: messages wait for one another on {channels} (rule: deadlock)"
-    lines = [f"\n  {line}" for line in explain_circle(network, circle)]
+    lines = [f"\n  {line}" for line in messages.explain_circle(network, circle)]
     raise ScheduleError(
         f"{text}{''.join(lines)}\n{spot_of(schedule, rank, step)}", rule="deadlock", rank=rank, step=step, op=op
     )
