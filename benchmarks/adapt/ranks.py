@@ -172,7 +172,7 @@ def given_of(cell: Cell, seed: int, calibration: Path) -> Given:
         return Given(cell, seed)
     job = emulated_job(cell)
     if cell.device != "emulated":
-        job = read_header(json.loads(calibration.read_text(encoding="utf-8")))[0]
+        job = read_header(json.loads(calibration.read_text(encoding="utf-8")))
     return Given(cell, seed, job.start, best_answer(job, fault.link, cell.fault), fault)
 
 

@@ -20,7 +20,6 @@ from penstock.control import (
     IterationEnded,
     Job,
     LinkDown,
-    Sensitivity,
     measured_events,
     replay,
 )
@@ -199,7 +198,7 @@ def test_the_filter_decides_what_the_controller_decides_and_writes_its_log() -> 
     controller = Controller(JOB, log=want.append)
     for event in events:
         controller.feed(event)
-    lines = [header(JOB, Sensitivity()), *map(event_line, events)]
+    lines = [header(JOB), *map(event_line, events)]
     got: list[str] = []
     follow(io.StringIO("\n".join(lines) + "\n"), got.append)
     assert got == want
@@ -209,7 +208,7 @@ def test_the_filter_decides_what_the_controller_decides_and_writes_its_log() -> 
 def test_a_record_comes_back_with_its_simulated_time() -> None:
     record = {"record": {"iteration": 3, "links": {"2:3": 60.0, "3:2": 60.0}}}
     got: list[str] = []
-    follow([header(JOB, Sensitivity()), json.dumps(record)], got.append)
+    follow([header(JOB), json.dumps(record)], got.append)
     late = ps.simulate(ZB, COSTS, links=ps.Links({(2, 3): 60.0, (3, 2): 60.0}), transport="blocking")
     found = json.loads(got[-1])["record"]
     assert (found["iteration"], found["simulated_ms"]) == (3, late.makespan)
@@ -217,7 +216,7 @@ def test_a_record_comes_back_with_its_simulated_time() -> None:
 
 def test_what_the_filter_does_not_take() -> None:
     with pytest.raises(ControlError, match="neither an event nor a record"):
-        follow([header(JOB, Sensitivity()), '{"else": 1}'], lambda line: None)
+        follow([header(JOB), '{"else": 1}'], lambda line: None)
     with pytest.raises(ControlError, match="no controller's log"):
         follow(['{"event": {}}'], lambda line: None)
 

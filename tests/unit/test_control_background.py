@@ -22,7 +22,6 @@ from penstock.control import (
     Decision,
     Job,
     Offered,
-    Sensitivity,
     Switched,
     measured_events,
     replay,
@@ -176,7 +175,7 @@ def test_the_controller_s_process_searches_and_offers_beside_its_loop() -> None:
     log: list[str] = []
 
     def lines() -> Iterator[str]:
-        yield header(job, Sensitivity())
+        yield header(job)
         end = time.monotonic() + PATIENCE
         number = 0
         while mirror.now.schedule.name != "plan":

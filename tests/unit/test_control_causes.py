@@ -23,7 +23,6 @@ from penstock.control import (
     replay,
     run_once,
 )
-from penstock.control.changes import Sensitivity
 from penstock.control.compute import ComputeWatch, scaled
 from penstock.control.configuration import peaks
 from penstock.cost import Links
@@ -151,7 +150,7 @@ def test_where_a_slow_rank_sets_the_pace_nothing_is_changed(rank: int) -> None:
 
 
 def test_factors_are_those_of_each_kind_and_gone_with_the_straggler() -> None:
-    watch = ComputeWatch(1, 1, 1.0, Sensitivity())
+    watch = ComputeWatch(1, 1, 1.0)
     changes, factors = [], []
     for number in range(60):
         factor = 1.3 if 20 <= number < 30 else 1.0

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 
-from penstock.control.changes import Detector, Sensitivity
+from penstock.control.changes import USUAL, Detector
 
 pytestmark = pytest.mark.unit
 
@@ -80,42 +80,39 @@ def test_a_change_too_small_to_matter_is_none() -> None:
 
 
 def test_a_fall_needs_more_than_a_rise() -> None:
-    sensitivity = Sensitivity()
     detector = Detector(least=1.0)
     for value in [5.0] * 10 + [50.0] * 3:
         detector.feed(value)
     assert detector.level == 50.0
-    for _ in range(sensitivity.calibration):
+    for _ in range(USUAL.calibration):
         detector.feed(50.0)
-    falls = [detector.feed(5.0) is not None for _ in range(sensitivity.fall)]
-    assert falls == [False] * (sensitivity.fall - 1) + [True]
+    falls = [detector.feed(5.0) is not None for _ in range(USUAL.fall)]
+    assert falls == [False] * (USUAL.fall - 1) + [True]
 
 
 def test_each_early_rise_makes_the_next_fall_harder_up_to_a_limit() -> None:
-    sensitivity = Sensitivity()
-    detector = Detector(1.0, sensitivity)
+    detector = Detector(1.0)
     for _ in range(10):
         detector.feed(5.0)
     needed = []
     for _ in range(6):
         while not ((change := detector.feed(50.0)) and change.rose):
             pass
-        for _ in range(sensitivity.calibration):
+        for _ in range(USUAL.calibration):
             detector.feed(50.0)
         count = 1
         while detector.feed(5.0) is None:
             count += 1
         needed.append(count)
-        for _ in range(sensitivity.calibration):
+        for _ in range(USUAL.calibration):
             detector.feed(5.0)
     assert needed == [12, 24, 48, 96, 192, 192]
 
 
 def test_a_long_calm_forgives() -> None:
-    sensitivity = Sensitivity()
-    detector = Detector(1.0, sensitivity)
+    detector = Detector(1.0)
     for value in [5.0] * 10 + [50.0] * 10 + [5.0] * 30 + [50.0] * 10 + [5.0] * 30:
         detector.feed(value)
     for value in [5.0] * 200 + [50.0] * 10:
         detector.feed(value)
-    assert [detector.feed(5.0) is not None for _ in range(sensitivity.fall)][-1]
+    assert [detector.feed(5.0) is not None for _ in range(USUAL.fall)][-1]

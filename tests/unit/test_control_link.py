@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from penstock.control import Cause, ControlError, Sensitivity, Transfers
+from penstock.control import Cause, ControlError, Transfers
 from penstock.control.link import LinkWatch, estimate
 
 pytestmark = pytest.mark.unit
@@ -40,7 +40,7 @@ def test_of_sizes_that_make_no_difference_nothing_grows() -> None:
 
 
 def watched(iterations: list[list[tuple[float, float]]]) -> list[Cause]:
-    watch = LinkWatch((0, 1), 1.0, Sensitivity())
+    watch = LinkWatch((0, 1), 1.0)
     causes = []
     for rows in iterations:
         watch.feed(report(rows))

@@ -17,7 +17,7 @@ from penstock.formats.perfetto import from_perfetto, to_perfetto
 from penstock.report.from_logs import read_story
 from penstock.report.run_story import RunPlan, RunStory
 from penstock.report.words import headline, more
-from report_cases import SLOW_TO_VERIFY, decided, iteration, job, log_of, story_of, told
+from report_cases import decided, iteration, job, log_of, story_of, told
 
 pytestmark = pytest.mark.unit
 
@@ -93,7 +93,7 @@ def test_steps_that_prepare_a_change_count_on_neither_side_and_are_charged_to_it
 @pytest.mark.parametrize("link", ["2:3=latency:steps:0ms/0ms,1600ms/60ms", "0:1=latency:steps:0ms/0ms,2s/40ms"])
 def test_saved_is_within_a_fifth_of_what_two_runs_differ_by(link: str) -> None:
     lines: list[str] = []
-    run = rehearse(Controller(job(), SLOW_TO_VERIFY, log=lines.append), Links.parse(link), until=14_000)
+    run = rehearse(Controller(job(), log=lines.append), Links.parse(link), until=14_000)
     alone = job(may_replan=False, may_delegate=False, dispatches=("frozen",))
     number = len(run.iterations)
     without = rehearse(Controller(alone), Links.parse(link), until=40_000).iterations[:number]

@@ -1,7 +1,6 @@
 """Straggler decisions: measurements in, reconfigurations out. No clock, thread or socket."""
 
 from penstock.control.advice import Unanswered
-from penstock.control.changes import Sensitivity
 from penstock.control.closed_loop_simulation import measured_events, rehearse, run_once
 from penstock.control.configuration import Configuration, Job, Prices
 from penstock.control.controller import Controller
@@ -44,7 +43,6 @@ __all__ = [
     "OpTimes",
     "Orchestrator",
     "Prices",
-    "Sensitivity",
     "Switched",
     "Transfers",
     "Unanswered",

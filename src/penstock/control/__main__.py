@@ -41,7 +41,7 @@ def follow(lines: Iterable[str], write: Callable[[str], object]) -> None:
             value: dict[str, Any] = json.loads(line)
             with lock:
                 if controller is None:
-                    controller = Controller(*read_header(value), log=write)
+                    controller = Controller(read_header(value), log=write)
                 elif "event" in value:
                     controller.feed(event_from_json(value["event"]))
                 elif "record" in value:

@@ -18,16 +18,13 @@ time the number rises again soon after it fell, the next fall needs twice as man
 
 from __future__ import annotations
 
-import math
 from abc import abstractmethod
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
-from numbers import Integral, Real
+from dataclasses import dataclass
 from statistics import median
 from typing import Generic, TypeVar
 
-from penstock.control.errors import ControlError
 from penstock.control.robust_statistics import deviation
 
 SUSPICIOUS = 2
@@ -50,14 +47,6 @@ class Sensitivity:
             rise, a fall. A link gives two an iteration, so three mean that one iteration is never enough, and that
             the second is where the first was slow for half of it; five are within three iterations.
         calibration: numbers after a start or a verified change before another may be suspected.
-
-    Raises:
-        ControlError: a value of another type, or out of its range.
-
-    Examples:
-        >>> import penstock as ps
-        >>> ps.control.Sensitivity(rise=2).share
-        0.1
     """
 
     share: float = 0.1
@@ -66,12 +55,9 @@ class Sensitivity:
     fall: int = 12
     calibration: int = 6
 
-    def __post_init__(self) -> None:
-        for name, value in asdict(self).items():
-            least, kind = (0, Real) if name == "share" else (1, Integral)
-            if isinstance(value, bool) or not isinstance(value, kind) or not least <= float(value) < math.inf:
-                whole = "whole " if least else ""
-                raise ControlError(f"{name} is {value!r}: give a {whole}number of at least {least}")
+
+USUAL = Sensitivity()
+"""That of links and ops."""
 
 
 @dataclass(frozen=True)
@@ -98,7 +84,7 @@ class Detector:
 
     Args:
         least: the smallest change that matters, in the unit of the number.
-        sensitivity: how many numbers must differ, and by how much; the defaults where not given.
+        sensitivity: how many numbers must differ, and by how much.
 
     Attributes:
         num_suspected: alarms so far.
@@ -115,9 +101,9 @@ class Detector:
 
     WINDOW = 64
 
-    def __init__(self, least: float, sensitivity: Sensitivity | None = None) -> None:
+    def __init__(self, least: float, sensitivity: Sensitivity = USUAL) -> None:
         self.least = least
-        self.sensitivity = sensitivity or Sensitivity()
+        self.sensitivity = sensitivity
         self.num_suspected = self.num_verified = self.num_false = 0
         self._regime: deque[float] = deque(maxlen=self.WINDOW)
         self._pending: list[float] = []

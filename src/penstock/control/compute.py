@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from statistics import median
 
-from penstock.control.changes import Change, Detector, Sensitivity, Watch
+from penstock.control.changes import USUAL, Change, Detector, Watch
 from penstock.control.events import OpTimes
 from penstock.cost import Costs
 
@@ -63,9 +63,9 @@ class ComputeWatch(Watch[OpTimes, ComputeChange]):
             are left out.
     """
 
-    def __init__(self, rank: int, stage: int, least: float, sensitivity: Sensitivity) -> None:
+    def __init__(self, rank: int, stage: int, least: float) -> None:
         # Ops take more even times than messages: a smaller change means something.
-        super().__init__(Detector(least, replace(sensitivity, share=sensitivity.share / 2)))
+        super().__init__(Detector(least, replace(USUAL, share=USUAL.share / 2)))
         self.rank, self.stage = rank, stage
         self.factors: dict[str, float] = {}
         self._before: dict[str, float] | None = None

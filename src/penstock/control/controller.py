@@ -20,7 +20,7 @@ from statistics import median
 
 from penstock.control import events
 from penstock.control.advice import Help, Obstacle, Unanswered, what_would_help
-from penstock.control.changes import MOST_FALL, Sensitivity
+from penstock.control.changes import MOST_FALL, USUAL
 from penstock.control.compute import ComputeChange, Factors, scaled
 from penstock.control.configuration import Configuration, Job, fits, in_host, peaks
 from penstock.control.decide import (
@@ -69,12 +69,10 @@ class Controller:
 
     Args:
         job: what runs at the start, its costs, and what may change.
-        sensitivity: how large a change must be and how long it must last; the defaults where not given.
         log: called with each line of the log, which `replay` reads; no log where not given.
 
     Attributes:
         job: as given.
-        sensitivity: as given.
         now: the configuration that runs.
         lost: ms lost so far, by simulation, because the best candidate did not run. Together the prices of all
             decisions never exceed it, but for those that a dead link forced.
@@ -93,19 +91,16 @@ class Controller:
         ((), True)
     """
 
-    def __init__(
-        self, job: Job, sensitivity: Sensitivity | None = None, log: Callable[[str], object] | None = None
-    ) -> None:
+    def __init__(self, job: Job, log: Callable[[str], object] | None = None) -> None:
         self.job = job
-        self.sensitivity = sensitivity or Sensitivity()
         self.now = job.start
         self.lost = self.paid = 0.0
         self.changes: list[tuple[int, LinkChange | ComputeChange]] = []
         self.verdicts: list[Verdict] = []
         self.unanswered: list[Unanswered] = []
         self._log = log
-        self._monitor = JobMonitor(job, self.sensitivity)
-        self._causes = LateCauses(self._monitor, self.sensitivity.fall)
+        self._monitor = JobMonitor(job)
+        self._causes = LateCauses(self._monitor)
         self._nodes = None if job.mesh is None else Orchestrator(job, job.mesh)
         self._question = Question(job.least_gain)
         self._steps = Steps(job.start, job.num_updates)
@@ -127,7 +122,7 @@ class Controller:
         self._told: set[tuple[Obstacle, frozenset[Link]]] = set()
         self._told_level = 0.0
         if log is not None:
-            log(header(job, self.sensitivity))
+            log(header(job))
 
     @property
     def waiting(self) -> Decision | None:
@@ -202,7 +197,7 @@ class Controller:
         elif isinstance(event, events.Dropped):
             self._ended(event.number)
             self._charge(None)
-            self._quiet_until = self._iteration + self.sensitivity.fall // 2
+            self._quiet_until = self._iteration + USUAL.fall // 2
         else:
             check(event.schedule)
             self._offered = (*self._offered, event.schedule)
@@ -305,7 +300,7 @@ class Controller:
     def _hold(self) -> int:
         """Iterations for which links stay delegated at least: more with each recent decision."""
         recent = 2 ** self._question.num_recent(self._iteration)
-        return min(max(self.sensitivity.fall // 2, recent), MOST_FALL // 2)
+        return min(max(USUAL.fall // 2, recent), MOST_FALL // 2)
 
     # Switches and trials.
 

@@ -12,7 +12,7 @@ from enum import StrEnum
 from itertools import pairwise
 from statistics import fmean, median
 
-from penstock.control.changes import Change, Detector, Sensitivity, Watch
+from penstock.control.changes import Change, Detector, Watch
 from penstock.control.events import Link, Transfers, show_link
 from penstock.control.robust_statistics import deviation, slope
 
@@ -171,12 +171,12 @@ def looked_at_again(change: LinkChange, now: LinkEstimate | None) -> LinkChange:
 class LinkWatch(Watch[Transfers, LinkChange]):
     """Follows one direction of a link by what its receiver reports."""
 
-    def __init__(self, link: Link, least: float, sensitivity: Sensitivity, num_updates: int = 1) -> None:
-        super().__init__(Detector(least, sensitivity))
+    def __init__(self, link: Link, least: float, num_updates: int = 1) -> None:
+        super().__init__(Detector(least))
         self.link = link
         self._num_updates = num_updates
         self._least = least
-        self._late = Detector(LATE_SHARE, sensitivity)
+        self._late = Detector(LATE_SHARE)
         self.detectors = self.detector, self._late
         self._counted = 0, 0
 

@@ -1,6 +1,6 @@
 """A controller's log: JSON lines, from which `replay` makes the same decisions again.
 
-{"controller": {"version": 6, "job": {...}, "sensitivity": {...}}}
+{"controller": {"version": 6, "job": {...}}}
 {"event":{"transfers":{"link":[0,1],"num_bytes":[16777216.0],"ms":[30.0,30.2,61.0],"busy":0.0,"held":0.0}}}
 {"event":{"iteration":{"number":7,"ms":412.0}}}
 {"decision":{"number":1,...}}
@@ -19,20 +19,18 @@ from typing import Any
 import msgspec
 
 from penstock.control.advice import Unanswered
-from penstock.control.changes import Sensitivity
 from penstock.control.configuration import Job, job_from_json, job_to_json
 from penstock.control.decide import Decision
 from penstock.control.errors import ControlError
-from penstock.control.events import Event, as_type, event_to_json
+from penstock.control.events import Event, event_to_json
 from penstock.control.trial import Verdict
 
 VERSION = 6
 
 
-def header(job: Job, sensitivity: Sensitivity) -> str:
+def header(job: Job) -> str:
     """The log's first line."""
-    value = {"version": VERSION, "job": job_to_json(job), "sensitivity": msgspec.to_builtins(sensitivity)}
-    return _line({"controller": value})
+    return _line({"controller": {"version": VERSION, "job": job_to_json(job)}})
 
 
 def event_line(event: Event) -> str:
@@ -49,7 +47,7 @@ def _line(value: Any) -> str:
     return json.dumps(value, separators=(",", ":"))
 
 
-def read_header(value: Any) -> tuple[Job, Sensitivity]:
+def read_header(value: Any) -> Job:
     """Reads the first line, parsed.
 
     Raises:
@@ -58,7 +56,7 @@ def read_header(value: Any) -> tuple[Job, Sensitivity]:
     first = value.get("controller") if isinstance(value, dict) else None
     if not isinstance(first, dict) or first.get("version") != VERSION:
         raise ControlError(f"no controller's log of version {VERSION}: its first line is {str(value)[:80]!r}")
-    return job_from_json(first.get("job", {})), as_type(first.get("sensitivity"), Sensitivity)
+    return job_from_json(first.get("job", {}))
 
 
 def json_lines(lines: Iterable[str], name: str) -> Iterator[dict[str, Any]]:

@@ -45,7 +45,7 @@ def replay(lines: Iterable[str]) -> tuple[Decision, ...]:
     for number, value in enumerate(json_lines(lines, "the log"), start=1):
         line = json.dumps(value, separators=(",", ":"))
         if controller is None:
-            controller = Controller(*read_header(value), log=said.append)
+            controller = Controller(read_header(value), log=said.append)
         elif "event" in value:
             if awaited:
                 raise ControlError(f"line {number}: what was decided is missing from the log: {awaited[0][:200]}")

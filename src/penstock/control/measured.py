@@ -10,7 +10,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from statistics import fmean, median
 
-from penstock.control.changes import Sensitivity
+from penstock.control.changes import USUAL
 from penstock.control.compute import ComputeChange, ComputeWatch, Factors, scaled
 from penstock.control.configuration import Configuration, Job
 from penstock.control.decide import Measured
@@ -69,8 +69,8 @@ class JobMonitor:
         risen: links that became later, as was verified, and still are.
     """
 
-    def __init__(self, job: Job, sensitivity: Sensitivity) -> None:
-        self.job, self.sensitivity = job, sensitivity
+    def __init__(self, job: Job) -> None:
+        self.job = job
         self.down: set[Link] = set()
         self.risen: set[Link] = set()
         self._delegated = set(job.start.delegated)
@@ -101,9 +101,7 @@ class JobMonitor:
             return
         if event.link not in self._links:
             self.check_link(event.link)
-            self._links[event.link] = LinkWatch(
-                event.link, self.job.smallest_delay, self.sensitivity, self.job.num_updates
-            )
+            self._links[event.link] = LinkWatch(event.link, self.job.smallest_delay, self.job.num_updates)
         self._links[event.link].feed(event)
 
     def end_iteration(self) -> list[LinkChange | ComputeChange]:
@@ -227,7 +225,7 @@ class JobMonitor:
                     f"ops of rank {event.rank}, stage {event.stage}: ranks go from 0 to {self.job.num_ranks - 1}, "
                     f"stages to {self.job.costs.num_stages - 1}"
                 )
-            self._stages[key] = ComputeWatch(*key, self.job.smallest_delay, self.sensitivity)
+            self._stages[key] = ComputeWatch(*key, self.job.smallest_delay)
         return self._stages[key]
 
     def _busy(self, link: Link) -> float:
@@ -249,7 +247,7 @@ class JobMonitor:
     def _is_steady(self, link: Link) -> bool:
         """Whether the link's delay differs little, from message to message and iteration to iteration."""
         row, single = self._delays(link), self._links[link].times(0)
-        bound = max(self.job.smallest_delay, self.sensitivity.share * median(row))
+        bound = max(self.job.smallest_delay, USUAL.share * median(row))
         return deviation(row) <= bound and (not single or deviation(single) <= bound)
 
 
@@ -270,15 +268,14 @@ class LateCauses:
 
     Args:
         monitor: what is measured of links and stages.
-        fall: iterations after which a cause that is late no more is forgotten.
 
     Attributes:
         since: the iteration in which the newest came.
     """
 
-    def __init__(self, monitor: JobMonitor, fall: int) -> None:
+    def __init__(self, monitor: JobMonitor) -> None:
         self.since = 0
-        self._monitor, self._fall = monitor, fall
+        self._monitor = monitor
         self._late: dict[Link, tuple[float, float]] = {}
         """How long each takes (ms), and how long it took before."""
         self._seen: dict[Link, int] = {}
@@ -328,7 +325,7 @@ class LateCauses:
                 level = self._monitor.level(key)
                 if level > _LATER * ms:  # it rose while its messages moved to another path
                     self._late[key] = level, before
-            elif iteration - self._seen[key] >= self._fall:
+            elif iteration - self._seen[key] >= USUAL.fall:
                 self._drop(key)
 
     def forget_links(self) -> None:

@@ -62,15 +62,11 @@ class Verdict:
         after: median clean step with it, in ms.
         num_before: how many steps `before` rests on.
         num_after: how many steps `after` rests on.
-        calm: median step before the links changed, in ms.
-        noise: standard deviation of a step, in ms.
-        promised: ms by which each step was to become shorter, by simulation.
         paid: ms that steps took longer than before from the decision up to the first step with the change.
-        evidence: the evidence for the verdict; see `evidence`.
 
     Examples:
         >>> import penstock as ps
-        >>> verdict = ps.control.Verdict(1, 40, True, "steps are shorter", 330.0, 240.0, 5, 5, 212.0, 2.0, 85.0, 90.0)
+        >>> verdict = ps.control.Verdict(1, 40, True, "steps are shorter", 330.0, 240.0, 5, 5)
         >>> verdict.kept, verdict.before - verdict.after
         (True, 90.0)
     """
@@ -83,11 +79,7 @@ class Verdict:
     after: float
     num_before: int
     num_after: int
-    calm: float
-    noise: float
-    promised: float
     paid: float = 0.0
-    evidence: float = 1.0
 
     def __str__(self) -> str:
         said = "stays" if self.kept else "is taken back"
@@ -148,29 +140,29 @@ class Trial:
         if num < FEWEST:
             return None
         if not self._rows:
-            return self._end(iteration, True, "no step before it is known", 1.0) if num == RETURNS else None
+            return self._end(iteration, True, "no step before it is known") if num == RETURNS else None
         before, after, promised = self._compared()
         helped, harmed = (Evidence(before, after, sign) for sign in (-1, 1))
         gain, least = median(before) - median(after), WORSE * median(times(self._rows))
         loss = median(after[-max(1, harmed.num) :]) - median(before)
         if harmed.value >= (HARMED_LATER if self.is_decided else HARMED) and loss > least:
             said = f"it is slower{' after all' if self.is_decided else ''} by {loss:.3g} ms"
-            return self._end(iteration, False, said, harmed.value)
+            return self._end(iteration, False, said)
         if self.is_decided:
             return None
         if self.promised <= 0 and num >= RETURNS:
             said = "it is no slower" if gain >= -least else f"it is slower by {loss:.3g} ms"
-            return self._end(iteration, gain >= -least, said, harmed.value)
+            return self._end(iteration, gain >= -least, said)
         said = f"simulated gain {promised:.3g} ms, measured {gain:.3g}"
         if gain > least and helped.value >= (HELPED if num < MOST else _SOME):
             now, calm = median(times(self._after)), self.before.calm
             if self.cause and not is_there and calm is not None and now > calm * (1 + WORSE):
                 said = f"its cause has passed, and {calm:.4g} ms were usual before"
-                return self._end(iteration, False, said, helped.value)
-            return self._end(iteration, True, said, helped.value)
+                return self._end(iteration, False, said)
+            return self._end(iteration, True, said)
         # Where nothing is to be gained with these links, when to go back is chosen as at any other time.
         kept = promised <= least and gain >= -least
-        return self._end(iteration, kept, said, helped.value) if num == MOST else None
+        return self._end(iteration, kept, said) if num == MOST else None
 
     def _compared(self) -> tuple[list[float], list[float], float]:
         """The steps before and since, as the test compares them, and what simulation promises of the latter."""
@@ -203,13 +195,11 @@ class Trial:
                 rises.append(median(rows[1]) - median(rows[0]))
         return dict.fromkeys(moved, max(0.0, median(rises) if rises else 0.0))
 
-    def _end(self, iteration: int, kept: bool, why: str, evidence: float) -> Verdict:
+    def _end(self, iteration: int, kept: bool, why: str) -> Verdict:
         self.is_decided, self.is_over = True, not kept
         after = median(times(self._after))
         level = after if self._level is None else self._level
-        calm = level if self.before.calm is None else self.before.calm
-        measured = level, after, len(self._rows), len(self._after), calm, self.before.noise
-        return Verdict(self.number, iteration, kept, why, *measured, self.promised, self.paid, evidence)
+        return Verdict(self.number, iteration, kept, why, level, after, len(self._rows), len(self._after), self.paid)
 
 
 def paired(

@@ -80,8 +80,8 @@ class ReadLog:
                 "an empty log: its first line must name the job, and a run writes it when its controller has "
                 "started, some steps after it began; train for more steps"
             )
-        self.job, sensitivity = read_header(first)
-        self.monitor = JobMonitor(self.job, sensitivity)
+        self.job = read_header(first)
+        self.monitor = JobMonitor(self.job)
         self.nodes = None if self.job.mesh is None else Orchestrator(self.job, self.job.mesh)
         self.iterations: dict[int, Iteration] = {}
         self.decisions: dict[int, DecisionOutcome] = {}

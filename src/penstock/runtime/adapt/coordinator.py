@@ -30,7 +30,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any, BinaryIO
 
-from penstock.control import Configuration, Event, Job, Sensitivity, Switched, Unanswered
+from penstock.control import Configuration, Event, Job, Switched, Unanswered
 from penstock.control.events import as_type
 from penstock.control.log import event_line, header
 from penstock.cost import Costs, Mesh
@@ -378,7 +378,7 @@ class ControllerProcess:
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         self._input, self._output = self._process.stdin, self._process.stdout
-        self.feed(header(job, Sensitivity()))
+        self.feed(header(job))
         self._reader = threading.Thread(target=self._read, name="penstock-controller", daemon=True)
         self._reader.start()
 
