@@ -15,8 +15,6 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
 
-from penstock.schedule import ScheduleError
-
 
 class BlockDependency(NamedTuple):
     """A block waits for `block` (its place in the list) to end, and `delay` ms more for the message."""
@@ -47,30 +45,9 @@ class Block:
 
 @dataclass(frozen=True)
 class Flow:
-    """What one turn runs: its blocks, in an order in which needs come first.
-
-    Raises:
-        ScheduleError: no block, a block without a rank or with a need that does not come before it, or a duration
-            that is negative.
-    """
+    """What one turn runs: its blocks, one at least, in an order in which needs come first."""
 
     blocks: tuple[Block, ...]
-
-    def __post_init__(self) -> None:
-        if not self.blocks:
-            raise ScheduleError("a flow needs at least one block, got none", rule="placement")
-        for index, block in enumerate(self.blocks):
-            if not block.ranks or min(block.ranks) < 0:
-                raise ScheduleError(
-                    f"block {block.name} runs on ranks {block.ranks}: name at least one", rule="placement"
-                )
-            if not block.duration >= 0:
-                raise ScheduleError(f"block {block.name} takes {block.duration} ms: give at least 0", rule="range")
-            if late := [need.block for need in block.needs if not 0 <= need.block < index]:
-                raise ScheduleError(
-                    f"block {block.name}, number {index}, needs number {late[0]}: list what is needed first",
-                    rule="order",
-                )
 
     @cached_property
     def num_ranks(self) -> int:
