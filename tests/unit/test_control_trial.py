@@ -24,6 +24,7 @@ from penstock.control import (
     run_once,
 )
 from penstock.control.advice import Obstacle
+from penstock.control.changes import USUAL
 from penstock.control.configuration import peaks
 from penstock.control.evidence import BURST, Evidence
 from penstock.control.steps import NO_LINKS, Steps, TimedStep
@@ -144,7 +145,7 @@ def test_a_change_that_ranks_cannot_take_back_is_not_taken_back_at_every_step() 
             machine.made += machine.controller.feed(Dropped(waiting.number))
         machine.run(1, LATE, lambda now: 700.0 if now == JOB.start else 790.0, lag=0)
     assert len(backs) >= 3
-    peace = machine.controller.sensitivity.fall // 2
+    peace = USUAL.fall // 2
     assert all(after - before >= peace for before, after in pairwise(backs))
 
 
