@@ -23,16 +23,15 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from statistics import median
-from typing import Any
 
 from penstock.control.configuration import Job, peaks
 from penstock.control.decide import Action, predict
 from penstock.control.errors import ControlError
 from penstock.control.events import undirected
-from penstock.control.log import json_lines
 from penstock.control.robust_statistics import AS_DEVIATION, deviation
 from penstock.cost import Links
-from penstock.report.run_log import ReadLog
+from penstock.formats.traces.penstock_run import TimelineRecord
+from penstock.report.run_log import IterationRecord, ReadLog, records
 from penstock.report.run_story import (
     FEWEST,
     AlarmCounts,
@@ -94,10 +93,13 @@ def read_story(
         ControlError: no log, one of another version, or a run without an iteration.
     """
     read = ReadLog(log)
-    records = list(json_lines(iterations, "iterations.jsonl"))
-    for record in records:
-        read.add_record(record)
-    recorded = dict(read.recorded(record) for record in json_lines(timelines, "timelines.jsonl"))
+    rows = records(iterations, "iterations.jsonl", IterationRecord)
+    for row in rows:
+        read.add_record(row)
+    recorded = {
+        each.why: (each.iteration, read.measured(each))
+        for each in records(timelines, "timelines.jsonl", TimelineRecord)
+    }
     if not read.iterations:
         raise ControlError("the log has no iteration that ended: there is nothing to report yet")
     found = _simulated(read, most)
@@ -117,7 +119,7 @@ def read_story(
         iterations=found,
         decisions=decided,
         spells=spells_of(late),
-        memory=_memory(read, records),
+        memory=_memory(read, rows),
         alarms=AlarmCounts(*read.monitor.alarms),
         smallest_delay=least,
         undisturbed=undisturbed,
@@ -127,8 +129,8 @@ def read_story(
             f"After iteration {each.iteration}, steps had gone from {each.before:.4g} to {each.now:.4g} ms: {each}"
             for each in read.unanswered
         ),
-        faults=tuple(sorted((*read.faults, *_counted(records)), key=lambda fault: fault.iteration or 0)),
-        counters=_counters(records),
+        faults=tuple(sorted((*read.faults, *_counted(rows)), key=lambda fault: fault.iteration or 0)),
+        counters=_counters(rows),
         shown=_shown(read, decided, recorded),
     )
 
@@ -315,10 +317,10 @@ def _median(rows: Sequence[Iteration]) -> float | None:
     return median(each.ms for each in rows) if len(rows) >= FEWEST else None
 
 
-def _memory(read: ReadLog, records: Iterable[Mapping[str, Any]]) -> RunMemory | None:
+def _memory(read: ReadLog, records: Iterable[IterationRecord]) -> RunMemory:
     """The most each rank held: as the records say, or else by the orders of the schedules that ran."""
     ran = [read.configurations[number] for number in {0, *(row.decision for row in read.iterations.values())}]
-    rows = [tuple(map(float, record["peaks"])) for record in records if record.get("peaks")]
+    rows = [tuple(record.peaks) for record in records if record.peaks]
     source = "measured" if rows else "by each schedule's own order"
     rows = rows or [tuple(peaks(each.schedule, read.job.costs)) for each in ran]
     most, allowed = (tuple(map(max, zip(*each, strict=True))) for each in (rows, [each.caps for each in ran]))
@@ -328,23 +330,26 @@ def _memory(read: ReadLog, records: Iterable[Mapping[str, Any]]) -> RunMemory | 
     return RunMemory(tuple(each / scale for each in most), tuple(each / scale for each in allowed), unit, source)
 
 
-def _counters(records: Sequence[Mapping[str, Any]]) -> tuple[tuple[str, float], ...]:
+def _counters(records: Sequence[IterationRecord]) -> tuple[tuple[str, float], ...]:
     """What the delegates of all ranks had counted in the end."""
-    last: Mapping[str, Any] = next((record["counters"] for record in reversed(records) if record.get("counters")), {})
+    last = next((record.counters for record in reversed(records) if record.counters), {})
     return tuple((words, float(last[name])) for name, words in COUNTED.items() if last.get(name))
 
 
-def _counted(records: Sequence[Mapping[str, Any]]) -> list[Fault]:
+def _counted(records: Sequence[IterationRecord]) -> list[Fault]:
     """Iterations in which a count rose that speaks of a fault."""
-    found, before = [], dict.fromkeys(COUNTED, 0)
+    found, before = [], dict[str, float]()
     for record in records:
-        now = record.get("counters") or {}
-        rose = {name: now[name] - before[name] for name in COUNTED if now.get(name, 0) > before[name]}
-        before |= {name: now[name] for name in rose}
-        rose.pop("starved", None)
-        if rose:
-            said = ", ".join(f"{COUNTED[name]}: {count}" for name, count in rose.items())
-            found.append(Fault(int(record["iteration"]), said))
+        rose = {
+            name: count - before.get(name, 0)
+            for name, count in (record.counters or {}).items()
+            if name in COUNTED and count > before.get(name, 0)
+        }
+        before |= record.counters or {}
+        if said := [
+            f"{words}: {rose[name]}" for name, words in COUNTED.items() if name in rose and name != "starved"
+        ]:
+            found.append(Fault(record.iteration, ", ".join(said)))
     return found
 
 

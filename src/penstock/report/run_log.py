@@ -14,7 +14,9 @@ import json
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from statistics import fmean, median
-from typing import Any
+from typing import Any, TypeVar
+
+import msgspec
 
 from penstock.control.advice import Unanswered
 from penstock.control.closed_loop_simulation import run_once
@@ -43,14 +45,29 @@ from penstock.control.measured import JobMonitor
 from penstock.control.orchestrator import Orchestrator
 from penstock.cost import Costs
 from penstock.cost.mesh import LinkGroup
+from penstock.formats.traces.penstock_run import TimelineRecord
 from penstock.report.run_story import DecisionOutcome, Fault, Iteration, MeasuredConditions, RunPlan, link_name
 from penstock.schedule import Op, ScheduleError
 from penstock.simulation import TimedOp, Timeline
 
+T = TypeVar("T")
 WARM_UP = 2
 """The first iterations of a run, in which memory is allotted and connections are made: no median counts them."""
 _AS_ASSUMED = 0.005
 """Share of its assumed time that an op may differ by and still count as taking just that."""
+
+
+class IterationRecord(msgspec.Struct):
+    """A line of iterations.jsonl: an iteration, the decision in force, each link's median delay, the most that each
+    rank held, and what its delegates had counted.
+    """
+
+    iteration: int
+    number: int
+    ms: float
+    links: dict[str, float]
+    peaks: list[float] | None = None
+    counters: dict[str, int | float] | None = None
 
 
 class ReadLog:
@@ -204,44 +221,28 @@ class ReadLog:
             self.monitor.move(set(was.delegated) ^ set(then.delegated))
         self._in_force, self._waits, self._is_clean = number, False, False
 
-    def add_record(self, record: Mapping[str, Any]) -> None:
+    def add_record(self, record: IterationRecord) -> None:
         """Takes a line of iterations.jsonl: iterations before the log began, and which decision was in force."""
-        try:
-            number, in_force = int(record["iteration"]), int(record["number"])
-            if in_force not in self.configurations:
-                raise ValueError(f"there is no decision {in_force}")
-            if number in self.iterations:
-                self.iterations[number] = replace(self.iterations[number], decision=in_force)
-            else:
-                delays = {read_link(name): float(ms) for name, ms in record["links"].items()}
-                clean = number >= WARM_UP
-                self.iterations[number] = Iteration(number, float(record["ms"]), in_force, delays, is_clean=clean)
-        except (KeyError, TypeError, ValueError, AttributeError) as error:
-            raise ControlError(
-                f"iterations.jsonl: a line that does not fit the log: {error!r} in {record!r}"[:300]
-            ) from None
+        number, in_force = record.iteration, record.number
+        self._configuration(in_force, "iterations.jsonl")
+        if number in self.iterations:
+            self.iterations[number] = replace(self.iterations[number], decision=in_force)
+        else:
+            delays = {read_link(name): ms for name, ms in record.links.items()}
+            self.iterations[number] = Iteration(number, record.ms, in_force, delays, is_clean=number >= WARM_UP)
 
-    def recorded(self, record: Mapping[str, Any]) -> tuple[str, tuple[int, Timeline]]:
-        """A line of timelines.jsonl: why the iteration was recorded, its number, and its ops.
-
-        Raises:
-            ControlError: a line that does not fit the log.
-        """
-        try:
-            iteration = int(record["iteration"])
-            configuration = self.configurations[int(record["number"])]
-            ops = [
-                TimedOp(int(rank), Op(str(kind), int(stage), int(microbatch)), float(start), float(end))
-                for rank, kind, stage, microbatch, start, end in record["ops"]
-            ]
-        except (KeyError, TypeError, ValueError) as error:
-            raise ControlError(
-                f"timelines.jsonl: a line that does not fit the log: {error!r} in {str(record)[:200]}"
-            ) from None
+    def measured(self, record: TimelineRecord) -> Timeline:
+        """The ops of a line of timelines.jsonl."""
+        configuration = self._configuration(record.number, "timelines.jsonl")
+        ops = [TimedOp(rank, Op(kind, *where), start, end) for rank, kind, *where, start, end in record.ops]
         ops.sort(key=lambda timed: (timed.rank, timed.start))
         none = (0.0,) * configuration.schedule.num_ranks
-        timeline = Timeline(configuration.schedule, tuple(ops), (), none, "measured", configuration.dispatch.value)
-        return str(record.get("why")), (iteration, timeline)
+        return Timeline(configuration.schedule, tuple(ops), (), none, "measured", configuration.dispatch.value)
+
+    def _configuration(self, decision: int, file: str) -> Configuration:
+        if decision not in self.configurations:
+            raise ControlError(f"{file}: a line that does not fit the log, which has no decision {decision}")
+        return self.configurations[decision]
 
     def plan(self, decision: int) -> RunPlan:
         """What runs with a decision, as a report names it; 0 is the start."""
@@ -275,6 +276,17 @@ class ReadLog:
 
     def _costs(self, conditions: MeasuredConditions) -> Costs:
         return scaled(self.job.costs, conditions.factors)
+
+
+def records(lines: Iterable[str], file: str, kind: type[T]) -> list[T]:
+    """The lines of a run's file. Raises ControlError for a line of another kind."""
+    found = []
+    for value in json_lines(lines, file):
+        try:
+            found.append(as_type(value, kind))
+        except ControlError as error:
+            raise ControlError(f"{file}: a line that does not fit the log: {error}") from None
+    return found
 
 
 def factors_of(ops: Iterable[OpTimes], costs: Costs) -> Factors:

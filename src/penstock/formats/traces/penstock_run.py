@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
+
+import msgspec
 
 from penstock.formats.traces.op_names import kind_named
 from penstock.formats.traces.run_trace import NONE, RunTrace, Scope, TracedOp, TraceError, trace_of
@@ -12,6 +13,20 @@ TIMELINES = "timelines.jsonl"
 """What a run with `--adapt` records; of iterations before and after each change."""
 TIMELINE = "timeline.json"
 """What other runs leave: the trace of one step, measured and simulated."""
+
+
+class TimelineRecord(msgspec.Struct):
+    """A line of timelines.jsonl: an iteration, and the decision in force.
+
+    Attributes:
+        ops: of each its rank, kind, stage, microbatch, start and end (ms).
+        why: what the iteration is recorded for.
+    """
+
+    iteration: int
+    number: int
+    ops: list[tuple[int, str, int, int, float, float]]
+    why: str = ""
 
 
 def read_penstock(path: Path, *, name: str) -> RunTrace:
@@ -27,17 +42,15 @@ def read_penstock(path: Path, *, name: str) -> RunTrace:
         raise TraceError(f"{path.name} is no text") from None
     for number, line in enumerate(lines, start=1):
         try:
-            record = json.loads(line)
-            iteration = int(record["iteration"])
-            configurations.add(int(record["number"]))
-            ops = [(int(r), str(k), int(s), int(m), float(a), float(b)) for r, k, s, m, a, b in record["ops"]]
-        except (ValueError, KeyError, TypeError, OverflowError):
+            record = msgspec.json.decode(line, type=TimelineRecord)
+        except msgspec.DecodeError:
             if number == len(lines) and number > 1:  # cut off where the run was
                 break
             raise TraceError(f"{path.name}, line {number}, is no record of an iteration: {line[:60]!r}") from None
-        for rank, op, stage, microbatch, start, end in ops:
-            compute = kind_named(op).scope is Scope.COMPUTE
-            rows.append(TracedOp(op, iteration, 0, rank, stage, microbatch if compute else NONE, start, end))
+        configurations.add(record.number)
+        for rank, op, stage, microbatch, start, end in record.ops:
+            number_of = microbatch if kind_named(op).scope is Scope.COMPUTE else NONE
+            rows.append(TracedOp(op, record.iteration, 0, rank, stage, number_of, start, end))
     notes = []
     if len(configurations) > 1:
         notes.append(
