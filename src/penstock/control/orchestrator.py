@@ -99,25 +99,23 @@ class Orchestrator:
         Raises:
             ControlError: a link between nodes that are not there.
         """
-        if not self.verifies(probed):
+        if not self.verifies(Probed.of(probed)):
             return None
         if self.answer() is None and self.search is not None:
             self.take(self.search())
         found = self.answer()
         return found if found is not None and self.gains(found) else None
 
-    def verifies(self, probed: Mapping[Link, LinkTime | float]) -> bool:
+    def verifies(self, probed: Probed) -> bool:
         """Takes a round of probes, as `feed` does. Says whether it verifies that other links are late or slow than
         was known, or that links are later.
         """
         changed: list[Change] = []
-        for link, times in probed.items():
-            if not all(0 <= node < self.mesh.num_nodes for node in link) or link[0] == link[1]:
+        for link, times in probed.times:
+            if max(link) >= self.mesh.num_nodes:
                 raise ControlError(f"link {link}: give two nodes of 0 to {self.mesh.num_nodes - 1}")
-            fresh = [Detector(least, PROBES) for least in self._least]
-            both = self._detectors.setdefault(undirected(link), fresh)
-            values = times if isinstance(times, LinkTime) else LinkTime(times)
-            changed += filter(None, [detector.feed(value) for detector, value in zip(both, values, strict=True)])
+            both = self._detectors.setdefault(link, [Detector(least, PROBES) for least in self._least])
+            changed += filter(None, [detector.feed(value) for detector, value in zip(both, times, strict=True)])
         self._num_rounds += 1
         self.news = tuple(changed)
         if changed or self._num_rounds == PROBES.calibration:
@@ -195,7 +193,7 @@ class Orchestrator:
         before that ran something else.
         """
         self._probed.append(iteration)
-        if not self.verifies(dict(probed.times)):
+        if not self.verifies(probed):
             return 0
         self.late_since = 0
         if not self.news:  # late from the first probes on: no steps ran without that

@@ -196,7 +196,7 @@ class ReadLog:
         """Takes a round of probes. A link that it verifies as late has been late for some rounds."""
         known = set(nodes.excess)
         self._probed.append(self._last)
-        if nodes.verifies(dict(event.times)):
+        if nodes.verifies(event):
             rounds = max((change.began for change in nodes.news), default=len(self._probed))
             began = self._probed[-rounds] if rounds < len(self._probed) else min(self.iterations, default=0)
             self._began = began if self._began is None else min(began, self._began)
