@@ -105,7 +105,7 @@ def free(num_instances: int, seed: int) -> Iterator[dict[str, Any]]:
             before = time.perf_counter()
             problem = posed(costs, links, num_microbatches, float("inf"))
             search = Search(problem, jackson_bound(problem))
-            greedy(search, ListSpace.of(problem.queues))
+            greedy(search)
             fast_ms = (time.perf_counter() - before) * 1e3
             found = plan(costs, num_ranks, num_microbatches, links, time_limit=_WITHIN_SECONDS)
             instances.append(

@@ -23,7 +23,6 @@ import penstock as ps
 from in_python import in_python
 from penstock.engine import compiled as compiling
 from penstock.engine import sweep
-from penstock.engine.list_by_values import ListSpace
 from penstock.planning.bounds import jackson_bound, path_bound, ramp_bound, span_bound, work_bound
 from penstock.planning.building_blocks import BlockSearch
 from penstock.planning.destructive_bound import DestructiveBound
@@ -113,7 +112,7 @@ def drawn(seed: int) -> tuple[np.random.Generator, Problem]:
 
 def begun(problem: Problem) -> Search:
     search = Search(problem, 0.0)
-    greedy(search, ListSpace.of(problem.queues))
+    greedy(search)
     return search
 
 

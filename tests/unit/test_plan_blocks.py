@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 
 import penstock as ps
-from penstock.engine.list_by_values import ListSpace
 from penstock.library import ASYNCHRONOUS, SCHEDULES
 from penstock.library.v_shape import from_pattern
 from penstock.planning import search as planning_search
@@ -70,7 +69,7 @@ def test_blocks_are_orders_within_the_caps(placement: Placement, num_ranks: int,
 def test_blocks_are_shorter_than_what_greedy_rules_find(cap: float) -> None:
     problem = posed(v_shape(8), 8, 16, cap)
     search = Search(problem, 0.0)
-    greedy(search, ListSpace.of(problem.queues))
+    greedy(search)
     assert drawn(problem).best < 0.85 * search.value
 
 

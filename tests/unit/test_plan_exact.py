@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 
 import penstock as ps
-from penstock.engine.list_by_values import ListSpace
 from penstock.planning import exact, ramps
 from penstock.planning.bounds import jackson_bound, ramp_bound, work_bound
 from penstock.planning.destructive_bound import DestructiveBound, destructive_bound
@@ -70,7 +69,7 @@ def test_bounds_and_greedy_enclose_the_best_of_all_orders(seed: int, share: floa
     assert ramp_bound(problem, work_bound(problem)) <= best
     assert work_bound(problem) <= destructive_bound(problem, 0.0, 2 * best) * (1 + 1e-6) <= best * (1 + 2e-6)
     search = Search(problem, work_bound(problem))
-    greedy(search, ListSpace.of(problem.queues))
+    greedy(search)
     assert search.value >= best
 
 
@@ -144,7 +143,7 @@ def test_the_least_makespan_is_asked_for_from_the_best_order_on(unlike: float) -
         ps.Costs(times, times, times), v_shape(3), 3, 4, ps.Links(), [(1.0, 0.0)] * 6, [4.0] * 3, split=True
     )
     search = Search(problem, jackson_bound(problem), stop_at_gap=1e-6)
-    greedy(search, ListSpace.of(problem.queues))
+    greedy(search)
     assert search.value > 59
     rough = exact.least(problem, search.row, 500, 20.0, 0)
     assert rough.row is not None
@@ -170,7 +169,7 @@ def test_exact_solving_ends_at_the_best_of_all_orders(seed: int, share: float) -
     problem = problem_of(seed, 2, 3, share)
     best = best_of_all(problem)
     search = Search(problem, jackson_bound(problem), stop_at_gap=1e-6)
-    greedy(search, ListSpace.of(problem.queues))
+    greedy(search)
     exact.solve(search, search.seconds + 60.0)
     assert search.value == pytest.approx(best)
     assert search.closed

@@ -32,7 +32,7 @@ from penstock.planning.joint import search as joint
 from penstock.planning.joint.problem import pose_joint
 from penstock.planning.options import Limits, OpForms
 from penstock.planning.problem import Problem, pose
-from penstock.planning.search import PerturbationSearch, Search, Trials, Walk, justified, time_of
+from penstock.planning.search import PerturbationSearch, Search, Trials, Walk, greedy, justified, time_of
 from penstock.planning.threads import Threads
 from penstock.schedule import one_to_one
 
@@ -60,7 +60,7 @@ def tight(num_microbatches: int = 12) -> Problem:
 
 def begun(problem: Problem, until: float, clock: Callable[[], float]) -> Search:
     search = Search(problem, jackson_bound(problem), began=0.0, until=until, clock=clock)
-    strategy.first_order(search)
+    greedy(search)
     return search
 
 

@@ -21,6 +21,7 @@ from penstock.planning.joint.rows import F, I, Orders
 from penstock.planning.joint.search import _less_what_moves
 from penstock.planning.options import OpForms, in_turn, limits_of
 from penstock.planning.problem import pose
+from penstock.planning.search import greedy
 from penstock.schedule import Op, one_to_one
 from proof_cases import OFFLOADED, draw_free, in_host_memory, judge
 
@@ -231,7 +232,7 @@ def _plain(problem: JointProblem, cap: Sequence[float]) -> Orders:
         problem.limits.held, cap, True, counts,
     )  # fmt: skip
     search = strategy.begin(each, "makespan", 0, 0.0, None, 0.0)
-    strategy.first_order(search)
+    greedy(search)
     return problem.read(each.schedule(search.row, "plan"))
 
 

@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import accumulate
 from math import inf
-from typing import Any, TypeVar
+from typing import Any
 
 from penstock.cost import CostError, Costs, Links
 from penstock.program import Branch, NewOp, Program
@@ -35,8 +35,6 @@ OpsOf = Callable[[Mapping[str, "BranchLayout"]], Sequence[NewOp]]
 
 AlsoOf = Callable[[Mapping[str, "BranchLayout"]], Mapping[str, "BranchLayout"]]
 """Gives the branches that run on the ranks of others, for the chosen layouts."""
-
-Way = TypeVar("Way", bound="BranchLayout")
 
 
 @dataclass(frozen=True)
@@ -218,12 +216,20 @@ def rank_branches(
         raise ScheduleError("a search of no branches: give at least one", rule="stages")
     best: list[FoundLayout] = []
     tried = 0
-    for bound, chosen in ascending(ways, num_devices, lambda way: way.least_ms(split)):
+    for bound, chosen in _ascending(ways, num_devices, split):
         if bound >= below or (most_tried is not None and tried >= most_tried):
             break
         tried += 1
         more = dict(also(chosen))
-        program = _program({**chosen, **more}, list(chosen.values()), split, ops(chosen))
+        every = {**chosen, **more}
+        program = Program.of_branches(
+            {name: way.branch for name, way in every.items()},
+            split=split,
+            costs=joined_costs([way.costs for way in every.values()]),
+            links=_joined_links(list(chosen.values())),
+            ops=ops(chosen),
+            name="branches",
+        )
         graph = program.queues()
         try:
             lister = Lister(graph)
@@ -239,15 +245,13 @@ def rank_branches(
     return [replace(each, num_tried=tried) for each in best]
 
 
-def ascending(
-    ways: Mapping[str, Sequence[Way]], num_devices: int, least: Callable[[Way], float]
-) -> Iterator[tuple[float, dict[str, Way]]]:
+def _ascending(
+    ways: Mapping[str, Sequence[BranchLayout]], num_devices: int, split: bool
+) -> Iterator[tuple[float, dict[str, BranchLayout]]]:
     """Layouts that take all devices, by the largest bound of their ways, the smallest first."""
-    order = sorted(
-        ((least(way), name, way) for name, those in ways.items() for way in those), key=lambda each: each[0]
-    )
-    seen: dict[str, dict[int, list[Way]]] = {name: {} for name in ways}
-    for bound, name, way in order:
+    order = [(way.least_ms(split), name, way) for name, those in ways.items() for way in those]
+    seen: dict[str, dict[int, list[BranchLayout]]] = {name: {} for name in ways}
+    for bound, name, way in sorted(order, key=lambda each: each[0]):
         others = [other for other in ways if other != name]
         for chosen in _fill(seen, others, num_devices - way.num_devices):
             yield bound, {each: way if each == name else chosen[each] for each in ways}
@@ -255,8 +259,8 @@ def ascending(
 
 
 def _fill(
-    seen: Mapping[str, Mapping[int, Sequence[Way]]], names: Sequence[str], num_devices: int
-) -> Iterator[dict[str, Way]]:
+    seen: Mapping[str, Mapping[int, Sequence[BranchLayout]]], names: Sequence[str], num_devices: int
+) -> Iterator[dict[str, BranchLayout]]:
     """Layouts of some branches that take so many devices."""
     if not names:
         if num_devices == 0:
@@ -264,23 +268,9 @@ def _fill(
         return
     first, *rest = names
     for count, those in seen[first].items():
-        if (count == num_devices) if not rest else count < num_devices:
-            for chosen in _fill(seen, rest, num_devices - count):
-                for way in those:
-                    yield {first: way, **chosen}
-
-
-def _program(
-    all_ways: Mapping[str, BranchLayout], of_ranks: Sequence[BranchLayout], split: bool, ops: Sequence[NewOp]
-) -> Program:
-    return Program.of_branches(
-        {name: way.branch for name, way in all_ways.items()},
-        split=split,
-        costs=joined_costs([way.costs for way in all_ways.values()]),
-        links=_joined_links(of_ranks),
-        ops=ops,
-        name="branches",
-    )
+        for chosen in _fill(seen, rest, num_devices - count) if count <= num_devices else ():
+            for way in those:
+                yield {first: way, **chosen}
 
 
 def _built(
@@ -317,17 +307,11 @@ def joined_costs(costs: Sequence[Costs]) -> Costs:
             f"I frees {min(freed):g} of the activations in one branch and {max(freed):g} in another; give all "
             "branches costs with one freed_by_input"
         )
-    known = all(each.weight_bytes for each in costs)
-    return Costs(
-        f=[ms for each in costs for ms in each.f],
-        i=[ms for each in costs for ms in each.i],
-        w=[ms for each in costs for ms in each.w],
-        b=[each.duration("B", stage) for each in costs for stage in range(each.num_stages)],
-        activation=[size for each in costs for size in each.activation],
-        freed_by_input=freed.pop(),
-        weight_bytes=[size for each in costs for size in each.weight_bytes] if known else (),
-        message_bytes=[size for each in costs for size in each.message_bytes],
-    )
+    rows = ["f", "i", "w", "activation", "message_bytes"]
+    rows += ["weight_bytes"] if all(each.weight_bytes for each in costs) else []
+    joined: dict[str, Any] = {row: [size for each in costs for size in getattr(each, row)] for row in rows}
+    whole = [each.duration("B", stage) for each in costs for stage in range(each.num_stages)]
+    return Costs(**joined, b=whole, freed_by_input=freed.pop())
 
 
 def _joined_links(ways: Sequence[BranchLayout]) -> Links:

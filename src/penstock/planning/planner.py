@@ -188,6 +188,7 @@ def _plan_chain(request: PlanRequest) -> Plan:
     from penstock.planning.joint import search as joint
     from penstock.planning.joint.problem import pose_joint
     from penstock.planning.problem import pose
+    from penstock.planning.search import greedy
 
     began, time_limit = time.perf_counter(), float(request.time_limit)
     costs, num_ranks, num_microbatches = request.costs, request.num_ranks, request.num_microbatches
@@ -215,7 +216,7 @@ def _plan_chain(request: PlanRequest) -> Plan:
             problem, request.objective, request.seed, request.stop_at_gap, request.progress, began
         )
         search.until = time_limit
-        strategy.first_order(search)
+        greedy(search)
         return search
 
     def run(search: Search | JointSearch, until: float) -> None:

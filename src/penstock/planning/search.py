@@ -99,11 +99,11 @@ def list_by_class(problem: Problem, classes: Array, space: ListSpace) -> float:
     return float(module.list_ops(queues, space, False, False))
 
 
-def greedy(search: Search, space: ListSpace) -> None:
-    """Step 1: backward before forward before weight gradients. Microbatches go in step if that gets stuck, or if it
-    would take too long without machine code.
+def greedy(search: Search) -> None:
+    """Step 1, from which on there is a plan, however short the time: backward before forward before weight gradients.
+    Microbatches go in step if that gets stuck, or if it would take too long without machine code.
     """
-    problem = search.problem
+    problem, space = search.problem, ListSpace.of(search.problem.queues)
     listed = -1.0
     if is_quick(problem.queues.num_ops):
         listed = list_by_class(problem, problem.priority_class, space)

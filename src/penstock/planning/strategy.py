@@ -7,7 +7,6 @@ from contextlib import suppress
 from functools import partial
 
 from penstock.engine.compiled import is_compiled
-from penstock.engine.list_by_values import ListSpace
 from penstock.planning import exact, order_model
 from penstock.planning.annealing import annealed
 from penstock.planning.bounds import busy_bound, jackson_bound, ramp_bound, round_trip_bound, work_bound, work_seconds
@@ -16,7 +15,7 @@ from penstock.planning.destructive_bound import DestructiveBound
 from penstock.planning.library_starts import named
 from penstock.planning.problem import Problem
 from penstock.planning.progress import Progress
-from penstock.planning.search import PerturbationSearch, Search, Walk, greedy, justified
+from penstock.planning.search import PerturbationSearch, Search, Walk, justified
 from penstock.planning.span_objective import Span, span_of
 from penstock.planning.threads import Threads, is_quick
 
@@ -64,11 +63,6 @@ def begin(
     else:
         bound = max(busy_bound(problem), round_trip_bound(problem))
     return Search(problem, bound, seed, stop_at_gap, on_progress, began, span=span)
-
-
-def first_order(search: Search) -> None:
-    """The order that a search begins with: there is a plan from here on, however short the time."""
-    greedy(search, ListSpace.of(search.problem.queues))
 
 
 def run(search: Search) -> None:

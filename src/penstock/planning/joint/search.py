@@ -36,7 +36,7 @@ from penstock.planning.library_starts import MOST_OPS, built
 from penstock.planning.options import OpForms
 from penstock.planning.problem import Problem, pose
 from penstock.planning.progress import Incumbent, Progress
-from penstock.planning.search import Search
+from penstock.planning.search import Search, greedy
 from penstock.planning.threads import is_quick, random_numbers_kept
 from penstock.schedule import Schedule, ScheduleError
 
@@ -218,7 +218,7 @@ def _posed(problem: JointProblem, cap: Sequence[float], split: bool) -> Problem:
 def _planned(search: JointSearch, problem: Problem, seconds: float | None) -> Search:
     """A plan for another problem, in `seconds`; its first order where these are None."""
     inner = strategy.begin(problem, "makespan", search.seed, search.stop_at_gap, None, time.perf_counter())
-    strategy.first_order(inner)
+    greedy(inner)
     if seconds is not None:
         inner.until = seconds
         strategy.run(inner)
