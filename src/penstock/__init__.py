@@ -7,7 +7,7 @@
     print(ps.simulate(s, ps.Costs.uniform(num_stages=4, f=10, i=10, w=10)).makespan)
 
 The names for planning, proving, drawing and running are here. Everything else is in submodules (`ps.program`,
-`ps.passes`, `ps.runtime`, ...), which are imported when they are first used. `ps.Pipeline`, its options,
+`ps.passes`, `ps.runtime`, ...). All are imported when they are first used. `ps.Pipeline`, its options,
 `ps.emulate`, `ps.split` and `ps.StepResult` belong to the runtime and import torch: `pip install 'penstock[torch]'`.
 """
 
@@ -18,16 +18,14 @@ from importlib import import_module
 from pkgutil import iter_modules
 from typing import TYPE_CHECKING, Any
 
-from penstock.cost import CostError, Costs, Links, Mesh
 from penstock.extras import what_to_install
-from penstock.formats import load, save
-from penstock.library import build
-from penstock.planning import Plan, plan
-from penstock.program import Branch, NewOp, Program, Rules, breadth_first, depth_first, placements
-from penstock.schedule import Op, Placement, Schedule, ScheduleError, check, parse, picture
-from penstock.simulation import Blocking, Timeline, footprint, simulate
 
 if TYPE_CHECKING:
+    from penstock.cost import CostError, Costs, Links, Mesh
+    from penstock.formats import load, save
+    from penstock.library import build
+    from penstock.planning import Plan, plan
+    from penstock.program import Branch, NewOp, Program, Rules, breadth_first, depth_first, placements
     from penstock.runtime import (
         WHOLE,
         AdaptOptions,
@@ -43,6 +41,8 @@ if TYPE_CHECKING:
         plain_step,
         split,
     )
+    from penstock.schedule import Op, Placement, Schedule, ScheduleError, check, parse
+    from penstock.simulation import Blocking, Timeline, footprint, simulate
 
 __version__ = "0.2.0"
 
@@ -90,20 +90,21 @@ __all__ = [
 ]
 
 
-picture.drawing = lambda: import_module("penstock.draw")
+_HOMES = ("schedule", "cost", "simulation", "program", "library", "planning", "formats", "runtime")
+"""Submodules that the names above come from, in the order in which they import one another."""
 
 
 def __getattr__(name: str) -> Any:
-    if name in __all__:  # all that is not imported above is the runtime's
-        try:
-            return getattr(import_module("penstock.runtime"), name)
-        except ModuleNotFoundError as error:
-            if needed := what_to_install(error):
-                raise ModuleNotFoundError(f"ps.{name}: {needed}", name=error.name) from None
-            raise
     if name in _submodules():
         return import_module(f"penstock.{name}")
-    raise AttributeError(f"module 'penstock' has no attribute {name!r}; it has {', '.join(__all__)}")
+    if name not in __all__:
+        raise AttributeError(f"module 'penstock' has no attribute {name!r}; it has {', '.join(__all__)}")
+    try:
+        home = next(each for each in (import_module(f"penstock.{home}") for home in _HOMES) if name in each.__all__)
+    except ModuleNotFoundError as error:
+        said = what_to_install(error) or error
+        raise ModuleNotFoundError(f"ps.{name}: {said}", name=error.name) from None
+    return globals().setdefault(name, getattr(home, name))
 
 
 def __dir__() -> list[str]:

@@ -37,17 +37,6 @@ def test_delegating_a_late_line_of_nccl_or_gloo_promised_nothing(transport: str)
     assert run.iterations[-1].ms == run.iterations[0].ms
 
 
-def test_a_healthy_line_of_nccl_stayed_delegated_for_the_delays_that_every_link_has() -> None:
-    """Backwards are so short that lines late by 3 ms hold their messages up, as they did before one was late. Whether
-    delegates are better even so is for measured steps to say.
-    """
-    costs = ps.Costs.uniform(4, f=10, i=0.5, w=0.5)
-    given = replace(job("nccl-edge"), costs=costs)
-    turns_late = ps.Links.parse("1:2=latency:steps:0ms/3ms,5s/60ms,20s/3ms")
-    run = rehearse(Controller(given), turns_late, until=40_000)
-    assert [each.action for each in run.decisions[:2]] == [Action.DELEGATE, Action.UNDELEGATE]
-
-
 @pytest.mark.parametrize("name", ["1f1b", "zb", "gpipe"])
 def test_a_line_of_nccl_carries_one_message_at_a_time(name: str) -> None:
     """Without delegates this is what `channels` says of a stream for each direction."""

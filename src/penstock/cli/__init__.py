@@ -5,27 +5,11 @@ object is all that goes to stdout, for failures too.
 
 Only `train`, `split`, `links` and `tune` import torch, and only when they run, so that `--help`
 is there at once.
-A new verb is a file with a function registered on `app`, imported below.
+A new verb is a file with a function registered on `app`, named in `run.VERBS`.
 """
 
 from __future__ import annotations
 
-from penstock.cli import (  # noqa: F401  (each registers its verb)
-    analyze,
-    check,
-    data,
-    lab,
-    layout,
-    links,
-    plan,
-    play,
-    report,
-    show,
-    simulate,
-    split,
-    train,
-    tune,
-)
 from penstock.cli.run import main
 
 __all__ = ["main"]

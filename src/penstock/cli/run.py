@@ -9,6 +9,7 @@ import signal
 import sys
 from collections.abc import Callable, Sequence
 from functools import cache
+from importlib import import_module
 from typing import Any, TextIO, TypeVar
 
 import typer
@@ -23,6 +24,12 @@ T = TypeVar("T")
 
 USAGE_ERROR: type[Exception] = typer.BadParameter.__mro__[1]
 """The command line parser's error for misuse; typer exports it under no name of its own."""
+
+VERBS = (
+    "analyze", "check", "data", "lab", "layout", "links", "plan", "play", "report", "show", "simulate", "split",
+    "train", "tune",
+)  # fmt: skip
+"""The verbs, each a module beside this one, in the order in which `--help` lists them."""
 
 LEFT = {
     "bench": "run the scripts in benchmarks/ of the repository, which benchmarks/README.md lists",
@@ -102,7 +109,8 @@ def _run(invocation: Invocation) -> int:
     if arguments and (instead := LEFT.get(arguments[0])):
         return _report(Failure(MISUSE, f"penstock {arguments[0]} is gone since 0.2; {instead}", "usage"), as_json)
     try:
-        parser = _parser()
+        verb = arguments[0] if arguments else ""
+        parser = _parser((verb,) if invocation.is_program and verb in VERBS else VERBS)
         code: int | None = parser(arguments, prog_name="penstock", standalone_mode=False, obj=invocation)
         return 0 if code is None else code
     except typer.Exit as error:
@@ -131,8 +139,10 @@ def _run(invocation: Invocation) -> int:
 
 
 @cache
-def _parser() -> Callable[..., Any]:
-    """The parser of the command line. To make it takes longer than most verbs take."""
+def _parser(verbs: Sequence[str]) -> Callable[..., Any]:
+    """The parser of the command line with some verbs. To make it with all takes longer than most verbs take."""
+    for verb in verbs:
+        import_module(f"penstock.cli.{verb}")
     return get_command(app)
 
 

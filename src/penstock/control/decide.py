@@ -352,8 +352,7 @@ def choose(
         scored: the candidates; what runs now comes first, if it can go on.
         budget: what switching may cost now, in ms.
         least_gain: the least share of the iteration time that a switch must save.
-        returning: whether links that are not late go back to their own paths. Their small delays are no reason to
-            stay, and measured steps say whether that was right.
+        returning: whether a candidate that delegates fewer links is taken as soon as it is no slower.
     """
     now = scored[0] if scored[0].action is Action.KEEP else None
     sure = [each for each in scored if now is None or _never_slower(each, now)]
@@ -365,9 +364,11 @@ def choose(
     lost = max(0.0, now.ms - min(each.ms for each in sure))
     if best.ms <= now.ms * (1 - least_gain):
         return best, lost
-    fewer = [each for each in scored if each.action is Action.UNDELEGATE]
+    fewer = [each for each in within if each.action is Action.UNDELEGATE]
     if returning and fewer:
-        return min(fewer, key=lambda each: (each.ms, *_rank(each))), lost
+        back = min(fewer, key=lambda each: (each.ms, *_rank(each)))
+        if back.ms <= now.ms * (1 + EPSILON):
+            return back, lost
     return now, lost
 
 

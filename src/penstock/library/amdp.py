@@ -116,42 +116,56 @@ def amdp(
         *_per_stage("message", message, 1, zero=True),
         *_per_stage("update_message", update_message, 1, zero=True),
     )
-    costs = Costs(times.f, times.b, [0.0] * num_ranks)
-    costs = costs.with_other({("U", s): ms for s, ms in enumerate(_per_stage("u", u, num_ranks, zero=True))})
-    num_tried = min(num_microbatches, max(_TRIED_BLOCKS * num_ranks, _TRIED_WINDOWS * (window or 0)))
-    candidates = list(_candidates(times, updates))
-    best, least = candidates[0], inf
-    for options in candidates if len(candidates) > 1 else ():
-        tried = _in_order(num_ranks, num_tried, options, updates)
-        took = simulate(tried, costs, links=Links(default=times.message)).makespan
-        if took < least * (1 - _WORTH_IT):
-            best, least = options, took
-    return _in_order(num_ranks, num_microbatches, best, updates)
+    maker = _Maker(num_ranks, num_microbatches, times, _per_stage("u", u, num_ranks, zero=True), updates)
+    return maker.schedule(maker.best_options())
 
 
-def _in_order(num_ranks: int, num_microbatches: int, options: OrderOptions, updates: Updates | None) -> Schedule:
-    placement = multi_directional(num_ranks)
-    ran = ran_with(placement.pipelines, num_microbatches, options, updates)
-    rows = ran.rows
-    if updates is not None:
-        windows = Windows(updates.window, num_microbatches, placement.num_pipelines)
-        rows = with_updates_at_once(ran, placement.pipelines, windows, updates, options.times)
-    pipeline_of = tuple(m % placement.num_pipelines for m in range(num_microbatches))
-    return Schedule("amdp", placement, tuple(map(tuple, rows)), pipeline_of, updates=updates)
+class _Maker:
+    """Makes the schedule by one way or another, and tells which is best."""
 
+    def __init__(
+        self, num_ranks: int, num_microbatches: int, times: StageTimes, u: tuple[float, ...], updates: Updates | None
+    ) -> None:
+        self._placement = multi_directional(num_ranks)
+        self._num_microbatches, self._times, self._updates = num_microbatches, times, updates
+        window = 0 if updates is None else updates.window
+        self._num_tried = min(num_microbatches, max(_TRIED_BLOCKS * num_ranks, _TRIED_WINDOWS * window))
+        other: dict[str | tuple[str, int], float | tuple[float, float]] = {("U", s): ms for s, ms in enumerate(u)}
+        self._costs = Costs(times.f, times.b, [0.0] * num_ranks, other=other)
 
-def _candidates(given: StageTimes, updates: Updates | None) -> Iterator[OrderOptions]:
-    """The paper's way first, and others that may be faster."""
-    f, b = given.f, given.b
-    ratio = sum(b) / sum(f)
-    even = replace(given, f=(sum(f) / len(f),) * len(f), b=(sum(b) / len(b),) * len(b))
-    uneven = max(f) > min(f) or max(b) > min(b)
-    drains = updates is not None and updates.max_mismatch == 0
-    for read_ahead in sorted({int(ratio + EPSILON), ceil(ratio - EPSILON)}):
-        for times in (given, even) if uneven else (given,):
-            for backward_first in (False, True):
-                for by_turns in (True, False) if drains else (True,):
-                    yield OrderOptions(times, read_ahead, backward_first, by_turns)
+    def best_options(self) -> OrderOptions:
+        """The paper's way, or the one that is faster by more than a little, over the first blocks."""
+        candidates = list(self._candidates())
+        best, least = candidates[0], inf
+        for options in candidates if len(candidates) > 1 else ():
+            made = self.schedule(options, self._num_tried)
+            took = simulate(made, self._costs, links=Links(default=self._times.message)).makespan
+            if took < least * (1 - _WORTH_IT):
+                best, least = options, took
+        return best
+
+    def schedule(self, options: OrderOptions, num_microbatches: int | None = None) -> Schedule:
+        num = self._num_microbatches if num_microbatches is None else num_microbatches
+        placement, updates = self._placement, self._updates
+        ran = ran_with(placement.pipelines, num, options, updates)
+        rows = ran.rows
+        if updates is not None:
+            windows = Windows(updates.window, num, placement.num_pipelines)
+            rows = with_updates_at_once(ran, placement.pipelines, windows, updates, options.times)
+        pipeline_of = tuple(m % placement.num_pipelines for m in range(num))
+        return Schedule("amdp", placement, tuple(map(tuple, rows)), pipeline_of, updates=updates)
+
+    def _candidates(self) -> Iterator[OrderOptions]:
+        f, b = self._times.f, self._times.b
+        ratio = sum(b) / sum(f)
+        even = replace(self._times, f=(sum(f) / len(f),) * len(f), b=(sum(b) / len(b),) * len(b))
+        uneven = max(f) > min(f) or max(b) > min(b)
+        drains = self._updates is not None and self._updates.max_mismatch == 0
+        for read_ahead in sorted({int(ratio + EPSILON), ceil(ratio - EPSILON)}):
+            for times in (self._times, even) if uneven else (self._times,):
+                for backward_first in (False, True):
+                    for by_turns in (True, False) if drains else (True,):
+                        yield OrderOptions(times, read_ahead, backward_first, by_turns)
 
 
 def _per_stage(name: str, given: float | Sequence[float], num_stages: int, zero: bool = False) -> tuple[float, ...]:

@@ -9,7 +9,6 @@ and head on all ranks, else one stage per rank.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from itertools import accumulate
 
 from penstock.library.options import at_least, whole_multiple, whole_number, yes_or_no
@@ -84,7 +83,13 @@ def distmm(
                 row = [each for op in row for each in (op, *_gather_after(op, ends[0], gather_every))]
             rows.append(row)
     graph = _towers(num_ranks, ends, num_microbatches // gather_every, gather_every, overlap)
-    return replace(Schedule.of("distmm", one_to_one(num_ranks), rows, num_microbatches), stage_graph=graph)
+    return Schedule(
+        "distmm",
+        one_to_one(num_ranks),
+        tuple(map(tuple, rows)),
+        (0,) * num_microbatches,
+        stage_graph=graph,
+    )
 
 
 def _gather_after(op: Op, stage: int, gather_every: int) -> tuple[Op, ...]:

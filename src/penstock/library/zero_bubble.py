@@ -72,8 +72,12 @@ def zb(
     default = [2 * (num_ranks - rank) - 1 for rank in range(num_ranks)]
     counts = warmup_counts("zb", default if warmup is None else warmup, num_ranks, num_microbatches)
     if max_in_flight is not None and max_in_flight < max(counts):
-        given, name = f"zb with warm-up counts {counts}", "activations in flight (max_in_flight)"
-        at_least(given, name, int(max_in_flight), max(counts))
+        at_least(
+            f"zb with warm-up counts {counts}",
+            "activations in flight (max_in_flight)",
+            int(max_in_flight),
+            max(counts),
+        )
     return greedy("zb", num_ranks, num_microbatches, counts, max_in_flight)
 
 

@@ -60,15 +60,15 @@ def check_fits(schedule: Schedule, graph: Graph, memory: Memory, hint: str) -> N
     for rank in range(graph.num_ranks):
         for step, level in enumerate(memory.levels(graph, rank)):
             if level > memory.room(rank):
-                raise over_limit(schedule, rank, step, f"{level:g}, the limit is {memory.caps[rank]:g}", hint)
-
-
-def over_limit(schedule: Schedule, rank: int, step: int, held: str, hint: str) -> ScheduleError:
-    """The error at an op with which a rank would hold too much."""
-    op = schedule.order[rank][step]
-    where = f"rank {rank}, step {step}, {op.short()} of stage {op.stage}"
-    text = f"{where}: the rank would hold {held} (rule: memory); {hint}"
-    return ScheduleError(text, rule="memory", rank=rank, step=step, op=op)
+                op = schedule.order[rank][step]
+                raise ScheduleError(
+                    f"rank {rank}, step {step}, {op.short()} of stage {op.stage}: the rank would hold {level:g}, the "
+                    f"limit is {memory.caps[rank]:g} (rule: memory); {hint}",
+                    rule="memory",
+                    rank=rank,
+                    step=step,
+                    op=op,
+                )
 
 
 def _caps(schedule: Schedule, memory_limit: float | Sequence[float] | None) -> list[float]:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 from penstock.cost import Costs
 from penstock.dispatch import Graph, lower
-from penstock.passes.memory import Memory, memory_of, over_limit
+from penstock.passes.memory import Memory, memory_of
 from penstock.schedule import Op, Schedule, ScheduleError, check, require_no_updates
 from penstock.schedule.async_ops import require_no_streams
 
@@ -96,7 +96,7 @@ class _Row:
     """The row of one rank: what it holds above its limit, and the savings to choose from."""
 
     def __init__(self, schedule: Schedule, graph: Graph, costs: Costs, memory: Memory, rank: int) -> None:
-        self._schedule, self._row = schedule, schedule.order[rank]
+        self._row = schedule.order[rank]
         self._rank, self._cap = rank, memory.caps[rank]
         room = memory.room(rank)
         self._levels = memory.levels(graph, rank)
@@ -153,7 +153,14 @@ class _Row:
             self._excess[step] -= sign * saving.amount
 
     def _too_much(self, step: int, chosen: list[_RecomputeSaving]) -> ScheduleError:
-        left = self._levels[step] - sum(each.amount for each in chosen if each.first <= step <= each.last)
-        held = f"{left:g} even with every forward recomputed that can be, the limit is {self._cap:g}"
-        hint = "give more memory, or build the schedule with fewer in flight"
-        return over_limit(self._schedule, self._rank, step, held, hint)
+        op = self._row[step]
+        saved = sum(saving.amount for saving in chosen if saving.first <= step <= saving.last)
+        return ScheduleError(
+            f"rank {self._rank}, step {step}, {op.short()} of stage {op.stage}: the rank would hold "
+            f"{self._levels[step] - saved:g} even with every forward recomputed that can be, the limit is "
+            f"{self._cap:g} (rule: memory); give more memory, or build the schedule with fewer in flight",
+            rule="memory",
+            rank=self._rank,
+            step=step,
+            op=op,
+        )

@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING, Any, Unpack
 
 from penstock.cost import CostError, Costs, Links
 from penstock.cost.costs import require_costs
+from penstock.engine.compiled import is_compiled
 from penstock.planning.options import (
     MOST_AGAIN,
     Limits,
@@ -155,6 +156,7 @@ def plan(
         given["placement"] = _placement(costs, num_ranks, options.get("placement"))
     request = PlanRequest(costs, num_ranks, num_microbatches, Links.of(links), **given)
     require_plannable(request)
+    is_compiled()  # a checkout whose sources changed builds its library now, and not in the time of the search
     return planned(request)
 
 

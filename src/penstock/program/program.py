@@ -92,8 +92,9 @@ class Program:
                 rule="options",
             )
         if not isinstance(self.split, bool) and not callable(self.split):
-            given = reprlib.repr(self.split)
-            raise ScheduleError(f"split is {given}: give True, False or a function of the stage", rule="options")
+            raise ScheduleError(
+                f"split is {reprlib.repr(self.split)}: give True, False or a function of the stage", rule="options"
+            )
         _require_ops(self.ops)
         Links.of(self.links)
         if self.costs is not None:

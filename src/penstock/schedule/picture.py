@@ -1,13 +1,12 @@
 """Pictures of schedules and timelines, for `save` and for notebooks.
 
-Drawing lies above the values that are drawn. So `penstock/__init__` sets `drawing`, which imports `penstock.draw`
-when somebody asks for a picture.
+Drawing lies above the values that are drawn. So the package is asked for it when somebody wants a picture.
 """
 
 from __future__ import annotations
 
 import html
-from collections.abc import Callable
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +15,10 @@ from penstock.schedule.errors import ScheduleError
 MOST_OPS = 4_000
 """Ops that a notebook still draws; more make a page that is slow to scroll."""
 
-drawing: Callable[[], Any] = NotImplemented
-"""Returns the module `penstock.draw`; `penstock/__init__` sets it."""
+
+def drawing() -> Any:
+    """The module `penstock.draw`."""
+    return import_module("penstock").draw
 
 
 def save(drawn: Any, path: str | Path) -> None:

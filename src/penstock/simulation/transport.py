@@ -21,7 +21,7 @@ class Decoupled:
         gloo         a rank posts its receives as the run begins; a line carries messages once news of that is there
         nccl-edge    a rank posts a receive when its message is announced; a line carries one message at a time
 
-    These are the lines of Penstock's runtime. On channels of `schedule.messages`, rows say when receives are posted.
+    These are the lines of Penstock's runtime. On `schedule.channels`, rows say when receives are posted.
 
     Attributes:
         channel: one of these.
