@@ -3,10 +3,10 @@
     busy        the way to a rank, all its work, the way from it to the end
     round trip  the way of the first microbatch down the chain and back, all its work, less the forwards that fit
                 before it under the cap
-    path        the longest path, with the order within queues and with memory: a forward waits for an older
-                microbatch to be freed
     Jackson     for each rank, all its ops between the earliest moments they can start (heads) and the least that
-                must follow them (tails), cut into pieces at will (Jackson's preemptive schedule)
+                must follow them (tails), cut into pieces at will (Jackson's preemptive schedule). Both are longest
+                paths, with the order within queues and with memory: a forward waits for an older microbatch to be
+                freed
     work        Jackson's again, with heads and tails that also count all the work an op's own rank must do before
                 and after it; it costs the square of a rank's ops
     ramp        for each rank, all its work and the time for which it must stand idle at both ends: till the first
@@ -45,31 +45,41 @@ class QueueWaits(NamedTuple):
 
 def waits(problem: Problem) -> QueueWaits:
     """The order of the queues and which op each forward waits for to be freed."""
-    queues = problem.queues
+    queues, number = problem.queues, problem.number
     num_queues = len(queues.rank)
     release, lag = np.full((2, num_queues), NONE, np.int64), np.zeros((2, num_queues), np.int64)
-    number = problem.number
     for (kind, stage, pipeline), q in number.items():
-        r = int(queues.rank[q])
-        cap = float(queues.cap[r]) * (1 + EPSILON)
-        if kind != "F" or queues.memory[q] <= 0 or math.isinf(cap):
+        if kind != "F":
             continue
-        before = [
-            queues.memory[other]
+        r = int(queues.rank[q])
+        before = sum(
+            float(queues.memory[other])
             for other in range(queues.rank_first[r], queues.rank_first[r + 1])
-            if problem.kind[other] == "F" and queues.pipeline[other] == pipeline and problem.stage[other] <= stage
-        ]
-        room = cap / float(sum(before))
+            if problem.kind[other] == "F" and queues.pipeline[other] == pipeline and problem.stage[other] < stage
+        )
         back = number.get(("I", stage, pipeline), number.get(("B", stage, pipeline), NONE))
-        if room < queues.size[q]:
-            release[0, q], lag[0, q] = back, max(1, math.floor(room))
         weight = number.get(("W", stage, pipeline), NONE)
-        if weight != NONE and queues.memory[weight] < 0:
-            kept = -queues.memory[weight] / queues.memory[q]
-            behind = 1 + math.floor((cap / queues.memory[q] - 1) / kept + EPSILON)
-            if behind < queues.size[q]:
-                release[1, q], lag[1, q] = weight, max(1, behind)
+        late = 0.0 if weight == NONE else -float(queues.memory[weight])
+        held, cap, size = float(queues.memory[q]), float(queues.cap[r]), int(queues.size[q])
+        for row, (freed, steps) in enumerate(zip((back, weight), lags(held, before, late, cap), strict=True)):
+            if steps is not None and steps < size:
+                release[row, q], lag[row, q] = freed, steps
     return QueueWaits(topological(queues), release, lag)
+
+
+def lags(held: float, before: float, late: float, cap: float) -> tuple[int | None, int | None]:
+    """How far behind a forward its stage's I (or B) and W are that must have ended; None where that is not known.
+
+    Args:
+        held: what the forward takes.
+        before: what stages before it hold of a microbatch that has not run this stage's I.
+        late: what the W gives back, 0 where the I gives back all.
+    """
+    cap *= 1 + EPSILON
+    if held <= 0 or math.isinf(cap):
+        return None, None
+    back = max(1, math.floor(cap / (held + before)))
+    return back, max(1, 1 + math.floor((cap - held) / late + EPSILON)) if late > 0 else None
 
 
 def topological(queues: Network) -> Array:
@@ -207,12 +217,6 @@ def round_trip_bound(problem: Problem) -> float:
         work = float((queues.duration[mine] * queues.size[mine]).sum())
         bound = max(bound, to[back] + work - count * float(queues.duration[forward]))
     return bound
-
-
-def path_bound(problem: Problem) -> float:
-    """The longest path with the order within queues and the waits for memory."""
-    head, tail = heads_and_tails(problem)
-    return float(compiled(longest_paths).longest_path(problem.queues, head, tail))
 
 
 def jackson_bound(problem: Problem) -> float:

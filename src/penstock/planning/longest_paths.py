@@ -77,15 +77,6 @@ def heads(
             head[p.op_first[q] + j] = time
 
 
-def longest_path(p: Network, head: Floats, tail: Floats) -> float:
-    """The longest path over an op, of all ops. `tail` is numbered from each queue's last op."""
-    found = 0.0
-    for q in range(len(p.rank)):
-        for j in range(p.size[q]):
-            found = max(found, head[p.op_first[q] + j] + p.duration[q] + tail[p.op_first[q] + p.size[q] - 1 - j])
-    return found
-
-
 def jackson(p: Network, r: int, head: Floats, tail: Floats, front: Ints, left: Floats) -> float:
     """The length of Jackson's preemptive schedule of rank r: no order of its ops can end sooner.
 

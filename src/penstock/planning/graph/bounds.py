@@ -17,7 +17,7 @@ import math
 import numpy as np
 
 from penstock.engine.needs import last_needed
-from penstock.engine.tolerance import EPSILON
+from penstock.planning.bounds import lags
 from penstock.planning.graph.flow_bound import flow_bound
 from penstock.planning.graph.problem import GraphProblem
 from penstock.planning.op_arrays import OpArrays, paths
@@ -70,27 +70,21 @@ def memory_waits(problem: GraphProblem) -> list[list[tuple[int, int]]]:
     # Registered ops may give memory back whenever they run.
     plain = not any(problem.gives[q] for q, (_, kind, _) in enumerate(graph.labels) if kind not in ("B", "I", "W"))
     for q, (pipeline, kind, stage) in enumerate(graph.labels):
-        if kind != "F" or problem.takes[q] <= 0 or not plain:
+        if kind != "F" or not plain:
             continue
         back = number.get((pipeline, "I", stage), number.get((pipeline, "B", stage)))
         weight = number.get((pipeline, "W", stage))
+        held, late = float(problem.takes[q]), 0.0 if weight is None else float(problem.gives[weight])
         for row in graph.hosts(q):
-            cap = float(problem.cap[row]) * (1 + EPSILON)
-            if math.isinf(cap):
-                continue
-            held = sum(
+            before = sum(
                 float(problem.takes[number[pipeline, "F", other]])
                 for other in above[stage]
                 if row in graph.hosts(number[pipeline, "F", other])
             )
-            room = cap / (held + float(problem.takes[q]))
-            if back is not None and room < problem.network.size[q]:
-                found[q].append((back, max(1, math.floor(room))))
-            if weight is not None and problem.gives[weight] > 0:
-                kept = float(problem.gives[weight] / problem.takes[q])
-                behind = 1 + math.floor((cap / float(problem.takes[q]) - 1) / kept + EPSILON)
-                if behind < problem.network.size[q]:
-                    found[q].append((weight, max(1, behind)))
+            steps = lags(held, before, late, float(problem.cap[row]))
+            for freed, lag in zip((back, weight), steps, strict=True):
+                if freed is not None and lag is not None and lag < problem.network.size[q]:
+                    found[q].append((freed, lag))
     return found
 
 

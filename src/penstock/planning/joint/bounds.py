@@ -76,52 +76,40 @@ def lower_bound(problem: JointProblem) -> float:
 
 
 def relaxed_waits(problem: JointProblem, least: Problem) -> QueueWaits:
-    """What the queues of the relaxed problem wait for, whatever the forms of their ops."""
-    return _with_residues(problem, least, _waits(problem, least) if problem.forms.again else waits(least))
+    """What the queues of the relaxed problem wait for, whatever the forms of their ops.
 
-
-def _waits(problem: JointProblem, least: Problem) -> QueueWaits:
-    """Which backward each forward waits for at least: microbatches that are in flight keep what R needs of each stage
-    on the rank, and one of them has to be held whole before anything is freed."""
+    Where forwards may run again, microbatches in flight keep what R needs of each stage on the rank, and one of them
+    has to be held whole before anything is freed: that is the backward a forward waits for. And whatever the form of
+    its forward, at its I a microbatch is all on the rank, beside what those before it keep there till their W.
+    """
+    forms, ops, number = problem.forms, problem.ops, least.number
     given = waits(least)
-    total = problem.total_cap
-    release, lag = np.full_like(given.release, NONE), np.zeros_like(given.lag)
-    ops = problem.ops
-    number = least.number
-    for c, (pipeline, stage) in enumerate(problem.chains):
-        rank = int(ops.chain_rank[c])
-        mine = range(ops.chain_first[rank], ops.chain_first[rank + 1])
-        before = sum(
-            float(ops.kept[k]) for k in mine if problem.chains[k][0] == pipeline and problem.chains[k][1] < stage
-        )
-        each = before + float(ops.kept[c])
-        left = total[rank] * (1 + EPSILON) - float(ops.held[c]) - before
-        if each <= 0 or math.isinf(left):
-            continue
-        room = 1 + max(0, math.floor(left / each + EPSILON))
-        if room < ops.size[c]:
-            q = number["F", stage, pipeline]
-            back = number["I" if problem.forms.split else "B", stage, pipeline]
-            release[0, q], lag[0, q] = back, room
-    return QueueWaits(given.order, release, lag)
-
-
-def _with_residues(problem: JointProblem, least: Problem, given: QueueWaits) -> QueueWaits:
-    """The same, and which W each I waits for: whatever the form of its forward, at its I a microbatch is all on the
-    rank, beside what those before it keep there till their W."""
-    forms, ops = problem.forms, problem.ops
-    if not forms.split or not (forms.again or forms.away):
+    if not forms.again and not forms.away:
         return given
     release, lag = given.release.copy(), given.lag.copy()
+    if forms.again:
+        release[:] = NONE
+        lag[:] = 0
+
+    def wait(q: int, freed: int, left: float, each: float, size: int) -> None:
+        if each > 0 and not math.isinf(left):
+            room = 1 + max(0, math.floor(left / each + EPSILON))
+            if room < size:
+                release[0, q], lag[0, q] = freed, room
+
     for c, (pipeline, stage) in enumerate(problem.chains):
-        held, left = float(ops.held[c]), float(ops.held[c] * (1 - ops.freed[c]))
-        cap = float(ops.cap[ops.chain_rank[c]]) * (1 + EPSILON)
-        if left <= 0 or math.isinf(cap):
-            continue
-        room = 1 + max(0, math.floor((cap - held) / left + EPSILON))
-        if room < ops.size[c]:
-            q = least.number["I", stage, pipeline]
-            release[0, q], lag[0, q] = least.number["W", stage, pipeline], room
+        r, held, size = int(ops.chain_rank[c]), float(ops.held[c]), int(ops.size[c])
+        back = number["I" if forms.split else "B", stage, pipeline]
+        if forms.again:
+            mine = range(ops.chain_first[r], ops.chain_first[r + 1])
+            before = sum(
+                float(ops.kept[k]) for k in mine if problem.chains[k][0] == pipeline and problem.chains[k][1] < stage
+            )
+            left = problem.total_cap[r] * (1 + EPSILON) - held - before
+            wait(number["F", stage, pipeline], back, left, before + float(ops.kept[c]), size)
+        if forms.split:
+            left = float(ops.cap[r]) * (1 + EPSILON) - held
+            wait(back, number["W", stage, pipeline], left, float(held * (1 - ops.freed[c])), size)
     return QueueWaits(given.order, release, lag)
 
 

@@ -54,7 +54,10 @@ def solve(
     ops = problem.ops
     model = OrderModel(TimeGrid.of(map(float, (*ops.times.ravel(), *ops.delay)), value, _STEPS))
     window = _windows(problem)
-    start, forms = _all_chains(model, problem, window)
+    start: dict[int, ModelOp] = {}
+    forms: dict[int, Forms] = {}
+    for c in range(len(problem.chains)):
+        add_chain(model, problem, c, window, start, forms)
     for op in np.flatnonzero(ops.message_from != NONE).tolist():
         model.need(start[int(ops.message_from[op])], start[op], float(ops.delay[op]))
     for r in range(problem.num_ranks):
@@ -81,16 +84,6 @@ def _windows(problem: JointProblem) -> Window:
         return float(head[at]), float(tail[at])
 
     return window
-
-
-def _all_chains(
-    model: OrderModel, problem: JointProblem, window: Window
-) -> tuple[dict[int, ModelOp], dict[int, Forms]]:
-    start: dict[int, ModelOp] = {}
-    forms: dict[int, Forms] = {}
-    for c in range(len(problem.chains)):
-        add_chain(model, problem, c, window, start, forms)
-    return start, forms
 
 
 def add_chain(
