@@ -241,7 +241,7 @@ def solve_tasks(
     for rank, most in enumerate(cap):
         mine = [k for k, task in enumerate(tasks) if rank in task.ranks]
         model.add_no_overlap(model.new_fixed_size_interval_var(start[k], tasks[k].time, "") for k in mine)
-        if most is not None and mine:
+        if most is not None and any(tasks[k].takes for k in mine):
             taking = [(start[k], tasks[k].takes) for k in mine if tasks[k].takes]
             giving = [(start[k] + tasks[k].time, -tasks[k].gives) for k in mine if tasks[k].gives]
             times, changes = zip(*taking, *giving, strict=True)
