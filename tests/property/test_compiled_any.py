@@ -23,7 +23,7 @@ import penstock as ps
 from in_python import in_python
 from penstock.engine import compiled as compiling
 from penstock.engine import sweep
-from penstock.planning.bounds import jackson_bound, path_bound, ramp_bound, span_bound, work_bound
+from penstock.planning.bounds import jackson_bound, ramp_bound, span_bound, work_bound
 from penstock.planning.building_blocks import BlockSearch
 from penstock.planning.destructive_bound import DestructiveBound
 from penstock.planning.graph.problem import pose_graph
@@ -117,7 +117,7 @@ def begun(problem: Problem) -> Search:
 
 
 def bounds(problem: Problem) -> None:
-    for bound in (jackson_bound, work_bound, span_bound, path_bound, ramp_bound):
+    for bound in (jackson_bound, work_bound, span_bound, ramp_bound):
         bound(problem)
     DestructiveBound(problem, 0.0, begun(problem).value).go(STOP)
 

@@ -38,7 +38,7 @@ KERNELS = {
     "penstock.planning.joint.listing": ("listed", "seed"),
     "penstock.planning.joint.moves": ("anneal", "copy", "seed"),
     "penstock.planning.joint.rows": ("set_forms", "fits", "timed"),
-    "penstock.planning.longest_paths": ("heads", "longest_path", "jackson", "jackson_all"),
+    "penstock.planning.longest_paths": ("heads", "jackson", "jackson_all"),
     "penstock.planning.ramps": ("idle_till", "with_both_ends"),
     "penstock.planning.repeat": ("squeezed", "drawn", "improved", "seed"),
     "penstock.planning.time_windows": ("refuted",),
