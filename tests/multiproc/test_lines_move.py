@@ -154,10 +154,11 @@ def adapt(rank: int, name: str, folder: str) -> tuple[list[tuple[tuple[int, int]
     routes: list[tuple[tuple[int, int], ...]] = []
     with ps.Pipeline(
         stages,
-        ps.build("1f1b", NUM_RANKS, NUM_MICROBATCHES),
+        ps.build("gpipe", NUM_RANKS, NUM_MICROBATCHES),
         loss_fn=nn.MSELoss(),
         timeout=PATIENCE,
-        transport=ps.TransportOptions(name, depth=1, links=TURNS_LATE),
+        # A line of NCCL carries one message at a time; of others, only a bound makes messages wait.
+        transport=ps.TransportOptions(name, depth=None if name == "nccl" else 1, links=TURNS_LATE),
         adapt=ps.AdaptOptions(folder=folder if rank == 0 else None, dispatches=(), may_replan=False),
     ) as pipe:
         for number in range(1, MOST_STEPS):
