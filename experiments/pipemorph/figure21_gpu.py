@@ -281,7 +281,7 @@ def chart(rows: Sequence[Row]) -> Figure:
     """All steps, from the fastest to the slowest."""
     steps = {name: sorted(find(rows, transport=name)["steps_ms"]) for name in (ALONE, *TRANSPORTS)}
     return line_chart(
-        [Line(name, [place / (len(row) - 1) for place in range(len(row))], row) for name, row in steps.items()],
+        [Line(name, [(place + 1) / len(row) for place in range(len(row))], row) for name, row in steps.items()],
         title="Figure 21: training steps where no link is slow",
         note=f"{rows[0]['ranks']} ranks on one GPU",
         x=Axis("share of the steps that took at most as long", show=percent),

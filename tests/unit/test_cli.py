@@ -273,7 +273,7 @@ def test_misuse_is_two_lines_at_most_and_exit_2(
     [
         (
             '{"format": "penstock-schedule", "version": 99}',
-            "format version 99 is newer than",
+            "version is 99: this Penstock reads and writes version 1",
         ),
         ("[]", "not a schedule: a JSON object"),
         ("{", "not JSON"),
