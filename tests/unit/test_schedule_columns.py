@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import copy
-import pickle
 from dataclasses import replace
 
 import numpy as np
@@ -81,37 +79,9 @@ def test_a_schedule_of_columns_is_the_schedule_of_its_ops() -> None:
             assert ours.dtype == np.int64
 
 
-@pytest.mark.parametrize("again", [copy.copy, copy.deepcopy, lambda s: pickle.loads(pickle.dumps(s))])
-@pytest.mark.parametrize("asked", [False, True])
-def test_copies_keep_the_ops(again: object, asked: bool) -> None:
-    s = ps.build("1f1b", 3, 5)
-    if asked:
-        assert s.order
-    made = again(s)  # type: ignore[operator]
-    ps.check(made)
-    assert made.num_ops == 30
-    assert made == s
-
-
 def test_what_is_no_attribute_is_an_error_that_names_it() -> None:
     with pytest.raises(AttributeError, match="Schedule has no attribute 'orders'"):
         _ = ps.build("1f1b", 3, 5).orders  # type: ignore[attr-defined]
-
-
-def test_errors_of_columns_name_rank_step_and_op() -> None:
-    """What is wrong in columns is said as it is of ops."""
-    s = ps.build("zb-h1", 3, 4)
-    assert s.columns is not None
-    microbatch = s.columns.microbatch.copy()
-    microbatch[5] = 9
-    wrong = ps.Schedule.of_columns("wrong", s.placement, s.columns._replace(microbatch=microbatch), (0,) * 4)
-    same = replace(wrong)
-    with pytest.raises(ps.ScheduleError) as of_columns:
-        ps.check(wrong)
-    with pytest.raises(ps.ScheduleError) as of_ops:
-        ps.check(same)
-    assert str(of_columns.value) == str(of_ops.value)
-    assert "range" in str(of_ops.value)
 
 
 def test_plans_with_several_pipelines_have_each_its_own_microbatches() -> None:

@@ -360,12 +360,3 @@ def test_a_synchronous_schedule_with_one_update_has_no_mismatch() -> None:
         schedule = ps.schedule.with_updates(ps.build(name, 4, 8), 8, max_mismatch=0)
         ps.check(schedule)
         assert sum(op.kind == "U" for row in schedule.order for op in row) == schedule.num_stages
-
-
-@pytest.mark.parametrize(("d", "b", "u", "window"), [(4, 5.0, 0.0, 8), (4, 5.0, 0.0, 12), (6, 3.0, 2.0, 6)])
-def test_amdp_puts_no_update_between_forward_and_backward_of_the_last_stage(
-    d: int, b: float, u: float, window: int
-) -> None:
-    found = ps.schedule.count_mismatch(ps.build("amdp", d, 8 * d, b=b, u=u, window=window))
-    assert max(between for (stage, _, _), between in found.items() if stage == d - 1) == 0
-    assert max(found.values()) == 1

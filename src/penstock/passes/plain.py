@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from penstock.schedule import Op, Schedule, ScheduleError
+from penstock.schedule import Op, Schedule, ScheduleError, require_no_updates
 from penstock.schedule.op import BACKWARD, FORWARD
 
 
@@ -38,12 +38,7 @@ def in_plain_order(schedule: Schedule, num_microbatches: int | None = None) -> S
     """
     graph, placement = schedule.graph, schedule.placement
     num = schedule.num_microbatches if num_microbatches is None else num_microbatches
-    if schedule.updates is not None:
-        raise ScheduleError(
-            f"{schedule.name} has updates in its order, so microbatches use different weights; build a synchronous "
-            "schedule over the same placement",
-            rule="options",
-        )
+    require_no_updates(schedule, "in a plain order microbatches would read other weights")
     if graph.registered:
         kinds = ", ".join(sorted({each.kind for each in graph.registered}))
         raise ScheduleError(

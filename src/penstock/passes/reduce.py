@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from penstock.schedule import Needs, Op, Registered, Schedule, ScheduleError
+from penstock.schedule import Needs, Op, Registered, Schedule, require_no_updates
 from penstock.schedule.offload import OFFLOAD, RELOAD
 
 __all__ = ["REDUCE", "add_reductions", "reduced_stages"]
@@ -59,12 +59,7 @@ def add_reductions(schedule: Schedule, asynchronous: bool = True) -> Schedule:
         ['1W0', '1W1', '1REDUCE0']
     """
     graph = schedule.graph
-    if schedule.updates is not None:
-        raise ScheduleError(
-            f"{schedule.name} has its updates in the order, and gradients are reduced once a step; use a schedule "
-            "without updates as ops",
-            rule="updates",
-        )
+    require_no_updates(schedule, "gradients are reduced once a step")
     if any(registered.kind == REDUCE for registered in graph.registered):
         return schedule
     last: dict[int, tuple[int, int]] = {}

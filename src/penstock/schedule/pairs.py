@@ -153,17 +153,11 @@ def wrong_pair(schedule: Schedule) -> tuple[int, int, Op, str] | None:
         if rank != other:
             return *spot, f"in the pair {pair} {backward} is on rank {other}: the two of a pair run on one rank"
         if forward.microbatch == backward.microbatch and not schedule.graph.num_microbatches:
-            return (
-                *spot,
-                f"the pair {pair} is of one microbatch, {forward.microbatch}, whose backward needs this forward; "
-                "pair those of different microbatches",
-            )
+            said = f"the pair {pair} is of one microbatch, {forward.microbatch}, whose backward needs this forward"
+            return *spot, f"{said}; pair those of different microbatches"
         if then != step + 1:
-            return (
-                *spot,
-                f"in the pair {pair} the backward stands at step {then}: it comes right after its forward, at step "
-                f"{step + 1}",
-            )
+            said = f"in the pair {pair} the backward stands at step {then}"
+            return *spot, f"{said}: it comes right after its forward, at step {step + 1}"
         for op in pair:
             if len(schedule.hosts(op)) > 1:
                 return *spots[op], op, f"in the pair {pair} it is run by several ranks together, which no pair is"
