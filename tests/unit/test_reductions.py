@@ -100,7 +100,7 @@ def test_what_is_reduced_when_the_step_is_over() -> None:
 
 def test_updates_as_ops_are_refused() -> None:
     schedule = ps.build("amdp", 4, 16, window=8)
-    with pytest.raises(ScheduleError, match="has updates as ops .* gradients are reduced once a step"):
+    with pytest.raises(ScheduleError, match=r"has updates as ops .* gradients are reduced once a step"):
         add_reductions(schedule)
 
 
