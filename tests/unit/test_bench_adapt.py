@@ -26,7 +26,7 @@ FAULT = ((2, 3), 20, 100)
 def rows(ms: Sequence[float], numbers: Sequence[int], digests: Sequence[str] = ("start", "other")) -> list[str]:
     """Lines of iterations.jsonl."""
     return [
-        json.dumps({"iteration": at, "ms": each, "number": number, "digest": digests[number]})
+        json.dumps({"iteration": at, "ms": each, "number": number, "digest": digests[number], "links": {}})
         for at, (each, number) in enumerate(zip(ms, numbers, strict=True))
     ]
 
