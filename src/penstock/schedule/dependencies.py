@@ -144,23 +144,24 @@ def run_rows(
         while steps[number] < len(row):
             op = row[steps[number]]
             needed = needs(op)
-            missing = next((each for each in needed if each not in done), None)
-            if missing is not None:
-                waiting.setdefault(missing, []).append(number)
-                blocked[number] = missing, row_of_op.get(missing, number), False
+            missing = [each for each in needed if each not in done]
+            if missing:
+                waiting.setdefault(missing[0], []).append(number)
+                blocked[number] = missing[0], row_of_op.get(missing[0], number), False
                 break
-            hosts = together.get(op, (number,))
-            late = next((host for host in hosts if rows[host][steps[host] : steps[host] + 1] != (op,)), None)
-            if late is not None:  # the last of its rows to come takes the others along
-                blocked[number] = op, late, False
+            others = [host for host in together[op] if host != number] if op in together else ()
+            late = [host for host in others if rows[host][steps[host] : steps[host] + 1] != (op,)]
+            if late:  # the last of its rows to come takes the others along
+                blocked[number] = op, late[0], False
                 break
             if ran is not None:
                 ran(op, number, needed)
-            for host in hosts:
+            for host in others:
+                blocked.pop(host, None)
                 steps[host] += 1
-                if host != number:
-                    blocked.pop(host, None)
-                    ready.append(host)
+                ready.append(host)
+            steps[number] += 1
             done.add(op)
-            ready += waiting.pop(op, ())
+            if op in waiting:
+                ready += waiting.pop(op)
     return UntimedRun(tuple(steps), blocked)
