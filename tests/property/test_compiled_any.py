@@ -217,7 +217,7 @@ def test_no_array_is_left_and_nothing_is_undefined(tmp_path: Path) -> None:
         preloaded = subprocess.run(
             ["gcc", "-print-file-name=libasan.so"], check=True, capture_output=True, text=True
         ).stdout.strip()
-    except (OSError, subprocess.SubprocessError) as error:
+    except (OSError, subprocess.CalledProcessError) as error:
         pytest.skip(f"needs gcc with its sanitizers: {error}")
     ran = subprocess.run(
         [sys.executable, "-c", IN_ANOTHER_PROCESS, str(library)],

@@ -32,7 +32,7 @@ def outside() -> dict[str, str]:
     """The environment without what would find the checkout, and without a place for machine code: to compile it would
     keep this machine busy for a minute."""
     left = {name: value for name, value in os.environ.items() if not name.startswith(("PYTHON", "PENSTOCK"))}
-    return left | {"NUMBA_CACHE_DIR": os.devnull, "XDG_CACHE_HOME": os.devnull}
+    return left | {"XDG_CACHE_HOME": os.devnull}
 
 
 @pytest.fixture(scope="module")

@@ -14,9 +14,6 @@ import functools
 import hashlib
 import inspect
 import os
-import shutil
-import subprocess
-import tempfile
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -86,15 +83,21 @@ def build(target: Path, *flags: str) -> None:
         flags: more that the compiler is told.
 
     Raises:
-        OSError, subprocess.SubprocessError: there is no compiler, or it fails, or the folder can't be written to.
+        OSError: there is no compiler, or it fails, or the folder can't be written to.
     """
+    import shutil  # here, since only building needs them
+    import subprocess
+    import tempfile
+
     compiler = os.environ.get("CC") or next(filter(shutil.which, ("cc", "gcc", "clang")), "cc")
     target.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=target.parent) as folder:
         given, made = Path(folder, "core.c"), Path(folder, "core.so")
         given.write_text(source())
         command = [*compiler.split(), *FLAGS, *flags, "-fPIC", "-shared", str(given), "-o", str(made), "-lm"]
-        subprocess.run(command, check=True, capture_output=True, text=True)
+        ran = subprocess.run(command, check=False, capture_output=True, text=True)
+        if ran.returncode:
+            raise OSError(ran.stderr)
         made.replace(target)
 
 
@@ -106,15 +109,14 @@ def _library() -> ctypes.PyDLL | None:
             return library
     cache = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
     try:
-        path = Path(cache).expanduser() / "penstock" / f"core-{digest()}.so"
+        path = Path(cache).expanduser() / "penstock" / f"core-{digest()}-{os.uname().machine}.so"
         if not path.exists():
             build(path)
         return ctypes.PyDLL(str(path))
-    except (OSError, RuntimeError, subprocess.SubprocessError) as error:
-        said = getattr(error, "stderr", None) or error
+    except (OSError, RuntimeError) as error:
         warnings.warn(
             f"penstock plans and simulates in Python, a hundred times slower than in C, which could not be built: "
-            f"{said}; install a C compiler (gcc or clang) and try again",
+            f"{error}; install a C compiler (gcc or clang) and try again",
             RuntimeWarning,
             stacklevel=2,
         )
