@@ -15,8 +15,6 @@ depends on what is known when an op is to start:
 
 from __future__ import annotations
 
-from itertools import groupby
-
 from penstock.engine.arrays import Floats, Ints
 from penstock.engine.tolerance import EPSILON
 
@@ -132,11 +130,17 @@ def reserves(
     reserve = [0.0] * len(added)
     room = [0.0] * num_ranks
     for queues_of in taking:
-        for _, group in groupby(sorted(queues_of, key=lambda q: -depths[q]), key=lambda q: depths[q]):
-            queues = list(group)
-            for q in queues:
-                reserve[q] = max(room[rank] for rank in hosts[q])
-            for q in queues:
+        deepest_first = sorted(queues_of, key=lambda q: -depths[q])
+        first, last = 0, 0
+        while first < len(deepest_first):
+            while last < len(deepest_first) and depths[deepest_first[last]] == depths[deepest_first[first]]:
+                q = deepest_first[last]
+                for rank in hosts[q]:
+                    reserve[q] = max(reserve[q], room[rank])
+                last += 1
+            for place in range(first, last):
+                q = deepest_first[place]
                 for rank in hosts[q]:
                     room[rank] = max(room[rank], added[q] + reserve[q])
+            first = last
     return reserve

@@ -58,16 +58,6 @@ const range = (...given) => {
   return Array.from({ length: Math.max(0, last - first) }, (_, place) => first + place);
 };
 const sortedBy = (values, key) => [...values].sort((a, b) => key(a) - key(b));
-const groupBy = (values, key) => {
-  const groups = [];
-  for (const value of values) {
-    const label = key(value), last = groups[groups.length - 1];
-    if (last !== undefined && last[0] === label) last[1].push(value);
-    else groups.push([label, [value]]);
-  }
-  return groups;
-};
-const allOf = (values, key) => { const found = [...values]; return key === undefined ? found : found.map(key); };
 let randomState = 1;
 const seedRandom = (seed) => { randomState = (seed * 2654435761 + 88675123) >>> 0 || 1; };
 const random = () => { // Marsaglia's xorshift of 32 bits, which a seed repeats in every browser
@@ -85,7 +75,7 @@ const sum = (values) => [...values].reduce((a, b) => a + b, 0);
 """What the translated functions call, ahead of them."""
 
 
-CALLS = {"max": "Math.max", "min": "Math.min", "abs": "Math.abs", "round": "roundEven", "list": "allOf"}
+CALLS = {"max": "Math.max", "min": "Math.min", "abs": "Math.abs", "round": "roundEven"}
 ATTRIBUTES = {
     "math.inf": "Infinity",
     "math.exp": "Math.exp",
@@ -160,15 +150,7 @@ class _Module(Writer):
         self.write("}")
 
     def loop(self, node: ast.For) -> None:
-        match node.iter:
-            case (
-                ast.Call(func=ast.Name(id="groupby"), args=[values, key])
-                | ast.Call(func=ast.Name(id="groupby"), args=[values], keywords=[ast.keyword(arg="key", value=key)])
-            ):
-                through = f"groupBy({self.expr(values)}, {self.expr(key)})"
-            case values:
-                through = self.expr(values)
-        self.block(f"for ({self._target(node.target)} of {through}) {{", node.body)
+        self.block(f"for ({self.expr(node.target)} of {self.expr(node.iter)}) {{", node.body)
 
     def fill(self, array: ast.expr, value: ast.expr) -> None:
         self.write(f"fillWith({self.expr(array)}, {self.expr(value)});")
@@ -179,11 +161,6 @@ class _Module(Writer):
     def take_apart(self, names: Sequence[ast.expr], value: ast.expr) -> None:
         """A named tuple is an object here, taken apart by its names."""
         self.write(f"({{ {', '.join(map(self.expr, names))} }} = {self.expr(value)});")
-
-    def _target(self, node: ast.expr) -> str:
-        if isinstance(node, ast.Tuple):
-            return f"[{', '.join(self._target(each) for each in node.elts)}]"
-        return self.expr(node)
 
     # ---- expressions
 
@@ -212,9 +189,6 @@ class _Module(Writer):
                 return f"[{', '.join(self.expr(value) for value in values)}]"
             case ast.Lambda(args=args, body=body):
                 return f"(({', '.join(a.arg for a in args.args)}) => {self.expr(body)})"
-            case ast.ListComp(elt=made, generators=[one]) | ast.GeneratorExp(elt=made, generators=[one]):
-                kept = "".join(f".filter(({self._target(one.target)}) => {self.expr(test)})" for test in one.ifs)
-                return f"allOf({self.expr(one.iter)}){kept}.map(({self._target(one.target)}) => {self.expr(made)})"
             case ast.Call():
                 return self._call(node)
         raise self.refused(node)
@@ -244,8 +218,6 @@ class _Module(Writer):
         match node:
             case ast.Call(func=ast.Name(id="len"), args=[values]):
                 return f"{self.expr(values)}.length"
-            case ast.Call(func=ast.Name(id="max" | "min" as which), args=[ast.GeneratorExp() as values], keywords=[]):
-                return f"Math.{which}(...{self.expr(values)})"
             case ast.Call(func=ast.Name(id="sorted"), args=[values], keywords=[ast.keyword(arg="key", value=key)]):
                 return f"sortedBy({self.expr(values)}, {self.expr(key)})"
             case ast.Call(func=ast.Attribute(value=ast.Name(id="np"), attr="zeros"), args=[size, *_]):
