@@ -27,15 +27,10 @@ from penstock.control.__main__ import follow
 from penstock.control.configuration import peaks
 from penstock.control.events import Transfers, event_from_json
 from penstock.control.log import event_line, header
+from penstock.cost.measured import MEASURED_ITERATIONS, WARMUP_ITERATIONS, MeasuredCosts
 from penstock.runtime import RuntimeFailure
 from penstock.runtime.adapt.agent import REFUSED, STOPPED, Vote, VoteResult, agree, short_digest
-from penstock.runtime.adapt.coordinator import (
-    CONTROL,
-    MEASURED_ITERATIONS,
-    WARMUP_ITERATIONS,
-    MeasuredCosts,
-    RunLog,
-)
+from penstock.runtime.adapt.coordinator import CONTROL, RunLog
 from penstock.runtime.adapt.report import MeasuredStep, RankReport, ReportCollector, lines_of, report_of
 from penstock.runtime.transport.base import TransferRecord
 from penstock.schedule import Op
@@ -161,9 +156,13 @@ def test_clocks_of_two_hosts(posted_ahead: bool) -> None:
 
 
 def test_costs_are_read_off_the_first_iterations() -> None:
-    measuring = MeasuredCosts(ps.build("1f1b", 2, 2))
-    reports = [report_of(0, measured(rank), NO_SHIFT, stretch=2.0) for rank in (0, 1)]
-    found = [measuring.feed(reports) for _ in range(WARMUP_ITERATIONS + MEASURED_ITERATIONS)]
+    measuring = MeasuredCosts()
+    rows = [
+        (kind, stage, end - start)
+        for rank in (0, 1)
+        for kind, stage, _, start, end in report_of(0, measured(rank), NO_SHIFT, stretch=2.0).ops
+    ]
+    found = [measuring.feed(rows) for _ in range(WARMUP_ITERATIONS + MEASURED_ITERATIONS)]
     assert found[:-1] == [None] * (WARMUP_ITERATIONS + MEASURED_ITERATIONS - 1)
     assert found[-1] == ps.Costs(f=[5.0, 5.0], i=[5.0, 5.0], w=[5.0, 5.0], b=[10.0, 10.0])
 
@@ -172,11 +171,12 @@ def test_a_pass_of_several_steps_counts_as_so_many_and_is_fed_to_the_controller(
     """`--schedule amdp --adapt` decided nothing: five passes of eight steps went by before anybody looked at links.
     A link that was late by then was usual.
     """
-    measuring = MeasuredCosts(ps.build("amdp", 4, 32, window=4))
-    reports = [[report_of(n, measured(rank), NO_SHIFT) for rank in range(2)] for n in range(2)]
-    assert measuring.feed(reports[0]) is None, "the first pass is for warming up"
-    assert measuring.feed(reports[1]) is not None
-    assert measuring.lines == lines_of(reports[1])
+    windows = ps.build("amdp", 4, 32, window=4).windows
+    assert windows is not None
+    measuring = MeasuredCosts(windows.num_updates)
+    assert measuring.feed([("F", 0, 10.0), ("B", 0, 20.0)], ["first"]) is None, "the first pass is for warming up"
+    assert measuring.feed([("F", 0, 10.0), ("B", 0, 20.0)], ["second"]) is not None
+    assert measuring.lines == ["second"]
 
 
 # The controller as a filter

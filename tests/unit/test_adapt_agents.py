@@ -70,7 +70,8 @@ class Group:
         )
         number = len(self.numbers)
         begin = number * 10**10
-        for rank, one in enumerate(self.agents):
+        measured = []
+        for rank in range(len(self.agents)):
             ops = [(t.op, begin + round(t.start * 1e6), begin + round(t.end * 1e6)) for t in timeline.rows[rank]]
             crossings = [
                 TransferRecord(
@@ -80,14 +81,16 @@ class Group:
                 if m.target_rank == rank
                 for sent in [begin + round(m.sent * 1e6)]
             ]
-            one.ended([MeasuredStep(rank, begin, begin + round(timeline.makespan * 1e6), ops, crossings)])
+            measured.append([MeasuredStep(rank, begin, begin + round(timeline.makespan * 1e6), ops, crossings)])
         self.numbers.append(self.agents[0].number)
+        self.settle(measured)
         if heard:
             self.wait_for(lambda: any(each["iteration"] == number for each in self.records()))
-        self.settle()
+            self.settle()
 
-    def settle(self) -> None:
-        votes = [one.vote() for one in self.agents]
+    def settle(self, measured: Sequence[Sequence[MeasuredStep]] | None = None) -> None:
+        """All ranks vote, after a step or once more after it."""
+        votes = [one.vote(each) for one, each in zip(self.agents, measured or [()] * len(self.agents), strict=True)]
         found = [one.count_votes(votes) for one in self.agents]
         assert len({None if each is None else each.number for each in found}) == 1
         for rank, each in enumerate(found):

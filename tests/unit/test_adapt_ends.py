@@ -108,7 +108,8 @@ def test_a_reader_that_cannot_go_on_is_noticed_and_ends_the_controller() -> None
         raise OSError(28, "No space left on device")
 
     with nothing_left():
-        decider = ControllerProcess(job, take, said.append)
+        decider = ControllerProcess(take, said.append)
+        decider.begin(job)
         end = time.monotonic() + DEADLINE
         while not said and time.monotonic() < end:
             decider.feed(json.dumps({"record": {"iteration": 0, "number": 0}}))
@@ -126,7 +127,8 @@ def test_a_controller_that_still_starts_when_a_short_run_ends_gives_its_records(
     came: list[str] = []
     with nothing_left():
         job = Job(COSTS, START)
-        decider = ControllerProcess(job, came.append, came.append)
+        decider = ControllerProcess(came.append, came.append)
+        decider.begin(job)
         os.kill(decider.pid, signal.SIGSTOP)
         decider.feed(json.dumps({"record": {"iteration": 0, "number": 0, "links": {}}}))
         goes_on = threading.Timer(0.5, os.kill, (decider.pid, signal.SIGCONT))

@@ -47,9 +47,9 @@ from penstock.control.trial import Trial, Verdict
 from penstock.cost import Links
 from penstock.schedule import Schedule, check
 
-_AGES = (3, 8, 16, 32, 64)
-"""Iterations since the last change after which the choice is made again, since more is known then. After
-that, every 64.
+_AGES = (3, 8, 16)
+"""Iterations since the last change after which the choice is made again, since more is known then. While something is
+late, it is made again each time twice as many have ended.
 """
 _SAY = 12
 """Iterations after which it is reported that steps do not call for an answer yet; other reasons at once."""
@@ -128,6 +128,13 @@ class Controller:
     def waiting(self) -> Decision | None:
         """The decision of which it is not yet known whether all ranks run it."""
         return self._waiting
+
+    @property
+    def is_calm(self) -> bool:
+        """Whether nothing is late, suspected, prepared or on trial: the time of an iteration alone says enough."""
+        busy = self._waiting is not None or self._revert is not None or self._is_on_trial
+        late = self._causes.ms or self._monitor.is_suspicious or (self._nodes is not None and self._nodes.excess)
+        return not (busy or late or self._steps.is_open)
 
     @property
     def predicted_mesh(self) -> float:
@@ -230,16 +237,21 @@ class Controller:
             self._charge(self._trial)
         self._report_unknown()
         returns = bool(self.now.delegated) and event.number - self._delegated_at == self._hold
-        self._due = self._due or bool(news) or self._age in _AGES or self._age % _AGES[-1] == 0 or returns
+        has_doubled = bool(self._causes.ms) and self._age > _AGES[-1] and self._age & (self._age - 1) == 0
+        self._due = self._due or bool(news) or self._age in _AGES or returns or has_doubled
         before = self._rate
         if self._waiting is not None or (self._revert is None and self._is_on_trial):
             self._lose(before, news)
             return None  # until it is known what the last change brought, nothing else is changed
         if self._revert is not None:
             return None if self._is_left_in_peace else self._take_back(self._revert)
-        if self._due:
+        doubt = None if self.now.delegated else self._question.too_early(self._steps, event.number)
+        if self._due and doubt is None:
             self._look()
         self._lose(before, news)
+        if doubt is not None:  # candidates are simulated once steps are slower
+            self._explain(*doubt)
+            return None
         return None if self._is_left_in_peace else self._decide(news)
 
     def _note(self, news: Sequence[LinkChange | ComputeChange]) -> None:
@@ -259,10 +271,12 @@ class Controller:
             self._steps.close()
 
     def _lose(self, before: float, news: Sequence[LinkChange | ComputeChange]) -> None:
-        """Adds the loss of this iteration: by how much the best candidate would have been shorter. A change that has
-        just been verified began some steps ago, so the loss of these steps is added with it.
+        """Adds the loss of this iteration: by how much the best candidate would have been shorter. What is late began
+        some steps before candidates were simulated, so the loss of these steps is added with it.
         """
         began = max((change.num_iterations for change in news), default=1)
+        if not before and self._steps.is_open:
+            began = self._steps.num_open
         self.lost += self._rate + (began - 1) * max(0.0, self._rate - before)
 
     def _timed(self, ms: float) -> TimedStep:
@@ -434,9 +448,7 @@ class Controller:
             return None
         if not forced:
             if chosen.action is not Action.UNDELEGATE:
-                doubt = self._question.doubt(
-                    self._steps, at, now.ms - chosen.ms, self._gain_anyway(chosen), self._simulated_rise()
-                )
+                doubt = self._question.doubt(self._steps, at, now.ms - chosen.ms, self._simulated_rise())
                 if doubt is None and self._steps.is_open and cause and not self._causes.are_there(cause):
                     return None  # it may just have passed
                 if doubt is not None:
@@ -462,15 +474,6 @@ class Controller:
             if not self._causes.ms or undirected(key) in self._causes.ms:
                 found[key] = change
         return self._monitor.again(found.values() if self._causes.ms else list(found.values())[-2:])
-
-    def _gain_anyway(self, candidate: Candidate) -> float:
-        """What a change gains (ms) by simulation with links as they were before some became late."""
-        found = [
-            each.simulated(self.now, self._causes.rises) - each.simulated(candidate.configuration, self._causes.rises)
-            for each in list(self._steps.since)[-BURST:]
-            if each.simulated is not None
-        ]
-        return median(found) if found else 0.0
 
     def _simulated_rise(self) -> float:
         """How much longer steps are (ms), by simulation, for what is late."""
@@ -525,7 +528,7 @@ class Controller:
         elif lost < price:
             why = Obstacle.PRICE, f"moving costs {price:.3g} ms, and late links have cost {lost:.3g} ms so far"
         else:
-            why = self._question.doubt(self._steps, self._iteration, gain, 0.0, self._simulated_rise())
+            why = self._question.doubt(self._steps, self._iteration, gain, self._simulated_rise())
         if why is not None:
             self._explain_nodes(*why, nodes, found.ms_now)
             return None
@@ -560,18 +563,17 @@ class Controller:
 
     def _explain(self, obstacle: Obstacle, why: str) -> None:
         """Reports once for each cause and obstacle that nothing is changed, and why."""
-        cause, measured = self._causes.ms, self._measured
+        cause = self._causes.ms
         final = obstacle in (Obstacle.MEMORY, Obstacle.TAKEN_BACK)
         key = obstacle, frozenset(cause)
-        if not cause or measured is None or key in self._told or obstacle is Obstacle.PAUSE:
+        if not cause or key in self._told or obstacle is Obstacle.PAUSE:
             return
         if self._iteration - self._causes.since < (self._steps.burst if final else _SAY):
             return
         self._told.add(key)
-        helps: tuple[Help, ...] = ()
-        if final:
-            helps = what_would_help(self._job_as_measured(measured.factors), self.now, measured)
-        self._say_unanswered(obstacle, why, cause, self._scored[0].ms, helps)
+        job, measured = self._as_measured()
+        helps = what_would_help(job, self.now, measured) if final else ()
+        self._say_unanswered(obstacle, why, cause, predict(job, self.now, measured.scenarios), helps)
 
     def _explain_nodes(self, obstacle: Obstacle, why: str, nodes: Orchestrator, simulated: float) -> None:
         """Reports once for each set of late nodes that they stay, and why, unless waiting may still change that."""

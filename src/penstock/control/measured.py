@@ -10,7 +10,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from statistics import fmean, median
 
-from penstock.control.changes import USUAL
+from penstock.control.changes import SUSPICIOUS, USUAL, Detector
 from penstock.control.compute import ComputeChange, ComputeWatch, Factors, scaled
 from penstock.control.configuration import Configuration, Job
 from penstock.control.decide import Measured
@@ -81,9 +81,17 @@ class JobMonitor:
     @property
     def alarms(self) -> tuple[int, ...]:
         """How many changes were suspected so far, how many of these were verified, and how many came to nothing."""
+        return tuple(map(sum, zip((0, 0, 0), *(each.alarms for each in self._detectors), strict=True)))
+
+    @property
+    def is_suspicious(self) -> bool:
+        """Whether the latest measurements speak for a change that is not verified yet."""
+        return any(each.pending >= SUSPICIOUS for each in self._detectors)
+
+    @property
+    def _detectors(self) -> list[Detector]:
         found = [each for watch in self._links.values() for each in watch.detectors]
-        found += [watch.detector for watch in self._stages.values()]
-        return tuple(map(sum, zip((0, 0, 0), *(each.alarms for each in found), strict=True)))
+        return found + [watch.detector for watch in self._stages.values()]
 
     @property
     def factors(self) -> Factors:

@@ -77,36 +77,54 @@ class Question:
         """Whether it is too soon for a change for which nothing turned late."""
         return bool(self._made) and iteration < self._made[-1] + 2 ** self.num_recent(iteration)
 
-    def doubt(self, steps: Steps, iteration: int, gain: float, anyway: float, simulated_rise: float) -> Doubt | None:
+    def too_early(self, steps: Steps, iteration: int) -> Doubt | None:
+        """What speaks against any answer to something that turned late, whatever it would gain: it may be a burst, or
+        measured steps are hardly slower for it.
+        """
+        level, calm = steps.level, steps.calm
+        if level is None or calm is None or not steps.is_open or len(steps.usual) < FEWEST:
+            return None
+        if len(steps.since) <= steps.burst:
+            return Obstacle.PAUSE, f"it is late for {len(steps.since)} steps so far, and may be a burst"
+        said = f"steps took {calm:.4g} ms before and take {level:.4g} since"
+        if steps.rise < self._least_gain * calm:
+            return Obstacle.ABSORBED, f"measured steps are no slower for it: {said}"
+        needed = EXPLAINED * self._caution(steps, iteration)
+        if steps.evidence >= needed:
+            return None
+        return Obstacle.NOISE, (
+            f"{said}, with a noise of {steps.noise:.3g} ms: evidence of {steps.evidence:.3g}, and a change is tried "
+            f"from {needed:.3g} on"
+        )
+
+    def _caution(self, steps: Steps, iteration: int) -> float:
+        """How many times the usual evidence an answer takes."""
+        return float(2 ** self.num_recent(iteration) * (1 + steps.num_open / _ASKED))
+
+    def doubt(self, steps: Steps, iteration: int, gain: float, simulated_rise: float) -> Doubt | None:
         """What speaks against a change.
 
         Args:
             steps: of what runs.
             iteration: now.
             gain: how much shorter (ms) each step would be, by simulation.
-            anyway: the same without what turned late.
             simulated_rise: how much longer steps are (ms) for what turned late, by simulation.
         """
-        level, calm = steps.level, steps.calm
+        level = steps.level
         if level is None or len(steps.present) < steps.fewest:
             return Obstacle.NOISE, "too few steps have run to tell how much they vary"
         if not steps.is_open or len(steps.usual) < FEWEST:
             return self._improves(steps, iteration, gain, level)
-        if len(steps.since) <= steps.burst:
-            return Obstacle.PAUSE, f"it is late for {len(steps.since)} steps so far, and may be a burst"
-        assert calm is not None, "usual steps are known"
-        said = f"steps took {calm:.4g} ms before and take {level:.4g} since"
-        if steps.rise < self._least_gain * calm:
-            if anyway >= self._least_gain * level:
-                return self._improves(steps, iteration, anyway, level)
-            return Obstacle.ABSORBED, f"measured steps are no slower for it: {said}"
+        found = self.too_early(steps, iteration)
+        if found is not None:
+            return found
         needed = EXPLAINED if explains(simulated_rise, steps.rise) else UNEXPLAINED
-        needed *= 2 ** self.num_recent(iteration) * (1 + steps.num_open / _ASKED)
+        needed *= self._caution(steps, iteration)
         if steps.evidence >= needed:
             return None
         return Obstacle.NOISE, (
-            f"{said}, with a noise of {steps.noise:.3g} ms: evidence of {steps.evidence:.3g}, and a change is tried "
-            f"from {needed:.3g} on; by simulation it makes them {simulated_rise:.3g} ms longer"
+            f"steps take {steps.rise:.4g} ms longer than before, and by simulation {simulated_rise:.3g} ms: there is "
+            f"evidence of {steps.evidence:.3g}, and a change is tried from {needed:.3g} on"
         )
 
     def least(self, steps: Steps) -> float:

@@ -1,11 +1,12 @@
 """One process's part in adapting: sends what its ranks measured, gets plans, and runs them from the end of a step on.
 
-    training            agent                                threads
-    step ends     -->   ended(): put aside              -->  reports: to the store
-    collective    -->   vote(): what runs, what is held  <-- plans: from the store, proved and worked out
-                  <--   count_votes(): run this from now on
+    training            agent                                   threads
+    step ends     -->   vote(): what runs, what is held    <--  plans: from the store, proved and worked out
+    collective    -->   count_votes(): all votes           -->  reports: to the store
+                  <--   run this from now on
 
-Nothing here waits for the store. A thread computes what a plan needs before the process votes for it.
+Nothing here waits for the store. A thread computes what a plan needs before the process votes for it. Only where rank
+0 votes for a plan do the others look for it in the store, so a store costs nothing while nothing changes.
 
 All ranks switch to a new plan at the same step, or none does: they vote in the collective that ends each step.
 
@@ -16,6 +17,8 @@ All ranks switch to a new plan at the same step, or none does: they vote in the 
 Every rank sees the same votes at the same moment. So no result has to be sent, and nobody waits for one: a plan that
 has not reached every rank costs nothing, and a store that is gone cannot hold up training. If the collective itself
 fails, the step fails on every rank.
+
+The votes tell how long a step took, too, and who asks for the next step's report: see `penstock.control.attention`.
 """
 
 from __future__ import annotations
@@ -24,11 +27,12 @@ import json
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from queue import SimpleQueue
 from typing import Any, NamedTuple
 
-from penstock.control import Configuration, Dropped, Switched
+from penstock.control import Configuration, Dropped, Event, IterationEnded, Switched
+from penstock.control.attention import Attention
 from penstock.control.events import Link, LinkTime, Probed
 from penstock.cost import Costs
 from penstock.runtime.adapt.coordinator import Coordinator, RunSetting
@@ -60,12 +64,16 @@ class Vote(NamedTuple):
     Attributes:
         running, running_digest: the decision that it runs (0: what the job started with), and that plan's digest.
         held, held_digest: the decision that it could run next, all worked out; 0 for none.
+        us: microseconds that the step took here.
+        asks: whether it asks all to report the next step; 1 for yes.
     """
 
     running: int
     running_digest: int
     held: int = 0
     held_digest: int = 0
+    us: int = 0
+    asks: int = 0
 
 
 class VoteResult(NamedTuple):
@@ -157,6 +165,10 @@ class Agent:
         self._stopped: str | None = None
         self._has_ended = False
         self._iteration = 0
+        windows = setting.start.schedule.windows
+        self._attention = Attention(1 if windows is None else windows.num_updates)
+        self._measured: Sequence[MeasuredStep] = ()
+        self._unsaid: list[Event] = []
         self._held: PreparedPlan | None = None
         self._voted_for: PreparedPlan | None = None
         self._least = 1
@@ -165,7 +177,7 @@ class Agent:
         self._out: SimpleQueue[tuple[int, MeasuredStep, Sequence[int], int] | None] = SimpleQueue()
         self._stretch = setting.stretch
         self._rendezvous = rendezvous
-        self._closed = threading.Event()
+        self._closed, self._wanted = threading.Event(), threading.Event()
         works = {"penstock-reports": self._send}
         self._coordinator = None
         if rendezvous.first == 0:
@@ -192,14 +204,6 @@ class Agent:
 
     # In training.
 
-    def ended(self, measured: Sequence[MeasuredStep]) -> None:
-        """Takes what this process's ranks measured of a step."""
-        if self._stopped is None:
-            clock_offsets_ns = [self._rendezvous.clock_offsets_ns[process] for process in self.pipeline]
-            for each in measured:
-                self._out.put((self._iteration, each, clock_offsets_ns, self.pipeline_index))
-        self._iteration += 1
-
     def look_at_nodes(self) -> None:
         """Between two steps, where it is time: probes the links between nodes. Every process must call it.
 
@@ -212,16 +216,45 @@ class Agent:
         if found is not None and self._coordinator is not None:
             self._coordinator.note(self._iteration, Probed.of(found))
 
-    def vote(self) -> Vote:
-        """What this process tells all others at the end of a step; their answers go to `count_votes`."""
+    def vote(self, measured: Sequence[MeasuredStep]) -> Vote:
+        """What this process tells all others at the end of a step; their answers go to `count_votes`.
+
+        Args:
+            measured: of the step, by the ranks of this process.
+        """
+        self._measured = measured
+        us = max((each.end - each.begin for each in measured), default=0) // 1000
         running = self.number, short_digest(self.digest)
         patience = self._options.patience
         if self._stopped is None and self._rendezvous.silent() > patience:
             self._stopped = f"the store was gone for {patience:g} s: {self._rendezvous.error}"
         if self._stopped is not None:
             return Vote(*running, STOPPED)
-        self._voted_for = held = self._held
-        return Vote(*running) if held is None else Vote(*running, held.number, held.vote_digest)
+        self._unsaid += [event for each in measured for event in each.events]
+        is_calm = self._coordinator is None or self._coordinator.is_calm
+        self._voted_for = self._held
+        held = self._voted_for or PreparedPlan(0)
+        asks = not is_calm or bool(self._unsaid) or held.number > 0
+        return Vote(*running, held.number, held.vote_digest, us, int(asks))
+
+    def _report(self, us: int, asked: bool) -> None:
+        """Reports the step that has ended, or how long it took alone.
+
+        Args:
+            us: microseconds that it took; 0 where none was measured.
+            asked: whether some process asks for the next one.
+        """
+        if not us:
+            return
+        if self._attention.is_reported:
+            clock_offsets_ns = [self._rendezvous.clock_offsets_ns[process] for process in self.pipeline]
+            for each in self._measured:
+                news, self._unsaid = self._unsaid, []
+                self._out.put((self._iteration, each._replace(events=news), clock_offsets_ns, self.pipeline_index))
+        elif self._coordinator is not None:
+            self._coordinator.note(self._iteration, IterationEnded(self._iteration, us / 1e3 / self._stretch))
+        self._attention.ended(us, asked)
+        self._iteration += 1
 
     def count_votes(self, votes: Sequence[Vote]) -> PreparedPlan | None:
         """What to run from the next step on, where that changes: the same on every rank, or nowhere.
@@ -230,8 +263,12 @@ class Agent:
             RuntimeFailure: the ranks have not run the same.
         """
         outcome = agree(votes)
+        if self._stopped is None:
+            self._report(max(vote.us for vote in votes), any(vote.asks for vote in votes))
         if self._rendezvous.compare is not None and self._iteration % CLOCK_COMPARISON_ITERATIONS == 0:
             self._rendezvous.clock_offsets_ns = self._rendezvous.compare()
+        if votes[0].held >= self._least:  # rank 0 holds a plan, which it has sent to all before
+            self._wanted.set()
         if outcome.stopped is not None:
             self.end(self._stopped or f"rank {outcome.stopped} adapts no more")
             return None
@@ -240,6 +277,7 @@ class Agent:
             assert chosen is not None, "this process voted for it, too"
             assert chosen.configuration is not None
             self.number, self.digest = chosen.number, chosen.configuration.digest
+            self._attention.switched()
             self._forget(chosen.number)
             if self._coordinator is not None:
                 self._coordinator.note(self._iteration, Switched(chosen.number))
@@ -251,6 +289,7 @@ class Agent:
     def close(self) -> None:
         """Ends the threads; what is on its way to the store may be lost."""
         self._closed.set()
+        self._wanted.set()
         self._out.put(None)
         end = time.monotonic() + THREAD_EXIT_S
         for thread in self._threads:
@@ -309,13 +348,14 @@ class Agent:
         while (put := self._out.get()) is not None and not self._closed.is_set():
             iteration, measured, clock_offsets_ns, index = put
             report = report_of(iteration, measured, clock_offsets_ns, self._stretch, index)
-            self._rendezvous.push(self._rendezvous.reports, json.dumps(asdict(report)).encode())
+            self._rendezvous.push(self._rendezvous.reports, json.dumps(vars(report)).encode())
 
     def _receive(self) -> None:
         queue = self._rendezvous.plans(self._rendezvous.first)
         while not self._closed.is_set():
-            data = self._rendezvous.pop(queue, POLL_S)
-            if data is not None:
+            self._wanted.wait()
+            self._wanted.clear()
+            while not self._closed.is_set() and (data := self._rendezvous.pop(queue, POLL_S)) is not None:
                 self._take(json.loads(data))
 
     def _take(self, decision: Mapping[str, Any]) -> None:

@@ -25,21 +25,19 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import count
-from math import ceil
 from pathlib import Path
-from statistics import median
 from typing import Any, BinaryIO
 
-from penstock.control import Configuration, Event, Job, Switched, Unanswered
+from penstock.control import Configuration, Event, IterationEnded, Job, Switched, Unanswered
 from penstock.control.events import as_type
 from penstock.control.log import event_line, header
 from penstock.cost import Costs, Mesh
+from penstock.cost.measured import WARMUP_ITERATIONS, MeasuredCosts
 from penstock.runtime.adapt.options import AdaptOptions
-from penstock.runtime.adapt.report import RankReport, ReportCollector, costs_of_ops, lines_of
+from penstock.runtime.adapt.report import RankReport, ReportCollector, lines_of
 from penstock.runtime.adapt.store import Rendezvous
 from penstock.runtime.errors import RuntimeFailure
 from penstock.runtime.transport.choose import TransportChoice
-from penstock.schedule import Schedule
 from penstock.simulation.simulator import as_dispatch
 
 CONTROL, ITERATIONS, TIMELINES = "control.jsonl", "iterations.jsonl", "timelines.jsonl"
@@ -188,17 +186,19 @@ class Coordinator:
         notice: Callable[[str], None],
     ) -> None:
         self.decisions: list[dict[str, Any]] = []
+        self._is_calm = False
         self._options, self._setting, self._rendezvous = options, setting, rendezvous
         self._take_plan, self._stop, self._notice = take, stop, notice
         self._run_log = RunLog(options.folder, notice)
         self._report_collector = ReportCollector(setting.start.schedule.num_ranks, setting.num_copies)
-        self._measured_costs = MeasuredCosts(setting.start.schedule)
+        windows = setting.start.schedule.windows
+        self._measured_costs = MeasuredCosts(1 if windows is None else windows.num_updates)
         self._due: list[tuple[int, Event]] = []
         self._digests = {0: setting.start.digest}
         self._number = 0
         self._num_since = 0
         self._last: Sequence[RankReport] = ()
-        self._controller_process: ControllerProcess | None = None
+        self._controller_process = ControllerProcess(self._hear, stop)
         self._closed = threading.Event()
         if setting.costs is not None:
             self._begin(setting.costs)
@@ -207,8 +207,13 @@ class Coordinator:
 
     @property
     def controller(self) -> int | None:
-        """The controller's process, where it runs."""
-        return self._controller_process.pid if self._controller_process is not None else None
+        """The controller's process, where it decides."""
+        return self._controller_process.pid if self._controller_process.has_begun else None
+
+    @property
+    def is_calm(self) -> bool:
+        """Whether the controller has nothing to find out, and hears no news but of how long steps take."""
+        return self._is_calm and all(isinstance(event, IterationEnded) for _, event in self._due)
 
     # From rank 0's training.
 
@@ -225,8 +230,9 @@ class Coordinator:
         self._closed.set()
         for seconds in (THREAD_EXIT_S, ABANDONED_EXIT_S):  # it may stand still while the controller reads nothing
             self._thread.join(seconds)
-            if self._controller_process is not None:  # it may have been started at the last moment
-                self._controller_process.close()
+            if not self._thread.is_alive():
+                self._learn(sys.maxsize)
+            self._controller_process.close()
         self._run_log.close()
 
     # In threads.
@@ -247,11 +253,13 @@ class Coordinator:
         """Hands on what one iteration brought."""
         self._learn(reports[0].iteration)
         lines = lines_of(reports)
-        if self._controller_process is None and (costs := self._measured_costs.feed(reports)) is not None:
-            self._begin(costs)
-            lines = self._measured_costs.lines  # what is usual is known from the start
-        record = self._record(reports)
-        if self._controller_process is None:
+        if not self._controller_process.has_begun:
+            rows = ((kind, stage, end - start) for each in reports for kind, stage, _, start, end in each.ops)
+            if (costs := self._measured_costs.feed(rows, lines)) is not None:
+                self._begin(costs)
+                lines = self._measured_costs.lines  # what is usual is known from the start
+        record = self._record(reports[0].iteration, max(report.ms for report in reports), reports)
+        if not self._controller_process.has_begun:
             self._run_log.write(ITERATIONS, json.dumps({**record, "simulated_ms": None}))
         else:
             self._controller_process.feed(*lines, json.dumps({"record": record}))
@@ -265,18 +273,20 @@ class Coordinator:
         due = [each for each in list(self._due) if each[0] <= iteration]
         for when, event in due:
             self._due.remove((when, event))
-            if self._controller_process is None:
+            if not self._controller_process.has_begun:
                 continue
             if isinstance(event, Switched):
                 if self._last:
                     self._run_log.timeline(self._last, self._number, f"before {event.number}")
                 self._number, self._num_since = event.number, 0
             self._controller_process.feed(event_line(event))
+            if isinstance(event, IterationEnded):
+                self._controller_process.feed(json.dumps({"record": self._record(event.number, event.ms)}))
 
-    def _record(self, reports: Sequence[RankReport]) -> dict[str, object]:
+    def _record(self, iteration: int, ms: float, reports: Sequence[RankReport] = ()) -> dict[str, object]:
         return {
-            "iteration": reports[0].iteration,
-            "ms": round(max(report.ms for report in reports), 4),
+            "iteration": iteration,
+            "ms": round(ms, 4),
             "number": self._number,
             "digest": self._digests[self._number],
             "links": {link: ms for report in reports for link, ms in (report.links or {}).items()},
@@ -285,14 +295,14 @@ class Coordinator:
         }
 
     def _begin(self, costs: Costs) -> None:
-        if self._closed.is_set():
-            return
-        self._controller_process = ControllerProcess(self._setting.job(self._options, costs), self._hear, self._stop)
+        if not self._closed.is_set():
+            self._controller_process.begin(self._setting.job(self._options, costs))
 
     def _hear(self, line: str) -> None:
         """A line of the controller's output."""
         value = json.loads(line)
         if "record" in value:
+            self._is_calm = value["calm"]
             self._run_log.write(ITERATIONS, json.dumps(value["record"]))
             return
         self._run_log.write(CONTROL, line)
@@ -308,42 +318,6 @@ class Coordinator:
             self._take_plan(decision)
 
 
-WARMUP_ITERATIONS, MEASURED_ITERATIONS = 2, 3
-"""The first iterations are left out (memory is allotted and channels get to know each other); then so many count."""
-
-
-class MeasuredCosts:
-    """Gathers op times until there are enough.
-
-    An iteration with updates in it counts as many times as each stage updates: it is as long as so many steps.
-
-    Attributes:
-        lines: for the controller: the events of the iterations that count.
-    """
-
-    def __init__(self, schedule: Schedule) -> None:
-        self.lines: list[str] = []
-        self._num_stages = schedule.num_stages
-        num_updates = 1 if schedule.windows is None else schedule.windows.num_updates
-        self._num_left_out = ceil(WARMUP_ITERATIONS / num_updates)
-        self._num_enough = self._num_left_out + ceil(MEASURED_ITERATIONS / num_updates)
-        self._times: dict[tuple[str, int], list[float]] = {}
-        self._num_seen = 0
-
-    def feed(self, reports: Sequence[RankReport]) -> Costs | None:
-        """Takes an iteration's reports; returns the costs when they suffice, in ms, medians; see `costs_of_ops`."""
-        self._num_seen += 1
-        if self._num_seen <= self._num_left_out:
-            return None
-        self.lines += lines_of(reports)
-        for report in reports:
-            for kind, stage, _, start, end in report.ops:
-                self._times.setdefault((kind, stage), []).append(end - start)
-        if self._num_seen < self._num_enough:
-            return None
-        return costs_of_ops({key: median(times) for key, times in self._times.items()}, self._num_stages)
-
-
 END, START = 2.0, 20.0
 """Seconds that the process has to end by itself: once a record has come back, and while it may still be starting."""
 
@@ -353,7 +327,7 @@ _RECORD = '{"record"'
 
 
 class ControllerProcess:
-    """A running controller.
+    """A controller in a process of its own, which starts while ranks do, so that no step pays for it.
 
     A decision simulates all that could run. In a thread of rank 0 that would keep the interpreter's lock from the
     rank's ops; here it runs beside, at a lower priority.
@@ -361,11 +335,14 @@ class ControllerProcess:
     Args:
         take: called, in a thread, with every line of its output: the log's, and records.
         ended: called where the process ends though nobody closed it, with the reason.
+
+    Attributes:
+        has_begun: whether it knows its job.
     """
 
-    def __init__(self, job: Job, take: Callable[[str], None], ended: Callable[[str], None]) -> None:
+    def __init__(self, take: Callable[[str], None], ended: Callable[[str], None]) -> None:
         self._take, self._ended = take, ended
-        self._closed = self._has_answered = False
+        self._closed = self._has_answered = self.has_begun = False
         path = [str(Path(__file__).parents[3]), os.environ.get("PYTHONPATH", "")]
         self._process = subprocess.Popen(
             [sys.executable, "-m", "penstock.control"],
@@ -378,9 +355,13 @@ class ControllerProcess:
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         self._input, self._output = self._process.stdin, self._process.stdout
-        self.feed(header(job))
         self._reader = threading.Thread(target=self._read, name="penstock-controller", daemon=True)
         self._reader.start()
+
+    def begin(self, job: Job) -> None:
+        """Tells it what to decide about."""
+        self.has_begun = True
+        self.feed(header(job))
 
     @property
     def pid(self) -> int:
@@ -401,7 +382,7 @@ class ControllerProcess:
         One that has just been started still says what the first iterations brought, however short the run.
         """
         self._closed = True
-        late = threading.Timer(END if self._has_answered else START, self._process.kill)
+        late = threading.Timer(START if self.has_begun and not self._has_answered else END, self._process.kill)
         late.start()
         with contextlib.suppress(OSError, ValueError):
             self._input.close()

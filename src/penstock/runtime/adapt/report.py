@@ -15,7 +15,6 @@ from typing import Any, NamedTuple
 from penstock.control import Event, IterationEnded, OpTimes, Transfers
 from penstock.control.events import OP_KINDS, event_from_json, show_link, slowest_of
 from penstock.control.log import event_line
-from penstock.cost import Costs
 from penstock.runtime.transport.base import TransferRecord
 from penstock.schedule import Op
 
@@ -148,22 +147,6 @@ def began(crossing: TransferRecord, clock_offsets_ns: Sequence[int]) -> int:
     # Where nothing was posted early `posted` is the moment of sending, by the sender's clock as well.
     posted = crossing.posted + (further if crossing.posted == crossing.sent else 0)
     return max(crossing.sent + further, posted)
-
-
-def costs_of_ops(ms: Mapping[tuple[str, int], float], num_stages: int) -> Costs:
-    """Costs from what ops took, by kind and stage.
-
-    Where a stage ran only full backwards, half of one counts for I and half for W; where it ran none, B is I and W
-    together.
-    """
-    stages = range(num_stages)
-    full = [ms.get(("B", s), ms.get(("I", s), 0.0) + ms.get(("W", s), 0.0)) for s in stages]
-    return Costs(
-        f=[ms.get(("F", s), 0.0) for s in stages],
-        i=[ms.get(("I", s), full[s] / 2) for s in stages],
-        w=[ms.get(("W", s), full[s] / 2) for s in stages],
-        b=full,
-    )
 
 
 class ReportCollector:

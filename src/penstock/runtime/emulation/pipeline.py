@@ -245,8 +245,7 @@ class EmulatedPipeline:
         measured = [measured_of(worker, start, _end(worker, start), *seen) for worker in workers]
         vote = None
         if agent is not None:
-            agent.ended(measured)
-            vote = agent.vote()
+            vote = agent.vote(measured)
             self._notices.note(agent.notices)
         rows = [
             (worker.rank, _scaled(worker.times, stretch), _scaled(worker.async_times, stretch)) for worker in workers

@@ -278,7 +278,7 @@ class StepEnd:
             self._training_facts(),
             self._in_places([float(batch.digest)]),
             self._tells,
-            [] if agent is None else self._in_places(agent.vote()),
+            [] if agent is None else self._in_places(agent.vote(self._measured)),
         ]
         row = self._summed([value for part in mine for value in part])
         losses, (loss_type,), counts, (num_lost,), of_training, digests, tells, votes = split_like(row, mine)
@@ -293,8 +293,6 @@ class StepEnd:
         if num_failed:
             self._failure.conclude(self._everyone)
         self._agreement.conclude(not num_unlike, self._updates is not None)
-        if agent is not None:
-            agent.ended(self._measured)
         self._require(*of_training)
         following = None
         if agent is not None:

@@ -8,8 +8,8 @@ from dataclasses import replace
 
 from penstock.control import Event
 from penstock.cost import Costs
+from penstock.cost.measured import costs_of_ops
 from penstock.runtime.adapt import MeasuredStep
-from penstock.runtime.adapt.report import costs_of_ops
 from penstock.runtime.execute.worker import Worker
 from penstock.runtime.mesh.peers import Peers
 from penstock.runtime.transport.wiring import Wiring
