@@ -1,7 +1,7 @@
 """Which steps the ranks report in full. Of the others only how long they took is known, which costs them nothing.
 
 step       0 to 15   16   17 ... 23   24   ...   41 takes longer than the 16 before it   42   43   44   45
-reported   all       x                x                                                  x    x    x    x
+reported   all       x                x          x                                       x    x    x    x
 """
 
 from __future__ import annotations
@@ -13,50 +13,49 @@ CLOSELY = 16
 REST = 8
 """While nothing changes, one step in so many is reported."""
 ALARM = 4
-"""Steps that are reported after one that took longer than the `CLOSELY` before it."""
+"""Steps that are reported after one that took longer than the `CLOSELY` before it, which is reported as well."""
 SLOWER = 1.02
 """How many times as long as all of them it must take."""
 
 
 class Attention:
-    """Finds after each step whether the next one is reported. All ranks are told the same, so all find the same.
+    """Finds after each step whether it is reported. All ranks are told the same, so all find the same.
 
     Args:
         num_updates: how many steps are measured as one: those of a pass, where updates are among a schedule's ops.
-
-    Attributes:
-        is_reported: whether the present step is.
 
     Examples:
         >>> from penstock.control.attention import Attention
         >>> attention, reported = Attention(), []
         >>> for step in range(40):
-        ...     reported += [step] if attention.is_reported else []
-        ...     attention.ended(120.0 if step == 33 else 100.0, False)
+        ...     reported += [step] if attention.ended(120.0 if step == 33 else 100.0, False) else []
         >>> reported[16:]
-        [16, 24, 32, 34, 35, 36, 37]
+        [16, 24, 32, 33, 34, 35, 36, 37]
     """
 
     def __init__(self, num_updates: int = 1) -> None:
-        self.is_reported = True
+        self._is_reported = True
         self._rest = max(1, REST // num_updates)
         self._num, self._closely_until = 0, CLOSELY
         self._recent: deque[float] = deque(maxlen=CLOSELY)
 
-    def ended(self, ms: float, asked: bool) -> None:
-        """A step has ended.
+    def ended(self, ms: float, asked: bool) -> bool:
+        """Whether the step that has ended is reported.
 
         Args:
             ms: how long it took.
             asked: whether a rank asks for the next one.
         """
-        if len(self._recent) == CLOSELY and ms > SLOWER * max(self._recent):
+        is_alarm = len(self._recent) == CLOSELY and ms > SLOWER * max(self._recent)
+        is_reported = self._is_reported or is_alarm
+        if is_alarm:
             self._closely_until = max(self._closely_until, self._num + 1 + ALARM)
         self._recent.append(ms)
         self._num += 1
-        self.is_reported = asked or self._num < self._closely_until or self._num % self._rest == 0
+        self._is_reported = asked or self._num < self._closely_until or self._num % self._rest == 0
+        return is_reported
 
     def switched(self) -> None:
         """Something else runs from the next step on."""
-        self._closely_until, self.is_reported = self._num + CLOSELY, True
+        self._closely_until, self._is_reported = self._num + CLOSELY, True
         self._recent.clear()

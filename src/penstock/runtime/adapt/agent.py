@@ -6,7 +6,7 @@
                   <--   run this from now on
 
 Nothing here waits for the store. A thread computes what a plan needs before the process votes for it. Only where rank
-0 votes for a plan do the others look for it in the store, so a store costs nothing while nothing changes.
+0 says that a plan is there do the others look for it in the store, so a store costs nothing while nothing changes.
 
 All ranks switch to a new plan at the same step, or none does: they vote in the collective that ends each step.
 
@@ -65,7 +65,7 @@ class Vote(NamedTuple):
         running, running_digest: the decision that it runs (0: what the job started with), and that plan's digest.
         held, held_digest: the decision that it could run next, all worked out; 0 for none.
         us: microseconds that the step took here.
-        asks: whether it asks all to report the next step; 1 for yes.
+        asks: 1 where it asks all to report the next step, 2 where a plan waits in the store besides.
     """
 
     running: int
@@ -231,11 +231,12 @@ class Agent:
         if self._stopped is not None:
             return Vote(*running, STOPPED)
         self._unsaid += [event for each in measured for event in each.events]
-        is_calm = self._coordinator is None or self._coordinator.is_calm
         self._voted_for = self._held
         held = self._voted_for or PreparedPlan(0)
-        asks = not is_calm or bool(self._unsaid) or held.number > 0
-        return Vote(*running, held.number, held.vote_digest, us, int(asks))
+        asks = int(bool(self._unsaid))
+        if self._coordinator is not None:
+            asks = max(asks, not self._coordinator.is_calm, 2 * (len(self._coordinator.decisions) >= self._least))
+        return Vote(*running, held.number, held.vote_digest, us, asks)
 
     def _report(self, us: int, asked: bool) -> None:
         """Reports the step that has ended, or how long it took alone.
@@ -246,14 +247,13 @@ class Agent:
         """
         if not us:
             return
-        if self._attention.is_reported:
+        if self._attention.ended(us, asked):
             clock_offsets_ns = [self._rendezvous.clock_offsets_ns[process] for process in self.pipeline]
             for each in self._measured:
                 news, self._unsaid = self._unsaid, []
                 self._out.put((self._iteration, each._replace(events=news), clock_offsets_ns, self.pipeline_index))
         elif self._coordinator is not None:
             self._coordinator.note(self._iteration, IterationEnded(self._iteration, us / 1e3 / self._stretch))
-        self._attention.ended(us, asked)
         self._iteration += 1
 
     def count_votes(self, votes: Sequence[Vote]) -> PreparedPlan | None:
@@ -267,7 +267,7 @@ class Agent:
             self._report(max(vote.us for vote in votes), any(vote.asks for vote in votes))
         if self._rendezvous.compare is not None and self._iteration % CLOCK_COMPARISON_ITERATIONS == 0:
             self._rendezvous.clock_offsets_ns = self._rendezvous.compare()
-        if votes[0].held >= self._least:  # rank 0 holds a plan, which it has sent to all before
+        if votes[0].asks > 1:
             self._wanted.set()
         if outcome.stopped is not None:
             self.end(self._stopped or f"rank {outcome.stopped} adapts no more")
