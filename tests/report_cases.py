@@ -19,7 +19,6 @@ from penstock.cost import Links
 from penstock.report import RunStory
 from penstock.report.from_logs import read_story
 from penstock.report.run_story import (
-    AlarmCounts,
     DecisionOutcome,
     Iteration,
     RunPlan,
@@ -118,7 +117,7 @@ START, THEN = RunPlan("zb", "frozen"), RunPlan("zb", "dynamic", ((0, 1),))
 def told(iterations: list[Iteration], decisions: list[DecisionOutcome] | None = None) -> RunStory:
     return RunStory(
         "run", (), tuple(iterations[0].delays), START, tuple(iterations), tuple(decisions or ()),
-        spells_of(late_links(iterations, 1.0)), None, AlarmCounts(0, 0, 0), 1.0, 100.0, "given",
+        spells_of(late_links(iterations, 1.0)), None, (0, 0, 0), 1.0, 100.0, "given",
     )  # fmt: skip
 
 

@@ -34,7 +34,6 @@ from penstock.formats.traces.penstock_run import TimelineRecord
 from penstock.report.run_log import IterationRecord, ReadLog, records
 from penstock.report.run_story import (
     FEWEST,
-    AlarmCounts,
     DecisionOutcome,
     Fault,
     Iteration,
@@ -120,7 +119,7 @@ def read_story(
         decisions=decided,
         spells=spells_of(late),
         memory=_memory(read, rows),
-        alarms=AlarmCounts(*read.monitor.alarms),
+        alarms=read.monitor.alarms,
         smallest_delay=least,
         undisturbed=undisturbed,
         undisturbed_from=source,

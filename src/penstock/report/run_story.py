@@ -206,15 +206,6 @@ class RunMemory:
 
 
 @dataclass(frozen=True)
-class AlarmCounts:
-    """Suspected changes of links, those that were verified, and those that nothing followed."""
-
-    suspected: int
-    verified: int
-    false: int
-
-
-@dataclass(frozen=True)
 class Fault:
     """Something broke, or what was done about it: in which iteration, and in words."""
 
@@ -235,7 +226,7 @@ class RunStory:
         decisions: what was decided, in order.
         spells: times in which a link was late, the costliest first.
         memory: what ranks held; None if it was not recorded.
-        alarms: how many changes were suspected, and what became of them.
+        alarms: how many changes were suspected, how many of them verified, and how many came to nothing.
         smallest_delay: from which delay on a link counts as late (ms).
         undisturbed: how long an iteration takes with no link late (ms).
         undisturbed_from: how that is known.
@@ -254,7 +245,7 @@ class RunStory:
     decisions: tuple[DecisionOutcome, ...]
     spells: tuple[LatePeriod, ...]
     memory: RunMemory | None
-    alarms: AlarmCounts
+    alarms: tuple[int, ...]
     smallest_delay: float
     undisturbed: float
     undisturbed_from: str

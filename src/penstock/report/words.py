@@ -90,12 +90,12 @@ def words_of(record: RunRecord) -> list[str]:
 
 def alarms(story: RunStory) -> str:
     """Alarms in a sentence."""
-    a = story.alarms
-    if not a.suspected:
+    suspected, verified, false = story.alarms
+    if not suspected:
         return "No change of a link was suspected"
     return (
-        f"{times(a.suspected, 'change')} of links suspected: {a.verified} verified, "
-        f"{times(a.false, 'false alarm')} that led to nothing"
+        f"{times(suspected, 'change')} of links suspected: {verified} verified, "
+        f"{times(false, 'false alarm')} that led to nothing"
     )
 
 
