@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from penstock.engine.network import Array
+from penstock.engine.network import NONE, Array
 from penstock.engine.tolerance import EPSILON
 from penstock.planning.bounds import heads_and_tails, own_tails, waits, work_is_cheap
 from penstock.planning.op_arrays import OpArrays
@@ -127,7 +127,7 @@ def least(problem: Problem, row: Array, num_steps: int, seconds: float, seed: in
     model, made = _modelled(problem, TimeGrid.of(_times(problem), time_of(problem, row, start), num_steps))
     for op, ms in zip(made, start.tolist(), strict=True):
         model.hint(op, ms)
-    model.minimize()
+    model.minimize(made)
     answer = model.solve(seconds - (time.perf_counter() - began), seed, probes=True)
     if not answer.found:
         return SolverAnswer(None, answer.bound if answer.refuted else 0.0)
@@ -150,20 +150,26 @@ def _op_arrays(problem: Problem) -> OpArrays:
     queues = problem.queues
     given = waits(problem)
     head, tail = heads_and_tails(problem, given, work=work_is_cheap(problem))
+    cap, release = queues.cap.copy(), given.release.copy()
+    for r in range(queues.num_ranks):
+        mine = slice(queues.rank_first[r], queues.rank_first[r + 1])
+        # Where memory is freed at one op alone, waits say all. Elsewhere they cost the solver more than they tell it.
+        if np.count_nonzero(queues.memory[mine] > 0) == np.count_nonzero(queues.memory[mine] < 0) == 1:
+            cap[r] = np.inf
+        else:
+            release[:, mine] = NONE
     queue_of = np.repeat(np.arange(len(queues.rank)), queues.size)
     number = np.arange(queues.num_ops) - queues.op_first[queue_of]
-    before = [queue_of, queues.message_from[queue_of], queues.local_from[queue_of], *given.release[:, queue_of]]
+    before = [queue_of, queues.message_from[queue_of], queues.local_from[queue_of], *release[:, queue_of]]
     lag = [np.ones_like(number), np.zeros_like(number), np.zeros_like(number), *given.lag[:, queue_of]]
     late = [np.zeros(len(number)), queues.delay[queue_of], *np.zeros((3, len(number)))]
     there = [np.flatnonzero((q >= 0) & (number >= steps)) for q, steps in zip(before, lag, strict=True)]
     source = [
         queues.op_first[q[to]] + number[to] - steps[to] for q, steps, to in zip(before, lag, there, strict=True)
     ]
-    memory, cap = queues.memory[queue_of], queues.cap.copy()
-    for r in range(queues.num_ranks):
-        changes = queues.memory[queues.rank_first[r] : queues.rank_first[r + 1]]
-        if np.count_nonzero(changes > 0) == np.count_nonzero(changes < 0) == 1:
-            cap[r] = np.inf  # these waits say all
+    memory = queues.memory[queue_of]
+    keys = zip(problem.stage, queues.pipeline.tolist(), strict=True)
+    forward = np.array([problem.number["F", stage, pipeline] for stage, pipeline in keys])
     return OpArrays(
         duration=queues.duration[queue_of],
         head=head,
@@ -175,6 +181,7 @@ def _op_arrays(problem: Problem) -> OpArrays:
         takes=np.maximum(memory, 0.0),
         gives=np.maximum(-memory, 0.0),
         cap=cap,
+        taker=queues.op_first[forward[queue_of]] + number,
     )
 
 

@@ -24,6 +24,7 @@ class OpArrays:
         source, to, delay: of each need, the op that must have ended, the op that waits, and ms in between.
         takes, gives: memory that each op takes on its rows at its start, and gives back at its end.
         cap: the most that each row may hold.
+        taker: of each op that gives memory back, the op that took it, where every op gives back what one took.
     """
 
     duration: Array
@@ -36,6 +37,7 @@ class OpArrays:
     takes: Array
     gives: Array
     cap: Sequence[float]
+    taker: Array | None = None
 
     def jackson_bound(self) -> float:
         """No order of these ops ends sooner (ms): the longest path, or for some row Jackson's preemptive schedule."""

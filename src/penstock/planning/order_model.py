@@ -4,7 +4,9 @@
               may be left to the solver: then it takes one time or another, or is not there
     row       its ops do not overlap
     need      an op starts when another has ended and its message is there
-    memory    an op takes some at its start or gives it back at its end, and a row holds no more than its cap
+    memory    an op takes some at its start or gives it back at its end, and a row holds no more than its cap. Where
+              it is known which op gives back what which other took, the time in between is an interval: of a few
+              hundred ops that proves and finds more than changes alone do
     asked     the least makespan, or whether any order ends by the horizon
 
 Times are counted in the largest unit of which all are whole multiples: the fewer steps, the sooner the answers, and
@@ -98,11 +100,18 @@ def common_unit(values: Iterable[float]) -> float | None:
 
 
 class ModelOp(NamedTuple):
-    """An op of the model: when it starts and ends, in steps, and the literal that says whether it is there."""
+    """An op of the model.
+
+    Attributes:
+        start, end: in steps.
+        present: the literal that says whether it is there.
+        over: what ends no later than the makespan.
+    """
 
     start: Any
     end: Any
     present: Any
+    over: tuple[Any, ...]
 
 
 class ModelAnswer(NamedTuple):
@@ -123,7 +132,7 @@ class OrderModel:
         self.model: Any = cp_model.CpModel()
         self._rows: defaultdict[Any, list[Any]] = defaultdict(list)
         self._changes: defaultdict[Any, list[tuple[Any, float]]] = defaultdict(list)
-        self._ends: list[tuple[Any, Any]] = []
+        self._held: defaultdict[Any, list[tuple[Any, float]]] = defaultdict(list)
         self._is_possible = self._all_there = True
         self._solver: Any = None
         self.yes = self.model.new_constant(1)
@@ -169,8 +178,8 @@ class OrderModel:
         present = self.yes if present is None else present
         for row in rows:
             self._rows[row].append(interval)
-        self._ends += [(start + shortest + self.grid.least(tail), present), (end, present)]
-        return ModelOp(start, end, present)
+        over = start + shortest + self.grid.least(tail)
+        return ModelOp(start, end, present, (over,) if form is None else (over, end))
 
     def need(self, before: ModelOp, after: ModelOp, delay: float = 0.0, only_if: Any = None) -> None:
         """An op starts when another has ended and its message is there; or only where literals are true."""
@@ -194,21 +203,29 @@ class OrderModel:
         if amount != 0.0:
             self._changes[row].append((moment, amount))
 
+    def hold(self, row: Any, begin: Any, end: Any, amount: float) -> None:
+        """From one moment to another memory of a row is taken."""
+        length = self.model.new_int_var(0, 2 * self.grid.steps, "")
+        self._held[row].append((self.model.new_interval_var(begin, length, end, ""), amount))
+
     def limit(self, row: Any, cap: float) -> None:
         """Caps what a row holds, or somewhat less than that: no order that keeps to the cap is ruled out.
 
         Amounts become whole numbers. The cap itself need not: sums of whole amounts that keep to it keep to its whole
         part.
         """
-        changes = self._changes[row]
-        if math.isinf(cap) or sum(amount for _, amount in changes if amount > 0) <= cap:
+        given = self._changes[row] or self._held[row]
+        if math.isinf(cap) or sum(amount for _, amount in given if amount > 0) <= cap:
             return
-        unit = common_unit(round(abs(amount), 12) for _, amount in changes)
+        unit = common_unit(round(abs(amount), 12) for _, amount in given)
         scale = 1 / unit if unit is not None and cap <= _MEMORY_STEPS * unit else _MEMORY_STEPS / cap
-        moments, amounts = zip(*changes, strict=True)
+        what, amounts = zip(*given, strict=True)
         whole = [math.floor(amount * scale + _NEAR_WHOLE) for amount in amounts]
         least, most = sum(min(0, amount) for amount in whole), math.floor(cap * scale * (1 + EPSILON))
-        self.model.add_reservoir_constraint(moments, whole, least, most)
+        if self._held[row]:
+            self.model.add_cumulative(what, whole, most)
+        else:
+            self.model.add_reservoir_constraint(what, whole, least, most)
 
     def add_ops(self, ops: OpArrays) -> list[ModelOp]:
         """Adds all ops of a problem that leaves no forms open, what they need, and what they hold."""
@@ -224,16 +241,20 @@ class OrderModel:
             self.need(made[before], made[after], delay)
         for row, (mine, cap) in enumerate(zip(ops.rows, ops.cap, strict=True)):
             for op in mine:
-                self.change(row, made[op].start, float(ops.takes[op]))
-                self.change(row, made[op].end, -float(ops.gives[op]))
+                if ops.taker is None:
+                    self.change(row, made[op].start, float(ops.takes[op]))
+                    self.change(row, made[op].end, -float(ops.gives[op]))
+                elif ops.gives[op] > 0:
+                    self.hold(row, made[ops.taker[op]].start, made[op].end, float(ops.gives[op]))
             self.limit(row, float(cap))
         return made
 
-    def minimize(self, least: float = 0.0) -> None:
-        """Asks for the least makespan, tails counted, which is known to be `least` (ms) at least."""
+    def minimize(self, ops: Iterable[ModelOp], least: float = 0.0) -> None:
+        """Asks for the least makespan of ops, tails counted, which is known to be `least` (ms) at least."""
         makespan = self.model.new_int_var(min(self.grid.least(least), self.grid.steps), self.grid.steps, "")
-        for end, present in self._ends:
-            self.model.add(makespan >= end).only_enforce_if(present)
+        for op in ops:
+            for over in op.over:
+                self.model.add(makespan >= over).only_enforce_if(op.present)
         self.model.minimize(makespan)
 
     def hint(self, op: ModelOp, ms: float) -> None:

@@ -182,6 +182,5 @@ def exact_uneven_bound(
     ops = _op_arrays(candidate, links, caps)
     grid = TimeGrid.of((float(ms) for ms in (*ops.duration, *ops.delay)), value)
     model = OrderModel(replace(grid, steps=grid.steps - grid.exact))
-    model.add_ops(ops)
-    model.minimize()
+    model.minimize(model.add_ops(ops))
     return model.solve(seconds - (time.perf_counter() - began), seed).bound

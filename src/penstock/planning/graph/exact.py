@@ -87,7 +87,7 @@ def _shortened(
     made = model.add_ops(_freed(op_arrays(problem), start, of_place, first, last))
     for op, ms in zip(made, start[of_place[first:last]].tolist(), strict=True):
         model.hint(op, ms)
-    model.minimize()
+    model.minimize(made)
     answer = model.solve(seconds, search.seed, probes=True)
     if not answer.found:
         return sequence, 0.0

@@ -62,7 +62,7 @@ def solve(
         model.need(start[int(ops.message_from[op])], start[op], float(ops.delay[op]))
     for r in range(problem.num_ranks):
         limit_rank(model, problem, r)
-    model.minimize(bound)
+    model.minimize(start.values(), bound)
     _hint(model, problem, best, start, forms)
     answer = model.solve(seconds - (time.perf_counter() - began), seed)
     bound = max(bound, 0.0 if answer.refuted else answer.bound)  # refuted only where rounding leaves no room
