@@ -18,7 +18,7 @@ from typing import Any
 
 from experiments.common.results import Row
 from experiments.pipemorph.backends import Backend, each
-from experiments.pipemorph.setups import BASE, DIRECT, Model
+from experiments.pipemorph.setups import BASE, DEPTH, DIRECT, Model
 from penstock.control import Configuration
 from penstock.control.closed_loop_simulation import as_run
 from penstock.cost import Costs, LinkCondition, Links, Mesh, Ring
@@ -116,7 +116,7 @@ def _measured(backend: Backend, case: MeshCase) -> Row:
         links=case.conditions,
         ring=case.ring,
         stretch=backend.stretch,
-        transport=DIRECT,
+        depth=DEPTH,
         timeout=TIMEOUT,
     ) as mesh:
         steps = [mesh.step() for _ in range(backend.steps)]
