@@ -4,6 +4,7 @@ first without torch, then with it, which `.ci/wheel` does for every push."""
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sys
 import sysconfig
@@ -29,8 +30,8 @@ def pip(python: str | Path, *arguments: str | Path) -> None:
 
 
 def outside() -> dict[str, str]:
-    """The environment without what would find the checkout, and without a place for machine code: to compile it would
-    keep this machine busy for a minute."""
+    """The environment without what would find the checkout, and without a place where the engine's library could be
+    built: the wheel has it."""
     left = {name: value for name, value in os.environ.items() if not name.startswith(("PYTHON", "PENSTOCK"))}
     return left | {"XDG_CACHE_HOME": os.devnull}
 
@@ -40,7 +41,7 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("wheel")
     # From a copy: building leaves folders beside the sources.
     copy = folder / "checkout"
-    for name in ("src", "pyproject.toml", "README.md", "LICENSE"):
+    for name in ("src", "pyproject.toml", "setup.py", "README.md", "LICENSE"):
         target = copy / name
         target.parent.mkdir(parents=True, exist_ok=True)
         subprocess.run(["cp", "-r", ROOT / name, target], check=True)
@@ -72,13 +73,15 @@ def penstock(installed: Path, *words: str) -> subprocess.CompletedProcess[str]:
 
 @pytest.mark.slow
 def test_it_holds_every_file_of_the_package(wheel: Path) -> None:
-    """Pages and scripts too, which only `package-data` puts there."""
+    """Pages and scripts too, which only `package-data` puts there, and the engine's library."""
     package = ROOT / "src" / "penstock"
     there = {path for path in package.rglob("*") if path.is_file() and "__pycache__" not in path.parts}
     assert {".py", ".html", ".js", ".css", ".typed"} <= {path.suffix for path in there}
     with zipfile.ZipFile(wheel) as held:
         names = {name for name in held.namelist() if ".dist-info/" not in name}
-    assert names == {path.relative_to(package.parent).as_posix() for path in there}
+    library = "penstock/engine/_core.abi3.so"
+    assert names - {library} == {path.relative_to(package.parent).as_posix() for path in there} - {library}
+    assert library in names or shutil.which("cc") is None
 
 
 @pytest.mark.slow
