@@ -78,8 +78,7 @@ const planner = (() => {
     longest_paths.heads(p, order, [waits, none], [lag, lag], floor, false, [], head);
     longest_paths.heads(turned(p), order.slice().reverse(), [back, none], [lag, lag], floor, false, [], tail);
     const width = Math.max(...range(p.cap.length).map((rank) => p.rank_first[rank + 1] - p.rank_first[rank]));
-    return Math.max(longest_paths.longest_path(p, head, tail),
-      longest_paths.jackson_all(p, head, tail, new Int32Array(width), new Float64Array(width)));
+    return longest_paths.jackson_all(p, head, tail, new Int32Array(width), new Float64Array(width));
   }
 
   function spaceOf(p) {
