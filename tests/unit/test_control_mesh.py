@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import combinations
 
 import pytest
 
@@ -29,6 +30,7 @@ from penstock.control.events import (
     event_to_json,
     slowest_of,
 )
+from penstock.control.orchestrator import Orchestrator
 from penstock.cost import Links, Ring
 from penstock.cost.mesh import LinkGroup
 
@@ -61,6 +63,16 @@ def test_a_late_ring_link_is_moved_under_pp_and_absorbed_there(late: str) -> Non
     healthy = ps.simulation.simulate_mesh(ZB, COSTS, MESH, ring=Ring(window=10e6)).iteration
     assert run.iterations[-1].ms - healthy < (slow - healthy) / 3
     assert all(verdict.kept for verdict in controller.verdicts)
+
+
+def test_a_pipeline_was_put_on_a_slow_link_since_its_messages_had_no_size() -> None:
+    """Costs as measured know no sizes: 16 ms were simulated after the move, and steps took 297."""
+    watching = Orchestrator(job(), MESH)
+    watching.weigh(Transfers.of((0, 1), [(1e6, 0.0, 1.0)]))
+    rounds = {link: LinkTime(0.25, 0.8) for link in combinations(range(4), 2)} | {(2, 3): LinkTime(0.25, 1600.0)}
+    found = next(filter(None, (watching.feed(rounds) for _ in range(40))))
+    assert found.mesh.use(2, 3).group not in (LinkGroup.PP, LinkGroup.DP)
+    assert watching.job.costs.message_bytes == (1e6, 1e6)
 
 
 def test_what_does_not_become_faster_is_moved_back_and_stays_there() -> None:

@@ -186,6 +186,8 @@ class Controller:
     def _take(self, event: Event) -> Decision | None:
         if isinstance(event, events.Transfers | events.OpTimes):
             self._monitor.feed(event)
+            if self._nodes is not None and isinstance(event, events.Transfers):
+                self._nodes.weigh(event)
             return None
         if isinstance(event, events.IterationEnded):
             return self._end_iteration(event)

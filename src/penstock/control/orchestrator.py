@@ -22,7 +22,7 @@ from itertools import combinations
 from penstock.control.changes import Change, Detector, Sensitivity
 from penstock.control.configuration import Configuration, Job
 from penstock.control.errors import ControlError
-from penstock.control.events import Link, LinkTime, Probed, Reranked, show_link, undirected
+from penstock.control.events import Link, LinkTime, Probed, Reranked, Transfers, show_link, undirected
 from penstock.control.reranking import MeshTimes, Reranking, rerank
 from penstock.cost import LinkCondition, Links, Mesh
 from penstock.cost.conditions import Constant, LinkQueue
@@ -81,6 +81,7 @@ class Orchestrator:
         self.search: Callable[[], Reranked] | None = None
         self._num_rounds = self._num_searches = 0
         self._predicted: dict[object, float] = {}
+        self._message_bytes = max(job.costs.message_bytes, default=0.0)
         self._asked: object = None
         self._answer: Reranking | None = None
         # Each member of a ring sends nearly twice its gradients, so that is how long messages between nodes are.
@@ -89,6 +90,14 @@ class Orchestrator:
         self._least = LinkTime(least, max(LEAST.ms_per_mb, least / self._ring_mb if self._ring_mb else 0.0))
         self._detectors: dict[Link, list[Detector]] = {}
         self._probed: deque[int] = deque(maxlen=_ROUNDS)
+
+    def weigh(self, transfers: Transfers) -> None:
+        """Takes the longest message of a link for what stages send, where costs say less. Costs as measured say
+        nothing, and a slow link would be free for a pipeline.
+        """
+        if (size := max(transfers.num_bytes)) > self._message_bytes:
+            self._message_bytes, costs = size, self.job.costs
+            self.job = replace(self.job, costs=replace(costs, message_bytes=(size,) * costs.num_stages))
 
     def feed(self, probed: Mapping[Link, LinkTime | float]) -> Reranking | None:
         """Takes one round of probes, by two nodes each; a number is what a short message takes (ms, one way).
