@@ -39,7 +39,7 @@ from penstock.simulation.lister import Lister
 from penstock.simulation.runner import Runner
 from penstock.simulation.transport import Blocking, Decoupled
 from penstock.translate.subset import SubsetError
-from penstock.translate.to_c import Program, translated
+from penstock.translate.to_c import TranslationUnit, translated
 
 pytestmark = pytest.mark.property
 
@@ -256,7 +256,7 @@ def test_what_has_no_translation_is_refused_by_its_line(tmp_path: Path, line: st
 
 
 def test_an_edit_of_any_function_that_c_calls_is_built_anew() -> None:
-    program = Program(compiling.PACKAGE)
+    program = TranslationUnit(compiling.PACKAGE)
     for module, names in compiling.KERNELS.items():
         for name in names:
             program.export(module, name)

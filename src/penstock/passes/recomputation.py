@@ -51,7 +51,7 @@ def recompute(schedule: Schedule, costs: Costs, memory_limit: float | Sequence[f
     memory = memory_of(schedule, graph, costs, memory_limit)
     rows = []
     for rank in range(graph.num_ranks):
-        chosen = _Row(schedule, graph, costs, memory, rank).chosen()
+        chosen = _RankSavings(schedule, graph, costs, memory, rank).chosen()
         rows.append(_with_recomputation(schedule, schedule.order[rank], chosen))
     if tuple(rows) == schedule.order:
         return schedule
@@ -92,7 +92,7 @@ class _RecomputeSaving:
     time: float
 
 
-class _Row:
+class _RankSavings:
     """The row of one rank: what it holds above its limit, and the savings to choose from."""
 
     def __init__(self, schedule: Schedule, graph: Graph, costs: Costs, memory: Memory, rank: int) -> None:

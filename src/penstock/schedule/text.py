@@ -79,7 +79,7 @@ def _written(value: Any) -> str:
 _SINGULAR = re.compile(r"(?<=\b1 )([a-z]+)\(e?s\)|(?<![0-9] )\b([a-z]+)\(e?s\)(?= [0-9]+(?![0-9]| [0-9]))")
 
 
-class Line:
+class LineTemplate:
     """A line above the rows: text with `{field: form}`, and parts in brackets that are there if their field is."""
 
     def __init__(self, template: str) -> None:
@@ -105,7 +105,7 @@ class Line:
 
 
 LINES = {
-    name: Line(template)
+    name: LineTemplate(template)
     for name, template in {
         "schedule": "schedule {name: name}: {num_ranks: int} rank(s), {num_stages: int} stage(s), "
         "{num_microbatches: int} microbatch(es)[, at most {max_in_flight: number} in flight]",

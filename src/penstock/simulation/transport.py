@@ -21,7 +21,7 @@ class Decoupled:
         gloo         a rank posts its receives as the run begins; a line carries messages once news of that is there
         nccl-edge    a rank posts a receive when its message is announced; a line carries one message at a time
 
-    These are the lines of Penstock's runtime. On `schedule.channels`, rows say when receives are posted.
+    These are the lines of Penstock's runtime. On `schedule.messages`, rows say when receives are posted.
 
     Attributes:
         channel: one of these.
@@ -31,7 +31,7 @@ class Decoupled:
         >>> import penstock as ps
         >>> late, gpipe = ps.Links({(0, 1): 20.0}), ps.build("gpipe", 2, 4)
         >>> ps.simulate(gpipe, links=late).makespan, ps.simulate(gpipe, links=late, transport="nccl-edge").makespan
-        (55.0, 169.0)
+        (55.0, 166.0)
     """
 
     channel: str = BUFFERED

@@ -23,7 +23,7 @@ class SubsetError(ValueError):
         self.line = line
 
 
-class Source:
+class ParsedModule:
     """What a module holds.
 
     Attributes:
@@ -61,7 +61,7 @@ class Source:
                         self._keep(ast.unparse(each), _number(value))
 
     @classmethod
-    def read(cls, path: Path) -> Source:
+    def read(cls, path: Path) -> ParsedModule:
         """The source of a module, named after its file."""
         return cls(path.read_text(), path.stem)
 
@@ -97,7 +97,7 @@ class Writer:
     EQUAL, UNEQUAL = "==", "!="
     BINARY: Mapping[type[ast.operator], str] = {ast.Add: "+", ast.Sub: "-", ast.Mult: "*"}
 
-    def __init__(self, source: Source) -> None:
+    def __init__(self, source: ParsedModule) -> None:
         self.source = source
         self.lines: list[str] = []
         self.depth = 1

@@ -20,7 +20,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
-from penstock.translate.subset import Source, Writer, own_nodes
+from penstock.translate.subset import ParsedModule, Writer, own_nodes
 
 ELEMENTS = {"Ints": "int", "Stop": "int", "Floats": "float", "Flags": "bool"}
 ROWS = {"IntRows": "Ints", "FloatRows": "Floats", "FlagRows": "Flags"}
@@ -54,7 +54,7 @@ KEYWORDS = {
 }
 
 
-class Program:
+class TranslationUnit:
     """The C of some functions and of all that they call.
 
     Args:
@@ -63,24 +63,24 @@ class Program:
 
     def __init__(self, root: Path) -> None:
         self._root = root
-        self.sources: dict[str, Source] = {}
+        self.sources: dict[str, ParsedModule] = {}
         self._functions: dict[tuple[str, str], FunctionWriter] = {}
         self._structs: dict[str, dict[str, str]] = {}
         self.parts = [(root / "translate" / "header.h").read_text()]
 
-    def source(self, module: str) -> Source:
+    def source(self, module: str) -> ParsedModule:
         if module not in self.sources:
-            self.sources[module] = Source.read(self._root.joinpath(*module.split(".")[1:]).with_suffix(".py"))
+            self.sources[module] = ParsedModule.read(self._root.joinpath(*module.split(".")[1:]).with_suffix(".py"))
         return self.sources[module]
 
-    def constant(self, source: Source, name: str) -> int | float | None:
+    def constant(self, source: ParsedModule, name: str) -> int | float | None:
         """The number that a name stands for."""
         if name in source.imports and source.imports[name][0].startswith("penstock."):
             module, name = source.imports[name]
             return self.constant(self.source(module), name)
         return source.constants.get(name)
 
-    def function(self, source: Source, name: str) -> FunctionWriter | None:
+    def function(self, source: ParsedModule, name: str) -> FunctionWriter | None:
         """A function by its name in a module, written where that has not been done."""
         if name in source.imports and source.imports[name][0].startswith("penstock."):
             module, name = source.imports[name]
@@ -97,7 +97,7 @@ class Program:
     def fields(self, struct: str) -> dict[str, str]:
         return self._structs[struct]
 
-    def type_of(self, source: Source, node: ast.expr | None) -> str | None:
+    def type_of(self, source: ParsedModule, node: ast.expr | None) -> str | None:
         """The type that an annotation says; None where it has none here."""
         match node:
             case None | ast.Constant(value=None):
@@ -121,7 +121,7 @@ class Program:
                 return self._tuple([str(self.type_of(source, each)) for each in parts])
         return None
 
-    def _struct(self, source: Source, name: str) -> str:
+    def _struct(self, source: ParsedModule, name: str) -> str:
         if name not in self._structs:
             kinds = {each: self.type_of(source, said) for each, said in source.classes[name].items()}
             self._structs[name] = {each: kind for each, kind in kinds.items() if kind is not None}
@@ -216,7 +216,12 @@ class FunctionWriter(Writer):
     COUNTER, NULL = "int64_t", "NULL"
 
     def __init__(
-        self, program: Program, source: Source, node: ast.FunctionDef, name: str, outer: FunctionWriter | None = None
+        self,
+        program: TranslationUnit,
+        source: ParsedModule,
+        node: ast.FunctionDef,
+        name: str,
+        outer: FunctionWriter | None = None,
     ) -> None:
         super().__init__(source)
         self._program, self._node, self._outer = program, node, outer
@@ -575,7 +580,7 @@ def translated(root: Path, kernels: Mapping[str, Sequence[str]]) -> Iterator[str
     Raises:
         SubsetError: a function has something that has no translation.
     """
-    program = Program(root)
+    program = TranslationUnit(root)
     for module, names in kernels.items():
         for name in names:
             program.export(module, name)

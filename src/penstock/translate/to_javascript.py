@@ -19,7 +19,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from types import ModuleType
 
-from penstock.translate.subset import Source, Writer, own_nodes
+from penstock.translate.subset import ParsedModule, Writer, own_nodes
 
 LIBRARY = """\
 const floorMod = (a, b) => a - b * Math.floor(a / b);
@@ -101,7 +101,7 @@ def bundle(modules: Sequence[ModuleType], constants_of: Sequence[ModuleType] = (
     known: list[str] = []
     parts = [LIBRARY]
     for module in (*constants_of, *modules):
-        source = Source.read(Path(str(module.__file__)))
+        source = ParsedModule.read(Path(str(module.__file__)))
         parts.append(_Module(source).text(known, with_functions=module in modules))
         known.append(source.name)
     return "\n".join(parts)

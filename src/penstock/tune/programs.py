@@ -1,6 +1,6 @@
 """Schedules made for the model: the best program of each placement over its measured costs.
 
-The planner's search over placements, rules and traversals (`planning/program_search.py`, FlexPipe's section 6) finds
+The planner's search over placements, rules and traversals (`planning/programs.py`, FlexPipe's section 6) finds
 them. It also tries a first and a last stage that all ranks share, whose backwards stay whole, as in FlexPipe. Since
 this takes longer than building from the library, it is done only for the shapes of the best library candidates.
 """

@@ -18,7 +18,8 @@ Every rank sees the same votes at the same moment. So no result has to be sent, 
 has not reached every rank costs nothing, and a store that is gone cannot hold up training. If the collective itself
 fails, the step fails on every rank.
 
-The votes tell how long a step took, too, and who asks for the next step's report: see `penstock.control.attention`.
+The votes tell how long a step took, too, and who asks for the next step's report: see
+`penstock.control.report_sampler`.
 """
 
 from __future__ import annotations
@@ -32,8 +33,8 @@ from queue import SimpleQueue
 from typing import Any, NamedTuple
 
 from penstock.control import Configuration, Dropped, Event, IterationEnded, Switched
-from penstock.control.attention import Attention
 from penstock.control.events import Link, LinkTime, Probed
+from penstock.control.report_sampler import ReportSampler
 from penstock.cost import Costs
 from penstock.runtime.adapt.coordinator import Coordinator, RunSetting
 from penstock.runtime.adapt.options import AdaptOptions
@@ -166,7 +167,7 @@ class Agent:
         self._has_ended = False
         self._iteration = 0
         windows = setting.start.schedule.windows
-        self._attention = Attention(1 if windows is None else windows.num_updates)
+        self._report_sampler = ReportSampler(1 if windows is None else windows.num_updates)
         self._measured: Sequence[MeasuredStep] = ()
         self._unsaid: list[Event] = []
         self._held: PreparedPlan | None = None
@@ -247,7 +248,7 @@ class Agent:
         """
         if not us:
             return
-        if self._attention.ended(us, asked):
+        if self._report_sampler.ended(us, asked):
             clock_offsets_ns = [self._rendezvous.clock_offsets_ns[process] for process in self.pipeline]
             for each in self._measured:
                 news, self._unsaid = self._unsaid, []
@@ -277,7 +278,7 @@ class Agent:
             assert chosen is not None, "this process voted for it, too"
             assert chosen.configuration is not None
             self.number, self.digest = chosen.number, chosen.configuration.digest
-            self._attention.switched()
+            self._report_sampler.switched()
             self._forget(chosen.number)
             if self._coordinator is not None:
                 self._coordinator.note(self._iteration, Switched(chosen.number))

@@ -18,17 +18,17 @@ SLOWER = 1.02
 """How many times as long as all of them it must take."""
 
 
-class Attention:
+class ReportSampler:
     """Finds after each step whether it is reported. All ranks are told the same, so all find the same.
 
     Args:
         num_updates: how many steps are measured as one: those of a pass, where updates are among a schedule's ops.
 
     Examples:
-        >>> from penstock.control.attention import Attention
-        >>> attention, reported = Attention(), []
+        >>> from penstock.control.report_sampler import ReportSampler
+        >>> sampler, reported = ReportSampler(), []
         >>> for step in range(40):
-        ...     reported += [step] if attention.ended(120.0 if step == 33 else 100.0, False) else []
+        ...     reported += [step] if sampler.ended(120.0 if step == 33 else 100.0, False) else []
         >>> reported[16:]
         [16, 24, 32, 33, 34, 35, 36, 37]
     """
