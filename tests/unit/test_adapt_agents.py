@@ -6,6 +6,7 @@ import json
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -267,6 +268,28 @@ def test_one_rank_without_the_store_ends_adapting_for_all_and_says_so_once(tmp_p
         assert "training goes on with plan 0: rank 2 adapts no more" in ranks.agents[0].notices[0]
         assert set(ranks.numbers) == {0}
         assert replay(ranks.log()) == ()
+
+
+def test_regression_clocks_were_compared_by_some_ranks_alone_where_one_adapts_no_more(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All ranks must compare, or none: the others would wait for those that do not."""
+    monkeypatch.setattr(agent, "CLOCK_COMPARISON_ITERATIONS", 3)
+    compared = [0] * NUM_RANKS
+
+    def compare(rank: int) -> Sequence[int]:
+        compared[rank] += 1
+        return (0,) * NUM_RANKS
+
+    with group(tmp_path) as ranks:
+        for rank, one in enumerate(ranks.agents):
+            one._rendezvous.compare = partial(compare, rank)
+        for number in range(12):
+            if number == 5:
+                ranks.agents[2]._stop_later("it is told to")
+            ranks.step(HEALTHY, heard=False)
+            assert len(set(compared)) == 1, number
+    assert compared == [4] * NUM_RANKS
 
 
 @pytest.mark.slow

@@ -230,7 +230,7 @@ class Agent:
         if self._stopped is None and self._rendezvous.silent() > patience:
             self._stopped = f"the store was gone for {patience:g} s: {self._rendezvous.error}"
         if self._stopped is not None:
-            return Vote(*running, STOPPED)
+            return Vote(*running, STOPPED, us=us)
         self._unsaid += [event for each in measured for event in each.events]
         self._voted_for = self._held
         held = self._voted_for or PreparedPlan(0)
@@ -248,14 +248,14 @@ class Agent:
         """
         if not us:
             return
-        if self._report_sampler.ended(us, asked):
+        if self._stopped is None and self._report_sampler.ended(us, asked):
             clock_offsets_ns = [self._rendezvous.clock_offsets_ns[process] for process in self.pipeline]
             for each in self._measured:
                 news, self._unsaid = self._unsaid, []
                 self._out.put((self._iteration, each._replace(events=news), clock_offsets_ns, self.pipeline_index))
-        elif self._coordinator is not None:
+        elif self._stopped is None and self._coordinator is not None:
             self._coordinator.note(self._iteration, IterationEnded(self._iteration, us / 1e3 / self._stretch))
-        self._iteration += 1
+        self._iteration += 1  # on all ranks alike, for they compare their clocks together
 
     def count_votes(self, votes: Sequence[Vote]) -> PreparedPlan | None:
         """What to run from the next step on, where that changes: the same on every rank, or nowhere.
@@ -264,8 +264,7 @@ class Agent:
             RuntimeFailure: the ranks have not run the same.
         """
         outcome = agree(votes)
-        if self._stopped is None:
-            self._report(max(vote.us for vote in votes), any(vote.asks for vote in votes))
+        self._report(max(vote.us for vote in votes), any(vote.asks for vote in votes))
         if self._rendezvous.compare is not None and self._iteration % CLOCK_COMPARISON_ITERATIONS == 0:
             self._rendezvous.clock_offsets_ns = self._rendezvous.compare()
         if votes[0].asks > 1:
