@@ -2,7 +2,7 @@
 
 Ops are numbered row by row in the order of the schedule, so row r owns ops `first[r]` to `first[r + 1] - 1` and the
 number of an op is also its place in the frozen order. Rows are ranks. Where ops are asynchronous a stream for each
-rank follows, which the core takes for one more rank (see `schedule.streams`).
+rank follows, which the core takes for one more rank (see `schedule.async_ops`).
 
     schedule   rank 0 | F0 F1 B0 B1        rank 1 | F0 B0 F1 B1
     op               0  1  2  3                     4  5  6  7

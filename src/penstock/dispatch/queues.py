@@ -38,7 +38,7 @@ class QueueGraph:
         tables: as lists, with no rules yet: backward first, queues of a class in stage order, no caps.
         network: the queues as the engine times them; all needs are said beside the network.
         num_ranks: ranks. Where ops are asynchronous the tables have as many streams after them, each of which is to
-            them one more rank (see `schedule.streams`).
+            them one more rank (see `schedule.async_ops`).
     """
 
     placement: Placement
