@@ -12,7 +12,7 @@ import typer
 from typer.main import get_command
 
 import penstock as ps
-from penstock.cli.app import app
+from penstock.cli.run import application
 
 PACKAGE = Path(ps.__file__).parent
 
@@ -85,7 +85,7 @@ def _module_page(module: str) -> str:
 
 def commands() -> str:
     """The page of the command line, from what `--help` is made from."""
-    root: Any = get_command(app)
+    root: Any = get_command(application())
     lines = [
         "# The command line",
         "",

@@ -16,9 +16,7 @@ import typer
 from typer.models import OptionInfo
 
 import penstock as ps
-import penstock.cli  # registers the verbs
-from penstock.cli.app import app
-from penstock.cli.run import main
+from penstock.cli.run import application, main
 
 pytestmark = pytest.mark.unit
 
@@ -58,7 +56,7 @@ def without_none(annotation: Any) -> Any:
 
 
 def options() -> Iterator[Given]:
-    for verb, function in commands(app):
+    for verb, function in commands(application()):
         for parameter, annotation in typing.get_type_hints(function, include_extras=True).items():
             if typing.get_origin(annotation) is not typing.Annotated:
                 continue
@@ -79,7 +77,7 @@ for each in EVERY:
 
 
 def test_the_collection_is_whole() -> None:
-    verbs = dict(commands(app))
+    verbs = dict(commands(application()))
     assert {"train", "plan", "lab run", "data images"} <= verbs.keys()
     for verb, function in verbs.items():
         hints = typing.get_type_hints(function, include_extras=True)

@@ -12,7 +12,7 @@ from typer.main import get_command
 
 import penstock as ps
 from documents import PAGES, ROOT, Block, blocks, broken_links, missing_paths, prose, run_page
-from penstock.cli.app import app
+from penstock.cli.run import application
 from penstock.train.asynchronous import ASYNCHRONOUS
 from processes import as_under_torchrun, run_ranks
 
@@ -109,13 +109,13 @@ def test_the_primer_counts_the_schedules_of_the_library() -> None:
 
 def test_every_option_of_training_is_told() -> None:
     told = set(re.findall(r"`(--[a-z-]+)", prose(ROOT / "docs" / "train.md")))
-    verb = get_command(app).commands["train"]  # type: ignore[attr-defined]
+    verb = get_command(application()).commands["train"]  # type: ignore[attr-defined]
     assert {option for option in options(verb) if not option.startswith("--no-")} <= told
 
 
 @cache
 def all_options() -> set[str]:
-    return options(get_command(app))
+    return options(get_command(application()))
 
 
 def options(command: Any) -> set[str]:

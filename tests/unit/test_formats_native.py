@@ -157,3 +157,8 @@ def test_a_file_with_a_byte_order_mark_was_refused(ending: str, tmp_path: Path) 
     ps.save(schedule := ps.build("1f1b", 2, 3), path)
     path.write_bytes(b"\xef\xbb\xbf" + path.read_bytes().replace(b"\n", b"\r\n"))
     assert ps.load(path).order == schedule.order
+
+
+def test_regression_a_whole_limit_was_read_as_a_fraction_and_the_replay_of_a_log_differed() -> None:
+    text = to_json(ps.build("zb-h2", 4, 8))
+    assert to_json(from_json(text)) == text

@@ -93,7 +93,7 @@ def test_a_run_with_too_few_files_says_how_many_it_may_open(tmp_path: Path) -> N
 
 
 def test_planning_in_too_little_memory_was_a_bug_in_penstock(tmp_path: Path) -> None:
-    line = f"ulimit -v 200000; {PENSTOCK} plan --ranks 2 --microbatches 4"
+    line = f"ulimit -v 200000; {PENSTOCK} plan --ranks 128 --microbatches 1024"
     done = shell(line, tmp_path)
     assert done.returncode == 1, done
     assert "memory ran out: a process may have 195 MiB here (ulimit -v); raise that" in done.stderr, done.stderr

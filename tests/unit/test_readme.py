@@ -11,7 +11,7 @@ from typer.main import get_command
 
 import penstock as ps
 from documents import ROOT, blocks, broken_links, commands, missing_paths, run_page
-from penstock.cli.app import app
+from penstock.cli.run import application
 
 README = ROOT / "README.md"
 TEXT = README.read_text(encoding="utf-8")
@@ -52,7 +52,7 @@ def test_every_library_schedule_is_named() -> None:
 
 def test_every_verb_is_shown() -> None:
     shown = {words[1] for block in blocks(README) for words in commands(block) if words[0] == "penstock"}
-    assert shown == set(get_command(app).commands)  # type: ignore[attr-defined]
+    assert shown == set(get_command(application()).commands)  # type: ignore[attr-defined]
 
 
 def test_links_and_paths_exist() -> None:

@@ -141,9 +141,14 @@ def _run(invocation: Invocation) -> int:
 @cache
 def _parser(verbs: Sequence[str]) -> Callable[..., Any]:
     """The parser of the command line with some verbs. To make it with all takes longer than most verbs take."""
+    return get_command(application(verbs))
+
+
+def application(verbs: Sequence[str] = VERBS) -> typer.Typer:
+    """The command line with some verbs, by default with all."""
     for verb in verbs:
         import_module(f"penstock.cli.{verb}")
-    return get_command(app)
+    return app
 
 
 def _reader_left() -> int:

@@ -44,7 +44,8 @@ from penstock.schedule.text_parser import parse_step
 FORMAT, VERSION = "penstock-schedule", 1
 
 Ints = tuple[int, ...]
-Limit = Annotated[float, Meta(gt=0, le=sys.float_info.max)] | None
+Limit = Annotated[int, Meta(gt=0, le=sys.maxsize)] | Annotated[float, Meta(gt=0, le=sys.float_info.max)] | None
+"""A whole number stays one, so that what is read is written as it was."""
 Amount = Annotated[float, Meta(ge=-sys.float_info.max, le=sys.float_info.max)]
 
 

@@ -335,6 +335,7 @@ class RunStory:
         value["spells"] = [each.to_json() for each in self.spells]
         for each, decision in zip(value["decisions"], self.decisions, strict=True):
             each["what"] = str(decision.plan)
+        value["alarms"] = dict(zip(("suspected", "verified", "false"), self.alarms, strict=True))
         value["facts"], value["counters"] = dict(self.facts), dict(self.counters)
         value |= {"num_iterations": len(self.iterations), "num_late": len(self.late), "total_ms": self.total}
         value |= {"lost_ms": self.lost, "saved_ms": self.saved, "error": self.error}
