@@ -138,16 +138,15 @@ class TransportChoice:
         name: see `TransportOptions`.
         depth: how many messages to another rank link conditions hold before their sender waits. None: any number.
         has_delegates: whether single links may be delegated during the run. delegates: how they carry messages.
-        simulated: the simulator's name of what carries messages of links that are not delegated.
+        simulated: the simulator's name of what carries messages of links that are not delegated. Whether gloo carries
+            them is known once a transport is made.
     """
 
     def __init__(self, options: TransportOptions, may_delegate: bool = False) -> None:
         self.name = options.name
         depth = DEPTH if options.name == "direct" and options.depth is None else options.depth
         self.depth = None if options.links is None else depth
-        # Injected conditions say when a message arrives; over gloo, news of receives does not count for them.
-        by_gloo = options.links is None and options.name not in (DELEGATES, "nccl")
-        self.simulated = GLOO if by_gloo else NCCL_EDGE if options.name == "nccl" else "decoupled"
+        self.simulated = NCCL_EDGE if options.name == "nccl" else "decoupled"
         if self.depth is not None:
             self.simulated = f"blocking:{self.depth}"
         self.has_delegates = (options.delegates is not None or may_delegate) and options.name != DELEGATES
@@ -238,6 +237,8 @@ class TransportChoice:
                     attempts.failover.guard_lines(lines.give_up)
             group = peers.guard.group if isinstance(peers.guard, GuardedGroup) else peers.group
             base = GlooTransport(group, tags, timeout, lines, attempts is not None, ahead)
+            # Injected conditions say when a message arrives; over gloo, news of receives does not count for them.
+            self.simulated = GLOO if lines is None and conditions is None else self.simulated
         made: Transport | None = base
         if base is None or self.has_delegates:
             options, names = self.delegates, peers.gather(network_name())
