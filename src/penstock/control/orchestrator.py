@@ -81,7 +81,6 @@ class Orchestrator:
         self.search: Callable[[], Reranked] | None = None
         self._num_rounds = self._num_searches = 0
         self._predicted: dict[object, float] = {}
-        self._message_bytes = max(job.costs.message_bytes, default=0.0)
         self._asked: object = None
         self._answer: Reranking | None = None
         # Each member of a ring sends nearly twice its gradients, so that is how long messages between nodes are.
@@ -95,8 +94,8 @@ class Orchestrator:
         """Takes the longest message of a link for what stages send, where costs say less. Costs as measured say
         nothing, and a slow link would be free for a pipeline.
         """
-        if (size := max(transfers.num_bytes)) > self._message_bytes:
-            self._message_bytes, costs = size, self.job.costs
+        costs, size = self.job.costs, max(transfers.num_bytes)
+        if size > max(costs.message_bytes, default=0.0):
             self.job = replace(self.job, costs=replace(costs, message_bytes=(size,) * costs.num_stages))
 
     def feed(self, probed: Mapping[Link, LinkTime | float]) -> Reranking | None:

@@ -326,6 +326,7 @@ def _link_heat(story: RunStory, width: int) -> Figure:
                 cells[(each.number - story.iterations[0].number) // per_column].append(each.delays[link])
         rows.append([median(cell) if cell else None for cell in cells])
     each_is = f" Each column is the median of {per_column} iterations." if per_column > 1 else ""
+    each_is += " White: not reported, as nothing changed." if any(None in row for row in rows) else ""
     return heat_map(
         [way_name(link) for link in story.links],
         rows,
