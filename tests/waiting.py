@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+from penstock.control.report_sampler import CLOSELY, REST
 from penstock.formats.files import replaced
 
 PATIENCE = 100.0
@@ -37,14 +38,16 @@ def write_at_once(path: Path, text: str) -> None:
 
 
 def keep_up(folder: Path, step: int) -> None:
-    """Waits until a run's controller has heard of all but the last three steps, by its records; no longer than usual.
+    """Waits until a run's controller has heard of all but the last steps, by its records; no longer than usual. Those
+    are three, and besides the steps since one was reported in full.
 
     Its process starts later than a busy machine trains: a run of so many steps would end before anything is decided.
     """
     records = folder / "iterations.jsonl"
 
     def heard() -> bool:
-        return step <= 3 or (records.exists() and records.read_bytes().count(b"\n") >= step - 3)
+        least = step - 3 if step <= CLOSELY else step - 3 - REST
+        return least <= 0 or (records.exists() and records.read_bytes().count(b"\n") >= least)
 
     with contextlib.suppress(AssertionError):
         wait_until(heard, lambda: "", seconds=PATIENCE / 2, pause=0.005)
