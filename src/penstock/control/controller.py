@@ -42,14 +42,15 @@ from penstock.control.log import event_line, header, outcome_line
 from penstock.control.measured import JobMonitor, LateCauses
 from penstock.control.orchestrator import Orchestrator
 from penstock.control.question import Question, what_of
+from penstock.control.report_sampler import CLOSELY
 from penstock.control.steps import NO_LINKS, Steps, TimedStep
 from penstock.control.trial import Trial, Verdict
 from penstock.cost import Links
 from penstock.schedule import Schedule, check
 
-_AGES = (3, 8, 16)
-"""Iterations since the last change after which the choice is made again, since more is known then. While something is
-late, it is made again each time twice as many have ended.
+_AGES = (3, 8, 16, *(2**power for power in range(5, 24)))
+"""Iterations since the last change after which the choice is made again, since more is known then. Where nothing is
+late, only the first three count.
 """
 _SAY = 12
 """Iterations after which it is reported that steps do not call for an answer yet; other reasons at once."""
@@ -131,10 +132,16 @@ class Controller:
 
     @property
     def is_calm(self) -> bool:
-        """Whether nothing is late, suspected, prepared or on trial: the time of an iteration alone says enough."""
+        """Whether the time of an iteration alone says enough. Nothing is suspected, prepared or on trial then, and
+        what is late has made no step slower for so long that only slower steps would lead to an answer.
+        """
         busy = self._waiting is not None or self._revert is not None or self._is_on_trial
-        late = self._causes.ms or self._monitor.is_suspicious or (self._nodes is not None and self._nodes.excess)
-        return not (busy or late or self._steps.is_open)
+        if busy or self._monitor.is_suspicious or (self._nodes is not None and self._nodes.excess):
+            return False
+        if not self._causes.ms and not self._steps.is_open:
+            return True
+        is_long = self._steps.num_open > CLOSELY and not self.now.delegated
+        return is_long and self._question.too_early(self._steps, self._iteration) is not None
 
     @property
     def predicted_mesh(self) -> float:
@@ -239,8 +246,8 @@ class Controller:
             self._charge(self._trial)
         self._report_unknown()
         returns = bool(self.now.delegated) and event.number - self._delegated_at == self._hold
-        has_doubled = bool(self._causes.ms) and self._age > _AGES[-1] and self._age & (self._age - 1) == 0
-        self._due = self._due or bool(news) or self._age in _AGES or returns or has_doubled
+        ages = _AGES if self._causes.ms else _AGES[:3]
+        self._due = self._due or bool(news) or self._age in ages or returns
         before = self._rate
         if self._waiting is not None or (self._revert is None and self._is_on_trial):
             self._lose(before, news)
