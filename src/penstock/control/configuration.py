@@ -101,6 +101,12 @@ class Configuration:
         check(schedule)
         return found
 
+    @property
+    def num_updates(self) -> int:
+        """How often each stage updates in an iteration: 1, or more where updates are among the schedule's ops."""
+        windows = self.schedule.windows
+        return 1 if windows is None else windows.num_updates
+
     @cached_property
     def digest(self) -> str:
         """Tells configurations apart: the SHA-256 of `to_json`."""
@@ -216,12 +222,6 @@ class Job:
     @property
     def num_ranks(self) -> int:
         return self.start.schedule.num_ranks
-
-    @property
-    def num_updates(self) -> int:
-        """How often each stage updates in an iteration: 1, or more where updates are among its ops."""
-        windows = self.start.schedule.windows
-        return 1 if windows is None else windows.num_updates
 
     @property
     def mean_op(self) -> float:

@@ -104,7 +104,7 @@ class Controller:
         self._causes = LateCauses(self._monitor)
         self._nodes = None if job.mesh is None else Orchestrator(job, job.mesh)
         self._question = Question(job.least_gain)
-        self._steps = Steps(job.start, job.num_updates)
+        self._steps = Steps(job.start)
         self._preparing: list[TimedStep] = []
         self._is_first = False
         self._trial: Trial | None = None
@@ -345,7 +345,7 @@ class Controller:
             self._causes.forget_links()
         else:
             self._monitor.move(set(then.delegated) ^ set(self.now.delegated))
-        before, self._steps, self.now = self._steps, Steps(then, self.job.num_updates), then
+        before, self._steps, self.now = self._steps, Steps(then), then
         self._due, self._is_first, self._switched_at, self._rate = True, True, self._iteration, 0.0
         if decision.action is Action.TAKE_BACK:
             assert self._trial is not None, "only what was tried is taken back"

@@ -109,7 +109,7 @@ class JobMonitor:
             return
         if event.link not in self._links:
             self.check_link(event.link)
-            self._links[event.link] = LinkWatch(event.link, self.job.smallest_delay, self.job.num_updates)
+            self._links[event.link] = LinkWatch(event.link, self.job.smallest_delay, self.job.start.num_updates)
         self._links[event.link].feed(event)
 
     def end_iteration(self) -> list[LinkChange | ComputeChange]:

@@ -1,4 +1,4 @@
-"""Which steps the ranks report in full. Of the others only how long they took is known, which costs them nothing.
+"""Which steps the ranks report in full. Of all other steps only the time is known, which costs the ranks nothing.
 
 step       0 to 15   16   17 ... 23   24   ...   41 takes longer than the 16 before it   42   43   44   45
 reported   all       x                x          x                                       x    x    x    x
@@ -15,11 +15,11 @@ REST = 8
 ALARM = 4
 """Steps that are reported after one that took longer than the `CLOSELY` before it, which is reported as well."""
 SLOWER = 1.02
-"""How many times as long as all of them it must take."""
+"""A step counts as longer if the step takes at least so many times as long as the longest of those before."""
 
 
 class ReportSampler:
-    """Finds after each step whether it is reported. All ranks are told the same, so all find the same.
+    """Finds after each step whether the ranks report the step. All ranks are told the same times, so all agree.
 
     Args:
         num_updates: how many steps are measured as one: those of a pass, where updates are among a schedule's ops.
@@ -43,7 +43,7 @@ class ReportSampler:
         """Whether the step that has ended is reported.
 
         Args:
-            ms: how long it took.
+            ms: how long the step took.
             asked: whether a rank asks for the next one.
         """
         is_alarm = len(self._recent) == CLOSELY and ms > SLOWER * max(self._recent)

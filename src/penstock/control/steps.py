@@ -59,7 +59,6 @@ class Steps:
 
     Args:
         ran: the configuration.
-        num_updates: how many steps are measured as one: those of a pass, where updates are among a schedule's ops.
 
     Attributes:
         ran: the configuration.
@@ -70,8 +69,8 @@ class Steps:
         since: steps from then on.
     """
 
-    def __init__(self, ran: Configuration, num_updates: int = 1) -> None:
-        self.fewest, self.burst = -(-FEWEST // num_updates), -(-BURST // num_updates)
+    def __init__(self, ran: Configuration) -> None:
+        self.fewest, self.burst = -(-FEWEST // ran.num_updates), -(-BURST // ran.num_updates)
         self.ran, self.is_open, self.num_open = ran, False, 0
         self.usual: deque[TimedStep] = deque(maxlen=_MOST)
         self.since: deque[TimedStep] = deque(maxlen=_MOST)

@@ -37,7 +37,7 @@ class MeasuredCosts:
         num_updates: how often each stage updates in an iteration; 1 where updates are no ops.
 
     Attributes:
-        lines: those of a log that speak of the iterations that count.
+        lines: the log's lines about the iterations that count.
     """
 
     def __init__(self, num_updates: int = 1) -> None:
@@ -51,8 +51,8 @@ class MeasuredCosts:
         """Takes an iteration; returns the costs once they suffice: medians, in ms; see `costs_of_ops`.
 
         Args:
-            rows: its ops, each as (kind, stage, ms).
-            lines: what a log says of it.
+            rows: the iteration's ops, each as (kind, stage, ms).
+            lines: the log's lines about the iteration.
         """
         self._num_seen += 1
         if self._num_seen <= self._num_left_out:

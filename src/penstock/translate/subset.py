@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import ast
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
@@ -88,7 +89,7 @@ def _number(value: ast.expr) -> int | float | None:
     return found if isinstance(found, int | float) else None
 
 
-class Writer:
+class Writer(ABC):
     """Writes statements and expressions as C and JavaScript have them; heirs say what is different there."""
 
     LANGUAGE, HERE = "", ""
@@ -225,38 +226,38 @@ class Writer:
 
     NULL = ""
 
-    def name(self, name: str) -> str:
-        raise NotImplementedError
+    @abstractmethod
+    def name(self, name: str) -> str: ...
 
     def or_null(self, node: ast.expr) -> str:
         """What is compared with null where something may not be there."""
         return self.expr(node)
 
+    @abstractmethod
     def other(self, node: ast.expr) -> str:
         """All other expressions."""
-        raise NotImplementedError
 
-    def function(self, node: ast.FunctionDef) -> None:
-        raise NotImplementedError
+    @abstractmethod
+    def function(self, node: ast.FunctionDef) -> None: ...
 
     def returned(self, value: ast.expr | None) -> None:
         self.write("return;" if value is None else f"return {self.expr(value)};")
 
+    @abstractmethod
     def loop(self, node: ast.For) -> None:
         """A loop over anything but a range."""
-        raise NotImplementedError
 
+    @abstractmethod
     def fill(self, array: ast.expr, value: ast.expr) -> None:
         """`array[:] = value`, a number or an array."""
-        raise NotImplementedError
 
+    @abstractmethod
     def exchange(self, names: Sequence[ast.expr], values: Sequence[ast.expr]) -> None:
         """Assigns several values, some of which read what others write."""
-        raise NotImplementedError
 
+    @abstractmethod
     def take_apart(self, names: Sequence[ast.expr], value: ast.expr) -> None:
         """Assigns the fields of a named tuple."""
-        raise NotImplementedError
 
 
 def own_nodes(function: ast.FunctionDef) -> Iterator[ast.AST]:

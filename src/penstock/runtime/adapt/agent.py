@@ -65,8 +65,8 @@ class Vote(NamedTuple):
     Attributes:
         running, running_digest: the decision that it runs (0: what the job started with), and that plan's digest.
         held, held_digest: the decision that it could run next, all worked out; 0 for none.
-        us: microseconds that the step took here.
-        asks: 1 where it asks all to report the next step, 2 where a plan waits in the store besides.
+        us: microseconds that the step took on this process.
+        asks: 1 if this process asks all others to report the next step; 2 if a plan waits in the store besides.
     """
 
     running: int
@@ -166,8 +166,7 @@ class Agent:
         self._stopped: str | None = None
         self._has_ended = False
         self._iteration = 0
-        windows = setting.start.schedule.windows
-        self._report_sampler = ReportSampler(1 if windows is None else windows.num_updates)
+        self._report_sampler = ReportSampler(setting.start.num_updates)
         self._measured: Sequence[MeasuredStep] = ()
         self._unsaid: list[Event] = []
         self._held: PreparedPlan | None = None
@@ -243,7 +242,7 @@ class Agent:
         """Reports the step that has ended, or how long it took alone.
 
         Args:
-            us: microseconds that it took; 0 where none was measured.
+            us: microseconds that the step took; 0 where no process measured the step.
             asked: whether some process asks for the next one.
         """
         if not us:

@@ -191,8 +191,7 @@ class Coordinator:
         self._take_plan, self._stop, self._notice = take, stop, notice
         self._run_log = RunLog(options.folder, notice)
         self._report_collector = ReportCollector(setting.start.schedule.num_ranks, setting.num_copies)
-        windows = setting.start.schedule.windows
-        self._measured_costs = MeasuredCosts(1 if windows is None else windows.num_updates)
+        self._measured_costs = MeasuredCosts(setting.start.num_updates)
         self._due: list[tuple[int, Event]] = []
         self._digests = {0: setting.start.digest}
         self._number = 0
@@ -327,7 +326,7 @@ _RECORD = '{"record"'
 
 
 class ControllerProcess:
-    """A controller in a process of its own, which starts while ranks do, so that no step pays for it.
+    """A controller in a process of its own. The process starts while ranks do, so no step pays for its start.
 
     A decision simulates all that could run. In a thread of rank 0 that would keep the interpreter's lock from the
     rank's ops; here it runs beside, at a lower priority.
@@ -337,7 +336,7 @@ class ControllerProcess:
         ended: called where the process ends though nobody closed it, with the reason.
 
     Attributes:
-        has_begun: whether it knows its job.
+        has_begun: whether the controller knows its job.
     """
 
     def __init__(self, take: Callable[[str], None], ended: Callable[[str], None]) -> None:
@@ -359,7 +358,7 @@ class ControllerProcess:
         self._reader.start()
 
     def begin(self, job: Job) -> None:
-        """Tells it what to decide about."""
+        """Tells the controller the job that it decides about."""
         self.has_begun = True
         self.feed(header(job))
 
