@@ -14,7 +14,7 @@ import penstock as ps
 from penstock.planning.graph import search as searches
 from penstock.planning.graph import sequence as sequences
 from penstock.planning.graph.exact import shorten_windows
-from penstock.planning.graph.placements import candidates
+from penstock.planning.graph.plan import placements_of
 from penstock.planning.graph.problem import pose_graph
 from penstock.planning.options import limits_of
 
@@ -35,7 +35,7 @@ def test_bounds_and_plans_beside_the_exact_solver(family: int) -> None:
 def test_windows_shorten_a_sequence_and_keep_within_caps() -> None:
     pytest.importorskip("ortools", reason="needs the extra `exact`")
     costs = ps.Costs([2, 3, 3, 4, 3], [2, 3, 4, 3, 3], [1, 2, 2, 3, 2])
-    (placement, *_) = candidates(costs, TOWERS, 3)
+    (placement, *_) = placements_of(costs, TOWERS, 3)
     limits = limits_of(costs, None, 3, 6, None, True)
     problem = pose_graph(costs, placement, 3, 8, ps.Links(), limits, True, TOWERS, counted=True)
     search = searches.begin(problem, [(problem.serial(), "serial")], (), 0.0, 0, 0.0, None, time.perf_counter())
@@ -114,7 +114,7 @@ def test_no_worse_than_mllm_in_its_memory(num_ranks: int, split: bool | None) ->
 
 def test_where_no_placement_is_given_the_best_of_several_is_taken() -> None:
     costs = ps.Costs.uniform(5, f=10, i=10, w=10)
-    places = candidates(costs, TOWERS, 2)
+    places = placements_of(costs, TOWERS, 2)
     chosen = ps.plan(costs, 2, 8, stages=TOWERS, time_limit=0.4)
     assert chosen.certificate.placement in places
     values = [ps.plan(costs, 2, 8, stages=TOWERS, placement=place, time_limit=0.1).makespan for place in places]
