@@ -2,7 +2,7 @@
 # make test     runs the tests; TIER=push only the quick ones, TIER=nightly whole sweeps and what takes minutes
 # make lint     ruff, mypy, the layers' import contracts, spelling, the words of the project, and its budget of lines
 # make papers-quick   simulates the papers' headlines anew, measures three ratios, and compares; a quarter of an hour
-# make papers   runs the figures and tables that need no GPU again, and writes their pages; rows of AMDP's training that
+# make papers   runs the figures and tables that need no GPU again; `make site` has their pages; rows of AMDP's training that
 #               are there already are kept, and experiments/uneven is apart; many hours
 # make titan    installs TorchTitan into build/torchtitan, which tests of the nightly tier train with
 # make megatron installs Megatron-Core into build/megatron, for the same
@@ -78,7 +78,6 @@ papers: $(INSTALLED)
 	$(BIN)/python -m experiments.flexpipe.all
 	$(BIN)/python -m experiments.flexpipe.all --measured
 	$(BIN)/python -m experiments.amdp.all --measured --learning
-	$(BIN)/python -m experiments.claims.pages
 
 papers-quick: $(INSTALLED)
 	OMP_NUM_THREADS=1 $(BIN)/python -m experiments.claims.quick $(ARGS)

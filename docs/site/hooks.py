@@ -27,14 +27,15 @@ _FRAME = """
 def on_files(files: Files, config: Any) -> Files:
     """Adds all that does not lie in docs/."""
     made, pictures = gallery()
-    texts = {"gallery.md": made, "playground.html": playground(), **generated()}
+    pages = generated()
+    texts = {"gallery.md": made, "playground.html": playground(), **pages}
     texts |= {f"gallery/{name}": picture for name, picture in pictures.items()}
     for script in sorted((DOCS / "images").glob("*.py")):
         narrow = runpy.run_path(str(script))["pictures"](ON_PHONES)
         texts |= {f"images/{name}-phone.svg": text for name, text in narrow.items()}
     for name, text in texts.items():
         files.append(File.generated(config, name, content=text))
-    for name, path in linked_files().items():
+    for name, path in linked_files(pages).items():
         file = File.generated(config, name, abs_src_path=str(path))
         if path.suffix != ".md":
             file.inclusion = InclusionLevel.INCLUDED  # mkdocs leaves out what lies in a folder like .github
@@ -49,7 +50,7 @@ def on_page_markdown(markdown: str, page: Any, config: Any, files: Files) -> str
         title, _, rest = markdown.partition("\n")
         markdown = f"{title}\n{_FRAME}\n{rest}"
     markdown = _LANGUAGE.sub(lambda match: f"```{match[0][3:].split()[0]}", markdown)
-    is_ours = (DOCS / here).is_file() or here.startswith("repository/")
+    is_ours = (DOCS / here).is_file() or here.startswith(("repository/", "papers/"))
     return relinked(markdown, here) if is_ours else markdown
 
 

@@ -1,9 +1,10 @@
-"""The pages that the site makes by itself: the reference of the interface and of the command line."""
+"""The pages that the site makes by itself: the reference, what excludes what, and the figures of the papers."""
 
 from __future__ import annotations
 
 import ast
 import re
+import sys
 from html import escape
 from pathlib import Path
 from typing import Any
@@ -13,8 +14,10 @@ from typer.main import get_command
 
 import penstock as ps
 from penstock.cli.run import application
+from penstock.runtime.compatibility import REFUSALS
 
 PACKAGE = Path(ps.__file__).parent
+ROOT = Path(__file__).parents[2]
 
 MODULES: dict[str, tuple[str, str]] = {
     "schedule": ("Schedules", "../schedule.md"),
@@ -133,13 +136,54 @@ def _escaped(text: str) -> str:
     return text
 
 
+OF_SCHEDULES = (
+    ("a rank that hosts a stage in two pipelines", "copies are there so that other ranks run them"),
+    ("stages that feed one another and work on numbers of microbatches that do not match", "samples would not match"),
+    ("updates as ops beside REDUCE ops", "each update sums over the replicas itself"),
+    ("a parameter of a shared stage and of one on other ranks", "the ranks of the former have a part of it each"),
+    ("links with a bound (depth) that the order outgrows", "every rank would wait to send"),
+)
+"""What is refused of single schedules and models, and why."""
+
+
+def compatibility() -> str:
+    """The page of the features of a pipeline that exclude one another, from the runtime's own table."""
+    rows = [f"| {row.one} | {row.other} | {row.why} | {row.instead} |" for row in REFUSALS]
+    schedules = [f"| {refused} | {why} |" for refused, why in OF_SCHEDULES]
+    return "\n".join([
+        "# What excludes what",
+        "",
+        "A pipeline that has both features of a row is refused where it is made, with the reason given here.",
+        "",
+        "| feature | other feature | why | instead |",
+        "|---|---|---|---|",
+        *rows,
+        "",
+        "Some schedules and models are refused by themselves:",
+        "",
+        "| refused | why |",
+        "|---|---|",
+        *schedules,
+        "",
+    ])  # fmt: skip
+
+
+def papers() -> dict[str, str]:
+    """The pages on the papers' figures, which are made out of committed results."""
+    sys.path.insert(0, str(ROOT))  # experiments/ is no part of the package
+    from experiments.claims.pages import pages
+
+    return {f"papers/{name}": text for name, text in pages().items()}
+
+
 def generated() -> dict[str, str]:
     """All pages in Markdown that are made here, by their places in the site."""
-    return {**interface(), "reference/commands.md": commands()}
+    return {**interface(), "reference/commands.md": commands(), "compatibility.md": compatibility(), **papers()}
 
 
 NAMES = frozenset(
     {"gallery.md", "playground.html", "reference/index.md", "reference/commands.md"}
     | {f"reference/{module}.md" for module in MODULES}
+    | {"compatibility.md", *(f"papers/{name}.md" for name in ("pipemorph", "flexpipe", "amdp", "audit"))}
 )
 """What a link may lead to that is only there when the site is built."""

@@ -18,10 +18,15 @@ _LINK = re.compile(r"(?P<before>\]\()(?P<target>[^)\s#]+)(?P<anchor>#[^)\s]*)?(?
 _FENCE = re.compile(r"^```.*?^```$", re.DOTALL | re.MULTILINE)
 
 
-def linked_files() -> dict[str, Path]:
-    """The files outside docs/ that pages link to, and what those link to, by their places in the site."""
+def linked_files(made: dict[str, str]) -> dict[str, Path]:
+    """The files outside docs/ that pages link to, and what those link to, by their places in the site.
+
+    Args:
+        made: the pages that are not in docs/, but made when the site is built: their texts, by their places.
+    """
     found: dict[str, Path] = {}
     waiting = [ROOT / "CHANGELOG.md", ROOT / "CONTRIBUTING.md", ROOT / "LICENSE", *sorted(DOCS.rglob("*.md"))]
+    waiting += [file for place, text in made.items() for file in _linked(DOCS / place, text)]
     seen: set[Path] = set()
     while waiting:
         page = waiting.pop()
@@ -31,9 +36,14 @@ def linked_files() -> dict[str, Path]:
         if DOCS not in page.parents:
             found[place(page)] = page
         if page.suffix == ".md":
-            text = _FENCE.sub("", page.read_text(encoding="utf-8"))
-            waiting += [_file(page, match["target"]) for match in _LINK.finditer(text) if _is_ours(match["target"])]
+            waiting += _linked(page, page.read_text(encoding="utf-8"))
     return found
+
+
+def _linked(page: Path, text: str) -> list[Path]:
+    """The files of the repository that a page links to."""
+    found = _LINK.finditer(_FENCE.sub("", text))
+    return [_file(page, match["target"]) for match in found if _is_ours(match["target"])]
 
 
 def place(file: Path) -> str:
@@ -52,7 +62,7 @@ def relinked(text: str, here: str) -> str:
         if not _is_ours(target):
             return match[0]
         file = _file(page, target)
-        if ROOT not in file.parents or not file.is_file():
+        if ROOT not in file.parents or not (file.is_file() or DOCS in file.parents):
             return match[0]
         link = os.path.relpath(place(file), os.path.dirname(here) or ".")
         return f"{match['before']}{link}{match['anchor'] or ''}{match['after']}"

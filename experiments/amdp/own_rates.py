@@ -175,22 +175,6 @@ def _judged(rows: Sequence[Row]) -> Iterator[list[str]]:
         yield [name, f"{own_rate(rows, name):g}", loss, mean_of(own), each, mean_of(best)]
 
 
-def markdown(rows: Sequence[Row]) -> Iterator[str]:
-    """The lines of the tutorial's table."""
-    yield "| `penstock train` | own `--lr` | loss | above `1f1b` with the same optimizer | above the best `1f1b` |"
-    yield "|---|---:|---:|---:|---:|"
-    for name, system in SYSTEMS.items():
-        if losses := judged(rows, name):
-            own, best = (over(rows, name, other) for other in (system.like, best_synchronous(rows)))
-            cells = [
-                f"{own_rate(rows, name):g}",
-                f"{statistics.mean(losses.values()):.3f}",
-                mean_of(own),
-                mean_of(best),
-            ]
-            yield f"| `{system.options}` | {' | '.join(cells)} |"
-
-
 def mean_of(shares: Sequence[float]) -> str:
     return f"{statistics.mean(shares):+.2%}" if shares else "-"
 

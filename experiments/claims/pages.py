@@ -1,24 +1,25 @@
-"""The pages of the site on the papers, made out of committed results.
+"""The pages of the site on the papers, made out of committed results when the site is built.
 
-python -m experiments.claims.pages      a second; writes docs/papers/, and a table of the tutorial on AMDP
+python -m experiments.claims.pages [FOLDER]     a second; writes the pages to build/papers, or to another folder
 """
 
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 from statistics import median
 from typing import Any
 
-from experiments.amdp import own_rates
 from experiments.claims import amdp, flexpipe, pipemorph
 from experiments.claims.claim import ROOT, Claim, Item, Paper, facts_of, rows_of
-from experiments.common.readme import write_between
 
-FOLDER = ROOT / "docs" / "papers"
+FOLDER = ROOT / "build" / "papers"
 PAPERS = (pipemorph.PAPER, flexpipe.PAPER, amdp.PAPER)
-TUTORIAL = ROOT / "docs" / "tutorials" / "asynchronous.md"
 AUDIT = ROOT / "experiments" / "claims" / "audit.json"
+SITE = "docs/papers/"
+"""Where the site has these pages. The repository has no such folder."""
 NAMES = {"PM": "PipeMorph", "FP": "FlexPipe", "AM": "AMDP"}
 PAPER_OF = dict(zip(NAMES, PAPERS, strict=True))
 """By what the audit calls it."""
@@ -221,11 +222,7 @@ def audit() -> str:
 def _evidence(each: str) -> str:
     path, _, test = each.partition("::")
     if path.startswith("docs/"):
-        target = (
-            path.removeprefix("docs/papers/")
-            if path.startswith("docs/papers/")
-            else f"../{path.removeprefix('docs/')}"
-        )
+        target = path.removeprefix(SITE) if path.startswith(SITE) else f"../{path.removeprefix('docs/')}"
     else:
         target = f"../../{path}"
     return f"[{test.replace('_', ' ') if test else _name(path)}]({target})"
@@ -233,6 +230,8 @@ def _evidence(each: str) -> str:
 
 def _name(path: str) -> str:
     """What a link to a file says: a page's title, the folder of a README, else the file's name."""
+    if path.startswith(SITE):
+        return next(each.title for each in PAPERS if path == f"{SITE}{each.key}.md")
     folder, _, file = path.rpartition("/")
     if file == "README.md":
         return folder
@@ -266,11 +265,11 @@ def real_rows(value: dict[str, Any]) -> Iterator[str]:
 
 
 def main() -> None:
-    FOLDER.mkdir(exist_ok=True)
+    folder = Path(sys.argv[1]) if len(sys.argv) > 1 else FOLDER
+    folder.mkdir(parents=True, exist_ok=True)
     for name, text in pages().items():
-        (FOLDER / name).write_text(text, encoding="utf-8")
-        print(f"docs/papers/{name}")
-    write_between(TUTORIAL, "own rates", own_rates.markdown(rows_of("amdp/own_rates")))
+        (folder / name).write_text(text, encoding="utf-8")
+        print(folder / name)
 
 
 if __name__ == "__main__":

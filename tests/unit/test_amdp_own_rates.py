@@ -21,15 +21,12 @@ from experiments.amdp.own_rates import (
     Job,
     best_synchronous,
     lines,
-    markdown,
     next_job,
     over,
     own_rate,
 )
 from experiments.claims.amdp import NUMBERS
 from experiments.claims.claim import ROOT
-from experiments.claims.pages import TUTORIAL
-from experiments.common.readme import between
 from experiments.common.results import load
 
 pytestmark = pytest.mark.unit
@@ -99,13 +96,6 @@ def test_the_committed_runs_are_those_that_the_protocol_asks_for() -> None:
         assert asked is not None
         assert {name: row[name] for name in asdict(asked)} == asdict(asked)
     assert next_job(rows) is None
-
-
-@pytest.mark.results
-def test_the_tutorial_has_the_table_of_the_results() -> None:
-    page = TUTORIAL.read_text(encoding="utf-8")
-    made = "".join(f"{line}\n" for line in markdown(load(RESULTS, "own_rates")))
-    assert between(page, "own rates") == made, "run python -m experiments.claims.pages"
 
 
 @pytest.mark.results

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from dataclasses import replace
 from itertools import product
-from pathlib import Path
-from runpy import run_path
 
 import pytest
 import torch
@@ -43,13 +41,6 @@ CELLS = [
     FeatureCombination(schedule, dp, one_process=one_process, tied={"a, b": [0, 2]} if tied else {})
     for schedule, dp, one_process, tied in product(FAMILIES.values(), [1, 2], [False, True], [False, True])
 ]
-
-
-def test_the_page_is_the_table() -> None:
-    """`python docs/site/compatibility.py > docs/compatibility.md` writes it."""
-    docs = Path(__file__).parents[2] / "docs"
-    page = run_path(str(docs / "site" / "compatibility.py"))["page"]
-    assert (docs / "compatibility.md").read_text(encoding="utf-8") == page()
 
 
 def test_every_row_refuses_something_and_none_what_has_one_of_its_features() -> None:

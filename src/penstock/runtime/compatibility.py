@@ -4,8 +4,8 @@ schedule --require_runnable--> stages --names_of_layers--> FeatureCombination --
    |
    +--allowed_adaptation--> what may change of it while it runs
 
-`REFUSALS` is the table of a pipeline's features that exclude one another. `docs/site/compatibility.py` writes
-docs/compatibility.md from it.
+`REFUSALS` is the table of a pipeline's features that exclude one another. The site's page of them is made from it
+by `docs/site/pages.py`.
 """
 
 from __future__ import annotations
