@@ -28,9 +28,8 @@ from experiments.common.record import record
 from penstock.library import build
 from penstock.runtime import partition
 from penstock.train.settings import Settings
-from penstock.tune.database import Database
 from penstock.tune.device import Clock, num_devices, others
-from penstock.tune.meter import Meter, NeededProfile
+from penstock.tune.meter import Measurements, Meter, NeededProfile
 from penstock.tune.predict import predict
 from penstock.tune.search import TuneCandidate
 from penstock.tune.space import Shape, TunePlan
@@ -120,11 +119,8 @@ def run(
 
 def _round(setting: Setting, base: Settings, model: TunedModel, steps: int, seconds: float) -> dict[str, Any]:
     schedule = build(setting.schedule, setting.pp, setting.num_microbatches)
-    with (
-        tempfile.TemporaryDirectory(prefix="penstock-bench-") as name,
-        Database(Path(name) / "new.sqlite") as database,
-    ):
-        meter = Meter(model, base, database, seconds)
+    with tempfile.TemporaryDirectory(prefix="penstock-bench-") as name:
+        meter = Meter(model, base, Measurements(Path(name)), seconds)
         need = NeededProfile(setting.microbatch_size, setting.num_ranks, False)
         meter.prepare([need], [setting.num_ranks])
     profile, transfer = meter.profiles[need], meter.transfers[setting.num_ranks]

@@ -73,11 +73,11 @@ def test_it_measures_searches_and_remembers(
     assert second["best"] == first["best"]
     steps = [each["step_ms"] for each in first["best"]]
     assert steps == sorted(steps)
-    assert (tmp_path / "cache" / "penstock" / "profiles.sqlite").exists()
-    elsewhere = told(capsys, "tune", *NANO, "--database", str(tmp_path / "other.sqlite"))
+    assert len(list((tmp_path / "cache" / "penstock" / "measurements").iterdir())) == 6
+    elsewhere = told(capsys, "tune", *NANO, "--database", str(tmp_path / "other"))
     assert elsewhere["num_measured"] == 6
     assert main(["tune", *NANO]) == 0
-    assert "nothing measured, 6 taken from the database" in capsys.readouterr().out
+    assert "nothing measured, 6 measured before" in capsys.readouterr().out
 
 
 @pytest.mark.slow
@@ -221,7 +221,7 @@ def test_a_profile_written_is_read_again(
     assert read["best"][0]["tokens_per_second"] is None
     assert main(["tune", "--profile-only", *measure]) == 0
     printed = capsys.readouterr().out
-    assert "0 measured, 3 taken from the database" in printed
+    assert "0 measured, 3 measured before" in printed
     assert "block 1" in printed
     assert "microbatches of 9" not in printed
     message = refused(capsys, "tune", "--costs", str(file), "--ranks", "2", "--microbatch-size", "4")
@@ -318,13 +318,13 @@ def test_bad_cost_files_are_refused(
     assert said in message
 
 
-def test_a_damaged_database_is_told(
+def test_a_folder_of_measurements_that_is_a_file_is_told(
     ranks: tune_models.Ranks, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     file = tmp_path / "db.sqlite"
-    file.write_bytes(b"garbage" * 1000)
+    file.write_bytes(b"of an older version")
     message = refused(capsys, "tune", *NANO, "--database", str(file))
-    assert message.startswith(f"{file} is damaged")
+    assert message.startswith(f"measurements can't be kept in {file}")
     assert ranks.tasks == []
 
 

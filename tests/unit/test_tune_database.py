@@ -1,10 +1,10 @@
-"""Measurements are kept, found again under their key only, and a file that is no good is named."""
+"""Measurements are kept, found again under their key only, and a damaged file is named."""
 
 from __future__ import annotations
 
 import dataclasses
+import json
 import os
-import sqlite3
 from pathlib import Path
 
 import pytest
@@ -12,9 +12,9 @@ import pytest
 import tune_models
 from penstock.train.settings import Settings
 from penstock.tune import meter as meter_module
-from penstock.tune.database import Database, default_path
-from penstock.tune.errors import DatabaseError
-from penstock.tune.meter import Meter, NeededProfile
+from penstock.tune.errors import TuneError
+from penstock.tune.meter import Measurements, Meter, NeededProfile, default_folder
+from penstock.tune.profile import Profile
 from penstock.tune.tuned_model import tuned_model
 
 pytestmark = pytest.mark.unit
@@ -31,23 +31,24 @@ def ranks(monkeypatch: pytest.MonkeyPatch) -> tune_models.Ranks:
 
 
 def measured(path: Path, settings: Settings = SMALL, fresh: bool = False) -> Meter:
-    with Database(path) as database:
-        meter = Meter(tuned_model(settings), settings, database, fresh=fresh)
-        meter.prepare(NEEDS, [1, 2])
+    meter = Meter(tuned_model(settings), settings, Measurements(path), fresh=fresh)
+    meter.prepare(NEEDS, [1, 2])
     return meter
 
 
 def test_what_was_put_is_there_again(tmp_path: Path) -> None:
-    path = tmp_path / "new" / "folder" / "profiles.sqlite"
-    with Database(path) as database:
-        assert database.get({"a": 1}) is None
-        database.put({"b": [1, 2], "a": 1}, {"x": 0.1})
-        database.put({"a": 2}, {"x": 1})
-        database.put({"a": 2}, {"x": 2})
-    with Database(path) as database:
-        assert database.get({"a": 1, "b": [1, 2]}) == {"x": 0.1}
-        assert database.get({"a": 2}) == {"x": 2}
-        assert len(database) == 2
+    folder = tmp_path / "new" / "folder"
+    first, second = tune_models.profile(seed=1), tune_models.profile(seed=2)
+    kept = Measurements(folder)
+    assert kept.get({"a": 1}, Profile.from_json) is None
+    kept.put({"b": [1, 2], "a": 1}, first.to_json())
+    kept.put({"a": 2}, first.to_json())
+    kept.put({"a": 2}, second.to_json())
+    again = Measurements(folder)
+    assert again.get({"a": 1, "b": [1, 2]}, Profile.from_json) == first
+    assert again.get({"a": 2}, Profile.from_json) == second
+    files = [json.loads(path.read_text()) for path in folder.iterdir()]
+    assert sorted((file["key"] for file in files), key=str) == [{"a": 2}, {"b": [1, 2], "a": 1}]
 
 
 def test_the_second_time_nothing_is_measured(tmp_path: Path, ranks: tune_models.Ranks) -> None:
@@ -124,67 +125,33 @@ def test_what_every_op_costs_is_taken_off_the_layers(tmp_path: Path, ranks: tune
     assert told.update == pytest.approx((1.2, 1.5, 1.5, 1.8))
 
 
-@pytest.mark.parametrize("content", [b"no database at all" * 100, b"SQLite format 3\0" + b"\xff" * 4000])
-def test_a_damaged_file_is_named_with_the_way_out(tmp_path: Path, content: bytes) -> None:
-    path = tmp_path / "profiles.sqlite"
-    path.write_bytes(content)
-    with pytest.raises(DatabaseError, match=r"profiles\.sqlite is damaged .*delete it.*--database"):
-        Database(path)
-    assert path.read_bytes() == content
-
-
-def test_a_damaged_row_is_named(tmp_path: Path, ranks: tune_models.Ranks) -> None:
-    path = tmp_path / "db"
-    measured(path)
-    for value in ('{"f": 1}', "[1]", "{"):
-        connection = sqlite3.connect(path)
-        with connection:
-            connection.execute("update measurements set value = ?", (value,))
-        connection.close()
-        with pytest.raises(DatabaseError, match=r"db is damaged .*delete it"):
-            measured(path)
-
-
-def test_a_database_of_something_else_is_left_alone(tmp_path: Path) -> None:
-    path = tmp_path / "other.sqlite"
-    connection = sqlite3.connect(path)
-    with connection:
-        connection.execute("create table people (name text)")
-    connection.close()
-    before = path.read_bytes()
-    with pytest.raises(DatabaseError, match="of something else"):
-        Database(path)
-    assert path.read_bytes() == before
-
-
-def test_a_newer_database_is_refused(tmp_path: Path) -> None:
-    with Database(tmp_path / "db"):
-        pass
-    connection = sqlite3.connect(tmp_path / "db")
-    with connection:
-        connection.execute("pragma user_version = 99")
-    connection.close()
-    with pytest.raises(DatabaseError, match="newer Penstock"):
-        Database(tmp_path / "db")
+@pytest.mark.parametrize("damage", ["", "no JSON", "[1]", "{}", '{"value": [1]}', '{"value": {"f": [1]}}'])
+def test_a_damaged_file_is_named_with_the_way_out(tmp_path: Path, ranks: tune_models.Ranks, damage: str) -> None:
+    measured(tmp_path)
+    for path in tmp_path.iterdir():
+        path.write_text(damage)
+    with pytest.raises(TuneError, match=r"/[0-9a-f]{16}\.json is damaged .*delete it to measure again"):
+        measured(tmp_path)
+    assert all(path.read_text() == damage for path in tmp_path.iterdir())
+    assert measured(tmp_path, fresh=True).num_measured == 5
 
 
 def test_a_place_that_can_not_be_written_is_told(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    with pytest.raises(DatabaseError, match="can't be opened"):
-        Database(tmp_path / "file" / "db")
-    with pytest.raises(DatabaseError, match=r"can't be opened|can't be used"):
-        Database(tmp_path)
+    for path in (tmp_path / "file" / "db", tmp_path / "file"):
+        with pytest.raises(TuneError, match=r"can't be kept in .*give another folder with --database"):
+            Measurements(path)
 
 
 def test_the_default_lies_in_the_cache_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    assert default_path() == tmp_path / "penstock" / "profiles.sqlite"
+    assert default_folder() == tmp_path / "penstock" / "measurements"
     monkeypatch.delenv("XDG_CACHE_HOME")
-    assert default_path() == Path.home() / ".cache" / "penstock" / "profiles.sqlite"
+    assert default_folder() == Path.home() / ".cache" / "penstock" / "measurements"
 
 
 def test_a_user_without_a_home_is_told_where_measurements_may_be_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
     monkeypatch.setattr(os.path, "expanduser", lambda path: path)  # as it is for a user that the system does not know
-    with pytest.raises(DatabaseError, match=r"no home folder.*XDG_CACHE_HOME"):
-        default_path()
+    with pytest.raises(TuneError, match=r"no home folder.*XDG_CACHE_HOME"):
+        default_folder()

@@ -182,7 +182,7 @@ def test_what_is_refused_says_why(net: Path, line: str, why: str, capsys: pytest
 def test_a_file_beside_that_of_the_model_changed_and_old_measurements_were_taken(
     net: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What a database goes by was the file of the model alone, and not what it imports from its folder."""
+    """What measurements go by was the file of the model alone, and not what it imports from its folder."""
     parts = net.parent / "parts_of_net"
     parts.mkdir()
     (parts / "__init__.py").write_text("")

@@ -76,15 +76,15 @@ Batch = Annotated[
 Clip = Annotated[float, typer.Option("--clip", min=0, help="Largest norm of the gradient; 0 for no clipping.")]
 Device = Annotated[str, typer.Option("--device", help="Device that ops run on: cpu or cuda.")]
 Threads = Annotated[int, typer.Option("--threads", min=1, help="Threads per rank.")]
-DatabaseFile = Annotated[
+MeasurementsFolder = Annotated[
     str | None,
-    typer.Option("--database", metavar="FILE", help="File of measurements. [one in your cache folder]"),
+    typer.Option("--database", metavar="FOLDER", help="Folder of measurements. [one in your cache folder]"),
 ]
 Seconds = Annotated[
     float,
     typer.Option("--seconds", min=0.01, help="For how many seconds to measure, each microbatch size."),
 ]
-Fresh = Annotated[bool, typer.Option("--fresh", help="Measure again what the database has.")]
+Fresh = Annotated[bool, typer.Option("--fresh", help="Measure again what was measured before.")]
 
 
 @app.command(short_help="Find the fastest way to train a model.")
@@ -182,7 +182,7 @@ def tune(
     steps: Annotated[
         int, typer.Option("--steps", min=1, help="How many steps to run, each of them twice, with --verify.")
     ] = 10,
-    database: DatabaseFile = None,
+    database: MeasurementsFolder = None,
     seconds: Seconds = 1.0,
     fresh: Fresh = False,
     profile_only: Annotated[
@@ -203,7 +203,7 @@ def tune(
 ) -> None:
     """Measure a model's layers and messages, simulate every way to train it, and rank them by throughput.
 
-    Measured are F, B, I, W, the update and the memory of every layer. What the database has is used again.
+    Measured are F, B, I, W, the update and the memory of every layer. What was measured before is used again.
     """
     from penstock.train.kinds import CLIP, usual_of
     from penstock.train.settings import Settings
@@ -291,7 +291,7 @@ def _profile(
         )
         return
     report.show_profile(profiles, meter.transfers)
-    print(f"\n{meter.num_measured} measured, {meter.num_reused} taken from the database")
+    print(f"\n{meter.num_measured} measured, {meter.num_reused} measured before")
     for notice in meter.notices:
         print(f"note  {notice}")
     if out is not None:
@@ -340,7 +340,7 @@ def _source(
     seconds: float,
     fresh: bool,
 ) -> Source:
-    from penstock.tune.database import default_path
+    from penstock.tune.meter import default_folder
     from penstock.tune.session import EstimatedSource, FileSource, MeasuredSource
 
     if costs is not None and tflops is not None:
@@ -354,7 +354,7 @@ def _source(
         return FileSource(costs)
     if tflops is not None:
         return EstimatedSource(tflops, latency, bandwidth * 1e6)  # GB/s are 1e6 bytes a ms
-    return MeasuredSource(default_path() if database is None else Path(database), seconds, fresh)
+    return MeasuredSource(default_folder() if database is None else Path(database), seconds, fresh)
 
 
 def _numbers(option: str, text: str | None) -> list[int] | None:

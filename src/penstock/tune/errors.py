@@ -9,12 +9,6 @@ class TuneError(ValueError):
     rule = "tune"
 
 
-class DatabaseError(TuneError):
-    """The database of measurements cannot be used."""
-
-    rule = "database"
-
-
 class RanksFailed(TuneError):
     """Processes that measured or verified ended without a result."""
 

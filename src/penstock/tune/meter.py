@@ -1,23 +1,36 @@
-"""The measurements that a search needs: taken from the database if they are in it, and measured otherwise."""
+"""The measurements that a search needs: read from a folder if they are in it, and measured otherwise.
+
+Each measurement is one JSON file, so that nothing is measured twice:
+
+    9f86d081884c7d65.json    {"key": {"model": ..., "device": ..., "torch": ..., ...}, "value": {...}}
+
+The key holds everything that the numbers depend on, and the file is named by a hash of the key.
+"""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+import hashlib
+import json
+import os
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from statistics import fmean
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 
+from penstock.formats.files import replaced
 from penstock.train.settings import Settings
-from penstock.tune.database import Database
 from penstock.tune.device import device_name
-from penstock.tune.errors import DatabaseError, TuneError
+from penstock.tune.errors import TuneError
 from penstock.tune.layers import NO_LAYER
 from penstock.tune.profile import BYTES, KINDS, TIMES, MessageCosts, Profile
 from penstock.tune.tuned_model import TunedModel
 from penstock.tune.work import Task, WorkerAnswer, run_job
+
+T = TypeVar("T")
 
 VERSION = 4
 """Version of how we measure. Measurements of another version are not used."""
@@ -38,6 +51,61 @@ class NeededProfile:
     num_sharing: int = 1
 
 
+def default_folder() -> Path:
+    """`penstock/measurements` in the user's cache folder (XDG_CACHE_HOME, else ~/.cache).
+
+    Raises:
+        TuneError: this user has no such folder, as in a container.
+    """
+    cache = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
+    try:
+        return Path(cache).expanduser() / "penstock" / "measurements"
+    except RuntimeError:
+        raise TuneError(
+            "this user has no home folder to keep measurements in; set HOME or XDG_CACHE_HOME, or give --database"
+        ) from None
+
+
+class Measurements:
+    """The measurements in one folder, which is made when needed.
+
+    Raises:
+        TuneError: the folder can't be made.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise TuneError(
+                f"measurements can't be kept in {folder}: {error.strerror}; give another folder with --database"
+            ) from None
+
+    def get(self, key: Mapping[str, Any], read: Callable[[dict[str, Any], str], T]) -> T | None:
+        """Reads what was measured under this key, or returns None.
+
+        Raises:
+            TuneError: the file is damaged. The message names the file.
+        """
+        path = self._path(key)
+        try:
+            return read(json.loads(path.read_text(encoding="utf-8"))["value"], "measured")
+        except FileNotFoundError:
+            return None
+        except (ValueError, TypeError, KeyError) as error:
+            raise TuneError(f"{path} is damaged ({error}); delete it to measure again") from None
+
+    def put(self, key: Mapping[str, Any], value: Mapping[str, Any]) -> None:
+        """Stores a measurement. It replaces an older one under the same key."""
+        with replaced(self._path(key)) as beside:
+            beside.write_text(json.dumps({"key": key, "value": value}, allow_nan=False), encoding="utf-8")
+
+    def _path(self, key: Mapping[str, Any]) -> Path:
+        text = json.dumps(key, sort_keys=True, allow_nan=False)
+        return self._folder / f"{hashlib.sha256(text.encode()).hexdigest()[:16]}.json"
+
+
 class MeasurementRequest(NamedTuple):
     """What ranks are asked to measure, and the function that takes their answer."""
 
@@ -49,21 +117,22 @@ class Meter:
     """Measures one model on this machine, and remembers the results.
 
     Args:
+        measurements: where results are kept.
         seconds: to measure each microbatch size and number of ranks.
-        fresh: whether to measure again what the database has.
+        fresh: whether to measure again what is known.
         say: is called with a line before something is measured.
 
     Attributes:
         model: that is measured. threads: of each rank. say: is called with a line before something is measured.
         profiles, transfers: what was prepared; transfers by number of ranks.
-        num_measured, num_reused: profiles and transfers that were measured, or taken from the database.
+        num_measured, num_reused: profiles and transfers that were measured now, or before.
     """
 
     def __init__(
         self,
         model: TunedModel,
         settings: Settings,
-        database: Database,
+        measurements: Measurements,
         seconds: float = 1.0,
         fresh: bool = False,
         say: Callable[[str], None] | None = None,
@@ -71,7 +140,7 @@ class Meter:
         self.num_measured = self.num_reused = 0
         self._disturbed: list[tuple[float, str]] = []
         self.model, self._settings = model, settings
-        self._database, self._seconds, self._fresh = database, seconds, fresh
+        self._measurements, self._seconds, self._fresh = measurements, seconds, fresh
         self.say = say or (lambda line: None)
         self.threads = settings.threads or 1
         self.profiles: dict[NeededProfile, Profile] = {}
@@ -83,25 +152,25 @@ class Meter:
         Finished measurements are kept even if the rest is interrupted.
 
         Raises:
-            RanksFailed, DatabaseError, TuneError; KeyboardInterrupt.
+            RanksFailed, TuneError; KeyboardInterrupt.
         """
         prepare_together([(self, needs)], num_ranks)
 
     def missing(self, needs: Sequence[NeededProfile], num_ranks: Sequence[int]) -> list[MeasurementRequest]:
-        """Which of these must be measured by ranks. The others are taken from the database."""
+        """Which of these must be measured by ranks. The others are read."""
         found: list[MeasurementRequest] = []
         for need in dict.fromkeys(needs):
             if need not in self.profiles:
-                known = self._known(self._layers_key(need))
+                known = self._known(self._layers_key(need), Profile.from_json)
                 if known is not None:
-                    self.profiles[need] = self._read(Profile.from_json, known)
+                    self.profiles[need] = known
                 else:
                     found.append(self._layers_task(need))
         for parallel in num_ranks:
             if parallel not in self.transfers:
-                known = self._known(self._transfer_key(parallel))
-                if known is not None:
-                    self.transfers[parallel] = self._read(MessageCosts.from_json, known)
+                costs = self._known(self._transfer_key(parallel), MessageCosts.from_json)
+                if costs is not None:
+                    self.transfers[parallel] = costs
                 else:
                     found.append(self._transfer_task(parallel))
         return found
@@ -159,27 +228,18 @@ class Meter:
 
         return MeasurementRequest(task, keep)
 
-    # The database.
+    # What is known.
 
-    def _known(self, key: dict[str, Any]) -> dict[str, Any] | None:
-        known = None if self._fresh else self._database.get(key)
+    def _known(self, key: dict[str, Any], read: Callable[[dict[str, Any], str], T]) -> T | None:
+        known = None if self._fresh else self._measurements.get(key, read)
         self.num_reused += known is not None
         return known
 
     def _keep(self, key: dict[str, Any], value: dict[str, Any], answer: WorkerAnswer, text: str) -> None:
-        self._database.put(key, value)
+        self._measurements.put(key, value)
         self.num_measured += 1
         if answer.others is not None and answer.others > BUSY:
             self._disturbed.append((answer.others, text.removeprefix("measuring ")))
-
-    def _read(self, reader: Callable[[dict[str, Any], str], Any], value: dict[str, Any]) -> Any:
-        try:
-            return reader(value, "measured")
-        except TuneError as error:
-            raise DatabaseError(
-                f"{self._database.path} is damaged ({error}); delete it to measure again, or give another "
-                "with --database"
-            ) from None
 
     def _layers_key(self, need: NeededProfile) -> dict[str, Any]:
         settings, needed = self._settings, dataclasses.asdict(need)
@@ -213,7 +273,7 @@ def prepare_together(wanted: Sequence[tuple[Meter, Sequence[NeededProfile]]], nu
     once for each number of ranks side by side.
 
     Raises:
-        RanksFailed, DatabaseError, TuneError; KeyboardInterrupt.
+        RanksFailed, TuneError; KeyboardInterrupt.
     """
     first = wanted[0][0]
     for parallel in sorted({need.num_parallel for _, needs in wanted for need in needs} | set(num_ranks)):

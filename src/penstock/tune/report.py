@@ -219,7 +219,7 @@ def _summary(outcome: TuneOutcome) -> str:
         said.append(f"{found.refused.total()} of them penstock train would refuse, like: {reason}")
     if outcome.num_measured or outcome.num_reused:
         measured = f"{outcome.num_measured} profiles measured" if outcome.num_measured else "nothing measured"
-        said.append(f"{measured}, {outcome.num_reused} taken from the database")
+        said.append(f"{measured}, {outcome.num_reused} measured before")
     return "; ".join(said) + ("; interrupted: the best so far" if outcome.interrupted else "")
 
 

@@ -11,11 +11,10 @@ from typing import Any
 from penstock.train.kinds import CLIP, CONTRAST
 from penstock.train.settings import Settings
 from penstock.tune.costs_file import CostsFile, load_costs_file
-from penstock.tune.database import Database
 from penstock.tune.device import num_devices
 from penstock.tune.errors import TuneError
 from penstock.tune.estimate import estimate, estimate_ends
-from penstock.tune.meter import Meter, NeededProfile, prepare_together
+from penstock.tune.meter import Measurements, Meter, NeededProfile, prepare_together
 from penstock.tune.profile import MessageCosts, Profile
 from penstock.tune.search import RankedCandidate, SearchFound, TuneCandidate, search
 from penstock.tune.space import SHARED_ENDS, Shape, TuneSpace
@@ -26,9 +25,9 @@ from penstock.tune.verify import MeasuredCandidate, verify
 
 @dataclass(frozen=True)
 class MeasuredSource:
-    """Costs measured on this machine, or found in the database."""
+    """Costs measured on this machine now or before; measurements are kept in `folder`."""
 
-    database: Path
+    folder: Path
     seconds: float = 1.0
     fresh: bool = False
 
@@ -128,7 +127,7 @@ def tune(
     An interrupt ends with the best so far, if there is any.
 
     Raises:
-        TuneError, SettingsError, DatabaseError: an invalid request, or nothing that fits.
+        TuneError, SettingsError: an invalid request, or nothing that fits.
         RanksFailed: measuring or verifying failed.
     """
     if asked.memory_limit is not None and not asked.memory_limit > 0:
@@ -164,7 +163,7 @@ def measure(
     """Measures layers with `num_ranks` side by side, and messages.
 
     Raises:
-        TuneError, SettingsError, DatabaseError, RanksFailed.
+        TuneError, SettingsError, RanksFailed.
     """
     if settings.model == CLIP:
         raise TuneError(
@@ -177,9 +176,8 @@ def measure(
         raise TuneError(f"microbatches of {wrong[0]} samples hold nothing; give at least 1")
     if num_ranks > model.num_layers:
         raise TuneError(f"{model.name} has {model.num_layers} layers, too few for {num_ranks} ranks")
-    with Database(source.database) as database:
-        meter = Meter(model, settings, database, source.seconds, source.fresh, say)
-        meter.prepare([NeededProfile(size, num_ranks, recompute) for size in microbatch_sizes], [min(2, num_ranks)])
+    meter = Meter(model, settings, Measurements(source.folder), source.seconds, source.fresh, say)
+    meter.prepare([NeededProfile(size, num_ranks, recompute) for size in microbatch_sizes], [min(2, num_ranks)])
     return meter
 
 
@@ -207,25 +205,24 @@ def _tune_here(
     def need(shape: Shape, recompute: bool) -> NeededProfile:
         return NeededProfile(shape.microbatch_size, min(shape.pp * shape.dp, devices, model.num_layers), recompute)
 
-    with Database(source.database) as database:
-        meter = Meter(model, settings, database, source.seconds, source.fresh, say)
-        needs = list(dict.fromkeys(need(shape, again) for shape in shapes for again in space.recompute))
-        needs += list(dict.fromkeys(need_ends(shape) for shape in shapes if shape in sharing))
-        several = any(shape.pp * shape.dp > 1 for shape in shapes)
-        alone = any(shape.pp * shape.dp == 1 for shape in shapes)
-        interrupted = False
-        try:
-            meter.prepare(needs, [*([1] if alone else []), *([2] if several else [])])
-        except KeyboardInterrupt:
-            interrupted = True  # what was measured until now may be enough for a part of the space
+    meter = Meter(model, settings, Measurements(source.folder), source.seconds, source.fresh, say)
+    needs = list(dict.fromkeys(need(shape, again) for shape in shapes for again in space.recompute))
+    needs += list(dict.fromkeys(need_ends(shape) for shape in shapes if shape in sharing))
+    several = any(shape.pp * shape.dp > 1 for shape in shapes)
+    alone = any(shape.pp * shape.dp == 1 for shape in shapes)
+    interrupted = False
+    try:
+        meter.prepare(needs, [*([1] if alone else []), *([2] if several else [])])
+    except KeyboardInterrupt:
+        interrupted = True  # what was measured until now may be enough for a part of the space
 
-        def transfer_of(shape: Shape) -> MessageCosts | None:
-            return meter.transfers.get(min(2, shape.pp * shape.dp))
+    def transfer_of(shape: Shape) -> MessageCosts | None:
+        return meter.transfers.get(min(2, shape.pp * shape.dp))
 
-        found = _searched(
-            asked, space, lambda shape, again: meter.profiles.get(need(shape, again)), transfer_of, devices, progress,
-            interrupted, lambda shape: meter.profiles.get(need_ends(shape)) if shape in sharing else None,
-        )  # fmt: skip
+    found = _searched(
+        asked, space, lambda shape, again: meter.profiles.get(need(shape, again)), transfer_of, devices, progress,
+        interrupted, lambda shape: meter.profiles.get(need_ends(shape)) if shape in sharing else None,
+    )  # fmt: skip
     outcome = TuneOutcome(
         model.name, settings, model, space, found, meter.num_measured, meter.num_reused, notices=meter.notices,
         interrupted=found.interrupted or interrupted,
@@ -265,30 +262,29 @@ def _tune_towers(
         )
         return list(dict.fromkeys(found))
 
-    with Database(source.database) as database:
-        meters = {
-            part: Meter(each, settings, database, source.seconds, source.fresh, say)
-            for part, each in parts_of(settings).items()
-        }
-        first = next(iter(meters.values()))
-        ranks = [count for count in (1, 2) if any(min(2, shape.pp * shape.dp) == count for shape in shapes)]
-        interrupted = False
-        try:
-            prepare_together([(meter, needs(part)) for part, meter in meters.items()], ranks)
-        except KeyboardInterrupt:
-            interrupted = True
-        found = search_towers(
-            towers,
-            settings,
-            lambda part, size, processes, again: meters[part].profiles.get(need(size, processes, again)),
-            lambda shape: first.transfers.get(min(2, shape.pp * shape.dp)),
-            asked.memory_limit,
-            max(asked.num_best, asked.num_verified),
-            settings.dispatch,
-            devices,
-            progress,
-            interrupted,
-        )
+    meters = {
+        part: Meter(each, settings, Measurements(source.folder), source.seconds, source.fresh, say)
+        for part, each in parts_of(settings).items()
+    }
+    first = next(iter(meters.values()))
+    ranks = [count for count in (1, 2) if any(min(2, shape.pp * shape.dp) == count for shape in shapes)]
+    interrupted = False
+    try:
+        prepare_together([(meter, needs(part)) for part, meter in meters.items()], ranks)
+    except KeyboardInterrupt:
+        interrupted = True
+    found = search_towers(
+        towers,
+        settings,
+        lambda part, size, processes, again: meters[part].profiles.get(need(size, processes, again)),
+        lambda shape: first.transfers.get(min(2, shape.pp * shape.dp)),
+        asked.memory_limit,
+        max(asked.num_best, asked.num_verified),
+        settings.dispatch,
+        devices,
+        progress,
+        interrupted,
+    )
     outcome = TuneOutcome(
         model.name, settings, model, space, found, sum(meter.num_measured for meter in meters.values()),
         sum(meter.num_reused for meter in meters.values()),
