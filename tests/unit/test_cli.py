@@ -420,7 +420,6 @@ def test_options_of_a_library_schedule_are_reached(penstock: Any) -> None:
         ("plan --placement all --ranks 2 --microbatches 2", "html"),
         ("play", "html"),
         ("data generate 4", "json"),
-        ("data images 2 --side 4 --context 64", "json"),
     ],
 )
 def test_whatever_a_verb_writes_it_says_so(words: str, ending: str, penstock: Any, tmp_path: Path) -> None:

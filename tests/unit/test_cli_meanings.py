@@ -78,7 +78,7 @@ for each in EVERY:
 
 def test_the_collection_is_whole() -> None:
     verbs = dict(commands(application()))
-    assert {"train", "plan", "lab run", "data images"} <= verbs.keys()
+    assert {"train", "plan", "lab run", "data lengths"} <= verbs.keys()
     for verb, function in verbs.items():
         hints = typing.get_type_hints(function, include_extras=True)
         taken = [name for name in inspect.signature(function).parameters if hints[name] is not typer.Context]
@@ -132,7 +132,7 @@ def test_that_a_result_cannot_be_written_was_found_out_after_all_the_work(
     Path("x.json").touch()
     given = f"{place}.html" if verb in ("analyze", "report", "play") else f"{place}.json"
     needed = {"analyze": ["t.json"], "report": ["run"], "show": ["zb"], "simulate": ["zb"], "data generate": ["2"]}
-    needed |= {"data images": ["2"], "plan": []}
+    needed |= {"plan": []}
     assert main([*verb.split(), *needed.get(verb, []), name, given]) == 2
     told = capsys.readouterr().err
     assert told.startswith(

@@ -9,9 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-import penstock as ps
 from penstock.cli import main
-from penstock.cost import CostsByLength, LengthLine
 from penstock.data import ByteTokenizer, DataError, long_tailed, prepare
 
 pytestmark = pytest.mark.unit
@@ -84,25 +82,8 @@ def test_lengths_are_drawn_into_a_file(tmp_path: Path, capsys: Any) -> None:
         ("generate 5 --mean 1e30", "the longest may be"),
         ("generate 5 --seed -1", "the seed be at least 0"),
         ("generate 99999999999", "give at most 10,000,000"),
-        ("images 99999999999", "give at most 10,000,000"),
-        ("images 5 --context 3", "there must be at least"),
     ],
 )
 def test_what_cannot_be_drawn_is_refused(options: str, message: str, capsys: Any) -> None:
     assert main(["data", *options.split()]) == 2
     assert message in capsys.readouterr().err
-
-
-def test_samples_with_images_are_drawn_into_a_file_that_a_batch_is_planned_from(tmp_path: Path, capsys: Any) -> None:
-    out = tmp_path / "samples.json"
-    found = said(f"data images 40 --side 8 --context 32 --seed 2 --out {out}", capsys)
-    lengths = json.loads(out.read_text())
-    assert {name: len(own) for name, own in lengths.items()} == {"images": 40, "words": 40}
-    assert found["images"]["count"] == sum(map(len, lengths["images"]))
-    assert found["samples"]["num_tokens"] == sum(lengths["words"])
-    assert found["images"]["longest"] <= 64
-    line = [LengthLine(0.1, 0.01, 1e-4)] * 2
-    costs = CostsByLength(line, line, line, towers=["images", "words"])
-    assert ps.planning.plan_batch(lengths, ps.build("1f1b", 2, 4), costs).gain >= 0
-    assert main(["data", "images", "40", "--side", "8", "--context", "32"]) == 0
-    assert "40 samples, " in capsys.readouterr().out

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+import penstock as ps
 from experiments.common.readme import between
 from experiments.common.results import named_in
 
@@ -20,6 +21,20 @@ FOLDER = Path(__file__).parents[2] / "experiments" / "uneven"
 @pytest.fixture(scope="module")
 def load() -> Any:
     return lambda name: importlib.import_module(f"experiments.uneven.{name}")
+
+
+def test_a_captioner_s_stages_are_of_one_tower_each_and_cost_what_their_own_lengths_do(load: Any) -> None:
+    captioned = load("captioned")
+    assert captioned.stages_of([1.0] * 31, 4) == [range(8), range(8, 15), range(15, 23), range(23, 31)]
+    costs = captioned.costs_of(ps.build("1f1b", 4, 4))
+    assert costs.towers == ("images", "words", "words", "words")
+    text, image = ({"images": [[]], "words": [[40]]}, {"images": [[400]], "words": [[40]]})
+    assert costs.of(text).duration("F", 0, 0) == 0 < costs.of(image).duration("F", 0, 0)
+    assert costs.of(text).duration("F", 1, 0) == costs.of(image).duration("F", 1, 0) > 0
+    sizes = [captioned.sizes_of(number) for number in range(300)]
+    assert {len(each.patches) for each in sizes} == {0, 1, 2, 3}
+    assert max(max(each.patches, default=0) for each in sizes) <= captioned.SIDE**2
+    assert all(1 <= each.num_words <= captioned.CONTEXT for each in sizes)
 
 
 @pytest.mark.results

@@ -72,11 +72,11 @@ CASES: dict[str, list[dict[str, Any]]] = {
         for model in (OWN, FOLDER)
         for given in ({"context": 8}, {"tokenizer": "words.json"})
     ],
-    "`--data FILE.py:NAME` with `--model` gpt, bert, clip or captioner": [
-        {"model": name, "data": BATCHES} for name in ("gpt", "bert", "clip", "captioner")
+    "`--data FILE.py:NAME` with `--model` gpt, bert or clip": [
+        {"model": name, "data": BATCHES} for name in ("gpt", "bert", "clip")
     ],
     "`--tower` with another `--model` than clip": [
-        {"model": name, "towers": "text=ranks:1"} for name in ("gpt", "bert", "captioner", FOLDER, OWN)
+        {"model": name, "towers": "text=ranks:1"} for name in ("gpt", "bert", FOLDER, OWN)
     ],
     "`--packing arrival` or `planned` with `--model` bert, clip or `FILE.py:NAME`": [
         {"model": model, "packing": name} for model in ("bert", "clip", OWN) for name in ("arrival", "planned")
@@ -87,7 +87,6 @@ CASES: dict[str, list[dict[str, Any]]] = {
     "`--packing arrival` or `planned` with an asynchronous schedule": [
         AMDP | {"packing": name} for name in ("arrival", "planned")
     ],
-    "`--packing windows` with `--model captioner`": [{"model": "captioner", "packing": "windows"}],
     "`--packing arrival` with `--microbatch-tokens`": [{"packing": "arrival", "microbatch_tokens": 512}],
     "`--packing windows` with `--length-costs` or `--microbatch-tokens`": [
         {"packing": "windows", "length_costs": "measured"},
@@ -101,22 +100,17 @@ CASES: dict[str, list[dict[str, Any]]] = {
         {"model": "t5/config.json", "tp": 2},
         {"model": "t5/config.json", **SHARED},
     ],
-    "`--schedule mllm` with `--model` captioner or `FILE.py:NAME`": [
-        {"model": model, **SHARED} for model in ("captioner", OWN)
-    ],
+    "`--schedule mllm` with `--model FILE.py:NAME`": [{"model": OWN, **SHARED}],
     "`--transport nccl` without `--device cuda`": [{"transport": "nccl"}],
     "`--recompute` with a `FILE.py:NAME` that has norms which gather statistics": [{"model": OWN, "recompute": True}],
     "`--model-options` with a `FILE.py:NAME` that is a module already": [
         {"model": "net.py:made", "model_options": {"width": 8}}
     ],
-    "`--data` or `--tokenizer` with `--model` clip or captioner": [
-        {"model": model, **given}
-        for model in ("clip", "captioner")
-        for given in ({"data": "story.txt"}, {"tokenizer": "words.json"})
+    "`--data` or `--tokenizer` with `--model clip`": [
+        {"model": "clip", **given} for given in ({"data": "story.txt"}, {"tokenizer": "words.json"})
     ],
-    "`--tied` with `--model` clip or captioner, `--context` with clip": [
+    "`--tied` or `--context` with `--model clip`": [
         {"model": "clip", "tied": True},
-        {"model": "captioner", "tied": True},
         {"model": "clip", "context": 8},
     ],
     "`--stages`, `--warmup`, `--option` or `--cut` with `--model clip`": [
@@ -171,7 +165,6 @@ WHY = dict(
             "several documents into one row",
             "gives batches that are made already",
             "what each update gathers",
-            "images and texts of their own lengths",
             "documents as they come",
             "is for whole documents",
             "updates among the other ops",
@@ -181,7 +174,7 @@ WHY = dict(
             "gather its statistics twice",
             "is made already",
             "samples that are generated",
-            "samples that are generated|one embedding and a head",
+            "samples that are generated",
             "each tower has its own",
             "is for a chain of stages",
             "has it in its config",

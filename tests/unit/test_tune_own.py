@@ -154,7 +154,6 @@ def test_microbatches_larger_than_a_batch_of_the_data_are_refused(net: Path) -> 
         ("tune --profile-only --model nothing.py:Net --data net.py:data", "nothing.py:Net: there is no file"),
         ("tune --model net.py:Nett --data net.py:data", "has no 'Nett'"),
         ("tune --profile-only --model clip", "--model clip has a chain of layers for each tower"),
-        ("tune --model captioner", "--model captioner has samples of widely different lengths"),
         ("tune --profile-only --data net.py:data", "--data net.py:data is for a model given with --model"),
         (
             "tune --model net.py:Net --data net.py:data --tflops 1 --ranks 2",

@@ -3,7 +3,6 @@
 penstock data prepare my-texts/ corpus --tokenizer tokenizer.json
 penstock data lengths corpus.bin --context 4096
 penstock data generate 256 --mean 2048 --seed 1 --out lengths.json
-penstock data images 256 --side 32 --context 256 --out samples.json
 """
 
 from __future__ import annotations
@@ -149,47 +148,6 @@ def generate(
     _show_lengths(found, "lengths", json, out)
 
 
-@data.command("images", short_help="Draw samples of images and words, as a captioner trains on.")
-def draw_images(
-    num: Annotated[int, typer.Argument(metavar="NUM", min=1, help="How many samples to draw.")],
-    side: Annotated[int, typer.Option("--side", min=2, help="Most patches along one side of an image.")] = 32,
-    context: Annotated[
-        int, typer.Option("--context", min=1, help="Tokens per sample, at most: words beside its images.")
-    ] = 256,
-    seed: Annotated[
-        int, typer.Option("--seed", help="Seed of random numbers: the same one draws the same samples.")
-    ] = 0,
-    out: Annotated[
-        str | None, result_option("Where the result goes: the sizes, as JSON that ps.planning.plan_batch takes.")
-    ] = None,
-    json: Json = False,
-) -> None:
-    """Draw samples with images of widely different sizes. Show the patches of the images and the lengths of samples.
-
-    These are the samples of penstock train --model captioner with the same seed, side and context.
-    """
-    from json import dumps
-
-    from penstock.data import CaptionedImages
-
-    if num > MOST:
-        raise Misuse(f"{num} samples: give at most {MOST:,}")
-    drawn = CaptionedImages(1, side, 1 << 16, context, seed)
-    sizes = [drawn.sizes(number) for number in range(num)]
-    patches, lengths = [length for each in sizes for length in each.patches], [each.length for each in sizes]
-    if out is not None:
-        by_tower = {"images": [each.patches for each in sizes], "words": lengths}
-        write_whole(Path(out), dumps(by_tower) + "\n")
-    if json:
-        images = _histogram(patches, "images") if patches else None
-        print_json({"images": images, "samples": _histogram(lengths, "samples"), "out": out})
-        return
-    if patches:
-        _show_lengths(patches, "images", False, unit="patches")
-        print()
-    _show_lengths(lengths, "samples", False, out, unit="patches and words")
-
-
 BAR = 40
 MOST = 10_000_000
 """Lengths that are drawn at once."""
@@ -221,19 +179,19 @@ def _histogram(found: Sequence[int], what: str) -> dict[str, Any]:
     }
 
 
-def _show_lengths(found: Sequence[int], what: str, json: bool, out: str | None = None, unit: str = "tokens") -> None:
+def _show_lengths(found: Sequence[int], what: str, json: bool, out: str | None = None) -> None:
     histogram = _histogram(found, what)
     if json:
         print_json({**histogram, "out": out})
         return
     print(
-        f"{histogram['count']:,} {what}, {histogram['num_tokens']:,} {unit}: {histogram['mean']:,.0f} in the mean, "
+        f"{histogram['count']:,} {what}, {histogram['num_tokens']:,} tokens: {histogram['mean']:,.0f} in the mean, "
         f"{histogram['longest']:,} at most"
     )
     print(f"p5 {histogram['p5']:,.0f}, p50 {histogram['p50']:,.0f}, p95 {histogram['p95']:,.0f}\n")
     rows = [tuple(row.values()) for row in histogram["histogram"]]
     most = max(count for _, count, _, _ in rows)
-    print(f"{'up to':>12} {'count':>9} {unit if len(unit) < 8 else 'length':>7} {'squares':>8}")
+    print(f"{'up to':>12} {'count':>9} {'tokens':>7} {'squares':>8}")
     for up_to, count, share, square in rows:
         bar = "#" * -(-count * BAR // most)
         print(f"{up_to:>12,} {count:>9,} {share:>7.1%} {square:>8.1%}  {bar}")

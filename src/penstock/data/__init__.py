@@ -4,7 +4,6 @@ Only numpy is needed here; torch comes in with `penstock.data.tensors`.
 """
 
 from penstock.data.batches import Batch, Batches, validation_batches
-from penstock.data.captioned import CaptionedBatch, CaptionedImages, SampleSizes
 from penstock.data.corpus import Corpus, open_corpus
 from penstock.data.entropy import Entropies, entropies
 from penstock.data.errors import DataError
@@ -22,8 +21,6 @@ __all__ = [
     "Batch",
     "Batches",
     "ByteTokenizer",
-    "CaptionedBatch",
-    "CaptionedImages",
     "Corpus",
     "DataError",
     "Entropies",
@@ -33,7 +30,6 @@ __all__ = [
     "MaskedText",
     "PackedRow",
     "PairedSamples",
-    "SampleSizes",
     "Sequences",
     "Summary",
     "TilePictures",

@@ -8,7 +8,6 @@ from penstock.models.bert import (
     bert_presets,
     bert_tied_parameters,
 )
-from penstock.models.captioner import CaptionerConfig, captioner_layers, captioner_presets, captioner_stage
 from penstock.models.clip import (
     CLIP,
     CLIPConfig,
@@ -23,8 +22,6 @@ from penstock.models.clip import (
 )
 from penstock.models.clip_stages import CLIPStages, clip_program
 from penstock.models.costs import (
-    captioner_costs,
-    captioner_costs_by_length,
     decoder_costs_by_length,
     estimate_costs,
     gpt_costs,
@@ -43,7 +40,6 @@ __all__ = [
     "CLIP",
     "CLIPConfig",
     "CLIPStages",
-    "CaptionerConfig",
     "Contrast",
     "ContrastiveLoss",
     "CrossEntropy",
@@ -56,12 +52,7 @@ __all__ = [
     "bert_stage",
     "bert_tied_parameters",
     "build_layers",
-    "captioner_costs",
-    "captioner_costs_by_length",
     "decoder_costs_by_length",
-    "captioner_layers",
-    "captioner_presets",
-    "captioner_stage",
     "clip_presets",
     "clip_program",
     "estimate_costs",

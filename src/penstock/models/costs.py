@@ -13,13 +13,10 @@ from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from penstock.cost import CostsByLength, LengthLine
-from penstock.models.captioner import CaptionerConfig
 from penstock.models.chain import call_layer
 from penstock.models.gpt import GPTConfig
 
 __all__ = [
-    "captioner_costs",
-    "captioner_costs_by_length",
     "decoder_costs_by_length",
     "estimate_costs",
     "gpt_costs",
@@ -100,7 +97,13 @@ def decoder_costs_by_length(
         linear = sum(layers[index] for index in part) * 1e-9
         kept = 4.0 * (blocks * 17 * width + head * 2 * vocab_size + (0 in part) * width)
         rows.append(_StageSizes(linear, blocks * 2 * attended * 1e-9, kept, 0.0 if head else 4.0 * width))
-    return _by_length(rows)
+    return CostsByLength(
+        f=[LengthLine(0.0, row.linear, row.square) for row in rows],
+        i=[LengthLine(0.0, row.linear, 2.5 * row.square) for row in rows],
+        w=[LengthLine(0.0, row.linear) for row in rows],
+        activation=[LengthLine(per_token=row.kept) for row in rows],
+        message_bytes=[LengthLine(per_token=row.sent) for row in rows],
+    )
 
 
 class _StageSizes(NamedTuple):
@@ -112,85 +115,6 @@ class _StageSizes(NamedTuple):
     square: float
     kept: float
     sent: float
-
-
-def _by_length(rows: Sequence[_StageSizes], towers: Sequence[str] = ()) -> CostsByLength:
-    return CostsByLength(
-        f=[LengthLine(0.0, row.linear, row.square) for row in rows],
-        i=[LengthLine(0.0, row.linear, 2.5 * row.square) for row in rows],
-        w=[LengthLine(0.0, row.linear) for row in rows],
-        activation=[LengthLine(per_token=row.kept) for row in rows],
-        message_bytes=[LengthLine(per_token=row.sent) for row in rows],
-        towers=towers,
-    )
-
-
-IMAGES, WORDS = "images", "words"
-"""The towers of a captioner: what its lengths are given by."""
-
-
-def captioner_costs(config: CaptionerConfig, images: Sequence[int], sample: int) -> list[float]:
-    """Forward FLOPs of each layer of a captioner for one sample, from sizes alone.
-
-    Args:
-        config: sizes of both towers.
-        images: patches of each of its images.
-        sample: its vectors in the decoder, of images and words together.
-
-    Examples:
-        >>> import penstock as ps
-        >>> config = ps.models.captioner_presets["nano"]
-        >>> costs = ps.models.captioner_costs(config, images=[16], sample=40)
-        >>> len(costs), min(costs) > 0
-        (8, True)
-    """
-    patches, squares = sum(images), sum(length * length for length in images)
-    found = [
-        (patches * linear + squares * square) if tower == IMAGES else (sample * linear + sample**2 * square)
-        for tower, linear, square in _captioner_flops(config)
-    ]
-    return [max(1.0, each) for each in found]
-
-
-def _captioner_flops(config: CaptionerConfig) -> list[tuple[str, float, float]]:
-    """Of each layer its tower, and FLOPs for each vector and squared length; the decoder's attention is causal."""
-    image, width = config.image_width, config.width
-    return [
-        (IMAGES, 2.0 * config.num_features * image, 0.0),
-        *[(IMAGES, 24.0 * image**2, 4.0 * image)] * config.image_depth,
-        (WORDS, 2.0 * image * width, 0.0),
-        *[(WORDS, 24.0 * width**2, 2.0 * width)] * config.depth,
-        (WORDS, 2.0 * width * config.vocab_size, 0.0),
-    ]
-
-
-def captioner_costs_by_length(config: CaptionerConfig, parts: Sequence[Sequence[int]]) -> CostsByLength:
-    """What the stages of a captioner cost by the lengths of images and samples, as `gpt_costs_by_length` has them.
-
-    Args:
-        config: sizes of both towers.
-        parts: the layers of each stage, which are of one tower.
-
-    Examples:
-        >>> import penstock as ps
-        >>> config = ps.models.captioner_presets["nano"]
-        >>> costs = ps.models.captioner_costs_by_length(config, [range(3), range(3, 8)])
-        >>> costs.towers
-        ('images', 'words')
-    """
-    flops, first, last = _captioner_flops(config), config.num_image_layers, config.num_layers - 1
-    rows, towers = [], []
-    for part in parts:
-        tower = IMAGES if part[-1] < first else WORDS
-        width = config.image_width if tower == IMAGES else config.width
-        blocks = sum(index not in (0, first, last) for index in part)
-        ends = (0 in part) + (first in part)
-        kept = 4.0 * (blocks * 17 * width + ends * width + (last in part) * 2 * config.vocab_size)
-        linear = sum(flops[index][1] for index in part) * 1e-9
-        square = sum(flops[index][2] for index in part) * 1e-9
-        rows.append(_StageSizes(linear, square, kept, 0.0 if last in part else 4.0 * width))
-        towers.append(tower)
-    return _by_length(rows, towers)
 
 
 def estimate_costs(layers: Sequence[nn.Module], sample: Any = None) -> list[float]:

@@ -17,7 +17,6 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from penstock.models.bert import BERTConfig, BERTEmbedding, BERTHeads
 from penstock.models.block import MLP, Attention
-from penstock.models.captioner import CaptionerConfig, Join
 from penstock.models.clip import CLIPConfig, TowerConfig, TowerEmbedding
 from penstock.models.dividing import ParallelError, require_heads, require_vocabulary, require_width
 from penstock.models.gpt import Embedding, GPTConfig, Head
@@ -67,7 +66,7 @@ def require_parallel(config: Any, num_ranks: int) -> None:
     """Checks, before anything is built, that tensor-parallel ranks can share a model.
 
     Args:
-        config: of a GPT, a BERT, a captioner, a CLIP or one of its towers, or of transformers.
+        config: of a GPT, a BERT, a CLIP or one of its towers, or of transformers.
         num_ranks: ranks that share each stage.
 
     Raises:
@@ -90,9 +89,6 @@ def require_parallel(config: Any, num_ranks: int) -> None:
             require_heads(f"a tower of width {config.width}", config.num_heads, num_ranks)
             if config.vocab_size is not None:
                 require_vocabulary(f"a tower of width {config.width}", config.vocab_size, num_ranks)
-        case CaptionerConfig():
-            require_heads(f"an image tower of width {config.image_width}", config.image_heads, num_ranks)
-            require_parallel(config.decoder, num_ranks)
         case CLIPConfig():
             for tower in config.towers.values():
                 require_parallel(tower, num_ranks)
@@ -113,7 +109,7 @@ def _shard(name: str, module: nn.Module, sharding: Sharding) -> None:
             sharding.region(module)
             sharding.columns(module.up)
             sharding.rows(module.down)
-        case Embedding() | BERTEmbedding() | TowerEmbedding() | Join():
+        case Embedding() | BERTEmbedding() | TowerEmbedding():
             if hasattr(module, "token"):  # a tower of vectors has none
                 require_vocabulary(name, module.token.num_embeddings, num_ranks)
                 sharding.embedding(module.token)

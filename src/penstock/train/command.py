@@ -110,8 +110,7 @@ def train(
     model: Annotated[
         str | None,
         _option(
-            "What is trained: gpt, bert, clip, captioner, a Hugging Face folder or config.json, or your own, "
-            "nets.py:Net.",
+            "What is trained: gpt, bert, clip, a Hugging Face folder or config.json, or your own, nets.py:Net.",
             "model",
             metavar="NAME|PATH",
         ),
@@ -278,7 +277,7 @@ def train(
         bool, typer.Option("--help-all", is_eager=True, callback=_print_all, help="Show every option and exit.")
     ] = False,
 ) -> Any:
-    """Train a GPT, BERT, CLIP, captioner, Hugging Face decoder or your own model over a mesh; or emulate a plan."""
+    """Train a GPT, BERT, CLIP, Hugging Face decoder or your own model over a mesh; or emulate a plan."""
     given = {name: value for name, value in locals().items() if value is not None}
     RankEnvironment.of(os.environ)  # what is wrong there is said before anything is made of it
     del given["call"]

@@ -84,14 +84,13 @@ def check_towers(asked: Mapping[str, TowerOptions], towers: Mapping[str, object]
             raise SettingsError(f"--tower {name}=...: the model has {', '.join(towers)}, and the {CONTRAST}")
 
 
-GPT, BERT, CLIP, CAPTIONER = "gpt", "bert", "clip", "captioner"
-KINDS = (GPT, BERT, CLIP, CAPTIONER)
+GPT, BERT, CLIP = "gpt", "bert", "clip"
+KINDS = (GPT, BERT, CLIP)
 
 USUAL: Mapping[str, Mapping[str, Any]] = {
     GPT: {},
     BERT: {"lr": 2e-3},
     CLIP: {"preset": "nano", "schedule": MIXED, "batch": 64, "microbatches": 2, "steps": 200, "lr": 5e-3},
-    CAPTIONER: {"preset": "nano", "batch": 32, "steps": 300, "lr": 4e-3},
 }
 """Settings that replace the usual defaults, unless they are given."""
 FRESH, STORED = 1e-3, 1e-4

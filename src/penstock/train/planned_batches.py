@@ -21,7 +21,8 @@ from penstock.simulation import Timeline
 from penstock.train.batch_planner import BatchPlanner
 from penstock.train.checks import SettingsError
 from penstock.train.folder import write_whole, writing
-from penstock.train.tasks.task import Example, PackedDocuments
+from penstock.train.tasks.documents import Documents
+from penstock.train.tasks.task import Example
 
 Microbatches = list[list[list[int]]]
 """Sequences by replica and microbatch."""
@@ -71,7 +72,7 @@ class BatchRecord:
                     self._steps[step] = batch
                     self._end = "" if line.endswith(b"\n") else "\n"
 
-    def find(self, step: int, documents: PackedDocuments) -> StepBatch | None:
+    def find(self, step: int, documents: Documents) -> StepBatch | None:
         """The batch of a step; None if there is none, or if it has other sequences or other counts."""
         batch = self._steps.get(step)
         if batch is None or len(batch.microbatches) != documents.num_replicas:
@@ -108,7 +109,7 @@ def _read_line(line: str, where: str) -> tuple[int, StepBatch]:
     return step, StepBatch(found, dispatches)
 
 
-def recorded_batches(path: Path, documents: PackedDocuments, steps: range) -> BatchRecord:
+def recorded_batches(path: Path, documents: Documents, steps: range) -> BatchRecord:
     """The record of a run that is to be repeated.
 
     Raises:
@@ -141,7 +142,7 @@ class PlannedBatches:
 
     def __init__(
         self,
-        documents: PackedDocuments,
+        documents: Documents,
         planner: BatchPlanner | None,
         record: BatchRecord | None,
         share: Callable[[Any], Any],
@@ -189,7 +190,7 @@ class PlannedBatches:
         for timed in timeline.ops:
             kind, stage, m = timed.op
             if kind in "FIWB":
-                lengths = self._documents.stage_lengths(stage, self._ran[m])
+                lengths = self._documents.lengths(self._ran[m])
                 self._samples.append(LengthSample(kind, stage, lengths, timed.end - timed.start))
         if since != LAST_MEASURED or self._planner is None:
             return
@@ -200,7 +201,6 @@ class PlannedBatches:
                 num_stages,
                 activation=known.activation,
                 message_bytes=known.message_bytes,
-                towers=known.towers,
             )
         except CostError as error:
             self.notices.append(f"costs by length stay those of the model's sizes: {error}")

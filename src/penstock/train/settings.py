@@ -18,7 +18,7 @@ from penstock.cost import Costs, Links
 from penstock.planning.threads import num_cores
 from penstock.schedule import Schedule
 from penstock.train.checks import SettingsError, is_schedule_file, read_links
-from penstock.train.kinds import CAPTIONER, GPT, check_lora, check_model, check_own, is_hugging_face
+from penstock.train.kinds import GPT, check_lora, check_model, check_own, is_hugging_face
 from penstock.train.own_file import is_own
 from penstock.train.run_settings import ROUTES, RunSettings, host_memory_of
 
@@ -36,8 +36,7 @@ class Settings(RunSettings):
         dp, tp: replicas of the pipeline, and processes that share each layer; ranks * dp * tp processes in all.
         sharding: "none", "copies", "zero1" or "fsdp".
         cut: how many layers each stage holds; None for stages of about equal cost.
-        model: "gpt", "bert", "clip", "captioner", the path of a Hugging Face folder or config.json, or
-            "FILE.py:NAME".
+        model: "gpt", "bert", "clip", the path of a Hugging Face folder or config.json, or "FILE.py:NAME".
         model_options: arguments of a model of the user's own.
         lora: adapters that are trained in place of a Hugging Face model's weights: arguments of peft's LoraConfig as
             JSON, or a folder with a saved adapter; None for none.
@@ -48,8 +47,7 @@ class Settings(RunSettings):
             the user's own batches.
         tokenizer: a `tokenizers` JSON file, or None for bytes.
         packing: "windows" of the text; whole documents, several in a microbatch, as they come ("arrival") or planned
-            for the schedule ("planned"); or the batches.jsonl of a run, whose batches are used again. None for
-            windows, or planned for a captioner.
+            for the schedule ("planned"); or the batches.jsonl of a run, whose batches are used again.
         length_costs: the costs that plans use: "sizes" of the model, "measured" in the run's first steps, or a file.
         microbatch_tokens: most tokens of a planned microbatch; None for no limit of its own.
         batch: samples per step; with whole documents, as many tokens as so many samples have.
@@ -82,7 +80,7 @@ class Settings(RunSettings):
     tied: bool | None = None
     data: str | None = None
     tokenizer: str | None = None
-    packing: str | None = None
+    packing: str = WINDOWS
     length_costs: str = "sizes"
     microbatch_tokens: int | None = None
     batch: int = 16
@@ -114,8 +112,6 @@ class Settings(RunSettings):
                 "sharding": ("none", "copies", "zero1", "fsdp"),
             },
         )
-        if self.packing is None:
-            object.__setattr__(self, "packing", usual_packing(self.model))
         check_model(self.model, self.towers)
         check_own(self)
         check_lora(self)
@@ -324,11 +320,6 @@ def share_out(ranks: int | None, dp: int, tp: int, world: int) -> int:
     )
 
 
-def usual_packing(model: str) -> str:
-    """The default."""
-    return PLANNED if model == CAPTIONER else WINDOWS
-
-
 def is_record(packing: str | None) -> bool:
     """Whether it names a file with the batches of a run."""
     return packing not in (None, WINDOWS, ARRIVAL, PLANNED)
@@ -336,11 +327,6 @@ def is_record(packing: str | None) -> bool:
 
 def check_packing(settings: Settings) -> None:
     """Raises SettingsError for options that exclude whole documents, or that only whole documents take."""
-    if settings.model == CAPTIONER and settings.packing == WINDOWS:
-        raise SettingsError(
-            f"--packing {WINDOWS} cuts a text into fixed lengths, and the samples of a captioner are images and "
-            f"texts of their own lengths; give {ARRIVAL} or {PLANNED}"
-        )
     if settings.packing == WINDOWS:
         for name, unset in (("length_costs", SIZES), ("microbatch_tokens", None)):
             if getattr(settings, name) != unset:
@@ -348,7 +334,7 @@ def check_packing(settings: Settings) -> None:
                     f"--{name.replace('_', '-')} is for whole documents; add --packing {PLANNED}, or leave it out"
                 )
         return
-    if settings.model not in (GPT, CAPTIONER) and not is_hugging_face(settings.model):
+    if settings.model != GPT and not is_hugging_face(settings.model):
         raise SettingsError(
             f"--packing {settings.packing} puts several documents into one row, which only a built-in GPT and "
             f"decoders of Hugging Face's keep apart; --model {settings.model} would see one in another: leave it out"
@@ -359,10 +345,9 @@ def check_packing(settings: Settings) -> None:
             "are made already; leave out one of the two"
         )
     if settings.is_asynchronous:
-        instead = "give" if settings.model == CAPTIONER else f"leave out --packing {settings.packing}, or give"
         raise SettingsError(
             f"{settings.schedule} has its updates among the other ops, so that the order of microbatches says what "
-            f"each update gathers; {instead} a schedule without such updates"
+            f"each update gathers; leave out --packing {settings.packing}, or give a schedule without such updates"
         )
     if settings.packing == ARRIVAL and settings.microbatch_tokens is not None:
         raise SettingsError(

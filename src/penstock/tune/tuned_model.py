@@ -17,7 +17,7 @@ from penstock.runtime import PartitionError, split
 from penstock.runtime.stage.stage import GATHERS
 from penstock.runtime.tensors.pytree import flatten
 from penstock.train.inputs import device_of, optimizer_class
-from penstock.train.kinds import CAPTIONER, CLIP, CONTRAST, GPT, is_path
+from penstock.train.kinds import CLIP, CONTRAST, GPT, is_path
 from penstock.train.own_file import is_own, own_name, sources_of
 from penstock.train.settings import Settings, SettingsError
 from penstock.train.tasks.clip import clip_config
@@ -82,11 +82,6 @@ def tuned_model(settings: Settings, runs_here: bool = True) -> TunedModel:
         return _own(settings)
     if settings.model == CLIP:
         return _clip(settings)
-    if settings.model == CAPTIONER:
-        raise TuneError(
-            "--model captioner has samples of widely different lengths, and what layers take is measured here for "
-            "one length; train it by each schedule with penstock train, or simulate them with ps.planning.plan_batch"
-        )
     if settings.model != GPT:
         return _layered(settings)
     tokenizer = load_tokenizer(settings.tokenizer) if settings.tokenizer else ByteTokenizer()

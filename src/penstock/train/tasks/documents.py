@@ -28,7 +28,14 @@ def as_gpt_takes_it(tokens: Tensor, lengths: Tensor) -> dict[str, Tensor]:
 
 
 class Documents:
-    """See `PackedDocuments`. As batches, they are packed in the order in which they arrive."""
+    """The documents that each step packs into its microbatches. As batches, they are packed in order of arrival.
+
+    Args:
+        sequences: the documents, cut at the context.
+        num_replicas, num_microbatches: into how many of each a step's documents are packed.
+        costs: of the stages, by the lengths of the documents in a microbatch.
+        form: makes the model's input of a row of documents.
+    """
 
     def __init__(
         self, sequences: Sequences, num_replicas: int, num_microbatches: int, costs: CostsByLength, form: BatchForm
@@ -38,18 +45,18 @@ class Documents:
         self._form = form
 
     def of_step(self, step: int) -> list[int]:
+        """The numbers of a step's documents, in order of arrival."""
         found: list[int] = self.sequences.of_step(step).tolist()
         return found
 
     def lengths(self, sequences: Sequence[int]) -> list[int]:
+        """The tokens of each of these documents."""
         found: list[int] = self.sequences.lengths[list(sequences)].tolist()
         return found
 
     def num_tokens(self, sequences: Sequence[int]) -> int:
+        """The tokens of these documents together."""
         return sum(self.lengths(sequences))
-
-    def stage_lengths(self, stage: int, sequences: Sequence[int]) -> list[int]:
-        return self.lengths(sequences)
 
     def __getitem__(self, step: int) -> Example:
         own = self.of_step(step)
@@ -57,6 +64,7 @@ class Documents:
         return self.example([[own[k] for k in each] for each in bins])
 
     def example(self, microbatches: Sequence[Sequence[int]]) -> Example:
+        """A batch with these documents in each microbatch."""
         return packed_example(self.sequences, microbatches, self._form)
 
 
@@ -140,11 +148,10 @@ def costs_by_length(settings: Settings, sizes: CostsByLength) -> CostsByLength:
     except ValueError as error:
         what = str(error) if isinstance(error, CostError) else f"{path} is not JSON"
         raise SettingsError(f"--length-costs: {what}") from None
-    if found.towers != sizes.towers:
-        names = [", ".join(each.tower_names) or "one kind of sequence" for each in (found, sizes)]
+    if found.towers:
         raise SettingsError(
-            f"--length-costs {path} is by lengths of {names[0]}, and the model's stages take {names[1]}; measure it "
-            f"for this model and schedule with --length-costs {MEASURED}"
+            f"--length-costs {path} is by lengths of {', '.join(found.tower_names)}, and documents have one length "
+            f"each; measure it for this model and schedule with --length-costs {MEASURED}"
         )
     if found.num_stages != sizes.num_stages:
         raise SettingsError(

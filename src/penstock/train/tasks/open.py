@@ -48,10 +48,6 @@ def open_task(settings: Settings, schedule: Schedule) -> Task:
         from penstock.train.tasks.clip import CLIPTask
 
         return CLIPTask(settings, schedule)
-    if settings.model == "captioner":
-        from penstock.train.tasks.captioner import CaptionerTask
-
-        return CaptionerTask(settings, schedule)
     if is_own(settings.model):
         from penstock.train.tasks.own import OwnTask
 

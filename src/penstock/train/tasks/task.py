@@ -6,17 +6,18 @@ import dataclasses
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, runtime_checkable
 
 from torch import Tensor, nn
 
-from penstock.cost import CostsByLength
 from penstock.data import Corpus
-from penstock.planning.batches import Lengths
 from penstock.runtime import Pipeline
 from penstock.runtime.checkpoint import Reader
 from penstock.runtime.checkpoint.object_state import Stateful
 from penstock.schedule import Schedule
+
+if TYPE_CHECKING:
+    from penstock.train.tasks.documents import Documents
 
 
 @dataclass(frozen=True)
@@ -114,42 +115,9 @@ class TaskData:
     batches: TaskBatches
     validation: Iterable[Example]
     corpus: Corpus | None = None
-    documents: PackedDocuments | None = None
+    documents: Documents | None = None
     stateful: Mapping[str, Stateful] = field(default_factory=dict)
     is_dealt: bool = False
-
-
-class PackedDocuments(Protocol):
-    """Sequences that are packed into the microbatches of each step.
-
-    Attributes:
-        num_replicas, num_microbatches: into how many of each. costs: by length, of the stages.
-    """
-
-    num_replicas: int
-    num_microbatches: int
-
-    @property
-    def costs(self) -> CostsByLength: ...
-    def of_step(self, step: int) -> Sequence[int]:
-        """The numbers of a step's sequences, in order of arrival."""
-        ...
-
-    def lengths(self, sequences: Sequence[int]) -> Lengths:
-        """Tokens of each sequence; for a model of several towers, by tower."""
-        ...
-
-    def num_tokens(self, sequences: Sequence[int]) -> int:
-        """Tokens of all of them together, as counted for the speed."""
-        ...
-
-    def stage_lengths(self, stage: int, sequences: Sequence[int]) -> list[int]:
-        """The lengths that an op of a stage has if they are its microbatch, in the form of `LengthSample`."""
-        ...
-
-    def example(self, microbatches: Sequence[Sequence[int]]) -> Example:
-        """A batch whose microbatches have so many sequences each, in one row."""
-        ...
 
 
 @runtime_checkable
