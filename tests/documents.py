@@ -38,7 +38,7 @@ from penstock import lab
 from penstock.cli import main
 from penstock.control import Configuration, Controller, Job, rehearse
 from penstock.lab.layout import Layout
-from penstock.lab.links import read_change, read_links
+from penstock.lab.links import read_links
 from penstock.train import command as train_command
 from penstock.train.folder import RunFolder
 from penstock.train.job import EmulatedJob, TrainJob
@@ -161,13 +161,8 @@ def stop_before_running(monkeypatch: pytest.MonkeyPatch) -> None:
         def __exit__(self, *_: Any) -> None:
             pass
 
-        def link(self, source: int, target: int, condition: str, **_: Any) -> None:
-            read_change(condition)
-
-        def interface_down(self, host: int, nic: int) -> None:
-            self.layout.check(host, nic)
-
-        interface_up = interface_down
+        def ways(self) -> list[dict[str, Any]]:
+            return []
 
     def by_hand(model: TunedModel) -> str:
         """A file of costs for a model of one's own, of which nothing is measured."""
@@ -206,10 +201,10 @@ def stop_before_running(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(links_command, "_measured", no_late_links)
     monkeypatch.setattr(lab, "Lab", NoLab)
-    monkeypatch.setattr(lab.running, "find", lambda name: NoLab())
-    monkeypatch.setattr(lab.lab, "make", NoLab)
-    monkeypatch.setattr(lab.lab, "end", lambda name: None)
-    monkeypatch.setattr(lab_command, "_run", lambda *args: 0)
+    monkeypatch.setattr(lab_command, "_keep", lambda made, json: None)  # it reads what is typed
+    monkeypatch.setattr(lab.lab, "find", lambda name: NoLab.layout)
+    monkeypatch.setattr(lab.kernel, "require", lambda: None)
+    monkeypatch.setattr(lab.process, "run_everywhere", lambda *args, **options: [])
     monkeypatch.setattr(play_command.webbrowser, "open", lambda address: True)
     monkeypatch.setattr(play_command.ThreadingHTTPServer, "serve_forever", lambda self: None)
     monkeypatch.setattr(session, "tune", estimate_instead)

@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 
 from penstock.lab import Lab, missing
-from penstock.lab.folder import ROOT
 from penstock.lab.layout import lab_of
+from penstock.lab.removal import hosts_file
 from waiting import PATIENCE
 
 
@@ -43,7 +43,7 @@ START = 2 * PATIENCE
 
 
 def left_of(name: str) -> list[str]:
-    """What is there of a lab: namespaces, processes in them, its keeper, its folder. Empty once it is gone."""
+    """What is there of a lab: namespaces, processes in them, its keeper, its hosts file. Empty once it is gone."""
     listed = subprocess.run(["ip", "netns", "list"], capture_output=True, text=True, check=True).stdout
     found = [line for line in listed.splitlines() if lab_of(line.split()[0]) == name]
     for path in Path("/proc").glob("[0-9]*"):
@@ -53,7 +53,7 @@ def left_of(name: str) -> list[str]:
                 found.append(f"keeper {name}")
             if f"PENSTOCK_TEST_OF={name}".encode() in (path / "environ").read_bytes().split(b"\0"):
                 found.append(f"process {path.name}: {words}")
-    return found + [str(path) for path in ROOT.glob(name)]
+    return found + [str(path) for path in (hosts_file(name),) if path.exists()]
 
 
 ANSWER = """

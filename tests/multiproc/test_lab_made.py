@@ -11,11 +11,11 @@ import sys
 
 import pytest
 
-from documents import ROOT, blocks, commands, run_command, run_python
+from documents import ROOT, blocks, run_python
 from labs import left_of, needs_lab, reaches, round_trips, until
 from penstock.cli import main
-from penstock.lab import Lab, LabError, RunningLab
-from penstock.lab.removal import clean, leftovers
+from penstock.lab import Lab, LabError
+from penstock.lab.removal import is_kept
 
 pytestmark = [pytest.mark.multiproc, pytest.mark.xdist_group("lab"), needs_lab]
 
@@ -70,16 +70,16 @@ def test_nothing_is_left_when_its_owner_is_killed(number: signal.Signals) -> Non
     assert until(lambda: left_of(name) == [])
 
 
-def test_what_a_dead_keeper_leaves_is_found_and_cleaned() -> None:
+def test_the_next_lab_removes_what_a_killed_keeper_left() -> None:
     with Lab() as lab, Lab() as other:
         sleeping(lab, 1)
         os.kill(int(lab.name), signal.SIGKILL)
-        assert until(lambda: lab.name in leftovers())
-        assert other.name not in leftovers()
-        with pytest.raises(LabError, match=f"the keeper of lab {lab.name} is gone; `penstock lab clean`"):
-            RunningLab(lab.name)
-        assert lab.name in clean()
-        assert left_of(lab.name) == []
+        assert until(lambda: not is_kept(lab.name))
+        with pytest.raises(LabError, match=f"lab {lab.name}|instead of answering"):
+            lab.ways()
+        assert left_of(lab.name) != []
+        with Lab(num_hosts=1):
+            assert left_of(lab.name) == []
         assert left_of(other.name) != []
 
 
@@ -158,19 +158,40 @@ def test_a_command_that_takes_too_long_is_stopped(capfd: pytest.CaptureFixture[s
     assert left_of(result["name"]) == []
 
 
-def test_the_commands_and_the_example_of_the_page(capsys: pytest.CaptureFixture[str]) -> None:
-    page = blocks(ROOT / "docs" / "lab.md")
-    (example,) = [block for block in page if block.more == "lab"]
-    run_python(example, {"__name__": "example"})
-    (session,) = [block for block in page if "lab make" in block.text]
-    made, *others = commands(session)
-    printed = run_command([*made, "--json"], session, capsys)
-    name = json.loads(printed)["name"]
+def test_a_lab_is_kept_for_other_terminals_and_changed_by_lines(capfd: pytest.CaptureFixture[str]) -> None:
+    program = "import sys; from penstock.cli import main; sys.exit(main())"
+    kept = subprocess.Popen(
+        [sys.executable, "-c", program, "lab", "run", "--hosts", "2", "--nics", "1", "--json"],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    assert kept.stdout is not None
+    shown = json.loads(kept.stdout.readline())
+    name = shown["name"]
     try:
-        for words in others:
-            place = [name] if words[2] == "remove" else ["--lab", name] if words[2] != "list" else []
-            run_command([*words[:3], *place, *words[3:]], session, capsys)
+        assert shown["hosts"] == {"host0": ["10.90.0.1"], "host1": ["10.90.0.2"]}
+        assert main(["lab", "exec", "--lab", name, "--host", "1", "--json", "--", "hostname"]) == 0
+        said = capfd.readouterr()
+        assert json.loads(said.out)["hosts"][0]["exit_code"] == 0
+        assert said.err == "host1 | host1\n"
+        assert kept.stdin is not None
+        print("pull 0:0\ndown 0:0", file=kept.stdin, flush=True)
+        look = ["lab", "exec", "--lab", name, "--host", "0", "--", "cat", "/sys/class/net/eth0/operstate"]
+
+        def is_down() -> bool:
+            assert main(look) == 0
+            return "down" in capfd.readouterr().out
+
+        assert until(is_down)
     finally:
-        if left_of(name):
-            main(["lab", "remove", name])
+        _, errors = kept.communicate(timeout=60)
+    assert kept.returncode == 0
+    assert "write it like" in errors
     assert left_of(name) == []
+
+
+def test_the_example_of_the_page() -> None:
+    (example,) = [block for block in blocks(ROOT / "docs" / "lab.md") if block.more == "lab"]
+    run_python(example, {"__name__": "example"})

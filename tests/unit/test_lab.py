@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
 import json
 import os
 from pathlib import Path
@@ -11,11 +10,19 @@ import pytest
 
 from penstock.cli import main
 from penstock.cost import CostError, LinkCondition
-from penstock.lab import LabError, LabMisuse, Layout, commands, folder, permitted
-from penstock.lab.events import read_events
-from penstock.lab.folder import LabRecord
+from penstock.lab import LabError, LabMisuse, Layout, commands, kernel, removal
+from penstock.lab.lab import find
 from penstock.lab.layout import NetworkWay, lab_of
-from penstock.lab.links import WayChange, from_anywhere, read_change, read_interface, read_links, read_place, ways_of
+from penstock.lab.links import (
+    WayChange,
+    from_anywhere,
+    read_change,
+    read_events,
+    read_interface,
+    read_links,
+    read_place,
+    ways_of,
+)
 
 TWO = Layout("7", 2)
 
@@ -30,51 +37,18 @@ def test_addresses_and_names_tell_every_interface_apart() -> None:
     assert len(list(layout.ways())) == len(set(layout.ways())) == 16 * 15 * 4
 
 
-RECORD = LabRecord("4711", 2, 2, 4711, None, 0.0)
-
-
-@pytest.fixture
-def labs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Where there are no labs yet."""
-    monkeypatch.setattr(folder, "ROOT", tmp_path / "labs")
-    monkeypatch.setattr(folder, "NAMESPACES", str(tmp_path / "namespaces"))
-    return tmp_path / "labs"
-
-
-@pytest.mark.usefixtures("labs")
-def test_a_lab_that_was_being_made_was_a_leftover_for_whoever_cleaned(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its folder was there before its lock was held."""
-    flock, seen = fcntl.flock, []
-
-    def watched(lock: int, how: int) -> None:
-        seen.append(folder.names())
-        flock(lock, how)
-
-    monkeypatch.setattr(fcntl, "flock", watched)
-    lab = folder.LabFolder("4711")
-    lock = lab.make(RECORD)
-    assert seen == [[]]
-    assert (folder.names(), lab.read(), lab.alive()) == (["4711"], RECORD, True)
-    os.close(lock)
-    assert not lab.alive()
-    os.close(lab.make(RECORD))  # of another keeper, which has the number now
-
-
-@pytest.mark.usefixtures("labs")
-def test_of_two_that_looked_at_a_leftover_at_once_one_took_it_for_alive(monkeypatch: pytest.MonkeyPatch) -> None:
-    lab = folder.LabFolder("4711")
-    os.close(lab.make(RECORD))
-    flock, seen = fcntl.flock, []
-
-    def watched(lock: int, how: int) -> None:
-        flock(lock, how)
-        if not seen:
-            seen.append("by this one")
-            seen.append(lab.alive())
-
-    monkeypatch.setattr(fcntl, "flock", watched)
-    assert not lab.alive()
-    assert seen == ["by this one", False]
+def test_labs_are_known_by_their_namespaces_and_the_process_of_their_keeper(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(removal, "NAMESPACES", str(tmp_path))
+    assert removal.names() == []
+    for name in (*map(TWO.namespace, TWO.hosts), "penstock-4711-host0", "other"):
+        (tmp_path / name).touch()
+    assert removal.names() == ["7", "4711"]
+    assert removal.namespaces_of("7") == ["penstock-7-host0", "penstock-7-host1"]
+    assert not removal.is_kept(str(os.getpid())), "this process keeps no lab"
+    with pytest.raises(LabError, match="no lab runs"):
+        find(None)
 
 
 def test_a_namespace_names_its_lab() -> None:
@@ -112,7 +86,6 @@ def test_an_interface_that_comes_up_gets_the_route_it_had() -> None:
     assert up.words == making.words
     routes = [line for line in making.reads.splitlines() if line.startswith("route replace 10.90.1.")]
     assert up.reads.splitlines() == ["link set eth1 up", *routes]
-    assert str(up).startswith("ip -n penstock-7-host1 -batch - <<END\nlink set eth1 up\n")
 
 
 def test_links_hold_both_ways_unless_each_is_named() -> None:
@@ -191,13 +164,13 @@ def test_events_that_can_not_be(text: str) -> None:
 
 
 def test_what_is_missing_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(permitted, "_capabilities", lambda: 1 << 21)
-    monkeypatch.setattr(permitted.shutil, "which", lambda program: None)
-    monkeypatch.setattr(permitted.os, "access", lambda *_: False)
+    monkeypatch.setattr(kernel, "_capabilities", lambda: 1 << 21)
+    monkeypatch.setattr(kernel.shutil, "which", lambda program: None)
+    monkeypatch.setattr(kernel.os, "access", lambda *_: False)
     with pytest.raises(
         LabError, match=r"CAP_NET_ADMIN, which root has; and .*iproute2.*; and /dev/net/tun\. Run it as"
     ):
-        permitted.require()
+        kernel.require()
 
 
 @pytest.mark.parametrize(
@@ -206,31 +179,23 @@ def test_what_is_missing_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
         ("lab run --hosts 99 -- true", 2, "1 to 16"),
         ("lab run --link 0:1=occupancy:1ms -- true", 2, "bandwidth"),
         ("lab run --at 5s -- true", 2, "write it like"),
-        ("lab run", 2, "COMMAND"),
-        ("lab link eth0 20 --lab 1", 2, "0:1@1"),
-        ("lab link 0:1 20 --lab 999999999", 1, "no lab 999999999"),
-        ("lab remove 999999999", 1, "no lab 999999999"),
+        ("lab run --at 0s|down|0:1", 2, "--at is for a command"),
+        ("lab exec", 2, "COMMAND"),
+        ("lab exec --lab 999999999 -- true", 1, "no lab 999999999"),
     ],
 )
 def test_mistakes_are_told(words: str, code: int, said: str, capsys: pytest.CaptureFixture[str]) -> None:
     verb, after = words.partition(" -- ")[::2]
-    given = [*verb.split(), "--json", *(["--", after] if after else [])]
+    given = [*(word.replace("|", " ") for word in verb.split()), "--json", *(["--", after] if after else [])]
     assert main(given) == code
     error = json.loads(capsys.readouterr().out)["error"]
     assert said in error["message"]
 
 
 def test_a_lab_where_none_can_be_made(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setattr(permitted, "_capabilities", lambda: 0)
+    monkeypatch.setattr(kernel, "_capabilities", lambda: 0)
     assert main(["lab", "run", "--", "true"]) == 1
     said = capsys.readouterr()
     assert said.out == ""
     assert "CAP_NET_ADMIN and CAP_SYS_ADMIN" in said.err
     assert "--device /dev/net/tun" in said.err
-
-
-def test_the_plan_shows_what_making_would_run(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["lab", "plan", "--hosts", "2", "--link", "0:1@1=latency:30ms", "--json"]) == 0
-    shown = json.loads(capsys.readouterr().out)
-    assert shown["make"] == [str(command) for command in commands.make(Layout("PID", 2))]
-    assert shown["links"] == {"0>1 on network 1": "latency:30ms", "1>0 on network 1": "latency:30ms"}

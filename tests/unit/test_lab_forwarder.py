@@ -2,24 +2,24 @@
 
 from __future__ import annotations
 
+import json
 import os
 import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
 
 import pytest
 
 from penstock.cost import CostError, LinkCondition
 from penstock.lab import LabError, LabMisuse, Layout
-from penstock.lab.control import ControlServer, ask
 from penstock.lab.forwarder import Forwarder
+from penstock.lab.keeper import MOST_BYTES, serve
 from penstock.lab.layout import NetworkWay
 from penstock.lab.links import WayChange, read_change, read_links
 from penstock.lab.packets import PacketQueue
-from waiting import PATIENCE
+from waiting import PATIENCE, wait_until
 
 WAY = NetworkWay(0, 1, 0)
 LAYOUT = Layout("7", 3, 2)
@@ -166,29 +166,37 @@ def change_of(forwarder: Forwarder) -> Callable[[dict[str, object]], dict[str, o
     return answer
 
 
-def test_a_lab_is_changed_while_it_carries_packets(tmp_path: Path) -> None:
-    with carrying() as (forwarder, hosts, _):
-        server_path = tmp_path / "control"
-        server = ControlServer(server_path, forwarder, change_of(forwarder))
-        assert ask(server_path, {"do": "link", "condition": "down"}) == {"cut": True}
+def test_a_lab_is_changed_while_it_carries_packets() -> None:
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    ours.settimeout(PATIENCE)
+
+    def ask(request: object) -> dict[str, object]:
+        ours.send(json.dumps(request).encode())
+        found: dict[str, object] = json.loads(ours.recv(MOST_BYTES))
+        return found
+
+    with ours, theirs, carrying() as (forwarder, hosts, _):
+        serve(theirs, forwarder, change_of(forwarder))
+        assert ask({"do": "link", "condition": "down"}) == {"cut": True}
         hosts[0, 0].send(packet(LAYOUT.address(1, 0), b"lost"))
         hosts[0, 0].send(packet(LAYOUT.address(2, 0), b"here"))
         assert hosts[2, 0].recv(2000).endswith(b"here")
-        ask(server_path, {"do": "link", "condition": "up"})
+        ask({"do": "link", "condition": "up"})
         hosts[0, 0].send(packet(LAYOUT.address(1, 0), b"again"))
         assert hosts[1, 0].recv(2000).endswith(b"again")
-        with pytest.raises(LabMisuse, match="at least 0"):
-            ask(server_path, {"do": "link", "condition": "latency:-1ms"})
-        with pytest.raises(LabMisuse, match="a request that is none: KeyError: 'do'"):
-            ask(server_path, {})
-        with pytest.raises(LabError, match="not now"):
-            ask(server_path, {"do": "fail"})
-    server.close()
+        refused = ask({"do": "link", "condition": "latency:-1ms"})
+        assert "at least 0" in str(refused["error"])
+        assert refused["exit_code"] == LabMisuse.exit_code
+        assert ask({})["error"] == "a request that is none: KeyError: 'do'"
+        assert ask({"do": "fail"}) == {"error": "not now", "exit_code": LabError.exit_code}
 
 
-def test_a_lab_that_is_gone_does_not_answer(tmp_path: Path) -> None:
-    with pytest.raises(LabError, match="does not answer: No such file"):
-        ask(tmp_path / "control", {"do": "ways"})
+def test_a_lab_ends_when_its_owner_is_gone() -> None:
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    with theirs, carrying() as (forwarder, _, _):
+        serve(theirs, forwarder, change_of(forwarder))
+        ours.close()
+        wait_until(lambda: forwarder.is_ended, lambda: "it carries on")
 
 
 def test_conditions_of_messages_are_refused_at_once() -> None:

@@ -5,14 +5,12 @@ fail on request.
         process = lab.start(1, ["python", "train.py"])
         lab.interface_down(1, 0)
 
-`Lab` makes a lab and removes it, `RunningLab` changes one that runs, and `penstock lab` does both from a terminal.
+`Lab` makes a lab, changes it and removes it. `penstock lab` does the same from a terminal.
 """
 
-from penstock.lab.errors import LabError, LabMisuse
+from penstock.lab.kernel import missing
 from penstock.lab.lab import Lab
-from penstock.lab.layout import Layout
-from penstock.lab.permitted import missing
+from penstock.lab.layout import LabError, LabMisuse, Layout
 from penstock.lab.process import HostProcess
-from penstock.lab.running import RunningLab
 
-__all__ = ["HostProcess", "Lab", "LabError", "LabMisuse", "Layout", "RunningLab", "missing"]
+__all__ = ["HostProcess", "Lab", "LabError", "LabMisuse", "Layout", "missing"]

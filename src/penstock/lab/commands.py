@@ -1,5 +1,4 @@
-"""The commands that make, change and remove a lab. This module only lists them: `shell.py` runs them, and `penstock
-lab plan` shows them.
+"""The commands that make, change and remove a lab, and how they are run.
 
 Each interface is a TUN device. The forwarder reads what a host sends through it, and writes what the host receives.
 
@@ -10,11 +9,12 @@ connection begins and after it was idle. What the kernel learned on one connecti
 
 from __future__ import annotations
 
-import shlex
+import subprocess
 from collections.abc import Iterable
+from pathlib import Path
 from typing import NamedTuple
 
-from penstock.lab.layout import Layout
+from penstock.lab.layout import LabError, Layout
 
 MTU = 1500
 BUFFER_BYTES = 64 * 2**20
@@ -23,6 +23,8 @@ FIRST_SEGMENTS = BUFFER_BYTES // (MTU - 52)
 """Segments that may be under way when a connection begins."""
 TRANSMIT_QUEUE = 10_000
 """Packets that an interface keeps for the forwarder."""
+DEADLINE = 20.0
+"""Seconds that one command may take."""
 
 _SETTINGS = {
     "ipv4/tcp_slow_start_after_idle": "0",
@@ -37,11 +39,6 @@ class Command(NamedTuple):
 
     words: tuple[str, ...]
     reads: str = ""
-
-    def __str__(self) -> str:
-        if not self.reads:
-            return shlex.join(self.words)
-        return f"{shlex.join(self.words)} <<END\n{self.reads}END"
 
 
 def make(layout: Layout, congestion: str = "cubic") -> list[Command]:
@@ -99,3 +96,25 @@ def _route(layout: Layout, host: int, nic: int, congestion: str) -> str:
 
 def _batch(namespace: str, lines: Iterable[str]) -> Command:
     return Command(("ip", "-n", namespace, "-batch", "-"), "".join(f"{line}\n" for line in lines))
+
+
+def run(commands: Iterable[Command]) -> None:
+    """Runs commands one after the other, until one fails. Raises LabError with its message."""
+    for command in commands:
+        try:
+            done = subprocess.run(
+                command.words, input=command.reads, capture_output=True, text=True, timeout=DEADLINE
+            )
+        except OSError as error:
+            raise LabError(f"{command.words[0]} cannot be run: {error.strerror}; install iproute2") from None
+        except subprocess.TimeoutExpired:
+            raise LabError(f"`{' '.join(command.words)}` did not end within {DEADLINE:g} s") from None
+        if done.returncode != 0:
+            said = " ".join((done.stderr or done.stdout).split()) or f"exit code {done.returncode}"
+            raise LabError(f"`{' '.join(command.words)}` failed: {said}")
+
+
+def congestion_control() -> str:
+    """TCP's congestion control: cubic if the kernel has it. BBR would set its pace by what it measures."""
+    available = Path("/proc/sys/net/ipv4/tcp_available_congestion_control").read_text().split()
+    return "cubic" if "cubic" in available else "reno"

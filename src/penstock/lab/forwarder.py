@@ -34,6 +34,9 @@ class Forwarder:
         devices: of each host's interface on each network, (host, nic) -> descriptor.
         conditions: of ways, from the start.
         segment: tells a device whether to give single segments, so that packets are lost as on a wire.
+
+    Attributes:
+        is_ended: whether `end` was called.
     """
 
     def __init__(
@@ -59,7 +62,7 @@ class Forwarder:
         self._due: list[tuple[float, NetworkWay]] = []
         self._epoll, self._timer, self._armed = select.epoll(), KernelTimer(), 0.0
         self._others: dict[int, Callable[[], None]] = {}
-        self._ended = False
+        self.is_ended = False
         for device in devices.values():
             self._epoll.register(device, select.EPOLLIN)
         self._epoll.register(self._timer.descriptor, select.EPOLLIN)
@@ -80,17 +83,13 @@ class Forwarder:
         self._others[descriptor] = readable
         self._epoll.register(descriptor, select.EPOLLIN)
 
-    def forget(self, descriptor: int) -> None:
-        del self._others[descriptor]
-        self._epoll.unregister(descriptor)
-
     def end(self) -> None:
         """Lets `run` return after this round."""
-        self._ended = True
+        self.is_ended = True
 
     def run(self) -> None:
         """Carries packets until `end`."""
-        while not self._ended:
+        while not self.is_ended:
             self._arm()
             for descriptor, event in self._epoll.poll():
                 routes = self._routes.get(descriptor)
@@ -102,7 +101,7 @@ class Forwarder:
                 elif descriptor == self._timer.descriptor:
                     self._timer.clear()
                     self._armed = 0.0
-                elif descriptor in self._others:  # one of this round may have forgotten another
+                else:
                     self._others[descriptor]()
             self._deliver()
 

@@ -1,9 +1,13 @@
 """The process of a lab: it makes the hosts, carries their packets, and removes everything when it ends.
 
-    python -m penstock.lab.keeper JSON
+    python -m penstock.lab.keeper SOCKET LAB
 
-It ends when it is asked to, by SIGTERM, or when the process for which the lab was made is gone. It notices the latter
-by a pipe whose other end that process holds. Then it kills whatever runs on the hosts and removes the namespaces.
+SOCKET is a descriptor. The process that owns the lab holds its other end. The keeper first writes that the lab
+exists, or what went wrong. Then it answers requests: one JSON object in, and one back. LAB is a JSON object with the
+number of hosts, the number of networks and the links.
+
+The keeper ends by SIGTERM, or when the other end of the socket is closed. In whatever way the owner ends, the kernel
+closes it. Then the keeper kills whatever runs on the hosts and removes the namespaces.
 """
 
 from __future__ import annotations
@@ -13,53 +17,75 @@ import gc
 import json
 import os
 import signal
+import socket
 import sys
-import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from penstock.cost import CostError
-from penstock.lab import commands, removal, shell
-from penstock.lab.control import ControlServer
-from penstock.lab.errors import LabError, LabMisuse
-from penstock.lab.folder import LabFolder, LabRecord
+from penstock.lab import commands, removal
 from penstock.lab.forwarder import Forwarder
-from penstock.lab.kernel import inside, open_tun
-from penstock.lab.layout import Layout
+from penstock.lab.kernel import inside, open_tun, require
+from penstock.lab.layout import LabError, LabMisuse, Layout
 from penstock.lab.links import read_change, read_links, ways_of
-from penstock.lab.order import LabOrder
-from penstock.lab.permitted import require
 
 _NICENESS = -10
 """Priority of the keeper. Packets come before programs; otherwise delays would be those of a busy machine."""
+MOST_BYTES = 2**20
+"""Bytes of a request, and of an answer."""
+
+Answer = Callable[[dict[str, Any]], dict[str, Any]]
 
 
-def keep(order: LabOrder) -> None:
+def keep(owner: socket.socket, num_hosts: int, num_nics: int, links: list[str]) -> None:
     """Makes the lab, keeps it until it is to end, and removes it. Raises LabError, CostError, OSError."""
     require()
-    layout = Layout(str(os.getpid()), order.num_hosts, order.num_nics)
-    conditions = read_links(order.links, layout)
-    record = LabRecord(layout.name, layout.num_hosts, layout.num_nics, os.getpid(), order.owner, time.time())
-    folder = LabFolder(layout.name)
+    layout = Layout(str(os.getpid()), num_hosts, num_nics)
+    conditions = read_links(links, layout)
     with contextlib.ExitStack() as stack:
         asked = stack.enter_context(_signals())
-        lock = folder.make(record)
-        stack.callback(os.close, lock)
+        removal.remove_leftovers()
+        removal.remove(layout.name)  # of a keeper that had this number and is gone
         stack.callback(removal.remove, layout.name)
-        shell.run(commands.make(layout, shell.congestion_control()))
+        commands.run(commands.make(layout, commands.congestion_control()))
         devices = stack.enter_context(_devices(layout))
         forwarder = Forwarder(layout, devices, conditions)
         stack.callback(forwarder.close)
-        server = ControlServer(folder.control, forwarder, lambda request: _answer(request, layout, forwarder))
-        stack.callback(server.close)
-        if order.lifeline is not None:
-            forwarder.watch(order.lifeline, forwarder.end)
+        serve(owner, forwarder, lambda request: _answer(request, layout, forwarder))
         forwarder.watch(asked, forwarder.end)
         with contextlib.suppress(OSError):
             os.nice(_NICENESS)
-        _say(order.ready, {"name": layout.name})
+        removal.hosts_file(layout.name).write_text(layout.hosts_file(), encoding="utf-8")
+        _say(owner, {"name": layout.name})
         gc.freeze()
         forwarder.run()
+
+
+def serve(owner: socket.socket, forwarder: Forwarder, answer: Answer) -> None:
+    """Answers the owner's requests between two rounds of the forwarder, and ends it when the owner is gone.
+
+    Args:
+        answer: makes the answer to a request; its LabError and CostError are sent back as such.
+    """
+
+    def read() -> None:
+        try:
+            request = owner.recv(MOST_BYTES)
+        except OSError:
+            request = b""
+        if not request:
+            forwarder.end()
+            return
+        try:
+            reply = answer(json.loads(request))
+        except (LabError, CostError) as error:
+            reply = _failure(error)
+        except (ValueError, KeyError, TypeError) as error:
+            reply = _failure(LabMisuse(f"a request that is none: {type(error).__name__}: {error}"))
+        _say(owner, reply)
+
+    owner.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, MOST_BYTES)
+    forwarder.watch(owner.fileno(), read)
 
 
 def _answer(request: dict[str, Any], layout: Layout, forwarder: Forwarder) -> dict[str, Any]:
@@ -71,9 +97,6 @@ def _answer(request: dict[str, Any], layout: Layout, forwarder: Forwarder) -> di
         return {}
     if what == "ways":
         return {"ways": [queue.to_json() for queue in forwarder.queues.values()]}
-    if what == "end":
-        forwarder.end()
-        return {}
     raise LabMisuse(f"{what!r} is not a request that a lab knows; is it of another version?")
 
 
@@ -110,25 +133,24 @@ def _signals() -> Iterator[int]:
         os.close(writing)
 
 
-def _say(ready: int, message: dict[str, Any]) -> None:
-    os.write(ready, json.dumps(message).encode())
-    os.close(ready)
+def _say(owner: socket.socket, message: dict[str, Any]) -> None:
+    """Writes to the owner. If the owner is gone, the closed socket tells the forwarder, too."""
+    with contextlib.suppress(OSError):
+        owner.send(json.dumps(message).encode())
+
+
+def _failure(error: Exception) -> dict[str, Any]:
+    usual = LabMisuse.exit_code if isinstance(error, CostError) else LabError.exit_code
+    return {"error": str(error), "exit_code": getattr(error, "exit_code", usual)}
 
 
 def main(argv: list[str]) -> int:
-    order = LabOrder.from_json(argv[0])
-    try:
-        keep(order)
-    except (LabError, CostError, OSError) as error:
-        code = (
-            LabMisuse.exit_code if isinstance(error, CostError) else getattr(error, "exit_code", LabError.exit_code)
-        )
-        message = {"error": str(error), "exit_code": code}
+    with socket.socket(fileno=int(argv[0])) as owner:
         try:
-            _say(order.ready, message)
-        except OSError:  # the lab was there already: nobody waits for word any more
-            print(f"penstock: lab {os.getpid()}: {error}", file=sys.stderr)
-        return 1
+            keep(owner, **json.loads(argv[1]))
+        except (LabError, CostError, OSError) as error:
+            _say(owner, _failure(error))
+            return 1
     return 0
 
 

@@ -14,14 +14,42 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from penstock.lab.errors import LabMisuse
-
 MOST_HOSTS = 16
 MOST_NICS = 4
 PREFIX = "penstock-"
 """Prefix of the names of all our namespaces, and of no others."""
 MASTER_PORT = 29500
 """Port on host 0 at which programs on the hosts meet. No other program runs there, so it is always free."""
+
+
+class LabError(RuntimeError):
+    """A lab that can't be made, found or changed. The message says what was found, the rule and what to do.
+
+    Examples:
+        >>> import penstock as ps
+        >>> try:
+        ...     ps.lab.Layout("example", num_hosts=0)
+        ... except ps.lab.LabError as error:
+        ...     print(error)
+        0 hosts: a lab has 1 to 16
+    """
+
+    exit_code = 1
+
+
+class LabMisuse(LabError):
+    """A request for a host, a network or a condition that no lab has.
+
+    Examples:
+        >>> import penstock as ps
+        >>> try:
+        ...     ps.lab.Layout("example", num_hosts=99)
+        ... except ps.lab.LabMisuse as error:
+        ...     print(error)
+        99 hosts: a lab has 1 to 16
+    """
+
+    exit_code = 2
 
 
 class NetworkWay(NamedTuple):

@@ -6,6 +6,12 @@
 
 A lab sees packets and not messages, and its TCP is real. So a message's occupancy has no meaning here, and TCP
 decides how long sending again takes.
+
+Events change a lab while a command runs on it:
+
+    5s down 0:1                     after 5 s host 0's interface 1 goes down
+    8s up 0:1                       and comes up again
+    10s link 0:1 latency:60ms       a link gets another condition; `down` and `up` cut and join it
 """
 
 from __future__ import annotations
@@ -13,15 +19,18 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Iterable
-from dataclasses import fields, replace
-from typing import Any, NamedTuple
+from dataclasses import dataclass, fields, replace
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from penstock.cost import CostError, LinkCondition, Links
-from penstock.cost.conditions import Trace
-from penstock.lab.errors import LabMisuse
-from penstock.lab.layout import Layout, NetworkWay
+from penstock.cost.conditions import TIME, Trace, read_quantity
+from penstock.lab.layout import LabMisuse, Layout, NetworkWay
+
+if TYPE_CHECKING:
+    from penstock.lab.lab import Lab
 
 _LINK = re.compile(r"(?P<pair>[0-9]{1,9}:[0-9]{1,9})(?:@(?P<nic>[0-9]{1,9}))?=(?P<rest>.+)", re.DOTALL)
+_EVENT_FORM = "write it like '5s down HOST:NETWORK', '8s up HOST:NETWORK' or '10s link HOST:HOST latency:60ms'"
 _PLACE = re.compile(r"(?P<a>[0-9]{1,9}):(?P<b>[0-9]{1,9})(?:@(?P<nic>[0-9]{1,9}))?")
 
 
@@ -116,3 +125,49 @@ def from_anywhere(condition: LinkCondition) -> LinkCondition:
         if isinstance(value := getattr(condition, field.name), Trace) and value.path
     }
     return replace(condition, **traces)
+
+
+@dataclass(frozen=True)
+class LabEvent:
+    """After `at` seconds, `word` (down, up or link) happens to `place`. A link gets `condition`."""
+
+    at: float
+    word: str
+    place: str
+    condition: str = ""
+
+    def apply(self, lab: Lab) -> None:
+        if self.word == "link":
+            source, target, nic = read_place(self.place)
+            lab.link(source, target, self.condition, nic=nic)
+        elif self.word == "down":
+            lab.interface_down(*read_interface(self.place))
+        else:
+            lab.interface_up(*read_interface(self.place))
+
+    def __str__(self) -> str:
+        return " ".join([f"{self.at:g}s", self.word, self.place, self.condition]).strip()
+
+
+def read_events(texts: Iterable[str], layout: Layout) -> list[LabEvent]:
+    """Events in the order of their times. Raises LabMisuse, CostError for events that are impossible on such a
+    lab.
+    """
+    return sorted((_read_event(text, layout) for text in texts), key=lambda event: event.at)
+
+
+def _read_event(text: str, layout: Layout) -> LabEvent:
+    words = text.split()
+    if len(words) < 2 or len(words) != {"down": 3, "up": 3, "link": 4}.get(words[1]):
+        raise LabMisuse(f"event {text!r}: {_EVENT_FORM}")
+    try:
+        event = LabEvent(read_quantity(words[0], TIME) * 1e-3, *words[1:])
+        if event.word == "link":
+            source, target, nic = read_place(event.place)
+            ways_of(layout, source, target, nic, both=True)
+            read_change(event.condition)
+        else:
+            layout.check(*read_interface(event.place))
+    except CostError as error:
+        raise LabMisuse(f"event {text!r}: {error}") from None
+    return event
