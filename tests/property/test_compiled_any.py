@@ -144,7 +144,6 @@ def forms(random: np.random.Generator, seed: int) -> None:
     limits = Limits((2.5,) * ranks, ((1.0, 0.5),) * ranks, host=(2.0,) * ranks if may.away else ())
     posed = pose_joint(costs, one_to_one(ranks), ranks, [5], ps.Links({(0, 1): 0.5}), limits, may)
     search = joint.begin(posed, seed, 0.0, None, 0.0)
-    joint.listed(search, math.inf, num_trials=8)
     walk = joint.JointWalk(search.problem, seed)
     walk.begin(search, math.inf)
     walk.moves_a_second = 150.0

@@ -27,7 +27,7 @@ from penstock.planning.graph import sequence
 from penstock.planning.graph.problem import pose_graph
 from penstock.planning.graph.search import SequenceWalk
 from penstock.planning.graph.search import begin as begin_graph
-from penstock.planning.joint import listing, moves
+from penstock.planning.joint import moves
 from penstock.planning.joint import search as joint
 from penstock.planning.joint.problem import pose_joint
 from penstock.planning.options import Limits, OpForms
@@ -256,7 +256,6 @@ class Begun(Exception):
         (PerturbationSearch, forward_backward, "shaken"),
         (Walk, anneal, "anneal"),
         (BlockSearch, repeat, "drawn"),
-        (joint.listed, listing, "listed"),
         (joint.JointWalk, moves, "anneal"),
         (SequenceWalk, sequence, "walk"),
     ],
@@ -267,7 +266,7 @@ def test_no_step_of_a_large_problem_begins_in_python(
     """128 ranks with 1024 microbatches took 14.5 s of 10: a trial in Python seldom looks at the clock."""
     search: Any
     limits = Limits((3.0,) * 4, ((1.0, 0.0),) * 4)
-    if step in (joint.listed, joint.JointWalk):
+    if step is joint.JointWalk:
         forms = OpForms(again=False, whole=True, split=True)
         search = joint.begin(pose_joint(COSTS, one_to_one(4), 4, [12], ps.Links(), limits, forms), 0, 0.0, None, 0.0)
     elif step is SequenceWalk:

@@ -1,10 +1,10 @@
-"""The search for orders and forms: list scheduling from many starts, then annealing on threads, then CP-SAT.
+"""The search for orders and forms: starts of many kinds, then annealing on threads, then CP-SAT.
 
 bound     `bounds.lower_bound`: true for every form
 starts    plans in which all ops have one form (`planning.search`); library schedules, with forwards run again
-          where they hold too much (`passes.recompute`); list scheduling under random depths (`listing`); where
-          activations may go to host memory, plans for that memory too, of which those that are needed last go
-          there (`away`), or those that CP-SAT chooses, rank by rank (`away_in_time`)
+          where they hold too much (`passes.recompute`); where activations may go to host memory, plans for that
+          memory too, of which those that are needed last go there (`away`), or those that CP-SAT chooses, rank by
+          rank (`away_in_time`)
 anneal    moves of order and form (`moves`), from the best so far
 exact     CP-SAT with optional intervals, where the problem is small
 """
@@ -16,33 +16,31 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from typing import Any
 
 import numpy as np
 
-from penstock.engine.compiled import compiled
 from penstock.engine.network import Array
 from penstock.engine.tolerance import EPSILON
 from penstock.passes import recompute
 from penstock.planning import order_model, strategy
 from penstock.planning.annealing import Annealer, annealed
-from penstock.planning.joint import exact, listing, moves
+from penstock.planning.joint import exact, moves
 from penstock.planning.joint.away import sent_away
 from penstock.planning.joint.away_in_time import sent_away_in_time
 from penstock.planning.joint.bounds import lower_bound, relaxed
 from penstock.planning.joint.problem import JointProblem
-from penstock.planning.joint.rows import WHOLE, F, I, L, O, Orders, R, W
+from penstock.planning.joint.rows import F, I, L, O, Orders, R, W
 from penstock.planning.library_starts import MOST_OPS, built
 from penstock.planning.options import OpForms
 from penstock.planning.problem import Problem, pose
 from penstock.planning.progress import Incumbent, Progress
 from penstock.planning.search import Search, greedy
-from penstock.planning.threads import is_quick, random_numbers_kept
+from penstock.planning.threads import is_quick
 from penstock.schedule import Schedule, ScheduleError
 
-_PLAIN_SHARE, _IN_TIME_SHARE, _LISTED_SHARE, _WALKED_SHARE = 0.25, 0.4, 0.1, 0.5
-"""Shares of the time left that plans of one form take, what is sent to host memory rank by rank, list scheduling, and
-annealing where CP-SAT comes after it."""
+_PLAIN_SHARE, _IN_TIME_SHARE, _WALKED_SHARE = 0.25, 0.4, 0.5
+"""Shares of the time left that plans of one form take, what is sent to host memory rank by rank, and annealing where
+CP-SAT comes after it."""
 
 
 @dataclass
@@ -102,8 +100,6 @@ def run(search: JointSearch) -> None:
             of_one_form(search, search.seconds + _PLAIN_SHARE * search.left)
             if search.problem.forms.away and order_model.available():
                 in_time(search, search.seconds + _IN_TIME_SHARE * search.left)
-        with random_numbers_kept():
-            listed(search, search.seconds + _LISTED_SHARE * search.left)
         small = search.problem.num_ops <= exact.MOST_OPS and order_model.available()
         annealed(search, JointWalk, search.seconds + (_WALKED_SHARE if small else 1.0) * search.left)
         if small and not search.closed and search.left > 0:
@@ -308,44 +304,6 @@ def _take_library(search: JointSearch, name: str, made: Schedule, timed: bool) -
         with suppress(ScheduleError):  # it holds too much even then
             again = recompute(replace(made, max_in_flight=None), problem.costs, list(problem.limits.cap))
             search.take_schedule(again, f"{name}, recomputed")
-
-
-def listed(search: JointSearch, until: float, num_trials: int = 2000) -> None:
-    """List scheduling under random depths, chances to be kept and whole, and waits."""
-    if not is_quick(search.problem.num_ops):
-        return
-    problem = search.problem
-    module: Any = compiled(listing)
-    ops, orders, start = problem.ops, problem.orders(), np.empty(problem.num_ops)
-    random = np.random.default_rng(search.seed)
-    module.seed(search.seed)
-    num_ranks, num_chains = problem.num_ranks, len(ops.size)
-    most = np.array([max(1, int(ops.size[ops.chain_rank == r].sum())) for r in range(num_ranks)])
-    scale = float(ops.times[:, [F, R, I, W, WHOLE]].mean())
-    trial = 0
-    while search.seconds < until and trial < num_trials:
-        if trial == 0:
-            depth = most
-        elif trial == 1:
-            depth = np.minimum(most, np.arange(num_ranks, 0, -1))
-        elif trial < 6:
-            depth = np.minimum(most, trial - 1)
-        else:
-            slack = random.uniform(0.5, 2.5)
-            depth = np.clip(np.rint(1 + slack * np.arange(num_ranks - 1, -1, -1)), 1, most)
-            depth = np.clip(depth + random.integers(-1, 2, num_ranks), 1, most)
-        keep = np.full(num_chains, 1.0 if trial % 2 == 0 else random.uniform())
-        whole = np.full(num_chains, (1.0, 0.0, 0.5)[trial % 3])
-        wait = np.full(num_ranks, 0.0 if trial < 6 else scale * random.uniform(0, 1.0))
-        early = bool(trial % 2)
-        made = module.listed(ops, orders, depth.astype(np.int64), keep, whole, wait, early, start)
-        if made >= 0:
-            search.take(orders, "greedy")
-        trial += 1
-        if search.closed:
-            return
-        if trial % 100 == 0:
-            search.report("greedy")
 
 
 class JointWalk(Annealer[JointSearch]):
