@@ -22,10 +22,9 @@ from math import comb
 from typing import NamedTuple
 
 import penstock as ps
-from penstock.engine.memory import peaks_in_sequence
+from experiments.flexpipe.flow import Block, BlockDependency, Flow
 from penstock.engine.network import of_queues
 from penstock.engine.timing import Timer
-from penstock.planning.graph.flow import Block, BlockDependency, Flow
 
 UNITS = 64
 """Whole numbers that the work of the busiest rank is told to the solver in, where durations are not whole; those of
@@ -99,12 +98,6 @@ def retimed(flow: Flow, sequence: Sequence[tuple[int, int]]) -> list[BlockInstan
 def makespan(flow: Flow, timed: Sequence[BlockInstance]) -> float:
     """Last end (ms); the first start is at 0."""
     return max(one.start + flow.blocks[one.block].duration for one in timed)
-
-
-def peaks(flow: Flow, sequence: Sequence[tuple[int, int]]) -> list[float]:
-    """Most activations each rank holds when it runs its ops in the order of `sequence`."""
-    blocks = (flow.blocks[index] for index, _ in sequence)
-    return peaks_in_sequence(((block.ranks, block.acquires, block.releases) for block in blocks), flow.num_ranks)
 
 
 @dataclass(frozen=True)

@@ -1,17 +1,14 @@
 """Planning placements with shared stages: bounds against exact optima, caps, errors."""
 
 import random
-from collections.abc import Sequence
-from dataclasses import replace
 
 import pytest
 
 import penstock as ps
-from experiments.flexpipe.tessel import peaks
+from experiments.flexpipe.flow import Block, BlockDependency, Flow
 from penstock.planning import order_model
 from penstock.planning import plan as planner
-from penstock.planning.graph.flow import Block, BlockDependency, Flow
-from penstock.planning.graph.flow_bound import flow_bound, follows
+from penstock.planning.graph.idle_bound import idle_bound
 from penstock.planning.graph.problem import pose_graph
 from penstock.planning.options import limits_of
 from penstock.planning.progress import Progress
@@ -64,7 +61,7 @@ def random_flow(seed: int) -> Flow:
     )
 
 
-def optimum(flow: Flow, num_turns: int, caps: Sequence[float] | None = None) -> float:
+def optimum(flow: Flow, num_turns: int) -> float:
     """The least makespan, by CP-SAT on every op, without any of the bound's ideas."""
     from exact_solver import Task, solve_tasks
 
@@ -73,12 +70,18 @@ def optimum(flow: Flow, num_turns: int, caps: Sequence[float] | None = None) -> 
         for b, block in enumerate(flow.blocks):
             needs = [(turn * num_blocks + need.block, int(need.delay)) for need in block.needs]
             needs += [((turn - 1) * num_blocks, 0)] if turn > 0 and b == 0 else []  # turns are alike
-            held = int(block.acquires), int(block.releases)
-            tasks.append(Task(block.ranks, int(block.duration), tuple(needs), *held))
-    solved = solve_tasks(tasks, [None] * flow.num_ranks if caps is None else [int(cap) for cap in caps], 20.0)
+            tasks.append(Task(block.ranks, int(block.duration), tuple(needs)))
+    solved = solve_tasks(tasks, [None] * flow.num_ranks, 20.0)
     assert solved.proved
     assert solved.value is not None
     return solved.value
+
+
+def bound_of(flow: Flow, num_turns: int) -> float:
+    blocks = flow.blocks
+    needs = [[(need.block, need.delay) for need in block.needs] for block in blocks]
+    size = [num_turns] * len(blocks)
+    return idle_bound([block.ranks for block in blocks], [block.duration for block in blocks], size, needs)
 
 
 @pytest.mark.parametrize("num_ranks", others_nightly([2, 3, 4, 8, 16], [2, 3, 4, 8]))
@@ -91,45 +94,26 @@ def test_tessels_totals_are_met_and_proved(num_ranks: int) -> None:
     assert ps.parse(str(plan.schedule)) == plan.schedule
 
 
-def with_memory(flow: Flow, seed: int) -> Flow:
-    """The flow with up to two activations, each held from one block to another of the same ranks that follows it."""
-    draw = random.Random(seed)
-    blocks, after = list(flow.blocks), follows(flow)
-    pairs = [(a, b) for a in range(len(blocks)) for b in sorted(after[a] - {a}) if blocks[a].ranks == blocks[b].ranks]
-    for a, b in draw.sample(pairs, min(2, len(pairs))):
-        if not any(blocks[x].acquires or blocks[x].releases for x in (a, b)):
-            held = draw.randint(1, 2)
-            blocks[a], blocks[b] = replace(blocks[a], acquires=held), replace(blocks[b], releases=held)
-    return Flow(tuple(blocks))
-
-
 @pytest.mark.parametrize("seed", range(40))
 def test_bound_is_never_above_the_optimum(seed: int) -> None:
     flow = random_flow(seed)
     for num_turns in (1, 3):
-        bound = flow_bound(flow, [num_turns] * len(flow.blocks))
-        assert bound.makespan <= optimum(flow, num_turns), (flow, bound)
-    flow = with_memory(flow, seed)
-    caps = [4.0, *[float(2 + seed % 3)] * (flow.num_ranks - 1)]
-    if all(peak <= cap for peak, cap in zip(peaks(flow, [(b, 0) for b in range(len(flow.blocks))]), caps)):
-        bound = flow_bound(flow, [3] * len(flow.blocks), caps)
-        assert bound.makespan <= optimum(flow, 3, caps), (flow, caps, bound)
+        assert bound_of(flow, num_turns) <= optimum(flow, num_turns), flow
 
 
-@pytest.mark.parametrize("cap", [1, 2, 3])
-def test_bound_under_a_cap_is_never_above_the_optimum(cap: int) -> None:
-    chain = ((0, 1), (0,), (1,), (0, 1), (1,), (0,), (0, 1))
-    kept = {1: (1, 0), 2: (1, 0), 4: (0, 1), 5: (0, 1)}
-    blocks = [
-        Block(str(b), ranks, 1 + b % 3, (BlockDependency(b - 1),) if b else (), *kept.get(b, (0, 0)))
-        for b, ranks in enumerate(chain)
-    ]
-    flow = Flow(tuple(blocks))
-    bound = flow_bound(flow, [3] * len(blocks), [cap] * 2)
-    best = optimum(flow, 3, [cap] * 2)
-    assert bound.makespan <= best
-    if cap == 1:
-        assert bound.makespan == best  # one turn after the other: barriers and round trips fill all the time
+def test_waiting_and_barriers_fill_all_the_time() -> None:
+    """Ops of both ranks, and between them a way to the other rank and back: the bound is the least makespan."""
+    everyone = (0, 1)
+    blocks = (
+        Block("E", everyone, 2),
+        Block("F", (0,), 1, (BlockDependency(0),)),
+        Block("B", (1,), 3, (BlockDependency(1, 2.0),)),
+        Block("e", everyone, 2, (BlockDependency(2),)),
+    )
+    flow = Flow(blocks)
+    assert bound_of(flow, 1) == optimum(flow, 1) == 2 + 1 + 2 + 3 + 2
+    assert bound_of(flow, 3) <= optimum(flow, 3)
+    assert bound_of(flow, 3) > 3 * (2 + 3 + 2)
 
 
 @pytest.mark.slow
@@ -167,8 +151,18 @@ def test_ops_that_take_no_time_find_their_place() -> None:
     placement = shared_ends(3)
     plan = ps.plan(costs, 3, 2, placement=placement, time_limit=2)
     limits = limits_of(costs, placement, 3, None, None, split=True)
-    flow = pose_graph(costs, placement, 3, 2, ps.Links(), limits, split=True).flow.flow
-    assert plan.makespan == optimum(flow, 2)
+    problem = pose_graph(costs, placement, 3, 2, ps.Links(), limits, split=True)
+    queues = list(dict.fromkeys(problem.serial()))
+    blocks = [
+        Block(
+            f"b{q}",
+            tuple(problem.graph.hosts(q)),
+            float(problem.network.duration[q]),
+            tuple(BlockDependency(queues.index(source), late) for source, late, *_ in problem.needs(q)),
+        )
+        for q in queues
+    ]
+    assert plan.makespan == optimum(Flow(tuple(blocks)), 2)
 
 
 @pytest.mark.parametrize("nth", [2, 3, 5])
@@ -207,5 +201,3 @@ def test_a_cap_below_one_microbatch_is_an_error() -> None:
     with pytest.raises(ps.ScheduleError, match="raise") as caught:
         ps.plan(random_costs(4, 0), 2, 4, placement=shared_ends(2), max_in_flight=2)
     assert caught.value.rule == "memory"
-    with pytest.raises(ps.ScheduleError, match=r"may hold 0\.5 activations, but one b0 keeps 1"):
-        flow_bound(Flow((Block("b0", (0,), 1, (), 1, 1),)), [3], [0.5])

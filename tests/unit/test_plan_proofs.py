@@ -10,7 +10,6 @@ import pytest
 import penstock as ps
 from penstock.planning import span_objective, strategy
 from penstock.planning.graph import bounds as graph_bounds
-from penstock.planning.graph.flow_bound import FlowBound
 from penstock.schedule import Op
 from penstock.schedule.microbatch_order import MicrobatchOrder
 
@@ -91,7 +90,7 @@ def test_a_bound_above_a_value_is_an_error_and_not_a_gap_of_0(monkeypatch: pytes
 
 def test_a_bound_above_the_value_is_an_error_where_stages_are_shared_too(monkeypatch: pytest.MonkeyPatch) -> None:
     placement = ps.Placement(((0, 0, 1, 0),), shared=((0, (0, 1)), (3, (0, 1))))
-    monkeypatch.setattr(graph_bounds, "flow_bound", lambda *_: FlowBound(1000.0, "not true", 1.0))
+    monkeypatch.setattr(graph_bounds, "idle_bound", lambda *_: 1000.0)
     with pytest.raises(ps.ScheduleError, match=r"lower bound is 1000\.0 ms, but a schedule takes"):
         ps.plan(ps.Costs([1, 1, 1, 1], [0] * 4, [0] * 4, b=[1, 3, 3, 1]), 2, 3, placement=placement, split=False)
 

@@ -4,7 +4,7 @@
                queues, and memory: a forward waits for an older microbatch to be freed
     Jackson    for each row, all its ops between these heads and tails, cut into pieces at will (Jackson's
                preemptive schedule)
-    idle       the work of a row, plus the time it must stand idle (`periodic.bound`)
+    idle       the work of a row, plus the time it must stand idle (`idle_bound`), where ops need ops of their number
 
 A forward's wait for memory is that of `planning.bounds`: with what its stage holds, and, where all have the same
 microbatches, what stages on the same row hold from which a path leads to it.
@@ -18,12 +18,12 @@ import numpy as np
 
 from penstock.engine.needs import last_needed
 from penstock.planning.bounds import lags
-from penstock.planning.graph.flow_bound import flow_bound
+from penstock.planning.graph.idle_bound import idle_bound
 from penstock.planning.graph.problem import GraphProblem
 from penstock.planning.op_arrays import OpArrays, paths
 
-_MOST_BLOCKS = 250
-"""Blocks of a turn above which the bound that counts idle time takes longer than it is worth."""
+_MOST_QUEUES = 250
+"""Queues above which the bound that counts idle time takes longer than it is worth."""
 
 
 def lower_bound(problem: GraphProblem, value: float = math.inf) -> float:
@@ -32,10 +32,15 @@ def lower_bound(problem: GraphProblem, value: float = math.inf) -> float:
     Args:
         value: that of some order within the caps (ms); a bound that meets it is the best, whatever the others say.
     """
-    bound, flow = 0.0, problem.flow
-    if flow.is_whole and min(flow.counts) > 0 and len(flow.flow.blocks) <= _MOST_BLOCKS:
-        caps = problem.cap[: flow.flow.num_ranks].tolist()
-        bound = flow_bound(flow.flow, flow.counts, caps).makespan
+    size, queues = problem.network.size.tolist(), range(problem.graph.num_queues)
+    needs = [problem.needs(q) for q in queues]
+    one_by_one = all(
+        before == after == 1 and size[source] == size[q] > 0 for q in queues for source, _, before, after in needs[q]
+    )
+    bound = 0.0
+    if one_by_one and len(size) <= _MOST_QUEUES:
+        rows, duration = [problem.graph.hosts(q) for q in queues], problem.network.duration.tolist()
+        bound = idle_bound(rows, duration, size, [[need[:2] for need in found] for found in needs])
     return bound if bound >= value else max(bound, op_arrays(problem).jackson_bound())
 
 

@@ -1,17 +1,13 @@
-"""A planning problem of any stages: its queues as arrays for sequences of ops, and as the flow of one turn.
-
-A turn is one microbatch of each pipeline, so that two pipelines that run against each other share a turn. Where
-stages have microbatches of different sizes, or groups of ops unlock groups, a turn is the smallest part of the run
-that has whole groups alone: of stages with 8 and with 4 microbatches, two of the one and one of the other.
-"""
+"""A planning problem of any stages: its queues as arrays for sequences of ops."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import accumulate, chain
-from math import gcd, inf
+from heapq import heappop, heappush
+from itertools import chain
+from math import inf
 from typing import Any
 
 import numpy as np
@@ -23,12 +19,11 @@ from penstock.engine.needs import last_needed
 from penstock.engine.network import Array, Irregularities, Network
 from penstock.engine.timing import Timer
 from penstock.planning.graph import sequence as sequences
-from penstock.planning.graph.flow import Block, BlockDependency, Flow
 from penstock.planning.options import Limits
 from penstock.schedule import Placement, Schedule, ScheduleError, StageGraph
 
 _CLASSES = {"W": 0, "I": 1, "B": 1, "F": 3}
-"""What goes first where one turn runs alone: what gives memory back, and registered ops before forwards."""
+"""What goes first where one microbatch runs alone: what gives memory back, and registered ops before forwards."""
 
 
 @dataclass(frozen=True)
@@ -61,9 +56,16 @@ class GraphProblem:
 
     def described(self) -> str:
         """The problem in words, all its numbers given, for a report."""
+        network = self.network
+        queues = [
+            (*label, float(ms), size, self.graph.hosts(q), self.needs(q), float(self.takes[q]), float(self.gives[q]))
+            for q, (label, ms, size) in enumerate(
+                zip(self.graph.labels, network.duration, network.size.tolist(), strict=True)
+            )
+        ]
         return (
-            f"{self.flow.flow!r} run {list(self.flow.counts)} times, caps {self.cap.tolist()}, placement "
-            f"{self.graph.placement!r}, stages {self.graph.stage_graph!r}"
+            f"queues (pipeline, kind, stage, ms, ops, rows, needs, takes, gives) {queues}, caps {self.cap.tolist()}, "
+            f"placement {self.graph.placement!r}, stages {self.graph.stage_graph!r}"
         )
 
     def needs(self, queue: int) -> list[tuple[int, float, int, int]]:
@@ -113,11 +115,48 @@ class GraphProblem:
         return found
 
     def serial(self) -> list[int]:
-        """One turn after the other: long, but there, and what needs least memory."""
-        flow = self.flow
-        return [
-            flow.queue[b] for turn in range(max(flow.counts)) for b, count in enumerate(flow.counts) if turn < count
-        ]
+        """One microbatch after the other: long, but there, and what needs least memory.
+
+        Raises:
+            ScheduleError: ops that wait for one another.
+        """
+        network, more, sizes = self.network, self.more, self.network.size.tolist()
+        count = [0] * len(sizes)
+        waiting = set(range(len(sizes)))
+        ready: list[tuple[tuple[float, ...], int]] = []
+
+        def look_at(q: int) -> None:
+            """Lines up the queue's next op where all that it needs has run."""
+            number = count[q]
+            if q not in waiting or number == sizes[q]:
+                return
+            if all(last_needed(number, *group) < count[source] for source, _, *group in self.needs(q)):
+                waiting.remove(q)
+                pipeline, kind, stage = self.graph.labels[q]
+                # Deeper forwards first, so that what is begun is brought to its end.
+                deep = -stage if kind == "F" else stage
+                heappush(ready, ((_CLASSES.get(kind, 2), number / sizes[q], pipeline, deep), q))
+
+        for q in range(len(sizes)):
+            look_at(q)
+        order: list[int] = []
+        while ready:
+            _, q = heappop(ready)
+            order.append(q)
+            count[q] += 1
+            waiting.add(q)
+            for after in {q, *more.unlocks[more.unlock_first[q] : more.unlock_first[q + 1]].tolist()}:
+                look_at(after)
+        if len(order) < network.num_ops:
+            _, kind, stage = next(
+                label for label, ran, size in zip(self.graph.labels, count, sizes, strict=True) if ran < size
+            )
+            raise ScheduleError(
+                f"what ops need goes in a circle: {kind} of stage {stage} waits for itself, by way of others "
+                "(rule: dependencies); change `needs` of the stage graph",
+                rule="dependencies",
+            )
+        return order
 
     def schedule(self, sequence: Array, name: str, max_in_flight: float | None) -> Schedule:
         """The schedule in which each rank runs its ops in the order of a sequence."""
@@ -126,100 +165,6 @@ class GraphProblem:
             for row in self.graph.hosts(q):
                 rows[row].append(q)
         return self.graph.schedule(name, rows, max_in_flight, self.placed(sequence)[1].tolist())
-
-    @cached_property
-    def flow(self) -> TurnFlow:
-        """The same as turns."""
-        size = [int(n) for n in self.network.size]
-        copies, counts = _turns(size, [self.needs(q) for q in range(len(size))])
-        first = list(accumulate(copies, initial=0))
-        blocks: list[tuple[int, int, list[tuple[int, float]]]] = []
-        for q, num in enumerate(copies):
-            for copy in range(num):
-                needs = [
-                    (first[source] + last_needed(copy, before, after), delay)
-                    for source, delay, before, after in self.needs(q)
-                ]
-                if copy > 0:
-                    needs.append((first[q] + copy - 1, 0.0))
-                blocks.append((q, copy, needs))
-        order = self._lined_up_turn(blocks)
-        place = {b: k for k, b in enumerate(order)}
-        made, queue, copy_of = [], [], []
-        for b in order:
-            q, copy, needs = blocks[b]
-            pipeline, kind, stage = self.graph.labels[q]
-            name = f"{stage}{kind}" + (f".{copy}" if copies[q] > 1 else "")
-            name += f" of pipeline {pipeline}" if len(self.graph.microbatches) > 1 else ""
-            least = tuple(BlockDependency(place[source], delay) for source, delay in needs)
-            duration, takes, gives = (float(each[q]) for each in (self.network.duration, self.takes, self.gives))
-            made.append(Block(name, tuple(self.graph.hosts(q)), duration, least, takes, gives))
-            queue.append(q)
-            copy_of.append(copy)
-        per_turn = tuple(copies[q] for q in queue)
-        turns = tuple(counts[q] for q in queue)
-        return TurnFlow(Flow(tuple(made)), tuple(queue), tuple(copy_of), per_turn, turns)
-
-    def _lined_up_turn(self, blocks: Sequence[tuple[int, int, list[tuple[int, float]]]]) -> list[int]:
-        """The blocks of one turn, each behind all it needs, what gives memory back as early as can be."""
-        missing = [len(needs) for _, _, needs in blocks]
-        unlocks: list[list[int]] = [[] for _ in blocks]
-        for b, (_, _, needs) in enumerate(blocks):
-            for source, _ in needs:
-                unlocks[source].append(b)
-
-        def place(b: int) -> tuple[int, int, int, int]:
-            q, copy, _ = blocks[b]
-            pipeline, kind, stage = self.graph.labels[q]
-            # Deeper forwards first, so that what is begun is brought to its end.
-            return _CLASSES.get(kind, 2), pipeline, -stage if kind == "F" else stage, copy
-
-        ready_now = [b for b, count in enumerate(missing) if count == 0]
-        order: list[int] = []
-        while ready_now:
-            b = min(ready_now, key=place)
-            ready_now.remove(b)
-            order.append(b)
-            for after in unlocks[b]:
-                missing[after] -= 1
-                if missing[after] == 0:
-                    ready_now.append(after)
-        if len(order) < len(blocks):
-            waiting = [self.graph.labels[blocks[b][0]] for b in range(len(blocks)) if b not in set(order)]
-            _, kind, stage = waiting[0]
-            raise ScheduleError(
-                f"what ops need goes in a circle: {kind} of stage {stage} waits for itself, by way of others "
-                "(rule: dependencies); change `needs` of the stage graph",
-                rule="dependencies",
-            )
-        return order
-
-
-@dataclass(frozen=True)
-class TurnFlow:
-    """A flow and what its blocks stand for.
-
-    Attributes:
-        flow: the blocks of one turn.
-        queue, copy: of each block: it is op `turn * per_turn + copy` of its queue.
-        per_turn: of each block, ops of its queue in a turn.
-        counts: turns that each block takes part in.
-    """
-
-    flow: Flow
-    queue: tuple[int, ...]
-    copy: tuple[int, ...]
-    per_turn: tuple[int, ...]
-    counts: tuple[int, ...]
-
-    @property
-    def is_whole(self) -> bool:
-        """Whether all blocks that depend on one another take part in the same turns, as bounds on flows assume."""
-        return all(
-            self.counts[need.block] == count
-            for block, count in zip(self.flow.blocks, self.counts, strict=True)
-            for need in block.needs
-        )
 
 
 def pose_graph(
@@ -311,22 +256,3 @@ def _check_needs(graph: QueueGraph) -> None:
                     "the number of ops",
                     rule="dependencies",
                 )
-
-
-def _turns(
-    size: Sequence[int], needs: Sequence[Sequence[tuple[int, float, int, int]]]
-) -> tuple[list[int], list[int]]:
-    """Of each queue, ops in a turn, and turns: the smallest turns that needs do not reach beyond."""
-    every = [(q, source, before, after) for q, found in enumerate(needs) for source, _, before, after in found]
-    if all(before == after == 1 and size[q] == size[source] for q, source, before, after in every):
-        return [1] * len(size), list(size)
-    num_turns = gcd(*size)
-    for turns in range(num_turns, 0, -1):
-        if num_turns % turns == 0 and all(
-            size[q] % (turns * after) == 0
-            and size[source] % (turns * before) == 0
-            and size[q] // after == size[source] // before
-            for q, source, before, after in every
-        ):
-            return [n // turns for n in size], [turns] * len(size)
-    return list(size), [1] * len(size)

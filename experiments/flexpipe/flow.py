@@ -1,4 +1,4 @@
-"""A flow: what one turn of a plan runs, for bounds on many turns.
+"""A flow: what one turn of a periodic schedule runs.
 
 A turn is one microbatch (of each pipeline, where there are several), and a `Block` is an op without its microbatch. A
 block may be shared by several ranks, which then run it together:
@@ -32,15 +32,12 @@ class Block:
         ranks: who runs it, all at once.
         duration: milliseconds.
         needs: what must have ended before, in the same turn.
-        acquires, releases: activation units that each of `ranks` holds from its start, and gives back at its end.
     """
 
     name: str
     ranks: tuple[int, ...]
     duration: float
     needs: tuple[BlockDependency, ...] = ()
-    acquires: float = 0.0
-    releases: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -75,16 +72,3 @@ class Flow:
             start = max((ends[need.block] + need.delay for need in block.needs), default=0.0)
             ends.append(start + block.duration)
         return max(ends)
-
-    def reversed(self) -> Flow:
-        """The same flow seen from its end: needs turned round, and what was given back is taken."""
-        last = len(self.blocks) - 1
-        needs: list[list[BlockDependency]] = [[] for _ in self.blocks]
-        for index, block in enumerate(self.blocks):
-            for need in block.needs:
-                needs[last - need.block].append(BlockDependency(last - index, need.delay))
-        turned = [
-            Block(b.name, b.ranks, b.duration, tuple(needs[place]), b.releases, b.acquires)
-            for place, b in enumerate(reversed(self.blocks))
-        ]
-        return Flow(tuple(turned))
