@@ -13,7 +13,7 @@ import re
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from statistics import fmean, median
+from statistics import median
 from typing import Any, NamedTuple
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
@@ -50,7 +50,7 @@ def adapt() -> str:
 
 def analyze() -> str:
     traces = read("analyze/results.json")["traces"]
-    most = max(abs(each["slowdown"] / each["their_slowdown"] - 1) for each in traces)
+    most = max(each["slowdown_off"] for each in traces)
     return f"the slowdowns of {len(traces)} public traces are at most {most:.0e} from the study's (relative)"
 
 
@@ -84,24 +84,12 @@ def compatibility() -> str:
     return f"{said}; of {rules['cells']} with rules that predict weights {rules['trained']} train right"
 
 
-def deciders() -> str:
-    found = read("deciders/results.json")["deciders"].values()
-    same, cases = (sum(each[name] for each in found) for name in ("same", "cases"))
-    return f"the same orders in {same:,} of {cases:,} cases of {len(found)} earlier implementations"
-
-
 def delegate() -> str:
-    samples = read("delegate/results.json")["samples"]
-
-    def share(size: str) -> str:
-        ours, theirs = (
-            [each["gb_per_s"] for each in samples if (each["way"], each["size"]) == (way, size)]
-            for way in ("delegate", "in process")
-        )
-        return f"{median(one / other for one, other in zip(ours, theirs, strict=True)):.0%}"
-
-    large, small = share("16 MB"), share("64 KB")
-    return f"delegates reach {large} of the GB/s of a rank that sends by itself at 16 MB, {small} at 64 KB"
+    share = read("delegate/results.json")["delegates_share"]
+    return (
+        f"delegates reach {share['16 MB']:.0%} of the GB/s of a rank that sends by itself at 16 MB, "
+        f"{share['64 KB']:.0%} at 64 KB"
+    )
 
 
 def dispatch() -> str:
@@ -116,16 +104,15 @@ def dispatch() -> str:
 def emulated() -> str:
     found = []
     for ranks in ("threads", "processes"):
-        errors = [abs(each) for row in read(f"emulated/{ranks}-stretch-2.json")["rows"] for each in row["errors"]]
-        found.append(f"{median(errors):.1%} as {ranks}")
+        errors = read(f"emulated/{ranks}-stretch-2.json")["errors"]["all"]
+        found.append(f"{errors['median']:.1%} as {ranks}")
     return f"the median error of a step is {' and '.join(found)}, with times stretched twofold"
 
 
 def engine() -> str:
-    row = max(read("engine/results.json"), key=lambda each: each["num_ops"])
-    seconds = median(sum(each.values()) for each in row["seconds"])
+    row = max(read("engine/results.json")["rows"], key=lambda each: each["num_ops"])
     return (
-        f"`{row['schedule']}` of {row['num_ops'] / 1e6:.1f} million ops: {seconds:.0f} s and "
+        f"`{row['schedule']}` of {row['num_ops'] / 1e6:.1f} million ops: {row['seconds']['all']:.0f} s and "
         f"{row['peak_mib'] / 1024:.1f} GiB from `build` to a timeline"
     )
 
@@ -146,10 +133,7 @@ def fuzz() -> str:
 
 def gaps() -> str:
     rows = [row for row in read("gaps/results.json")["rows"] if row["ortools"]]
-    means = {
-        family: fmean(row["gap"] for row in rows if row["family"] == family)
-        for family in dict.fromkeys(row["family"] for row in rows)
-    }
+    means = {row["family"]: row["mean"] for row in rows}
     least, most = min(means, key=means.__getitem__), max(means, key=means.__getitem__)
     return f"mean proven gaps after 10 s are {means[least]:.2%} ({least}) to {means[most]:.2%} ({most})"
 
@@ -207,25 +191,27 @@ def limits() -> str:
 
 def mesh() -> str:
     found = read("mesh/matrix.json")
-    jobs = [job for each in found["jobs"].values() for job in each]
-    alone = [job["equal"] for job in jobs if job["split"][1:] == [1, 1]]
-    most = max(job[name] for job in jobs for name in ("loss", "gradient", "norm", "parameter", "evaluated"))
+    rows, jobs = found["largest"], sum(row["jobs"] for row in found["largest"])
+    most = max(row[name] for row in rows for name in ("loss", "gradient", "norm", "parameter", "evaluated"))
+    equal, alone = (sum(row[name] for row in rows if row["mesh"] == "pipelines alone") for name in ("equal", "jobs"))
     return (
-        f"{len(jobs) - len(found['problems'])} of {len(jobs)} jobs are right, within {most:.0e} of "
-        f"the largest entry; of the jobs with pipelines alone, {sum(alone)} of {len(alone)} are equal to the bit"
+        f"{jobs - len(found['problems'])} of {jobs} jobs are right, within {most:.0e} of "
+        f"the largest entry; of the jobs with pipelines alone, {equal} of {alone} are equal to the bit"
     )
 
 
 def peers() -> str:
-    rows = read("peers/results.json")["rows"]
-    longer = sum(row["ours"] > row["makespan"] * (1 + 1e-9) for row in rows)
-    mean = fmean(row["ours"] / row["makespan"] for row in rows)
-    return f"of {len(rows)} plans {longer} are longer than theirs; the mean is {mean:.3f} of theirs (simulated)"
+    (row,) = [row for row in read("peers/results.json")["rows"] if row["peer"] == "all"]
+    return (
+        f"of {row['settings']} plans {row['longer']} are longer than theirs; the mean is {row['mean']:.3f} of "
+        "theirs (simulated)"
+    )
 
 
 def plan() -> str:
-    free = [row["gap"] for each in read("plan/free.json")["families"] for row in each["instances"]]
-    return f"the proven gap of {len(free)} plans without a memory cap is {max(free):.3%} at most after a second"
+    families = read("plan/free.json")["families"]
+    num_plans, most = sum(each["num_problems"] for each in families), max(each["gap"]["most"] for each in families)
+    return f"the proven gap of {num_plans} plans without a memory cap is {most:.3%} at most after a second"
 
 
 def play() -> str:
@@ -287,9 +273,8 @@ def tune() -> str:
 
 
 def uneven() -> str:
-    asked = ["zb-h1", 8, 0.6]
-    mine = [case[4:] for case in read("uneven/results.json")["cases"] if case[:3] == asked]
-    arrival, _, rules, *_ = (fmean(column) for column in zip(*mine, strict=True))
+    rows = read("uneven/results.json")["rows"]
+    ((arrival, _, rules, *_),) = [row[3:] for row in rows if row[:3] == ["zb-h1", 8, 0.6]]
     return (
         f"a step of `zb-h1` over the mean work of a rank: {arrival:.2f} in order of arrival, {rules:.2f} in a "
         "planned order (simulated)"
@@ -334,12 +319,6 @@ GROUPS = {
             "Are the planner's lower bounds true?",
             proofs,
             "python benchmarks/proofs/run.py --cases 2000 --out benchmarks/proofs/proofs.json",
-        ),
-        Benchmark(
-            "deciders",
-            "Does the one engine decide like the six implementations that it replaced?",
-            deciders,
-            "python benchmarks/deciders/run.py ../before --out benchmarks/deciders/results.json",
         ),
     ),
     "What does the runtime cost?": (
@@ -520,7 +499,6 @@ NO_RESULTS = (
     "compatibility/cells.json",
     "compatibility/rules.json",
     "hf_families/families.json",
-    "late_link/schedules/*",
 )
 """What was drawn, listed or planned for a benchmark to run."""
 

@@ -23,6 +23,7 @@ import numpy as np
 
 from experiments.common.readme import write_between
 from experiments.common.record import record
+from experiments.common.summary import save_summary
 from penstock.analyze import analyze_trace
 from penstock.analyze.page import to_page
 from penstock.formats.traces import RunTrace, read_trace
@@ -56,6 +57,7 @@ def one(path: Path) -> dict[str, Any]:
         "theirs_against_measured": _median_error(no_delay, base),
         "slowdown": m.slowdown,
         "their_slowdown": theirs["blocking_slowdown"],
+        "slowdown_off": abs(m.slowdown / theirs["blocking_slowdown"] - 1),
         "launch_slowdown": m.launch_slowdown,
         "their_launch_slowdown": theirs["launch_slowdown"],
         "largest_difference_by_kind": max(abs(m.by_kind[kind] - value) for kind, value in by_kind.items()),
@@ -130,7 +132,7 @@ def main() -> None:
         "traces": [one(path) for path in options.traces],
         "large": large(options.traces[0]),
     }
-    options.out.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+    save_summary(options.out, found)
     print(table(found))
     print(found["large"])
 

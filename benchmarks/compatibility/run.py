@@ -39,6 +39,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from compatibility_cells import FEATURES, FEATURES_OF_RULES, Cell, read_cells, run_cell
 from experiments.common.readme import markdown, write_between
 from experiments.common.record import record
+from experiments.common.summary import save_summary
 from fuzz_cases import Outcome
 from fuzz_runs import between_processes
 from penstock.runtime.compatibility import refusal_of
@@ -335,7 +336,7 @@ def main() -> None:
     if given.device == "cuda":
         result |= {"gpu": torch.cuda.get_device_name()}
     if given.out is not None:
-        given.out.write_text(json.dumps(result, indent=1) + "\n")
+        save_summary(given.out, result)
         print(f"wrote {given.out}")
     sys.exit(bool(result["wrong"]))
 

@@ -39,6 +39,7 @@ import penstock as ps
 from benchmarks.runtime.rank import DEADLINE, WARM_UPS, measure
 from benchmarks.runtime.sides import SIZES, SideTask
 from experiments.common.record import record
+from experiments.common.summary import save_summary
 from penstock.models import CrossEntropy
 
 NUM_RANKS, NUM_MICROBATCHES = 4, 8
@@ -167,7 +168,7 @@ def main() -> None:
         )
     if args.out is not None:
         result = {"record": begun, "load_after": [round(each, 2) for each in os.getloadavg()], "rows": rows}
-        args.out.write_text(json.dumps(result, indent=1) + "\n")
+        save_summary(args.out, result)
 
 
 if __name__ == "__main__":

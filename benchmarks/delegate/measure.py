@@ -15,10 +15,8 @@ the machine hits them alike; the tables show medians over the rounds.
 from __future__ import annotations
 
 import argparse
-import json
 import multiprocessing
 import os
-import platform
 import socket
 import statistics
 import sys
@@ -36,6 +34,7 @@ import torch.distributed as dist
 
 import penstock as ps
 from experiments.common.record import record
+from experiments.common.summary import save_summary
 from penstock.runtime.tensors.message import Edge, Payload
 from penstock.runtime.transport.base import StepMessages
 from penstock.runtime.transport.channel import ChannelKey, ExpectedMessages, Tags
@@ -298,36 +297,54 @@ def measure(rounds: int, idle_seconds: float) -> dict[str, Any]:
                 child.kill()
     return {
         **record(),
-        "python": platform.python_version(),
         "load_before_and_after": None,
         "rounds": rounds,
-        "samples": told[0]["samples"],
-        "idle": [told[0]["idle"], told[1]["idle"]],
+        **summary(told[0]["samples"], [told[0]["idle"], told[1]["idle"]]),
     }
 
 
-def table(found: dict[str, Any]) -> str:
-    """Medians, and the delegates' rate as a share of the in-process sender's, round by round."""
-    lines = ["| size | way | GB/s | one message, ms | CPU a message, ms |", "|---|---|---:|---:|---:|"]
-    samples = found["samples"]
+def summary(samples: list[dict[str, Any]], idle: list[dict[str, float]]) -> dict[str, Any]:
+    """Medians over the rounds, the delegates' share of the in-process sender's rate, round by round, and idling."""
+    rows = []
     for size in SIZES:
         for way in ("in process", "gloo", "delegate"):
             mine = [one for one in samples if one["size"] == size and one["way"] == way]
-            gb, one_ms, cpu = (statistics.median(s[key] for s in mine) for key in ("gb_per_s", "one_ms", "cpu_ms"))
-            lines.append(f"| {size} | {way} | {gb:.2f} | {one_ms:.2f} | {cpu:.2f} |")
+            medians = {key: statistics.median(s[key] for s in mine) for key in ("gb_per_s", "one_ms", "cpu_ms")}
+            rows.append({"size": size, "way": way, **medians})
+    shares = {}
     for size in SIZES:
         mine, theirs = (
             [s["gb_per_s"] for s in samples if (s["size"], s["way"]) == (size, way)]
             for way in ("delegate", "in process")
         )
-        share = statistics.median(ours / other for ours, other in zip(mine, theirs, strict=True))
+        shares[size] = statistics.median(ours / other for ours, other in zip(mine, theirs, strict=True))
+    cores = [v for one in idle for k, v in one.items() if "MB" not in k and k != "rank"]
+    memory = [v for one in idle for k, v in one.items() if "MB" in k]
+    return {
+        "rows": rows,
+        "delegates_share": shares,
+        "idle": {
+            "cores_a_delegate": statistics.median(cores),
+            "most_cores_a_delegate": max(cores),
+            "most_cores_a_rank": max(one["rank"] for one in idle),
+            "mb_a_delegate": statistics.median(memory),
+        },
+    }
+
+
+def table(found: dict[str, Any]) -> str:
+    """Medians, and the delegates' rate as a share of the in-process sender's."""
+    lines = ["| size | way | GB/s | one message, ms | CPU a message, ms |", "|---|---|---:|---:|---:|"]
+    for row in found["rows"]:
+        figures = f"{row['gb_per_s']:.2f} | {row['one_ms']:.2f} | {row['cpu_ms']:.2f}"
+        lines.append(f"| {row['size']} | {row['way']} | {figures} |")
+    for size, share in found["delegates_share"].items():
         lines.append(f"\nDelegates at {size}: {share:.0%} of the in-process sender's GB/s (median)")
-    shares = [v for one in found["idle"] for k, v in one.items() if "MB" not in k and k != "rank"]
-    ranks = [one["rank"] for one in found["idle"]]
-    memory = [v for one in found["idle"] for k, v in one.items() if "MB" in k]
+    idle = found["idle"]
     lines.append(
-        f"\nIdle: a delegate takes {statistics.median(shares):.2%} of a core (most: {max(shares):.2%}), a rank "
-        f"{max(ranks):.2%}; a delegate has {statistics.median(memory):.1f} MB of its own"
+        f"\nIdle: a delegate takes {idle['cores_a_delegate']:.2%} of a core (most: "
+        f"{idle['most_cores_a_delegate']:.2%}), a rank {idle['most_cores_a_rank']:.2%}; a delegate has "
+        f"{idle['mb_a_delegate']:.1f} MB of its own"
     )
     return "\n".join(lines)
 
@@ -342,7 +359,7 @@ def main() -> None:
     found = measure(arguments.rounds, arguments.idle_seconds)
     found["load_before_and_after"] = [before, os.getloadavg()[0]]
     if arguments.out is not None:
-        arguments.out.write_text(json.dumps(found, indent=1) + "\n")
+        save_summary(arguments.out, found)
     print(table(found))
     sys.stdout.flush()
 

@@ -33,6 +33,7 @@ import torch
 
 import penstock as ps
 from experiments.common.record import record
+from experiments.common.summary import save_summary
 from penstock.lab import Lab
 from penstock.runtime.mesh.interfaces import local_addresses
 from penstock.runtime.tensors.message import Edge, Payload
@@ -173,7 +174,7 @@ def main() -> None:
         return
     found = measure(arguments.rounds, arguments.lanes)
     if arguments.out is not None:
-        arguments.out.write_text(json.dumps(found, indent=1) + "\n")
+        save_summary(arguments.out, found)
     print(table(found))
 
 

@@ -23,6 +23,7 @@ import run as benchmark
 import penstock as ps
 from experiments.common.readme import markdown, write_between
 from experiments.common.record import record
+from experiments.common.summary import save_summary
 from penstock.engine.network import Array
 from penstock.simulation.auto import choose, jittered
 from penstock.simulation.lowered import Order
@@ -116,7 +117,7 @@ def main() -> None:
             for name, values in found.items()
         },
     }
-    asked.out.write_text(json.dumps(results, indent=1) + "\n")
+    save_summary(asked.out, results)
 
 
 if __name__ == "__main__":

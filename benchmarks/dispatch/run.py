@@ -27,6 +27,7 @@ import numpy as np
 import penstock as ps
 from experiments.common.readme import write_between
 from experiments.common.record import record
+from experiments.common.summary import save_summary, summary_text
 from penstock.dispatch import Dispatch
 from penstock.formats.native import to_json
 from penstock.schedule.messages import remove_communication
@@ -75,6 +76,8 @@ JITTER, NUM_JITTER, NUM_GIVEN = 0.2, 5, 8
 """Standard deviation of the logarithm of each op's duration; draws that are measured; draws that "auto" sees."""
 UNEVEN, NUM_UNEVEN = 0.5, 3
 """Standard deviation of the logarithm of each microbatch's factor, and draws."""
+SAMPLE = "zb-v 4x8 drawn"
+"""The schedule whose cases are kept one by one."""
 ROWS = ("no delay", "0.5 ms on every link", "one link late", "two links late", "jitter", "jitter, known", "uneven")
 NAMES = {str(policy): policy for policy in POLICIES}
 OTHERS = tuple(name for name in NAMES if name != "frozen")
@@ -179,7 +182,7 @@ def measured(given: Problem) -> Iterator[tuple[str, dict[str, float], str]]:
 
 
 def simulated() -> dict[str, Any]:
-    """The table, and every case in it."""
+    """The table, and the cases of one schedule, with which a later checkout can be compared."""
     began = time.perf_counter()
     cases: list[dict[str, Any]] = []
     digests = {}
@@ -200,20 +203,16 @@ def simulated() -> dict[str, Any]:
                     "auto": chosen,
                 }
             )
-    labels = list(digests)
     return {
         "seconds": round(time.perf_counter() - began, 1),
+        "num_schedules": len(digests),
+        "schedules": hashlib.sha256("".join(digests.values()).encode()).hexdigest(),
         "rows": {row: summary([case for case in cases if case["row"] == row]) for row in ROWS},
-        "schedules": digests,
-        "columns": ["schedule", "row", "frozen_ms", *OTHERS, "auto"],
-        "cases": [
-            [
-                labels.index(case["problem"]), ROWS.index(case["row"]), case["frozen_ms"],
-                *(case["over_frozen"][name] for name in OTHERS), case["auto"],
-            ]
-            for case in cases
-        ],
-    }  # fmt: skip
+        "sample": {
+            "problem": SAMPLE,
+            "cases": [[case["row"], case["frozen_ms"], case["auto"]] for case in cases if case["problem"] == SAMPLE],
+        },
+    }
 
 
 def summary(cases: list[dict[str, Any]]) -> dict[str, Any]:
@@ -305,18 +304,10 @@ def main() -> None:
         write_between(FOLDER / "README.md", "results", tables())
         return
     found = {**record(), **(emulated() if asked.emulated else simulated())}
-    lines = json.dumps(found, indent=1) if asked.out is None else _compact(found)
     if asked.out is None:
-        print(lines)
+        print(summary_text(found), end="")
     else:
-        asked.out.write_text(lines + "\n")
-
-
-def _compact(found: dict[str, Any]) -> str:
-    """JSON with a line for each case."""
-    cases = ",\n  ".join(json.dumps(case, separators=(",", ":")) for case in found["cases"])
-    rest = json.dumps({**found, "cases": []}, indent=1)
-    return rest.replace('"cases": []', f'"cases": [\n  {cases}\n ]')
+        save_summary(asked.out, found)
 
 
 if __name__ == "__main__":

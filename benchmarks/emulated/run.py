@@ -2,8 +2,9 @@
 
     python benchmarks/emulated/run.py [--ranks 4,8,16] [--steps 2] [--stretch 1] [--processes] [--out FILE.json]
 
-Ops of 10 ms. Ranks are threads of this process, or, with `--processes`, a process each that talk over gloo. A row has
-each step's makespan, the simulated one, and the simulated one with the transport's own latency on every link.
+Ops of 10 ms. Ranks are threads of this process, or, with `--processes`, a process each that talk over gloo. The
+makespan of each step is compared with the simulated one, and with the simulated one with the transport's own latency
+on every link.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import penstock as ps
 from experiments.common.record import record
+from experiments.common.summary import save_summary
 from penstock.runtime.launch import init_process, launch
 
 OP = 10.0
@@ -61,16 +63,9 @@ def measure(case: dict[str, Any], steps: int, stretch: float) -> dict[str, Any]:
     wall, cpu = time.perf_counter() - wall, time.process_time() - cpu
     return {
         **case,
-        "num_microbatches": schedule.num_microbatches,
-        "stretch": stretch,
-        "conditions": str(run.conditions),
-        "makespans": [t.makespan for t in run.timelines],
-        "simulated": [t.makespan for t in run.simulated],
-        "calibrated": [t.makespan for t in run.calibrated],
-        "errors": run.errors,
-        "calibrated_errors": run.calibrated_errors,
+        "errors": list(run.errors),
+        "calibrated_errors": list(run.calibrated_errors),
         "own_latency": run.own_latency,
-        "late": {"median": run.late.median, "worst": run.late.worst},
         "cores_used_by_this_process": cpu / wall,
     }
 
@@ -91,34 +86,47 @@ def run_processes(
         with tempfile.TemporaryDirectory(prefix="penstock-bench-") as name:
             program = [__file__, "--ranks", str(num_ranks)]
             program += ["--steps", str(steps), "--stretch", str(stretch), "--schedules", ",".join(schedules)]
-            code = launch([*program, "--out", f"{name}/rows.json"], num_ranks)
+            code = launch([*program, "--rows", f"{name}/rows.json"], num_ranks)
             if code != 0:
                 raise SystemExit(code)
-            rows += json.loads(Path(name, "rows.json").read_text())["rows"]
+            rows += json.loads(Path(name, "rows.json").read_text())
     return rows
 
 
-def table(rows: Sequence[dict[str, Any]]) -> str:
-    """Median and worst error by number of ranks, dispatch and conditions, as Markdown."""
+def summary(rows: Sequence[dict[str, Any]]) -> dict[str, dict[str, Any]]:
+    """How far steps are off: of all, by ranks and dispatch, and by ranks, dispatch and links.
+
+    `median` and `worst` compare with the simulated makespan, the calibrated ones with that in which every link has
+    the transport's own latency too.
+    """
+    groups: dict[str, list[dict[str, Any]]] = {"all": list(rows)}
+    for keys in (("num_ranks", "dispatch"), ("num_ranks", "dispatch", "links")):
+        for row in rows:
+            groups.setdefault(" ".join(str(row[key]) for key in keys), []).append(row)
+    return {name: _errors(found) for name, found in groups.items()}
+
+
+def _errors(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    own, calibrated = ([abs(error) for row in rows for error in row[n]] for n in ("errors", "calibrated_errors"))
+    return {
+        "steps": len(own),
+        "median": statistics.median(own),
+        "worst": max(own),
+        "calibrated_median": statistics.median(calibrated),
+        "calibrated_worst": max(calibrated),
+    }
+
+
+def table(found: Mapping[str, Mapping[str, Any]]) -> str:
+    """Median and worst error of every group, as Markdown."""
     lines = [
-        "| ranks | dispatch | links | runs | median error | worst | with the transport's latency | worst |",
-        "|---:|---|---|---:|---:|---:|---:|---:|",
+        "| ranks, dispatch, links | steps | median error | worst | with the transport's latency | worst |",
+        "|---|---:|---:|---:|---:|---:|",
     ]
-    groups: dict[tuple[Any, ...], list[dict[str, Any]]] = {}
-    for row in rows:
-        groups.setdefault((row["num_ranks"], row["dispatch"], row["links"]), []).append(row)
-    for key, found in groups.items():
-        lines.append("| " + " | ".join([*map(str, key), *_cells(found)]) + " |")
-    lines.append("| all | | | " + " | ".join(_cells(rows)) + " |")
+    for name, errors in found.items():
+        num_steps, *shares = errors.values()
+        lines.append(f"| {name} | {num_steps} | {' | '.join(f'{share:.1%}' for share in shares)} |")
     return "\n".join(lines)
-
-
-def _cells(rows: Sequence[dict[str, Any]]) -> list[str]:
-    cells = []
-    for name in ("errors", "calibrated_errors"):
-        errors = [abs(error) for row in rows for error in row[name]]
-        cells += [f"{statistics.median(errors):.1%}", f"{max(errors):.1%}"]
-    return [str(sum(len(row["errors"]) for row in rows)), *cells]
 
 
 def main() -> None:
@@ -128,16 +136,20 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=2)
     parser.add_argument("--stretch", type=float, default=1.0)
     parser.add_argument("--processes", action="store_true")
+    parser.add_argument("--rows", type=Path, help="write every case there; for the ranks of --processes")
     parser.add_argument("--out", type=Path)
     given = parser.parse_args()
     ranks, schedules = [int(part) for part in given.ranks.split(",")], given.schedules.split(",")
     rank = init_process(60.0)[0] if "RANK" in os.environ else 0
     rows = (run_processes if given.processes else run)(ranks, schedules, given.steps, given.stretch)
-    if rank == 0 and given.out is not None:
-        found = {**record(), "ranks_are": "processes" if given.processes else "threads", "rows": rows}
-        given.out.write_text(json.dumps(found, indent=1) + "\n")
+    if rank == 0 and given.rows is not None:
+        given.rows.write_text(json.dumps(rows))
     if "RANK" not in os.environ:
-        print(table(rows))
+        found = summary(rows)
+        print(table(found))
+        if given.out is not None:
+            ranks_are = "processes" if given.processes else "threads"
+            save_summary(given.out, {**record(), "ranks_are": ranks_are, "stretch": given.stretch, "errors": found})
 
 
 if __name__ == "__main__":

@@ -19,6 +19,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from experiments.common.record import record
+from experiments.common.summary import save_summary
 
 FOLDER = Path(__file__).parent
 PHASES = ("build", "check", "lower", "simulate")
@@ -69,14 +70,19 @@ def measured(size: str) -> list[dict[str, Any]]:
         words = [sys.executable, "-c", ONE, name, num_ranks, num_microbatches, str(SIZES[size]["repeats"])]
         here = record()
         said = subprocess.run(words, check=True, capture_output=True, text=True).stdout
-        found.append({"schedule": name, "size": size, **here, **json.loads(said)})
-        print(name, size, *(f"{phase} {of(found[-1], phase):.3f}" for phase in PHASES), flush=True)
+        found.append({"schedule": name, "size": size, **here, **medians(json.loads(said))})
+        print(name, size, *(f"{phase} {found[-1]['seconds'][phase]:.3f}" for phase in PHASES), flush=True)
     return found
 
 
-def of(row: dict[str, Any], *phases: str) -> float:
-    """The median of the seconds that these phases took together."""
-    return statistics.median(sum(each[phase] for phase in phases) for each in row["seconds"])
+def medians(row: dict[str, Any]) -> dict[str, Any]:
+    """A row with the median seconds of each phase, of all, and of all but building, in place of every repeat's."""
+
+    def of(*phases: str) -> float:
+        return statistics.median(sum(each[phase] for phase in phases) for each in row["seconds"])
+
+    together = {"all but build": of(*PHASES[1:]), "all": of(*PHASES)}
+    return {**row, "seconds": {phase: of(phase) for phase in PHASES} | together}
 
 
 def table(rows: list[dict[str, Any]]) -> str:
@@ -87,8 +93,8 @@ def table(rows: list[dict[str, Any]]) -> str:
         "|---|---|---:|---:|---:|---:|---:|---:|---:|---:|---:|---|",
     ]
     for row in rows:
-        each = [f"{of(row, phase):.3f}" for phase in PHASES]
-        each += [f"{of(row, *PHASES[1:]):.3f}", f"{of(row, *PHASES):.3f}", f"{row['peak_mib']:.0f}"]
+        each = [f"{row['seconds'][phase]:.3f}" for phase in (*PHASES, "all but build", "all")]
+        each.append(f"{row['peak_mib']:.0f}")
         load, commit = row["load"], row["commit"]
         if isinstance(load, list):  # rows from before have the first alone, and a short commit
             load, commit = load[0], commit[:9] + commit[40:]
@@ -99,13 +105,13 @@ def table(rows: list[dict[str, Any]]) -> str:
 
 def main(arguments: list[str]) -> None:
     results = FOLDER / "results.json"
-    rows = json.loads(results.read_text()) if results.exists() else []
+    rows = json.loads(results.read_text())["rows"] if results.exists() else []
     if arguments == ["--table"]:
         print(table(rows))
         return
     for size in arguments or SIZES:
         rows = [row for row in rows if row["size"] != size] + measured(size)
-        results.write_text(json.dumps(rows, indent=1) + "\n")
+        save_summary(results, {"rows": rows})
 
 
 if __name__ == "__main__":

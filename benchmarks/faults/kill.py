@@ -11,7 +11,6 @@ its newest checkpoint with the losses of a run that nothing disturbed, to the bi
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 import tempfile
 from collections import Counter
@@ -21,6 +20,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tests"))
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from experiments.common.record import record
+from experiments.common.summary import save_summary
 from fault_runs import Fault, apart, filling, may_mount, points, undisturbed, without_delegates, wrong
 
 
@@ -51,7 +51,7 @@ def main(arguments: list[str]) -> int:
     print(f"{len(rows)} runs, {num_wrong} wrong; exit codes {dict(Counter(row['code'] for row in rows))}")
     if given.out is not None:
         value = {**known, "wrong": num_wrong, "rows": rows}
-        Path(given.out).write_text(json.dumps(value, indent=1) + "\n", encoding="utf-8")
+        save_summary(Path(given.out), value)
     return 1 if num_wrong else 0
 
 

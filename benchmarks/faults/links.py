@@ -53,6 +53,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from experiments.common.readme import write_between
 from experiments.common.record import record
+from experiments.common.summary import save_summary
 from penstock.lab import HostProcess, Lab
 
 TRANSPORTS = ("gloo", "delegate", "direct", "late", "nccl")
@@ -407,7 +408,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if given.out:
             gpu = {"gpu": gpu_name()} if any(row["transport"] == "nccl" for row in found) else {}
             said = {"machine": known["machine"] | gpu, "count": given.count, "cells": found}
-            given.out.write_text(json.dumps(said, indent=1) + "\n")
+            save_summary(given.out, said)
     return int(any(row["error"] or row["equal"] < row["runs"] for row in found))
 
 

@@ -32,6 +32,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from experiments.common.record import record
+from experiments.common.summary import save_summary
 from penstock.lab import HostProcess, Lab
 
 SIZE = 16 << 20
@@ -185,7 +186,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             cells.append(cell(mode, how, given.count))
             print(json.dumps(cells[-1]), flush=True)
             if given.out:
-                given.out.write_text(json.dumps({**known, "cells": cells}, indent=1) + "\n")
+                save_summary(given.out, {**known, "cells": cells})
     return int(any(each["right"] < each["runs"] for each in cells))
 
 

@@ -36,6 +36,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tests"))
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from experiments.common.record import record
+from experiments.common.summary import save_summary
 from fuzz_broken import draw_broken, judge
 from fuzz_cases import PLANTED, Case, Outcome, draw, run, smaller, with_turns
 from fuzz_runs import SHAPES, between_processes
@@ -207,7 +208,7 @@ def main() -> None:
         for reason, count in part["reasons"].items():
             print(f"    {count} times: {reason}")
     if given.out is not None:
-        given.out.write_text(json.dumps(result, indent=1) + "\n")
+        save_summary(given.out, result)
         print(f"wrote {given.out}")
     sys.exit(failed)
 
@@ -251,7 +252,7 @@ def broken(num: int, first: int, out: Path | None) -> int:
     }
     print(result)
     if out is not None:
-        out.write_text(json.dumps({**record(), "broken": result}, indent=1) + "\n")
+        save_summary(out, {**record(), "broken": result})
     return total["missed"] > 0.1 * num
 
 
@@ -262,7 +263,7 @@ def planted(out: Path | None) -> int:
         print(f"{outcome.kind:10} {name}\n           {outcome.detail[:200]}", flush=True)
     if out is not None:
         rows = {name: {"outcome": o.kind, "detail": o.detail[:200]} for name, o in found}
-        out.write_text(json.dumps({**record(), "planted": rows}, indent=1) + "\n")
+        save_summary(out, {**record(), "planted": rows})
         print(f"wrote {out}")
     return sum(o.kind in ("different", "raw") for _, o in found)
 

@@ -22,6 +22,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from benchmarks.gaps.run import FAMILY_RANKS, PLACEMENTS, family_problem
 from exact_solver import Instance, solve
 from experiments.common.record import record
+from experiments.common.summary import save_summary
 
 RESULTS = Path(__file__).parent / "optimum.json"
 SEED = 12
@@ -65,11 +66,11 @@ def main() -> None:
         "workers": given.workers,
         **record(),
     }
-    rows = json.loads(RESULTS.read_text()) if RESULTS.exists() else []
+    rows = json.loads(RESULTS.read_text())["rows"] if RESULTS.exists() else []
     rows = [each for each in rows if (each["family"], each["number"]) != (given.family, given.number)]
     order = list(PLACEMENTS)
     rows = sorted([*rows, row], key=lambda each: (order.index(each["family"]), each["number"]))
-    RESULTS.write_text(json.dumps(rows, indent=1) + "\n")
+    save_summary(RESULTS, {"rows": rows})
     print(f"{given.family} {given.number}: {solved.bound} to {solved.value}", flush=True)
 
 

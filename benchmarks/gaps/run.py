@@ -6,8 +6,8 @@
     python benchmarks/gaps/run.py --bound-again                     today's bounds of the plans that are there already
     python benchmarks/gaps/run.py --table                           prints the table of README.md from results.json
 
-Each problem is written to results.json as soon as it is planned, in place of what was there for it, so that a run may
-be cut into slices. What is planned is said in README.md.
+Each problem is written to runs/gaps.json as soon as it is planned, in place of the earlier row for it, so a run may
+be cut into slices. results.json has the mean and worst gaps of the problems there. README.md says what is planned.
 """
 
 from __future__ import annotations
@@ -27,6 +27,8 @@ import numpy as np
 
 import penstock as ps
 from experiments.common.record import commit, record
+from experiments.common.summary import save_summary
+from penstock.engine.tolerance import EPSILON
 from penstock.planning import order_model
 from penstock.planning.bounds import work_bound
 from penstock.planning.destructive_bound import DestructiveBound
@@ -37,6 +39,8 @@ from penstock.program.placements import bidirectional
 from penstock.schedule import Placement, circular, one_to_one, v_shape
 
 RESULTS = Path(__file__).parent / "results.json"
+ROWS = Path(__file__).resolve().parents[2] / "runs/gaps.json"
+"""A row for each problem, which git does not keep."""
 SEED = 12
 TARGETS = {"one-to-one": 0.003, "V": 0.015, "bidirectional": 0.04, "circular": 0.04, "partial freeing": 0.01}
 """Mean gaps aimed at."""
@@ -110,8 +114,12 @@ def bounded(family: str, number: int) -> float:
 
 
 def rows_of(family: str, number: int) -> list[dict[str, Any]]:
-    rows = json.loads(RESULTS.read_text())["rows"]
-    return [row for row in rows if (row["family"], row["number"]) == (family, number)]
+    return [row for row in all_rows() if (row["family"], row["number"]) == (family, number)]
+
+
+def all_rows() -> list[dict[str, Any]]:
+    found: list[dict[str, Any]] = json.loads(ROWS.read_text()) if ROWS.exists() else []
+    return found
 
 
 def bound_again(family: str, number: int) -> None:
@@ -129,9 +137,35 @@ def key(row: dict[str, Any]) -> tuple[int, bool, int]:
 
 
 def kept(row: dict[str, Any]) -> None:
-    rows = json.loads(RESULTS.read_text())["rows"] if RESULTS.exists() else []
-    rows = sorted([other for other in rows if key(other) != key(row)] + [row], key=key)
-    RESULTS.write_text(json.dumps({"seed": SEED, "time_limit": FAMILY_SECONDS, "rows": rows}, indent=1) + "\n")
+    """Puts a row in place of the earlier one of its problem, and the gaps of all rows into results.json."""
+    rows = sorted([other for other in all_rows() if key(other) != key(row)] + [row], key=key)
+    ROWS.parent.mkdir(exist_ok=True)
+    ROWS.write_text(json.dumps(rows, indent=1) + "\n")
+    save_summary(RESULTS, {**record(), "seed": SEED, "time_limit": FAMILY_SECONDS, "rows": summary(rows)})
+
+
+def summary(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """For each family, with and without OR-Tools: problems, commits, mean and worst gap, mean gaps by ranks."""
+    found = []
+    for family in PLACEMENTS:
+        for ortools in (True, False):
+            mine = [row for row in rows if row["family"] == family and row["ortools"] == ortools]
+            if not mine:
+                continue
+            assert all(row["value"] >= row["bound"] * (1 - EPSILON) for row in mine), "a bound is above its plan"
+            by_ranks = {each: [row["gap"] for row in mine if row["num_ranks"] == each] for each in FAMILY_RANKS}
+            found.append(
+                {
+                    "family": family,
+                    "ortools": ortools,
+                    "problems": len(mine),
+                    "mean": statistics.fmean(row["gap"] for row in mine),
+                    "worst": max(row["gap"] for row in mine),
+                    "by_ranks": {str(each): statistics.fmean(gaps) for each, gaps in by_ranks.items() if gaps},
+                    "commits": sorted({row["commit"] for row in mine}),
+                }
+            )
+    return found
 
 
 def table(rows: list[dict[str, Any]]) -> str:
@@ -140,18 +174,13 @@ def table(rows: list[dict[str, Any]]) -> str:
         f"| family | OR-Tools | problems | aim | mean gap | worst | {ranks} |",
         f"|---|---|{'---:|' * (4 + len(FAMILY_RANKS))}",
     ]
-    for family in PLACEMENTS:
-        for ortools in (True, False):
-            mine = [row for row in rows if row["family"] == family and row["ortools"] == ortools]
-            if not mine:
-                continue
-            gaps = [[row["gap"] for row in mine if row["num_ranks"] == each] for each in FAMILY_RANKS]
-            each = " | ".join(f"{statistics.fmean(found):.2%}" if found else "-" for found in gaps)
-            mean, worst = statistics.fmean(row["gap"] for row in mine), max(row["gap"] for row in mine)
-            lines.append(
-                f"| {family} | {'with' if ortools else 'without'} | {len(mine)} | {TARGETS[family]:.1%} | "
-                f"{mean:.2%} | {worst:.2%} | {each} |"
-            )
+    for row in rows:
+        by_ranks = [row["by_ranks"].get(str(each)) for each in FAMILY_RANKS]
+        cells = " | ".join("-" if gap is None else f"{gap:.2%}" for gap in by_ranks)
+        lines.append(
+            f"| {row['family']} | {'with' if row['ortools'] else 'without'} | {row['problems']} | "
+            f"{TARGETS[row['family']]:.1%} | {row['mean']:.2%} | {row['worst']:.2%} | {cells} |"
+        )
     return "\n".join(lines)
 
 

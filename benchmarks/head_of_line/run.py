@@ -10,7 +10,6 @@ last two, 703 ms with ZB and 579 ms with delegates alone, of 368 ms). Ranks are 
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 import sys
 from collections.abc import Iterator, Sequence
@@ -22,6 +21,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import penstock as ps
 from experiments.common.record import record
+from experiments.common.summary import save_summary
 from penstock.cost.presets import PRESETS
 from penstock.runtime.emulation.pipeline import Emulation
 from penstock.runtime.transport.choose import TransportOptions
@@ -163,7 +163,7 @@ def main() -> None:
         rows.append(row)
         print(row["pipeline"], row["schedule"], row["links"], row["transport"], row["depth"], file=sys.stderr)
     if given.out is not None:
-        given.out.write_text(json.dumps({**record(), "stretch": given.stretch, "rows": rows}, indent=1) + "\n")
+        save_summary(given.out, {**record(), "stretch": given.stretch, "rows": rows})
     print(table(rows))
 
 

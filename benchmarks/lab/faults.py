@@ -35,6 +35,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from benchmarks.lab.faults_rank import MICROBATCHES, FaultJob
 from experiments.common.record import record
+from experiments.common.summary import save_summary
 from penstock.lab import HostProcess, Lab
 
 TIMEOUT = 60.0
@@ -403,8 +404,8 @@ def main() -> int:
     for name, figures in total.items():
         print(f"{name}: {json.dumps(figures)}")
     if given.out is not None:
-        result = {**record(), "seed": seed, "summary": total, "rows": rows}
-        given.out.write_text(json.dumps(result, indent=1) + "\n")
+        result = {**record(), "seed": seed, "summary": total}
+        save_summary(given.out, result)
     return 0 if all(figures["all_equal"] and figures["all_messages_once"] for figures in total.values()) else 1
 
 

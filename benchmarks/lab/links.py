@@ -10,12 +10,14 @@ import json
 import statistics
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from experiments.common.record import record
+from experiments.common.summary import save_summary
 from penstock.lab import Lab
 
 CONDITIONS = (
@@ -80,16 +82,26 @@ def run(num_small: int, num_large: int) -> list[dict[str, Any]]:
         for condition in CONDITIONS:
             lab.link(0, 1, condition)
             small, large = measure(lab, num_small, num_large)
-            rows.append({"condition": condition, "round_trips_ms": small, "transfers_ms": large})
+            rows.append(row_of(condition, small, large))
             print(line_of(rows[-1]), flush=True)
     return rows
 
 
+def row_of(condition: str, small: Sequence[float], large: Sequence[float]) -> dict[str, Any]:
+    """Medians and the like of round trips and of transfers, in ms."""
+    return {
+        "condition": condition,
+        "round_trip_ms": statistics.median(small),
+        "least_round_trip_ms": min(small),
+        "nine_in_ten_ms": sorted(small)[len(small) * 9 // 10],
+        "transfer_ms": statistics.median(large),
+    }
+
+
 def line_of(row: dict[str, Any]) -> str:
-    small, large = (sorted(row[name]) for name in ("round_trips_ms", "transfers_ms"))
     return (
-        f"{row['condition']:<32} round trip {statistics.median(small):8.3f} ms (least {small[0]:.3f}, "
-        f"nine in ten below {small[len(small) * 9 // 10]:.3f}), 16 MB in {statistics.median(large):7.1f} ms"
+        f"{row['condition']:<32} round trip {row['round_trip_ms']:8.3f} ms (least {row['least_round_trip_ms']:.3f}, "
+        f"nine in ten below {row['nine_in_ten_ms']:.3f}), 16 MB in {row['transfer_ms']:7.1f} ms"
     )
 
 
@@ -101,7 +113,7 @@ def main() -> None:
     given = parser.parse_args()
     rows = run(given.small, given.large)
     if given.out is not None:
-        given.out.write_text(json.dumps({**record(), "rows": rows}, indent=1) + "\n")
+        save_summary(given.out, {**record(), "rows": rows})
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """The last link of eight ranks 60 ms late: frozen, dispatched and re-planned, on emulated devices. See README.md.
 
-    python benchmarks/late_link/run.py --plan [CASE ...]            plans, and writes schedules/ and plans.json
-    python benchmarks/late_link/run.py --emulate [CASE ...]         runs cases, and writes them to results.json
+    python benchmarks/late_link/run.py --plan [CASE ...]            plans: runs/late_link/ and plans.json
+    python benchmarks/late_link/run.py --emulate [CASE ...]         runs planned cases, and writes results.json
     python benchmarks/late_link/run.py --readme                     writes the README's table from the two files
 
 The first takes about two minutes, the second about nine, of which it mostly sleeps.
@@ -23,8 +23,11 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 import penstock as ps
 from experiments.common.readme import write_between
 from experiments.common.record import record
+from experiments.common.summary import save_summary
 
 FOLDER = Path(__file__).resolve().parent
+ORDERS = FOLDER.parents[1] / "runs/late_link"
+"""Where the planned orders lie, which git does not keep."""
 
 NUM_RANKS, NUM_MICROBATCHES, MS = 8, 32, 10.0
 LATE = ps.Links({(NUM_RANKS - 2, NUM_RANKS - 1): 60.0})
@@ -64,13 +67,13 @@ def costs_of(case: str) -> ps.Costs:
 
 
 def path_of(case: str, delayed: bool) -> Path:
-    return FOLDER / "schedules" / f"{case.replace(' ', '-')}-{'late' if delayed else 'undelayed'}.json"
+    return ORDERS / f"{case.replace(' ', '-')}-{'late' if delayed else 'undelayed'}.json"
 
 
 def planned(cases: Sequence[str]) -> dict[str, Any]:
     """The schedules of cases, and the bounds that were proved."""
     found: dict[str, Any] = {}
-    (FOLDER / "schedules").mkdir(exist_ok=True)
+    ORDERS.mkdir(parents=True, exist_ok=True)
     for case in cases:
         costs = costs_of(case)
         if case == WARMUP:
@@ -97,6 +100,8 @@ def emulated(plans: dict[str, Any], cases: Sequence[str]) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for case in cases:
         costs, held = costs_of(case), plans[case]["memory_limit"]
+        if not path_of(case, delayed=True).exists():
+            raise SystemExit(f"{ORDERS} has no orders of case {case!r}; make them by --plan '{case}'")
         schedules = {delayed: ps.load(path_of(case, delayed)) for delayed in (False, True)}
         rows: dict[str, dict[str, Any]] = {name: {"measured": [], "simulated": 0.0} for name, _, _ in WAYS}
         for _ in range(NUM_STEPS):
@@ -149,7 +154,7 @@ def write(path: Path, option: str, here: dict[str, Any], cases: dict[str, Any]) 
         "num_steps": NUM_STEPS,
         "cases": before["cases"] | cases,
     }
-    path.write_text(json.dumps(found, indent=1) + "\n")
+    save_summary(path, found)
 
 
 def main() -> None:

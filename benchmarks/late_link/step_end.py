@@ -24,6 +24,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from experiments.common.readme import write_between
 from experiments.common.record import record
+from experiments.common.summary import save_summary
 from penstock.lab import Lab
 
 FOLDER = Path(__file__).resolve().parent
@@ -119,7 +120,9 @@ def cell(num_ranks: int, late: int) -> dict[str, Any]:
         codes = [rank.wait(600) for rank in ranks]
         if any(codes):
             raise SystemExit(f"{num_ranks} ranks, {late} ms: ranks ended with {codes}")
-        return {"ranks": num_ranks, "late_ms": late, **json.loads(out.read_text())}
+        found = json.loads(out.read_text())
+        middles = {part: {way: middle(blocks) for way, blocks in ways.items()} for part, ways in found.items()}
+        return {"ranks": num_ranks, "late_ms": late, **middles}
 
 
 def middle(blocks: Sequence[Sequence[float]]) -> float:
@@ -134,8 +137,7 @@ def tables(cells: Sequence[dict[str, Any]]) -> str:
         "|---:|---:|---:|---:|---:|---:|---:|---:|---:|",
     ]
     for each in cells:
-        sums = {way: middle(blocks) for way, blocks in each["sum"].items()}
-        steps = {way: middle(blocks) for way, blocks in each["step"].items()}
+        sums, steps = each["sum"], each["step"]
         lines.append(
             f"| {each['ranks']} | {each['late_ms']} | {sums[TORCH]:.1f} | {sums[RING]:.1f} | {sums[DIRECT]:.1f} | "
             f"**{sums[RING] / sums[DIRECT]:.1f}** | {steps[RING]:.0f} | {steps[DIRECT]:.0f} | "
@@ -167,7 +169,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             cells.append(cell(num_ranks, late))
             print(tables(cells[-1:]).splitlines()[-1], flush=True)
     if given.out:
-        given.out.write_text(json.dumps({**known, "cells": cells}) + "\n")
+        save_summary(given.out, {**known, "cells": cells})
     return 0
 
 

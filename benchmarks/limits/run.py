@@ -26,6 +26,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from experiments.common.readme import write_between
 from experiments.common.record import record
+from experiments.common.summary import save_summary
 from penstock.engine.compiled import is_compiled
 
 FOLDER = Path(__file__).parent
@@ -121,7 +122,7 @@ def main() -> None:
                 row for _, row in sorted((kept | new).items(), key=lambda item: (item[0][:2], item[0][2:][::-1]))
             ],
         }
-        path.write_text(json.dumps(results, indent=1) + "\n")
+        save_summary(path, results)
     if asked.readme:
         write_between(FOLDER / "README.md", "results", table(results))
 

@@ -25,6 +25,7 @@ import penstock as ps
 from benchmarks.plan.run import draw
 from experiments.common.readme import markdown, write_between
 from experiments.common.record import record
+from experiments.common.summary import save_summary
 from penstock.engine.list_by_values import ListSpace
 from penstock.planning.in_step import in_step
 from penstock.planning.options import limits_of
@@ -80,7 +81,7 @@ def main() -> None:
         **record(),
         "gaps": {f"{ranks}x{num}": over_bound(ranks, num) for ranks, num in benchmark.SIZES},
     }
-    asked.out.write_text(json.dumps(results, indent=1) + "\n")
+    save_summary(asked.out, results)
 
 
 if __name__ == "__main__":

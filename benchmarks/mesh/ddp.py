@@ -32,6 +32,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from experiments.common.readme import markdown, write_between
 from experiments.common.record import record
+from experiments.common.summary import save_summary
 from processes import run_ranks
 
 PP, DP, NUM_MICROBATCHES, WIDTH = 2, 2, 4, 16
@@ -162,7 +163,7 @@ def main() -> None:
     for row in rows:
         print(f"{row['schedule']:6} {row['side']:12} {row['between replicas']:.1e} {row['from one process']:.1e}")
     if given.out is not None:
-        given.out.write_text(json.dumps({**record(), "rows": rows}, indent=1) + "\n")
+        save_summary(given.out, {**record(), "rows": rows})
 
 
 if __name__ == "__main__":

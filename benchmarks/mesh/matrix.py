@@ -27,6 +27,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from experiments.common.readme import markdown, write_between
 from experiments.common.record import record
+from experiments.common.summary import save_summary
 from mesh_cases import MODELS, TOLERANCE, Found, Job, jobs, packed, run_jobs, wrong
 from mesh_runs import splits
 from processes import run_ranks
@@ -76,8 +77,8 @@ def main() -> None:
     given = parser.parse_args()
     if given.readme:
         folder = Path(__file__).parent
-        jobs_found = json.loads((folder / "matrix.json").read_text())["jobs"]
-        write_between(folder / "README.md", "matrix", largest(jobs_found))
+        found = json.loads((folder / "matrix.json").read_text())["largest"]
+        write_between(folder / "README.md", "matrix", largest(found))
         return
     torch.set_num_threads(1)
     sizes: dict[str, list[dict[str, Any]]] = {}
@@ -95,7 +96,7 @@ def main() -> None:
         table(rows)
     if given.out is not None:
         result = {**record(), "tolerance": TOLERANCE}
-        given.out.write_text(json.dumps({**result, "problems": problems, "jobs": sizes}, indent=1) + "\n")
+        save_summary(given.out, {**result, "problems": problems, "largest": summary(sizes)})
     sys.exit(bool(problems))
 
 
@@ -107,16 +108,25 @@ def mesh_of(split: Sequence[int]) -> str:
     return "shards, no replicas" if dp == 1 else "both"
 
 
-def largest(sizes: Mapping[str, Sequence[Mapping[str, Any]]]) -> list[str]:
-    """The table of README.md: the largest differences by processes and kind of mesh."""
-    body = []
+def summary(sizes: Mapping[str, Sequence[Mapping[str, Any]]]) -> list[dict[str, Any]]:
+    """By processes and kind of mesh: splits, jobs, jobs equal to the bit, and the largest difference of each part."""
+    found = []
     for processes, rows in sizes.items():
         for mesh in ("pipelines alone", "replicas, no shards", "shards, no replicas", "both"):
             mine = [row for row in rows if mesh_of(row["split"]) == mesh]
-            splits_found = {tuple(row["split"]) for row in mine}
-            found = [max(row[part] for row in mine) for part in PARTS]
-            cells = [f"{each:.0e}" if each else "0" for each in found]
-            body.append([processes, mesh, str(len(splits_found)), str(len(mine)), *cells])
+            num_splits = len({tuple(row["split"]) for row in mine})
+            row = {"processes": int(processes), "mesh": mesh, "splits": num_splits, "jobs": len(mine)}
+            row["equal"] = sum(job["equal"] for job in mine)
+            found.append(row | {part: max((job[part] for job in mine), default=0.0) for part in PARTS})
+    return found
+
+
+def largest(found: Sequence[Mapping[str, Any]]) -> list[str]:
+    """The table of README.md: the largest differences by processes and kind of mesh."""
+    body = []
+    for row in found:
+        cells = [f"{row[part]:.0e}" if row[part] else "0" for part in PARTS]
+        body.append([*(str(row[name]) for name in ("processes", "mesh", "splits", "jobs")), *cells])
     head = ["processes", "mesh", "splits", "jobs", "loss", "gradient", "norm", "after an update", "evaluation"]
     return markdown(head, body)
 

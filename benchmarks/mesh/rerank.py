@@ -21,6 +21,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 import penstock as ps
 from experiments.common.readme import markdown, write_between
 from experiments.common.record import record
+from experiments.common.summary import save_summary
 from penstock.control import Configuration, Job, rerank
 from penstock.control.configuration import peaks
 from penstock.cost import Links
@@ -71,7 +72,7 @@ def main() -> None:
     path = given.out or Path(__file__).with_name("rerank.json")
     if not given.readme:
         rows = [row(*size, name) for size in SIZES for name in late_links(4)]
-        path.write_text(json.dumps({**record(), "rows": rows}, indent=1) + "\n")
+        save_summary(path, {**record(), "rows": rows})
     write_between(Path(__file__).with_name("README.md"), "rerank", table(json.loads(path.read_text())["rows"]))
 
 

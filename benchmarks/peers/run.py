@@ -1,7 +1,7 @@
 """Peers' schedules beside our plans: makespan at equal peak memory, under equal costs.
 
-    python benchmarks/peers/run.py --checkout PATH --dualpipe PATH    # makes peers.json again
-    python benchmarks/peers/run.py --plan                             # plans for each of its settings, results.json
+    python benchmarks/peers/run.py --checkout PATH --dualpipe PATH    # runs/peers/peers.json: what the peers make
+    python benchmarks/peers/run.py --plan                             # plans for each of its settings: results.json
 
 PATH are checkouts of sail-sg/zero-bubble-pipeline-parallelism and of deepseek-ai/DualPipe; torch's schedules come
 from the torch that is installed. The peers' own code makes the orders and is only imported from there. Every order is
@@ -28,10 +28,13 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import penstock as ps
 from experiments.common.record import commit, record
+from experiments.common.summary import save_summary
 from penstock.program.placements import bidirectional
 from penstock.schedule import Op, Placement, circular, declare_shown_order, one_to_one, v_shape
 
-HERE = Path(__file__).parent
+HERE = Path(__file__).resolve().parent
+ROWS = HERE.parents[1] / "runs/peers"
+"""Where the rows of all settings lie, which git does not keep."""
 COSTS = ((10.0, 10.0, 10.0, 0.0), (10.0, 12.0, 8.0, 0.0), (10.0, 11.0, 9.0, 2.0))
 """ms of F, I and W on every stage, and of a message."""
 
@@ -323,14 +326,33 @@ def make_plans(peers: dict[str, Any], every: int, part: tuple[int, int]) -> list
     return rows
 
 
-def table(rows: list[dict[str, Any]]) -> str:
-    lines = ["| peer | settings | shorter | equal | longer | mean ours / theirs | worst |", f"|---|{'---:|' * 6}"]
+def summary(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """For each peer and for all: their commits, how often ours is shorter and longer, and ours over theirs."""
+    found = []
     for peer in [*dict.fromkeys(row["peer"] for row in rows), "all"]:
-        ratios = [row["ours"] / row["makespan"] for row in rows if peer in (row["peer"], "all")]
-        longer, shorter = (sum(test(r) for r in ratios) for test in (lambda r: r > 1 + 1e-9, lambda r: r < 1 - 1e-9))
+        mine = [row for row in rows if peer in (row["peer"], "all")]
+        ratios = [row["ours"] / row["makespan"] for row in mine]
+        found.append(
+            {
+                "peer": peer,
+                "peer_commits": [] if peer == "all" else sorted({row["commit"] for row in mine}),
+                "settings": len(mine),
+                "shorter": sum(ratio < 1 - 1e-9 for ratio in ratios),
+                "longer": sum(ratio > 1 + 1e-9 for ratio in ratios),
+                "mean": sum(ratios) / len(ratios),
+                "worst": max(ratios),
+            }
+        )
+    return found
+
+
+def table(found: list[dict[str, Any]]) -> str:
+    lines = ["| peer | settings | shorter | equal | longer | mean ours / theirs | worst |", f"|---|{'---:|' * 6}"]
+    for row in found:
+        equal = row["settings"] - row["shorter"] - row["longer"]
         lines.append(
-            f"| {peer} | {len(ratios)} | {shorter} | {len(ratios) - shorter - longer} | {longer} | "
-            f"{sum(ratios) / len(ratios):.3f} | {max(ratios):.3f} |"
+            f"| {row['peer']} | {row['settings']} | {row['shorter']} | {equal} | {row['longer']} | "
+            f"{row['mean']:.3f} | {row['worst']:.3f} |"
         )
     return "\n".join(lines)
 
@@ -346,15 +368,18 @@ def main() -> None:
     asked = parser.parse_args()
     if asked.plan:
         part = tuple(int(number) for number in asked.part.split("/"))
-        peers = json.loads((HERE / "peers.json").read_text())
-        found = make_plans(peers, asked.every, (part[0], part[1]))
+        peers, plans = json.loads((ROWS / "peers.json").read_text()), ROWS / "plans.json"
+        rows = make_plans(peers, asked.every, (part[0], part[1]))
         if part[0] > 1:
-            found = [*json.loads(asked.out.read_text())["rows"], *found]
-        asked.out.write_text(json.dumps({**record(), "seconds": SECONDS, "rows": found}, indent=1) + "\n")
+            rows = [*json.loads(plans.read_text()), *rows]
+        plans.write_text(json.dumps(rows, indent=1) + "\n")
+        found = summary(rows)
+        save_summary(asked.out, {**record(), "seconds": SECONDS, "rows": found})
         print(table(found))
     elif asked.checkout and asked.dualpipe:
         made = make_peers(asked.checkout, asked.dualpipe)
-        (HERE / "peers.json").write_text(json.dumps({**record(), **made}, indent=1) + "\n")
+        ROWS.mkdir(parents=True, exist_ok=True)
+        (ROWS / "peers.json").write_text(json.dumps({**record(), **made}, indent=1) + "\n")
         print(f"{sum('makespan' in row for row in made['rows'])} of {len(made['rows'])} settings were made")
     else:
         parser.error("give --checkout and --dualpipe, or --plan")

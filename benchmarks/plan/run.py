@@ -11,12 +11,12 @@ on a rank as there are ranks, freed at W.
 from __future__ import annotations
 
 import argparse
-import json
 import resource
 import secrets
 import statistics
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -26,6 +26,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 import numpy as np
 
 from experiments.common.record import record
+from experiments.common.summary import save_summary
 from penstock.cost import Costs, Links
 from penstock.engine.list_by_values import ListSpace
 from penstock.planning import plan
@@ -75,8 +76,6 @@ def speeds(seed: int, seconds: float = 10.0) -> list[dict[str, Any]]:
                 "num_ops": problem.queues.num_ops,
                 "list_ms": statistics.median(listed),
                 "time_ms": statistics.median(timed),
-                "list_all_ms": listed,
-                "time_all_ms": timed,
                 "peak_mib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024,
             }
         )
@@ -117,7 +116,7 @@ def free(num_instances: int, seed: int) -> Iterator[dict[str, Any]]:
                     "how": found.how,
                 }
             )
-        yield {"num_ranks": num_ranks, "num_microbatches": num_microbatches, "cap": None, "instances": instances}
+        yield {"num_ranks": num_ranks, "num_microbatches": num_microbatches, "cap": None, **over(instances)}
 
 
 def tight(
@@ -148,8 +147,19 @@ def tight(
             "num_microbatches": num_microbatches,
             "cap": num_ranks,
             "time_limit": seconds,
-            "instances": instances,
+            **over(instances),
         }
+
+
+def over(instances: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Mean, median and most of every figure of a family's problems, and how often each way made the plan."""
+    names = [name for name, value in instances[0].items() if not isinstance(value, str)]
+    columns = {name: [one[name] for one in instances] for name in names}
+    figures = {
+        name: {"mean": statistics.fmean(column), "median": statistics.median(column), "most": max(column)}
+        for name, column in columns.items()
+    }
+    return {"num_problems": len(instances), **figures, "how": dict(Counter(one["how"] for one in instances))}
 
 
 def speed_table(rows: list[dict[str, Any]]) -> str:
@@ -171,21 +181,18 @@ def gap_table(families: list[dict[str, Any]]) -> str:
         "|---:|---:|---:|---:|---:|---:|---:|---:|---:|---:|",
     ]
     for family in families:
-        each = family["instances"]
-
-        def mean(name: str, each: list[dict[str, Any]] = each) -> float:
-            return statistics.fmean(one[name] for one in each)
-
         capped = family["cap"] is not None
         first = (
-            f"{mean('listed_above_jackson'):.2%} | -"
+            f"{family['listed_above_jackson']['mean']:.2%} | -"
             if capped
-            else (f"{mean('fast_gap'):.3%} | {statistics.median(one['fast_ms'] for one in each):.2f}")
+            else f"{family['fast_gap']['mean']:.3%} | {family['fast_ms']['median']:.2f}"
         )
-        above = f"{mean('above_jackson'):.3%}" if capped else "-"
+        above = f"{family['above_jackson']['mean']:.3%}" if capped else "-"
+        gap = family["gap"]
         lines.append(
-            f"| {family['num_ranks']} | {family['num_microbatches']} | {family['cap'] or 'none'} | {len(each)} | "
-            f"{first} | {mean('gap'):.3%} | {max(one['gap'] for one in each):.3%} | {above} | {mean('seconds'):.2f} |"
+            f"| {family['num_ranks']} | {family['num_microbatches']} | {family['cap'] or 'none'} | "
+            f"{family['num_problems']} | {first} | {gap['mean']:.3%} | {gap['most']:.3%} | {above} | "
+            f"{family['seconds']['mean']:.2f} |"
         )
     return "\n".join(lines)
 
@@ -209,7 +216,7 @@ def main() -> None:
         found = {"families": list(part)}
         print(gap_table(found["families"]))
     if given.out is not None:
-        given.out.write_text(json.dumps({**record(), "seed": seed, **found}, indent=1) + "\n")
+        save_summary(given.out, {**record(), "seed": seed, **found})
 
 
 if __name__ == "__main__":

@@ -11,7 +11,6 @@ page runs a large schedule unseen in these seconds, so that the browser has comp
 
 from __future__ import annotations
 
-import json
 import shutil
 import sys
 import tempfile
@@ -26,6 +25,7 @@ from playwright.sync_api import Page, sync_playwright
 
 from experiments.common.readme import write_between
 from experiments.common.record import record
+from experiments.common.summary import save_summary
 from penstock.play import save
 
 FOLDER = Path(__file__).parent
@@ -84,7 +84,7 @@ def main() -> None:
         version = browser.version
         browser.close()
     found = {**known, "chromium": version, "rows": rows}
-    (FOLDER / "results.json").write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+    save_summary(FOLDER / "results.json", found)
     write_between(FOLDER / "README.md", "results", table(rows))
 
 

@@ -28,6 +28,7 @@ import torch.distributed as dist
 
 import penstock as ps
 from experiments.common.record import record
+from experiments.common.summary import save_summary
 from penstock.runtime.launch import init_process, launch
 
 OP = 10.0
@@ -118,7 +119,7 @@ def main() -> None:
             raise SystemExit(code)
         rows = json.loads(Path(name, "rows.json").read_text())
     if given.out is not None:
-        given.out.write_text(json.dumps({**record(), "rows": rows}, indent=1) + "\n")
+        save_summary(given.out, {**record(), "rows": rows})
     print(table(rows))
 
 

@@ -35,6 +35,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from experiments.common.readme import write_between
 from experiments.common.record import commit, machine
+from experiments.common.summary import save_summary
 from proof_cases import (
     GRAPHS,
     OFFLOADED,
@@ -227,7 +228,7 @@ def run(given: Iterable[int], asked: Settings, num_workers: int, out: Path | Non
         found["machine"] = json.loads(out.read_text())["machine"]
     print(json.dumps(found["all"]))
     if out is not None:
-        out.write_text(json.dumps(found, indent=1) + "\n")
+        save_summary(out, found)
     return 1 if found["wrong_cases"] else 0
 
 

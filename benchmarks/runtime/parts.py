@@ -29,6 +29,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from benchmarks.runtime import run as runtime
 from experiments.common.readme import markdown, write_between
 from experiments.common.record import record
+from experiments.common.summary import save_summary
 
 HERE = Path(__file__).parent
 CLOCK = 700
@@ -198,7 +199,7 @@ def shares_of_torch(rows: Sequence[dict[str, Any]]) -> list[str]:
     body = []
     for row in rows:
         if row["transport"] == "host":
-            took = {side: mean(values) for side, values in row["overhead_us_an_op"].items()}
+            took = row["overhead_us_an_op"]
             shares = (f"{took[side] / took['torch']:.2f}" for side in ("ours", "bare", "in turns"))
             body.append([row["size"], row["schedule"], *shares])
     return markdown(["size", "schedule", "ours by default", "bare loop over gloo", "in turns"], body)
@@ -230,7 +231,7 @@ def main() -> None:
     print("\n".join(table(rows) if given.side is None else [json.dumps(rows, indent=1)]))
     if given.out is not None:
         found = {**result, "schedule": given.schedule, "size": given.size, "rows": rows}
-        given.out.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+        save_summary(given.out, found)
 
 
 if __name__ == "__main__":

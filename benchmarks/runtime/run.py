@@ -15,7 +15,6 @@ built.
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
@@ -29,6 +28,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from benchmarks.runtime.rank import RankJob, launch
 from benchmarks.runtime.sides import SCHEDULES, SIZES
 from experiments.common.record import record
+from experiments.common.summary import save_summary
 
 NUM_RANKS = 4
 NUM_MICROBATCHES = 8
@@ -56,7 +56,7 @@ def run(
         memory: whether to launch each side by itself, too, for its peak memory.
 
     Returns:
-        A row for each, with medians, ratios and every block's times of every rank.
+        A row for each, with medians over the blocks, ratios, and the overhead of an op, a mean over the ranks.
     """
     rows: list[dict[str, Any]] = []
     for transport, size, schedule in product(transports, sizes, schedules):
@@ -76,7 +76,7 @@ def _row(job: RankJob, ranks: Sequence[dict[str, Any]]) -> dict[str, Any]:
         return [mean(r["blocks"][b][side][metric] for r in ranks) for b in range(job.blocks)]
 
     times = {side: {metric: per_block(side, metric) for metric in METRICS} for side in SIDES}
-    row: dict[str, Any] = {
+    return {
         "size": job.size,
         **vars(SIZES[job.size]),
         "schedule": job.schedule,
@@ -87,13 +87,11 @@ def _row(job: RankJob, ranks: Sequence[dict[str, Any]]) -> dict[str, Any]:
         "blocks": job.blocks,
         "medians": {s: {m: median(values) for m, values in metrics.items()} for s, metrics in times.items()},
         "ratios": {m: median(a / b for a, b in zip(times["ours"][m], times["torch"][m])) for m in METRICS},
-        "overhead_us_an_op": {side: [_overhead(rank, side) for rank in ranks] for side in SIDES[:-1]},
+        "overhead_us_an_op": {side: mean(_overhead(rank, side) for rank in ranks) for side in SIDES[:-1]},
         "largest_difference": {
             what: max(r["difference"].get(what, 0.0) for r in ranks) for what in ("loss", "gradient")
         },
     }
-    row["raw"] = [{"rank": r["rank"], "num_ops": r["num_ops"], "blocks": r["blocks"]} for r in ranks]
-    return row
 
 
 def _overhead(rank: dict[str, Any], side: str) -> float:
@@ -131,8 +129,8 @@ def _table(transport: str, rows: Sequence[dict[str, Any]]) -> str:
         else:
             a, b = (mean(memory[side]["peak_bytes"]) / 2**20 for side in ("ours", "torch"))
             cells.append(f"{a:.1f} / {b:.1f} = **{a / b:.2f}**")
-        cells.append(" / ".join(f"{mean(row['overhead_us_an_op'][side]):.0f}" for side in ("ours", "torch")))
-        cells += [f"{mean(row['overhead_us_an_op'][side]):.0f}" for side in ("bare", "in turns")]
+        cells.append(" / ".join(f"{row['overhead_us_an_op'][side]:.0f}" for side in ("ours", "torch")))
+        cells += [f"{row['overhead_us_an_op'][side]:.0f}" for side in ("bare", "in turns")]
         cells.append(f"{row['medians']['alone']['main_thread_cpu_ms']:.1f}")
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
@@ -151,7 +149,7 @@ def main() -> None:
     rows = run(given.gpt, given.schedule, given.steps, given.rounds, given.transport, not given.no_memory)
     print(table(rows))
     if given.out is not None:
-        given.out.write_text(json.dumps({**record(), "rows": rows}, indent=1) + "\n")
+        save_summary(given.out, {**record(), "rows": rows})
 
 
 if __name__ == "__main__":

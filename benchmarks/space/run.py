@@ -10,7 +10,6 @@ embedding and head, planned from scratch.
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 import sys
 import time
@@ -21,6 +20,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from experiments.common.record import record
+from experiments.common.summary import save_summary
 from penstock.cost import Costs
 from penstock.library import ASYNCHRONOUS, SCHEDULES, build
 from penstock.planning import plan
@@ -53,7 +53,6 @@ def searches(sizes: Sequence[int], repeats: int) -> list[dict[str, Any]]:
                     "memory_limit": limit,
                     "num_tried": outcome.num_tried,
                     "seconds": statistics.median(seconds),
-                    "all_seconds": seconds,
                     "paper_seconds": PAPER_SECONDS.get(p),
                     "best": outcome.best.name,
                     "bubble": outcome.best.makespan - 3 * STAGES_A_RANK * 4 * p,
@@ -109,7 +108,6 @@ def shared_ends(repeats: int) -> list[dict[str, Any]]:
                 "tessel": 8 * n + 4 * (p - 1),
                 "lower_bound": found.lower_bound,
                 "seconds": statistics.median(seconds),
-                "all_seconds": seconds,
             }
         )
     return rows
@@ -188,7 +186,7 @@ def main() -> None:
     tables = search_table(found["searches"]), library_table(found["library"]), shared_table(found["shared_ends"])
     print("\n\n".join(tables))
     if given.out is not None:
-        given.out.write_text(json.dumps({**record(), **found}, indent=1) + "\n")
+        save_summary(given.out, {**record(), **found})
 
 
 if __name__ == "__main__":

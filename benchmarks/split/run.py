@@ -14,7 +14,6 @@ from __future__ import annotations
 import argparse
 import gc
 import importlib
-import json
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -29,6 +28,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from experiments.common.record import record
+from experiments.common.summary import save_summary
 from penstock.runtime.launch import warm_up_malloc
 from penstock.runtime.split_backward import SplitStage, Tape, prepare
 
@@ -68,7 +68,7 @@ def run(
     repeats: int = 15,
     compiled: bool = False,
 ) -> list[Row]:
-    """One row for each width and number of blocks: medians, and every repeat's times in ms."""
+    """One row for each width and number of blocks: medians over the repeats, in ms."""
     warm_up_malloc()
     sizes = [(width, num_blocks) for width in widths for num_blocks in blocks]
     return [measure(width, num_blocks, repeats, compiled) for width, num_blocks in sizes]
@@ -117,7 +117,6 @@ def measure(width: int, num_blocks: int, repeats: int, compiled: bool) -> Row:
             else median((i + w) / b for (_, i, w), (_, b, _) in zip(measured, times["plain"]))
         )
     row["ours_forward_ratio"] = median(f / p for (f, _, _), (p, _, _) in zip(times["ours"], times["plain"]))
-    row["raw_ms"] = {name: [list(timing) for timing in column] for name, column in times.items()}
     return row
 
 
@@ -192,7 +191,7 @@ def main() -> None:
     rows = run(given.width, given.depth, given.repeats, given.compiled)
     print(table(rows))
     if given.out is not None:
-        given.out.write_text(json.dumps({**record(), "rows": rows}, indent=1) + "\n")
+        save_summary(given.out, {**record(), "rows": rows})
 
 
 if __name__ == "__main__":

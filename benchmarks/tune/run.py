@@ -5,14 +5,13 @@
 For each setting a round measures layers and messages afresh, predicts the step, and then runs the schedule for real
 through the launcher and the runtime. Rounds of the settings alternate. Of the steps those count in which ranks and
 other programs together did not outnumber the cores; a round with enough of them is quiet. One that is not stays in
-the raw numbers and is left out of the medians, unless none was quiet; rounds are added until there are enough quiet
-ones, within a bound.
+the count of rounds and is left out of the medians, unless none was quiet; rounds are added until there are enough
+quiet ones, within a bound.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 import tempfile
 import time
@@ -25,6 +24,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from experiments.common.record import record
+from experiments.common.summary import save_summary
 from penstock.library import build
 from penstock.runtime import partition
 from penstock.train.settings import Settings
@@ -91,7 +91,7 @@ def run(
         out: where what was found so far is written after every round.
 
     Returns:
-        A row for each setting, with medians and every round's numbers.
+        A row for each setting, with medians over its rounds.
     """
     base = Settings(preset=MODEL, microbatches=1, ranks=1, threads=1)
     model = tuned_model(base)
@@ -106,7 +106,7 @@ def run(
             raw[setting].append(found)
             rows = [_row(each, measured) for each, measured in raw.items() if measured]
             if out is not None:
-                out.write_text(json.dumps({**record(), "model": MODEL, "rows": rows}, indent=1) + "\n")
+                save_summary(out, {**record(), "model": MODEL, "rows": rows})
             print(
                 f"{setting.schedule} pp {setting.pp} dp {setting.dp}, microbatches of {setting.microbatch_size}: "
                 f"{found['predicted_ms']:.1f} ms predicted, {found['measured_ms']:.1f} measured, others kept "
@@ -181,7 +181,7 @@ def _row(setting: Setting, rounds: Sequence[dict[str, Any]]) -> dict[str, Any]:
         "work_ratio": median(each["predicted_work_ms"] / each["measured_work_ms"] for each in counted),
         "predicted_bytes": median(max(each["predicted_bytes"]) for each in counted),
         "measured_bytes": median(max(each["measured_bytes"]) for each in counted),
-        "raw": rounds,
+        "ratios": [each["ratio"] for each in rounds],
     }
 
 

@@ -25,6 +25,7 @@ import numpy as np
 import penstock as ps
 from experiments.common.readme import write_between
 from experiments.common.record import record
+from experiments.common.summary import save_summary, summary_text
 from penstock.data import long_tailed
 from penstock.dispatch import Dispatch
 from penstock.simulation.runner import Runner
@@ -42,6 +43,10 @@ NUM_DRAWS = 20
 """Seeds 0 to 19."""
 ERROR, NOISE = 0.05, 0.05
 """Standard deviation of the logarithm of the error of a predicted factor, and the gain that is asked for then."""
+SAMPLE = ("zb-h1", 8, 0.6, 3)
+"""The schedule, ranks, sigma and seed of the case that is kept by itself."""
+HELD = ("held", "held in the order")
+ERRORS = ("with errors: mean", "with errors: worst")
 WAYS = ("arrival", "dispatch", "rules", "moves", "size, own: rules", "size: rules", "size: moves")
 """arrival: frozen, in order of arrival. dispatch: that order under the best of the three dispatches. rules, moves:
 orders by rules, and after 300 moves, each rank's memory that of the schedule by count. size: activations are as long
@@ -120,7 +125,34 @@ def simulated() -> dict[str, Any]:
                 factors = drawn(sigma, 4 * num_ranks, seed)
                 error = under_errors(schedule, factors, seed)
                 cases.append([name, num_ranks, sigma, seed, *measured(schedule, factors).values(), error])
-    return {"cases": cases}
+    return {
+        "num_draws": NUM_DRAWS,
+        "columns": ["schedule", "ranks", "sigma", *WAYS, *HELD, *ERRORS],
+        "rows": summary(cases),
+        "slower_than_arrival": sum(slower(case) for case in cases),
+        "sample": next(case for case in cases if tuple(case[:4]) == SAMPLE),
+    }
+
+
+def slower(case: Sequence[Any]) -> bool:
+    """Whether a way takes longer than the order of arrival, or moves made an order longer than the rules had."""
+    ways = dict(zip(WAYS, case[4:], strict=False))
+    return (
+        max(ways.values()) > ways["arrival"]
+        or ways["moves"] > ways["rules"]
+        or ways["size: moves"] > ways["size: rules"]
+    )
+
+
+def summary(cases: Sequence[Sequence[Any]]) -> list[list[Any]]:
+    """For each schedule and sigma the means over the draws, and the worst under errors, as `columns` names them."""
+    rows = []
+    for name, num_ranks in SCHEDULES:
+        for sigma in SIGMAS:
+            mine = [case[4:] for case in cases if list(case[:3]) == [name, num_ranks, sigma]]
+            means = [fmean(column) for column in zip(*mine, strict=True)]
+            rows.append([name, num_ranks, sigma, *means, max(case[-1] for case in mine)])
+    return rows
 
 
 def timed() -> dict[str, Any]:
@@ -137,7 +169,7 @@ def timed() -> dict[str, Any]:
                 took.append(1e3 * planned.seconds)
             row[way] = {"median": round(median(took[1:]), 2), "most": round(max(took[1:]), 2)}
         found[f"{name}, {num_ranks} ranks"] = row
-    return {"cases": [], "ms": found}
+    return {"ms": found}
 
 
 def assigned() -> dict[str, Any]:
@@ -157,24 +189,20 @@ def assigned() -> dict[str, Any]:
             "most": round(max(took[1:]), 2),
             "busiest": round(fmean(busiest[1:]), 4),
         }
-    return {"cases": [], "ms": found}
+    return {"ms": found}
 
 
 def tables() -> str:
     """The README's tables, from the results."""
-    cases = json.loads((FOLDER / "results.json").read_text())["cases"]
+    rows = json.loads((FOLDER / "results.json").read_text())["rows"]
     lines = ["| | sigma | " + " | ".join(WAYS) + " |", "|---|---|" + "---|" * len(WAYS)]
     notes = ["| | sigma | held, arrival | held, by rules | with errors: mean | worst |", "|---|---|---|---|---|---|"]
-    for name, num_ranks in SCHEDULES:
-        for sigma in SIGMAS:
-            mine = [case[4:] for case in cases if case[:3] == [name, num_ranks, sigma]]
-            means = [fmean(column) for column in zip(*mine, strict=True)]
-            label = f"| {name}, {num_ranks} ranks | {sigma} | "
-            lines.append(label + " | ".join(f"{each:.2f}" for each in means[: len(WAYS)]) + " |")
-            errors = [case[-1] for case in mine]
-            held = means[len(WAYS) : len(WAYS) + 2]
-            cells = [*(f"{each:.2f}" for each in held), f"{fmean(errors):.3f}", f"{max(errors):.3f}"]
-            notes.append(label + " | ".join(cells) + " |")
+    for name, num_ranks, sigma, *means in rows:
+        label = f"| {name}, {num_ranks} ranks | {sigma} | "
+        lines.append(label + " | ".join(f"{each:.2f}" for each in means[: len(WAYS)]) + " |")
+        held, errors = means[len(WAYS) : -len(ERRORS)], means[-len(ERRORS) :]
+        cells = [*(f"{each:.2f}" for each in held), *(f"{each:.3f}" for each in errors)]
+        notes.append(label + " | ".join(cells) + " |")
     text = "\n".join(lines) + "\n\n" + "\n".join(notes)
     ms = json.loads((FOLDER / "times.json").read_text())["ms"]
     text += "\n\n| ms | by rules: median | most | and 300 moves: median | most |\n|---|---|---|---|---|\n"
@@ -200,12 +228,10 @@ def main() -> None:
         write_between(FOLDER / "README.md", "results", tables())
         return
     found = {**record(), **(assigned() if asked.assignment else timed() if asked.times else simulated())}
-    cases = ",\n  ".join(json.dumps(case, separators=(",", ":")) for case in found["cases"])
-    text = json.dumps({**found, "cases": []}, indent=1).replace('"cases": []', f'"cases": [\n  {cases}\n ]')
     if asked.out is None:
-        print(text)
+        print(summary_text(found), end="")
     else:
-        asked.out.write_text(text + "\n")
+        save_summary(asked.out, found)
 
 
 if __name__ == "__main__":

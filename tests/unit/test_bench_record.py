@@ -1,7 +1,8 @@
-"""What a result says of its run, and tables between the comments of a README."""
+"""What a result says of its run, its summary, and tables between the comments of a README."""
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -10,6 +11,7 @@ import pytest
 
 from experiments.common.readme import between, markdown, write_between
 from experiments.common.record import CHECKOUT, command, commit
+from experiments.common.summary import save_summary
 
 pytestmark = pytest.mark.unit
 
@@ -100,3 +102,20 @@ def test_a_page_without_the_comments_is_left_as_it_is(tmp_path: Path) -> None:
         with pytest.raises(ValueError, match="has no comments <!-- b --> and <!-- end of b -->"):
             write_between(readme, "b", "| 2 |")
         assert readme.read_text(encoding="utf-8") == page
+
+
+def test_a_summary_has_a_line_a_row_and_no_digits_that_say_nothing(tmp_path: Path) -> None:
+    found = {"commit": "0123abc", "load": [1.5, 2.0], "rows": [{"ms": 10 / 3}, {"ms": float("nan")}], "by": {8: [1]}}
+    save_summary(tmp_path / "results.json", found)
+    text = (tmp_path / "results.json").read_text(encoding="utf-8")
+    assert '\n "load": [1.5, 2.0],\n "rows": [\n  {"ms": 3.33333333},\n  {"ms": null}\n ],\n' in text
+    assert json.loads(text) == {**found, "rows": [{"ms": 3.33333333}, {"ms": None}], "by": {"8": [1]}}
+
+
+def test_a_summary_of_every_repeat_is_refused_and_the_file_stays(tmp_path: Path) -> None:
+    path = tmp_path / "results.json"
+    save_summary(path, {"rows": [[number] for number in range(96)]})
+    text = path.read_text(encoding="utf-8")
+    with pytest.raises(ValueError, match=r"would have 104 lines and may have 100; put means.*of 'rows' there"):
+        save_summary(path, {"rows": [[number] for number in range(100)]})
+    assert path.read_text(encoding="utf-8") == text

@@ -7,6 +7,7 @@ import json
 import math
 import re
 import sys
+from collections import Counter
 from pathlib import Path
 from types import ModuleType
 
@@ -16,7 +17,7 @@ from benchmarks.tune import run as tune
 from compatibility_cells import read_cells
 from documents import ROOT, broken_links
 from experiments.common.readme import between
-from penstock.engine.tolerance import EPSILON
+from experiments.common.summary import MOST_LINES
 from penstock.schedule.staleness import predictions_of
 
 pytestmark = pytest.mark.results
@@ -144,12 +145,9 @@ def test_rules_that_predict_with_every_other_feature(monkeypatch: pytest.MonkeyP
 def test_peers(monkeypatch: pytest.MonkeyPatch) -> None:
     run = script("peers", monkeypatch)
     results = json.loads((BENCHMARKS / "peers/results.json").read_text(encoding="utf-8"))["rows"]
-    peers = json.loads((BENCHMARKS / "peers/peers.json").read_text(encoding="utf-8"))["rows"]
     assert run.table(results) in (BENCHMARKS / "peers/README.md").read_text(encoding="utf-8")
-    assert [(row["peer"], row["makespan"], row["peak"]) for row in results] == [
-        (row["peer"], row["makespan"], row["peak"]) for row in peers
-    ]
-    assert len(peers) == len(list(run.settings())) == 420
+    asked = Counter(setting.peer for setting in run.settings())
+    assert {row["peer"]: row["settings"] for row in results} == {**asked, "all": 420}
 
 
 def test_faults() -> None:
@@ -167,7 +165,7 @@ def test_analyze(monkeypatch: pytest.MonkeyPatch) -> None:
     for row in results["traces"]:
         assert row["against_their_replay"] < 0.005
         assert row["against_measured"] <= row["theirs_against_measured"] * 1.001
-        assert abs(row["slowdown"] / row["their_slowdown"] - 1) < 0.005
+        assert row["slowdown_off"] < 0.005
     first = {row["trace"]: row["causes"][0] for row in results["traces"]}
     assert first["AR"]["names"] == {"replica": 0, "rank": 0}
     assert first["ST"]["names"] == {"stage": 3}
@@ -180,21 +178,8 @@ def test_gaps(monkeypatch: pytest.MonkeyPatch) -> None:
     readme = (BENCHMARKS / "gaps/README.md").read_text(encoding="utf-8")
     run = script("gaps", monkeypatch)
     assert run.table(rows) in readme
-    assert len({run.key(row) for row in rows}) == len(rows)
-    for row in rows:
-        assert row["gap"] == pytest.approx(row["value"] / row["bound"] - 1)
-        assert row["value"] >= row["bound"] * (1 - EPSILON)
-
-
-def test_plan_before_and_now(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Over the same arrays list scheduling takes as long as before; small pages are what makes it slower."""
-    run = script("plan", monkeypatch, "before.py")
-    found = json.loads((BENCHMARKS / "plan/same.json").read_text(encoding="utf-8"))
-    assert run.same_table(found["rows"]) in (BENCHMARKS / "plan/README.md").read_text(encoding="utf-8")
-    largest = found["rows"][-1]
-    assert largest["size"] == [1024, 4096]
-    times = largest["ns_an_op"]
-    assert min(times["now"]) < 1.05 * min(times["before"])
+    assert {row["problems"] for row in rows} == {20}
+    assert all(row["mean"] <= run.TARGETS[row["family"]] for row in rows), "the README says that all aims are met"
 
 
 def test_proofs(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -233,7 +218,7 @@ def test_rank_memory(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("folder", "file", "part", "table", "name"),
     [
-        ("mesh", "matrix", "jobs", "largest", "matrix"),
+        ("mesh", "matrix", "largest", "largest", "matrix"),
         ("mesh", "ddp", "rows", "table", "ddp"),
         ("limits", "starts", "gaps", "table", "starts"),
         ("dispatch", "by_sigma", "ways", "table", "by sigma"),
@@ -285,14 +270,25 @@ def test_the_index_has_every_folder_with_the_figures_of_its_results(monkeypatch:
     assert broken_links(BENCHMARKS / "README.md") == []
 
 
+SUMMARIES = {path.relative_to(BENCHMARKS).as_posix() for path in BENCHMARKS.glob("*/*.json")} - {
+    "compatibility/cells.json"
+}
+
+
+@pytest.mark.parametrize("file", sorted(SUMMARIES))
+def test_what_is_kept_of_a_run_is_short_enough_to_be_read(file: str) -> None:
+    text = (BENCHMARKS / file).read_text(encoding="utf-8")
+    assert text.count("\n") <= MOST_LINES, "put means, medians and extremes there, by save_summary"
+
+
 NOT_RECORDED = {
     "analyze": "results", "compatibility": "gpu", "delegate": "results",
-    "dispatch": "emulated", "emulated": "processes-stretch-2 threads-stretch-2 threads",
+    "dispatch": "emulated", "emulated": "processes-stretch-2 threads-stretch-2",
     "engine": "results", "faults": "mptcp results", "fuzz": "gpu planted-before",
     "gaps": "optimum results", "head_of_line": "threads", "lab": "interface links others store",
     "late_link": "plans results", "limits": "results",
-    "peers": "results", "plan": "families_sample free speed tight tight_32x128 tight_8x32", "play": "results",
-    "profiling": "results", "runtime": "gloo host runtime", "space": "results", "split": "compiled results",
+    "peers": "results", "plan": "free speed tight tight_32x128 tight_8x32", "play": "results",
+    "profiling": "results", "space": "results", "split": "compiled results",
     "uneven": "times",
 }  # fmt: skip
 """Results from before their scripts recorded commit, command, machine and load; one that is run again leaves it."""
@@ -310,7 +306,7 @@ def test_the_index_says_what_results_do_not_record_and_no_file_joins_them(monkey
     assert {folder: set(files) for folder, files in found.items()} == said, "take what was run again out of the list"
 
 
-OF_SEVERAL_RUNS = {"benchmarks/plan/before.py", "benchmarks/proofs/run.py"}
+OF_SEVERAL_RUNS = {"benchmarks/proofs/run.py"}
 """Scripts whose files are of many runs, at several commits and loads, which they put together themselves."""
 NO_RECORDS = {
     "benchmarks/adapt/ranks.py": "run.py writes what its runs have measured",
@@ -323,7 +319,7 @@ def test_every_script_writes_the_whole_record_by_one_function() -> None:
     by_parts = set()
     for path in ROOT.glob("benchmarks/*/*.py"):
         text, name = path.read_text(encoding="utf-8"), path.relative_to(ROOT).as_posix()
-        if not re.search(r"write_text\(|write_whole\(", text) or name in NO_RECORDS:
+        if not re.search(r"write_text\(|save_summary\(", text) or name in NO_RECORDS:
             continue
         by_save = "experiments.common.results import" in text and "save(" in text
         if not by_save and not re.search(r"\brecord(\"\])?\(", text):
