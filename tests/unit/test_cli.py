@@ -13,7 +13,8 @@ import pytest
 
 import penstock as ps
 from penstock.cli import main
-from penstock.train.command import COMMON, GROUPS, train
+from penstock.train.command import KINDS, train
+from penstock.train.options import GROUPS, options_of
 
 pytestmark = pytest.mark.unit
 
@@ -357,16 +358,34 @@ def test_the_help_of_training_is_in_groups_and_leaves_nothing_out(penstock: Any)
         line.rstrip(":") for line in said.splitlines() if line.endswith(":") and not line.startswith((" ", "-"))
     ]
     assert titles == list(GROUPS)
-    names = [name for group in GROUPS.values() for name in group]
-    assert len(set(names)) == len(names)
-    assert set(names) == {"help", *inspect.signature(train).parameters} - {"call"}
-    for name in names:
-        assert f"--{'json' if name == 'as_json' else name.replace('_', '-')}" in said
+    options = options_of(*KINDS)
+    names = {name: option.flags[0] for name, option in options.items()}
+    own = inspect.signature(train).parameters.keys() - {"call", "as_json"} - names.keys()
+    names |= {name: f"--{name.replace('_', '-')}" for name in own} | {"as_json": "--json"}
+    assert all(f"{flag} " in said or f"{flag}," in said for flag in names.values())
     short = penstock("train --help").out
-    assert set(names) > COMMON
-    assert all(f"--{'json' if name == 'as_json' else name.replace('_', '-')} " in short for name in COMMON)
-    assert "--link-depth" not in short
-    assert f"{len(names) - len(COMMON)} more options, with --help-all" in short
+    assert len(short.splitlines()) <= 62
+    common = [option for option in options.values() if option.said.is_common]
+    assert all(f"{option.flags[0]} " in short or f"{option.flags[0]}," in short for option in common)
+    assert "--host-memory" not in short
+    hidden = len(options) - len(common) + len({"verify"})
+    assert f"{hidden} more options, with --help-all" in short
+
+
+def test_the_settings_of_a_file_are_those_of_its_options(penstock: Any, tmp_path: Path) -> None:
+    file = tmp_path / "run.toml"
+    file.write_text(
+        'steps = 1\nlr-decay = "constant"\nranks = 1\nlink = ["0:1=latency:3ms"]\noption = {colour = "red"}\n'
+    )
+    assert "1f1b has no option 'colour'" in penstock(f"train --config {file} --ranks 2").err
+    file.write_text("layers = 3\n")
+    assert penstock(f"train --config {file}").err.startswith(
+        f"penstock: --config {file} has layers, which is no setting"
+    )
+    file.write_text("steps 3\n")
+    assert "can't be read" in penstock(f"train --config {file}").err
+    file.write_text("steps = 2.5\n")
+    assert "steps is 2.5; give a whole number" in penstock(f"train --config {file}").err
 
 
 @pytest.mark.parametrize(

@@ -155,7 +155,7 @@ SAME = {
     "dynamic": "--dispatch dynamic",
     "auto": "--dispatch auto --schedule zb",
     "adapt": "--adapt --schedule zb-h1",
-    "dynamic zb": "--schedule zb --warmup 4,3,2,1 --dispatch dynamic",
+    "dynamic zb": "--schedule zb --option warmup=[4,3,2,1] --dispatch dynamic",
     "recompute": "--recompute",
     "recompute with split backward": "--recompute --schedule zb-h1",
 }

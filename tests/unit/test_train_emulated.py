@@ -203,8 +203,6 @@ BAD: dict[str, tuple[str, list[str]]] = {
     "steps": ("--steps 0", ["steps is 0", "at least 1"]),
     "transport": ("--transport smoke", ["no transport 'smoke'", "host, gloo, direct or delegate"]),
     "nccl": ("--transport nccl", ["no transport 'nccl'"]),
-    "delegates of none": ("--delegates 3", ["delegates 3", "--transport delegate"]),
-    "interfaces of none": ("--interfaces eth0", ["interfaces eth0", "--transport delegate"]),
     "delegates between threads": ("--transport delegate", ["processes", "--in-process"]),
     "store without adapting": ("--store redis://localhost:6379", ["add --adapt"]),
     "host memory without adapting": ("--host-memory 4", ["add --adapt"]),

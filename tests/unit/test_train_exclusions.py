@@ -15,7 +15,7 @@ from penstock.train import run_job
 from penstock.train.checks import SettingsError
 from penstock.train.emulated.settings import EmulatedSettings
 from penstock.train.inputs import gather_inputs
-from penstock.train.job import order_of, read_given
+from penstock.train.job import order_of, read_schedule_file
 from penstock.train.run_settings import ROUTES
 from penstock.train.settings import Settings
 
@@ -56,10 +56,6 @@ CASES: dict[str, list[dict[str, Any]]] = {
     "`--in-process` and `--dp` with `--adapt`": [TWO | {"adapt": True}],
     "`--in-process` and `--dp` with an asynchronous schedule": [TWO | AMDP],
     "`--in-process` and `--dp` with a schedule file": [TWO | {"schedule": "mine.json"}],
-    "`--delegates` or `--interfaces` without `--adapt` and without `--transport delegate`": [
-        {"delegates": 2},
-        {"interfaces": "lo"},
-    ],
     "`--store` or `--host-memory` without `--adapt`": [{"store": "redis://localhost:1"}, {"host_memory": "1GB"}],
     "`--lora` with a model that is not Hugging Face's": [{"lora": "{}", "model": name} for name in ("gpt", OWN)],
     "`--model-options` without `--model FILE.py:NAME`": [{"model_options": {"width": 8}}],
@@ -113,9 +109,9 @@ CASES: dict[str, list[dict[str, Any]]] = {
         {"model": "clip", "tied": True},
         {"model": "clip", "context": 8},
     ],
-    "`--stages`, `--warmup`, `--option` or `--cut` with `--model clip`": [
+    "`--stages`, `--option` or `--cut` with `--model clip`": [
         {"model": "clip", "preset": "nano", "schedule": "mixed", **given}
-        for given in ({"stages": 8}, {"warmup": (2,)}, {"option": ["overlap=true"]}, {"cut": (1, 1, 1)})
+        for given in ({"stages": 8}, {"schedule_options": {"overlap": True}}, {"cut": (1, 1, 1)})
     ],
     "`--model clip` with the `--schedule` of a chain of stages": [
         {"model": "clip", "preset": "nano", "schedule": "zb-v"}
@@ -133,10 +129,8 @@ CASES: dict[str, list[dict[str, Any]]] = {
         {"stretch": 2.0},
         {"message_cap": "1MB"},
     ],
-    "`--fallback` without `--resume`": [{"fallback": True}],
     "`--verify` with an asynchronous schedule": [AMDP | {"verify": True}],
     "`--resume` with another `--out`": [{"resume": "runs/one", "out": "runs/two"}],
-    "`--pp` with another `--ranks`": [{"pp": 2, "ranks": 4}],
     "`--export NAME.safetensors` with `--lora`": [{"export": "tuned.safetensors", "lora": "{}", "model": "t5"}],
 }
 
@@ -154,7 +148,6 @@ WHY = dict(
             "measures links between processes",
             "the updates of amdp",
             "mine.json is for those of one",
-            "for --transport delegate or --adapt",
             "a run that adapts",
             "--lora is for Hugging Face models",
             "--model-options are for",
@@ -180,10 +173,8 @@ WHY = dict(
             "has it in its config",
             "as long as they are|trains on pictures",
             "for emulated devices",
-            "is for a run that goes on",
             "compares with a plain loop",
             "goes on in its own folder",
-            "the same thing",
             "adapters are written as a folder",
         ),
         strict=True,
@@ -227,12 +218,12 @@ def test_each_row_is_refused_for_what_it_names(row: str, here: None) -> None:
 
 def refuse(given: dict[str, Any]) -> None:
     """Goes the way of a run that is asked for, up to where its model would be built."""
-    run = {"out": None, "resume": None, "export": None, "fallback": False, "verify": False}
+    run = {"out": None, "resume": None, "export": None, "verify": False}
     told = {name: given.pop(name, usual) for name, usual in run.items()}
     if told == run and not given.keys() - {field.name for field in dataclasses.fields(Settings)}:
         gather_inputs(Settings(**given))
         return
-    order = order_of(read_given(given), as_json=False, **told)  # type: ignore[arg-type]
+    order = order_of(read_schedule_file(given), as_json=False, **told)  # type: ignore[arg-type]
     run_job._check(order)
 
 
@@ -243,7 +234,7 @@ def test_a_run_takes_every_transport_that_a_pipeline_has() -> None:
 
 @pytest.mark.parametrize("kind", [Settings, EmulatedSettings])
 def test_a_run_over_delegates_could_not_adapt_though_a_pipeline_could(kind: Any) -> None:
-    assert kind(transport="delegate", adapt=True, delegates=2).transport_options().delegates.num == 2
+    assert kind(transport="delegate", adapt=True).transport_options().delegates is not None
 
 
 def test_ops_with_a_function_of_somebodys_are_refused_before_anything_starts(tmp_path: Path) -> None:

@@ -77,7 +77,6 @@ def read_schedule(
     ranks: int,
     microbatches: int,
     stages: int | None,
-    warmup: Sequence[int] | None,
     window: int | None = None,
     max_mismatch: int | None = None,
     rule: str | None = None,
@@ -100,7 +99,7 @@ def read_schedule(
             )
         found = _read_file(schedule, ranks, microbatches, window)
     else:
-        options: dict[str, Any] = {"num_stages": stages, "warmup": warmup, "window": window, **(others or {})}
+        options: dict[str, Any] = {"num_stages": stages, "window": window, **(others or {})}
         if "max_mismatch" in inspect.signature(SCHEDULES.get(schedule, build)).parameters:
             options["max_mismatch"] = max_mismatch
         found = build(schedule, ranks, microbatches, **options)

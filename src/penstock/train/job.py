@@ -12,7 +12,6 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
-import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,7 +21,6 @@ import numpy as np
 
 from penstock.cost.presets import is_preset
 from penstock.data import Corpus
-from penstock.library.options import read_options
 from penstock.rank_environment import RankEnvironment
 from penstock.train.asynchronous import ASYNCHRONOUS, completed, usual_microbatches
 from penstock.train.checks import SettingsError, said_by_file
@@ -59,8 +57,7 @@ class TrainJob(RunJob):
     """A run that learns.
 
     Attributes:
-        resume: continue from its newest checkpoint. fallback: or from an older one, if the newest is damaged.
-        checkpoint: the one that was found. damaged: newer ones that are skipped.
+        resume: continue from its newest checkpoint. checkpoint: its name, if there is one.
         export: a file for the model at the end, or None.
         verify: check on the first batch that model and loss keep the contract, before the first step.
         notices: what the user should know about how the options were read.
@@ -70,9 +67,7 @@ class TrainJob(RunJob):
     resume: bool = False
     export: str | None = None
     notices: tuple[str, ...] = ()
-    fallback: bool = False
     checkpoint: str | None = None
-    damaged: tuple[str, ...] = ()
     verify: bool = False
 
 
@@ -111,7 +106,7 @@ def take_over(folder: Path) -> tuple[TrainJob | EmulatedJob, Corpus | None]:
     settings = value.pop("settings")
     if settings["device"] == "emulated":
         return EmulatedJob(settings=EmulatedSettings.from_mapping(settings), **value), None
-    value |= {name: tuple(value[name]) for name in ("notices", "damaged")}
+    value["notices"] = tuple(value["notices"])
     order = TrainJob(settings=Settings.from_mapping(settings), **value)
     if not (folder / "corpus.json").exists():
         return order, None
@@ -120,27 +115,9 @@ def take_over(folder: Path) -> tuple[TrainJob | EmulatedJob, Corpus | None]:
     return order, Corpus(**plain, **rows)
 
 
-def read_given(given: Mapping[str, Any]) -> dict[str, Any]:
-    """The options as settings, in the form that all kinds of run have.
-
-    Raises SettingsError, and ScheduleError for a schedule file that can't be read.
-    """
-    given = dict(given)
-    for name in ("warmup", "cut"):
-        if name in given:
-            given[name] = _counts(name, given[name])
-    for name, field in (("link", "link"), ("tower", "towers")):
-        if each := given.pop(name, None):
-            given[field] = shlex.join(each)
-    if option := given.pop("option", None):
-        given["schedule_options"] = read_options(option)
-    if (pp := given.pop("pp", None)) is not None:
-        if given.get("ranks", pp) != pp:
-            raise SettingsError(f"--pp {pp} and --ranks {given['ranks']} are the same thing; give one of them")
-        given["ranks"] = pp
-    if "schedule" in given:
-        given |= said_by_file(given)
-    return given
+def read_schedule_file(given: Mapping[str, Any]) -> dict[str, Any]:
+    """The settings, with what a schedule file says itself. Raises ScheduleError for a file that can't be read."""
+    return {**given, **(said_by_file(given) if "schedule" in given else {})}
 
 
 def _ranks_here(given: Mapping[str, Any], settings: Mapping[str, Any]) -> dict[str, int]:
@@ -190,7 +167,6 @@ def order_of(
     resume: str | None,
     export: str | None,
     as_json: bool,
-    fallback: bool = False,
     verify: bool = False,
 ) -> TrainJob:
     """The order for the options given. In a resumed run, its own settings apply where no option is given.
@@ -204,9 +180,6 @@ def order_of(
     for name in ("costs", "stretch", "message_cap"):
         if name in given:
             raise SettingsError(f"--{name.replace('_', '-')} is for emulated devices; add --device emulated")
-    for name in ("optimizer_options", "model_options"):
-        if name in given:
-            given[name] = _object(name, given[name])
     if "model" in given:
         check_model(given["model"], None)
     paths = ["data", "tokenizer", *(["model"] if is_path(given.get("model", GPT)) else [])]
@@ -220,8 +193,6 @@ def order_of(
     for name in paths:  # a run may be resumed from another folder
         if name in given:
             given[name] = os.path.abspath(given[name])
-    if fallback and resume is None:
-        raise SettingsError("--fallback is for a run that goes on; give --resume RUN too")
     if resume is not None and out is not None and os.path.abspath(out) != os.path.abspath(resume):
         raise SettingsError(f"--resume {resume} goes on in its own folder; leave out --out {out}")
     if out is not None and not RunFolder(Path(out)).settings.exists():
@@ -255,7 +226,6 @@ def order_of(
         resume=resume is not None,
         export=export,
         as_json=as_json,
-        fallback=fallback,
         verify=verify,
     )
 
@@ -306,23 +276,5 @@ def _cleared(given: dict[str, Any]) -> dict[str, Any]:
     if given.get("dp") == 1:
         cleared |= {"sharding": "copies"}
     if "schedule" in given or "ranks" in given:
-        cleared |= {"stages": None, "warmup": None, "schedule_options": {}, "cut": None, "towers": None}
+        cleared |= {"stages": None, "schedule_options": {}, "cut": None, "towers": None}
     return cleared
-
-
-def _counts(name: str, text: str) -> tuple[int, ...]:
-    try:
-        return tuple(int(part) for part in text.split(","))
-    except ValueError:
-        raise SettingsError(f"--{name} {text}: whole numbers are needed, like 7,5,3,1") from None
-
-
-def _object(name: str, text: str) -> dict[str, Any]:
-    option, like = f"--{name.replace('_', '-')}", '"depth": 4' if name == "model_options" else '"momentum": 0.9'
-    try:
-        value = json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise SettingsError(f"{option} {text!r} is not JSON: {error}") from None
-    if not isinstance(value, dict):
-        raise SettingsError(f"{option} {text!r}: give a JSON object, like '{{{like}}}'")
-    return value

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from penstock.train.checks import SettingsError, refuse_options
-from penstock.train.own_file import is_own, own_name
+from penstock.train.own_file import is_own
 
 if TYPE_CHECKING:
     from penstock.train.settings import Settings
@@ -107,16 +107,6 @@ def is_path(model: str) -> bool:
 def is_hugging_face(model: str) -> bool:
     """Whether a model is a folder or config.json of transformers."""
     return is_path(model) and not is_own(model)
-
-
-def same_kind(a: str, b: str) -> bool:
-    """Whether a run of one model may be continued with the other."""
-    return a == b or (is_path(a) and is_path(b) and is_own(a) == is_own(b))
-
-
-def is_there(model: str) -> bool:
-    """Whether the file or folder that a model is read from still exists."""
-    return not is_path(model) or (own_name(model).path if is_own(model) else Path(model)).exists()
 
 
 def usual_of(model: str, data: str | None = None) -> Mapping[str, Any]:

@@ -19,7 +19,7 @@ from penstock.planning.microbatch_order import DISPATCHES
 from penstock.planning.threads import num_cores
 from penstock.report.run_record import read_record
 from penstock.runtime.adapt import AdaptOptions
-from penstock.runtime.checkpoint import DamagedCheckpointError, Reader, set_aside
+from penstock.runtime.checkpoint import DamagedCheckpointError, Reader
 from penstock.runtime.checkpoint.save_load import export_model, find
 from penstock.runtime.execute.timeline import measured_costs
 from penstock.runtime.transport.choose import TransportChoice
@@ -33,7 +33,7 @@ from penstock.train.measured_dispatch import MeasuredDispatch
 from penstock.train.metrics import Metrics, ProgressView
 from penstock.train.planned_batches import BatchRecord, PlannedBatches, is_measured
 from penstock.train.report import Report, TimingReport, UpdateReport, notices_of, timing_report, update_report
-from penstock.train.resume_checks import way_back
+from penstock.train.resume import damaged
 from penstock.train.run_report import read_adaptation, write_plan
 from penstock.train.settings import ARRIVAL, MEASURED, Settings
 from penstock.train.start import StopRequest
@@ -150,21 +150,15 @@ class RankRun:
             return None
         return AdaptOptions(folder.path, settings.store, host_memory=settings.host_units)
 
-    def resume(self, checkpoint: str | None, damaged: Sequence[str] = ()) -> None:
-        """Continues from the checkpoint of this name, if one was written. Damaged ones are set aside.
-
-        Raises CheckpointError.
-        """
+    def resume(self, checkpoint: str | None) -> None:
+        """Continues from the checkpoint of this name, if one was written. Raises CheckpointError."""
         if checkpoint is None:
             return
         try:
             stateful = self.inputs.data.stateful
             self.training.resume(self.pipe.load(self.folder.checkpoints / checkpoint, stateful=stateful))
         except DamagedCheckpointError as error:
-            raise way_back(error, self.folder) from error
-        for name in damaged if self.first else ():
-            with contextlib.suppress(OSError):
-                set_aside(self.folder.checkpoints / name)
+            raise damaged(error, self.folder) from error
 
     def verify(self) -> None:
         """Checks on the batch of the next step that model and loss keep the contract. Raises VerifyError."""

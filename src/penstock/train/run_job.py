@@ -28,15 +28,13 @@ from penstock.train.job import EmulatedJob, RunJob, TrainJob, hand_over, take_ov
 from penstock.train.kinds import is_hugging_face
 from penstock.train.rank import RankRun, known_before
 from penstock.train.report import Report
-from penstock.train.resume_checks import ResumePoint, check_resume
+from penstock.train.resume import ResumePoint, check_resume
 from penstock.train.run_report import RunReport
 from penstock.train.settings import SettingsError, mesh_words
 from penstock.train.start import (
     INTERRUPTED,
     RunFailed,
     StopRequest,
-    check_interfaces,
-    check_port,
     check_store,
     start_ranks,
 )
@@ -82,14 +80,13 @@ class CheckedRun(Protocol):
         """How to continue after a failure, if there is something to continue from."""
 
 
-def run_job(order: TrainJob | EmulatedJob, port: int | None) -> int:
+def run_job(order: TrainJob | EmulatedJob) -> int:
     """Runs the order on this machine and prints the report. Returns the exit code.
 
     Raises:
         SettingsError, ScheduleError, PartitionError, DataError, CheckpointError: before anything starts.
         RunFailed: a rank failed.
     """
-    check_port(port)
     checked = _checked(order)
     order, folder = checked.job, RunFolder(Path(order.folder))
     with folder.made():
@@ -98,7 +95,7 @@ def run_job(order: TrainJob | EmulatedJob, port: int | None) -> int:
             folder.require_new(learns=isinstance(order, TrainJob))
         if not order.as_json:
             print(checked.announcement(), file=sys.stderr, flush=True)
-        report, code, said = carry_out(checked, port)
+        report, code, said = carry_out(checked)
         if report is None:
             raise RunFailed(said + checked.way_on(folder, said), code or 1)
         if said:
@@ -140,7 +137,7 @@ def run_joined(order: TrainJob | EmulatedJob) -> int:
     return run.stop.exit_code if run.interrupted else 0
 
 
-def carry_out(checked: CheckedRun, port: int | None = None) -> tuple[RunReport | None, int, str]:
+def carry_out(checked: CheckedRun) -> tuple[RunReport | None, int, str]:
     """Runs in this process, or starts one process for each place in the mesh.
 
     Returns the report, None if a rank failed; the exit code; and what the launcher said of a failure.
@@ -155,7 +152,7 @@ def carry_out(checked: CheckedRun, port: int | None = None) -> tuple[RunReport |
     with tempfile.TemporaryDirectory(prefix="penstock-", ignore_cleanup_errors=True) as handover:
         hand_over(Path(handover), order, checked.corpus)
         count, env = settings.num_processes, settings.environment
-        code, said = start_ranks(["-m", "penstock.train", "--order", handover], count, port, __name__, env)
+        code, said = start_ranks(["-m", "penstock.train", "--order", handover], count, None, __name__, env)
     return checked.report_type.read(path), code, said
 
 
@@ -172,9 +169,8 @@ def _checked(order: TrainJob | EmulatedJob) -> CheckedRun:
         checked = CheckedEmulation(order)
     else:
         inputs = _check(order)
-        goes_on = check_resume(inputs, RunFolder(Path(order.folder)), order.fallback) if order.resume else None
+        goes_on = check_resume(inputs, RunFolder(Path(order.folder))) if order.resume else None
         checked = CheckedTraining(*_whole(order, inputs, goes_on), goes_on)
-    check_interfaces(order.settings)
     check_store(order.settings.store)
     return checked
 
@@ -199,12 +195,7 @@ def _whole(order: TrainJob, inputs: Inputs, goes_on: ResumePoint | None) -> tupl
     """
     settings = order.settings
     if goes_on is not None:
-        order = replace(
-            order,
-            checkpoint=goes_on.checkpoint,
-            damaged=goes_on.damaged,
-            notices=(*order.notices, *goes_on.notices),
-        )
+        order = replace(order, checkpoint=goes_on.checkpoint)
     start, gathered = (0, 0) if goes_on is None else (goes_on.steps, goes_on.gathered)
     steps = settings.passes.whole(settings.steps, start, gathered)
     if steps == settings.steps:
@@ -233,7 +224,7 @@ class CheckedTraining:
         torch.set_num_threads(order.settings.num_threads)
         run = RankRun(inputs, RunFolder(Path(order.folder)), first, order.as_json, order.export, order.notices)
         if order.resume:
-            run.resume(order.checkpoint, order.damaged)
+            run.resume(order.checkpoint)
         if order.verify:
             run.verify()
         run.run()

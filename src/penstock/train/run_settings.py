@@ -6,13 +6,14 @@ import dataclasses
 import json
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Self
 
 from penstock.cost import CostError, Costs, Links
 from penstock.cost.conditions import read_quantity
 from penstock.dispatch import Dispatch
 from penstock.schedule import Schedule
+from penstock.schedule.updates import RULES
 from penstock.train.asynchronous import Passes, check_updates
 from penstock.train.checks import (
     SettingsError,
@@ -21,11 +22,11 @@ from penstock.train.checks import (
     check_numbers,
     read_links,
     read_schedule,
-    refuse_options,
 )
+from penstock.train.options import LINKS, MACHINE, MESH, SCHEDULE, TRAINING, UPDATES, setting
 
 if TYPE_CHECKING:
-    from penstock.runtime.transport.choose import DelegateOptions, TransportOptions
+    from penstock.runtime.transport.choose import TransportOptions
 
 BASE = "host", "gloo", "direct"
 """Transports whose single links may be delegated."""
@@ -39,58 +40,63 @@ SIZES = {f"{prefix}B": size for prefix, size in (("", 1.0), ("K", 1e3), ("M", 1e
 
 @dataclass(frozen=True)
 class RunSettings:
-    """Settings that any run has.
+    """Settings that any run has. Without `window` updates are not ops of the schedule."""
 
-    Attributes:
-        transport: see `ROUTES`. link_depth: most messages under way on a late link; None: 2 if it is direct,
-            otherwise no limit.
-        delegates: TCP connections for each direction of a delegated link; None: see `DelegateOptions`.
-        interfaces: of this host, names or addresses separated by commas, the preferred one first. If one fails,
-            delegated messages use the next. None: see `DelegateOptions`.
-        adapt: change schedule, dispatch and delegated links if that is faster over the measured links.
-        store: redis://HOST:PORT for the ranks' reports; None: the job's own.
-        host_memory: how much may wait in each host's memory while a link is delegated: activations, or bytes.
-        schedule: a library schedule's name, or a schedule file.
-        ranks, microbatches, stages, warmup: what the schedule is built for. schedule_options: the library schedule's
-            other options, such as {"overlap": true}.
-        dispatch: "frozen", "hinted", "dynamic", or "auto": the fastest of them by simulation.
-        steps: to run.
-        sharding: what the holders of a stage divide among themselves, see `ParallelOptions`.
-        device: what ops run on.
-        in_process: all ranks in one process; otherwise one process each.
-        timeout: most seconds that any wait may last.
-        link: conditions to inject into links, like "0:1=latency:30ms 1:2=loss:1%"; None for none.
-        window: for an asynchronous schedule, the microbatches whose gradients an update adds up; None if updates are
-            not ops of the schedule. max_mismatch: most updates between a forward and its backward; None: the
-            schedule's own bound.
-        drain_every: steps of a pass, after which the pipeline drains; see `Passes`.
-        rule: which weights ops of an asynchronous schedule read, one of `schedule.RULES`; None: the schedule's own.
-    """
-
-    transport: str = "host"
-    link_depth: int | None = None
-    delegates: int | None = None
-    interfaces: str | None = None
-    adapt: bool = False
-    store: str | None = None
-    host_memory: str | None = None
-    schedule: str = "1f1b"
-    ranks: int = 4
-    microbatches: int = 8
-    stages: int | None = None
-    warmup: tuple[int, ...] | None = None
-    schedule_options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-    dispatch: str = "frozen"
-    steps: int = 400
-    sharding: str = "copies"
-    device: str = "cpu"
-    in_process: bool = False
-    timeout: float = 60.0
-    link: str | None = None
-    window: int | None = None
-    max_mismatch: int | None = None
-    drain_every: int | None = None
-    rule: str | None = None
+    transport: str = setting("host", "What carries messages: host, gloo, direct, delegate or nccl.", LINKS)
+    adapt: bool = setting(False, "Measure links, and change to a faster plan.", LINKS, is_common=True)
+    store: str | None = setting(
+        None, "Where ranks that adapt report. [the job's own store]", LINKS, metavar="redis://HOST:PORT"
+    )
+    host_memory: str | None = setting(
+        None,
+        "How many activations (4) or bytes (8GB) may wait in each host's memory while a link is delegated.",
+        LINKS,
+        metavar="N",
+    )
+    schedule: str = setting("1f1b", "Library schedule by name, or a schedule file.", SCHEDULE, is_common=True)
+    ranks: int = setting(
+        4, "Number of ranks of the pipeline, a process each.", SCHEDULE, is_common=True, flags=("--ranks", "--pp")
+    )
+    microbatches: int = setting(8, "Number of microbatches per step. [8; amdp: 4 a rank]", SCHEDULE, is_common=True)
+    stages: int | None = setting(None, "Number of stages, over the whole model (interleaved-1f1b).", SCHEDULE)
+    schedule_options: Mapping[str, Any] = setting(
+        {},
+        "Another option of a library schedule, as for ps.build: overlap=true, warmup=[7,5,3,1]; may be repeated.",
+        SCHEDULE,
+        flags=("--option",),
+        metavar="KEY=VALUE",
+        is_repeated=True,
+    )
+    dispatch: str = setting(
+        "frozen",
+        "How ranks choose their ops: frozen, hinted, dynamic or auto. [frozen; emulated: auto]",
+        SCHEDULE,
+        is_common=True,
+    )
+    steps: int = setting(400, "How many steps to run.", TRAINING, is_common=True)
+    sharding: str = setting("copies", "What the holders of a stage divide: none, copies, zero1 or fsdp.", MESH)
+    device: str = setting(
+        "cpu",
+        "Device that ops run on: cpu (even where there are GPUs), cuda, or emulated.",
+        MACHINE,
+        is_common=True,
+    )
+    in_process: bool = setting(False, "Run all ranks in one process, in turn; emulated: as a thread each.", SCHEDULE)
+    timeout: float = setting(60.0, "Most seconds that any wait may last.", MACHINE)
+    link: str | None = setting(
+        None,
+        "Make a link slow on purpose: 0:1=latency:30ms+loss:1%; may be repeated.",
+        LINKS,
+        is_common=True,
+        metavar="A:B=CONDITION",
+        is_repeated=True,
+    )
+    window: int | None = setting(None, "Microbatches whose gradients an update adds up.", UPDATES)
+    rule: str | None = setting(None, f"Which weights ops read: {', '.join(RULES)}.", UPDATES, metavar="NAME")
+    max_mismatch: int | None = setting(
+        None, "Most updates between a microbatch's forward and its backward. [amdp: 0; with --rule 1]", UPDATES
+    )
+    drain_every: int | None = setting(None, "Steps after which the pipeline drains. [about 8]", UPDATES)
 
     def check_run(
         self,
@@ -102,7 +108,7 @@ class RunSettings:
         """Checks what any run has, and some fields of one kind of run: those that must be at least 1, at least 0 or
         above 0, and those that take only certain words. Raises SettingsError.
         """
-        common = ("ranks", "microbatches", "steps", "link_depth", "delegates", "window", "drain_every")
+        common = ("ranks", "microbatches", "steps", "window", "drain_every")
         least = dict.fromkeys((*common, *counts), 1) | dict.fromkeys(("max_mismatch", *amounts), 0)
         check_numbers(self, least=least, above_zero=("timeout", *above_zero))
         check_choices(self, {"dispatch": (*map(str, Dispatch), "auto"), **(choices or {})})
@@ -114,15 +120,12 @@ class RunSettings:
     def _check_schedule_options(self) -> None:
         """Raises SettingsError for options of the schedule that have a setting of their own."""
         own = {"num_ranks": "ranks", "num_microbatches": "microbatches", "num_stages": "stages"}
-        own |= {name: name for name in ("warmup", "window", "max_mismatch", "rule")}
+        own |= {name: name for name in ("window", "max_mismatch", "rule")}
         if both := sorted(own.keys() & self.schedule_options):
             raise SettingsError(f"--option {both[0]}: give --{own[both[0]].replace('_', '-')}")
 
     def check_transport(self) -> None:
         """Raises SettingsError for options that exclude each other."""
-        if not self.may_delegate:
-            why = f"delegates are for --transport delegate or --adapt, not for {self.transport}"
-            refuse_options(self, ("delegates", "interfaces"), why)
         for name in ("store", "host_memory"):
             if getattr(self, name) is not None and not self.adapt:
                 raise SettingsError(f"{name} is for a run that adapts; add --adapt")
@@ -133,28 +136,15 @@ class RunSettings:
             raise SettingsError(f"store {shown!r}: write redis://HOST:PORT")
         host_memory_of(self.host_memory, None)
 
-    @property
-    def may_delegate(self) -> bool:
-        """Whether links may use delegates: all of them, or single ones if that is faster."""
-        return self.transport == "delegate" or self.adapt
-
     def transport_options(self, links: Links | None = None) -> TransportOptions:
-        """What carries messages, under these conditions of links. Imports torch."""
-        from penstock.runtime.transport.choose import TransportOptions
+        """What carries messages, under these conditions of links. Imports torch.
 
-        delegates = self.delegate_options() if self.may_delegate else None
-        return TransportOptions(self.transport, delegates, self.link_depth, links)
+        Single links of a run that adapts may use delegates where that is faster.
+        """
+        from penstock.runtime.transport.choose import DelegateOptions, TransportOptions
 
-    def delegate_options(self) -> DelegateOptions:
-        """How delegates carry messages. Imports torch."""
-        from penstock.runtime.transport.choose import DelegateOptions
-
-        found = DelegateOptions()
-        if self.delegates is not None:
-            found = replace(found, num=self.delegates)
-        if self.interfaces is not None:
-            found = replace(found, interfaces=tuple(filter(None, self.interfaces.split(","))))
-        return found
+        delegates = DelegateOptions() if self.transport == "delegate" or self.adapt else None
+        return TransportOptions(self.transport, delegates, links=links)
 
     @property
     def num_processes(self) -> int:
@@ -189,7 +179,7 @@ class RunSettings:
         """The schedule of a pass of one replica, checked. Raises ScheduleError."""
         if not self.is_asynchronous:
             return read_schedule(
-                self.schedule, self.ranks, self.microbatches, self.stages, self.warmup, others=self.schedule_options
+                self.schedule, self.ranks, self.microbatches, self.stages, others=self.schedule_options
             )
         passes = self.passes
         return read_schedule(
@@ -197,7 +187,6 @@ class RunSettings:
             self.ranks,
             passes.num_microbatches,
             self.stages,
-            self.warmup,
             passes.window_in_pass,
             self.max_mismatch,
             self.rule,

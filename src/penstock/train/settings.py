@@ -5,7 +5,6 @@ And which options exclude each other: of the mesh, and of how text becomes micro
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import math
 import os
@@ -19,6 +18,7 @@ from penstock.planning.threads import num_cores
 from penstock.schedule import Schedule
 from penstock.train.checks import SettingsError, is_schedule_file, read_links
 from penstock.train.kinds import GPT, check_lora, check_model, check_own, is_hugging_face
+from penstock.train.options import DATA, MACHINE, MESH, MODEL, RUN, SCHEDULE, TRAINING, setting
 from penstock.train.own_file import is_own
 from penstock.train.run_settings import ROUTES, RunSettings, host_memory_of
 
@@ -30,74 +30,93 @@ SIZES, MEASURED = "sizes", "measured"
 
 @dataclass(frozen=True)
 class Settings(RunSettings):
-    """Settings of a run; every field has a value that works.
+    """Settings of a run that learns; every field has a value that works, and an option."""
 
-    Attributes:
-        dp, tp: replicas of the pipeline, and processes that share each layer; ranks * dp * tp processes in all.
-        sharding: "none", "copies", "zero1" or "fsdp".
-        cut: how many layers each stage holds; None for stages of about equal cost.
-        model: "gpt", "bert", "clip", the path of a Hugging Face folder or config.json, or "FILE.py:NAME".
-        model_options: arguments of a model of the user's own.
-        lora: adapters that are trained in place of a Hugging Face model's weights: arguments of peft's LoraConfig as
-            JSON, or a folder with a saved adapter; None for none.
-        preset: sizes of the model (see `penstock.models`); depth, width, heads, context, dropout and tied change
-            single ones of them.
-        towers: for a model of several towers, options of single towers, see `TowerOptions`; None for none.
-        data: None for the standard library's text, or a file, folder, .jsonl or .bin/.idx pair; "FILE.py:NAME" for
-            the user's own batches.
-        tokenizer: a `tokenizers` JSON file, or None for bytes.
-        packing: "windows" of the text; whole documents, several in a microbatch, as they come ("arrival") or planned
-            for the schedule ("planned"); or the batches.jsonl of a run, whose batches are used again.
-        length_costs: the costs that plans use: "sizes" of the model, "measured" in the run's first steps, or a file.
-        microbatch_tokens: most tokens of a planned microbatch; None for no limit of its own.
-        batch: samples per step; with whole documents, as many tokens as so many samples have.
-        lr: the peak of a warm-up and cosine decay, or constant.
-        optimizer: a class of torch.optim by name, or "muon" (`runtime.MuonAdamW`); optimizer_options are its
-            arguments besides lr.
-        clip: the largest norm of the gradient; 0 for no clipping. See `clip_norm` for asynchronous schedules.
-        precision: "float32"; or "bfloat16" or "float16": autocast with float32 weights, float16 with loss scaling.
-        recompute: activation checkpointing of every block.
-        evaluate_every, save_every: in steps; 0 for at the end only. keep: how many checkpoints are kept.
-        device: "cpu" or "cuda".
-        threads: of each rank; None for its share of the cores. A resumed run keeps them, since the last digits of a
-            sum can depend on them.
-        sample: tokens of text written at the end.
-    """
-
-    dp: int = 1
-    tp: int = 1
-    cut: tuple[int, ...] | None = None
-    model: str = "gpt"
-    model_options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-    lora: str | None = None
-    preset: str = "tiny"
-    towers: str | None = None
-    depth: int | None = None
-    width: int | None = None
-    heads: int | None = None
-    context: int | None = None
-    dropout: float | None = None
-    tied: bool | None = None
-    data: str | None = None
-    tokenizer: str | None = None
-    packing: str = WINDOWS
-    length_costs: str = "sizes"
-    microbatch_tokens: int | None = None
-    batch: int = 16
-    lr: float = 4e-3
-    lr_decay: str = "cosine"
-    lr_warmup: int = 30
-    optimizer: str = "AdamW"
-    optimizer_options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-    clip: float = 1.0
-    precision: str = "float32"
-    recompute: bool = False
-    seed: int = 0
-    evaluate_every: int = 100
-    save_every: int = 100
-    keep: int = 2
-    threads: int | None = None
-    sample: int = 160
+    dp: int = setting(1, "Number of replicas of the pipeline.", MESH, is_common=True)
+    tp: int = setting(1, "Number of processes that share each layer.", MESH, is_common=True)
+    cut: tuple[int, ...] | None = setting(
+        None, "How many layers each stage has. [stages of about equal cost]", SCHEDULE, metavar="N0,N1,..."
+    )
+    model: str = setting(
+        "gpt",
+        "gpt, bert, clip, a Hugging Face folder or config.json, or your own, nets.py:Net.",
+        MODEL,
+        is_common=True,
+        metavar="NAME|PATH",
+    )
+    model_options: Mapping[str, Any] = setting({}, "Arguments of your own model, as JSON.", MODEL, metavar="JSON")
+    lora: str | None = setting(
+        None,
+        "Train adapters of a Hugging Face model: peft's LoraConfig as JSON, or a folder.",
+        MODEL,
+        metavar="JSON|DIR",
+    )
+    preset: str = setting("tiny", "Preset that says the sizes of the model.", MODEL, is_common=True)
+    towers: str | None = setting(
+        None,
+        "Settings of one tower of a clip: text=ranks:2+microbatches:8+schedule:1f1b; may be repeated.",
+        MODEL,
+        flags=("--tower",),
+        metavar="NAME=KEY:VALUE",
+        is_repeated=True,
+    )
+    depth: int | None = setting(None, "Number of blocks. [the preset's]", MODEL)
+    width: int | None = setting(None, "Width of the blocks. [the preset's]", MODEL)
+    heads: int | None = setting(None, "Attention heads per block. [the preset's]", MODEL)
+    context: int | None = setting(None, "Tokens per sample. [the preset's]", MODEL)
+    dropout: float | None = setting(None, "Probability of dropout. [the preset's]", MODEL)
+    tied: bool | None = setting(None, "Let embedding and head share one weight, or not. [the preset's]", MODEL)
+    data: str | None = setting(
+        None,
+        "Text (a file, folder, .jsonl or .bin/.idx), or your own, data.py:make_data. [Python's own library]",
+        DATA,
+        is_common=True,
+    )
+    tokenizer: str | None = setting(None, "A JSON file of the tokenizers library. [bytes as tokens]", DATA)
+    packing: str = setting(
+        WINDOWS,
+        "windows of the text, or whole documents, several in a microbatch: arrival as they come, planned for the "
+        "schedule, or a run's batches.jsonl.",
+        DATA,
+        metavar="HOW|FILE",
+    )
+    length_costs: str = setting(
+        "sizes",
+        "Costs that plans of documents use: by the model's sizes, measured in the first steps, or a file.",
+        DATA,
+        metavar="HOW|FILE",
+    )
+    microbatch_tokens: int | None = setting(None, "Most tokens in a planned microbatch.", DATA)
+    batch: int = setting(16, "Samples per step, or as many tokens of whole documents.", DATA, is_common=True)
+    lr: float = setting(4e-3, "Peak learning rate.", TRAINING, is_common=True)
+    lr_decay: str = setting("cosine", "How the learning rate goes on: cosine or constant.", TRAINING)
+    lr_warmup: int = setting(30, "Steps in which the learning rate rises to its peak.", TRAINING)
+    optimizer: str = setting(
+        "AdamW", "A class of torch.optim, or muon: Muon for hidden matrices, AdamW for the rest.", TRAINING
+    )
+    optimizer_options: Mapping[str, Any] = setting(
+        {}, "Options of the optimizer other than lr, as JSON.", TRAINING, metavar="JSON"
+    )
+    clip: float = setting(1.0, "Largest norm of the gradient; 0 for no clipping.", TRAINING)
+    precision: str = setting(
+        "float32",
+        "float32; or bfloat16 or float16: autocast with float32 weights.",
+        TRAINING,
+        is_common=True,
+    )
+    recompute: bool = setting(
+        False,
+        "Let forwards run again, so that blocks keep only their input until their backward.",
+        TRAINING,
+    )
+    seed: int = setting(0, "Seed of weights, data order and dropout.", TRAINING, is_common=True)
+    evaluate_every: int = setting(100, "Steps between evaluations; 0 evaluates only at the end.", RUN)
+    save_every: int = setting(100, "Steps between checkpoints; 0 saves only at the end.", RUN)
+    keep: int = setting(2, "How many checkpoints to keep.", RUN)
+    threads: int | None = setting(
+        None, "Threads per rank; the last digits of sums can depend on them. [its share of the cores]", MACHINE
+    )
+    sample: int = setting(160, "How many tokens of text the model writes at the end.", DATA)
 
     def __post_init__(self) -> None:
         self.check_run(

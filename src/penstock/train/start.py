@@ -1,4 +1,4 @@
-"""How a run's ranks are started, on any device, after checking the port and the store; and how they stop.
+"""How a run's ranks are started, on any device, after checking the store; and how they stop.
 
 On Ctrl-C or SIGTERM the signal only sets a flag; the loop ends after its step and saves.
 """
@@ -15,10 +15,8 @@ from types import FrameType
 from penstock.runtime import RuntimeFailure
 from penstock.runtime.adapt.store import RedisStore
 from penstock.runtime.launch import launch
-from penstock.runtime.launch.launcher import handled, listen
-from penstock.runtime.mesh.interfaces import local_addresses
+from penstock.runtime.launch.launcher import handled
 from penstock.train.checks import SettingsError
-from penstock.train.run_settings import RunSettings
 
 INTERRUPTED = 130
 PATIENCE = 30.0
@@ -35,14 +33,6 @@ class RunFailed(Exception):
         self.exit_code = exit_code
 
 
-def check_port(port: int | None) -> None:
-    """Raises SettingsError for a port that is in use."""
-    try:
-        listen(port).close()
-    except RuntimeFailure as error:
-        raise SettingsError(str(error)) from None
-
-
 def check_store(address: str | None) -> None:
     """Raises SettingsError for a store that this host cannot reach, or that refuses it."""
     if address is None:
@@ -51,16 +41,6 @@ def check_store(address: str | None) -> None:
         RedisStore(address).close()
     except RuntimeFailure as error:
         raise SettingsError(f"--store: {error}") from None
-
-
-def check_interfaces(settings: RunSettings) -> None:
-    """Raises SettingsError for an interface for delegates that this host does not have."""
-    if settings.interfaces is None:
-        return
-    try:
-        local_addresses(settings.delegate_options().interfaces)
-    except RuntimeFailure as error:
-        raise SettingsError(f"--interfaces: {error}") from None
 
 
 def start_ranks(

@@ -142,8 +142,7 @@ def train_command(outcome: TuneOutcome, schedule_file: str | None = None) -> str
             words += ["--option", f"{name}={value if isinstance(value, str) else json.dumps(value)}"]
             continue
         option = "--tower" if name == "towers" else f"--{SETTINGS[name]}"
-        given = ",".join(map(str, value)) if isinstance(value, tuple) else str(value)
-        for each in shlex.split(given) if name == "towers" else [given]:
+        for each in shlex.split(str(value)) if name == "towers" else [str(value)]:
             words += [option, each]
     if candidate.towers is None:
         words += ["--cut", ",".join(str(len(layers)) for layers in candidate.cut)]

@@ -28,7 +28,7 @@ from penstock.tune.profile import MessageCosts, Profile, with_shared_ends
 from penstock.tune.programs import programs_for, split_costs
 from penstock.tune.space import Shape, TunePlan, TuneSpace, schedules_for, why_none
 
-SETTINGS = {"num_stages": "stages", "warmup": "warmup", "towers": "towers"}
+SETTINGS = {"num_stages": "stages", "towers": "towers"}
 """Options of a plan that are settings of their own in `penstock train`."""
 
 NUM_SHAPES = 4
@@ -247,7 +247,7 @@ def settings_of(candidate: TuneCandidate, settings: Settings) -> Settings:
         microbatches=shape.num_microbatches,
         cut=None if settings.model == CLIP else tuple(len(layers) for layers in candidate.cut),
         recompute=candidate.recompute,
-        **{"stages": None, "warmup": None, **options, "schedule_options": others},
+        **{"stages": None, **options, "schedule_options": others},
     )
 
 

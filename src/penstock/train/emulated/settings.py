@@ -6,10 +6,12 @@ import dataclasses
 from dataclasses import dataclass
 
 from penstock.cost import CostError, Costs
+from penstock.cost.presets import PRESETS
 from penstock.formats.costs import read_costs
 from penstock.schedule import Schedule
 from penstock.schedule.op import UPDATE
 from penstock.train.checks import SettingsError
+from penstock.train.options import EMULATED, setting
 from penstock.train.run_settings import BASE, RunSettings, host_memory_of, read_size
 
 
@@ -34,9 +36,11 @@ class EmulatedSettings(RunSettings):
     dispatch: str = "auto"
     steps: int = 20
     device: str = "emulated"
-    costs: str = "gpt2-7b"
-    stretch: float = 1.0
-    message_cap: str = "1MB"
+    costs: str = setting("gpt2-7b", f"All costs: {', '.join(PRESETS)}, or a file.", EMULATED, metavar="NAME|FILE")
+    stretch: float = setting(1.0, "Make ops and links slower by this factor, so that noise matters less.", EMULATED)
+    message_cap: str = setting(
+        "1MB", "Most bytes of a message; larger ones are cut to this.", EMULATED, metavar="BYTES"
+    )
 
     def __post_init__(self) -> None:
         self.check_run(

@@ -156,7 +156,7 @@ def clip_config(settings: Settings) -> CLIPConfig:
     refuse_options(
         settings, ("context", "tied", "data", "tokenizer"), "a CLIP learns from samples that are generated for it"
     )
-    refuse_options(settings, ("stages", "warmup", "cut"), "each tower has its own; --tower NAME=stages:N says so")
+    refuse_options(settings, ("stages", "cut"), "each tower has its own; --tower NAME=stages:N says so")
     if settings.schedule_options:
         raise SettingsError(
             f"--option {min(settings.schedule_options)} is for one chain of stages, and each tower has its own; "

@@ -29,9 +29,7 @@ def schedule_of(settings: Settings) -> Schedule:
     if settings.replicas_here == 1:
         return settings.replica_schedule()
     count = settings.microbatches * settings.replicas_here
-    return read_schedule(
-        settings.schedule, settings.ranks, count, settings.stages, settings.warmup, others=settings.schedule_options
-    )
+    return read_schedule(settings.schedule, settings.ranks, count, settings.stages, others=settings.schedule_options)
 
 
 def open_task(settings: Settings, schedule: Schedule) -> Task:
