@@ -17,18 +17,16 @@ from __future__ import annotations
 
 import ast
 import io
-import json
 import re
 import shlex
 import tokenize
 from collections.abc import Iterator
 from contextlib import redirect_stdout
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cache
 from importlib.util import find_spec, module_from_spec, spec_from_file_location
 from itertools import pairwise, takewhile
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -124,13 +122,12 @@ def run_page(page: Path, folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: 
 
 
 def stop_before_running(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Training reads and checks its settings and then only leaves its folder, and the tuner estimates."""
+    """Training reads and checks its settings and then only leaves its folder, and the tuner measures nothing."""
     from penstock.cli import lab as lab_command
     from penstock.cli import links as links_command
     from penstock.cli import play as play_command
-    from penstock.tune import meter, session
+    from penstock.tune import meter, verify
     from penstock.tune.links import MeasuredLinks, PairTimes
-    from penstock.tune.tuned_model import TunedModel, tuned_model
 
     def only_check(order: TrainJob | EmulatedJob, port: int | None, is_program: bool) -> int:
         if isinstance(order, EmulatedJob):
@@ -145,7 +142,6 @@ def stop_before_running(monkeypatch: pytest.MonkeyPatch) -> None:
         return 0
 
     monkeypatch.setattr(train_command, "_carry_out", only_check)
-    really_tune = session.tune
 
     class NoLab:
         """Takes what a lab takes, checks it, and makes nothing."""
@@ -164,37 +160,6 @@ def stop_before_running(monkeypatch: pytest.MonkeyPatch) -> None:
         def ways(self) -> list[dict[str, Any]]:
             return []
 
-    def by_hand(model: TunedModel) -> str:
-        """A file of costs for a model of one's own, of which nothing is measured."""
-        path = Path("by-hand.json")
-        path.write_text(json.dumps({name: [1.0] * model.num_layers for name in "fiw"}), encoding="utf-8")
-        return str(path)
-
-    def estimate_instead(asked: session.TuneRequest, *hooks: Any) -> session.TuneOutcome:
-        if asked.settings.model == "clip":
-            monkeypatch.setattr(meter, "run_job", Ranks())
-            return really_tune(replace(asked, num_verified=0))
-        if isinstance(asked.source, session.MeasuredSource):
-            model = tuned_model(asked.settings)
-            source = (
-                session.EstimatedSource(tflops=0.1)
-                if model.config is not None
-                else session.FileSource(by_hand(model))
-            )
-            asked = replace(asked, source=source, num_ranks=asked.num_ranks or 2, num_verified=0)
-        return really_tune(asked)
-
-    def measure_nothing(settings: Any, source: Any, num_ranks: int, sizes: list[int], *rest: Any) -> Any:
-        model = tuned_model(settings)
-        if model.config is not None:
-            profiles = {size: session.estimate(model.config, model.name, size, 0.1) for size in sizes}
-        else:
-            file = session.load_costs_file(by_hand(model))
-            profiles = {size: file.profile(size, num_ranks, False) for size in sizes}
-        transfers = {num_ranks: session.MessageCosts.assumed()}
-        known = {"model": model, "profiles": profiles, "transfers": transfers, "notices": []}
-        return SimpleNamespace(**known, num_measured=0, num_reused=0)
-
     def no_late_links(environment: None, num_ranks: int, *rest: Any) -> MeasuredLinks:
         pairs = {(a, b): PairTimes(0.1, 0.1, 1e9, 1e9) for a in range(num_ranks) for b in range(a + 1, num_ranks)}
         return MeasuredLinks(["host"] * num_ranks, ["host"] * num_ranks, pairs, 1.0)
@@ -207,8 +172,9 @@ def stop_before_running(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(lab.process, "run_everywhere", lambda *args, **options: [])
     monkeypatch.setattr(play_command.webbrowser, "open", lambda address: True)
     monkeypatch.setattr(play_command.ThreadingHTTPServer, "serve_forever", lambda self: None)
-    monkeypatch.setattr(session, "tune", estimate_instead)
-    monkeypatch.setattr(session, "measure", measure_nothing)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(Path("cache").resolve()))
+    monkeypatch.setattr(meter, "run_job", Ranks())
+    monkeypatch.setattr(verify, "run_job", Ranks())
 
 
 def rehearsed_log() -> str:

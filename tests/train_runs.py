@@ -98,7 +98,7 @@ def _penstock(
     """The process of a verb; what it and its ranks say goes to files."""
     from penstock.cli import main
     from penstock.train import command, start
-    from penstock.tune import work
+    from penstock.tune import job
 
     for name, number in (("out", 1), ("err", 2)):
         with Path(folder, name).open("w") as file:
@@ -111,7 +111,7 @@ def _penstock(
     for name in loads:
         importlib.import_module(name)
     if start_method == "fork":
-        work.launch = start.launch = functools.partial(launch, start_method="fork")
+        job.launch = start.launch = functools.partial(launch, start_method="fork")
         command.start_rank_server = lambda modules, environment: None
     sys.exit(main())
 

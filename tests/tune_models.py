@@ -6,8 +6,8 @@ import random
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from penstock.tune.profile import KINDS, MessageCosts, Profile
-from penstock.tune.work import Task, WorkerAnswer
+from penstock.formats.profile import KINDS, MessageCosts, Profile
+from penstock.tune.job import Task, WorkerAnswer
 
 
 def profile(num_layers: int = 4, seed: int = 0, **changes: Any) -> Profile:
@@ -20,11 +20,11 @@ def profile(num_layers: int = 4, seed: int = 0, **changes: Any) -> Profile:
     rows: dict[str, Any] = {
         "f": row(1, 9), "b": row(4, 18), "f_split": row(1, 9), "i": row(1, 9), "w": row(1, 9),
         "activation": row(10, 50), "held": row(1, 10), "output": row(1, 9), "weight": row(5, 50),
-        "state": row(5, 50), "update": row(0, 2),
+        "state": row(5, 50), "update": row(0, 2), "tensors": [0.0] * num_layers,
     }  # fmt: skip
     names = [f"layer {number}" for number in range(num_layers)]
     given = {"model": "drawn", "layers": names, "microbatch_size": 1, "num_parallel": 1, **rows, **changes}
-    return Profile(**given)
+    return Profile(**{name: tuple(each) if isinstance(each, list) else each for name, each in given.items()})
 
 
 def transfer(
@@ -36,7 +36,7 @@ def transfer(
     **rest: Any,
 ) -> MessageCosts:
     """Messages that cost the same whatever their size."""
-    return MessageCosts([1.0], [send], [receive], [delay], [reduce], [threads], **rest)
+    return MessageCosts((1.0,), (send,), (receive,), (delay,), (reduce,), (threads,), **rest)
 
 
 def ranges(*counts: int) -> list[range]:
@@ -97,16 +97,15 @@ class Ranks:
             }
         if task["part"] is not None:
             return self._of_part(task)
-        from penstock.models import gpt_costs
         from penstock.runtime import partition
         from penstock.train.settings import Settings
-        from penstock.train.tasks.gpt import gpt_config
+        from penstock.tune.tuned_model import tuned_model
 
-        config = gpt_config(Settings.from_mapping(task["settings"]), task["vocab_size"])
-        own = partition(gpt_costs(config), num_ranks)[rank]
+        costs = tuned_model(Settings.from_mapping(task["settings"])).costs
+        own = partition(costs, num_ranks)[rank]
         sharing, size = task["num_sharing"], task["microbatch_size"]
         if sharing > 1:
-            own = [0, config.num_layers - 1]
+            own = [0, len(costs) - 1]
         times = {
             f"{layer} {kind}": (1.0 + 0.2 * size * (layer + 1)) / sharing
             for layer in own

@@ -21,6 +21,8 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+import msgspec
+
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from experiments.common.record import record
@@ -29,13 +31,13 @@ from penstock.library import build
 from penstock.runtime import partition
 from penstock.train.settings import Settings
 from penstock.tune.device import Clock, num_devices, others
+from penstock.tune.job import run_job
 from penstock.tune.meter import Measurements, Meter, NeededProfile
 from penstock.tune.predict import predict
 from penstock.tune.search import TuneCandidate
 from penstock.tune.space import Shape, TunePlan
 from penstock.tune.tuned_model import TunedModel, tuned_model
 from penstock.tune.verify import measured_of, trial_task
-from penstock.tune.work import run_job
 
 MODEL = "tiny"
 QUIET = 0.1
@@ -128,7 +130,7 @@ def _round(setting: Setting, base: Settings, model: TunedModel, steps: int, seco
     prediction = predict(schedule, cut, profile, transfer, setting.dp, num_devices(base))
     shape = Shape(setting.pp, setting.dp, setting.microbatch_size, setting.num_microbatches)
     candidate = TuneCandidate(shape, TunePlan(setting.schedule, schedule), tuple(cut), False)
-    answer = run_job([trial_task(candidate, base, model, steps)], setting.num_ranks, 1)[0]
+    answer = run_job([trial_task(candidate, base, steps)], setting.num_ranks, 1)[0]
     measured = measured_of([answer])
     return {
         "predicted_ms": prediction.step,
@@ -147,8 +149,8 @@ def _round(setting: Setting, base: Settings, model: TunedModel, steps: int, seco
         "cut": [len(layers) for layers in cut],
         "steps_ms": list(measured.steps),
         "measured_ops_ms": answer.ranks[0]["ops"],
-        "profile": profile.to_json(),
-        "transfer": transfer.to_json(),
+        "profile": msgspec.to_builtins(profile),
+        "transfer": msgspec.to_builtins(transfer),
     }
 
 

@@ -22,7 +22,7 @@ VERBS = [
     ("check", "1f1b", *COUNTS),
     ("plan", *COUNTS, "--time", "0.05"),
     ("plan", *COUNTS, "--placement", "all"),
-    ("tune", "--preset", "nano", "--depth", "2", "--batch", "2", "--tflops", "1", "--ranks", "1", "--no-programs"),
+    ("tune", "--costs", "amdp-gpt", "--batch", "2", "--ranks", "1", "--no-programs"),
     ("simulate", "1f1b", "zb-v", *COUNTS),
     ("show", "given.json", "--out", "made.txt"),
 ]

@@ -75,13 +75,6 @@ def test_a_profile_stands_for_costs(tmp_path: Path) -> None:
     assert ps.footprint(ps.build("1f1b", 2, 4), costs).ranks[0][:5] == (2, 0, 2, 4, 100)
 
 
-def test_a_profile_of_old_says_nothing_of_weights(tmp_path: Path) -> None:
-    old = {name: value for name, value in profile().items() if name not in ("weight", "state", "update")}
-    assert load_costs(written(tmp_path, old), 2).weight_bytes == ()
-    with pytest.raises(ps.CostError, match="a profile lacks state: give weight, state, update, or none"):
-        load_costs(written(tmp_path, {**old, "weight": [1.0] * 4}), 2)
-
-
 def test_of_several_profiles_the_fitting_one(tmp_path: Path) -> None:
     slower = profile(num_parallel=4, f_split=[2.0, 8.0, 8.0, 4.0])
     path = written(tmp_path, slower, profile(), profile(recompute=True))
@@ -98,16 +91,16 @@ def test_overheads_are_once_an_op(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("profiles", "words"),
     [
-        ([], "a list with at least one profile is needed"),
+        ([], "expected a list with at least one profile"),
         ([profile(), profile(microbatch_size=2)], "microbatches of 1, 2 samples; profile just one size"),
         ([profile(recompute=True)], "all profiles in it recompute"),
-        ([profile(held=[1.0])], "different lengths"),
+        ([profile(held=[1.0])], "profile: held has 1 entries; give one per layer, 4 in all"),
         (
             [profile(w=[1.0, -1.0, 1.0, 1.0])],
-            "profiles: field '[0].w[1]': expected a list with one number of at least 0 per layer, got -1.0",
+            "profile: field 'profiles[0].w[1]': expected a list with one number of at least 0 per layer, got -1.0",
         ),
-        ([profile(i="none")], "field '[0].i': expected a list"),
-        ([profile(num_parallel=None)], "field '[0].num_parallel': expected a whole number, got null"),
+        ([profile(i="none")], "field 'profiles[0].i': expected a list"),
+        ([profile(num_parallel=None)], "field 'profiles[0].num_parallel': expected a whole number of at least 1"),
     ],
 )
 def test_damaged_profiles(profiles: list[dict[str, Any]], words: str, tmp_path: Path) -> None:

@@ -10,11 +10,11 @@ from pathlib import Path
 import pytest
 
 import tune_models
+from penstock.formats.profile import Profile
 from penstock.train.settings import Settings
 from penstock.tune import meter as meter_module
 from penstock.tune.errors import TuneError
 from penstock.tune.meter import Measurements, Meter, NeededProfile, default_folder
-from penstock.tune.profile import Profile
 from penstock.tune.tuned_model import tuned_model
 
 pytestmark = pytest.mark.unit
@@ -40,13 +40,13 @@ def test_what_was_put_is_there_again(tmp_path: Path) -> None:
     folder = tmp_path / "new" / "folder"
     first, second = tune_models.profile(seed=1), tune_models.profile(seed=2)
     kept = Measurements(folder)
-    assert kept.get({"a": 1}, Profile.from_json) is None
-    kept.put({"b": [1, 2], "a": 1}, first.to_json())
-    kept.put({"a": 2}, first.to_json())
-    kept.put({"a": 2}, second.to_json())
+    assert kept.get({"a": 1}, Profile) is None
+    kept.put({"b": [1, 2], "a": 1}, first)
+    kept.put({"a": 2}, first)
+    kept.put({"a": 2}, second)
     again = Measurements(folder)
-    assert again.get({"a": 1, "b": [1, 2]}, Profile.from_json) == first
-    assert again.get({"a": 2}, Profile.from_json) == second
+    assert again.get({"a": 1, "b": [1, 2]}, Profile) == first
+    assert again.get({"a": 2}, Profile) == second
     files = [json.loads(path.read_text()) for path in folder.iterdir()]
     assert sorted((file["key"] for file in files), key=str) == [{"a": 2}, {"b": [1, 2], "a": 1}]
 

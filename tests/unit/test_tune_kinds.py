@@ -10,11 +10,10 @@ from pathlib import Path
 import pytest
 
 import hf_families
-from penstock.cli import main
+from penstock.formats.profile import KINDS
 from penstock.train.kinds import usual_of
 from penstock.train.settings import Settings
 from penstock.tune.layers import NO_LAYER, RankShare, measure_layers
-from penstock.tune.profile import KINDS
 from penstock.tune.tuned_model import tuned_model
 from tiers import others_nightly
 from train_runs import penstock
@@ -51,7 +50,7 @@ def test_every_layer_is_measured(folder: Path, name: str, recompute: bool) -> No
         (folder / "config.json").write_text(json.dumps(hf_families.config_of(name).to_dict()))
         settings = settings_of(str(folder / "config.json"))
     model = tuned_model(settings)
-    told = measure_layers(RankShare(settings, None, 2, recompute, 0, 1, 0.01), lambda: None)
+    told = measure_layers(RankShare(settings, 2, recompute, 0, 1, 0.01), lambda: None)
     assert told["layers"] == list(range(model.num_layers))
     for layer in (NO_LAYER, *told["layers"]):
         assert all(f"{layer} {kind}" in told["times"] for kind in KINDS)
@@ -88,14 +87,9 @@ def test_batches_of_one_s_own_are_measured_and_told_apart(folder: Path) -> None:
     assert short.digest != long.digest
     sent = []
     for length in (6, 12):
-        told = measure_layers(RankShare(asked(length), None, 2, False, 0, 1, 0.01), lambda: None)
+        told = measure_layers(RankShare(asked(length), 2, False, 0, 1, 0.01), lambda: None)
         sent.append(told["bytes"]["1"]["output"])
     assert sent[1] == 2 * sent[0] > 0
-
-
-def test_an_estimate_by_the_sizes_of_a_gpt_is_refused(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["tune", "--model", "bert", "--preset", "nano", "--tflops", "1", "--ranks", "2"]) != 0
-    assert "--tflops estimates from the sizes of a GPT, and bert nano is not a GPT" in capsys.readouterr().err
 
 
 @pytest.mark.slow

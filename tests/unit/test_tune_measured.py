@@ -8,8 +8,8 @@ import pytest
 
 from penstock.tune import verify
 from penstock.tune.device import Clock, others
+from penstock.tune.job import WorkerAnswer
 from penstock.tune.verify import measured_of
-from penstock.tune.work import WorkerAnswer
 
 pytestmark = pytest.mark.unit
 

@@ -11,12 +11,12 @@ import pytest
 import torch
 
 from penstock.cli import main
+from penstock.formats.profile import KINDS
 from penstock.runtime import split
 from penstock.train.settings import Settings
 from penstock.train.tasks.own import built
 from penstock.tune.errors import TuneError
 from penstock.tune.layers import NO_LAYER, RankShare, measure_layers
-from penstock.tune.profile import KINDS
 from penstock.tune.tuned_model import tuned_model
 from train_runs import penstock
 
@@ -79,7 +79,7 @@ def settings_of(net: Path, data: str = "data", **more: Any) -> Settings:
 def test_every_layer_is_measured(net: Path, recompute: bool) -> None:
     settings = settings_of(net)
     model = tuned_model(settings)
-    found = measure_layers(RankShare(settings, None, 2, recompute, 0, 1, 0.0), lambda: None)
+    found = measure_layers(RankShare(settings, 2, recompute, 0, 1, 0.0), lambda: None)
     cut = split(built(settings.model, {}, 0), example=(torch.zeros(2, 6, dtype=torch.long), torch.ones(2, 6)))
     assert list(model.layers) == [path for paths in cut.layers for path in paths]
     assert found["layers"] == list(range(model.num_layers)) == list(range(9))
@@ -127,7 +127,7 @@ def data(train=True):
 
 def test_a_layer_that_changes_its_input_in_place_is_measured(net: Path) -> None:
     net.write_text(INPLACE)
-    found = measure_layers(RankShare(settings_of(net), None, 2, False, 0, 1, 0.0), lambda: None)
+    found = measure_layers(RankShare(settings_of(net), 2, False, 0, 1, 0.0), lambda: None)
     assert found["layers"] == list(range(5))
     assert found["bytes"]["2"]["weight"] == 0  # the relu
     assert found["bytes"]["2"]["activation"] == found["bytes"]["2"]["output"] == 2 * 4 * 4 * 4 * 4
@@ -145,7 +145,7 @@ def test_another_file_or_other_arguments_are_measured_anew(net: Path) -> None:
 def test_microbatches_larger_than_a_batch_of_the_data_are_refused(net: Path) -> None:
     settings = settings_of(net, "batches", batch=4)
     with pytest.raises(TuneError, match="batches of 4 samples, and microbatches of 5"):
-        measure_layers(RankShare(settings, None, 5, False, 0, 1, 0.0), lambda: None)
+        measure_layers(RankShare(settings, 5, False, 0, 1, 0.0), lambda: None)
 
 
 @pytest.mark.parametrize(
@@ -154,11 +154,7 @@ def test_microbatches_larger_than_a_batch_of_the_data_are_refused(net: Path) -> 
         ("tune --profile-only --model nothing.py:Net --data net.py:data", "nothing.py:Net: there is no file"),
         ("tune --model net.py:Nett --data net.py:data", "has no 'Nett'"),
         ("tune --profile-only --model clip", "--model clip has a chain of layers for each tower"),
-        ("tune --profile-only --data net.py:data", "--data net.py:data is for a model given with --model"),
-        (
-            "tune --model net.py:Net --data net.py:data --tflops 1 --ranks 2",
-            "--tflops estimates from the sizes of a GPT",
-        ),
+        ("tune --profile-only --data net.py:data", "net.py:data makes batches for a model of your own"),
         (
             "tune --model net.py:Net --data net.py:data --depth 3",
             "net.py:Net is your own and takes its sizes by --model-options",

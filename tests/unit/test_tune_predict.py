@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import json
+from typing import Any
+
 import pytest
 
 import penstock as ps
-from penstock.tune.errors import TuneError
+from penstock.formats.profile import MessageCosts, Profile, profile_to_json, read_profile
 from penstock.tune.memory import memory_of, peak_bytes
 from penstock.tune.predict import predict, reduce_time, stage_costs
-from penstock.tune.profile import MessageCosts, Profile
 from penstock.tune.transfer import (
     ALONE,
     COPIES,
@@ -171,7 +173,7 @@ def test_bug_the_optimizer_ran_for_copies_that_others_step() -> None:
 
 
 def test_files_without_copies_take_messages_for_them() -> None:
-    links = MessageCosts([0.0, 100.0], [0, 0], [0, 0], [1.0, 3.0], [0, 0], [0, 0])
+    links = MessageCosts((0.0, 100.0), (0, 0), (0, 0), (1.0, 3.0), (0, 0), (0, 0))
     assert (links.at("sums", 50.0), links.at("values", 50.0)) == (4.0, 2.0)
 
 
@@ -215,7 +217,7 @@ def test_a_disturbed_size_counts_as_the_next_larger_one() -> None:
 
 
 def test_message_times_lie_between_known_sizes() -> None:
-    links = MessageCosts([10.0, 20.0, 40.0], [0] * 3, [0] * 3, [1.0, 2.0, 6.0], [0] * 3, [0] * 3)
+    links = MessageCosts((10.0, 20.0, 40.0), (0,) * 3, (0,) * 3, (1.0, 2.0, 6.0), (0,) * 3, (0,) * 3)
     assert [links.at("delay", size) for size in (0, 10, 15, 20, 30, 40, 50)] == [1, 1, 1.5, 2, 4, 6, 8]
     assert (links.latency, links.bandwidth) == (1.0, 6.0)
     assert transfer(delay=3.0).at("delay", 1e9) == 3.0
@@ -224,47 +226,49 @@ def test_message_times_lie_between_known_sizes() -> None:
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
-        ({"f": [1.0, -1.0]}, r"f\[1\] is -1.0; give a finite number"),
-        ({"w": [1.0, float("nan")]}, r"w\[1\] is nan"),
-        ({"b": [1.0]}, "b has 1 entries, 2 are needed"),
-        ({"activation": "12"}, "activation is '12'; give a list"),
-        ({"microbatch_size": 0}, "microbatch_size is 0"),
-        ({"op_overhead": {"x": 1.0}}, "no kind 'x'"),
-        ({"transient": float("inf")}, "transient is inf"),
-        ({"layers": []}, "at least one"),
+        ({"f": [1.0, -1.0]}, r"'profiles\[0\].f\[1\]': expected a list with one number of at least 0 .*, got -1.0"),
+        ({"b": [1.0]}, "b has 1 entries; give one per layer, 2 in all"),
+        ({"activation": "12"}, 'expected a list with one number of at least 0 per layer, got "12"'),
+        ({"microbatch_size": 0}, "expected a whole number of at least 1, got 0"),
+        ({"op_overhead": {"x": 1.0}}, "op_overhead has no kind 'x'; it has f, b, f_split, i, w"),
+        ({"layers": []}, "expected a list with the name of each layer"),
+        ({"speed": 1}, "'profiles\\[0\\].speed' is unknown"),
+        ({"held": None}, "'profiles\\[0\\].held' is missing"),
     ],
 )
-def test_a_profile_that_makes_no_sense_is_refused(changes: dict[str, object], said: str) -> None:
-    with pytest.raises(TuneError, match=said):
-        plain(**changes)
+def test_a_profile_that_makes_no_sense_is_refused(changes: dict[str, Any], said: str) -> None:
+    file = json.loads(profile_to_json([plain()], {}))
+    file["profiles"][0] = {k: v for k, v in {**file["profiles"][0], **changes}.items() if v is not None}
+    with pytest.raises(ps.CostError, match=said):
+        read_profile(file)
 
 
-def test_messages_that_make_no_sense_are_refused() -> None:
-    with pytest.raises(TuneError, match="sizes are"):
-        MessageCosts([2.0, 1.0], [0, 0], [0, 0], [0, 0], [0, 0], [0, 0])
-    with pytest.raises(TuneError, match="bandwidth is 0"):
-        MessageCosts.assumed(1.0, 0.0)
-    with pytest.raises(TuneError, match="latency is -1"):
-        MessageCosts.assumed(-1.0)
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"sizes": [2.0, 1.0]}, r"sizes are \[2.0, 1.0\]; give each above the one before"),
+        ({"send": [1.0]}, "send has 1 entries; give one per size, 2 in all"),
+        ({"per_tensor": {"words": 0.5}}, "no kind 'words'; it has reduce, sums, values"),
+        ({"per_tensor": {"sums": -1.0}}, r"'transfers\[...\].per_tensor': expected .*>= 0.0"),
+    ],
+)
+def test_messages_that_make_no_sense_are_refused(changes: dict[str, Any], said: str) -> None:
+    file = json.loads(profile_to_json([plain()], {2: MessageCosts.assumed(1.0)}))
+    file["transfers"]["2"] |= changes
+    with pytest.raises(ps.CostError, match=said):
+        read_profile(file)
 
 
 def test_a_profile_reads_back() -> None:
     told = plain(op_overhead={"f": 0.5}, tied=3.0)
-    assert Profile.from_json(told.to_json()) == told
-    links = transfer(delay=2.0, step=1.0)
-    assert MessageCosts.from_json(links.to_json()) == links
-    links = transfer(per_tensor={"sums": 0.5})
-    assert MessageCosts.from_json(links.to_json()) == links
-    with pytest.raises(TuneError, match="no kind 'words'; it has reduce, sums, values"):
-        transfer(per_tensor={"words": 0.5})
-    with pytest.raises(TuneError, match="per_tensor of sums is -1"):
-        transfer(per_tensor={"sums": -1.0})
-    without = {name: value for name, value in told.to_json().items() if name != "tensors"}
-    assert Profile.from_json(without).tensors == (0.0, 0.0)
-    with pytest.raises(TuneError, match="unknown field 'speed'"):
-        Profile.from_json({**told.to_json(), "speed": 1})
-    with pytest.raises(TuneError, match="field 'held' is missing"):
-        Profile.from_json({name: value for name, value in told.to_json().items() if name != "held"})
+    links = transfer(delay=2.0, step=1.0, per_tensor={"sums": 0.5})
+    file = json.loads(profile_to_json([told], {2: links}))
+    read = read_profile(file)
+    assert (read.profiles, read.transfers) == ((told,), {"2": links})
+    del file["profiles"][0]["tensors"]
+    file["version"] = 1
+    (old,) = read_profile(file).profiles
+    assert (old.tensors, old.total("tensors", range(2))) == ((), 0.0)
 
 
 def test_bug_time_of_other_threads_between_two_readings_of_a_clock_was_below_nothing(

@@ -8,11 +8,11 @@ from collections.abc import Iterator
 import pytest
 
 import penstock as ps
+from penstock.formats.profile import Profile
 from penstock.simulation.memory_footprint import in_bytes
 from penstock.train.settings import Settings
 from penstock.tune.errors import TuneError
 from penstock.tune.predict import Prediction, predict
-from penstock.tune.profile import Profile
 from penstock.tune.programs import programs_for
 from penstock.tune.search import SearchFound, TuneCandidate, candidates, search, settings_of
 from penstock.tune.space import ASYNCHRONOUS, Shape, TuneSpace, counts, schedules_for

@@ -13,6 +13,7 @@ import pytest
 import penstock as ps
 import tune_models
 from penstock.cli import main
+from penstock.formats.profile import KINDS, MessageCosts, Profile
 from penstock.models import CLIPConfig, clip_presets, tower_costs
 from penstock.runtime import partition
 from penstock.train.kinds import CONTRAST
@@ -23,10 +24,9 @@ from penstock.tune.errors import TuneError
 from penstock.tune.layers import NO_LAYER, RankShare, measure_layers
 from penstock.tune.memory import memory_of
 from penstock.tune.predict import links_of, predict, stage_costs
-from penstock.tune.profile import KINDS, Profile, joined_profile
 from penstock.tune.search import SearchFound, settings_of
 from penstock.tune.space import TuneSpace
-from penstock.tune.towers import TowerSpace, search_towers
+from penstock.tune.towers import TowerSpace, joined_profile, search_towers
 from penstock.tune.tuned_model import parts_of, tuned_model
 
 pytestmark = pytest.mark.unit
@@ -48,7 +48,7 @@ def ranks(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> tune_models.Ranks:
 @pytest.mark.parametrize("recompute", [False, True])
 @pytest.mark.parametrize("part", ["text", "video", CONTRAST])
 def test_every_layer_of_a_part_is_measured(part: str, recompute: bool) -> None:
-    told = measure_layers(RankShare(SETTINGS, None, 4, recompute, 0, 1, 0.01, part), lambda: None)
+    told = measure_layers(RankShare(SETTINGS, 4, recompute, 0, 1, 0.01, part), lambda: None)
     model, config = parts_of(SETTINGS)[part], clip_presets["nano"]
     assert told["layers"] == list(range(model.num_layers))
     for layer in (NO_LAYER, *told["layers"]):
@@ -105,9 +105,8 @@ def test_a_larger_microbatch_is_cut_for_a_stage_with_smaller_ones() -> None:
     }
     schedule, cut = ps.Program.of_branches(towers).build(), tune_models.ranges(1, 1)
     profile = tune_models.profile(2, output=[400.0, 0.0])
-    by_size = dataclasses.replace(tune_models.transfer(), sizes=[0.0, 400.0], **{
-        name: [0.0, 400.0] for name in ("send", "receive")
-    }, **{name: [0.0, 0.0] for name in ("delay", "reduce", "threads", "sums", "values")})  # fmt: skip
+    none = (0.0, 0.0)
+    by_size = MessageCosts((0.0, 400.0), (0.0, 400.0), (0.0, 400.0), none, none, none)
     free, told = (stage_costs(schedule, cut, profile, each) for each in (tune_models.transfer(), by_size))
     assert told.f[0] - free.f[0] == 4 * 100, "four messages of 100 bytes"
     assert told.f[1] - free.f[1] == 100
@@ -118,14 +117,12 @@ def parts(config: CLIPConfig, size: int) -> dict[str, Profile]:
     found = {}
     for name in (*config.towers, CONTRAST):
         work = [each * size / 1e5 for each in tower_costs(config, name)] if name != CONTRAST else [0.1 * size]
-        zero = [0.0] * len(work)
         rows: dict[str, Any] = dict.fromkeys(("f", "f_split", "i", "w"), work)
         rows |= {"b": [2 * each for each in work], "update": [0.5] * len(work), "weight": [100.0] * len(work)}
         rows |= {"activation": [10.0 * size] * len(work), "output": [float(size)] * len(work)}
-        rows |= {"held": zero, "state": [200.0] * len(work)}
-        found[name] = Profile(
-            name, [f"{name} {k}" for k in range(len(work))], size, 1, **rows, op_overhead={"f": 0.3}
-        )
+        rows |= {"held": [0.0] * len(work), "state": [200.0] * len(work)}
+        rows |= {"model": name, "layers": [f"{name} {k}" for k in range(len(work))], "microbatch_size": size}
+        found[name] = tune_models.profile(len(work), **rows, op_overhead={"f": 0.3})
     return found
 
 
@@ -251,7 +248,7 @@ def test_the_closing_line_is_one_that_train_takes(
 @pytest.mark.parametrize(
     ("line", "why"),
     [
-        ("tune --model clip --tflops 1 --ranks 4", "--tflops gives costs of one chain of layers"),
+        ("tune --model clip --costs gpt2-7b --ranks 4", "--costs gives costs of one chain of layers"),
         (
             "tune --model clip --preset nano --profile-only",
             "penstock tune --model clip measures its towers and lays them out",

@@ -3,7 +3,7 @@
 penstock tune --preset tiny --batch 16                       measures here, and remembers
 penstock tune --preset tiny --ranks 2 --profile-only --out tiny-costs.json      measures alone
 penstock tune --model clip --ranks 6                         lays the towers of a CLIP over the ranks
-penstock tune --preset gpt2-1.5b --ranks 16 --tflops 150     for devices that are not here
+penstock tune --costs gpt2-7b:device=a100 --ranks 16         for devices that are not here
 """
 
 from __future__ import annotations
@@ -20,18 +20,17 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from penstock.cli.app import app
-from penstock.cli.costs import MemoryLimit
+from penstock.cli.costs import CostsSource, MemoryLimit
 from penstock.cli.failure import Misuse
 from penstock.cli.options import Json, ScheduleOption, bytes_of, counts, result_option
 from penstock.cli.output import print_json
-from penstock.cost.presets import is_preset
 from penstock.formats.files import write_whole
 from penstock.library.options import read_options
 
 if TYPE_CHECKING:
     from penstock.train.settings import Settings
     from penstock.tune.search import SearchFound, TuneCandidate
-    from penstock.tune.session import MeasuredSource, Source
+    from penstock.tune.session import MeasureOptions
 
 Preset = Annotated[
     str | None, typer.Option("--preset", help="Preset that says the sizes of the model. [tiny; of clip nano]")
@@ -69,7 +68,7 @@ Model = Annotated[
     ),
 ]
 LEARNT_FROM = "What the model learns from: text (a file, folder, .jsonl or .bin/.idx), or your own, data.py:make_data"
-Data = Annotated[str | None, typer.Option("--data", help=f"{LEARNT_FROM}. Random tokens serve a GPT.")]
+Data = Annotated[str | None, typer.Option("--data", help=f"{LEARNT_FROM}.")]
 Batch = Annotated[
     int | None, typer.Option("--batch", min=1, help="Samples per step. [16, or those of your own data]")
 ]
@@ -162,21 +161,7 @@ def tune(
         ),
     ] = True,
     memory_limit: MemoryLimit = None,
-    costs: Annotated[
-        str | None,
-        typer.Option(
-            "--costs",
-            metavar="FILE",
-            help="All costs, of a preset or a file: here a file that --profile-only wrote.",
-        ),
-    ] = None,
-    tflops: Annotated[
-        float | None, typer.Option("--tflops", help="Estimate costs for devices that sustain so many TFLOP/s.")
-    ] = None,
-    latency: Annotated[float, typer.Option("--latency", min=0, help="Latency of links (ms), with --tflops.")] = 0.01,
-    bandwidth: Annotated[
-        float, typer.Option("--bandwidth", min=0, help="Bandwidth of links (GB/s), with --tflops.")
-    ] = 50.0,
+    costs: CostsSource = None,
     top: Annotated[int, typer.Option("--top", min=1, help="How many candidates to show.")] = 10,
     verify: Annotated[int, typer.Option("--verify", min=0, help="How many of the best to run for real.")] = 0,
     steps: Annotated[
@@ -208,7 +193,7 @@ def tune(
     from penstock.train.kinds import CLIP, usual_of
     from penstock.train.settings import Settings
     from penstock.tune import report
-    from penstock.tune.session import EstimatedSource, FileSource, TuneRequest
+    from penstock.tune.session import MeasureOptions, TuneRequest
     from penstock.tune.session import tune as run
 
     limit = bytes_of("--memory-limit", memory_limit)
@@ -221,16 +206,16 @@ def tune(
         tokenizer=usual_tokenizer(model, tokenizer, data), microbatches=1, ranks=1, precision=precision,
         optimizer=optimizer, optimizer_options=options, clip=clip, device=device, threads=threads, dispatch=dispatch,
     )  # fmt: skip
-    source = _source(costs, tflops, latency, bandwidth, database, seconds, fresh)
+    measuring = MeasureOptions(None if database is None else Path(database), seconds, fresh)
     if profile_only:
-        if isinstance(source, EstimatedSource | FileSource):
-            raise Misuse("--profile-only measures the layers here; leave out --costs and --tflops")
+        if costs is not None:
+            raise Misuse("--profile-only measures the layers here; leave out --costs")
         sizes = counts("--microbatch-size", microbatch_size or "1")
-        _profile(settings, source, ranks or 1, sizes, bool(recompute), out, json)
+        _profile(settings, measuring, ranks or 1, sizes, bool(recompute), out, json)
         return
     asked = TuneRequest(
         settings,
-        source,
+        measuring if costs is None else costs,
         ranks,
         _numbers("--pp", pp),
         _numbers("--dp", dp),
@@ -268,21 +253,30 @@ def tune(
 
 
 def _profile(
-    settings: Settings, source: MeasuredSource, ranks: int, sizes: list[int], again: bool, out: str | None, json: bool
+    settings: Settings,
+    measuring: MeasureOptions,
+    ranks: int,
+    sizes: list[int],
+    again: bool,
+    out: str | None,
+    json: bool,
 ) -> None:
     """Measures layers and messages, and shows or writes them."""
-    from penstock.tune import costs_file, report
+    import msgspec
+
+    from penstock.formats.profile import profile_to_json
+    from penstock.tune import report
     from penstock.tune.session import measure
 
-    meter = measure(settings, source, ranks, sizes, again, None if json else say_line)
+    meter = measure(settings, measuring, ranks, sizes, again, None if json else say_line)
     profiles = list(meter.profiles.values())
     if out is not None:
-        write_whole(Path(out), costs_file.to_json(profiles, meter.transfers))
+        write_whole(Path(out), profile_to_json(profiles, meter.transfers))
     if json:
         print_json(
             {
-                "profiles": [each.to_json() for each in profiles],
-                "transfers": {str(count): each.to_json() for count, each in meter.transfers.items()},
+                "profiles": msgspec.to_builtins(profiles),
+                "transfers": {str(count): msgspec.to_builtins(each) for count, each in meter.transfers.items()},
                 "num_measured": meter.num_measured,
                 "num_reused": meter.num_reused,
                 "out": out,
@@ -309,8 +303,6 @@ def usual_tokenizer(model: str | None, given: str | None, data: str | None) -> s
 
 def measured_model(model: str | None, options: str | None, data: str | None, batch: int | None) -> dict[str, Any]:
     """The settings of a model of one's own; of another one those that say which. Paths are from anywhere."""
-    if model in (None, "gpt") and data is not None:
-        raise Misuse(f"--data {data} is for a model given with --model; a GPT of ours is measured on random tokens")
     from penstock.train.kinds import CLIP, check_model, is_path, usual_of
     from penstock.train.own_file import is_own
     from penstock.train.settings import Settings
@@ -329,32 +321,6 @@ def measured_model(model: str | None, options: str | None, data: str | None, bat
     if options is not None or (model is not None and is_own(model)):
         found["model_options"] = json_object("--model-options", options)
     return found
-
-
-def _source(
-    costs: str | None,
-    tflops: float | None,
-    latency: float,
-    bandwidth: float,
-    database: str | None,
-    seconds: float,
-    fresh: bool,
-) -> Source:
-    from penstock.tune.meter import default_folder
-    from penstock.tune.session import EstimatedSource, FileSource, MeasuredSource
-
-    if costs is not None and tflops is not None:
-        raise Misuse(f"--costs {costs} and --tflops {tflops:g} both give costs; use one of them")
-    if costs is not None and is_preset(costs):
-        raise Misuse(
-            f"--costs {costs} is a preset, whose costs are those of stages, and tune cuts layers; give a file that "
-            "--profile-only wrote, or --tflops for devices that are not here; penstock simulate takes presets"
-        )
-    if costs is not None:
-        return FileSource(costs)
-    if tflops is not None:
-        return EstimatedSource(tflops, latency, bandwidth * 1e6)  # GB/s are 1e6 bytes a ms
-    return MeasuredSource(default_folder() if database is None else Path(database), seconds, fresh)
 
 
 def _numbers(option: str, text: str | None) -> list[int] | None:

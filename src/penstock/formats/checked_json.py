@@ -64,7 +64,8 @@ def _structs(hint: Any) -> Iterator[Any]:
 
 
 def _found(value: Any, place: str) -> Any:
-    for name, index in re.findall(r"([a-z_]\w*)|\[(\d+)\]", place):
+    """What stands at a place. msgspec writes [...] for a key of an object, so the search ends at that object."""
+    for name, index in re.findall(r"([a-z_]\w*)|\[(\d+)\]", place.partition("[...]")[0]):
         value = value[name or int(index)]
     return value
 

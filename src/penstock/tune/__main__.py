@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from penstock.tune.rank import run_rank
+from penstock.tune.job import run_rank
 
 if __name__ == "__main__":
     run_rank(Path(sys.argv[1]))

@@ -1,8 +1,7 @@
 """Times the layers of a model on one rank, each as a stage of its own, run by the runtime's own stage runner.
 
-Every rank holds the layers that it would hold in a pipeline of all ranks. All measure at the same time, so that they
-share memory, caches and clock like the ranks of a real run. A step runs some microbatches, with as many in flight as
-there are ranks, then clips and updates:
+All ranks measure at the same time, so that they share memory, caches and clock like the ranks of a real run. A step
+runs some microbatches, with as many in flight as there are ranks, then clips and updates:
 
     F0 F1 | B0 F2 | B1 F3 | B2 | B3 | update        layers in order in F, in reverse in B, I and W
 
@@ -26,15 +25,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from penstock.data import PairedSamples
 from penstock.library import build
-from penstock.models import (
-    ContrastiveLoss,
-    CrossEntropy,
-    GPTConfig,
-    build_layers,
-    gpt_costs,
-    parallelize,
-    tower_stage,
-)
+from penstock.models import ContrastiveLoss, parallelize, tower_stage
 from penstock.models.clip_stages import contrast_stage
 from penstock.runtime import Stage, partition, split
 from penstock.runtime.mesh.peers import LocalPeers
@@ -52,6 +43,7 @@ from penstock.train.kinds import CONTRAST
 from penstock.train.own_file import is_own
 from penstock.train.settings import Settings
 from penstock.train.tasks.clip import clip_config, forms_of
+from penstock.train.tasks.gpt import GPTTask
 from penstock.train.tasks.layers import recomputed
 from penstock.train.tasks.open import open_layers
 from penstock.train.tasks.own import OwnTask
@@ -73,18 +65,15 @@ Times = dict[tuple[int, str], list[float]]
 
 @dataclass(frozen=True)
 class RankShare:
-    """What one rank measures, for one microbatch size. With a GPT, it is the rank's share of the layers. With another
-    model it is all layers, since one must run them to know what passes between them.
+    """What one rank measures, for one microbatch size.
 
     Attributes:
-        config: of a GPT; None for another model.
         part: for a model of several towers, the tower that is measured, or the contrast.
         num_sharing: ranks that share the first and the last layer. If there are several, only these two
             layers are measured.
     """
 
     settings: Settings
-    config: GPTConfig | None
     microbatch_size: int
     recompute: bool
     rank: int
@@ -101,7 +90,7 @@ class Layers:
     Attributes:
         stages: by number. num_layers: of the whole model. again: those that keep only their input where asked for.
         inputs, targets: of `NUM_MICROBATCHES` microbatches. loss: of one.
-        hidden: what passes between two layers of a GPT, or as many numbers.
+        hidden: what passes between two layers; where its form is not known, as many numbers.
         tied: bytes of what the first and the last layer share.
         entering: what other stages send to the first layer, where it does not take the batch.
         leaving: the gradient that comes back to the last layer, where the loss is another stage's.
@@ -124,27 +113,6 @@ class Layers:
         return self.num_layers - 1 if self.leaving is None else None
 
 
-def gpt_layers(share: RankShare, config: GPTConfig) -> Layers:
-    """Those that this rank would hold in a pipeline of all ranks."""
-    own: Sequence[int] = partition(gpt_costs(config), share.num_ranks)[share.rank]
-    if share.num_sharing > 1:
-        own = [0, config.num_layers - 1]
-    layers = dict(zip(own, build_layers(config, own, share.settings.seed)))
-    draws = torch.Generator().manual_seed(1)
-    shape = share.microbatch_size * NUM_MICROBATCHES, config.context
-    tokens, targets = (torch.randint(0, config.vocab_size, shape, generator=draws) for _ in range(2))
-    return Layers(
-        {index: Stage({f"layers.{index}": layer}, [index]) for index, layer in layers.items()},
-        config.num_layers,
-        range(1, config.num_layers - 1),
-        tokens,
-        targets,
-        CrossEntropy(),
-        torch.randn((share.microbatch_size, config.context, config.width), generator=draws),
-        4 * config.vocab_size * config.width if config.tied else 0,
-    )
-
-
 def own_layers(share: RankShare) -> Layers:
     """All layers of the user's own model, on the first samples of their data.
 
@@ -164,26 +132,42 @@ def own_layers(share: RankShare) -> Layers:
 
 
 def listed_layers(share: RankShare) -> Layers:
-    """All layers of a BERT or a Hugging Face model, on the first samples of the text."""
-    task = open_layers(share.settings)
-    builders = task.stages()
-    last = len(builders) - 1
-    own = range(len(builders)) if share.num_sharing == 1 else (0, last)
+    """Layers of a model that Penstock knows, on the first samples of its data.
+
+    Of a GPT each rank measures the layers that it would hold in a pipeline of all ranks. Of another model each rank
+    measures all layers, since only running them shows what passes between them.
+    """
+    size, task = share.microbatch_size, open_layers(share.settings)
+    builders, last = task.stages(), len(task.layer_costs) - 1
+    own: Sequence[int] = range(last + 1)
+    if isinstance(task, GPTTask):
+        hidden = torch.randn(size, task.config.context, task.config.width)
+        own = partition(task.layer_costs, share.num_ranks)[share.rank]
+    else:
+        per_batch = task.message_bytes(build("gpipe", last + 1, 1))[0]
+        hidden = torch.randn(max(1, round(per_batch / 4 / share.settings.batch * size)))
+    if share.num_sharing > 1:
+        own = (0, last)
     stages = {index: _as_stage(builders[index]()) for index in own}
     example = task.read(None).batches[0]
-    _, inputs, targets = _repeated(example.inputs, example.targets, share.microbatch_size)
-    per_batch = task.message_bytes(build("gpipe", len(builders), 1))[0]
-    numbers = max(1, round(per_batch / 4 / share.settings.batch * share.microbatch_size))
-    first = {name: p.nbytes for name, p in stages[0].named_parameters()}
-    final = {name for name, _ in stages[last].named_parameters()}
-    tied = sum(
-        max(first[name] for name in group if name in first)
-        for group in task.tied
-        if first.keys() & set(group) and final & set(group)
+    _, inputs, targets = _repeated(example.inputs, example.targets, size)
+    tied = _tied_bytes(task.tied, stages.get(0), stages.get(last))
+    return Layers(stages, last + 1, range(1, last), inputs, targets, task.loss, hidden, tied)
+
+
+def _tied_bytes(tied: Sequence[Sequence[str]], first: Stage | None, last: Stage | None) -> int:
+    """Bytes of the weights of the first layer that the last one has, too; 0 where this rank has no first layer.
+
+    Args:
+        tied: groups of names of parameters that are one. last: None if another rank has it.
+    """
+    sizes = {} if first is None else {name: p.nbytes for name, p in first.named_parameters()}
+    final = None if last is None else {name for name, _ in last.named_parameters()}
+    return sum(
+        max(sizes[name] for name in group if name in sizes)
+        for group in tied
+        if sizes.keys() & set(group) and (final is None or final & set(group))
     )
-    return Layers(
-        stages, len(builders), range(1, last), inputs, targets, task.loss, torch.randn(numbers), tied
-    )  # fmt: skip
 
 
 def _as_stage(module: Any) -> Stage:
@@ -237,8 +221,6 @@ def layers_of(share: RankShare) -> Layers:
     """What a rank measures of a model."""
     if share.part is not None:
         return tower_layers(share)
-    if share.config is not None:
-        return gpt_layers(share, share.config)
     return own_layers(share) if is_own(share.settings.model) else listed_layers(share)
 
 

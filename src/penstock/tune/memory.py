@@ -14,9 +14,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from penstock.engine.memory import peaks
+from penstock.formats.profile import Profile
 from penstock.schedule import Op, Placement, Schedule
 from penstock.schedule.updates import OWNER
-from penstock.tune.profile import Profile
 
 POSTED = 2
 """Buffers that the runtime keeps at each end of each channel of messages."""

@@ -19,18 +19,20 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any, NamedTuple, TypeVar
 
+import msgspec
 import torch
 
+from penstock.formats.checked_json import converted
 from penstock.formats.files import replaced
+from penstock.formats.profile import BYTES, KINDS, TIMES, MessageCosts, Profile
 from penstock.train.settings import Settings
 from penstock.tune.device import device_name
 from penstock.tune.errors import TuneError
+from penstock.tune.job import Task, WorkerAnswer, run_job
 from penstock.tune.layers import NO_LAYER
-from penstock.tune.profile import BYTES, KINDS, TIMES, MessageCosts, Profile
 from penstock.tune.tuned_model import TunedModel
-from penstock.tune.work import Task, WorkerAnswer, run_job
 
-T = TypeVar("T")
+T = TypeVar("T", Profile, MessageCosts)
 
 VERSION = 4
 """Version of how we measure. Measurements of another version are not used."""
@@ -67,14 +69,14 @@ def default_folder() -> Path:
 
 
 class Measurements:
-    """The measurements in one folder, which is made when needed.
+    """The measurements in one folder, which is made when needed; None for `default_folder`.
 
     Raises:
         TuneError: the folder can't be made.
     """
 
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
+    def __init__(self, folder: Path | None) -> None:
+        self._folder = folder = folder or default_folder()
         try:
             folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:
@@ -82,7 +84,7 @@ class Measurements:
                 f"measurements can't be kept in {folder}: {error.strerror}; give another folder with --database"
             ) from None
 
-    def get(self, key: Mapping[str, Any], read: Callable[[dict[str, Any], str], T]) -> T | None:
+    def get(self, key: Mapping[str, Any], form: type[T]) -> T | None:
         """Reads what was measured under this key, or returns None.
 
         Raises:
@@ -90,16 +92,19 @@ class Measurements:
         """
         path = self._path(key)
         try:
-            return read(json.loads(path.read_text(encoding="utf-8"))["value"], "measured")
+            found = converted(json.loads(path.read_text(encoding="utf-8"))["value"], form)
+            found.check()
         except FileNotFoundError:
             return None
         except (ValueError, TypeError, KeyError) as error:
             raise TuneError(f"{path} is damaged ({error}); delete it to measure again") from None
+        return found
 
-    def put(self, key: Mapping[str, Any], value: Mapping[str, Any]) -> None:
+    def put(self, key: Mapping[str, Any], value: Profile | MessageCosts) -> None:
         """Stores a measurement. It replaces an older one under the same key."""
         with replaced(self._path(key)) as beside:
-            beside.write_text(json.dumps({"key": key, "value": value}, allow_nan=False), encoding="utf-8")
+            text = json.dumps({"key": key, "value": msgspec.to_builtins(value)}, allow_nan=False)
+            beside.write_text(text, encoding="utf-8")
 
     def _path(self, key: Mapping[str, Any]) -> Path:
         text = json.dumps(key, sort_keys=True, allow_nan=False)
@@ -161,14 +166,14 @@ class Meter:
         found: list[MeasurementRequest] = []
         for need in dict.fromkeys(needs):
             if need not in self.profiles:
-                known = self._known(self._layers_key(need), Profile.from_json)
+                known = self._known(self._layers_key(need), Profile)
                 if known is not None:
                     self.profiles[need] = known
                 else:
                     found.append(self._layers_task(need))
         for parallel in num_ranks:
             if parallel not in self.transfers:
-                costs = self._known(self._transfer_key(parallel), MessageCosts.from_json)
+                costs = self._known(self._transfer_key(parallel), MessageCosts)
                 if costs is not None:
                     self.transfers[parallel] = costs
                 else:
@@ -198,7 +203,6 @@ class Meter:
             f"{', recompute' if need.recompute else ''}"
             f"{f', embedding and head shared by {need.num_sharing}' if need.num_sharing > 1 else ''}",
             "settings": dataclasses.asdict(self._settings),
-            "vocab_size": self.model.config and self.model.config.vocab_size,
             "microbatch_size": need.microbatch_size,
             "recompute": need.recompute,
             "seconds": self._seconds,
@@ -210,7 +214,7 @@ class Meter:
         def keep(answer: WorkerAnswer) -> None:
             profile = profile_of(self.model, need, answer.ranks)
             self.profiles[need] = profile
-            self._keep(key, profile.to_json(), answer, str(task["text"]))
+            self._keep(key, profile, answer, str(task["text"]))
 
         return MeasurementRequest(task, keep)
 
@@ -222,20 +226,20 @@ class Meter:
         def keep(answer: WorkerAnswer) -> None:
             first = answer.ranks[0]
             nothing = {name: [0.0] for name in ("sizes", "send", "receive", "delay", "reduce", "threads")}
-            transfer = MessageCosts.from_json({**nothing, **first, "source": "measured"})
+            transfer = converted({**nothing, **first}, MessageCosts)
             self.transfers[num_ranks] = transfer
-            self._keep(key, transfer.to_json(), answer, text)
+            self._keep(key, transfer, answer, text)
 
         return MeasurementRequest(task, keep)
 
     # What is known.
 
-    def _known(self, key: dict[str, Any], read: Callable[[dict[str, Any], str], T]) -> T | None:
-        known = None if self._fresh else self._measurements.get(key, read)
+    def _known(self, key: dict[str, Any], form: type[T]) -> T | None:
+        known = None if self._fresh else self._measurements.get(key, form)
         self.num_reused += known is not None
         return known
 
-    def _keep(self, key: dict[str, Any], value: dict[str, Any], answer: WorkerAnswer, text: str) -> None:
+    def _keep(self, key: dict[str, Any], value: Profile | MessageCosts, answer: WorkerAnswer, text: str) -> None:
         self._measurements.put(key, value)
         self.num_measured += 1
         if answer.others is not None and answer.others > BUSY:
@@ -307,16 +311,16 @@ def profile_of(model: TunedModel, need: NeededProfile, answers: Sequence[dict[st
             times.setdefault((int(layer), kind), []).append(value)
     measured = range(model.num_layers) if need.num_sharing == 1 else (0, model.num_layers - 1)
     overheads = {kind: fmean(times.get((NO_LAYER, kind), [0.0])) for kind in TIMES}
-    rows: dict[str, list[float]] = {}
+    rows: dict[str, tuple[float, ...]] = {}
     for kind, overhead in overheads.items():
         own = {layer: max(0.0, fmean(times[layer, kind]) - overhead) for layer in measured}
         alike = [own[layer] for layer in model.blocks if layer in own]
-        rows[kind] = [fmean(alike) if layer in model.blocks else each for layer, each in own.items()]
+        rows[kind] = tuple(fmean(alike) if layer in model.blocks else each for layer, each in own.items())
     for what in (*BYTES, "tensors"):
-        rows[what] = [sizes[layer][what] for layer in measured]
+        rows[what] = tuple(sizes[layer][what] for layer in measured)
     return Profile(
         model=model.name,
-        layers=[model.layers[layer] for layer in measured],
+        layers=tuple(model.layers[layer] for layer in measured),
         microbatch_size=need.microbatch_size,
         num_parallel=need.num_parallel,
         op_overhead={kind: overheads[kind] for kind in KINDS},

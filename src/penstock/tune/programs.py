@@ -8,10 +8,10 @@ this takes longer than building from the library, it is done only for the shapes
 from __future__ import annotations
 
 from penstock.cost import Costs, Links
+from penstock.formats.profile import MessageCosts, Profile
 from penstock.planning.programs import placements_of, search_space
 from penstock.schedule import ScheduleError
 from penstock.train.tasks.layers import cut_layers
-from penstock.tune.profile import MessageCosts, Profile
 from penstock.tune.space import Shape, TunePlan
 
 STAGES_A_RANK = (1, 2, 4)

@@ -10,9 +10,9 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from penstock.formats.profile import MessageCosts, Profile
 from penstock.simulation.memory_footprint import in_bytes
 from penstock.train.kinds import read_towers
-from penstock.tune.profile import MessageCosts, Profile
 from penstock.tune.search import SETTINGS, RankedCandidate, TuneCandidate, settings_of
 from penstock.tune.session import TuneOutcome
 from penstock.tune.verify import MeasuredCandidate

@@ -12,7 +12,10 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import msgspec
+
 from penstock.dispatch import Dispatch
+from penstock.formats.profile import ROWS, MessageCosts, Profile
 from penstock.runtime import RuntimeFailure
 from penstock.runtime.compatibility import require_runnable
 from penstock.simulation.memory_footprint import in_bytes
@@ -24,7 +27,6 @@ from penstock.train.tasks.own import OwnTask
 from penstock.tune.errors import TuneError
 from penstock.tune.memory import memory_of
 from penstock.tune.predict import Prediction, predict, stage_costs
-from penstock.tune.profile import MessageCosts, Profile, with_shared_ends
 from penstock.tune.programs import programs_for, split_costs
 from penstock.tune.space import Shape, TunePlan, TuneSpace, schedules_for, why_none
 
@@ -204,6 +206,17 @@ def search(
             "raise --memory-limit, or allow more ranks, smaller microbatches or recompute"
         )
     return found
+
+
+def with_shared_ends(profile: Profile, ends: Profile) -> Profile:
+    """The profile of a model whose first and last layer are shared by several ranks.
+
+    Args:
+        ends: the profile of these two layers alone, for the part that one of these ranks has.
+    """
+    known = [name for name in ROWS if getattr(profile, name)]
+    rows = {name: (getattr(ends, name)[0], *getattr(profile, name)[1:-1], getattr(ends, name)[-1]) for name in known}
+    return msgspec.structs.replace(profile, tied=ends.tied, num_sharing=ends.num_sharing, **rows)
 
 
 def candidates(

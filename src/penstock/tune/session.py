@@ -1,4 +1,4 @@
-"""One call of the tuner, from the request to the result: measure, search, verify."""
+"""One call of the tuner, from the request to the result: measured or given costs, the search, verification."""
 
 from __future__ import annotations
 
@@ -8,47 +8,36 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from penstock.formats.profile import MessageCosts, Profile
 from penstock.train.kinds import CLIP, CONTRAST
 from penstock.train.settings import Settings
-from penstock.tune.costs_file import CostsFile, load_costs_file
 from penstock.tune.device import num_devices
 from penstock.tune.errors import TuneError
-from penstock.tune.estimate import estimate, estimate_ends
+from penstock.tune.given_costs import given_costs
 from penstock.tune.meter import Measurements, Meter, NeededProfile, prepare_together
-from penstock.tune.profile import MessageCosts, Profile
 from penstock.tune.search import RankedCandidate, SearchFound, TuneCandidate, search
 from penstock.tune.space import SHARED_ENDS, Shape, TuneSpace
 from penstock.tune.towers import TowerSpace, search_towers
 from penstock.tune.tuned_model import TunedModel, parts_of, tuned_model, why_no_shared_ends
 from penstock.tune.verify import MeasuredCandidate, verify
 
+Say = Callable[[str], None] | None
+ShowProgress = Callable[[SearchFound], None] | None
+
 
 @dataclass(frozen=True)
-class MeasuredSource:
-    """Costs measured on this machine now or before; measurements are kept in `folder`."""
+class MeasureOptions:
+    """How costs are measured.
 
-    folder: Path
+    Attributes:
+        folder: where measurements are kept; None for the user's cache folder.
+        seconds: to measure each microbatch size.
+        fresh: whether to measure again what was measured before.
+    """
+
+    folder: Path | None = None
     seconds: float = 1.0
     fresh: bool = False
-
-
-@dataclass(frozen=True)
-class EstimatedSource:
-    """Costs from the model's sizes and a device's speed; links in ms and bytes per ms."""
-
-    tflops: float
-    latency: float = 0.0
-    bandwidth: float = float("inf")
-
-
-@dataclass(frozen=True)
-class FileSource:
-    """Costs from a file."""
-
-    path: str
-
-
-Source = MeasuredSource | EstimatedSource | FileSource
 
 
 @dataclass(frozen=True)
@@ -57,6 +46,7 @@ class TuneRequest:
 
     Attributes:
         settings: model, optimizer, batch, precision and so on, as in `penstock train`.
+        costs: how to measure them here; or a preset or file, as `--costs` of `penstock simulate` takes it.
         num_ranks: most ranks; None for as many as can work at the same time here.
         pp, dp, microbatch_sizes, schedules: what to try; None for all. recompute: None to try it if
             memory is limited.
@@ -68,7 +58,7 @@ class TuneRequest:
     """
 
     settings: Settings
-    source: Source
+    costs: MeasureOptions | str
     num_ranks: int | None = None
     pp: Sequence[int] | None = None
     dp: Sequence[int] | None = None
@@ -83,14 +73,26 @@ class TuneRequest:
     shared_ends: bool | None = None
     options: Mapping[str, Any] = field(default_factory=dict)
 
+    def space(self, num_ranks: int, can_recompute: bool, sizes: Sequence[int] | None = None) -> TuneSpace:
+        """What is searched. Recomputing costs time and saves memory, so it is tried if memory is limited, or as
+        asked.
+        """
+        recompute = (False, True) if can_recompute and self.memory_limit is not None else (False,)
+        return TuneSpace(
+            num_ranks, self.settings.batch, self.pp, self.dp, sizes or self.microbatch_sizes, self.schedules,
+            recompute if self.recompute is None else (self.recompute,),
+            (False, True) if self.shared_ends is None else (self.shared_ends,),
+            self.options,
+        )  # fmt: skip
+
 
 @dataclass
 class TuneOutcome:
     """The result.
 
     Attributes:
-        settings: asked for. trained: the model; None for one that is only a file of costs, which can't be trained.
-        num_measured, num_reused: measurements made now, and taken from the database.
+        settings: asked for. trained: the model; None if costs were given, which can't be trained.
+        num_measured, num_reused: measurements made now, and before.
         measured: of the candidates that were run.
     """
 
@@ -117,48 +119,31 @@ class TuneOutcome:
         return best[0] if best else None
 
 
-def tune(
-    asked: TuneRequest,
-    say: Callable[[str], None] | None = None,
-    progress: Callable[[SearchFound], None] | None = None,
-) -> TuneOutcome:
+def tune(asked: TuneRequest, say: Say = None, progress: ShowProgress = None) -> TuneOutcome:
     """Finds the best ways to train.
 
     An interrupt ends with the best so far, if there is any.
 
     Raises:
-        TuneError, SettingsError: an invalid request, or nothing that fits.
+        TuneError, SettingsError, CostError: an invalid request, or nothing that fits.
         RanksFailed: measuring or verifying failed.
     """
-    if asked.memory_limit is not None and not asked.memory_limit > 0:
-        raise TuneError(f"a memory limit of {asked.memory_limit:g} bytes holds nothing; give more than 0")
-    if isinstance(asked.source, MeasuredSource):
-        return _tune_here(asked, asked.source, say, progress)
-    if asked.settings.model == CLIP:
-        given = "--costs" if isinstance(asked.source, FileSource) else "--tflops"
-        raise TuneError(
-            f"{given} gives costs of one chain of layers, and --model {CLIP} has a chain for each tower; leave it "
-            "out to measure them here"
-        )
-    if asked.num_verified:
-        raise TuneError(
-            "--verify runs the model on this machine and so needs costs that were measured here; leave it out, or "
-            "leave out --costs and --tflops"
-        )
-    if asked.num_ranks is None:
-        raise TuneError("how many ranks there are is not known for another machine; give --ranks")
-    if isinstance(asked.source, FileSource):
-        return _tune_file(asked, load_costs_file(asked.source.path), asked.num_ranks, progress)
-    return _tune_estimated(asked, asked.source, asked.num_ranks, progress)
+    if isinstance(asked.costs, str):
+        return _tune_given(asked, asked.costs, progress)
+    tune_here = _tune_towers if asked.settings.model == CLIP else _tune_chain
+    outcome = tune_here(asked, asked.costs, say, progress)
+    if asked.num_verified and not outcome.interrupted:
+        _verify(asked, outcome, say)
+    return outcome
 
 
 def measure(
     settings: Settings,
-    source: MeasuredSource,
+    options: MeasureOptions,
     num_ranks: int,
     microbatch_sizes: Sequence[int],
     recompute: bool,
-    say: Callable[[str], None] | None = None,
+    say: Say = None,
 ) -> Meter:
     """Measures layers with `num_ranks` side by side, and messages.
 
@@ -176,108 +161,75 @@ def measure(
         raise TuneError(f"microbatches of {wrong[0]} samples hold nothing; give at least 1")
     if num_ranks > model.num_layers:
         raise TuneError(f"{model.name} has {model.num_layers} layers, too few for {num_ranks} ranks")
-    meter = Meter(model, settings, Measurements(source.folder), source.seconds, source.fresh, say)
-    meter.prepare([NeededProfile(size, num_ranks, recompute) for size in microbatch_sizes], [min(2, num_ranks)])
+    meter = _meter(model, settings, options, say)
+    needs = [NeededProfile(size, num_ranks, recompute) for size in microbatch_sizes]
+    prepare_together([(meter, needs)], [min(2, num_ranks)])
     return meter
 
 
-def _tune_here(
-    asked: TuneRequest,
-    source: MeasuredSource,
-    say: Callable[[str], None] | None,
-    progress: Callable[[SearchFound], None] | None,
-) -> TuneOutcome:
-    settings = asked.settings
-    if settings.model == CLIP:
-        return _tune_towers(asked, source, say, progress)
+def _meter(model: TunedModel, settings: Settings, options: MeasureOptions, say: Say) -> Meter:
+    return Meter(model, settings, Measurements(options.folder), options.seconds, options.fresh, say)
+
+
+def _tune_chain(asked: TuneRequest, options: MeasureOptions, say: Say, progress: ShowProgress) -> TuneOutcome:
+    settings, devices = asked.settings, num_devices(asked.settings)
     model = tuned_model(settings)
     model.require_again(asked.recompute)
-    devices = num_devices(settings)
-    space = _space(asked, asked.num_ranks or devices, asked.microbatch_sizes, _recompute(asked, not model.not_again))
+    space = asked.space(asked.num_ranks or devices, not model.not_again)
     shapes = [shape for shape in space.shapes() if shape.pp <= model.num_layers]
     if not shapes:
         raise TuneError(f"{model.name} has {model.num_layers} layers, so pp is at most {model.num_layers}")
     sharing = _sharing(asked, model, shapes, devices)
 
-    def need_ends(shape: Shape) -> NeededProfile:
-        return NeededProfile(shape.microbatch_size, shape.pp * shape.dp, False, shape.pp)
-
     def need(shape: Shape, recompute: bool) -> NeededProfile:
         return NeededProfile(shape.microbatch_size, min(shape.pp * shape.dp, devices, model.num_layers), recompute)
 
-    meter = Meter(model, settings, Measurements(source.folder), source.seconds, source.fresh, say)
-    needs = list(dict.fromkeys(need(shape, again) for shape in shapes for again in space.recompute))
-    needs += list(dict.fromkeys(need_ends(shape) for shape in shapes if shape in sharing))
-    several = any(shape.pp * shape.dp > 1 for shape in shapes)
-    alone = any(shape.pp * shape.dp == 1 for shape in shapes)
-    interrupted = False
-    try:
-        meter.prepare(needs, [*([1] if alone else []), *([2] if several else [])])
-    except KeyboardInterrupt:
-        interrupted = True  # what was measured until now may be enough for a part of the space
+    def need_ends(shape: Shape) -> NeededProfile:
+        return NeededProfile(shape.microbatch_size, shape.pp * shape.dp, False, shape.pp)
 
-    def transfer_of(shape: Shape) -> MessageCosts | None:
-        return meter.transfers.get(min(2, shape.pp * shape.dp))
-
+    meter = _meter(model, settings, options, say)
+    needs = [need(shape, again) for shape in shapes for again in space.recompute]
+    needs += [need_ends(shape) for shape in shapes if shape in sharing]
+    interrupted = _prepare([(meter, needs)], shapes)
     found = _searched(
-        asked, space, lambda shape, again: meter.profiles.get(need(shape, again)), transfer_of, devices, progress,
-        interrupted, lambda shape: meter.profiles.get(need_ends(shape)) if shape in sharing else None,
+        asked, space, lambda shape, again: meter.profiles.get(need(shape, again)),
+        lambda shape: meter.transfers.get(shape.num_measured_together), devices, progress, interrupted,
+        lambda shape: meter.profiles.get(need_ends(shape)) if shape in sharing else None,
     )  # fmt: skip
-    outcome = TuneOutcome(
-        model.name, settings, model, space, found, meter.num_measured, meter.num_reused, notices=meter.notices,
-        interrupted=found.interrupted or interrupted,
-    )  # fmt: skip
-    if asked.num_verified and not outcome.interrupted:
-        _verify(asked, outcome, model, say)
-    return outcome
+    return _outcome(asked, model, space, found, [meter], interrupted)
 
 
-def _tune_towers(
-    asked: TuneRequest,
-    source: MeasuredSource,
-    say: Callable[[str], None] | None,
-    progress: Callable[[SearchFound], None] | None,
-) -> TuneOutcome:
-    settings, model = asked.settings, tuned_model(asked.settings)
+def _tune_towers(asked: TuneRequest, options: MeasureOptions, say: Say, progress: ShowProgress) -> TuneOutcome:
+    settings, devices = asked.settings, num_devices(asked.settings)
+    model = tuned_model(settings)
     if asked.shared_ends:
         raise TuneError(f"--shared-ends: {why_no_shared_ends(settings, 2)}; leave it out")
-    devices = num_devices(settings)
-    space = _space(asked, asked.num_ranks or devices, asked.microbatch_sizes, _recompute(asked, True), ())
     if asked.options:
         raise TuneError(
             f"--option {next(iter(asked.options))}: each tower has its own options, by --tower; leave it out"
         )
-    towers = TowerSpace.of(settings, space, asked.schedules)
+    towers = TowerSpace.of(settings, asked.space(asked.num_ranks or devices, True), asked.schedules)
     shapes = towers.shapes()
 
     def need(size: int, processes: int, recompute: bool) -> NeededProfile:
         return NeededProfile(size, min(processes, devices), recompute)
 
     def needs(part: str) -> list[NeededProfile]:
-        found = (
+        return [
             need(size, shape.pp * shape.dp, again)
             for shape in shapes
-            for again in space.recompute
+            for again in towers.space.recompute
             for size in ([shape.microbatch_size] if part == CONTRAST else towers.sizes(shape))
-        )
-        return list(dict.fromkeys(found))
+        ]
 
-    meters = {
-        part: Meter(each, settings, Measurements(source.folder), source.seconds, source.fresh, say)
-        for part, each in parts_of(settings).items()
-    }
+    meters = {part: _meter(each, settings, options, say) for part, each in parts_of(settings).items()}
     first = next(iter(meters.values()))
-    ranks = [count for count in (1, 2) if any(min(2, shape.pp * shape.dp) == count for shape in shapes)]
-    interrupted = False
-    try:
-        prepare_together([(meter, needs(part)) for part, meter in meters.items()], ranks)
-    except KeyboardInterrupt:
-        interrupted = True
+    interrupted = _prepare([(meter, needs(part)) for part, meter in meters.items()], shapes)
     found = search_towers(
         towers,
         settings,
         lambda part, size, processes, again: meters[part].profiles.get(need(size, processes, again)),
-        lambda shape: first.transfers.get(min(2, shape.pp * shape.dp)),
+        lambda shape: first.transfers.get(shape.num_measured_together),
         asked.memory_limit,
         max(asked.num_best, asked.num_verified),
         settings.dispatch,
@@ -285,98 +237,74 @@ def _tune_towers(
         progress,
         interrupted,
     )
-    outcome = TuneOutcome(
-        model.name, settings, model, space, found, sum(meter.num_measured for meter in meters.values()),
-        sum(meter.num_reused for meter in meters.values()),
-        notices=[notice for meter in meters.values() for notice in meter.notices],
-        interrupted=found.interrupted or interrupted,
-    )  # fmt: skip
-    if asked.num_verified and not outcome.interrupted:
-        _verify(asked, outcome, model, say)
-    return outcome
+    return _outcome(asked, model, towers.space, found, [*meters.values()], interrupted)
 
 
-def _tune_file(
-    asked: TuneRequest, file: CostsFile, num_ranks: int, progress: Callable[[SearchFound], None] | None
-) -> TuneOutcome:
-    sizes = asked.microbatch_sizes or file.microbatch_sizes
-    if missing := sorted(set(sizes or ()) - set(file.microbatch_sizes or sizes or ())):
-        raise TuneError(f"{file.path} has no profile of microbatches of {missing[0]}; it has {file.microbatch_sizes}")
-    if asked.recompute and not file.has_recompute:
-        raise TuneError(f"{file.path} has no profile with recompute; leave out --recompute")
+def _tune_given(asked: TuneRequest, source: str, progress: ShowProgress) -> TuneOutcome:
+    if asked.settings.model == CLIP:
+        raise TuneError(
+            f"--costs gives costs of one chain of layers, and --model {CLIP} has a chain for each tower; leave it "
+            "out to measure them here"
+        )
+    if asked.num_verified:
+        raise TuneError(
+            "--verify runs the model on this machine and so needs costs that were measured here; leave it out, or "
+            "leave out --costs"
+        )
+    if asked.num_ranks is None:
+        raise TuneError("how many ranks there are is not known for another machine; give --ranks")
+    costs = given_costs(source)
+    sizes = asked.microbatch_sizes or costs.sizes
+    if missing := sorted(set(sizes or ()) - set(costs.sizes or sizes or ())):
+        raise TuneError(f"{source} has no profile of microbatches of {missing[0]}; it has {costs.sizes}")
+    if asked.recompute and not costs.has_recompute:
+        raise TuneError(f"{source} has no profile with recompute; leave out --recompute")
     if asked.shared_ends:
         raise TuneError(
-            f"{file.path} says what layers cost one rank, and nothing of ranks that share embedding and head; leave "
+            f"{source} says what layers cost one rank, and nothing of ranks that share embedding and head; leave "
             "out --shared-ends, or --costs to measure that here"
         )
-    space = _space(asked, num_ranks, sizes, _recompute(asked, file.has_recompute))
-    assumed = MessageCosts.assumed()
+    space = asked.space(asked.num_ranks, costs.has_recompute, sizes)
 
     def profile_of(shape: Shape, recompute: bool) -> Profile | None:
-        return file.profile(shape.microbatch_size, shape.pp * shape.dp, recompute)
+        return costs.profile(shape.microbatch_size, shape.pp * shape.dp, recompute)
 
-    def transfer_of(shape: Shape) -> MessageCosts:
-        return file.transfer(shape.pp * shape.dp) or assumed
-
-    found = _searched(asked, space, profile_of, transfer_of, None, progress)
-    return TuneOutcome(file.model, asked.settings, None, space, found, interrupted=found.interrupted)
+    found = _searched(asked, space, profile_of, lambda shape: costs.transfer(shape.pp * shape.dp), None, progress)
+    return TuneOutcome(costs.name, asked.settings, None, space, found, interrupted=found.interrupted)
 
 
-def _tune_estimated(
-    asked: TuneRequest, source: EstimatedSource, num_ranks: int, progress: Callable[[SearchFound], None] | None
-) -> TuneOutcome:
-    settings = asked.settings
-    model = tuned_model(settings, runs_here=False)
-    if (config := model.config) is None:
-        raise TuneError(
-            f"--tflops estimates from the sizes of a GPT, and {model.name} is not a GPT; leave it out to measure"
-        )
-    space = _space(asked, num_ranks, asked.microbatch_sizes, _recompute(asked, True))
-    transfer = MessageCosts.assumed(source.latency, source.bandwidth)
-
-    def profile_of(shape: Shape, recompute: bool) -> Profile:
-        return estimate(
-            config, settings.preset, shape.microbatch_size, source.tflops, settings.optimizer,
-            settings.precision == "bfloat16", recompute,
-        )  # fmt: skip
-
-    def ends_of(shape: Shape) -> Profile | None:
-        if shape not in sharing:
-            return None
-        return estimate_ends(
-            config, settings.preset, shape.microbatch_size, source.tflops, shape.pp, transfer, settings.optimizer,
-            settings.precision == "bfloat16",
-        )  # fmt: skip
-
-    sharing = _sharing(asked, model, space.shapes())
-    found = _searched(asked, space, profile_of, lambda shape: transfer, None, progress, ends_of=ends_of)
-    return TuneOutcome(model.name, settings, model, space, found, interrupted=found.interrupted)
+def _prepare(wanted: Sequence[tuple[Meter, Sequence[NeededProfile]]], shapes: Sequence[Shape]) -> bool:
+    """Finds or measures all profiles, and messages. Returns whether it was interrupted: what was measured until then
+    may be enough for a part of the space.
+    """
+    try:
+        prepare_together(wanted, sorted({shape.num_measured_together for shape in shapes}))
+    except KeyboardInterrupt:
+        return True
+    return False
 
 
-def _space(
+def _outcome(
     asked: TuneRequest,
-    num_ranks: int,
-    sizes: Sequence[int] | None,
-    recompute: Sequence[bool],
-    schedules: Sequence[str] | None = None,
-) -> TuneSpace:
-    """`schedules` replace those asked for, if these are not in the library."""
-    names = asked.schedules if schedules is None else schedules
-    shared_ends = (False, True) if asked.shared_ends is None else (asked.shared_ends,)
-    return TuneSpace(
-        num_ranks, asked.settings.batch, asked.pp, asked.dp, sizes, names, recompute, shared_ends, asked.options
-    )
+    model: TunedModel,
+    space: TuneSpace,
+    found: SearchFound,
+    meters: Sequence[Meter],
+    interrupted: bool,
+) -> TuneOutcome:
+    return TuneOutcome(
+        model.name, asked.settings, model, space, found, sum(meter.num_measured for meter in meters),
+        sum(meter.num_reused for meter in meters), notices=[notice for meter in meters for notice in meter.notices],
+        interrupted=found.interrupted or interrupted,
+    )  # fmt: skip
 
 
-def _sharing(
-    asked: TuneRequest, model: TunedModel, shapes: Sequence[Shape], devices: int | None = None
-) -> frozenset[Shape]:
+def _sharing(asked: TuneRequest, model: TunedModel, shapes: Sequence[Shape], devices: int) -> frozenset[Shape]:
     """The shapes whose ranks are to share the first and the last layer: where that or a schedule with it is asked
     for, or memory is limited, all that can; else those in which one of the two costs more than a rank's even part.
 
-    Args:
-        devices: ranks that can work at the same time, if it is to be measured: ranks that run an op together while
-            others of them wait for a core tell nothing of it.
+    Ranks that run an op together, while others of them wait for a core, tell nothing of its time. So shapes with more
+    ranks than `devices` can't.
 
     Raises:
         TuneError: it is asked for, and can't be.
@@ -384,11 +312,11 @@ def _sharing(
     named = set(asked.schedules or ()) & set(SHARED_ENDS)
     if asked.shared_ends is False or (asked.schedules and not named):
         return frozenset()
-    if devices is not None and asked.settings.device != "cpu":
+    if asked.settings.device != "cpu":
         if asked.shared_ends:
             raise TuneError(
                 f"--shared-ends with --device {asked.settings.device}: how long ops take that several GPUs run "
-                "together is not measured yet; leave it out, or estimate with --tflops"
+                "together is not measured yet; leave it out"
             )
         return frozenset()
     asked_for, limited = asked.shared_ends or bool(named), asked.memory_limit is not None
@@ -397,26 +325,19 @@ def _sharing(
     why: dict[int, str] = {}
     for shape in shapes:
         needed = asked_for or limited or heaviest > sum(model.costs) / shape.pp
-        if shape.pp < 2 or not needed or (devices is not None and shape.pp * shape.dp > devices):
+        if shape.pp < 2 or not needed or shape.pp * shape.dp > devices:
             continue
         if shape.pp not in why:
             why[shape.pp] = why_no_shared_ends(asked.settings, shape.pp)
         if not why[shape.pp]:
             found.append(shape)
     if asked.shared_ends and not found:
-        at_most = "" if devices is None else f", and at most the {devices} that can work at the same time here"
-        of_ranks = f"embedding and head are shared by the ranks of a pipeline, at least 2{at_most}"
+        of_ranks = (
+            "embedding and head are shared by the ranks of a pipeline, at least 2, and at most the "
+            f"{devices} that can work at the same time here"
+        )
         raise TuneError(f"--shared-ends: {next(iter(why.values()), of_ranks)}; leave it out, or give another --pp")
     return frozenset(found)
-
-
-def _recompute(asked: TuneRequest, possible: bool) -> tuple[bool, ...]:
-    """Whether to try recomputing. It costs time and saves memory, so it is tried if memory is limited, or as
-    asked.
-    """
-    if asked.recompute is not None:
-        return (asked.recompute,)
-    return (False, True) if possible and asked.memory_limit is not None else (False,)
 
 
 def _searched(
@@ -425,7 +346,7 @@ def _searched(
     profile_of: Callable[[Shape, bool], Profile | None],
     transfer_of: Callable[[Shape], MessageCosts | None],
     devices: int | None,
-    progress: Callable[[SearchFound], None] | None,
+    progress: ShowProgress,
     interrupted: bool = False,
     ends_of: Callable[[Shape], Profile | None] = lambda shape: None,
 ) -> SearchFound:
@@ -436,12 +357,12 @@ def _searched(
     )  # fmt: skip
 
 
-def _verify(asked: TuneRequest, outcome: TuneOutcome, model: TunedModel, say: Callable[[str], None] | None) -> None:
+def _verify(asked: TuneRequest, outcome: TuneOutcome, say: Say) -> None:
     chosen = outcome.found.best[: asked.num_verified]
     if len(chosen) < asked.num_verified:
         outcome.notices.append(f"{asked.num_verified} candidates were to be verified; {len(chosen)} were found")
     with contextlib.suppress(KeyboardInterrupt):  # seen below: some are missing
-        outcome.measured = verify(chosen, asked.settings, model, asked.num_steps, say=say)
+        outcome.measured = verify(chosen, asked.settings, asked.num_steps, say=say)
     outcome.interrupted = len(outcome.measured) < len(chosen)
     disturbed = [each for each in outcome.measured.values() if not each.quiet]
     if disturbed:

@@ -98,6 +98,11 @@ class Shape:
     num_microbatches: int
 
     @property
+    def num_measured_together(self) -> int:
+        """Ranks that measure messages for it: two, or one if it has no more."""
+        return min(2, self.pp * self.dp)
+
+    @property
     def microbatches(self) -> str:
         """In words: `4 microbatches of 2`."""
         noun = "microbatch" if self.num_microbatches == 1 else "microbatches"

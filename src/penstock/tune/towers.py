@@ -15,12 +15,15 @@ many microbatches.
 from __future__ import annotations
 
 import shlex
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+import msgspec
+
 from penstock.cost import Costs, Links
 from penstock.dispatch import Dispatch
+from penstock.formats.profile import ROWS, MessageCosts, Profile
 from penstock.models import CLIPConfig, tower_costs
 from penstock.planning import BranchLayout, rank_branches
 from penstock.runtime import partition
@@ -32,7 +35,6 @@ from penstock.train.settings import Settings
 from penstock.train.tasks.clip import INTERLEAVED, Tower, branches_of, clip_config, clip_schedule, counts_of, cut_of
 from penstock.tune.errors import TuneError
 from penstock.tune.memory import POSTED
-from penstock.tune.profile import MessageCosts, Profile, joined_profile
 from penstock.tune.search import SearchFound, TuneCandidate, add_candidate, is_known
 from penstock.tune.space import Shape, TunePlan, TuneSpace, counts
 
@@ -306,6 +308,27 @@ class _OneShape:
         parts = [self.profile(name, each[name]) for name in (*self.names, CONTRAST)]
         known = [part for part in parts if part is not None]
         return joined_profile(f"clip {'+'.join(self.names)}", known) if len(known) == len(parts) else None
+
+
+def joined_profile(model: str, parts: Sequence[Profile]) -> Profile:
+    """One profile of the layers of several parts of a model, part by part.
+
+    Each part may have been measured with microbatches of its own size. What an op costs besides its layers is the
+    mean of the parts.
+    """
+    rows = {name: tuple(value for part in parts for value in getattr(part, name)) for name in ("layers", *ROWS)}
+    overheads = [part.op_overhead for part in parts]
+    kinds = sorted({kind for each in overheads for kind in each})
+    return msgspec.structs.replace(
+        parts[0],
+        model=model,
+        microbatch_size=max(part.microbatch_size for part in parts),
+        op_overhead={kind: sum(each.get(kind, 0.0) for each in overheads) / len(parts) for kind in kinds},
+        transient=max(part.transient for part in parts),
+        step=sum(part.step for part in parts),
+        tied=0.0,
+        **rows,
+    )
 
 
 def in_words(layout: Mapping[str, Tower], schedule: str) -> str:

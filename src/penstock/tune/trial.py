@@ -1,32 +1,38 @@
-"""Runs a schedule on the real model, over the ranks that are there, and times whole steps."""
+"""Runs a schedule on the real model, over the ranks that are there, times whole steps and measures their memory.
+
+On a CPU torch's profiler records every allocation and release of a step. What was allocated before, weights and
+optimizer state, is added. Message buffers that the runtime keeps outside torch's allocator are not counted.
+"""
 
 from __future__ import annotations
 
+import json
+import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from itertools import accumulate
+from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
+from torch.optim import Optimizer
+from torch.profiler import ProfilerActivity, profile
 
 from penstock.formats.native import from_json
-from penstock.models import GPTConfig
 from penstock.runtime.execute.timeline import measured_costs
+from penstock.runtime.tensors.dtensor import local
 from penstock.simulation import Timeline
 from penstock.train.inputs import Inputs, build_pipeline, device_of
 from penstock.train.settings import Settings
 from penstock.train.tasks.open import open_task
-from penstock.train.tasks.task import Example, TaskData
-from penstock.tune.allocated import peak_of_step
 from penstock.tune.device import Clock
 
 WARM_UPS = 3
 
 
-def run(
-    settings: Settings, config: GPTConfig | None, task: dict[str, Any], rank: int, meet: Callable[[], None]
-) -> dict[str, Any]:
-    """Runs steps of `task["schedule"]`, with updates, on every replica of the settings' mesh: of a GPT on random
-    tokens, or of the user's own model on their data.
+def run(settings: Settings, task: dict[str, Any], rank: int, meet: Callable[[], None]) -> dict[str, Any]:
+    """Runs steps of `task["schedule"]` on the model's data, with updates, on every replica of the settings' mesh.
 
     Ranks start each step together (`meet`), as in training, where a step ends for all ranks at its loss. Returns
     milliseconds and clocks of every step on this rank, the steps' makespans, the most bytes of tensors that one more
@@ -34,11 +40,7 @@ def run(
     """
     schedule = from_json(task["schedule"])
     model = open_task(settings, schedule)
-    data = (
-        model.read(None)
-        if config is None
-        else _random_tokens(config, task["microbatch_size"] * schedule.num_microbatches * settings.dp)
-    )
+    data = model.read(None)
     pipe = build_pipeline(Inputs(settings, schedule, model, data))
     timelines: list[Timeline] = []
     steps: list[float] = []
@@ -71,19 +73,27 @@ def run(
     }
 
 
-def _random_tokens(config: GPTConfig, num_samples: int) -> TaskData:
-    """One batch of random tokens, which is repeated."""
-    draws = torch.Generator().manual_seed(1)
-    shape = num_samples, config.context
-    batch = Example(*(torch.randint(0, config.vocab_size, shape, generator=draws) for _ in range(2)))
-    return TaskData("random tokens", "", _RepeatedBatch(batch), [batch])
+def peak_of_step(
+    step: Callable[[], object], parameters: Iterable[Tensor], optimizer: Optimizer | None, device: torch.device
+) -> int:
+    """Runs a step and returns the most bytes of tensors that this rank held meanwhile."""
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+        step()
+        return torch.cuda.max_memory_allocated(device)
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as noted:
+        step()
+    state = [] if optimizer is None else [v for values in optimizer.state.values() for v in values.values()]
+    kept = [*parameters, *(value for value in state if isinstance(value, Tensor))]
+    parts = [local(each).untyped_storage() for each in kept]
+    return sum({part.data_ptr(): part.nbytes() for part in parts}.values()) + _most(noted)
 
 
-class _RepeatedBatch:
-    """One batch in every step."""
-
-    def __init__(self, batch: Example) -> None:
-        self._batch = batch
-
-    def __getitem__(self, step: int) -> Example:
-        return self._batch
+def _most(noted: Any) -> int:
+    """The highest sum of what was allocated and released, from the first event on."""
+    with tempfile.TemporaryDirectory(prefix="penstock-", ignore_cleanup_errors=True) as name:
+        path = Path(name) / "step.json"
+        noted.export_chrome_trace(str(path))
+        events = json.loads(path.read_text(encoding="utf-8"))["traceEvents"]
+    changes = sorted((each["ts"], each["args"]["Bytes"]) for each in events if each.get("name") == "[memory]")
+    return int(max(accumulate((change for _, change in changes), initial=0)))

@@ -1,4 +1,4 @@
-"""The model that is tuned: a GPT by its sizes, or another model that `penstock train` takes, in the same layers."""
+"""The model that is tuned, in the layers in which `penstock train` cuts it."""
 
 from __future__ import annotations
 
@@ -10,18 +10,16 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from penstock.data import ByteTokenizer, load_tokenizer
 from penstock.library import build
-from penstock.models import GPTConfig, bert_presets, gpt_costs, presets, tower_costs
+from penstock.models import bert_presets, presets, tower_costs
 from penstock.runtime import PartitionError, split
 from penstock.runtime.stage.stage import GATHERS
 from penstock.runtime.tensors.pytree import flatten
 from penstock.train.inputs import device_of, optimizer_class
-from penstock.train.kinds import CLIP, CONTRAST, GPT, is_path
+from penstock.train.kinds import BERT, CLIP, CONTRAST, GPT, is_path
 from penstock.train.own_file import is_own, own_name, sources_of
 from penstock.train.settings import Settings, SettingsError
 from penstock.train.tasks.clip import clip_config
-from penstock.train.tasks.gpt import gpt_config
 from penstock.train.tasks.layers import words_of_sizes
 from penstock.train.tasks.open import open_layers, open_task
 from penstock.train.tasks.own import OwnTask
@@ -37,7 +35,7 @@ class TunedModel:
         num_tokens: of a sample; None where a sample is no row of tokens.
         options: of `penstock train`, that say which model it is.
         structure: what its times and bytes depend on, as plain data.
-        config: of a GPT. blocks: layers of it that are all alike.
+        blocks: layers of it that are all alike.
         not_again: why its forwards cannot be run again in the backward; empty where they can.
         part: of a model of several towers the tower that these are the layers of, or the contrast.
     """
@@ -48,7 +46,6 @@ class TunedModel:
     num_tokens: int | None
     options: tuple[str, ...]
     structure: Mapping[str, Any]
-    config: GPTConfig | None = None
     blocks: range = field(default=range(0))
     not_again: str = ""
     part: str | None = None
@@ -68,25 +65,20 @@ class TunedModel:
             raise TuneError(f"--recompute: {self.not_again}; leave it out")
 
 
-def tuned_model(settings: Settings, runs_here: bool = True) -> TunedModel:
-    """The model that the settings ask for, checked with its optimizer and, where it runs here, its device.
+def tuned_model(settings: Settings) -> TunedModel:
+    """The model that the settings ask for, checked with its optimizer and its device.
 
     Raises:
         TuneError: a model of a kind that is not tuned.
         SettingsError, DataError, PartitionError: what the run itself would raise.
     """
-    if runs_here:
-        device_of(settings)
+    device_of(settings)
     optimizer_class(settings)
     if is_own(settings.model):
         return _own(settings)
     if settings.model == CLIP:
         return _clip(settings)
-    if settings.model != GPT:
-        return _layered(settings)
-    tokenizer = load_tokenizer(settings.tokenizer) if settings.tokenizer else ByteTokenizer()
-    title = words_of_sizes(settings, presets.get(settings.preset))
-    return gpt_model(settings.preset, gpt_config(settings, tokenizer.vocab_size), title)
+    return _listed(settings)
 
 
 def why_no_shared_ends(settings: Settings, num_ranks: int) -> str:
@@ -100,24 +92,6 @@ def why_no_shared_ends(settings: Settings, num_ranks: int) -> str:
     except (SettingsError, PartitionError) as error:
         return str(error).partition(";")[0]
     return ""
-
-
-def gpt_model(name: str, config: GPTConfig, title: str | None = None) -> TunedModel:
-    """A GPT of some sizes.
-
-    Args:
-        name: of the preset. title: the name to show, if its sizes are others.
-    """
-    return TunedModel(
-        name=title or name,
-        layers=("embedding", *(f"block {number}" for number in range(config.depth)), "head"),
-        costs=tuple(gpt_costs(config)),
-        num_tokens=config.context,
-        options=("--preset", name),
-        structure=dataclasses.asdict(config),
-        config=config,
-        blocks=range(1, config.num_layers - 1),
-    )
 
 
 def _clip(settings: Settings) -> TunedModel:
@@ -160,17 +134,17 @@ def parts_of(settings: Settings) -> dict[str, TunedModel]:
     return found
 
 
-def _layered(settings: Settings) -> TunedModel:
-    """A BERT, or a model of Hugging Face's. In the latter, blocks may differ from one another."""
-    task = open_layers(settings)
-    num_layers, sizes = len(task.layer_costs), words_of_sizes(settings, bert_presets.get(settings.preset))
-    path = settings.model if is_path(settings.model) else None
-    first = task.read(None).batches[0] if is_own(settings.data) else None
-    options = ["--model", settings.model, *(["--preset", settings.preset] if path is None else [])]
-    if settings.data is not None:
-        options += ["--data", settings.data]
+def _listed(settings: Settings) -> TunedModel:
+    """A GPT, a BERT or a model of Hugging Face's. In the latter, blocks may differ from one another."""
+    task, own_data = open_layers(settings), is_own(settings.data)
+    num_layers, path = len(task.layer_costs), settings.model if is_path(settings.model) else None
+    known: Mapping[str, Mapping[str, object]] = {GPT: presets, BERT: bert_presets}
+    sizes = words_of_sizes(settings, known.get(settings.model, {}).get(settings.preset))
+    options = [] if settings.model == GPT else ["--model", settings.model]
+    options += ["--preset", settings.preset] if path is None else []
+    options += [] if settings.data is None else ["--data", settings.data]
     return TunedModel(
-        name=f"{settings.model} {sizes}" if path is None else Path(path).resolve().stem,
+        name=Path(path).resolve().stem if path else sizes if settings.model == GPT else f"{settings.model} {sizes}",
         layers=("embedding", *(f"block {number}" for number in range(num_layers - 2)), "head"),
         costs=tuple(task.layer_costs),
         num_tokens=task.num_tokens,
@@ -178,7 +152,8 @@ def _layered(settings: Settings) -> TunedModel:
         structure={
             "model": settings.model if path is None else "transformers",
             **task.sizes,
-            **({} if first is None else {"batch": _form(first)}),
+            "dropout": getattr(task.config, "dropout", None),
+            **({"batch": _form(task.read(None).batches[0])} if own_data else {}),
         },
         blocks=range(1, num_layers - 1) if path is None else range(0),
     )

@@ -12,9 +12,8 @@ from penstock.formats.native import to_json
 from penstock.planning.threads import num_cores
 from penstock.train.settings import Settings
 from penstock.tune.device import others
+from penstock.tune.job import WorkerAnswer, run_job
 from penstock.tune.search import RankedCandidate, TuneCandidate, settings_of
-from penstock.tune.tuned_model import TunedModel
-from penstock.tune.work import WorkerAnswer, run_job
 
 DISTURBED = 0.25
 """Cores that other programs may take from the ranks in a step that counts. A step is too short to measure fewer."""
@@ -56,7 +55,6 @@ class MeasuredCandidate:
 def verify(
     best: Sequence[RankedCandidate],
     settings: Settings,
-    model: TunedModel,
     num_steps: int = 10,
     rounds: int = 2,
     say: Callable[[str], None] | None = None,
@@ -76,7 +74,7 @@ def verify(
         for num_ranks, group in by_ranks.items():
             order = [candidate for turn in range(rounds) for candidate in (group if turn % 2 == 0 else group[::-1])]
             run_job(
-                [trial_task(candidate, settings, model, num_steps) for candidate in order],
+                [trial_task(candidate, settings, num_steps) for candidate in order],
                 num_ranks,
                 settings.threads or 1,
                 None if say is None else lambda text: say(f"running {text}"),
@@ -88,15 +86,13 @@ def verify(
     return {candidate: measured_of(each) for candidate, each in answers.items()}
 
 
-def trial_task(candidate: TuneCandidate, settings: Settings, model: TunedModel, num_steps: int) -> dict[str, Any]:
+def trial_task(candidate: TuneCandidate, settings: Settings, num_steps: int) -> dict[str, Any]:
     """The task that runs a candidate."""
     return {
         "do": "run",
         "text": str(candidate),
         "settings": dataclasses.asdict(settings_of(candidate, settings)),
-        "vocab_size": model.config and model.config.vocab_size,
         "schedule": to_json(candidate.plan.schedule),
-        "microbatch_size": candidate.shape.microbatch_size,
         "steps": num_steps,
     }
 

@@ -1,4 +1,4 @@
-"""What ranks are asked to do, as plain data in a JSON file, and how they are started and answer.
+"""What ranks are asked to do, as plain data in a JSON file, and how they are started, work and answer.
 
 A job is a list of tasks that all ranks carry out one after another:
 
@@ -12,18 +12,31 @@ from __future__ import annotations
 import contextlib
 import io
 import json
+import os
+import sys
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from penstock.runtime.launch import launch
-from penstock.tune.allocated import QUIET
-from penstock.tune.device import others
+import torch
+import torch.distributed as dist
+
+from penstock.formats.files import replaced
+from penstock.runtime.launch import init_process, launch, warm_up_malloc
+from penstock.train.settings import Settings
+from penstock.tune import layers, transfer, trial
+from penstock.tune.device import Clock, others
 from penstock.tune.errors import RanksFailed
 
 INTERRUPTED = 130
+
+TIMEOUT = 120.0
+"""Seconds that ranks wait for one another."""
+
+QUIET = {"KINETO_LOG_LEVEL": "6", "TORCH_CPP_LOG_LEVEL": "ERROR"}
+"""Environment of ranks. Without it the profiler prints to stderr whenever it starts and stops."""
 
 Task = Mapping[str, Any]
 
@@ -60,12 +73,11 @@ def run_job(
     with tempfile.TemporaryDirectory(prefix="penstock-", ignore_cleanup_errors=True) as name:
         folder = Path(name)
         (folder / "job.json").write_text(json.dumps({"tasks": list(tasks), "num_threads": num_threads}))
-        program = ["-m", "penstock.tune", str(folder)]
         with contextlib.redirect_stderr(said):
             code = launch(
-                program,
+                ["-m", "penstock.tune", str(folder)],
                 num_ranks,
-                preload=["penstock.tune.rank"],
+                preload=["penstock.tune.job"],
                 env={"OMP_NUM_THREADS": str(num_threads), **QUIET},
             )
         answers = []
@@ -85,3 +97,33 @@ def run_job(
         reason = said.getvalue().strip().removeprefix("penstock: ") or f"the ranks ended with code {code}"
         raise RanksFailed(reason)
     return answers
+
+
+def run_rank(folder: Path) -> None:
+    """Does one rank's part of the job in `folder`, and writes each answer into a file. It ends the process."""
+    job = json.loads((folder / "job.json").read_text())
+    torch.set_num_threads(job["num_threads"])
+    warm_up_malloc()  # as a training rank does
+    rank, num_ranks = init_process(TIMEOUT)
+    for number, task in enumerate(job["tasks"]):
+        dist.barrier()
+        before = Clock.now()
+        answer = {"answer": _do(task, rank, num_ranks), "clock": Clock.now().since(before)}
+        with replaced(folder / f"{number}-{rank}.json") as beside:
+            beside.write_text(json.dumps(answer))
+    dist.barrier()
+    sys.stdout.flush()
+    os._exit(0)  # as a training rank does: everything is written
+
+
+def _do(task: dict[str, Any], rank: int, num_ranks: int) -> Any:
+    if task["do"] == "transfer":
+        return transfer.measure_transfer(rank, num_ranks, task["steps"], dist.barrier)
+    settings = Settings.from_mapping(task["settings"])
+    if task["do"] == "run":
+        return trial.run(settings, task, rank, dist.barrier)
+    share = layers.RankShare(
+        settings, task["microbatch_size"], task["recompute"], rank, num_ranks, task["seconds"], task["part"],
+        task["num_sharing"],
+    )  # fmt: skip
+    return layers.measure_layers(share, dist.barrier)
