@@ -24,7 +24,7 @@ from penstock.tune import meter, session, verify
 from penstock.tune import search as tune_search
 from penstock.tune.errors import TuneError
 from penstock.tune.job import Task
-from penstock.tune.search import RankedCandidate, TuneCandidate, search
+from penstock.tune.search import RankedCandidate, SearchFound, TuneCandidate, search
 from penstock.tune.space import TuneSpace
 from penstock.tune.tuned_model import tuned_model
 
@@ -105,23 +105,15 @@ def test_more_to_verify_than_there_is_is_told(ranks: tune_models.Ranks, capsys: 
     assert result["notices"] == [f"50 candidates were to be verified; {count} were found"]
 
 
-@pytest.mark.parametrize("interrupt_at", [2, 4])
-def test_interrupted_measuring_searches_what_is_there(
-    monkeypatch: pytest.MonkeyPatch, ranks: tune_models.Ranks, capsys: pytest.CaptureFixture[str], interrupt_at: int
-) -> None:
-    monkeypatch.setattr(meter, "run_job", tune_models.Ranks(interrupt_at=3 + interrupt_at - 2))
-    result = told(capsys, "tune", *NANO, "--verify", "1", code=130)
-    assert result["interrupted"]
-    assert result["best"]
-    assert not any(task["do"] == "run" for task in ranks.tasks)
-
-
-def test_interrupted_with_nothing_found(
+def test_what_was_measured_before_an_interrupt_is_kept(
     monkeypatch: pytest.MonkeyPatch, ranks: tune_models.Ranks, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(meter, "run_job", tune_models.Ranks(interrupt_at=0))
+    monkeypatch.setattr(meter, "run_job", tune_models.Ranks(interrupt_at=4))
     assert main(["tune", *NANO]) == 130
     assert capsys.readouterr().out == ""
+    monkeypatch.setattr(meter, "run_job", tune_models.Ranks())
+    again = told(capsys, "tune", *NANO)
+    assert (again["num_measured"], again["num_reused"]) == (2, 4)
 
 
 def test_interrupted_verification_shows_what_ran(
@@ -429,7 +421,7 @@ def test_the_fastest_measured_is_the_choice(
 
 def test_what_train_refuses_is_left_out_with_its_reason(monkeypatch: pytest.MonkeyPatch) -> None:
     space, model = TuneSpace(2, 4, pp=[2], dp=[1]), tune_models.profile(6)
-    everything = search(space, lambda shape, again: model, lambda shape: tune_models.transfer())
+    everything = search(space, lambda shape, again: model, lambda shape: tune_models.transfer(), SearchFound(4))
     assert not everything.refused
 
     def refuse_pipelines(schedule: ps.Schedule) -> None:
@@ -437,13 +429,16 @@ def test_what_train_refuses_is_left_out_with_its_reason(monkeypatch: pytest.Monk
             raise RuntimeFailure("no two pipelines today")
 
     monkeypatch.setattr(tune_search, "require_runnable", refuse_pipelines)
-    found = search(space, lambda shape, again: model, lambda shape: tune_models.transfer())
+    found = search(space, lambda shape, again: model, lambda shape: tune_models.transfer(), SearchFound(4))
     assert found.refused["no two pipelines today"] > 0
     assert found.num_tried == everything.num_tried
     assert all(ranked.candidate.plan.schedule.placement.num_pipelines == 1 for ranked in found.best)
     with pytest.raises(TuneError, match=r"penstock train refuses all .* because no two pipelines today"):
         search(
-            replace(space, schedules=["chimera"]), lambda shape, again: model, lambda shape: tune_models.transfer()
+            replace(space, schedules=["chimera"]),
+            lambda shape, again: model,
+            lambda shape: tune_models.transfer(),
+            SearchFound(4),
         )
 
 
@@ -452,7 +447,7 @@ def test_another_dispatch_is_searched_as_such(monkeypatch: pytest.MonkeyPatch, d
     seen: list[object] = []
 
     def spy(*arguments: Any, **rest: Any) -> Any:
-        seen.append(arguments[5])
+        seen.append(arguments[3].dispatch)
         return search(*arguments, **rest)
 
     monkeypatch.setattr(session, "search", spy)

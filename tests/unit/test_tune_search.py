@@ -37,7 +37,7 @@ def everything(space: TuneSpace, model: Profile) -> Iterator[tuple[TuneCandidate
 )
 def test_the_best_are_those_of_brute_force(seed: int, limit: float | None) -> None:
     space, model = TuneSpace(4, 8), profile(9, seed)
-    found = search(space, lambda shape, again: model, lambda shape: LINKS, limit, num_best=6)
+    found = search(space, lambda shape, again: model, lambda shape: LINKS, SearchFound(8, limit, num_best=6))
     fits = [(c, p) for c, p in everything(space, model) if limit is None or p.peak_bytes <= limit]
     expected = sorted((p.step, p.peak_bytes) for _, p in fits)[:6]
     assert [(r.prediction.step, r.prediction.peak_bytes) for r in found.best] == expected
@@ -62,13 +62,13 @@ def test_options_of_schedules_could_not_be_given() -> None:
         TuneSpace(4, 8, schedules=["1f1b", "zb-v"], options=options)
     wrong = TuneSpace(4, 8, pp=[4], schedules=["interleaved-1f1b"], options={"backward": "no"})
     with pytest.raises(TuneError, match="try others: interleaved-1f1b: backward is 'no'; give 'whole' or 'split'"):
-        search(wrong, lambda shape, again: profile(16, 5), lambda shape: LINKS)
+        search(wrong, lambda shape, again: profile(16, 5), lambda shape: LINKS, SearchFound(8))
 
 
 def test_programs_join_the_ranking() -> None:
     model, space = profile(16, 5), TuneSpace(4, 8, dp=[1], microbatch_sizes=[1])
-    without = search(space, lambda shape, again: model, lambda shape: LINKS)
-    found = search(space, lambda shape, again: model, lambda shape: LINKS, programs=True)
+    without = search(space, lambda shape, again: model, lambda shape: LINKS, SearchFound(8))
+    found = search(space, lambda shape, again: model, lambda shape: LINKS, SearchFound(8), programs=True)
     assert found.best[0].prediction.step <= without.best[0].prediction.step
     programs = [ranked.candidate for ranked in found.best if ranked.candidate.plan.program]
     assert programs
@@ -101,7 +101,11 @@ def test_programs_keep_the_memory_limit() -> None:
     model, space = profile(16, 6, activation=[100.0] * 16, held=[50.0] * 16), TuneSpace(4, 8, pp=[4])
     least = min(p.peak_bytes for _, p in everything(space, model))
     found = search(
-        space, lambda shape, again: model, lambda shape: LINKS, memory_limit=2 * least, programs=True, num_best=50
+        space,
+        lambda shape, again: model,
+        lambda shape: LINKS,
+        SearchFound(8, 2 * least, num_best=50),
+        programs=True,
     )
     assert all(ranked.prediction.peak_bytes <= 2 * least for ranked in found.best)
     assert any(ranked.candidate.plan.program for ranked in found.best)
@@ -109,7 +113,9 @@ def test_programs_keep_the_memory_limit() -> None:
 
 def test_every_step_of_a_candidate_simulates_as_predicted() -> None:
     model = profile(8, 3)
-    found = search(TuneSpace(4, 8, dp=[1]), lambda shape, again: model, lambda shape: transfer(), num_best=5)
+    found = search(
+        TuneSpace(4, 8, dp=[1]), lambda shape, again: model, lambda shape: transfer(), SearchFound(8, num_best=5)
+    )
     for ranked in found.best:
         candidate = ranked.candidate
         stages = range(len(candidate.cut))
@@ -125,9 +131,9 @@ def test_an_impossible_limit_says_the_least_and_for_what() -> None:
     space, model = TuneSpace(2, 4), profile(6)
     smallest = min(p.peak_bytes for _, p in everything(space, model))
     with pytest.raises(TuneError, match=r"nothing fits in 1 bytes per rank; the least is (.*), for .*pp 2") as told:
-        search(space, lambda shape, again: model, lambda shape: LINKS, memory_limit=1.0)
+        search(space, lambda shape, again: model, lambda shape: LINKS, SearchFound(4, 1.0))
     assert in_bytes(smallest) in str(told.value)
-    found = search(space, lambda shape, again: model, lambda shape: LINKS, memory_limit=smallest)
+    found = search(space, lambda shape, again: model, lambda shape: LINKS, SearchFound(4, smallest))
     assert found.best[0].prediction.peak_bytes == smallest
 
 
@@ -139,7 +145,7 @@ def test_an_interrupt_gives_the_best_so_far() -> None:
         if len(seen) == 5:
             raise KeyboardInterrupt
 
-    found = search(TuneSpace(2, 4), lambda shape, again: model, lambda shape: LINKS, progress=stop)
+    found = search(TuneSpace(2, 4), lambda shape, again: model, lambda shape: LINKS, SearchFound(4, progress=stop))
     assert found.interrupted
     assert found.num_tried == 5
     assert found.best
@@ -150,7 +156,7 @@ def test_an_interrupt_before_anything_was_found_goes_on_up() -> None:
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        search(TuneSpace(2, 4), stop, lambda shape: LINKS)
+        search(TuneSpace(2, 4), stop, lambda shape: LINKS, SearchFound(4))
 
 
 def test_shapes_divide_the_batch_and_fit_the_ranks() -> None:
@@ -192,7 +198,10 @@ def test_a_schedule_that_accepts_none_of_the_counts_is_told() -> None:
     model = profile(6)
     with pytest.raises(TuneError, match="no schedule of interleaved-1f1b accepts"):
         search(
-            TuneSpace(4, 3, pp=[4], schedules=["interleaved-1f1b"]), lambda shape, again: model, lambda shape: LINKS
+            TuneSpace(4, 3, pp=[4], schedules=["interleaved-1f1b"]),
+            lambda shape, again: model,
+            lambda shape: LINKS,
+            SearchFound(3),
         )
 
 

@@ -23,7 +23,7 @@ from penstock.tune import meter, session, verify
 from penstock.tune.errors import TuneError
 from penstock.tune.memory import memory_of
 from penstock.tune.predict import links_of, predict, stage_costs
-from penstock.tune.search import candidates, search, with_shared_ends
+from penstock.tune.search import SearchFound, candidates, search, with_shared_ends
 from penstock.tune.space import Shape, TuneSpace
 from penstock.tune.tuned_model import tuned_model, why_no_shared_ends
 from tune_models import profile, ranges, transfer
@@ -71,9 +71,13 @@ def test_ends_that_ranks_share_are_searched_and_win_where_the_head_is_heavy() ->
 
     def found(space: TuneSpace) -> Any:
         return search(
-            space, lambda _, again: whole, lambda _: transfer(), memory_limit=MEMORY, programs=True,
+            space,
+            lambda _, again: whole,
+            lambda _: transfer(),
+            SearchFound(8, MEMORY),
+            programs=True,
             ends_of=lambda _: ends,
-        )  # fmt: skip
+        )
 
     best, without = found(space).best[0], found(dataclasses.replace(space, shared_ends=(False,))).best[0]
     assert best.candidate.has_shared_ends

@@ -136,8 +136,7 @@ def found_with(num_ranks: int, settings: Settings = SETTINGS, **more: Any) -> Se
         settings,
         lambda part, size, processes, again: parts(config, size)[part],
         lambda shape: tune_models.transfer(send=0.05, receive=0.05, delay=0.2),
-        limit,
-        5,
+        SearchFound(settings.batch, limit, num_best=5),
     )
 
 

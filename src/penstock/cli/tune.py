@@ -379,5 +379,5 @@ class _Counter:
     """Shows on a terminal how far the search is."""
 
     def __call__(self, found: SearchFound) -> None:
-        best = f", best {found.best[0].prediction.step:.1f} ms" if found.best else ""
-        print(f"\r{found.num_tried} candidates{best}\x1b[K", end="\r", file=sys.stderr, flush=True)
+        best = f", best {found.best[0].prediction.step:.1f} ms a step" if found.best else ""
+        print(f"\rsimulating: {found.num_tried} candidates{best}\x1b[K", end="\r", file=sys.stderr, flush=True)

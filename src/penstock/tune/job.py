@@ -105,10 +105,11 @@ def run_rank(folder: Path) -> None:
     torch.set_num_threads(job["num_threads"])
     warm_up_malloc()  # as a training rank does
     rank, num_ranks = init_process(TIMEOUT)
+    texts: layers.Texts = {}
     for number, task in enumerate(job["tasks"]):
         dist.barrier()
         before = Clock.now()
-        answer = {"answer": _do(task, rank, num_ranks), "clock": Clock.now().since(before)}
+        answer = {"answer": _do(task, rank, num_ranks, texts), "clock": Clock.now().since(before)}
         with replaced(folder / f"{number}-{rank}.json") as beside:
             beside.write_text(json.dumps(answer))
     dist.barrier()
@@ -116,14 +117,14 @@ def run_rank(folder: Path) -> None:
     os._exit(0)  # as a training rank does: everything is written
 
 
-def _do(task: dict[str, Any], rank: int, num_ranks: int) -> Any:
+def _do(task: dict[str, Any], rank: int, num_ranks: int, texts: layers.Texts) -> Any:
     if task["do"] == "transfer":
         return transfer.measure_transfer(rank, num_ranks, task["steps"], dist.barrier)
     settings = Settings.from_mapping(task["settings"])
     if task["do"] == "run":
-        return trial.run(settings, task, rank, dist.barrier)
+        return trial.run(settings, task, rank, dist.barrier, texts)
     share = layers.RankShare(
         settings, task["microbatch_size"], task["recompute"], rank, num_ranks, task["seconds"], task["part"],
         task["num_sharing"],
     )  # fmt: skip
-    return layers.measure_layers(share, dist.barrier)
+    return layers.measure_layers(share, dist.barrier, texts)

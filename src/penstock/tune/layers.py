@@ -23,7 +23,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from penstock.data import PairedSamples
+from penstock.data import Corpus, PairedSamples
 from penstock.library import build
 from penstock.models import ContrastiveLoss, parallelize, tower_stage
 from penstock.models.clip_stages import contrast_stage
@@ -47,6 +47,7 @@ from penstock.train.tasks.gpt import GPTTask
 from penstock.train.tasks.layers import recomputed
 from penstock.train.tasks.open import open_layers
 from penstock.train.tasks.own import OwnTask
+from penstock.train.tasks.task import Task, TaskData
 from penstock.tune.errors import TuneError
 from penstock.tune.transfer import undisturbed
 
@@ -61,6 +62,10 @@ NO_LAYER = -1
 
 Times = dict[tuple[int, str], list[float]]
 """(layer, kind) -> milliseconds."""
+
+
+Texts = dict[tuple[str | None, str | None], Corpus]
+"""Texts that a process has read, by data and tokenizer."""
 
 
 @dataclass(frozen=True)
@@ -113,6 +118,15 @@ class Layers:
         return self.num_layers - 1 if self.leaving is None else None
 
 
+def read_once(task: Task, settings: Settings, texts: Texts) -> TaskData:
+    """The data of a task. A text that this process has read before is not read again."""
+    key = settings.data, settings.tokenizer
+    data = task.read(texts.get(key))
+    if data.corpus is not None:
+        texts[key] = data.corpus
+    return data
+
+
 def own_layers(share: RankShare) -> Layers:
     """All layers of the user's own model, on the first samples of their data.
 
@@ -131,7 +145,7 @@ def own_layers(share: RankShare) -> Layers:
     return Layers(stages, len(cut), range(len(cut)), inputs, targets, task.loss, torch.randn(numbers), tied)
 
 
-def listed_layers(share: RankShare) -> Layers:
+def listed_layers(share: RankShare, texts: Texts) -> Layers:
     """Layers of a model that Penstock knows, on the first samples of its data.
 
     Of a GPT each rank measures the layers that it would hold in a pipeline of all ranks. Of another model each rank
@@ -149,7 +163,7 @@ def listed_layers(share: RankShare) -> Layers:
     if share.num_sharing > 1:
         own = (0, last)
     stages = {index: _as_stage(builders[index]()) for index in own}
-    example = task.read(None).batches[0]
+    example = read_once(task, share.settings, texts).batches[0]
     _, inputs, targets = _repeated(example.inputs, example.targets, size)
     tied = _tied_bytes(task.tied, stages.get(0), stages.get(last))
     return Layers(stages, last + 1, range(1, last), inputs, targets, task.loss, hidden, tied)
@@ -217,20 +231,21 @@ def tower_layers(share: RankShare) -> Layers:
     )
 
 
-def layers_of(share: RankShare) -> Layers:
+def layers_of(share: RankShare, texts: Texts) -> Layers:
     """What a rank measures of a model."""
     if share.part is not None:
         return tower_layers(share)
-    return own_layers(share) if is_own(share.settings.model) else listed_layers(share)
+    return own_layers(share) if is_own(share.settings.model) else listed_layers(share, texts)
 
 
-def measure_layers(share: RankShare, meet: Callable[[], None]) -> dict[str, Any]:
+def measure_layers(share: RankShare, meet: Callable[[], None], texts: Texts | None = None) -> dict[str, Any]:
     """Times and bytes of this rank's layers, as plain data.
 
     Args:
         meet: returns when all ranks have called it, so that they measure at the same time.
+        texts: that this process has read before.
     """
-    layers = layers_of(share)
+    layers = layers_of(share, {} if texts is None else texts)
     sharers = _cut_ends(share, layers) if share.num_sharing > 1 else None
     sizes = _bytes_of(share, layers)
     for index, stage in layers.stages.items() if share.recompute else ():

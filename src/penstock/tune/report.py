@@ -153,11 +153,11 @@ def _print_table(outcome: TuneOutcome, title: str, rows: Sequence[RankedCandidat
     verified = any(ranked.candidate in outcome.measured for ranked in rows)
     speed = "samples/s" if _num_tokens(outcome) is None else "tokens/s"
     table = Table(title=title, title_justify="left", box=None, pad_edge=False)
-    table.add_column("schedule")
+    table.add_column("schedule", no_wrap=True)
     layers = "layers" if all(ranked.candidate.towers is None for ranked in rows) else "ranks/stages/microbatches"
     heads = ["pp", "dp", "microbatches", layers, "step ms", speed, "bubbles", "memory per rank"]
     for head in [*heads, *(["measured ms", "off", "measured memory"] if verified else [])]:
-        table.add_column(head, justify="right")
+        table.add_column(head, justify="right", no_wrap=True)
     for ranked in rows:
         table.add_row(*_cells(outcome, ranked, verified))
     Console(width=None if Console().is_terminal else 140, highlight=False, markup=False).print(table)
@@ -166,11 +166,9 @@ def _print_table(outcome: TuneOutcome, title: str, rows: Sequence[RankedCandidat
 def _cells(outcome: TuneOutcome, ranked: RankedCandidate, verified: bool) -> list[str]:
     candidate, prediction = ranked.candidate, ranked.prediction
     shape = candidate.shape
-    name = candidate.name if candidate.towers is None else candidate.plan.name
-    name += " +recompute" if candidate.recompute else ""
     tokens = _tokens(outcome, ranked)
     cells = [
-        name,
+        _short_name(candidate),
         str(shape.pp),
         str(shape.dp),
         f"{shape.num_microbatches} of {shape.microbatch_size}",
@@ -188,6 +186,22 @@ def _cells(outcome: TuneOutcome, ranked: RankedCandidate, verified: bool) -> lis
             in_bytes(max(measured.peak_bytes, default=0.0)),
         ]  # fmt: skip
     return cells
+
+
+def _short_name(candidate: TuneCandidate) -> str:
+    """The schedule in a few words, so that a row is one line. The line of the choice has the whole name."""
+    plan = candidate.plan
+    words = [plan.name]
+    if plan.program:
+        words = ["program on", plan.name.removeprefix("shared ends, ").partition(",")[0]]
+    for name, value in plan.options if candidate.towers is None else ():
+        if name == "num_stages":
+            words.append(f"{value} stages")
+        elif name == "warmup" and isinstance(value, tuple):
+            words.append(f"warm-up {value[0]}..{value[-1]}")
+        else:
+            words.append(f"{name} {value}")
+    return " ".join([*words, *(["+recompute"] if candidate.recompute else [])])
 
 
 def _cut(candidate: TuneCandidate) -> str:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import bisect
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -93,15 +94,25 @@ class RankedCandidate:
 
 @dataclass
 class SearchFound:
-    """The result of a search, also of one that was interrupted.
+    """What a search is to keep, and what it has found, also if it was interrupted.
 
     Attributes:
+        batch: samples of a step. memory_limit: bytes that a rank may need; None for no limit.
+        num_best: candidates to keep. dispatch: of the runs.
+        num_devices: ranks that can work at the same time on the machine; None for all.
+        progress: is called after each candidate.
         best: the fastest first; `penstock train` runs all of them.
         num_tried: candidates looked at. num_too_large: how many of them are above the memory limit.
         refused: how many of them `penstock train` would refuse, by its error message.
         smallest: the least memory that any candidate needs, and which candidate that is.
     """
 
+    batch: int
+    memory_limit: float | None = None
+    num_best: int = 10
+    dispatch: Dispatch | str = Dispatch.FROZEN
+    num_devices: int | None = None
+    progress: Callable[[SearchFound], None] | None = None
     best: list[RankedCandidate] = field(default_factory=list)
     num_tried: int = 0
     num_too_large: int = 0
@@ -109,17 +120,73 @@ class SearchFound:
     smallest: tuple[float, TuneCandidate] | None = None
     interrupted: bool = False
 
+    @contextmanager
+    def until_interrupted(self) -> Iterator[None]:
+        """In it, an interrupt (Ctrl-C) ends the search with what was found so far, if anything was."""
+        try:
+            yield
+        except KeyboardInterrupt:
+            if not self.best:
+                raise
+            self.interrupted = True
+
+    def refuse(self, reason: str) -> None:
+        """Counts a candidate that `penstock train` would refuse."""
+        self.num_tried += 1
+        self.refused[reason] += 1
+
+    def add(self, candidate: TuneCandidate, profile: Profile, transfer: MessageCosts) -> None:
+        """Predicts a candidate and keeps it, if it is among the best."""
+        self.num_tried += 1
+        need = max(memory.total for memory in memory_of(candidate.plan.schedule, candidate.cut, profile))
+        if self.smallest is None or need < self.smallest[0]:
+            self.smallest = need, candidate
+        if self.memory_limit is not None and need > self.memory_limit:
+            self.num_too_large += 1
+        elif len(self.best) < self.num_best or self.slowest >= _busiest(candidate, profile, transfer):
+            self._rank(candidate, profile, transfer)
+        if self.progress is not None:
+            self.progress(self)
+
+    def _rank(self, candidate: TuneCandidate, profile: Profile, transfer: MessageCosts) -> None:
+        prediction = predict(
+            candidate.plan.schedule, candidate.cut, profile, transfer, candidate.shape.dp, self.num_devices,
+            self.dispatch,
+        )  # fmt: skip
+        speed = self.batch / prediction.step * 1e3 if prediction.step else float("inf")
+        ranked = RankedCandidate(candidate, prediction, speed)
+        bisect.insort(self.best, ranked, key=lambda each: (each.prediction.step, each.prediction.peak_bytes))
+        del self.best[self.num_best :]
+
+    @property
+    def slowest(self) -> float:
+        """Milliseconds of a step that a candidate must not exceed to be among the best."""
+        return self.best[-1].prediction.step if len(self.best) >= self.num_best else float("inf")
+
+    def has(self, candidate: TuneCandidate) -> bool:
+        """Whether the order of a candidate is among the best already."""
+        schedule = candidate.plan.schedule
+        return any(
+            (other.shape, other.recompute) == (candidate.shape, candidate.recompute)
+            and other.plan.schedule.placement == schedule.placement
+            and other.plan.schedule.order == schedule.order
+            for other in (ranked.candidate for ranked in self.best)
+        )
+
+    @property
+    def best_shapes(self) -> list[tuple[Shape, bool]]:
+        """The shapes for which programs are searched: those of the best candidates."""
+        shapes = dict.fromkeys(
+            (each.candidate.shape, each.candidate.recompute) for each in self.best if each.candidate.shape.pp > 1
+        )
+        return list(shapes)[:NUM_SHAPES]
+
 
 def search(
     space: TuneSpace,
     profile_of: ProfileOf,
     transfer_of: Callable[[Shape], MessageCosts | None],
-    memory_limit: float | None = None,
-    num_best: int = 10,
-    dispatch: Dispatch | str = Dispatch.FROZEN,
-    num_devices: int | None = None,
-    progress: Callable[[SearchFound], None] | None = None,
-    interrupted: bool = False,
+    found: SearchFound,
     programs: bool = False,
     settings: Settings | None = None,
     ends_of: EndsOf = lambda shape: None,
@@ -127,85 +194,70 @@ def search(
     """Searches the whole space.
 
     Args:
-        ends_of: the profile of shared ends, if the space has them.
-        memory_limit: bytes that a rank may need.
-        num_best: candidates to keep.
-        num_devices: ranks that can work at the same time on the machine.
-        progress: is called after each candidate.
-        interrupted: whether measuring was interrupted, so that some profiles are missing.
+        found: is filled and returned; it says what to keep.
         programs: whether to search programs too, for the shapes of the best candidates.
         settings: of the run that is tuned, for everything that candidates do not determine; by default those of
             `penstock train`.
-
-    An interrupt (Ctrl-C) returns what was found so far, if anything was.
+        ends_of: the profile of shared ends, if the space has them.
 
     Raises:
         TuneError: nothing fits the space or the memory limit; the message says the least memory that is needed.
     """
-    found = SearchFound(interrupted=interrupted)
     shapes = space.shapes()
     run = settings or Settings(batch=space.batch, microbatches=1, ranks=1)
 
     def consider(candidate: TuneCandidate, profile: Profile, transfer: MessageCosts) -> None:
         if (reason := refusal(candidate, run)) is not None:
-            found.num_tried += 1
-            found.refused[reason] += 1
-            return
-        add_candidate(found, candidate, profile, transfer, space.batch, memory_limit, num_best, dispatch, num_devices)
-        if progress is not None:
-            progress(found)
+            found.refuse(reason)
+        else:
+            found.add(candidate, profile, transfer)
 
-    def profiles(shape: Shape, recompute: bool) -> Iterator[Profile]:
-        """Profiles with ends that ranks share, and with ends on one rank each, if these are asked for and known."""
-        if (profile := profile_of(shape, recompute)) is None:
+    def costs_of(shape: Shape, recompute: bool) -> Iterator[tuple[Profile, MessageCosts]]:
+        """With ends that ranks share, and with ends on one rank each, if these are asked for and known."""
+        profile, transfer = profile_of(shape, recompute), transfer_of(shape)
+        if profile is None or transfer is None:
             return
         for shared in space.shared_ends:
             if not shared:
-                yield profile
+                yield profile, transfer
             elif (ends := ends_of(shape)) is not None:
-                yield with_shared_ends(profile, ends)
+                yield with_shared_ends(profile, ends), transfer
 
-    try:
+    with found.until_interrupted():
         for shape in shapes:
             for recompute in space.recompute:
-                if (transfer := transfer_of(shape)) is None:
-                    continue
-                for profile in profiles(shape, recompute):
+                for profile, transfer in costs_of(shape, recompute):
                     for candidate in candidates(shape, profile, recompute, space.schedules, space.options):
                         consider(candidate, profile, transfer)
-        for shape, recompute in _best_shapes(found) if programs else ():
-            if (transfer := transfer_of(shape)) is None:
-                continue
-            for profile in profiles(shape, recompute):
-                for plan in programs_for(shape, profile, transfer, memory_limit):
+        for shape, recompute in found.best_shapes if programs else ():
+            for profile, transfer in costs_of(shape, recompute):
+                for plan in programs_for(shape, profile, transfer, found.memory_limit):
                     shared = bool(plan.schedule.placement.shared)
                     cut = tuple(cut_layers(split_costs(profile), plan.schedule.num_stages, shared))
                     candidate = TuneCandidate(shape, plan, cut, recompute)
-                    if not is_known(found, candidate):
+                    if not found.has(candidate):
                         consider(candidate, profile, transfer)
-    except KeyboardInterrupt:
-        if not found.best:
-            raise
-        found.interrupted = True
-    if not found.num_tried and interrupted:
-        raise KeyboardInterrupt
+    _require_some(found, space, shapes[0])
+    return found
+
+
+def _require_some(found: SearchFound, space: TuneSpace, first: Shape) -> None:
+    """Raises TuneError if nothing was found, with the reason."""
     if not found.num_tried:
         names = f"of {', '.join(space.schedules)} " if space.schedules else ""
         raise TuneError(
             f"no schedule {names}accepts any of the numbers of ranks and microbatches tried, like "
-            f"{shapes[0].pp} and {shapes[0].num_microbatches}, with the model's layers; try others"
-            f"{why_none(space, shapes[0])}"
+            f"{first.pp} and {first.num_microbatches}, with the model's layers; try others{why_none(space, first)}"
         )
     if found.refused.total() == found.num_tried:
         (reason, count), *_ = found.refused.most_common(1)
         raise TuneError(f"penstock train refuses all {found.num_tried} candidates, {count} of them because {reason}")
-    if not found.best and found.smallest is not None and memory_limit is not None:
+    if not found.best and found.smallest is not None and found.memory_limit is not None:
         least, candidate = found.smallest
         raise TuneError(
-            f"nothing fits in {in_bytes(memory_limit)} per rank; the least is {in_bytes(least)}, for {candidate}; "
-            "raise --memory-limit, or allow more ranks, smaller microbatches or recompute"
+            f"nothing fits in {in_bytes(found.memory_limit)} per rank; the least is {in_bytes(least)}, for "
+            f"{candidate}; raise --memory-limit, or allow more ranks, smaller microbatches or recompute"
         )
-    return found
 
 
 def with_shared_ends(profile: Profile, ends: Profile) -> Profile:
@@ -273,54 +325,6 @@ def refusal(candidate: TuneCandidate, settings: Settings) -> str | None:
     except (SettingsError, RuntimeFailure) as error:
         return str(error)
     return None
-
-
-def _best_shapes(found: SearchFound) -> list[tuple[Shape, bool]]:
-    """The shapes for which programs are searched: those of the best candidates."""
-    shapes = dict.fromkeys((r.candidate.shape, r.candidate.recompute) for r in found.best if r.candidate.shape.pp > 1)
-    return list(shapes)[:NUM_SHAPES]
-
-
-def is_known(found: SearchFound, candidate: TuneCandidate) -> bool:
-    """Whether the order of a candidate is among the best already."""
-    schedule = candidate.plan.schedule
-    return any(
-        (other.shape, other.recompute) == (candidate.shape, candidate.recompute)
-        and other.plan.schedule.placement == schedule.placement
-        and other.plan.schedule.order == schedule.order
-        for other in (ranked.candidate for ranked in found.best)
-    )
-
-
-def add_candidate(
-    found: SearchFound,
-    candidate: TuneCandidate,
-    profile: Profile,
-    transfer: MessageCosts,
-    batch: int,
-    memory_limit: float | None,
-    num_best: int,
-    dispatch: Dispatch | str,
-    num_devices: int | None,
-) -> None:
-    """Adds a candidate to what was found, if it is among the best."""
-    schedule, cut = candidate.plan.schedule, candidate.cut
-    found.num_tried += 1
-    need = max(memory.total for memory in memory_of(schedule, cut, profile))
-    if found.smallest is None or need < found.smallest[0]:
-        found.smallest = need, candidate
-    if memory_limit is not None and need > memory_limit:
-        found.num_too_large += 1
-        return
-    least = _busiest(candidate, profile, transfer)
-    if len(found.best) >= num_best and found.best[-1].prediction.step < least:
-        return
-    prediction = predict(schedule, cut, profile, transfer, candidate.shape.dp, num_devices, dispatch)
-    ranked = RankedCandidate(
-        candidate, prediction, batch / prediction.step * 1e3 if prediction.step else float("inf")
-    )
-    bisect.insort(found.best, ranked, key=lambda each: (each.prediction.step, each.prediction.peak_bytes))
-    del found.best[num_best:]
 
 
 def _busiest(candidate: TuneCandidate, profile: Profile, transfer: MessageCosts) -> float:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from penstock.formats.profile import MessageCosts, Profile
+from penstock.formats.profile import Profile
 from penstock.train.kinds import CLIP, CONTRAST
 from penstock.train.settings import Settings
 from penstock.tune.device import num_devices
@@ -122,7 +122,8 @@ class TuneOutcome:
 def tune(asked: TuneRequest, say: Say = None, progress: ShowProgress = None) -> TuneOutcome:
     """Finds the best ways to train.
 
-    An interrupt ends with the best so far, if there is any.
+    An interrupt of the search ends with the best so far, if there is any. If measuring is interrupted, what was
+    measured is kept.
 
     Raises:
         TuneError, SettingsError, CostError: an invalid request, or nothing that fits.
@@ -190,13 +191,17 @@ def _tune_chain(asked: TuneRequest, options: MeasureOptions, say: Say, progress:
     meter = _meter(model, settings, options, say)
     needs = [need(shape, again) for shape in shapes for again in space.recompute]
     needs += [need_ends(shape) for shape in shapes if shape in sharing]
-    interrupted = _prepare([(meter, needs)], shapes)
-    found = _searched(
-        asked, space, lambda shape, again: meter.profiles.get(need(shape, again)),
-        lambda shape: meter.transfers.get(shape.num_measured_together), devices, progress, interrupted,
+    prepare_together([(meter, needs)], sorted({shape.num_measured_together for shape in shapes}))
+    found = search(
+        space,
+        lambda shape, again: meter.profiles.get(need(shape, again)),
+        lambda shape: meter.transfers.get(shape.num_measured_together),
+        _wanted(asked, devices, progress),
+        asked.programs and not asked.schedules,
+        settings,
         lambda shape: meter.profiles.get(need_ends(shape)) if shape in sharing else None,
-    )  # fmt: skip
-    return _outcome(asked, model, space, found, [meter], interrupted)
+    )
+    return _outcome(asked, model, space, found, [meter])
 
 
 def _tune_towers(asked: TuneRequest, options: MeasureOptions, say: Say, progress: ShowProgress) -> TuneOutcome:
@@ -224,20 +229,16 @@ def _tune_towers(asked: TuneRequest, options: MeasureOptions, say: Say, progress
 
     meters = {part: _meter(each, settings, options, say) for part, each in parts_of(settings).items()}
     first = next(iter(meters.values()))
-    interrupted = _prepare([(meter, needs(part)) for part, meter in meters.items()], shapes)
+    wanted = [(meter, needs(part)) for part, meter in meters.items()]
+    prepare_together(wanted, sorted({shape.num_measured_together for shape in shapes}))
     found = search_towers(
         towers,
         settings,
         lambda part, size, processes, again: meters[part].profiles.get(need(size, processes, again)),
         lambda shape: first.transfers.get(shape.num_measured_together),
-        asked.memory_limit,
-        max(asked.num_best, asked.num_verified),
-        settings.dispatch,
-        devices,
-        progress,
-        interrupted,
+        _wanted(asked, devices, progress),
     )
-    return _outcome(asked, model, towers.space, found, [*meters.values()], interrupted)
+    return _outcome(asked, model, towers.space, found, [*meters.values()])
 
 
 def _tune_given(asked: TuneRequest, source: str, progress: ShowProgress) -> TuneOutcome:
@@ -269,33 +270,30 @@ def _tune_given(asked: TuneRequest, source: str, progress: ShowProgress) -> Tune
     def profile_of(shape: Shape, recompute: bool) -> Profile | None:
         return costs.profile(shape.microbatch_size, shape.pp * shape.dp, recompute)
 
-    found = _searched(asked, space, profile_of, lambda shape: costs.transfer(shape.pp * shape.dp), None, progress)
+    found = search(
+        space,
+        profile_of,
+        lambda shape: costs.transfer(shape.pp * shape.dp),
+        _wanted(asked, None, progress),
+        asked.programs and not asked.schedules,
+        asked.settings,
+    )
     return TuneOutcome(costs.name, asked.settings, None, space, found, interrupted=found.interrupted)
 
 
-def _prepare(wanted: Sequence[tuple[Meter, Sequence[NeededProfile]]], shapes: Sequence[Shape]) -> bool:
-    """Finds or measures all profiles, and messages. Returns whether it was interrupted: what was measured until then
-    may be enough for a part of the space.
-    """
-    try:
-        prepare_together(wanted, sorted({shape.num_measured_together for shape in shapes}))
-    except KeyboardInterrupt:
-        return True
-    return False
+def _wanted(asked: TuneRequest, devices: int | None, progress: ShowProgress) -> SearchFound:
+    """What a search is to keep, with nothing found yet."""
+    num_best = max(asked.num_best, asked.num_verified)
+    return SearchFound(asked.settings.batch, asked.memory_limit, num_best, asked.settings.dispatch, devices, progress)
 
 
 def _outcome(
-    asked: TuneRequest,
-    model: TunedModel,
-    space: TuneSpace,
-    found: SearchFound,
-    meters: Sequence[Meter],
-    interrupted: bool,
+    asked: TuneRequest, model: TunedModel, space: TuneSpace, found: SearchFound, meters: Sequence[Meter]
 ) -> TuneOutcome:
     return TuneOutcome(
         model.name, asked.settings, model, space, found, sum(meter.num_measured for meter in meters),
         sum(meter.num_reused for meter in meters), notices=[notice for meter in meters for notice in meter.notices],
-        interrupted=found.interrupted or interrupted,
+        interrupted=found.interrupted,
     )  # fmt: skip
 
 
@@ -338,23 +336,6 @@ def _sharing(asked: TuneRequest, model: TunedModel, shapes: Sequence[Shape], dev
         )
         raise TuneError(f"--shared-ends: {next(iter(why.values()), of_ranks)}; leave it out, or give another --pp")
     return frozenset(found)
-
-
-def _searched(
-    asked: TuneRequest,
-    space: TuneSpace,
-    profile_of: Callable[[Shape, bool], Profile | None],
-    transfer_of: Callable[[Shape], MessageCosts | None],
-    devices: int | None,
-    progress: ShowProgress,
-    interrupted: bool = False,
-    ends_of: Callable[[Shape], Profile | None] = lambda shape: None,
-) -> SearchFound:
-    return search(
-        space, profile_of, transfer_of, asked.memory_limit, max(asked.num_best, asked.num_verified),
-        asked.settings.dispatch, devices, progress, interrupted, asked.programs and not asked.schedules,
-        asked.settings, ends_of,
-    )  # fmt: skip
 
 
 def _verify(asked: TuneRequest, outcome: TuneOutcome, say: Say) -> None:

@@ -22,7 +22,6 @@ from typing import Any
 import msgspec
 
 from penstock.cost import Costs, Links
-from penstock.dispatch import Dispatch
 from penstock.formats.profile import ROWS, MessageCosts, Profile
 from penstock.models import CLIPConfig, tower_costs
 from penstock.planning import BranchLayout, rank_branches
@@ -35,7 +34,7 @@ from penstock.train.settings import Settings
 from penstock.train.tasks.clip import INTERLEAVED, Tower, branches_of, clip_config, clip_schedule, counts_of, cut_of
 from penstock.tune.errors import TuneError
 from penstock.tune.memory import POSTED
-from penstock.tune.search import SearchFound, TuneCandidate, add_candidate, is_known
+from penstock.tune.search import SearchFound, TuneCandidate
 from penstock.tune.space import Shape, TunePlan, TuneSpace, counts
 
 PLAIN, INTERLEAVING = "1f1b", "interleaved-1f1b"
@@ -136,45 +135,29 @@ def search_towers(
     settings: Settings,
     profile_of: PartProfileOf,
     transfer_of: Callable[[Shape], MessageCosts | None],
-    memory_limit: float | None = None,
-    num_best: int = 10,
-    dispatch: Dispatch | str = Dispatch.FROZEN,
-    num_devices: int | None = None,
-    progress: Callable[[SearchFound], None] | None = None,
-    interrupted: bool = False,
+    found: SearchFound,
 ) -> SearchFound:
-    """Searches the layouts of the towers. The result has the best of them.
+    """Searches the layouts of the towers.
 
     Args:
         settings: of the run that is tuned, for everything that candidates do not determine.
         profile_of: the profile of one part, that is, of a tower or the contrast.
-        others: as for `search`.
+        found: is filled and returned; it says what to keep.
 
     Raises:
         TuneError: nothing fits the space or the memory limit.
     """
-    found = SearchFound(interrupted=interrupted)
-    try:
+    with found.until_interrupted():
         for shape in towers.shapes():
             for recompute in towers.space.recompute:
                 transfer = transfer_of(shape)
                 if transfer is None:
                     continue
                 search = _OneShape(towers, shape, recompute, profile_of, transfer)
-                for layout in search.layouts(found, memory_limit, num_best):
-                    _consider(
-                        found, search, layout, settings, transfer, memory_limit, num_best, dispatch, num_devices
-                    )
-                    if progress is not None:
-                        progress(found)
-    except KeyboardInterrupt:
-        if not found.best:
-            raise
-        found.interrupted = True
-    if not found.best and interrupted:
-        raise KeyboardInterrupt
+                for layout in search.layouts(found):
+                    search.consider(layout, settings, found)
     if not found.best:
-        raise _nothing(found, towers, memory_limit)
+        raise _nothing(found, towers)
     return found
 
 
@@ -199,24 +182,21 @@ class _OneShape:
         size, processes = self._here // num_microbatches, self.shape.pp * self.shape.dp
         return self._profile_of(part, size, processes, self.recompute)
 
-    def layouts(self, found: SearchFound, memory_limit: float | None, num_best: int) -> list[dict[str, Tower]]:
+    def layouts(self, found: SearchFound) -> list[dict[str, Tower]]:
         """The best layouts, by tower; those that can't be among the best that were found are left out."""
         if self.shape.pp < len(self.names):
             return list(self._shared())
         contrast = self.profile(CONTRAST, self.shape.num_microbatches)
         if contrast is None:
             return []
-        costs = _costs([range(1)], contrast, self._transfer, 1)
+        costs, limit = _costs([range(1)], contrast, self._transfer, 1), found.memory_limit
         layouts = rank_branches(
-            {
-                name: [way for way in self._ways(name) if memory_limit is None or way.state <= memory_limit]
-                for name in self.names
-            },
+            {name: [way for way in self._ways(name) if limit is None or way.state <= limit] for name in self.names},
             self.shape.pp,
-            SPARE * num_best,
+            SPARE * found.num_best,
             also=lambda chosen: {CONTRAST: self._contrast(chosen, costs)},
-            memory_limit=memory_limit,
-            below=found.best[-1].prediction.step if len(found.best) >= num_best else float("inf"),
+            memory_limit=limit,
+            below=found.slowest,
             most_tried=MOST_TRIED,
         )
         if layouts:
@@ -277,6 +257,17 @@ class _OneShape:
         profiles += [self.profile(name, tower.microbatches) for name, tower in towers.items()]
         said = sum(profile.output[-1] for profile in profiles if profile is not None)
         return BranchLayout(branch, costs, 0, state=2 * POSTED * said)
+
+    def consider(self, layout: Mapping[str, Tower], settings: Settings, found: SearchFound) -> None:
+        """Adds a layout to what was found, if it is among the best."""
+        try:
+            candidate = self.candidate(layout, settings)
+        except (SettingsError, ScheduleError) as error:
+            found.refuse(str(error))
+            return
+        profile = None if found.has(candidate) else self.joined(candidate)
+        if profile is not None:
+            found.add(candidate, profile, self._transfer)
 
     def candidate(self, layout: Mapping[str, Tower], settings: Settings) -> TuneCandidate:
         """A layout as `penstock train` builds it.
@@ -342,30 +333,6 @@ def in_words(layout: Mapping[str, Tower], schedule: str) -> str:
     return shlex.join(words)
 
 
-def _consider(
-    found: SearchFound,
-    search: _OneShape,
-    layout: Mapping[str, Tower],
-    settings: Settings,
-    transfer: MessageCosts,
-    memory_limit: float | None,
-    num_best: int,
-    dispatch: Dispatch | str,
-    num_devices: int | None,
-) -> None:
-    """Adds a layout to what was found, if it is among the best."""
-    try:
-        candidate = search.candidate(layout, settings)
-    except (SettingsError, ScheduleError) as error:
-        found.num_tried += 1
-        found.refused[str(error)] += 1
-        return
-    profile = None if is_known(found, candidate) else search.joined(candidate)
-    if profile is not None:
-        batch = search.towers.space.batch
-        add_candidate(found, candidate, profile, transfer, batch, memory_limit, num_best, dispatch, num_devices)
-
-
 def _placed(chosen: Mapping[str, BranchLayout]) -> dict[str, Tower]:
     """Towers on ranks of the whole, one tower after another."""
     found: dict[str, Tower] = {}
@@ -397,15 +364,15 @@ def _match(some: int, others: int) -> bool:
     return max(some, others) % min(some, others) == 0
 
 
-def _nothing(found: SearchFound, towers: TowerSpace, memory_limit: float | None) -> TuneError:
+def _nothing(found: SearchFound, towers: TowerSpace) -> TuneError:
     if found.refused:
         (reason, count), *_ = found.refused.most_common(1)
         return TuneError(f"penstock train refuses all layouts of the towers, {count} of them because {reason}")
-    if memory_limit is not None:
+    if found.memory_limit is not None:
         least = "" if found.smallest is None else f"; the least is {in_bytes(found.smallest[0])}"
         return TuneError(
-            f"no layout of the towers fits in {in_bytes(memory_limit)} per rank{least}; raise --memory-limit, or "
-            "allow more ranks, smaller microbatches or recompute"
+            f"no layout of the towers fits in {in_bytes(found.memory_limit)} per rank{least}; raise --memory-limit, "
+            "or allow more ranks, smaller microbatches or recompute"
         )
     return TuneError(
         f"no layout of the towers {', '.join(towers.config.towers)} has what --tower asks for, with at most "

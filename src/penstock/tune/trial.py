@@ -27,20 +27,24 @@ from penstock.train.inputs import Inputs, build_pipeline, device_of
 from penstock.train.settings import Settings
 from penstock.train.tasks.open import open_task
 from penstock.tune.device import Clock
+from penstock.tune.layers import Texts, read_once
 
 WARM_UPS = 3
 
 
-def run(settings: Settings, task: dict[str, Any], rank: int, meet: Callable[[], None]) -> dict[str, Any]:
+def run(
+    settings: Settings, task: dict[str, Any], rank: int, meet: Callable[[], None], texts: Texts
+) -> dict[str, Any]:
     """Runs steps of `task["schedule"]` on the model's data, with updates, on every replica of the settings' mesh.
 
-    Ranks start each step together (`meet`), as in training, where a step ends for all ranks at its loss. Returns
+    Ranks start each step together (`meet`), as in training, where a step ends for all ranks at its loss. A text in
+    `texts` is not read again. Returns
     milliseconds and clocks of every step on this rank, the steps' makespans, the most bytes of tensors that one more
     step held, and on rank 0 the mean op times by stage.
     """
     schedule = from_json(task["schedule"])
     model = open_task(settings, schedule)
-    data = model.read(None)
+    data = read_once(model, settings, texts)
     pipe = build_pipeline(Inputs(settings, schedule, model, data))
     timelines: list[Timeline] = []
     steps: list[float] = []
