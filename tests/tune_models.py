@@ -24,7 +24,8 @@ def profile(num_layers: int = 4, seed: int = 0, **changes: Any) -> Profile:
     }  # fmt: skip
     names = [f"layer {number}" for number in range(num_layers)]
     given = {"model": "drawn", "layers": names, "microbatch_size": 1, "num_parallel": 1, **rows, **changes}
-    return Profile(**{name: tuple(each) if isinstance(each, list) else each for name, each in given.items()})
+    fixed: dict[str, Any] = {name: tuple(each) if isinstance(each, list) else each for name, each in given.items()}
+    return Profile(**fixed)
 
 
 def transfer(
@@ -102,7 +103,7 @@ class Ranks:
         from penstock.tune.tuned_model import tuned_model
 
         costs = tuned_model(Settings.from_mapping(task["settings"])).costs
-        own = partition(costs, num_ranks)[rank]
+        own: Sequence[int] = partition(costs, num_ranks)[rank]
         sharing, size = task["num_sharing"], task["microbatch_size"]
         if sharing > 1:
             own = [0, len(costs) - 1]
