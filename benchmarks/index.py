@@ -3,7 +3,7 @@
     python benchmarks/index.py
 
 Every number comes out of the folder's results; the one folder that has none as JSON has its README quoted.
-`tests/unit/test_benchmark_results.py` makes the tables again.
+`experiments/tests/test_benchmark_results.py` makes the tables again.
 """
 
 from __future__ import annotations

@@ -37,7 +37,6 @@ def test_a_captioner_s_stages_are_of_one_tower_each_and_cost_what_their_own_leng
     assert all(1 <= each.num_words <= captioned.CONTEXT for each in sizes)
 
 
-@pytest.mark.results
 def test_the_page_has_the_tables_of_the_results(load: Any) -> None:
     page = (FOLDER / "README.md").read_text(encoding="utf-8")
     tables = load("tables")
@@ -49,7 +48,6 @@ def test_the_page_has_the_tables_of_the_results(load: Any) -> None:
         assert f"python -m experiments.uneven.{script}" in load(script).__doc__
 
 
-@pytest.mark.results
 def test_multi_modal_aims_are_missed_where_the_page_says_so(load: Any) -> None:
     protocol, record = load("protocol"), load("record")
     spread = {}
@@ -71,7 +69,6 @@ def test_multi_modal_aims_are_missed_where_the_page_says_so(load: Any) -> None:
     assert out_of_reach == {(8, 0.6, 5.0), (8, 0.6, 10.0), (16, 0.6, 5.0)}
 
 
-@pytest.mark.results
 def test_no_draw_is_slower_than_arrival_with_known_lengths_and_none_in_the_mean_with_errors(load: Any) -> None:
     protocol, record = load("protocol"), load("record")
     for part in ("order", "bytes", "changed"):
@@ -88,7 +85,6 @@ def test_no_draw_is_slower_than_arrival_with_known_lengths_and_none_in_the_mean_
             assert min(draw[2 if part == "assigned" else 1] for draw in cell["draws"]) >= 1
 
 
-@pytest.mark.results
 def test_cells_are_measured_again_alike(load: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     protocol, record, simulated = (load(name) for name in ("protocol", "record", "simulated"))
     monkeypatch.setattr(protocol, "NUM_DRAWS", 1)

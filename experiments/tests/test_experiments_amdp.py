@@ -39,7 +39,6 @@ def test_all_runs_each_command_there_is(load: Any) -> None:
     assert {*module.SIMULATED, *module.LEARNING} == commands - {"all"}
 
 
-@pytest.mark.results
 def test_rates_are_half_of_the_best_that_tuning_found(load: Any) -> None:
     rows, figure7, tuning = (
         results.load(FOLDER / "results", "tuning"),
@@ -154,7 +153,6 @@ def test_mismatch_finds_zb_v_as_busy_as_amdp(load: Any) -> None:
     assert found["mismatch 0"]["busy"] < found["mismatch 1"]["busy"]
 
 
-@pytest.mark.results
 def test_a_mismatch_buys_something_where_windows_are_as_long_as_pipelines_are_deep(load: Any) -> None:
     module = load("mismatch")
     rows = results.load(FOLDER / "results", "mismatch")

@@ -316,7 +316,6 @@ def test_a_row_of_the_audit_becomes_what_it_says_once_its_results_are_there(
     assert [each["state"] for each in pages.audited()] == ["on one GPU", "not run", "not run"]
 
 
-@pytest.mark.results
 def test_the_page_of_what_has_run_has_the_figures_of_the_results() -> None:
     page = " ".join((ROOT / "docs" / "measured.md").read_text(encoding="utf-8").split())
     rows = load(RESULTS, "figure9-gpu")

@@ -88,7 +88,6 @@ def test_a_system_is_compared_with_its_own_optimizer_and_with_the_best() -> None
     assert "the best in the last column is 1f1b, Muon" in text
 
 
-@pytest.mark.results
 def test_the_committed_runs_are_those_that_the_protocol_asks_for() -> None:
     rows = load(RESULTS, "own_rates")
     for done, row in enumerate(rows):
@@ -98,7 +97,6 @@ def test_the_committed_runs_are_those_that_the_protocol_asks_for() -> None:
     assert next_job(rows) is None
 
 
-@pytest.mark.results
 def test_the_pages_on_training_say_what_was_found() -> None:
     number = {name: found() for name, found in NUMBERS.items() if name.startswith("Own rates")}
     page = " ".join((ROOT / "docs/train/asynchronous.md").read_text(encoding="utf-8").split())

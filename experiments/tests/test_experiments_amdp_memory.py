@@ -65,7 +65,6 @@ def test_figures_6_and_8(load: Any) -> None:
     assert memory.held(orders["amdp"]).peak <= memory.held(orders["amdp, fastest"]).peak
 
 
-@pytest.mark.results
 def test_what_was_found_is_shown(load: Any) -> None:
     rows = results.load(FOLDER / "results", "figure6")
     six, eight = load("figure6"), load("figure8")

@@ -32,7 +32,6 @@ def test_each_says_its_commands_and_how_long_they_take_and_the_readme_has_them(l
 
 
 @pytest.mark.parametrize("name", ["table3", "table4"])
-@pytest.mark.results
 def test_the_raw_results_make_the_table(load: Any, name: str) -> None:
     rows = results.load(FOLDER / "results", name)
     lines = list(load(name).lines(rows))
@@ -42,7 +41,6 @@ def test_the_raw_results_make_the_table(load: Any, name: str) -> None:
     assert any("simulated" in line for line in lines)
 
 
-@pytest.mark.results
 def test_table_3_simulated_anew_is_that_of_the_raw_results(load: Any) -> None:
     """The row with the shortest steps, but for the orders that are searched."""
     methods, setups = load("methods"), load("setups")

@@ -20,7 +20,7 @@ from experiments.common.readme import between
 from experiments.common.summary import MOST_LINES
 from penstock.schedule.staleness import predictions_of
 
-pytestmark = pytest.mark.results
+pytestmark = pytest.mark.unit
 
 KINDS = ("same", "different", "raw", "refused", "late", "invalid")
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"

@@ -35,7 +35,6 @@ STATES = {
 }
 
 
-@pytest.mark.results
 def test_every_paper_has_a_page_with_all_of_its_claims() -> None:
     made = pages.pages()
     assert set(made) == {"audit.md", *(f"{paper.key}.md" for paper in PAPERS)}
@@ -45,7 +44,6 @@ def test_every_paper_has_a_page_with_all_of_its_claims() -> None:
         assert all(f"## {item.name}: {item.about}" in text for item in paper.items)
 
 
-@pytest.mark.results
 def test_each_number_of_a_paper_stands_in_its_texts_and_is_made_out_of_results() -> None:
     reasons = [(pages.PAPER_OF[row["paper"]], row["why"]) for row in pages.audit_as_written()]
     for paper in PAPERS:
@@ -64,7 +62,6 @@ def test_a_text_has_numbers_in_place_of_names_and_an_unknown_name_is_refused() -
         paper.filled("{early} and {late, 30B}")
 
 
-@pytest.mark.results
 def test_the_audit_has_every_row_with_evidence_that_is_there() -> None:
     rows = pages.audited()
     assert len(rows) == 97
@@ -118,7 +115,6 @@ FROM_HISTORY = {
 """Results from before each had its record, which was put down afterwards. One that is run again leaves this list."""
 
 
-@pytest.mark.results
 def test_every_result_has_its_record() -> None:
     from_history: dict[str, list[str]] = {}
     with_changes: dict[str, list[str]] = {}
@@ -157,7 +153,6 @@ def complete(of: dict[str, Any], of_all: bool) -> bool:
     return bool(said) and (not of_all or (isinstance(of["seeds"], list) and len(of["load"]) == 3))
 
 
-@pytest.mark.results
 def test_every_figure_of_a_page_has_a_command_that_is_there() -> None:
     for paper in PAPERS:
         for item in paper.items:
@@ -167,7 +162,6 @@ def test_every_figure_of_a_page_has_a_command_that_is_there() -> None:
                 assert (EXPERIMENTS / f"{module}.py").exists()
 
 
-@pytest.mark.results
 def test_the_readme_s_numbers_are_those_of_the_results() -> None:
     claims = {(claim.item, claim.what): claim for paper in PAPERS for claim in paper.claims}
     text = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -180,7 +174,6 @@ def test_the_readme_s_numbers_are_those_of_the_results() -> None:
     assert f"{placed:,.0f} ms, {ratio:.2f} times as simulated; {lowered:,.0f} ms if torch places the messages" in text
 
 
-@pytest.mark.results
 def test_numbers_of_the_experiments_readmes_are_those_of_the_results() -> None:
     """Most stand in a table of a page; these are told in the readmes alone."""
     texts = {
@@ -205,14 +198,12 @@ def test_numbers_of_the_experiments_readmes_are_those_of_the_results() -> None:
     )
 
 
-@pytest.mark.results
 def test_the_table_of_real_computation_has_no_more_ranks_than_cores() -> None:
     value = json.loads(REAL.read_text(encoding="utf-8"))
     assert all(row["pp"] <= value["machine"]["num_processors"] for row in value["rows"])
     assert len(list(pages.real_rows(value))) == len(value["rows"])
 
 
-@pytest.mark.results
 def test_trained_losses_stand_in_a_column_of_their_own() -> None:
     for paper in PAPERS:
         head, _, *rows = pages._claims(paper.claims)

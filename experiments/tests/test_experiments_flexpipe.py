@@ -142,7 +142,6 @@ def test_a_search_finds_what_trying_everything_finds(load: Any) -> None:
 
 
 @pytest.mark.parametrize(("figure", "model"), [("figure12", "GPT_5B"), ("figure13", "GPT_16B")])
-@pytest.mark.results
 def test_raw_results_make_the_figure_and_hold_what_is_claimed(load: Any, figure: str, model: str) -> None:
     sweep, gpt = load("sweep"), getattr(load("setups"), model)
     rows = results.load(RESULTS, figure)
@@ -159,7 +158,6 @@ def test_raw_results_make_the_figure_and_hold_what_is_claimed(load: Any, figure:
         assert sweep.speedup(rows, vocabulary, "ours", "FlexPipe") >= 1
 
 
-@pytest.mark.results
 def test_a_row_is_made_anew_from_its_choices(load: Any) -> None:
     sweep, setups = load("sweep"), load("setups")
     rows = results.load(RESULTS, "figure12")
@@ -169,7 +167,6 @@ def test_a_row_is_made_anew_from_its_choices(load: Any) -> None:
         assert again["samples"] == pytest.approx(row["samples"], rel=1e-4)
 
 
-@pytest.mark.results
 def test_figure_14_adds_up(load: Any) -> None:
     module = load("figure14")
     rows = list(module.chosen(RESULTS))
@@ -181,7 +178,6 @@ def test_figure_14_adds_up(load: Any) -> None:
     assert "</svg>" in str(module.chart(rows))
 
 
-@pytest.mark.results
 def test_figure_15_scales(load: Any) -> None:
     module = load("figure15")
     rows = results.load(RESULTS, "figure15")
@@ -192,7 +188,6 @@ def test_figure_15_scales(load: Any) -> None:
     assert "</svg>" in str(module.chart(rows))
 
 
-@pytest.mark.results
 def test_table_5_has_the_papers_rows(load: Any) -> None:
     module = load("table5")
     rows = results.load(RESULTS, "table5")
@@ -272,7 +267,6 @@ def test_guessed_towers_have_as_many_parameters(load: Any) -> None:
     assert "8.2B 1.29, 9.7B 1.18" in text
 
 
-@pytest.mark.results
 def test_under_every_guess_at_towers_flexpipe_is_faster(load: Any) -> None:
     module = load("guessed_towers")
     rows = results.load(RESULTS, "guessed_towers")
@@ -288,7 +282,6 @@ def test_under_every_guess_at_towers_flexpipe_is_faster(load: Any) -> None:
         assert gains[clip, next(iter(module.GUESSES))] == pytest.approx(told, abs=0.005)
 
 
-@pytest.mark.results
 def test_figure_16_has_what_is_claimed(load: Any) -> None:
     module = load("figure16")
     rows = results.load(RESULTS, "figure16")

@@ -21,7 +21,7 @@ from benchmarks.space import run as space
 from benchmarks.split import run as split
 from hf_families import REFUSED
 
-pytestmark = [pytest.mark.unit, pytest.mark.results]
+pytestmark = pytest.mark.unit
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 

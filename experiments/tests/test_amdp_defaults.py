@@ -11,7 +11,7 @@ import pytest
 from experiments.amdp.defaults import CASES, OPTIONS, SHARES, SYNC, over
 from experiments.common import results
 
-pytestmark = [pytest.mark.unit, pytest.mark.results]
+pytestmark = pytest.mark.unit
 
 ROOT = Path(__file__).parents[2]
 
