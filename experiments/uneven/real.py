@@ -23,7 +23,6 @@ from penstock.data import Batches, Sequences, document_lengths, open_corpus
 from penstock.models import CrossEntropy, GPTConfig, build_layers, gpt_costs, gpt_costs_by_length, gpt_stage
 from penstock.runtime import partition
 from penstock.runtime.launch import init_process, launch
-from penstock.train.batch_planner import BatchPlanner, BatchProblem
 from penstock.train.tasks.documents import as_gpt_takes_it, packed_example
 from penstock.train.tasks.task import Example
 
@@ -96,7 +95,6 @@ def rank() -> None:
     schedule = ps.build(SETTING.schedule, SETTING.num_ranks, SETTING.num_microbatches)
     parts = partition(gpt_costs(config), schedule.num_stages)
     costs = gpt_costs_by_length(config, parts)
-    planner = BatchPlanner(BatchProblem(schedule, costs, 1, None, "frozen"), 120.0) if first else None
     speeds: dict[str, list[float]] = {way: [] for way in WAYS}
     bitwise, planning, gains = True, [], []
     with ps.Pipeline(
@@ -112,11 +110,12 @@ def rank() -> None:
                 dist.barrier()
                 began = time.perf_counter()
                 if way == "planned":
-                    plan = planner.plan(step, documents.lengths(step)) if planner is not None else None
+                    plan = None
+                    if first:
+                        plan = ps.planning.plan_batch(documents.lengths(step), schedule, costs, dispatches=["frozen"])
                     (chosen,) = pipe.gather(None if plan is None else plan.microbatches)[0]
                     example = documents.planned(step, chosen)
-                    if planner is not None and plan is not None:
-                        planner.ask(step + 1, documents.lengths(step + 1))
+                    if plan is not None:
                         planning.append(plan.seconds)
                         gains.append(plan.gain)
                 else:
@@ -129,9 +128,8 @@ def rank() -> None:
                     continue
                 pipe.step(*example)
                 speeds[way].append(num_tokens(example) / (time.perf_counter() - began))
-    if planner is None:
+    if not first:
         return
-    planner.close()
     found: dict[str, Any] = {
         "cell": SETTING._asdict(),
         "num_documents": len(documents.sequences),

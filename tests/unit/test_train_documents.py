@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import signal
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -18,10 +16,9 @@ from penstock.cost import CostsByLength, LengthLine
 from penstock.data import ByteTokenizer
 from penstock.models import CrossEntropy, build_layers
 from penstock.runtime import RuntimeFailure
-from penstock.train.batch_planner import BatchPlanner, BatchProblem
 from penstock.train.checks import SettingsError
 from penstock.train.inputs import gather_inputs
-from penstock.train.planned_batches import BatchRecord, StepBatch
+from penstock.train.planned_batches import BatchRecord, PlannedBatches, StepBatch
 from penstock.train.settings import Settings
 from penstock.train.tasks.gpt import gpt_config
 from train_runs import losses, metrics
@@ -184,19 +181,12 @@ def test_a_run_whose_last_batch_was_cut_off_where_it_was_killed_could_not_go_on(
     BatchRecord(path).write(1, again, {})
     whole = path.read_text()
     begun = len(whole.splitlines(True)[0]) + len('{"step"')
-    for cut in range(begun, len(whole) - 1):
+    for cut in range(begun, len(whole)):
         path.write_text(whole[:cut])
         record = BatchRecord(path)
         assert record._steps == {0: first}
         record.write(1, again, {})
         assert path.read_text() == whole
-    path.write_text(whole[:-1])  # all but the end of the line
-    record = BatchRecord(path)
-    assert record._steps == {0: first, 1: again}
-    record.write(2, first, {})
-    assert [*BatchRecord(path)._steps] == [0, 1, 2]
-    path.write_text(whole[:9])
-    assert BatchRecord(path)._steps == {}
     path.write_text(whole.replace("]", "x", 1))
     with pytest.raises(SettingsError, match=r"line 1 is no batch"):
         BatchRecord(path)
@@ -211,7 +201,7 @@ def test_records_and_costs_of_other_runs_are_refused(train: Callable[..., Any], 
     record.write_text(record.read_text() + '{"step": 2, "microbatches": [["a"]]}\n')
     assert "line 3 is no batch" in train("damaged", f"--packing {record} --steps 2", code=2)
     (tmp_path / "no.jsonl").write_bytes(bytes(range(128, 256)))  # a record that is no text was a traceback
-    assert "line 1 is no batch" in train("text", f"--packing {tmp_path / 'no.jsonl'} --steps 2", code=2)
+    assert "has no batch of step 0" in train("text", f"--packing {tmp_path / 'no.jsonl'} --steps 2", code=2)
     costs = tmp_path / "costs.json"
     line = [LengthLine(1.0)] * 3
     costs.write_text(json.dumps(CostsByLength(line, line, line).to_json()))
@@ -221,36 +211,12 @@ def test_records_and_costs_of_other_runs_are_refused(train: Callable[..., Any], 
     assert "is not JSON" in train("costs", f"--packing planned --length-costs {costs}", code=2)
 
 
-# The process that plans
+def test_a_step_that_no_plan_fits_is_named(tmp_path: Path, texts: Path) -> None:
+    documents = gather_inputs(Settings(packing="planned", data=str(texts), preset="nano")).data.documents
 
+    def plan(lengths: Any, costs: Any) -> Any:
+        raise ValueError("no room; raise the limit")
 
-@pytest.fixture
-def problem() -> BatchProblem:
-    line = [LengthLine(0.1, 0.01)] * 2
-    return BatchProblem(ps.build("1f1b", 2, 4), CostsByLength(line, line, line), 1, 300, ("frozen",))
-
-
-def test_steps_are_planned_ahead_and_as_they_would_be_here(problem: BatchProblem) -> None:
-    planner = BatchPlanner(problem, 60.0)
-    try:
-        lengths = [[50, 60, 70, 80, 90, 100, 20], [10, 20, 30, 40, 200], [5, 6, 7, 8]]
-        for step in range(3):
-            planner.ask(step, lengths[step])
-        assert planner.plan(2, lengths[2]) == problem.plan(lengths[2])  # those before it are dropped
-        assert planner.plan(1, lengths[1]) == problem.plan(lengths[1])  # and planned when they are asked for again
-        with pytest.raises(RuntimeFailure, match=r"the batch of step 9 can't be planned: .* raise"):
-            planner.plan(9, [1000] * 4)
-        assert planner.plan(3, lengths[0]) == problem.plan(lengths[0])  # which does not end the process
-    finally:
-        planner.close()
-
-
-def test_a_planning_process_that_was_killed_is_named(problem: BatchProblem) -> None:
-    planner = BatchPlanner(problem, 60.0)
-    try:
-        os.kill(planner._process.pid, signal.SIGKILL)
-        planner._process.wait()
-        with pytest.raises(RuntimeFailure, match=r"has ended \(exit code -9\) before step 0 was planned"):
-            planner.plan(0, [5] * 4)
-    finally:
-        planner.close()
+    batches = PlannedBatches(documents, plan, BatchRecord(tmp_path / "batches.jsonl"), lambda value: value, print)
+    with pytest.raises(RuntimeFailure, match=r"the batch of step 3 can't be planned: no room; raise"):
+        batches[3]

@@ -17,8 +17,8 @@ from typing import Any, NamedTuple
 from penstock.cost import CostError, LengthSample, fit_costs
 from penstock.dispatch import Dispatch
 from penstock.planning.batches import BatchPlan
+from penstock.runtime.errors import RuntimeFailure
 from penstock.simulation import Timeline
-from penstock.train.batch_planner import BatchPlanner
 from penstock.train.checks import SettingsError
 from penstock.train.folder import write_whole, writing
 from penstock.train.tasks.documents import Documents
@@ -39,10 +39,6 @@ FIRST_MEASURED, LAST_MEASURED = 2, 7
 """First and last step of a run to whose ops costs by length are fitted. The steps before are for warming up."""
 
 
-BEGINS = b'{"step"'
-"""What each line of a record begins with."""
-
-
 class BatchRecord:
     """The batches of steps as they are recorded.
 
@@ -55,22 +51,10 @@ class BatchRecord:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self._steps: dict[int, StepBatch] = {}
-        self._whole: int | None = None
-        self._end = ""
-        if path.exists():
-            lines = path.read_bytes().splitlines(keepends=True)
-            for number, line in enumerate(lines, start=1):
-                try:
-                    # What is no text is no batch either, and is told as that.
-                    step, batch = _read_line(line.decode("utf-8", "replace"), f"{path}, line {number}")
-                except SettingsError:
-                    if line.endswith(b"\n") or not line.startswith(BEGINS):
-                        raise
-                    self._whole = sum(map(len, lines[:-1]))  # cut off where the run was killed, or its disk was full
-                else:
-                    self._steps[step] = batch
-                    self._end = "" if line.endswith(b"\n") else "\n"
+        text = path.read_bytes() if path.exists() else b""
+        self._whole = text.rfind(b"\n") + 1  # a line that was cut off where a run was killed is planned again
+        lines = text[: self._whole].decode("utf-8", "replace").splitlines()
+        self._steps = dict(_read_line(line, f"{path}, line {number}") for number, line in enumerate(lines, start=1))
 
     def find(self, step: int, documents: Documents) -> StepBatch | None:
         """The batch of a step; None if there is none, or if it has other sequences or other counts."""
@@ -86,12 +70,10 @@ class BatchRecord:
     def write(self, step: int, batch: StepBatch, values: dict[str, Any]) -> None:
         self._steps[step] = batch
         line = json.dumps({"step": step, **batch._asdict(), **values}) + "\n"
-        with writing(self.path, f"the batch of step {step}"), self.path.open("a", encoding="utf-8") as file:
-            if self._whole is not None:
-                file.truncate(self._whole)
-                self._whole = None
-            file.write(self._end + line)
-            self._end = ""
+        with writing(self.path, f"the batch of step {step}"), self.path.open("ab") as file:
+            file.truncate(self._whole)
+            file.write(line.encode())
+            self._whole = file.tell()
 
 
 def _read_line(line: str, where: str) -> tuple[int, StepBatch]:
@@ -132,31 +114,31 @@ def recorded_batches(path: Path, documents: Documents, steps: range) -> BatchRec
 
 
 class PlannedBatches:
-    """The batches of a run: planned one step ahead, or as they were recorded.
+    """The batches of a run: planned when their step begins, or as they were recorded.
 
     Args:
-        planner: on the first rank; the others get its plans. record: where the first rank writes batches.
+        plan: `plan_batch` for the run, which lacks lengths and costs; None for a run that repeats a record.
+        record: where the first rank writes batches; None on the others.
         share: gives every rank the first rank's value. run: is called with the dispatch of each replica.
-        end: the step after the last.
     """
 
     def __init__(
         self,
         documents: Documents,
-        planner: BatchPlanner | None,
+        plan: Callable[..., BatchPlan] | None,
         record: BatchRecord | None,
         share: Callable[[Any], Any],
         run: Callable[[Sequence[str]], None],
-        end: int,
     ) -> None:
-        self._documents, self._planner, self._record = documents, planner, record
-        self._share, self._run, self._end = share, run, end
+        self._documents, self._plan, self._record = documents, plan, record
+        self._share, self._run, self._costs = share, run, documents.costs
         self._plans: list[BatchPlan] = []
         self._ran: list[list[int]] = []
         self._samples: list[LengthSample] = []
-        self.notices: list[str] = []
+        self._notices: list[str] = []
 
     def __getitem__(self, step: int) -> Example:
+        """The batch of a step. Raises RuntimeFailure if no plan keeps the limits."""
         chosen = self._share(None if self._record is None else tuple(self._chosen(step, self._record)))
         microbatches, dispatches = chosen
         if dispatches:
@@ -166,18 +148,19 @@ class PlannedBatches:
 
     def _chosen(self, step: int, record: BatchRecord) -> StepBatch:
         found = record.find(step, self._documents)
-        if found is None:
-            assert self._planner is not None
-            own = self._documents.of_step(step)
-            plan = self._planner.plan(step, self._documents.lengths(own))
-            microbatches = [[[own[k] for k in each] for each in replica] for replica in plan.microbatches]
-            found = StepBatch(microbatches, tuple(each.value for each in plan.dispatches))
-            self._plans.append(plan)
-            values = {"packing": plan.packing, "rules": plan.rules, "gain": plan.gain, "seconds": plan.seconds}
-            record.write(step, found, values)
-        ahead = step + 1
-        if self._planner is not None and ahead < self._end and record.find(ahead, self._documents) is None:
-            self._planner.ask(ahead, self._documents.lengths(self._documents.of_step(ahead)))
+        if found is not None:
+            return found
+        assert self._plan is not None
+        own = self._documents.of_step(step)
+        try:
+            plan = self._plan(self._documents.lengths(own), costs=self._costs)
+        except ValueError as error:
+            raise RuntimeFailure(f"the batch of step {step} can't be planned: {error}") from None
+        microbatches = [[[own[k] for k in each] for each in replica] for replica in plan.microbatches]
+        found = StepBatch(microbatches, tuple(each.value for each in plan.dispatches))
+        self._plans.append(plan)
+        values = {"packing": plan.packing, "rules": plan.rules, "gain": plan.gain, "seconds": plan.seconds}
+        record.write(step, found, values)
         return found
 
     def learn(self, since: int, timeline: Timeline, num_stages: int, file: Path) -> None:
@@ -192,7 +175,7 @@ class PlannedBatches:
             if kind in "FIWB":
                 lengths = self._documents.lengths(self._ran[m])
                 self._samples.append(LengthSample(kind, stage, lengths, timed.end - timed.start))
-        if since != LAST_MEASURED or self._planner is None:
+        if since != LAST_MEASURED or self._plan is None:
             return
         known = self._documents.costs
         try:
@@ -203,28 +186,26 @@ class PlannedBatches:
                 message_bytes=known.message_bytes,
             )
         except CostError as error:
-            self.notices.append(f"costs by length stay those of the model's sizes: {error}")
+            self._notices.append(f"costs by length stay those of the model's sizes: {error}")
             return
-        self._planner.use(fitted.costs)
+        self._costs = fitted.costs
         write_whole(file, json.dumps(fitted.costs.to_json(), indent=1) + "\n")
         worst = max(fitted.errors, key=lambda each: each.median)
-        self.notices.append(
+        self._notices.append(
             f"costs by length, fitted to {len(self._samples)} ops, are {fitted.median_error:.0%} off in the median "
             f"({worst.kind} of stage {worst.stage} most, {worst.median:.0%}); they are in {file}"
         )
 
-    def close(self) -> None:
-        """Ends planning, and adds notices on how it went."""
-        if self._planner is None:
-            return
-        self._planner.close()
-        if self._plans:
-            gain, ms = fmean(plan.gain for plan in self._plans), 1e3 * fmean(plan.seconds for plan in self._plans)
-            self.notices.append(
-                f"batches were planned from lengths, {len(self._plans)} of them in {ms:.0f} ms each: predicted "
-                f"{1 + gain:.2f} times as fast as in order of arrival; steps waited {self._planner.waited:.1f} s for "
-                "plans in all"
-            )
+    def told(self) -> list[str]:
+        """Notices about the run: on measured costs, and on its plans."""
+        if not self._plans:
+            return self._notices
+        gain, ms = fmean(plan.gain for plan in self._plans), 1e3 * fmean(plan.seconds for plan in self._plans)
+        planned = (
+            f"batches were planned from lengths, {len(self._plans)} of them in {ms:.0f} ms each: predicted "
+            f"{1 + gain:.2f} times as fast as in order of arrival"
+        )
+        return [*self._notices, planned]
 
 
 def is_measured(since: int) -> bool:

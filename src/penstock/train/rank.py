@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import resource
 import sys
 from collections.abc import Sequence
@@ -15,6 +16,7 @@ import torch.distributed as dist
 
 from penstock.control import Configuration
 from penstock.dispatch import Dispatch
+from penstock.planning.batches import plan_batch
 from penstock.planning.microbatch_order import DISPATCHES
 from penstock.planning.threads import num_cores
 from penstock.report.run_record import read_record
@@ -26,7 +28,6 @@ from penstock.runtime.transport.choose import TransportChoice
 from penstock.simulation import Timeline
 from penstock.simulation.simulator import AUTO
 from penstock.simulation.transport import as_transport
-from penstock.train.batch_planner import BatchPlanner, BatchProblem
 from penstock.train.folder import RunFolder, is_folder, write_whole
 from penstock.train.inputs import Inputs, build_pipeline, device_of
 from penstock.train.measured_dispatch import MeasuredDispatch
@@ -104,18 +105,19 @@ class RankRun:
         settings, documents = self.inputs.settings, self.inputs.data.documents
         if documents is None or settings.packing == ARRIVAL:
             return None
-        planner = record = None
+        plan = record = None
         if self.first:
             taken = settings.record
             record = BatchRecord(self.folder.file("batches.jsonl") if taken is None else Path(taken))
             if taken is None:
-                of_replica = settings.replica_schedule()
-                limit, dispatches = settings.microbatch_tokens, self._dispatches()
-                problem = BatchProblem(of_replica, documents.costs, settings.dp, limit, dispatches)
-                planner = BatchPlanner(problem, settings.timeout)
-        return PlannedBatches(
-            documents, planner, record, lambda value: self.pipe.gather(value)[0], self._run_by, settings.steps
-        )
+                plan = functools.partial(
+                    plan_batch,
+                    schedule=settings.replica_schedule(),
+                    num_replicas=settings.dp,
+                    token_limit=settings.microbatch_tokens,
+                    dispatches=self._dispatches(),
+                )
+        return PlannedBatches(documents, plan, record, lambda value: self.pipe.gather(value)[0], self._run_by)
 
     def _dispatches(self) -> tuple[str, ...]:
         """What plans of batches may choose from: with "auto" all that the transport runs, unless the run adapts and
@@ -179,8 +181,6 @@ class RankRun:
         with contextlib.ExitStack() as stack:
             # First of all: whoever sees the run's folder may interrupt it.
             stack.enter_context(self.stop)
-            if self.planned is not None:
-                stack.callback(self.planned.close)
             if self.first:
                 write_plan(self.folder, settings, self.inputs.schedule)
                 metrics = stack.enter_context(Metrics(self.folder.metrics, start, self.folder.file("tensorboard")))
@@ -343,7 +343,7 @@ class RankRun:
             notices=[
                 *self.notices,
                 *self.pipe.notices,
-                *(self.planned.notices if self.planned is not None else ()),
+                *(self.planned.told() if self.planned is not None else ()),
                 *([self.measured.notice] if self.measured is not None and self.measured.notice else ()),
                 *([f"{wrong}; {NOT_FINITE}"] if (wrong := record.not_finite if record else "") else ()),
             ],
