@@ -42,7 +42,7 @@ def over_frozen(given: benchmark.Problem) -> dict[str, list[float]]:
     """Makespan over frozen on the draws that are measured, for several ways to choose a policy."""
     runner = Runner(given.costs, compile=True)
     order = runner.order(given.schedule)
-    due = runner.run(order, ps.Links(), transport=Decoupled()).arrays["start_time"]
+    due = runner.run(order, ps.Links(), transport=Decoupled()).start_time
 
     def makespans(draws: Sequence[Order]) -> Array:
         return np.array(

@@ -164,7 +164,7 @@ def measured(given: Problem) -> Iterator[tuple[str, dict[str, float], str]]:
     yield ROWS[2], *all_of(runner, order, late_links(given, order, 1))
     yield ROWS[3], *all_of(runner, order, late_links(given, order, 2))
 
-    due = runner.run(order, ps.Links(), transport=Decoupled()).arrays["start_time"]
+    due = runner.run(order, ps.Links(), transport=Decoupled()).start_time
     seen = jittered(order, JITTER, NUM_GIVEN, seed=0)
     chosen = str(choose(runner, order, ps.Links(), Decoupled(), order.peaks, draws=seen).policy)
     for real in jittered(order, JITTER, NUM_JITTER, seed=1):

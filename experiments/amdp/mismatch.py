@@ -168,7 +168,7 @@ class Timed:
         return {
             "way": self._name,
             "dispatch": dispatch,
-            "busy": self._busy(np.array(ran.arrays["start_time"]), np.array(ran.arrays["end_time"])),
+            "busy": self._busy(np.array(ran.start_time), np.array(ran.end_time)),
             "memory": max(held(self._schedule, costs, ran.peaks)),
         }
 

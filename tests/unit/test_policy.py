@@ -71,7 +71,7 @@ def test_a_rank_waits_until_what_it_waits_for_is_overdue_and_no_longer() -> None
     late = ps.Links({(2, 3): 30.0, (3, 2): 30.0})
     runner = Runner(costs)
     order = runner.order(schedule)
-    due = runner.run(order, ps.Links(), transport=Decoupled()).arrays["start_time"]
+    due = runner.run(order, ps.Links(), transport=Decoupled()).start_time
 
     def takes(dispatch: str) -> float:
         caps = [peak + 2 for peak in order.peaks]
@@ -137,7 +137,7 @@ def test_ranks_that_run_an_op_together_are_late_together() -> None:
     schedule = ps.build("mllm", 4, 8)
     order = Runner(ps.Costs.assumed(4, schedule.placement)).order(schedule)
     (drawn,) = jittered(order, 0.3, 1, 0)
-    first, members = order.ints["gang_first"], order.ints["gang_ops"]
+    first, members = order.graph.arrays.gang_first, order.graph.arrays.gang_ops
     assert len(first) > 1
     for a, b in pairwise(first):
         assert len(set(drawn.duration[members[a:b]])) == 1

@@ -30,7 +30,6 @@ def test_a_runner_gives_what_simulate_gives(seed: int, links: ps.Links) -> None:
     rng = random.Random(seed)
     costs = ps.Costs(*([rng.randint(1, 9) + 0.1 for _ in range(4)] for _ in "FIW"), message_bytes=[1e6] * 4)
     plain, fast = Runner(costs, compile=False), Runner(costs, compile=True)
-    # The first is lowered op by op; the others follow from it.
     for name in ("zb", "zb-h1", "zb-h2", "zb"):
         schedule = ps.build(name, 4, 8)
         for dispatch in Dispatch:

@@ -384,7 +384,7 @@ class MeshTimes:
             named = {pair: condition for pair, condition in joined if condition is not None}
             links = Links(named, self.links.default, self.links.base)
             ran = run_on(self.job.costs, self.job.transport, configuration, links)
-            end, done = np.asarray(ran.arrays["end_time"]), dict[int, float]()
+            end, done = np.asarray(ran.end_time), dict[int, float]()
             for op, ms in zip((op for row in ran.order.schedule.order for op in row), end.tolist(), strict=True):
                 if op.kind in WEIGHT_KINDS:
                     done[op.stage] = max(done.get(op.stage, 0.0), ms)

@@ -7,11 +7,11 @@ FrozenDispatcher   a rank that runs the next op of its order and no other, for w
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import partial
 
 from penstock.dispatch.graph import Graph
 from penstock.dispatch.policy import Dispatch
 from penstock.engine import decider
+from penstock.engine.decider import RankState
 
 
 class Dispatcher:
@@ -29,26 +29,19 @@ class Dispatcher:
         self, graph: Graph, rank: int, dispatch: Dispatch, memory_change: Sequence[float], cap: float
     ) -> None:
         self.graph, self.rank, self.dispatch = graph, rank, dispatch
+        self._network, num_rows = graph.lists, graph.num_rows
         self._missing = list(graph.num_needed)
-        self._done = [0] * graph.num_ops
-        self._next_frozen = list(graph.first[:-1])
-        self._head = list(graph.queue_first[:-1])
-        self._memory_change = memory_change
-        self._held = [0.0] * graph.num_rows
-        self._beside = graph.beside
-        self._cap = [cap] * graph.num_rows
-        self._warmup_left = [0] * graph.num_rows
-        # What does not change from decision to decision is bound once.
-        self._decide = partial(decider.decide, dispatch.code)
-        self._what = (
-            graph.first, graph.queue_rank_first, graph.queue_first, graph.queue_ops, self._head, graph.priority,
-            self._missing, self._done, self._next_frozen, memory_change, self._held, self._cap, self._warmup_left,
-            graph.gang, self._beside,
-        )  # fmt: skip
-        self._begun = (
-            self._done, graph.first, self._next_frozen, self._head, graph.queue_of, graph.priority, memory_change,
-            self._held, self._warmup_left,
-        )  # fmt: skip
+        self._state = RankState(
+            memory_change=memory_change,
+            cap=[cap] * num_rows,
+            missing=self._missing,
+            done=[0] * graph.num_ops,
+            head=list(graph.queue_first[:-1]),
+            next_frozen=list(graph.first[:-1]),
+            held=[0.0] * num_rows,
+            warmup_left=[0] * num_rows,
+            under_way=[0.0] * graph.num_ranks if graph.has_streams else None,
+        )
         self._freed = graph.own_successors(rank)
         self._left = graph.first[rank + 1] - graph.first[rank]
         self._rows: tuple[int, ...] = (rank,)
@@ -65,8 +58,7 @@ class Dispatcher:
     @property
     def held(self) -> float:
         """Activations the rank holds now."""
-        held = self._held[self.rank]
-        return held if len(self._rows) == 1 else held + self._held[self._rows[1]]
+        return sum(self._state.held[row] for row in self._rows)
 
     def next(self) -> int | None:
         """The op to run now, or None to wait. The op counts as started."""
@@ -76,30 +68,19 @@ class Dispatcher:
         """The asynchronous op to start now, or None. It does not wait for those before it to end."""
         return self._next(self._rows[1]) if len(self._rows) > 1 else None
 
-    def _next(self, rank: int) -> int | None:
-        op = self._decide(rank, *self._what)
-        return None if op == decider.NOTHING else self._take(rank, op)
+    def _next(self, row: int) -> int | None:
+        op = decider.decide(self.dispatch.code, row, self._network, self._state)
+        return None if op == decider.NOTHING else self._take(row, op)
 
-    def _take(self, rank: int, op: int) -> int:
+    def _take(self, row: int, op: int) -> int:
         """Counts an op as started."""
-        decider.start(rank, op, *self._begun)
-        if self._beside:
-            self._note(op, 1)
+        decider.start(row, op, self._network, self._state)
         self._left -= 1
         return op
 
-    def _note(self, op: int, sign: int) -> None:
-        change = self._memory_change[op]
-        if change < 0:
-            decider.note_under_way(
-                self.graph.rank[op], sign * change, self.graph.num_rows, self.graph.num_ops, self._beside
-            )
-
     def finish(self, op: int) -> None:
         """`op` ended on this rank: what it frees is free, and its successors here have one need less."""
-        decider.finish(self.graph.rank[op], op, self._memory_change, self._held)
-        if self._beside:
-            self._note(op, -1)
+        decider.finish(self.graph.rank[op], op, self._state)
         for successor in self._freed[op]:
             self._missing[successor] -= 1
 
@@ -109,7 +90,7 @@ class Dispatcher:
 
     def first_awaited(self) -> int | None:
         """The first op in frozen order that is not started: what a frozen rank waits for."""
-        op = self._next_frozen[self.rank]
+        op = self._state.next_frozen[self.rank]
         return op if op < self.graph.first[self.rank + 1] else None
 
 

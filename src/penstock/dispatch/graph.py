@@ -17,7 +17,7 @@ from functools import cached_property
 
 import numpy as np
 
-from penstock.engine.network import starts_of
+from penstock.engine.network import OpNetwork, starts_of
 from penstock.schedule import Op, Schedule, ScheduleError
 from penstock.schedule.async_ops import launches, memory_edges, rows_of
 from penstock.schedule.columns import KINDS as COLUMN_KINDS
@@ -44,30 +44,20 @@ class _AsList:
         self._name = name
 
     def __get__(self, graph: Graph, owner: type | None = None) -> list[int]:
-        found: list[int] = graph.arrays[self._name].tolist()
+        found: list[int] = getattr(graph.arrays, self._name).tolist()
         graph.__dict__[self._name] = found
         return found
 
 
 class Graph:
-    """A schedule as arrays of ints, made once and never changed. Each is in `arrays`, and a list by its name.
+    """A schedule lowered to a network of ops, made once and never changed.
+
+    Each array of the network is a list here, by its name.
 
     Attributes:
+        arrays: the network. The ops of pairs (see `schedule.pairs`) are gangs of one, since gangs run in their turn.
         ops: op number -> Op. An op that several ranks run together has a number on each of them.
         number: Op -> its number; on the first of the ranks that run it together where it has several.
-        arrays: name -> numpy array, of each of these:
-        rank: op -> its row: its rank, or `num_ranks` + its rank where it is on that rank's stream.
-        first: row -> its first op; one entry more than rows.
-        num_needed: op -> how many edges lead to it.
-        edge_first, edge_to: the edges from op o are `edge_to[edge_first[o]:edge_first[o + 1]]`.
-        queue_first, queue_rank_first: queue q (one stage, one priority class of one rank) holds
-            `queue_ops[queue_first[q]:queue_first[q + 1]]` in frozen order; rank r has queues
-            `queue_rank_first[r]` to `queue_rank_first[r + 1] - 1`.
-        queue_of, priority: op -> its queue, op -> its priority class.
-        place: op -> where it stands in the order of its rank, those of the rank's stream among the others.
-        gang: op -> which ops several ranks run together it belongs to, ALONE for the others. The ops of pairs (see
-            `schedule.pairs`) are gangs of one, since gangs are run in their turn.
-        gang_first, gang_ops: gang g has the op numbers `gang_ops[gang_first[g]:gang_first[g + 1]]`.
         num_ranks: how many rows are ranks.
         holds: (kind, stage) -> the stage activations that a registered op takes, or gives back (below 0).
         some: (kind, stage) of registered ops that are of some microbatches each.
@@ -83,7 +73,7 @@ class Graph:
         self,
         rows: Callable[[], Sequence[Sequence[Op]]],
         num_ranks: int,
-        arrays: Mapping[str, Array],
+        arrays: OpNetwork,
         number: dict[Op, int] | None = None,
         columns: Columns | None = None,
         holds: Mapping[tuple[str, int], float] | None = None,
@@ -101,21 +91,26 @@ class Graph:
         return list(itertools.chain.from_iterable(self._rows()))
 
     @cached_property
+    def lists(self) -> OpNetwork:
+        """The network as lists, for the decider as Python."""
+        return OpNetwork(*(getattr(self, name) for name in OpNetwork._fields))
+
+    @cached_property
     def number(self) -> dict[Op, int]:
         return {op: index for index, op in enumerate(self.ops)}
 
     @cached_property
     def sources(self) -> Array:
         """The op that each edge begins at, an array."""
-        return np.repeat(np.arange(self.num_ops), np.diff(self.arrays["edge_first"]))
+        return np.repeat(np.arange(self.num_ops), np.diff(self.arrays.edge_first))
 
     @property
     def num_ops(self) -> int:
-        return len(self.arrays["rank"])
+        return len(self.arrays.rank)
 
     @property
     def num_rows(self) -> int:
-        return len(self.arrays["first"]) - 1
+        return len(self.arrays.first) - 1
 
     @property
     def has_streams(self) -> bool:
@@ -123,9 +118,17 @@ class Graph:
         return self.num_rows > self.num_ranks
 
     @property
-    def beside(self) -> list[float] | None:
-        """What `decider.decide` knows of streams, before a run; None where there are none."""
-        return [*map(float, self.place), *[0.0] * self.num_ranks] if self.has_streams else None
+    def has_shared_ops(self) -> bool:
+        """Whether several ranks run some op together."""
+        return len(self.arrays.gang_ops) > len(self.arrays.gang_first) - 1
+
+    @cached_property
+    def node_of(self) -> Array:
+        """The op that stands for each op: the first of its gang, or the op itself. An array."""
+        node, gang = np.arange(self.num_ops), self.arrays.gang
+        together = np.flatnonzero(gang >= 0)
+        node[together] = self.arrays.gang_ops[self.arrays.gang_first[gang[together]]]
+        return node
 
     def successors(self, op: int) -> list[int]:
         """The ops that need an op."""
@@ -205,19 +208,20 @@ def lower(schedule: Schedule, extra: Sequence[tuple[Op, Op]] = ()) -> Graph:
     kinds = {kind: n for n, kind in enumerate(sorted({op.kind for op in ops} - {*KINDS}), start=1)}
     own_kind = np.array([kinds.get(op.kind, 0) for op in ops], np.int64)
     stage = np.array([op.stage for op in ops], np.int64)
-    arrays = {
-        "rank": np.array(rank, np.int64),
-        "first": np.array(first, np.int64),
-        "num_needed": np.array(num_needed, np.int64),
-        "edge_first": np.array(edge_first, np.int64),
-        "edge_to": np.array([t for edges_from in successors for t in edges_from], np.int64),
-        "priority": priority,
-        "place": _places(schedule, rows),
-    }
     backward_of = {number[forward]: number[backward] for forward, backward in schedule.pairs}
     in_turn = [[member] for pair in backward_of.items() for member in pair]
-    arrays |= _queues(arrays["rank"], len(rows), priority, stage, own_kind)
-    arrays |= _gangs(len(ops), [*numbers.values(), *in_turn])
+    row_of = np.array(rank, np.int64)
+    arrays = OpNetwork(
+        rank=row_of,
+        first=np.array(first, np.int64),
+        num_needed=np.array(num_needed, np.int64),
+        edge_first=np.array(edge_first, np.int64),
+        edge_to=np.array([t for edges_from in successors for t in edges_from], np.int64),
+        priority=priority,
+        place=_places(schedule, rows),
+        **_queues(row_of, len(rows), priority, stage, own_kind),
+        **_gangs(len(ops), [*numbers.values(), *in_turn]),
+    )
     return Graph(
         lambda: rows,
         schedule.num_ranks,
@@ -241,17 +245,18 @@ def _lower_columns(schedule: Schedule) -> Graph | None:
     more = accumulation_edges(columns)
     producer, consumer = np.concatenate([producer, more[0]]), np.concatenate([consumer, more[1]])
     priority = np.array([PRIORITY[kind] for kind in COLUMN_KINDS], np.int64)[columns.kind]
-    arrays = {
-        "rank": columns.rank,
-        "first": columns.first,
-        "num_needed": np.bincount(consumer, minlength=num_ops),
-        "edge_first": starts_of(producer, num_ops),
-        "edge_to": consumer[np.argsort(producer, kind="stable")],
-        "priority": priority,
-        "place": np.arange(num_ops),
-    }
     own_kind = (columns.kind == R).astype(np.int64)
-    arrays |= _queues(columns.rank, schedule.num_ranks, priority, columns.stage, own_kind) | _gangs(num_ops, [])
+    arrays = OpNetwork(
+        rank=columns.rank,
+        first=columns.first,
+        num_needed=np.bincount(consumer, minlength=num_ops),
+        edge_first=starts_of(producer, num_ops),
+        edge_to=consumer[np.argsort(producer, kind="stable")],
+        priority=priority,
+        place=np.arange(num_ops),
+        **_queues(columns.rank, schedule.num_ranks, priority, columns.stage, own_kind),
+        **_gangs(num_ops, []),
+    )
     return Graph(lambda: schedule.order, schedule.num_ranks, arrays, columns=columns)
 
 

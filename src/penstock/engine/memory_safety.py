@@ -5,8 +5,8 @@ A rank gives memory back by the ops that come later. So it is safe as long as th
 that keeps to its cap to the end; then what is started never stands in the way of what it needs. Which order that is
 depends on what is known when an op is to start:
 
-    fits         the rest of the rank's given order, where it takes ready ops out of turn (`decider`)
-    fits_beside  the same, together with the stream whose ops use the same memory
+    decider.fits, fits_beside
+                 the rest of the rank's given order, where it takes ready ops out of turn
     can_finish   the microbatches begun, one after the other, the oldest first, where there is no order yet and a
                  rank has a chain of stages (`list_by_values`)
     reserves     a forward of every deeper stage in turn, where there is no order yet and stages form any graph: room
@@ -16,65 +16,6 @@ depends on what is known when an op is to start:
 from __future__ import annotations
 
 from penstock.engine.arrays import Floats, Ints
-from penstock.engine.tolerance import EPSILON
-
-
-def fits(rank: int, op: int, done: Ints, next_frozen: Ints, memory_change: Floats, held: Floats, cap: Floats) -> bool:
-    """Whether `op`, run now, leaves the rank able to finish in frozen order under its cap.
-
-    Running it early raises the memory of every op that the frozen order has before it.
-    """
-    level = held[rank] + memory_change[op]
-    limit = cap[rank] + EPSILON * cap[rank]
-    if level > limit:
-        return False
-    for earlier in range(next_frozen[rank], op):
-        if done[earlier] == 0:
-            level += memory_change[earlier]
-            if level > limit:
-                return False
-    return True
-
-
-def fits_beside(
-    rank: int,
-    op: int,
-    first: Ints,
-    done: Ints,
-    next_frozen: Ints,
-    memory_change: Floats,
-    held: Floats,
-    cap: Floats,
-    beside: Floats,
-) -> bool:
-    """The same where ranks have streams: in the order of both together, each op ending before the next one starts.
-
-    What is under way will end.
-    """
-    num_ranks = (len(first) - 1) // 2
-    holder = rank if rank < num_ranks else rank - num_ranks
-    stream = holder + num_ranks
-    level = held[holder] + held[stream] + memory_change[op]
-    limit = cap[holder] + EPSILON * cap[holder]
-    if level > limit:
-        return False
-    level += beside[len(memory_change) + holder]
-    own, apart = next_frozen[holder], next_frozen[stream]
-    while True:
-        has_own = own < first[holder + 1] and beside[own] < beside[op]
-        has_apart = apart < first[stream + 1] and beside[apart] < beside[op]
-        if has_own and (not has_apart or beside[own] < beside[apart]):
-            earlier = own
-            own += 1
-        elif has_apart:
-            earlier = apart
-            apart += 1
-        else:
-            return True
-        if done[earlier] == 0:
-            level += memory_change[earlier]
-            if level > limit:
-                return False
 
 
 def can_finish(

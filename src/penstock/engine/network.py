@@ -120,6 +120,38 @@ class Irregularities(NamedTuple):
     hosts: Ints
 
 
+class OpNetwork(NamedTuple):
+    """Ops of rows in their order, as ranks choose among them. Row r has ops `first[r]` to `first[r + 1] - 1`.
+
+    Attributes:
+        rank: the row of each op: its rank, or the number of ranks plus its rank where it is on that rank's stream.
+        num_needed: how many edges lead to each op.
+        edge_first, edge_to: the ops that need op o are `edge_to[edge_first[o]:edge_first[o + 1]]`.
+        queue_first, queue_ops, queue_of: queue q (one stage and one priority of one row) holds the ops
+            `queue_ops[queue_first[q]:queue_first[q + 1]]`, in the order of the row.
+        queue_rank_first: row r has queues `queue_rank_first[r]` to `queue_rank_first[r + 1] - 1`.
+        priority: of each op, 1 for forwards; lower numbers go first where a rank prefers by class.
+        place: where each op stands in the order of its rank, those of the rank's stream among the others.
+        gang: the gang of each op, which several ranks run together or which runs in its turn alone; -1 for others.
+        gang_first, gang_ops: gang g has the ops `gang_ops[gang_first[g]:gang_first[g + 1]]`.
+    """
+
+    rank: Ints
+    first: Ints
+    num_needed: Ints
+    edge_first: Ints
+    edge_to: Ints
+    queue_rank_first: Ints
+    queue_first: Ints
+    queue_ops: Ints
+    queue_of: Ints
+    priority: Ints
+    place: Ints
+    gang: Ints
+    gang_first: Ints
+    gang_ops: Ints
+
+
 class OpGraph(NamedTuple):
     """Ops numbered row by row, in the order of the rows, and what waits for what.
 

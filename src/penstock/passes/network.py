@@ -19,7 +19,7 @@ from penstock.engine.network import OpGraph
 from penstock.engine.timing import Timer
 from penstock.schedule import Schedule, ScheduleError
 from penstock.schedule.async_ops import require_no_streams
-from penstock.simulation.runner import durations as durations_of
+from penstock.simulation.lowered import durations as durations_of
 
 
 @dataclass(frozen=True)
@@ -91,12 +91,12 @@ def network(schedule: Schedule, costs: Costs, links: Links) -> PassNetwork:
     node_of = [
         o if graph.gang[o] < 0 else graph.gang_ops[graph.gang_first[graph.gang[o]]] for o in range(graph.num_ops)
     ]
-    rank, node = graph.arrays["rank"], np.array(node_of, np.int64)
-    source, target = graph.sources, graph.arrays["edge_to"]
+    rank, node = graph.arrays.rank, np.array(node_of, np.int64)
+    source, target = graph.sources, graph.arrays.edge_to
     delays = np.array([[0.0 if a == b else links.delay(a, b) for b in ranks] for a in ranks])
     late = delays[rank[source], rank[target]]
     together = node if len(graph.gang_first) > 1 else None
-    ops = OpGraph(graph.arrays["first"], rank, source, target, late, together)
+    ops = OpGraph(graph.arrays.first, rank, source, target, late, together)
     before: list[list[tuple[int, float]]] = [[] for _ in node_of]
     after: list[list[tuple[int, float]]] = [[] for _ in node_of]
     row_before: list[list[int]] = [[] for _ in node_of]

@@ -33,9 +33,9 @@ from penstock.schedule.columns import KINDS, Array
 from penstock.schedule.messages import remove_communication
 from penstock.schedule.pairs import require_no_pairs
 from penstock.schedule.short_repr import short_repr
-from penstock.simulation.lowered import Order
+from penstock.simulation.lowered import Order, durations
 from penstock.simulation.memory import given_caps, memory_changes
-from penstock.simulation.runner import PreparedRun, Runner, RunResult, durations, frozen_timer
+from penstock.simulation.runner import PreparedRun, Runner, RunResult
 from penstock.simulation.transport import Decoupled, SimulatedTransport, as_transport
 
 SHARES = {
@@ -220,12 +220,12 @@ class OrderSearch:
             duration=durations(plain.schedule, graph, self._even),
             change=np.array(memory_changes(graph, self._even), np.float64),
         )
-        self._known: dict[str, object] = {"sources": plain.sources, "crossing": plain.crossing}
+        self._known: dict[str, object] = {"crossing": plain.crossing}
         self._prepared: dict[Dispatch, PreparedRun] = {}
         self._counts_sizes = bool(costs.factors.activation)
         if not self._counts_sizes:  # then every order holds what every other does
             self._known["peaks"] = self._lowered.peaks
-        self._timer = self._frozen_timer(plain)
+        self._timer, self._ops = self._frozen_timer(plain), np.arange(plain.num_ops)
         num, stages = schedule.num_microbatches, costs.num_stages
         row, self._microbatch = _rows_of(plain, stages)
         self._row = row * num
@@ -346,7 +346,7 @@ class OrderSearch:
         at = self._row + order.take(self._microbatch)
         duration = base.duration * self._times.take(at)
         change = base.change * self._sizes.take(at) if self._counts_sizes else base.change
-        found = Order(base.schedule, base.graph, base.base, base.ints, base.missing, duration, change)
+        found = Order(base.schedule, base.graph, duration, change)
         found.__dict__.update(self._known)
         return found
 
@@ -355,7 +355,7 @@ class OrderSearch:
     ) -> OrderCandidate:
         """What comes of an order; a makespan of infinity where that is known to be above the limit."""
         if dispatch is Dispatch.FROZEN and self._timer is not None:
-            makespan = max(self._timer.makespan(lowered.base, lowered.duration), 0.0)
+            makespan = max(self._timer.makespan(self._ops, lowered.duration), 0.0)
         elif (prepared := self._prepared_for(lowered, dispatch)) is not None:
             makespan = prepared.makespan_within(limit, lowered.duration, lowered.change)
         else:
@@ -387,12 +387,12 @@ class OrderSearch:
 
     def _frozen_timer(self, plain: Order) -> Timer | None:
         """What times the frozen order by one sweep; None where links and ops are more than delays and rows."""
-        alone = len(plain.ints["gang_first"]) == 1 and not plain.graph.has_streams
+        alone = len(plain.graph.gang_first) == 1 and not plain.graph.has_streams
         if not self._links.is_constant or self._transport != Decoupled() or not alone:
             return None
         num = plain.num_ranks
         delays = np.array([self._links.delay(a, b) if a != b else 0.0 for a in range(num) for b in range(num)])
-        return frozen_timer(plain, delays)
+        return Timer(*plain.op_graph(delays).network(plain.duration))
 
     def _excess(self, lowered: Order) -> float:
         return max(peak - cap for peak, cap in zip(lowered.peaks, self.caps, strict=True))

@@ -150,8 +150,8 @@ def _best(
 def _op_arrays(candidate: OrderCandidate, links: Links, caps: Sequence[float]) -> OpArrays:
     order = candidate.lowered
     ranks = range(order.num_ranks)
-    rank, to, first = order.ints["rank_of"], order.ints["edge_to"], order.ints["first"]
-    source = np.repeat(np.arange(order.num_ops), np.diff(order.ints["edge_first"]))
+    arrays, source = order.graph.arrays, order.graph.sources
+    rank, to, first = arrays.rank, arrays.edge_to, arrays.first
     delay = np.array([[0.0 if a == b else links.delay(a, b) for b in ranks] for a in ranks])[rank[source], rank[to]]
     head, tail = paths(order.duration, source, to, delay)
     rows = np.split(np.arange(order.num_ops), first[1:-1])

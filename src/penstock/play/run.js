@@ -60,6 +60,7 @@ const runs = (() => {
       edge_to: Int32Array.from(successors.flat()),
       queue_ops: queueOps, queue_of: queueOf, queue_first: Int32Array.from([...begins, num]),
       queue_rank_first: starts(begins.map((at) => rank[queueOps[at]]), s.numRanks),
+      gang: new Int32Array(num).fill(-1), gang_first: new Int32Array(1), gang_ops: new Int32Array(0),
     };
   }
 
@@ -93,9 +94,10 @@ const runs = (() => {
     });
   }
 
-  // The arrays of one run, by the names that the event loop gives them. Those that the caller's `space` has of the
-  // right size are used again: a browser that is given new ones for every frame stops now and then to collect the old.
-  function arraysOf(s, graph, options) {
+  // What one run reads and writes: the state of ranks, that of the event loop, and the links. Arrays that the caller's
+  // `space` has of the right size are used again: a browser that is given new ones for every frame stops now and then to
+  // collect the old.
+  function stateOf(s, graph, options) {
     const num = graph.ops.length, rows = s.numRanks, space = options.space || {};
     const blank = (Kind, name, size) => {
       if (space[name] && space[name].length === size) return space[name].fill(0);
@@ -112,28 +114,19 @@ const runs = (() => {
       const [a, b] = link.split(">").map(Number);
       if (a < rows && b < rows) delay[a * rows + b] = ms;
     }
-    const leaves = min_tree.leaves_for(rows);
-    return {
-      ...graph, delay, wait: 0, due: floats("due", 1), wake: floats("wake", rows), bounded: false, depth: ints("depth", rows * rows),
-      warmup_left: Int32Array.from(options.warmup || new Array(rows).fill(0)), rank_of: graph.rank,
-      missing: copied("missing", graph.missing), head: copied("head", graph.queue_first.subarray(0, -1)),
-      next_frozen: copied("next_frozen", graph.first.subarray(0, -1)),
-      done: ints("done", num), held: floats("held", rows), state: ints("state", rows), in_transit: ints("in_transit", rows * rows),
-      unsent: ints("unsent", rows), start_time: floats("start_time", num), end_time: floats("end_time", num),
-      arrival_time: floats("arrival_time", graph.edge_to.length), free_time: floats("free_time", num),
-      peak: floats("peak", rows), turn: ints("turn", num), gang: ints("gang", num).fill(-1), gang_first: ints("gang_first", 1),
-      gang_ops: ints("gang_ops", 0), gathered: ints("gathered", 1), lines: false, base: 0, busy: floats("busy", 1),
-      late_first: ints("late_first", 1), late_from: floats("late_from", 1), late_ms: floats("late_ms", 1),
-      line_free: floats("line_free", 1), line_last: floats("line_last", 1), ends: floats("ends", 2 * leaves).fill(Infinity),
-      left: floats("left", rows), limit: Infinity, beside: null, arrival: null,
+    const ranks = {
+      missing: copied("missing", graph.missing), done: ints("done", num), held: floats("held", rows),
+      head: copied("head", graph.queue_first.subarray(0, -1)), next_frozen: copied("next_frozen", graph.first.subarray(0, -1)),
+      warmup_left: Int32Array.from(options.warmup || new Array(rows).fill(0)), under_way: null,
     };
-  }
-
-  function drive(arrays) {
-    return event_loop.run(...event_loop.parameters.run.map((name) => {
-      if (arrays[name] === undefined) throw new Error(`the event loop asks for ${name}`);
-      return arrays[name];
-    }));
+    const loop = {
+      due: null, left: floats("left", rows), start_time: floats("start_time", num), end_time: floats("end_time", num),
+      free_time: floats("free_time", num), arrival_time: floats("arrival_time", graph.edge_to.length), peak: floats("peak", rows),
+      turn: ints("turn", num), state: ints("state", rows), last_on: ints("last_on", rows), unsent: ints("unsent", rows),
+      wake: floats("wake", rows), ends: floats("ends", 2 * min_tree.leaves_for(rows)).fill(Infinity), gathered: ints("gathered", 0),
+      in_transit: ints("in_transit", 0), reached: ints("reached", 2),
+    };
+    return { ranks, loop, links: { delay, bounded: false, lines: false } };
   }
 
   // Runs a schedule. options: { costs, links, dispatch: "frozen" | "hinted" | "hinted:SHARE" | "dynamic" | "auto",
@@ -150,15 +143,16 @@ const runs = (() => {
       return sure.find((each) => each.makespan <= least);
     }
     const [name, share] = options.dispatch.split(":"), wait = share ? Number(share) : 0;
-    const arrays = arraysOf(s, graph, options);
-    if (wait) Object.assign(arrays, { wait, due: simulate(s, { ...given, dispatch: "frozen" }).arrays.start_time });
+    const { ranks, loop, links } = stateOf(s, graph, options);
+    if (wait) loop.due = simulate(s, { ...given, dispatch: "frozen" }).start;
     const memory_change = options.change || graph.memory_change;
     const peaks = options.change ? peaksOf(graph.first, options.change) : graph.frozen_peaks;
     const cap = Float64Array.from(options.caps || (name === "frozen" ? peaks.map(() => Infinity) : peaks));
-    Object.assign(arrays, { policy: CODES[name], duration, memory_change, cap });
-    const ended = drive(arrays);
+    Object.assign(ranks, { memory_change, cap });
+    loop.duration = duration;
+    const ended = event_loop.run(CODES[name], wait, Infinity, graph, ranks, loop, links);
     if (ended < graph.ops.length) {
-      const stuck = arrays.done.indexOf(0);
+      const stuck = ranks.done.indexOf(0);
       throw new ScheduleError(
         `the run stops after ${ended} of ${graph.ops.length} ops: rank ${graph.rank[stuck]} never runs ` +
         `${schedules.opText(graph.ops[stuck])} (rule: deadlock); the proof shows why`, { rule: "deadlock" });
@@ -167,22 +161,22 @@ const runs = (() => {
     let first = Infinity, last = -Infinity;
     for (let op = 0; op < duration.length; op++) {
       busy[graph.rank[op]] += duration[op];
-      first = Math.min(first, arrays.start_time[op]);
-      last = Math.max(last, arrays.end_time[op]);
+      first = Math.min(first, loop.start_time[op]);
+      last = Math.max(last, loop.end_time[op]);
     }
     const makespan = graph.ops.length ? last - first : 0;
     return {
-      schedule: s, graph, arrays, dispatch: options.dispatch, makespan, busy,
+      schedule: s, graph, turn: loop.turn, dispatch: options.dispatch, makespan, busy,
       bubble: makespan ? 1 - sum(busy) / (s.numRanks * makespan) : 0,
-      start: arrays.start_time, end: arrays.end_time, peaks: [...arrays.peak],
+      start: loop.start_time, end: loop.end_time, peaks: [...loop.peak],
     };
   }
 
   // The schedule with each rank's ops in the order in which they ran.
   function executed(run) {
-    const { graph, arrays, schedule } = run;
+    const { graph, turn, schedule } = run;
     const order = schedule.order.map((row, r) => {
-      const places = range(row.length).sort((a, b) => arrays.turn[graph.first[r] + a] - arrays.turn[graph.first[r] + b]);
+      const places = range(row.length).sort((a, b) => turn[graph.first[r] + a] - turn[graph.first[r] + b]);
       return places.map((place) => row[place]);
     });
     return { ...schedule, order };

@@ -21,10 +21,11 @@ import numpy as np
 from penstock.cost import CostError, Costs, Links
 from penstock.cost.links import LinkQueues
 from penstock.dispatch import Dispatch, Policy
+from penstock.engine.arrays import Array
 from penstock.engine.tolerance import EPSILON
 from penstock.schedule import Schedule
 from penstock.schedule.messages import remove_communication
-from penstock.simulation.lowered import Array, Order
+from penstock.simulation.lowered import Order
 from penstock.simulation.memory import frozen_caps
 from penstock.simulation.runner import Runner
 from penstock.simulation.transport import SimulatedTransport, as_transport
@@ -117,7 +118,7 @@ def choose(
     """
     due = None
     if draws and any(policy.wait for policy in policies):
-        due = runner.run(order, deepcopy(links), transport=transport, links_at=links_at).arrays["start_time"]
+        due = runner.run(order, deepcopy(links), transport=transport, links_at=links_at).start_time
 
     def run(policy: Policy) -> tuple[float, ...]:
         return tuple(
@@ -137,8 +138,8 @@ def jittered(order: Order, jitter: float, num_draws: int, seed: int) -> tuple[Or
     """The order with every op's duration drawn anew: log-normal, its mean that of the order."""
     rng = np.random.default_rng(seed)
     factors: list[Array] = [rng.lognormal(-(jitter**2) / 2, jitter, order.num_ops) for _ in range(num_draws)]
-    for first, last in pairwise(order.ints["gang_first"].tolist()):  # ranks that run an op together take as long
-        members = order.ints["gang_ops"][first:last]
+    for first, last in pairwise(order.graph.gang_first):  # ranks that run an op together take as long
+        members = order.graph.gang_ops[first:last]
         for each in factors:
             each[members] = each[members[:1]]
     return tuple(replace(order, duration=order.duration * each) for each in factors)

@@ -10,49 +10,44 @@ import numpy as np
 from penstock.cost import Costs, Links
 from penstock.cost.conditions import NOTHING, Constant, Trace
 from penstock.cost.links import LinkQueues
-from penstock.simulation.lowered import Array, Order
+from penstock.engine.event_loop import LinkArrays
+from penstock.simulation.lowered import Order
 from penstock.simulation.transport import Blocking, SimulatedTransport
 
 
 @dataclass(frozen=True)
-class LinkArrays:
-    """Links as the engine takes them."""
+class RunLinks:
+    """Links as the engine takes them: arrays, or a function that says when the message of an edge arrives."""
 
-    lines: bool
-    base: float
-    arrival: Callable[[int, float], float] | None
-    arrays: dict[str, Array]
-
-    @property
-    def bounded(self) -> bool:
-        """Whether a sender may have to wait until a link has room."""
-        return bool(self.arrays["depth"].any())
+    arrays: LinkArrays
+    arrival: Callable[[int, float], float] | None = None
 
 
-def passed(
+def run_links(
     order: Order, links: Links | LinkQueues, costs: Costs, links_at: float, transport: SimulatedTransport
-) -> LinkArrays:
+) -> RunLinks:
     """Lays out links for the runs of an order that start at `links_at` ms of their own time."""
-    num_rows, is_bounded = order.num_rows, isinstance(transport, Blocking)
+    num_rows, nothing = order.num_rows, np.zeros(0)
     edges, sources, on = order.crossing
     used = {link: order.ends(link) for link in np.flatnonzero(np.bincount(on)).tolist()}
-    unused = ("delay", "busy", "late_from", "late_ms", "line_free", "line_last")
-    arrays: dict[str, Array] = dict.fromkeys(unused, np.zeros(1))
-    arrays |= {"late_first": np.zeros(1, np.int64), "depth": np.zeros(num_rows**2 if is_bounded else 1, np.int64)}
+    depth = np.zeros(num_rows**2 if isinstance(transport, Blocking) else 0, np.int64)
     if isinstance(transport, Blocking):
         for link, ends in used.items():
             if link < order.num_ranks * num_rows:  # what a stream sends holds nobody up
-                arrays["depth"][link] = transport.depth_of(*ends)
+                depth[link] = transport.depth_of(*ends)
     elif isinstance(links, Links):
         links = transport.carry(links, used.values(), float(order.duration.min(initial=np.inf)), links_at)
+    arrays = LinkArrays(
+        delay=np.zeros(num_rows**2), depth=depth, bounded=bool(depth.any()), lines=False, base=0.0, busy=nothing,
+        late_first=nothing, late_from=nothing, late_ms=nothing, line_free=nothing, line_last=nothing,
+    )  # fmt: skip
     if isinstance(links, Links) and links.is_constant:
-        arrays["delay"] = np.zeros(num_rows**2)
         for link, ends in used.items():
-            arrays["delay"][link] = links.delay(*ends)
-        return LinkArrays(False, 0.0, None, arrays)
+            arrays.delay[link] = links.delay(*ends)
+        return RunLinks(arrays)
     if isinstance(links, LinkQueues) or links_at or not _is_plain(links, used.values()):
         lines = links if isinstance(links, LinkQueues) else LinkQueues(links)
-        return LinkArrays(False, 0.0, _arrival(order, costs, lines, links_at), arrays)
+        return RunLinks(arrays, _arrival(order, costs, lines, links_at))
     late_first: list[int] = [0]
     late_from: list[float] = []
     late_ms: list[float] = []
@@ -67,21 +62,24 @@ def passed(
             each[link] = condition.occupancy.at(0.0, "")
             rate[link] = 0.0 if condition.bandwidth is None else condition.bandwidth.at(0.0, "")
         late_first.append(len(late_ms))
-    busy = np.zeros(len(order.ints["edge_to"]))
+    busy = np.zeros(len(order.graph.arrays.edge_to))
     busy[edges] = each[on]
     if rate.any():
         for edge, source, link in zip(edges.tolist(), sources.tolist(), on.tolist(), strict=True):
             if rate[link]:
                 busy[edge] += _size(order, costs, source, edge) / rate[link] * 1e3
-    arrays |= {
-        "busy": busy,
-        "late_first": np.array(late_first, np.int64),
-        "late_from": np.array(late_from or [0.0]),
-        "late_ms": np.array(late_ms or [0.0]),
-        "line_free": np.zeros(num_rows**2),
-        "line_last": np.zeros(num_rows**2),
-    }
-    return LinkArrays(True, links.base, None, arrays)
+    return RunLinks(
+        arrays._replace(
+            lines=True,
+            base=links.base,
+            busy=busy,
+            late_first=np.array(late_first, np.int64),
+            late_from=np.array(late_from),
+            late_ms=np.array(late_ms),
+            line_free=np.zeros(num_rows**2),
+            line_last=np.zeros(num_rows**2),
+        )
+    )
 
 
 def _is_plain(links: Links, used: Iterable[tuple[int, int]]) -> bool:
@@ -98,20 +96,16 @@ def _is_plain(links: Links, used: Iterable[tuple[int, int]]) -> bool:
 
 
 def _size(order: Order, costs: Costs, source: int, edge: int) -> float:
-    graph, base = order.graph, order.base
-    producer = int(base[source])
-    return costs.message_size(graph.ops[producer], graph.receives(producer, int(base[order.ints["edge_to"][edge]])))
+    graph = order.graph
+    return costs.message_size(graph.ops[source], graph.receives(source, graph.edge_to[edge]))
 
 
 def _arrival(order: Order, costs: Costs, lines: LinkQueues, at: float) -> Callable[[int, float], float]:
     """When the message of an edge, sent at some time, arrives."""
-    sources = order.sources.tolist()
-    num_ranks = order.num_ranks
-    targets, rank = order.ints["edge_to"].tolist(), order.ints["rank_of"].tolist()
+    graph, sources = order.graph, order.graph.sources.tolist()
 
     def arrival(edge: int, now: float) -> float:
-        source, target = sources[edge], targets[edge]
-        size = _size(order, costs, source, edge)
-        return lines.arrival_in_run(rank[source] % num_ranks, rank[target] % num_ranks, size, now, at)
+        source, target = graph.host(sources[edge]), graph.host(graph.edge_to[edge])
+        return lines.arrival_in_run(source, target, _size(order, costs, sources[edge], edge), now, at)
 
     return arrival

@@ -126,7 +126,7 @@ def simulate(
         warmup=warmup,
         links_at=links_at,
     )
-    return timeline_of(schedule, order.graph, str(policy), ran.arrays, considered)
+    return timeline_of(ran, str(policy), considered)
 
 
 def _through_channels(

@@ -11,9 +11,9 @@ from typing import Any, Generic, TypeVar, overload
 import numpy as np
 
 from penstock.cost import CostError
-from penstock.dispatch import Graph
 from penstock.schedule import Op, Schedule, picture
 from penstock.schedule.async_ops import in_executed_order
+from penstock.simulation.runner import RunResult
 
 T = TypeVar("T")
 
@@ -227,36 +227,28 @@ class Timeline:
         return in_executed_order(self.schedule, rows)
 
 
-def timeline_of(
-    schedule: Schedule,
-    graph: Graph,
-    dispatch: str,
-    arrays: dict[str, Any],
-    considered: tuple[tuple[str, float], ...] = (),
-) -> Timeline:
-    """Makes a timeline from the engine's arrays. Its ops and messages are made when they are asked for.
+def timeline_of(ran: RunResult, dispatch: str, considered: tuple[tuple[str, float], ...] = ()) -> Timeline:
+    """Makes a timeline of a run. Its ops and messages are made when they are asked for.
 
     Raises:
         CostError: times are too large for a float.
     """
-    starts, ends = np.asarray(arrays["start_time"], float), np.asarray(arrays["end_time"], float)
+    graph, starts, ends = ran.order.graph, np.asarray(ran.start_time, float), np.asarray(ran.end_time, float)
     if not np.isfinite(ends).all():
         raise CostError("the run would take more milliseconds than a float can hold; give smaller costs and delays")
-    peaks = tuple(map(float, arrays["peak"][: graph.num_ranks]))
-    rank, to = graph.arrays["rank"] % graph.num_ranks, graph.arrays["edge_to"]
-    between = np.flatnonzero(np.repeat(rank, np.diff(graph.arrays["edge_first"])) != rank[to])
+    between = ran.order.crossing[0]
     made = Timeline(
-        schedule,
-        LazyTuple(graph.num_ops, lambda: _ops(graph, arrays)),
-        LazyTuple(len(between), lambda: _messages(graph, arrays, between)),
-        peaks,
+        ran.order.schedule,
+        LazyTuple(graph.num_ops, lambda: _ops(ran)),
+        LazyTuple(len(between), lambda: _messages(ran)),
+        ran.peaks,
         "simulated",
         dispatch,
         considered,
     )
     if graph.num_ops:
         made.__dict__["makespan"] = float(ends.max() - starts.min())
-    turn, first = np.asarray(arrays["turn"]), graph.arrays["first"]
+    turn, first = np.asarray(ran.turn), graph.arrays.first
     spans, busy = [], []
     for begin, end in zip(first[: graph.num_ranks].tolist(), first[1 : graph.num_ranks + 1].tolist(), strict=True):
         order = begin + np.argsort(turn[begin:end], kind="stable")
@@ -268,29 +260,28 @@ def timeline_of(
     return made
 
 
-def _messages(graph: Graph, arrays: dict[str, Any], between: Any) -> tuple[Message, ...]:
-    starts, ends, arrivals = (arrays[name] for name in ("start_time", "end_time", "arrival_time"))
-    ops, to = graph.ops, graph.edge_to
+def _messages(ran: RunResult) -> tuple[Message, ...]:
+    graph, (edges, sources, _) = ran.order.graph, ran.order.crossing
     return tuple(
         Message(
-            ops[producer],
-            graph.receives(producer, to[edge]),
-            graph.host(producer),
-            graph.host(to[edge]),
-            sent := float(ends[producer]),
+            graph.ops[source],
+            graph.receives(source, target := graph.edge_to[edge]),
+            graph.host(source),
+            graph.host(target),
+            sent := float(ran.end_time[source]),
             sent,
-            float(arrivals[edge]),
-            float(starts[to[edge]]),
+            float(ran.arrival_time[edge]),
+            float(ran.start_time[target]),
         )
-        for producer, edge in zip(graph.sources[between].tolist(), between.tolist(), strict=True)
+        for edge, source in zip(edges.tolist(), sources.tolist(), strict=True)
     )
 
 
-def _ops(graph: Graph, arrays: dict[str, Any]) -> tuple[TimedOp, ...]:
+def _ops(ran: RunResult) -> tuple[TimedOp, ...]:
+    graph, turns = ran.order.graph, list(map(int, ran.turn))
     starts, ends, free, arrivals = (
-        list(map(float, arrays[name])) for name in ("start_time", "end_time", "free_time", "arrival_time")
+        list(map(float, times)) for times in (ran.start_time, ran.end_time, ran.free_time, ran.arrival_time)
     )
-    turns = list(map(int, arrays["turn"]))
     latest: list[tuple[float, int]] = [(-1.0, -1)] * graph.num_ops
     for source in range(graph.num_ops):
         for edge in range(graph.edge_first[source], graph.edge_first[source + 1]):

@@ -102,7 +102,7 @@ class TranslationUnit:
         match node:
             case None | ast.Constant(value=None):
                 return "void"
-            case ast.Name(id=name) if name in SCALARS or name in ELEMENTS or name in ROWS:
+            case ast.Name(id=name) if name in SCALARS or name in ELEMENTS or name in ROWS or name == "Heap":
                 return name
             case ast.Name(id=name) if name in source.aliases:
                 return self.type_of(source, source.aliases[name])
@@ -200,7 +200,7 @@ def spelled(kind: str) -> str:
         return SCALARS[kind]
     if kind.endswith("[]"):
         return f"{kind[:-2]}_records"
-    return kind
+    return "Heap *" if kind == "Heap" else kind
 
 
 class FunctionWriter(Writer):
@@ -255,12 +255,11 @@ class FunctionWriter(Writer):
         given = {**self.parameters, **{each: self.types[each] for each in self.captured}}
         parameters = [self._declared(each, kind) for each, kind in given.items() if kind != "nothing"]
         self.body(self._node.body)
-        heap = "OWN Heap {} = {{0}};"
-        own = [
-            f"  {heap.format(self.name(each))}" if kind == "Heap" else f"  {self._declared(each, kind)} = {{0}};"
-            for each, kind in self.types.items()
-            if each not in given
-        ]
+        own = []
+        for each, kind in self.types.items():
+            if each not in given:
+                own += [f"  OWN Heap own_{each} = {{0}};"] if kind == "Heap" else []
+                own.append(f"  {self._declared(each, kind)} = {f'&own_{each}' if kind == 'Heap' else '{0}'};")
         head = f"static inline {spelled(self.returns)} {self.c_name}({', '.join(parameters) or 'void'}) {{"
         return "\n".join([*self._above, head, *own, *self.lines, "}\n"])
 
@@ -380,14 +379,14 @@ class FunctionWriter(Writer):
                 self.body(orelse)
                 self.depth += 1
             case ast.Expr(value=ast.Call(func=ast.Attribute(value=ast.Name(id=name), attr="pop"))):
-                self.write(f"heap_pop(&{name});")
+                self.write(f"heap_pop({name});")
             case _:
                 super().statement(node)
 
     def assign(self, targets: Sequence[ast.expr], value: ast.expr) -> None:
         match targets[0], value:
             case ast.Name(id=name), ast.List(elts=[ast.Tuple(elts=[time, code])]):
-                self.write(f"heap_push(&{name}, {self.expr(time)}, {self.expr(code)});")
+                self.write(f"heap_push({name}, {self.expr(time)}, {self.expr(code)});")
             case ast.Name(id=name), ast.BinOp(left=ast.List(elts=[only]), right=count):
                 self._make(name, count, self.type_of(value))
                 self.fill(targets[0], only)
@@ -483,7 +482,7 @@ class FunctionWriter(Writer):
                     case ast.LShift():
                         return f"((int64_t){a} << {b})"
             case ast.Attribute(value=value, attr=attr) if self.type_of(node) is not None:
-                return f"{self.expr(value)}{'.' if isinstance(value, ast.Subscript) else '->'}{attr}"
+                return f"{self.expr(value)}{'->' if isinstance(value, ast.Name) else '.'}{attr}"
             case ast.Subscript():
                 return self._subscript(node)
             case ast.Call(func=func, args=args, keywords=[]):
@@ -497,9 +496,9 @@ class FunctionWriter(Writer):
             case ast.Subscript(value=ast.Call(args=[heap]) as call, slice=ast.Constant(value=1)) if (
                 ast.unparse(call.func) == "heapq.heappop"
             ):
-                return f"heap_pop(&{self.expr(heap)}).code"
+                return f"heap_pop({self.expr(heap)}).code"
             case ast.Subscript(value=ast.Subscript(value=heap), slice=place) if self.type_of(heap) == "Heap":
-                return f"{self.expr(heap)}.at[0].{'time' if ast.unparse(place) == '0' else 'code'}"
+                return f"{self.expr(heap)}->at[0].{'time' if ast.unparse(place) == '0' else 'code'}"
         array, kind = self.expr(node.value), self.type_of(node.value) or ""
         match node.slice:
             case ast.Slice(lower=low, upper=high, step=None):
@@ -525,13 +524,13 @@ class FunctionWriter(Writer):
     def _call(self, name: str, func: ast.expr, args: Sequence[ast.expr], node: ast.Call) -> str:
         if name == "heapq.heappush" and isinstance(args[1], ast.Tuple):
             heap, (time, code) = args[0], args[1].elts
-            return f"heap_push(&{self.expr(heap)}, {self.expr(time)}, {self.expr(code)})"
-        given = [self.expr(each) for each in args]
+            return f"heap_push({self.expr(heap)}, {self.expr(time)}, {self.expr(code)})"
+        given = [self.expr(each) for each in args if self.type_of(each) != "nothing"]
         if name in FUNCTIONS:
             return f"{FUNCTIONS[name]}({', '.join(given)})"
         match func, args:
             case ast.Name(id="len"), [_]:
-                return f"{given[0]}.len"
+                return f"{given[0]}{'->' if self.type_of(args[0]) == 'Heap' else '.'}len"
             case ast.Name(id="max" | "min"), [_, *_]:
                 kind = "float" if self.type_of(node) == "float" else "int"
                 found = given[0]
@@ -552,7 +551,7 @@ class FunctionWriter(Writer):
 
     def _called(self, function: FunctionWriter, args: Sequence[ast.expr], given: list[str], node: ast.Call) -> str:
         wanted = list(function.parameters.values())
-        missing = len(wanted) - len(given)
+        missing = len(wanted) - len(args)
         defaults = (
             [self.expr(each) for each in function.defaults[len(function.defaults) - missing :]] if missing else []
         )
