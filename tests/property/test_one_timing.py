@@ -78,10 +78,9 @@ def test_list_scheduling_by_rules(seed: int) -> None:
     placement = draw.choice([ps.placements.one_to_one, ps.placements.v_shape])(ranks)
     costs = drawn_costs(draw, placement.num_stages)
     graph = queue_graph(placement, ranks, (0,) * num, costs, drawn_links(draw, ranks), split=True)
-    for record in graph.tables.ranks:
-        record.warmup_left = draw.randint(0, 3)
+    warmup = [draw.randint(0, 3) for _ in range(ranks)]
     lister = Lister(graph, compile=False)
-    listed = lister.list_by_rules(graph.tables)
+    listed = lister.list_by_rules(graph.tables._replace(ranks=graph.tables.ranks._replace(warmup=warmup)))
     if listed.complete:
         timed = lister.time_rows(listed.copy_rows())
         assert list(timed.start_time) == list(listed.start_time)

@@ -10,15 +10,14 @@ import penstock as ps
 from penstock.dispatch.queues import QueueGraph, queue_graph
 from penstock.engine.min_tree import fill, least_of, leaves_for, sift
 from penstock.engine.needs import last_needed
+from penstock.engine.rule_tables import Tables
 from penstock.schedule import one_to_one, v_shape
 from penstock.simulation.lister import Lister, rows_of
 
 
-def graph_of(placement: ps.Placement, num_ranks: int, num: int, costs: ps.Costs, links: ps.Links) -> QueueGraph:
-    graph = queue_graph(placement, num_ranks, (0,) * num, costs, links, split=True)
-    for rank, record in enumerate(graph.tables.ranks):
-        record.warmup_left = min(num, 2 * (num_ranks - rank) - 1)
-    return graph
+def with_rules(graph: QueueGraph, **rules: list[float]) -> Tables:
+    """The tables of a graph whose ranks have other rules."""
+    return graph.tables._replace(ranks=graph.tables.ranks._replace(**rules))
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2, 5, 8])
@@ -29,9 +28,11 @@ def test_compiled_and_not_agree_and_the_simulator_agrees_with_both(num_ranks: in
     n = placement.num_stages
     costs = ps.Costs(*([draw.uniform(5, 15) for _ in range(n)] for _ in range(3)))
     links = ps.Links({(0, 1): 12.5}) if num_ranks > 1 else ps.Links()
-    graph = graph_of(placement, num_ranks, 3 * num_ranks, costs, links)
-    plain = Lister(graph, compile=False).list_by_rules(graph.tables)
-    fast = Lister(graph, compile=True).list_by_rules(graph.tables)
+    num = 3 * num_ranks
+    graph = queue_graph(placement, num_ranks, (0,) * num, costs, links, split=True)
+    tables = with_rules(graph, warmup=[min(num, 2 * (num_ranks - rank) - 1) for rank in range(num_ranks)])
+    plain = Lister(graph, compile=False).list_by_rules(tables)
+    fast = Lister(graph, compile=True).list_by_rules(tables)
     assert plain.complete
     assert fast.complete
     assert plain.copy_rows() == fast.copy_rows()
@@ -51,9 +52,7 @@ def test_compiled_and_not_agree_and_the_simulator_agrees_with_both(num_ranks: in
 def test_the_order_is_that_of_the_decision_core_for_zb() -> None:
     warmup = [7, 5, 3, 1]
     graph = queue_graph(one_to_one(4), 4, (0,) * 12, ps.Costs.uniform(4), split=True)
-    for record, count in zip(graph.tables.ranks, warmup, strict=True):
-        record.warmup_left = count
-    listed = Lister(graph, compile=False).list_by_rules(graph.tables)
+    listed = Lister(graph, compile=False).list_by_rules(with_rules(graph, warmup=warmup))
     assert listed.schedule("zb") == ps.build("zb", 4, 12, warmup=warmup)
 
 
@@ -69,15 +68,12 @@ def test_rows_that_deadlock_stop_and_say_so() -> None:
 
 def test_two_stages_of_a_rank_do_not_lock_each_other_out_under_a_cap() -> None:
     graph = queue_graph(v_shape(3), 3, (0,) * 9, ps.Costs.uniform(6), split=True)
-    for record in graph.tables.ranks:
-        record.cap_count = 2.0
-    listed = Lister(graph, compile=False).list_by_rules(graph.tables)
+    listed = Lister(graph, compile=False).list_by_rules(with_rules(graph, cap_count=[2.0] * 3))
     assert listed.complete
     assert max(ps.schedule.peak_in_flight(listed.schedule("tight"))) == 2
 
 
-def test_what_records_say_of_a_queue_is_what_the_network_says() -> None:
-    """The two were made each by itself: the network was put together again from the records."""
+def test_rows_with_streams_and_gathers_are_timed_as_they_are_listed() -> None:
     stages = ps.schedule.StageGraph(
         4,
         ((0, 1), (2, 3)),
@@ -89,23 +85,11 @@ def test_what_records_say_of_a_queue_is_what_the_network_says() -> None:
     )
     costs = ps.Costs.uniform(4).with_other({("GATHER", 1): (3.0, 0.0)})
     graph = queue_graph(ps.Placement(((0, 1, 0, 1),)), 2, (0,) * 4, costs, ps.Links({(0, 1): 2.0}), stages)
-    (network, more), tables = graph.network, graph.tables
-    assert graph.num_rows == network.num_ranks == 4
-    for q, record in enumerate(tables.queues):
-        assert (record.first_op, record.length) == (
-            network.op_first[q],
-            network.op_first[q + 1] - network.op_first[q],
-        )
-        assert record.duration == network.duration[q]
-        assert graph.hosts(q) == more.hosts[more.host_first[q] : more.host_first[q + 1]]
-        for n in range(record.need_first, record.need_last):
-            need = tables.needs[n]
-            assert q in more.unlocks[more.unlock_first[need.queue] : more.unlock_first[need.queue + 1]]
-            assert (need.before, need.after, need.shift) == (more.before[n], more.after[n], more.shift[n])
-    by_rules, timed = Lister(graph, compile=False), Lister(graph, compile=False)
-    listed = by_rules.list_by_rules(tables)
+    assert graph.num_rows == 4
+    lister = Lister(graph, compile=False)
+    listed = lister.list_by_rules(graph.tables)
     assert listed.complete
-    assert timed.time_rows(listed.copy_rows()).makespan == listed.makespan
+    assert lister.time_rows(listed.copy_rows()).makespan == listed.makespan
 
 
 def test_windows_of_ops_unlock_windows() -> None:

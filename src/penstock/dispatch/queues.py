@@ -20,12 +20,17 @@ from math import gcd, inf
 from penstock.cost import Costs, Links
 from penstock.engine.memory_safety import reserves
 from penstock.engine.network import Irregularities, Network, of_queues
-from penstock.engine.rule_tables import BACKWARD, FIRST, FORWARD, LAST, WEIGHT, Tables
+from penstock.engine.rule_tables import BACKWARD, FIRST, FORWARD, LAST, WEIGHT, QueueRules, Tables, tables_of
 from penstock.engine.tolerance import slack
 from penstock.schedule import Needs, Op, Placement, Schedule, ScheduleError, StageGraph
 from penstock.schedule.async_ops import joined
 
 CLASS_OF = {"F": FORWARD, "B": BACKWARD, "I": BACKWARD, "W": WEIGHT}
+COUNTS = {"F": 1.0, "B": -1.0, "W": -1.0}
+"""What an op of a kind adds to the forwards in flight."""
+
+Label = tuple[int, str, int]
+"""Of a queue: its pipeline, kind and stage."""
 
 
 @dataclass(frozen=True)
@@ -35,8 +40,8 @@ class QueueGraph:
     Attributes:
         labels: (pipeline, kind, stage) of each queue.
         microbatches: of each pipeline, its microbatches in order; the k-th op of a queue is of the k-th.
-        tables: as lists, with no rules yet: backward first, queues of a class in stage order, no caps.
-        network: the queues as the engine times them; all needs are said beside the network.
+        tables: the queues as the engine lists and times them, as lists. They have no rules yet: backward first,
+            queues of a class in stage order, no caps. All needs are said beside the network.
         num_ranks: ranks. Where ops are asynchronous the tables have as many streams after them, each of which is to
             them one more rank (see `schedule.async_ops`).
     """
@@ -44,16 +49,20 @@ class QueueGraph:
     placement: Placement
     stage_graph: StageGraph | None
     microbatch_pipeline: tuple[int, ...]
-    labels: tuple[tuple[int, str, int], ...]
+    labels: tuple[Label, ...]
     microbatches: tuple[tuple[int, ...], ...]
-    network: tuple[Network, Irregularities]
     tables: Tables
     num_ranks: int
 
     @property
+    def network(self) -> tuple[Network, Irregularities]:
+        """The queues as the engine times them."""
+        return self.tables.network, self.tables.more
+
+    @property
     def num_rows(self) -> int:
         """Ranks and streams."""
-        return self.network[0].num_ranks
+        return self.tables.network.num_ranks
 
     @property
     def num_queues(self) -> int:
@@ -62,11 +71,11 @@ class QueueGraph:
     @property
     def num_ops(self) -> int:
         """All ops; one that several ranks run together counts once."""
-        return self.network[0].num_ops
+        return self.tables.network.num_ops
 
     def hosts(self, queue: int) -> list[int]:
         """The ranks that run a queue's ops, or their streams."""
-        more = self.network[1]
+        more = self.tables.more
         return list(more.hosts[more.host_first[queue] : more.host_first[queue + 1]])
 
     def op(self, queue: int, index: int) -> Op:
@@ -120,7 +129,8 @@ class QueueGraph:
         for rank in range(self.num_ranks):
             stream = rank + self.num_ranks
             starts = [list(self._starts(rows[row], start_time)) for row in (rank, stream)]
-            ends = [s + self.tables.queues[q].duration for s, q in zip(starts[0], rows[rank], strict=True)]
+            durations = self.tables.network.duration
+            ends = [s + durations[q] for s, q in zip(starts[0], rows[rank], strict=True)]
             for op, start in zip(order[stream], starts[1], strict=True):
                 if holds.get(op[:2], 0.0) > 0 and (ended := bisect_right(ends, start + slack(start))):
                     found[op, rank] = order[rank][ended - 1]
@@ -129,7 +139,7 @@ class QueueGraph:
     def _starts(self, row: Sequence[int], start_time: Sequence[float]) -> Iterator[float]:
         seen = [0] * self.num_queues
         for q in row:
-            yield float(start_time[self.tables.queues[q].first_op + seen[q]])
+            yield float(start_time[self.tables.network.op_first[q] + seen[q]])
             seen[q] += 1
 
 
@@ -156,28 +166,62 @@ def queue_graph(
     """
     links = links or Links()
     links.check_ranks(num_ranks)
-    num_stages = placement.num_stages
-    costs.require_stages(num_stages, "the placement has")
-    graph = stage_graph or StageGraph.chain(num_stages)
+    costs.require_stages(placement.num_stages, "the placement has")
+    graph = stage_graph or StageGraph.chain(placement.num_stages)
     mine: list[list[int]] = [[] for _ in placement.pipelines]
     for m, pipeline in enumerate(microbatch_pipeline):
         mine[pipeline].append(m)
+    _check_plannable(graph, mine, microbatch_pipeline)
+    labels, lengths, hosts = _queues(placement, graph, mine, split if callable(split) else (lambda _: bool(split)))
+    for label, ranks in zip(labels, hosts, strict=True):
+        if max(ranks) >= num_ranks:
+            raise ScheduleError(
+                f"stage {label[2]} is placed on rank {max(ranks)}, but there are {num_ranks} ranks", rule="placement"
+            )
+    apart = {(r.kind, r.stage) for r in graph.registered if r.asynchronous}
+    rows = [
+        tuple(rank + num_ranks for rank in ranks) if label[1:] in apart else ranks
+        for label, ranks in zip(labels, hosts, strict=True)
+    ]
+    number = {label: q for q, label in enumerate(labels)}
+    needs = [
+        [
+            (p, _delay(links, hosts[p], ranks, label[1:] in apart), before, after, shift)
+            for p, before, after, shift in _needs(label, graph, number, lengths, len(mine))
+        ]
+        for label, ranks in zip(labels, hosts, strict=True)
+    ]
+    durations = [costs.duration(kind, stage) for _, kind, stage in labels]
+    network, more = of_queues(lengths, durations, rows, needs, 2 * num_ranks if apart else num_ranks)
+    shares_memory = any(each in graph.holds for each in apart)
+    rules = _rules_of(labels, hosts, graph, costs, last_kinds, num_ranks, shares_memory)
+    return QueueGraph(
+        placement,
+        stage_graph,
+        tuple(microbatch_pipeline),
+        tuple(labels),
+        tuple(map(tuple, mine)),
+        tables_of(network, more, rules, num_ranks, shares_memory),
+        num_ranks,
+    )
+
+
+def _check_plannable(graph: StageGraph, mine: list[list[int]], microbatch_pipeline: Sequence[int]) -> None:
+    """Raises ScheduleError where ops are named one by one, or counts do not fit the pipelines."""
+    num = len(microbatch_pipeline)
     if graph.num_microbatches and len(mine) > 1:
         raise ScheduleError(
             "stages with microbatch counts of their own need a placement with one pipeline", rule="placement"
         )
     for registered in graph.registered:
-        if len(mine) > 1 and len(registered.microbatches) != len(microbatch_pipeline):
+        if len(mine) > 1 and len(registered.microbatches) != num:
             raise ScheduleError(
                 f"{registered.num_ops} ops of kind {registered.kind} of stage {registered.stage} on a placement with "
                 f"{len(mine)} pipelines: each op belongs to one microbatch there, and runs where its stage is for "
-                f"it; register one for each of the {len(microbatch_pipeline)} microbatches, in groups of 1, without "
-                "`on`",
+                f"it; register one for each of the {num} microbatches, in groups of 1, without `on`",
                 rule="placement",
             )
     in_turn = all(k == m % len(mine) for m, k in enumerate(microbatch_pipeline))
-
-    num = len(microbatch_pipeline)
     named = [(r.kind, r.stage) for r in graph.registered if r.microbatches and len(r.microbatches) != num]
     named += [need.after for need in graph.needs if need.pairs and not (in_turn and _is_passed(need, num))]
     if named:
@@ -188,12 +232,17 @@ def queue_graph(
             "and num_after, or write the rows yourself",
             rule="dependencies",
         )
-    splits = split if callable(split) else (lambda _: bool(split))
-    labels: list[tuple[int, str, int]] = []
+
+
+def _queues(
+    placement: Placement, graph: StageGraph, mine: list[list[int]], splits: Callable[[int], bool]
+) -> tuple[list[Label], list[int], list[tuple[int, ...]]]:
+    """The label of each queue, how many ops it has, and the ranks that run them."""
+    labels: list[Label] = []
     lengths: list[int] = []
     hosts: list[tuple[int, ...]] = []
     for k in range(len(mine)):
-        for stage in range(num_stages):
+        for stage in range(placement.num_stages):
             for kind in ("F", "I", "W") if splits(stage) else ("F", "B"):
                 labels.append((k, kind, stage))
                 lengths.append(graph.microbatches_of(stage, len(mine[k])))
@@ -203,72 +252,42 @@ def queue_graph(
             labels.append((k, registered.kind, registered.stage))
             lengths.append(len(mine[k]) if len(mine) > 1 else registered.num_ops)
             hosts.append(registered.ranks or placement.hosts(k, registered.stage))
-    asynchronous = {(k, r.kind, r.stage) for r in graph.registered if r.asynchronous for k in range(len(mine))}
-    for label, ranks in zip(labels, hosts, strict=True):
-        if max(ranks) >= num_ranks:
-            raise ScheduleError(
-                f"stage {label[2]} is placed on rank {max(ranks)}, but there are {num_ranks} ranks", rule="placement"
-            )
+    return labels, lengths, hosts
 
-    num_rows = 2 * num_ranks if asynchronous else num_ranks
-    rows = [
-        tuple(rank + num_ranks for rank in ranks) if label in asynchronous else ranks
-        for label, ranks in zip(labels, hosts, strict=True)
-    ]
+
+def _rules_of(
+    labels: list[Label],
+    hosts: list[tuple[int, ...]],
+    graph: StageGraph,
+    costs: Costs,
+    last_kinds: Sequence[str],
+    num_ranks: int,
+    shares_memory: bool,
+) -> QueueRules:
+    """What rules count of each queue."""
     number = {label: q for q, label in enumerate(labels)}
-    needs = [_needs(label, graph, number, lengths, len(mine)) for label in labels]
     classes = [CLASS_OF.get(kind, LAST if kind in last_kinds else FIRST) for _, kind, _ in labels]
     memory = [costs.memory_change(kind, stage) for _, kind, stage in labels]
-    count = [{FORWARD: 1.0, WEIGHT: -1.0}.get(c, 0.0) for c in classes]
+    count = [COUNTS.get(kind, 0.0) for _, kind, _ in labels]
     for q, (_, kind, stage) in enumerate(labels):
-        if kind == "B":
-            count[q] = -1.0
         if share := graph.holds.get((kind, stage)):
             memory[q] += share * costs.activation[stage]
             count[q] = share
-    shares_memory = any((kind, stage) in graph.holds for _, kind, stage in asynchronous)
-    release = [number.get((k, "W", s), number.get((k, "B", s), -1)) if kind == "F" else -1 for k, kind, s in labels]
     of_stage = depths(graph)
     depth = [of_stage[stage] for _, _, stage in labels]
     forwards = [q for q, (_, kind, _) in enumerate(labels) if kind == "F"]
     taken_again = [q for q, (_, kind, stage) in enumerate(labels) if graph.holds.get((kind, stage), 0.0) > 0]
-    reserve = reserves(memory, [taken_again, forwards], hosts, depth, num_ranks)
-    reserve_count = reserves(count, [taken_again, forwards], hosts, depth, num_ranks)
-    network, irregular = of_queues(
-        lengths,
-        [costs.duration(kind, stage) for _, kind, stage in labels],
-        rows,
-        [
-            [
-                (p, _delay(links, hosts[p], hosts[q], labels[q] in asynchronous), before, after, shift)
-                for p, before, after, shift in found
-            ]
-            for q, found in enumerate(needs)
+    return QueueRules(
+        op_class=classes,
+        memory=memory,
+        count=count,
+        reserve=reserves(memory, [taken_again, forwards], hosts, depth, num_ranks),
+        reserve_count=reserves(count, [taken_again, forwards], hosts, depth, num_ranks),
+        release=[
+            number.get((k, "W", s), number.get((k, "B", s), -1)) if kind == "F" else -1 for k, kind, s in labels
         ],
-        num_rows,
-    )
-    said = [
-        {
-            "op_class": classes[q],
-            "memory": memory[q],
-            "count": count[q],
-            "reserve": reserve[q],
-            "reserve_count": reserve_count[q],
-            "release": release[q],
-            "cap": inf,
-        }
-        for q in range(len(labels))
-    ]
-    tables = Tables.of(network, irregular, said, num_ranks, shares_memory)
-    return QueueGraph(
-        placement,
-        stage_graph,
-        tuple(microbatch_pipeline),
-        tuple(labels),
-        tuple(map(tuple, mine)),
-        (network, irregular),
-        tables,
-        num_ranks,
+        cap=[inf] * len(labels),
+        late=[int(shares_memory and (m < 0 or c < 0)) for m, c in zip(memory, count, strict=True)],
     )
 
 
@@ -279,9 +298,9 @@ def _is_passed(need: Needs, num_microbatches: int) -> bool:
 
 
 def _needs(
-    label: tuple[int, str, int],
+    label: Label,
     graph: StageGraph,
-    number: dict[tuple[int, str, int], int],
+    number: dict[Label, int],
     lengths: list[int],
     num_pipelines: int,
 ) -> list[tuple[int, int, int, int]]:

@@ -28,8 +28,6 @@ import numpy as np
 from penstock.engine.arrays import Array, Floats, Ints
 
 NONE = -1
-FLOATS = ("duration", "delay", "need_delay", "tail", "memory", "delay_to", "cap", "release")
-"""The arrays of floats; all others are of ints."""
 
 
 class Network(NamedTuple):

@@ -5,13 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cached_property
 from types import ModuleType
-from typing import Any
 
 import numpy as np
 
 from penstock.engine import sweep
+from penstock.engine.arrays import Array, prepared, taken
 from penstock.engine.compiled import compiled, is_compiled
-from penstock.engine.network import FLOATS, Array, Irregularities, Network
+from penstock.engine.network import Irregularities, Network
 
 
 @dataclass(frozen=True)
@@ -44,9 +44,10 @@ class Timer:
     def __init__(
         self, network: Network, irregular: Irregularities | None = None, compile: bool | None = None
     ) -> None:
-        self._compile = is_compiled() if compile is None else compile
-        self._network, self._irregular = self._taken(network), self._taken(irregular)
-        self._sweep: ModuleType = compiled(sweep) if self._compile else sweep
+        self._as_c = is_compiled() if compile is None else compile
+        self._network = prepared(network, self._as_c)
+        self._irregular = None if irregular is None else prepared(irregular, self._as_c)
+        self._sweep: ModuleType = compiled(sweep) if self._as_c else sweep
         self._num_queues, self._num_ops = len(network.rank), network.num_ops
 
     def time(self, row: Array, duration: Array | None = None) -> OrderTimes:
@@ -68,8 +69,8 @@ class Timer:
     def _earliest(self, row: Array, duration: Array | None, space: list[Array]) -> float:
         network = self._network
         if duration is not None:
-            network = network._replace(duration=self._numbers(duration, np.float64))
-        return float(self._sweep.earliest(network, self._irregular, self._numbers(row, np.int64), *space))
+            network = network._replace(duration=taken(duration, np.float64, self._as_c))
+        return float(self._sweep.earliest(network, self._irregular, taken(row, np.int64, self._as_c), *space))
 
     @cached_property
     def _space(self) -> list[Array]:
@@ -80,18 +81,4 @@ class Timer:
         num_rows, ints = self._network.num_ranks, np.int64
         sizes = (self._num_ops, float), (self._num_queues, ints), (num_rows, ints), (num_rows, float)
         space: list[Array] = [np.zeros(*each) for each in (*sizes, (2 * num_rows, ints), (num_rows, ints))]
-        return space if self._compile else [each.tolist() for each in space]
-
-    def _taken(self, arrays: Any) -> Any:
-        """The arrays as the sweep takes them."""
-        if arrays is None:
-            return None
-        kinds = {name: np.float64 if name in FLOATS else np.int64 for name in arrays._fields}
-        given = {name: values for name, values in arrays._asdict().items() if values is not None}
-        return arrays._replace(**{name: self._numbers(values, kinds[name]) for name, values in given.items()})
-
-    def _numbers(self, values: Array, kind: type) -> Array:
-        """Numbers as C takes them, or as a list."""
-        if self._compile:
-            return np.ascontiguousarray(values, kind)
-        return values if isinstance(values, list) else values.tolist()
+        return space if self._as_c else [each.tolist() for each in space]

@@ -207,9 +207,9 @@ def _with_streams(graph: QueueGraph, messages: list[_Message], channel: str) -> 
             size.append(size[made])
             duration.append(message.ms)
             hosts.append(rows)
-    return replace(
-        graph, labels=tuple(labels), network=of_queues(size, duration, hosts, needs, graph.num_rows + len(busy))
-    )
+    made_network, made_more = of_queues(size, duration, hosts, needs, graph.num_rows + len(busy))
+    tables = graph.tables._replace(network=made_network, more=made_more)
+    return replace(graph, labels=tuple(labels), tables=tables)
 
 
 def _sequence_of(

@@ -600,7 +600,7 @@ def _keep(best: list[Found], found: Found, keep: int) -> None:
 
 def _peaks(graph: QueueGraph, rows: list[list[int]]) -> Sequence[float]:
     """Most memory that each rank holds."""
-    changes = [queue.memory for queue in graph.tables.queues]
+    changes = graph.tables.queues.memory
     first = list(accumulate(map(len, rows), initial=0))
     return peaks([changes[q] for row in rows for q in row], first)
 

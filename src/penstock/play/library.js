@@ -229,8 +229,9 @@ const library = (() => {
       labels.push({ k, kind, stage, rank });
     })));
     const find = (k, kind, stage) => number.get(`${k} ${kind} ${stage}`);
-    const needs = [], unlockers = labels.map(() => []), needFirst = [0];
-    labels.forEach(({ k, kind, stage }, q) => {
+    const sums = (counts) => counts.reduce((first, count) => [...first, first[first.length - 1] + count], [0]);
+    const each = (value) => labels.map(() => value);
+    const needs = labels.map(({ k, kind, stage }) => {
       const found = [];
       if (kind === "F" && stage > 0) found.push(find(k, "F", stage - 1));
       if (kind === "W") found.push(find(k, "I", stage));
@@ -238,48 +239,48 @@ const library = (() => {
         found.push(find(k, "F", stage));
         if (stage + 1 < num) found.push(find(k, kind, stage + 1));
       }
-      for (const queue of found) { needs.push({ queue, before: 1, after: 1, delay: 0, shift: 0 }); unlockers[queue].push(q); }
-      needFirst.push(needs.length);
+      return found;
     });
-    let firstOp = 0, unlockFirst = 0;
-    const queues = labels.map(({ k, kind, stage }, q) => {
-      const record = {
-        length: mine[k].length, duration: 1, op_class: classOf[kind], memory: 0, count: { F: 1, B: -1, W: -1, I: 0 }[kind],
-        reserve: 0, reserve_count: 0, release: kind === "F" ? find(k, kinds[kinds.length - 1], stage) : -1,
-        cap: kind === "F" && stage === 0 ? Math.floor(p / pipelines.length) : Infinity, first_op: firstOp, host_first: q, host_last: q + 1,
-        need_first: needFirst[q], need_last: needFirst[q + 1], unlock_first: unlockFirst, unlock_last: unlockFirst + unlockers[q].length,
-        started: 0, ready_at: Infinity, refused: 0, late: 0, freed: 0,
-      };
-      firstOp += record.length;
-      unlockFirst = record.unlock_last;
-      return record;
-    });
+    const unlocks = labels.map((_, q) => range(labels.length).filter((other) => needs[other].includes(q)));
     const own = range(p).map((rank) => range(labels.length).filter((q) => labels[q].rank === rank));
-    const slots = [], slotQueues = [], ownFirst = [0];
-    for (const row of own) {
-      ownFirst.push(ownFirst[ownFirst.length - 1] + row.length);
-      for (let kind = 0; kind < NUM_CLASSES; kind++) {
-        const first = slotQueues.length;
-        slotQueues.push(...row.filter((q) => queues[q].op_class === kind)
-          .sort((a, b) => labels[b].stage - labels[a].stage || labels[a].k - labels[b].k));
-        slots.push({ first, last: slotQueues.length, pick: 0, interval: 0, hold: 0, position: 0, stepped: 0 });
-      }
-    }
-    const ranks = range(p).map((r) => ({
-      own_first: ownFirst[r], own_last: ownFirst[r + 1], holder: r, beside: -1, mode: list_by_rules.BACKWARD_FIRST, strict: 0,
-      unit_forward: 1, unit_backward: 1, cap_memory: Infinity, cap_count: Infinity, patience: 0, warmup_left: 0, free_at: 0,
-      wake: Infinity, memory: 0, in_flight: 0, turn: BACKWARD, turn_left: 0,
-    }));
-    const lengths = own.map((row) => row.reduce((total, q) => total + queues[q].length, 0));
-    const rowFirst = [0];
-    for (const length of lengths) rowFirst.push(rowFirst[rowFirst.length - 1] + length);
-    const rows = new Int32Array(firstOp);
-    const started = list_by_rules.run(queues, ranks, slots, slotQueues, labels.map((each) => each.rank), needs, unlockers.flat(), own.flat(),
-      new Float64Array(firstOp), rows, rowFirst, new Int32Array(p), new Float64Array(2 * min_tree.leaves_for(p)));
-    if (started < firstOp) throw new ScheduleError(`${name}: after ${started} of ${firstOp} ops no rank can go on (rule: deadlock)`, { rule: "deadlock" });
+    const classes = labels.map(({ kind }) => classOf[kind]), sizes = labels.map(({ k }) => mine[k].length);
+    const slots = own.flatMap((row) => range(NUM_CLASSES).map((kind) => row.filter((q) => classes[q] === kind)
+      .sort((a, b) => labels[b].stage - labels[a].stage || labels[a].k - labels[b].k)));
+    const rowFirst = sums(own.map((row) => row.reduce((total, q) => total + sizes[q], 0))), numNeeds = needs.flat().length;
+    const all = (count, value) => new Array(count).fill(value), last = kinds[kinds.length - 1];
+    const tables = {
+      network: { op_first: sums(sizes), row_first: rowFirst, duration: each(1) },
+      more: {
+        need_first: sums(needs.map((found) => found.length)), need_queue: needs.flat(), need_delay: all(numNeeds, 0),
+        before: all(numNeeds, 1), after: all(numNeeds, 1), shift: all(numNeeds, 0), hosts: labels.map(({ rank }) => rank),
+        unlock_first: sums(unlocks.map((found) => found.length)), unlocks: unlocks.flat(), host_first: range(labels.length + 1),
+      },
+      queues: {
+        op_class: classes, memory: each(0), count: labels.map(({ kind }) => ({ F: 1, B: -1, W: -1, I: 0 })[kind]), reserve: each(0),
+        reserve_count: each(0), release: labels.map(({ k, kind, stage }) => (kind === "F" ? find(k, last, stage) : -1)), late: each(0),
+        cap: labels.map(({ kind, stage }) => (kind === "F" && stage === 0 ? Math.floor(p / pipelines.length) : Infinity)),
+      },
+      ranks: {
+        own_first: sums(own.map((row) => row.length)), own: own.flat(), holder: range(p), beside: all(p, -1), strict: all(p, 0),
+        mode: all(p, list_by_rules.BACKWARD_FIRST), unit_forward: all(p, 1), unit_backward: all(p, 1), cap_memory: all(p, Infinity),
+        cap_count: all(p, Infinity), patience: all(p, 0), warmup: all(p, 0),
+      },
+      slots: {
+        first: sums(slots.map((row) => row.length)), queues: slots.flat(), pick: all(slots.length, 0), interval: all(slots.length, 0),
+        hold: all(slots.length, 0),
+      },
+    };
+    const numOps = rowFirst[p], rows = all(numOps, 0);
+    const state = {
+      started: each(0), ready_at: each(0), refused: each(0), freed: each(0), free_at: all(p, 0), memory: all(p, 0), in_flight: all(p, 0),
+      turn: all(p, BACKWARD), turn_left: all(p, 0), warmup_left: all(p, 0), position: all(slots.length, 0), stepped: all(slots.length, 0),
+      start_time: all(numOps, 0), rows, filled: all(p, 0), tree: all(2 * min_tree.leaves_for(p), Infinity),
+    };
+    const started = list_by_rules.run(tables, state);
+    if (started < numOps) throw new ScheduleError(`${name}: after ${started} of ${numOps} ops no rank can go on (rule: deadlock)`, { rule: "deadlock" });
     const order = range(p).map((rank) => {
       const seen = new Map();
-      return [...rows.subarray(rowFirst[rank], rowFirst[rank + 1])].map((q) => {
+      return rows.slice(rowFirst[rank], rowFirst[rank + 1]).map((q) => {
         const index = seen.get(q) || 0, { k, kind, stage } = labels[q];
         seen.set(q, index + 1);
         return op(kind, stage, mine[k][index]);

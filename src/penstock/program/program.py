@@ -15,16 +15,26 @@ import reprlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from itertools import pairwise
 from numbers import Integral, Real
 from typing import Any
 
 from penstock.cost import CostError, Costs, Links
 from penstock.cost.costs import require_costs
-from penstock.dispatch.queues import QueueGraph, queue_graph
-from penstock.engine.rule_tables import BACKWARD, FORWARD, INFINITY, NUM_CLASSES, WEIGHT, SlotRecord, Tables
+from penstock.dispatch.queues import Label, QueueGraph, queue_graph
+from penstock.engine.rule_tables import (
+    BACKWARD,
+    FORWARD,
+    INFINITY,
+    NUM_CLASSES,
+    WEIGHT,
+    QueueRules,
+    SlotRules,
+    Tables,
+)
 from penstock.program.new_op import Branch, NewOp, StageName
 from penstock.program.placements import check_all_used, num_ranks_of
-from penstock.program.rules import KINDS, Rules, Traversal
+from penstock.program.rules import KINDS, Rules
 from penstock.program.stepper import Stepper
 from penstock.schedule import Needs, Placement, Registered, Schedule, ScheduleError, StageGraph, check
 from penstock.schedule.short_repr import short_repr
@@ -341,56 +351,63 @@ class Program:
                 "known which of them come together; leave `uneven` out, and then order the microbatches with "
                 "ps.planning.order_microbatches(schedule, costs, memory_limit=...)"
             )
-        tables = graph.tables.copy()
-        for rank, record in enumerate(tables.ranks[: self.num_ranks]):  # streams take what is ready
-            rules = self.rules_of(rank)
-            record.mode = KINDS[rules.kinds]
-            record.strict = int(rules.strict)
-            record.unit_forward, record.unit_backward = rules.units
-            record.patience = rules.patience
-            record.cap_count = rules.cap_of(rank, self.num_ranks)
-            record.cap_memory = rules.memory_of(rank, self.num_ranks)
-            own = [tables.queues[q] for q in tables.own[record.own_first : record.own_last]]
-            forwards = [queue for queue in own if queue.op_class == FORWARD]
-            record.warmup_left = min(rules.warmup_of(rank, self.num_ranks), sum(queue.length for queue in forwards))
-            for what, cap, added, reserve, unit in (
-                ("max_in_flight", record.cap_count, "count", "reserve_count", "forwards"),
-                ("memory_limit", record.cap_memory, "memory", "reserve", "of memory"),
-            ):
-                least = max((getattr(q, added) + getattr(q, reserve) for q in forwards), default=0.0)
-                if cap < least:
-                    raise ScheduleError(
-                        f"rank {rank} hosts stages {list(self.placement.stages_of(rank))}, so one microbatch on its "
-                        f"way needs {least:g} {unit} there, but {what} is {cap:g}; raise it",
-                        rule="memory",
-                        rank=rank,
-                    )
-            most = record.warmup_left + max((int(q.reserve_count) for q in forwards), default=0)
-            if record.warmup_left > record.cap_count:
+        tables, num_ranks = graph.tables, self.num_ranks
+        rules = [self.rules_of(rank) for rank in range(num_ranks)]
+        caps = [each.cap_of(rank, num_ranks) for rank, each in enumerate(rules)]
+        limits = [each.memory_of(rank, num_ranks) for rank, each in enumerate(rules)]
+        num_ops = [last - first for first, last in pairwise(tables.network.op_first)]
+        own = [tables.ranks.own[a:b] for a, b in pairwise(tables.ranks.own_first)]
+        warmup, cap = [], list(tables.queues.cap)
+        for rank, each in enumerate(rules):
+            forwards = [q for q in own[rank] if tables.queues.op_class[q] == FORWARD]
+            warmup.append(min(each.warmup_of(rank, num_ranks), sum(num_ops[q] for q in forwards)))
+            self._check_caps(tables.queues, forwards, rank, caps[rank], limits[rank], warmup[rank])
+            for q in own[rank]:
+                _, kind, stage = graph.labels[q]
+                if kind == "F":
+                    cap[q] = min(cap[q], each.cap_of_stage(stage))
+        said: dict[str, list[Any]] = {
+            "mode": [KINDS[each.kinds] for each in rules],
+            "strict": [int(each.strict) for each in rules],
+            "unit_forward": [each.units[0] for each in rules],
+            "unit_backward": [each.units[1] for each in rules],
+            "cap_memory": limits,
+            "cap_count": caps,
+            "patience": [each.patience for each in rules],
+            "warmup": warmup,
+        }
+        for name, values in said.items():
+            values += getattr(tables.ranks, name)[num_ranks:]  # streams take what is ready
+        return tables._replace(
+            queues=tables.queues._replace(cap=cap),
+            ranks=tables.ranks._replace(**said),
+            slots=_traversed(tables.slots, rules, graph.labels),
+        )
+
+    def _check_caps(
+        self, queues: QueueRules, forwards: Sequence[int], rank: int, cap: float, limit: float, warmup: int
+    ) -> None:
+        """Raises ScheduleError if a rank's limits let no forward pass, or not those of its warm-up."""
+        for what, most, added, reserve, unit in (
+            ("max_in_flight", cap, queues.count, queues.reserve_count, "forwards"),
+            ("memory_limit", limit, queues.memory, queues.reserve, "of memory"),
+        ):
+            least = max((added[q] + reserve[q] for q in forwards), default=0.0)
+            if most < least:
                 raise ScheduleError(
-                    f"rank {rank} is to run {record.warmup_left} forwards as warm-up, but max_in_flight is "
-                    f"{record.cap_count:g}; raise it to {most}, or lower the warm-up",
+                    f"rank {rank} hosts stages {list(self.placement.stages_of(rank))}, so one microbatch on its "
+                    f"way needs {least:g} {unit} there, but {what} is {most:g}; raise it",
                     rule="memory",
                     rank=rank,
                 )
-            for kind, traversal in ((FORWARD, rules.forward), (BACKWARD, rules.backward), (WEIGHT, rules.backward)):
-                self._traverse(graph, tables, rank * NUM_CLASSES + kind, traversal)
-            for q in tables.own[record.own_first : record.own_last]:
-                _, kind_name, stage = graph.labels[q]
-                if kind_name == "F":
-                    tables.queues[q].cap = min(tables.queues[q].cap, rules.cap_of_stage(stage))
-        return tables
-
-    def _traverse(self, graph: QueueGraph, tables: Tables, slot: int, traversal: Traversal) -> None:
-        record: SlotRecord = tables.slots[slot]
-        own = sorted(
-            tables.slot_queues[record.first : record.last],
-            key=lambda q: ((-1 if traversal.deepest_first else 1) * graph.labels[q][2], graph.labels[q][0]),
-        )
-        tables.slot_queues = [*tables.slot_queues[: record.first], *own, *tables.slot_queues[record.last :]]
-        record.pick = traversal.pick
-        record.interval = traversal.interval or 0
-        record.hold = int(traversal.strict)
+        if warmup > cap:
+            needed = warmup + max((int(queues.reserve_count[q]) for q in forwards), default=0)
+            raise ScheduleError(
+                f"rank {rank} is to run {warmup} forwards as warm-up, but max_in_flight is {cap:g}; raise it to "
+                f"{needed}, or lower the warm-up",
+                rule="memory",
+                rank=rank,
+            )
 
     def build(self) -> Schedule:
         """Builds the schedule and checks it.
@@ -432,6 +449,20 @@ class Program:
             "back), or memory_limit=number where the activations of all stages are alike",
             rule="memory",
         )
+
+
+def _traversed(slots: SlotRules, rules: Sequence[Rules], labels: Sequence[Label]) -> SlotRules:
+    """The classes of queues, in the order in which each rank's rules go through them."""
+    queues = list(slots.queues)
+    pick, interval, hold = list(slots.pick), list(slots.interval), list(slots.hold)
+    for rank, each in enumerate(rules):
+        for kind, traversal in ((FORWARD, each.forward), (BACKWARD, each.backward), (WEIGHT, each.backward)):
+            slot, sign = rank * NUM_CLASSES + kind, -1 if traversal.deepest_first else 1
+            first, last = slots.first[slot], slots.first[slot + 1]
+            own = sorted(slots.queues[first:last], key=lambda q: (sign * labels[q][2], labels[q][0]))
+            queues[first:last] = own
+            pick[slot], interval[slot], hold[slot] = traversal.pick, traversal.interval or 0, int(traversal.strict)
+    return slots._replace(queues=queues, pick=pick, interval=interval, hold=hold)
 
 
 def _is_count(value: object) -> bool:

@@ -16,9 +16,9 @@ from typing import Any
 
 from penstock.dispatch.queues import QueueGraph
 from penstock.engine import list_by_rules
+from penstock.engine.arrays import prepared
 from penstock.engine.compiled import compiled, is_compiled
-from penstock.engine.min_tree import leaves_for
-from penstock.engine.rule_tables import Tables
+from penstock.engine.rule_tables import Tables, new_state
 from penstock.engine.timing import Timer
 from penstock.schedule import Schedule
 from penstock.schedule.async_ops import rows_of as rows_of_ops
@@ -31,8 +31,6 @@ class ListedRun:
     Attributes:
         reached: how many places of each row have run: fewer than there are where the ranks got stuck.
         makespan: first op's start to last op's end (ms); infinite where the ranks got stuck.
-
-    `rows` and `start_time` belong to the lister until `schedule` or `copy_rows`: its next run overwrites them.
     """
 
     graph: QueueGraph
@@ -58,7 +56,7 @@ class ListedRun:
 
 
 class Lister:
-    """Runs one queue graph, many times, in buffers of its own.
+    """Runs one queue graph, many times.
 
     Args:
         compile: whether to run as C; by default where that can be had.
@@ -66,31 +64,31 @@ class Lister:
 
     def __init__(self, graph: QueueGraph, compile: bool | None = None) -> None:
         self.graph = graph
-        self.row_first: list[int] = graph.network[0].row_first
-        self._compiled = compile = is_compiled() if compile is None else compile
-        self._numpy_tables = graph.tables.as_numpy() if compile else None
-        self._loop: ModuleType = compiled(list_by_rules) if compile else list_by_rules
-        self._rows = self._numbers(self.row_first[-1])
-        self._start_time = self._numbers(graph.num_ops, floats=True)
-        self._row_first = self._as_numbers(self.row_first)
-        self._tree = self._numbers(2 * leaves_for(graph.num_rows), floats=True)
+        self._as_c = is_compiled() if compile is None else compile
+        self._loop: ModuleType = compiled(list_by_rules) if self._as_c else list_by_rules
+        network, more = graph.network
+        self._network, self._more = prepared(network, self._as_c), prepared(more, self._as_c)
 
     @cached_property
     def _timer(self) -> Timer:
-        return Timer(*self.graph.network, self._compiled)
+        return Timer(*self.graph.network, self._as_c)
 
     def list_by_rules(self, tables: Tables) -> ListedRun:
-        """Makes rows by the rules in `tables`, which are left as they are."""
-        run = self._ready(tables)
-        reached = self._numbers(self.graph.num_rows)
+        """Makes rows by the rules in `tables`, which are those of the graph with other rules."""
+        state = new_state(tables, self._as_c)
         self._loop.run(
-            run.queues, run.ranks, run.slots, run.slot_queues, run.hosts, run.needs, run.unlocks, run.own,
-            self._start_time, self._rows, self._row_first, reached, self._tree,
-        )  # fmt: skip
-        ends = run.ranks["free_at"].max() if self._compiled else max(r.free_at for r in run.ranks)
-        done = list(map(int, reached))
-        makespan = float(ends) if sum(done) == self.row_first[-1] else inf
-        return ListedRun(self.graph, self._rows, self.row_first, self._start_time, done, makespan)
+            Tables(
+                self._network,
+                self._more,
+                prepared(tables.queues, self._as_c),
+                prepared(tables.ranks, self._as_c),
+                prepared(tables.slots, self._as_c),
+            ),
+            state,
+        )
+        reached, row_first = list(map(int, state.filled)), tables.network.row_first
+        makespan = float(max(state.free_at)) if sum(reached) == row_first[-1] else inf
+        return ListedRun(self.graph, state.rows, row_first, state.start_time, reached, makespan)
 
     def time_rows(self, rows: Any) -> ListedRun:
         """Times rows laid out rank by rank, or one list per rank."""
@@ -98,29 +96,7 @@ class Lister:
             rows = [q for row in rows for q in row]
         timed = self._timer.time(rows)
         makespan = timed.makespan if timed.complete else inf
-        return ListedRun(self.graph, rows, self.row_first, timed.start, timed.reached, makespan)
-
-    def _ready(self, tables: Tables) -> Tables:
-        if self._compiled and isinstance(tables.queues, list):
-            return tables.as_numpy(like=self._numpy_tables)
-        return tables.copy()
-
-    def _numbers(self, length: int, floats: bool = False) -> Any:
-        if not self._compiled:
-            return [0.0 if floats else 0] * length
-        import numpy as np
-
-        # Written to once, so that the pages are there before anybody takes the time.
-        array = np.empty(length, np.float64 if floats else np.int64)
-        array.fill(0)
-        return array
-
-    def _as_numbers(self, values: list[int]) -> Any:
-        if not self._compiled:
-            return values
-        import numpy as np
-
-        return np.asarray(values, np.int64)
+        return ListedRun(self.graph, rows, self.graph.network[0].row_first, timed.start, timed.reached, makespan)
 
 
 def rows_of(graph: QueueGraph, schedule: Schedule) -> list[list[int]]:

@@ -201,7 +201,7 @@ def pose_graph(
                 )
     dealt = [m % placement.num_pipelines for m in range(num_microbatches)]
     graph = queue_graph(placement, num_ranks, dealt, costs, links, stages, split)
-    if any(need.shift for need in graph.tables.needs) or (graph.stage_graph and graph.stage_graph.some_of):
+    if any(graph.tables.more.shift) or (graph.stage_graph and graph.stage_graph.some_of):
         raise ScheduleError(
             "ops that are passed on from microbatch to microbatch, or belong to one each, are not planned; build the "
             "schedule with ps.Program",
@@ -244,15 +244,17 @@ def pose_graph(
 
 def _check_needs(graph: QueueGraph) -> None:
     """Raises ScheduleError where ops need more ops of a kind than there are."""
-    queues, needs = graph.tables.queues, graph.tables.needs
-    for record, (_, kind, stage) in zip(queues, graph.labels, strict=True):
-        for need in needs[record.need_first : record.need_last]:
-            needed, there = -(-record.length // need.after) * need.before, queues[need.queue].length
+    network, more = graph.network
+    size = np.diff(network.op_first).tolist()
+    for q, (_, kind, stage) in enumerate(graph.labels):
+        for n in range(more.need_first[q], more.need_first[q + 1]):
+            source, before, after = more.need_queue[n], more.before[n], more.after[n]
+            needed, there = -(-size[q] // after) * before, size[source]
             if needed > there:
-                _, of_kind, at = graph.labels[need.queue]
+                _, of_kind, at = graph.labels[source]
                 raise ScheduleError(
-                    f"{record.length} ops of kind {kind} of stage {stage} need {needed} of kind {of_kind} of stage "
-                    f"{at}, in groups of {need.after} and {need.before}, but there are {there}; change the groups or "
+                    f"{size[q]} ops of kind {kind} of stage {stage} need {needed} of kind {of_kind} of stage "
+                    f"{at}, in groups of {after} and {before}, but there are {there}; change the groups or "
                     "the number of ops",
                     rule="dependencies",
                 )
