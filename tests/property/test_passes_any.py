@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 import penstock as ps
 from penstock.passes import recompute, separate_gradients
-from penstock.passes.network import network
+from penstock.passes.separate import TimedOps
 from penstock.schedule import Needs, Op, Registered, StageGraph, declare_shown_order
 from penstock.schedule.dependencies import predecessors
 from strategies import costs_for, library_schedules, links_for
@@ -124,14 +124,14 @@ def within(schedule: ps.Schedule, costs: ps.Costs, caps: tuple[float, ...]) -> b
 @given(problems())
 def test_the_networks_times_are_the_simulators(problem: Problem) -> None:
     schedule, costs, links = problem
-    net = network(schedule, costs, links)
+    net = TimedOps(schedule, costs, links)
     starts, end = net.earliest(net.durations)
     timeline = ps.simulate(schedule, costs, links=links)
     assert end == pytest.approx(max((t.end for t in timeline.ops), default=0.0))
     for timed in timeline.ops:
         assert starts[net.node_of[net.graph.number[timed.op]]] == pytest.approx(timed.start, abs=ROUNDING)
     latest = net.latest(net.durations, end)
-    assert all(latest[node] >= starts[node] - ROUNDING for node in net.order)
+    assert all(latest[node] >= starts[node] - ROUNDING for node in net.nodes)
 
 
 @pytest.mark.slow

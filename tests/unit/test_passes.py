@@ -238,7 +238,7 @@ def test_a_limit_below_the_schedules_own_peak() -> None:
         separate_gradients(schedule, memory_limit=2)
     with pytest.raises(ps.ScheduleError, match="memory_limit has 3 entries; give one per rank, 2 in all"):
         separate_gradients(schedule, memory_limit=[4, 4, 4])
-    with pytest.raises(ps.ScheduleError, match="rank 0: the memory limit is nan"):
+    with pytest.raises(ps.ScheduleError, match="memory_limit of rank 0 is nan"):
         separate_gradients(schedule, memory_limit=float("nan"))
     with pytest.raises(ps.CostError, match="link 0:7"):
         separate_gradients(schedule, links=ps.Links({(0, 7): 1.0}))

@@ -152,13 +152,13 @@ def test_stages_with_microbatches_of_other_sizes() -> None:
 
 
 def test_the_network_has_one_node_for_what_ranks_run_together_whoever_is_named_first() -> None:
-    from penstock.passes.network import network
+    from penstock.passes.separate import TimedOps
 
     placement = ps.Placement(((1, 0),), ((0, (1, 0)),))
     order = rows("0F0 1F0 1B0 0B0", "0F0 0B0")
     schedule = ps.Schedule("swapped", placement, order, (0,))
     costs = ps.Costs.uniform(2)
-    net = network(schedule, costs, ps.Links())
+    net = TimedOps(schedule, costs, ps.Links())
     starts, makespan = net.earliest(net.durations)
     timeline = ps.simulate(schedule, costs)
     assert makespan == timeline.makespan == 6

@@ -12,7 +12,7 @@ from penstock.engine.memory import levels
 from penstock.engine.tolerance import EPSILON
 from penstock.schedule import Schedule, ScheduleError
 from penstock.schedule.async_ops import activations_added
-from penstock.simulation.memory import memory_changes
+from penstock.simulation.memory import given_caps, memory_changes
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,8 @@ def memory_of(schedule: Schedule, graph: Graph, costs: Costs, memory_limit: floa
     most = math.inf if schedule.max_in_flight is None else schedule.max_in_flight
     again = {(op.stage, op.microbatch) for op in graph.ops if op.kind == "R"}
     count = [activations_added(op, again, graph.holds) for op in graph.ops]
-    return Memory(memory_changes(graph, costs), count, _caps(schedule, memory_limit), most)
+    caps = given_caps(math.inf if memory_limit is None else memory_limit, schedule.num_ranks)
+    return Memory(memory_changes(graph, costs), count, caps, most)
 
 
 def check_fits(schedule: Schedule, graph: Graph, memory: Memory, hint: str) -> None:
@@ -69,21 +70,3 @@ def check_fits(schedule: Schedule, graph: Graph, memory: Memory, hint: str) -> N
                     step=step,
                     op=op,
                 )
-
-
-def _caps(schedule: Schedule, memory_limit: float | Sequence[float] | None) -> list[float]:
-    if memory_limit is None:
-        return [math.inf] * schedule.num_ranks
-    given = [memory_limit] * schedule.num_ranks if isinstance(memory_limit, int | float) else list(memory_limit)
-    if len(given) != schedule.num_ranks:
-        raise ScheduleError(
-            f"memory_limit has {len(given)} entries; give one per rank, {schedule.num_ranks} in all", rule="memory"
-        )
-    for rank, cap in enumerate(given):
-        if not cap >= 0:
-            raise ScheduleError(
-                f"rank {rank}: the memory limit is {cap}: give a number of at least 0, or None",
-                rule="memory",
-                rank=rank,
-            )
-    return [float(cap) for cap in given]

@@ -5,12 +5,17 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import pairwise
+
+import numpy as np
 
 from penstock.cost import Costs, Links
+from penstock.engine.timing import Timer
 from penstock.engine.tolerance import slack
 from penstock.passes.memory import Memory, check_fits, memory_of
-from penstock.passes.network import PassNetwork, network
-from penstock.schedule import Op, Schedule, check, require_no_updates
+from penstock.schedule import Op, Schedule, ScheduleError, check, require_no_updates
+from penstock.schedule.async_ops import require_no_streams
+from penstock.simulation.lowered import lowered
 
 _HORIZONS = 4
 """How many makespans are aimed at, from the one that no order of the weight gradients can beat."""
@@ -75,7 +80,7 @@ def separate_gradients(
     require_no_updates(schedule, "separate_gradients moves weight gradients over time without regard to them")
     check(schedule)
     costs, links = costs or Costs.assumed(schedule.num_ranks, schedule.placement), links or Links()
-    net = network(schedule, costs, links)
+    net = TimedOps(schedule, costs, links)
     memory = memory_of(schedule, net.graph, costs, memory_limit)
     check_fits(schedule, net.graph, memory, "separating gradients lowers no memory: see penstock.passes.recompute")
     rows = _Separation(costs, net, memory).best_rows()
@@ -86,10 +91,79 @@ def separate_gradients(
     return result
 
 
+class TimedOps:
+    """The ops of a schedule, which are timed again and again under other durations.
+
+    An op that several ranks run together is one node with a place in each of their rows: the first of its numbers.
+
+    Attributes:
+        graph: the schedule, lowered.
+        durations: of each node, ms.
+        node_of: the node of each op.
+        nodes: all nodes, each after all it waits for.
+        needs: of each node, (node, ms) of what it needs: the message of that node is so late.
+        before, after: the same with its neighbours in the rows it stands in, and seen from the other side.
+
+    Raises:
+        CostError: costs for another number of stages, or a link between ranks that are not there.
+        ScheduleError: an op is missing, or the ranks wait for one another.
+    """
+
+    def __init__(self, schedule: Schedule, costs: Costs, links: Links) -> None:
+        links.check_ranks(schedule.num_ranks)
+        require_no_streams(schedule, "this pass times what ranks run themselves")
+        order = lowered(schedule, costs)
+        self.graph, self.durations = order.graph, order.duration.tolist()
+        ranks, num = range(order.num_ranks), order.num_ops
+        delay = np.array([0.0 if a == b else links.delay(a, b) for a in ranks for b in ranks])
+        self._ops = order.op_graph(delay)
+        self._timer, self._turned = Timer(*self._ops.network()), Timer(*self._ops.turned().network())
+        starts, makespan = self.earliest(np.ones(num))
+        if makespan < 0:
+            raise ScheduleError(
+                f"the ranks of {schedule.name} wait for one another (rule: deadlock); ps.check(schedule) shows where",
+                rule="deadlock",
+            )
+        node = self.graph.node_of
+        self.node_of: list[int] = node.tolist()
+        self.nodes = sorted((o for o, node in enumerate(self.node_of) if o == node), key=starts.__getitem__)
+        self.needs: list[list[tuple[int, float]]] = [[] for _ in range(num)]
+        self.after: list[list[tuple[int, float]]] = [[] for _ in range(num)]
+        sources, targets = node[self._ops.producer].tolist(), node[self._ops.consumer].tolist()
+        late = [0.0] * len(sources) if self._ops.delay is None else self._ops.delay.tolist()
+        for one, other, ms in zip(sources, targets, late, strict=True):
+            self.needs[other].append((one, ms))
+            self.after[one].append((other, ms))
+        self.before = [list(each) for each in self.needs]
+        for first, last in pairwise(self.graph.first):
+            for one, other in pairwise(self.node_of[first:last]):
+                self.before[other].append((one, 0.0))
+                self.after[one].append((other, 0.0))
+
+    def ranks_of(self, node: int) -> list[int]:
+        """The ranks that run the node's op."""
+        graph, gang = self.graph, self.graph.gang[node]
+        if gang < 0:
+            return [graph.rank[node]]
+        return [graph.rank[o] for o in graph.gang_ops[graph.gang_first[gang] : graph.gang_first[gang + 1]]]
+
+    def earliest(self, durations: Sequence[float]) -> tuple[list[float], float]:
+        """The start of every node as soon as possible, and the makespan (ms)."""
+        timed = self._timer.time(self._ops.row, np.array(durations))
+        return list(timed.start), timed.makespan
+
+    def latest(self, durations: Sequence[float], horizon: float) -> list[float]:
+        """The latest start of every node with which all end by `horizon` (ms)."""
+        taken = np.array(durations)
+        before_end = self._turned.time(self._ops.turned().row, taken[::-1]).start
+        latest: list[float] = (horizon - np.array(before_end)[::-1] - taken).tolist()
+        return latest
+
+
 class _Separation:
     """A schedule with its times and its memory, and which of its backwards may run as two halves."""
 
-    def __init__(self, costs: Costs, net: PassNetwork, memory: Memory) -> None:
+    def __init__(self, costs: Costs, net: TimedOps, memory: Memory) -> None:
         self.costs, self.net, self.memory = costs, net, memory
         self.can_split = [op.kind == "B" and net.graph.gang[o] < 0 for o, op in enumerate(net.graph.ops)]
 
@@ -164,7 +238,6 @@ class _Separation:
                 continue
             seen.add(node)
             causes = [s for s, late in net.before[node] if starts[s] + durations[s] + late >= starts[node] - margin]
-            causes += [s for s in net.row_before[node] if starts[s] + durations[s] >= starts[node] - margin]
             for cause in causes:
                 if self.can_split[cause] and durations[cause] > self.half_ms("I", cause):
                     found.add(cause)
@@ -205,8 +278,8 @@ class _BubbleFiller:
         """The makespan and every rank's ops."""
         net, ops = self._net, self._net.graph.ops
         ends = [0.0] * len(ops)
-        for node in net.order:
-            ready = max([0.0, *(ends[source] + late for source, late in net.before[node])])
+        for node in net.nodes:
+            ready = max([0.0, *(ends[source] + late for source, late in net.needs[node])])
             ranks = net.ranks_of(node)
             ready = max([ready, *(self._free[rank] for rank in ranks if len(ranks) > 1)])
             for rank in ranks:
@@ -293,7 +366,7 @@ def merged(schedule: Schedule, costs: Costs, links: Links) -> Schedule:
     the same; a half that a registered op waits for by its name stays a half, and so do those that several ranks
     run together. Memory and the makespan (frozen order, decoupled messages) never grow.
     """
-    net = network(schedule, costs, links)
+    net = TimedOps(schedule, costs, links)
     whole = _MergeCandidates(schedule, costs, net).whole()
     if not whole:
         return schedule
@@ -309,7 +382,7 @@ def merged(schedule: Schedule, costs: Costs, links: Links) -> Schedule:
 class _MergeCandidates:
     """Which halves can be merged while every op still starts by its latest start."""
 
-    def __init__(self, schedule: Schedule, costs: Costs, net: PassNetwork) -> None:
+    def __init__(self, schedule: Schedule, costs: Costs, net: TimedOps) -> None:
         self._net, self._costs = net, costs
         graph = net.graph
         named = {end for need in schedule.graph.needs for end in (need.before, need.after) if end[0] in "IW"}
@@ -354,12 +427,8 @@ class _MergeCandidates:
         taken = list(durations)
         place = dict(place)
         found = []
-        for node in net.order:
-            start = max(
-                [0.0]
-                + [starts[s] + taken[s] + late for s, late in net.before[node]]
-                + [starts[s] + taken[s] for s in net.row_before[node]]
-            )
+        for node in net.nodes:
+            start = max([0.0, *(starts[s] + taken[s] + late for s, late in net.before[node])])
             starts[node] = start
             weight = self._weight.get(node)
             if weight is None:
@@ -371,8 +440,6 @@ class _MergeCandidates:
             if end > latest[weight] + durations[weight] + margin:
                 continue
             if any(end + late > latest[t] + margin for t, late in net.after[node] if t != weight):
-                continue
-            if any(end > latest[t] + margin for t in net.row_after[node] if t != weight):
                 continue
             taken[node], taken[weight] = end - start, 0.0
             place[weight] = node
