@@ -6,6 +6,7 @@ FrozenDispatcher   a rank that runs the next op of its order and no other, for w
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 from penstock.dispatch.graph import Graph
@@ -94,30 +95,20 @@ class Dispatcher:
         return op if op < self.graph.first[self.rank + 1] else None
 
 
-class FrozenDispatcher:
+class FrozenDispatcher(Dispatcher):
     """The decisions of a rank without streams that runs the next op of its order, as the core's `decide` has it under
-    FROZEN.
-
-    It has the methods of `Dispatcher`, which says what they do.
+    FROZEN: two counters do.
 
     Args:
         graph: the schedule, lowered.
         rank: the rank that it decides for.
         memory_change: per op, what it adds to the activations held (F) or takes away.
-
-    Attributes:
-        held: activations the rank holds now.
     """
 
-    dispatch = Dispatch.FROZEN
-
     def __init__(self, graph: Graph, rank: int, memory_change: Sequence[float]) -> None:
-        self.graph, self.rank = graph, rank
-        self.held = 0.0
+        super().__init__(graph, rank, Dispatch.FROZEN, memory_change, math.inf)
         self._op, self._end = graph.first[rank], graph.first[rank + 1]
-        self._missing = list(graph.num_needed)
-        self._memory_change = memory_change
-        self._freed = graph.own_successors(rank)
+        self._memory_change, self._held = memory_change, self._state.held
 
     @property
     def finished(self) -> bool:
@@ -129,20 +120,14 @@ class FrozenDispatcher:
             return None
         self._op = op + 1
         if (change := self._memory_change[op]) > 0:
-            self.held += change
+            self._held[self.rank] += change
         return op
-
-    def next_async(self) -> None:
-        return None
 
     def finish(self, op: int) -> None:
         if (change := self._memory_change[op]) < 0:
-            self.held += change
+            self._held[self.rank] += change
         for successor in self._freed[op]:
             self._missing[successor] -= 1
-
-    def arrive(self, op: int) -> None:
-        self._missing[op] -= 1
 
     def first_awaited(self) -> int | None:
         return self._op if self._op < self._end else None

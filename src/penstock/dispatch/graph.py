@@ -37,18 +37,6 @@ ALONE = -1
 """The gang of an op that one rank runs alone."""
 
 
-class _AsList:
-    """An array of the graph as a list of ints, made when it is first asked for."""
-
-    def __set_name__(self, owner: type, name: str) -> None:
-        self._name = name
-
-    def __get__(self, graph: Graph, owner: type | None = None) -> list[int]:
-        found: list[int] = getattr(graph.arrays, self._name).tolist()
-        graph.__dict__[self._name] = found
-        return found
-
-
 class Graph:
     """A schedule lowered to a network of ops, made once and never changed.
 
@@ -64,10 +52,6 @@ class Graph:
         columns: the ops as numbers; None where some are not plain.
         backward_of: of each forward that is in a pair, the number of its backward.
     """
-
-    rank, first, num_needed, edge_first, edge_to = _AsList(), _AsList(), _AsList(), _AsList(), _AsList()
-    queue_rank_first, queue_first, queue_ops, queue_of = _AsList(), _AsList(), _AsList(), _AsList()
-    priority, place, gang, gang_first, gang_ops = _AsList(), _AsList(), _AsList(), _AsList(), _AsList()
 
     def __init__(
         self,
@@ -85,6 +69,13 @@ class Graph:
         if number is not None:
             self.__dict__["number"] = number
         self._own: dict[int, list[tuple[int, ...]]] = {}
+
+    def __getattr__(self, name: str) -> list[int]:
+        """An array of the network as a list, made when it is first asked for."""
+        if name not in OpNetwork._fields:
+            raise AttributeError(f"{type(self).__name__} has no attribute {name!r}")
+        found: list[int] = getattr(self.arrays, name).tolist()
+        return vars(self).setdefault(name, found)
 
     @cached_property
     def ops(self) -> list[Op]:

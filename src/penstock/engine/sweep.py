@@ -36,10 +36,9 @@ def earliest(
         start: out, ms, per op.
         head, place: out, how many ops of each queue ran, and the place that each row has come to.
         free: out, when each row is free (ms).
-        stack, waits: working space of 2 R ints, and of R ints, which only what is irregular needs.
+        stack, waits: working space of 2 R ints, and of R ints.
     """
     rank, op_first, row_first, duration = p.rank, p.op_first, p.row_first, p.duration
-    message_from, delay, local_from, message_to = p.message_from, p.delay, p.local_from, p.message_to
     num_rows = len(row_first) - 1
     for q in range(len(rank)):
         head[q] = 0
@@ -47,81 +46,34 @@ def earliest(
         place[r] = row_first[r]
         free[r] = 0.0
         stack[r] = num_rows - 1 - r
-        if more is not None:
-            waits[r] = 0
+        waits[r] = 0
     depth = num_rows
     while depth > 0:
         depth -= 1
         r = stack[depth]
-        if more is not None:
-            waits[r] = 1
+        waits[r] = 1
         at, end, clock = place[r], row_first[r + 1], free[r]
         while at < end:
             q = row[at]
             j = head[q]
-            time = clock
-            before = message_from[q]
-            if before >= 0:
-                if head[before] <= j:
-                    break
-                time = max(time, start[op_first[before] + j] + duration[before] + delay[q])
-            before = local_from[q]
-            if before >= 0:
-                if head[before] <= j:
-                    break
-                time = max(time, start[op_first[before] + j] + duration[before])
-            if more is not None:
-                ready = True
-                for n in range(more.need_first[q], more.need_first[q + 1]):
-                    before, last = more.need_queue[n], last_needed(j, more.before[n], more.after[n], more.shift[n])
-                    if last < 0:
-                        continue
-                    if head[before] <= last:
-                        ready = False
-                        break
-                    time = max(time, start[op_first[before] + last] + duration[before] + more.need_delay[n])
-                for h in range(more.host_first[q], more.host_first[q + 1]):
-                    other = more.hosts[h]
-                    if other != r:
-                        if place[other] >= row_first[other + 1] or row[place[other]] != q:
-                            ready = False
-                            break
-                        time = max(time, free[other])
-                if not ready:
-                    break
-                for h in range(more.host_first[q], more.host_first[q + 1]):
-                    other = more.hosts[h]
-                    if other != r:  # the last of its rows to come takes the others along
-                        free[other] = time + duration[q]
-                        place[other] += 1
-                        if waits[other] == 1:
-                            waits[other] = 0
-                            stack[depth] = other
-                            depth += 1
+            time = ready_time(q, j, clock, p, more, start, head)
+            if more is not None and time >= 0:
+                time = joined(q, r, time, p, more, row, place, free)
+            if time < 0:
+                break
             start[op_first[q] + j] = time
             clock = time + duration[q]
             head[q] = j + 1
             at += 1
-            if more is None:
-                after = message_to[q]
-                if after >= 0 and head[after] == j:  # its row may stand before just this op
-                    other = rank[after]
-                    if other != r and place[other] < row_first[other + 1] and row[place[other]] == after:
-                        stack[depth] = other
-                        depth += 1
-            else:
-                for u in range(more.unlock_first[q], more.unlock_first[q + 1]):
-                    after = more.unlocks[u]
-                    other = rank[after]
-                    if (
-                        other != r
-                        and waits[other] == 1
-                        and place[other] < row_first[other + 1]
-                        and row[place[other]] == after
-                    ):
-                        waits[other] = 0
-                        stack[depth] = other
-                        depth += 1
+            if more is not None:
+                depth = woken(q, r, p, more, row, place, waits, stack, depth)
+                continue
+            after = p.message_to[q]
+            if after >= 0 and head[after] == j:  # its row may stand before just this op
+                other = rank[after]
+                if other != r and place[other] < row_first[other + 1] and row[place[other]] == after:
+                    stack[depth] = other
+                    depth += 1
         place[r], free[r] = at, clock
     makespan = 0.0
     for r in range(num_rows):
@@ -129,3 +81,68 @@ def earliest(
             return -1.0
         makespan = max(makespan, free[r] + p.tail[r])
     return makespan
+
+
+def ready_time(
+    q: int, j: int, time: float, p: Network, more: Irregularities | None, start: Floats, head: Ints
+) -> float:
+    """When op `j` of queue `q` has all it needs, not before `time`; -1 where something it needs has not run."""
+    before = p.message_from[q]
+    if before >= 0:
+        if head[before] <= j:
+            return -1.0
+        time = max(time, start[p.op_first[before] + j] + p.duration[before] + p.delay[q])
+    before = p.local_from[q]
+    if before >= 0:
+        if head[before] <= j:
+            return -1.0
+        time = max(time, start[p.op_first[before] + j] + p.duration[before])
+    if more is not None:
+        for n in range(more.need_first[q], more.need_first[q + 1]):
+            before, last = more.need_queue[n], last_needed(j, more.before[n], more.after[n], more.shift[n])
+            if last < 0:
+                continue
+            if head[before] <= last:
+                return -1.0
+            time = max(time, start[p.op_first[before] + last] + p.duration[before] + more.need_delay[n])
+    return time
+
+
+def joined(
+    q: int, r: int, time: float, p: Network, more: Irregularities, row: Ints, place: Ints, free: Floats
+) -> float:
+    """When row `r` and all others of queue `q` are free for its next op, not before `time`; -1 where one has not come
+    to it. The last of its rows to come takes the others along.
+    """
+    for h in range(more.host_first[q], more.host_first[q + 1]):
+        other = more.hosts[h]
+        if other != r:
+            if place[other] >= p.row_first[other + 1] or row[place[other]] != q:
+                return -1.0
+            time = max(time, free[other])
+    for h in range(more.host_first[q], more.host_first[q + 1]):
+        other = more.hosts[h]
+        if other != r:
+            free[other] = time + p.duration[q]
+            place[other] += 1
+    return time
+
+
+def woken(
+    q: int, r: int, p: Network, more: Irregularities, row: Ints, place: Ints, waits: Ints, stack: Ints, depth: int
+) -> int:
+    """Puts rows on the stack that an op of queue `q` on row `r` lets go on; returns how many stand there then."""
+    for h in range(more.host_first[q], more.host_first[q + 1]):
+        other = more.hosts[h]
+        if other != r and waits[other] == 1:
+            waits[other] = 0
+            stack[depth] = other
+            depth += 1
+    for u in range(more.unlock_first[q], more.unlock_first[q + 1]):
+        after = more.unlocks[u]
+        other = p.rank[after]
+        if other != r and waits[other] == 1 and place[other] < p.row_first[other + 1] and row[place[other]] == after:
+            waits[other] = 0
+            stack[depth] = other
+            depth += 1
+    return depth

@@ -10,6 +10,7 @@ from itertools import pairwise
 import numpy as np
 
 from penstock.cost import Costs, Links
+from penstock.dispatch import Graph
 from penstock.engine.timing import Timer
 from penstock.engine.tolerance import slack
 from penstock.passes.memory import Memory, check_fits, memory_of
@@ -118,7 +119,7 @@ class TimedOps:
         delay = np.array([0.0 if a == b else links.delay(a, b) for a in ranks for b in ranks])
         self._ops = order.op_graph(delay)
         self._timer, self._turned = Timer(*self._ops.network()), Timer(*self._ops.turned().network())
-        starts, makespan = self.earliest(np.ones(num))
+        starts, makespan = self.earliest([1.0] * num)
         if makespan < 0:
             raise ScheduleError(
                 f"the ranks of {schedule.name} wait for one another (rule: deadlock); ps.check(schedule) shows where",
@@ -367,7 +368,7 @@ def merged(schedule: Schedule, costs: Costs, links: Links) -> Schedule:
     run together. Memory and the makespan (frozen order, decoupled messages) never grow.
     """
     net = TimedOps(schedule, costs, links)
-    whole = _MergeCandidates(schedule, costs, net).whole()
+    whole = _whole(schedule, costs, net)
     if not whole:
         return schedule
     graph = net.graph
@@ -379,69 +380,78 @@ def merged(schedule: Schedule, costs: Costs, links: Links) -> Schedule:
     return replace(schedule, order=rows)
 
 
-class _MergeCandidates:
-    """Which halves can be merged while every op still starts by its latest start."""
+def _mergeable(schedule: Schedule, graph: Graph) -> tuple[dict[int, int], dict[int, int]]:
+    """The W of each I that may be merged, and of each B or W the one before it that adds to the same gradients on the
+    same rank, all by their nodes.
+    """
+    named = {end for need in schedule.graph.needs for end in (need.before, need.after) if end[0] in "IW"}
+    weight: dict[int, int] = {}
+    adder_before: dict[int, int] = {}
+    last: dict[tuple[int, int], int] = {}
+    for node, op in enumerate(graph.ops):
+        if op.kind in "BW":
+            key = graph.rank[node], op.stage
+            if key in last:
+                adder_before[node] = last[key]
+            last[key] = node
+        if op.kind == "I" and graph.gang[node] < 0 and not named & {("I", op.stage), ("W", op.stage)}:
+            weight[node] = graph.number[Op("W", op.stage, op.microbatch)]
+    return weight, adder_before
 
-    def __init__(self, schedule: Schedule, costs: Costs, net: TimedOps) -> None:
-        self._net, self._costs = net, costs
-        graph = net.graph
-        named = {end for need in schedule.graph.needs for end in (need.before, need.after) if end[0] in "IW"}
-        self._weight: dict[int, int] = {}
-        """The W of each I that may be merged, by their nodes."""
-        self._adder_before: dict[int, int] = {}
-        """The B or W that adds to the same gradients just before this one, on the same rank."""
-        last: dict[tuple[int, int], int] = {}
-        for node, op in enumerate(graph.ops):
-            if op.kind in "BW":
-                key = graph.rank[node], op.stage
-                if key in last:
-                    self._adder_before[node] = last[key]
-                last[key] = node
-            both = [(kind, op.stage) for kind in "IW"]
-            if op.kind == "I" and graph.gang[node] < 0 and not named.intersection(both):
-                self._weight[node] = graph.number[Op("W", op.stage, op.microbatch)]
 
-    def whole(self) -> set[Op]:
-        """The I ops to become B."""
-        durations = list(self._net.durations)
-        place = {w: w for w in self._weight.values()}
-        _, horizon = self._net.earliest(durations)
-        found: set[int] = set()
-        while more := self._round(durations, place, horizon):
-            found.update(more)
-            for node in more:
-                weight = self._weight.pop(node)
-                durations[node], durations[weight] = self._costs.duration("B", *self._net.graph.ops[node][1:]), 0.0
-                place[weight] = node
-        return {self._net.graph.ops[node] for node in found}
+def _whole(schedule: Schedule, costs: Costs, net: TimedOps) -> set[Op]:
+    """The I ops to become B: every op still starts by its latest start."""
+    ops, durations = net.graph.ops, list(net.durations)
+    weight, adder_before = _mergeable(schedule, net.graph)
+    whole_ms = {node: costs.duration("B", *ops[node][1:]) for node in weight}
+    place = {w: w for w in weight.values()}
+    _, horizon = net.earliest(durations)
+    found: set[int] = set()
+    while more := _merged_in_time(net, durations, horizon, weight, adder_before, whole_ms, dict(place)):
+        found.update(more)
+        for node in more:
+            merged_away = weight.pop(node)
+            durations[node], durations[merged_away] = whole_ms[node], 0.0
+            place[merged_away] = node
+    return {ops[node] for node in found}
 
-    def _round(self, durations: list[float], place: dict[int, int], horizon: float) -> list[int]:
-        """One walk through the ops in the order of time; merging here moves later ops within their slack.
 
-        The W that is merged stays in its row and takes no time: that is the same as being gone.
-        """
-        net = self._net
-        latest = net.latest(durations, horizon)
-        margin = slack(horizon)
-        starts = [0.0] * len(durations)
-        taken = list(durations)
-        place = dict(place)
-        found = []
-        for node in net.nodes:
-            start = max([0.0, *(starts[s] + taken[s] + late for s, late in net.before[node])])
-            starts[node] = start
-            weight = self._weight.get(node)
-            if weight is None:
-                continue
-            adder = self._adder_before.get(weight)
-            if adder is not None and place.get(adder, adder) > node:
-                continue
-            end = start + self._costs.duration("B", *net.graph.ops[node][1:])
-            if end > latest[weight] + durations[weight] + margin:
-                continue
-            if any(end + late > latest[t] + margin for t, late in net.after[node] if t != weight):
-                continue
-            taken[node], taken[weight] = end - start, 0.0
-            place[weight] = node
-            found.append(node)
-        return found
+def _merged_in_time(
+    net: TimedOps,
+    durations: list[float],
+    horizon: float,
+    weight: dict[int, int],
+    adder_before: dict[int, int],
+    whole_ms: dict[int, float],
+    place: dict[int, int],
+) -> list[int]:
+    """The halves merged by one walk through the ops in the order of time, which moves later ops within their slack.
+
+    The W that is merged stays in its row and takes no time: that is the same as being gone.
+
+    Args:
+        horizon: when all must have ended (ms).
+        weight, adder_before: as of `_mergeable`.
+        whole_ms: how long the B of each I takes.
+        place: the node where each W adds to its gradients, which changes.
+    """
+    latest, margin = net.latest(durations, horizon), slack(horizon)
+    starts, taken, found = [0.0] * len(durations), list(durations), []
+    for node in net.nodes:
+        start = max([0.0, *(starts[s] + taken[s] + late for s, late in net.before[node])])
+        starts[node] = start
+        half = weight.get(node)
+        if half is None:
+            continue
+        adder = adder_before.get(half)
+        if adder is not None and place.get(adder, adder) > node:
+            continue
+        end = start + whole_ms[node]
+        if end > latest[half] + durations[half] + margin:
+            continue
+        if any(end + late > latest[t] + margin for t, late in net.after[node] if t != half):
+            continue
+        taken[node], taken[half] = end - start, 0.0
+        place[half] = node
+        found.append(node)
+    return found

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import numpy as np
 
@@ -14,19 +14,17 @@ from penstock.engine.event_loop import LinkArrays
 from penstock.simulation.lowered import Order
 from penstock.simulation.transport import Blocking, SimulatedTransport
 
-
-@dataclass(frozen=True)
-class RunLinks:
-    """Links as the engine takes them: arrays, or a function that says when the message of an edge arrives."""
-
-    arrays: LinkArrays
-    arrival: Callable[[int, float], float] | None = None
+Arrival = Callable[[int, float], float]
+"""Says when a message arrives, by its edge and the time of sending."""
 
 
 def run_links(
     order: Order, links: Links | LinkQueues, costs: Costs, links_at: float, transport: SimulatedTransport
-) -> RunLinks:
-    """Lays out links for the runs of an order that start at `links_at` ms of their own time."""
+) -> tuple[LinkArrays, Arrival | None]:
+    """Lays out links for the runs of an order that start at `links_at` ms of their own time.
+
+    Where lots are drawn, or messages of an earlier run stand in the links, a function says when each message arrives.
+    """
     num_rows, nothing = order.num_rows, np.zeros(0)
     edges, sources, on = order.crossing
     used = {link: order.ends(link) for link in np.flatnonzero(np.bincount(on)).tolist()}
@@ -44,10 +42,10 @@ def run_links(
     if isinstance(links, Links) and links.is_constant:
         for link, ends in used.items():
             arrays.delay[link] = links.delay(*ends)
-        return RunLinks(arrays)
+        return arrays, None
     if isinstance(links, LinkQueues) or links_at or not _is_plain(links, used.values()):
         lines = links if isinstance(links, LinkQueues) else LinkQueues(links)
-        return RunLinks(arrays, _arrival(order, costs, lines, links_at))
+        return arrays, _arrival(order, costs, lines, links_at)
     late_first: list[int] = [0]
     late_from: list[float] = []
     late_ms: list[float] = []
@@ -68,18 +66,17 @@ def run_links(
         for edge, source, link in zip(edges.tolist(), sources.tolist(), on.tolist(), strict=True):
             if rate[link]:
                 busy[edge] += _size(order, costs, source, edge) / rate[link] * 1e3
-    return RunLinks(
-        arrays._replace(
-            lines=True,
-            base=links.base,
-            busy=busy,
-            late_first=np.array(late_first, np.int64),
-            late_from=np.array(late_from),
-            late_ms=np.array(late_ms),
-            line_free=np.zeros(num_rows**2),
-            line_last=np.zeros(num_rows**2),
-        )
+    conditioned = arrays._replace(
+        lines=True,
+        base=links.base,
+        busy=busy,
+        late_first=np.array(late_first, np.int64),
+        late_from=np.array(late_from),
+        late_ms=np.array(late_ms),
+        line_free=np.zeros(num_rows**2),
+        line_last=np.zeros(num_rows**2),
     )
+    return conditioned, None
 
 
 def _is_plain(links: Links, used: Iterable[tuple[int, int]]) -> bool:
@@ -100,7 +97,7 @@ def _size(order: Order, costs: Costs, source: int, edge: int) -> float:
     return costs.message_size(graph.ops[source], graph.receives(source, graph.edge_to[edge]))
 
 
-def _arrival(order: Order, costs: Costs, lines: LinkQueues, at: float) -> Callable[[int, float], float]:
+def _arrival(order: Order, costs: Costs, lines: LinkQueues, at: float) -> Arrival:
     """When the message of an edge, sent at some time, arrives."""
     graph, sources = order.graph, order.graph.sources.tolist()
 

@@ -26,12 +26,12 @@ from penstock.engine import event_loop
 from penstock.engine.arrays import Array, copied, prepared, taken
 from penstock.engine.compiled import compiled, is_compiled
 from penstock.engine.decider import RankState
-from penstock.engine.event_loop import LoopState
+from penstock.engine.event_loop import LinkArrays, LoopState
 from penstock.engine.min_tree import leaves_for
 from penstock.engine.timing import Timer
 from penstock.schedule import Schedule, ScheduleError
 from penstock.schedule.async_ops import in_executed_order, rows_of
-from penstock.simulation.link_arrays import RunLinks, run_links
+from penstock.simulation.link_arrays import Arrival, run_links
 from penstock.simulation.lowered import Order, lowered
 from penstock.simulation.transport import SimulatedTransport
 
@@ -87,13 +87,14 @@ class PreparedRun:
         self,
         order: Order,
         policy: Policy,
-        links: RunLinks,
+        links: tuple[LinkArrays, Arrival | None],
         compile: bool,
         caps: Sequence[float] | None,
         warmup: Sequence[int] | None = None,
         due: Array | None = None,
     ) -> None:
-        self._order, self._policy, self._arrival, self._warmup = order, policy, links.arrival, warmup
+        arrays, self._arrival = links
+        self._order, self._policy, self._warmup = order, policy, warmup
         self._loop: ModuleType = compiled(event_loop) if compile else event_loop
         graph, num_rows, num_ops = order.graph, order.num_rows, order.num_ops
         streams = num_rows - order.num_ranks
@@ -125,13 +126,13 @@ class PreparedRun:
             wake=np.zeros(num_rows),
             ends=np.full(2 * leaves_for(num_rows), event_loop.NEVER),
             gathered=np.zeros(len(graph.arrays.gang_first)),
-            in_transit=np.zeros(num_rows**2 if links.arrays.bounded else 0),
+            in_transit=np.zeros(num_rows**2 if arrays.bounded else 0),
             reached=np.zeros(2),
         )
         self._compile = compile
         self._network = graph.arrays if compile else graph.lists
         self._ranks, self._state, self._links = (
-            prepared(ranks, compile), prepared(loop, compile), prepared(links.arrays, compile)
+            prepared(ranks, compile), prepared(loop, compile), prepared(arrays, compile)
         )  # fmt: skip
 
     def run(self, duration: Array, change: Array) -> RunResult:
@@ -237,11 +238,11 @@ class Runner:
         policy = Policy.of(dispatch)
         if policy.wait and due is None:
             due = self.run(order, deepcopy(links), transport=transport, links_at=links_at).start_time
-        through = run_links(order, links, self.costs, links_at, transport)
-        graph, use = order.graph, self.compile and through.arrival is None
-        plain = not (policy.wait or through.arrays.bounded or through.arrays.lines or through.arrival or warmup)
+        arrays, arrival = through = run_links(order, links, self.costs, links_at, transport)
+        graph, use = order.graph, self.compile and arrival is None
+        plain = not (policy.wait or arrays.bounded or arrays.lines or arrival or warmup)
         follows = policy.dispatch is Dispatch.FROZEN and not graph.has_streams and not graph.has_shared_ops
-        if plain and follows and (timed := _swept(order, through.arrays.delay, compile=use)) is not None:
+        if plain and follows and (timed := _swept(order, arrays.delay, compile=use)) is not None:
             return timed
         return PreparedRun(order, policy, through, use, caps, warmup, due).run(order.duration, order.change)
 
@@ -255,7 +256,7 @@ class Runner:
     ) -> PreparedRun:
         """All that `run` takes from an order, for runs that differ in what its ops take: their time and memory."""
         through = run_links(order, links, self.costs, 0.0, transport)
-        return PreparedRun(order, policy, through, self.compile and through.arrival is None, caps)
+        return PreparedRun(order, policy, through, self.compile and through[1] is None, caps)
 
 
 def _swept(order: Order, delay: Array, compile: bool) -> RunResult | None:

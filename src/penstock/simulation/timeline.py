@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Generic, TypeVar, overload
+from typing import Any
 
 import numpy as np
 
@@ -14,8 +14,6 @@ from penstock.cost import CostError
 from penstock.schedule import Op, Schedule, picture
 from penstock.schedule.async_ops import in_executed_order
 from penstock.simulation.runner import RunResult
-
-T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,42 +77,6 @@ class Message:
     posted: float | None = None
 
 
-class LazyTuple(Sequence[T], Generic[T]):
-    """A tuple that knows its length, and makes its items when one of them is first asked for."""
-
-    def __init__(self, length: int, make: Callable[[], tuple[T, ...]]) -> None:
-        self._length, self._make = length, make
-
-    @cached_property
-    def _items(self) -> tuple[T, ...]:
-        return self._make()
-
-    def __len__(self) -> int:
-        return self._length
-
-    @overload
-    def __getitem__(self, place: int) -> T: ...
-    @overload
-    def __getitem__(self, place: slice) -> tuple[T, ...]: ...
-    def __getitem__(self, place: int | slice) -> T | tuple[T, ...]:
-        return self._items[place]
-
-    def __iter__(self) -> Iterator[T]:
-        return iter(self._items)
-
-    def __eq__(self, other: object) -> bool:
-        return self is other or (isinstance(other, Sequence) and self._items == tuple(other))
-
-    def __hash__(self) -> int:
-        return hash(self._items)
-
-    def __repr__(self) -> str:
-        return repr(self._items)
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return tuple, (self._items,)
-
-
 @dataclass(frozen=True)
 class Timeline:
     """When every op of a schedule ran.
@@ -151,7 +113,7 @@ class Timeline:
     def __repr__(self) -> str:
         s = self.schedule
         return (
-            f"<Timeline of {s.name}: {self.source}, {self.dispatch}, {s.num_ranks} ranks, {len(self.ops)} ops, "
+            f"<Timeline of {s.name}: {self.source}, {self.dispatch}, {s.num_ranks} ranks, {self.num_ops} ops, "
             f"makespan {self.makespan:.10g} ms, bubble ratio {self.bubble_ratio:.1%}>"
         )
 
@@ -164,7 +126,22 @@ class Timeline:
         picture.save(self, path)
 
     def _repr_html_(self) -> str:
-        return picture.shown(self, len(self.ops))
+        return picture.shown(self, self.num_ops)
+
+    def __getattr__(self, name: str) -> Any:
+        """Makes the ops and messages of a run: they are created when somebody first asks for them."""
+        ran, make = vars(self).get("ran"), {"ops": _ops, "messages": _messages}.get(name)
+        if ran is None or make is None:
+            raise AttributeError(f"{type(self).__name__} has no attribute {name!r}")
+        return vars(self).setdefault(name, make(ran))
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {each.name: getattr(self, each.name) for each in fields(self)}
+
+    @property
+    def num_ops(self) -> int:
+        ran: RunResult | None = vars(self).get("ran")
+        return len(self.ops) if ran is None else ran.order.num_ops
 
     @property
     def num_ranks(self) -> int:
@@ -236,18 +213,11 @@ def timeline_of(ran: RunResult, dispatch: str, considered: tuple[tuple[str, floa
     graph, starts, ends = ran.order.graph, np.asarray(ran.start_time, float), np.asarray(ran.end_time, float)
     if not np.isfinite(ends).all():
         raise CostError("the run would take more milliseconds than a float can hold; give smaller costs and delays")
-    between = ran.order.crossing[0]
-    made = Timeline(
-        ran.order.schedule,
-        LazyTuple(graph.num_ops, lambda: _ops(ran)),
-        LazyTuple(len(between), lambda: _messages(ran)),
-        ran.peaks,
-        "simulated",
-        dispatch,
-        considered,
-    )
+    made = object.__new__(Timeline)
+    said = Timeline(ran.order.schedule, (), (), ran.peaks, "simulated", dispatch, considered)
+    vars(made).update({name: value for name, value in vars(said).items() if name not in ("ops", "messages")}, ran=ran)
     if graph.num_ops:
-        made.__dict__["makespan"] = float(ends.max() - starts.min())
+        vars(made)["makespan"] = float(ends.max() - starts.min())
     turn, first = np.asarray(ran.turn), graph.arrays.first
     spans, busy = [], []
     for begin, end in zip(first[: graph.num_ranks].tolist(), first[1 : graph.num_ranks + 1].tolist(), strict=True):
@@ -256,7 +226,7 @@ def timeline_of(ran: RunResult, dispatch: str, considered: tuple[tuple[str, floa
         busy.append(sum((ends[order] - starts[order]).tolist()))
         if end > begin:
             spans.append(float(ends[begin:end].max() - starts[begin:end].min()))
-    made.__dict__["busy"], made.__dict__["span"] = tuple(busy), max(spans, default=0.0)
+    vars(made)["busy"], vars(made)["span"] = tuple(busy), max(spans, default=0.0)
     return made
 
 
