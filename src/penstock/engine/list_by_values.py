@@ -30,26 +30,44 @@ class ListSpace(NamedTuple):
     Attributes:
         values: in, per op, least first. wait: in, per rank, ms.
         start: out, per op. row: out, queue ids in the order of the ranks' ops.
-        state, times: working space of Q + 2 R ints and Q + 3 R + 2 * (power of two >= R) floats.
+        head: how many ops of each queue have started.
+        placed: the place of each rank's next op in `row`.
+        several: 1 where several queues of a rank take memory.
+        ready: when the next op of each queue has all it needs; INFINITE while that is not known.
+        free, held, limit: of each rank, when it is free, what it holds, and the most that it may hold.
+        tree: when each rank can start an op next, in a tree of minima.
     """
 
     values: Floats
     wait: Floats
     start: Floats
     row: Ints
-    state: Ints
-    times: Floats
+    head: Ints
+    placed: Ints
+    several: Ints
+    ready: Floats
+    free: Floats
+    held: Floats
+    limit: Floats
+    tree: Floats
 
     @classmethod
     def of(cls, network: Network) -> ListSpace:
         num_ops, num_ranks, num_queues = network.num_ops, network.num_ranks, len(network.rank)
+        ints = np.int64
         return cls(
             values=np.empty(num_ops),
             wait=np.zeros(num_ranks),
             start=np.empty(num_ops),
-            row=np.empty(num_ops, np.int64),
-            state=np.empty(num_queues + 2 * num_ranks, np.int64),
-            times=np.empty(num_queues + 3 * num_ranks + 2 * leaves_for(num_ranks)),
+            row=np.empty(num_ops, ints),
+            head=np.empty(num_queues, ints),
+            placed=np.empty(num_ranks, ints),
+            several=np.empty(num_ranks, ints),
+            ready=np.empty(num_queues),
+            free=np.empty(num_ranks),
+            held=np.empty(num_ranks),
+            limit=np.empty(num_ranks),
+            tree=np.empty(2 * leaves_for(num_ranks)),
         )
 
 
@@ -61,116 +79,123 @@ def list_ops(p: Network, space: ListSpace, turned: bool, in_turn: bool) -> float
         turned: op j of a queue is number size - 1 - j in `values` and `start`.
         in_turn: what takes memory on a rank does so in the order of its values, however early it is ready.
     """
-    values, wait, start, row, state, times = space
-    rank, pipeline, rank_first, count, op_first = p.rank, p.pipeline, p.rank_first, p.size, p.op_first
-    duration, memory, cap = p.duration, p.memory, p.cap
-    message_from, delay, local_from = p.message_from, p.delay, p.local_from
-    message_to, local_to = p.message_to, p.local_to
-    num_queues, num_ranks = len(rank), len(cap)
-    head, placed, several = state[:num_queues], state[num_queues : num_queues + num_ranks], state[-num_ranks:]
-    ready = times[:num_queues]
-    free = times[num_queues : num_queues + num_ranks]
-    held = times[num_queues + num_ranks : num_queues + 2 * num_ranks]
-    limit = times[num_queues + 2 * num_ranks : num_queues + 3 * num_ranks]
-    leaves = leaves_for(num_ranks)
-    tree = times[num_queues + 3 * num_ranks : num_queues + 3 * num_ranks + 2 * leaves]
-
-    def number(q: int, j: int) -> int:
-        return op_first[q] + (count[q] - 1 - j if turned else j)
-
-    def is_least(q: int, r: int) -> bool:
-        """Whether no other queue of rank r that takes memory has a next op of less value."""
-        value = values[number(q, head[q])]
-        for other in range(rank_first[r], rank_first[r + 1]):
-            if memory[other] > 0 and head[other] < count[other] and values[number(other, head[other])] < value:
-                return False
-        return True
-
-    def may_take(q: int, r: int) -> bool:
-        """Whether the next op of q leaves rank r under its cap, and able to finish what it has begun."""
-        level = held[r] + memory[q]
-        return memory[q] <= 0 or (
-            level <= limit[r]
-            and (
-                several[r] == 0
-                or (
-                    (not in_turn or is_least(q, r))
-                    and can_finish(
-                        q, limit[r] - level, rank_first[r], rank_first[r + 1], head, count, memory, pipeline
-                    )
-                )
-            )
-        )
-
-    def earliest(r: int) -> float:
-        """When rank r can start an op next, as far as is known."""
-        found = INFINITE
-        for q in range(rank_first[r], rank_first[r + 1]):
-            if ready[q] < found and may_take(q, r):
-                found = ready[q]
-        return max(found, free[r])
-
-    def ready_time(q: int) -> float:
-        """When the next op of queue q has all it needs; INFINITE while that is not known."""
-        j = head[q]
-        time = INFINITE if j >= count[q] else 0.0
-        before = message_from[q]
-        if before >= 0 and time < INFINITE:
-            time = start[number(before, j)] + duration[before] + delay[q] if head[before] > j else INFINITE
-        before = local_from[q]
-        if before >= 0 and time < INFINITE:
-            time = max(time, start[number(before, j)] + duration[before]) if head[before] > j else INFINITE
-        return time
-
-    total = 0
-    head[:] = 0
-    for q in range(num_queues):
-        total += count[q]
-        ready[q] = 0.0 if message_from[q] < 0 and local_from[q] < 0 and count[q] > 0 else INFINITE
-    tree[:] = INFINITE
-    for r in range(num_ranks):
-        free[r] = p.release[r]
-        held[r] = 0.0
-        placed[r] = p.row_first[r]
-        limit[r] = cap[r] + EPSILON * cap[r]
-        takers = 0
-        for q in range(rank_first[r], rank_first[r + 1]):
-            if memory[q] > 0:
-                takers += 1
-        several[r] = 1 if takers > 1 else 0
-    for r in range(num_ranks):
-        tree[leaves + r] = earliest(r)
-    fill(tree)
+    rank, rank_first, head, ready, free, tree = p.rank, p.rank_first, space.head, space.ready, space.free, space.tree
+    leaves = len(tree) // 2
+    prepare(p, space, turned, in_turn)
     makespan = 0.0
-    for _ in range(total):
+    for _ in range(p.op_first[len(rank)]):
         time = tree[1]
         if time >= INFINITE:
             return -1.0
         r = least_of(tree, leaves)
-        horizon = time + wait[r]
+        horizon = time + space.wait[r]
         chosen, least = -1, INFINITE
         for q in range(rank_first[r], rank_first[r + 1]):
-            if ready[q] <= horizon and may_take(q, r):
-                value = values[number(q, head[q])]
+            if ready[q] <= horizon and may_take(q, r, p, space, turned, in_turn):
+                value = space.values[number(q, head[q], p, turned)]
                 if value < least:
                     least, chosen = value, q
         j = head[chosen]
         begun = max(time, ready[chosen])
-        start[number(chosen, j)] = begun
-        free[r] = begun + duration[chosen]
+        space.start[number(chosen, j, p, turned)] = begun
+        free[r] = begun + p.duration[chosen]
         makespan = max(makespan, free[r] + p.tail[r])
-        row[placed[r]] = chosen
-        placed[r] += 1
-        held[r] += memory[chosen]
+        space.row[space.placed[r]] = chosen
+        space.placed[r] += 1
+        space.held[r] += p.memory[chosen]
         head[chosen] = j + 1
-        ready[chosen] = ready_time(chosen)
-        after = local_to[chosen]
+        ready[chosen] = ready_time(chosen, p, space, turned)
+        after = p.local_to[chosen]
         if after >= 0 and head[after] == j:
-            ready[after] = ready_time(after)
-        after = message_to[chosen]
+            ready[after] = ready_time(after, p, space, turned)
+        after = p.message_to[chosen]
         if after >= 0 and head[after] == j:
-            ready[after] = ready_time(after)
+            ready[after] = ready_time(after, p, space, turned)
             if rank[after] != r:
-                sift(tree, leaves + rank[after], earliest(rank[after]))
-        sift(tree, leaves + r, earliest(r))
+                sift(tree, leaves + rank[after], earliest(rank[after], p, space, turned, in_turn))
+        sift(tree, leaves + r, earliest(r, p, space, turned, in_turn))
     return makespan
+
+
+def prepare(p: Network, space: ListSpace, turned: bool, in_turn: bool) -> None:
+    """Sets the space to where no op has started; args as of `list_ops`."""
+    space.head[:] = 0
+    for q in range(len(p.rank)):
+        is_ready = p.message_from[q] < 0 and p.local_from[q] < 0 and p.size[q] > 0
+        space.ready[q] = 0.0 if is_ready else INFINITE
+    space.tree[:] = INFINITE
+    for r in range(len(p.cap)):
+        space.free[r] = p.release[r]
+        space.held[r] = 0.0
+        space.placed[r] = p.row_first[r]
+        space.limit[r] = p.cap[r] + EPSILON * p.cap[r]
+        takers = 0
+        for q in range(p.rank_first[r], p.rank_first[r + 1]):
+            if p.memory[q] > 0:
+                takers += 1
+        space.several[r] = 1 if takers > 1 else 0
+    for r in range(len(p.cap)):
+        space.tree[len(space.tree) // 2 + r] = earliest(r, p, space, turned, in_turn)
+    fill(space.tree)
+
+
+def number(q: int, j: int, p: Network, turned: bool) -> int:
+    """The number of op `j` of queue `q`."""
+    return p.op_first[q] + (p.size[q] - 1 - j if turned else j)
+
+
+def is_least(q: int, r: int, p: Network, space: ListSpace, turned: bool) -> bool:
+    """Whether no other queue of rank r that takes memory has a next op of less value."""
+    head, values = space.head, space.values
+    value = values[number(q, head[q], p, turned)]
+    for other in range(p.rank_first[r], p.rank_first[r + 1]):
+        if (
+            p.memory[other] > 0
+            and head[other] < p.size[other]
+            and values[number(other, head[other], p, turned)] < value
+        ):
+            return False
+    return True
+
+
+def may_take(q: int, r: int, p: Network, space: ListSpace, turned: bool, in_turn: bool) -> bool:
+    """Whether the next op of q leaves rank r under its cap, and able to finish what it has begun."""
+    level = space.held[r] + p.memory[q]
+    if p.memory[q] <= 0:
+        return True
+    if level > space.limit[r]:
+        return False
+    if space.several[r] == 0:
+        return True
+    if in_turn and not is_least(q, r, p, space, turned):
+        return False
+    room = space.limit[r] - level
+    return can_finish(q, room, p.rank_first[r], p.rank_first[r + 1], space.head, p.size, p.memory, p.pipeline)
+
+
+def earliest(r: int, p: Network, space: ListSpace, turned: bool, in_turn: bool) -> float:
+    """When rank r can start an op next, as far as is known."""
+    found = INFINITE
+    for q in range(p.rank_first[r], p.rank_first[r + 1]):
+        if space.ready[q] < found and may_take(q, r, p, space, turned, in_turn):
+            found = space.ready[q]
+    return max(found, space.free[r])
+
+
+def ready_time(q: int, p: Network, space: ListSpace, turned: bool) -> float:
+    """When the next op of queue q has all it needs; INFINITE while that is not known."""
+    j = space.head[q]
+    if j >= p.size[q]:
+        return INFINITE
+    time = 0.0
+    before = p.message_from[q]
+    if before >= 0:
+        if space.head[before] <= j:
+            return INFINITE
+        time = space.start[number(before, j, p, turned)] + p.duration[before] + p.delay[q]
+    before = p.local_from[q]
+    if before >= 0:
+        if space.head[before] <= j:
+            return INFINITE
+        time = max(time, space.start[number(before, j, p, turned)] + p.duration[before])
+    return time

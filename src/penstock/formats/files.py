@@ -16,11 +16,9 @@ from penstock.cost import Costs
 from penstock.formats.native import from_json, to_json
 from penstock.formats.torch_csv import from_torch_csv
 from penstock.formats.torch_csv_write import CsvForm, to_torch_csv
-from penstock.passes.communication import add_communication
 from penstock.schedule import Schedule, ScheduleError, declare_shown_order, parse, to_text
 from penstock.schedule.messages import NCCL, has_communication, remove_communication
 from penstock.schedule.schedule import require_schedule
-from penstock.simulation import Timeline
 
 DIALECTS: dict[str, CsvForm | None] = {
     "torch": None,
@@ -58,6 +56,8 @@ def save(schedule: Schedule, path: str | Path, dialect: str | None = None, chann
     """
     path = path_of(path)
     _check_ending(path, dialect, "written as")
+    from penstock.simulation import Timeline  # here, since reading needs no simulation
+
     if isinstance(schedule, Timeline):
         raise ScheduleError(
             "a ps.Schedule is written here, not a Timeline: give its .schedule, or its .executed() for the order in "
@@ -137,7 +137,11 @@ def _check_ending(path: Path, dialect: str | None, done: str) -> None:
 def _in_form(schedule: Schedule, form: CsvForm | None) -> Schedule:
     if form == "compute_only":
         return remove_communication(schedule)
-    return add_communication(schedule) if form and not has_communication(schedule) else schedule
+    if form is None or has_communication(schedule):
+        return schedule
+    from penstock.passes.communication import add_communication  # here, since other forms need no passes
+
+    return add_communication(schedule)
 
 
 def _name_of(path: Path) -> str:

@@ -22,7 +22,6 @@ from collections.abc import Sequence
 from typing import Literal
 
 from penstock.formats.torch_csv import ACTIONS, OVERLAP, WAITS
-from penstock.passes.communication import add_communication
 from penstock.schedule import Op, Schedule, ScheduleError, check
 from penstock.schedule.messages import NCCL, has_communication, remove_communication
 from penstock.schedule.op import BACKWARD, FORWARD, INPUT
@@ -62,6 +61,8 @@ def to_torch_csv(schedule: Schedule, form: CsvForm | None = None, channels: str 
     if form == "compute_only":
         schedule = remove_communication(schedule)
     elif not has_communication(schedule):
+        from penstock.passes.communication import add_communication  # here, since other forms need no passes
+
         schedule = add_communication(schedule, channels=channels)
     check(schedule, channels=None if form == "compute_only" else channels)
     _check_losses(schedule)

@@ -29,10 +29,8 @@ from penstock.cost import Costs, Links
 from penstock.engine.tolerance import EPSILON
 from penstock.library.amdp_order import OrderOptions, Pipelines, RanRows, StageTimes, ran_with
 from penstock.library.options import at_least, whole_multiple
-from penstock.program.placements import multi_directional
 from penstock.schedule import Op, Schedule, ScheduleError, Updates, Windows
 from penstock.schedule.updates import OWNER
-from penstock.simulation import simulate
 
 _TRIED_BLOCKS, _TRIED_WINDOWS = 32, 4
 """How much of a run is timed, at least, to tell which way of ordering is best."""
@@ -126,6 +124,8 @@ class _Maker:
     def __init__(
         self, num_ranks: int, num_microbatches: int, times: StageTimes, u: tuple[float, ...], updates: Updates | None
     ) -> None:
+        from penstock.program.placements import multi_directional  # here, since other schedules do without
+
         self._placement = multi_directional(num_ranks)
         self._num_microbatches, self._times, self._updates = num_microbatches, times, updates
         window = 0 if updates is None else updates.window
@@ -135,6 +135,8 @@ class _Maker:
 
     def best_options(self) -> OrderOptions:
         """The paper's way, or the one that is faster by more than a little, over the first blocks."""
+        from penstock.simulation import simulate  # here, since other schedules do without
+
         candidates = list(self._candidates())
         best, least = candidates[0], inf
         for options in candidates if len(candidates) > 1 else ():

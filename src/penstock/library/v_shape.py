@@ -23,7 +23,6 @@ from itertools import accumulate
 
 from penstock.cost import Costs
 from penstock.schedule import Op, Schedule, peak_in_flight, v_shape
-from penstock.simulation import simulate
 
 
 def zb_v(num_ranks: int, num_microbatches: int, costs: Costs | None = None) -> Schedule:
@@ -152,6 +151,8 @@ def shortest(schedule: Schedule, costs: Costs) -> Schedule:
     Raises:
         CostError: costs for another number of stages.
     """
+    from penstock.simulation import simulate  # here, since other schedules do without
+
     num_ranks, num_microbatches = schedule.num_ranks, schedule.num_microbatches
     best, least, cap = schedule, simulate(schedule, costs).makespan, max(peak_in_flight(schedule))
     fitting = sorted(

@@ -13,7 +13,6 @@ from penstock.cost import Costs
 from penstock.library.options import at_least, warmup_counts
 from penstock.schedule import Op, Schedule, one_to_one
 from penstock.schedule.columns import F, I, W, in_slots
-from penstock.simulation import simulate
 
 
 def zb_h1(num_ranks: int, num_microbatches: int) -> Schedule:
@@ -98,4 +97,6 @@ def greedy(
     seed = Schedule.of(name, one_to_one(num_ranks), rows, num_microbatches, max_in_flight)
     cap = float(2 * num_microbatches) if max_in_flight is None else max_in_flight
     costs = Costs.uniform(num_ranks, freed_by_input=0.0)
+    from penstock.simulation import simulate  # here, since other schedules do without
+
     return simulate(seed, costs, dispatch="dynamic", memory_limit=cap, warmup=counts).executed()

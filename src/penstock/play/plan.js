@@ -83,9 +83,10 @@ const planner = (() => {
 
   function spaceOf(p) {
     const numOps = p.op_first[p.op_first.length - 1], ranks = p.cap.length, queues = p.rank.length;
-    const leaves = min_tree.leaves_for(ranks);
-    return { values: new Float64Array(numOps), wait: new Float64Array(ranks), start: new Float64Array(numOps), row: new Int32Array(numOps),
-      state: new Int32Array(queues + 2 * ranks), times: new Float64Array(queues + 3 * ranks + 2 * leaves) };
+    const ints = (count) => new Int32Array(count), floats = (count) => new Float64Array(count);
+    return { values: floats(numOps), wait: floats(ranks), start: floats(numOps), row: ints(numOps), head: ints(queues), placed: ints(ranks),
+      several: ints(ranks), ready: floats(queues), free: floats(ranks), held: floats(ranks), limit: floats(ranks),
+      tree: floats(2 * min_tree.leaves_for(ranks)) };
   }
 
   function scheduleOf(problem, row, name) {

@@ -230,7 +230,7 @@ class Stepper:
         return self.graph.schedule(self.program.name, rows, self.program._limit(), self.state.start_time)
 
     def row(self, rank: int) -> list[int]:
-        """The queues whose ops a rank, or a stream, has started, in order."""
+        """The queues from which a rank or a stream took its ops, in order."""
         first = self.tables.network.row_first[rank]
         row: list[int] = self.state.rows[first : first + self.state.filled[rank]]
         return row
