@@ -17,7 +17,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 import msgspec
 import torch
@@ -32,7 +32,7 @@ from penstock.tune.job import Task, WorkerAnswer, run_job
 from penstock.tune.layers import NO_LAYER
 from penstock.tune.tuned_model import TunedModel
 
-T = TypeVar("T", Profile, MessageCosts)
+T = TypeVar("T", bound=Profile | MessageCosts)
 
 VERSION = 4
 """Version of how we measure. Measurements of another version are not used."""
@@ -51,6 +51,13 @@ class NeededProfile:
     num_parallel: int
     recompute: bool
     num_sharing: int = 1
+
+
+@dataclass(frozen=True)
+class NeededMessages:
+    """What messages cost among so many ranks or, of one rank, what the runtime costs without them."""
+
+    num_parallel: int
 
 
 def default_folder() -> Path:
@@ -111,13 +118,6 @@ class Measurements:
         return self._folder / f"{hashlib.sha256(text.encode()).hexdigest()[:16]}.json"
 
 
-class MeasurementRequest(NamedTuple):
-    """What ranks are asked to measure, and the function that takes their answer."""
-
-    task: Task
-    keep: Callable[[WorkerAnswer], None]
-
-
 class Meter:
     """Measures one model on this machine, and remembers the results.
 
@@ -161,24 +161,47 @@ class Meter:
         """
         prepare_together([(self, needs)], num_ranks)
 
-    def missing(self, needs: Sequence[NeededProfile], num_ranks: Sequence[int]) -> list[MeasurementRequest]:
-        """Which of these must be measured by ranks. The others are read."""
-        found: list[MeasurementRequest] = []
-        for need in dict.fromkeys(needs):
-            if need not in self.profiles:
-                known = self._known(self._layers_key(need), Profile)
-                if known is not None:
-                    self.profiles[need] = known
-                else:
-                    found.append(self._layers_task(need))
-        for parallel in num_ranks:
-            if parallel not in self.transfers:
-                costs = self._known(self._transfer_key(parallel), MessageCosts)
-                if costs is not None:
-                    self.transfers[parallel] = costs
-                else:
-                    found.append(self._transfer_task(parallel))
-        return found
+    def knows(self, need: NeededProfile | NeededMessages) -> bool:
+        """Whether it was measured before. If so, it is read."""
+        is_profile = isinstance(need, NeededProfile)
+        if need in self.profiles if is_profile else need.num_parallel in self.transfers:
+            return True
+        form: type[Profile | MessageCosts] = Profile if is_profile else MessageCosts
+        known = None if self._fresh else self._measurements.get(self._key(need), form)
+        if known is None:
+            return False
+        self.num_reused += 1
+        self._set(need, known)
+        return True
+
+    def keep(self, need: NeededProfile | NeededMessages, answer: WorkerAnswer) -> None:
+        """Takes the answer of the ranks that did its task, and stores it."""
+        if isinstance(need, NeededProfile):
+            found: Profile | MessageCosts = profile_of(self.model, need, answer.ranks)
+        else:
+            nothing = {name: [0.0] for name in ("sizes", "send", "receive", "delay", "reduce", "threads")}
+            found = converted({**nothing, **answer.ranks[0]}, MessageCosts)
+        self._set(need, found)
+        self._measurements.put(self._key(need), found)
+        self.num_measured += 1
+        if answer.others is not None and answer.others > BUSY:
+            self._disturbed.append((answer.others, self._words(need)))
+
+    def task(self, need: NeededProfile | NeededMessages) -> Task:
+        """What ranks are asked to do for it."""
+        text = f"measuring {self._words(need)}"
+        if isinstance(need, NeededMessages):
+            return {"do": "transfer", "text": text, "steps": max(3, round(12 * self._seconds))}
+        return {
+            "do": "layers",
+            "text": text,
+            "settings": dataclasses.asdict(self._settings),
+            "microbatch_size": need.microbatch_size,
+            "recompute": need.recompute,
+            "seconds": self._seconds,
+            "part": self.model.part,
+            "num_sharing": need.num_sharing,
+        }
 
     @property
     def notices(self) -> list[str]:
@@ -193,82 +216,42 @@ class Meter:
             f"{'were' if more else 'was'} measured; --fresh measures anew"
         ]
 
-    # What is asked for, and what is made of the answers.
+    def _set(self, need: NeededProfile | NeededMessages, value: Profile | MessageCosts) -> None:
+        if isinstance(need, NeededProfile) and isinstance(value, Profile):
+            self.profiles[need] = value
+        elif isinstance(value, MessageCosts):
+            self.transfers[need.num_parallel] = value
 
-    def _layers_task(self, need: NeededProfile) -> MeasurementRequest:
-        task = {
-            "do": "layers",
-            "text": f"measuring {self.model.name}, microbatches of {need.microbatch_size}, "
-            f"{_ranks(need.num_parallel)}{' at a time' if need.num_parallel > 1 else ''}"
-            f"{', recompute' if need.recompute else ''}"
-            f"{f', embedding and head shared by {need.num_sharing}' if need.num_sharing > 1 else ''}",
-            "settings": dataclasses.asdict(self._settings),
-            "microbatch_size": need.microbatch_size,
-            "recompute": need.recompute,
-            "seconds": self._seconds,
-            "part": self.model.part,
-            "num_sharing": need.num_sharing,
+    def _words(self, need: NeededProfile | NeededMessages) -> str:
+        num_ranks = need.num_parallel
+        if isinstance(need, NeededMessages):
+            return f"messages between {num_ranks} ranks" if num_ranks > 1 else "the runtime alone"
+        words = [self.model.name, f"microbatches of {need.microbatch_size}"]
+        words.append("1 rank" if num_ranks == 1 else f"{num_ranks} ranks at a time")
+        words += ["recompute"] if need.recompute else []
+        words += [f"embedding and head shared by {need.num_sharing}"] if need.num_sharing > 1 else []
+        return ", ".join(words)
+
+    def _key(self, need: NeededProfile | NeededMessages) -> dict[str, Any]:
+        """Everything that the numbers of a measurement depend on."""
+        settings = self._settings
+        machine = {
+            "version": VERSION,
+            "device": device_name(settings),
+            "torch": torch.__version__,
+            "threads": self.threads,
+            **dataclasses.asdict(need),
         }
-        key = self._layers_key(need)
-
-        def keep(answer: WorkerAnswer) -> None:
-            profile = profile_of(self.model, need, answer.ranks)
-            self.profiles[need] = profile
-            self._keep(key, profile, answer, str(task["text"]))
-
-        return MeasurementRequest(task, keep)
-
-    def _transfer_task(self, num_ranks: int) -> MeasurementRequest:
-        text = f"measuring messages between {num_ranks} ranks" if num_ranks > 1 else "measuring the runtime alone"
-        task = {"do": "transfer", "text": text, "steps": max(3, round(12 * self._seconds))}
-        key = self._transfer_key(num_ranks)
-
-        def keep(answer: WorkerAnswer) -> None:
-            first = answer.ranks[0]
-            nothing = {name: [0.0] for name in ("sizes", "send", "receive", "delay", "reduce", "threads")}
-            transfer = converted({**nothing, **first}, MessageCosts)
-            self.transfers[num_ranks] = transfer
-            self._keep(key, transfer, answer, text)
-
-        return MeasurementRequest(task, keep)
-
-    # What is known.
-
-    def _known(self, key: dict[str, Any], form: type[T]) -> T | None:
-        known = None if self._fresh else self._measurements.get(key, form)
-        self.num_reused += known is not None
-        return known
-
-    def _keep(self, key: dict[str, Any], value: Profile | MessageCosts, answer: WorkerAnswer, text: str) -> None:
-        self._measurements.put(key, value)
-        self.num_measured += 1
-        if answer.others is not None and answer.others > BUSY:
-            self._disturbed.append((answer.others, text.removeprefix("measuring ")))
-
-    def _layers_key(self, need: NeededProfile) -> dict[str, Any]:
-        settings, needed = self._settings, dataclasses.asdict(need)
-        if need.num_sharing == 1:
-            del needed["num_sharing"]  # what was measured before there was a choice is found again
+        if isinstance(need, NeededMessages):
+            return {**machine, "what": "transfer"}
         return {
-            **self._machine_key(),
+            **machine,
             "what": "layers",
             "model": self.model.digest,
             "precision": settings.precision,
             "optimizer": settings.optimizer,
             "optimizer_options": dict(settings.optimizer_options),
             "clip": settings.clip > 0,
-            **needed,
-        }
-
-    def _transfer_key(self, num_ranks: int) -> dict[str, Any]:
-        return {**self._machine_key(), "what": "transfer", "num_ranks": num_ranks}
-
-    def _machine_key(self) -> dict[str, Any]:
-        return {
-            "version": VERSION,
-            "device": device_name(self._settings),
-            "torch": torch.__version__,
-            "threads": self.threads,
         }
 
 
@@ -280,19 +263,18 @@ def prepare_together(wanted: Sequence[tuple[Meter, Sequence[NeededProfile]]], nu
         RanksFailed, TuneError; KeyboardInterrupt.
     """
     first = wanted[0][0]
-    for parallel in sorted({need.num_parallel for _, needs in wanted for need in needs} | set(num_ranks)):
-        found: list[MeasurementRequest] = []
-        for meter, needs in wanted:
-            here = [need for need in needs if need.num_parallel == parallel]
-            found += meter.missing(here, [parallel] if parallel in num_ranks and meter is first else [])
-        if found:
-            run_job(
-                [each.task for each in found],
-                parallel,
-                first.threads,
-                first.say,
-                lambda number, answer, found=found: found[number].keep(answer),  # type: ignore[misc]
-            )
+    needed: list[tuple[Meter, NeededProfile | NeededMessages]]
+    needed = [(meter, need) for meter, needs in wanted for need in dict.fromkeys(needs)]
+    needed += [(first, NeededMessages(count)) for count in dict.fromkeys(num_ranks)]
+    missing = [(meter, need) for meter, need in needed if not meter.knows(need)]
+    for parallel in sorted({need.num_parallel for _, need in missing}):
+        here = [(meter, need) for meter, need in missing if need.num_parallel == parallel]
+
+        def keep(number: int, answer: WorkerAnswer, here: Any = here) -> None:
+            meter, need = here[number]
+            meter.keep(need, answer)
+
+        run_job([meter.task(need) for meter, need in here], parallel, first.threads, first.say, keep)
 
 
 def profile_of(model: TunedModel, need: NeededProfile, answers: Sequence[dict[str, Any]]) -> Profile:
@@ -331,7 +313,3 @@ def profile_of(model: TunedModel, need: NeededProfile, answers: Sequence[dict[st
         num_sharing=need.num_sharing,
         **rows,  # type: ignore[arg-type]
     )
-
-
-def _ranks(count: int) -> str:
-    return "1 rank" if count == 1 else f"{count} ranks"
