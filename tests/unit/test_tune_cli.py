@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import shlex
 from dataclasses import replace
@@ -25,6 +24,7 @@ from penstock.tune import search as tune_search
 from penstock.tune.errors import TuneError
 from penstock.tune.job import Task
 from penstock.tune.search import RankedCandidate, SearchFound, TuneCandidate, search
+from penstock.tune.settings import TuneSettings
 from penstock.tune.space import TuneSpace
 from penstock.tune.tuned_model import tuned_model
 
@@ -301,7 +301,7 @@ def test_an_impossible_memory_limit_says_the_least(
         (["--ranks", "2", "--schedule", "zbv"], "did you mean"),
         (["--ranks", "2", "--schedule", "pipedream"], "never flushes"),
         (["--optimizer", "AdamQ"], "torch.optim has no optimizer 'AdamQ'"),
-        (["--optimizer-options", "[1]"], "--optimizer-options [1]: give a JSON object"),
+        (["--optimizer-options", "[1]"], "--optimizer-options '[1]': give a JSON object"),
         (["--dispatch", "eager"], "no dispatch 'eager'"),
         (["--costs", "gpt2-7b"], "give --ranks"),
         (["--costs", "gpt2-7b", "--ranks", "2", "--verify", "1"], "--verify runs the model on this machine"),
@@ -451,6 +451,5 @@ def test_another_dispatch_is_searched_as_such(monkeypatch: pytest.MonkeyPatch, d
         return search(*arguments, **rest)
 
     monkeypatch.setattr(session, "search", spy)
-    settings = dataclasses.replace(session.Settings(preset="nano", microbatches=1, ranks=1), dispatch=dispatch)
-    session.tune(session.TuneRequest(settings, "gpt2-7b", num_ranks=2))
+    session.tune(TuneSettings(preset="nano", dispatch=dispatch, costs="gpt2-7b", ranks=2))
     assert seen == [dispatch]

@@ -24,6 +24,7 @@ from penstock.tune.errors import TuneError
 from penstock.tune.memory import memory_of
 from penstock.tune.predict import links_of, predict, stage_costs
 from penstock.tune.search import SearchFound, candidates, search, with_shared_ends
+from penstock.tune.settings import TuneSettings
 from penstock.tune.space import Shape, TuneSpace
 from penstock.tune.tuned_model import tuned_model, why_no_shared_ends
 from tune_models import profile, ranges, transfer
@@ -238,14 +239,14 @@ def test_what_cannot_share_is_refused_by_name(
 def test_what_gpus_run_together_is_not_measured_yet(asked_for: bool | None) -> None:
     settings = Settings(preset="nano", depth=2, width=8, heads=1, context=8, microbatches=1, ranks=1)
     model, shapes = tuned_model(settings), [Shape(2, 1, 1, 4)]
-    asked = session.TuneRequest(settings, session.MeasureOptions(), pp=[2], shared_ends=asked_for)
-    assert session._sharing(asked, model, shapes, devices=2) == frozenset(shapes)
-    asked = dataclasses.replace(asked, settings=dataclasses.replace(settings, device="cuda"))
+    asked = TuneSettings(pp=(2,), shared_ends=asked_for)
+    assert session._sharing(asked, settings, model, shapes, devices=2) == frozenset(shapes)
+    settings = dataclasses.replace(settings, device="cuda")
     if asked_for:
         with pytest.raises(TuneError, match="--shared-ends with --device cuda: how long ops take"):
-            session._sharing(asked, model, shapes, devices=2)
+            session._sharing(asked, settings, model, shapes, devices=2)
     else:
-        assert session._sharing(asked, model, shapes, devices=2) == frozenset()
+        assert session._sharing(asked, settings, model, shapes, devices=2) == frozenset()
 
 
 @pytest.mark.slow

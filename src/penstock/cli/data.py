@@ -17,8 +17,11 @@ from penstock.cli.app import app
 from penstock.cli.failure import Misuse
 from penstock.cli.options import Json, result_option
 from penstock.cli.output import plural, print_json
-from penstock.cli.tune import Tokenizer
 from penstock.formats.files import write_whole
+
+Tokenizer = Annotated[
+    str | None, typer.Option("--tokenizer", help="A JSON file of the tokenizers library. [bytes as tokens]")
+]
 
 data = typer.Typer(
     help="Prepare text for training, and show or draw lengths of documents.",

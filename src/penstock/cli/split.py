@@ -12,11 +12,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from penstock.cli import tune as options
 from penstock.cli.app import app
 from penstock.cli.failure import Misuse
 from penstock.cli.options import Json
 from penstock.cli.output import print_json
+from penstock.train.options import options_of
 from penstock.train.own_file import is_own
 from penstock.train.settings import Settings
 
@@ -39,10 +39,16 @@ def split(
             "--first-layers", metavar="LAYER,...", help="The layers with which stages begin, in place of --stages."
         ),
     ] = None,
-    model_options: options.ModelOptions = None,
+    model_options: Annotated[
+        str | None, typer.Option("--model-options", metavar="JSON", help="Arguments of your own model, as JSON.")
+    ] = None,
     data: Annotated[
         str | None,
-        typer.Option("--data", help=f"{options.LEARNT_FROM}. Its first microbatch gives operations and messages."),
+        typer.Option(
+            "--data",
+            help="What the model learns from: text (a file, folder, .jsonl or .bin/.idx), or your own, "
+            "data.py:make_data. Its first microbatch gives operations and messages.",
+        ),
     ] = None,
     microbatches: Annotated[
         int, typer.Option("--microbatches", min=1, help="Number of microbatches, per step.")
@@ -54,7 +60,7 @@ def split(
     """Show which layers each stage has, their parameters and costs, and what stages pass on."""
     if not is_own(model):
         raise Misuse(f"{model}: penstock split is for a model of your own; give FILE.py:NAME")
-    given = options.json_object("--model-options", model_options)
+    given = options_of(Settings)["model_options"].read(model_options or "{}")
     found, size = _found(
         model, given, data, microbatches, batch, seed, stages, first_layers.split(",") if first_layers else []
     )

@@ -190,7 +190,8 @@ def _check_type(name: str, value: Any, kind: Any) -> None:
     elif isinstance(value, int):
         fits = int in plain or float in plain
     elif isinstance(value, tuple):
-        fits = tuple in plain and all(type(v) is int for v in value)
+        each = next((typing.get_args(k)[0] for k in kinds if typing.get_origin(k) is tuple), None)
+        fits = each is not None and all(type(v) is each for v in value)
     else:
         fits = any(isinstance(value, k) for k in plain)
     if not fits:

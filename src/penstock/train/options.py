@@ -37,7 +37,8 @@ class Declaration(NamedTuple):
     """What the metadata of a field says about its option.
 
     Attributes:
-        help: one sentence. group: one of GROUPS. is_common: `--help` shows it, and not only `--help-all`.
+        help: one sentence. group: one of GROUPS, or another that is listed after them.
+        is_common: `--help` shows it, and not only `--help-all`.
         flags: its names on the command line; empty for `--` and the name of the field.
         metavar: what stands for its value in the help. is_repeated: the option may be given several times.
     """
@@ -65,6 +66,15 @@ def setting(
     if isinstance(default, dict):
         return dataclasses.field(default_factory=default.copy, metadata={"option": said})
     return dataclasses.field(default=default, metadata={"option": said})
+
+
+def same_setting(kind: type, name: str) -> Any:
+    """A field with the default and the option of a field of another settings class."""
+    field = next(each for each in dataclasses.fields(kind) if each.name == name)
+    said = {"option": _declaration(kind, name)}
+    if field.default_factory is not dataclasses.MISSING:
+        return dataclasses.field(default_factory=field.default_factory, metadata=said)
+    return dataclasses.field(default=field.default, metadata=said)
 
 
 class Option(NamedTuple):
@@ -96,6 +106,8 @@ class Option(NamedTuple):
     def read(self, given: Any) -> Any:
         """The setting, from a word of the command line or a value of a TOML file. Raises SettingsError."""
         if self.said.is_repeated and isinstance(given, list):
+            if self.kind is tuple:
+                return tuple(given)
             return read_options(given) if self.kind is dict else shlex.join(given)
         if self.kind is tuple and isinstance(given, str):
             return _counts(self.flags[0], given)
@@ -173,7 +185,8 @@ def grouped_help(common: Iterable[str], *kinds: type) -> type[TyperCommand]:
 
     class GroupedHelpCommand(TyperCommand):
         def format_options(self, ctx: Any, formatter: Any) -> None:
-            grouped: dict[str, list[Any]] = {title: [] for title in GROUPS}
+            others = (option.said.group for option in options.values())
+            grouped: dict[str, list[Any]] = {title: [] for title in (*GROUPS[:-1], *others, RUN)}
             num_hidden = 0
             for parameter in self.get_params(ctx):
                 record = parameter.get_help_record(ctx)

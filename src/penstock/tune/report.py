@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import shlex
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rich.console import Console
@@ -13,8 +13,10 @@ from rich.table import Table
 from penstock.formats.profile import MessageCosts, Profile
 from penstock.simulation.memory_footprint import in_bytes
 from penstock.train.kinds import read_towers
+from penstock.train.settings import Settings
 from penstock.tune.search import SETTINGS, RankedCandidate, TuneCandidate, settings_of
 from penstock.tune.session import TuneOutcome
+from penstock.tune.settings import TRAINED
 from penstock.tune.verify import MeasuredCandidate
 
 
@@ -146,7 +148,22 @@ def train_command(outcome: TuneOutcome, schedule_file: str | None = None) -> str
             words += [option, each]
     if candidate.towers is None:
         words += ["--cut", ",".join(str(len(layers)) for layers in candidate.cut)]
-    return shlex.join([*words, *(["--recompute"] if candidate.recompute else [])])
+    return shlex.join([*words, *(["--recompute"] if candidate.recompute else []), *_given_words(outcome.settings)])
+
+
+def _given_words(settings: Settings) -> list[str]:
+    """The options of `penstock train` for what differs from its defaults, besides model, data, preset and batch."""
+    default, words = Settings(), list[str]()
+    for name in TRAINED:
+        value = getattr(settings, name)
+        if name in ("model", "model_options", "data", "preset", "towers", "batch") or value == getattr(default, name):
+            continue
+        option = f"--{name.replace('_', '-')}"
+        if isinstance(value, bool):
+            words.append(option if value else f"--no-{name}")
+        else:
+            words += [option, json.dumps(value) if isinstance(value, Mapping) else str(value)]
+    return words
 
 
 def _print_table(outcome: TuneOutcome, title: str, rows: Sequence[RankedCandidate]) -> None:

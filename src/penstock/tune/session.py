@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 from penstock.formats.profile import Profile
 from penstock.train.kinds import CLIP, CONTRAST
@@ -16,6 +15,7 @@ from penstock.tune.errors import TuneError
 from penstock.tune.given_costs import given_costs
 from penstock.tune.meter import Measurements, Meter, NeededProfile, prepare_together
 from penstock.tune.search import RankedCandidate, SearchFound, TuneCandidate, search
+from penstock.tune.settings import TuneSettings
 from penstock.tune.space import SHARED_ENDS, Shape, TuneSpace
 from penstock.tune.towers import TowerSpace, search_towers
 from penstock.tune.tuned_model import TunedModel, parts_of, tuned_model, why_no_shared_ends
@@ -25,73 +25,12 @@ Say = Callable[[str], None] | None
 ShowProgress = Callable[[SearchFound], None] | None
 
 
-@dataclass(frozen=True)
-class MeasureOptions:
-    """How costs are measured.
-
-    Attributes:
-        folder: where measurements are kept; None for the user's cache folder.
-        seconds: to measure each microbatch size.
-        fresh: whether to measure again what was measured before.
-    """
-
-    folder: Path | None = None
-    seconds: float = 1.0
-    fresh: bool = False
-
-
-@dataclass(frozen=True)
-class TuneRequest:
-    """What is to be tuned.
-
-    Attributes:
-        settings: model, optimizer, batch, precision and so on, as in `penstock train`.
-        costs: how to measure them here; or a preset or file, as `--costs` of `penstock simulate` takes it.
-        num_ranks: most ranks; None for as many as can work at the same time here.
-        pp, dp, microbatch_sizes, schedules: what to try; None for all. recompute: None to try it if
-            memory is limited.
-        shared_ends: whether the ranks of a pipeline share embedding and head; None to try both if that may
-            gain something.
-        programs: whether to search schedules without a name too, if no library schedules are given.
-        options: of library schedules, for those that take them.
-        memory_limit: bytes per rank. num_best: candidates to keep. num_verified: how many of them to run.
-    """
-
-    settings: Settings
-    costs: MeasureOptions | str
-    num_ranks: int | None = None
-    pp: Sequence[int] | None = None
-    dp: Sequence[int] | None = None
-    microbatch_sizes: Sequence[int] | None = None
-    schedules: Sequence[str] | None = None
-    recompute: bool | None = None
-    programs: bool = True
-    memory_limit: float | None = None
-    num_best: int = 10
-    num_verified: int = 0
-    num_steps: int = 10
-    shared_ends: bool | None = None
-    options: Mapping[str, Any] = field(default_factory=dict)
-
-    def space(self, num_ranks: int, can_recompute: bool, sizes: Sequence[int] | None = None) -> TuneSpace:
-        """What is searched. Recomputing costs time and saves memory, so it is tried if memory is limited, or as
-        asked.
-        """
-        recompute = (False, True) if can_recompute and self.memory_limit is not None else (False,)
-        return TuneSpace(
-            num_ranks, self.settings.batch, self.pp, self.dp, sizes or self.microbatch_sizes, self.schedules,
-            recompute if self.recompute is None else (self.recompute,),
-            (False, True) if self.shared_ends is None else (self.shared_ends,),
-            self.options,
-        )  # fmt: skip
-
-
 @dataclass
 class TuneOutcome:
     """The result.
 
     Attributes:
-        settings: asked for. trained: the model; None if costs were given, which can't be trained.
+        settings: of the run. trained: the model; None if costs were given, which can't be trained.
         num_measured, num_reused: measurements made now, and before.
         measured: of the candidates that were run.
     """
@@ -119,7 +58,7 @@ class TuneOutcome:
         return best[0] if best else None
 
 
-def tune(asked: TuneRequest, say: Say = None, progress: ShowProgress = None) -> TuneOutcome:
+def tune(asked: TuneSettings, say: Say = None, progress: ShowProgress = None) -> TuneOutcome:
     """Finds the best ways to train.
 
     An interrupt of the search ends with the best so far, if there is any. If measuring is interrupted, what was
@@ -129,58 +68,67 @@ def tune(asked: TuneRequest, say: Say = None, progress: ShowProgress = None) -> 
         TuneError, SettingsError, CostError: an invalid request, or nothing that fits.
         RanksFailed: measuring or verifying failed.
     """
-    if isinstance(asked.costs, str):
-        return _tune_given(asked, asked.costs, progress)
-    tune_here = _tune_towers if asked.settings.model == CLIP else _tune_chain
-    outcome = tune_here(asked, asked.costs, say, progress)
-    if asked.num_verified and not outcome.interrupted:
+    settings = asked.run_settings()
+    if asked.costs is not None:
+        return _tune_given(asked, settings, asked.costs, progress)
+    outcome = (_tune_towers if settings.model == CLIP else _tune_chain)(asked, settings, say, progress)
+    if asked.verify and not outcome.interrupted:
         _verify(asked, outcome, say)
     return outcome
 
 
-def measure(
-    settings: Settings,
-    options: MeasureOptions,
-    num_ranks: int,
-    microbatch_sizes: Sequence[int],
-    recompute: bool,
-    say: Say = None,
-) -> Meter:
-    """Measures layers with `num_ranks` side by side, and messages.
+def measure(asked: TuneSettings, say: Say = None) -> Meter:
+    """Measures layers with `asked.ranks` side by side, by default one, and messages.
 
     Raises:
         TuneError, SettingsError, RanksFailed.
     """
+    settings, num_ranks = asked.run_settings(), asked.ranks or 1
     if settings.model == CLIP:
         raise TuneError(
             f"--model {CLIP} has a chain of layers for each tower, which are not measured as one; penstock tune "
             f"--model {CLIP} measures its towers and lays them out"
         )
     model = tuned_model(settings)
-    model.require_again(recompute)
-    if wrong := [size for size in microbatch_sizes if size < 1]:
-        raise TuneError(f"microbatches of {wrong[0]} samples hold nothing; give at least 1")
+    model.require_again(asked.recompute)
+    sizes = asked.microbatch_sizes or (1,)
+    if min(sizes) < 1:
+        raise TuneError(f"microbatches of {min(sizes)} samples hold nothing; give at least 1")
     if num_ranks > model.num_layers:
         raise TuneError(f"{model.name} has {model.num_layers} layers, too few for {num_ranks} ranks")
-    meter = _meter(model, settings, options, say)
-    needs = [NeededProfile(size, num_ranks, recompute) for size in microbatch_sizes]
+    meter = _meter(model, asked, settings, say)
+    needs = [NeededProfile(size, num_ranks, bool(asked.recompute)) for size in sizes]
     prepare_together([(meter, needs)], [min(2, num_ranks)])
     return meter
 
 
-def _meter(model: TunedModel, settings: Settings, options: MeasureOptions, say: Say) -> Meter:
-    return Meter(model, settings, Measurements(options.folder), options.seconds, options.fresh, say)
+def _meter(model: TunedModel, asked: TuneSettings, settings: Settings, say: Say) -> Meter:
+    folder = None if asked.database is None else Path(asked.database)
+    return Meter(model, settings, Measurements(folder), asked.seconds, asked.fresh, say)
 
 
-def _tune_chain(asked: TuneRequest, options: MeasureOptions, say: Say, progress: ShowProgress) -> TuneOutcome:
-    settings, devices = asked.settings, num_devices(asked.settings)
+def _space(
+    asked: TuneSettings, batch: int, num_ranks: int, can_recompute: bool, sizes: Sequence[int] | None = None
+) -> TuneSpace:
+    """What is searched. Recomputing costs time and saves memory, so it is tried if memory is limited, or as asked."""
+    recompute = (False, True) if can_recompute and asked.memory_limit is not None else (False,)
+    return TuneSpace(
+        num_ranks, batch, asked.pp, asked.dp, sizes or asked.microbatch_sizes, asked.schedules,
+        recompute if asked.recompute is None else (asked.recompute,),
+        (False, True) if asked.shared_ends is None else (asked.shared_ends,),
+        asked.schedule_options,
+    )  # fmt: skip
+
+
+def _tune_chain(asked: TuneSettings, settings: Settings, say: Say, progress: ShowProgress) -> TuneOutcome:
+    devices = num_devices(settings)
     model = tuned_model(settings)
     model.require_again(asked.recompute)
-    space = asked.space(asked.num_ranks or devices, not model.not_again)
+    space = _space(asked, settings.batch, asked.ranks or devices, not model.not_again)
     shapes = [shape for shape in space.shapes() if shape.pp <= model.num_layers]
     if not shapes:
         raise TuneError(f"{model.name} has {model.num_layers} layers, so pp is at most {model.num_layers}")
-    sharing = _sharing(asked, model, shapes, devices)
+    sharing = _sharing(asked, settings, model, shapes, devices)
 
     def need(shape: Shape, recompute: bool) -> NeededProfile:
         return NeededProfile(shape.microbatch_size, min(shape.pp * shape.dp, devices, model.num_layers), recompute)
@@ -188,7 +136,7 @@ def _tune_chain(asked: TuneRequest, options: MeasureOptions, say: Say, progress:
     def need_ends(shape: Shape) -> NeededProfile:
         return NeededProfile(shape.microbatch_size, shape.pp * shape.dp, False, shape.pp)
 
-    meter = _meter(model, settings, options, say)
+    meter = _meter(model, asked, settings, say)
     needs = [need(shape, again) for shape in shapes for again in space.recompute]
     needs += [need_ends(shape) for shape in shapes if shape in sharing]
     prepare_together([(meter, needs)], sorted({shape.num_measured_together for shape in shapes}))
@@ -196,24 +144,23 @@ def _tune_chain(asked: TuneRequest, options: MeasureOptions, say: Say, progress:
         space,
         lambda shape, again: meter.profiles.get(need(shape, again)),
         lambda shape: meter.transfers.get(shape.num_measured_together),
-        _wanted(asked, devices, progress),
+        _wanted(asked, settings, devices, progress),
         asked.programs and not asked.schedules,
         settings,
         lambda shape: meter.profiles.get(need_ends(shape)) if shape in sharing else None,
     )
-    return _outcome(asked, model, space, found, [meter])
+    return _outcome(settings, model, space, found, [meter])
 
 
-def _tune_towers(asked: TuneRequest, options: MeasureOptions, say: Say, progress: ShowProgress) -> TuneOutcome:
-    settings, devices = asked.settings, num_devices(asked.settings)
-    model = tuned_model(settings)
+def _tune_towers(asked: TuneSettings, settings: Settings, say: Say, progress: ShowProgress) -> TuneOutcome:
+    devices, model = num_devices(settings), tuned_model(settings)
     if asked.shared_ends:
         raise TuneError(f"--shared-ends: {why_no_shared_ends(settings, 2)}; leave it out")
-    if asked.options:
+    if asked.schedule_options:
         raise TuneError(
-            f"--option {next(iter(asked.options))}: each tower has its own options, by --tower; leave it out"
+            f"--option {next(iter(asked.schedule_options))}: each tower has its own options, by --tower; leave it out"
         )
-    towers = TowerSpace.of(settings, asked.space(asked.num_ranks or devices, True), asked.schedules)
+    towers = TowerSpace.of(settings, _space(asked, settings.batch, asked.ranks or devices, True), asked.schedules)
     shapes = towers.shapes()
 
     def need(size: int, processes: int, recompute: bool) -> NeededProfile:
@@ -227,7 +174,7 @@ def _tune_towers(asked: TuneRequest, options: MeasureOptions, say: Say, progress
             for size in ([shape.microbatch_size] if part == CONTRAST else towers.sizes(shape))
         ]
 
-    meters = {part: _meter(each, settings, options, say) for part, each in parts_of(settings).items()}
+    meters = {part: _meter(each, asked, settings, say) for part, each in parts_of(settings).items()}
     first = next(iter(meters.values()))
     wanted = [(meter, needs(part)) for part, meter in meters.items()]
     prepare_together(wanted, sorted({shape.num_measured_together for shape in shapes}))
@@ -236,23 +183,23 @@ def _tune_towers(asked: TuneRequest, options: MeasureOptions, say: Say, progress
         settings,
         lambda part, size, processes, again: meters[part].profiles.get(need(size, processes, again)),
         lambda shape: first.transfers.get(shape.num_measured_together),
-        _wanted(asked, devices, progress),
+        _wanted(asked, settings, devices, progress),
     )
-    return _outcome(asked, model, towers.space, found, [*meters.values()])
+    return _outcome(settings, model, towers.space, found, [*meters.values()])
 
 
-def _tune_given(asked: TuneRequest, source: str, progress: ShowProgress) -> TuneOutcome:
-    if asked.settings.model == CLIP:
+def _tune_given(asked: TuneSettings, settings: Settings, source: str, progress: ShowProgress) -> TuneOutcome:
+    if settings.model == CLIP:
         raise TuneError(
             f"--costs gives costs of one chain of layers, and --model {CLIP} has a chain for each tower; leave it "
             "out to measure them here"
         )
-    if asked.num_verified:
+    if asked.verify:
         raise TuneError(
             "--verify runs the model on this machine and so needs costs that were measured here; leave it out, or "
             "leave out --costs"
         )
-    if asked.num_ranks is None:
+    if asked.ranks is None:
         raise TuneError("how many ranks there are is not known for another machine; give --ranks")
     costs = given_costs(source)
     sizes = asked.microbatch_sizes or costs.sizes
@@ -265,7 +212,7 @@ def _tune_given(asked: TuneRequest, source: str, progress: ShowProgress) -> Tune
             f"{source} says what layers cost one rank, and nothing of ranks that share embedding and head; leave "
             "out --shared-ends, or --costs to measure that here"
         )
-    space = asked.space(asked.num_ranks, costs.has_recompute, sizes)
+    space = _space(asked, settings.batch, asked.ranks, costs.has_recompute, sizes)
 
     def profile_of(shape: Shape, recompute: bool) -> Profile | None:
         return costs.profile(shape.microbatch_size, shape.pp * shape.dp, recompute)
@@ -274,30 +221,32 @@ def _tune_given(asked: TuneRequest, source: str, progress: ShowProgress) -> Tune
         space,
         profile_of,
         lambda shape: costs.transfer(shape.pp * shape.dp),
-        _wanted(asked, None, progress),
+        _wanted(asked, settings, None, progress),
         asked.programs and not asked.schedules,
-        asked.settings,
+        settings,
     )
-    return TuneOutcome(costs.name, asked.settings, None, space, found, interrupted=found.interrupted)
+    return TuneOutcome(costs.name, settings, None, space, found, interrupted=found.interrupted)
 
 
-def _wanted(asked: TuneRequest, devices: int | None, progress: ShowProgress) -> SearchFound:
+def _wanted(asked: TuneSettings, settings: Settings, devices: int | None, progress: ShowProgress) -> SearchFound:
     """What a search is to keep, with nothing found yet."""
-    num_best = max(asked.num_best, asked.num_verified)
-    return SearchFound(asked.settings.batch, asked.memory_limit, num_best, asked.settings.dispatch, devices, progress)
+    num_best = max(asked.top, asked.verify)
+    return SearchFound(settings.batch, asked.memory_limit, num_best, settings.dispatch, devices, progress)
 
 
 def _outcome(
-    asked: TuneRequest, model: TunedModel, space: TuneSpace, found: SearchFound, meters: Sequence[Meter]
+    settings: Settings, model: TunedModel, space: TuneSpace, found: SearchFound, meters: Sequence[Meter]
 ) -> TuneOutcome:
     return TuneOutcome(
-        model.name, asked.settings, model, space, found, sum(meter.num_measured for meter in meters),
+        model.name, settings, model, space, found, sum(meter.num_measured for meter in meters),
         sum(meter.num_reused for meter in meters), notices=[notice for meter in meters for notice in meter.notices],
         interrupted=found.interrupted,
     )  # fmt: skip
 
 
-def _sharing(asked: TuneRequest, model: TunedModel, shapes: Sequence[Shape], devices: int) -> frozenset[Shape]:
+def _sharing(
+    asked: TuneSettings, settings: Settings, model: TunedModel, shapes: Sequence[Shape], devices: int
+) -> frozenset[Shape]:
     """The shapes whose ranks are to share the first and the last layer: where that or a schedule with it is asked
     for, or memory is limited, all that can; else those in which one of the two costs more than a rank's even part.
 
@@ -310,10 +259,10 @@ def _sharing(asked: TuneRequest, model: TunedModel, shapes: Sequence[Shape], dev
     named = set(asked.schedules or ()) & set(SHARED_ENDS)
     if asked.shared_ends is False or (asked.schedules and not named):
         return frozenset()
-    if asked.settings.device != "cpu":
+    if settings.device != "cpu":
         if asked.shared_ends:
             raise TuneError(
-                f"--shared-ends with --device {asked.settings.device}: how long ops take that several GPUs run "
+                f"--shared-ends with --device {settings.device}: how long ops take that several GPUs run "
                 "together is not measured yet; leave it out"
             )
         return frozenset()
@@ -326,7 +275,7 @@ def _sharing(asked: TuneRequest, model: TunedModel, shapes: Sequence[Shape], dev
         if shape.pp < 2 or not needed or shape.pp * shape.dp > devices:
             continue
         if shape.pp not in why:
-            why[shape.pp] = why_no_shared_ends(asked.settings, shape.pp)
+            why[shape.pp] = why_no_shared_ends(settings, shape.pp)
         if not why[shape.pp]:
             found.append(shape)
     if asked.shared_ends and not found:
@@ -338,12 +287,12 @@ def _sharing(asked: TuneRequest, model: TunedModel, shapes: Sequence[Shape], dev
     return frozenset(found)
 
 
-def _verify(asked: TuneRequest, outcome: TuneOutcome, say: Say) -> None:
-    chosen = outcome.found.best[: asked.num_verified]
-    if len(chosen) < asked.num_verified:
-        outcome.notices.append(f"{asked.num_verified} candidates were to be verified; {len(chosen)} were found")
+def _verify(asked: TuneSettings, outcome: TuneOutcome, say: Say) -> None:
+    chosen = outcome.found.best[: asked.verify]
+    if len(chosen) < asked.verify:
+        outcome.notices.append(f"{asked.verify} candidates were to be verified; {len(chosen)} were found")
     with contextlib.suppress(KeyboardInterrupt):  # seen below: some are missing
-        outcome.measured = verify(chosen, asked.settings, asked.num_steps, say=say)
+        outcome.measured = verify(chosen, outcome.settings, asked.steps, say=say)
     outcome.interrupted = len(outcome.measured) < len(chosen)
     disturbed = [each for each in outcome.measured.values() if not each.quiet]
     if disturbed:
