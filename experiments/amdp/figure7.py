@@ -210,7 +210,7 @@ def main() -> None:
         (row,) = rows([method], loud=True)
         found[method.name] = row
         done = [found[m.name] for m in METHODS if m.name in found]
-        save(given.out, "figure7", done, seeds=[TASK.seed], earlier=earlier, **task)
+        save(given.out, "figure7", done, seeds=[TASK.seed], raw={"losses": None}, earlier=earlier, **task)
         print(f"({method.name}: {shown(row['final'])}, {time.perf_counter() - began:.0f} s)", flush=True)
     done = [found[m.name] for m in METHODS if m.name in found]
     if SYNC not in found:

@@ -166,7 +166,15 @@ def main() -> None:
                 found = [
                     done[key] for key in itertools.product(TASKS, (each.name for each in METHODS)) if key in done
                 ]
-                save(given.out, "table5", found, seeds=[task.seed], earlier=earlier, throughput=times)
+                save(
+                    given.out,
+                    "table5",
+                    found,
+                    seeds=[task.seed],
+                    raw={"losses": None},
+                    earlier=earlier,
+                    throughput=times,
+                )
     rows = list(done.values())
     print("\n".join(lines(rows, times)))
     for model in TASKS:
