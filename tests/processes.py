@@ -1,6 +1,6 @@
 """Runs a function in several gloo processes, one per rank, and tells how each ended.
 
-    outcomes = run_ranks(4, cases.train, "zb-v")
+    outcomes = run_ranks_to_end(4, cases.train, "zb-v")
     assert [o.value for o in outcomes] == ...
 
 Processes are forked from a server that has torch loaded, and the first optimizer made, so that starting four takes a
@@ -114,6 +114,14 @@ def run_ranks(
             _outcome(Path(folder), rank, child.exitcode if ended else None)
             for rank, (child, ended) in enumerate(zip(children, in_time, strict=True))
         ]
+
+
+def run_ranks_to_end(num_ranks: int, function: Callable[..., Any], *args: Any, **options: Any) -> list[Outcome]:
+    """Runs it as `run_ranks` does. Fails the test, with the text of a rank, if one does not end with exit code 0."""
+    outcomes = run_ranks(num_ranks, function, *args, **options)
+    failed = [f"rank {o.rank} ended with {o.code}:\n{o.text[-3000:]}" for o in outcomes if o.code != 0]
+    assert not failed, "\n".join(failed)
+    return outcomes
 
 
 def as_under_torchrun(rank: int, script: str) -> None:

@@ -20,7 +20,7 @@ from penstock.cost import Links, Ring
 from penstock.cost.mesh import LinkGroup
 from penstock.runtime.mesh import process_mesh as mesh_nodes
 from penstock.runtime.tensors.dtensor import whole
-from processes import run_ranks
+from processes import run_ranks, run_ranks_to_end
 from waiting import PATIENCE, keep_up
 
 pytestmark = [pytest.mark.multiproc, pytest.mark.alone]
@@ -226,8 +226,7 @@ def named(rank: int, folder: str, num_steps: int) -> dict[str, Any]:
 
 @pytest.mark.slow
 def test_a_ring_on_a_slow_link_is_named_with_its_bandwidth_where_nodes_cannot_move(tmp_path: Path) -> None:
-    outcomes = run_ranks(4, named, str(tmp_path), 50)
-    assert all(o.code == 0 for o in outcomes), next(o.text for o in outcomes if o.code != 0)
+    outcomes = run_ranks_to_end(4, named, str(tmp_path), 50)
     assert all(o.value["nodes"] == (0, 1, 2, 3) for o in outcomes)
     said = "\n".join(outcomes[0].value["notices"])
     assert "link between nodes 2:3 at 0.016 Mbit/s" in said

@@ -21,7 +21,7 @@ from penstock.runtime import DeadlineExceeded, PeerLost, RuntimeFailure
 from penstock.runtime.adapt import agent
 from penstock.runtime.adapt import store as adapt_store
 from penstock.runtime.mesh import probe
-from processes import run_ranks
+from processes import run_ranks, run_ranks_to_end
 from waiting import PATIENCE, keep_up
 
 pytestmark = [pytest.mark.multiproc, pytest.mark.alone]
@@ -97,8 +97,7 @@ def adapting(rank: int, folder: str, num_steps: int) -> dict[str, Any]:
 
 @pytest.mark.slow
 def test_a_model_is_trained_around_a_late_link_with_the_same_losses(tmp_path: Path) -> None:
-    outcomes = run_ranks(NUM_RANKS, adapting, str(tmp_path), 24)
-    assert [o.code for o in outcomes] == [0] * NUM_RANKS, outcomes[0].text
+    outcomes = run_ranks_to_end(NUM_RANKS, adapting, str(tmp_path), 24)
     found = [o.value for o in outcomes]
     assert all(all(each["same"]) and len(each["same"]) > 24 for each in found)
     assert found[0]["numbers"] == found[1]["numbers"] == found[2]["numbers"]
@@ -144,8 +143,7 @@ def hosting(rank: int, folder: str) -> dict[str, Any]:
 @pytest.mark.slow
 def test_a_decision_that_counts_on_host_memory_moves_real_activations_there(tmp_path: Path) -> None:
     """Regression: such a decision raised the caps, its schedule had no OFFLOAD, and `host_memory()` was 0."""
-    outcomes = run_ranks(NUM_RANKS, hosting, str(tmp_path))
-    assert [o.code for o in outcomes] == [0] * NUM_RANKS, outcomes[0].text
+    outcomes = run_ranks_to_end(NUM_RANKS, hosting, str(tmp_path))
     found = [o.value for o in outcomes]
     assert all(each["ran"] == found[0]["ran"] for each in found)
     assert found[0]["ran"][-1], outcomes[0].text
@@ -192,8 +190,7 @@ def test_what_one_rank_cannot_do_is_said_by_all(tmp_path: Path) -> None:
         ("redis://127.0.0.1:1", str(tmp_path), "the Redis at redis://127.0.0.1:1 cannot be used"),
         ("", "/proc/nowhere", "give another folder for the records"),
     ):
-        outcomes = run_ranks(NUM_RANKS, cannot, store, folder)
-        assert [o.code for o in outcomes] == [0] * NUM_RANKS, outcomes[0].text
+        outcomes = run_ranks_to_end(NUM_RANKS, cannot, store, folder)
         assert all(said in o.value for o in outcomes), outcomes
 
 
@@ -228,8 +225,7 @@ def emulated(rank: int, transport: str, folder: Path) -> tuple[list[Any], list[s
 @pytest.mark.slow
 @pytest.mark.parametrize("transport", ["direct", pytest.param("delegate", marks=pytest.mark.nightly)])
 def test_emulated_processes_switch_together(transport: str, tmp_path: Path) -> None:
-    outcomes = run_ranks(NUM_RANKS, emulated, transport, tmp_path)
-    assert [o.code for o in outcomes] == [0] * NUM_RANKS, outcomes[0].text
+    outcomes = run_ranks_to_end(NUM_RANKS, emulated, transport, tmp_path)
     steps, notices = outcomes[0].value
     for outcome in outcomes[1:]:
         same, told = outcome.value
@@ -256,7 +252,6 @@ def drifting(rank: int) -> list[int]:
 
 
 def test_clocks_of_several_hosts_are_compared_again_and_again() -> None:
-    outcomes = run_ranks(NUM_RANKS, drifting)
-    assert [o.code for o in outcomes] == [0] * NUM_RANKS, outcomes[0].text
+    outcomes = run_ranks_to_end(NUM_RANKS, drifting)
     for found in (o.value for o in outcomes):
         assert [round(each / 1e9) for each in found] == [0, 3, 6, 0, 8, 16]

@@ -23,7 +23,7 @@ import penstock as ps
 from packed import packed
 from penstock.runtime import RuntimeFailure
 from penstock.runtime.tensors.dtensor import local
-from processes import run_ranks
+from processes import run_ranks_to_end
 from tiers import others_nightly
 from waiting import PATIENCE
 
@@ -242,8 +242,7 @@ def test_bug_what_one_holder_changed_between_steps_made_them_other_models(name: 
     did all holders where each changed what it holds by an amount of its own.
     """
     changes = [change for change in CHANGES if change not in NOT_TOLD.get(name, ())]
-    outcomes = run_ranks(CASES[name].num_processes, all_said, name, changes)
-    assert all(o.code == 0 for o in outcomes), "\n".join(o.text[-2000:] for o in outcomes)
+    outcomes = run_ranks_to_end(CASES[name].num_processes, all_said, name, changes)
     assert all(o.value == outcomes[0].value for o in outcomes)
     for change, (alone, together, otherwise) in outcomes[0].value.items():
         assert together == "", change
@@ -277,8 +276,7 @@ def written_to_zero(pipe: ps.Pipeline, rank: int) -> None:
 
 
 def test_values_that_holders_were_refused_for_are_right_once_all_have_the_same() -> None:
-    for outcome in run_ranks(2, mended):
-        assert outcome.code == 0, outcome.text[-2000:]
+    for outcome in run_ranks_to_end(2, mended):
         otherwise, alike = outcome.value
         assert otherwise.startswith("parameter 0.weight differs between process 0 and process 1, so")
         assert alike == ""
@@ -308,8 +306,7 @@ def rounded_otherwise(rank: int) -> tuple[str, float]:
 
 def test_bug_replicas_on_processors_that_round_otherwise_were_refused() -> None:
     """The same optimizer gives other last bits by the kernels of another processor."""
-    for outcome in run_ranks(2, rounded_otherwise):
-        assert outcome.code == 0, outcome.text[-2000:]
+    for outcome in run_ranks_to_end(2, rounded_otherwise):
         said, difference = outcome.value
         assert said == ""
         assert 0 < difference < 1e-5
@@ -334,8 +331,7 @@ def with_other_rates(rank: int, name: str) -> tuple[str, str]:
 
 @pytest.mark.parametrize("name", ["updates as ops of replicas", "updates as ops of all copies"])
 def test_bug_rates_of_a_step_that_one_holder_alone_was_given_made_them_other_models(name: str) -> None:
-    outcomes = run_ranks(CASES[name].num_processes, with_other_rates, name)
-    assert all(o.code == 0 for o in outcomes), "\n".join(o.text[-2000:] for o in outcomes)
+    outcomes = run_ranks_to_end(CASES[name].num_processes, with_other_rates, name)
     for alone, together in (o.value for o in outcomes):
         assert "between process 0 and process" in alone
         assert together == ""
@@ -365,8 +361,7 @@ OF_WINDOWS: list[Callable[[ps.Pipeline], object]] = [
 
 @pytest.mark.slow
 def test_what_copies_have_summed_of_an_open_window_may_be_cleared_or_changed_by_all() -> None:
-    outcomes = run_ranks(4, in_an_open_window)
-    assert all(o.code == 0 for o in outcomes), "\n".join(o.text[-2000:] for o in outcomes)
+    run_ranks_to_end(4, in_an_open_window)
 
 
 def frozen_by_name(pipe: ps.Pipeline) -> None:
@@ -386,8 +381,7 @@ def with_one_frozen_by_name(rank: int, name: str) -> tuple[str, set[str]]:
 
 @pytest.mark.parametrize("name", ["copies", "tied"])
 def test_bug_a_parameter_that_all_ranks_froze_by_its_name_was_frozen_in_its_owner_alone(name: str) -> None:
-    outcomes = run_ranks(2, with_one_frozen_by_name, name)
-    assert all(o.code == 0 for o in outcomes), "\n".join(o.text[-2000:] for o in outcomes)
+    outcomes = run_ranks_to_end(2, with_one_frozen_by_name, name)
     for said, names in (o.value for o in outcomes):
         assert said == ""
         assert "0.weight" in names
@@ -418,6 +412,5 @@ def evaluated_by_copies(rank: int) -> list[float]:
 
 
 def test_weights_that_evaluation_mode_changes_in_all_copies_were_changed_in_the_middle_of_a_step() -> None:
-    found = run_ranks(2, evaluated_by_copies)
-    assert [outcome.code for outcome in found] == [0, 0], found[0].text[-2000:] + found[1].text[-2000:]
+    found = run_ranks_to_end(2, evaluated_by_copies)
     assert [outcome.value for outcome in found] == [evaluated_by_copies(0)] * 2

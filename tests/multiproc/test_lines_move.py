@@ -18,7 +18,7 @@ from torch import nn
 import penstock as ps
 from device_queues import LateLines, stand_in_for_nccl
 from plain_loop import plain_step
-from processes import run_ranks
+from processes import run_ranks_to_end
 from waiting import PATIENCE, keep_up
 
 pytestmark = pytest.mark.multiproc
@@ -115,8 +115,7 @@ def test_lines_of_nccl_and_of_shared_memory_never_moved_to_delegates(
 ) -> None:
     """Delegated links were refused over NCCL, and "host" lost shared memory as soon as links might be delegated."""
     options = ps.TransportOptions(name, delegates=DELEGATES, links=links)
-    outcomes = run_ranks(NUM_RANKS, train, options, dispatch)
-    assert [o.code for o in outcomes] == [0] * NUM_RANKS, "\n".join(o.text for o in outcomes)
+    outcomes = run_ranks_to_end(NUM_RANKS, train, options, dispatch)
     for rank, trained in enumerate(o.value for o in outcomes):
         assert all(trained.same)
         assert len(trained.same) == len(ROUTES) + 2
@@ -179,8 +178,7 @@ def adapt(rank: int, name: str, folder: str) -> tuple[list[tuple[tuple[int, int]
 @pytest.mark.parametrize("name", ["nccl", pytest.param("host", marks=pytest.mark.nightly)])
 def test_adapting_over_nccl_was_refused(name: str, tmp_path: Path) -> None:
     """The controller hands a late link to delegates while the others stay with NCCL, and no number changes."""
-    outcomes = run_ranks(NUM_RANKS, adapt, name, str(tmp_path), deadline=240.0)
-    assert [o.code for o in outcomes] == [0] * NUM_RANKS, "\n".join(o.text for o in outcomes)
+    outcomes = run_ranks_to_end(NUM_RANKS, adapt, name, str(tmp_path), deadline=240.0)
     routes, _, notices = outcomes[0].value
     assert all(o.value[0] == routes and all(o.value[1]) for o in outcomes)
     assert routes[-3:] == [((1, 2),)] * 3, notices

@@ -16,7 +16,7 @@ from penstock.models import GPTConfig, gpt_stage, parallelize, tied_parameters
 from penstock.models.loss import CrossEntropy
 from penstock.runtime import partition
 from penstock.runtime.errors import RuntimeFailure
-from processes import run_ranks
+from processes import run_ranks_to_end
 from tiers import NIGHTLY
 
 pytestmark = pytest.mark.multiproc
@@ -101,8 +101,7 @@ def test_each_mesh_goes_on_from_the_checkpoint_of_another(
     """Parameters, optimizer state, gradients that wait and counters, whole in the file and cut anew by each."""
     torch.set_num_threads(1)
     expected = in_one_process(len(run), tied)
-    outcomes = run_ranks(4, legs, str(tmp_path), run, tied)
-    assert [o.code for o in outcomes] == [0] * 4, outcomes[0].text
+    outcomes = run_ranks_to_end(4, legs, str(tmp_path), run, tied)
     for outcome in outcomes:
         for (numbers, _), wanted in zip(outcome.value, expected, strict=True):
             assert numbers == pytest.approx(wanted, rel=2e-5)
@@ -141,8 +140,7 @@ def refused(rank: int) -> list[str]:
 
 
 def test_what_a_mesh_cannot_run_is_told() -> None:
-    outcomes = run_ranks(4, refused)
-    assert [o.code for o in outcomes] == [0] * 4, outcomes[0].text
+    outcomes = run_ranks_to_end(4, refused)
     wanted = [
         "parallelize=penstock.models.parallelize",
         "2 dimensions, named pp, rows; name them pp, dp and tp",

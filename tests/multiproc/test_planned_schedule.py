@@ -18,7 +18,7 @@ from torch.distributed.pipelining import PipelineStage, schedules
 import penstock as ps
 from penstock.integrations.torch import PlannedSchedule, Replanner, costs_in_torch, to_torch
 from penstock.passes import add_communication, remove_communication
-from processes import run_ranks
+from processes import run_ranks_to_end
 
 pytestmark = pytest.mark.multiproc
 
@@ -81,8 +81,7 @@ def beside_torchs_own(rank: int) -> dict[str, bool]:
 
 
 def test_losses_and_gradients_are_those_of_torchs_own_schedules() -> None:
-    outcomes = run_ranks(2, beside_torchs_own)
-    assert all(o.code == 0 for o in outcomes), "\n".join(o.text[-3000:] for o in outcomes)
+    outcomes = run_ranks_to_end(2, beside_torchs_own)
     assert len(outcomes[0].value) == (8 if SENDS_TO_ITSELF else 16)
     assert [name for o in outcomes for name, same in o.value.items() if not same] == []
 
@@ -107,8 +106,7 @@ def swapping(rank: int, folder: str) -> list[list[Tensor]]:
 
 
 def test_plans_are_swapped_between_steps_bitwise(tmp_path: Path) -> None:
-    outcomes = run_ranks(4, swapping, str(tmp_path))
-    assert all(o.code == 0 for o in outcomes), "\n".join(o.text[-3000:] for o in outcomes)
+    outcomes = run_ranks_to_end(4, swapping, str(tmp_path))
     for outcome in outcomes:
         first, *others = outcome.value
         assert all(torch.equal(a, b) for other in others for a, b in zip(first, other, strict=True))
@@ -140,8 +138,7 @@ def votes(rank: int) -> tuple[list[list[Tensor]], list[tuple[int, tuple[Any, ...
 
 
 def test_all_ranks_take_the_same_plan_at_the_same_step_and_numbers_stay_the_same() -> None:
-    outcomes = run_ranks(4, votes)
-    assert all(o.code == 0 for o in outcomes), "\n".join(o.text[-3000:] for o in outcomes)
+    outcomes = run_ranks_to_end(4, votes)
     assert outcomes[0].value[1]
     assert all(step <= 40 for step, _ in outcomes[0].value[1])  # steps of evaluation do not count
     for outcome in outcomes:
@@ -196,8 +193,7 @@ def replicas(rank: int) -> dict[str, Any]:
 
 
 def test_replicas_take_the_same_plan_by_a_vote_of_all_pipelines() -> None:
-    outcomes = run_ranks(4, replicas)
-    assert all(o.code == 0 for o in outcomes), "\n".join(o.text[-3000:] for o in outcomes)
+    outcomes = run_ranks_to_end(4, replicas)
     assert outcomes[0].value["changes"]
     for outcome in outcomes:
         assert outcome.value["same"]
@@ -233,8 +229,7 @@ def with_few_sends(rank: int) -> tuple[bool, int, str, bool]:
 if hasattr(schedules, "WAIT_SEND_F"):  # since torch 2.15
 
     def test_a_limit_of_sends_under_way_is_kept_in_our_rows() -> None:
-        outcomes = run_ranks(2, with_few_sends)
-        assert all(o.code == 0 for o in outcomes), "\n".join(o.text[-3000:] for o in outcomes)
+        outcomes = run_ranks_to_end(2, with_few_sends)
         for outcome in outcomes:
             same, most, told, kept = outcome.value
             assert same
@@ -262,8 +257,7 @@ def refusals(rank: int) -> list[str]:
 
 
 def test_plans_that_do_not_fit_are_refused_before_a_step() -> None:
-    outcomes = run_ranks(2, refusals)
-    assert all(o.code == 0 for o in outcomes), "\n".join(o.text[-3000:] for o in outcomes)
+    outcomes = run_ranks_to_end(2, refusals)
     for rank, outcome in enumerate(outcomes):
         counts, placement, stages, channel, pipelines = outcome.value
         assert "the plan has 6 microbatches, n_microbatches is 4" in counts

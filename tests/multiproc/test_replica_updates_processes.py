@@ -18,7 +18,7 @@ import penstock as ps
 from penstock.runtime import RuntimeFailure
 from penstock.runtime.tensors.dtensor import whole
 from plain_loop import plain_step
-from processes import run_ranks
+from processes import run_ranks_to_end
 
 pytestmark = pytest.mark.multiproc
 
@@ -82,8 +82,7 @@ def stepped_by_others(rank: int) -> dict[str, str]:
 
 def test_a_step_of_the_optimizer_itself_left_each_replica_with_what_it_owns_stepped_alone() -> None:
     """Under zero1 nobody fetched what others had stepped; a scaler leaves out steps in some processes alone."""
-    for outcome in run_ranks(2, stepped_by_others):
-        assert outcome.code == 0, outcome.text
+    for outcome in run_ranks_to_end(2, stepped_by_others):
         found = outcome.value
         for case in (*SHARDINGS, "a scaler"):
             assert found[case].startswith("AdamW.step() was called, and this pipeline has 2 processes"), found
@@ -141,8 +140,7 @@ def test_updates_of_what_no_step_had_trained_since_came_to_its_owner_alone(tmp_p
     where gradients came from a checkpoint."""
     wanted = plainly({0: False, 1: True, 2: False, 3: True}, freezes=True)
     wanted_loaded = plainly({0: True, 1: True, 2: True}, freezes=False)
-    for outcome in run_ranks(2, trained, str(tmp_path)):
-        assert outcome.code == 0, outcome.text
+    for outcome in run_ranks_to_end(2, trained, str(tmp_path)):
         for frozen, loaded in outcome.value.values():
             torch.testing.assert_close(frozen, wanted, rtol=1e-4, atol=1e-5)
             torch.testing.assert_close(loaded, wanted_loaded, rtol=1e-4, atol=1e-5)
@@ -167,8 +165,7 @@ def with_parts(rank: int) -> dict[str, str]:
 
 
 def test_optimizers_that_cannot_step_parts_ended_in_an_error_of_torch() -> None:
-    for outcome in run_ranks(2, with_parts):
-        assert outcome.code == 0, outcome.text
+    for outcome in run_ranks_to_end(2, with_parts):
         refused = {case: text for case, text in outcome.value.items() if text != "nothing"}
         wanted = {f"{name}, fsdp" for name in OPTIMIZERS if name != "SGD"}
         assert refused.keys() in (wanted, wanted - {"Rprop, fsdp"})  # which torch 2.15 steps
@@ -222,16 +219,14 @@ def averaged_in_a_step(rank: int) -> dict[str, Tensor]:
 
 
 def test_bug_what_a_forward_changed_alike_on_all_replicas_was_lost_under_fsdp() -> None:
-    for outcome in run_ranks(2, averaged_in_a_step):
-        assert outcome.code == 0, outcome.text
+    for outcome in run_ranks_to_end(2, averaged_in_a_step):
         first, *others = outcome.value.values()
         assert all(torch.equal(first, other) for other in others)
 
 
 def test_what_changes_parameters_in_the_middle_of_a_step_made_replicas_other_models() -> None:
     """Each had seen its own microbatches alone."""
-    for outcome in run_ranks(2, changed_in_a_step):
-        assert outcome.code == 0, outcome.text
+    for outcome in run_ranks_to_end(2, changed_in_a_step):
         for hooked in outcome.value:
             by_itself = "parameter 'weight' of Linear changed in the backward of microbatch" in hooked
             assert by_itself or hooked.startswith("parameter 2.weight differs between process 0 and process 1")
@@ -266,8 +261,7 @@ def changed_between_steps(rank: int) -> dict[str, str]:
 
 def test_verify_finds_parameters_that_were_replaced_under_fsdp() -> None:
     """A step would put back the ones before. A model of another type ends in an error of torch's."""
-    for outcome in run_ranks(2, changed_between_steps):
-        assert outcome.code == 0, outcome.text
+    for outcome in run_ranks_to_end(2, changed_between_steps):
         found = outcome.value
         quiet = {"nothing, none", "nothing, fsdp", "another type, none"}
         assert {case for case, text in found.items() if text == "nothing"} == quiet, found
@@ -298,6 +292,5 @@ def marked_parameters(rank: int) -> list[int]:
 
 
 def test_bug_parts_of_parameters_had_lost_their_attributes() -> None:
-    for outcome in run_ranks(2, marked_parameters):
-        assert outcome.code == 0, outcome.text
+    for outcome in run_ranks_to_end(2, marked_parameters):
         assert outcome.value == [3] * len(SHARDINGS)

@@ -17,7 +17,7 @@ from penstock.runtime import RuntimeFailure
 from penstock.runtime.mesh import process_mesh as mesh_nodes
 from penstock.runtime.mesh.process_mesh import KEEPS_ORDER
 from penstock.runtime.tensors.dtensor import whole
-from processes import run_ranks
+from processes import run_ranks_to_end
 from waiting import PATIENCE
 
 pytestmark = pytest.mark.multiproc
@@ -89,8 +89,7 @@ def moved_and_not(rank: int, sharding: str) -> bool:
 
 @pytest.mark.parametrize("sharding", ["none", "zero1", "fsdp"])
 def test_losses_are_those_of_the_run_that_stayed(sharding: str) -> None:
-    for outcome in run_ranks(4, moved_and_not, sharding):
-        assert outcome.code == 0, outcome.text
+    for outcome in run_ranks_to_end(4, moved_and_not, sharding):
         assert outcome.value, "it went on otherwise"
 
 
@@ -101,8 +100,7 @@ def refused(rank: int) -> str:
 
 
 def test_a_mesh_of_torch_in_another_order_is_refused() -> None:
-    for outcome in run_ranks(2, refused):
-        assert outcome.code == 0, outcome.text
+    for outcome in run_ranks_to_end(2, refused):
         assert "build the mesh with ps.runtime.device_mesh(ps.Mesh(pp, dp, tp, nodes=...))" in outcome.value
 
 
@@ -136,8 +134,7 @@ def sorted_groups(rank: int) -> list[Any]:
 
 
 def test_where_torch_sorts_groups_another_order_is_refused_before_anything_changes() -> None:
-    for outcome in run_ranks(4, sorted_groups):
-        assert outcome.code == 0, outcome.text
+    for outcome in run_ranks_to_end(4, sorted_groups):
         said, made, is_same = outcome.value
         sorts = f"torch {torch.__version__} sorts the processes of a group; install a torch whose"
         for each in said:
@@ -153,6 +150,5 @@ def without_replicas(rank: int) -> str:
 
 
 def test_nodes_of_a_pipeline_without_replicas_stay() -> None:
-    for outcome in run_ranks(2, without_replicas):
-        assert outcome.code == 0, outcome.text
+    for outcome in run_ranks_to_end(2, without_replicas):
         assert "only nodes of a mesh with replicas change places" in outcome.value

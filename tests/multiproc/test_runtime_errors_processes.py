@@ -15,7 +15,7 @@ from torch import nn
 import penstock as ps
 from packed import packed
 from penstock.runtime import RuntimeFailure
-from processes import Outcome, appears, run_ranks
+from processes import Outcome, appears, run_ranks, run_ranks_to_end
 from tied_updates_loop import with_rule
 from waiting import PATIENCE, shorten
 
@@ -61,8 +61,7 @@ def shares_what_cannot_be_pickled(rank: int) -> tuple[Any, str]:
 
 
 def test_what_cannot_be_pickled_ended_one_process_and_left_the_others_waiting() -> None:
-    first, second = run_ranks(2, shares_what_cannot_be_pickled)
-    assert (first.code, second.code) == (0, 0), first.text[-2000:] + second.text[-2000:]
+    first, second = run_ranks_to_end(2, shares_what_cannot_be_pickled)
     assert first.value == second.value
     assert first.value[0]
     assert first.value[1].startswith("rank 1 shares a value that can't be sent (AttributeError: Can't pickle")
@@ -87,8 +86,7 @@ def other_types(rank: int, changed: int) -> str:
 @pytest.mark.parametrize("changed", [0, 1])
 def test_a_rank_whose_model_has_another_type_was_told_by_torch_alone(changed: int) -> None:
     """And the others waited for it until their deadline, or until its process ended."""
-    first, second = run_ranks(2, other_types, changed)
-    assert (first.code, second.code) == (0, 0), first.text[-2000:] + second.text[-2000:]
+    first, second = run_ranks_to_end(2, other_types, changed)
     assert second.value.startswith("RuntimeError")
     assert f"stage 1 was given {'float64' if changed == 0 else 'float32'} [2, 4] as microbatch 0" in second.value
     assert first.value.startswith("PeerFailed: rank 1 could not do its part of the step: ")
@@ -126,8 +124,7 @@ def goes_on_after_a_failed_update(rank: int, apart: bool) -> list[str]:
 
 @pytest.mark.parametrize("apart", [False, True])
 def test_an_update_that_failed_on_one_rank_was_made_on_the_others_and_training_went_on(apart: bool) -> None:
-    first, second = run_ranks(2, goes_on_after_a_failed_update, apart)
-    assert (first.code, second.code) == (0, 0), first.text[-2000:] + second.text[-2000:]
+    first, second = run_ranks_to_end(2, goes_on_after_a_failed_update, apart)
     assert first.value[:2] == ["stepped", "stepped"]
     assert "rank 0" in first.value[2]  # which waited for the other one
     stepped, failed, then = second.value
@@ -171,8 +168,7 @@ def goes_on_after_an_exception(rank: int) -> list[str]:
 
 def test_calls_after_an_exception_say_that_the_pipeline_is_broken() -> None:
     """They waited for messages of the step that had failed, and told of a mix-up."""
-    outcomes = run_ranks(4, goes_on_after_an_exception)
-    assert all(o.code == 0 for o in outcomes), "\n".join(o.text for o in outcomes)
+    outcomes = run_ranks_to_end(4, goes_on_after_an_exception)
     for outcome in outcomes:
         first, *later = outcome.value
         for text in later:
@@ -209,8 +205,7 @@ def lacks_what_is_predicted(rank: int) -> list[str]:
 @pytest.mark.slow
 def test_others_waited_for_a_rank_whose_optimizer_lacks_what_is_predicted() -> None:
     """It found out in its first step, which others began, too."""
-    outcomes = run_ranks(2, lacks_what_is_predicted)
-    assert all(o.code == 0 for o in outcomes), "\n".join(o.text for o in outcomes)
+    outcomes = run_ranks_to_end(2, lacks_what_is_predicted)
     for outcome in outcomes:
         *lacking, of_last = outcome.value
         assert all("predicts weights of stage 0 that the optimizer does not have" in said for said in lacking)
@@ -322,8 +317,7 @@ def given_different_things(rank: int) -> dict[str, str]:
 
 
 def test_ranks_given_different_things() -> None:
-    outcomes = run_ranks(4, given_different_things)
-    assert all(o.code == 0 for o in outcomes), "\n".join(o.text for o in outcomes)
+    outcomes = run_ranks_to_end(4, given_different_things)
     for outcome in outcomes:
         told = outcome.value
         assert "rank 2 was given another schedule than rank 0" in told["schedule"]
@@ -379,8 +373,7 @@ def given_other_stages(rank: int) -> dict[str, str]:
 
 def test_lists_of_stages_were_not_compared_between_ranks() -> None:
     """Each rank trained the stages of its own list, whatever the others had, or waited for them to its deadline."""
-    outcomes = run_ranks(2, given_other_stages)
-    assert all(o.code == 0 for o in outcomes), "\n".join(o.text for o in outcomes)
+    outcomes = run_ranks_to_end(2, given_other_stages)
     told = outcomes[0].value
     assert "number of stages in its list than rank 0 (rank 1 has 3, rank 0 has 2)" in told["one more"]
     first = "rank 1 was given another stage 0 than rank 0; rank 0 has parameter 0"
@@ -420,8 +413,7 @@ def without_gradients(rank: int) -> list[str]:
 
 
 def test_a_loss_without_a_gradient_trained_nothing_and_said_nothing() -> None:
-    outcomes = run_ranks(4, without_gradients)
-    assert all(o.code == 0 for o in outcomes), "\n".join(o.text for o in outcomes)
+    outcomes = run_ranks_to_end(4, without_gradients)
     for outcome in outcomes:
         said, unchanged, one, then = outcome.value
         assert said.startswith("the loss of no microbatch has a gradient, so this step would train nothing"), said
@@ -450,6 +442,5 @@ def too_many_or_too_few(rank: int) -> str:
 
 
 def test_a_schedule_for_another_number_of_ranks() -> None:
-    outcomes = run_ranks(2, too_many_or_too_few)
-    assert all(o.code == 0 for o in outcomes), "\n".join(o.text for o in outcomes)
+    outcomes = run_ranks_to_end(2, too_many_or_too_few)
     assert all("the schedule is for 3 ranks and the process group has 2" in o.value for o in outcomes)

@@ -14,7 +14,7 @@ from penstock.runtime.transport.nccl import DeviceLines, lines_of
 from penstock.runtime.transport.wiring import wire
 from penstock.schedule import Op, Schedule, declare_shown_order
 from plain_loop import differences, gradients, plain_step
-from processes import run_ranks
+from processes import run_ranks, run_ranks_to_end
 from runtime_cases import mlp
 from waiting import PATIENCE
 
@@ -66,8 +66,7 @@ def through_lines(rank: int, names: list[str]) -> dict[str, list[str]]:
 @pytest.mark.slow
 def test_lines_carry_every_schedule() -> None:
     names = ["1f1b", "interleaved-1f1b", "zb-v", "zb"]
-    outcomes = run_ranks(4, through_lines, names)
-    assert all(o.code == 0 for o in outcomes), "\n".join(o.text[-2000:] for o in outcomes)
+    outcomes = run_ranks_to_end(4, through_lines, names)
     assert [o.value for o in outcomes] == [{name: [] for name in names}] * 4
 
 

@@ -14,7 +14,7 @@ from penstock.runtime.stage.ops import StageRunner
 from penstock.runtime.transport import gloo
 from penstock.runtime.transport.gloo import GlooTransport
 from penstock.runtime.transport.wire_format import Packet
-from processes import run_ranks
+from processes import run_ranks_to_end
 
 pytestmark = [pytest.mark.multiproc]
 
@@ -87,8 +87,7 @@ def measure(rank: int) -> dict[str, dict[int, dict[str, int]]]:
 
 @pytest.mark.slow
 def test_buffers_do_not_grow_with_the_number_of_microbatches() -> None:
-    outcomes = run_ranks(4, measure)
-    assert all(o.code == 0 for o in outcomes), "\n".join(o.text[-2000:] for o in outcomes)
+    outcomes = run_ranks_to_end(4, measure)
     for outcome in outcomes:
         for name, by_count in outcome.value.items():
             # How many are posted ahead, and when they come back, depends on the clock; their bound does not.

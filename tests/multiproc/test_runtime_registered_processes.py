@@ -20,7 +20,7 @@ from penstock.runtime.transport.gloo import GlooTransport
 from penstock.runtime.transport.nccl import DeviceLines, lines_of
 from penstock.runtime.transport.wiring import wire
 from plain_loop import differences, gradients, plain_step
-from processes import appears, run_ranks
+from processes import appears, run_ranks, run_ranks_to_end
 from registered_cases import (
     CASES,
     NUM_MICROBATCHES,
@@ -105,8 +105,7 @@ WAYS = [("frozen", False), ("dynamic", False), ("frozen", True)]
 
 @pytest.mark.slow
 def test_as_the_plain_loop_and_in_place() -> None:
-    outcomes = run_ranks(NUM_RANKS, all_cases)
-    assert all(o.code == 0 for o in outcomes), "\n".join(o.text[-3000:] for o in outcomes)
+    outcomes = run_ranks_to_end(NUM_RANKS, all_cases)
     wrong = {(o.rank, name): found for o in outcomes for name, found in o.value.items() if found}
     assert not wrong
     assert [len(o.value) for o in outcomes] == [len(in_turn(WAYS, 0)) * len(CASES)] * NUM_RANKS
@@ -170,8 +169,7 @@ def given_different_functions(rank: int) -> list[str]:
 
 
 def test_what_is_told_on_all_ranks() -> None:
-    outcomes = run_ranks(NUM_RANKS, given_different_functions)
-    assert all(o.code == 0 for o in outcomes), "\n".join(o.text for o in outcomes)
+    outcomes = run_ranks_to_end(NUM_RANKS, given_different_functions)
     for outcome in outcomes:
         different, missing = outcome.value
         assert "rank 2 was given another ops than rank 0" in different
@@ -221,7 +219,6 @@ def halved(rank: int, sharding: str) -> tuple[torch.Tensor, torch.Tensor]:
 
 @pytest.mark.parametrize("sharding", ["none", "fsdp"])
 def test_bug_what_an_op_made_of_gradients_was_lost_on_their_way_to_other_replicas(sharding: str) -> None:
-    outcomes = run_ranks(2, halved, sharding)
-    assert all(o.code == 0 for o in outcomes), "\n".join(o.text for o in outcomes)
+    outcomes = run_ranks_to_end(2, halved, sharding)
     for found, wanted in (o.value for o in outcomes):
         torch.testing.assert_close(found, wanted)

@@ -12,7 +12,7 @@ import torch
 
 from parallel_cases import CASES, KINDS
 from parallel_runs import Distance, compare, drop, left_alone, refusals
-from processes import run_ranks
+from processes import run_ranks, run_ranks_to_end
 from tiers import NIGHTLY
 
 pytestmark = pytest.mark.multiproc
@@ -23,8 +23,7 @@ OF_FOUR = ("gpt", "gpt tied, split", "gpt of five words", "head", "embedding", "
 @pytest.mark.slow
 @pytest.mark.parametrize(("num_ranks", "names"), [(2, (*CASES, *KINDS)), (4, OF_FOUR if NIGHTLY else OF_FOUR[::2])])
 def test_loss_and_gradients_are_those_of_the_whole_stage(num_ranks: int, names: tuple[str, ...]) -> None:
-    outcomes = run_ranks(num_ranks, compare, names)
-    assert [o.code for o in outcomes] == [0] * num_ranks, outcomes[0].text
+    outcomes = run_ranks_to_end(num_ranks, compare, names)
     for outcome in outcomes:
         found: dict[str, Distance] = outcome.value
         assert set(found) == set(names)
@@ -36,8 +35,7 @@ def test_loss_and_gradients_are_those_of_the_whole_stage(num_ranks: int, names: 
 
 @pytest.mark.slow
 def test_heads_drop_out_apart_and_all_else_alike() -> None:
-    outcomes = run_ranks(2, drop)
-    assert [o.code for o in outcomes] == [0, 0], outcomes[0].text
+    outcomes = run_ranks_to_end(2, drop)
     one, other = (o.value for o in outcomes)
     assert not torch.equal(one.heads, other.heads)
     assert torch.equal(one.output, other.output)
@@ -60,8 +58,7 @@ def test_a_rank_that_is_left_alone_says_so(tmp_path: Path) -> None:
 
 
 def test_what_cannot_be_shared_or_looked_up_is_refused_on_every_rank() -> None:
-    outcomes = run_ranks(2, refusals)
-    assert [o.code for o in outcomes] == [0, 0], outcomes[0].text
+    outcomes = run_ranks_to_end(2, refusals)
     for outcome in outcomes:
         above, below, target, heads, words, head, tied, mesh = outcome.value
         assert above.startswith("IndexError")

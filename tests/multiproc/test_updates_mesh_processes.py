@@ -14,8 +14,9 @@ import penstock as ps
 import tie_runs
 import tied_updates_loop as loop
 import window_runs
+from backends import Backend
 from penstock.runtime.tensors.dtensor import whole as gathered
-from processes import run_ranks
+from processes import run_ranks_to_end
 from tiers import NIGHTLY, chosen, in_turn
 from waiting import PATIENCE
 
@@ -150,18 +151,12 @@ def everything(rank: int, folder: str) -> dict[str, list[str]]:
 
 @pytest.mark.slow
 def test_updates_over_replicas(tmp_path: Path) -> None:
-    outcomes = run_ranks(4, everything, str(tmp_path))
-    assert all(o.code == 0 for o in outcomes), "\n".join(o.text[-2000:] for o in outcomes)
-    found = [f"rank {o.rank}, {each}: {text}" for o in outcomes for each, texts in o.value.items() for text in texts]
-    assert not found, "\n".join(found)
+    assert not Backend(4).wrong(everything, str(tmp_path))
 
 
 @pytest.mark.slow
 def test_predictions_over_replicas() -> None:
-    outcomes = run_ranks(4, predicting)
-    assert all(o.code == 0 for o in outcomes), "\n".join(o.text[-2000:] for o in outcomes)
-    found = [f"rank {o.rank}, {each}: {text}" for o in outcomes for each, texts in o.value.items() for text in texts]
-    assert not found, "\n".join(found)
+    assert not Backend(4).wrong(predicting)
 
 
 def given_and_kept(rank: int) -> dict[str, list[str]]:
@@ -218,10 +213,7 @@ def where_stages_are_shared_or_branch(rank: int, folder: str) -> dict[str, list[
 
 @pytest.mark.slow
 def test_updates_where_stages_are_shared_or_branch(tmp_path: Path) -> None:
-    outcomes = run_ranks(4, where_stages_are_shared_or_branch, str(tmp_path))
-    assert all(o.code == 0 for o in outcomes), "\n".join(o.text[-2000:] for o in outcomes)
-    found = [f"rank {o.rank}, {each}: {text}" for o in outcomes for each, texts in o.value.items() for text in texts]
-    assert not found, "\n".join(found)
+    assert not Backend(4).wrong(where_stages_are_shared_or_branch, str(tmp_path))
 
 
 def predicting_where_stages_are_shared_or_branch(rank: int) -> list[dict[str, Any]]:
@@ -230,8 +222,7 @@ def predicting_where_stages_are_shared_or_branch(rank: int) -> list[dict[str, An
 
 @pytest.mark.slow
 def test_predictions_where_stages_are_shared_or_branch_are_those_of_one_process() -> None:
-    outcomes = run_ranks(4, predicting_where_stages_are_shared_or_branch)
-    assert all(o.code == 0 for o in outcomes), "\n".join(o.text[-2000:] for o in outcomes)
+    outcomes = run_ranks_to_end(4, predicting_where_stages_are_shared_or_branch)
     with runs.one_thread():
         for number, case in enumerate(window_runs.PREDICTING):
             one, dynamic = (window_runs.predicting(*case, dispatch=each) for each in ("frozen", "dynamic"))
@@ -249,7 +240,4 @@ def in_parts(rank: int, folder: str) -> dict[str, list[str]]:
 
 @pytest.mark.slow
 def test_updates_over_replicas_that_keep_parts(tmp_path: Path) -> None:
-    outcomes = run_ranks(4, in_parts, str(tmp_path))
-    assert all(o.code == 0 for o in outcomes), "\n".join(o.text[-2000:] for o in outcomes)
-    found = [f"rank {o.rank}, {each}: {text}" for o in outcomes for each, texts in o.value.items() for text in texts]
-    assert not found, "\n".join(found)
+    assert not Backend(4).wrong(in_parts, str(tmp_path))

@@ -14,7 +14,7 @@ import penstock as ps
 from loss_forms import RIGHT, WRONG, batch_of, model_of, of_whole
 from penstock.runtime.errors import RuntimeFailure
 from plain_loop import differences, gradients, plain_step
-from processes import run_ranks
+from processes import run_ranks_to_end
 from tiers import chosen
 from waiting import PATIENCE
 
@@ -58,8 +58,7 @@ def every_loss(rank: int) -> tuple[list[str], dict[str, str]]:
 
 
 def test_all_ranks_learn_that_a_loss_is_not_the_batchs() -> None:
-    outcomes = run_ranks(2, every_loss)
-    assert all(o.code == 0 for o in outcomes), "\n".join(o.text[-2000:] for o in outcomes)
+    outcomes = run_ranks_to_end(2, every_loss)
     (first_bad, first), (last_bad, last) = (o.value for o in outcomes)
     assert first_bad == last_bad == []
     assert set(first) == set(last) == {*WRONG_HERE, "it fails"}
@@ -95,6 +94,5 @@ def replicas(rank: int) -> list[str]:
 
 
 def test_replicas_are_weighed_together() -> None:
-    outcomes = run_ranks(2, replicas)
-    assert all(o.code == 0 for o in outcomes), "\n".join(o.text[-2000:] for o in outcomes)
+    outcomes = run_ranks_to_end(2, replicas)
     assert [o.value for o in outcomes] == [[], []]

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import penstock as ps
-from processes import run_ranks
+from processes import run_ranks, run_ranks_to_end
 from tiers import others_nightly
 
 pytestmark = pytest.mark.multiproc
@@ -93,8 +93,7 @@ def test_weights_are_those_of_one_process(schedule: str, pp: int, dp: int, kind:
         (nn.MSELoss()(model(part), part) / 8).backward()
     torch.optim.SGD(model.parameters()).step()
     want = dict(model.named_parameters())
-    for outcome in run_ranks(pp * dp, built, schedule, pp, dp, kind, False):
-        assert outcome.code == 0, outcome.text
+    for outcome in run_ranks_to_end(pp * dp, built, schedule, pp, dp, kind, False):
         found, next_draw, called, _ = outcome.value
         assert all(torch.allclose(value, want[name], atol=1e-6) for name, value in found.items())
         assert torch.equal(next_draw, after)
