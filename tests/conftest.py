@@ -76,6 +76,17 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(threads)
 
 
+@pytest.fixture
+def small_work_is_deferred(one_thread: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Even small weight gradients wait for W; one thread, and random numbers from seed 0."""
+    import torch
+
+    from penstock.runtime.split_backward import prepared
+
+    torch.manual_seed(0)
+    monkeypatch.setattr(prepared, "MERGE_WORK", 0)
+
+
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--update-golden", action="store_true", help="rewrite the golden files with what is made now")
 

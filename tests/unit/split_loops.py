@@ -14,6 +14,10 @@ from plain_loop import seed_devices
 Grads = dict[str, Tensor | None]
 
 
+def batches(*shape: int, num: int = 3) -> list[Tensor]:
+    return [torch.randn(*shape) for _ in range(num)]
+
+
 def leaf(x: Tensor) -> Tensor:
     return x.detach().clone().requires_grad_(x.is_floating_point())
 

@@ -31,9 +31,7 @@ from tiers import examples
 TWO = CLIPConfig({name: dataclasses.replace(NANO.towers[name], depth=1) for name in ("audio", "text")}, 8)
 
 
-@pytest.fixture(autouse=True)
-def one_thread() -> None:
-    torch.set_num_threads(1)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def test_a_graph_of_stages_is_that_of_the_cut() -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -17,7 +17,7 @@ from penstock.runtime.parameters.versions import CopyWeights
 from tied_updates_loop import with_rule
 from waiting import PATIENCE
 
-pytestmark = pytest.mark.unit
+pytestmark = [pytest.mark.unit, pytest.mark.usefixtures("one_thread")]
 
 CONFIG = GPTConfig(vocab_size=32, context=8, depth=2, width=8, num_heads=2)
 ADAM = partial(torch.optim.AdamW, lr=1e-3)
@@ -44,15 +44,6 @@ RUNS: list[tuple[str, int, dict[str, Any], Any, bool]] = [
     ("chimera", 4, {}, ADAM, False),
 ]
 """Schedule (and the rule, where that is another than its own), microbatches, options, optimizer, zero."""
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    """Ranks are threads already, and such small products only wait for more."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def costs_of(layers: list[nn.Module], optimizer: Any) -> ps.Costs:

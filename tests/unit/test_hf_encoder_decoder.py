@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import json
 import random
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -29,15 +28,7 @@ from train_runs import losses, penstock
 
 transformers = pytest.importorskip("transformers", reason="transformers is not installed: pip install 'penstock[hf]'")
 
-pytestmark = pytest.mark.unit
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+pytestmark = [pytest.mark.unit, pytest.mark.usefixtures("one_thread")]
 
 
 CUTS = {

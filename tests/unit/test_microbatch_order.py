@@ -31,7 +31,7 @@ from penstock.schedule import declare_shown_order
 from plain_loop import differences
 from runtime_cases import W
 
-pytestmark = pytest.mark.unit
+pytestmark = [pytest.mark.unit, pytest.mark.usefixtures("one_thread")]
 
 HEAD = "schedule mine: 1 rank, 1 stage, 3 microbatches\npipeline 0: stages on ranks 0\n"
 
@@ -318,11 +318,6 @@ def test_what_control_proposes_keeps_the_order() -> None:
 
 
 # -- The runtime ---------------------------------------------------------------------------------------------------
-
-
-@pytest.fixture(autouse=True)
-def _one_thread() -> None:
-    torch.set_num_threads(1)
 
 
 def test_backwards_in_reverse_are_summed_in_reverse() -> None:

@@ -25,15 +25,10 @@ from penstock.models import (
 from penstock.runtime import partition
 from plain_loop import plain_step
 
-pytestmark = pytest.mark.unit
+pytestmark = [pytest.mark.unit, pytest.mark.usefixtures("one_thread")]
 
 CONFIG = BERTConfig(vocab_size=14, context=12, depth=3, width=12, num_heads=3)
 TEXT = np.tile(np.arange(11, dtype=np.int64), 40)
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> None:
-    torch.set_num_threads(1)
 
 
 def run(layers: list[nn.Module], value: object) -> dict[str, Tensor]:

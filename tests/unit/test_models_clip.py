@@ -27,15 +27,10 @@ from penstock.models import (
     tower_stage,
 )
 
-pytestmark = pytest.mark.unit
+pytestmark = [pytest.mark.unit, pytest.mark.usefixtures("one_thread")]
 
 NANO = clip_presets["nano"]
 DATA = PairedSamples({"audio": VectorForm(8, 6), "text": TokenForm(6, 32), "video": VectorForm(12, 10)})
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> None:
-    torch.set_num_threads(1)
 
 
 def batch(numbers: range | list[int]) -> dict[str, Tensor]:

@@ -11,12 +11,7 @@ from torch import Tensor, nn
 
 from penstock.models import GPTConfig, build_layers, estimate_costs, gpt_costs, measure_costs
 
-pytestmark = pytest.mark.unit
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> None:
-    torch.set_num_threads(1)
+pytestmark = [pytest.mark.unit, pytest.mark.usefixtures("one_thread")]
 
 
 class Pair(NamedTuple):

@@ -9,14 +9,9 @@ import torch
 
 from penstock.models import GPTConfig, build_layers, gpt_stage, presets, sample, tied_parameters
 
-pytestmark = pytest.mark.unit
+pytestmark = [pytest.mark.unit, pytest.mark.usefixtures("one_thread")]
 
 CONFIG = GPTConfig(vocab_size=11, context=8, depth=3, width=12, num_heads=3)
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> None:
-    torch.set_num_threads(1)
 
 
 def run(layers: list[torch.nn.Module], tokens: torch.Tensor) -> torch.Tensor:

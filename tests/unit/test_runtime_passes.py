@@ -5,13 +5,12 @@ from __future__ import annotations
 import warnings
 
 import pytest
-import torch
 
 import penstock as ps
 from penstock.passes import recompute, separate_gradients
 from runtime_cases import CASES, compare
 
-pytestmark = pytest.mark.unit
+pytestmark = [pytest.mark.unit, pytest.mark.usefixtures("one_thread")]
 
 LATE = ps.Links({(0, 1): 3.0})
 
@@ -24,11 +23,6 @@ def passed(name: str, num_ranks: int) -> list[ps.Schedule]:
     limit = 0.7 * max(ps.simulate(schedule, costs).peak_activations)
     lighter = recompute(schedule, costs, limit)
     return [separated, separate_gradients(lighter, costs, LATE, memory_limit=limit)]
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> None:
-    torch.set_num_threads(1)
 
 
 @pytest.mark.parametrize(

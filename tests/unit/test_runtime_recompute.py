@@ -20,11 +20,7 @@ from recomputed import with_recompute
 from runtime_cases import CASES, compare
 from tiers import chosen, in_turn
 
-
-@pytest.fixture(autouse=True)
-def one_thread() -> None:
-    torch.set_num_threads(1)
-
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 RUNS = [
     ("1f1b", 1, "frozen", False, 1),

@@ -4,32 +4,17 @@ from __future__ import annotations
 
 import gc
 import weakref
-from collections.abc import Iterator
 
 import pytest
 import torch
 import torch.nn.functional as F
-from split_loops import assert_same, leaf
+from split_loops import assert_same, batches, leaf
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from penstock.runtime.split_backward import SplitError, Tape, prepare, prepared
 
-pytestmark = pytest.mark.unit
-
-
-@pytest.fixture(autouse=True)
-def small_work_is_deferred(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    torch.manual_seed(0)
-    monkeypatch.setattr(prepared, "MERGE_WORK", 0)
-    yield
-    torch.set_num_threads(threads)
-
-
-def batches(*shape: int, num: int = 3) -> list[Tensor]:
-    return [torch.randn(*shape) for _ in range(num)]
+pytestmark = [pytest.mark.unit, pytest.mark.usefixtures("small_work_is_deferred")]
 
 
 class Checkpointed(nn.Module):

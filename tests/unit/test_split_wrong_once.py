@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -13,16 +13,9 @@ from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge, register_multi_grad_hook
 from torch.utils.checkpoint import checkpoint
 
-from penstock.runtime.split_backward import Tape, prepare, prepared, unprepare
+from penstock.runtime.split_backward import Tape, prepare, unprepare
 
-pytestmark = [pytest.mark.unit, pytest.mark.usefixtures("one_thread")]
-
-
-@pytest.fixture(autouse=True)
-def small_work_is_deferred(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    torch.manual_seed(0)
-    monkeypatch.setattr(prepared, "MERGE_WORK", 0)
-    return
+pytestmark = [pytest.mark.unit, pytest.mark.usefixtures("small_work_is_deferred")]
 
 
 def batches(*shape: int, num: int = 4, dtype: torch.dtype = torch.float32) -> list[Tensor]:

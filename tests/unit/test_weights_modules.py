@@ -6,7 +6,7 @@ Autograd saves LayerNorm's weight itself and a view of Linear's; both must give 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import reduce
 from typing import Any
@@ -17,23 +17,12 @@ from torch import Tensor, nn
 from weights_loop import Loop, run_order
 
 import penstock as ps
-import penstock.runtime.split_backward.prepared as slot_module
 from penstock.runtime.split_backward import prepare
 from penstock.schedule import Op, Schedule, Updates, count_mismatch, with_updates
 
-pytestmark = pytest.mark.unit
+pytestmark = [pytest.mark.unit, pytest.mark.usefixtures("small_work_is_deferred")]
 
 Make = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
-
-
-@pytest.fixture(autouse=True)
-def one_thread(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    torch.manual_seed(0)
-    monkeypatch.setattr(slot_module, "MERGE_WORK", 0)  # even small weight gradients wait for W
-    yield
-    torch.set_num_threads(threads)
 
 
 class Tied(nn.Module):
