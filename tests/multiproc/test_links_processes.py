@@ -24,12 +24,11 @@ pytestmark = pytest.mark.multiproc
 
 @pytest.mark.slow
 def test_ranks_on_one_host(capsys: pytest.CaptureFixture[str]) -> None:
-    words = "links --ranks 3 --seconds 1 --schedule 1f1b --microbatches 4 --f 10 --i 10 --w 10 --json"
+    words = "links --ranks 3 --seconds 1 --json"
     assert main(words.split()) == 0
     found = json.loads(capsys.readouterr().out)
     assert [pair["link"] for pair in found["pairs"]] == ["0:1", "0:2", "1:2"]
     assert all(pair["loopback"] and pair["latency"] > 0 and pair["bandwidth"] > 0 for pair in found["pairs"])
-    assert found["schedules"][0]["healthy"] == 180
 
 
 @pytest.mark.slow

@@ -1,8 +1,7 @@
-"""`penstock links`: latency and bandwidth between all ranks, which links are late, and what they cost a schedule.
+"""`penstock links`: latency and bandwidth between all ranks, and which links are late.
 
 penstock links --ranks 4                                                   one host
 torchrun --nproc-per-node 4 -m penstock links                              the same on each of several hosts
-penstock links --ranks 4 --schedule zb --microbatches 8 --costs gpt2-7b
 penstock lab run --hosts 4 --link 2:3=latency:30ms -- torchrun -m penstock links
 """
 
@@ -17,14 +16,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-import penstock as ps
-from penstock.cli import costs as costs_options
-from penstock.cli import source
 from penstock.cli.app import app
 from penstock.cli.failure import INVALID, Misuse
-from penstock.cli.options import Json, Microbatches, ScheduleOption, Stages, Warmup
+from penstock.cli.options import Json
 from penstock.cli.output import print_json, table
-from penstock.cost import CostError
 from penstock.rank_environment import RankEnvironment
 
 if TYPE_CHECKING:
@@ -36,7 +31,7 @@ MOST_IN_MATRIX = 16
 """Ranks up to which all pairs are shown."""
 
 
-@app.command(short_help="Measure the links between ranks, and what late ones cost.")
+@app.command(short_help="Measure the links between ranks.")
 def links(
     ranks: Annotated[
         int | None, typer.Option("--ranks", help="Number of ranks, on this host. [those of torchrun]")
@@ -47,23 +42,9 @@ def links(
     seconds: Annotated[
         float, typer.Option("--seconds", min=0.1, help="For how many seconds to measure, all pairs together.")
     ] = 10.0,
-    schedule: Annotated[
-        list[str] | None,
-        typer.Option("--schedule", help="Library schedule by name, or a file, to simulate; may be repeated."),
-    ] = None,
-    microbatches: Microbatches = None,
-    stages: Stages = None,
-    warmup: Warmup = None,
-    option: ScheduleOption = None,
-    f: costs_options.F = None,
-    i: costs_options.I = None,
-    w: costs_options.W = None,
-    b: costs_options.B = None,
-    message_bytes: costs_options.MessageBytes = None,
-    costs: costs_options.CostsSource = None,
     json: Json = False,
 ) -> None:
-    """Measure all pairs of ranks, name the late ones, print --link options, and simulate schedules over them.
+    """Measure all pairs of ranks, name the late ones, and print the --link options that simulate and plan take.
 
     Under torchrun every process is a rank, on any number of hosts. Rank 0 prints.
     """
@@ -71,28 +52,16 @@ def links(
         raise Misuse(f"--transport {transport}: write {' or '.join(TRANSPORTS)}")
     environment = RankEnvironment.of(os.environ)
     num_ranks = _num_ranks(ranks, environment)
-    priced: list[tuple[ps.Schedule, ps.Costs]] = []
-    assumed = None
-    if environment is None or environment.rank == 0:
-        counts = source.counts_of(num_ranks, microbatches, stages, warmup, None, None, None, option)
-        given = costs_options.GivenCosts(costs, f, i, w, b, message_bytes=message_bytes)
-        for name in schedule or ():
-            plan = source.read_or_build(name, source.GivenCounts() if source.is_file(name) else counts)
-            if plan.num_ranks != num_ranks:
-                raise Misuse(
-                    f"--schedule {name} is for {plan.num_ranks} ranks, and the links of {num_ranks} are measured"
-                )
-            priced.append((plan, given.read(num_ranks, plan.placement)))
-            assumed = assumed or given.assumed(num_ranks, plan.placement)
     found = _measured(environment, num_ranks, seconds, transport)
     if found is None:
         return
-    times = [price(plan, each, found.links, seconds) for plan, each in priced]
     if json:
-        print_json(_as_json(found, transport, times, assumed))
+        print_json(_as_json(found, transport))
         return
     _show(found, transport)
-    _show_prices(found, times, assumed, any(sum(each.message_bytes) for _, each in priced))
+    print("options   " + (" ".join(f"--link {text}" for text in found.links.texts()) or "none: no link is late"))
+    if found.links.default is not None:
+        print(f"          and, for simulate and plan, --default-delay {found.links.default.latency.at(0.0, '')}")
 
 
 def _num_ranks(ranks: int | None, environment: RankEnvironment | None) -> int:
@@ -132,46 +101,7 @@ def _measured(
         return MeasuredLinks.from_json(json_format.loads(path.read_text()))
 
 
-def price(schedule: ps.Schedule, costs: ps.Costs, links: ps.Links, seconds: float) -> dict[str, Any]:
-    """Simulates a schedule over links. Returns makespans (ms).
-
-    Args:
-        seconds: how long the planner may search.
-
-    Returns:
-        healthy: without delays. frozen, hinted: over the links, under each dispatch.
-        planned: of a plan for these links that needs no more memory, under its faster dispatch. None if there is
-            none, with `why`.
-    """
-
-    def over_links(plan: ps.Schedule, dispatch: str) -> float:
-        return ps.simulate(plan, costs, links=links, dispatch=dispatch).makespan
-
-    healthy = ps.simulate(schedule, costs)
-    found: dict[str, Any] = {
-        "name": schedule.name,
-        "num_microbatches": schedule.num_microbatches,
-        "healthy": healthy.makespan,
-    }
-    found |= {each: over_links(schedule, each) for each in ("frozen", "hinted")}
-    try:
-        plan = ps.plan(
-            costs,
-            schedule.num_ranks,
-            schedule.num_microbatches,
-            costs_options.as_delays(links, costs),
-            memory_limit=healthy.peak_activations,
-            time_limit=seconds,
-            placement=schedule.placement,
-        )
-    except (ps.ScheduleError, CostError) as error:
-        return found | {"planned": None, "why": str(error)}
-    return found | {"planned": min(over_links(plan.schedule, each) for each in ("frozen", "hinted")), "why": ""}
-
-
-def _as_json(
-    found: MeasuredLinks, transport: str, times: list[dict[str, Any]], assumed: str | None
-) -> dict[str, Any]:
+def _as_json(found: MeasuredLinks, transport: str) -> dict[str, Any]:
     default = found.links.default
     return {
         "num_ranks": len(found.hosts),
@@ -194,8 +124,6 @@ def _as_json(
         ],
         "links": found.links.texts(),
         "default_delay": 0.0 if default is None else default.latency.at(0.0, ""),
-        "assumed": assumed,
-        "schedules": times,
     }
 
 
@@ -235,27 +163,3 @@ def _rate(rate: float | None) -> str:
         return "-"
     size, unit = next(((size, unit) for size, unit in _UNITS if rate * 8 >= size), _UNITS[-1])
     return f"{float(f'{rate * 8 / size:.3g}'):g}{unit}"
-
-
-def _show_prices(
-    found: MeasuredLinks,
-    times: list[dict[str, Any]],
-    assumed: str | None,
-    has_sizes: bool,
-) -> None:
-    print("options   " + (" ".join(f"--link {text}" for text in found.links.texts()) or "none: no link is late"))
-    if found.links.default is not None:
-        print(f"          and, for simulate and plan, --default-delay {found.links.default.latency.at(0.0, '')}")
-    if not times:
-        print("cost      not known: give --schedule zb --microbatches 8 and --costs, or --f, --i and --w")
-        return
-    if assumed is not None:
-        print(f"assumed   {assumed}")
-    if not has_sizes and any(each.bandwidth for each in found.links.conditions.values()):
-        print("note      bandwidth costs nothing here, as the costs have no sizes of messages; give --message-bytes")
-    for each in times:
-        planned = f"no plan: {each['why']}" if each["why"] else f"{each['planned']:.4g} planned for these links"
-        print(
-            f"{each['name']}, {each['num_microbatches']} microbatches: {each['healthy']:.4g} ms without delays, "
-            f"{each['frozen']:.4g} as is, {each['hinted']:.4g} with hinted dispatch, {planned}"
-        )
