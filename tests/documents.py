@@ -39,7 +39,7 @@ from penstock.lab.layout import Layout
 from penstock.lab.links import read_links
 from penstock.train import command as train_command
 from penstock.train.folder import RunFolder
-from penstock.train.job import EmulatedJob, TrainJob
+from penstock.train.job import TrainJob
 from penstock.train.tasks.open import open_task, schedule_of
 from tiers import NIGHTLY
 from tune_models import Ranks
@@ -126,13 +126,11 @@ def stop_before_running(monkeypatch: pytest.MonkeyPatch) -> None:
     from penstock.cli import lab as lab_command
     from penstock.cli import links as links_command
     from penstock.cli import play as play_command
+    from penstock.train import emulated
     from penstock.tune import meter, verify
     from penstock.tune.links import MeasuredLinks, PairTimes
 
-    def only_check(order: TrainJob | EmulatedJob, port: int | None, is_program: bool) -> int:
-        if isinstance(order, EmulatedJob):
-            order.settings.check_plan()
-            return 0
+    def only_check(order: TrainJob, is_program: bool) -> int:
         settings, folder = order.settings, RunFolder(Path(order.folder))
         open_task(settings, schedule_of(settings))
         folder.checkpoints.mkdir(parents=True, exist_ok=True)
@@ -172,6 +170,7 @@ def stop_before_running(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(lab.process, "run_everywhere", lambda *args, **options: [])
     monkeypatch.setattr(play_command.webbrowser, "open", lambda address: True)
     monkeypatch.setattr(play_command.ThreadingHTTPServer, "serve_forever", lambda self: None)
+    monkeypatch.setattr(emulated, "run_emulation", lambda job: 0)
     monkeypatch.setenv("XDG_CACHE_HOME", str(Path("cache").resolve()))
     monkeypatch.setattr(meter, "run_job", Ranks())
     monkeypatch.setattr(verify, "run_job", Ranks())

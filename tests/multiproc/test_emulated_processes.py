@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +11,6 @@ import torch.distributed as dist
 from torch import nn
 
 import penstock as ps
-from penstock.cli import main
 from penstock.cost.links import Links
 from penstock.runtime import DeadlineExceeded, RuntimeFailure
 from penstock.runtime.mesh.peers import GroupPeers
@@ -173,12 +171,3 @@ def train_through_lines(rank: int) -> list[bool]:
 def test_lines_have_the_same_numbers_when_slow() -> None:
     outcomes = run_ranks_to_end(3, train_through_lines)
     assert all(all(o.value) and len(o.value) > 1 for o in outcomes)
-
-
-@pytest.mark.slow
-def test_the_command_line_starts_a_process_a_rank(capfd: pytest.CaptureFixture[str]) -> None:
-    line = "simulate zb-h1 --ranks 3 --microbatches 3 --f 2 --i 2 --w 2 --message-bytes 50000 --link 1:2=latency:9ms"
-    assert main([*line.split(), "--emulate", "processes", "--steps", "1", "--json"]) == 0
-    found = json.loads(capfd.readouterr().out)
-    assert found["links"]["conditions"] == {"1:2": "latency:9ms"}
-    assert min(found["emulated"]["makespans"]) >= max(found["busy"]) * (1 - 1e-9)

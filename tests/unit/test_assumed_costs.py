@@ -84,8 +84,8 @@ def test_simulate_names_the_kinds_that_no_costs_name(capsys: pytest.CaptureFixtu
     assert found(capsys, *words, "--costs", str(file))["untimed"] == []
     amdp = ("simulate", "amdp", "--ranks", "4", "--microbatches", "16")
     assert found(capsys, *amdp)["untimed"] == []
-    assert found(capsys, *amdp, "--window", "8")["untimed"] == ["U"]
-    assert found(capsys, *amdp, "--window", "8", "--costs", "amdp-gpt")["untimed"] == []
+    assert found(capsys, *amdp, "--option", "window=8")["untimed"] == ["U"]
+    assert found(capsys, *amdp, "--option", "window=8", "--costs", "amdp-gpt")["untimed"] == []
 
 
 def test_memory_of_schedules_with_more_stages_compares(capsys: pytest.CaptureFixture[str]) -> None:

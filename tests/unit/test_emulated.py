@@ -206,24 +206,6 @@ def test_conditions_go_by_their_own_clock() -> None:
 # From the command line.
 
 
-def test_simulated_and_emulated_side_by_side(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    costs = tmp_path / "costs.json"
-    costs.write_text(json.dumps({"f": 2, "i": 2, "w": 2, "message_bytes": 64}))
-    line = f"simulate 1f1b --ranks 2 --microbatches 2 --costs {costs} --link 0:1=latency:5ms+bandwidth:1MB/s"
-    assert main([*line.split(), "--emulate", "threads", "--steps", "2", "--json"]) == 0
-    found = json.loads(capsys.readouterr().out)
-    assert found["links"]["conditions"] == {"0:1": "latency:5ms+bandwidth:1MB/s"}
-    emulated = found["emulated"]
-    assert len(emulated["makespans"]) == 2
-    assert emulated["simulated"] == pytest.approx([found["makespan"]] * 2)
-    assert min(emulated["makespans"]) >= max(found["busy"]) * (1 - 1e-9)
-    assert main([*line.split(), "--emulate", "threads", "--steps", "1", "--stretch", "2"]) == 0
-    out = capsys.readouterr().out
-    assert "link          0:1=latency:5ms+bandwidth:1MB/s" in out
-    assert "median error" in out
-    assert "stretch               2" in out
-
-
 @pytest.mark.parametrize(
     ("options", "said"),
     {
@@ -231,11 +213,6 @@ def test_simulated_and_emulated_side_by_side(capsys: pytest.CaptureFixture[str],
         "--link 0:1=hurry:3": "'hurry' is not a condition; give latency, occupancy, bandwidth, loss",
         "--link 0:9=latency:3": "link 0:9: ranks go from 0 to 1",
         "--link 0:1=latency:trace:/nowhere": "trace /nowhere: No such file or directory",
-        "--emulate later": "--emulate later: write threads or processes",
-        "--emulate threads --messages blocking": "leave out --messages blocking",
-        "--steps 3": "--steps is for emulated runs; add --emulate threads",
-        "--stretch 3": "--stretch is for emulated runs",
-        "--emulate threads --stretch 0": "a stretch above 0",
     }.items(),
 )
 def test_misuse_ends_with_2_and_says_why(options: str, said: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -9,6 +9,7 @@ import pytest
 
 import penstock as ps
 from emulated_ranks import wired_op
+from penstock.cli.emulate import with_message_cap
 from penstock.cost.links import Links
 from penstock.passes import recompute
 from penstock.runtime import RuntimeFailure
@@ -18,9 +19,9 @@ from penstock.runtime.execute.timeline import measured_costs
 from penstock.runtime.tensors.message import Payload
 from penstock.runtime.transport.wiring import wire
 from penstock.simulation import TimedOp, Timeline
-from penstock.train.emulated.settings import EmulatedSettings
 from tied_updates_loop import with_rule
 
+AMDP_GPT = ps.cost.costs_preset("amdp-gpt", 8)
 pytestmark = pytest.mark.unit
 
 
@@ -174,11 +175,11 @@ def test_links_of_such_a_run_are_measured_where_nothing_is_to_change(name: str) 
 
 
 def test_the_command_cuts_what_updates_send() -> None:
-    settings = EmulatedSettings(costs="amdp-gpt", message_cap="64MB")
     schedule = ps.build("amdp", 8, 16, window=8)
-    assert set(settings.read_costs(schedule).update_bytes) == {64e6} == {settings.most_bytes}
-    assert settings.is_cut(schedule)
-    assert not settings.is_cut(ps.build("1f1b", 8, 16)), "activations alone are smaller"
+    costs, is_cut = with_message_cap(AMDP_GPT, schedule, "64MB")
+    assert is_cut
+    assert set(costs.update_bytes) == {64e6}
+    assert not with_message_cap(AMDP_GPT, ps.build("1f1b", 8, 16), "64MB")[1], "activations alone are smaller"
 
 
 def test_predictions_for_copies_are_part_of_what_updates_send() -> None:
@@ -186,23 +187,20 @@ def test_predictions_for_copies_are_part_of_what_updates_send() -> None:
     amdp = ps.build("amdp", 8, 32, window=8)
     schedule = with_rule(amdp, "xpipe")
 
-    def size(cap: str, sharding: str = "copies", of: ps.Schedule = schedule, update: int = 0) -> float:
-        settings = EmulatedSettings(costs="amdp-gpt", message_cap=cap, sharding=sharding)
-        costs, windows = settings.read_costs(of), of.windows
+    def size(cap: str, of: ps.Schedule = schedule, update: int = 0) -> float:
+        (costs, _), windows = with_message_cap(AMDP_GPT, of, cap), of.windows
         assert windows is not None
         owner, other = (("U", 1, windows.number(update, pipeline)) for pipeline in (0, 1))
-        assert costs.message_size(("B", 1, 7), owner) == min(costs.update_bytes[1], settings.most_bytes)
+        assert costs.message_size(("B", 1, 7), owner) == costs.update_bytes[1]
         return costs.message_size(owner, other)
 
     whole = size("100GB", of=amdp)
     assert [size("100GB", update=update) for update in range(4)] == [2 * whole, 2 * whole, whole, whole]
-    assert size("100GB", "none") == whole
     assert size("64MB") == 64e6 < whole
     between = f"{whole * 1.5 / 1e6:.0f}MB"
     assert size(between) == pytest.approx(1.5 * whole, abs=1e6)
-    settings = EmulatedSettings(costs="amdp-gpt", message_cap=between)
-    assert not settings.is_cut(amdp)
-    assert settings.is_cut(schedule)
+    assert not with_message_cap(AMDP_GPT, amdp, between)[1]
+    assert with_message_cap(AMDP_GPT, schedule, between)[1]
 
 
 def test_emulated_updates_send_predictions_and_take_as_long_as_simulated() -> None:

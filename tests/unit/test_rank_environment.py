@@ -60,7 +60,7 @@ def data(replica, num_replicas):
 
 
 @pytest.mark.parametrize("command", [main, run_command])
-@pytest.mark.parametrize("model", ["--preset nano", "--model net.py:Net --data net.py:data", "--device emulated"])
+@pytest.mark.parametrize("model", ["--preset nano", "--model net.py:Net --data net.py:data"])
 @pytest.mark.parametrize("name", ["RANK", "WORLD_SIZE", "LOCAL_RANK"])
 def test_nonsense_in_the_environment_was_a_bug_of_ours_where_data_is_read(
     command: Callable[[list[str]], int],

@@ -69,7 +69,7 @@ def test_who_fits(simulate: Any) -> None:
 
 
 def test_options_are_those_that_a_schedule_takes(simulate: Any) -> None:
-    line = "1f1b zb amdp --ranks 4 --microbatches 16 --warmup 7,5,3,1 --window 8 --max-mismatch 1"
+    line = "1f1b zb amdp --ranks 4 --microbatches 16 --warmup 7,5,3,1 --option window=8 --option max_mismatch=1"
     code, out, err = simulate(line)
     assert (code, err) == (0, "")
     head, *rows = out.splitlines()[2:6]
@@ -87,7 +87,6 @@ def test_ops_that_the_costs_do_not_name_are_told(simulate: Any) -> None:
     ("line", "word"),
     [
         (f"1f1b zb-v {COUNTS} --f 10 --i 10 --w 10", "models would differ"),
-        (f"1f1b zb-h1 {COUNTS} --emulate threads", "--emulate is for one schedule"),
         (f"1f1b zb-h1 {COUNTS} --timeline x.svg", "--timeline is for one schedule"),
         (f"1f1b zb-h1 {COUNTS} --warmup 4,3,2,1", "--option warmup: none of 1f1b, zb-h1 takes it"),
         (f"1f1b zb-h1 {COUNTS} --memory-limit 35GiB", "do not say what weights take"),

@@ -13,7 +13,6 @@ import penstock as ps
 from penstock.runtime.transport.choose import NAMES
 from penstock.train import run_job
 from penstock.train.checks import SettingsError
-from penstock.train.emulated.settings import EmulatedSettings
 from penstock.train.inputs import gather_inputs
 from penstock.train.job import order_of, read_schedule_file
 from penstock.train.run_settings import ROUTES
@@ -124,11 +123,6 @@ CASES: dict[str, list[dict[str, Any]]] = {
         {"model": "llava/config.json", **given}
         for given in ({"context": 8}, {"packing": "arrival"}, {"packing": "planned"})
     ],
-    "`--costs`, `--stretch` or `--message-cap` without `--device emulated`": [
-        {"costs": "gpt2-7b"},
-        {"stretch": 2.0},
-        {"message_cap": "1MB"},
-    ],
     "`--verify` with an asynchronous schedule": [AMDP | {"verify": True}],
     "`--resume` with another `--out`": [{"resume": "runs/one", "out": "runs/two"}],
     "`--export NAME.safetensors` with `--lora`": [{"export": "tuned.safetensors", "lora": "{}", "model": "t5"}],
@@ -172,7 +166,6 @@ WHY = dict(
             "is for a chain of stages",
             "has it in its config",
             "as long as they are|trains on pictures",
-            "for emulated devices",
             "compares with a plain loop",
             "goes on in its own folder",
             "adapters are written as a folder",
@@ -232,9 +225,8 @@ def test_a_run_takes_every_transport_that_a_pipeline_has() -> None:
     assert [Settings(transport=name).transport for name in ROUTES] == list(NAMES)
 
 
-@pytest.mark.parametrize("kind", [Settings, EmulatedSettings])
-def test_a_run_over_delegates_could_not_adapt_though_a_pipeline_could(kind: Any) -> None:
-    assert kind(transport="delegate", adapt=True).transport_options().delegates is not None
+def test_a_run_over_delegates_could_not_adapt_though_a_pipeline_could() -> None:
+    assert Settings(transport="delegate", adapt=True).transport_options().delegates is not None
 
 
 def test_ops_with_a_function_of_somebodys_are_refused_before_anything_starts(tmp_path: Path) -> None:

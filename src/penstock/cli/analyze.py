@@ -68,7 +68,7 @@ def analyze(
     cut: Annotated[
         str | None, typer.Option(metavar="LIST", help="How many layers each stage has, to predict.")
     ] = None,
-    message_bytes: costs_options.MessageBytes = None,
+    message_bytes: Annotated[str | None, typer.Option(metavar="BYTES", help=costs_options.MESSAGE_BYTES)] = None,
     json: Json = False,
 ) -> None:
     """Replay a run of torch, Megatron, TorchTitan, DeepSpeed or Penstock, and say what slowed it, on a page too.

@@ -14,22 +14,12 @@ import penstock as ps
 from penstock.cli import source
 from penstock.cli.app import app
 from penstock.cli.failure import MISUSE, Failure, failure_of
-from penstock.cli.options import (
-    Channels,
-    Json,
-    MaxInFlight,
-    MaxMismatch,
-    Microbatches,
-    Ranks,
-    ScheduleOption,
-    Stages,
-    Warmup,
-    Window,
-)
+from penstock.cli.options import Channels, Json, taken
 from penstock.cli.output import plural, print_json
 from penstock.schedule import needed_channel_depth, peak_in_flight
 from penstock.schedule.staleness import why_none_is_predicted
 from penstock.schedule.updates import NEWEST
+from penstock.train.options import with_options
 
 COUNT_DEPTH_BELOW = 20_000
 """Ops below which the channels' needed depth is found out too; the search runs the order several times."""
@@ -47,38 +37,25 @@ READS = {
 
 
 @app.command(short_help="Prove that schedules can run.")
+@with_options(source.GivenCounts)
 def check(
     schedules: Annotated[list[str], typer.Argument(metavar="NAME|FILE...", help=f"{source.SCHEDULE}.")],
-    ranks: Ranks = None,
-    microbatches: Microbatches = None,
-    stages: Stages = None,
-    warmup: Warmup = None,
-    max_in_flight: MaxInFlight = None,
-    window: Window = None,
-    max_mismatch: MaxMismatch = None,
-    option: ScheduleOption = None,
     channel_depth: Annotated[
         int | None,
         typer.Option("--channel-depth", min=1, help="How many messages a channel holds. [all that may be in flight]"),
     ] = None,
     channels: Channels = None,
     json: Json = False,
+    **given: Any,
 ) -> None:
     """Prove that schedules can run: every op once, every need met, no deadlock, memory under its limit."""
-    wanted = source.counts_of(ranks, microbatches, stages, warmup, max_in_flight, window, max_mismatch, option)
+    wanted = taken(source.GivenCounts, given)
     proved: list[dict[str, Any]] = []
     failures: list[Failure] = []
     for name in schedules:
         try:
             several_files = source.is_file(name) and len(schedules) > 1
-            found = _proved(
-                name,
-                source.GivenCounts(max_in_flight=wanted.max_in_flight, max_mismatch=max_mismatch)
-                if several_files
-                else wanted,
-                channel_depth,
-                channels,
-            )
+            found = _proved(name, wanted.of_files if several_files else wanted, channel_depth, channels)
         except Exception as error:
             failure = failure_of(error)
             if failure is None:
@@ -101,8 +78,8 @@ def check(
 
 def _proved(name: str, wanted: source.GivenCounts, channel_depth: int | None, channels: str | None) -> dict[str, Any]:
     plan = source.read_or_build(name, wanted)
-    ps.check(plan, channel_depth=channel_depth, channels=channels, max_in_flight=wanted.max_in_flight)
-    limit = plan.max_in_flight if wanted.max_in_flight is None else wanted.max_in_flight
+    ps.check(plan, channel_depth=channel_depth, channels=channels, max_in_flight=wanted.most)
+    limit = plan.max_in_flight if wanted.most is None else wanted.most
     needed = needed_channel_depth(plan) if plan.num_ops <= COUNT_DEPTH_BELOW else None
     return {
         "schedule": name,

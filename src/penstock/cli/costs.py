@@ -21,59 +21,24 @@ from penstock.cost.conditions import LinkCondition, LinkQueue
 from penstock.cost.presets import PRESETS
 from penstock.formats.costs import are_of_a_model, read_costs
 from penstock.program.placements import num_ranks_of
+from penstock.train.options import COSTS, setting
 
-F = Annotated[
-    str | None,
-    typer.Option(
-        "--f",
-        metavar="MS",
-        help="Time of a forward: ms, or one per stage (--placement all: per part), as 10,12. [1 for each rank's "
-        "share of the model]",
-    ),
-]
-I = Annotated[
-    str | None, typer.Option("--i", metavar="MS", help="Input-gradient half of the backward: ms. [1 for each share]")
-]
-W = Annotated[str | None, typer.Option("--w", metavar="MS", help="Weight-gradient half: ms. [1 for each share]")]
-B = Annotated[str | None, typer.Option("--b", metavar="MS", help="Full backward: ms, or one per stage. [i + w]")]
-Activation = Annotated[
-    str | None,
-    typer.Option(
-        "--activation", metavar="UNITS", help="Memory that one forward keeps for its backward, in any unit."
-    ),
-]
-FreedByInput = Annotated[
-    float | None,
-    typer.Option("--freed-by-input", help="Share of an activation that I frees, 0 to 1; W frees the rest."),
-]
-MessageBytes = Annotated[
-    str | None,
-    typer.Option("--message-bytes", metavar="BYTES", help="Bytes that one forward sends to the next stage."),
-]
-Lengths = Annotated[
-    str | None,
-    typer.Option(
-        "--lengths",
-        metavar="NUMBERS",
-        help="Length of each microbatch: 512,2048. Times, activations and messages are in proportion to it.",
-    ),
-]
-CostsSource = Annotated[
-    str | None,
-    typer.Option(
-        "--costs",
-        metavar="NAME|FILE",
-        help=f"All costs, of a preset or a file: {', '.join(PRESETS)}, with options as in gpt2-7b:device=a100; a "
-        'file, like {"f": 10, "i": 10, "w": [10, 12]}; or one that penstock tune --profile-only wrote.',
-    ),
-]
+COSTS_SOURCE = (
+    f"All costs, of a preset or a file: {', '.join(PRESETS)}, with options as in gpt2-7b:device=a100; a file, "
+    'like {"f": 10, "i": 10, "w": [10, 12]}; or one that penstock tune --profile-only wrote.'
+)
+CostsSource = Annotated[str | None, typer.Option("--costs", metavar="NAME|FILE", help=COSTS_SOURCE)]
+MESSAGE_BYTES = "Bytes that one forward sends to the next stage."
+LINK = (
+    "What messages between A and B meet, both ways unless B:A is given: a delay in ms, 0:1=20, or "
+    "0:1=latency:30ms+occupancy:5ms+bandwidth:1GB/s+loss:1%; may be repeated."
+)
 Link = Annotated[
     list[str] | None,
     typer.Option(
         "--link",
         metavar="A:B=CONDITION",
-        help="What messages between A and B meet, both ways unless B:A is given: a delay in ms, 0:1=20, or "
-        "0:1=latency:30ms+occupancy:5ms+bandwidth:1GB/s+loss:1%; may be repeated.",
+        help=LINK,
     ),
 ]
 LateLink = Annotated[
@@ -87,16 +52,12 @@ LateLink = Annotated[
 ]
 DefaultDelay = Annotated[float, typer.Option("--default-delay", help="Delay of all other links, in ms.")]
 
-MemoryLimit = Annotated[
-    str | None,
-    typer.Option(
-        "--memory-limit",
-        metavar="SIZE",
-        help="Most that a rank may hold. With a unit, as 35GiB, it counts everything. A plain number, as 14, counts "
-        "activations alone, as the costs have them: those of a stage (--placement all: of a part) are 1 where "
-        "nothing is said. plan and simulate also take one per rank: 7,5; tune needs a unit.",
-    ),
-]
+MEMORY_LIMIT = (
+    "Most that a rank may hold. With a unit, as 35GiB, it counts everything. A plain number, as 14, counts "
+    "activations alone, as the costs have them: those of a stage (--placement all: of a part) are 1 where nothing is "
+    "said. plan, simulate and emulate also take one per rank: 7,5; tune needs a unit."
+)
+MemoryLimit = Annotated[str | None, typer.Option("--memory-limit", metavar="SIZE", help=MEMORY_LIMIT)]
 
 ROWS = ("f", "i", "w", "b", "activation", "message_bytes")
 """What is given one per stage."""
@@ -110,15 +71,36 @@ class GivenCosts:
         source: of all costs, --costs. of: what an entry is for, in words.
     """
 
-    source: str | None = None
-    f: str | None = None
-    i: str | None = None
-    w: str | None = None
-    b: str | None = None
-    activation: str | None = None
-    message_bytes: str | None = None
-    freed_by_input: float | None = None
-    lengths: str | None = None
+    f: str | None = setting(
+        None,
+        "Time of a forward: ms, or one per stage (--placement all: per part), as 10,12. [1 for each rank's share of "
+        "the model]",
+        COSTS,
+        metavar="MS",
+    )
+    i: str | None = setting(None, "Input-gradient half of the backward: ms. [1 for each share]", COSTS, metavar="MS")
+    w: str | None = setting(None, "Weight-gradient half: ms. [1 for each share]", COSTS, metavar="MS")
+    b: str | None = setting(None, "Full backward: ms, or one per stage. [i + w]", COSTS, metavar="MS")
+    activation: str | None = setting(
+        None, "Memory that one forward keeps for its backward, in any unit.", COSTS, metavar="UNITS"
+    )
+    freed_by_input: float | None = setting(
+        None, "Share of an activation that I frees, 0 to 1; W frees the rest.", COSTS
+    )
+    message_bytes: str | None = setting(None, MESSAGE_BYTES, COSTS, metavar="BYTES")
+    lengths: str | None = setting(
+        None,
+        "Length of each microbatch: 512,2048. Times, activations and messages are in proportion to it.",
+        COSTS,
+        metavar="NUMBERS",
+    )
+    source: str | None = setting(
+        None,
+        COSTS_SOURCE,
+        COSTS,
+        flags=("--costs",),
+        metavar="NAME|FILE",
+    )
     of: str = "stage"
 
     def read(self, num_ranks: int, placement: ps.Placement) -> ps.Costs:
@@ -199,6 +181,14 @@ class GivenCosts:
             said.append("I = W = half of B")
         options = [_option(name) for name in (*names, *(("i", "w") if self._halves else ()))]
         return "; ".join([*said, f"give {', '.join(options)} or --costs"]) if said else None
+
+    @property
+    def words(self) -> str:
+        """The costs as they were typed."""
+        if self.source is not None:
+            return self.source
+        typed = {name: getattr(self, name) for name in (*ROWS, "freed_by_input", "lengths")}
+        return " ".join(f"{_option(name)} {value}" for name, value in typed.items() if value is not None)
 
     @property
     def is_of_stages(self) -> bool:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import re
-from typing import Annotated, Any
+from collections.abc import Mapping
+from typing import Annotated, Any, TypeVar
 
 import typer
 from typer.models import OptionInfo
@@ -11,6 +12,9 @@ from typer.models import OptionInfo
 from penstock.cli.failure import Misuse
 from penstock.formats.files import path_of, require_place
 from penstock.schedule.messages import CHANNELS
+from penstock.train.options import options_of, read_given
+
+T = TypeVar("T")
 
 
 def result_option(text: str, words: str = "", *endings: str, option: str = "--out") -> OptionInfo:
@@ -37,28 +41,17 @@ def page_option(text: str, what: str) -> OptionInfo:
     return result_option(text, f"{what} is a page; give a name that ends with .html", ".html", ".htm")
 
 
+def taken(kind: type[T], given: Mapping[str, Any]) -> T:
+    """The settings of a class among the options given, which `with_options` made of it. Raises what reading does."""
+    names = options_of(kind)  # type: ignore[arg-type]
+    return kind(**read_given({name: given[name] for name in names if name in given}, kind))
+
+
+MAX_IN_FLIGHT = "Most stage activations that a rank may hold, each until its B or W: 7. plan takes 7,5 by rank, too."
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")]
 Channels = Annotated[
     str | None,
     typer.Option("--channels", help="What carries messages: buffered, gloo, nccl, nccl-pair or nccl-edge."),
-]
-Ranks = Annotated[int | None, typer.Option("--ranks", help="Number of ranks, for a schedule given by name.")]
-Microbatches = Annotated[
-    int | None, typer.Option("--microbatches", help="Number of microbatches, for a schedule given by name.")
-]
-Stages = Annotated[
-    int | None, typer.Option("--stages", help="Number of stages, over the whole model (interleaved-1f1b).")
-]
-Warmup = Annotated[
-    str | None, typer.Option("--warmup", metavar="X0,X1,...", help="Warm-up counts, one per rank (zb).")
-]
-MaxInFlight = Annotated[
-    str | None,
-    typer.Option(
-        "--max-in-flight",
-        metavar="COUNT",
-        help="Most stage activations that a rank may hold, each until its B or W: 7. plan takes 7,5 by rank, too.",
-    ),
 ]
 ScheduleOption = Annotated[
     list[str] | None,
@@ -67,14 +60,6 @@ ScheduleOption = Annotated[
         metavar="KEY=VALUE",
         help="Another option of a library schedule, as for ps.build, repeatable: num_stages=8.",
     ),
-]
-Window = Annotated[
-    int | None,
-    typer.Option("--window", help="Microbatches per update, of an asynchronous schedule. [no updates]"),
-]
-MaxMismatch = Annotated[
-    int | None,
-    typer.Option("--max-mismatch", min=0, help="Most updates between a microbatch's forward and its backward."),
 ]
 PlacementNames = Annotated[
     list[str] | None,

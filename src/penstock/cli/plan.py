@@ -16,29 +16,25 @@ import penstock as ps
 from penstock.cli import costs as costs_options
 from penstock.cli.app import app
 from penstock.cli.failure import Misuse
-from penstock.cli.options import Json, MaxInFlight, Out, PlacementNames, limits_of, numbers
+from penstock.cli.options import MAX_IN_FLIGHT, Json, Out, PlacementNames, limits_of, numbers, taken
 from penstock.cli.output import in_colour, print_json
 from penstock.cli.search import SearchSpace, search
 from penstock.planning import Progress
 from penstock.program import placements
+from penstock.train.options import with_options
 
 
 @app.command(short_help="Find the best schedule, with a proof of how good it is.")
+@with_options(costs_options.GivenCosts)
 def plan(
     ranks: Annotated[int, typer.Option("--ranks", help="Number of ranks.")],
     microbatches: Annotated[int, typer.Option("--microbatches", help="Number of microbatches.")],
-    f: costs_options.F = None,
-    i: costs_options.I = None,
-    w: costs_options.W = None,
-    b: costs_options.B = None,
-    lengths: costs_options.Lengths = None,
-    costs: costs_options.CostsSource = None,
-    activation: costs_options.Activation = None,
-    freed_by_input: costs_options.FreedByInput = None,
-    message_bytes: costs_options.MessageBytes = None,
     link: costs_options.LateLink = None,
     default_delay: costs_options.DefaultDelay = 0.0,
-    max_in_flight: MaxInFlight = None,
+    max_in_flight: Annotated[
+        str | None,
+        typer.Option("--max-in-flight", metavar="COUNT", help=MAX_IN_FLIGHT),
+    ] = None,
     memory_limit: costs_options.MemoryLimit = None,
     placement: PlacementNames = None,
     stages: Annotated[
@@ -122,19 +118,20 @@ def plan(
     seed: Annotated[int, typer.Option("--seed", help="Seed of random numbers: those of the search.")] = 0,
     out: Out = None,
     json: Json = False,
+    **costs: Any,
 ) -> None:
     """Find the best schedule within the limits. Ctrl-C ends the search with the best so far.
 
     With --placement all, or several, simulate every placement with many rules, list the shortest schedule of each,
     and draw the best. Costs are then those of a part, and nothing is proved.
     """
-    given = costs_options.GivenCosts(costs, f, i, w, b, activation, message_bytes, freed_by_input, lengths)
+    given = taken(costs_options.GivenCosts, costs)
     space = SearchSpace(placement or (), parts, shared_ends, split is not False, forward_first)
     if space.is_asked:
         for name, is_given in {
-            "--lengths": lengths, "--max-in-flight": max_in_flight, "--stages": stages, "--recompute": recompute,
-            "--offload": offload, "--objective": objective != "makespan", "--dispatch": dispatch != "frozen",
-            "--channels": channels != "buffered", "--deal": deal != "any",
+            "--lengths": given.lengths, "--max-in-flight": max_in_flight, "--stages": stages,
+            "--recompute": recompute, "--offload": offload, "--objective": objective != "makespan",
+            "--dispatch": dispatch != "frozen", "--channels": channels != "buffered", "--deal": deal != "any",
         }.items():  # fmt: skip
             if is_given:
                 raise Misuse(f"{name} is for a plan with one placement; leave it out, or give one --placement alone")

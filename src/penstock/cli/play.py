@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import webbrowser
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from typing import Annotated
+from typing import Annotated, Any
 from urllib.parse import quote
 
 import typer
@@ -16,24 +16,20 @@ import typer
 from penstock.cli import source
 from penstock.cli.app import app
 from penstock.cli.failure import Misuse
-from penstock.cli.options import Json, MaxInFlight, Microbatches, Ranks, ScheduleOption, Stages, Warmup, page_option
+from penstock.cli.options import Json, page_option, taken
 from penstock.cli.output import print_json
 from penstock.schedule import check
+from penstock.train.options import with_options
 
 HOST = "127.0.0.1"
 
 
 @app.command(short_help="Open the playground: schedules in the browser, proved and timed as you edit.")
+@with_options(source.GivenCounts)
 def play(
     schedule: Annotated[
         str | None, typer.Argument(metavar="[NAME|FILE]", help=f"The schedule to open. {source.SCHEDULE}.")
     ] = None,
-    ranks: Ranks = None,
-    microbatches: Microbatches = None,
-    stages: Stages = None,
-    warmup: Warmup = None,
-    max_in_flight: MaxInFlight = None,
-    option: ScheduleOption = None,
     out: Annotated[
         str | None, page_option("Where the result goes: the page, .html, which is then not served.", "the playground")
     ] = None,
@@ -42,6 +38,7 @@ def play(
     ] = 0,
     browser: Annotated[bool, typer.Option("--browser/--no-browser", help="Open the page in a browser.")] = True,
     json: Json = False,
+    **given: Any,
 ) -> None:
     """Open a page to pick or write a schedule, and see it proved and timed while you change times and link delays.
 
@@ -52,12 +49,11 @@ def play(
 
     fragment = ""
     if schedule is not None:
-        counts = source.counts_of(ranks, microbatches, stages, warmup, max_in_flight, None, None, option)
-        opened = source.read_or_build(schedule, counts)
+        opened = source.read_or_build(schedule, taken(source.GivenCounts, given))
         check(opened)
         fragment = "#g=" + quote(str(opened), safe="")
-    elif given := "--ranks" if ranks else "--microbatches" if microbatches else "":
-        raise Misuse(f"{given} is for a schedule: name one, like penstock play zb-v --ranks 4 --microbatches 8")
+    elif extra := next((name for name in ("ranks", "microbatches") if name in given), None):
+        raise Misuse(f"--{extra} is for a schedule: name one, like penstock play zb-v --ranks 4 --microbatches 8")
     if out is not None:
         save(out)
         if json:

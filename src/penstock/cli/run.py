@@ -26,8 +26,8 @@ USAGE_ERROR: type[Exception] = typer.BadParameter.__mro__[1]
 """The command line parser's error for misuse; typer exports it under no name of its own."""
 
 VERBS = (
-    "analyze", "check", "data", "lab", "layout", "links", "plan", "play", "report", "show", "simulate", "split",
-    "train", "tune",
+    "analyze", "check", "data", "emulate", "lab", "layout", "links", "plan", "play", "report", "show", "simulate",
+    "split", "train", "tune",
 )  # fmt: skip
 """The verbs, each a module beside this one, in the order in which `--help` lists them."""
 

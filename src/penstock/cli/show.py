@@ -7,41 +7,24 @@ penstock show theirs.csv --declare-order --out theirs.json
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
 from penstock.cli import source
 from penstock.cli.app import app
 from penstock.cli.failure import Misuse
-from penstock.cli.options import (
-    Json,
-    MaxInFlight,
-    MaxMismatch,
-    Microbatches,
-    Out,
-    Ranks,
-    ScheduleOption,
-    Stages,
-    Warmup,
-    Window,
-)
+from penstock.cli.options import Json, Out, taken
 from penstock.cli.output import in_colour, print_json
 from penstock.formats import save as save_schedule
 from penstock.formats.files import DIALECTS
+from penstock.train.options import with_options
 
 
 @app.command(short_help="Show a schedule, or write its picture.")
+@with_options(source.GivenCounts)
 def show(
     schedule: Annotated[str, typer.Argument(metavar="NAME|FILE", help=f"{source.SCHEDULE}.")],
-    ranks: Ranks = None,
-    microbatches: Microbatches = None,
-    stages: Stages = None,
-    warmup: Warmup = None,
-    max_in_flight: MaxInFlight = None,
-    window: Window = None,
-    max_mismatch: MaxMismatch = None,
-    option: ScheduleOption = None,
     dialect: Annotated[
         str | None,
         typer.Option(
@@ -59,13 +42,14 @@ def show(
     ] = False,
     out: Out = None,
     json: Json = False,
+    **given: Any,
 ) -> None:
     """Show a schedule: rows are ranks, colour is the kind of op, the number is the microbatch.
 
     With --out it is written, as a picture or in another format. JSON and text keep what a file says as it is, valid
     or not. A CSV is for torch to run, so only what is proved is written, and what torch's pipelining lacks is named.
     """
-    given_counts = source.counts_of(ranks, microbatches, stages, warmup, max_in_flight, window, max_mismatch, option)
+    given_counts = taken(source.GivenCounts, given)
     of_csv, to_csv = schedule.endswith(".csv"), out is not None and out.endswith(".csv")
     if dialect is not None and not of_csv and not to_csv:
         raise Misuse(f"--dialect {dialect} is for .csv files; read or write one, or leave it out")

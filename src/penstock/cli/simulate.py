@@ -8,74 +8,62 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import cache, partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 
 import penstock as ps
 from penstock.cli import costs as costs_options
-from penstock.cli import options, source
+from penstock.cli import source
 from penstock.cli.app import app
 from penstock.cli.failure import Misuse
-from penstock.cli.options import (
-    Json,
-    MaxInFlight,
-    MaxMismatch,
-    Microbatches,
-    Ranks,
-    ScheduleOption,
-    Stages,
-    Warmup,
-    Window,
-    result_option,
-)
+from penstock.cli.options import Json, limits_of, result_option, taken, transport_of
 from penstock.cli.output import in_colour, print_json, table
 from penstock.cost import LinkCondition
 from penstock.formats.costs import uneven_json
 from penstock.simulation.memory_footprint import in_bytes
 from penstock.simulation.simulator import untimed_kinds
-
-if TYPE_CHECKING:
-    from penstock.runtime import Emulation
+from penstock.train.options import LINKS, SCHEDULE, setting, with_options
 
 _TIMES = ("waited_to_leave", "travelled", "waited_to_be_taken")
 
 
+@dataclass(frozen=True)
+class GivenRun:
+    """How a schedule runs: its links, dispatch and memory."""
+
+    link: str = setting(
+        "",
+        costs_options.LINK,
+        LINKS,
+        metavar="A:B=CONDITION",
+        is_repeated=True,
+    )
+    default_delay: float = setting(0.0, "Delay of all other links, in ms.", LINKS)
+    dispatch: str = setting(
+        "frozen",
+        "How ranks choose their ops: frozen, hinted, hinted:0.5, dynamic, or auto for the fastest.",
+        SCHEDULE,
+    )
+    memory_limit: str | None = setting(None, costs_options.MEMORY_LIMIT, SCHEDULE, metavar="SIZE")
+
+    @property
+    def links(self) -> ps.Links:
+        """Raises CostError for a condition that makes no sense."""
+        return ps.Links.parse(self.link, self.default_delay)
+
+
 @app.command(short_help="Time a schedule over costs and links.")
+@with_options(source.GivenCounts, costs_options.GivenCosts, GivenRun)
 def simulate(
     schedules: Annotated[
         list[str],
         typer.Argument(metavar="NAME|FILE...", help=f"{source.SCHEDULE}. Several are compared with the first."),
     ],
-    ranks: Ranks = None,
-    microbatches: Microbatches = None,
-    stages: Stages = None,
-    warmup: Warmup = None,
-    max_in_flight: MaxInFlight = None,
-    window: Window = None,
-    max_mismatch: MaxMismatch = None,
-    option: ScheduleOption = None,
-    f: costs_options.F = None,
-    i: costs_options.I = None,
-    w: costs_options.W = None,
-    b: costs_options.B = None,
-    activation: costs_options.Activation = None,
-    freed_by_input: costs_options.FreedByInput = None,
-    message_bytes: costs_options.MessageBytes = None,
-    lengths: costs_options.Lengths = None,
-    costs: costs_options.CostsSource = None,
-    link: costs_options.Link = None,
-    default_delay: costs_options.DefaultDelay = 0.0,
-    dispatch: Annotated[
-        str,
-        typer.Option(
-            "--dispatch",
-            help="How ranks choose their ops: frozen, hinted, hinted:0.5, dynamic, or auto for the fastest.",
-        ),
-    ] = "frozen",
     messages: Annotated[
         str,
         typer.Option(
@@ -84,22 +72,6 @@ def simulate(
             "gloo, nccl, nccl-pair or nccl-edge.",
         ),
     ] = "decoupled",
-    memory_limit: costs_options.MemoryLimit = None,
-    emulate: Annotated[
-        str | None,
-        typer.Option(
-            "--emulate",
-            metavar="threads|processes",
-            help="Also run it on emulated devices, with ranks as threads or processes, and compare.",
-        ),
-    ] = None,
-    steps: Annotated[int | None, typer.Option("--steps", min=1, help="How many steps to run, emulated. [3]")] = None,
-    stretch: Annotated[
-        float | None,
-        typer.Option(
-            "--stretch", help="Make ops and links slower by this factor, emulated, so that noise matters less. [1]"
-        ),
-    ] = None,
     timeline_file: Annotated[
         str | None,
         result_option(
@@ -114,98 +86,98 @@ def simulate(
         ),
     ] = None,
     json: Json = False,
+    **options: Any,
 ) -> None:
     """Time a schedule over costs and links: makespan, bubbles, memory and a picture. Several: a table."""
-    given_counts = source.counts_of(ranks, microbatches, stages, warmup, max_in_flight, window, max_mismatch, option)
-    given = costs_options.GivenCosts(costs, f, i, w, b, activation, message_bytes, freed_by_input, lengths)
-    links = ps.Links.parse(link or [], default_delay)
-    mode = options.transport_of(messages)
+    counts, given = taken(source.GivenCounts, options), taken(costs_options.GivenCosts, options)
+    run, mode = taken(GivenRun, options), transport_of(messages)
     if len(schedules) > 1:
-        if emulate is not None or timeline_file is not None:
-            raise Misuse(
-                f"--{'timeline' if emulate is None else 'emulate'} is for one schedule, not {len(schedules)}"
-            )
-        plans = source.read_or_build_each(schedules, given_counts)
-        rows = _compared(schedules, plans, given, {"links": links, "dispatch": dispatch, **mode}, memory_limit)
+        if timeline_file is not None:
+            raise Misuse(f"--timeline is for one schedule, not {len(schedules)}")
+        plans = source.read_or_build_each(schedules, counts)
+        rows = _compared(schedules, plans, given, run, mode)
         if json:
-            print_json({"schedules": rows, "links": _links_json(links), "dispatch": dispatch, "transport": messages})
+            links = _links_json(run.links)
+            print_json({"schedules": rows, "links": links, "dispatch": run.dispatch, "transport": messages})
         else:
-            _print_compared(rows, given.assumed(plans[0].num_ranks, plans[0].placement), links)
+            _print_compared(rows, given.assumed(plans[0].num_ranks, plans[0].placement), run.links)
         return
-    plan = source.read_or_build(schedules[0], given_counts)
-    ps.check(plan, max_in_flight=given_counts.max_in_flight)
-    chosen = given.read(plan.num_ranks, plan.placement)
-    assumed = given.assumed(plan.num_ranks, plan.placement)
-    checked = dispatch == "frozen" and options.limits_of("--memory-limit", memory_limit, plan.num_ranks)[1]
-    if checked:  # what is held follows from the order, and is counted below
-        given.require_weights(memory_limit, chosen)
-    cap = None if checked else given.activations(memory_limit, chosen, plan.placement)
-    timeline = ps.simulate(plan, chosen, links=links, dispatch=dispatch, memory_limit=cap, **mode)
-    held = cache(partial(ps.footprint, plan, chosen, links, dispatch=dispatch, memory_limit=cap))
-    if over := costs_options.above_limit(memory_limit, held):
-        rank = over.index(max(over))
-        raise ps.ScheduleError(
-            f"rank {rank} holds {in_bytes(held().totals[rank], 4)}, messages included, which is "
-            f"{in_bytes(over[rank], 4)} more than --memory-limit {memory_limit}; raise the limit, or ask penstock "
-            "plan for a schedule within it",
-            rule="memory",
-            rank=rank,
-        )
-    emulation = None
-    if emulate is not None:
-        if mode != {"transport": "decoupled"}:
-            raise Misuse(f"--emulate sends messages decoupled from ops; leave out --messages {messages}")
-        emulation = _emulate(emulate)(
-            plan,
-            chosen,
-            links=links,
-            dispatch=dispatch,
-            memory_limit=cap,
-            num_steps=3 if steps is None else steps,
-            stretch=1.0 if stretch is None else stretch,
-        )
-    elif steps is not None or stretch is not None:
-        raise Misuse(f"--{'steps' if stretch is None else 'stretch'} is for emulated runs; add --emulate threads")
+    timeline, chosen, _ = timed(schedules[0], counts, given, run, mode)
+    assumed = given.assumed(timeline.schedule.num_ranks, timeline.schedule.placement)
     if timeline_file is not None:
         from penstock.draw import save
 
         save(timeline, timeline_file)
     if json:
-        found = _as_json(timeline, chosen, assumed, links, messages)
-        print_json(found if emulation is None else {**found, "emulated": _emulated_json(emulation, str(emulate))})
+        print_json(_as_json(timeline, chosen, assumed, run.links, messages))
         return
-    _print(timeline, chosen, assumed, links, messages)
-    if emulation is not None:
-        _print_emulated(emulation)
+    _print(timeline, chosen, assumed, run.links, messages)
     if timeline_file is not None:
         print(f"wrote {timeline_file}")
+
+
+def timed(
+    name: str,
+    counts: source.GivenCounts,
+    given: costs_options.GivenCosts,
+    run: GivenRun,
+    mode: dict[str, Any],
+) -> tuple[ps.Timeline, ps.Costs, Any]:
+    """Simulates one schedule.
+
+    Args:
+        mode: how messages travel, as arguments of `ps.simulate`.
+
+    Returns:
+        The timeline, the costs, and the limits of activations per rank that the run has; None for those of its own.
+
+    Raises:
+        Misuse, CostError: values that do not go together.
+        ScheduleError: a schedule that is not valid, or that holds more than --memory-limit.
+    """
+    plan = source.read_or_build(name, counts)
+    ps.check(plan, max_in_flight=counts.most)
+    chosen = given.read(plan.num_ranks, plan.placement)
+    checked = run.dispatch == "frozen" and limits_of("--memory-limit", run.memory_limit, plan.num_ranks)[1]
+    if checked:  # what is held follows from the order, and is counted below
+        given.require_weights(run.memory_limit, chosen)
+    cap = None if checked else given.activations(run.memory_limit, chosen, plan.placement)
+    timeline = ps.simulate(plan, chosen, links=run.links, dispatch=run.dispatch, memory_limit=cap, **mode)
+    held = cache(partial(ps.footprint, plan, chosen, run.links, dispatch=run.dispatch, memory_limit=cap))
+    if over := costs_options.above_limit(run.memory_limit, held):
+        rank = over.index(max(over))
+        raise ps.ScheduleError(
+            f"rank {rank} holds {in_bytes(held().totals[rank], 4)}, messages included, which is "
+            f"{in_bytes(over[rank], 4)} more than --memory-limit {run.memory_limit}; raise the limit, or ask "
+            "penstock plan for a schedule within it",
+            rule="memory",
+            rank=rank,
+        )
+    return timeline, chosen, cap
 
 
 def _compared(
     names: Sequence[str],
     plans: Sequence[ps.Schedule],
     given: costs_options.GivenCosts,
-    run: dict[str, Any],
-    memory_limit: str | None,
+    run: GivenRun,
+    mode: dict[str, Any],
 ) -> list[dict[str, Any]]:
-    """One row for each schedule, all over the same costs.
-
-    Args:
-        run: links, dispatch and transport, as arguments of `ps.simulate`.
-    """
+    """One row for each schedule, all over the same costs. `mode` is as for `timed`."""
+    links, memory_limit = run.links, run.memory_limit
     if len({plan.num_stages for plan in plans}) > 1 and given.is_of_stages:
         raise Misuse(
             f"the costs are those of stages, and {names[0]} and others have unequal numbers of stages, so that their "
             "models would differ; give --costs with a preset or a profile, which are cut for each schedule"
         )
-    limit, in_bytes = options.limits_of("--memory-limit", memory_limit)
+    limit, in_bytes = limits_of("--memory-limit", memory_limit)
     rows: list[dict[str, Any]] = []
     for name, plan in zip(names, plans, strict=True):
         chosen = given.read(plan.num_ranks, plan.placement)
         if in_bytes:
             given.require_weights(memory_limit, chosen)
-        timeline = ps.simulate(plan, chosen, **run)
-        held = ps.footprint(plan, chosen, run["links"], dispatch=run["dispatch"]) if chosen.weight_bytes else None
+        timeline = ps.simulate(plan, chosen, links=links, dispatch=run.dispatch, **mode)
+        held = ps.footprint(plan, chosen, links, dispatch=run.dispatch) if chosen.weight_bytes else None
         peaks = held.totals if held is not None and in_bytes else timeline.peak_activations
         limits = limit if isinstance(limit, list) else [limit or math.inf] * plan.num_ranks
         rows.append(
@@ -259,17 +231,6 @@ def _print_compared(rows: Sequence[dict[str, Any]], assumed: str | None, links: 
     for row in rows:
         if row["untimed"]:
             print(f"note  {' and '.join(row['untimed'])} of {row['name']} take 0 ms, as the costs do not name them")
-
-
-def _emulate(ranks: str) -> Callable[..., Emulation]:
-    """What emulates, with ranks as threads or as processes; imports torch."""
-    if ranks == "threads":
-        return ps.emulate
-    if ranks == "processes":
-        from penstock.runtime.emulation.pipeline import emulate_processes
-
-        return emulate_processes
-    raise Misuse(f"--emulate {ranks}: write threads or processes")
 
 
 def _as_json(
@@ -327,47 +288,6 @@ def _links_json(links: ps.Links) -> dict[str, Any]:
         "delays": {f"{a}:{b}": delay for (a, b), delay in links.delays.items()} if links.is_constant else {},
         "conditions": {f"{a}:{b}": str(condition) for (a, b), condition in links.conditions.items()},
     }
-
-
-def _emulated_json(emulation: Emulation, ranks: str) -> dict[str, Any]:
-    return {
-        "ranks": ranks,
-        "stretch": emulation.stretch,
-        "makespans": [timeline.makespan for timeline in emulation.timelines],
-        "simulated": [timeline.makespan for timeline in emulation.simulated],
-        "calibrated": [timeline.makespan for timeline in emulation.calibrated],
-        "peak_activations": [timeline.peak_activations for timeline in emulation.timelines],
-        "starts": emulation.starts,
-        "errors": emulation.errors,
-        "calibrated_errors": emulation.calibrated_errors,
-        "median_error": emulation.median_error,
-        "own_latency": emulation.own_latency,
-        "late": {"median": emulation.late.median, "worst": emulation.late.worst},
-    }
-
-
-def _print_emulated(emulation: Emulation) -> None:
-    print("\nemulated, against simulated and against simulated with the transport's own latency:\n")
-    steps = zip(emulation.timelines, emulation.simulated, emulation.calibrated, strict=True)
-    rows = [
-        [
-            f"step {number}",
-            f"{measured.makespan:.1f}",
-            f"{simulated.makespan:.1f}",
-            f"{error:+.1%}",
-            f"{calibrated.makespan:.1f}",
-            f"{calibrated_error:+.1%}",
-        ]
-        for number, ((measured, simulated, calibrated), error, calibrated_error) in enumerate(
-            zip(steps, emulation.errors, emulation.calibrated_errors, strict=True)
-        )
-    ]
-    print(table(["", "measured ms", "simulated", "", "with latency", ""], rows), end="\n\n")
-    print(f"median error          {emulation.median_error:.1%}")
-    print(f"transport's latency   {emulation.own_latency:.3f} ms a message")
-    print(f"ops ended late by     {emulation.late.median:.3f} ms (median), {emulation.late.worst:.3f} (worst)")
-    if emulation.stretch != 1:
-        print(f"stretch               {emulation.stretch:g}; the times above are as without it")
 
 
 def _print(

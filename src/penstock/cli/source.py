@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from penstock.cli.failure import Misuse
-from penstock.cli.options import counts, one_count
+from penstock.cli.options import MAX_IN_FLIGHT, one_count
 from penstock.formats import load
 from penstock.library import SCHEDULES, build, options_of_each
-from penstock.library.options import read_options
 from penstock.schedule import Schedule, check
+from penstock.train.options import SCHEDULE as SCHEDULE_GROUP
+from penstock.train.options import setting
 
 SCHEDULE = "A library schedule (" + ", ".join(SCHEDULES) + ") or a schedule file (.json, .txt, torch's .csv)"
 
@@ -22,30 +23,35 @@ SCHEDULE = "A library schedule (" + ", ".join(SCHEDULES) + ") or a schedule file
 class GivenCounts:
     """What a library schedule is built from; None where not given."""
 
-    ranks: int | None = None
-    microbatches: int | None = None
-    stages: int | None = None
-    warmup: Sequence[int] | None = None
-    max_in_flight: float | None = None
-    window: int | None = None
-    max_mismatch: int | None = None
-    options: Mapping[str, Any] = field(default_factory=dict)
+    ranks: int | None = setting(None, "Number of ranks, for a schedule given by name.", SCHEDULE_GROUP)
+    microbatches: int | None = setting(None, "Number of microbatches, for a schedule given by name.", SCHEDULE_GROUP)
+    warmup: tuple[int, ...] | None = setting(
+        None, "Warm-up counts, one per rank (zb).", SCHEDULE_GROUP, metavar="X0,X1,..."
+    )
+    max_in_flight: str | None = setting(None, MAX_IN_FLIGHT, SCHEDULE_GROUP, metavar="COUNT")
+    options: Mapping[str, Any] = setting(
+        {},
+        "Another option of a library schedule, as for ps.build, repeatable: num_stages=8, window=4, max_mismatch=1.",
+        SCHEDULE_GROUP,
+        flags=("--option",),
+        metavar="KEY=VALUE",
+        is_repeated=True,
+    )
+
+    @property
+    def most(self) -> float | None:
+        """The limit of activations in flight. Raises Misuse for one that is not written as a number above 0."""
+        return one_count("--max-in-flight", self.max_in_flight)
+
+    @property
+    def of_files(self) -> GivenCounts:
+        """What of these holds for a schedule file too: bounds that are proved of it."""
+        bound = {name: self.options[name] for name in self.options if name == BOUND}
+        return GivenCounts(max_in_flight=self.max_in_flight, options=bound)
 
 
-def counts_of(
-    ranks: int | None,
-    microbatches: int | None,
-    stages: int | None,
-    warmup: str | None,
-    max_in_flight: str | None,
-    window: int | None,
-    max_mismatch: int | None,
-    option: list[str] | None = None,
-) -> GivenCounts:
-    """The counts as options give them. Raises Misuse for a warm-up or a limit that is not written as they are."""
-    warmups = None if warmup is None else counts("--warmup", warmup)
-    most = one_count("--max-in-flight", max_in_flight)
-    return GivenCounts(ranks, microbatches, stages, warmups, most, window, max_mismatch, read_options(option or ()))
+BOUND = "max_mismatch"
+"""The option that a schedule file takes too: most updates between a microbatch's forward and its backward."""
 
 
 def is_file(source: str) -> bool:
@@ -66,42 +72,36 @@ def read_or_build(
         Misuse: counts are missing for a name, or given for a file; a bound for a schedule that has no updates.
         ScheduleError: as `load` and `build` do.
     """
+    options = dict(counts.options)
+    shapes_itself = source in SCHEDULES and BOUND in inspect.signature(SCHEDULES[source]).parameters
+    bound = options.get(BOUND)
+    if is_file(source) or not shapes_itself:
+        options.pop(BOUND, None)
     given = {
         "--ranks": counts.ranks,
         "--microbatches": counts.microbatches,
-        "--stages": counts.stages,
         "--warmup": counts.warmup,
-        "--window": counts.window,
-        "--option": counts.options or None,
+        "--option": options or None,
     }
     if is_file(source):
         if extra := next((name for name, value in given.items() if value is not None), None):
             raise Misuse(f"{extra} is for library schedules; the file {source} says it itself, so leave {extra} out")
-        return _bounded(source, load(source, dialect, declare_order), counts.max_mismatch)
+        return _bounded(source, load(source, dialect, declare_order), bound)
     if source in SCHEDULES and (counts.ranks is None or counts.microbatches is None):
         missing = " and ".join(name for name in ("--ranks", "--microbatches") if given[name] is None)
         raise Misuse(f"{source} is a library schedule: give {missing} too, like --ranks 4 --microbatches 12")
-    shapes_itself = source in SCHEDULES and "max_mismatch" in inspect.signature(SCHEDULES[source]).parameters
-    own = {"num_stages": "--stages", "warmup": "--warmup", "window": "--window", "max_mismatch": "--max-mismatch"}
-    if twice := next((key for key in counts.options if key in own and given.get(own[key]) is not None), None):
-        raise Misuse(f"--option {twice} and {own[twice]} say the same; give one of them")
-    options = {
-        "num_stages": counts.stages,
-        "warmup": counts.warmup,
-        "window": counts.window,
-        "max_mismatch": counts.max_mismatch if shapes_itself else None,
-        **counts.options,
-    }
+    if counts.warmup is not None and "warmup" in options:
+        raise Misuse("--option warmup and --warmup say the same; give one of them")
     if clash := {"num_ranks", "num_microbatches", "max_in_flight", "name"} & options.keys():
         raise Misuse(f"--option {min(clash)}: give --{min(clash).removeprefix('num_').replace('_', '-')}")
     found = build(
         source,
         counts.ranks if counts.ranks is not None else 1,
         counts.microbatches if counts.microbatches is not None else 1,
-        counts.max_in_flight,
-        **options,
+        counts.most,
+        **{"warmup": counts.warmup, **options},
     )
-    return _bounded(source, found, counts.max_mismatch)
+    return _bounded(source, found, bound)
 
 
 def read_or_build_each(sources: Sequence[str], counts: GivenCounts) -> list[Schedule]:
@@ -114,8 +114,7 @@ def read_or_build_each(sources: Sequence[str], counts: GivenCounts) -> list[Sche
     """
     files = {each: load(each) for each in sources if is_file(each)}
     said = next(iter(files.values()), None)
-    own = {"num_stages": counts.stages, "warmup": counts.warmup, "window": counts.window}
-    own = {name: value for name, value in (own | {"max_mismatch": counts.max_mismatch}).items() if value is not None}
+    own = {} if counts.warmup is None else {"warmup": counts.warmup}
     taken = options_of_each([each for each in sources if not is_file(each)], {**own, **counts.options})
     found = []
     for each in sources:
@@ -126,7 +125,7 @@ def read_or_build_each(sources: Sequence[str], counts: GivenCounts) -> list[Sche
             options=taken.get(each, {}),
         )
         found.append(files[each] if each in files else read_or_build(each, alone))
-        check(found[-1], max_in_flight=counts.max_in_flight)
+        check(found[-1], max_in_flight=counts.most)
         if found[-1].num_ranks != found[0].num_ranks:
             raise Misuse(
                 f"{each} is for {found[-1].num_ranks} ranks and {sources[0]} for {found[0].num_ranks}; compare "
@@ -140,8 +139,8 @@ def _bounded(source: str, schedule: Schedule, max_mismatch: int | None) -> Sched
         return schedule
     if schedule.updates is None:
         raise Misuse(
-            f"--max-mismatch {max_mismatch}: {source} has no updates among its ops; give --window to one of the "
-            "asynchronous schedules, or leave --max-mismatch out"
+            f"--option {BOUND}={max_mismatch}: {source} has no updates among its ops; give --option window=4 to one "
+            f"of the asynchronous schedules, or leave {BOUND} out"
         )
     bounded = replace(schedule, updates=replace(schedule.updates, max_mismatch=max_mismatch))
     check(bounded)

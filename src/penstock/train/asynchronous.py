@@ -183,7 +183,7 @@ def usual_microbatches(schedule: str, ranks: int, batch: int | None = None) -> i
     return ranks * (usual.microbatches if batch is None else max(1, min(usual.microbatches, batch // ranks)))
 
 
-def completed(given: Mapping[str, Any], learning: bool = True) -> dict[str, Any]:
+def completed(given: Mapping[str, Any]) -> dict[str, Any]:
     """Settings of a run, completed with the defaults of its schedule.
 
     By default `amdp` learns as a synchronous schedule. With one update per step and no mismatch its pipelines drain
@@ -191,15 +191,14 @@ def completed(given: Mapping[str, Any], learning: bool = True) -> dict[str, Any]
 
     Args:
         given: all settings that are known: schedule, ranks, microbatches, steps and so on; None stands for not given.
-        learning: whether the run learns, and so has an optimizer.
     """
     found = {name: value for name, value in given.items() if value is not None}
     schedule, rule = str(found.get("schedule")), found.get("rule")
     usual = ASYNCHRONOUS.get(schedule)
-    if usual is None or (schedule == "amdp" and learning and not set(OPTIONS) & set(found)):
+    if usual is None or (schedule == "amdp" and not set(OPTIONS) & set(found)):
         return dict(given)
     by_rule = ASYNCHRONOUS.get(rule, usual) if isinstance(rule, str) else usual
-    if learning and not {"optimizer", "optimizer_options"} & set(found):
+    if not {"optimizer", "optimizer_options"} & set(found):
         found = {**by_rule.learning, **found}  # the learning rate goes with the optimizer
     microbatches, ranks = found["microbatches"], found["ranks"]
     of_blocks = schedule == "amdp" and ranks > 0 and ranks % 2 == 0
@@ -217,9 +216,7 @@ def completed(given: Mapping[str, Any], learning: bool = True) -> dict[str, Any]
     if schedule == "amdp" and rule in PREDICTING:  # each copy predicts for itself, and less is sent
         found.setdefault("sharding", "none")
     if all(isinstance(found[name], int) and found[name] > 0 for name in ("window", "microbatches", "steps")):
-        # What learns is a number of passes; an emulated step is one.
-        steps = found["steps"] if learning else 0
-        found.setdefault("drain_every", usual_steps(steps, microbatches, found["window"]))
+        found.setdefault("drain_every", usual_steps(found["steps"], microbatches, found["window"]))
     return {**given, **found}
 
 

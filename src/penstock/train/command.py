@@ -12,8 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from penstock.rank_environment import RankEnvironment, start_rank_server
-from penstock.train.emulated.settings import EmulatedSettings
-from penstock.train.job import EmulatedJob, emulated_order_of, order_of, read_schedule_file
+from penstock.train.job import order_of, read_schedule_file
 from penstock.train.options import grouped_help, print_all, read_config, read_given, with_options
 from penstock.train.settings import Settings
 from penstock.train.tasks.open import schedule_of
@@ -21,11 +20,10 @@ from penstock.train.tasks.open import schedule_of
 if TYPE_CHECKING:
     from penstock.train.job import TrainJob
 
-KINDS = Settings, EmulatedSettings
-TrainHelp = grouped_help(("out", "resume", "export", "config", "as_json", "help_all"), *KINDS)
+TrainHelp = grouped_help(("out", "resume", "export", "config", "as_json", "help_all"), Settings)
 
 
-@with_options(*KINDS)
+@with_options(Settings)
 def train(
     call: typer.Context,
     out: Annotated[str | None, typer.Option(help="Where the result goes: a folder. [a new one in runs/]")] = None,
@@ -55,25 +53,19 @@ def train(
     ] = False,
     **given: Any,
 ) -> Any:
-    """Train a GPT, BERT, CLIP, Hugging Face decoder or your own model over a mesh; or emulate a plan."""
+    """Train a GPT, BERT, CLIP, Hugging Face decoder or your own model over a mesh."""
     RankEnvironment.of(os.environ)  # what is wrong there is said before anything is made of it
     is_program = getattr(call.obj, "is_program", False)  # nothing is known of a launcher's
-    given = read_given(given, *KINDS)
+    given = read_given(given, Settings)
     if config is not None:
-        given = read_config(config, *KINDS) | given
+        given = read_config(config, Settings) | given
     given = read_schedule_file(given)
-    if given.get("device") == "emulated":
-        given |= {"verify": True} if verify else {}  # refused: it is for training
-        return _carry_out(emulated_order_of(given, out, resume, export, as_json), is_program)
     return _carry_out(order_of(given, out, resume, export, as_json, verify), is_program)
 
 
-def _carry_out(order: TrainJob | EmulatedJob, is_program: bool) -> int:
+def _carry_out(order: TrainJob, is_program: bool) -> int:
     # Light checks first: most mistakes are told before torch is loaded.
-    if isinstance(order, EmulatedJob):
-        order.settings.check_plan()
-    else:
-        schedule_of(order.settings)
+    schedule_of(order.settings)
     forks = is_program and sys.platform == "linux"
     if forks and "RANK" not in os.environ and not order.settings.in_process:
         start_rank_server(["penstock.train.run_job"], {})  # it loads torch while this process does

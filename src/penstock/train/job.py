@@ -19,44 +19,22 @@ from typing import Any
 
 import numpy as np
 
-from penstock.cost.presets import is_preset
 from penstock.data import Corpus
 from penstock.rank_environment import RankEnvironment
 from penstock.train.asynchronous import ASYNCHRONOUS, completed, usual_microbatches
 from penstock.train.checks import SettingsError, said_by_file
-from penstock.train.emulated.settings import EmulatedSettings
 from penstock.train.folder import RunFolder, free_folder
 from penstock.train.kinds import GPT, check_lora_words, check_model, is_path, usual_of
 from penstock.train.own_file import is_own, own_name
-from penstock.train.run_settings import RunSettings
 from penstock.train.settings import MEASURED, SIZES, Settings, is_record, read_settings, share_out
 
 
 @dataclass(frozen=True, kw_only=True)
-class RunJob:
-    """What a run of any kind was asked to do.
+class TrainJob:
+    """What a run was asked to do.
 
     Attributes:
         folder: the run's folder. as_json: print the report as JSON and nothing else.
-    """
-
-    settings: RunSettings
-    folder: str
-    as_json: bool = False
-
-
-@dataclass(frozen=True, kw_only=True)
-class EmulatedJob(RunJob):
-    """A run on emulated devices."""
-
-    settings: EmulatedSettings
-
-
-@dataclass(frozen=True, kw_only=True)
-class TrainJob(RunJob):
-    """A run that learns.
-
-    Attributes:
         resume: continue from its newest checkpoint. checkpoint: its name, if there is one.
         export: a file for the model at the end, or None.
         verify: check on the first batch that model and loss keep the contract, before the first step.
@@ -64,6 +42,8 @@ class TrainJob(RunJob):
     """
 
     settings: Settings
+    folder: str
+    as_json: bool = False
     resume: bool = False
     export: str | None = None
     notices: tuple[str, ...] = ()
@@ -74,7 +54,7 @@ class TrainJob(RunJob):
 ROWS = ("train", "validation", "train_starts", "validation_starts")
 
 
-def hand_over(folder: Path, order: RunJob, corpus: Corpus | None) -> None:
+def hand_over(folder: Path, order: TrainJob, corpus: Corpus | None) -> None:
     """Writes what `take_over` reads. Raises RuntimeFailure if the disk refuses."""
     try:
         _write_job(folder, order, corpus)
@@ -87,7 +67,7 @@ def hand_over(folder: Path, order: RunJob, corpus: Corpus | None) -> None:
         ) from None
 
 
-def _write_job(folder: Path, order: RunJob, corpus: Corpus | None) -> None:
+def _write_job(folder: Path, order: TrainJob, corpus: Corpus | None) -> None:
     (folder / "order.json").write_text(json.dumps(dataclasses.asdict(order)), encoding="utf-8")
     if corpus is None or any(isinstance(getattr(corpus, name), np.memmap) for name in ROWS):
         return
@@ -97,15 +77,13 @@ def _write_job(folder: Path, order: RunJob, corpus: Corpus | None) -> None:
         np.save(folder / f"{name}.npy", getattr(corpus, name), allow_pickle=False)
 
 
-def take_over(folder: Path) -> tuple[TrainJob | EmulatedJob, Corpus | None]:
+def take_over(folder: Path) -> tuple[TrainJob, Corpus | None]:
     """The order, and the corpus as mapped files; None for a corpus that a rank opens by itself.
 
     The folder may be removed once every rank has taken over. Mapped files stay readable.
     """
     value: dict[str, Any] = json.loads((folder / "order.json").read_text(encoding="utf-8"))
     settings = value.pop("settings")
-    if settings["device"] == "emulated":
-        return EmulatedJob(settings=EmulatedSettings.from_mapping(settings), **value), None
     value["notices"] = tuple(value["notices"])
     order = TrainJob(settings=Settings.from_mapping(settings), **value)
     if not (folder / "corpus.json").exists():
@@ -137,27 +115,10 @@ def _ranks_here(given: Mapping[str, Any], settings: Mapping[str, Any]) -> dict[s
     return {"ranks": share_out(given.get("ranks"), sizes[0], sizes[1], environment.num_ranks)}
 
 
-def emulated_order_of(
-    given: Mapping[str, Any], out: str | None, resume: str | None, export: str | None, as_json: bool
-) -> EmulatedJob:
-    """The order for the options given, of a run on emulated devices. Raises SettingsError."""
-    of_training = {**given, **{name: value for name, value in (("resume", resume), ("export", export)) if value}}
-    known = {field.name for field in dataclasses.fields(EmulatedSettings)}
-    if extra := sorted(set(of_training) - known):
-        name = extra[0].replace("_", "-")
-        raise SettingsError(f"--{name} is for training; emulated devices learn nothing, so leave it out")
-    given = {**given, **_ranks_here(given, given)}
-    settings = EmulatedSettings.from_mapping(_completed(EmulatedSettings, given, learning=False))
-    if not is_preset(settings.costs) and os.path.exists(settings.costs):
-        settings = dataclasses.replace(settings, costs=os.path.abspath(settings.costs))
-    folder = _new_folder(out, f"emulated-{Path(settings.schedule).stem}-{settings.ranks}", learns=False)
-    return EmulatedJob(settings=settings, folder=str(folder.path), as_json=as_json)
-
-
-def _new_folder(out: str | None, name: str, learns: bool) -> RunFolder:
+def _new_folder(out: str | None, name: str) -> RunFolder:
     """The folder of a new run. Raises SettingsError for one that holds a run."""
     folder = RunFolder(Path(out)) if out is not None else free_folder(Path("runs"), name)
-    folder.require_new(learns)
+    folder.require_new(learns=True)
     return folder
 
 
@@ -177,9 +138,8 @@ def order_of(
     Raises SettingsError, and ScheduleError for a schedule file that can't be read.
     """
     given = dict(given)
-    for name in ("costs", "stretch", "message_cap"):
-        if name in given:
-            raise SettingsError(f"--{name.replace('_', '-')} is for emulated devices; add --device emulated")
+    if given.get("device") == "emulated":
+        raise SettingsError("penstock emulate runs a schedule on emulated devices, with the options of simulate")
     if "model" in given:
         check_model(given["model"], None)
     paths = ["data", "tokenizer", *(["model"] if is_path(given.get("model", GPT)) else [])]
@@ -201,8 +161,8 @@ def order_of(
         given |= _ranks_here(given, given)
         if is_own(given.get("data")) and is_path(given.get("model", GPT)) and "batch" not in given:
             given |= _own_batch(given)
-        settings = Settings.from_mapping(_completed(Settings, given, learning=True))
-        folder = _new_folder(out, _name_of(settings), learns=True)
+        settings = Settings.from_mapping(_completed(given))
+        folder = _new_folder(out, _name_of(settings))
     else:
         folder = RunFolder(Path(resume))
         before = read_settings(folder.settings)
@@ -230,19 +190,15 @@ def order_of(
     )
 
 
-def _completed(
-    kind: type[Settings] | type[EmulatedSettings], given: Mapping[str, Any], learning: bool
-) -> dict[str, Any]:
-    """The options given, completed with the defaults of their schedule."""
-    own = {f.name: f.default for f in dataclasses.fields(kind) if f.name in ("ranks", "microbatches", "steps")}
-    usual = usual_of(given.get("model", GPT), given.get("data")) if learning else {}
-    counts = {**own, **{name: usual[name] for name in own if name in usual}}
-    known = {**counts, **given}
+def _completed(given: Mapping[str, Any]) -> dict[str, Any]:
+    """The options given, completed with the defaults of their model and schedule."""
+    own = {f.name: f.default for f in dataclasses.fields(Settings) if f.name in ("ranks", "microbatches", "steps")}
+    usual = usual_of(given.get("model", GPT), given.get("data"))
+    known = {**own, **{name: usual[name] for name in own if name in usual}, **given}
     if "microbatches" not in given and "schedule" in given:
         batch = known.get("batch", usual.get("batch", Settings.batch)) // max(1, known.get("dp", 1))
-        each = usual_microbatches(given["schedule"], known["ranks"], batch if learning else None)
-        known["microbatches"] = each or known["microbatches"]
-    found = completed(known, learning)
+        known["microbatches"] = usual_microbatches(given["schedule"], known["ranks"], batch) or known["microbatches"]
+    found = completed(known)
     return {**usual, **{name: value for name, value in found.items() if value is not None}}
 
 

@@ -28,8 +28,8 @@ from penstock.train.checks import SettingsError
 
 SCHEDULE, MESH, MODEL, DATA, TRAINING = "Schedule", "Mesh", "Model", "Data", "Training"
 UPDATES, LINKS = "Asynchronous schedules", "Links"
-MACHINE, EMULATED, RUN = "Machine", "Emulated devices", "The run"
-GROUPS = SCHEDULE, MESH, MODEL, DATA, TRAINING, UPDATES, LINKS, MACHINE, EMULATED, RUN
+MACHINE, RUN, COSTS = "Machine", "The run", "Costs"
+GROUPS = SCHEDULE, MESH, MODEL, DATA, TRAINING, UPDATES, LINKS, MACHINE, RUN
 """The groups of settings, in the order in which the help lists them."""
 
 

@@ -182,7 +182,7 @@ class RankRun:
             # First of all: whoever sees the run's folder may interrupt it.
             stack.enter_context(self.stop)
             if self.first:
-                write_plan(self.folder, settings, self.inputs.schedule)
+                write_plan(self.folder, settings.to_json(), self.inputs.schedule)
                 metrics = stack.enter_context(Metrics(self.folder.metrics, start, self.folder.file("tensorboard")))
             view = stack.enter_context(ProgressView(start, settings.steps, self.quiet or not self.first))
             while training.steps < settings.steps:

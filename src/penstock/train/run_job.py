@@ -1,6 +1,6 @@
 """Carries out an order: checks everything, starts one process per rank, and hands back the report.
 
-order --> CheckedTraining or CheckedEmulation --> in this process, or a process per rank, or one under torchrun
+order --> CheckedTraining --> in this process, or a process per rank, or one under torchrun
 """
 
 from __future__ import annotations
@@ -12,75 +12,32 @@ import sys
 import tempfile
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, NoReturn, Protocol
+from typing import NoReturn
 
 import torch
 import torch.distributed as dist
 
-from penstock.data import Corpus
 from penstock.runtime.checkpoint import UNWRITTEN, CheckpointError
 from penstock.runtime.launch import init_process, warm_up_malloc
 from penstock.train.asynchronous import bound, one_every, proved_mismatch
-from penstock.train.emulated.run import CheckedEmulation
 from penstock.train.folder import RunFolder, check_place, is_folder
 from penstock.train.inputs import Inputs, gather_inputs
-from penstock.train.job import EmulatedJob, RunJob, TrainJob, hand_over, take_over
+from penstock.train.job import TrainJob, hand_over, take_over
 from penstock.train.kinds import is_hugging_face
 from penstock.train.rank import RankRun, known_before
 from penstock.train.report import Report
 from penstock.train.resume import ResumePoint, check_resume
-from penstock.train.run_report import RunReport
 from penstock.train.settings import SettingsError, mesh_words
 from penstock.train.start import (
     INTERRUPTED,
     RunFailed,
-    StopRequest,
     check_store,
     start_ranks,
 )
 from penstock.train.tasks.text import check_tokens
 
 
-class RankOfRun(Protocol):
-    """A run as one process sees it when it has ended.
-
-    Attributes:
-        interrupted: a signal ended it early. report: the result, on rank 0's process.
-    """
-
-    folder: RunFolder
-    stop: StopRequest
-    interrupted: bool
-
-    @property
-    def report(self) -> RunReport | None: ...
-
-
-class CheckedRun(Protocol):
-    """A job on one kind of device, with everything checked that can be checked before it runs.
-
-    Attributes:
-        job: completed with what was found out about it. corpus: is handed to its ranks.
-    """
-
-    job: Any
-    corpus: Corpus | None
-
-    @property
-    def report_type(self) -> type[RunReport]:
-        """The class of its report."""
-
-    def announcement(self) -> str:
-        """What is printed before it starts."""
-
-    def run(self, first: bool) -> RankOfRun:
-        """Runs it as one process; `first` is rank 0's process."""
-
-    def way_on(self, folder: RunFolder, said: str) -> str:
-        """How to continue after a failure, if there is something to continue from."""
-
-
-def run_job(order: TrainJob | EmulatedJob) -> int:
+def run_job(order: TrainJob) -> int:
     """Runs the order on this machine and prints the report. Returns the exit code.
 
     Raises:
@@ -90,9 +47,8 @@ def run_job(order: TrainJob | EmulatedJob) -> int:
     checked = _checked(order)
     order, folder = checked.job, RunFolder(Path(order.folder))
     with folder.made():
-        if not (isinstance(order, TrainJob) and order.resume):
-            # Another run may have begun there since the first look, and ended.
-            folder.require_new(learns=isinstance(order, TrainJob))
+        if not order.resume:
+            folder.require_new(learns=True)  # another run may have begun there since the first look, and ended
         if not order.as_json:
             print(checked.announcement(), file=sys.stderr, flush=True)
         report, code, said = carry_out(checked)
@@ -107,11 +63,7 @@ def run_job(order: TrainJob | EmulatedJob) -> int:
 def run_ordered(handover: Path) -> NoReturn:
     """What a rank started by `run_job` does. It ends the process."""
     order, corpus = take_over(handover)
-    checked: CheckedRun
-    if isinstance(order, EmulatedJob):
-        checked = CheckedEmulation(order)
-    else:
-        checked = CheckedTraining(order, gather_inputs(order.settings, corpus))
+    checked = CheckedTraining(order, gather_inputs(order.settings, corpus))
     warm_up_malloc()
     rank, _ = init_process(order.settings.timeout)
     if rank == 0:
@@ -124,7 +76,7 @@ def run_ordered(handover: Path) -> NoReturn:
     os._exit(0)
 
 
-def run_joined(order: TrainJob | EmulatedJob) -> int:
+def run_joined(order: TrainJob) -> int:
     """What a rank under torchrun does. All of them check, as they may be on several hosts."""
     checked = _checked(order)
     warm_up_malloc()
@@ -137,12 +89,12 @@ def run_joined(order: TrainJob | EmulatedJob) -> int:
     return run.stop.exit_code if run.interrupted else 0
 
 
-def carry_out(checked: CheckedRun) -> tuple[RunReport | None, int, str]:
+def carry_out(checked: CheckedTraining) -> tuple[Report | None, int, str]:
     """Runs in this process, or starts one process for each place in the mesh.
 
     Returns the report, None if a rank failed; the exit code; and what the launcher said of a failure.
     """
-    order: RunJob = checked.job
+    order: TrainJob = checked.job
     settings = order.settings
     if settings.in_process:
         run = checked.run(first=True)
@@ -153,24 +105,20 @@ def carry_out(checked: CheckedRun) -> tuple[RunReport | None, int, str]:
         hand_over(Path(handover), order, checked.corpus)
         count, env = settings.num_processes, settings.environment
         code, said = start_ranks(["-m", "penstock.train", "--order", handover], count, None, __name__, env)
-    return checked.report_type.read(path), code, said
+    return Report.read(path), code, said
 
 
-def _show(checked: CheckedRun, report: RunReport) -> None:
+def _show(checked: CheckedTraining, report: Report) -> None:
     if checked.job.as_json:
         print(json.dumps(report.to_json(), allow_nan=False), flush=True)
     else:
         print("\n" + report.to_text(), flush=True)
 
 
-def _checked(order: TrainJob | EmulatedJob) -> CheckedRun:
-    checked: CheckedRun
-    if isinstance(order, EmulatedJob):
-        checked = CheckedEmulation(order)
-    else:
-        inputs = _check(order)
-        goes_on = check_resume(inputs, RunFolder(Path(order.folder))) if order.resume else None
-        checked = CheckedTraining(*_whole(order, inputs, goes_on), goes_on)
+def _checked(order: TrainJob) -> CheckedTraining:
+    inputs = _check(order)
+    goes_on = check_resume(inputs, RunFolder(Path(order.folder))) if order.resume else None
+    checked = CheckedTraining(*_whole(order, inputs, goes_on), goes_on)
     check_store(order.settings.store)
     return checked
 
@@ -212,8 +160,6 @@ class CheckedTraining:
     Args:
         goes_on: where it stood. None if it starts, and in ranks, whose job has it.
     """
-
-    report_type = Report
 
     def __init__(self, job: TrainJob, inputs: Inputs, goes_on: ResumePoint | None = None) -> None:
         self.job, self._inputs, self._goes_on = job, inputs, goes_on

@@ -23,7 +23,6 @@ from penstock.report.words import headline, times
 from penstock.schedule import Schedule
 from penstock.simulation import Timeline
 from penstock.train.folder import RunFolder, write_whole
-from penstock.train.run_settings import RunSettings
 
 CONTROL, ITERATIONS = "control.jsonl", "iterations.jsonl"
 LATEST = 16
@@ -131,10 +130,12 @@ class RunReport(ABC):
         return "\n".join(f"{name.ljust(width)}  {value}" for name, value in rows)
 
 
-def write_plan(folder: RunFolder, settings: RunSettings, schedule: Schedule) -> None:
-    """Writes what was asked for into a run's folder. The report of an earlier part of the run goes."""
+def write_plan(folder: RunFolder, settings: str, schedule: Schedule) -> None:
+    """Writes what was asked for into a run's folder: settings as JSON, and the schedule. The report of an earlier
+    part of the run goes.
+    """
     folder.path.mkdir(parents=True, exist_ok=True)
     folder.report.unlink(missing_ok=True)
-    write_whole(folder.settings, settings.to_json() + "\n")
+    write_whole(folder.settings, settings + "\n")
     save_schedule(schedule, folder.file("schedule.txt"))
     save_picture(schedule, folder.file("schedule.svg"))

@@ -55,9 +55,9 @@ class RunSettings:
     )
     schedule: str = setting("1f1b", "Library schedule by name, or a schedule file.", SCHEDULE, is_common=True)
     ranks: int = setting(
-        4, "Number of ranks of the pipeline, a process each.", SCHEDULE, is_common=True, flags=("--ranks", "--pp")
+        4, "Number of ranks, of the pipeline, a process each.", SCHEDULE, is_common=True, flags=("--ranks", "--pp")
     )
-    microbatches: int = setting(8, "Number of microbatches per step. [8; amdp: 4 a rank]", SCHEDULE, is_common=True)
+    microbatches: int = setting(8, "Number of microbatches, per step. [8; amdp: 4 a rank]", SCHEDULE, is_common=True)
     stages: int | None = setting(None, "Number of stages, over the whole model (interleaved-1f1b).", SCHEDULE)
     schedule_options: Mapping[str, Any] = setting(
         {},
@@ -69,7 +69,7 @@ class RunSettings:
     )
     dispatch: str = setting(
         "frozen",
-        "How ranks choose their ops: frozen, hinted, dynamic or auto. [frozen; emulated: auto]",
+        "How ranks choose their ops: frozen, hinted, dynamic or auto.",
         SCHEDULE,
         is_common=True,
     )
@@ -77,15 +77,15 @@ class RunSettings:
     sharding: str = setting("copies", "What the holders of a stage divide: none, copies, zero1 or fsdp.", MESH)
     device: str = setting(
         "cpu",
-        "Device that ops run on: cpu (even where there are GPUs), cuda, or emulated.",
+        "Device that ops run on: cpu (even where there are GPUs) or cuda.",
         MACHINE,
         is_common=True,
     )
-    in_process: bool = setting(False, "Run all ranks in one process, in turn; emulated: as a thread each.", SCHEDULE)
+    in_process: bool = setting(False, "Run all ranks in one process, in turn.", SCHEDULE)
     timeout: float = setting(60.0, "Most seconds that any wait may last.", MACHINE)
     link: str | None = setting(
         None,
-        "Make a link slow on purpose: 0:1=latency:30ms+loss:1%; may be repeated.",
+        "What messages between A and B meet, made slow on purpose: 0:1=latency:30ms+loss:1%; may be repeated.",
         LINKS,
         is_common=True,
         metavar="A:B=CONDITION",

@@ -39,7 +39,7 @@ class Settings(RunSettings):
     )
     model: str = setting(
         "gpt",
-        "gpt, bert, clip, a Hugging Face folder or config.json, or your own, nets.py:Net.",
+        "What is trained: gpt, bert, clip, a Hugging Face folder or config.json, or your own, nets.py:Net.",
         MODEL,
         is_common=True,
         metavar="NAME|PATH",
@@ -68,7 +68,8 @@ class Settings(RunSettings):
     tied: bool | None = setting(None, "Let embedding and head share one weight, or not. [the preset's]", MODEL)
     data: str | None = setting(
         None,
-        "Text (a file, folder, .jsonl or .bin/.idx), or your own, data.py:make_data. [Python's own library]",
+        "What the model learns from: text (a file, folder, .jsonl or .bin/.idx), or your own, data.py:make_data. "
+        "[Python's own library]",
         DATA,
         is_common=True,
     )
@@ -100,7 +101,7 @@ class Settings(RunSettings):
     clip: float = setting(1.0, "Largest norm of the gradient; 0 for no clipping.", TRAINING)
     precision: str = setting(
         "float32",
-        "float32; or bfloat16 or float16: autocast with float32 weights.",
+        "Type of numbers: float32; or bfloat16 or float16, which is autocast with float32 weights.",
         TRAINING,
         is_common=True,
     )
@@ -109,7 +110,7 @@ class Settings(RunSettings):
         "Let forwards run again, so that blocks keep only their input until their backward.",
         TRAINING,
     )
-    seed: int = setting(0, "Seed of weights, data order and dropout.", TRAINING, is_common=True)
+    seed: int = setting(0, "Seed of random numbers: weights, data order and dropout.", TRAINING, is_common=True)
     evaluate_every: int = setting(100, "Steps between evaluations; 0 evaluates only at the end.", RUN)
     save_every: int = setting(100, "Steps between checkpoints; 0 saves only at the end.", RUN)
     keep: int = setting(2, "How many checkpoints to keep.", RUN)

@@ -1,4 +1,4 @@
-"""A run of `penstock train` ends with at most five lines. One is for W; report.json and the page have the rest."""
+"""A run of `penstock train` or `emulate` ends with at most five lines. One is for W; report.json has the rest."""
 
 from __future__ import annotations
 
@@ -16,7 +16,12 @@ SMALL = "--ranks 4 --microbatches 4 --batch 8 --depth 6 --width 16 --heads 2 --c
 ENDS = {
     f"--schedule zb --steps 2 {SMALL}": ["run", "loss", "one step", "note", "wrote"],
     f"--schedule amdp --window 4 --steps 2 {SMALL}": ["run", "loss", "one pass", "updates", "wrote"],
-    "--device emulated --ranks 2 --steps 2 --in-process": ["run", "iteration", "links", "wrote"],
+    "emulate zb --ranks 2 --microbatches 12 --costs gpt2-7b --steps 2 --in-process": [
+        "run",
+        "iteration",
+        "links",
+        "wrote",
+    ],
     f"--schedule 1f1b --steps 2 {SMALL} --link 0:1=latency:1ms": ["run", "loss", "one step", "wrote"],
     f"--schedule 1f1b --steps 12 {SMALL} --adapt": ["run", "loss", "one step", "links", "wrote"],
 }
@@ -27,8 +32,9 @@ ENDS = {
 @pytest.mark.parametrize("options", others_nightly(ENDS, list(ENDS)[:3]))
 def test_five_lines(options: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], text: str) -> None:
     headings = ENDS[options]
-    data = [] if "emulated" in options else ["--data", text]
-    assert main(["train", *options.split(), *data, "--out", str(tmp_path / "run")]) == 0
+    is_emulated = options.startswith("emulate")
+    begin = options if is_emulated else f"train {options} --data {text}"
+    assert main([*begin.split(), "--out", str(tmp_path / "run")]) == 0
     out, err = capsys.readouterr()
     lines = out.splitlines()
     assert lines[0] == ""
@@ -46,7 +52,7 @@ def test_five_lines(options: str, tmp_path: Path, capsys: pytest.CaptureFixture[
     told = [line.removeprefix("note    ") for line in err.splitlines() if line.startswith("note")]
     assert told == before, "what is known before a run is said before it"
     assert len(since) == sum(line.startswith("note") for line in lines)
-    if "emulated" not in options:
+    if not is_emulated:
         assert len(report["peak_memory"]) == 1
         assert len(report["state"]) == 4
     if "--schedule zb" in options:

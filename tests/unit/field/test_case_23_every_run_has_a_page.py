@@ -21,7 +21,7 @@ SMALL = "--ranks 2 --microbatches 4 --batch 4 --depth 2 --width 16 --heads 2 --c
 RUNS = {
     "plain": f"--schedule zb-h1 --steps 6 {SMALL} --evaluate-every 2",
     "amdp": f"--schedule amdp --window 4 --steps 4 --drain-every 4 {SMALL}",
-    "emulated": "--device emulated --ranks 2 --microbatches 4 --steps 4 --in-process --message-cap 10KB",
+    "emulated": "zb --ranks 2 --microbatches 4 --costs gpt2-7b --steps 4 --in-process --message-cap 10KB",
     "mesh": f"--schedule 1f1b --dp 2 --steps 2 {SMALL.replace('microbatches 4', 'microbatches 2')}",
     "adapts": f"--schedule 1f1b --steps 12 {SMALL} --adapt",
     "adapts briefly": f"--schedule 1f1b --steps 2 {SMALL} --adapt",
@@ -35,8 +35,8 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     text = folder / "text.txt"
     text.write_text("".join(f"{number} and {number * 7 % 10} are digits.\n" for number in range(2000)))
     for name, options in RUNS.items():
-        data = "" if name == "emulated" else f"--data {text}"
-        assert main(["train", *f"{options} {data} --json --out".split(), str(folder / name)]) == 0
+        line = f"emulate {options}" if name == "emulated" else f"train {options} --data {text}"
+        assert main([*f"{line} --json --out".split(), str(folder / name)]) == 0
     shutil.copytree(folder / "plain", folder / "killed")
     (folder / "killed" / "report.json").unlink()
     lines = (folder / "plain" / "metrics.jsonl").read_text().splitlines()

@@ -1,32 +1,146 @@
-"""A run on emulated devices as one process sees it, and its end report. All make the same calls; rank 0 writes.
+"""Runs on emulated devices: real dispatch, messages and clocks; ops that only take their time.
 
-The report has what was simulated beside what was measured, what links were like, and what was decided.
+`penstock emulate` makes an `EmulatedJob`. All ranks make the same calls, as threads, as processes that
+`run_emulation` starts, or under torchrun. Rank 0 writes the run's folder. The report has what was simulated beside
+what was measured, what links were like, and what was decided. A rank that `run_emulation` starts is
+
+    python -m penstock.train.emulated FOLDER
 """
 
 from __future__ import annotations
 
 import contextlib
+import json
+import os
+import pickle
+import sys
+import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 from typing import Any, Self
 
-from penstock.cost import Costs
-from penstock.data import Corpus
+from penstock.cost import Costs, Links
+from penstock.rank_environment import RankEnvironment
 from penstock.runtime.adapt import AdaptOptions
 from penstock.runtime.emulation.pipeline import EmulatedPipeline
+from penstock.runtime.launch import init_process
 from penstock.runtime.mesh.peers import peers_of
+from penstock.runtime.transport.choose import DelegateOptions, TransportOptions
 from penstock.schedule import Schedule
 from penstock.simulation import Timeline
 from penstock.train.asynchronous import bound, one_every, proved_mismatch
-from penstock.train.emulated.settings import EmulatedSettings
 from penstock.train.folder import RunFolder
-from penstock.train.job import EmulatedJob
 from penstock.train.metrics import Metrics, ProgressView
 from penstock.train.run_report import RunReport, read_adaptation, write_plan
-from penstock.train.start import StopRequest
+from penstock.train.start import INTERRUPTED, RunFailed, StopRequest, start_ranks
+
+JOB = "job"
+"""The file in the folder of a started rank that has its job."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class EmulatedJob:
+    """What a run on emulated devices was asked to do.
+
+    Attributes:
+        schedule: what an iteration runs. costs: of its stages, with the messages that are really sent.
+        links: conditions to inject. memory_limit: most activations per rank, as `ps.simulate` takes it.
+        steps: iterations. stretch: factor by which ops and links are slowed down.
+        transport: "host", "gloo", "direct" or "delegate".
+        adapt: change schedule, dispatch and delegated links if that is faster over the measured links.
+        store: redis://HOST:PORT for the ranks' reports; None: the job's own. host_memory: activations, in the units
+            of the costs, that may wait in each host's memory while a link is delegated.
+        in_process: ranks are threads of this process. timeout: most seconds that any wait may last.
+        folder: the run's. as_json: print the report as JSON and nothing else.
+        settings: what was asked for, as the run's folder keeps it. notices: what is known before the run begins.
+    """
+
+    schedule: Schedule
+    costs: Costs
+    links: Links
+    dispatch: str
+    memory_limit: Any
+    steps: int
+    stretch: float
+    transport: str
+    adapt: bool
+    store: str | None
+    host_memory: float
+    in_process: bool
+    timeout: float
+    folder: str
+    as_json: bool
+    settings: Mapping[str, Any]
+    notices: tuple[str, ...]
+
+    def announcement(self) -> str:
+        """What is printed before the run."""
+        schedule = self.schedule
+        where = "threads" if self.in_process else "one process each"
+        stretch = "" if self.stretch == 1 else f", {self.stretch:g} times as long"
+        lines = [
+            f"plan    {schedule.name} over {schedule.num_ranks} ranks ({where}), {schedule.num_microbatches} "
+            f"microbatches, {self.dispatch}, {self.transport} transport",
+            *([] if schedule.updates is None else [f"updates {bound(proved_mismatch(schedule))} (proved)"]),
+            f"costs   {self.settings['costs']}{stretch}",
+            f"folder  {self.folder}",
+            *(f"note    {notice}" for notice in self.notices),
+        ]
+        return "\n".join(lines)
+
+
+def run_emulation(job: EmulatedJob) -> int:
+    """Runs a job on this host, or as a rank under torchrun, and prints the report. Returns the exit code.
+
+    Raises:
+        CostError, ControlError, RuntimeFailure: what `EmulatedPipeline` and its steps raise.
+        RunFailed: a rank failed.
+        SettingsError: the folder is used by another run.
+    """
+    if RankEnvironment.of(os.environ) is not None and not job.in_process:
+        rank, _ = init_process(job.timeout)
+        if rank == 0 and not job.as_json:
+            print(job.announcement(), file=sys.stderr, flush=True)
+        run = EmulatedRun(job)
+        run.run()
+        return _show(job, run.report, run.stop.exit_code if run.interrupted else 0)
+    folder = RunFolder(Path(job.folder))
+    with folder.made():
+        folder.require_new(learns=False)  # another run may have begun there since the first look, and ended
+        if not job.as_json:
+            print(job.announcement(), file=sys.stderr, flush=True)
+        if job.in_process:
+            run = EmulatedRun(job)
+            run.run()
+            return _show(job, run.report, run.stop.exit_code if run.interrupted else 0)
+        with tempfile.TemporaryDirectory(prefix="penstock-", ignore_cleanup_errors=True) as handover:
+            (Path(handover) / JOB).write_bytes(pickle.dumps(job))
+            program = ["-m", "penstock.train.emulated", handover]
+            code, said = start_ranks(program, job.schedule.num_ranks, None, "penstock.runtime.emulation.pipeline")
+        report = EmulatedReport.read(folder.report)
+        if report is None:
+            raise RunFailed(said, code or 1)
+        if said:
+            print(said if code == 0 else f"penstock: {said}", file=sys.stderr, flush=True)
+        return _show(job, report, code or (INTERRUPTED if report.interrupted else 0))
+
+
+def run_rank(handover: Path) -> None:
+    """Runs one rank of a job that `run_emulation` wrote."""
+    job: EmulatedJob = pickle.loads((handover / JOB).read_bytes())
+    init_process(job.timeout)
+    EmulatedRun(job).run()
+
+
+def _show(job: EmulatedJob, report: EmulatedReport | None, code: int) -> int:
+    """Prints the report, on the rank that has one."""
+    if report is not None:
+        text = json.dumps(report.to_json(), allow_nan=False) if job.as_json else "\n" + report.to_text()
+        print(text, flush=True)
+    return code
 
 
 @dataclass(frozen=True)
@@ -44,6 +158,14 @@ class EmulatedIteration:
     @classmethod
     def of(cls, measured: Timeline, simulated: Timeline, number: int) -> EmulatedIteration:
         return cls(measured.makespan, simulated.makespan, measured.bubble_ratio, simulated.bubble_ratio, number)
+
+    def to_json(self) -> dict[str, float]:
+        return {
+            "ms": self.measured,
+            "simulated_ms": self.simulated,
+            "bubble": self.bubble,
+            "number": self.number,
+        }
 
     @property
     def error(self) -> float:
@@ -146,14 +268,12 @@ class EmulatedRun:
         interrupted: a signal ended it early. report: the result, on rank 0's process.
     """
 
-    def __init__(
-        self, settings: EmulatedSettings, schedule: Schedule, costs: Costs, folder: RunFolder, quiet: bool
-    ) -> None:
-        self.settings, self.schedule, self.costs, self.quiet = settings, schedule, costs, quiet
-        self._peers = peers_of(None, schedule.num_ranks, settings.timeout)
+    def __init__(self, job: EmulatedJob) -> None:
+        self.job = job
+        self._peers = peers_of(None, job.schedule.num_ranks, job.timeout)
         self.first = 0 in self._peers.here
         # Ranks under torchrun each chose a free folder; the first one's it is.
-        self.folder = RunFolder(Path(self._peers.gather(str(folder.path))[0]))
+        self.folder = RunFolder(Path(self._peers.gather(job.folder)[0]))
         self.stop = StopRequest()
         self.interrupted = False
         self.report: EmulatedReport | None = None
@@ -164,44 +284,35 @@ class EmulatedRun:
         Raises:
             CostError, ControlError, RuntimeFailure: what `EmulatedPipeline` and its steps raise.
         """
-        settings = self.settings
+        job = self.job
         iterations: list[EmulatedIteration] = []
         late: list[float] = []
-        peaks = [0.0] * self.schedule.num_ranks
+        peaks = [0.0] * job.schedule.num_ranks
+        pictures: list[tuple[float, list[Timeline]]] = []
         with contextlib.ExitStack() as stack:
             stack.enter_context(self.stop)
             pipe = stack.enter_context(self._pipeline())
             dispatch = pipe.configuration.dispatch.value
             metrics = None
             if self.first:
-                write_plan(self.folder, settings, pipe.configuration.schedule)
+                write_plan(self.folder, json.dumps(job.settings, indent=2), pipe.configuration.schedule)
                 metrics = stack.enter_context(Metrics(self.folder.metrics, 0))
-            view = stack.enter_context(ProgressView(0, settings.steps, self.quiet or not self.first))
-            pictures: list[tuple[float, list[Timeline]]] = []
+            view = stack.enter_context(ProgressView(0, job.steps, job.as_json or not self.first))
             began = time.perf_counter()
-            for number in range(settings.steps):
+            for number in range(job.steps):
                 step = pipe.step()
                 late += step.late
                 peaks = [max(pair) for pair in zip(peaks, step.timeline.peak_activations, strict=True)]
-                if self.first:
+                if metrics is not None:
                     simulated = pipe.simulated([step])[0]
                     iteration = EmulatedIteration.of(step.timeline, simulated, step.number)
                     iterations.append(iteration)
                     pictures = [*pictures[-4:], (iteration.measured, [simulated, step.timeline])]
-                    assert metrics is not None, "rank 0 writes metrics"
-                    metrics.write(
-                        number,
-                        {
-                            "ms": iteration.measured,
-                            "simulated_ms": iteration.simulated,
-                            "bubble": iteration.bubble,
-                            "number": step.number,
-                        },
-                    )
+                    metrics.write(number, iteration.to_json())
                     view.decisions(pipe.decisions)
                     view.iteration(number + 1, iteration.measured, iteration.simulated, step.number)
                 if any(self._peers.gather(self.stop.asked)):
-                    self.interrupted = number + 1 < settings.steps
+                    self.interrupted = number + 1 < job.steps
                     if self.interrupted:
                         view.say(f"stopping after iteration {number + 1}")
                         break
@@ -212,24 +323,25 @@ class EmulatedRun:
             self.report = self._report(iterations, late, peaks, seconds, notices, dispatch, middle)
 
     def _pipeline(self) -> EmulatedPipeline:
-        settings = self.settings
+        job = self.job
+        delegates = DelegateOptions() if job.transport == "delegate" or job.adapt else None
         return EmulatedPipeline(
-            self.schedule,
-            self.costs,
-            links=settings.link_conditions(),
-            dispatch=settings.dispatch,
-            stretch=settings.stretch,
-            timeout=settings.timeout,
+            job.schedule,
+            job.costs,
+            links=job.links,
+            dispatch=job.dispatch,
+            memory_limit=job.memory_limit,
+            stretch=job.stretch,
+            timeout=job.timeout,
             adapt=self._adapt_options(),
-            transport=settings.transport_options(),
+            transport=TransportOptions(job.transport, delegates),
         )
 
     def _adapt_options(self) -> AdaptOptions:
         """Links are always measured. The run changes its plan only if it adapts."""
-        settings = self.settings
         folder = self.folder.path
-        if settings.adapt:
-            return AdaptOptions(folder, settings.store, host_memory=settings.host_units(self.costs))
+        if self.job.adapt:
+            return AdaptOptions(folder, self.job.store, host_memory=self.job.host_memory)
         return AdaptOptions(folder, may_replan=False, may_delegate=False, dispatches=())
 
     def _report(
@@ -242,71 +354,39 @@ class EmulatedRun:
         dispatch: str,
         pictures: list[Timeline],
     ) -> EmulatedReport:
-        settings, folder = self.settings, self.folder
+        job, folder = self.job, self.folder
+        updates = job.schedule.updates
         report = EmulatedReport(
-            schedule=self.schedule.name,
+            schedule=job.schedule.name,
             dispatch=dispatch,
-            costs=settings.costs,
-            transport=settings.transport,
-            adapted=settings.adapt,
-            num_ranks=self.schedule.num_ranks,
-            num_microbatches=self.schedule.num_microbatches,
-            stretch=settings.stretch,
+            costs=job.settings["costs"],
+            transport=job.transport,
+            adapted=job.adapt,
+            num_ranks=job.schedule.num_ranks,
+            num_microbatches=job.schedule.num_microbatches,
+            stretch=job.stretch,
             steps=len(iterations),
             interrupted=self.interrupted,
             seconds=seconds,
             late=(median(late), max(late)) if late else (0.0, 0.0),
             peaks=peaks,
             steered=read_adaptation(folder.path),
-            notices=[
-                *(known := settings.known_before(self.schedule)),
-                *lost_pace(iterations),
-                *notices,
-            ],
+            notices=[*job.notices, *lost_pace(iterations), *notices],
             files={
                 "schedule": str(folder.file("schedule.svg")),
                 "timeline": str(folder.file("timeline.html")),
                 "metrics": str(folder.metrics),
             },
-            said_before=len(known),
-            window=None if self.schedule.updates is None else settings.passes.window,
-            mismatch=proved_mismatch(self.schedule),
+            said_before=len(job.notices),
+            window=None if updates is None else updates.window,
+            mismatch=proved_mismatch(job.schedule),
             **medians(iterations),
         )
         report.write(folder, pictures)
         return report
 
 
-class CheckedEmulation:
-    """A run on emulated devices. Raises the errors of settings whose costs or host memory do not fit the plan."""
+if __name__ == "__main__":
+    from penstock.train import emulated  # the module by its name, by which the job was pickled
 
-    report_type = EmulatedReport
-
-    def __init__(self, job: EmulatedJob) -> None:
-        self.job = job
-        self.corpus: Corpus | None = None
-        self._schedule = job.settings.replica_schedule()
-        self._costs = job.settings.read_costs(self._schedule)
-        job.settings.host_units(self._costs)
-
-    def run(self, first: bool) -> EmulatedRun:
-        job = self.job
-        run = EmulatedRun(job.settings, self._schedule, self._costs, RunFolder(Path(job.folder)), job.as_json)
-        run.run()
-        return run
-
-    def announcement(self) -> str:
-        settings, schedule = self.job.settings, self._schedule
-        where = "threads" if settings.in_process else "one process each"
-        lines = [
-            f"plan    {schedule.name} over {settings.ranks} ranks ({where}), {settings.microbatches} microbatches, "
-            f"{settings.dispatch}, {settings.transport} transport",
-            *([] if schedule.updates is None else [f"updates {bound(proved_mismatch(schedule))} (proved)"]),
-            f"costs   {settings.costs}" + ("" if settings.stretch == 1 else f", {settings.stretch:g} times as long"),
-            f"folder  {self.job.folder}",
-            *(f"note    {notice}" for notice in settings.known_before(schedule)),
-        ]
-        return "\n".join(lines)
-
-    def way_on(self, folder: RunFolder, said: str) -> str:
-        return ""  # nothing was learned
+    emulated.run_rank(Path(sys.argv[1]))

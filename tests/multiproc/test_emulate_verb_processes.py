@@ -1,4 +1,4 @@
-"""`penstock train --device emulated` with one process a rank: messages are sent, ends are clean."""
+"""`penstock emulate` with one process a rank: messages are sent, ends are clean."""
 
 from __future__ import annotations
 
@@ -11,12 +11,15 @@ import pytest
 
 import penstock as ps
 from stores import running
-from train_runs import Run, metrics
+from train_runs import COMMAND, Run, metrics
 
 pytestmark = [
     pytest.mark.multiproc,
     pytest.mark.skipif(not Path("/proc").is_dir(), reason="finds the ranks by /proc"),
 ]
+
+
+EMULATE = [*COMMAND, "emulate"]
 
 
 @pytest.fixture
@@ -27,14 +30,14 @@ def costs(tmp_path: Path) -> Path:
 
 
 def options(folder: Path, costs: Path, steps: int) -> str:
-    plan = "--device emulated --schedule zb --dispatch frozen --ranks 2 --microbatches 6"
+    plan = "zb --dispatch frozen --ranks 2 --microbatches 6"
     return f"{plan} --costs {costs} --steps {steps} --out {folder}"
 
 
 @pytest.mark.slow
 def test_messages_pass_between_processes(tmp_path: Path, costs: Path) -> None:
     folder = tmp_path / "run"
-    with Run(folder, f"{options(folder, costs, 3)} --link 0:1=bandwidth:10MB/s+latency:5ms --json") as run:
+    with Run(folder, f"{options(folder, costs, 3)} --link 0:1=bandwidth:10MB/s+latency:5ms --json", EMULATE) as run:
         ended = run.end()
     assert ended.code == 0, ended.err
     report = ended.json
@@ -57,7 +60,7 @@ def test_messages_pass_between_processes(tmp_path: Path, costs: Path) -> None:
 @pytest.mark.slow
 def test_a_killed_rank_ends_all_with_one_message(tmp_path: Path, costs: Path) -> None:
     folder = tmp_path / "run"
-    with Run(folder, options(folder, costs, 1000)) as run:
+    with Run(folder, options(folder, costs, 1000), EMULATE) as run:
         run.wait_for(lambda: len(metrics(folder)) >= 2)
         run.kill(1)
         ended = run.end()
@@ -79,7 +82,7 @@ def redis() -> Iterator[str]:
 def test_reports_go_by_redis_and_ctrl_c_ends_it(tmp_path: Path, costs: Path, redis: str) -> None:
     folder = tmp_path / "run"
     more = f"--adapt --store {redis} --link 0:1=latency:steps:0ms/0ms,1s/40ms"
-    with Run(folder, f"{options(folder, costs, 100_000)} {more} --json") as run:
+    with Run(folder, f"{options(folder, costs, 100_000)} {more} --json", EMULATE) as run:
         run.wait_for(lambda: len(metrics(folder)) >= 8)
         run.signal(signal.SIGINT)
         ended = run.end()

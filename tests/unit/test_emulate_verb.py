@@ -1,4 +1,4 @@
-"""`penstock train --device emulated`, ranks as threads: what it prints, keeps and refuses. No time is asserted."""
+"""`penstock emulate`, ranks as threads: what it prints, keeps and refuses. No time is asserted."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ import pytest
 
 import penstock as ps
 from penstock.cli import main
-from penstock.train.emulated.run import EmulatedIteration, EmulatedReport, EmulatedRun, lost_pace
-from penstock.train.emulated.settings import EmulatedSettings
-from penstock.train.folder import RunFolder
+from penstock.cli.emulate import with_message_cap
+from penstock.train import emulated
+from penstock.train.emulated import EmulatedIteration, EmulatedJob, EmulatedReport, EmulatedRun, lost_pace
 from penstock.train.run_report import read_adaptation
 
 pytestmark = pytest.mark.unit
 
 Run = Callable[..., dict[str, Any]]
-QUICK = "--in-process --ranks 2 --microbatches 3 --schedule zb-h1 --costs quick.json"
+QUICK = "zb-h1 --in-process --ranks 2 --microbatches 3 --costs quick.json"
 
 
 @pytest.fixture
@@ -35,8 +35,8 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def run(place: Path, capfd: Any) -> Run:
     """Runs into place/run; returns the one JSON object it prints."""
 
-    def call(options: str) -> dict[str, Any]:
-        assert main(f"train --device emulated {QUICK} --out run {options} --json".split()) == 0
+    def call(options: str, given: str = QUICK) -> dict[str, Any]:
+        assert main(f"emulate {given} --out run {options} --json".split()) == 0
         out, err = capfd.readouterr()
         assert err == ""
         value: dict[str, Any] = json.loads(out)
@@ -81,13 +81,12 @@ def test_what_a_run_leaves(run: Run, place: Path) -> None:
         ["link 0:1=latency:5.0ms was injected"], ["link 0:1=latency:5ms was injected"],
     )  # fmt: skip
     saved = json.loads((place / "run" / "settings.json").read_text())
-    again = EmulatedSettings.from_mapping(saved)
-    assert (again.ranks, again.steps, again.device) == (2, 4, "emulated")
-    assert again.costs == str(place / "quick.json")
+    told = {"ranks": 2, "microbatches": 3, "steps": 4, "device": "emulated", "costs": "quick.json"}
+    assert saved == {**saved, **told, "schedule": "zb-h1", "link": "0:1=latency:5ms", "dispatch": "frozen"}
 
 
 def test_every_iteration_is_told(place: Path, capfd: Any) -> None:
-    assert main(f"train --device emulated {QUICK} --steps 3 --out run".split()) == 0
+    assert main(f"emulate {QUICK} --dispatch auto --steps 3 --out run".split()) == 0
     out, err = capfd.readouterr()
     told = [line for line in err.splitlines() if line.startswith("iteration")]
     assert [line.split()[1] for line in told] == ["1/3", "2/3", "3/3"]
@@ -98,17 +97,18 @@ def test_every_iteration_is_told(place: Path, capfd: Any) -> None:
 def test_messages_are_cut_and_it_is_said(run: Run) -> None:
     report = run("--steps 1 --message-cap 1KB --link 0:1=bandwidth:1MB/s")
     assert any("messages of more than 1KB" in notice for notice in report["notices"])
-    whole = EmulatedSettings(costs="gpt2-7b", message_cap="1GB").replica_schedule()
-    assert not EmulatedSettings(costs="gpt2-7b", message_cap="1GB").is_cut(whole)
-    assert EmulatedSettings(costs="gpt2-7b").is_cut(whole)
+    whole, plan = ps.cost.costs_preset("gpt2-7b", 4), ps.build("zb", 4, 12)
+    kept, is_cut = with_message_cap(whole, plan, "1GB")
+    assert (tuple(kept.message_bytes), is_cut) == (tuple(whole.message_bytes), False)
+    assert with_message_cap(whole, plan, "1MB")[1]
     costs = ps.Costs([2, 2], [2, 2], [2, 2], message_bytes=[1000, 1000])
     links = ps.Links.parse("0:1=bandwidth:1MB/s")
     assert report["simulated"] == pytest.approx(ps.simulate(ps.build("zb-h1", 2, 3), costs, links=links).makespan)
 
 
 def test_a_preset_is_emulated(place: Path, capfd: Any) -> None:
-    line = "--in-process --ranks 4 --microbatches 4 --costs gpt2-7b --stretch 0.1 --steps 1 --message-cap 1KB"
-    assert main(f"train --device emulated {line} --out run --json".split()) == 0
+    line = "zb --in-process --ranks 4 --microbatches 4 --costs gpt2-7b --stretch 0.1 --steps 1 --message-cap 1KB"
+    assert main(f"emulate {line} --out run --json".split()) == 0
     report = json.loads(capfd.readouterr().out)
     simulated = ps.simulate(ps.build("zb", 4, 4), ps.cost.costs_preset("gpt2-7b", 4))
     assert report["simulated"] == pytest.approx(simulated.makespan)
@@ -119,7 +119,9 @@ def test_a_folder_with_a_run_is_left_alone(run: Run, place: Path, capfd: Any) ->
     run("--steps 1")
     assert main(["train", "--resume", "run"]) == 2
     assert "emulated devices learned nothing to go on from" in capfd.readouterr().err
-    assert main(f"train --device emulated {QUICK} --out run".split()) == 2
+    assert main(["train", "--device", "emulated", "--out", "other"]) == 2
+    assert "penstock emulate" in capfd.readouterr().err
+    assert main(f"emulate {QUICK} --out run".split()) == 2
     assert "holds a run; give another --out" in capfd.readouterr().err
 
 
@@ -128,8 +130,8 @@ def test_a_folder_with_a_run_is_left_alone(run: Run, place: Path, capfd: Any) ->
 def test_a_slow_link_is_found_and_answered(run: Run, place: Path) -> None:
     """The link turns late, the plan changes on all ranks, and the end says what was slow and what was decided."""
     report = run(
-        "--ranks 4 --microbatches 8 --schedule zb --steps 80 --adapt --transport direct "
-        "--link 2:3=latency:steps:0ms/0ms,300ms/30ms"
+        "--steps 80 --adapt --transport direct --dispatch auto --link 2:3=latency:steps:0ms/0ms,300ms/30ms",
+        "zb --in-process --ranks 4 --microbatches 8 --costs quick.json",
     )
     steered = report["steered"]
     assert steered["decisions"], "a link that is fifteen ops late is answered within 80 iterations"
@@ -151,55 +153,42 @@ def test_a_slow_link_is_found_and_answered(run: Run, place: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("schedule", ["amdp", "vnag"])
-def test_an_asynchronous_iteration_is_a_pass(run: Run, place: Path, schedule: str) -> None:
-    mismatch = "--max-mismatch 1" if schedule == "amdp" else ""
-    report = run(f"--schedule {schedule} --microbatches 4 --drain-every 2 --steps 2 {mismatch}")
+@pytest.mark.parametrize(("schedule", "window"), [("amdp", 4), ("vnag", 1)])
+def test_an_asynchronous_schedule_is_emulated_as_it_is(run: Run, place: Path, schedule: str, window: int) -> None:
+    given = f"{schedule} --in-process --ranks 2 --microbatches 8 --option window={window} --costs quick.json"
+    report = run("--steps 2", given)
     built = ps.load(place / "run" / "schedule.txt")
     assert (report["num_microbatches"], built.num_microbatches, report["steps"]) == (8, 8, 2)
-    assert (report["window"], report["dispatch"]) == (4 if schedule == "amdp" else 1, "frozen")
+    assert (report["window"], report["dispatch"]) == (window, "frozen")
     assert report["mismatch"] == max(ps.schedule.count_mismatch(built).values()) == 1
     shown = EmulatedReport.read(place / "run" / "report.json").to_text()
     assert "at most 1 update between F and B (proved)" in shown
     assert f"{8e3 / report['simulated']:.1f} simulated" in shown
 
 
-def test_without_zero_copies_update_as_long(place: Path) -> None:
-    (place / "costs.json").write_text(json.dumps({"f": 2, "i": 2, "w": 2, "other": {"U": 3}}))
-    told = {
-        "schedule": "amdp",
-        "ranks": 2,
-        "microbatches": 4,
-        "window": 2,
-        "dispatch": "frozen",
-        "costs": "costs.json",
-    }
-    on, off = (EmulatedSettings.from_mapping({**told, "sharding": kept}) for kept in ("copies", "none"))
-    plan = on.replica_schedule()
-    assert plan.updates is not None
-    assert [settings.read_costs(plan).take_over for settings in (on, off)] == [(), (3.0, 3.0)]
-
-
-def test_host_memory_is_activations_or_bytes() -> None:
-    costs = ps.cost.costs_preset("gpt2-7b", 4)
-    settings = EmulatedSettings(adapt=True, host_memory="4")
-    assert settings.host_units(costs) == 4 * max(costs.activation)
-    assert EmulatedSettings(adapt=True, host_memory="8GB").host_units(costs) == 8e9
-    assert EmulatedSettings(adapt=True, host_memory="1GiB").host_units(costs) == 2**30
-    assert EmulatedSettings().host_units(costs) == 0
+@pytest.mark.parametrize(("given", "units"), [("4", 4.0), ("8GB", None), ("1GiB", None)])
+def test_host_memory_is_activations_or_bytes(
+    given: str, units: float | None, place: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    jobs: list[EmulatedJob] = []
+    monkeypatch.setattr(emulated, "run_emulation", lambda job: jobs.append(job) or 0)
+    line = f"zb --ranks 4 --microbatches 4 --costs gpt2-7b --adapt --host-memory {given} --out run"
+    assert main(["emulate", *line.split()]) == 0
+    largest = max(ps.cost.costs_preset("gpt2-7b", 4).activation)
+    assert jobs[0].host_memory == (units * largest if units else {"8GB": 8e9, "1GiB": 2**30}[given])
 
 
 BAD: dict[str, tuple[str, list[str]]] = {
-    "unknown preset": ("--costs gpt2-8b", ["--costs", "neither a file nor a preset", "did you mean", "gpt2-140b"]),
+    "unknown preset": ("--costs gpt2-8b", ["costs 'gpt2-8b'", "neither a file nor a preset", "did you mean gpt2-7b"]),
     "preset with a wrong option": ("--costs gpt2-7b:gpus=4", ["no option 'gpus'"]),
     "costs that are no costs": ("--costs bad.json", ["bad.json", "not JSON"]),
-    "too many stages": ("--costs gpt2-7b --ranks 99", ["99 stages: it has 24 layers"]),
-    "unknown link": ("--link 0:9=latency:3ms", ["--link", "link 0:9: ranks go from 0 to 1"]),
-    "negative delay": ("--link 0:1=latency:-3ms", ["--link", "'-3ms'", "at least 0"]),
+    "too many stages": ("--costs gpt2-7b --ranks 99 --microbatches 200", ["99 stages: it has 24 layers"]),
+    "unknown link": ("--link 0:9=latency:3ms", ["link 0:9: ranks go from 0 to 1"]),
+    "negative delay": ("--link 0:1=latency:-3ms", ["'-3ms'", "at least 0"]),
     "a trace with gaps": ("--link 0:1=latency:trace:gaps.txt", ["gaps.txt, line 2", "is a gap"]),
     "a missing trace": ("--link 0:1=latency:trace:nowhere.txt", ["nowhere.txt", "No such file"]),
     "stretch": ("--stretch 0", ["stretch is 0", "above 0"]),
-    "cap": ("--message-cap lots", ["message_cap 'lots'", "8GiB"]),
+    "cap": ("--message-cap lots", ["--message-cap lots", "2GiB"]),
     "steps": ("--steps 0", ["steps is 0", "at least 1"]),
     "transport": ("--transport smoke", ["no transport 'smoke'", "host, gloo, direct or delegate"]),
     "nccl": ("--transport nccl", ["no transport 'nccl'"]),
@@ -209,9 +198,8 @@ BAD: dict[str, tuple[str, list[str]]] = {
     "no store": ("--adapt --store localhost", ["write redis://HOST:PORT"]),
     "host memory in words": ("--adapt --host-memory much", ["host_memory 'much'", "activations, like 4"]),
     "host memory in bytes": ("--adapt --host-memory 8GB", ["how many bytes an activation has", "like 4"]),
-    "what trains only": ("--lr 0.1", ["--lr is for training", "learn nothing"]),
-    "what goes on": ("--resume elsewhere", ["--resume is for training"]),
-    "dispatch": ("--dispatch eager", ["no dispatch 'eager'", "frozen, hinted, dynamic or auto"]),
+    "dispatch": ("--dispatch eager", ["eager"]),
+    "a schedule without a size": ("--ranks 0", ["0"]),
     "a file in the way": ("--out quick.json", ["quick.json", "--out"]),
 }
 
@@ -221,7 +209,7 @@ def test_a_mistake_is_told(options: str, words: list[str], place: Path, capfd: A
     (place / "bad.json").write_text("{")
     (place / "gaps.txt").write_text("0 10\n100 -\n")
     before = sorted(place.rglob("*"))
-    assert main(f"train --device emulated {QUICK} --out run {options}".split()) == 2
+    assert main(f"emulate {QUICK} --out run {options}".split()) == 2
     out, err = capfd.readouterr()
     assert out == ""
     assert err.startswith("penstock: ")
@@ -230,17 +218,11 @@ def test_a_mistake_is_told(options: str, words: list[str], place: Path, capfd: A
     assert sorted(place.rglob("*")) == before
 
 
-def test_costs_are_for_emulated_devices(place: Path, capfd: Any) -> None:
-    for option in ("--costs gpt2-7b", "--stretch 2", "--message-cap 1MB"):
-        assert main(f"train {option} --out run".split()) == 2
-        assert "is for emulated devices; add --device emulated" in capfd.readouterr().err
-
-
 def test_a_redis_that_refuses(place: Path, capfd: Any) -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))  # bound, and nobody listens: it refuses
         address = f"redis://127.0.0.1:{taken.getsockname()[1]}"
-        assert main(f"train --device emulated {QUICK} --out run --adapt --store {address}".split()) == 2
+        assert main(f"emulate {QUICK} --out run --adapt --store {address}".split()) == 2
     err = capfd.readouterr().err
     assert "--store" in err
     assert address.removeprefix("redis://") in err
@@ -257,10 +239,12 @@ def test_a_run_in_which_the_machine_lost_the_pace_says_so() -> None:
 
 
 @pytest.mark.parametrize("adapts", [False, True])
-def test_an_emulated_run_that_delegates_nothing_was_given_delegates(adapts: bool, tmp_path: Path) -> None:
+def test_an_emulated_run_that_delegates_nothing_was_given_delegates(
+    adapts: bool, place: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Its processes then sent by gloo, where a run that trains has shared memory."""
-    settings = EmulatedSettings(ranks=2, microbatches=2, in_process=True, adapt=adapts)
-    schedule = settings.replica_schedule()
-    run = EmulatedRun(settings, schedule, settings.read_costs(schedule), RunFolder(tmp_path), quiet=True)
-    with run._pipeline() as pipe:
+    jobs: list[EmulatedJob] = []
+    monkeypatch.setattr(emulated, "run_emulation", lambda job: jobs.append(job) or 0)
+    assert main(f"emulate {QUICK} --out run {'--adapt' if adapts else ''}".split()) == 0
+    with EmulatedRun(jobs[0])._pipeline() as pipe:
         assert pipe._choice.has_delegates == adapts

@@ -1,1 +1,0 @@
-"""Training runs on emulated devices: real dispatch, messages and clocks; ops that only take their time."""
