@@ -11,9 +11,9 @@ import pytest
 import branches_runs
 import gang_runs
 import penstock as ps
+from penstock.planning import exact
 from penstock.planning.graph import search as searches
 from penstock.planning.graph import sequence as sequences
-from penstock.planning.graph.exact import shorten_windows
 from penstock.planning.graph.plan import placements_of
 from penstock.planning.graph.problem import pose_graph
 from penstock.planning.options import limits_of
@@ -32,7 +32,7 @@ def test_bounds_and_plans_beside_the_exact_solver(family: int) -> None:
         assert verdict.solved.value is not None
 
 
-def test_windows_shorten_a_sequence_and_keep_within_caps() -> None:
+def test_the_least_makespan_is_asked_for_within_caps() -> None:
     pytest.importorskip("ortools", reason="needs the extra `exact`")
     costs = ps.Costs([2, 3, 3, 4, 3], [2, 3, 4, 3, 3], [1, 2, 2, 3, 2])
     (placement, *_) = placements_of(costs, TOWERS, 3)
@@ -40,9 +40,9 @@ def test_windows_shorten_a_sequence_and_keep_within_caps() -> None:
     problem = pose_graph(costs, placement, 3, 8, ps.Links(), limits, True, TOWERS, counted=True)
     search = searches.begin(problem, [(problem.serial(), "serial")], (), 0.0, 0, 0.0, None, time.perf_counter())
     serial = search.value
-    shorten_windows(search, 20.0)
+    exact.lessen(search, 20.0)
     assert search.lower_bound <= search.value < 0.8 * serial
-    assert search.how == "ends"
+    assert search.how == "exact"
     assert problem.placed(search.sequence)[0] == search.value  # below 0 where a row is above its cap
 
 

@@ -30,6 +30,7 @@ from penstock.engine.compiled import compiled
 from penstock.engine.network import NONE, Array, Network
 from penstock.engine.tolerance import EPSILON
 from penstock.planning import longest_paths, ramps
+from penstock.planning.op_arrays import OpArrays
 from penstock.planning.problem import Problem
 
 _NOTHING = np.empty((0, 1), np.int64)
@@ -245,6 +246,46 @@ def _jackson(problem: Problem, work: bool) -> float:
     head, tail = heads_and_tails(problem, work=work)
     width = int(np.diff(queues.rank_first).max(initial=1))
     return float(compiled(longest_paths).jackson_all(queues, head, tail, np.empty(width, np.int64), np.empty(width)))
+
+
+def op_arrays(problem: Problem) -> OpArrays:
+    """A problem's ops one by one: needs within queues and between them, and forwards that wait for memory."""
+    queues = problem.queues
+    given = waits(problem)
+    head, tail = heads_and_tails(problem, given, work=work_is_cheap(problem))
+    cap, release = queues.cap.copy(), given.release.copy()
+    for r in range(queues.num_ranks):
+        mine = slice(queues.rank_first[r], queues.rank_first[r + 1])
+        # Where memory is freed at one op alone, waits say all. Elsewhere they cost the solver more than they tell it.
+        if np.count_nonzero(queues.memory[mine] > 0) == np.count_nonzero(queues.memory[mine] < 0) == 1:
+            cap[r] = np.inf
+        else:
+            release[:, mine] = NONE
+    queue_of = np.repeat(np.arange(len(queues.rank)), queues.size)
+    number = np.arange(queues.num_ops) - queues.op_first[queue_of]
+    before = [queue_of, queues.message_from[queue_of], queues.local_from[queue_of], *release[:, queue_of]]
+    lag = [np.ones_like(number), np.zeros_like(number), np.zeros_like(number), *given.lag[:, queue_of]]
+    late = [np.zeros(len(number)), queues.delay[queue_of], *np.zeros((3, len(number)))]
+    there = [np.flatnonzero((q >= 0) & (number >= steps)) for q, steps in zip(before, lag, strict=True)]
+    source = [
+        queues.op_first[q[to]] + number[to] - steps[to] for q, steps, to in zip(before, lag, there, strict=True)
+    ]
+    memory = queues.memory[queue_of]
+    keys = zip(problem.stage, queues.pipeline.tolist(), strict=True)
+    forward = np.array([problem.number["F", stage, pipeline] for stage, pipeline in keys])
+    return OpArrays(
+        duration=queues.duration[queue_of],
+        head=head,
+        tail=own_tails(queues, tail),
+        rows=np.split(np.arange(queues.num_ops), queues.row_first[1:-1]),
+        source=np.concatenate(source),
+        to=np.concatenate(there),
+        delay=np.concatenate([ms[to] for ms, to in zip(late, there, strict=True)]),
+        takes=np.maximum(memory, 0.0),
+        gives=np.maximum(-memory, 0.0),
+        cap=cap,
+        taker=queues.op_first[forward[queue_of]] + number,
+    )
 
 
 _MOST_MOMENTS = 256

@@ -1,8 +1,8 @@
-"""Exact solving of a `Problem` by CP-SAT (`order_model`): up to about 800 ops it often proves the best schedule.
+"""Exact solving by CP-SAT (`order_model`): up to about 800 ops it often proves the best schedule.
 
-The solver is not asked for the least makespan but, for one horizon after another, whether any schedule ends by then:
-narrow windows make both answers come sooner. Only where a rank hosts several stages is it asked for the least first,
-from the best order on and in few steps of time: there it goes on from what it has.
+Of a `Problem` the solver is not asked for the least makespan but, for one horizon after another, whether any schedule
+ends by then: narrow windows make both answers come sooner. Only where a rank hosts several stages, and of stages that
+branch, is it asked for the least, from the best order on and in few steps of time: there it goes on from what it has.
 
 Where a rank hosts one stage and its memory is freed at one op alone, its cap is one more need: F(j + M) after the
 W (or B) of j.
@@ -11,22 +11,25 @@ W (or B) of j.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 
-from penstock.engine.network import NONE, Array
+from penstock.engine.network import Array
 from penstock.engine.tolerance import EPSILON
-from penstock.planning.bounds import heads_and_tails, own_tails, waits, work_is_cheap
-from penstock.planning.op_arrays import OpArrays
+from penstock.planning.bounds import op_arrays
 from penstock.planning.order_model import ROUGH_STEPS, STOPPING, ModelOp, OrderModel, TimeGrid
 from penstock.planning.problem import Problem, fits
 from penstock.planning.search import Search, time_of
 from penstock.planning.span_objective import Span
 
-MOST_OPS = 1000
-"""Above this CP-SAT finds and proves nothing in the time that local search needs."""
+if TYPE_CHECKING:
+    from penstock.planning.graph.search import GraphSearch
+
+MOST_OPS, MOST_OPS_IF_SEVERAL = 1_000, 500
+"""Above this CP-SAT finds and proves nothing in the time that local search needs: the second where ranks host several
+stages, or stages branch."""
 
 _FIRST_SHARE = 0.005
 """How far below the best the first horizon lies: refuted, it proves that gap."""
@@ -51,7 +54,7 @@ class SolverAnswer:
     bound: float = 0.0
 
 
-def lessen(search: Search, until: float) -> None:
+def lessen(search: Search | GraphSearch, until: float) -> None:
     """Asks for the least makespan, from the best order on, until `until` (seconds since the search began).
 
     First in few steps of time, which closes in on it, then in more, which proves it. Where several stages of a rank
@@ -59,12 +62,22 @@ def lessen(search: Search, until: float) -> None:
     """
     until -= STOPPING
     for number, num_steps in enumerate(ROUGH_STEPS):
-        if search.closed or search.seconds >= until:
+        began = time.perf_counter()
+        left = until - search.seconds
+        if search.closed or left <= 0:
             return
-        answer = least(search.problem, search.row, num_steps, until - search.seconds, search.seed + number)
-        if answer.row is not None:
-            search.take(time_of(search.problem, answer.row), answer.row, "exact")
-        search.improve_bound(answer.bound)
+        ops = search.op_arrays()
+        times = (float(ms) for ms in (*ops.duration, *ops.delay))
+        model = OrderModel(TimeGrid.of(times, search.value, num_steps))
+        made = model.add_ops(ops)
+        for op, ms in zip(made, search.start().tolist(), strict=True):
+            model.hint(op, ms)
+        model.minimize(made)
+        answer = model.solve(left - (time.perf_counter() - began), search.seed + number, probes=True)
+        if answer.found:
+            search.take_start(np.array([model.value(op.start) for op in made]), "exact")
+        if answer.found or answer.refuted:
+            search.improve_bound(answer.bound)
         search.report("exact")
 
 
@@ -108,92 +121,15 @@ def within(problem: Problem, horizon: float, seconds: float, seed: int = 0, span
     With `span`, whose bounded problem is given: for one whose span is at most `horizon` less its shift.
     """
     began = time.perf_counter()
-    model, made = _modelled(problem, TimeGrid.of(_times(problem), horizon))
+    ops = op_arrays(problem)
+    model = OrderModel(TimeGrid.of((float(ms) for ms in (*ops.duration, *ops.delay)), horizon))
+    made = model.add_ops(ops)
     if span is not None and not span.fixed:
         _first_starts(model, problem, span, made)
     answer = model.solve(seconds - (time.perf_counter() - began), seed)
-    return SolverAnswer(_order_found(problem, model, made) if answer.found else None, answer.bound)
-
-
-def least(problem: Problem, row: Array, num_steps: int, seconds: float, seed: int) -> SolverAnswer:
-    """The least makespan, from the order `row` on: a better order, and what none is shorter than.
-
-    Args:
-        num_steps: of the makespan of `row`, in which times are counted where they have no common unit: few, and
-            answers come soon and are rough.
-    """
-    began = time.perf_counter()
-    start = np.empty(problem.queues.num_ops)
-    model, made = _modelled(problem, TimeGrid.of(_times(problem), time_of(problem, row, start), num_steps))
-    for op, ms in zip(made, start.tolist(), strict=True):
-        model.hint(op, ms)
-    model.minimize(made)
-    answer = model.solve(seconds - (time.perf_counter() - began), seed, probes=True)
-    if not answer.found:
-        return SolverAnswer(None, answer.bound if answer.refuted else 0.0)
-    return SolverAnswer(_order_found(problem, model, made), answer.bound)
-
-
-def _times(problem: Problem) -> Iterator[float]:
-    queues = problem.queues
-    return (float(ms) for times in (queues.duration, queues.delay) for ms in times)
-
-
-def _modelled(problem: Problem, grid: TimeGrid) -> tuple[OrderModel, list[ModelOp]]:
-    """The model of all schedules that end by the grid's last step, and its ops."""
-    model = OrderModel(grid)
-    return model, model.add_ops(_op_arrays(problem))
-
-
-def _op_arrays(problem: Problem) -> OpArrays:
-    """A problem's ops one by one: needs within queues and between them, and forwards that wait for memory."""
-    queues = problem.queues
-    given = waits(problem)
-    head, tail = heads_and_tails(problem, given, work=work_is_cheap(problem))
-    cap, release = queues.cap.copy(), given.release.copy()
-    for r in range(queues.num_ranks):
-        mine = slice(queues.rank_first[r], queues.rank_first[r + 1])
-        # Where memory is freed at one op alone, waits say all. Elsewhere they cost the solver more than they tell it.
-        if np.count_nonzero(queues.memory[mine] > 0) == np.count_nonzero(queues.memory[mine] < 0) == 1:
-            cap[r] = np.inf
-        else:
-            release[:, mine] = NONE
-    queue_of = np.repeat(np.arange(len(queues.rank)), queues.size)
-    number = np.arange(queues.num_ops) - queues.op_first[queue_of]
-    before = [queue_of, queues.message_from[queue_of], queues.local_from[queue_of], *release[:, queue_of]]
-    lag = [np.ones_like(number), np.zeros_like(number), np.zeros_like(number), *given.lag[:, queue_of]]
-    late = [np.zeros(len(number)), queues.delay[queue_of], *np.zeros((3, len(number)))]
-    there = [np.flatnonzero((q >= 0) & (number >= steps)) for q, steps in zip(before, lag, strict=True)]
-    source = [
-        queues.op_first[q[to]] + number[to] - steps[to] for q, steps, to in zip(before, lag, there, strict=True)
-    ]
-    memory = queues.memory[queue_of]
-    keys = zip(problem.stage, queues.pipeline.tolist(), strict=True)
-    forward = np.array([problem.number["F", stage, pipeline] for stage, pipeline in keys])
-    return OpArrays(
-        duration=queues.duration[queue_of],
-        head=head,
-        tail=own_tails(queues, tail),
-        rows=np.split(np.arange(queues.num_ops), queues.row_first[1:-1]),
-        source=np.concatenate(source),
-        to=np.concatenate(there),
-        delay=np.concatenate([ms[to] for ms, to in zip(late, there, strict=True)]),
-        takes=np.maximum(memory, 0.0),
-        gives=np.maximum(-memory, 0.0),
-        cap=cap,
-        taker=queues.op_first[forward[queue_of]] + number,
-    )
-
-
-def _order_found(problem: Problem, model: OrderModel, made: list[ModelOp]) -> Array | None:
-    """The order that the solver found, rank after rank; ops that start together (of no length) in queue order."""
-    queues = problem.queues
-    queue_of = np.repeat(np.arange(len(queues.rank)), queues.size)
-    number = np.arange(queues.num_ops) - queues.op_first[queue_of]
-    start = np.array([model.value(op.start) for op in made])
-    row = queue_of[np.lexsort((queue_of, number, start, queues.rank[queue_of]))]
-    runs = time_of(problem, row) >= 0 and fits(problem, row)  # not always, where ops of no length start together
-    return row if runs else None
+    row = problem.row_of_starts(np.array([model.value(op.start) for op in made])) if answer.found else None
+    runs = row is not None and time_of(problem, row) >= 0 and fits(problem, row)
+    return SolverAnswer(row if runs else None, answer.bound)
 
 
 def _first_starts(model: OrderModel, problem: Problem, span: Span, made: list[ModelOp]) -> None:

@@ -107,6 +107,14 @@ class Problem:
             [queue[kind, stage, pipelines[m]] for each, stage, m in ops for kind in halves.get(each, each)], np.int64
         )
 
+    def row_of_starts(self, start: Array) -> Array:
+        """The orders in which ops start at some moments (one per op); those that start together in queue order."""
+        queues = self.queues
+        queue_of = np.repeat(np.arange(len(queues.rank)), queues.size)
+        number = np.arange(queues.num_ops) - queues.op_first[queue_of]
+        found: Array = queue_of[np.lexsort((queue_of, number, start, queues.rank[queue_of]))]
+        return found
+
 
 def fits(problem: Problem, row: Array) -> bool:
     """Whether fixed orders (queue ids, rank after rank) keep every rank within its cap."""

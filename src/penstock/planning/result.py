@@ -103,8 +103,8 @@ class Plan:
         certificate: the family of schedules that the bound covers.
         seconds: how long the search took.
         how: what found the schedule: "greedy", "in step", the name of a library schedule, "building block",
-            "justified", "local search" or "exact"; if stages are shared or streams are planned, also "serial",
-            "plan" or "ends". After a library schedule's name, ", recomputed" means that forwards run
+            "justified", "local search" or "exact"; if stages are shared or streams are planned, also "serial"
+            or "plan". After a library schedule's name, ", recomputed" means that forwards run
             again. ", paired" means that the plan has pairs.
         timeline: when each op runs, under the given costs and links.
         microbatch_order: if microbatches differ, the order of microbatches that the schedule declares; else None.

@@ -19,8 +19,10 @@ from penstock.engine.list_by_values import ListSpace
 from penstock.engine.network import Array
 from penstock.planning import anneal, forward_backward
 from penstock.planning.annealing import Annealer
+from penstock.planning.bounds import op_arrays
 from penstock.planning.in_step import in_step
-from penstock.planning.problem import BACKWARD_CLASS, Problem
+from penstock.planning.op_arrays import OpArrays
+from penstock.planning.problem import BACKWARD_CLASS, Problem, fits
 from penstock.planning.progress import Incumbent
 from penstock.planning.threads import Threads, is_quick
 from penstock.schedule import Schedule
@@ -74,6 +76,21 @@ class Search(Incumbent[Problem]):
         if self.improves(value, how):
             self.row = row.copy()
             self.seen = [*self.seen[-_MOST_SEEN + 1 :], self.row]
+
+    def op_arrays(self) -> OpArrays:
+        return op_arrays(self.problem)
+
+    def start(self) -> Array:
+        """When each op of the best so far starts (ms)."""
+        start = np.empty(self.problem.queues.num_ops)
+        time_of(self.problem, self.row, start)
+        return start
+
+    def take_start(self, start: Array, how: str) -> None:
+        """Keeps the order in which ops start at some moments, if it runs within the caps and is the best so far."""
+        row = self.problem.row_of_starts(start)
+        if fits(self.problem, row):  # not always, where ops of no length start together
+            self.take(time_of(self.problem, row), row, how)
 
     def good_rows(self) -> list[Array]:
         """Orders worth a second look, the best first."""

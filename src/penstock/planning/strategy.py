@@ -29,9 +29,6 @@ _AGAIN_SHARE_IF_SEVERAL = 0.5
 """The share of the time left in which the best order is justified again and again, where ranks host several stages.
 Where they host one, local search finds as much in that time."""
 
-_MOST_OPS_IF_SEVERAL = 500
-"""Above this local search finds more than CP-SAT where ranks host several stages."""
-
 _BOUND_SHARE = 0.1
 """The most of the time left that the bound which counts a rank's own work may take."""
 
@@ -88,7 +85,7 @@ def run(search: Search) -> None:
         if several:
             until = search.seconds + _AGAIN_SHARE_IF_SEVERAL * search.left
             annealed(search, PerturbationSearch, until, "justified", again=False)
-        if num_ops <= (_MOST_OPS_IF_SEVERAL if several else exact.MOST_OPS) and order_model.available():
+        if num_ops <= (exact.MOST_OPS_IF_SEVERAL if several else exact.MOST_OPS) and order_model.available():
             share = _WALKED_SHARE_IF_SEVERAL if several else _WALKED_SHARE
             annealed(search, Walk, search.seconds + share * search.left)
             if several and search.span is None:

@@ -4,10 +4,9 @@
     bound        what no schedule can undercut
     walked       local search over one sequence of all ops
     exact        the shortest order of all ops, and a bound
-    ends         warm-up and cool-down, window by window
 
-Each step stops when the bound is met or its share of the time is spent. The last two need CP-SAT (extra `exact`);
-without it their time goes to local search.
+Each step stops when the bound is met or its share of the time is spent. The last needs CP-SAT (extra `exact`);
+without it its time goes to local search.
 """
 
 from __future__ import annotations

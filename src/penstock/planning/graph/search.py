@@ -1,4 +1,4 @@
-"""The search of any stages: starts, local search, and, where CP-SAT is there, exact orders and their ends."""
+"""The search of any stages: starts, local search, and, where CP-SAT is there, the exact order."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from penstock.cost import CostError, Costs, Links
 from penstock.engine.memory import peaks_in_sequence
 from penstock.engine.network import Array
 from penstock.library import SCHEDULES
-from penstock.planning import order_model
+from penstock.planning import exact, order_model
 from penstock.planning.annealing import Annealer, annealed
 from penstock.planning.graph import sequence as sequences
-from penstock.planning.graph.bounds import lower_bound
-from penstock.planning.graph.exact import lessen, shorten_windows
+from penstock.planning.graph.bounds import lower_bound, op_arrays
 from penstock.planning.graph.problem import GraphProblem
+from penstock.planning.op_arrays import OpArrays
 from penstock.planning.options import Limits
 from penstock.planning.progress import Incumbent, Progress
 from penstock.program import Program, Rules, breadth_first, by_microbatch, depth_first, earliest_first
@@ -26,8 +26,8 @@ from penstock.program.placements import num_ranks_of
 from penstock.schedule import Schedule, ScheduleError
 from penstock.simulation.lister import Lister, rows_of
 
-_WALKED_SHARE, _EXACT_SHARE, _ENDS_SHARE = 0.2, 0.6, 0.6
-"""Shares of the time left that a step takes; what is left after all of them goes to local search again."""
+_WALKED_SHARE, _EXACT_SHARE = 0.2, 0.8
+"""Shares of the time left that a step takes; what is left after them goes to local search again."""
 _LIMIT = {True: "max_in_flight", False: "memory_limit"}
 """The option of `Rules` for limits that count activations, and for others."""
 
@@ -54,6 +54,23 @@ class GraphSearch(Incumbent[GraphProblem]):
         self.sequence = self.problem.sorted_by_start(sequence, start)
         self.report(how)
         return True
+
+    def op_arrays(self) -> OpArrays:
+        return op_arrays(self.problem)
+
+    def start(self) -> Array:
+        """When each op of the best so far starts (ms)."""
+        return self.problem.placed(self.sequence)[1]
+
+    def take_start(self, start: Array, how: str) -> None:
+        """Keeps the sequence in which ops start at some moments, if it runs within the caps and is the best so far.
+
+        Of ops that start together those of no length go first, in the order they have now.
+        """
+        network = self.problem.network
+        of_place = self.problem.ops_of(self.sequence)
+        takes_time = np.repeat(network.duration, network.size)[of_place] > 0
+        self.take(self.sequence[np.lexsort((takes_time, start[of_place]))], how)
 
 
 def begin(
@@ -110,9 +127,8 @@ def run(search: GraphSearch) -> bool:
     try:
         search.report(search.how)
         annealed(search, SequenceWalk, search.seconds + _WALKED_SHARE * search.left)
-        if order_model.available():
-            lessen(search, search.seconds + _EXACT_SHARE * search.left)
-            shorten_windows(search, search.seconds + _ENDS_SHARE * search.left)
+        if order_model.available() and search.problem.num_ops <= exact.MOST_OPS_IF_SEVERAL:
+            exact.lessen(search, search.seconds + _EXACT_SHARE * search.left)
         annealed(search, SequenceWalk, search.until)
     except KeyboardInterrupt:
         return False
