@@ -124,10 +124,9 @@ def bounds(problem: Problem) -> None:
 
 def searches(problem: Problem, seed: int) -> None:
     search = begun(problem)
-    Trials(search, seed).go(0.0, STOP)
-    for each in (PerturbationSearch(problem, seed), Walk(problem, seed)):
+    for each in (Trials(problem, seed), PerturbationSearch(problem, seed), Walk(problem, seed)):
         each.begin(search, math.inf)
-        each.moves_a_second = 40.0
+        each.moves_a_second = 1.0 if type(each) is Trials else 40.0
         each.go(1.0, 0.0, 1.0, 0.0, STOP)
     blocks = BlockSearch(problem, seed)
     blocks.adopt(search.row)

@@ -32,7 +32,7 @@ from penstock.planning.joint import search as joint
 from penstock.planning.joint.problem import pose_joint
 from penstock.planning.options import Limits, OpForms
 from penstock.planning.problem import Problem, pose
-from penstock.planning.search import PerturbationSearch, Search, Trials, Walk, greedy, justified, time_of
+from penstock.planning.search import PerturbationSearch, Search, Trials, Walk, greedy, time_of
 from penstock.planning.threads import Threads
 from penstock.schedule import one_to_one
 
@@ -252,7 +252,7 @@ class Begun(Exception):
 @pytest.mark.parametrize(
     ("step", "module", "function"),
     [
-        (justified, forward_backward, "trials"),
+        (Trials, forward_backward, "trials"),
         (PerturbationSearch, forward_backward, "shaken"),
         (Walk, anneal, "anneal"),
         (BlockSearch, repeat, "drawn"),
@@ -282,10 +282,7 @@ def test_no_step_of_a_large_problem_begins_in_python(
 
     monkeypatch.setattr(module, function, begins)
 
-    def run(until: float) -> None:
-        annealed(search, step, until) if isinstance(step, type) else step(search, until)
-
-    run(search.seconds + 0.1)
+    annealed(search, step, search.seconds + 0.1)
     monkeypatch.setattr(threads, "MOST_UNCOMPILED", 10_000)
     with pytest.raises(Begun):
-        run(search.seconds + 60.0)
+        annealed(search, step, search.seconds + 60.0)

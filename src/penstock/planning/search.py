@@ -6,9 +6,7 @@ Each step keeps the best orders so far. It stops as soon as they are proved good
 from __future__ import annotations
 
 import math
-import time
 from dataclasses import dataclass, field
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -24,15 +22,13 @@ from penstock.planning.in_step import in_step
 from penstock.planning.op_arrays import OpArrays
 from penstock.planning.problem import BACKWARD_CLASS, Problem, fits
 from penstock.planning.progress import Incumbent
-from penstock.planning.threads import Threads, is_quick
+from penstock.planning.threads import is_quick
 from penstock.schedule import Schedule
 
 if TYPE_CHECKING:
     from penstock.planning.span_objective import Span
 
 _MOST_SEEN = 8
-_SLICE = 0.1
-"""Seconds after which threads meet, and say where they stand, or when they next come by."""
 
 
 @dataclass
@@ -152,64 +148,48 @@ def time_of(problem: Problem, row: Array, start: Array | None = None) -> float:
     return float(module.earliest(queues, None, row, start, head, place, np.empty(num_ranks), stack, waits))
 
 
-class Trials:
-    """The trials of one thread: its best order, and working space."""
-
-    def __init__(self, search: Search, number: int) -> None:
-        self._problem, self._classes = search.problem, class_rows(search.problem)
-        self._module: Any = compiled(forward_backward)
-        self._back, self._space = search.problem.queues.turned(), ListSpace.of(search.problem.queues)
-        durations = search.problem.queues.duration
-        self._scale = float(np.mean(durations)) if len(durations) else 0.0
-        self._random = np.random.default_rng([search.seed, number])
-        self._num_trials = 1
-        self.best, self.best_row = time_of(search.problem, search.row), search.row.copy()
-
-    def go(self, target: float, stop: Array) -> None:
-        """Makes as many trials as about fit into a slice of time, or stops when `stop` is no longer 0."""
-        before = time.perf_counter()
-        self._module.seed(int(self._random.integers(2**31)))
-        self.best = self._module.trials(
-            self._problem.queues, self._back, self._classes, self._scale, self._num_trials, 10, target, self.best,
-            self.best_row, self._space, stop,
-        )  # fmt: skip
-        if time.perf_counter() - before < _SLICE / 2:
-            self._num_trials *= 2
+def mean_duration(problem: Problem) -> float:
+    """ms of an op, each queue counted once."""
+    durations = problem.queues.duration
+    return float(np.mean(durations)) if len(durations) else 0.0
 
 
-def justified(search: Search, until: float, num_threads: int | None = None) -> None:
-    """Step 2: justification from random starts, until `until` (seconds since the search began)."""
-    if search.closed or search.seconds >= until:
-        return
-    if not is_quick(search.problem.queues.num_ops):
-        return
-    with Threads(num_threads) as threads:
-        each = [Trials(search, number) for number in range(threads.num)]
-        while not search.closed and search.seconds < until:
-            calls = [partial(trials.go, search.target, threads.stop) for trials in each]
-            threads.run(calls, until - search.seconds)
-            for trials in each:
-                search.take(trials.best, trials.best_row, "justified")
-            search.report("justified")
+class Trials(Annealer[Search]):
+    """Step 2: one thread's justification of orders from random starts, at no temperature."""
 
-
-class PerturbationSearch(Annealer[Search]):
-    """One thread's justification of the best order so far, with random changes at its ends. Temperatures are shares
-    of the makespan."""
-
-    MODULE, MOVES, HOT, COLD = forward_backward, (math.inf, 1e6), 0.004, 0.00016
+    MODULE, MOVES, HOT, COLD = forward_backward, (1000.0, 5e5), 1.0, 1.0
 
     def __init__(self, problem: Problem, seed: int) -> None:
         super().__init__(problem, seed)
         queues = problem.queues
         self._problem, self._back, self._space = problem, queues.turned(), ListSpace.of(queues)
-        self._scale = float(np.mean(queues.duration)) if len(queues.duration) else 0.0
-        self._kept, self._best_row = np.empty(queues.num_ops), np.empty(queues.num_ops, np.int64)
-        self._now = self._best = float("inf")
+        self._classes, self._scale = class_rows(problem), mean_duration(problem)
+        self._best, self._best_row = float("inf"), np.empty(queues.num_ops, np.int64)
 
     def begin(self, search: Search, until: float) -> None:
-        self._now = self._best = time_of(self._problem, search.row, self._kept)
-        self._best_row[:] = search.row
+        self._best, self._best_row[:] = time_of(self._problem, search.row), search.row
+
+    def move(self, num_moves: int, done: float, hot: float, cold: float, target: float, stop: Array) -> int | None:
+        self._best = self._module.trials(
+            self._problem.queues, self._back, self._classes, self._scale, num_moves, 10, target, self._best,
+            self._best_row, self._space, stop,
+        )  # fmt: skip
+        return num_moves if stop[0] == 0 else None
+
+    def bring(self, search: Search) -> None:
+        search.take(self._best, self._best_row, "justified")
+
+
+class PerturbationSearch(Trials):
+    """One thread's justification of the best order so far, with random changes at its ends. Temperatures are shares
+    of the makespan."""
+
+    MOVES, HOT, COLD = (math.inf, 1e6), 0.004, 0.00016
+
+    def begin(self, search: Search, until: float) -> None:
+        super().begin(search, until)
+        self._kept = np.empty(self._problem.queues.num_ops)
+        self._now = time_of(self._problem, search.row, self._kept)
 
     def move(self, num_moves: int, done: float, hot: float, cold: float, target: float, stop: Array) -> int:
         self._now, self._best, moved = self._module.shaken(
@@ -217,9 +197,6 @@ class PerturbationSearch(Annealer[Search]):
             self._now, self._kept, self._best, self._best_row, self._space, stop,
         )  # fmt: skip
         return int(moved)
-
-    def bring(self, search: Search) -> None:
-        search.take(self._best, self._best_row, "justified")
 
 
 class Walk(Annealer[Search]):
@@ -241,7 +218,7 @@ class Walk(Annealer[Search]):
         self._flags, self._last = np.zeros((2, n), np.bool_), np.empty(queues.num_ranks, np.int64)
         self.best_row = np.empty(n, np.int64)
         self.now = self.best = float("inf")
-        self.scale = float(np.mean(queues.duration)) if len(queues.duration) else 0.0
+        self.scale = mean_duration(problem)
 
     def begin(self, search: Search, until: float) -> None:
         queues, row = self.problem.queues, search.row

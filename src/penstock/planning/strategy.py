@@ -15,7 +15,7 @@ from penstock.planning.destructive_bound import DestructiveBound
 from penstock.planning.library_starts import named
 from penstock.planning.problem import Problem
 from penstock.planning.progress import Progress
-from penstock.planning.search import PerturbationSearch, Search, Walk, justified
+from penstock.planning.search import PerturbationSearch, Search, Trials, Walk
 from penstock.planning.span_objective import Span, span_of
 from penstock.planning.threads import Threads, is_quick
 
@@ -80,7 +80,7 @@ def run(search: Search) -> None:
         if not search.closed and hosts_several(search.problem):
             until = search.seconds + _REPEATED_SHARE * search.left
             annealed(search, BlockSearch, until, "building block", again=False)
-        justified(search, search.seconds + min(JUSTIFIED_SHARE * search.left, _MOST_JUSTIFIED))
+        annealed(search, Trials, search.seconds + min(JUSTIFIED_SHARE * search.left, _MOST_JUSTIFIED), "justified")
         several, num_ops = hosts_several(search.problem), search.problem.queues.num_ops
         if several:
             until = search.seconds + _AGAIN_SHARE_IF_SEVERAL * search.left
@@ -92,7 +92,7 @@ def run(search: Search) -> None:
                 exact.lessen(search, search.until)
             exact.solve(search, search.until)
         annealed(search, Walk, search.until)
-        justified(search, search.until)
+        annealed(search, Trials, search.until, "justified")
 
 
 def _refute(search: Search, seconds: float) -> None:
