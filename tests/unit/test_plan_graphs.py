@@ -16,6 +16,7 @@ from penstock.planning.graph import search as searches
 from penstock.planning.graph import sequence as sequences
 from penstock.planning.graph.plan import placements_of
 from penstock.planning.graph.problem import pose_graph
+from penstock.planning.metropolis import Cooling
 from penstock.planning.options import limits_of
 
 TOWERS = ps.schedule.StageGraph(5, ((0, 1), (1, 4), (2, 3), (3, 4)))
@@ -131,15 +132,14 @@ def test_moves_keep_every_op_behind_what_it_needs(seed: int) -> None:
     placement = ps.Placement(((0, 1, 1, 0, 0),), shared=((4, (0, 1)),))
     limits = limits_of(costs, None, 2, 8, None, True)
     posed = pose_graph(costs, placement, 2, 4, ps.Links({(0, 1): 3.0}), limits, True, TOWERS, True)
-    n = posed.num_ops
     now, best = np.array(posed.serial()), np.array(posed.serial())
     before = posed.placed(now)[0]
     np.random.seed(seed)
+    spaces = [sequences.Placed.of(posed.network, 2) for _ in range(2)]
+    cooling = Cooling(300, 5.0, 0.5, 0.0, np.zeros(1, np.int64))
     made, moved = sequences.walk(
-        posed.network, posed.more, posed.takes, posed.gives, posed.cap, now, np.empty((8, n), np.int64), np.empty(n),
-        np.empty((3, posed.graph.num_queues), np.int64), np.empty(3, np.int64), np.empty((2, 2)), 300, 5.0, 0.5, 0.0,
-        before, best, np.zeros(1, np.int64),
-    )  # fmt: skip
+        posed.network, posed.more, posed.holdings, now, np.empty_like(now), *spaces, before, best, cooling
+    )
     assert moved == 300
     assert made < before
     assert posed.placed(best)[0] == made

@@ -30,6 +30,7 @@ from penstock.planning.graph.search import begin as begin_graph
 from penstock.planning.joint import moves
 from penstock.planning.joint import search as joint
 from penstock.planning.joint.problem import pose_joint
+from penstock.planning.metropolis import Cooling
 from penstock.planning.options import Limits, OpForms
 from penstock.planning.problem import Problem, pose
 from penstock.planning.search import PerturbationSearch, Search, Trials, Walk, greedy, time_of
@@ -96,8 +97,8 @@ def test_trials_look_whether_to_stop_after_every_listing(monkeypatch: pytest.Mon
     search = begun(problem, 1.0, Clock())
     space, row, stop = ListSpace.of(problem.queues), search.row.copy(), StopAfter(num_looks)
     best = forward_backward.trials(
-        problem.queues, problem.queues.turned(), np.stack([problem.priority_class] * 2), 100.0, 1000, 10, 0.0,
-        search.value, row, space, stop,
+        problem.queues, problem.queues.turned(), np.stack([problem.priority_class] * 2), 100.0, search.value, row,
+        space, Cooling(1000, 1.0, 1.0, 0.0, stop),
     )  # fmt: skip
     assert listings <= num_looks
     assert num_looks < stop.looked <= num_looks + 2

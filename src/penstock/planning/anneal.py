@@ -14,21 +14,65 @@ A worse order is kept with probability exp(-worse / temperature), else all is pu
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import numpy as np
 
-from penstock.engine.arrays import FlagRows, Flags, FloatRows, Floats, IntRows, Ints, Stop
+from penstock.engine.arrays import Flags, Floats, IntRows, Ints
 from penstock.engine.network import Network
 from penstock.engine.tolerance import EPSILON
-from penstock.planning.metropolis import is_kept
+from penstock.planning.metropolis import Cooling, is_kept
 from penstock.planning.metropolis import seed as seed
 
 _NEAR = 1e-7
 """Milliseconds within which a path counts as longest."""
 
 
-def lay_out(p: Network, queue: Ints, needs: IntRows, after: IntRows) -> None:
-    """Fills in what depends on the problem alone: the queue of each op, the two ops it needs (message, local), and
-    the two that need it."""
+class WalkArrays(NamedTuple):
+    """What a walk knows of n ops over R rows.
+
+    Attributes:
+        queue: of each op. needs: the two ops that each needs (message, local), and `after`, the two that need it.
+        previous, following: of each op, its neighbours on its rank; `last` is each rank's last op.
+        order, place: all ops, each behind all it needs, and where each stands there.
+        start: when each op starts (ms). held: what its rank holds before it.
+        pairs, moved, changed, old: working space of n numbers. mark, dirty: n flags, all False between moves.
+    """
+
+    queue: Ints
+    needs: IntRows
+    after: IntRows
+    previous: Ints
+    following: Ints
+    last: Ints
+    order: Ints
+    place: Ints
+    start: Floats
+    held: Floats
+    pairs: Ints
+    moved: Ints
+    changed: Ints
+    old: Floats
+    mark: Flags
+    dirty: Flags
+
+    @classmethod
+    def of(cls, network: Network) -> WalkArrays:
+        n = network.num_ops
+        queue, previous, following, order, place, pairs, moved, changed = np.zeros((8, n), np.int64)
+        needs, after = np.zeros((2, n, 2), np.int64)
+        start, held, old = np.zeros((3, n))
+        mark, dirty = np.zeros((2, n), np.bool_)
+        last = np.zeros(network.num_ranks, np.int64)
+        return cls(
+            queue, needs, after, previous, following, last, order, place, start, held, pairs, moved, changed, old,
+            mark, dirty,
+        )  # fmt: skip
+
+
+def lay_out(p: Network, w: WalkArrays) -> None:
+    """Fills in what depends on the problem alone: `queue`, `needs` and `after`."""
+    queue, needs, after = w.queue, w.needs, w.after
     for q in range(len(p.rank)):
         for j in range(p.size[q]):
             op = p.op_first[q] + j
@@ -39,8 +83,9 @@ def lay_out(p: Network, queue: Ints, needs: IntRows, after: IntRows) -> None:
             after[op, 1] = p.op_first[p.local_to[q]] + j if p.local_to[q] >= 0 else -1
 
 
-def load(p: Network, row: Ints, head: Ints, previous: Ints, following: Ints, held: Floats, last: Ints) -> None:
+def load(p: Network, row: Ints, head: Ints, w: WalkArrays) -> None:
     """Reads orders: each op's neighbours on its rank, what the rank holds before it, each rank's last op."""
+    previous, following, held, last = w.previous, w.following, w.held, w.last
     head[:] = 0
     for r in range(len(p.cap)):
         before, level = -1, 0.0
@@ -80,23 +125,23 @@ def line_up(p: Network, row: Ints, head: Ints, needs: IntRows, turn: Ints) -> No
                 going = True
 
 
-def unload(p: Network, queue: Ints, previous: Ints, last: Ints, row: Ints) -> None:
+def unload(p: Network, w: WalkArrays, row: Ints) -> None:
     """The other way: writes the orders as queue ids."""
+    queue, previous = w.queue, w.previous
     for r in range(len(p.cap)):
-        op, place = last[r], p.row_first[r + 1] - 1
+        op, place = w.last[r], p.row_first[r + 1] - 1
         while op >= 0:
             row[place] = queue[op]
             op = previous[op]
             place -= 1
 
 
-def critical_pairs(
-    p: Network, start: Floats, queue: Ints, needs: IntRows, previous: Ints, held: Floats, last: Ints, pairs: Ints
-) -> int:
+def critical_pairs(p: Network, w: WalkArrays) -> int:
     """Walks one critical path from its end; returns how many ops on it may change places with the op before them.
 
     They are left in `pairs`. Where several paths are critical one is drawn by lot.
     """
+    start, queue, needs, previous, held, last, pairs = w.start, w.queue, w.needs, w.previous, w.held, w.last, w.pairs
     op, longest = -1, -1.0
     for r in range(len(last)):
         if last[r] >= 0 and start[last[r]] + p.duration[queue[last[r]]] + p.tail[r] > longest:
@@ -145,14 +190,13 @@ def ends_of_blocks(previous: Ints, pairs: Ints, count: int) -> int:
     return kept
 
 
-def reorder(
-    lead: int, trail: int, needs: IntRows, previous: Ints, order: Ints, place: Ints, mark: Flags, moved: Ints
-) -> bool:
+def reorder(w: WalkArrays, lead: int, trail: int) -> bool:
     """Brings `order` in line after `trail`, which stood right behind `lead` on its rank, went before it.
 
     What depends on `lead` among the ops between the two goes behind them, in the order it had. Returns False where
     `trail` depends on `lead` in some other way (which takes ops of no length): then the two must change back.
     """
+    needs, previous, order, place, mark, moved = w.needs, w.previous, w.order, w.place, w.mark, w.moved
     possible = True
     write, count = place[lead], 1
     first, end = write + 1, place[trail]
@@ -183,8 +227,9 @@ def reorder(
     return possible
 
 
-def exchange(lead: int, trail: int, previous: Ints, following: Ints) -> None:
-    """`trail`, right behind `lead`, goes before it."""
+def exchange(w: WalkArrays, r: int, lead: int, trail: int) -> None:
+    """`trail`, right behind `lead` on rank r, goes before it."""
+    previous, following, last = w.previous, w.following, w.last
     before, behind = previous[lead], following[trail]
     previous[trail], following[trail] = before, lead
     previous[lead], following[lead] = trail, behind
@@ -192,122 +237,104 @@ def exchange(lead: int, trail: int, previous: Ints, following: Ints) -> None:
         following[before] = trail
     if behind >= 0:
         previous[behind] = lead
+    else:
+        last[r] = lead
+
+
+def timed_again(p: Network, w: WalkArrays, at: int, waiting: int) -> int:
+    """Times again what has changed; returns how many starts did. They are left in `changed`, and what they were in
+    `old`. Ops are marked ahead of the sweep by those they wait for.
+
+    Args:
+        at: the place in the order of the first op that is dirty. waiting: how many are.
+    """
+    queue, needs, after, previous, following = w.queue, w.needs, w.after, w.previous, w.following
+    order, start, changed, old, dirty, duration = w.order, w.start, w.changed, w.old, w.dirty, p.duration
+    num_changed = 0
+    while waiting > 0:
+        op = order[at]
+        at += 1
+        if not dirty[op]:
+            continue
+        dirty[op] = False
+        waiting -= 1
+        time = 0.0
+        other = previous[op]
+        if other >= 0:
+            time = start[other] + duration[queue[other]]
+        other = needs[op, 0]
+        if other >= 0:
+            time = max(time, start[other] + duration[queue[other]] + p.delay[queue[op]])
+        other = needs[op, 1]
+        if other >= 0:
+            time = max(time, start[other] + duration[queue[other]])
+        if time != start[op]:
+            changed[num_changed] = op
+            old[num_changed] = start[op]
+            num_changed += 1
+            start[op] = time
+            other = following[op]
+            if other >= 0 and not dirty[other]:
+                dirty[other] = True
+                waiting += 1
+            for k in range(2):
+                other = after[op, k]
+                if other >= 0 and not dirty[other]:
+                    dirty[other] = True
+                    waiting += 1
+    return num_changed
 
 
 def anneal(
-    p: Network,
-    queue: Ints,
-    needs: IntRows,
-    after: IntRows,
-    ints: IntRows,
-    floats: FloatRows,
-    flags: FlagRows,
-    last: Ints,
-    num_moves: int,
-    hot: float,
-    cold: float,
-    target: float,
-    now: float,
-    best: float,
-    best_row: Ints,
-    stop: Stop,
+    p: Network, w: WalkArrays, now: float, best: float, best_row: Ints, cooling: Cooling
 ) -> tuple[float, float, int]:
-    """Makes `num_moves` moves while the temperature falls from `hot` to `cold` ms; returns the makespan it ends with,
-    the best one, whose order is in `best_row`, and the moves made: fewer at `target`, where no pair is left, or where
-    `stop` is no longer 0.
+    """Moves while the temperature falls; returns the makespan it ends with, the best one, whose order is in
+    `best_row`, and the moves made: fewer at the target, where no pair is left, or where it is stopped.
 
     Args:
-        ints: rows of n: previous, following (from `load`), order (ops by start), place in it, and working space of
-            three rows.
-        floats: rows of n: start, held (from `load`), and one row of working space.
-        flags: two rows of n, all False.
-        last: each rank's last op.
         now: the makespan of the orders given.
-        stop: its one number is set by another thread when this one is to come to its end.
     """
-    previous, following, order, place = ints[0], ints[1], ints[2], ints[3]
-    pairs, moved, changed = ints[4], ints[5], ints[6]
-    start, held, old = floats[0], floats[1], floats[2]
-    mark, dirty = flags[0], flags[1]
-    duration, delay, memory, rank = p.duration, p.delay, p.memory, p.rank
+    queue, previous, following, place, last = w.queue, w.previous, w.following, w.place, w.last
+    start, held, dirty, pairs, changed, old = w.start, w.held, w.dirty, w.pairs, w.changed, w.old
     num_pairs = -1
-    for move in range(num_moves):
-        if stop[0] != 0:
+    for move in range(cooling.num_moves):
+        if cooling.stop[0] != 0:
             return now, best, move
         if num_pairs < 0:
-            num_pairs = critical_pairs(p, start, queue, needs, previous, held, last, pairs)
+            num_pairs = critical_pairs(p, w)
         if num_pairs == 0:
             return now, best, move
         trail = pairs[np.random.randint(num_pairs)]
         lead = previous[trail]
-        r = rank[queue[lead]]
+        r = p.rank[queue[lead]]
         behind = following[trail]
-        exchange(lead, trail, previous, following)
-        if behind < 0:
-            last[r] = lead
-        if not reorder(lead, trail, needs, previous, order, place, mark, moved):
-            exchange(trail, lead, previous, following)
-            if behind < 0:
-                last[r] = trail
+        exchange(w, r, lead, trail)
+        if not reorder(w, lead, trail):
+            exchange(w, r, trail, lead)
             continue
-        # Time again what changes: ops are marked ahead of the sweep by those they wait for.
         dirty[trail] = dirty[lead] = True
-        waiting, num_changed = 2, 0
+        waiting = 2
         if behind >= 0:
             dirty[behind] = True
             waiting = 3
-        at = place[trail]
-        while waiting > 0:
-            op = order[at]
-            at += 1
-            if not dirty[op]:
-                continue
-            dirty[op] = False
-            waiting -= 1
-            time = 0.0
-            other = previous[op]
-            if other >= 0:
-                time = start[other] + duration[queue[other]]
-            other = needs[op, 0]
-            if other >= 0:
-                time = max(time, start[other] + duration[queue[other]] + delay[queue[op]])
-            other = needs[op, 1]
-            if other >= 0:
-                time = max(time, start[other] + duration[queue[other]])
-            if time != start[op]:
-                changed[num_changed] = op
-                old[num_changed] = start[op]
-                num_changed += 1
-                start[op] = time
-                other = following[op]
-                if other >= 0 and not dirty[other]:
-                    dirty[other] = True
-                    waiting += 1
-                for k in range(2):
-                    other = after[op, k]
-                    if other >= 0 and not dirty[other]:
-                        dirty[other] = True
-                        waiting += 1
+        num_changed = timed_again(p, w, place[trail], waiting)
         made = 0.0
-        for other_rank in range(len(last)):
-            if last[other_rank] >= 0:
-                made = max(made, start[last[other_rank]] + duration[queue[last[other_rank]]] + p.tail[other_rank])
-        worse = made - now
-        if is_kept(worse, hot, cold, move / num_moves):
+        for other in range(len(last)):
+            if last[other] >= 0:
+                made = max(made, start[last[other]] + p.duration[queue[last[other]]] + p.tail[other])
+        if is_kept(made - now, cooling, move):
             now = made
             num_pairs = -1
             held[trail] = held[lead]
-            held[lead] = held[trail] + memory[queue[trail]]
+            held[lead] = held[trail] + p.memory[queue[trail]]
             if now < best * (1 - 1e-12):
                 best = now
-                unload(p, queue, previous, last, best_row)
-                if best <= target:
+                unload(p, w, best_row)
+                if best <= cooling.target:
                     return now, best, move + 1
         else:
             for k in range(num_changed):
                 start[changed[k]] = old[k]
-            exchange(trail, lead, previous, following)
-            if behind < 0:
-                last[r] = trail
-            reorder(trail, lead, needs, previous, order, place, mark, moved)
-    return now, best, num_moves
+            exchange(w, r, trail, lead)
+            reorder(w, trail, lead)
+    return now, best, cooling.num_moves

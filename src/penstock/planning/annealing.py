@@ -13,6 +13,7 @@ import numpy as np
 
 from penstock.engine.compiled import compiled, is_compiled
 from penstock.engine.network import Array
+from penstock.planning.metropolis import Cooling
 from penstock.planning.progress import Incumbent
 from penstock.planning.threads import Threads, is_quick
 
@@ -56,9 +57,11 @@ class Annealer(ABC, Generic[S]):
         """
         num_moves = max(1, int(seconds * self.moves_a_second))
         self._module.seed(int(self._random.integers(2**31)))
-        hot, cold = (self.HOT * (self.COLD / self.HOT) ** min(1.0, share) for share in (done, done + part))
+        hot, cold = (
+            self.unit * self.HOT * (self.COLD / self.HOT) ** min(1.0, share) for share in (done, done + part)
+        )
         before = time.perf_counter()
-        moved = self.move(num_moves, done, hot, cold, target, stop)
+        moved = self.move(Cooling(num_moves, hot, cold, target, stop), done)
         spent = time.perf_counter() - before
         self.stuck = moved == 0 and stop[0] == 0
         if moved is not None and (moved == num_moves or stop[0] != 0):
@@ -68,10 +71,18 @@ class Annealer(ABC, Generic[S]):
     def begin(self, search: S, until: float) -> None:
         """Takes up the best so far, in no more than a moment after `until` (seconds since the search began)."""
 
+    @property
     @abstractmethod
-    def move(self, num_moves: int, done: float, hot: float, cold: float, target: float, stop: Array) -> int | None:
-        """Makes so many moves while the temperature falls from `hot` to `cold`; returns how many it made, None where
-        it did not count them."""
+    def unit(self) -> float:
+        """ms of a temperature of 1."""
+
+    @abstractmethod
+    def move(self, cooling: Cooling, done: float) -> int | None:
+        """Makes moves; returns how many it made, None where it did not count them.
+
+        Args:
+            done: the share of the search that is done.
+        """
 
     @abstractmethod
     def bring(self, search: S) -> None:

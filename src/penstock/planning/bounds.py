@@ -32,6 +32,7 @@ from penstock.engine.tolerance import EPSILON
 from penstock.planning import longest_paths, ramps
 from penstock.planning.op_arrays import OpArrays
 from penstock.planning.problem import Problem
+from penstock.planning.ramps import RankWays
 
 _NOTHING = np.empty((0, 1), np.int64)
 
@@ -314,8 +315,8 @@ def ramp_bound(problem: Problem, known: float = 0.0, work: bool = True) -> float
             asked = np.unique(first)
             asked = asked[:: 1 + len(asked) // _MOST_MOMENTS]
             found = np.empty(len(asked))
-            module.idle_till(network, r, head, *_ways_over(problem, r, turned), turned, asked,
-                             _late(network, mine), *room, found)  # fmt: skip
+            ways_over = RankWays(*_ways_over(problem, r, turned), turned, _late(network, mine), *room)
+            module.idle_till(network, r, head, ways_over, asked, found)
             moments.append(asked)
             idle.append(found)
         total = float((queues.duration[mine] * queues.size[mine]).sum())

@@ -13,7 +13,9 @@ from penstock.engine.list_by_values import ListSpace
 from penstock.engine.network import NONE, Array
 from penstock.planning import repeat
 from penstock.planning.annealing import Annealer
+from penstock.planning.metropolis import Cooling
 from penstock.planning.problem import BACKWARD_CLASS, FORWARD_CLASS, Problem
+from penstock.planning.repeat import BlockArrays
 from penstock.planning.search import Search, time_of
 
 _DRAWN_SHARE = 0.15
@@ -66,16 +68,19 @@ class BlockSearch(Annealer[Search]):
     def __init__(self, problem: Problem, seed: int) -> None:
         super().__init__(problem, seed)
         queues = problem.queues
-        self._problem, self._queues = problem, queues
-        self._hops, self._chain = steps_before(problem)
-        self._space = ListSpace.of(queues)
+        self._problem, self._queues, self._space = problem, queues, ListSpace.of(queues)
+        hops, chain = steps_before(problem)
         self.block = np.full(3 + queues.num_ranks + len(queues.rank), np.inf)
-        self._trial = np.empty_like(self.block)
-        self._step = np.empty(_NUM_STEPS)
-        self._scale = float(np.mean(queues.duration))
         work = np.bincount(queues.rank, queues.duration * queues.size, queues.num_ranks)
-        self._period = float(work.max()) / int(queues.size.max())
+        self._arrays = BlockArrays(
+            hops, chain, float(work.max()) / int(queues.size.max()), float(np.mean(queues.duration)), self.block,
+            np.empty_like(self.block), np.empty(_NUM_STEPS),
+        )  # fmt: skip
         self.best, self.row = np.inf, np.empty(queues.num_ops, np.int64)
+
+    @property
+    def unit(self) -> float:
+        return float(self.block[0])
 
     def adopt(self, row: Array) -> None:
         """Takes up the block that an order comes nearest to repeating, if it is the best so far."""
@@ -85,8 +90,8 @@ class BlockSearch(Annealer[Search]):
         each = [start[queues.op_first[q] : queues.op_first[q + 1]] for q in range(len(queues.rank))]
         paces = [float(np.median(np.diff(times))) for times in each if len(times) > 1]
         for in_turn in (1.0, 0.0):
-            trial = self._trial
-            trial[1] = max(float(np.median(paces)), 1e-6) if paces else self._period
+            trial = self._arrays.trial
+            trial[1] = max(float(np.median(paces)), 1e-6) if paces else self._arrays.period
             trial[2], trial[3:first] = in_turn, 0.0
             for q, times in enumerate(each):
                 trial[first + q] = float(np.median(times - trial[1] * np.arange(len(times)))) if len(times) else 0.0
@@ -104,20 +109,12 @@ class BlockSearch(Annealer[Search]):
             if search.seconds < until:
                 self.adopt(row)
 
-    def move(self, num_moves: int, done: float, hot: float, cold: float, target: float, stop: Array) -> int | None:
+    def move(self, cooling: Cooling, done: float) -> int | None:
         """Draws blocks to begin with; then changes the best of them."""
-        if done < _DRAWN_SHARE or not np.isfinite(self.block[0]):
-            self.best = self._module.drawn(
-                self._queues, self._hops, self._step, self._period, self._scale, num_moves, target, self.best,
-                self.row, self.block, self._trial, self._space, stop,
-            )  # fmt: skip
-        else:
-            value = float(self.block[0])
-            self.best = self._module.improved(
-                self._queues, self._hops, self._chain, self._scale, num_moves, hot * value, cold * value, target,
-                self.best, self.row, self.block, self._trial, self._space, stop,
-            )  # fmt: skip
-        return num_moves if stop[0] == 0 else None
+        draws = done < _DRAWN_SHARE or not np.isfinite(self.block[0])
+        search = self._module.drawn if draws else self._module.improved
+        self.best = search(self._queues, self._arrays, self.best, self.row, self._space, cooling)
+        return cooling.num_moves if cooling.stop[0] == 0 else None
 
     def bring(self, search: Search) -> None:
         if np.isfinite(self.best):

@@ -7,8 +7,6 @@ one order of a rank makes an op early and another makes it late: other ranks may
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import numpy as np
 
 from penstock.engine.compiled import compiled, is_compiled
@@ -17,6 +15,7 @@ from penstock.engine.tolerance import EPSILON, slack
 from penstock.planning import time_windows
 from penstock.planning.bounds import heads_and_tails, own_tails
 from penstock.planning.problem import Problem
+from penstock.planning.time_windows import RankStates, Windows
 
 _MOST_STATES, _MOST_STATES_UNCOMPILED = 1_000_000, 2_000
 """States of a rank above which nothing is refuted."""
@@ -26,20 +25,6 @@ _TOLERANCE = 1e-5
 """Share of the makespan by which a window must change for other ranks to look at it again."""
 _CLOSE = 1e-6
 """Share of the makespan to which the time is found at least."""
-
-
-class RankStates(NamedTuple):
-    """The states that each rank can pass through, as `time_windows.refuted` takes them."""
-
-    table_first: Array
-    table_last: Array
-    counts: Array
-    following: Array
-
-    @property
-    def most(self) -> int:
-        """States of the rank that has the most."""
-        return int((self.table_last - self.table_first).max(initial=0))
 
 
 def states_of(network: Network, most: int, stop: Array) -> RankStates | None:
@@ -128,12 +113,13 @@ class DestructiveBound:
             return
         head, tail = heads_and_tails(problem, work=True)
         tail = own_tails(queues, tail)
-        room = (*np.empty((2, states.most)), *np.empty((2, queues.num_ops)), np.empty(queues.num_ranks, np.bool_))
+        most = int((states.table_last - states.table_first).max(initial=0))
+        room = (*np.empty((2, most)), *np.empty((2, queues.num_ops)), np.empty(queues.num_ranks, np.bool_))
         refuted, high = compiled(time_windows).refuted, self._makespan
         while high > self.bound * (1 + self._closeness) and stop[0] == 0:
             middle = (self.bound + high) / 2
             ms = _TOLERANCE * middle, slack(middle)
-            if refuted(queues, *states, _NUM_SWEEPS, *ms, head.copy(), middle - tail, *room, stop):
+            if refuted(queues, states, _NUM_SWEEPS, *ms, Windows(head.copy(), middle - tail, *room), stop):
                 self.bound = middle
             else:
                 high = middle

@@ -20,11 +20,11 @@ import numpy as np
 from penstock.engine.arrays import Floats, IntRows, Ints, Stop
 from penstock.engine.list_by_values import ListSpace, list_ops
 from penstock.engine.network import Network
-from penstock.planning.metropolis import is_kept
+from penstock.planning.metropolis import Cooling, is_kept
 from penstock.planning.metropolis import seed as seed
 
-PATIENCE = 3
-"""Rounds without a better schedule after which a start is given up."""
+MOST_ROUNDS, PATIENCE = 10, 3
+"""Rounds of one start at most, and those without a better schedule after which it is given up."""
 
 IN_TURN = 0.7
 """How often what takes memory keeps its turn where an order is shaken."""
@@ -41,9 +41,9 @@ def ends_reversed(p: Network, start: Floats, noise: float, values: Floats) -> No
 
 
 def justify(
-    p: Network, back: Network, noise: float, rounds: int, best: float, best_row: Ints, space: ListSpace, stop: Stop
+    p: Network, back: Network, noise: float, best: float, best_row: Ints, space: ListSpace, stop: Stop
 ) -> float:
-    """Turns a schedule round and back up to `rounds` times; returns the best makespan seen.
+    """Turns a schedule round and back some times; returns the best makespan seen.
 
     Args:
         p, back: the queues, and the same with time turned round.
@@ -52,7 +52,7 @@ def justify(
         stop: its one number is 0 until some other thread wants this one to come to its end.
     """
     idle, found = 0, 1e300
-    for _ in range(rounds):
+    for _ in range(MOST_ROUNDS):
         ends_reversed(p, space.start, noise, space.values)
         if stop[0] != 0 or list_ops(back, space, True, False) < 0:
             return best
@@ -77,29 +77,26 @@ def trials(
     back: Network,
     classes: IntRows,
     scale: float,
-    num_trials: int,
-    rounds: int,
-    target: float,
     best: float,
     best_row: Ints,
     space: ListSpace,
-    stop: Stop,
+    cooling: Cooling,
 ) -> float:
-    """Justifies from many random starts; returns the best makespan, and stops at `target`.
+    """Justifies from many random starts; returns the best makespan, and stops at the target.
 
     After every list scheduling it looks whether it is to stop.
 
     Args:
         classes: several rows of priority classes, one entry per queue, to start from.
         scale: ms, what waits and noise are drawn in proportion to.
-        stop: see `justify`.
+        cooling: its temperatures do not count. The others are those of `justify`.
     """
     wait, values = space.wait, space.values
     largest = 0
     for q in range(len(p.rank)):
         largest = max(largest, p.size[q])
-    for _ in range(num_trials):
-        if stop[0] != 0:
+    for _ in range(cooling.num_moves):
+        if cooling.stop[0] != 0:
             return best
         chosen = np.random.randint(len(classes))
         base = scale * np.random.uniform(0.0, 1.2)
@@ -112,8 +109,8 @@ def trials(
         if list_ops(p, space, False, False) < 0:
             continue
         noise = 0.0 if np.random.random() < 0.5 else scale * np.random.uniform(0.0, 0.5)
-        best = justify(p, back, noise, rounds, best, best_row, space, stop)
-        if best <= target:
+        best = justify(p, back, noise, best, best_row, space, cooling.stop)
+        if best <= cooling.target:
             return best
     return best
 
@@ -122,32 +119,27 @@ def shaken(
     p: Network,
     back: Network,
     scale: float,
-    num_moves: int,
-    hot: float,
-    cold: float,
-    target: float,
     now: float,
     kept: Floats,
     best: float,
     best_row: Ints,
     space: ListSpace,
-    stop: Stop,
+    cooling: Cooling,
 ) -> tuple[float, float, int]:
     """Shakes a schedule, turns it round and back, and keeps what comes out or what there was, again and again.
 
-    After every list scheduling it looks whether it is to stop, and it does at `target`.
+    After every list scheduling it looks whether it is to stop, and it does at the target.
 
     Args:
         scale: ms, what waits and noise are drawn in proportion to.
-        hot, cold: the temperatures (ms) between which it anneals.
         now, kept: the makespan of the schedule to begin with and its starts, which are rewritten.
-        best, best_row: see `justify`. space: `ListSpace`. stop: see `justify`.
+        best, best_row, space: see `justify`.
 
     Returns:
         The makespan of the schedule that was kept last, the best, and how many moves were made.
     """
-    for move in range(num_moves):
-        if stop[0] != 0:
+    for move in range(cooling.num_moves):
+        if cooling.stop[0] != 0:
             return now, best, move
         wait = scale * np.random.uniform(0.0, 1.2) if np.random.random() < 0.5 else 0.0
         for r in range(len(space.wait)):
@@ -156,17 +148,17 @@ def shaken(
         if list_ops(back, space, True, False) < 0:
             continue
         ends_reversed(p, space.start, 0.0, space.values)
-        if stop[0] != 0:
+        if cooling.stop[0] != 0:
             return now, best, move
         makespan = list_ops(p, space, False, np.random.random() < IN_TURN)
         if makespan < 0:
             continue
-        if is_kept(makespan - now, hot, cold, move / num_moves):
+        if is_kept(makespan - now, cooling, move):
             now = makespan
             kept[:] = space.start
         if makespan < best * (1 - 1e-12):
             best = makespan
             best_row[:] = space.row
-            if best <= target:
+            if best <= cooling.target:
                 return now, best, move + 1
-    return now, best, num_moves
+    return now, best, cooling.num_moves

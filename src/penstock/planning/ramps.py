@@ -16,6 +16,8 @@ parts would hold less than they do: what gives back counts as it stood a little 
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 from penstock.engine.arrays import Floats, Ints
 from penstock.engine.network import Network
 from penstock.engine.tolerance import EPSILON
@@ -48,23 +50,10 @@ def taken(p: Network, q: int, height: float, freed: Floats) -> float:
     return amount
 
 
-def most_work(
-    p: Network,
-    r: int,
-    head: Floats,
-    way: Ints,
-    weight: Ints,
-    way_first: Ints,
-    weight_first: bool,
-    time: float,
-    shift: Floats,
-    run: Floats,
-    freed: Floats,
-    heights: Floats,
-) -> float:
-    """The most work (ms) that rank r can have done by `time`.
+class RankWays(NamedTuple):
+    """How microbatches come through a rank, and working space.
 
-    Args:
+    Attributes:
         way: queues of the rank in the order in which a microbatch comes to them, W left out; pipeline after pipeline,
             each from `way_first[k]` to `way_first[k + 1] - 1`.
         weight: per place on the way, the queue of the W that belongs to it, or -1.
@@ -72,10 +61,25 @@ def most_work(
         shift: per queue, how long before what gives back memory counts (ms).
         run, freed: room, one number per queue. heights: room for four numbers per queue.
     """
+
+    way: Ints
+    weight: Ints
+    way_first: Ints
+    weight_first: bool
+    shift: Floats
+    run: Floats
+    freed: Floats
+    heights: Floats
+
+
+def most_work(p: Network, r: int, head: Floats, ways: RankWays, time: float) -> float:
+    """The most work (ms) that rank r can have done by `time`."""
+    way, weight, way_first, weight_first = ways.way, ways.weight, ways.way_first, ways.weight_first
+    run, freed, heights = ways.run, ways.freed, ways.heights
     longest, least = 0.0, 0.0
     for q in range(p.rank_first[r], p.rank_first[r + 1]):
         run[q] = run_by(p, head, q, time)
-        freed[q] = run_by(p, head, q, time - shift[q])
+        freed[q] = run_by(p, head, q, time - ways.shift[q])
         longest += p.duration[q]
         if p.memory[q] > 0.0 and (least == 0.0 or p.memory[q] < least):
             least = p.memory[q]
@@ -142,27 +146,10 @@ def most_work(
     return found
 
 
-def idle_till(
-    p: Network,
-    r: int,
-    head: Floats,
-    way: Ints,
-    weight: Ints,
-    way_first: Ints,
-    weight_first: bool,
-    moments: Floats,
-    shift: Floats,
-    run: Floats,
-    freed: Floats,
-    heights: Floats,
-    idle: Floats,
-) -> None:
+def idle_till(p: Network, r: int, head: Floats, ways: RankWays, moments: Floats, idle: Floats) -> None:
     """How long rank r has stood idle by each of the moments (ms), at least; `idle` is what is filled in."""
     for k in range(len(moments)):
-        done = most_work(
-            p, r, head, way, weight, way_first, weight_first, moments[k], shift, run, freed, heights
-        )  # fmt: skip
-        idle[k] = max(0.0, moments[k] - done)
+        idle[k] = max(0.0, moments[k] - most_work(p, r, head, ways, moments[k]))
 
 
 def with_both_ends(

@@ -15,14 +15,36 @@ their own. Simulated annealing then changes a few numbers of the block at a time
 from __future__ import annotations
 
 import math
+from typing import NamedTuple
 
 import numpy as np
 
-from penstock.engine.arrays import FloatRows, Floats, Ints, Stop
+from penstock.engine.arrays import FloatRows, Floats, Ints
 from penstock.engine.list_by_values import ListSpace, list_ops
 from penstock.engine.network import Network
-from penstock.planning.metropolis import is_kept
+from penstock.planning.metropolis import Cooling, is_kept
 from penstock.planning.metropolis import seed as seed
+
+
+class BlockArrays(NamedTuple):
+    """A building block, and what changes of it go by.
+
+    Attributes:
+        hops: per queue, ms of the steps before it: forward to higher and to lower ranks, backward to lower and to
+            higher ones, on the same rank, and of waiting between I and W (1 for W).
+        chain: per queue, its place on its microbatch's way down the stages and back.
+        period: ms between microbatches that the work allows at best. scale: ms of an op, for waits.
+        block: the makespan, the period, whether memory is taken in turn, the wait of each rank, and offsets.
+        trial: room for one like it. step: room for one factor per column of `hops`.
+    """
+
+    hops: FloatRows
+    chain: Ints
+    period: float
+    scale: float
+    block: Floats
+    trial: Floats
+    step: Floats
 
 
 def squeezed(p: Network, block: Floats, space: ListSpace) -> float:
@@ -36,44 +58,26 @@ def squeezed(p: Network, block: Floats, space: ListSpace) -> float:
     return list_ops(p, space, False, block[2] > 0)
 
 
-def drawn(
-    p: Network,
-    hops: FloatRows,
-    step: Floats,
-    period: float,
-    scale: float,
-    num_draws: int,
-    target: float,
-    best: float,
-    best_row: Ints,
-    block: Floats,
-    trial: Floats,
-    space: ListSpace,
-    stop: Stop,
-) -> float:
+def drawn(p: Network, b: BlockArrays, best: float, best_row: Ints, space: ListSpace, cooling: Cooling) -> float:
     """Draws blocks whose steps are alike: stretched by one factor each way, forward and backward.
 
     Args:
-        hops: per queue, ms of the steps before it: forward to higher and to lower ranks, backward to lower and to
-            higher ones, on the same rank, and of waiting between I and W (1 for W).
-        step: room for one factor per column.
-        period: ms between microbatches that the work allows at best. scale: ms of an op, for waits.
+        b: its block is in and out, of the best drawn here.
         best, best_row: the shortest makespan so far, and its row, which is rewritten when a shorter one is found.
-        block: in and out, of the best drawn here: the makespan, the period, whether memory is taken in
-            turn, the wait of each rank, and offsets.
-        trial: room for one like it. space: `ListSpace`.
-        stop: its one number is set by another thread when this one is to come to its end.
+        space: `ListSpace`.
+        cooling: its temperatures do not count.
     """
     num_ranks, num_queues = len(p.cap), len(p.rank)
-    for _ in range(num_draws):
-        if stop[0] != 0:
+    hops, step, scale, block, trial = b.hops, b.step, b.scale, b.block, b.trial
+    for _ in range(cooling.num_moves):
+        if cooling.stop[0] != 0:
             return best
         alike = np.random.random() < 0.5  # the ways back as the ways there
         for k in range(4):
             step[k] = step[k - 2] if alike and k >= 2 else 1.0 + 0.5 * max(0, np.random.randint(-2, 6))
         step[4] = 1.0 if np.random.random() < 0.5 else np.random.uniform(1.0, 4.0)
         step[-1] = scale * (0.0 if np.random.random() < 0.4 else 2.0 ** np.random.uniform(-1.0, 5.0))
-        trial[1] = period * np.random.uniform(0.6, 1.3)
+        trial[1] = b.period * np.random.uniform(0.6, 1.3)
         base = 0.0 if np.random.random() < 0.3 else scale * np.random.uniform(0.0, 1.5)
         trial[2] = 1.0 if np.random.random() < 0.7 else 0.0
         for r in range(num_ranks):
@@ -92,38 +96,18 @@ def drawn(
         if made < best * (1 - 1e-12):
             best = made
             best_row[:] = space.row
-            if best <= target:
+            if best <= cooling.target:
                 return best
     return best
 
 
-def improved(
-    p: Network,
-    hops: FloatRows,
-    chain: Ints,
-    scale: float,
-    num_moves: int,
-    hot: float,
-    cold: float,
-    target: float,
-    best: float,
-    best_row: Ints,
-    block: Floats,
-    trial: Floats,
-    space: ListSpace,
-    stop: Stop,
-) -> float:
-    """Anneals the block that is given, from temperature `hot` to `cold` (ms); returns the best makespan.
-
-    Args:
-        chain: per queue, its place on its microbatch's way down the stages and back.
-
-    The others are those of `drawn`.
-    """
+def improved(p: Network, b: BlockArrays, best: float, best_row: Ints, space: ListSpace, cooling: Cooling) -> float:
+    """Anneals the block that is given; returns the best makespan. The arguments are those of `drawn`."""
     num_ranks, num_queues = len(p.cap), len(p.rank)
     first = 3 + num_ranks
-    for move in range(num_moves):
-        if stop[0] != 0:
+    hops, chain, scale, block, trial = b.hops, b.chain, b.scale, b.block, b.trial
+    for move in range(cooling.num_moves):
+        if cooling.stop[0] != 0:
             return best
         trial[:] = block
         size = scale * 10.0 ** np.random.uniform(-1.0, 0.7)
@@ -155,12 +139,11 @@ def improved(
         if made < 0:
             continue
         trial[0] = made
-        worse = made - block[0]
-        if is_kept(worse, hot, cold, move / num_moves):
+        if is_kept(made - block[0], cooling, move):
             block[:] = trial
         if made < best * (1 - 1e-12):
             best = made
             best_row[:] = space.row
-            if best <= target:
+            if best <= cooling.target:
                 return best
     return best

@@ -16,9 +16,11 @@ from penstock.engine.compiled import compiled
 from penstock.engine.list_by_values import ListSpace
 from penstock.engine.network import Array
 from penstock.planning import anneal, forward_backward
+from penstock.planning.anneal import WalkArrays
 from penstock.planning.annealing import Annealer
 from penstock.planning.bounds import op_arrays
 from penstock.planning.in_step import in_step
+from penstock.planning.metropolis import Cooling
 from penstock.planning.op_arrays import OpArrays
 from penstock.planning.problem import BACKWARD_CLASS, Problem, fits
 from penstock.planning.progress import Incumbent
@@ -166,15 +168,19 @@ class Trials(Annealer[Search]):
         self._classes, self._scale = class_rows(problem), mean_duration(problem)
         self._best, self._best_row = float("inf"), np.empty(queues.num_ops, np.int64)
 
+    @property
+    def unit(self) -> float:
+        return self._best
+
     def begin(self, search: Search, until: float) -> None:
         self._best, self._best_row[:] = time_of(self._problem, search.row), search.row
 
-    def move(self, num_moves: int, done: float, hot: float, cold: float, target: float, stop: Array) -> int | None:
+    def move(self, cooling: Cooling, done: float) -> int | None:
         self._best = self._module.trials(
-            self._problem.queues, self._back, self._classes, self._scale, num_moves, 10, target, self._best,
-            self._best_row, self._space, stop,
+            self._problem.queues, self._back, self._classes, self._scale, self._best, self._best_row, self._space,
+            cooling,
         )  # fmt: skip
-        return num_moves if stop[0] == 0 else None
+        return cooling.num_moves if cooling.stop[0] == 0 else None
 
     def bring(self, search: Search) -> None:
         search.take(self._best, self._best_row, "justified")
@@ -191,52 +197,49 @@ class PerturbationSearch(Trials):
         self._kept = np.empty(self._problem.queues.num_ops)
         self._now = time_of(self._problem, search.row, self._kept)
 
-    def move(self, num_moves: int, done: float, hot: float, cold: float, target: float, stop: Array) -> int:
+    def move(self, cooling: Cooling, done: float) -> int:
         self._now, self._best, moved = self._module.shaken(
-            self._problem.queues, self._back, self._scale, num_moves, hot * self._best, cold * self._best, target,
-            self._now, self._kept, self._best, self._best_row, self._space, stop,
+            self._problem.queues, self._back, self._scale, self._now, self._kept, self._best, self._best_row,
+            self._space, cooling,
         )  # fmt: skip
         return int(moved)
 
 
 class Walk(Annealer[Search]):
-    """Step 3: local search. One thread's walk from the best order so far: its order, and the compiled functions'
-    arrays. Temperatures are shares of the mean duration of an op. It is stuck where no pair on the critical path can
-    change places."""
+    """Step 3: local search, one thread's walk from the best order so far.
+
+    Temperatures are shares of the mean duration of an op. It is stuck where no pair on the critical path can change
+    places.
+    """
 
     MODULE, MOVES, HOT, COLD, BEGINNING = anneal, (50_000.0, 2e7), 0.6, 0.12, 5e-6
 
     def __init__(self, problem: Problem, seed: int) -> None:
         super().__init__(problem, seed)
-        queues = problem.queues
-        n = queues.num_ops
-        self.problem = problem
-        self._queue = np.empty(n, np.int64)
-        self._needs, self._after = np.empty((n, 2), np.int64), np.empty((n, 2), np.int64)
-        self._module.lay_out(queues, self._queue, self._needs, self._after)
-        self._ints, self._floats = np.empty((7, n), np.int64), np.empty((3, n))
-        self._flags, self._last = np.zeros((2, n), np.bool_), np.empty(queues.num_ranks, np.int64)
-        self.best_row = np.empty(n, np.int64)
+        self.problem, self._arrays = problem, WalkArrays.of(problem.queues)
+        self._module.lay_out(problem.queues, self._arrays)
+        self.best_row = np.empty(problem.queues.num_ops, np.int64)
         self.now = self.best = float("inf")
-        self.scale = mean_duration(problem)
+
+    @property
+    def unit(self) -> float:
+        return mean_duration(self.problem)
 
     def begin(self, search: Search, until: float) -> None:
-        queues, row = self.problem.queues, search.row
-        self.now = self.best = time_of(self.problem, row, self._floats[0])
+        queues, row, arrays = self.problem.queues, search.row, self._arrays
+        self.now = self.best = time_of(self.problem, row, arrays.start)
         self.best_row[:] = row
         head = np.empty(len(queues.rank), np.int64)
-        self._module.load(queues, row, head, self._ints[0], self._ints[1], self._floats[1], self._last)
+        self._module.load(queues, row, head, arrays)
         rank_order = np.empty(queues.num_ops, np.int64)
-        self._module.line_up(queues, row, head, self._needs, rank_order)
-        self._ints[2] = np.lexsort((rank_order, self._floats[0]))
-        self._ints[3, self._ints[2]] = np.arange(queues.num_ops)
+        self._module.line_up(queues, row, head, arrays.needs, rank_order)
+        arrays.order[:] = np.lexsort((rank_order, arrays.start))
+        arrays.place[arrays.order] = np.arange(queues.num_ops)
 
-    def move(self, num_moves: int, done: float, hot: float, cold: float, target: float, stop: Array) -> int:
+    def move(self, cooling: Cooling, done: float) -> int:
         self.now, self.best, moved = self._module.anneal(
-            self.problem.queues, self._queue, self._needs, self._after, self._ints, self._floats, self._flags,
-            self._last, num_moves, hot * self.scale, cold * self.scale, target, self.now, self.best, self.best_row,
-            stop,
-        )  # fmt: skip
+            self.problem.queues, self._arrays, self.now, self.best, self.best_row, cooling
+        )
         return int(moved)
 
     def bring(self, search: Search) -> None:

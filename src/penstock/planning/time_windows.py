@@ -14,35 +14,57 @@ left for some op, no order is over by that time.
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 from penstock.engine.arrays import Flags, Floats, IntRows, Ints, Stop
 from penstock.engine.network import Network
 
 NEVER = 1e300
 
 
-def narrowed(
-    p: Network,
-    r: int,
-    counts: IntRows,
-    following: IntRows,
-    slack: float,
-    head: Floats,
-    deadline: Floats,
-    early: Floats,
-    late: Floats,
-    first_start: Floats,
-    last_end: Floats,
-) -> bool:
+class RankStates(NamedTuple):
+    """The states that each rank can pass through.
+
+    Attributes:
+        table_first, table_last: rank r has the states `table_first[r]` to `table_last[r] - 1`; ranks may share some.
+        counts: of each state, how many ops of each queue of the rank have run; a rank's first state is that of none,
+            its last that of all.
+        following: of each state and queue, the state behind that queue's next op, -1 where it may not run.
+    """
+
+    table_first: Ints
+    table_last: Ints
+    counts: IntRows
+    following: IntRows
+
+
+class Windows(NamedTuple):
+    """When ops may run, and working space.
+
+    Attributes:
+        head, deadline: per op, ms before which it can't start, and at which it must have ended.
+        early, late: room for a number per state of a rank; first_start, last_end: per op. dirty: per rank, a flag.
+    """
+
+    head: Floats
+    deadline: Floats
+    early: Floats
+    late: Floats
+    first_start: Floats
+    last_end: Floats
+    dirty: Flags
+
+
+def narrowed(p: Network, r: int, counts: IntRows, following: IntRows, slack: float, w: Windows) -> bool:
     """Narrows the windows of rank r's ops as far as the rank itself says; False where one of them has none left.
 
     Args:
-        counts: of each state, how many ops of each queue of the rank have run; the first state is that of none, the
-            last that of all.
-        following: of each state and queue, the state behind that queue's next op, -1 where it may not run.
+        counts, following: of the states of the rank, see `RankStates`.
         slack: ms that an op may be late by rounding.
-        head, deadline: per op, ms before which it can't start, and at which it must have ended. In and out.
-        early, late: room for a number per state; first_start, last_end: for a number per op.
+        w: head and deadline are in and out.
     """
+    head, deadline, early, late = w.head, w.deadline, w.early, w.late
+    first_start, last_end = w.first_start, w.last_end
     first, last = p.rank_first[r], p.rank_first[r + 1]
     num_states = len(counts)
     for s in range(num_states):
@@ -87,33 +109,18 @@ def narrowed(
 
 
 def refuted(
-    p: Network,
-    table_first: Ints,
-    table_last: Ints,
-    counts: IntRows,
-    following: IntRows,
-    num_sweeps: int,
-    tolerance: float,
-    slack: float,
-    head: Floats,
-    deadline: Floats,
-    early: Floats,
-    late: Floats,
-    first_start: Floats,
-    last_end: Floats,
-    dirty: Flags,
-    stop: Stop,
+    p: Network, states: RankStates, num_sweeps: int, tolerance: float, slack: float, w: Windows, stop: Stop
 ) -> bool:
-    """Whether no order keeps to the windows `head` and `deadline`, which are narrowed on the way.
+    """Whether no order keeps to the windows, which are narrowed on the way.
 
     Args:
-        table_first, table_last: rank r has the states `table_first[r]` to `table_last[r] - 1`; ranks may share some.
         num_sweeps: how often to go through the ranks, at most.
         tolerance: a change by less (ms) is not passed on alone.
-        dirty: room for a flag per rank. stop: its one number is set where this is to come to its end.
-        The other arguments are those of `narrowed`.
+        slack: ms that an op may be late by rounding.
+        stop: its one number is set where this is to come to its end.
     """
-    num_ranks = len(table_first)
+    head, deadline, dirty = w.head, w.deadline, w.dirty
+    num_ranks = len(states.table_first)
     for r in range(num_ranks):
         dirty[r] = True
     for sweep in range(num_sweeps):
@@ -125,10 +132,8 @@ def refuted(
             if stop[0] != 0:
                 return False
             dirty[r] = False
-            a, b = table_first[r], table_last[r]
-            if not narrowed(
-                p, r, counts[a:b], following[a:b], slack, head, deadline, early, late, first_start, last_end
-            ):
+            a, b = states.table_first[r], states.table_last[r]
+            if not narrowed(p, r, states.counts[a:b], states.following[a:b], slack, w):
                 return True
             for q in range(p.rank_first[r], p.rank_first[r + 1]):
                 after, before = p.message_to[q], p.message_from[q]

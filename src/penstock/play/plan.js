@@ -129,7 +129,7 @@ const planner = (() => {
       found,
       step() {
         if (found.done) return;
-        best = forward_backward.trials(p, back, rows, scale, 1, 10, lower * (1 + 1e-4), best, row, space, stop);
+        best = forward_backward.trials(p, back, rows, scale, best, row, space, { num_moves: 1, target: lower * (1 + 1e-4), stop });
         found.trials += 1;
         note();
       },

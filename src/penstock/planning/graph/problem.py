@@ -8,7 +8,6 @@ from functools import cached_property
 from heapq import heappop, heappush
 from itertools import chain
 from math import inf
-from typing import Any
 
 import numpy as np
 
@@ -19,6 +18,7 @@ from penstock.engine.needs import last_needed
 from penstock.engine.network import Array, Irregularities, Network
 from penstock.engine.timing import Timer
 from penstock.planning.graph import sequence as sequences
+from penstock.planning.graph.sequence import Holdings, Placed
 from penstock.planning.options import Limits
 from penstock.schedule import Placement, Schedule, ScheduleError, StageGraph
 
@@ -49,6 +49,11 @@ class GraphProblem:
     def num_ops(self) -> int:
         return self.graph.num_ops
 
+    @property
+    def holdings(self) -> Holdings:
+        """What ops hold, and the caps."""
+        return Holdings(self.takes, self.gives, self.cap)
+
     @cached_property
     def scale(self) -> float:
         """ms of an op in the mean."""
@@ -78,15 +83,11 @@ class GraphProblem:
 
     def placed(self, sequence: Array) -> tuple[float, Array]:
         """The makespan of a sequence of queue ids, -1 where it is none; and the start of each op."""
-        n, num_rows = self.num_ops, len(self.cap)
-        start, ints = np.empty(n), np.empty((4, n), np.int64)
-        module: Any = compiled(sequences)
-        made = module.placed(
-            self.network, self.more, self.takes, self.gives, self.cap, np.asarray(sequence, np.int64), start, *ints,
-            np.empty(self.graph.num_queues, np.int64), np.empty(num_rows + 1, np.int64), np.empty(num_rows),
-            np.empty(num_rows),
-        )  # fmt: skip
-        return float(made), start
+        space = Placed.of(self.network, len(self.cap))
+        made = compiled(sequences).placed(
+            self.network, self.more, self.holdings, np.asarray(sequence, np.int64), space
+        )
+        return float(made), space.start
 
     def sorted_by_start(self, sequence: Array, start: Array) -> Array:
         """The same rows as a sequence in which ops start one after the other."""

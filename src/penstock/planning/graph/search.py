@@ -18,6 +18,8 @@ from penstock.planning.annealing import Annealer, annealed
 from penstock.planning.graph import sequence as sequences
 from penstock.planning.graph.bounds import lower_bound, op_arrays
 from penstock.planning.graph.problem import GraphProblem
+from penstock.planning.graph.sequence import Placed
+from penstock.planning.metropolis import Cooling
 from penstock.planning.op_arrays import OpArrays
 from penstock.planning.options import Limits
 from penstock.planning.progress import Incumbent, Progress
@@ -219,24 +221,24 @@ class SequenceWalk(Annealer[GraphSearch]):
 
     def __init__(self, problem: GraphProblem, seed: int) -> None:
         super().__init__(problem, seed)
-        n = problem.num_ops
         self._problem = problem
-        self._ints, self._start = np.empty((8, n), np.int64), np.empty(n)
-        self._queues = np.empty((3, problem.graph.num_queues), np.int64)
-        self._last, self._rows = np.empty(len(problem.cap) + 1, np.int64), np.empty((2, len(problem.cap)))
-        self._now, self.best_sequence = np.empty((2, n), np.int64)
+        self._space, self._trial_space = (Placed.of(problem.network, len(problem.cap)) for _ in range(2))
+        self._now, self._trial, self.best_sequence = np.empty((3, problem.num_ops), np.int64)
         self.best = float("inf")
+
+    @property
+    def unit(self) -> float:
+        return self._problem.scale
 
     def begin(self, search: GraphSearch, until: float) -> None:
         self._now[:] = self.best_sequence[:] = search.sequence
         self.best = search.value
 
-    def move(self, num_moves: int, done: float, hot: float, cold: float, target: float, stop: Array) -> int:
+    def move(self, cooling: Cooling, done: float) -> int:
         problem = self._problem
         self.best, moved = self._module.walk(
-            problem.network, problem.more, problem.takes, problem.gives, problem.cap, self._now, self._ints,
-            self._start, self._queues, self._last, self._rows, num_moves, hot * problem.scale, cold * problem.scale,
-            target, self.best, self.best_sequence, stop,
+            problem.network, problem.more, problem.holdings, self._now, self._trial, self._space, self._trial_space,
+            self.best, self.best_sequence, cooling,
         )  # fmt: skip
         return int(moved)
 

@@ -17,54 +17,81 @@ begins at. It needs no stack of rows, since a sequence already says in which ord
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import numpy as np
 
-from penstock.engine.arrays import FloatRows, Floats, IntRows, Ints, Stop
+from penstock.engine.arrays import FloatRows, Floats, IntRows, Ints
 from penstock.engine.needs import last_needed
 from penstock.engine.network import Irregularities, Network
 from penstock.engine.tolerance import EPSILON
-from penstock.planning.metropolis import is_kept
+from penstock.planning.metropolis import Cooling, is_kept
 from penstock.planning.metropolis import seed as seed
 
 _FURTHER = 0.3
 """How often an op moves past one more op of its row."""
 _ANYWHERE = 0.1
 """How often the op is any, not one that the makespan depends on."""
+_HUGE = 1_000_000_000_000_000_000
+"""More than any number of ops."""
 
 
-def placed(
-    p: Network,
-    more: Irregularities,
-    takes: Floats,
-    gives: Floats,
-    cap: Floats,
-    sequence: Ints,
-    start: Floats,
-    cause: Ints,
-    ahead: Ints,
-    number: Ints,
-    position: Ints,
-    head: Ints,
-    last: Ints,
-    free: Floats,
-    held: Floats,
-) -> float:
+class Holdings(NamedTuple):
+    """What ops hold.
+
+    Attributes:
+        takes, gives: per queue, what an op adds to what each of its rows holds, at its start, and takes away, at its
+            end.
+        cap: of each row.
+    """
+
+    takes: Floats
+    gives: Floats
+    cap: Floats
+
+
+class Placed(NamedTuple):
+    """Where the ops of a sequence are placed, and working space.
+
+    Attributes:
+        start: per op, ms. position: per op, its place in the sequence.
+        cause: per place of the sequence, the place of what it waited for last; -1 where it began at 0.
+        ahead: per place, that of the op before it on one of its rows, -1 where it is the first.
+        number: per place, which op of its queue it is.
+        last: of each row, the place of its last op; behind the rows one more: the place of what ends last.
+        queues: three rows of one number per queue. rows: two rows of one number per row.
+    """
+
+    start: Floats
+    position: Ints
+    cause: Ints
+    ahead: Ints
+    number: Ints
+    last: Ints
+    queues: IntRows
+    rows: FloatRows
+
+    @classmethod
+    def of(cls, network: Network, num_rows: int) -> Placed:
+        position, cause, ahead, number = np.empty((4, network.num_ops), np.int64)
+        last, queues = np.empty(num_rows + 1, np.int64), np.empty((3, len(network.rank)), np.int64)
+        queues[1], queues[2] = -1, _HUGE
+        rows = np.empty((2, num_rows))
+        return cls(np.empty(network.num_ops), position, cause, ahead, number, last, queues, rows)
+
+
+def placed(p: Network, more: Irregularities, held_by: Holdings, sequence: Ints, s: Placed) -> float:
     """Starts all ops of a sequence; returns the makespan (ms), or -1 where an op comes before what it needs, or takes
     a row above its cap.
 
     Args:
         p, more: `Network` and `Irregularities`; all needs are said in the latter.
-        takes, gives: per queue, what an op adds to what each of its rows holds, at its start, and takes away, at its
-            end.
-        cap: per row.
         sequence: queue ids.
-        start: out, per op, ms.
-        cause: out, per place of the sequence, the place of what it waited for last; -1 where it began at 0.
-        ahead: out, per place, that of the op before it on one of its rows, -1 where it is the first.
-        number: out, per place, which op of its queue it is. position: out, per op, its place.
-        head, last, free, held: working space of one entry per queue, and of one entry per row; behind its rows `last`
-            has one more, out: the place of what ends last.
+        s: out.
     """
+    takes, gives, cap = held_by.takes, held_by.gives, held_by.cap
+    start, cause, ahead, number = s.start, s.cause, s.ahead, s.number
+    position, last, head, free, held = s.position, s.last, s.queues[0], s.rows[0], s.rows[1]
     num_rows = len(cap)
     head[:] = 0
     last[:] = -1
@@ -150,7 +177,6 @@ def moved_back(more: Irregularities, sequence: Ints, number: Ints, y: int, x: in
     Args:
         least: working space, larger than any number for every queue, and so it is left. trial: out, the sequence.
     """
-    huge = 1 << 60
     marked, possible = 0, True
     for k in range(y, x + 1):
         q, j = sequence[k], number[k]
@@ -175,57 +201,39 @@ def moved_back(more: Irregularities, sequence: Ints, number: Ints, y: int, x: in
                 trial[front] = sequence[k]
                 front += 1
     for k in range(y, x + 1):
-        least[sequence[k]] = huge
+        least[sequence[k]] = _HUGE
     return possible
 
 
 def walk(
     p: Network,
     more: Irregularities,
-    takes: Floats,
-    gives: Floats,
-    cap: Floats,
+    held_by: Holdings,
     sequence: Ints,
-    ints: IntRows,
-    start: Floats,
-    queues: IntRows,
-    last: Ints,
-    rows: FloatRows,
-    num_moves: int,
-    hot: float,
-    cold: float,
-    target: float,
+    trial: Ints,
+    now: Placed,
+    then: Placed,
     best: float,
     best_sequence: Ints,
-    stop: Stop,
+    cooling: Cooling,
 ) -> tuple[float, int]:
     """Anneals the sequence that is given; returns the best makespan and how many moves were made.
 
     It makes none where what ends last waits for needs alone, all the way back: then nothing is shorter.
 
     Args:
-        sequence: in and out.
-        ints: working space of eight rows of one entry an op.
-        queues: working space of three rows of one entry per queue.
-        rows: working space of two rows of one entry a row.
-        hot, cold: temperatures (ms). target: the makespan at which it may stop.
+        sequence: in and out. trial: room for one more.
+        now, then: working space; their `start`, `position`, `queues` and `rows` may be the same.
         best, best_sequence: the shortest so far, rewritten when a shorter one is found.
     """
-    cause, ahead, number, trial = ints[0], ints[1], ints[2], ints[3]
-    cause_then, ahead_then, number_then, position = ints[4], ints[5], ints[6], ints[7]
-    head, upto, least = queues[0], queues[1], queues[2]
-    free, held = rows[0], rows[1]
-    upto[:] = -1
-    least[:] = 1 << 60
-    now = placed(
-        p, more, takes, gives, cap, sequence, start, cause, ahead, number, position, head, last, free, held
-    )  # fmt: skip
-    num_ops, num_rows = len(sequence), len(cap)
-    ends_last = last[num_rows]
+    cause, ahead, number, upto, least = now.cause, now.ahead, now.number, now.queues[1], now.queues[2]
+    value = placed(p, more, held_by, sequence, now)
+    num_ops, num_rows = len(sequence), len(held_by.cap)
+    ends_last = now.last[num_rows]
     for k in range(num_ops):
         trial[k] = sequence[k]
-    for move in range(num_moves):
-        if stop[0] != 0 or best <= target:
+    for move in range(cooling.num_moves):
+        if cooling.stop[0] != 0 or best <= cooling.target:
             return best, move
         x, count = -1, 0
         k = ends_last
@@ -250,21 +258,18 @@ def walk(
             changed = moved_back(more, sequence, number, y, x, least, trial)
         if not changed:
             continue
-        made = placed(
-            p, more, takes, gives, cap, trial, start, cause_then, ahead_then, number_then, position, head, last, free,
-            held,
-        )  # fmt: skip
-        if made >= 0 and is_kept(made - now, hot, cold, move / num_moves):
-            now, ends_last = made, last[num_rows]
+        made = placed(p, more, held_by, trial, then)
+        if made >= 0 and is_kept(made - value, cooling, move):
+            value, ends_last = made, then.last[num_rows]
             for k in range(y, x + 1):
                 sequence[k] = trial[k]
             for k in range(num_ops):
-                cause[k], ahead[k], number[k] = cause_then[k], ahead_then[k], number_then[k]
-            if now < best * (1 - 1e-12):
-                best = now
+                cause[k], ahead[k], number[k] = then.cause[k], then.ahead[k], then.number[k]
+            if value < best * (1 - 1e-12):
+                best = value
                 for k in range(num_ops):
                     best_sequence[k] = sequence[k]
         else:
             for k in range(y, x + 1):
                 trial[k] = sequence[k]
-    return best, num_moves
+    return best, cooling.num_moves

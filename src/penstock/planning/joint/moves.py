@@ -11,11 +11,13 @@ changes one rank's row; what it makes of the makespan is found by timing all ops
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import numpy as np
 
-from penstock.engine.arrays import Floats, IntRows, Ints, Stop
+from penstock.engine.arrays import Floats, IntRows, Ints
 from penstock.planning.joint.rows import I, L, O, Ops, Orders, R, W, copy, fits, put_in, set_form, take_out, timed
-from penstock.planning.metropolis import is_kept
+from penstock.planning.metropolis import Cooling, is_kept
 from penstock.planning.metropolis import seed as seed
 
 CLOSE = 1e-7
@@ -226,57 +228,51 @@ def change(p: Ops, o: Orders, found: Ints, count: int) -> int:
     return -1 - r
 
 
+class WalkSpace(NamedTuple):
+    """When each op of the orders starts (ms), and working space: the same of a trial, the ops of a critical path, and
+    what `timed` takes."""
+
+    start: Floats
+    trial: Floats
+    found: Ints
+    ints: IntRows
+    free: Floats
+
+
 def anneal(
-    p: Ops,
-    o: Orders,
-    undo: Orders,
-    best_orders: Orders,
-    start: Floats,
-    trial: Floats,
-    found: Ints,
-    ints: IntRows,
-    free: Floats,
-    num_moves: int,
-    hot: float,
-    cold: float,
-    target: float,
-    now: float,
-    best: float,
-    stop: Stop,
+    p: Ops, o: Orders, undo: Orders, best_orders: Orders, space: WalkSpace, now: float, best: float, cooling: Cooling
 ) -> tuple[float, float, int]:
-    """Makes `num_moves` moves while the temperature falls from `hot` to `cold` ms; returns the makespan it ends with,
-    the best one, whose orders are in `best_orders`, and the moves made: fewer at `target`, or when `stop` is set.
+    """Moves while the temperature falls; returns the makespan it ends with, the best one, whose orders are in
+    `best_orders`, and the moves made: fewer at the target, or where it is stopped.
 
     Args:
         o: the orders to begin with, and to end with. undo: a copy of them.
-        start: of each op of `o`. trial, found, ints, free: working space.
         now: the makespan of `o`. best: that of `best_orders`.
     """
     count = -1
-    for move in range(num_moves):
-        if stop[0] != 0:
+    for move in range(cooling.num_moves):
+        if cooling.stop[0] != 0:
             return now, best, move
         if count < 0:
-            count = critical(p, o, start, found)
-        r = change(p, o, found, count)
+            count = critical(p, o, space.start, space.found)
+        r = change(p, o, space.found, count)
         allowed = r >= 0
         if not allowed:
             r = -1 - r
-        made = timed(p, o, trial, ints, free) if allowed else -1.0
-        worse = made - now
-        if made >= 0 and is_kept(worse, hot, cold, move / num_moves):
+        made = timed(p, o, space.trial, space.ints, space.free) if allowed else -1.0
+        if made >= 0 and is_kept(made - now, cooling, move):
             now = made
             count = -1
-            start[:] = trial
+            space.start[:] = space.trial
             copy_rank(p, o, undo, r)
             if now < best * (1 - 1e-12):
                 best = now
                 copy(o, best_orders)
-                if best <= target:
+                if best <= cooling.target:
                     return now, best, move + 1
         else:
             copy_rank(p, undo, o, r)
-    return now, best, num_moves
+    return now, best, cooling.num_moves
 
 
 def copy_rank(p: Ops, source: Orders, target: Orders, r: int) -> None:

@@ -28,9 +28,11 @@ from penstock.planning.joint import exact, moves
 from penstock.planning.joint.away import sent_away
 from penstock.planning.joint.away_in_time import sent_away_in_time
 from penstock.planning.joint.bounds import lower_bound, relaxed
+from penstock.planning.joint.moves import WalkSpace
 from penstock.planning.joint.problem import JointProblem
 from penstock.planning.joint.rows import F, I, L, O, Orders, R, W
 from penstock.planning.library_starts import MOST_OPS, built
+from penstock.planning.metropolis import Cooling
 from penstock.planning.options import OpForms
 from penstock.planning.problem import Problem, pose
 from penstock.planning.progress import Incumbent, Progress
@@ -316,23 +318,25 @@ class JointWalk(Annealer[JointSearch]):
         n = problem.num_ops
         self.problem = problem
         self._orders, self._undo, self.best_orders = (problem.orders() for _ in range(3))
-        self._start, self._trial = np.empty(n), np.empty(n)
-        self._found = np.empty(n, np.int64)
-        self._ints, self._free = np.empty((3, problem.num_ranks), np.int64), np.empty(2 * problem.num_ranks)
-        self._scale = float(problem.ops.times[:, : W + 1].mean()) or 1.0
+        self._space = WalkSpace(
+            np.empty(n), np.empty(n), np.empty(n, np.int64), np.empty((3, problem.num_ranks), np.int64),
+            np.empty(2 * problem.num_ranks),
+        )  # fmt: skip
         self.now = self.best = math.inf
+
+    @property
+    def unit(self) -> float:
+        return float(self.problem.ops.times[:, : W + 1].mean()) or 1.0
 
     def begin(self, search: JointSearch, until: float) -> None:
         for mine in (self._orders, self._undo, self.best_orders):
             self._module.copy(search.orders, mine)
-        self.now = self.best = self.problem.timed(self._orders, self._start)
+        self.now = self.best = self.problem.timed(self._orders, self._space.start)
 
-    def move(self, num_moves: int, done: float, hot: float, cold: float, target: float, stop: Array) -> int:
+    def move(self, cooling: Cooling, done: float) -> int:
         self.now, self.best, moved = self._module.anneal(
-            self.problem.ops, self._orders, self._undo, self.best_orders, self._start, self._trial, self._found,
-            self._ints, self._free, num_moves, hot * self._scale, cold * self._scale, target, self.now, self.best,
-            stop,
-        )  # fmt: skip
+            self.problem.ops, self._orders, self._undo, self.best_orders, self._space, self.now, self.best, cooling
+        )
         return int(moved)
 
     def bring(self, search: JointSearch) -> None:
