@@ -16,7 +16,6 @@ from penstock.planning.bounds import (
     busy_bound,
     jackson_bound,
     ramp_bound,
-    round_trip_bound,
     span_bound,
     work_bound,
 )
@@ -341,7 +340,7 @@ def _plain_bounds(case: Case, counts: tuple[int, ...], limits: Limits) -> dict[s
         span = span_of(problem)
         refuted = destructive_bound(span.bounded, 0.0, 4.0 * work_bound(span.bounded)) - span.shift
         return {"span": span_bound(problem), "destructive": refuted}
-    made = (busy_bound, round_trip_bound, jackson_bound, work_bound, ramp_bound)
+    made = (busy_bound, jackson_bound, work_bound, ramp_bound)
     found = {bound.__name__.removesuffix("_bound"): bound(problem) for bound in made}
     return found | {
         "ramp above work": ramp_bound(problem, found["work"]),

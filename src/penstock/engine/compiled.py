@@ -32,7 +32,7 @@ KERNELS = {
     "penstock.planning.anneal": ("lay_out", "load", "line_up", "anneal", "seed"),
     "penstock.planning.forward_backward": ("trials", "shaken", "seed"),
     "penstock.planning.graph.sequence": ("placed", "walk", "seed"),
-    "penstock.planning.joint.moves": ("anneal", "copy", "seed"),
+    "penstock.planning.joint.moves": ("anneal", "seed"),
     "penstock.planning.joint.rows": ("set_forms", "fits", "timed"),
     "penstock.planning.longest_paths": ("heads", "jackson", "jackson_all"),
     "penstock.planning.ramps": ("idle_till", "with_both_ends"),

@@ -1,8 +1,6 @@
 """Lower bounds: no schedule of the problem, however clever, ends sooner. From the weakest to the strongest:
 
     busy        the way to a rank, all its work, the way from it to the end
-    round trip  the way of the first microbatch down the chain and back, all its work, less the forwards that fit
-                before it under the cap
     Jackson     for each rank, all its ops between the earliest moments they can start (heads) and the least that
                 must follow them (tails), cut into pieces at will (Jackson's preemptive schedule). Both are longest
                 paths, with the order within queues and with memory: a forward waits for an older microbatch to be
@@ -195,30 +193,6 @@ def _way(queues: Network, order: Sequence[int]) -> list[float]:
         if local >= 0:
             way[q] = max(way[q], way[local] + float(queues.duration[local]))
     return way
-
-
-def round_trip_bound(problem: Problem) -> float:
-    """For each rank with one stage: till the first backward can start it runs at most the forwards that fit.
-
-    The first round trip, plus all its work, less those forwards.
-    """
-    queues = problem.queues
-    to = ways(queues)
-    bound = 0.0
-    for r in range(queues.num_ranks):
-        mine = list(range(queues.rank_first[r], queues.rank_first[r + 1]))
-        kinds = [problem.kind[q] for q in mine]
-        if kinds.count("F") != 1 or queues.size[mine[0]] == 0:
-            continue
-        forward = mine[kinds.index("F")]
-        back = int(queues.local_to[forward])
-        held = float(queues.memory[forward])
-        count = int(queues.size[forward])
-        if held > 0 and math.isfinite(queues.cap[r]):
-            count = min(count, math.floor(float(queues.cap[r]) * (1 + EPSILON) / held))
-        work = float((queues.duration[mine] * queues.size[mine]).sum())
-        bound = max(bound, to[back] + work - count * float(queues.duration[forward]))
-    return bound
 
 
 def jackson_bound(problem: Problem) -> float:

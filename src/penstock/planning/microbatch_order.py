@@ -254,15 +254,10 @@ class OrderSearch:
     def best_by_rules(self) -> OrderCandidate:
         """The fastest of all rules and dispatches within the caps. Raises ScheduleError where none keeps them."""
         orders = {order.tobytes(): (rule, order) for rule, order in reversed(self._rules())}
-        within, least = [], self.arrival.lowered
-        for rule, order in reversed(orders.values()):
-            lowered = self._over(order)
-            if self.fits(lowered):
-                within.append((order, rule, lowered))
-            elif self._excess(lowered) < self._excess(least):
-                least = lowered
+        tried = [(order, rule, self._over(order)) for rule, order in reversed(orders.values())]
+        within = [each for each in tried if self.fits(each[2])]
         if not within:
-            raise self._no_room(least)
+            raise self._no_room(min((lowered for _, _, lowered in tried), key=self._excess))
         frozen = sorted((self._run(*each, Dispatch.FROZEN) for each in within), key=lambda each: each.makespan)
         found = frozen if Dispatch.FROZEN in self._dispatches else []
         chosen = [*frozen[:NEAREST], *(each for each in frozen[NEAREST:] if each.rule in OTHERS)]
@@ -280,37 +275,43 @@ class OrderSearch:
         One walk goes through orders as they run under the dispatch of the best, each no slower than the one before;
         one through frozen orders that may be above the caps for a while, at a price.
         """
-        rule = f"{best.rule}, moved"
-        order, makespan = best.order, best.makespan
-        for move in _moves(len(order), seed):
-            if time.perf_counter() > until:
-                break
-            moved = self._by_pipeline(order.take(move))
-            if np.array_equal(moved, order) or not self.fits(lowered := self._over(moved)):
-                continue
-            found = self._run(moved, rule, lowered, best.dispatch, makespan + slack(makespan))
-            if found.makespan <= makespan:
-                order, makespan = moved, found.makespan
-                if makespan < best.makespan - slack(makespan):
-                    best = found
+        best = self._walked(best, best, until, seed)
         if Dispatch.FROZEN not in self._dispatches:
             return best
         starts = [self._run(order, rule, self._over(order), Dispatch.FROZEN) for rule, order in self._rules()]
-        walk = min(starts, key=self._price)
-        rule, price = f"{walk.rule}, moved", self._price(walk)
-        for move in _moves(len(walk.order), seed + 1):
+        return self._walked(min(starts, key=self._price), best, until, seed + 1, above_caps=True)
+
+    def _walked(
+        self, at: OrderCandidate, best: OrderCandidate, until: float, seed: int, above_caps: bool = False
+    ) -> OrderCandidate:
+        """The best after a walk whose orders are no worse than those before them.
+
+        Args:
+            at: where it begins.
+            above_caps: whether orders may be above the caps, at a price.
+        """
+        rule, price = f"{at.rule}, moved", self._price(at)
+        for move in _moves(len(at.order), seed):
             if time.perf_counter() > until:
                 break
-            moved = self._by_pipeline(walk.order.take(move))
-            found = self._run(moved, rule, self._over(moved), Dispatch.FROZEN)
+            moved = self._by_pipeline(at.order.take(move))
+            if np.array_equal(moved, at.order):
+                continue
+            lowered = self._over(moved)
+            fits = self.fits(lowered)
+            if not (fits or above_caps):
+                continue
+            found = self._run(moved, rule, lowered, at.dispatch, price + slack(price))
             if (asked := self._price(found)) <= price:
-                walk, price = found, asked
-                if walk.makespan < best.makespan - slack(walk.makespan) and self.fits(walk.lowered):
-                    best = walk
+                at, price = found, asked
+                if fits and found.makespan < best.makespan - slack(found.makespan):
+                    best = found
         return best
 
     def _price(self, candidate: OrderCandidate) -> float:
         """The makespan, longer by the share by which the caps are exceeded."""
+        if self.fits(candidate.lowered):
+            return candidate.makespan
         peaks = candidate.lowered.peaks
         least = EPSILON * max(1.0, max(peaks, default=0.0))
         over = max((peak / max(cap, least) for peak, cap in zip(peaks, self.caps, strict=True)), default=0.0) - 1

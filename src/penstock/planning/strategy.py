@@ -9,7 +9,7 @@ from functools import partial
 from penstock.engine.compiled import is_compiled
 from penstock.planning import exact, order_model
 from penstock.planning.annealing import annealed
-from penstock.planning.bounds import busy_bound, jackson_bound, ramp_bound, round_trip_bound, work_bound, work_seconds
+from penstock.planning.bounds import busy_bound, jackson_bound, ramp_bound, work_bound, work_seconds
 from penstock.planning.building_blocks import BlockSearch, hosts_several
 from penstock.planning.destructive_bound import DestructiveBound
 from penstock.planning.library_starts import named
@@ -58,7 +58,7 @@ def begin(
     elif is_quick(problem.queues.num_ops):
         bound = jackson_bound(problem)
     else:
-        bound = max(busy_bound(problem), round_trip_bound(problem))
+        bound = busy_bound(problem)
     return Search(problem, bound, seed, stop_at_gap, on_progress, began, span=span)
 
 

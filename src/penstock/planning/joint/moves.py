@@ -16,7 +16,7 @@ from typing import NamedTuple
 import numpy as np
 
 from penstock.engine.arrays import Floats, IntRows, Ints
-from penstock.planning.joint.rows import I, L, O, Ops, Orders, R, W, copy, fits, put_in, set_form, take_out, timed
+from penstock.planning.joint.rows import I, L, O, Ops, Orders, R, W, fits, put_in, set_form, take_out, timed
 from penstock.planning.metropolis import Cooling, is_kept
 from penstock.planning.metropolis import seed as seed
 
@@ -267,7 +267,8 @@ def anneal(
             copy_rank(p, o, undo, r)
             if now < best * (1 - 1e-12):
                 best = now
-                copy(o, best_orders)
+                for each in range(len(p.cap)):
+                    copy_rank(p, o, best_orders, each)
                 if best <= cooling.target:
                     return now, best, move + 1
         else:

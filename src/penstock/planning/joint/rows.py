@@ -113,19 +113,6 @@ def set_forms(p: Ops, o: Orders) -> None:
             o.place[o.row[r, at]] = at
 
 
-def copy(source: Orders, target: Orders) -> None:
-    """Writes orders and forms over others."""
-    target.row[:] = source.row
-    target.length[:] = source.length
-    target.again[:] = source.again
-    target.whole[:] = source.whole
-    target.away[:] = source.away
-    target.wait[:] = source.wait
-    target.duration[:] = source.duration
-    target.change[:] = source.change
-    target.place[:] = source.place
-
-
 def fits(p: Ops, o: Orders, r: int) -> bool:
     """Whether rank r keeps to its caps; then it is also noted what waits for its stream."""
     level, limit = 0.0, p.cap[r] * (1 + EPSILON)

@@ -329,8 +329,10 @@ class JointWalk(Annealer[JointSearch]):
         return float(self.problem.ops.times[:, : W + 1].mean()) or 1.0
 
     def begin(self, search: JointSearch, until: float) -> None:
+        assert search.orders is not None
         for mine in (self._orders, self._undo, self.best_orders):
-            self._module.copy(search.orders, mine)
+            for array, given in zip(mine, search.orders, strict=True):
+                array[:] = given
         self.now = self.best = self.problem.timed(self._orders, self._space.start)
 
     def move(self, cooling: Cooling, done: float) -> int:
