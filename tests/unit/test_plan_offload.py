@@ -14,8 +14,8 @@ import penstock as ps
 from penstock.draw import to_svg
 from penstock.planning import strategy
 from penstock.planning.joint.away import sent_away
-from penstock.planning.joint.away_in_time import sent_away_in_time
 from penstock.planning.joint.bounds import lower_bound
+from penstock.planning.joint.exact import sent_away_in_time
 from penstock.planning.joint.problem import JointProblem, pose_joint
 from penstock.planning.joint.rows import F, I, Orders
 from penstock.planning.joint.search import _less_what_moves

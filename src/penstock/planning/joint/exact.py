@@ -1,14 +1,23 @@
 """Exact solving by CP-SAT where forms are free (`order_model`): ops that a form lacks are absent.
 
 Each queue runs in the order of microbatches, as `check` demands.
+
+Besides, activations are sent to host memory without a change of when forwards and backwards run, rank by rank:
+
+    given    an order that keeps to both memories of each rank together, and when its ops start
+    kept     each F, and each I (or B): so nothing changes for other ranks
+    asked    for each rank alone: which activations go, when O and L run on its stream, and where W stands
+
+What `away` does op by op, without a look at the clock, is often enough. Where an order has no room to spare it is
+not: W has to give way, and what comes back must be there in time. A rank is a small problem of its own, so this comes
+to an answer where CP-SAT over all ranks finds none.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import numpy as np
 
@@ -19,19 +28,17 @@ from penstock.planning.joint.problem import JointProblem
 from penstock.planning.joint.rows import WHOLE, F, I, L, O, Orders, R, W
 from penstock.planning.order_model import ModelOp, OrderModel, TimeGrid
 
+if TYPE_CHECKING:
+    from penstock.planning.joint.search import JointSearch
+
 MOST_OPS = 500
 """Above this CP-SAT finds and proves nothing in the time that local search needs."""
 
+MOST_ON_RANK = 400
+"""Ops of one rank, above which CP-SAT takes longer than other steps need."""
+
 _STEPS = 1_000_000
 """Parts of a horizon that times are counted in where no unit is found."""
-
-
-@dataclass(frozen=True)
-class ExactAnswer:
-    """Orders that are shorter, or None; ms that no schedule ends before."""
-
-    orders: Orders | None
-    bound: float
 
 
 class Forms(NamedTuple):
@@ -46,13 +53,12 @@ Window = Callable[[int], tuple[float, float]]
 """Of an F, or an I or B: ms before it can start, and ms that follow its end in its shortest form."""
 
 
-def solve(
-    problem: JointProblem, best: Orders, value: float, bound: float, seconds: float, seed: int = 0
-) -> ExactAnswer:
-    """Looks for orders and forms that end before `value` (ms), for at most `seconds`; `best` is where it begins."""
-    began = time.perf_counter()
+def solve(search: JointSearch) -> None:
+    """Asks for shorter orders and forms, from the best so far on, and a better bound, for the time that is left."""
+    began, problem, seconds = time.perf_counter(), search.problem, search.left
+    assert search.orders is not None
     ops = problem.ops
-    model = OrderModel(TimeGrid.of(map(float, (*ops.times.ravel(), *ops.delay)), value, _STEPS))
+    model = OrderModel(TimeGrid.of(map(float, (*ops.times.ravel(), *ops.delay)), search.value, _STEPS))
     window = _windows(problem)
     start: dict[int, ModelOp] = {}
     forms: dict[int, Forms] = {}
@@ -62,12 +68,14 @@ def solve(
         model.need(start[int(ops.message_from[op])], start[op], float(ops.delay[op]))
     for r in range(problem.num_ranks):
         limit_rank(model, problem, r)
-    model.minimize(start.values(), bound)
-    _hint(model, problem, best, start, forms)
-    answer = model.solve(seconds - (time.perf_counter() - began), seed)
-    bound = max(bound, 0.0 if answer.refuted else answer.bound)  # refuted only where rounding leaves no room
-    orders = _orders_found(problem, model, start, forms) if answer.found else None
-    return ExactAnswer(orders if orders is not None and problem.fits(orders) else None, bound)
+    model.minimize(start.values(), search.lower_bound)
+    _hint(model, problem, search.orders, start, forms)
+    answer = model.solve(seconds - (time.perf_counter() - began), search.seed)
+    if answer.found:
+        search.take(_orders_found(problem, model, start, forms), "exact")
+    if not answer.refuted:  # that is only where rounding leaves no room
+        search.improve_bound(answer.bound)
+    search.report("exact")
 
 
 def _windows(problem: JointProblem) -> Window:
@@ -219,3 +227,81 @@ def _hint(
     for cell, form in forms.items():
         for literal, chosen in zip(form, (best.again, best.whole, best.away), strict=True):
             model.model.add_hint(literal, bool(chosen[cell]))
+
+
+class OffloadSearchResult(NamedTuple):
+    """What came of it.
+
+    Attributes:
+        orders: no longer than before; None where not all ranks have a row.
+        refuted: the rank for which it was proved that there is no row; None where there is none such.
+    """
+
+    orders: Orders | None
+    refuted: int | None = None
+
+
+def sent_away_in_time(
+    problem: JointProblem, given: Orders, seconds: float, ranks: Sequence[int], seed: int = 0
+) -> OffloadSearchResult:
+    """Asks for a row of each rank, till one has none.
+
+    Args:
+        given: none of it is away or runs again. It need not keep to the cap of each rank alone.
+        seconds: that all ranks together may take.
+        ranks: all of them, in the order in which they are asked for.
+    """
+    began = time.perf_counter()
+    orders = Orders(*(array.copy() for array in given))
+    problem.fits(orders)  # for its forms: it need not be true
+    start = np.empty(problem.num_ops)
+    horizon = problem.timed(orders, start)
+    if horizon < 0:
+        return OffloadSearchResult(None)
+    for r in ranks:
+        row = _row(problem, orders, r, start, horizon, seconds - (time.perf_counter() - began), seed)
+        if not isinstance(row, list):
+            return OffloadSearchResult(None, None if row is None else r)
+        orders.row[r, : len(row)] = row
+        orders.length[r] = len(row)
+        for op in row:
+            if problem.ops.kind[op] == O:
+                orders.away[problem.ops.cell[op]] = True
+    return OffloadSearchResult(orders)
+
+
+def _row(
+    problem: JointProblem, orders: Orders, r: int, start: Array, horizon: float, seconds: float, seed: int
+) -> list[int] | Literal[False] | None:
+    """The row of one rank; False where there is none, None where `seconds` were too few to know."""
+    ops = problem.ops
+    given = orders.row[r, : orders.length[r]].tolist()
+    if len(given) > MOST_ON_RANK or seconds <= 0:
+        return None
+    chains = range(ops.chain_first[r], ops.chain_first[r + 1])
+    moments = [float(ms) for op in given for ms in (start[op], orders.duration[op])]
+    ways = [float(ops.times[c, kind]) for c in chains for kind in (O, L)]
+    model = OrderModel(TimeGrid.of((*moments, *ways, horizon), horizon, _STEPS))
+
+    def window(op: int) -> tuple[float, float]:
+        """An F, I or B stays where it is."""
+        return float(start[op]), horizon - float(start[op] + orders.duration[op])
+
+    made: dict[int, ModelOp] = {}
+    forms: dict[int, Forms] = {}
+    for c in chains:
+        add_chain(model, problem, c, window, made, forms, orders)
+    limit_rank(model, problem, r)
+    answer = model.solve(seconds, seed)
+    if not answer.found:
+        return False if answer.refuted else None
+    # At one moment: ops that take no time, then what is started on the stream, then the op that runs from then on.
+    spans = {op: (model.value(made[op].start), model.value(made[op].end)) for op in given}
+    found = [(at, 2 if end > at else 0, place, op) for place, (op, (at, end)) in enumerate(spans.items())]
+    for op, each in made.items():
+        if ops.kind[op] >= O and model.value(each.present):
+            at = model.value(each.start)
+            # Where the rank runs an op then, before that op.
+            begun = next((low for low, high in sorted(spans.values()) if low < at < high), at)
+            found.append((begun, 1, at, op))
+    return [op for *_, op in sorted(found)]

@@ -4,7 +4,7 @@ bound     `bounds.lower_bound`: true for every form
 starts    plans in which all ops have one form (`planning.search`); library schedules, with forwards run again
           where they hold too much (`passes.recompute`); where activations may go to host memory, plans for that
           memory too, of which those that are needed last go there (`away`), or those that CP-SAT chooses, rank by
-          rank (`away_in_time`)
+          rank (`exact`)
 anneal    moves of order and form (`moves`), from the best so far
 exact     CP-SAT with optional intervals, where the problem is small
 """
@@ -26,7 +26,6 @@ from penstock.planning import order_model, strategy
 from penstock.planning.annealing import Annealer, annealed
 from penstock.planning.joint import exact, moves
 from penstock.planning.joint.away import sent_away
-from penstock.planning.joint.away_in_time import sent_away_in_time
 from penstock.planning.joint.bounds import lower_bound, relaxed
 from penstock.planning.joint.moves import WalkSpace
 from penstock.planning.joint.problem import JointProblem
@@ -105,7 +104,7 @@ def run(search: JointSearch) -> None:
         small = search.problem.num_ops <= exact.MOST_OPS and order_model.available()
         annealed(search, JointWalk, search.seconds + (_WALKED_SHARE if small else 1.0) * search.left)
         if small and not search.closed and search.left > 0:
-            solved(search)
+            exact.solve(search)
 
 
 def one_by_one(problem: JointProblem) -> Orders:
@@ -191,7 +190,7 @@ def in_time(search: JointSearch, until: float) -> None:
             if inner.value >= search.value * (1 - EPSILON):
                 break
             made = problem.read(inner.problem.schedule(inner.row, "plan"))
-            orders, r = sent_away_in_time(problem, made, until - search.seconds, ranks, search.seed)
+            orders, r = exact.sent_away_in_time(problem, made, until - search.seconds, ranks, search.seed)
             if orders is not None:
                 search.take(orders, f"{inner.how}, offloaded")
                 search.report(search.how)
@@ -343,13 +342,3 @@ class JointWalk(Annealer[JointSearch]):
 
     def bring(self, search: JointSearch) -> None:
         search.take(self.best_orders, "local search")
-
-
-def solved(search: JointSearch) -> None:
-    """Asks CP-SAT for shorter orders and a better bound, for the time that is left."""
-    assert search.orders is not None
-    answer = exact.solve(search.problem, search.orders, search.value, search.lower_bound, search.left, search.seed)
-    if answer.orders is not None:
-        search.take(answer.orders, "exact")
-    search.improve_bound(answer.bound)
-    search.report("exact")
