@@ -11,6 +11,7 @@ from penstock.library.v_shape import from_pattern
 from penstock.planning import search as planning_search
 from penstock.planning.building_blocks import BlockSearch, hosts_several, steps_before
 from penstock.planning.library_starts import STARTS
+from penstock.planning.metropolis import Cooling
 from penstock.planning.problem import Problem, fits, pose
 from penstock.planning.search import Search, greedy, time_of
 from penstock.program.placements import bidirectional
@@ -103,7 +104,8 @@ def test_a_v_with_five_activations_stays_no_longer_than_its_bound(num_microbatch
         assert search.value == {8: 58, 16: 106}[num_microbatches]
         shaking = planning_search.PerturbationSearch(problem, seed)
         shaking.begin(search, 0.0)
-        shaking.move(400, 0.0, shaking.HOT, shaking.COLD, least, np.zeros(1, np.int64))
+        hot, cold = shaking.unit * shaking.HOT, shaking.unit * shaking.COLD
+        shaking.move(Cooling(400, hot, cold, least, np.zeros(1, np.int64)), 0.0)
         shaking.bring(search)
         if search.value == least:
             break
