@@ -135,11 +135,9 @@ def test_moves_keep_every_op_behind_what_it_needs(seed: int) -> None:
     now, best = np.array(posed.serial()), np.array(posed.serial())
     before = posed.placed(now)[0]
     np.random.seed(seed)
-    spaces = [sequences.Placed.of(posed.network, 2) for _ in range(2)]
+    spaces = [posed.space() for _ in range(2)]
     cooling = Cooling(300, 5.0, 0.5, 0.0, np.zeros(1, np.int64))
-    made, moved = sequences.walk(
-        posed.network, posed.more, posed.holdings, now, np.empty_like(now), *spaces, before, best, cooling
-    )
+    made, moved = sequences.walk(posed.network, posed.more, now, np.empty_like(now), *spaces, before, best, cooling)
     assert moved == 300
     assert made < before
     assert posed.placed(best)[0] == made

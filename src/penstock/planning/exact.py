@@ -11,7 +11,6 @@ W (or B) of j.
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -39,19 +38,6 @@ _FIRST_SECONDS = 2.0
 
 _NEAR = 1e-3
 """A horizon without an answer this near the bound: it takes more time, not another horizon."""
-
-
-@dataclass(frozen=True)
-class SolverAnswer:
-    """Whether a schedule within the horizon is there: its order, or None with what was proved, if anything.
-
-    Attributes:
-        row: the order.
-        bound: ms that no schedule ends before.
-    """
-
-    row: Array | None
-    bound: float = 0.0
 
 
 def lessen(search: Search | GraphSearch, until: float) -> None:
@@ -97,14 +83,14 @@ def solve(search: Search, until: float) -> None:
         if unanswered <= horizon:
             horizon = (search.lower_bound + unanswered) / 2
         most = min(until - search.seconds, seconds)
-        answer = within(search.bounded, horizon, most, seed, search.span)
+        row, bound = within(search.bounded, horizon, most, seed, search.span)
         seed += 1
-        if answer.row is not None:
+        if row is not None:
             before = search.value
-            search.take(time_of(search.problem, answer.row), answer.row, "exact")
+            search.take(time_of(search.problem, row), row, "exact")
             unanswered = float("inf") if search.value < before else horizon
-        elif answer.bound > 0:
-            search.improve_bound(answer.bound)
+        elif bound > 0:
+            search.improve_bound(bound)
             if unanswered > search.value:
                 share = max(search.stop_at_gap, share / 4) * (1 - 1e-6)
         else:
@@ -115,10 +101,15 @@ def solve(search: Search, until: float) -> None:
         search.report("exact")
 
 
-def within(problem: Problem, horizon: float, seconds: float, seed: int = 0, span: Span | None = None) -> SolverAnswer:
+def within(
+    problem: Problem, horizon: float, seconds: float, seed: int = 0, span: Span | None = None
+) -> tuple[Array | None, float]:
     """Looks for a schedule that ends by `horizon` (ms), for at most `seconds`.
 
     With `span`, whose bounded problem is given: for one whose span is at most `horizon` less its shift.
+
+    Returns:
+        The order of one that does, or None; and ms that no schedule ends before, 0 where nothing was proved.
     """
     began = time.perf_counter()
     ops = op_arrays(problem)
@@ -129,7 +120,7 @@ def within(problem: Problem, horizon: float, seconds: float, seed: int = 0, span
     answer = model.solve(seconds - (time.perf_counter() - began), seed)
     row = problem.row_of_starts(np.array([model.value(op.start) for op in made])) if answer.found else None
     runs = row is not None and time_of(problem, row) >= 0 and fits(problem, row)
-    return SolverAnswer(row if runs else None, answer.bound)
+    return (row if runs else None), answer.bound
 
 
 def _first_starts(model: OrderModel, problem: Problem, span: Span, made: list[ModelOp]) -> None:

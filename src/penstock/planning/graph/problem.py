@@ -18,7 +18,7 @@ from penstock.engine.needs import last_needed
 from penstock.engine.network import Array, Irregularities, Network
 from penstock.engine.timing import Timer
 from penstock.planning.graph import sequence as sequences
-from penstock.planning.graph.sequence import Holdings, Placed
+from penstock.planning.graph.sequence import Placed
 from penstock.planning.options import Limits
 from penstock.schedule import Placement, Schedule, ScheduleError, StageGraph
 
@@ -49,10 +49,9 @@ class GraphProblem:
     def num_ops(self) -> int:
         return self.graph.num_ops
 
-    @property
-    def holdings(self) -> Holdings:
-        """What ops hold, and the caps."""
-        return Holdings(self.takes, self.gives, self.cap)
+    def space(self) -> Placed:
+        """Room for where the ops of a sequence are placed."""
+        return Placed.of(self.network, self.takes, self.gives, self.cap)
 
     @cached_property
     def scale(self) -> float:
@@ -83,10 +82,8 @@ class GraphProblem:
 
     def placed(self, sequence: Array) -> tuple[float, Array]:
         """The makespan of a sequence of queue ids, -1 where it is none; and the start of each op."""
-        space = Placed.of(self.network, len(self.cap))
-        made = compiled(sequences).placed(
-            self.network, self.more, self.holdings, np.asarray(sequence, np.int64), space
-        )
+        space = self.space()
+        made = compiled(sequences).placed(self.network, self.more, np.asarray(sequence, np.int64), space)
         return float(made), space.start
 
     def sorted_by_start(self, sequence: Array, start: Array) -> Array:

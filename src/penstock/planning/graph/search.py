@@ -18,7 +18,6 @@ from penstock.planning.annealing import Annealer, annealed
 from penstock.planning.graph import sequence as sequences
 from penstock.planning.graph.bounds import lower_bound, op_arrays
 from penstock.planning.graph.problem import GraphProblem
-from penstock.planning.graph.sequence import Placed
 from penstock.planning.metropolis import Cooling
 from penstock.planning.op_arrays import OpArrays
 from penstock.planning.options import Limits
@@ -222,7 +221,7 @@ class SequenceWalk(Annealer[GraphSearch]):
     def __init__(self, problem: GraphProblem, seed: int) -> None:
         super().__init__(problem, seed)
         self._problem = problem
-        self._space, self._trial_space = (Placed.of(problem.network, len(problem.cap)) for _ in range(2))
+        self._space, self._trial_space = problem.space(), problem.space()
         self._now, self._trial, self.best_sequence = np.empty((3, problem.num_ops), np.int64)
         self.best = float("inf")
 
@@ -237,7 +236,7 @@ class SequenceWalk(Annealer[GraphSearch]):
     def move(self, cooling: Cooling, done: float) -> int:
         problem = self._problem
         self.best, moved = self._module.walk(
-            problem.network, problem.more, problem.holdings, self._now, self._trial, self._space, self._trial_space,
+            problem.network, problem.more, self._now, self._trial, self._space, self._trial_space,
             self.best, self.best_sequence, cooling,
         )  # fmt: skip
         return int(moved)

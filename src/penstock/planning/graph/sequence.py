@@ -36,24 +36,12 @@ _HUGE = 1_000_000_000_000_000_000
 """More than any number of ops."""
 
 
-class Holdings(NamedTuple):
-    """What ops hold.
+class Placed(NamedTuple):
+    """What ops hold, where those of a sequence are placed, and working space.
 
     Attributes:
         takes, gives: per queue, what an op adds to what each of its rows holds, at its start, and takes away, at its
-            end.
-        cap: of each row.
-    """
-
-    takes: Floats
-    gives: Floats
-    cap: Floats
-
-
-class Placed(NamedTuple):
-    """Where the ops of a sequence are placed, and working space.
-
-    Attributes:
+            end. cap: of each row.
         start: per op, ms. position: per op, its place in the sequence.
         cause: per place of the sequence, the place of what it waited for last; -1 where it began at 0.
         ahead: per place, that of the op before it on one of its rows, -1 where it is the first.
@@ -62,6 +50,9 @@ class Placed(NamedTuple):
         queues: three rows of one number per queue. rows: two rows of one number per row.
     """
 
+    takes: Floats
+    gives: Floats
+    cap: Floats
     start: Floats
     position: Ints
     cause: Ints
@@ -72,24 +63,25 @@ class Placed(NamedTuple):
     rows: FloatRows
 
     @classmethod
-    def of(cls, network: Network, num_rows: int) -> Placed:
+    def of(cls, network: Network, takes: Floats, gives: Floats, cap: Floats) -> Placed:
+        num_rows, start = len(cap), np.empty(network.num_ops)
         position, cause, ahead, number = np.empty((4, network.num_ops), np.int64)
         last, queues = np.empty(num_rows + 1, np.int64), np.empty((3, len(network.rank)), np.int64)
         queues[1], queues[2] = -1, _HUGE
         rows = np.empty((2, num_rows))
-        return cls(np.empty(network.num_ops), position, cause, ahead, number, last, queues, rows)
+        return cls(takes, gives, cap, start, position, cause, ahead, number, last, queues, rows)
 
 
-def placed(p: Network, more: Irregularities, held_by: Holdings, sequence: Ints, s: Placed) -> float:
+def placed(p: Network, more: Irregularities, sequence: Ints, s: Placed) -> float:
     """Starts all ops of a sequence; returns the makespan (ms), or -1 where an op comes before what it needs, or takes
     a row above its cap.
 
     Args:
         p, more: `Network` and `Irregularities`; all needs are said in the latter.
         sequence: queue ids.
-        s: out.
+        s: out, all but what ops hold.
     """
-    takes, gives, cap = held_by.takes, held_by.gives, held_by.cap
+    takes, gives, cap = s.takes, s.gives, s.cap
     start, cause, ahead, number = s.start, s.cause, s.ahead, s.number
     position, last, head, free, held = s.position, s.last, s.queues[0], s.rows[0], s.rows[1]
     num_rows = len(cap)
@@ -208,7 +200,6 @@ def moved_back(more: Irregularities, sequence: Ints, number: Ints, y: int, x: in
 def walk(
     p: Network,
     more: Irregularities,
-    held_by: Holdings,
     sequence: Ints,
     trial: Ints,
     now: Placed,
@@ -227,8 +218,8 @@ def walk(
         best, best_sequence: the shortest so far, rewritten when a shorter one is found.
     """
     cause, ahead, number, upto, least = now.cause, now.ahead, now.number, now.queues[1], now.queues[2]
-    value = placed(p, more, held_by, sequence, now)
-    num_ops, num_rows = len(sequence), len(held_by.cap)
+    value = placed(p, more, sequence, now)
+    num_ops, num_rows = len(sequence), len(now.cap)
     ends_last = now.last[num_rows]
     for k in range(num_ops):
         trial[k] = sequence[k]
@@ -258,7 +249,7 @@ def walk(
             changed = moved_back(more, sequence, number, y, x, least, trial)
         if not changed:
             continue
-        made = placed(p, more, held_by, trial, then)
+        made = placed(p, more, trial, then)
         if made >= 0 and is_kept(made - value, cooling, move):
             value, ends_last = made, then.last[num_rows]
             for k in range(y, x + 1):

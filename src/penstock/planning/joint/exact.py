@@ -229,27 +229,19 @@ def _hint(
             model.model.add_hint(literal, bool(chosen[cell]))
 
 
-class OffloadSearchResult(NamedTuple):
-    """What came of it.
-
-    Attributes:
-        orders: no longer than before; None where not all ranks have a row.
-        refuted: the rank for which it was proved that there is no row; None where there is none such.
-    """
-
-    orders: Orders | None
-    refuted: int | None = None
-
-
 def sent_away_in_time(
     problem: JointProblem, given: Orders, seconds: float, ranks: Sequence[int], seed: int = 0
-) -> OffloadSearchResult:
+) -> tuple[Orders | None, int | None]:
     """Asks for a row of each rank, till one has none.
 
     Args:
         given: none of it is away or runs again. It need not keep to the cap of each rank alone.
         seconds: that all ranks together may take.
         ranks: all of them, in the order in which they are asked for.
+
+    Returns:
+        Orders no longer than before, or None where not all ranks have a row; and the rank for which it was proved
+        that there is no row, or None.
     """
     began = time.perf_counter()
     orders = Orders(*(array.copy() for array in given))
@@ -257,17 +249,17 @@ def sent_away_in_time(
     start = np.empty(problem.num_ops)
     horizon = problem.timed(orders, start)
     if horizon < 0:
-        return OffloadSearchResult(None)
+        return None, None
     for r in ranks:
         row = _row(problem, orders, r, start, horizon, seconds - (time.perf_counter() - began), seed)
         if not isinstance(row, list):
-            return OffloadSearchResult(None, None if row is None else r)
+            return None, None if row is None else r
         orders.row[r, : len(row)] = row
         orders.length[r] = len(row)
         for op in row:
             if problem.ops.kind[op] == O:
                 orders.away[problem.ops.cell[op]] = True
-    return OffloadSearchResult(orders)
+    return orders, None
 
 
 def _row(

@@ -11,11 +11,9 @@ changes one rank's row; what it makes of the makespan is found by timing all ops
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import numpy as np
 
-from penstock.engine.arrays import Floats, IntRows, Ints
+from penstock.engine.arrays import Floats, Ints
 from penstock.planning.joint.rows import I, L, O, Ops, Orders, R, W, fits, put_in, set_form, take_out, timed
 from penstock.planning.metropolis import Cooling, is_kept
 from penstock.planning.metropolis import seed as seed
@@ -228,25 +226,24 @@ def change(p: Ops, o: Orders, found: Ints, count: int) -> int:
     return -1 - r
 
 
-class WalkSpace(NamedTuple):
-    """When each op of the orders starts (ms), and working space: the same of a trial, the ops of a critical path, and
-    what `timed` takes."""
-
-    start: Floats
-    trial: Floats
-    found: Ints
-    ints: IntRows
-    free: Floats
-
-
 def anneal(
-    p: Ops, o: Orders, undo: Orders, best_orders: Orders, space: WalkSpace, now: float, best: float, cooling: Cooling
+    p: Ops,
+    o: Orders,
+    undo: Orders,
+    best_orders: Orders,
+    start: Floats,
+    trial: Floats,
+    found: Ints,
+    now: float,
+    best: float,
+    cooling: Cooling,
 ) -> tuple[float, float, int]:
     """Moves while the temperature falls; returns the makespan it ends with, the best one, whose orders are in
     `best_orders`, and the moves made: fewer at the target, or where it is stopped.
 
     Args:
         o: the orders to begin with, and to end with. undo: a copy of them.
+        start: of each op of `o`. trial, found: working space.
         now: the makespan of `o`. best: that of `best_orders`.
     """
     count = -1
@@ -254,16 +251,16 @@ def anneal(
         if cooling.stop[0] != 0:
             return now, best, move
         if count < 0:
-            count = critical(p, o, space.start, space.found)
-        r = change(p, o, space.found, count)
+            count = critical(p, o, start, found)
+        r = change(p, o, found, count)
         allowed = r >= 0
         if not allowed:
             r = -1 - r
-        made = timed(p, o, space.trial, space.ints, space.free) if allowed else -1.0
+        made = timed(p, o, trial) if allowed else -1.0
         if made >= 0 and is_kept(made - now, cooling, move):
             now = made
             count = -1
-            space.start[:] = space.trial
+            start[:] = trial
             copy_rank(p, o, undo, r)
             if now < best * (1 - 1e-12):
                 best = now

@@ -85,8 +85,7 @@ class JointProblem:
         """
         module: Any = compiled(rows)
         start = np.empty(self.num_ops) if start is None else start
-        ints, free = np.empty((3, self.num_ranks), np.int64), np.empty(2 * self.num_ranks)
-        return float(module.timed(self.ops, orders, start, ints, free))
+        return float(module.timed(self.ops, orders, start))
 
     def orders(self) -> Orders:
         """Room for orders, with nothing in it."""

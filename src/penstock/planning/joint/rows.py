@@ -177,13 +177,18 @@ def _most(o: Orders, stream: Ints, first: int, last: int) -> float:
     return most
 
 
-def timed(p: Ops, o: Orders, start: Floats, ints: IntRows, free: Floats) -> float:
+def timed(p: Ops, o: Orders, start: Floats) -> float:
     """Starts every op of orders as soon as possible; returns the makespan, or -1 where ranks wait for one another.
 
-    Working space: `ints` 3 rows of K, `free` 2 K floats. Ops that have no start are left at -1.
+    Ops that have no start are left at -1.
     """
     num_ranks = len(o.length)
-    place, stack, stacked = ints[0], ints[1], ints[2]
+    place, stack, stacked = (
+        np.empty(num_ranks, np.int64),
+        np.empty(num_ranks, np.int64),
+        np.empty(num_ranks, np.int64),
+    )
+    free = np.empty(2 * num_ranks)
     row, duration, message_from, message_to = o.row, o.duration, p.message_from, p.message_to
     start[:] = -1.0
     missing = 0

@@ -27,7 +27,6 @@ from penstock.planning.annealing import Annealer, annealed
 from penstock.planning.joint import exact, moves
 from penstock.planning.joint.away import sent_away
 from penstock.planning.joint.bounds import lower_bound, relaxed
-from penstock.planning.joint.moves import WalkSpace
 from penstock.planning.joint.problem import JointProblem
 from penstock.planning.joint.rows import F, I, L, O, Orders, R, W
 from penstock.planning.library_starts import MOST_OPS, built
@@ -317,10 +316,7 @@ class JointWalk(Annealer[JointSearch]):
         n = problem.num_ops
         self.problem = problem
         self._orders, self._undo, self.best_orders = (problem.orders() for _ in range(3))
-        self._space = WalkSpace(
-            np.empty(n), np.empty(n), np.empty(n, np.int64), np.empty((3, problem.num_ranks), np.int64),
-            np.empty(2 * problem.num_ranks),
-        )  # fmt: skip
+        self._start, self._trial, self._found = np.empty(n), np.empty(n), np.empty(n, np.int64)
         self.now = self.best = math.inf
 
     @property
@@ -332,12 +328,13 @@ class JointWalk(Annealer[JointSearch]):
         for mine in (self._orders, self._undo, self.best_orders):
             for array, given in zip(mine, search.orders, strict=True):
                 array[:] = given
-        self.now = self.best = self.problem.timed(self._orders, self._space.start)
+        self.now = self.best = self.problem.timed(self._orders, self._start)
 
     def move(self, cooling: Cooling, done: float) -> int:
         self.now, self.best, moved = self._module.anneal(
-            self.problem.ops, self._orders, self._undo, self.best_orders, self._space, self.now, self.best, cooling
-        )
+            self.problem.ops, self._orders, self._undo, self.best_orders, self._start, self._trial, self._found,
+            self.now, self.best, cooling,
+        )  # fmt: skip
         return int(moved)
 
     def bring(self, search: JointSearch) -> None:
