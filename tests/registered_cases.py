@@ -1,17 +1,28 @@
-"""Programs with ops of registered kinds on plain chains, for tests of what runs them."""
+"""Programs with ops of registered kinds on plain chains, and the comparison of each with the plain loop."""
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 import penstock as ps
+import penstock.runtime.split_backward.prepared as slot_module
+from penstock.runtime.mesh.peers import GroupPeers
 from penstock.runtime.stage.registered_ops import OpCall
+from penstock.runtime.transport.gloo import GlooTransport
+from penstock.runtime.transport.nccl import DeviceLines, lines_of
+from penstock.runtime.transport.wiring import wire
 from penstock.schedule.dependencies import predecessors
+from plain_loop import differences, gradients, plain_step
+from tiers import in_turn
+from waiting import PATIENCE
 
 NUM_RANKS, NUM_MICROBATCHES = 4, 8
+LOSS = nn.functional.mse_loss
 
 
 def program(
@@ -96,3 +107,75 @@ def out_of_place(timeline: ps.Timeline) -> list[str]:
             if needed in times and times[needed].end > timed.start:
                 found.append(f"{op} started before {needed} ended")
     return found
+
+
+STEPS = ((1, 21), (2, 16), (3, 21))
+"""Numbers of steps, and how many samples each has."""
+
+_PLAIN: dict[int, tuple[list[torch.Tensor], dict[str, torch.Tensor | None]]] = {}
+
+
+def plain(num_stages: int) -> tuple[list[torch.Tensor], dict[str, torch.Tensor | None]]:
+    """The losses and the summed gradients of the plain loop, the same for every program of so many stages."""
+    if num_stages not in _PLAIN:
+        made = model(num_stages)
+        losses = [plain_step(made, *batch(step, rows), NUM_MICROBATCHES, LOSS, step=step) for step, rows in STEPS]
+        _PLAIN[num_stages] = losses, gradients(made)
+    return _PLAIN[num_stages]
+
+
+def compare(name: str, dispatch: str, lines: bool) -> list[str]:
+    """Three steps and an evaluation, shapes coming and going; what differs from the plain loop, in words.
+
+    Args:
+        lines: whether messages go through lines, which only processes of their own have.
+    """
+    schedule = CASES[name]().build()
+    called: list[ps.Op] = []
+
+    def function(call: OpCall) -> None:
+        called.append(call.op)
+        meddle(call)
+        time.sleep(0.002)
+
+    losses, want = plain(schedule.num_stages)
+    ops = functions(schedule, function)
+    pipe = ps.Pipeline(
+        model(schedule.num_stages), schedule, loss_fn=LOSS, dispatch=dispatch, ops=ops, timeout=PATIENCE
+    )
+    if lines:
+        assert isinstance(pipe._local.peers, GroupPeers)
+        made = lines_of(wire(schedule))
+        through = DeviceLines(pipe._local.peers.group, made, "gloo", PATIENCE, torch.device("cpu"))
+        pipe._local.transport = GlooTransport(pipe._local.peers.group, pipe._local.tags, PATIENCE, lines=through)
+    wrong = []
+    for (step, rows), loss in zip(STEPS, losses, strict=True):
+        x, y = batch(step, rows)
+        before = torch.get_rng_state()
+        if not torch.equal(pipe.step(x, y, update=False).loss, loss):
+            wrong.append(f"the loss of step {step}")
+        if not torch.equal(torch.get_rng_state(), before) or not torch.is_grad_enabled():
+            wrong.append(f"step {step} left torch's generator, or whether gradients are computed, as an op did")
+        wrong += out_of_place(pipe.timeline())
+        pipe.evaluate(x, y)
+    mine = {n: None if p.grad is None else p.grad.clone() for n, p in pipe.named_parameters()}
+    wrong += differences({n: want[n] for n in mine}, mine)
+    rows_here = [schedule.order[pipe.rank]] if dist.is_initialized() else schedule.order
+    own = [op for row in rows_here for op in row if op.kind not in "FBIW"]
+    if sorted(called) != sorted(own * len(STEPS)):
+        wrong.append(f"{len(called)} calls for {own * len(STEPS)}")
+    return wrong
+
+
+WAYS = [("frozen", False), ("dynamic", False), ("frozen", True)]
+"""The dispatch, and whether messages go through lines."""
+
+
+def compare_all(rank: int) -> dict[str, list[str]]:
+    """Every case in the ways whose turn it is between processes; in one process in both that it has."""
+    slot_module.MERGE_WORK = 0
+    return {
+        f"{name}, {dispatch}{', lines' * lines}": compare(name, dispatch, lines)
+        for number, name in enumerate(CASES)
+        for dispatch, lines in (in_turn(WAYS, number) if dist.is_initialized() else WAYS[:2])
+    }

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import warnings
-from typing import Any
 
 import pytest
 
 import penstock as ps
+from backends import Backend
 from offload_programs import offloaded
-from processes import run_ranks
 from runtime_cases import CASES, compare
 from tiers import in_turn
 
@@ -30,10 +29,4 @@ def run_cases(rank: int, ranks: int) -> dict[str, list[str]]:
 
 @pytest.mark.slow
 def test_as_the_plain_loop() -> None:
-    outcomes = run_ranks(2, run_cases, 2)
-    wrong: list[Any] = [f"rank {o.rank} ended with {o.code}:\n{o.text[-3000:]}" for o in outcomes if o.code != 0]
-    for outcome in outcomes:
-        for name, found in (outcome.value or {}).items():
-            wrong += [f"rank {outcome.rank}, {name}: {text}" for text in found]
-    assert not wrong, "\n".join(wrong)
-    assert all(len(o.value) == len(list(CASES)[::3]) * len(in_turn(RUNS, 0)) for o in outcomes)
+    assert not Backend(2).wrong(run_cases, 2)

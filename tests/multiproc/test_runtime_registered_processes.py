@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from functools import partial
 from pathlib import Path
 
@@ -12,103 +11,21 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import penstock as ps
-import penstock.runtime.split_backward.prepared as slot_module
 from penstock.runtime import RuntimeFailure
-from penstock.runtime.mesh.peers import GroupPeers
 from penstock.runtime.tensors.dtensor import whole
-from penstock.runtime.transport.gloo import GlooTransport
-from penstock.runtime.transport.nccl import DeviceLines, lines_of
-from penstock.runtime.transport.wiring import wire
-from plain_loop import differences, gradients, plain_step
 from processes import appears, run_ranks, run_ranks_to_end
 from registered_cases import (
     CASES,
+    LOSS,
     NUM_MICROBATCHES,
     NUM_RANKS,
     batch,
-    functions,
-    meddle,
     model,
-    out_of_place,
     program,
 )
-from tiers import in_turn
 from waiting import PATIENCE, shorten
 
 pytestmark = pytest.mark.multiproc
-
-LOSS = nn.functional.mse_loss
-
-
-STEPS = ((1, 21), (2, 16), (3, 21))
-"""Numbers of steps, and how many samples each has."""
-
-_PLAIN: dict[int, tuple[list[torch.Tensor], dict[str, torch.Tensor | None]]] = {}
-
-
-def plain(num_stages: int) -> tuple[list[torch.Tensor], dict[str, torch.Tensor | None]]:
-    """The losses and the summed gradients of the plain loop, the same for every program of so many stages."""
-    if num_stages not in _PLAIN:
-        made = model(num_stages)
-        losses = [plain_step(made, *batch(step, rows), NUM_MICROBATCHES, LOSS, step=step) for step, rows in STEPS]
-        _PLAIN[num_stages] = losses, gradients(made)
-    return _PLAIN[num_stages]
-
-
-def compare(name: str, dispatch: str, lines: bool) -> list[str]:
-    """Three steps and an evaluation, shapes coming and going; what differs from the plain loop, in words."""
-    schedule = CASES[name]().build()
-    called: list[ps.Op] = []
-
-    def function(call: ps.runtime.OpCall) -> None:
-        called.append(call.op)
-        meddle(call)
-        time.sleep(0.002)
-
-    losses, want = plain(schedule.num_stages)
-    ops = functions(schedule, function)
-    pipe = ps.Pipeline(
-        model(schedule.num_stages), schedule, loss_fn=LOSS, dispatch=dispatch, ops=ops, timeout=PATIENCE
-    )
-    if lines:
-        assert isinstance(pipe._local.peers, GroupPeers)
-        made = lines_of(wire(schedule))
-        lines = DeviceLines(pipe._local.peers.group, made, "gloo", PATIENCE, torch.device("cpu"))
-        pipe._local.transport = GlooTransport(pipe._local.peers.group, pipe._local.tags, PATIENCE, lines=lines)
-    wrong = []
-    for (step, rows), loss in zip(STEPS, losses, strict=True):
-        x, y = batch(step, rows)
-        if not torch.equal(pipe.step(x, y, update=False).loss, loss):
-            wrong.append(f"the loss of step {step}")
-        wrong += out_of_place(pipe.timeline())
-        pipe.evaluate(x, y)
-    mine = {n: None if p.grad is None else p.grad.clone() for n, p in pipe.named_parameters()}
-    wrong += differences({n: want[n] for n in mine}, mine)
-    own = [op for op in schedule.order[pipe.rank] if op.kind not in "FBIW"]
-    if sorted(called) != sorted(own * 3):
-        wrong.append(f"{len(called)} calls for {own * 3}")
-    return wrong
-
-
-def all_cases(rank: int) -> dict[str, list[str]]:
-    slot_module.MERGE_WORK = 0
-    return {
-        f"{name}, {dispatch}{', lines' * lines}": compare(name, dispatch, lines)
-        for number, name in enumerate(CASES)
-        for dispatch, lines in in_turn(WAYS, number)
-    }
-
-
-WAYS = [("frozen", False), ("dynamic", False), ("frozen", True)]
-"""The dispatch, and whether messages go through lines."""
-
-
-@pytest.mark.slow
-def test_as_the_plain_loop_and_in_place() -> None:
-    outcomes = run_ranks_to_end(NUM_RANKS, all_cases)
-    wrong = {(o.rank, name): found for o in outcomes for name, found in o.value.items() if found}
-    assert not wrong
-    assert [len(o.value) for o in outcomes] == [len(in_turn(WAYS, 0)) * len(CASES)] * NUM_RANKS
 
 
 def fails_at_the_second(call: ps.runtime.OpCall) -> None:
