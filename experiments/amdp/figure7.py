@@ -76,10 +76,6 @@ LIKE: Mapping[str, str] = {
 }
 """The synchronous run with a method's optimizer and window, where that is not `SYNC`."""
 
-PAPER_LOSS = {SYNC: 2.88, AMDP: 2.90}
-"""GPT-style, after 40,000 iterations."""
-PAPER_FASTER = 0.23
-"""By how much AMDP is faster than interleaved 1F1B to a loss of 2.9, in words in section 4.2."""
 WITHIN = 0.01
 """Of the synchronous loss, that AMDP's is to be."""
 

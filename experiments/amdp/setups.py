@@ -35,8 +35,6 @@ PREDICT_BYTES = 4 + 4 + 4 + 2
 """Bytes of a parameter to predict it (XPipe): two moments and the parameter read, what is predicted written; in one
 kernel, the least there can be."""
 
-SAMPLE_TOKENS = 1024
-
 
 @dataclass(frozen=True)
 class Setup:

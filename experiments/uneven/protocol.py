@@ -59,7 +59,6 @@ is then asked for, and the most that a draw of ORDER may take over frozen in ord
 CHANGED = (Cell("zb-v", 8, 0.6, 2.0), Cell("zb-v", 16, 0.6, 2.4))
 """RRFP's language setting with a change of schedule: planned by rules, over 1f1b frozen in order of arrival, at
 1f1b's memory by count. Its 1.77 at one schedule is for 1f1b, 16 ranks and sigma 0.6 of ORDER."""
-SAME_SCHEDULE = 1.77
 
 
 class Towers(NamedTuple):

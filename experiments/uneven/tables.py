@@ -252,10 +252,6 @@ def _at_most(num_ranks: int, sigma: float) -> float:
     return fmean(draw[2] for draw in read_cells("towers")[str(number)]["draws"])
 
 
-def _shown_at_most(num_ranks: int, sigma: float) -> str:
-    return f"{_at_most(num_ranks, sigma):.2f}"
-
-
 def _late_at_most(num_ranks: int, latency: float) -> str:
     """The same over late links, at sigma 0.6."""
     number = protocol.LATE_TOWERS.index(protocol.LateTowers(num_ranks, 0.6, latency, 1))
