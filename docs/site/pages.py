@@ -15,6 +15,7 @@ from typer.main import get_command
 import penstock as ps
 from penstock.cli.run import application
 from penstock.runtime.compatibility import REFUSALS
+from penstock.train.exclusions import table as exclusions
 
 PACKAGE = Path(ps.__file__).parent
 ROOT = Path(__file__).parents[2]
@@ -164,6 +165,12 @@ def compatibility() -> str:
         "| refused | why |",
         "|---|---|",
         *schedules,
+        "",
+        "## Options of penstock train",
+        "",
+        "| options | why |",
+        "|---|---|",
+        *(f"| {options} | {_escaped(why)} |" for options, why in exclusions()),
         "",
     ])  # fmt: skip
 

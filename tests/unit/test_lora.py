@@ -244,14 +244,14 @@ def test_at_the_prompt(text: Path, tmp_path: Path, capsys: pytest.CaptureFixture
     assert losses(tmp_path / "again")[0] < found[0]
     capsys.readouterr()
     assert main([*resume.split()[:3], "--steps", "8", "--lora", '{"r":8}']) == 2
-    assert "trains a model of lora" in capsys.readouterr().err
+    assert "was started with lora" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
     ("options", "why"),
     [
-        ("--model gpt --lora {}", "--lora is for Hugging Face models, and --model is gpt"),
-        ("--model BASE --lora {} --tp 2", "--tp 2 shares layers out, and those with adapters stay whole"),
+        ("--model gpt --lora {}", "with --model gpt: peft adapts models of Hugging Face"),
+        ("--model BASE --lora {} --tp 2", "with --tp 2: layers with adapters stay whole"),
         ("--model BASE --lora {r}", "is not JSON"),
         ("--model BASE --lora nowhere", "--lora nowhere is neither JSON nor a folder; give the arguments of peft's"),
         ("--model BASE --lora empty", "holds no adapter_config.json"),

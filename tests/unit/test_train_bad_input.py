@@ -85,7 +85,7 @@ BAD: dict[str, tuple[str, list[str]]] = {
     "transport": ("--transport smoke", ["no transport 'smoke'", "host, gloo, direct, delegate or nccl"]),
     "a transport within a process": ("--in-process --transport direct", ["nothing is sent", "--transport direct"]),
     "a Redis that refuses": ("--adapt --store redis://127.0.0.1:1", ["--store", "127.0.0.1:1"]),
-    "a store for nothing": ("--store redis://127.0.0.1:1", ["add --adapt"]),
+    "a store for nothing": ("--store redis://:secret@127.0.0.1:1", ["--store without --adapt", "add --adapt"]),
     "host memory in bytes": ("--adapt --host-memory 8GB", ["how many bytes an activation has", "like 4"]),
     "window not a multiple of the block": ("--schedule amdp --window 6", ["window", "4 microbatches", "got 6"]),
     "microbatches that are no block": (
@@ -99,17 +99,20 @@ BAD: dict[str, tuple[str, list[str]]] = {
     "XPipe without Adam": ("--schedule xpipe --optimizer SGD", ["--optimizer SGD", "torch.optim.Adam or AdamW"]),
     "SpecTrain without momentum": ("--schedule spectrain --optimizer AdamW", ["--optimizer AdamW", "momentum"]),
     "vNAG without NAdam": ("--schedule vnag --optimizer AdamW", ["NAdam(betas=(0.99, 0.999)"]),
-    "no mismatch to bound": ("--max-mismatch 1", ["--max-mismatch 1", "not for 1f1b", "leave it out"]),
+    "no mismatch to bound": (
+        "--max-mismatch 1",
+        ["--max-mismatch 1", "with --schedule 1f1b", "leave --max-mismatch out"],
+    ),
     "no rule of that name": (
         "--schedule amdp --rule adam",
         ["no rule named 'adam'", "pipedream-2bw, spectrain, xpipe"],
     ),
-    "a rule without updates": ("--rule xpipe", ["--rule xpipe", "not for 1f1b", "leave it out"]),
+    "a rule without updates": ("--rule xpipe", ["--rule xpipe", "with --schedule 1f1b", "leave --rule out"]),
     "a rule without its optimizer": (
         "--schedule amdp --rule xpipe --optimizer SGD",
         ["--optimizer SGD", "torch.optim.Adam or AdamW"],
     ),
-    "nothing to drain": ("--schedule zb-v --drain-every 2", ["--drain-every 2", "not for zb-v"]),
+    "nothing to drain": ("--schedule zb-v --drain-every 2", ["--drain-every 2", "with --schedule zb-v"]),
     "a window without updates": ("--schedule two.json --window 4", ["two.json has no updates", "leave out --window"]),
     "more mismatch than allowed": ("--schedule xpipe --window 1 --max-mismatch 1", ["microbatch 2", "at most 1"]),
     "sharding": ("--schedule amdp --sharding maybe", ["no sharding 'maybe'", "none, copies, zero1 or fsdp"]),

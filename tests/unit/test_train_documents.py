@@ -156,9 +156,9 @@ def test_each_step_is_dispatched_as_is_best_for_its_lengths(
         ("--packing planned --model bert", "--model bert would see one in another"),
         (
             "--packing planned --schedule pipedream-2bw --ranks 2",
-            "order of microbatches says what each update gathers",
+            "order of microbatches says what each of its updates gathers",
         ),
-        ("--packing arrival --microbatch-tokens 100", "takes documents as they come"),
+        ("--packing arrival --microbatch-tokens 100", "documents are taken as they come"),
         ("--microbatch-tokens 100", "is for whole documents; add --packing planned"),
         ("--length-costs measured", "is for whole documents; add --packing planned"),
         ("--packing planned --microbatch-tokens 63", "no room for a document of the context's length, 64"),

@@ -1,4 +1,4 @@
-"""The table of options that exclude each other, in docs/train.md: each row is refused, and has a case here."""
+"""Options that exclude each other: each pair is refused, with its reason."""
 
 from __future__ import annotations
 
@@ -20,7 +20,6 @@ from penstock.train.settings import Settings
 
 pytestmark = pytest.mark.unit
 
-PAGE = Path(__file__).parents[2] / "docs" / "train.md"
 OWN, FOLDER, BATCHES = "net.py:Net", "models/mine", "data.py:make"
 AMDP = {"schedule": "amdp", "ranks": 4, "microbatches": 4, "window": 4}
 TWO = {"in_process": True, "dp": 2}
@@ -40,56 +39,9 @@ made = Net()
 """
 
 CASES: dict[str, list[dict[str, Any]]] = {
-    "`--tp` with `--lora`": [{"tp": 2, "lora": "{}", "model": FOLDER}],
-    "`--tp` with `--model FILE.py:NAME`": [{"tp": 2, "model": OWN}],
     "`--tp` or `--sharding fsdp` with `--optimizer muon`": [
         {"tp": 2, "optimizer": "muon"},
         {"sharding": "fsdp", "dp": 2, "optimizer": "muon"},
-    ],
-    "`--tp` with `--in-process`": [{"tp": 2, "in_process": True}],
-    "`--sharding zero1` or `fsdp` with `--in-process`": [TWO | {"sharding": name} for name in ("zero1", "fsdp")],
-    "`--sharding zero1` or `fsdp` without `--dp`": [{"sharding": name} for name in ("zero1", "fsdp")],
-    "`--in-process` with another `--transport` than host": [
-        {"in_process": True, "transport": name} for name in ("gloo", "direct", "delegate", "nccl")
-    ],
-    "`--in-process` and `--dp` with `--adapt`": [TWO | {"adapt": True}],
-    "`--in-process` and `--dp` with an asynchronous schedule": [TWO | AMDP],
-    "`--in-process` and `--dp` with a schedule file": [TWO | {"schedule": "mine.json"}],
-    "`--store` or `--host-memory` without `--adapt`": [{"store": "redis://localhost:1"}, {"host_memory": "1GB"}],
-    "`--lora` with a model that is not Hugging Face's": [{"lora": "{}", "model": name} for name in ("gpt", OWN)],
-    "`--model-options` without `--model FILE.py:NAME`": [{"model_options": {"width": 8}}],
-    "`--depth`, `--width`, `--heads`, `--dropout` or `--tied` with `--model FILE.py:NAME`": [
-        {"model": OWN, **given}
-        for given in ({"depth": 2}, {"width": 8}, {"heads": 2}, {"dropout": 0.1}, {"tied": True})
-    ],
-    "`--context` or `--tokenizer` with `--data FILE.py:NAME`": [
-        {"model": model, "data": BATCHES, **given}
-        for model in (OWN, FOLDER)
-        for given in ({"context": 8}, {"tokenizer": "words.json"})
-    ],
-    "`--data FILE.py:NAME` with `--model` gpt, bert or clip": [
-        {"model": name, "data": BATCHES} for name in ("gpt", "bert", "clip")
-    ],
-    "`--tower` with another `--model` than clip": [
-        {"model": name, "towers": "text=ranks:1"} for name in ("gpt", "bert", FOLDER, OWN)
-    ],
-    "`--packing arrival` or `planned` with `--model` bert, clip or `FILE.py:NAME`": [
-        {"model": model, "packing": name} for model in ("bert", "clip", OWN) for name in ("arrival", "planned")
-    ],
-    "`--packing arrival` or `planned` with `--data FILE.py:NAME`": [
-        {"model": FOLDER, "data": BATCHES, "packing": name} for name in ("arrival", "planned")
-    ],
-    "`--packing arrival` or `planned` with an asynchronous schedule": [
-        AMDP | {"packing": name} for name in ("arrival", "planned")
-    ],
-    "`--packing arrival` with `--microbatch-tokens`": [{"packing": "arrival", "microbatch_tokens": 512}],
-    "`--packing windows` with `--length-costs` or `--microbatch-tokens`": [
-        {"packing": "windows", "length_costs": "measured"},
-        {"packing": "windows", "microbatch_tokens": 512},
-    ],
-    "`--window`, `--rule`, `--max-mismatch` or `--drain-every` with a schedule that drains": [
-        {"schedule": "1f1b", **given}
-        for given in ({"window": 8}, {"rule": "none"}, {"max_mismatch": 1}, {"drain_every": 2})
     ],
     "`--tp`, or `--schedule mllm`, with a Hugging Face model that has an encoder": [
         {"model": "t5/config.json", "tp": 2},
@@ -132,29 +84,7 @@ WHY = dict(
     zip(
         CASES,
         (
-            "those with adapters stay whole",
-            "layers that are known",
             "whole matrices",
-            "--tp 2 .* leave out --in-process",
-            "among processes",
-            "among replicas",
-            "nothing is sent",
-            "measures links between processes",
-            "the updates of amdp",
-            "mine.json is for those of one",
-            "a run that adapts",
-            "--lora is for Hugging Face models",
-            "--model-options are for",
-            "is your own and takes its sizes by --model-options",
-            "gives batches that are made already",
-            "makes batches for a model of your own",
-            "models of several towers",
-            "several documents into one row",
-            "gives batches that are made already",
-            "what each update gathers",
-            "documents as they come",
-            "is for whole documents",
-            "updates among the other ops",
             "knows for decoders|t5/config.json has an encoder",
             "has stages that several ranks share, which must be the embedding of words and the head",
             "GPU to GPU",
@@ -174,12 +104,6 @@ WHY = dict(
     )
 )
 """Of each row, in their order, what its message says."""
-
-
-def test_the_table_has_the_cases() -> None:
-    section = PAGE.read_text(encoding="utf-8").split("### Options that exclude each other\n")[1].split("\n## ")[0]
-    rows = [line.split(" | ")[0].removeprefix("| ") for line in section.splitlines() if line.startswith("| `")]
-    assert rows == list(CASES)
 
 
 @pytest.fixture

@@ -152,8 +152,8 @@ def test_data_without_labels_is_refused_at_the_prompt(
     line = "train --model config.json --microbatches 4 --in-process --data data.py"
     for data, more, words in (
         ("unlabelled", "", "batch 0 of data.py:unlabelled has input_ids, attention_mask and no labels; give labels"),
-        ("batches", "--context 16", "--context 16: --data"),
-        ("batches", "--tokenizer data.py", "gives batches that are made already"),
+        ("batches", "--context 16", "--context 16 with --data"),
+        ("batches", "--tokenizer data.py", "its batches are made already"),
         ("batches", "--batch 6", "gives batches of 8 samples, not 6"),
     ):
         assert main(f"{line}:{data} {more}".split()) == 2

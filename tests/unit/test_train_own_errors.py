@@ -150,7 +150,7 @@ BAD: dict[str, tuple[str, list[str]]] = {
     "arguments of an instance": ("--model nets.py:kept --model-options '{\"a\": 3}'", ["is made already", "leave"]),
     "no JSON": ("--model nets.py:Net --model-options a=3", ["--model-options 'a=3' is not JSON"]),
     "no object": ("--model nets.py:Net --model-options 3", ["give a JSON object", '{"depth": 4}']),
-    "arguments of ours": ("--model gpt --model-options '{\"a\": 3}'", ["for --model FILE.py:NAME"]),
+    "arguments of ours": ("--model gpt --model-options '{\"a\": 3}'", ["a model of your own, FILE.py:NAME"]),
     "it raises when made": ("--model nets.py:Broken", ["nets.py:21: self.other", "TypeError"]),
     "it cannot be cut": (
         "--model nets.py:Sure",
@@ -161,10 +161,10 @@ BAD: dict[str, tuple[str, list[str]]] = {
     "the forward needs more": ("--model nets.py:Asks", ["the forward of nets.py:Asks", "mask", "TypeError"]),
     "shapes do not fit": ("--model nets.py:Five", ["forward of nets.py:Five fails", "nets.py:11", "RuntimeError"]),
     "depth": ("--model nets.py:Net --depth 3", ["--depth", "your own", "--model-options"]),
-    "tokenizer": ("--model nets.py:Net --tokenizer a.json", ["--tokenizer", "gives batches that are made already"]),
+    "tokenizer": ("--model nets.py:Net --tokenizer a.json", ["--tokenizer", "its batches are made already"]),
     "tensor parallel": ("--model nets.py:Net --tp 2", ["--tp 2", "your own", "parallelize"]),
     "shared stages": ("--model nets.py:Net --schedule mllm", ["mllm has stages that several", "your own"]),
-    "whole documents": ("--model nets.py:Net --packing planned", ["--packing planned", "leave it out"]),
+    "whole documents": ("--model nets.py:Net --packing planned", ["--packing planned", "leave --packing out"]),
     "recomputed statistics": ("--model nets.py:Normed --recompute", ["BatchNorm1d", "twice", "leave it out"]),
     "a tower": ("--model nets.py:Net --tower a=ranks:1", ["--tower", "several towers"]),
     "no loss": ("--model kwargs.py:Own --data kwargs.py:only", ["has no loss", "def loss_fn(output, targets)"]),
@@ -197,7 +197,7 @@ BAD: dict[str, tuple[str, list[str]]] = {
     "another batch": ("--data nets.py:stream --batch 32", ["batches of 16 samples, not 32", "leave out --batch"]),
     "keys that nobody takes": ("--data nets.py:dicts", ["has y, z", "needs x", "name the keys as the forward does"]),
     "keys too many": ("--model kwargs.py:Own --data kwargs.py:extra", ["has idx", "does not take", "leave it out"]),
-    "own batches for ours": ("--model gpt --data nets.py:data", ["--model gpt reads text", "--model FILE.py:NAME"]),
+    "own batches for ours": ("--model gpt --data nets.py:data", ["with --model gpt: it makes batches for a model"]),
 }  # fmt: skip
 
 

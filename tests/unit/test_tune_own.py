@@ -157,7 +157,7 @@ def test_microbatches_larger_than_a_batch_of_the_data_are_refused(net: Path) -> 
         ("tune --profile-only --data net.py:data", "net.py:data makes batches for a model of your own"),
         (
             "tune --model net.py:Net --data net.py:data --depth 3",
-            "net.py:Net is your own and takes its sizes by --model-options",
+            "net.py:Net: your own model takes its sizes by --model-options",
         ),
         (
             'tune --profile-only --model net.py:Net --data net.py:data --recompute --model-options {"norm":true}',

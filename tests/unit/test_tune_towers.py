@@ -255,7 +255,10 @@ def test_the_closing_line_is_one_that_train_takes(
         ("tune --model clip --schedule zb --ranks 4", "--schedule zb is for a chain of stages; a tower's is 1f1b"),
         ("tune --model clip --tower smell=ranks:2", "the model has audio, text, video, and the contrast"),
         ("tune --model clip --tower text=ranks:9 --ranks 4 --pp 4", "has what --tower asks for, with at most 4"),
-        ("tune --tower text=ranks:2", "--tower text=... is for models of several towers; add --model clip"),
+        (
+            "tune --tower text=ranks:2",
+            "--tower text=ranks:2 with --model gpt: only --model clip has several towers; leave --tower out",
+        ),
     ],
 )
 def test_what_is_refused_says_why(

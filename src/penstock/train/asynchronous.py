@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 from penstock.schedule import Schedule, count_mismatch
 from penstock.schedule.staleness import PREDICTING
-from penstock.train.checks import SettingsError, is_schedule_file, refuse_options
+from penstock.train.checks import SettingsError
 
 if TYPE_CHECKING:
     from penstock.train.run_settings import RunSettings
@@ -220,14 +220,8 @@ def completed(given: Mapping[str, Any]) -> dict[str, Any]:
     return {**given, **found}
 
 
-def check_updates(settings: RunSettings) -> None:
-    """Raises SettingsError for options about updates that exclude each other, or that the schedule does not take."""
-    named = settings.schedule in ASYNCHRONOUS or is_schedule_file(settings.schedule)
-    if not (named and settings.is_asynchronous):
-        which = ", ".join(ASYNCHRONOUS)
-        why = f"it is for schedules with their updates among the other ops ({which}), not for {settings.schedule}"
-        refuse_options(settings, OPTIONS, why)
-        return
+def check_windows(settings: RunSettings) -> None:
+    """Raises SettingsError for windows that do not end where passes do."""
     passes = settings.passes
     if not passes.fits:
         whole = passes.num_microbatches

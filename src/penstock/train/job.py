@@ -141,7 +141,7 @@ def order_of(
     if given.get("device") == "emulated":
         raise SettingsError("penstock emulate runs a schedule on emulated devices, with the options of simulate")
     if "model" in given:
-        check_model(given["model"], None)
+        check_model(given["model"])
     paths = ["data", "tokenizer", *(["model"] if is_path(given.get("model", GPT)) else [])]
     if is_record(given.get("packing")):
         paths.append("packing")

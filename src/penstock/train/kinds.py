@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from penstock.train.checks import SettingsError, refuse_options
+from penstock.train.checks import SettingsError
 from penstock.train.own_file import is_own
 
 if TYPE_CHECKING:
@@ -129,38 +129,16 @@ def place_of(model: str) -> tuple[Path, bool]:
     return path, any(path.glob("*.safetensors"))
 
 
-def check_model(model: str, towers: str | None) -> None:
-    """Raises SettingsError for a model that is neither a name nor a path, or for towers if the model has none."""
-    if is_own(model):
-        if towers:
-            raise SettingsError(f"--tower is for models of several towers; leave it out for --model {model}")
-        return
-    if is_path(model) and not os.path.exists(model) and not ("/" in model or model.endswith(".json")):
+def check_model(model: str) -> None:
+    """Raises SettingsError for a model that is neither a name nor a path."""
+    looks_like_path = "/" in model or model.endswith(".json") or is_own(model)
+    if is_path(model) and not os.path.exists(model) and not looks_like_path:
         near = difflib.get_close_matches(model, KINDS, n=1)
         hint = f"did you mean {near[0]}? Else give" if near else "give"
         raise SettingsError(
             f"no model {model!r}; {hint} {', '.join(KINDS)}, the path of a Hugging Face folder or config.json, or a "
             "model of your own as FILE.py:NAME; sizes by name, like tiny, are given by --preset"
         )
-    asked = read_towers(towers)
-    if asked and model != CLIP:
-        raise SettingsError(f"--tower {next(iter(asked))}=... is for models of several towers; add --model clip")
-
-
-def check_lora(settings: Settings) -> None:
-    """Raises SettingsError for invalid adapters, or for a model that takes none."""
-    if settings.lora is None:
-        return
-    if not is_hugging_face(settings.model):
-        raise SettingsError(
-            f"--lora is for Hugging Face models, and --model is {settings.model}; leave it out, or give a folder or "
-            "config.json"
-        )
-    if settings.tp > 1:
-        raise SettingsError(
-            f"--tp {settings.tp} shares layers out, and those with adapters stay whole; leave it out with --lora"
-        )
-    _ = lora_of(settings)
 
 
 def check_lora_words(text: str) -> None:
@@ -204,31 +182,3 @@ def lora_of(settings: Settings) -> Mapping[str, Any] | str | None:
             f"--lora {text!r} is not JSON: {error}; write the arguments of peft's LoraConfig like '{{\"r\": 8}}'"
         ) from None
     return value
-
-
-def check_own(settings: Settings) -> None:
-    """Raises SettingsError for options that a model of the user's own does not take, or that only such a model
-    takes.
-    """
-    own_data = is_own(settings.data)
-    if is_own(settings.model):
-        own_sizes = ("depth", "width", "heads", "dropout", "tied")
-        refuse_options(settings, own_sizes, f"{settings.model} is your own and takes its sizes by --model-options")
-        if settings.tp > 1:
-            raise SettingsError(
-                f"--tp {settings.tp} shares out layers that are known, and {settings.model} is your own; leave it "
-                "out, or give ps.ParallelOptions(parallelize=) in Python"
-            )
-    else:
-        if settings.model_options:
-            raise SettingsError(f"--model-options are for --model FILE.py:NAME; leave them out for {settings.model}")
-        if own_data and not is_path(settings.model):
-            reads = "reads text" if settings.model in (GPT, BERT) else "learns from samples that are generated for it"
-            raise SettingsError(
-                f"--data {settings.data} makes batches for a model of your own or of Hugging Face's, and --model "
-                f"{settings.model} {reads}; add --model FILE.py:NAME or a folder, or leave --data out"
-            )
-    if own_data:
-        refuse_options(
-            settings, ("context", "tokenizer"), f"--data {settings.data} gives batches that are made already"
-        )

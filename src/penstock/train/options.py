@@ -117,7 +117,7 @@ class Option(NamedTuple):
 
 
 @functools.cache
-def options_of(*kinds: type) -> dict[str, Option]:
+def options_of(*kinds: Any) -> dict[str, Option]:
     """The options of some settings classes, by the name of the field. The first class that has a name declares it."""
     found: dict[str, Option] = {}
     for kind in kinds:
@@ -259,5 +259,5 @@ def _object(option: str, text: str) -> dict[str, Any]:
     except (ValueError, RecursionError) as error:
         raise SettingsError(f"{option} {text!r} is not JSON: {error}") from None
     if not isinstance(value, dict):
-        raise SettingsError(f"{option} {text!r}: give a JSON object, like '{{\"momentum\": 0.9}}'")
+        raise SettingsError(f"{option} {text!r}: give a JSON object, like '{{\"depth\": 4}}'")
     return value

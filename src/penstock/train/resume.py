@@ -16,11 +16,15 @@ from penstock.train.settings import Settings, SettingsError, read_settings
 from penstock.train.training import position
 
 MAY_CHANGE = {
-    "steps", "data", "tokenizer", "lora", "packing", "length_costs", "microbatch_tokens", "sample", "recompute",
+    "steps", "data", "tokenizer", "packing", "length_costs", "microbatch_tokens", "sample", "recompute",
 }  # fmt: skip
 """Settings of the model, the data and the training that a resumed run may have otherwise: its length, paths, and
 what changes no gradient. The content of a path is compared instead.
 """
+
+
+IS_PATH = {"model": is_path, "lora": lambda value: not value.startswith("{")}
+"""Settings that may be a path, which a resumed run may have otherwise too."""
 
 
 class ResumePoint(NamedTuple):
@@ -93,7 +97,8 @@ def _check_same(now: Settings, saved: Settings, folder: RunFolder) -> None:
     for name, option in options_of(Settings).items():
         before, given = getattr(saved, name), getattr(now, name)
         stays = option.said.group in (MODEL, DATA, TRAINING) and name not in MAY_CHANGE
-        if not stays or before == given or (name == "model" and is_path(before) and is_path(given)):
+        moved = name in IS_PATH and None not in (before, given) and IS_PATH[name](before) and IS_PATH[name](given)
+        if not stays or before == given or moved:
             continue
         raise SettingsError(
             f"{folder.path} was started with {name} {before!r}, not {given!r}; leave {option.flags[0]} out, or start "

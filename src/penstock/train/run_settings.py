@@ -14,7 +14,7 @@ from penstock.cost.conditions import read_quantity
 from penstock.dispatch import Dispatch
 from penstock.schedule import Schedule
 from penstock.schedule.updates import RULES
-from penstock.train.asynchronous import Passes, check_updates
+from penstock.train.asynchronous import Passes, check_windows
 from penstock.train.checks import (
     SettingsError,
     check_choices,
@@ -23,6 +23,7 @@ from penstock.train.checks import (
     read_links,
     read_schedule,
 )
+from penstock.train.exclusions import COMMON, check_exclusions
 from penstock.train.options import LINKS, MACHINE, MESH, SCHEDULE, TRAINING, UPDATES, setting
 
 if TYPE_CHECKING:
@@ -112,7 +113,8 @@ class RunSettings:
         least = dict.fromkeys((*common, *counts), 1) | dict.fromkeys(("max_mismatch", *amounts), 0)
         check_numbers(self, least=least, above_zero=("timeout", *above_zero))
         check_choices(self, {"dispatch": (*map(str, Dispatch), "auto"), **(choices or {})})
-        check_updates(self)
+        check_exclusions(self, COMMON)
+        check_windows(self)
         self._check_schedule_options()
         self.link_conditions()
         self.check_transport()
@@ -125,10 +127,7 @@ class RunSettings:
             raise SettingsError(f"--option {both[0]}: give --{own[both[0]].replace('_', '-')}")
 
     def check_transport(self) -> None:
-        """Raises SettingsError for options that exclude each other."""
-        for name in ("store", "host_memory"):
-            if getattr(self, name) is not None and not self.adapt:
-                raise SettingsError(f"{name} is for a run that adapts; add --adapt")
+        """Raises SettingsError for a store or a host memory that can't be read."""
         if self.store is not None and STORES.fullmatch(self.store) is None:
             from penstock.runtime.adapt.store import without_password  # here, for it imports torch
 

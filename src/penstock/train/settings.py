@@ -16,10 +16,10 @@ from typing import Any
 from penstock.cost import Costs, Links
 from penstock.planning.threads import num_cores
 from penstock.schedule import Schedule
-from penstock.train.checks import SettingsError, is_schedule_file, read_links
-from penstock.train.kinds import GPT, check_lora, check_model, check_own, is_hugging_face
+from penstock.train.checks import SettingsError, read_links
+from penstock.train.exclusions import check_exclusions
+from penstock.train.kinds import check_model, lora_of, read_towers
 from penstock.train.options import DATA, MACHINE, MESH, MODEL, RUN, SCHEDULE, TRAINING, setting
-from penstock.train.own_file import is_own
 from penstock.train.run_settings import ROUTES, RunSettings, host_memory_of
 
 WINDOWS, ARRIVAL, PLANNED = "windows", "arrival", "planned"
@@ -132,14 +132,9 @@ class Settings(RunSettings):
                 "sharding": ("none", "copies", "zero1", "fsdp"),
             },
         )
-        check_model(self.model, self.towers)
-        check_own(self)
-        check_lora(self)
-        _ = self.host_units
-        check_mesh(self)
-        check_packing(self)
-        if self.in_process and self.transport != "host":
-            raise SettingsError(f"in one process nothing is sent; leave out --transport {self.transport}")
+        check_model(self.model)
+        check_exclusions(self)
+        _ = self.host_units, lora_of(self), read_towers(self.towers)
         if self.batch < self.dp * self.microbatches:
             whole = self.dp * self.microbatches
             replicas = "" if self.dp == 1 else f" in each of {self.dp} replicas"
@@ -250,19 +245,6 @@ def learning_rate(step: int, steps: int, peak: float, warmup: int, decay: str) -
     return peak * (FLOOR + (1 - FLOOR) * 0.5 * (1 + math.cos(math.pi * min(1.0, progress))))
 
 
-def check_mesh(settings: Settings) -> None:
-    """Raises SettingsError for options that exclude replicas, or layers that several processes share."""
-    if settings.is_sharded and settings.dp == 1:
-        raise SettingsError(
-            f"--sharding {settings.sharding} shares state out among replicas, and there is one; add --dp 2, or leave "
-            "it out"
-        )
-    if settings.is_flat:
-        return
-    if settings.in_process:
-        _check_in_process(settings)
-
-
 def check_ties(schedule: Schedule, tied: Sequence[Sequence[str]]) -> None:
     """Raises SettingsError for a weight of two stages, if one of them could not have the version that it is to
     read.
@@ -285,29 +267,6 @@ def check_precision(precision: str, schedule: Schedule) -> None:
         raise SettingsError(
             f"{schedule.name} updates each stage by itself, and --precision float16 leaves an update out in all "
             "stages where the gradient of one overflows; give --precision bfloat16"
-        )
-
-
-def _check_in_process(settings: Settings) -> None:
-    if settings.tp > 1:
-        raise SettingsError(f"--tp {settings.tp} shares layers out among processes; leave out --in-process")
-    if settings.adapt:
-        raise SettingsError(
-            "over a mesh --adapt measures links between processes, and here is one; leave out --in-process"
-        )
-    if settings.is_sharded:
-        raise SettingsError(
-            f"--sharding {settings.sharding} shares state out among processes; leave it out, or --in-process"
-        )
-    if settings.is_asynchronous:
-        raise SettingsError(
-            f"in one process one pipeline runs the microbatches of all {settings.dp} replicas, and the updates of "
-            f"{settings.schedule} would come between other ones; leave out --in-process"
-        )
-    if is_schedule_file(settings.schedule):
-        raise SettingsError(
-            f"in one process one pipeline runs the microbatches of all {settings.dp} replicas, and "
-            f"{settings.schedule} is for those of one; leave out --in-process"
         )
 
 
@@ -343,34 +302,3 @@ def share_out(ranks: int | None, dp: int, tp: int, world: int) -> int:
 def is_record(packing: str | None) -> bool:
     """Whether it names a file with the batches of a run."""
     return packing not in (None, WINDOWS, ARRIVAL, PLANNED)
-
-
-def check_packing(settings: Settings) -> None:
-    """Raises SettingsError for options that exclude whole documents, or that only whole documents take."""
-    if settings.packing == WINDOWS:
-        for name, unset in (("length_costs", SIZES), ("microbatch_tokens", None)):
-            if getattr(settings, name) != unset:
-                raise SettingsError(
-                    f"--{name.replace('_', '-')} is for whole documents; add --packing {PLANNED}, or leave it out"
-                )
-        return
-    if settings.model != GPT and not is_hugging_face(settings.model):
-        raise SettingsError(
-            f"--packing {settings.packing} puts several documents into one row, which only a built-in GPT and "
-            f"decoders of Hugging Face's keep apart; --model {settings.model} would see one in another: leave it out"
-        )
-    if is_hugging_face(settings.model) and is_own(settings.data):
-        raise SettingsError(
-            f"--packing {settings.packing} cuts a text into documents, and --data {settings.data} gives batches that "
-            "are made already; leave out one of the two"
-        )
-    if settings.is_asynchronous:
-        raise SettingsError(
-            f"{settings.schedule} has its updates among the other ops, so that the order of microbatches says what "
-            f"each update gathers; leave out --packing {settings.packing}, or give a schedule without such updates"
-        )
-    if settings.packing == ARRIVAL and settings.microbatch_tokens is not None:
-        raise SettingsError(
-            f"--packing {ARRIVAL} takes documents as they come, whatever a microbatch then holds; leave out "
-            f"--microbatch-tokens, or give --packing {PLANNED}"
-        )

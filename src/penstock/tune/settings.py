@@ -120,7 +120,7 @@ class TuneSettings:
         Raises:
             SettingsError: what a run itself would raise.
         """
-        check_model(self.model, None)  # by the words given, before they are a path
+        check_model(self.model)  # by the words given, before they are a path
         given = {name: value for name in TRAINED if (value := getattr(self, name)) is not None}
         for name in ("data", "tokenizer", *(["model"] if is_path(self.model) else [])):
             if name in given:

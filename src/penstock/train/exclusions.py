@@ -1,0 +1,173 @@
+"""Which settings exclude each other, as one table that a run is checked against before it starts. Needs no torch.
+
+What only the model, the data or the optimizer can tell is checked by them (`train/inputs.py`, `train/tasks/`).
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from penstock.train.asynchronous import ASYNCHRONOUS, OPTIONS
+from penstock.train.checks import SettingsError, is_schedule_file
+from penstock.train.kinds import CLIP, GPT, is_hugging_face, is_path
+from penstock.train.options import Option, options_of
+from penstock.train.own_file import is_own
+
+if TYPE_CHECKING:
+    from penstock.train.run_settings import RunSettings
+
+
+class Exclusion(NamedTuple):
+    """Options that can't be combined with something else.
+
+    Attributes:
+        names: settings; one that has not its default breaks the rule. beside: with or without what, where names in
+            braces stand for the values of settings. why: the reason, as the end of a sentence.
+        when: whether the rest of the settings are those of the rule.
+    """
+
+    names: tuple[str, ...]
+    beside: str
+    why: str
+    when: Callable[[Any], bool]
+
+
+COMMON = (
+    Exclusion(("store", "host_memory"), "without --adapt", "only a run that adapts uses it", lambda s: not s.adapt),
+    Exclusion(
+        OPTIONS,
+        "with --schedule {schedule}",
+        f"it is for schedules with their updates among the other ops ({', '.join(ASYNCHRONOUS)})",
+        lambda s: not (s.is_asynchronous and (s.schedule in ASYNCHRONOUS or is_schedule_file(s.schedule))),
+    ),
+)
+"""Those of runs on emulated devices, too."""
+
+EXCLUSIONS = (
+    *COMMON,
+    Exclusion(("lora",), "with --tp {tp}", "layers with adapters stay whole", lambda s: s.tp > 1),
+    Exclusion(
+        ("lora",),
+        "with --model {model}",
+        "peft adapts models of Hugging Face",
+        lambda s: not is_hugging_face(s.model),
+    ),
+    Exclusion(
+        ("tp",),
+        "with --model {model}",
+        "Penstock divides layers that it knows, and the model is your own; in Python, give "
+        "ps.ParallelOptions(parallelize=)",
+        lambda s: is_own(s.model),
+    ),
+    Exclusion(("tp",), "with --in-process", "processes share the layers", lambda s: s.in_process),
+    Exclusion(
+        ("sharding",),
+        "with --in-process",
+        "processes share the state",
+        lambda s: s.is_sharded and s.in_process and s.dp > 1,
+    ),
+    Exclusion(
+        ("sharding",),
+        "without --dp",
+        "replicas share the state, and there is one",
+        lambda s: s.is_sharded and s.dp == 1,
+    ),
+    Exclusion(("transport",), "with --in-process", "in one process nothing is sent", lambda s: s.in_process),
+    Exclusion(
+        ("adapt",),
+        "with --in-process and --dp {dp}",
+        "over a mesh links between processes are measured",
+        lambda s: s.in_process and s.dp > 1,
+    ),
+    Exclusion(
+        ("schedule",),
+        "with --in-process and --dp {dp}",
+        "one pipeline runs the microbatches of all replicas, and the order of this schedule is for those of one",
+        lambda s: s.in_process and s.dp > 1 and (s.is_asynchronous or is_schedule_file(s.schedule)),
+    ),
+    Exclusion(
+        ("model_options",),
+        "with --model {model}",
+        "they are arguments of a model of your own, FILE.py:NAME",
+        lambda s: not is_own(s.model),
+    ),
+    Exclusion(
+        ("depth", "width", "heads", "dropout", "tied"),
+        "with --model {model}",
+        "your own model takes its sizes by --model-options",
+        lambda s: is_own(s.model),
+    ),
+    Exclusion(
+        ("context", "tokenizer"), "with --data {data}", "its batches are made already", lambda s: is_own(s.data)
+    ),
+    Exclusion(
+        ("data",),
+        "with --model {model}",
+        "it makes batches for a model of your own or of Hugging Face's",
+        lambda s: is_own(s.data) and not is_path(s.model),
+    ),
+    Exclusion(("towers",), "with --model {model}", "only --model clip has several towers", lambda s: s.model != CLIP),
+    Exclusion(
+        ("packing",),
+        "with --model {model}",
+        "a row holds several documents, which only a built-in GPT and decoders of Hugging Face's keep apart",
+        lambda s: s.model != GPT and not is_hugging_face(s.model),
+    ),
+    Exclusion(("packing",), "with --data {data}", "its batches are made already", lambda s: is_own(s.data)),
+    Exclusion(
+        ("packing",),
+        "with --schedule {schedule}",
+        "the order of microbatches says what each of its updates gathers",
+        lambda s: s.is_asynchronous,
+    ),
+    Exclusion(
+        ("microbatch_tokens",),
+        "with --packing {packing}",
+        "documents are taken as they come, whatever a microbatch then holds",
+        lambda s: s.packing == "arrival",
+    ),
+    Exclusion(
+        ("length_costs", "microbatch_tokens"),
+        "without --packing planned",
+        "it is for whole documents",
+        lambda s: not s.is_packed,
+    ),
+)
+
+
+def check_exclusions(settings: RunSettings, rules: Sequence[Exclusion] = EXCLUSIONS) -> None:
+    """Raises SettingsError if settings exclude each other."""
+    kind: Any = type(settings)
+    options = options_of(kind)
+    for rule in rules:
+        given = [name for name in rule.names if getattr(settings, name) != options[name].default]
+        if given and rule.when(settings):
+            option = options[given[0]]
+            beside = rule.beside.format(**vars(settings))
+            add = f"add {beside.removeprefix('without ')}, or leave" if beside.startswith("without") else "leave"
+            raise SettingsError(
+                f"{_shown(option, getattr(settings, given[0]))} {beside}: {rule.why}; {add} {option.flags[0]} out"
+            )
+
+
+def table() -> list[tuple[str, str]]:
+    """What can't be combined and why, as rows of the docs."""
+    from penstock.train.settings import Settings
+
+    options = options_of(Settings)
+    rows = []
+    for rule in EXCLUSIONS:
+        flags = [f"`{options[name].flags[0]}`" for name in rule.names]
+        beside = re.sub(r"(--[a-z-]+)( \{\w+\}| planned)?", r"`\1`", rule.beside)
+        rows.append((f"{' or '.join(flags)} {beside}", rule.why))
+    return rows
+
+
+def _shown(option: Option, value: Any) -> str:
+    """An option with its value, as on the command line; without that of an address, which may hold a password."""
+    flag = option.flags[0]
+    if isinstance(value, bool):
+        return flag if value else flag.replace("--", "--no-", 1)
+    return flag if isinstance(value, dict) or "://" in str(value) else f"{flag} {value}"
