@@ -12,10 +12,9 @@ import transformers
 import penstock as ps
 from penstock.runtime.transport.choose import NAMES
 from penstock.train import run_job
-from penstock.train.checks import SettingsError
+from penstock.train.checks import ROUTES, SettingsError
 from penstock.train.inputs import gather_inputs
 from penstock.train.job import order_of, read_schedule_file
-from penstock.train.run_settings import ROUTES
 from penstock.train.settings import Settings
 
 pytestmark = pytest.mark.unit

@@ -22,10 +22,9 @@ from penstock.cli.options import Json, number_of_bytes, taken
 from penstock.cli.simulate import GivenRun, timed
 from penstock.rank_environment import RankEnvironment
 from penstock.schedule.op import UPDATE
-from penstock.train.checks import check_choices, check_numbers
+from penstock.train.checks import BASE, STORES, check_choices, check_numbers, host_memory_of
 from penstock.train.folder import RunFolder, free_folder
 from penstock.train.options import LINKS, MACHINE, RUN, setting, with_options
-from penstock.train.run_settings import BASE, STORES, host_memory_of
 
 TRANSPORTS = (*BASE, "delegate")
 

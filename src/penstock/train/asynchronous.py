@@ -25,7 +25,7 @@ from penstock.schedule.staleness import PREDICTING
 from penstock.train.checks import SettingsError
 
 if TYPE_CHECKING:
-    from penstock.train.run_settings import RunSettings
+    from penstock.train.settings import Settings
 
 
 USUAL_STEPS = 8
@@ -220,7 +220,7 @@ def completed(given: Mapping[str, Any]) -> dict[str, Any]:
     return {**given, **found}
 
 
-def check_windows(settings: RunSettings) -> None:
+def check_windows(settings: Settings) -> None:
     """Raises SettingsError for windows that do not end where passes do."""
     passes = settings.passes
     if not passes.fits:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import math
 import os
+import re
 import types
 import typing
 from collections.abc import Mapping, Sequence
@@ -13,10 +14,20 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from penstock.cost import CostError, Links
+from penstock.cost import CostError, Costs, Links
+from penstock.cost.conditions import read_quantity
 from penstock.formats import load as load_schedule
 from penstock.library import SCHEDULES, build
 from penstock.schedule import Schedule, ScheduleError, check
+
+BASE = "host", "gloo", "direct"
+"""Transports whose single links may be delegated."""
+ROUTES = *BASE, "delegate", "nccl"
+"""Transports of a run with real compute."""
+STORES = re.compile(r"rediss?://\S+")
+SIZES = {f"{prefix}B": size for prefix, size in (("", 1.0), ("K", 1e3), ("M", 1e6), ("G", 1e9), ("T", 1e12))} | {
+    f"{prefix}iB": size for prefix, size in (("K", 2.0**10), ("M", 2.0**20), ("G", 2.0**30), ("T", 2.0**40))
+}
 
 
 class SettingsError(ValueError):
@@ -200,3 +211,34 @@ def _check_type(name: str, value: Any, kind: Any) -> None:
         raise SettingsError(f"{name} is {value!r}; give {words[0] if words else rest}")
     if isinstance(value, float) and not math.isfinite(value):
         raise SettingsError(f"{name} is {value}; give a finite number")
+
+
+def host_memory_of(text: str | None, costs: Costs | None) -> float:
+    """Host memory in the units of the costs: `4` is activations of the largest stage, `8GB` is bytes.
+
+    Without costs a stage's activation counts as 1.
+
+    Raises:
+        SettingsError: no number of at least 0, or bytes where the activations' bytes are not known.
+    """
+    if text is None:
+        return 0.0
+    largest = 1.0 if costs is None else max(costs.activation)
+    try:
+        return read_quantity(text, {"": 1.0}) * largest
+    except CostError:
+        pass
+    size = read_size("host_memory", text, "activations, like 4, or ")
+    if costs is not None and largest <= 1024:
+        raise SettingsError(
+            f"host_memory {text}: how many bytes an activation has is not known here; give activations, like 4"
+        )
+    return size
+
+
+def read_size(name: str, text: str, or_else: str = "") -> float:
+    """Reads `8GB`, `8GiB` or `1000B`. Raises SettingsError."""
+    try:
+        return read_quantity(text, SIZES)
+    except CostError:
+        raise SettingsError(f"{name} {text!r}: give {or_else}bytes, like 8GB or 8GiB") from None

@@ -6,7 +6,7 @@ What only the model, the data or the optimizer can tell is checked by them (`tra
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from penstock.train.asynchronous import ASYNCHRONOUS, OPTIONS
@@ -16,7 +16,7 @@ from penstock.train.options import Option, options_of
 from penstock.train.own_file import is_own
 
 if TYPE_CHECKING:
-    from penstock.train.run_settings import RunSettings
+    from penstock.train.settings import Settings
 
 
 class Exclusion(NamedTuple):
@@ -34,7 +34,7 @@ class Exclusion(NamedTuple):
     when: Callable[[Any], bool]
 
 
-COMMON = (
+EXCLUSIONS = (
     Exclusion(("store", "host_memory"), "without --adapt", "only a run that adapts uses it", lambda s: not s.adapt),
     Exclusion(
         OPTIONS,
@@ -42,11 +42,6 @@ COMMON = (
         f"it is for schedules with their updates among the other ops ({', '.join(ASYNCHRONOUS)})",
         lambda s: not (s.is_asynchronous and (s.schedule in ASYNCHRONOUS or is_schedule_file(s.schedule))),
     ),
-)
-"""Those of runs on emulated devices, too."""
-
-EXCLUSIONS = (
-    *COMMON,
     Exclusion(("lora",), "with --tp {tp}", "layers with adapters stay whole", lambda s: s.tp > 1),
     Exclusion(
         ("lora",),
@@ -137,11 +132,11 @@ EXCLUSIONS = (
 )
 
 
-def check_exclusions(settings: RunSettings, rules: Sequence[Exclusion] = EXCLUSIONS) -> None:
+def check_exclusions(settings: Settings) -> None:
     """Raises SettingsError if settings exclude each other."""
     kind: Any = type(settings)
     options = options_of(kind)
-    for rule in rules:
+    for rule in EXCLUSIONS:
         given = [name for name in rule.names if getattr(settings, name) != options[name].default]
         if given and rule.when(settings):
             option = options[given[0]]

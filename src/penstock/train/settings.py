@@ -5,22 +5,38 @@ And which options exclude each other: of the mesh, and of how text becomes micro
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, Self
 
 from penstock.cost import Costs, Links
+from penstock.dispatch import Dispatch
 from penstock.planning.threads import num_cores
 from penstock.schedule import Schedule
-from penstock.train.checks import SettingsError, read_links
+from penstock.schedule.updates import RULES
+from penstock.train.asynchronous import Passes, check_windows
+from penstock.train.checks import (
+    ROUTES,
+    STORES,
+    SettingsError,
+    check_choices,
+    check_known,
+    check_numbers,
+    host_memory_of,
+    read_links,
+    read_schedule,
+)
 from penstock.train.exclusions import check_exclusions
 from penstock.train.kinds import check_model, lora_of, read_towers
-from penstock.train.options import DATA, MACHINE, MESH, MODEL, RUN, SCHEDULE, TRAINING, setting
-from penstock.train.run_settings import ROUTES, RunSettings, host_memory_of
+from penstock.train.options import DATA, LINKS, MACHINE, MESH, MODEL, RUN, SCHEDULE, TRAINING, UPDATES, setting
+
+if TYPE_CHECKING:
+    from penstock.runtime.transport.choose import TransportOptions
 
 WINDOWS, ARRIVAL, PLANNED = "windows", "arrival", "planned"
 """Fixed lengths of the text; whole documents as they come; whole documents, planned for the schedule."""
@@ -29,9 +45,66 @@ SIZES, MEASURED = "sizes", "measured"
 
 
 @dataclass(frozen=True)
-class Settings(RunSettings):
-    """Settings of a run that learns; every field has a value that works, and an option."""
+class Settings:
+    """Settings of a run; every field has a value that works, and an option. Without `window` updates are not ops of
+    the schedule.
+    """
 
+    transport: str = setting("host", "What carries messages: host, gloo, direct, delegate or nccl.", LINKS)
+    adapt: bool = setting(False, "Measure links, and change to a faster plan.", LINKS, is_common=True)
+    store: str | None = setting(
+        None, "Where ranks that adapt report. [the job's own store]", LINKS, metavar="redis://HOST:PORT"
+    )
+    host_memory: str | None = setting(
+        None,
+        "How many activations (4) or bytes (8GB) may wait in each host's memory while a link is delegated.",
+        LINKS,
+        metavar="N",
+    )
+    schedule: str = setting("1f1b", "Library schedule by name, or a schedule file.", SCHEDULE, is_common=True)
+    ranks: int = setting(
+        4, "Number of ranks, of the pipeline, a process each.", SCHEDULE, is_common=True, flags=("--ranks", "--pp")
+    )
+    microbatches: int = setting(8, "Number of microbatches, per step. [8; amdp: 4 a rank]", SCHEDULE, is_common=True)
+    stages: int | None = setting(None, "Number of stages, over the whole model (interleaved-1f1b).", SCHEDULE)
+    schedule_options: Mapping[str, Any] = setting(
+        {},
+        "Another option of a library schedule, as for ps.build: overlap=true, warmup=[7,5,3,1]; may be repeated.",
+        SCHEDULE,
+        flags=("--option",),
+        metavar="KEY=VALUE",
+        is_repeated=True,
+    )
+    dispatch: str = setting(
+        "frozen",
+        "How ranks choose their ops: frozen, hinted, dynamic or auto.",
+        SCHEDULE,
+        is_common=True,
+    )
+    steps: int = setting(400, "How many steps to run.", TRAINING, is_common=True)
+    sharding: str = setting("copies", "What the holders of a stage divide: none, copies, zero1 or fsdp.", MESH)
+    device: str = setting(
+        "cpu",
+        "Device that ops run on: cpu (even where there are GPUs) or cuda.",
+        MACHINE,
+        is_common=True,
+    )
+    in_process: bool = setting(False, "Run all ranks in one process, in turn.", SCHEDULE)
+    timeout: float = setting(60.0, "Most seconds that any wait may last.", MACHINE)
+    link: str | None = setting(
+        None,
+        "What messages between A and B meet, made slow on purpose: 0:1=latency:30ms+loss:1%; may be repeated.",
+        LINKS,
+        is_common=True,
+        metavar="A:B=CONDITION",
+        is_repeated=True,
+    )
+    window: int | None = setting(None, "Microbatches whose gradients an update adds up.", UPDATES)
+    rule: str | None = setting(None, f"Which weights ops read: {', '.join(RULES)}.", UPDATES, metavar="NAME")
+    max_mismatch: int | None = setting(
+        None, "Most updates between a microbatch's forward and its backward. [amdp: 0; with --rule 1]", UPDATES
+    )
+    drain_every: int | None = setting(None, "Steps after which the pipeline drains. [about 8]", UPDATES)
     dp: int = setting(1, "Number of replicas of the pipeline.", MESH, is_common=True)
     tp: int = setting(1, "Number of processes that share each layer.", MESH, is_common=True)
     cut: tuple[int, ...] | None = setting(
@@ -120,11 +193,20 @@ class Settings(RunSettings):
     sample: int = setting(160, "How many tokens of text the model writes at the end.", DATA)
 
     def __post_init__(self) -> None:
-        self.check_run(
-            counts=("dp", "tp", "batch", "keep", "threads", "microbatch_tokens"),
-            amounts=("lr_warmup", "evaluate_every", "save_every", "sample", "clip"),
-            above_zero=("lr",),
-            choices={
+        self.check()
+
+    def check(self) -> None:
+        """Raises SettingsError for a value out of range, for settings that exclude each other, and for words that
+        can't be read.
+        """
+        counts = ("ranks", "dp", "tp", "microbatches", "steps", "batch", "keep", "threads", "window", "drain_every")
+        amounts = ("max_mismatch", "lr_warmup", "evaluate_every", "save_every", "sample", "clip")
+        least = dict.fromkeys((*counts, "microbatch_tokens"), 1) | dict.fromkeys(amounts, 0)
+        check_numbers(self, least=least, above_zero=("timeout", "lr"))
+        check_choices(
+            self,
+            {
+                "dispatch": (*map(str, Dispatch), "auto"),
                 "lr_decay": ("cosine", "constant"),
                 "precision": ("float32", "bfloat16", "float16"),
                 "device": ("cpu", "cuda"),
@@ -134,7 +216,13 @@ class Settings(RunSettings):
         )
         check_model(self.model)
         check_exclusions(self)
-        _ = self.host_units, lora_of(self), read_towers(self.towers)
+        check_windows(self)
+        self._check_schedule_options()
+        if self.store is not None and STORES.fullmatch(self.store) is None:
+            from penstock.runtime.adapt.store import without_password  # here, for it imports torch
+
+            raise SettingsError(f"store {without_password(self.store)!r}: write redis://HOST:PORT")
+        _ = self.link_conditions(), self.host_units, lora_of(self), read_towers(self.towers)
         if self.batch < self.dp * self.microbatches:
             whole = self.dp * self.microbatches
             replicas = "" if self.dp == 1 else f" in each of {self.dp} replicas"
@@ -142,6 +230,13 @@ class Settings(RunSettings):
                 f"a batch of {self.batch} can't be cut into {self.microbatches} microbatches{replicas}; "
                 f"give a batch of at least {whole}, or fewer microbatches"
             )
+
+    def _check_schedule_options(self) -> None:
+        """Raises SettingsError for options of the schedule that have a setting of their own."""
+        own = {"num_ranks": "ranks", "num_microbatches": "microbatches", "num_stages": "stages"}
+        own |= {name: name for name in ("window", "max_mismatch", "rule")}
+        if both := sorted(own.keys() & self.schedule_options):
+            raise SettingsError(f"--option {both[0]}: give --{own[both[0]].replace('_', '-')}")
 
     @property
     def num_processes(self) -> int:
@@ -212,6 +307,67 @@ class Settings(RunSettings):
         is not measured.
         """
         return host_memory_of(self.host_memory, Costs.uniform(1))
+
+    def transport_options(self, links: Links | None = None) -> TransportOptions:
+        """What carries messages, under these conditions of links. Imports torch.
+
+        Single links of a run that adapts may use delegates where that is faster.
+        """
+        from penstock.runtime.transport.choose import DelegateOptions, TransportOptions
+
+        delegates = DelegateOptions() if self.transport == "delegate" or self.adapt else None
+        return TransportOptions(self.transport, delegates, links=links)
+
+    def injected(self) -> list[str]:
+        """What is injected into the links, in words. The simulation applies the same from its time 0 on."""
+        conditions = self.link_conditions()
+        return [] if conditions is None else [f"link {text} was injected" for text in conditions.texts()]
+
+    @property
+    def is_asynchronous(self) -> bool:
+        """Whether the schedule has its updates among the other ops."""
+        return self.window is not None
+
+    @property
+    def passes(self) -> Passes:
+        """How steps form windows and passes. Without updates in the schedule, each step is a window and a pass."""
+        return Passes(self.microbatches, self.drain_every or 1, self.window or self.microbatches)
+
+    def replica_schedule(self) -> Schedule:
+        """The schedule of a pass of one replica, checked. Raises ScheduleError."""
+        if not self.is_asynchronous:
+            return read_schedule(
+                self.schedule, self.ranks, self.microbatches, self.stages, others=self.schedule_options
+            )
+        passes = self.passes
+        return read_schedule(
+            self.schedule,
+            self.ranks,
+            passes.num_microbatches,
+            self.stages,
+            passes.window_in_pass,
+            self.max_mismatch,
+            self.rule,
+            self.schedule_options,
+        )
+
+    def to_json(self) -> str:
+        """Everything except the store's password, which must be given again to resume the run."""
+        from penstock.runtime.adapt.store import without_password  # here, for settings are read before torch is
+
+        values = dataclasses.asdict(self)
+        if self.store is not None:
+            values["store"] = without_password(self.store)
+        return json.dumps(values, indent=2)
+
+    @classmethod
+    def from_mapping(cls, values: Mapping[str, Any], where: str = "") -> Self:
+        """Reads settings. Errors begin with `where`. Raises SettingsError for unknown names and wrong types."""
+        values = check_known(cls, values, where)
+        try:
+            return cls(**values)
+        except SettingsError as error:
+            raise SettingsError(f"{where}{error}") from None
 
 
 def read_settings(path: Path) -> dict[str, Any]:
