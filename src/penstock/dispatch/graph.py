@@ -171,8 +171,6 @@ def lower(schedule: Schedule, extra: Sequence[tuple[Op, Op]] = ()) -> Graph:
     for row in rows:
         first.append(first[-1] + len(row))
 
-    successors: list[list[int]] = [[] for _ in ops]
-    num_needed = [0] * len(ops)
     _check_known(schedule, ops, number, together)
     for op, found in numbers.items():
         sender = schedule.hosts(op)[0] + (schedule.num_ranks if op[:2] in schedule.asynchronous else 0)
@@ -188,31 +186,16 @@ def lower(schedule: Schedule, extra: Sequence[tuple[Op, Op]] = ()) -> Graph:
         between = _between_gangs(schedule, needs, number, numbers, rank)
     else:
         between = ((number[producer], number[consumer]) for producer, consumer in needs)
-    for source, target in between:
-        successors[source].append(target)
-        num_needed[target] += 1
-    edge_first = [0]
-    for edges_from in successors:
-        edge_first.append(edge_first[-1] + len(edges_from))
-
+    producer, consumer = np.array(list(between), np.int64).reshape(-1, 2).T
     priority = np.array([PRIORITY.get(op.kind, 0) for op in ops], np.int64)
     kinds = {kind: n for n, kind in enumerate(sorted({op.kind for op in ops} - {*KINDS}), start=1)}
     own_kind = np.array([kinds.get(op.kind, 0) for op in ops], np.int64)
     stage = np.array([op.stage for op in ops], np.int64)
     backward_of = {number[forward]: number[backward] for forward, backward in schedule.pairs}
     in_turn = [[member] for pair in backward_of.items() for member in pair]
-    row_of = np.array(rank, np.int64)
-    arrays = OpNetwork(
-        rank=row_of,
-        first=np.array(first, np.int64),
-        num_needed=np.array(num_needed, np.int64),
-        edge_first=np.array(edge_first, np.int64),
-        edge_to=np.array([t for edges_from in successors for t in edges_from], np.int64),
-        priority=priority,
-        place=_places(schedule, rows),
-        **_queues(row_of, len(rows), priority, stage, own_kind),
-        **_gangs(len(ops), [*numbers.values(), *in_turn]),
-    )
+    gangs, place = [*numbers.values(), *in_turn], _places(schedule, rows)
+    row_of, firsts = np.array(rank, np.int64), np.array(first, np.int64)
+    arrays = _network(row_of, firsts, producer, consumer, priority, stage, own_kind, place, gangs)
     return Graph(
         lambda: rows,
         schedule.num_ranks,
@@ -232,23 +215,62 @@ def _lower_columns(schedule: Schedule) -> Graph | None:
     producer, consumer = edges_of(found, schedule.graph.targets)
     if np.any(producer == MISSING):
         return None
-    columns, num_ops = found.columns, found.columns.num_ops
+    columns = found.columns
     more = accumulation_edges(columns)
     producer, consumer = np.concatenate([producer, more[0]]), np.concatenate([consumer, more[1]])
     priority = np.array([PRIORITY[kind] for kind in COLUMN_KINDS], np.int64)[columns.kind]
-    own_kind = (columns.kind == R).astype(np.int64)
-    arrays = OpNetwork(
-        rank=columns.rank,
-        first=columns.first,
+    own_kind, place = (columns.kind == R).astype(np.int64), np.arange(columns.num_ops)
+    arrays = _network(columns.rank, columns.first, producer, consumer, priority, columns.stage, own_kind, place, [])
+    return Graph(lambda: schedule.order, schedule.num_ranks, arrays, columns=columns)
+
+
+def _network(
+    rank: Array,
+    first: Array,
+    producer: Array,
+    consumer: Array,
+    priority: Array,
+    stage: Array,
+    own_kind: Array,
+    place: Array,
+    gangs: list[list[int]],
+) -> OpNetwork:
+    """The network of ops numbered row by row.
+
+    Args:
+        rank, first, priority, place: as in `OpNetwork`.
+        producer, consumer: the two ops of each edge.
+        stage: of each op.
+        own_kind: of each op, a number for each kind other than F, B, I and W, whose ops have queues of their own.
+        gangs: ops that are taken in their turn alone: those that several ranks run together, and those of pairs, one
+            each.
+    """
+    num_ops = len(rank)
+    queue = (rank * 3 + priority) * (int(stage.max(initial=0)) + 1) + stage
+    queue = queue * (int(own_kind.max(initial=0)) + 1) + own_kind
+    queue_ops = np.argsort(queue, kind="stable")
+    begins = np.flatnonzero(np.diff(queue[queue_ops], prepend=-1))
+    queue_of = np.zeros(num_ops, np.int64)
+    queue_of[queue_ops] = np.repeat(np.arange(len(begins)), np.diff(begins, append=num_ops))
+    gang = np.full(num_ops, ALONE, np.int64)
+    for index, members in enumerate(gangs):
+        gang[members] = index
+    return OpNetwork(
+        rank=rank,
+        first=first,
         num_needed=np.bincount(consumer, minlength=num_ops),
         edge_first=starts_of(producer, num_ops),
         edge_to=consumer[np.argsort(producer, kind="stable")],
+        queue_rank_first=starts_of(rank[queue_ops[begins]], len(first) - 1),
+        queue_first=np.append(begins, num_ops),
+        queue_ops=queue_ops,
+        queue_of=queue_of,
         priority=priority,
-        place=np.arange(num_ops),
-        **_queues(columns.rank, schedule.num_ranks, priority, columns.stage, own_kind),
-        **_gangs(num_ops, []),
+        place=place,
+        gang=gang,
+        gang_first=np.array([0, *itertools.accumulate(map(len, gangs))], np.int64),
+        gang_ops=np.array(list(itertools.chain(*gangs)), np.int64),
     )
-    return Graph(lambda: schedule.order, schedule.num_ranks, arrays, columns=columns)
 
 
 def _places(schedule: Schedule, rows: Sequence[Sequence[Op]]) -> Array:
@@ -257,23 +279,6 @@ def _places(schedule: Schedule, rows: Sequence[Sequence[Op]]) -> Array:
         return np.arange(sum(map(len, rows)))
     at = [{op: place for place, op in enumerate(row)} for row in schedule.order]
     return np.array([at[r % schedule.num_ranks][op] for r, row in enumerate(rows) for op in row], np.int64)
-
-
-def _queues(rank: Array, num_rows: int, priority: Array, stage: Array, own_kind: Array) -> dict[str, Array]:
-    """The queues of each row by priority, stage and, of kinds other than F, B, I and W, kind."""
-    num_ops = len(rank)
-    place = (rank * 3 + priority) * (int(stage.max(initial=0)) + 1) + stage
-    place = place * (int(own_kind.max(initial=0)) + 1) + own_kind
-    ops = np.argsort(place, kind="stable")
-    begins = np.flatnonzero(np.diff(place[ops], prepend=-1))
-    queue_of = np.zeros(num_ops, np.int64)
-    queue_of[ops] = np.repeat(np.arange(len(begins)), np.diff(begins, append=num_ops))
-    return {
-        "queue_ops": ops,
-        "queue_first": np.append(begins, num_ops),
-        "queue_of": queue_of,
-        "queue_rank_first": starts_of(rank[ops[begins]], num_rows),
-    }
 
 
 def _between_gangs(
@@ -325,16 +330,6 @@ def _of_forwards(schedule: Schedule, edges: Sequence[tuple[Op, Op]]) -> Iterator
     forward_of = schedule.graph.forward_of if schedule.pairs else {}
     for producer, consumer in edges:
         yield producer, forward_of.get(consumer, consumer)
-
-
-def _gangs(num_ops: int, gangs: list[list[int]]) -> dict[str, Array]:
-    """Ops that are taken in their turn alone: those that several ranks run together, and those of pairs, one each."""
-    gang = np.full(num_ops, ALONE, np.int64)
-    for index, members in enumerate(gangs):
-        gang[members] = index
-    first = np.zeros(len(gangs) + 1, np.int64)
-    np.cumsum([len(members) for members in gangs], out=first[1:])
-    return {"gang": gang, "gang_first": first, "gang_ops": np.array(list(itertools.chain(*gangs)), np.int64)}
 
 
 def _check_known(
