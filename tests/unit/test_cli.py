@@ -47,7 +47,7 @@ def penstock(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 
 
 def test_the_command_line_says_what_auto_chose(penstock: Any) -> None:
-    command = "simulate zb-h1 --ranks 8 --microbatches 16 --f 10 --i 10 --w 10 --default-delay 0.5 --dispatch"
+    command = "simulate zb-h1 --ranks 8 --microbatches 16 --f 10 --i 10 --w 10 --link default=0.5 --dispatch"
     found = json.loads(penstock(f"{command} auto --json").out)
     assert found["makespan"] == found["considered"][found["dispatch"]] == min(found["considered"].values())
     assert "dispatch      hinted" in penstock(f"{command} auto").out
@@ -108,7 +108,7 @@ def test_simulate_takes_costs_stage_by_stage_and_from_a_file(penstock: Any, tmp_
     path = tmp_path / "costs.json"
     path.write_text('{"f": [1, 2], "i": 3, "w": 1, "activation": 4, "freed_by_input": 0.25}')
     common = "simulate 1f1b --ranks 2 --microbatches 3 --json"
-    by_flags = penstock(f"{common} --f 1,2 --i 3 --w 1 --activation 4 --freed-by-input 0.25")
+    by_flags = penstock(f"{common} --f 1,2 --i 3 --w 1 --cost activation=4 --cost freed_by_input=0.25")
     by_file = penstock(f"{common} --costs {path}")
     assert by_flags.json == by_file.json
     assert by_file.json["costs"]["b"] == [4, 4]
@@ -117,9 +117,9 @@ def test_simulate_takes_costs_stage_by_stage_and_from_a_file(penstock: Any, tmp_
 def test_simulate_takes_a_file_and_other_options(penstock: Any, tmp_path: Path) -> None:
     schedule = ps.build("interleaved-1f1b", 2, 4, num_stages=6)
     ps.save(schedule, tmp_path / "s.json")
-    by_file = penstock(f"simulate {tmp_path}/s.json --default-delay 2 --dispatch dynamic --memory-limit 12 --json")
+    by_file = penstock(f"simulate {tmp_path}/s.json --link default=2 --dispatch dynamic --memory-limit 12 --json")
     by_name = penstock(
-        "simulate interleaved-1f1b --ranks 2 --microbatches 4 --option num_stages=6 --default-delay 2 "
+        "simulate interleaved-1f1b --ranks 2 --microbatches 4 --option num_stages=6 --link default=2 "
         "--dispatch dynamic --memory-limit 12,12 --json"
     )
     assert by_file.code == 0
@@ -181,9 +181,6 @@ def test_check_takes_limits(penstock: Any, tmp_path: Path) -> None:
     ps.save(ps.build("1f1b", 4, 8), tmp_path / "s.json")
     assert penstock(f"check {tmp_path}/s.json --max-in-flight 4").code == 0
     assert penstock(f"check {tmp_path}/s.json --max-in-flight 3").code == 1
-    deep = "check zb --ranks 4 --microbatches 12 --warmup 12,8,4,1"
-    assert penstock(f"{deep} --channel-depth 4").code == 0
-    assert penstock(f"{deep} --channel-depth 3").code == 1
 
 
 def test_show_writes_pictures_and_other_formats(penstock: Any, tmp_path: Path) -> None:
@@ -232,7 +229,7 @@ MISUSE = {
     f"simulate {ZB} --link 0:1=x": "link '0:1=x': 'x' is not a number",
     f"simulate {ZB} --link 0:9=1": "link 0:9: ranks go from 0 to 3",
     f"simulate {ZB} --link 0:1=1 --link 0:1=2": "link '0:1=2': link 0:1 is given twice",
-    f"simulate {ZB} --default-delay -1": "the default delay is -1.0",
+    f"simulate {ZB} --link default=-1": "the default delay is -1.0",
     f"simulate {ZB} --dispatch warm": "dispatch 'warm': give 'frozen', 'hinted' or 'dynamic'",
     f"simulate {ZB} --messages slow": "--messages slow: write decoupled, blocking, blocking:DEPTH, or buffered, gloo",
     f"simulate {ZB} --messages blocking:0": "a blocking link of depth 0 can carry nothing",

@@ -189,7 +189,7 @@ def test_shared_ends_fit_too_where_a_file_says_what_each_part_takes(
 
 
 def test_costs_of_a_part_are_given_as_those_of_a_stage_are(capsys: pytest.CaptureFixture[str]) -> None:
-    """Regression: search lacked --activation and --freed-by-input, and like plan --b."""
+    """Regression: search lacked a cost of activations, and like plan --b."""
     given = ["--ranks", "2", "--microbatches", "4", "--parts", "2", "--placement", "one-to-one", "--json"]
     _, out, _ = run(capsys, *given, "--f", "1", "--i", "2", "--w", "2", "--b", "3", "--no-split")
     costs = ps.Costs([1, 1], [2, 2], [2, 2], b=[3, 3])
@@ -197,5 +197,5 @@ def test_costs_of_a_part_are_given_as_those_of_a_stage_are(capsys: pytest.Captur
     times = ["--f", "1", "--i", "2", "--w", "2", "--b", "3", "--no-split"]
     assert main(["plan", *given[:4], *times, "--time", "0.2", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["makespan"] == 20, "with --b 4, as I and W take, it is 25"
-    _, out, _ = run(capsys, *given, "--activation", "5", "--freed-by-input", "1", "--memory-limit", "10")
+    _, out, _ = run(capsys, *given, "--cost", "activation=5", "--cost", "freed_by_input=1", "--memory-limit", "10")
     assert json.loads(out)["found"][0]["peak_activations"] == 10

@@ -158,7 +158,7 @@ def test_printed_options_are_read_by_simulate_and_plan(
         "2:3=latency:30.4ms",
     ]
     counts = ["--ranks", "4", "--microbatches", "8", "--f", "10", "--i", "10", "--w", "10", *options]
-    assert main(["simulate", "zb", *counts, "--message-bytes", "2000", "--default-delay", "0.2"]) == 0
+    assert main(["simulate", "zb", *counts, "--cost", "message_bytes=2000", "--link", "default=0.2"]) == 0
     assert main(["plan", *counts, "--time", "1"]) == 0
     assert ps.Links.parse([each for each in options if each != "--link"]) is not None
 
@@ -196,7 +196,7 @@ def test_misuse_is_told_before_anything_starts(line: str, word: str, capsys: pyt
 
 def test_plan_refused_a_link_with_a_bandwidth(capsys: pytest.CaptureFixture[str]) -> None:
     """`penstock links` prints such options. Messages of a known size are late by a known time there."""
-    counts = ["--ranks", "2", "--microbatches", "4", "--time", "0.5", "--json", "--message-bytes", "1000"]
+    counts = ["--ranks", "2", "--microbatches", "4", "--time", "0.5", "--json", "--cost", "message_bytes=1000"]
     assert main(["plan", *counts, "--link", "0:1=latency:3ms+bandwidth:1MB/s"]) == 0
     with_bandwidth = capsys.readouterr().out.split('"grid"')[0]
     assert main(["plan", *counts, "--link", "0:1=4"]) == 0

@@ -29,7 +29,7 @@ def simulate(capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: py
 
 
 def test_each_row_is_what_the_simulator_says_of_that_schedule(simulate: Any) -> None:
-    line = f"1f1b zb-v {COUNTS} --costs gpt2-7b --link 1:2=20 --default-delay 1 --dispatch hinted --json"
+    line = f"1f1b zb-v {COUNTS} --costs gpt2-7b --link 1:2=20 --link default=1 --dispatch hinted --json"
     code, out, err = simulate(line)
     assert (code, err) == (0, "")
     found = json.loads(out)
@@ -76,6 +76,16 @@ def test_options_are_those_that_a_schedule_takes(simulate: Any) -> None:
     assert head.split()[-2:] == ["mismatch", "versions"]
     assert [row.split()[0] for row in rows] == ["1f1b", "zb", "amdp"]
     assert [row.split()[-2] for row in rows] == ["0", "0", "1"]
+    assert max(map(len, (head, *rows))) <= 80
+
+
+def test_a_long_name_leaves_the_table_within_a_terminal(simulate: Any) -> None:
+    name = "a-schedule-that-has-a-very-long-name-indeed"
+    ps.build("zb-h1", 4, 6).save(f"{name}.json")
+    out = simulate(f"zb-h1 {name}.json --costs gpt2-7b --memory-limit 35GiB")[1]
+    rows = out.splitlines()[:3]
+    assert rows[2].startswith("a-schedule…ng-indeed"[:10])
+    assert max(map(len, rows)) <= 80
 
 
 def test_ops_that_the_costs_do_not_name_are_told(simulate: Any) -> None:

@@ -17,7 +17,6 @@ from penstock.cli.failure import Misuse
 from penstock.cli.options import Channels, Json, counts, one_count, page_option
 from penstock.cli.output import print_json
 from penstock.cli.source import is_file
-from penstock.cost import Links
 from penstock.formats import load
 from penstock.formats.files import require_place, write_whole
 
@@ -68,7 +67,9 @@ def analyze(
     cut: Annotated[
         str | None, typer.Option(metavar="LIST", help="How many layers each stage has, to predict.")
     ] = None,
-    message_bytes: Annotated[str | None, typer.Option(metavar="BYTES", help=costs_options.MESSAGE_BYTES)] = None,
+    message_bytes: Annotated[
+        str | None, typer.Option(metavar="BYTES", help="Bytes that one forward sends to the next stage.")
+    ] = None,
     json: Json = False,
 ) -> None:
     """Replay a run of torch, Megatron, TorchTitan, DeepSpeed or Penstock, and say what slowed it, on a page too.
@@ -97,7 +98,7 @@ def analyze(
     num_layers = () if layers is None else _whole_numbers(layers, "--layers")
     found = analyze_trace(trace, layers=num_layers, drop_incomplete=drop_incomplete)
     change: dict[str, Any] = {
-        "links": Links.parse(link) if link else None,
+        "links": costs_options.read_links(link, None) if link else None,
         "channels": channels or "buffered",
         "cut": counts("--cut", cut) if cut else (),
         "message_bytes": one_count("--message-bytes", message_bytes) or 0.0,

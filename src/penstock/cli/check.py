@@ -40,10 +40,6 @@ READS = {
 @with_options(source.GivenCounts)
 def check(
     schedules: Annotated[list[str], typer.Argument(metavar="NAME|FILE...", help=f"{source.SCHEDULE}.")],
-    channel_depth: Annotated[
-        int | None,
-        typer.Option("--channel-depth", min=1, help="How many messages a channel holds. [all that may be in flight]"),
-    ] = None,
     channels: Channels = None,
     json: Json = False,
     **given: Any,
@@ -55,7 +51,7 @@ def check(
     for name in schedules:
         try:
             several_files = source.is_file(name) and len(schedules) > 1
-            found = _proved(name, wanted.of_files if several_files else wanted, channel_depth, channels)
+            found = _proved(name, wanted.of_files if several_files else wanted, channels)
         except Exception as error:
             failure = failure_of(error)
             if failure is None:
@@ -76,9 +72,9 @@ def check(
         raise typer.Exit(MISUSE if any(f.exit_code == MISUSE for f in failures) else failures[0].exit_code)
 
 
-def _proved(name: str, wanted: source.GivenCounts, channel_depth: int | None, channels: str | None) -> dict[str, Any]:
+def _proved(name: str, wanted: source.GivenCounts, channels: str | None) -> dict[str, Any]:
     plan = source.read_or_build(name, wanted)
-    ps.check(plan, channel_depth=channel_depth, channels=channels, max_in_flight=wanted.most)
+    ps.check(plan, channels=channels, max_in_flight=wanted.most)
     limit = plan.max_in_flight if wanted.most is None else wanted.most
     needed = needed_channel_depth(plan) if plan.num_ops <= COUNT_DEPTH_BELOW else None
     return {
@@ -91,7 +87,6 @@ def _proved(name: str, wanted: source.GivenCounts, channel_depth: int | None, ch
         "num_ops": plan.num_ops,
         "peak_in_flight": peak_in_flight(plan),
         "max_in_flight": limit,
-        "channel_depth": channel_depth,
         "channels": channels,
         "needed_channel_depth": needed,
         "updates": _updates_of(plan),
@@ -178,15 +173,14 @@ def _ranges(numbers: list[int]) -> str:
 
 
 def _channels(found: dict[str, Any]) -> str:
-    needed, asked = found["needed_channel_depth"], found["channel_depth"]
-    with_depth = f" with channels of {plural(asked, 'message')}" if asked is not None else ""
-    with_depth += f" on {found['channels']}" if found["channels"] is not None else ""
+    needed = found["needed_channel_depth"]
+    carried = f" on {found['channels']}" if found["channels"] is not None else ""
     room = (
         f"; each channel between two ranks needs room for {plural(needed, 'message')}"
         if needed and found["num_ranks"] > 1
         else ""
     )
-    return with_depth + room
+    return carried + room
 
 
 def _shortened(peaks: tuple[int, ...]) -> str:

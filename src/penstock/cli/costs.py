@@ -7,7 +7,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Annotated, Any
@@ -28,10 +28,10 @@ COSTS_SOURCE = (
     'like {"f": 10, "i": 10, "w": [10, 12]}; or one that penstock tune --profile-only wrote.'
 )
 CostsSource = Annotated[str | None, typer.Option("--costs", metavar="NAME|FILE", help=COSTS_SOURCE)]
-MESSAGE_BYTES = "Bytes that one forward sends to the next stage."
 LINK = (
     "What messages between A and B meet, both ways unless B:A is given: a delay in ms, 0:1=20, or "
-    "0:1=latency:30ms+occupancy:5ms+bandwidth:1GB/s+loss:1%; may be repeated."
+    "0:1=latency:30ms+occupancy:5ms+bandwidth:1GB/s+loss:1%; default=0.2 is the delay of all other links; may be "
+    "repeated."
 )
 Link = Annotated[
     list[str] | None,
@@ -47,10 +47,11 @@ LateLink = Annotated[
         "--link",
         metavar="A:B=CONDITION",
         help="What messages between A and B meet, both ways unless B:A is given: a delay in ms, 0:1=20 or "
-        "0:1=latency:20ms, and a bandwidth; may be repeated.",
+        "0:1=latency:20ms, and a bandwidth; default=0.2 is the delay of all other links; may be repeated.",
     ),
 ]
-DefaultDelay = Annotated[float, typer.Option("--default-delay", help="Delay of all other links, in ms.")]
+DEFAULT = "default="
+"""How --link says the delay of all other links, in ms."""
 
 MEMORY_LIMIT = (
     "Most that a rank may hold. With a unit, as 35GiB, it counts everything. A plain number, as 14, counts "
@@ -61,6 +62,8 @@ MemoryLimit = Annotated[str | None, typer.Option("--memory-limit", metavar="SIZE
 
 ROWS = ("f", "i", "w", "b", "activation", "message_bytes")
 """What is given one per stage."""
+OTHERS = ("activation", "message_bytes", "freed_by_input", "lengths")
+"""The costs that --cost takes."""
 
 
 @dataclass(frozen=True)
@@ -68,7 +71,10 @@ class GivenCosts:
     """Costs as they were typed; None where they were not.
 
     Attributes:
-        source: of all costs, --costs. of: what an entry is for, in words.
+        others: what --cost gives, some of OTHERS. source: of all costs, --costs. of: what an entry is for, in words.
+
+    Raises:
+        Misuse: a name that is none of OTHERS.
     """
 
     f: str | None = setting(
@@ -81,18 +87,15 @@ class GivenCosts:
     i: str | None = setting(None, "Input-gradient half of the backward: ms. [1 for each share]", COSTS, metavar="MS")
     w: str | None = setting(None, "Weight-gradient half: ms. [1 for each share]", COSTS, metavar="MS")
     b: str | None = setting(None, "Full backward: ms, or one per stage. [i + w]", COSTS, metavar="MS")
-    activation: str | None = setting(
-        None, "Memory that one forward keeps for its backward, in any unit.", COSTS, metavar="UNITS"
-    )
-    freed_by_input: float | None = setting(
-        None, "Share of an activation that I frees, 0 to 1; W frees the rest.", COSTS
-    )
-    message_bytes: str | None = setting(None, MESSAGE_BYTES, COSTS, metavar="BYTES")
-    lengths: str | None = setting(
-        None,
-        "Length of each microbatch: 512,2048. Times, activations and messages are in proportion to it.",
+    others: Mapping[str, Any] = setting(
+        {},
+        "Another cost, repeatable: activation=4 (memory that a forward keeps for its backward, in any unit), "
+        "freed_by_input=0.5 (the share of it that I frees), message_bytes=2e6, or lengths=[512,2048] (of each "
+        "microbatch; times, activations and messages are in proportion).",
         COSTS,
-        metavar="NUMBERS",
+        flags=("--cost",),
+        metavar="KEY=VALUE",
+        is_repeated=True,
     )
     source: str | None = setting(
         None,
@@ -103,6 +106,15 @@ class GivenCosts:
     )
     of: str = "stage"
 
+    def __post_init__(self) -> None:
+        if unknown := self.others.keys() - OTHERS:
+            raise Misuse(f"--cost {min(unknown)}: there are {', '.join(OTHERS)}")
+
+    def _text(self, name: str) -> str | None:
+        """A cost as it was typed: `10`, or `10,12` for one per stage; None where it was not."""
+        value = self.others.get(name) if name in OTHERS else getattr(self, name)
+        return ",".join(map(str, value)) if isinstance(value, list) else None if value is None else str(value)
+
     def read(self, num_ranks: int, placement: ps.Placement) -> ps.Costs:
         """The costs of a placement's stages; those of `ps.Costs.assumed` where nothing is said.
 
@@ -111,23 +123,26 @@ class GivenCosts:
             CostError: costs that make no sense, an unknown preset, a damaged file.
         """
         costs = self._even(num_ranks, placement)
-        if self.lengths is None:
+        lengths = self._text("lengths")
+        if lengths is None:
             return costs
         if costs.factors:
-            raise Misuse(f"--costs {self.source} and --lengths both say how microbatches differ; use one of them")
-        return replace(costs, uneven=ps.cost.Uneven.lengths(numbers("--lengths", self.lengths)))
+            raise Misuse(
+                f"--costs {self.source} and --cost lengths both say how microbatches differ; use one of them"
+            )
+        return replace(costs, uneven=ps.cost.Uneven.lengths(numbers("--cost lengths", lengths)))
 
     def _even(self, num_ranks: int, placement: ps.Placement) -> ps.Costs:
         num_stages = placement.num_stages
-        texts = {name: getattr(self, name) for name in ROWS}
+        texts = {name: self._text(name) for name in ROWS}
         if self.source is None:
             rows: dict[str, Any] = {name: self._row(name, text, num_stages) for name, text in texts.items()}
             assumed = ps.Costs.assumed(num_ranks, placement)
             rows |= {name: getattr(assumed, name) for name in self._not_given}
             if self._halves:
                 rows |= {name: [ms / 2 for ms in rows["b"]] for name in ("i", "w")}
-            if self.freed_by_input is not None:
-                rows["freed_by_input"] = self.freed_by_input
+            if (freed := self._text("freed_by_input")) is not None:
+                rows["freed_by_input"] = numbers("--cost freed_by_input", freed)[0]
             return ps.Costs(**rows)
         self._require_one_source()
         return read_costs(self.source, num_stages)
@@ -147,7 +162,7 @@ class GivenCosts:
         return partial(read_costs, self.source)
 
     def _require_one_source(self) -> None:
-        given = [name for name in (*ROWS, "freed_by_input") if getattr(self, name) is not None]
+        given = [name for name in (*ROWS, "freed_by_input") if self._text(name) is not None]
         if given:
             raise Misuse(f"--costs {self.source} and {_option(given[0])} both give costs; use one of them")
 
@@ -187,13 +202,13 @@ class GivenCosts:
         """The costs as they were typed."""
         if self.source is not None:
             return self.source
-        typed = {name: getattr(self, name) for name in (*ROWS, "freed_by_input", "lengths")}
+        typed = {name: self._text(name) for name in (*ROWS, "freed_by_input", "lengths")}
         return " ".join(f"{_option(name)} {value}" for name, value in typed.items() if value is not None)
 
     @property
     def is_of_stages(self) -> bool:
         """Whether costs are given, and a model of another number of stages has others."""
-        typed = any(getattr(self, name) is not None for name in ROWS)
+        typed = any(self._text(name) is not None for name in ROWS)
         return typed or (self.source is not None and not are_of_a_model(self.source))
 
     @property
@@ -217,10 +232,28 @@ class GivenCosts:
 
 
 def _option(name: str) -> str:
-    return f"--{name.replace('_', '-')}"
+    return f"--cost {name}" if name in OTHERS else f"--{name}"
 
 
-def late_links(texts: list[str], default_delay: float, costs: ps.Costs | None = None) -> ps.Links:
+def read_links(texts: list[str], default: float | None = 0.0) -> ps.Links:
+    """The links that --link says, and with `default=MS` the delay of all others. Without that they have `default`.
+
+    Raises:
+        Misuse: a default that is no number, or two of them.
+        CostError: a condition that makes no sense.
+    """
+    defaults = [text for text in texts if text.startswith(DEFAULT)]
+    if len(defaults) > 1:
+        raise Misuse(f"--link {' --link '.join(defaults)}: all other links have one delay; give one of them")
+    for text in defaults:
+        delays = numbers("--link", text.removeprefix(DEFAULT))
+        if len(delays) > 1:
+            raise Misuse(f"--link {text}: give one delay in ms")
+        default = delays[0]
+    return ps.Links.parse([text for text in texts if text not in defaults], default)
+
+
+def late_links(texts: list[str], costs: ps.Costs | None = None) -> ps.Links:
     """Links for a verb that plans: those that are late, always by as much.
 
     Args:
@@ -230,7 +263,7 @@ def late_links(texts: list[str], default_delay: float, costs: ps.Costs | None = 
         Misuse: a condition that is more than that, as one under which messages wait for those before them; it names
             the verbs that take it.
     """
-    links = ps.Links.parse(texts, default_delay)
+    links = read_links(texts)
     for (a, b), condition in links.conditions.items():
         plain = LinkCondition(condition.latency, bandwidth=None if costs is None else condition.bandwidth)
         if condition != plain or not condition.is_steady:

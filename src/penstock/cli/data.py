@@ -122,30 +122,21 @@ def generate(
     seed: Annotated[
         int, typer.Option("--seed", help="Seed of random numbers: the same one draws the same lengths.")
     ] = 0,
-    quantiles: Annotated[
-        str,
-        typer.Option(
-            "--quantiles",
-            metavar="P5,P50,P95",
-            help="The 5th, 50th and 95th percentile, each divided by the mean; the default is a production job's.",
-        ),
-    ] = "0.81,0.88,1.92",
-    longest: Annotated[float, typer.Option("--longest", help="The longest length, divided by the mean.")] = 4.0,
     out: Annotated[str | None, result_option("Where the result goes: the lengths, as a JSON list.")] = None,
     json: Json = False,
 ) -> None:
-    """Draw lengths as documents have them in production: most are alike, and a few are much longer."""
+    """Draw lengths as documents have them in production: most are alike, and a few are much longer.
+
+    The 5th, 50th and 95th percentile and the longest are those of a production job. `penstock.data.long_tailed` takes
+    others.
+    """
     from json import dumps
 
-    from penstock.cli.options import numbers
     from penstock.data import long_tailed
 
-    given = numbers("--quantiles", quantiles)
-    if len(given) != 3:
-        raise Misuse(f"--quantiles {quantiles}: give three numbers, like 0.81,0.88,1.92")
     if num > MOST:
         raise Misuse(f"{num} lengths: give at most {MOST:,}")
-    found = long_tailed(num, mean, seed, (given[0], given[1], given[2]), longest).tolist()
+    found = long_tailed(num, mean, seed).tolist()
     if out is not None:
         write_whole(Path(out), dumps(found) + "\n")
     _show_lengths(found, "lengths", json, out)

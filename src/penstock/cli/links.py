@@ -61,7 +61,9 @@ def links(
     _show(found, transport)
     print("options   " + (" ".join(f"--link {text}" for text in found.links.texts()) or "none: no link is late"))
     if found.links.default is not None:
-        print(f"          and, for simulate and plan, --default-delay {found.links.default.latency.at(0.0, '')}")
+        print(
+            f"          and, for simulate, emulate and plan, --link default={found.links.default.latency.at(0.0, '')}"
+        )
 
 
 def _num_ranks(ranks: int | None, environment: RankEnvironment | None) -> int:

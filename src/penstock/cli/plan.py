@@ -30,7 +30,6 @@ def plan(
     ranks: Annotated[int, typer.Option("--ranks", help="Number of ranks.")],
     microbatches: Annotated[int, typer.Option("--microbatches", help="Number of microbatches.")],
     link: costs_options.LateLink = None,
-    default_delay: costs_options.DefaultDelay = 0.0,
     max_in_flight: Annotated[
         str | None,
         typer.Option("--max-in-flight", metavar="COUNT", help=MAX_IN_FLIGHT),
@@ -75,13 +74,6 @@ def plan(
             "placements.",
         ),
     ] = False,
-    forward_first: Annotated[
-        bool,
-        typer.Option(
-            "--forward-first/--no-forward-first",
-            help="Also try rules that run forwards first, in a search of placements.",
-        ),
-    ] = False,
     split: Annotated[
         bool | None,
         typer.Option(
@@ -105,17 +97,7 @@ def plan(
             "say how long OFFLOAD and RELOAD take.",
         ),
     ] = None,
-    deal: Annotated[
-        str,
-        typer.Option(
-            "--deal", help="How many microbatches each pipeline gets: any, 'in turn', or counts such as 5,3."
-        ),
-    ] = "any",
     time_limit: Annotated[float, typer.Option("--time", metavar="SECONDS", help="Most seconds to spend.")] = 10.0,
-    stop_at_gap: Annotated[
-        float, typer.Option("--stop-at-gap", help="End the search at this gap between plan and bound; 0.01 is 1%.")
-    ] = 1e-4,
-    seed: Annotated[int, typer.Option("--seed", help="Seed of random numbers: those of the search.")] = 0,
     out: Out = None,
     json: Json = False,
     **costs: Any,
@@ -126,22 +108,22 @@ def plan(
     and draw the best. Costs are then those of a part, and nothing is proved.
     """
     given = taken(costs_options.GivenCosts, costs)
-    space = SearchSpace(placement or (), parts, shared_ends, split is not False, forward_first)
+    space = SearchSpace(placement or (), parts, shared_ends, split is not False)
     if space.is_asked:
         for name, is_given in {
-            "--lengths": given.lengths, "--max-in-flight": max_in_flight, "--stages": stages,
+            "--cost lengths": "lengths" in given.others, "--max-in-flight": max_in_flight, "--stages": stages,
             "--recompute": recompute, "--offload": offload, "--objective": objective != "makespan",
-            "--dispatch": dispatch != "frozen", "--channels": channels != "buffered", "--deal": deal != "any",
+            "--dispatch": dispatch != "frozen", "--channels": channels != "buffered",
         }.items():  # fmt: skip
             if is_given:
                 raise Misuse(f"{name} is for a plan with one placement; leave it out, or give one --placement alone")
-        search(ranks, microbatches, given, link or [], default_delay, memory_limit, space, out, json)
+        search(ranks, microbatches, given, link or [], memory_limit, space, out, json)
         return
     where = _placement(placement, ranks, stages)
     chosen = given.read(ranks, where)
-    links = ps.Links.parse(link or [], default_delay)
+    links = costs_options.read_links(link or [])
     if channels == "buffered":
-        links = costs_options.late_links(link or [], default_delay, chosen)
+        links = costs_options.late_links(link or [], chosen)
     most, in_bytes = limits_of("--memory-limit", memory_limit, ranks)
     if in_bytes:
         given.require_weights(memory_limit, chosen)
@@ -162,47 +144,50 @@ def plan(
             split=split,
             recompute=recompute,
             offload=True if offload == "any" else _limit("--offload", offload),
-            deal=deal if deal in ("any", "in turn") else [int(n) for n in numbers("--deal", deal)],
-            seed=seed,
-            stop_at_gap=stop_at_gap,
             progress=show,
         )
     if out is not None:
         found.save(out)
+    assumed = given.assumed(ranks, where)
     if json:
-        print_json(
-            {
-                "makespan": found.makespan,
-                "value": found.value,
-                "objective": objective,
-                "lower_bound": found.lower_bound,
-                "certificate": {
-                    "placement": found.certificate.placement.pipelines,
-                    "shared": found.certificate.placement.shared,
-                    "backward": found.certificate.backward,
-                    "microbatches": found.certificate.microbatches,
-                    "recompute": found.certificate.recompute,
-                    "offload": found.certificate.offload,
-                    "pairs": found.certificate.pairs,
-                    "order": found.certificate.order,
-                    "channel": found.certificate.channel,
-                },
-                "gap": found.gap,
-                "seconds": found.seconds,
-                "how": found.how,
-                "microbatch_order": found.microbatch_order,
-                "assumed": given.assumed(ranks, where),
-                "num_ranks": ranks,
-                "num_microbatches": microbatches,
-                "dispatch": dispatch,
-                "grid": str(found.schedule),
-                "out": out,
-            }
-        )
+        counts = {"num_ranks": ranks, "num_microbatches": microbatches}
+        rest = {"objective": objective, "assumed": assumed, **counts, "dispatch": dispatch, "out": out}
+        print_json({**_as_json(found), **rest})
         return
+    _show(found, objective, assumed)
+    if out is not None:
+        print(f"wrote {out}")
+
+
+def _as_json(found: ps.Plan) -> dict[str, Any]:
+    certificate = found.certificate
+    return {
+        "makespan": found.makespan,
+        "value": found.value,
+        "lower_bound": found.lower_bound,
+        "certificate": {
+            "placement": certificate.placement.pipelines,
+            "shared": certificate.placement.shared,
+            "backward": certificate.backward,
+            "microbatches": certificate.microbatches,
+            "recompute": certificate.recompute,
+            "offload": certificate.offload,
+            "pairs": certificate.pairs,
+            "order": certificate.order,
+            "channel": certificate.channel,
+        },
+        "gap": found.gap,
+        "seconds": found.seconds,
+        "how": found.how,
+        "microbatch_order": found.microbatch_order,
+        "grid": str(found.schedule),
+    }
+
+
+def _show(found: ps.Plan, objective: str, assumed: str | None) -> None:
     from penstock.draw.terminal import to_terminal
 
-    if assumed := given.assumed(ranks, where):
+    if assumed is not None:
         print(f"assumed      {assumed}\n")
     print(to_terminal(ps.passes.remove_communication(found.schedule), color=in_colour()))
     print()
@@ -215,8 +200,6 @@ def plan(
     if found.microbatch_order is not None:
         print(f"microbatches {' '.join(map(str, found.microbatch_order))}")
     print(f"found by     {found.how}, {found.seconds:.2g} s")
-    if out is not None:
-        print(f"wrote {out}")
 
 
 class ProgressLine:

@@ -55,20 +55,19 @@ class SearchSpace:
         placements: names; with "all" among them, or none, every placement.
         parts: of the model, of which stages are made. None: four per rank.
         shared_ends: whether all ranks together run the first and the last part.
-        split: whether backwards are split. forward_first: whether rules that run forwards first are tried too.
+        split: whether backwards are split.
     """
 
     placements: Sequence[str] = ()
     parts: int | None = None
     shared_ends: bool = False
     split: bool = True
-    forward_first: bool = False
 
     @property
     def is_asked(self) -> bool:
         """Whether it takes a search, where a plan is for one placement."""
         several = len(self.placements) > 1 or "all" in self.placements
-        return several or self.parts is not None or self.shared_ends or self.forward_first
+        return several or self.parts is not None or self.shared_ends
 
 
 def search(
@@ -76,7 +75,6 @@ def search(
     microbatches: int,
     given: costs_options.GivenCosts,
     link: list[str],
-    default_delay: float,
     memory_limit: str | None,
     space: SearchSpace,
     out: str | None,
@@ -110,7 +108,7 @@ def search(
             "leave --parts out, and say with --placement which to try"
         )
     chosen = given.read(ranks, model) if of_model is None else of_model
-    links = costs_options.late_links(link, default_delay, chosen if isinstance(chosen, ps.Costs) else None)
+    links = costs_options.late_links(link, chosen if isinstance(chosen, ps.Costs) else None)
     most, in_bytes = limits_of("--memory-limit", memory_limit, ranks)
     if in_bytes and isinstance(chosen, ps.Costs):
         given.require_weights(memory_limit, chosen)
@@ -124,7 +122,6 @@ def search(
         shapes=None if "all" in space.placements else space.placements or None,
         shared_ends=shared_ends,
         split=space.split,
-        forward_first=space.forward_first,
     )
     if out is not None:
         from penstock.schedule.picture import save_either

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import operator
+import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache, partial
@@ -43,7 +44,6 @@ class GivenRun:
         metavar="A:B=CONDITION",
         is_repeated=True,
     )
-    default_delay: float = setting(0.0, "Delay of all other links, in ms.", LINKS)
     dispatch: str = setting(
         "frozen",
         "How ranks choose their ops: frozen, hinted, hinted:0.5, dynamic, or auto for the fastest.",
@@ -54,7 +54,7 @@ class GivenRun:
     @property
     def links(self) -> ps.Links:
         """Raises CostError for a condition that makes no sense."""
-        return ps.Links.parse(self.link, self.default_delay)
+        return costs_options.read_links(shlex.split(self.link))
 
 
 @app.command(short_help="Time a schedule over costs and links.")
@@ -202,21 +202,30 @@ def _compared(
     return rows
 
 
+MOST_NAME = 20
+"""Letters of a name in the table; the middle of a longer one is left out."""
+
+
+def _shortened(name: str) -> str:
+    half = MOST_NAME // 2
+    return name if len(name) <= MOST_NAME else f"{name[:half]}…{name[half + 1 - MOST_NAME :]}"
+
+
 def _print_compared(rows: Sequence[dict[str, Any]], assumed: str | None, links: ps.Links) -> None:
     if assumed is not None:
         print(f"assumed  {assumed}\n")
-    in_bytes = rows[0]["peak_bytes"] is not None
-    head = ["", "makespan ms", "microbatches/s", "speed", "bubbles", "MiB" if in_bytes else "activations"]
-    shows_fits, shows_updates = (
-        rows[0]["fits"] is not None,
-        any(row["mismatch"] or row["versions"] > 1 for row in rows),
-    )
-    head += ["fits"] * shows_fits + ["mismatch", "versions"] * shows_updates
+    in_bytes, shows_fits = rows[0]["peak_bytes"] is not None, rows[0]["fits"] is not None
+    shows_updates = any(row["mismatch"] or row["versions"] > 1 for row in rows)
+    shows_rate = not shows_updates  # all columns together do not fit a terminal of 80, and the speed says as much
+    head = ["", "makespan ms", *(["microbatches/s"] * shows_rate), "speed", "bubbles"]
+    head += ["MiB" if in_bytes else "activations", *(["fits"] * shows_fits)]
+    head += ["mismatch", "versions"] * shows_updates
+    width = min(MOST_NAME, max(len(each["name"]) for each in rows))
     cells = [
         [
-            row["name"].ljust(max(len(each["name"]) for each in rows)),
+            _shortened(row["name"]).ljust(width),
             f"{row['makespan']:.6g}",
-            f"{row['microbatches_per_second']:.4g}",
+            *([f"{row['microbatches_per_second']:.4g}"] * shows_rate),
             f"{row['speedup']:.2f}x",
             f"{row['bubble_ratio']:.1%}",
             f"{row['peak_bytes'] / 2**20:,.0f}" if in_bytes else f"{row['peak_activations']:.6g}",

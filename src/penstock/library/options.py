@@ -10,8 +10,8 @@ from typing import Any
 from penstock.schedule import ScheduleError
 
 
-def read_options(texts: Sequence[str]) -> dict[str, Any]:
-    """Reads `num_stages=8`, `warmup=[7,5]` or `rule=text`, as --option takes them: JSON, or text where it is none.
+def read_options(texts: Sequence[str], option: str = "--option") -> dict[str, Any]:
+    """Reads `num_stages=8`, `warmup=[7,5]` or `rule=text`, as `option` takes them: JSON, or text where it is none.
 
     Raises ScheduleError for a text without `=`, or a key given twice.
     """
@@ -19,9 +19,9 @@ def read_options(texts: Sequence[str]) -> dict[str, Any]:
     for text in texts:
         key, equals, value = text.partition("=")
         if not equals or not key.isidentifier():
-            raise ScheduleError(f"--option {text}: write KEY=VALUE, like num_stages=8", rule="options")
+            raise ScheduleError(f"{option} {text}: write KEY=VALUE, like num_stages=8", rule="options")
         if key in found:
-            raise ScheduleError(f"--option {text}: {key} is given twice", rule="options")
+            raise ScheduleError(f"{option} {text}: {key} is given twice", rule="options")
         try:
             found[key] = json.loads(value)
         except ValueError:

@@ -108,7 +108,7 @@ class Option(NamedTuple):
         if self.said.is_repeated and isinstance(given, list):
             if self.kind is tuple:
                 return tuple(given)
-            return read_options(given) if self.kind is dict else shlex.join(given)
+            return read_options(given, self.flags[0]) if self.kind is dict else shlex.join(given)
         if self.kind is tuple and isinstance(given, str):
             return _counts(self.flags[0], given)
         if self.kind is dict and isinstance(given, str):
