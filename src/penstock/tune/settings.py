@@ -62,7 +62,11 @@ class TuneSettings:
         None, "Number of ranks per pipeline, or several to try: 2,4. [all]", SEARCH, is_common=True, metavar="N,N,..."
     )
     dp: tuple[int, ...] | None = setting(
-        None, "Number of replicas, or several to try: 1,2. [all]", SEARCH, is_common=True, metavar="N,N,..."
+        None,
+        "Number of replicas of the pipeline, or several to try: 1,2. [all]",
+        SEARCH,
+        is_common=True,
+        metavar="N,N,...",
     )
     microbatch_sizes: tuple[int, ...] | None = setting(
         None,
@@ -89,8 +93,8 @@ class TuneSettings:
     )
     shared_ends: bool | None = setting(
         None,
-        "Let all ranks together run embedding and head, or none. [both, where one of the two costs more than a "
-        "rank's even part, or memory is limited]",
+        "Let all ranks together run the first and the last part, embedding and head, or none. [both, where one costs "
+        "more than a rank's even part, or memory is limited]",
         SEARCH,
     )
     programs: bool = setting(
