@@ -42,6 +42,9 @@ _PLAIN_SHARE, _IN_TIME_SHARE, _WALKED_SHARE = 0.25, 0.4, 0.5
 """Shares of the time left that plans of one form take, what is sent to host memory rank by rank, and annealing where
 CP-SAT comes after it."""
 
+_PLAIN_SHARE_OF_BACKWARDS = 0.5
+"""The first of them where only backwards have forms, and ranks host several stages: there plain plans find most."""
+
 
 @dataclass
 class JointSearch(Incumbent[JointProblem]):
@@ -97,13 +100,19 @@ def run(search: JointSearch) -> None:
         if search.how == "one microbatch at a time":
             library(search)
             search.report("library")
-            of_one_form(search, search.seconds + _PLAIN_SHARE * search.left)
+            of_one_form(search, search.seconds + _plain_share(search.problem) * search.left)
             if search.problem.forms.away and order_model.available():
                 in_time(search, search.seconds + _IN_TIME_SHARE * search.left)
         small = search.problem.num_ops <= exact.MOST_OPS and order_model.available()
         annealed(search, JointWalk, search.seconds + (_WALKED_SHARE if small else 1.0) * search.left)
         if small and not search.closed and search.left > 0:
             exact.solve(search)
+
+
+def _plain_share(problem: JointProblem) -> float:
+    forms, ranks = problem.forms, problem.ops.chain_rank
+    hosts_several = len(ranks) > len(np.unique(ranks))
+    return _PLAIN_SHARE_OF_BACKWARDS if hosts_several and not (forms.again or forms.away) else _PLAIN_SHARE
 
 
 def one_by_one(problem: JointProblem) -> Orders:
