@@ -243,6 +243,9 @@ def test_a_file_by_hand_grows_with_the_microbatch(tmp_path: Path, capsys: pytest
         count: [2 * 30 + 10 * 4 / count] for count in (1, 2, 4)
     }
     assert result["train"] is None
+    file.write_text(json.dumps({name: row for name, row in rows.items() if name != "weight_bytes"}))
+    message = refused(capsys, *common, "--memory-limit", "1GiB")
+    assert f"{file} does not say what weights take" in message
 
 
 def test_a_preset_stands_for_a_model_on_its_devices(capsys: pytest.CaptureFixture[str]) -> None:

@@ -29,6 +29,7 @@ class GivenCosts:
     Attributes:
         name: of the model. sizes: the microbatch sizes that are known; None for all.
         has_recompute: whether profiles with recompute are known.
+        has_weights: whether it is known what weights take.
         profile: by (microbatch size, ranks side by side, recompute); None if it is not known.
         transfer: by number of ranks.
     """
@@ -36,6 +37,7 @@ class GivenCosts:
     name: str
     sizes: list[int] | None
     has_recompute: bool
+    has_weights: bool
     profile: Callable[[int, int, bool], Profile | None]
     transfer: Callable[[int], MessageCosts]
 
@@ -68,7 +70,7 @@ def given_costs(source: str) -> GivenCosts:
         raise TuneError(f"{source} says how microbatches or pairs of ops differ, which tune does not simulate")
     assumed = MessageCosts.assumed()
     return GivenCosts(
-        path.stem, None, any(costs.message_bytes),
+        path.stem, None, any(costs.message_bytes), bool(costs.weight_bytes),
         lambda size, num_parallel, recompute: _layers_of(costs, path.stem, size, size, recompute),
         lambda num_ranks: assumed,
     )  # fmt: skip
@@ -82,7 +84,7 @@ def _of_preset(source: str) -> GivenCosts:
         of_size = preset.changed(None, None, microbatch_size=size)
         return _layers_of(of_size.costs(preset.shape.num_layers), preset.name, size, 1, recompute)
 
-    return GivenCosts(preset.name, None, True, profile, lambda num_ranks: links)
+    return GivenCosts(preset.name, None, True, True, profile, lambda num_ranks: links)
 
 
 def _of_profile(source: str, value: object) -> GivenCosts:
@@ -95,10 +97,13 @@ def _of_profile(source: str, value: object) -> GivenCosts:
         known = [number for known_size, number, again in profiles if (known_size, again) == (size, recompute)]
         return profiles[size, _nearest(known, num_parallel), recompute] if known else None
 
-    return GivenCosts(
-        file.profiles[0].model, sorted({size for size, _, _ in profiles}), any(again for _, _, again in profiles),
-        profile, lambda num_ranks: transfers[_nearest([*transfers], num_ranks)] if transfers else assumed,
-    )  # fmt: skip
+    def transfer(num_ranks: int) -> MessageCosts:
+        return transfers[_nearest([*transfers], num_ranks)] if transfers else assumed
+
+    sizes = sorted({size for size, _, _ in profiles})
+    has_recompute = any(again for _, _, again in profiles)
+    first = file.profiles[0]
+    return GivenCosts(first.model, sizes, has_recompute, any(first.weight), profile, transfer)
 
 
 def _nearest(known: list[int], num_ranks: int) -> int:

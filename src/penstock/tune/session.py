@@ -212,6 +212,11 @@ def _tune_given(asked: TuneSettings, settings: Settings, source: str, progress: 
             f"{source} says what layers cost one rank, and nothing of ranks that share embedding and head; leave "
             "out --shared-ends, or --costs to measure that here"
         )
+    if asked.memory_limit is not None and not costs.has_weights:
+        raise TuneError(
+            f"--memory-limit counts all that a rank holds, and {source} does not say what weights take; add "
+            "weight_bytes, or leave --memory-limit out"
+        )
     space = _space(asked, settings.batch, asked.ranks, costs.has_recompute, sizes)
 
     def profile_of(shape: Shape, recompute: bool) -> Profile | None:
