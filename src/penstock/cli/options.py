@@ -53,14 +53,6 @@ Channels = Annotated[
     str | None,
     typer.Option("--channels", help="What carries messages: buffered, gloo, nccl, nccl-pair or nccl-edge."),
 ]
-ScheduleOption = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--option",
-        metavar="KEY=VALUE",
-        help="Another option of a library schedule, as for ps.build, repeatable: num_stages=8.",
-    ),
-]
 PlacementNames = Annotated[
     list[str] | None,
     typer.Option(
