@@ -6,6 +6,7 @@
 #               are there already are kept, and experiments/uneven is apart; many hours
 # make titan    installs TorchTitan into build/torchtitan, which tests of the nightly tier train with
 # make megatron installs Megatron-Core into build/megatron, for the same
+# make changelog   shows what changelog.d/ adds to CHANGELOG.md; with VERSION=0.3.0 it moves it there
 # make site     builds the documentation into build/site, with no network; open build/site/index.html
 #
 # All that is needed beforehand is git, make and python3 (3.11 or newer, with its venv module).
@@ -44,7 +45,7 @@ unexport PYTHONDONTWRITEBYTECODE
 # ARGS may choose tests of one phase only; pytest says 5 when it finds none in the other.
 none_is_fine := || [ $$? -eq 5 ]
 
-.PHONY: train test lint lint-types lint-style lint-words format site papers papers-quick install titan megatron clean
+.PHONY: train test lint lint-types lint-style lint-words format site papers papers-quick install changelog titan megatron clean
 
 train: $(INSTALLED)
 	$(BIN)/penstock train $(ARGS)
@@ -71,7 +72,7 @@ lint-words: $(INSTALLED)
 	$(BIN)/python .ci/budget.py
 
 site: $(INSTALLED)
-	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 	@echo "wrote build/site/index.html"
 
 # Figures measured by the clock want a machine with nothing else to do.
@@ -84,6 +85,9 @@ papers: $(INSTALLED)
 
 papers-quick: $(INSTALLED)
 	OMP_NUM_THREADS=1 $(BIN)/python -m experiments.claims.quick $(ARGS)
+
+changelog: $(INSTALLED)
+	$(BIN)/towncrier build $(if $(VERSION),--yes --version $(VERSION),--draft --version unreleased)
 
 format: $(INSTALLED)
 	$(BIN)/ruff check --fix .

@@ -211,10 +211,20 @@ FAMILIES: dict[str, tuple[Exhibit, ...]] = {
     ),
 }
 
+FILTERS = {
+    "all": "All",
+    **{f"family-{number}": family.partition(":")[0] for number, family in enumerate(FAMILIES)},
+    "small": "No more memory than 1F1B",
+}
+"""What the buttons above the thumbnails show, by the class of the cards that stay."""
+
 HEAD = """# Gallery of schedules
 
 Every schedule of the library, drawn over four ranks. A row is a rank, the colour is the kind of op, the number is the
-microbatch, and grey is a bubble. Hover over an op in a picture that you open by itself to see what it waited for.
+microbatch, and grey is a bubble. Click a picture for its numbers and its source.
+"""
+LEGEND = """
+## What the numbers mean
 
 A forward, an input gradient and a weight gradient of a rank's whole share of the model take 1 each, and an update
 half of that. In the pictures synchronous schedules have 8 microbatches and asynchronous ones 16, so compare shares
@@ -251,8 +261,10 @@ def gallery() -> tuple[str, dict[str, str]]:
         "|---|---|---|---|---|---|---|",
     ]
     body: list[str] = []
+    cards: list[str] = []
     pictures: dict[str, str] = {}
-    for family, shown in FAMILIES.items():
+    usual = max(ps.simulate(ps.build("1f1b", RANKS, 8)).peak_activations)
+    for number, (family, shown) in enumerate(FAMILIES.items()):
         body += [f"## {family}", ""]
         for one in shown:
             schedule = one.build()
@@ -263,6 +275,12 @@ def gallery() -> tuple[str, dict[str, str]]:
             copies = schedule.placement.num_pipelines
             updates = "asynchronous" if one.name in ASYNCHRONOUS else "synchronous"
             cells = (one.microbatches, waits, bubble, peak, copies, updates)
+            small = " small" if float(peak) <= usual else ""
+            cards += [
+                f'<a class="card all family-{number}{small}" href="#{one.name}">',
+                f'<img class="thumb" alt="{one.name}" loading="lazy" src="gallery/{one.name}-phone.svg">',
+                f"<b>{one.name}</b> <span>bubble {bubble}, memory {peak}</span></a>",
+            ]
             table.append(f"| [`{one.name}`](#{one.name}) | {' | '.join(map(str, cells))} |")
             pictures[f"{one.name}.svg"] = to_svg(schedule, width=WIDTH)
             pictures[f"{one.name}-phone.svg"] = to_svg(schedule, width=ON_PHONES)
@@ -286,4 +304,18 @@ def gallery() -> tuple[str, dict[str, str]]:
                 )
                 address = f"playground.html#s={one.name}&p={RANKS}&n={one.microbatches}{options}"
                 body += [f"[Change it in the playground]({address})", ""]
-    return "\n".join([HEAD, *table, "", *body]), pictures
+    return "\n".join([HEAD, *_thumbnails(cards), LEGEND, *table, "", *body]), pictures
+
+
+def _thumbnails(cards: list[str]) -> list[str]:
+    """A grid of pictures, and buttons that leave some of them; both need no script."""
+    buttons = [
+        f'<input type="radio" name="show" id="show-{name}"{" checked" if name == "all" else ""}>'
+        f'<label for="show-{name}">{text}</label>'
+        for name, text in FILTERS.items()
+    ]
+    rules = "".join(
+        f".gallery:has(#show-{name}:checked) .card:not(.{name}) {{ display: none; }}\n" for name in FILTERS
+    )
+    return ['<div class="gallery" markdown="0">', f"<style>{rules}</style>", *buttons, '<div class="cards">', *cards,
+            "</div></div>", ""]  # fmt: skip

@@ -62,6 +62,8 @@ def on_page_content(html: str, page: Any, config: Any, files: Files) -> str:
     folder = posixpath.dirname(page.file.src_uri)
 
     def with_narrow(match: re.Match[str]) -> str:
+        if 'class="thumb"' in match[0]:
+            return match[0]
         narrow = f"{match['name']}-phone.svg"
         if files.get_file_from_path(posixpath.normpath(posixpath.join(folder, narrow))) is None:
             return f'<span class="wide-picture">{match[0]}</span>'

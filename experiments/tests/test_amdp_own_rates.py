@@ -14,7 +14,6 @@ from experiments.amdp.own_rates import (
     GRID,
     HELD_OUT,
     SEEDS,
-    STEPS,
     SYNC,
     SYNC_MUON,
     SYSTEMS,
@@ -25,8 +24,6 @@ from experiments.amdp.own_rates import (
     over,
     own_rate,
 )
-from experiments.claims.amdp import NUMBERS
-from experiments.claims.claim import ROOT
 from experiments.common.results import load
 
 pytestmark = pytest.mark.unit
@@ -95,21 +92,3 @@ def test_the_committed_runs_are_those_that_the_protocol_asks_for() -> None:
         assert asked is not None
         assert {name: row[name] for name in asdict(asked)} == asdict(asked)
     assert next_job(rows) is None
-
-
-def test_the_pages_on_training_say_what_was_found() -> None:
-    number = {name: found() for name, found in NUMBERS.items() if name.startswith("Own rates")}
-    page = " ".join((ROOT / "docs/train/asynchronous.md").read_text(encoding="utf-8").split())
-    assert "| mismatch | AdamW | Muon |" in page
-    for mismatch in (1, 0):
-        adamw, muon = (number[f"Own rates, mismatch {mismatch}{optimizer}"] for optimizer in ("", ", Muon"))
-        assert f"| {mismatch} | {adamw} | {muon} |" in page
-    below, rate = number["Own rates, Muon below AdamW"], number["Own rates, Muon's rate"]
-    assert f"`1f1b` with Muon ended {below} below `1f1b` with AdamW" in page
-    assert f"`--optimizer muon` with `--lr {rate}`" in page
-    assert float(rate) == 4 * GRID[1]
-    options = " ".join((ROOT / "docs/train.md").read_text(encoding="utf-8").split())
-    assert (
-        f"`--optimizer muon --lr {rate}` ended {STEPS} steps of `1f1b` {below} below AdamW at its best rate"
-        in options
-    )

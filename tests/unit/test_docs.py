@@ -26,8 +26,6 @@ NOT_LISTED = {
 }  # fmt: skip
 
 every_page = pytest.mark.parametrize("page", [*PAGES, *OTHERS], ids=lambda page: page.stem)
-every_page_of_today = pytest.mark.parametrize("page", [*PAGES, *OTHERS[:2]], ids=lambda page: page.stem)
-"""All but the changelog, which names what a version had then."""
 
 
 @pytest.mark.slow
@@ -75,13 +73,13 @@ def test_named_files_exist(page: Path) -> None:
     assert missing_paths(page) == []
 
 
-@every_page_of_today
+@every_page
 def test_named_options_exist(page: Path) -> None:
     named = set(re.findall(r"`(--[a-z-]+)", prose(page)))
     assert named - all_options() - NOT_LISTED == set()
 
 
-@every_page_of_today
+@every_page
 def test_named_parts_of_the_interface_exist(page: Path) -> None:
     named = set(re.findall(r"\bps\.([A-Za-z_]+)", page.read_text(encoding="utf-8")))
     assert {name for name in named if not hasattr(ps, name)} == set()
@@ -92,24 +90,11 @@ def test_no_place_is_named_that_only_one_machine_has(page: Path) -> None:
     assert re.findall(r"(?<![\w.])/(?:work|home|tmp|root|mnt)\b", page.read_text(encoding="utf-8")) == []
 
 
-def test_every_layer_has_a_page() -> None:
-    package = ROOT / "src" / "penstock"
-    layers = {folder.name for folder in package.iterdir() if (folder / "__init__.py").exists()}
-    headings = " ".join(page.read_text(encoding="utf-8").splitlines()[0] for page in PAGES)
-    assert {layer for layer in layers if f"{layer}/" not in headings} == {"cli"}
-
-
 def test_the_primer_counts_the_schedules_of_the_library() -> None:
     text = " ".join((ROOT / "docs" / "primer.md").read_text(encoding="utf-8").split())
     every, updating = len(ps.library.SCHEDULES), len(ASYNCHRONOUS)
     assert f"has {every} schedules. {every - updating} of them are synchronous" in text
     assert f"The other {updating} are [asynchronous]" in text
-
-
-def test_every_option_of_training_is_told() -> None:
-    told = set(re.findall(r"`(--[a-z-]+)", prose(ROOT / "docs" / "train.md")))
-    verb = get_command(application()).commands["train"]  # type: ignore[attr-defined]
-    assert {option for option in options(verb) if not option.startswith("--no-")} <= told
 
 
 @cache

@@ -68,6 +68,6 @@ def test_notebooks_are_kept_without_what_they_showed(notebook: Path) -> None:
 
 
 def test_the_site_shows_every_example() -> None:
-    page = (ROOT / "docs" / "examples.md").read_text(encoding="utf-8")
+    page = (ROOT / "docs" / "index.md").read_text(encoding="utf-8")
     assert [path.name for path in (*SCRIPTS, *NOTEBOOKS) if f"../examples/{path.name}" not in page] == []
     assert {script.stem for script in SCRIPTS} == set(PRINTED)

@@ -31,7 +31,7 @@ pytestmark = [pytest.mark.unit, pytest.mark.usefixtures("one_thread")]
 def test_the_table_in_the_docs_is_what_is_tested_here() -> None:
     assert len(FAMILIES) >= 25
     assert len(TRAINED) >= 20
-    docs = (Path(__file__).parents[2] / "docs/models/hugging-face.md").read_text(encoding="utf-8")
+    docs = (Path(__file__).parents[2] / "docs/hugging-face.md").read_text(encoding="utf-8")
     listed = docs.partition("<!-- families -->\n")[2].partition("\n<!-- end of families -->")[0]
     assert listed == table()
 
