@@ -161,8 +161,8 @@ def table() -> list[tuple[str, str]]:
 
 
 def _shown(option: Option, value: Any) -> str:
-    """An option with its value, as on the command line; without that of an address, which may hold a password."""
+    """An option with its value, as on the command line; without that of a store, which may hold a password."""
     flag = option.flags[0]
     if isinstance(value, bool):
         return flag if value else flag.replace("--", "--no-", 1)
-    return flag if isinstance(value, dict) or "://" in str(value) else f"{flag} {value}"
+    return flag if isinstance(value, dict) or option.name == "store" else f"{flag} {value}"
