@@ -255,11 +255,7 @@ def test_at_the_prompt(text: Path, tmp_path: Path, capsys: pytest.CaptureFixture
         ("--model BASE --lora {r}", "is not JSON"),
         ("--model BASE --lora nowhere", "--lora nowhere is neither JSON nor a folder; give the arguments of peft's"),
         ("--model BASE --lora empty", "holds no adapter_config.json"),
-        ("--model BASE --lora r=8", """folder with a saved adapter; write it as --lora '{"r": 8}'"""),
-        (
-            "--model BASE --lora r=8,target_modules=q_proj,v_proj",
-            """write it as --lora '{"r": 8, "target_modules": ["q_proj", "v_proj"]}'""",
-        ),
+        ("--model BASE --lora r=8", """as JSON, like '{"r": 8}', '{}' for peft's defaults, or a folder with a"""),
         ("--model BASE --lora {} --export out.safetensors", "adapters are written as a folder"),
     ],
 )

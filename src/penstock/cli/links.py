@@ -97,7 +97,7 @@ def _measured(
     with tempfile.TemporaryDirectory(prefix="penstock-") as folder:
         path = Path(folder) / "links.json"
         program = ["-m", "penstock.tune.links", str(seconds), transport, str(path)]
-        code, said = start_ranks(program, num_ranks, None, "penstock.runtime")
+        code, said = start_ranks(program, num_ranks, "penstock.runtime")
         if code or said:
             raise RunFailed(said, code or INVALID)
         return MeasuredLinks.from_json(json_format.loads(path.read_text()))

@@ -119,7 +119,7 @@ def run_emulation(job: EmulatedJob) -> int:
         with tempfile.TemporaryDirectory(prefix="penstock-", ignore_cleanup_errors=True) as handover:
             (Path(handover) / JOB).write_bytes(pickle.dumps(job))
             program = ["-m", "penstock.train.emulated", handover]
-            code, said = start_ranks(program, job.schedule.num_ranks, None, "penstock.runtime.emulation.pipeline")
+            code, said = start_ranks(program, job.schedule.num_ranks, "penstock.runtime.emulation.pipeline")
         report = EmulatedReport.read(folder.report)
         if report is None:
             raise RunFailed(said, code or 1)

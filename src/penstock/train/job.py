@@ -2,16 +2,15 @@
 
 It is handed over in a folder, so that it is read and checked once:
 
-order.json      the settings and what to do with them
-corpus.json     what the corpus is; absent for a .bin/.idx pair, which every rank maps by itself, and without text
-train.npy  validation.npy
+job             what to do, and what the corpus is; no corpus for a .bin/.idx pair, which every rank maps by itself
+train.npy  validation.npy  train_starts.npy  validation_starts.npy
 """
 
 from __future__ import annotations
 
 import dataclasses
-import json
 import os
+import pickle
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -52,12 +51,19 @@ class TrainJob:
 
 
 ROWS = ("train", "validation", "train_starts", "validation_starts")
+"""The arrays of a corpus."""
 
 
 def hand_over(folder: Path, order: TrainJob, corpus: Corpus | None) -> None:
     """Writes what `take_over` reads. Raises RuntimeFailure if the disk refuses."""
+    values = {} if corpus is None else {each.name: getattr(corpus, each.name) for each in dataclasses.fields(corpus)}
+    if any(isinstance(value, np.memmap) for value in values.values()):
+        values = {}
+    rows = {name: values.pop(name) for name in ROWS if values}
     try:
-        _write_job(folder, order, corpus)
+        (folder / "job").write_bytes(pickle.dumps((order, values)))
+        for name, row in rows.items():
+            np.save(folder / f"{name}.npy", row, allow_pickle=False)
     except OSError as error:
         from penstock.runtime.errors import RuntimeFailure  # loads torch, which checks of options do without
 
@@ -67,30 +73,16 @@ def hand_over(folder: Path, order: TrainJob, corpus: Corpus | None) -> None:
         ) from None
 
 
-def _write_job(folder: Path, order: TrainJob, corpus: Corpus | None) -> None:
-    (folder / "order.json").write_text(json.dumps(dataclasses.asdict(order)), encoding="utf-8")
-    if corpus is None or any(isinstance(getattr(corpus, name), np.memmap) for name in ROWS):
-        return
-    plain = {f.name: getattr(corpus, f.name) for f in dataclasses.fields(corpus) if f.name not in ROWS}
-    (folder / "corpus.json").write_text(json.dumps(plain), encoding="utf-8")
-    for name in ROWS:
-        np.save(folder / f"{name}.npy", getattr(corpus, name), allow_pickle=False)
-
-
 def take_over(folder: Path) -> tuple[TrainJob, Corpus | None]:
     """The order, and the corpus as mapped files; None for a corpus that a rank opens by itself.
 
     The folder may be removed once every rank has taken over. Mapped files stay readable.
     """
-    value: dict[str, Any] = json.loads((folder / "order.json").read_text(encoding="utf-8"))
-    settings = value.pop("settings")
-    value["notices"] = tuple(value["notices"])
-    order = TrainJob(settings=Settings.from_mapping(settings), **value)
-    if not (folder / "corpus.json").exists():
+    order, values = pickle.loads((folder / "job").read_bytes())
+    if not values:
         return order, None
-    plain = json.loads((folder / "corpus.json").read_text(encoding="utf-8"))
     rows = {name: np.load(folder / f"{name}.npy", mmap_mode="r", allow_pickle=False) for name in ROWS}
-    return order, Corpus(**plain, **rows)
+    return order, Corpus(**values, **rows)
 
 
 def read_schedule_file(given: Mapping[str, Any]) -> dict[str, Any]:

@@ -145,29 +145,10 @@ def check_lora_words(text: str) -> None:
     """Raises SettingsError for a `--lora` that is neither JSON nor a folder."""
     if text.lstrip().startswith("{") or os.path.isdir(text):
         return
-    meant = "" if "=" not in text else f"; write it as --lora '{_as_json(text)}'"
     raise SettingsError(
         f"--lora {text} is neither JSON nor a folder; give the arguments of peft's LoraConfig as JSON, like "
-        f"'{{\"r\": 8}}', '{{}}' for peft's defaults, or a folder with a saved adapter{meant}"
+        f"'{{\"r\": 8}}', '{{}}' for peft's defaults, or a folder with a saved adapter"
     )
-
-
-def _as_json(text: str) -> str:
-    """KEY=VALUE,KEY=VALUE as a JSON object. A word without a key belongs to the list of the key before it."""
-    found: dict[str, Any] = {}
-    last = ""
-    for word in text.split(","):
-        key, equals, value = word.partition("=")
-        try:
-            said = json.loads(value if equals else word)
-        except ValueError:
-            said = value if equals else word
-        if equals:
-            found[key.strip()], last = said, key.strip()
-        elif last:
-            before = found[last]
-            found[last] = [*(before if isinstance(before, list) else [before]), said]
-    return json.dumps(found)
 
 
 def lora_of(settings: Settings) -> Mapping[str, Any] | str | None:

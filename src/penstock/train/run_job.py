@@ -104,7 +104,7 @@ def carry_out(checked: CheckedTraining) -> tuple[Report | None, int, str]:
     with tempfile.TemporaryDirectory(prefix="penstock-", ignore_cleanup_errors=True) as handover:
         hand_over(Path(handover), order, checked.corpus)
         count, env = settings.num_processes, settings.environment
-        code, said = start_ranks(["-m", "penstock.train", "--order", handover], count, None, __name__, env)
+        code, said = start_ranks(["-m", "penstock.train", "--order", handover], count, __name__, env)
     return Report.read(path), code, said
 
 

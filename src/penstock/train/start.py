@@ -46,7 +46,6 @@ def check_store(address: str | None) -> None:
 def start_ranks(
     program: Sequence[str],
     num_ranks: int,
-    port: int | None,
     preload: str,
     env: Mapping[str, str] | None = None,
 ) -> tuple[int, str]:
@@ -59,7 +58,6 @@ def start_ranks(
             program,
             num_ranks,
             preload=[preload],
-            port=port,
             env=dict(env or {}),
             patience=PATIENCE,
         )
