@@ -58,8 +58,6 @@ def same(one: Any, other: Any) -> bool:
 def as_python(module: Any, name: str, args: tuple[Any, ...]) -> tuple[Any, tuple[Any, ...]]:
     """What a function returns as Python, and its arguments after it."""
     given = copy.deepcopy(args)
-    if any(isinstance(each, np.ndarray) and each.dtype.names for each in given):
-        given = tuple(each.view(np.recarray) if each.dtype.names else each for each in given)
     with np.errstate(all="ignore"):
         return getattr(module, name)(*given), given
 

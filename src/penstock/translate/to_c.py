@@ -8,9 +8,9 @@ and the C gives what the Python gives, bit by bit:
     p.duration[q]                          p->duration.at[q]
     start[:] = trial                       for (...) start.at[k] = trial.at[k];
 
-A named tuple is a struct of its fields; a list of records, an array of structs. An inner function becomes one of its
-own, which is handed what it reads of the outer one. Indices are not looked at, and negative ones, but for written
-ones, are none.
+A named tuple is a struct of its fields, which may be named tuples too. An inner function becomes one of its own,
+which is handed what it reads of the outer one. Indices are not looked at, and negative ones, but for written ones,
+are none.
 """
 
 from __future__ import annotations
@@ -115,8 +115,6 @@ class TranslationUnit:
                 return "nothing"
             case ast.BinOp(left=left, right=ast.Constant(value=None)):
                 return self.type_of(source, left)
-            case ast.Subscript(value=ast.Name(id="Sequence"), slice=ast.Name() as record):
-                return f"{self.type_of(source, record)}[]"
             case ast.Subscript(value=ast.Name(id="tuple"), slice=ast.Tuple(elts=parts)):
                 return self._tuple([str(self.type_of(source, each)) for each in parts])
         return None
@@ -127,10 +125,7 @@ class TranslationUnit:
             self._structs[name] = {each: kind for each, kind in kinds.items() if kind is not None}
             fields = self._structs[name]
             declared = "".join(f"  {spelled(kind)} {each};\n" for each, kind in fields.items())
-            self.parts.append(
-                f"typedef struct {{\n{declared}}} {name};\n"
-                f"typedef struct {{ {name} *at; int64_t len; }} {name}_records;\n"
-            )
+            self.parts.append(f"typedef struct {{\n{declared}}} {name};\n")
         return name
 
     def _tuple(self, parts: Sequence[str]) -> str:
@@ -174,8 +169,7 @@ class TranslationUnit:
                 item = f"({name}given == &_Py_NoneStruct ? NULL : PyTuple_GetItem({name}given, {place}))"
                 lines += self._taken(f"{name}{each}", part, item, f"{why}.{each}")
             return [*lines, f"  {kind} {name} = {{{', '.join(f'{name}{each}' for each in self._structs[kind])}}};"]
-        row = ROWS.get(kind, kind)
-        of = FORMATS[ELEMENTS[row]] if row in ELEMENTS else f'"T", sizeof({kind[:-2]})'
+        of = FORMATS[ELEMENTS[ROWS.get(kind, kind)]]
         fields = ("at", "len", "columns") if kind in ROWS else ("at", "len")
         return [
             f'  View {name}view = take(&call, {given}, {of}, {len(fields) - 1}, "{why}");',
@@ -198,8 +192,6 @@ def spelled(kind: str) -> str:
     """A type as C writes it; structs of arrays are handed over by their address, and fields are never written."""
     if kind in SCALARS:
         return SCALARS[kind]
-    if kind.endswith("[]"):
-        return f"{kind[:-2]}_records"
     return "Heap *" if kind == "Heap" else kind
 
 
@@ -332,7 +324,7 @@ class FunctionWriter(Writer):
             case ast.List():
                 return "Heap"
             case ast.Attribute(value=value, attr=attr):
-                of = (self.type_of(value) or "").removesuffix("[]")
+                of = self.type_of(value) or ""
                 return self._program.fields(of).get(attr) if of in self._program._structs else None
             case ast.Subscript(value=value, slice=ast.Slice()):
                 return self.type_of(value)
@@ -346,7 +338,7 @@ class FunctionWriter(Writer):
                 kind = self.type_of(value) or ""
                 if kind in ROWS:
                     return ELEMENTS[ROWS[kind]] if isinstance(place, ast.Tuple) else ROWS[kind]
-                return kind if kind.endswith("[]") else ELEMENTS.get(kind)
+                return ELEMENTS.get(kind)
             case ast.Call():
                 return self._type_of_call(node)
         return None
@@ -511,7 +503,7 @@ class FunctionWriter(Writer):
                 return f"{array}.at[{self.expr(row)} * {array}.columns + {self.expr(column)}]"
             case place if kind in ROWS:
                 return f"({ROWS[kind]}){{{array}.at + {self.expr(place)} * {array}.columns, {array}.columns}}"
-            case place if kind in ELEMENTS or kind.endswith("[]"):
+            case place if kind in ELEMENTS:
                 return f"{array}.at[{self._place(array, place)}]"
         raise self.refused(node)
 

@@ -7,8 +7,8 @@ What they are written in is read by `penstock.translate.subset`, for this and fo
     node //= 2                                     node = Math.floor(node / 2);
     low, high = late_first[k], late_first[k + 1]   low = late_first[k]; high = late_first[(k + 1)];
 
-A module becomes an object of its functions and constants, and of the names of each function's `parameters`. Views of
-arrays (`times[:n]`) are `subarray`s, so arrays that a function slices are typed arrays.
+A module becomes an object of its functions and constants. Views of arrays (`times[:n]`) are `subarray`s, so arrays
+that a function slices are typed arrays.
 """
 
 from __future__ import annotations
@@ -129,8 +129,7 @@ class _Module(Writer):
         functions = source.functions if with_functions else {}
         for function in functions.values():
             self.function(function)
-        given = ", ".join(f"{name}: {[each.arg for each in node.args.args]}" for name, node in functions.items())
-        exports = ", ".join([*source.constants, *functions, f"parameters: {{ {given} }}"])
+        exports = ", ".join([*source.constants, *functions])
         inside = "\n".join(self.lines)
         return f"const {source.name} = (() => {{\n{inside}\n  return {{ {exports} }};\n}})();\n"
 
