@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from statistics import median
 
 import pytest
 
@@ -57,3 +58,14 @@ def test_lines_that_are_all_delegated_are_decoupled(transport: str) -> None:
     links = ps.Links({(1, 2): 60.0}, default=5.0)
     expected = ps.simulate(GPIPE, COSTS, links).makespan
     assert run_once(job(transport), delegated, links).makespan == expected
+
+
+@pytest.mark.parametrize("latency", ["uniform:40ms,80ms@50ms", "normal:60ms,10ms@30ms..80ms"])
+def test_bug_the_first_messages_of_a_noisy_gloo_line_waited_for_news_twice(latency: str) -> None:
+    """Once in their measured delays, and once more in the simulation of what runs now."""
+    run = rehearse(
+        Controller(job("gloo", ps.build("zb", 4, 8))), ps.Links.parse(f"1:2=latency:{latency}#3"), until=20_000
+    )
+    decision = run.decisions[0]
+    measured = median(each.ms for each in run.iterations[: decision.iteration])
+    assert decision.ms_now == pytest.approx(measured, rel=0.06)

@@ -15,8 +15,9 @@ from penstock.control.advice import Obstacle, Unanswered
 from penstock.cost import Links
 from penstock.formats.perfetto import from_perfetto, to_perfetto
 from penstock.report.from_logs import read_story
+from penstock.report.page import to_page
 from penstock.report.run_story import RunPlan, RunStory
-from penstock.report.words import headline, more
+from penstock.report.words import headline, more, range_of
 from report_cases import decided, iteration, job, log_of, story_of, told
 
 pytestmark = pytest.mark.unit
@@ -110,6 +111,8 @@ def test_what_is_within_the_noise_of_steps_is_not_called_saved() -> None:
     assert about.saved is None
     assert "as far as iterations that vary tell" in headline(about)
     assert "saved -" in headline(replace(story, saved_error=story.lost))
+    assert about.saved_about is not None
+    assert to_page(about).count(range_of(*about.saved_about)) == 2, "the headline and the large number say the same"
 
 
 @pytest.mark.parametrize("noise", [0.02, 0.1])

@@ -22,7 +22,7 @@ from penstock.cost import LinkCondition, Links
 from penstock.cost.conditions import Constant, Trace
 from penstock.planning.warmup import MIN_SLACK, tolerance, tolerances
 from penstock.schedule import ScheduleError
-from penstock.schedule.messages import NCCL_EDGE
+from penstock.schedule.messages import GLOO, NCCL_EDGE
 
 _SCENARIOS = 3
 """Iterations that represent all, if delays differ from one iteration to the next."""
@@ -177,7 +177,7 @@ class JobMonitor:
         picked = [ordered[(2 * part + 1) * length // (2 * _SCENARIOS)] for part in range(_SCENARIOS)]
         scenarios = tuple(
             Links(
-                {link: _laid(self._links[link].times(back) or (row[-1],), iteration_ms, busy[link])
+                {link: _laid(self._times(link, back) or (row[-1],), iteration_ms, busy[link])
                  for link, row in rows.items()}
             )
             for back in dict.fromkeys(picked)
@@ -188,8 +188,8 @@ class JobMonitor:
     def latest(self, iteration_ms: float) -> LinksOfStep:
         """The links of the latest iteration, which took so long."""
         found = {}
-        for link, watch in self._links.items():
-            times = watch.times(0) or self._delays(link)[-1:]
+        for link in self._links:
+            times = self._times(link, 0) or self._delays(link)[-1:]
             found[link] = times, min(self._busy(link), fmean(times))
         return LinksOfStep(found, iteration_ms)
 
@@ -251,6 +251,16 @@ class JobMonitor:
     def _delays(self, link: Link) -> tuple[float, ...]:
         """Recent delays of a link, one per iteration."""
         return tuple(self._links[link].delays) or self._known.get(link, (0.0,))
+
+    def _times(self, link: Link, back: int) -> tuple[float, ...]:
+        """Delays of the messages of an iteration, `back` iterations ago. The first messages on a line of gloo also wait
+        for news of their receives. The simulation adds this wait by itself, so these count as usual ones here."""
+        row = self._links[link].times(back)
+        if self.job.transport != GLOO or undirected(link) in self._delegated or not row:
+            return row
+        usual = median(row)
+        first = next(at for at, delay in enumerate(row) if delay <= usual)
+        return (usual,) * first + row[first:]
 
     def _is_steady(self, link: Link) -> bool:
         """Whether the link's delay differs little, from message to message and iteration to iteration."""

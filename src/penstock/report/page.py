@@ -45,7 +45,7 @@ from penstock.draw.report_page import (
 from penstock.draw.scale import percent, short
 from penstock.report.run_record import RunRecord
 from penstock.report.run_story import DecisionOutcome, Iteration, RunMemory, RunStory
-from penstock.report.words import alarms, reaction, seconds, sentence, sentences, times, way_name
+from penstock.report.words import alarms, range_of, reaction, seconds, sentence, sentences, times, way_name
 from penstock.simulation import Timeline
 
 _MEASURED = (
@@ -215,8 +215,11 @@ def _numbers(story: RunStory) -> list[PageNumber]:
     late = f"{len(story.late)} of {len(story.iterations)}"
     found = [PageNumber(late, "iterations with a late link")]
     found.append(PageNumber(seconds(story.lost), "lost, had nothing been changed", "lost"))
-    if story.saved is None:
-        found.append(PageNumber("not known", "of it saved: too few or too noisy iterations"))
+    if story.saved_about is None:
+        found.append(PageNumber("not known", "of it saved: too few iterations"))
+    elif story.saved is None:
+        kind = "more by changes" if story.saved_about[0] < 0 else "of it saved"
+        found.append(PageNumber(range_of(*story.saved_about), f"{kind}, as far as iterations that vary tell"))
     elif story.saved < 0:
         found.append(PageNumber(seconds(-story.saved), "more by changes that were slower, measured", "lost"))
     else:

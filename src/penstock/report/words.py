@@ -197,15 +197,19 @@ def _saved(story: RunStory) -> str:
     if story.saved_about is None:
         return "too few iterations ran under the same links before the change to measure what it saved"
     if story.saved is None:
-        saved, error = story.saved_about
-        low, high = (seconds(abs(saved) + sign * SURE * error) for sign in (-1, 1))
-        done = "cost" if saved < 0 else "saved"
-        return f"the changes {done} {low} to {high}, as far as iterations that vary tell"
+        done = "cost" if story.saved_about[0] < 0 else "saved"
+        return f"the changes {done} {range_of(*story.saved_about)}, as far as iterations that vary tell"
     if story.saved < 0:
         return f"the changes cost {seconds(-story.saved)}, by measured iterations"
     if not story.saved and not story.spells:
         return ""
     return f"{seconds(story.saved)} of {seconds(story.lost)} lost time was saved, by measured iterations"
+
+
+def range_of(ms: float, error: float) -> str:
+    """The range in which a time lies that is known to so many ms, its standard error. Its sign is left out."""
+    low, high = (seconds(abs(ms) + sign * SURE * error) for sign in (-1, 1))
+    return f"{low} to {high}"
 
 
 def sentence(text: str) -> str:
