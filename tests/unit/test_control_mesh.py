@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from dataclasses import replace
 from itertools import combinations
 
@@ -19,6 +20,7 @@ from penstock.control import (
     rehearse,
     replay,
 )
+from penstock.control.advice import Obstacle
 from penstock.control.closed_loop_simulation import probes
 from penstock.control.configuration import job_from_json, job_to_json, peaks
 from penstock.control.events import (
@@ -92,6 +94,28 @@ def test_what_does_not_become_faster_is_moved_back_and_stays_there() -> None:
     assert [each.action for each in decisions] == [Action.MOVE, Action.TAKE_BACK]
     assert decisions[1].configuration == controller.job.start == controller.now
     assert any("taken back" in str(each) and "between nodes 2:3" in str(each) for each in controller.unanswered)
+
+
+@pytest.mark.parametrize("every", [12, 30, 100])
+def test_bug_a_ring_that_slowed_down_between_two_probes_was_called_absorbed(every: int) -> None:
+    """Steps rise from 70 to 255 ms, and the link is found two probes later. By then slow steps counted as usual."""
+    controller, draw, decisions = Controller(job()), random.Random(7), []
+    onset = 4 * every + every // 3
+    for number in range(onset + 6 * every):
+        made = list(
+            controller.feed(IterationEnded(number, draw.gauss(255, 10) if number >= onset else draw.gauss(70, 4)))
+        )
+        if number % every == 0:
+            made += controller.feed(probes(MESH, Links.parse("2:3=latency:40ms" if number >= onset else ""), 0.0))
+            if controller.search is not None:
+                made += controller.feed(controller.search())
+        decisions += made
+        if decisions:
+            break
+    assert [each.action for each in decisions] == [Action.MOVE]
+    assert decisions[0].iteration <= onset + 3 * every
+    (unknown,) = (each for each in controller.unanswered if each.obstacle is Obstacle.UNKNOWN)
+    assert (unknown.before, unknown.now) == (pytest.approx(70, abs=4), pytest.approx(255, abs=25))
 
 
 def test_probes_without_a_mesh_are_refused() -> None:

@@ -614,7 +614,7 @@ class Controller:
             words = self._nodes.in_words if self._nodes is not None and self._nodes.excess else ""
             self._say_unanswered(Obstacle.UNKNOWN, why, self._causes.ms, calm + by_cause, nodes=words)
         if not steps.is_open:
-            steps.settle()
+            steps.stay_slower()
 
     def _say_unanswered(
         self,

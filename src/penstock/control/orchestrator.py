@@ -197,8 +197,8 @@ class Orchestrator:
         self.mesh, self.now = mesh, configuration or self.now
 
     def follow(self, probed: Probed, iteration: int, switched_at: int) -> int:
-        """Takes a round of probes. Returns how many steps ago links turned late; 0 where they did not, or where steps
-        before that ran something else.
+        """Takes a round of probes. Returns in how many of the latest steps links turned late: those since the last round
+        that found them as they were. 0 where they did not, or where steps before that ran something else.
         """
         self._probed.append(iteration)
         if not self.verifies(probed):
@@ -211,7 +211,7 @@ class Orchestrator:
         rose = any(change.rose for change in self.news)
         if not rose or len(self._probed) <= num or self._probed[-num - 1] <= switched_at:
             return 0
-        return iteration - self.late_since
+        return iteration - self._probed[-num - 1]
 
     def relocate(self, then: Configuration) -> Mapping[Link, float]:
         """Nodes lie where `then` says from now on. Returns how late (ms) the links of the pipeline are there."""

@@ -8,7 +8,8 @@
                    onset      decision
 
 While links and ops are as they were, `Evidence` watches for steps that become slower by themselves. Steps that it has
-forgotten are usual ones.
+forgotten are usual ones. Where steps stay slower, the usual ones are kept as they were before that, for the cause may
+be found much later: links between nodes are probed now and then.
 """
 
 from __future__ import annotations
@@ -28,6 +29,8 @@ from penstock.control.robust_statistics import deviation
 
 _MOST = 32
 """Steps that are remembered of either kind."""
+_ABOUT = 6
+"""By how many steps the onset of slower steps may be off."""
 PRESENT = 16
 """Latest steps that say how long steps take at present."""
 NO_LINKS: Mapping[Link, float] = MappingProxyType({})
@@ -65,23 +68,25 @@ class Steps:
         fewest, burst: `FEWEST` and `BURST`, in steps as they are measured.
         is_open: whether it is asked if steps are slower because of something that is late.
         num_open: for how many steps it has been asked.
+        num_slower: since how many steps they are slower without a known cause; 0 where they are not.
         usual: steps before the onset, or before the steps that look slower.
         since: steps from then on.
     """
 
     def __init__(self, ran: Configuration) -> None:
         self.fewest, self.burst = -(-FEWEST // ran.num_updates), -(-BURST // ran.num_updates)
-        self.ran, self.is_open, self.num_open = ran, False, 0
+        self.ran, self.is_open, self.num_open, self.num_slower = ran, False, 0, 0
         self.usual: deque[TimedStep] = deque(maxlen=_MOST)
         self.since: deque[TimedStep] = deque(maxlen=_MOST)
         self._evidence = Evidence(())
 
     def add(self, step: TimedStep) -> None:
         """Takes the next clean step."""
-        if not self.is_open and len(self.since) == _MOST:
+        if not self.is_open and not self.num_slower and len(self.since) == _MOST:
             self.usual.append(self.since.popleft())
         self.since.append(step)
         self.num_open += self.is_open
+        self.num_slower += bool(self.num_slower)
         self._evidence.add(step.ms)
         if not self.is_open and (self._evidence.num == 0 or len(self.usual) < self.fewest):
             self.settle()
@@ -89,18 +94,27 @@ class Steps:
     def settle(self) -> None:
         """Counts all steps so far among the usual ones."""
         self.usual.extend(self.since)
+        self.num_slower = 0
         self._begin(())
+
+    def stay_slower(self) -> None:
+        """The steps since the usual ones are slower, and nobody knows the cause."""
+        self.num_slower = self.num_slower or len(self.since)
 
     def open(self, num_steps: int) -> None:
         """Something that became late in the last `num_steps` steps asks whether steps are slower for it.
 
-        If they were slower already, for something else, the question goes on with the usual steps from before that.
+        If a question is open and they are slower already, it goes on with the usual steps from before that. If they
+        became slower in these steps without a known cause, this is the cause.
         """
-        rows = [*self.usual, *self.since]
-        num = min(num_steps, len(rows))
-        if not (self.is_open and self.evidence >= EXPLAINED and len(self.since) > self.burst):
+        goes_on = self.is_open or 0 < self.num_slower <= num_steps + _ABOUT
+        if goes_on and self.evidence >= EXPLAINED and len(self.since) > self.burst:
+            rows, num = [*self.since], min(num_steps, len(self.since))
+        else:
+            rows = [*self.usual, *self.since]
+            num = min(num_steps, len(rows))
             self.usual = deque(rows[: len(rows) - num], maxlen=_MOST)
-        self.is_open, self.num_open = True, num
+        self.is_open, self.num_open, self.num_slower = True, num, 0
         self._begin(rows[len(rows) - num :])
 
     def close(self) -> None:
