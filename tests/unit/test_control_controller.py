@@ -443,3 +443,9 @@ def test_a_decision_some_steps_after_the_onset_simulated_the_step_in_which_the_l
     late = ps.Links.parse(f"2:3=latency:steps:0ms/0ms,{9.4 * ms}ms/80ms")
     first = rehearse(Controller(job), late, until=40 * ms).decisions[0]
     assert first.ms_now == run_once(job, job.start, ps.Links({(2, 3): 80.0})).makespan
+
+
+def test_an_answer_to_a_link_that_was_late_from_the_start_names_it() -> None:
+    """Nothing turned late, so the reason named a dispatch and no link."""
+    run = rehearse(Controller(JOB), Links.parse("1:2=latency:60ms"), until=6_000)
+    assert run.decisions[0].reason.startswith("link 1:2 by 60 ms late; ")

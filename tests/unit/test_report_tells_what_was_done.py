@@ -115,6 +115,23 @@ def test_what_is_within_the_noise_of_steps_is_not_called_saved() -> None:
     assert to_page(about).count(range_of(*about.saved_about)) == 2, "the headline and the large number say the same"
 
 
+def test_bug_steps_that_were_not_reported_in_full_counted_as_steps_without_a_late_link() -> None:
+    """Of a link that is late from the start, ranks report one step in eight. The page said that changes cost seconds
+    which they saved: it held all other steps against steps without a late link."""
+    log, sparse, number = log_of("2:3=latency:60ms"), [], 0
+    for line in log:
+        if '"transfers"' not in line or number < 12 or number % 8 == 0:
+            sparse.append(line)
+        number += '{"event":{"iteration"' in line
+    whole, found = read_story(log, name="whole"), read_story(sparse, name="sparse")
+    assert len(sparse) < len(log)
+    assert len(found.late) == len(found.iterations)
+    assert whole.saved_about is not None
+    assert found.saved_about is not None
+    assert found.saved_about[0] == pytest.approx(whole.saved_about[0], rel=0.05)
+    assert found.saved_about[0] > 0
+
+
 @pytest.mark.parametrize("noise", [0.02, 0.1])
 def test_saved_is_told_as_a_range_where_iterations_vary_and_never_has_the_other_sign(noise: float) -> None:
     plain = story_of()

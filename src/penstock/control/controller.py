@@ -19,7 +19,7 @@ from dataclasses import replace
 from statistics import median
 
 from penstock.control import events
-from penstock.control.advice import Help, Obstacle, Unanswered, what_would_help
+from penstock.control.advice import Help, Obstacle, Unanswered, causes_in_words, what_would_help
 from penstock.control.changes import MOST_FALL, USUAL
 from penstock.control.compute import ComputeChange, Factors, scaled
 from penstock.control.configuration import Configuration, Job, fits, in_host, peaks
@@ -469,9 +469,12 @@ class Controller:
             self._question.decided(at)
         check(chosen.configuration.schedule)
         recent = self._recent()
-        ms = None if forced else now.ms, chosen.ms
         causes = tuple(dict.fromkeys(str(change.cause) for change in recent))
-        reason = reason_of(recent, self.now, chosen.configuration, ms, self._monitor.down)
+        told: Sequence[object] = recent
+        if not recent and self._measured.late:  # late from the start on: nothing changed
+            told = [causes_in_words({link: self._monitor.level(link) for link in self._measured.late})]
+        ms = None if forced else now.ms, chosen.ms
+        reason = reason_of(told, self.now, chosen.configuration, ms, self._monitor.down)
         return self._propose(chosen.action, chosen.configuration, reason, ms, chosen.price, causes, chosen.peaks)
 
     def _recent(self) -> list[LinkChange | ComputeChange]:

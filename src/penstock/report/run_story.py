@@ -417,9 +417,14 @@ def main_spells(spells: Sequence[LatePeriod]) -> Sequence[LatePeriod]:
 def late_links(iterations: Iterable[Iteration], least: float) -> dict[tuple[Link, str], dict[int, float]]:
     """By link between ranks, both directions together, its delay in the iterations in which it was late."""
     found: dict[tuple[Link, str], dict[int, float]] = {}
+    delays: dict[Link, float] = {}
     for each in iterations:
+        if each.delays:  # one that was not reported in full is as the one before it
+            delays = {}
         for (a, b), delay in each.delays.items():
+            link = min(a, b), max(a, b)
+            delays[link] = max(delay, delays.get(link, 0.0))
+        for link, delay in delays.items():
             if delay >= least:
-                row = found.setdefault(((min(a, b), max(a, b)), ""), {})
-                row[each.number] = max(delay, row.get(each.number, 0.0))
+                found.setdefault((link, ""), {})[each.number] = delay
     return found
