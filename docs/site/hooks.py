@@ -28,7 +28,7 @@ def on_files(files: Files, config: Any) -> Files:
     """Adds all that does not lie in docs/."""
     made, pictures = gallery()
     pages = generated()
-    texts = {"gallery.md": made, "playground.html": playground(), **pages}
+    texts = {"gallery.md": made, "playground.html": playground(home="index.html"), **pages}
     texts |= {f"gallery/{name}": picture for name, picture in pictures.items()}
     for script in sorted((DOCS / "images").glob("*.py")):
         narrow = runpy.run_path(str(script))["pictures"](ON_PHONES)

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 import penstock as ps
+from penstock.play import page as page_text
 from penstock.play import save
 from tiers import others_nightly
 
@@ -94,7 +95,7 @@ class Playground:
 def test_a_person_edits_drags_plans_and_comes_back(
     browser: Any, file: str, width: int, scheme: str, tmp_path: Path
 ) -> None:
-    with Playground(browser, file, width, scheme) as play:
+    with Playground(browser, f"{file}#s=zb-h1", width, scheme) as play:
         page = play.page
         assert page.evaluate("document.documentElement.scrollWidth") <= width
         assert play.proof.startswith("Proved: 96 ops")
@@ -152,6 +153,73 @@ def test_a_person_edits_drags_plans_and_comes_back(
             assert ps.passes.remove_communication(loaded).order == planned.order
         assert (tmp_path / "planned.svg").read_text().count("<title>") == 2 * planned.num_ops
         assert play.errors == []
+
+
+def test_the_page_opens_with_a_late_link_and_tells_what_planning_saves(browser: Any, file: str) -> None:
+    with Playground(browser, file) as play:
+        late, costs = ps.Links({(1, 2): 30, (2, 1): 30}), ps.Costs.uniform(4, 10, 10, 10)
+        frozen = ps.simulate(ps.build("zb-h1", 4, 8), costs, links=late).makespan
+        assert play.makespans()["frozen"] == frozen
+        play.wait("!document.getElementById('offer').hidden")
+        said = play.page.inner_text("#saves")
+        assert said.startswith(
+            f"Messages between ranks 1 and 2 are 30 ms late. zb-h1 takes {frozen:g} ms with that, a plan "
+        )
+        play.after(lambda: play.page.click("#take"))
+        planned = ps.simulate(ps.schedule.parse(play.grid), costs, links=late).makespan
+        assert f"a plan {planned:g}: {1 - planned / frozen:.0%} less" in said
+        assert play.page.is_hidden("#offer")
+        play.after(lambda: play.page.click("h1 a"))  # the way back to the beginning
+        assert play.makespans()["frozen"] == frozen
+        assert play.errors == []
+
+
+def test_a_page_of_the_site_leads_to_its_home(browser: Any, tmp_path: Path) -> None:
+    (tmp_path / "play.html").write_text(page_text(home="index.html"), encoding="utf-8")
+    with Playground(browser, (tmp_path / "play.html").as_uri()) as play:
+        assert play.page.get_attribute(".home", "href") == "index.html"
+
+
+def test_ops_are_dragged_and_each_edit_is_undone(browser: Any, file: str) -> None:
+    with Playground(browser, f"{file}#s=zb-h1&p=2&n=4") as play:
+        built = play.grid
+        row = next(line for line in built.splitlines() if line.startswith("rank 0"))
+        ops = [cell for cell in row.split("|")[1].split() if cell != "."]
+        box = play.page.locator("#chart").bounding_box()
+
+        def drag(cell: str, ms: float) -> None:
+            """Drags an op of rank 0 in the frozen run, where every op takes 10 ms, so far to the right."""
+            run = ps.simulate(ps.schedule.parse(built), ps.Costs.uniform(2, 10, 10, 10))
+            scale = (box["width"] - 76) / run.makespan
+            x, y = box["x"] + 62 + scale * (run.rows[0][ops.index(cell)].start + 5), box["y"] + 52
+            play.page.mouse.move(x, y)
+            play.page.mouse.down()
+            play.page.mouse.move(x + scale * ms, y, steps=4)
+            play.after(play.page.mouse.up)
+            play.wait("document.getElementById('chart').className.includes('moving') === false")
+
+        drag("W0", 24)
+        moved = [cell for cell in play.grid.splitlines()[2].split("|")[1].split() if cell != "."]
+        assert moved.index("W0") == ops.index("W0") + 2
+        play.after(lambda: play.page.click("#undo"))
+        drag("I0", 24)
+        assert "it needs I0" in play.proof
+        assert play.page.locator("#marks mark").text_content() == "W0", "the bad cell is marked in the text"
+        play.after(lambda: play.page.click("#undo"))
+        assert play.proof.startswith("Proved")
+        assert play.page.locator("#marks mark").count() == 0
+        drag("W0", 24)
+        play.after(lambda: play.page.keyboard.press("Control+z"))
+        assert play.grid == built
+        assert play.page.is_disabled("#undo")
+        assert play.errors == []
+
+
+def test_on_a_phone_the_picture_stays_beside_the_sliders(browser: Any, file: str) -> None:
+    with Playground(browser, file, 400) as play:
+        play.page.locator("#links").scroll_into_view_if_needed()
+        chart, links = (play.page.locator(each).bounding_box() for each in ("#chart", "#links"))
+        assert 0 <= chart["y"] < chart["y"] + 100 < links["y"] < 900
 
 
 def test_an_op_and_its_cell_lead_to_each_other(browser: Any, file: str) -> None:

@@ -11,6 +11,7 @@
 
 from __future__ import annotations
 
+from html import escape
 from importlib.resources import files
 from pathlib import Path
 
@@ -45,8 +46,12 @@ def scripts() -> str:
     return "\n".join(['"use strict";', bundle(ENGINE, (rule_tables,)), *map(_own, SCRIPTS)])
 
 
-def page() -> str:
-    """The page, which loads nothing: style and scripts are inside, and a policy forbids it every request."""
+def page(home: str | None = None) -> str:
+    """The page, which loads nothing: style and scripts are inside, and a policy forbids it every request.
+
+    Args:
+        home: the address of the pages about Penstock, to which the page then links.
+    """
     colours = {
         "kinds": palette.KINDS,
         "lightest": palette.LIGHTEST,
@@ -54,7 +59,8 @@ def page() -> str:
         "dark": palette.DARK_INK,
     }
     shown = [f"const palette = {script_json(colours)};", _own("view.js"), _own("app.js")]
-    slots = {"css": _own("page.css"), "engine": scripts(), "scripts": "\n".join(shown)}
+    link = "" if home is None else f'<a class="home" href="{escape(home)}">Penstock\'s pages</a>\n'
+    slots = {"home": link, "css": _own("page.css"), "engine": scripts(), "scripts": "\n".join(shown)}
     return filled(_own("page.html"), slots)
 
 

@@ -4,9 +4,11 @@
   const { short } = view;
   const NEW = { name: "zb-h1", ranks: 4, microbatches: 8, options: {}, times: { F: 10, I: 10, W: 10, B: 20 }, slow: [0, 1], links: new Map(),
     dispatch: "hinted", grid: null, placement: "one-to-one", cap: "", split: true, channel: "nccl" };
+  const LATE_AT_FIRST = [["1>2", 30], ["2>1", 30]]; // what a page that is opened without an address shows
   const TIMES = { F: "F forward", I: "I input", W: "W weight", B: "B whole" };
   const MOST_MS = 60, PLAN_MS = 3000, PLAN_SLICE = 25;
   const LARGE = 4000, REHEARSALS = 30; // ops, and runs
+  const DRAGGED_PX = 5, ONE_EDIT_MS = 800, OFFER_MS = 1500;
   const seen = [{}, {}], unseen = { canvas: document.createElement("canvas"), spaces: [{}, {}] };
   const rest = window.requestIdleCallback || ((then) => setTimeout(then, 50));
   const state = read(location.hash);
@@ -14,6 +16,9 @@
   let written = null; // what the grid says, right or not; null where it can't be read
   let chosen = null; // the key of an op
   let pending = null, planning = null, told = "";
+  let offered = null; // a plan for what the page opened with: { address, text }
+  let drag = null; // an op that the pointer holds: { op, from, left, time, step }, where `step` is its new place in the row
+  let past = [], edited = 0; // the grids before each edit, and when the last one was typed
 
   // ---- the address
 
@@ -31,7 +36,7 @@
   }
 
   function read(hash) {
-    const found = { ...NEW, options: {}, times: { ...NEW.times }, links: new Map() };
+    const found = { ...NEW, options: {}, times: { ...NEW.times }, links: new Map(hash.length > 1 ? [] : LATE_AT_FIRST) };
     for (const part of hash.replace(/^#/, "").split("&").filter(Boolean)) {
       const name = part.split("=")[0];
       let value;
@@ -248,8 +253,13 @@
     return dispatches.map((dispatch, at) => runs.simulate(shown.schedule, { ...options, dispatch, space: spaces[at] }));
   }
 
+  function paint() {
+    shown.place = view.draw($("chart"), shown.runs, chosen, $("chart").clientWidth || 1, drag && drag.isMoved ? drag : null);
+  }
+
   function show() {
-    shown.place = view.draw($("chart"), shown.runs, chosen);
+    paint();
+    $("offer").hidden = offered === null || offered.address !== write();
     const frozen = shown.runs[0].makespan;
     $("numbers").replaceChildren(...shown.runs.map((run) => {
       const row = document.createElement("tr"), peaks = run.peaks.map(short);
@@ -278,6 +288,7 @@
     const { schedule } = shown, peaks = schedules.peaks(schedule);
     const message = `Proved: ${shown.graph.ops.length} ops, each runs once, in an order that every rank completes; at most ` +
       `${Math.max(...peaks)} activations in flight on a rank.`;
+    $("marks").replaceChildren();
     $("proof").className = "good";
     if (told !== message) $("proof").textContent = told = message;
   }
@@ -291,7 +302,37 @@
     words.textContent = told = message;
     $("proof").className = "bad";
     $("proof").replaceChildren(words);
+    $("offer").hidden = true;
+    if (shown && shown.place) paint();
+    mark(placeOfError(error));
     $("reset").hidden = state.grid === null;
+  }
+
+  // Where in the text an error is: [line, column, length], or null. An op that is missing is missed after its row's last.
+  function placeOfError({ line, column, rank, step }) {
+    if (line) return [line, column, Math.max(1, /^\S*/.exec(($("grid").value.split("\n")[line - 1] || "").slice(column - 1))[0].length)];
+    const row = rank === null || rank === undefined || written === null || !written.spots ? [] : written.spots[rank] || [];
+    return row[step] || row[row.length - 1] || null;
+  }
+
+  // Shows a place in the text, behind the letters.
+  function mark(place) {
+    if (place === null) return void $("marks").replaceChildren();
+    const [begin, end] = between(place), text = $("grid").value, cell = document.createElement("mark");
+    cell.textContent = text.slice(begin, end) || " ";
+    $("marks").replaceChildren(text.slice(0, begin), cell, text.slice(end) + "\n");
+    follow();
+  }
+
+  function follow() {
+    $("marks").scrollTop = $("grid").scrollTop;
+    $("marks").scrollLeft = $("grid").scrollLeft;
+  }
+
+  // The first and the last letter of a place in the text, counted from its start.
+  function between([line, column, length]) {
+    const before = $("grid").value.split("\n").slice(0, line - 1).reduce((total, each) => total + each.length + 1, 0) + column - 1;
+    return [before, before + length];
   }
 
   // ---- one op
@@ -301,7 +342,7 @@
     $("earlier").disabled = !(step > 0);
     $("later").disabled = !(step >= 0 && step < written.order[rank].length - 1);
     const number = chosen !== null && shown ? shown.graph.number.get(chosen) : undefined;
-    $("asked").textContent = number === undefined ? "Hover or tap an op to ask about it." : describe(number);
+    $("asked").textContent = number === undefined ? "Hover or tap an op to ask about it; drag it along its row to move it." : describe(number);
   }
 
   // Where an op stands in the grid: [rank, step], [-1, -1] where it does not.
@@ -330,9 +371,7 @@
     try { parsed = schedules.parse($("grid").value); } catch { return; }
     parsed.order.forEach((row, rank) => row.forEach((op, step) => {
       if (schedules.key(op) !== chosen) return;
-      const [line, column, length] = parsed.spots[rank][step];
-      const before = $("grid").value.split("\n").slice(0, line - 1).reduce((total, each) => total + each.length + 1, 0) + column - 1;
-      $("grid").setSelectionRange(before, before + length);
+      $("grid").setSelectionRange(...between(parsed.spots[rank][step]));
     }));
   }
 
@@ -346,49 +385,89 @@
     }));
   }
 
-  function move(by) {
+  // Moves the chosen op to another place in its row.
+  function moveTo(to) {
     const [rank, step] = placeOf(chosen), order = written.order.map((row) => [...row]), row = order[rank];
-    [row[step], row[step + by]] = [row[step + by], row[step]];
+    row.splice(to, 0, ...row.splice(step, 1));
     edit(schedules.toText({ ...written, order }));
     select();
   }
 
-  function edit(text) {
+  const move = (by) => moveTo(placeOf(chosen)[1] + by);
+
+  // What is typed within a moment is one edit.
+  function edit(text, isTyped = false) {
+    if (!isTyped || performance.now() - edited > ONE_EDIT_MS) past.push(state.grid);
+    edited = isTyped ? performance.now() : 0;
+    put(text);
+  }
+
+  function undo() {
+    if (!past.length) return;
+    edited = 0;
+    put(past.pop());
+  }
+
+  // Shows this grid, or the one that is built where it is null.
+  function put(text) {
+    $("undo").disabled = !past.length;
     state.grid = text;
+    if (text === null) return void ask("build");
     if ($("grid").value !== text) $("grid").value = text;
     ask("grid");
   }
 
   // ---- planning
 
-  function plan() {
-    clearTimeout(planning);
+  // A search for what is asked for now.
+  function searchNow() {
     const p = state.ranks, cap = state.cap === "" ? null : Number(state.cap);
     const pipelines = { "one-to-one": () => schedules.oneToOne(p), "v": () => schedules.vShape(p), "circular": () => schedules.circular(p, 2 * p),
       "bidirectional": () => schedules.bidirectional(schedules.oneToOne(p)) }[state.placement]();
-    let search;
-    try {
-      search = planner.search({ pipelines, numRanks: p, numMicrobatches: state.microbatches, links: state.links, cap, split: state.split,
-        costs: costs(p) });
-    } catch (error) {
-      return void ($("planned").textContent = error.message);
-    }
+    return planner.search({ pipelines, numRanks: p, numMicrobatches: state.microbatches, links: state.links, cap, split: state.split, costs: costs(p) });
+  }
+
+  // Searches in slices between which the page answers, for so long or until the best is proved.
+  function searchFor(search, ms, tellOf, end) {
     const began = performance.now(), { found } = search;
-    $("plan").disabled = true;
     const slice = () => {
       const until = performance.now() + PLAN_SLICE;
       while (!found.done && performance.now() < until) search.step();
-      const over = (100 * (found.makespan / found.lower - 1)).toFixed(1), is = `${short(found.makespan)} ms, `;
-      if (!found.done && performance.now() - began < PLAN_MS) {
-        $("planned").textContent = `${is}${over}% above the bound so far, ${found.trials} starts`;
-        planning = setTimeout(slice, 0);
-        return;
-      }
-      $("plan").disabled = false;
-      $("planned").textContent = found.done ? `${is}proved the shortest to 0.01%` : `${is}at most ${over}% above the shortest (no order is below ${short(found.lower)} ms)`;
-      edit(schedules.toText(found.schedule));
+      if (found.done || performance.now() - began >= ms) return void end(found);
+      tellOf(found);
+      planning = setTimeout(slice, 0);
     };
+    clearTimeout(planning);
     slice();
+  }
+
+  const above = (found) => (100 * (found.makespan / found.lower - 1)).toFixed(1);
+
+  function plan() {
+    let search;
+    try { search = searchNow(); } catch (error) { return void ($("planned").textContent = error.message); }
+    $("plan").disabled = true;
+    searchFor(search, PLAN_MS, (found) => {
+      $("planned").textContent = `${short(found.makespan)} ms, ${above(found)}% above the bound so far, ${found.trials} starts`;
+    }, (found) => {
+      $("plan").disabled = false;
+      $("planned").textContent = `${short(found.makespan)} ms, ` + (found.done ? "proved the shortest to 0.01%" :
+        `at most ${above(found)}% above the shortest (no order is below ${short(found.lower)} ms)`);
+      edit(schedules.toText(found.schedule));
+    });
+  }
+
+  // Plans for what the page opens with, and says what that saves.
+  function offer() {
+    const address = write(), [[link, ms]] = state.links, [frozen] = shown.runs;
+    searchFor(searchNow(), OFFER_MS, () => {}, (found) => {
+      const share = Math.round(100 * (1 - found.makespan / frozen.makespan));
+      if (address !== write() || share < 1) return;
+      offered = { address, text: schedules.toText(found.schedule) };
+      $("saves").textContent = `Messages between ranks ${link.replace(">", " and ")} are ${short(ms)} ms late. ${frozen.schedule.name} takes ` +
+        `${short(frozen.makespan)} ms with that, a plan ${short(found.makespan)}: ${share}% less.`;
+      $("offer").hidden = false;
+    });
   }
 
   // ---- downloads
@@ -413,7 +492,7 @@
   // ---- begin
 
   for (const name of library.SCHEDULES) $("name").add(new Option(name, name));
-  const rebuild = () => { state.grid = null; ask("build"); };
+  const rebuild = () => { past = []; put(null); };
   $("name").addEventListener("change", () => { state.name = $("name").value; rebuild(); });
   for (const [id, least, most] of [["ranks", 1, 64], ["microbatches", 1, 512]])
     $(id).addEventListener("input", () => {
@@ -429,31 +508,73 @@
   $("channel").addEventListener("change", () => { state.channel = $("channel").value; ask("draw"); });
   $("split").addEventListener("change", () => { state.split = $("split").checked; note(); });
   $("plan").addEventListener("click", plan);
-  $("grid").addEventListener("input", () => edit($("grid").value));
+  $("take").addEventListener("click", () => edit(offered.text));
+  $("grid").addEventListener("input", () => edit($("grid").value, true));
+  $("grid").addEventListener("scroll", follow);
   for (const event of ["keyup", "click"]) $("grid").addEventListener(event, fromCaret);
   $("earlier").addEventListener("click", () => move(-1));
   $("later").addEventListener("click", () => move(1));
   $("reset").addEventListener("click", rebuild);
+  $("undo").addEventListener("click", undo);
+  addEventListener("keydown", (event) => {
+    const isUndo = (event.ctrlKey || event.metaKey) && !event.shiftKey && event.key === "z";
+    if (!isUndo || (event.target.tagName === "INPUT" && event.target.type !== "range")) return;
+    event.preventDefault();
+    undo();
+  });
   for (const button of document.querySelectorAll("[data-save]")) button.addEventListener("click", () => save(button.dataset.save));
   const under = (event) => {
     const box = $("chart").getBoundingClientRect();
     return shown && shown.place && view.at(shown.place, shown.runs, event.clientX - box.left, event.clientY - box.top);
   };
-  $("chart").addEventListener("pointermove", (event) => {
+  // Ops of the frozen run are dragged: it runs the grid's order.
+  const isMovable = (found) => found && found[0] === shown.runs[0] && written === shown.schedule;
+  $("chart").addEventListener("pointerdown", (event) => {
     const found = under(event);
+    choose(found ? schedules.key(shown.graph.ops[found[1]]) : null);
+    if (!found) return;
+    select();
+    if (!isMovable(found)) return;
+    $("chart").setPointerCapture(event.pointerId);
+    drag = { op: found[1], from: event.clientX, left: 0, time: 0, step: 0, isMoved: false };
+  });
+  $("chart").addEventListener("pointermove", (event) => {
+    if (drag !== null) return void carry(event.clientX);
+    const found = under(event);
+    $("chart").classList.toggle("movable", Boolean(isMovable(found)));
     if (found) $("asked").textContent = describe(found[1]);
     else tell();
   });
-  $("chart").addEventListener("pointerleave", tell);
-  $("chart").addEventListener("click", (event) => {
-    const found = under(event);
-    choose(found ? schedules.key(shown.graph.ops[found[1]]) : null);
-    if (found) select();
+  // The dragged op's new place: after all ops of its rank whose middle lies left of the pointer.
+  function carry(clientX) {
+    if (!drag.isMoved && Math.abs(clientX - drag.from) < DRAGGED_PX) return;
+    const [{ graph, start, end }] = shown.runs, rank = graph.rank[drag.op], { place } = shown;
+    const row = range(graph.first[rank + 1] - graph.first[rank]).map((at) => graph.first[rank] + at).filter((op) => op !== drag.op);
+    const time = place.timeAt(clientX - $("chart").getBoundingClientRect().left), before = row.filter((op) => (start[op] + end[op]) / 2 < time);
+    drag.isMoved = true;
+    drag.step = before.length;
+    drag.time = before.length ? end[before[before.length - 1]] : start[row[0]] || 0;
+    drag.left = place.x(start[drag.op]) + clientX - drag.from;
+    $("chart").classList.add("moving");
+    ask("draw");
+  }
+  $("chart").addEventListener("pointerup", () => {
+    const dropped = drag;
+    letGo();
+    if (dropped !== null && dropped.isMoved && dropped.step !== placeOf(chosen)[1]) moveTo(dropped.step);
   });
+  function letGo() {
+    drag = null;
+    $("chart").classList.remove("moving");
+    ask("draw");
+  }
+  $("chart").addEventListener("pointercancel", letGo);
+  $("chart").addEventListener("pointerleave", tell);
   $("controls").addEventListener("submit", (event) => event.preventDefault());
   addEventListener("resize", () => shown && ask("draw"));
   matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => shown && ask("draw"));
-  addEventListener("hashchange", () => { Object.assign(state, read(location.hash)); ask("build"); });
+  addEventListener("hashchange", () => { past = []; Object.assign(state, read(location.hash)); put(state.grid); showControls(); ask("build"); });
   showControls();
   ask("build");
+  if (location.hash.length < 2) requestAnimationFrame(() => rest(offer));
 })();

@@ -97,8 +97,9 @@ const view = (() => {
     if (canvas.height !== height) canvas.height = height;
   }
 
-  // Draws the runs one below the other on one time axis; returns where they are, for the pointer.
-  function draw(canvas, runs, chosen, width = canvas.clientWidth) {
+  // Draws the runs one below the other on one time axis; returns where they are, for the pointer. `moving` is an op of
+  // the first run that is dragged: { op, left: where it is held (px), time: where its new place begins }.
+  function draw(canvas, runs, chosen, width = canvas.clientWidth || 1, moving = null) {
     const ratio = window.devicePixelRatio || 1, place = layOut(runs, width);
     sized(canvas, Math.round(width * ratio), Math.round(place.height * ratio));
     canvas.style.height = `${place.height}px`;
@@ -150,6 +151,16 @@ const view = (() => {
         g.strokeRect(left, top + run.graph.rank[op] * place.pitch - 1, Math.max(2, place.x(run.end[op]) - left), place.bar + 2);
       }
     });
+    if (moving) {
+      const [{ graph, start, end }] = runs, { op, left, time } = moving, y = place.tops[0] + graph.rank[op] * place.pitch;
+      const { index, colors } = looks(runs[0]), wide = Math.max(4, place.x(end[op]) - place.x(start[op]));
+      g.globalAlpha = 0.75;
+      g.fillStyle = hex([0, 1, 2].map((part) => colors[3 * index[op] + part]));
+      g.fillRect(left, y - 4, wide, place.bar + 8);
+      g.globalAlpha = 1;
+      g.fillStyle = color("mark");
+      g.fillRect(place.x(time) - 1.5, y - 6, 3, place.bar + 12);
+    }
     return place;
   }
   const long = (color) => (color.length === 4 ? "#" + [...color.slice(1)].map((c) => c + c).join("") : color);
