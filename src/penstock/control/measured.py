@@ -253,8 +253,11 @@ class JobMonitor:
         return tuple(self._links[link].delays) or self._known.get(link, (0.0,))
 
     def _times(self, link: Link, back: int) -> tuple[float, ...]:
-        """Delays of the messages of an iteration, `back` iterations ago. The first messages on a line of gloo also wait
-        for news of their receives. The simulation adds this wait by itself, so these count as usual ones here."""
+        """Delays of the messages of an iteration, `back` iterations ago.
+
+        The first messages on a line of gloo also wait for news of their receives. The simulation adds this wait by
+        itself, so these count as usual ones here.
+        """
         row = self._links[link].times(back)
         if self.job.transport != GLOO or undirected(link) in self._delegated or not row:
             return row
