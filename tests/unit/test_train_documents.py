@@ -153,7 +153,7 @@ def test_each_step_is_dispatched_as_is_best_for_its_lengths(
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ("--packing planned --model bert", "--model bert would see one in another"),
+        ("--packing planned --model bert", "which only a built-in GPT and decoders of Hugging Face"),
         (
             "--packing planned --schedule pipedream-2bw --ranks 2",
             "order of microbatches says what each of its updates gathers",
