@@ -3,27 +3,20 @@
 from __future__ import annotations
 
 import itertools
-import json
-import random
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 
 import penstock as ps
 from hf_families import FAMILIES, batch_of, config_of, model_of, plain_step
 from penstock.cli import main
-from penstock.data import ByteTokenizer
-from penstock.data.tokenizer import load_tokenizer
 from penstock.models import ParallelError
 from penstock.models.huggingface import Decoder, DecoderError
 from penstock.runtime.tensors.pytree import flatten
-from penstock.train.checks import SettingsError
 from penstock.train.settings import Settings
 from penstock.train.tasks.huggingface import DecoderTask
-from penstock.train.tasks.spans import SpanForm, span_form
 from train_runs import losses, penstock
 
 transformers = pytest.importorskip("transformers", reason="transformers is not installed: pip install 'penstock[hf]'")
@@ -107,49 +100,26 @@ def test_what_cannot_be_right_is_refused() -> None:
         Decoder(nameless, compare=False).inputs_and_targets(batch_of("t5"))
 
 
-def test_spans_put_back_are_the_text() -> None:
-    for length, seed in itertools.product((4, 7, 16, 50, 128), range(5)):
-        form = span_form(ByteTokenizer(), length, 400, "t5")
-        draw = np.random.default_rng(seed)
-        text = draw.integers(0, 256, length)
-        read, written = form.cut(text, draw)
-        assert (len(read), len(written)) == (form.num_read, form.num_written)
-        spans = {int(part[0]): part[1:] for part in np.split(written, np.flatnonzero(written >= 256))[1:]}
-        back = [spans[int(token)] if token >= 256 else [token] for token in read]
-        assert np.concatenate(back).tolist() == text.tolist()
-        assert sum(map(len, spans.values())) == form.num_cut
-        assert len(spans) == form.num_spans + 1, "and the mark that ends the last"
-    whole = SpanForm(16, (300,))
-    read, written = whole.cut(text[:16], draw)
-    assert written.tolist() == text[:16].tolist()
-    assert list(read).count(300) == whole.num_spans
-
-
-def test_a_tokenizer_without_marks_for_spans_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(SettingsError, match="vocabulary of 257 has no 2 numbers behind those of the 256 bytes"):
-        span_form(ByteTokenizer(), 16, 257, "t5")
-    vocabulary = {"a": 0, "[UNK]": 1, "<extra_id_0>": 2}
-    words = {"version": "1.0", "pre_tokenizer": {"type": "Whitespace"}, "added_tokens": []}
-    file = tmp_path / "tokenizer.json"
-    model = {"type": "WordLevel", "vocab": vocabulary, "unk_token": "[UNK]"}
-    file.write_text(json.dumps({**words, "model": model}))
-    with pytest.raises(SettingsError, match=r"has 1 of the 2 marks <extra_id_0> \.\.\. that texts of 16 tokens"):
-        span_form(load_tokenizer(file), 16, 300, "t5")
-    vocabulary["<extra_id_1>"] = 3
-    file.write_text(json.dumps({**words, "model": model}))
-    assert span_form(load_tokenizer(file), 16, 300, "t5").marks == (2, 3)
-
-
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     place = tmp_path_factory.mktemp("t5")
     model_of("t5").save_pretrained(place / "model")
-    draw = random.Random(1)
-    (place / "text.txt").write_text(" ".join(draw.choice(["rank", "stage", "op", "plan"]) for _ in range(2000)))
+    (place / "pairs.py").write_text(PAIRS)
+    (place / "text.txt").write_text("a rank runs its ops in order. " * 200)
     return place
 
 
-OPTIONS = "--context 16 --batch 8 --microbatches 4 --sample 0 --lr 0.01 --evaluate-every 0 --threads 1"
+PAIRS = """import torch
+from torch.utils.data import Dataset
+
+class Pairs(Dataset):
+    def __len__(self):
+        return 64
+    def __getitem__(self, number):
+        tokens = torch.randint(3, 290, (20,), generator=torch.Generator().manual_seed(number))
+        return {"input_ids": tokens, "labels": tokens[:7]}
+"""
+OPTIONS = "--batch 8 --microbatches 4 --sample 0 --lr 0.01 --evaluate-every 0 --threads 1"
 
 
 def test_ranks_that_would_share_a_stage_are_refused(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
@@ -159,13 +129,25 @@ def test_ranks_that_would_share_a_stage_are_refused(folder: Path, capfd: pytest.
     assert why in capfd.readouterr().err
 
 
+def test_a_text_alone_is_refused(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    for data in ("", f"--data {folder / 'text.txt'}"):
+        assert main(f"train --model {folder / 'model'} {data} --out {folder / 'text'} {OPTIONS}".split()) == 2
+        assert "reads one text and writes another" in capfd.readouterr().err
+
+
 @pytest.mark.parametrize("name", ["t5", "bart"])
-def test_what_stages_send_is_as_large_as_predicted(name: str, tmp_path: Path) -> None:
+def test_what_stages_send_is_as_large_as_predicted(name: str, folder: Path, tmp_path: Path) -> None:
     """Of microbatches of two samples, between any two layers."""
     model_of(name).save_pretrained(tmp_path)
     count = Decoder(tmp_path, compare=False).num_layers
     settings = Settings(
-        model=str(tmp_path), ranks=count, schedule="1f1b", batch=4, microbatches=2, context=20, cut=(1,) * count
+        model=str(tmp_path),
+        data=f"{folder / 'pairs.py'}:Pairs",
+        ranks=count,
+        schedule="1f1b",
+        batch=4,
+        microbatches=2,
+        cut=(1,) * count,
     )
     schedule = settings.replica_schedule()
     task = DecoderTask(settings, schedule)
@@ -181,7 +163,7 @@ def test_what_stages_send_is_as_large_as_predicted(name: str, tmp_path: Path) ->
 @pytest.mark.multiproc
 @pytest.mark.parametrize("schedule", ["zb-h1", pytest.param("interleaved-1f1b --ranks 2", marks=pytest.mark.nightly)])
 def test_a_run_goes_on_where_it_was_and_processes_change_nothing(schedule: str, folder: Path, tmp_path: Path) -> None:
-    model = f"--model {folder / 'model'} --data {folder / 'text.txt'} {OPTIONS} --schedule {schedule}"
+    model = f"--model {folder / 'model'} --data {folder / 'pairs.py'}:Pairs {OPTIONS} --schedule {schedule}"
     assert main(f"train {model} --steps 4 --in-process --out {tmp_path / 'whole'}".split()) == 0
     assert main(f"train {model} --steps 2 --in-process --out {tmp_path / 'part'}".split()) == 0
     resumed = penstock(

@@ -213,12 +213,3 @@ def test_what_sees_other_documents_is_refused_at_the_prompt(folder: Path, tmp_pa
     )
     assert "does not keep sequences in one row apart" in said
     assert not (tmp_path / "run" / "metrics.jsonl").exists()
-
-
-def test_pictures_are_not_packed(tmp_path: Path, capfd: Any) -> None:
-    config_of("llava").save_pretrained(tmp_path / "sees")
-    line = (
-        f"train --model {tmp_path / 'sees' / 'config.json'} --packing planned --out {tmp_path / 'run'} --in-process"
-    )
-    assert main(line.split()) == 2
-    assert "trains on pictures where no text is given" in "".join(capfd.readouterr())

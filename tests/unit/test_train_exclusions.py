@@ -70,10 +70,6 @@ CASES: dict[str, list[dict[str, Any]]] = {
         {"model": "t5/config.json", **given}
         for given in ({"depth": 2}, {"width": 8}, {"heads": 2}, {"dropout": 0.1}, {"tied": True})
     ],
-    "`--context`, or `--packing arrival` or `planned`, with a model that sees and no `--data`": [
-        {"model": "llava/config.json", **given}
-        for given in ({"context": 8}, {"packing": "arrival"}, {"packing": "planned"})
-    ],
     "`--verify` with an asynchronous schedule": [AMDP | {"verify": True}],
     "`--resume` with another `--out`": [{"resume": "runs/one", "out": "runs/two"}],
     "`--export NAME.safetensors` with `--lora`": [{"export": "tuned.safetensors", "lora": "{}", "model": "t5"}],
@@ -94,7 +90,6 @@ WHY = dict(
             "each tower has its own",
             "is for a chain of stages",
             "has it in its config",
-            "as long as they are|trains on pictures",
             "compares with a plain loop",
             "goes on in its own folder",
             "adapters are written as a folder",
@@ -107,22 +102,12 @@ WHY = dict(
 
 @pytest.fixture
 def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A folder with a model of one's own, and with small ones of Hugging Face's that have an encoder, or see."""
+    """A folder with a model of one's own, and with a small one of Hugging Face's that has an encoder."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "net.py").write_text(NET, encoding="utf-8")
     transformers.T5Config(
         vocab_size=300, d_model=16, d_ff=16, num_layers=2, num_heads=2, d_kv=8, decoder_start_token_id=0
     ).save_pretrained("t5")
-    eye = transformers.CLIPVisionConfig(
-        hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_attention_heads=2, image_size=8, patch_size=4
-    )
-    words = transformers.LlamaConfig(
-        hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_attention_heads=2, vocab_size=300
-    )
-    transformers.LlavaConfig(
-        vision_config=eye, text_config=words, image_token_index=299, image_seq_length=4,
-        architectures=["LlavaForConditionalGeneration"],
-    ).save_pretrained("llava")  # fmt: skip
 
 
 @pytest.mark.parametrize("row", CASES)

@@ -100,10 +100,8 @@ def test_what_each_kind_is_held_against(train: Train) -> None:
         assert told[model]["unit"] == "nats a token on the validation text"
         assert told[model]["beats_bigram"] == (told[model]["loss"] < told[model]["bigram"])
         assert "sample" in told[model]["files"]
-    assert told["bert"]["unigram"] > 1
-    assert 0 < told["bert"]["chance"] < 0.3
-    assert 0 <= told["bert"]["accuracy"] < 0.5
-    assert told["clip"]["chance"] == 1 / 64
+    assert told["bert"]["unit"].startswith("nats a sample of the validation text")
+    assert "by chance" in told["clip"]["unit"]
     assert "sample" not in told["clip"]["files"]
     assert [told[model]["model"].rsplit("/", 1)[-1] for model in MODELS] == ["gpt", "bert", "clip", "llama"]
 
@@ -204,6 +202,7 @@ def test_a_file_of_towers_runs(train: Train, place: Path) -> None:
 
 @pytest.mark.slow
 def test_towers_learn_what_they_tell_of(train: Train) -> None:
-    """Each by a schedule of its own: new combinations are found ten times as often as by chance."""
+    """Each by a schedule of its own: partners in new combinations are found by far better than by chance."""
     report = train("towers", "--model clip --ranks 5 --steps 32 --tower text=microbatches:4")
-    assert report["accuracy"] > 10 * report["chance"], report["beside"]
+    by_chance = float(report["unit"].split("; ")[1].split()[0])
+    assert report["loss"] < 0.5 * by_chance, report["unit"]

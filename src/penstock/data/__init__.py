@@ -14,7 +14,6 @@ from penstock.data.paired import PairedSamples, TokenForm, VectorForm
 from penstock.data.preparation import Summary, prepare
 from penstock.data.sequences import PackedRow, Sequences, document_lengths
 from penstock.data.tensors import to_tensors
-from penstock.data.tiles import TilePictures
 from penstock.data.tokenizer import ByteTokenizer, Tokenizer, load_tokenizer
 
 __all__ = [
@@ -32,7 +31,6 @@ __all__ = [
     "PairedSamples",
     "Sequences",
     "Summary",
-    "TilePictures",
     "TokenForm",
     "Tokenizer",
     "VectorForm",

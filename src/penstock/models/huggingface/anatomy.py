@@ -7,25 +7,22 @@ lists:
     layer    0                1 .. e           e + 1                      e + 2 .. e + d + 1    e + d + 2
              encoder.before   encoder.blocks   before (norm, embedding)   blocks                after
 
-A tower for images before a decoder is cut in the same way, as far as it can be (`cut_tower`).
+A tower for images before a decoder is a part of the first layer.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import product
-from typing import TYPE_CHECKING, Any, NamedTuple, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
 
 from penstock.models.huggingface.frame import BlockRecorder, StoppedAtBlock, encoded, hollow, stand_in, uncached
 
-if TYPE_CHECKING:
-    from penstock.models.huggingface.pictures import PictureForm
-
-__all__ = ["Anatomy", "DecoderError", "Encoder", "ImageTower", "examine"]
+__all__ = ["Anatomy", "DecoderError", "Encoder", "examine"]
 
 READ = ("input_ids", "pixel_values")
 """What models read: text, or pictures."""
@@ -58,29 +55,6 @@ class Encoder:
     given_as: str | int
 
 
-@dataclass(frozen=True, kw_only=True)
-class ImageTower(Encoder):
-    """A tower for images, whose features take the place of some embeddings; nothing of it is given to blocks.
-
-    Attributes:
-        form: of the pictures. whole: the anatomy with the tower as a part of the first layer.
-        selected: numbers of the blocks, in order, whose hidden states the features are made of.
-        num_positions, width: of the hidden states of a picture.
-    """
-
-    given_as: str | int = ""
-    form: PictureForm
-    whole: Anatomy
-    selected: tuple[int, ...]
-    num_positions: int
-    width: int
-
-    @property
-    def num_called(self) -> int:
-        """The blocks behind these have weights and no part in the features."""
-        return self.selected[-1] + 1
-
-
 @dataclass(frozen=True)
 class Anatomy:
     """Paths of modules in a model.
@@ -93,8 +67,7 @@ class Anatomy:
         buffers: names of what a checkpoint has of the modules around, and no module of a layer does.
         num_returned: 0 where a block returns hidden states, else the length of the tuple of which they are the first.
         carried: which of the others the next block is given.
-        encoder: what has blocks before the decoder, which may be a tower for images; None where nothing has.
-        uncut: why a tower is no layers of its own but a part of the first one; empty where there is none that is.
+        encoder: what reads a text before the decoder, for the decoder's blocks to look at; None where nothing does.
         labels: the names of the labels with which the last layer calls the model's own forward for its loss; none
             where the loss follows from the logits.
     """
@@ -108,27 +81,12 @@ class Anatomy:
     num_returned: int = 0
     carried: tuple[int, ...] = ()
     encoder: Encoder | None = None
-    uncut: str = ""
     labels: tuple[str, ...] = ()
-
-    @property
-    def tower(self) -> ImageTower | None:
-        """The encoder where it is one of images."""
-        return self.encoder if isinstance(self.encoder, ImageTower) else None
 
     @property
     def keeps_inputs(self) -> bool:
         """Whether the inputs go along to the last layer, as the model's own head and loss may ask for them."""
         return bool(self.labels) and self.encoder is None
-
-    @property
-    def has_encoder(self) -> bool:
-        """Whether there is one that reads text, for the decoder's blocks to look at."""
-        return self.encoder is not None and self.tower is None
-
-    def with_whole_tower(self, reason: str) -> Anatomy:
-        """The same with its tower as a part of the first layer."""
-        return self if self.tower is None else replace(self.tower.whole, uncut=reason)
 
     @property
     def first_block(self) -> int:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from itertools import pairwise
 from typing import Any, NamedTuple
 
 import torch
@@ -206,14 +205,15 @@ def require_equal(model: Any, anatomy: Anatomy, routers: Routers | None, loss_fn
     """
     what = f"a small copy of {_name(model)}" if model.training else _name(model)
     layers = model_layers(model, anatomy, routers, _form(model))
-    stages = [nn.Sequential(*layers[part.start : part.stop]).train(model.training) for part in _parts(anatomy)]
+    parts = partition([1.0] * len(layers), min(NUM_STAGES, len(layers)))
+    stages = [nn.Sequential(*layers[part.start : part.stop]).train(model.training) for part in parts]
     batches = [sample_batch(model, seed, has_images=model.training) for seed in range(2)]
     if anatomy.labels:
         batches = own_batches(model, anatomy.labels)
     split = [split_batch(batch, anatomy.labels, model.main_input_name) for batch in batches]
     weights = [loss_fn.weight(targets) for _, targets in split]
     shares = [weight / sum(weights) for weight in weights]
-    shift = Shift(model, anatomy) if anatomy.has_encoder else None
+    shift = None if anatomy.encoder is None else Shift(model, anatomy)
     whole = None
     try:
         wanted_outputs = [returned(model, batch) for batch in batches]
@@ -279,15 +279,6 @@ def _name(model: Any) -> str:
 
 def _said(error: Exception) -> str:
     return f"{type(error).__name__}: {error}"
-
-
-def _parts(anatomy: Anatomy) -> list[range]:
-    """The layers of each stage: of about as many, with a cut inside a tower for images where there is one."""
-    count = anatomy.num_layers
-    ends = {part.stop for part in partition([1.0] * count, min(NUM_STAGES, count))}
-    if anatomy.tower is not None:
-        ends.add(1 + anatomy.tower.num_called // 2)
-    return [range(start, end) for start, end in pairwise([0, *sorted(ends)])]
 
 
 def _learnt(model: Any, losses: Iterable[Tensor], shares: Sequence[float]) -> LossAndGradients:

@@ -40,7 +40,6 @@ from penstock.models.huggingface.pictures import PictureForm, picture_form
 from penstock.models.huggingface.routers import Routers, routers_of
 from penstock.models.huggingface.shards import Shards, shards_of
 from penstock.models.huggingface.shift import Shift
-from penstock.models.huggingface.tower import cut_tower
 from penstock.models.huggingface.weights import (
     AdaptedSource,
     FolderSource,
@@ -62,7 +61,7 @@ __all__ = ["Decoder"]
 
 class Decoder:
     """A decoder's embedding, blocks and head, `num_layers` layers in all, called by the model's own code. Those of an
-    encoder or of a tower for images, where the model has one, come before them.
+    encoder, where the model has one, come before them. A tower for images is a part of the first layer.
 
         decoder = Decoder("path/to/folder")                  # or a config, or a model
         pipe = ps.Pipeline(decoder.stages(4), ps.build("1f1b", 4, 8), loss_fn=NextTokenLoss(),
@@ -144,7 +143,7 @@ class Decoder:
             self._source, self._model = AdaptedSource(self._source, self.adapters), self.adapters.model
         self.config = self._model.config
         labels = label_names(self._model)
-        self.anatomy = cut_tower(self._model, examine(self._model, blocks))
+        self.anatomy = examine(self._model, blocks)
         self._routers: Routers | None = None
         self._own_loss: OwnLoss | None = None
         if not has_token_loss(self._model):
@@ -178,7 +177,7 @@ class Decoder:
 
     def _call_own_loss(self, labels: tuple[str, ...]) -> None:
         """Has the last layer call the model's own forward with labels."""
-        self.anatomy = replace(self.anatomy.with_whole_tower(""), labels=labels)
+        self.anatomy = replace(self.anatomy, labels=labels)
         self._own_loss = default_loss(self._model)
 
     def _try(self, small: Any, labels: tuple[str, ...], blocks: str | None, compare: bool) -> Anatomy:
@@ -187,24 +186,20 @@ class Decoder:
         Raises:
             DecoderError: they differ.
         """
-        anatomy = cut_tower(small, examine(small, blocks))
+        anatomy = examine(small, blocks)
         if self.anatomy.labels:
-            anatomy = replace(anatomy.with_whole_tower(""), labels=labels)
+            anatomy = replace(anatomy, labels=labels)
         else:
-            if reason := self.anatomy.uncut or anatomy.uncut:
-                anatomy = self._leave_tower_whole(reason, anatomy)
             self._routers = routers_of(small, anatomy, sample_batch(small, 0))
         return self._compared(small, anatomy, labels) if compare else anatomy
 
     def _compared(self, small: Any, anatomy: Anatomy, labels: tuple[str, ...]) -> Anatomy:
-        """The anatomy with which a small copy learns the same: with its tower as a part of the first layer, or with
-        its own loss, if need be. Raises DecoderError where there is none.
+        """The anatomy with which a small copy learns the same: with its own loss, if need be. Raises DecoderError
+        where there is none.
         """
         try:
             require_equal(small, anatomy, self._routers, self.loss)
         except DecoderError as error:
-            if anatomy.tower is not None:
-                return self._compared(small, self._leave_tower_whole(str(error), anatomy), labels)
             if anatomy.labels or self._routers is not None:
                 raise
             self._call_own_loss(labels)
@@ -216,11 +211,6 @@ class Decoder:
         if anatomy.labels:
             self._own_loss = own_loss(small, anatomy)
         return anatomy
-
-    def _leave_tower_whole(self, reason: str, small: Anatomy) -> Anatomy:
-        """Makes a tower for images a part of the first layer; gives the anatomy of a small copy alike."""
-        self.anatomy = self.anatomy.with_whole_tower(reason)
-        return small.with_whole_tower(reason)
 
     @property
     def loss(self) -> CrossEntropy | NextTokenLoss | WithRouterLoss | OwnLoss:
@@ -249,7 +239,7 @@ class Decoder:
     @property
     def has_encoder(self) -> bool:
         """Whether it reads one text and writes another."""
-        return self.anatomy.has_encoder
+        return self.anatomy.encoder is not None
 
     def inputs_and_targets(self, batch: Mapping[str, Any]) -> tuple[dict[str, Any], Any]:
         """A batch of `input_ids`, `attention_mask`, ... and `labels`, of tensors [B, T], as what `pipe.step` takes.
@@ -289,7 +279,7 @@ class Decoder:
 
     @property
     def num_layers(self) -> int:
-        """The blocks, the embedding and the head; with an encoder or a tower its own blocks and embedding too."""
+        """The blocks, the embedding and the head; with an encoder its own blocks and embedding too."""
         return self.anatomy.num_layers
 
     @property
@@ -370,13 +360,9 @@ class Decoder:
 
     def costs(self) -> list[float]:
         """Forward FLOPs a token of each layer: two for each weight that is not looked up."""
-        costs = [
+        return [
             max(1.0, sum(self._flops(path) for path in self.anatomy.paths(index))) for index in range(self.num_layers)
         ]
-        tower = self.anatomy.tower
-        if tower is not None:  # its last blocks are not called where nothing is made of what they return
-            costs[1 + tower.num_called : 1 + tower.num_blocks] = [1.0] * (tower.num_blocks - tower.num_called)
-        return costs
 
     def _flops(self, path: str) -> float:
         modules = self._model.get_submodule(path).modules()
@@ -411,8 +397,8 @@ class _DecoderStage(Stage):
         if self.constants:
             raise ParallelError("layers with adapters are not shared out over tensor-parallel ranks; give tp 1")
         anatomy = self.__dict__["_anatomy"]
-        if anatomy.has_encoder or anatomy.labels:
-            kind = "an encoder" if anatomy.has_encoder else "a head and a loss of its own"
+        if anatomy.encoder is not None or anatomy.labels:
+            kind = "an encoder" if anatomy.encoder is not None else "a head and a loss of its own"
             raise ParallelError(
                 f"layers of a model with {kind} are not shared out over tensor-parallel ranks; give tp 1"
             )

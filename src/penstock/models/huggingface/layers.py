@@ -8,12 +8,7 @@ of the decoder, and what a block returns for the next one, like the biases of T5
     embedding --> encoder's blocks --> bridge --> decoder's blocks --> head
               hidden, carried                hidden, encoded, carried
 
-Of a tower for images the blocks are called in the same way. The tokens go along with the pictures' hidden states
-until they are embedded behind the tower, where the pictures' features take the places of some. Without pictures the
-tokens go along alone.
-
-    patches --> tower's blocks --> merge --> decoder's blocks --> head
-       hidden, selected, tokens          hidden
+A tower for images is a part of the embedding layer, where the pictures' features take the places of some tokens.
 """
 
 from __future__ import annotations
@@ -25,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from penstock.models.huggingface.anatomy import Anatomy, DecoderError, ImageTower, blocks_of
+from penstock.models.huggingface.anatomy import Anatomy, DecoderError, blocks_of
 from penstock.models.huggingface.frame import (
     Arguments,
     BlockRecorder,
@@ -49,8 +44,6 @@ ENCODED = "encoded_states"
 """What the decoder's blocks are given of the encoder."""
 CARRIED = "carried"
 """What a block returned for the next one besides hidden states."""
-SELECTED = "selected_states"
-"""Hidden states of blocks of a tower that its features are made of, besides those that go from block to block."""
 TOKENS, TARGETS = "input_ids", "decoder_input_ids"
 
 
@@ -129,7 +122,7 @@ class EmbeddingLayer(ModelLayer):
             raise DecoderError(f"the inputs are {', '.join(value) or 'none'}; {self._main_input} must be among them")
         if self._main_input == IMAGES:
             return value
-        if self._anatomy.has_encoder and TARGETS not in value:
+        if self._anatomy.encoder is not None and TARGETS not in value:
             raise DecoderError(
                 f"the inputs are {', '.join(value)}; a model with an encoder needs {TARGETS} too, "
                 "which decoder.inputs_and_targets(batch) makes of the labels"
@@ -142,15 +135,6 @@ class EmbeddingLayer(ModelLayer):
         if self._pictures is not None:
             self._pictures.check(value[TOKENS], value.get(IMAGES))
         return value
-
-
-class PatchesLayer(EmbeddingLayer):
-    """Inputs to what the first block of a tower takes and the tokens; without pictures the tokens alone go on."""
-
-    def forward(self, given: Tensor | Value) -> Value:
-        value = self._checked(given)
-        beside = {name: v for name, v in value.items() if not name.startswith(IMAGES)}
-        return beside if IMAGES not in value else {HIDDEN: self._embedded(value), **beside}
 
 
 class BlockLayer(ModelLayer):
@@ -174,87 +158,10 @@ class BlockLayer(ModelLayer):
             new[ROUTED] = (*value.get(ROUTED, ()), *self._heard.taken())
         if self._block_arguments.carried:
             new[CARRIED] = tuple(out[number] for number in self._block_arguments.carried)
-        if self._index == self._block_arguments.num_called - 1:
+        if self._index == self._block_arguments.num_blocks - 1:
             new.pop(CARRIED, None)
             new.pop(ENCODED, None)
         return new
-
-
-class TowerBlockLayer(BlockLayer):
-    """A block of a tower. Where there is no picture, or nothing is made of what it returns, it does nothing."""
-
-    def __init__(
-        self, path: str, block: nn.Module, index: int, block_arguments: BlockArguments, tower: ImageTower
-    ) -> None:
-        super().__init__(path, block, index, block_arguments)
-        self._tower = tower
-
-    def forward(self, value: Value) -> Value:
-        if HIDDEN not in value or self._index >= self._tower.num_called:
-            return value
-        if self._index - 1 in self._tower.selected:
-            # Kept here, not where they are made: sent twice, their gradient would be summed in another order.
-            value = {**value, SELECTED: (*value.get(SELECTED, ()), value[HIDDEN])}
-        return super().forward(value)
-
-
-class MergeLayer(ModelLayer):
-    """What stands between a tower's blocks and the decoder's: its norm, the projector, the embedding of tokens."""
-
-    _blank_pictures: BlankPictures
-    _selected: list[BlockRecorder]
-
-    def __init__(
-        self,
-        modules: Mapping[str, nn.Module],
-        frame: nn.Module,
-        blank_pictures: BlankPictures,
-        recorders: Sequence[BlockRecorder],
-    ) -> None:
-        super().__init__(modules, frame)
-        self.__dict__["_blank_pictures"] = blank_pictures
-        self.__dict__["_selected"] = [recorders[number] for number in blank_pictures.tower.selected]
-
-    def forward(self, value: Value) -> Value:
-        rest, pictures = _beside(value), {}
-        if HIDDEN in value:
-            pictures = self._blank_pictures.set(value[HIDDEN])
-            states = (*value.get(SELECTED, ()), value[HIDDEN])
-            for recorder, state in zip(self._selected, states, strict=True):
-                recorder.instead = state
-        try:
-            self._run({**rest, **pictures})
-        except StoppedAtBlock as stopped:
-            del rest[TOKENS]
-            return {HIDDEN: stopped.hidden, **rest}
-        finally:
-            self._blank_pictures.clear()
-            for recorder in self._selected:
-                recorder.instead = None
-        raise DecoderError("the model ran without calling its decoder's blocks")
-
-
-class BlankPictures:
-    """Pictures for a model's code whose patches are embedded elsewhere: of the right shape, with nothing on them.
-
-    Args:
-        fill: stand-ins by path, among them those of what comes before the tower's blocks.
-    """
-
-    def __init__(self, tower: ImageTower, fill: Mapping[str, nn.Module]) -> None:
-        self.tower = tower
-        self._shape = (tower.form.num_channels, tower.form.size, tower.form.size)
-        self._before = [part for path in tower.before if isinstance(part := fill[path], HiddenStatesStandIn)]
-
-    def set(self, hidden: Tensor) -> Value:
-        """Arguments of the model by which its code comes to the tower's blocks with such hidden states."""
-        for part in self._before:
-            part.instead = _blank(hidden)
-        return {IMAGES: hidden.detach().new_zeros(1).expand(len(hidden), *self._shape)}
-
-    def clear(self) -> None:
-        for part in self._before:
-            part.instead = None
 
 
 class BridgeLayer(ModelLayer):
@@ -344,7 +251,7 @@ class BlockArguments:
         is_encoder: of the encoder's blocks, not of the decoder's.
 
     Attributes:
-        carried: see `Anatomy`. num_called: blocks of the list.
+        carried: see `Anatomy`. num_blocks: blocks of the list.
     """
 
     def __init__(self, model: nn.Module, anatomy: Anatomy, is_encoder: bool = False) -> None:
@@ -352,12 +259,8 @@ class BlockArguments:
         self._is_encoder = is_encoder
         path = anatomy.encoder.blocks if is_encoder and anatomy.encoder is not None else anatomy.blocks
         self._recorders = lists[path]
-        self.num_called = len(self._recorders)
-        self._blank_pictures: BlankPictures | None = None
-        if is_encoder and anatomy.tower is not None:
-            self._blank_pictures = BlankPictures(anatomy.tower, fill)
-            self.num_called = anatomy.tower.num_called
-        self._recorders[self.num_called - 1].stops = True
+        self.num_blocks = len(self._recorders)
+        self._recorders[-1].stops = True
         self.carried = anatomy.encoder.carried if is_encoder and anatomy.encoder is not None else anatomy.carried
         self._anatomy = anatomy
         # Dropout of the embedding must not draw here: its numbers would be missing in the blocks.
@@ -390,19 +293,13 @@ class BlockArguments:
         for module in self._loose.values():
             if any(buffer.device != hidden.device for buffer in module.buffers()):
                 module.to(hidden.device)
-        if self._blank_pictures is not None:
-            instead = self._blank_pictures.set(hidden)
-        else:
-            instead = _in_place_of_embeddings(value, self._anatomy, self._frame, self._is_encoder)
+        instead = _in_place_of_embeddings(value, self._anatomy, self._frame, self._is_encoder)
         rest = {name: each for name, each in _beside(value).items() if name not in self._anatomy.labels}
         try:
             with torch.no_grad():
                 self._frame(**instead, **uncached(self._frame), **rest)
         except StoppedAtBlock:
             pass
-        finally:
-            if self._blank_pictures is not None:
-                self._blank_pictures.clear()
         blank = instead["encoder_outputs"][0] if "encoder_outputs" in instead else None
         return [recorder.given for recorder in self._recorders if recorder.given is not None], blank
 
@@ -433,28 +330,19 @@ def build_layers(
             layers.append(BlockLayer(paths[0], own[paths[0]], number, block_arguments[False], routers))
             continue
         if encoder is not None and 0 < index <= encoder.num_blocks:
-            block = own[paths[0]]
-            if anatomy.tower is None:
-                layers.append(BlockLayer(paths[0], block, index - 1, block_arguments[True]))
-            else:
-                layers.append(TowerBlockLayer(paths[0], block, index - 1, block_arguments[True], anatomy.tower))
+            layers.append(BlockLayer(paths[0], own[paths[0]], index - 1, block_arguments[True]))
             continue
         lists = _recorders(model, anatomy)
         frame = hollow(model, {**hollow_parts, **own, **loose, **_as_modules(lists)})
         first = lists[anatomy.blocks][0]
         if number == anatomy.num_blocks:
             layers.append(HeadLayer({**own, **loose}, frame, first, anatomy, routers))
-        elif anatomy.tower is not None and index > 0:
-            first.stops = True
-            blank_pictures = BlankPictures(anatomy.tower, hollow_parts)
-            layers.append(MergeLayer({**own, **loose}, frame, blank_pictures, lists[anatomy.tower.blocks]))
         elif encoder is not None and index > 0:
             first.stops = True
             layers.append(BridgeLayer({**own, **loose}, frame, lists[encoder.blocks][0], first, anatomy))
         else:
             next(iter(lists.values()))[0].stops = True
-            kind = EmbeddingLayer if anatomy.tower is None else PatchesLayer
-            layers.append(kind({**own, **loose}, frame, anatomy, pictures))
+            layers.append(EmbeddingLayer({**own, **loose}, frame, anatomy, pictures))
     return layers
 
 
@@ -469,7 +357,7 @@ def model_layers(
 
 def _beside(value: Value) -> Value:
     """What goes along beside what layers make."""
-    return {name: each for name, each in value.items() if name not in (HIDDEN, ROUTED, ENCODED, CARRIED, SELECTED)}
+    return {name: each for name, each in value.items() if name not in (HIDDEN, ROUTED, ENCODED, CARRIED)}
 
 
 def _in_place_of_embeddings(
@@ -484,7 +372,7 @@ def _in_place_of_embeddings(
         for path in anatomy.before:
             frame.get_submodule(path).instead = hidden
         return {}
-    if is_encoder or not anatomy.has_encoder:
+    if is_encoder or anatomy.encoder is None:
         return {"inputs_embeds": hidden}
     made, mask = value.get(ENCODED), value.get("attention_mask")
     if made is None:  # behind the decoder's blocks, where only masks ask for its length
@@ -497,7 +385,7 @@ def _stand_ins(model: nn.Module, anatomy: Anatomy) -> dict[str, nn.Module]:
     # Whole numbers, which leave the type of the hidden states that they are added to as it is.
     paths = [*anatomy.before, *anatomy.after, *(() if anatomy.encoder is None else anatomy.encoder.before)]
     fill = {path: stand_in(model.get_submodule(path), torch.int8) for path in paths}
-    blank = anatomy.before if anatomy.keeps_inputs else () if anatomy.tower is None else anatomy.tower.before
+    blank = anatomy.before if anatomy.keeps_inputs else ()
     return fill | {path: HiddenStatesStandIn(model.get_submodule(path)) for path in blank}
 
 

@@ -160,10 +160,9 @@ def require_apart(small: Any, anatomy: Anatomy, routers: Routers | None) -> None
         use_each_sequence(small)
         layers = model_layers(small, anatomy, routers)
         value: Any = packed_inputs(tokens, torch.tensor(LENGTHS))
-        for layer in layers[: anatomy.first_block]:  # a tower for images lets tokens pass
-            value = layer(value)
+        value = layers[0](value)
         embedded = value[HIDDEN] = value[HIDDEN].detach().requires_grad_()
-        for layer in layers[anatomy.first_block :]:
+        for layer in layers[1:]:
             value = layer(value)
     except DecoderError:
         raise

@@ -68,10 +68,10 @@ def shrunken(model: Any, anatomy: Anatomy) -> Any:
     for each in _configs(small):
         was = getattr(each, "num_hidden_layers", None)
         _shrink(each)
-        if each is small and anatomy.has_encoder and anatomy.encoder is not None:
+        if each is small and anatomy.encoder is not None:
             _cut_both(small, _enough(blocks_of(model, anatomy.encoder.blocks)), num_blocks)
         elif was is not None:
-            _cut(each, int(was), num_blocks if each is text else min(int(was), _least_inside(model, anatomy)))
+            _cut(each, int(was), num_blocks if each is text else min(int(was), _least_inside(model.config)))
     for each in _configs(small):  # pictures that are projected to what the decoder reads still are
         if read is not None and getattr(each, "projection_dim", None) == read:
             each.projection_dim = text.hidden_size
@@ -176,14 +176,11 @@ def _enough(blocks: Iterable[nn.Module]) -> int:
     return min(count, max(last, LEAST_BLOCKS))
 
 
-def _least_inside(model: Any, anatomy: Anatomy) -> int:
-    """Blocks of a tower for images: of every kind, and so many that it has those whose hidden states are taken."""
-    if anatomy.tower is None:
-        return LEAST_BLOCKS
-    taken = getattr(model.config, "vision_feature_layer", None)
+def _least_inside(config: Any) -> int:
+    """Blocks of a tower for images: so many that it has those whose hidden states are taken."""
+    taken = getattr(config, "vision_feature_layer", None)
     numbers = [taken] if isinstance(taken, int) else list(taken or ())
-    reach = max(map(abs, numbers), default=0)
-    return max(_enough(blocks_of(model, anatomy.tower.blocks)), reach)
+    return max(LEAST_BLOCKS, *map(abs, numbers), 0)
 
 
 def _settings(module: nn.Module) -> tuple[Any, ...]:

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import math
-from operator import itemgetter
-
 import torch
 
 from penstock.data import Corpus, MaskedText, open_corpus
@@ -14,7 +11,6 @@ from penstock.schedule import Schedule
 from penstock.train.checks import SettingsError
 from penstock.train.settings import Settings
 from penstock.train.tasks.layers import ChainTask, changed, preset_of
-from penstock.train.tasks.masked import judge_masked
 from penstock.train.tasks.task import VALIDATION_BATCHES, Example, ModelQuality, StepBatches, TaskData
 from penstock.train.tasks.text import tokenizer_of
 
@@ -54,13 +50,8 @@ class BERTTask(ChainTask):
         return TaskData(corpus.description, corpus.digest, batches, validation, corpus)
 
     def judge(self, pipe: Pipeline, data: TaskData, loss: float) -> ModelQuality:
-        return judge_masked(
-            pipe,
-            data,
-            loss,
-            "nats a sample of the validation text: a masked token, and whether the parts follow each other",
-            itemgetter("tokens"),
-            math.log(2) if self.config.next_sentence else 0.0,
+        return ModelQuality(
+            unit="nats a sample of the validation text: a masked token, and whether the parts follow each other"
         )
 
 

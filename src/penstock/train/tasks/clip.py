@@ -28,7 +28,6 @@ from penstock.models import (
     TowerConfig,
     clip_presets,
     clip_program,
-    retrieval_accuracy,
     tower_costs,
 )
 from penstock.models.block import TransformerBlock
@@ -96,23 +95,11 @@ class CLIPTask:
         return TaskData(f"generated samples of {names}", f"paired-{settings.seed}", batches, fresh)
 
     def judge(self, pipe: Pipeline, data: TaskData, loss: float) -> ModelQuality:
-        """How many samples of combinations that it has never seen find their partner among so many."""
-        assert isinstance(data.batches, CLIPBatches)
-        num = self._counts[CONTRAST]
-        each = math.lcm(*(max(1, count // num) for count in self._counts.values()))  # of a tower's for one of it
-        size = max(each, data.batches.num_fresh // each * each)
-        num *= self._settings.dp // self._settings.replicas_here
-        parts = pipe.predict(data.batches.fresh(0, size * num).inputs)
-        accuracy = float(torch.stack([retrieval_accuracy(logits) for logits in parts]).mean())
-        by_chance = math.log(self._settings.batch / num)
+        by_chance = math.log(
+            self._settings.batch * self._settings.replicas_here / self._settings.dp / self._counts[CONTRAST]
+        )
         return ModelQuality(
-            unit=f"nats to tell a sample's partner from those of its microbatch; {by_chance:.3f} by chance",
-            beside=(
-                f"{accuracy:.1%} of new samples find their partner among {size}, {accuracy * size:.1f} times as many "
-                "as by chance",
-            ),
-            accuracy=accuracy,
-            chance=1 / size,
+            unit=f"nats to tell a sample's partner from those of its microbatch; {by_chance:.3f} by chance"
         )
 
 

@@ -14,10 +14,10 @@ import torch
 from torch import Tensor, nn
 
 from penstock.cost import CostsByLength
-from penstock.data import Corpus, Tokenizer
+from penstock.data import Corpus
 from penstock.models import CrossEntropy, decoder_costs_by_length
 from penstock.models.huggingface import AdapterError, Decoder, DecoderError, WithRouterLoss, packed_inputs
-from penstock.models.huggingface.pictures import IMAGES, picture_form, sees
+from penstock.models.huggingface.pictures import sees
 from penstock.runtime import Pipeline
 from penstock.runtime.checkpoint import Reader
 from penstock.schedule import Schedule
@@ -27,10 +27,8 @@ from penstock.train.own_file import is_own
 from penstock.train.settings import Settings
 from penstock.train.tasks.documents import packed_documents
 from penstock.train.tasks.layers import chain_bytes, recomputed, refuse_shared, require_shards, stage_layers
-from penstock.train.tasks.masked import judge_masked, mask_token, masked
+from penstock.train.tasks.masked import mask_token, masked
 from penstock.train.tasks.own_data import own_data
-from penstock.train.tasks.pictures import GeneratedPictures
-from penstock.train.tasks.spans import SpanForm, judge_spans, span_form, spans
 from penstock.train.tasks.task import BYTES, ModelQuality, TaskData
 from penstock.train.tasks.text import judge_decoder, next_tokens, tokenizer_of
 from penstock.train.tasks.token_batches import TOKENS, TokenBatchReader
@@ -54,15 +52,12 @@ UNREAD_TOKENIZERS = (
 
 
 class OwnBatches(NamedTuple):
-    """The user's own data, what it is evaluated on in words, and the sizes of a sample: tokens that are read, tokens
-    that are written, and pictures.
-    """
+    """The user's own data, what it is evaluated on in words, and the tokens of a sample that are read and written."""
 
     data: TaskData
     unit: str
     num_read: int
     num_written: int
-    num_pictures: float
 
 
 class DecoderTask:
@@ -91,48 +86,45 @@ class DecoderTask:
         self.sizes = sizes_in(folder) | ({} if decoder.adapters is None else {"lora": decoder.adapters.sizes})
         self.loss: Callable[..., Tensor] = decoder.loss
         self.num_tokens: int | None = None
-        self._pictures: GeneratedPictures | None = None
         self._mask: int | None = None
-        self._spans: SpanForm | None = None
+        if decoder.has_encoder:
+            self._check_encoder(schedule)
+        elif sees(decoder.model):
+            refuse_shared(schedule, f"the first layer of {settings.model} sees pictures too")
         if not is_own(settings.data):
             self._take_text(folder)
         self.tied = decoder.tied
         self.layer_costs = decoder.costs()
         if decoder.has_encoder:
-            refuse_shared(schedule, f"{settings.model} has an encoder")
-            if settings.tp > 1:
-                raise SettingsError(
-                    f"--tp {settings.tp} divides layers, which Penstock knows for decoders, not for encoders and "
-                    f"cross-attention, and {settings.model} has an encoder; leave it out"
-                )
-            first = decoder.anatomy.first_block - 1
-            read, written = self._lengths
+            first, (read, written) = decoder.anatomy.first_block - 1, self._lengths
             self.layer_costs = [
                 each * (read if index < first else written) for index, each in enumerate(self.layer_costs)
             ]
-        elif decoder.anatomy.tower is not None:
-            refuse_shared(schedule, f"the first layer of {settings.model} cuts images into patches")
-            first, (read, _) = decoder.anatomy.first_block - 1, self._lengths
-            share = self._num_seen / read  # what a tower takes for a token of text
-            self.layer_costs[:first] = [max(1.0, share * each) for each in self.layer_costs[:first]]
         self._parts = stage_layers(self.layer_costs, schedule, settings.cut)
         require_shards(settings, schedule, config, config.vocab_size)
 
+    def _check_encoder(self, schedule: Schedule) -> None:
+        """Raises SettingsError for what a model with an encoder does not train with."""
+        settings = self._settings
+        refuse_shared(schedule, f"{settings.model} has an encoder")
+        if settings.tp > 1:
+            raise SettingsError(
+                f"--tp {settings.tp} divides layers, which Penstock knows for decoders, not for encoders and "
+                f"cross-attention, and {settings.model} has an encoder; leave it out"
+            )
+        if not is_own(settings.data):
+            raise SettingsError(
+                f"--model {settings.model} reads one text and writes another, and a text alone does not say which is "
+                "which; give batches with labels by --data FILE.py:NAME"
+            )
+
     def _take_text(self, folder: Path) -> None:
-        """Decides how text, or pictures if there is no text, become samples for the model."""
+        """Decides how text becomes samples for the model."""
         settings, decoder, config, tokenizer = self._settings, self.decoder, self.config, self._tokenizer
         # Of a decoder the targets of text are the tokens that follow already.
         self.loss = WithRouterLoss(CrossEntropy()) if decoder.has_router_loss else CrossEntropy()
-        most = getattr(config, "max_position_embeddings", None)  # T5 and Mamba take any number
+        most = getattr(config, "max_position_embeddings", None)  # Mamba takes any number
         self.num_tokens = settings.context or min(USUAL_CONTEXT, int(most or USUAL_CONTEXT))
-        if settings.data is None and sees(decoder.model):
-            if settings.is_packed:
-                raise SettingsError(
-                    f"--packing {settings.packing} packs a text's documents, and {settings.model} trains on pictures "
-                    "where no text is given; give one with --data, or leave --packing out"
-                )
-            self._pictures = picture_lesson(decoder, tokenizer, settings, most)
-            self.num_tokens = self._pictures.num_tokens
         if most and self.num_tokens > most:
             raise SettingsError(
                 f"--context {self.num_tokens}: {settings.model} takes {most} tokens at most; give that"
@@ -146,8 +138,6 @@ class DecoderTask:
         self.sizes["context"] = self.num_tokens
         if decoder.is_masked:
             self._mask = mask_token(tokenizer, config.vocab_size, settings.model)
-        if decoder.has_encoder:
-            self._spans = span_form(tokenizer, self.num_tokens, config.vocab_size, settings.model)
 
     @cached_property
     def _own(self) -> OwnBatches:
@@ -156,8 +146,7 @@ class DecoderTask:
         inputs, labels = data.batches[0]
         if isinstance(inputs, list):  # of several replicas, cut already
             inputs, labels = inputs[0], labels[0]
-        count = len(inputs[IMAGES]) / len(labels) if IMAGES in inputs else 0.0
-        return OwnBatches(data, f"nats a token, {unit}", inputs[TOKENS].shape[1], labels.shape[1], count)
+        return OwnBatches(data, f"nats a token, {unit}", inputs[TOKENS].shape[1], labels.shape[1])
 
     @property
     def _lengths(self) -> tuple[int, int]:
@@ -165,19 +154,7 @@ class DecoderTask:
         if is_own(self._settings.data):
             return self._own.num_read, self._own.num_written
         assert self.num_tokens is not None
-        if self._spans is not None:
-            return self._spans.num_read, self._spans.num_written
         return self.num_tokens, self.num_tokens
-
-    @property
-    def _num_seen(self) -> float:
-        """Positions that the pictures of a sample take in a tower for images; None if only text is trained on."""
-        tower = self.decoder.anatomy.tower
-        if tower is None:
-            return 0.0
-        if is_own(self._settings.data):
-            return tower.num_positions * self._own.num_pictures
-        return float(tower.num_positions * (self._pictures is not None))
 
     def stages(self) -> list[Callable[[], nn.Module]]:
         return [lambda part=part: self._built(part) for part in self._parts]  # type: ignore[misc]
@@ -198,14 +175,7 @@ class DecoderTask:
         read, written = self._lengths
         if self.decoder.has_encoder:
             return self._bytes_of_both(read, written)
-        sent = chain_bytes(self._settings, schedule.num_stages, read * self.config.hidden_size)
-        if (tower := self.decoder.anatomy.tower) is not None:
-            samples = chain_bytes(self._settings, 2, 1)[0]
-            for number, part in enumerate(self._parts):
-                if part.stop < self.decoder.anatomy.first_block:  # tokens count as two numbers each
-                    kept = sum(block + 2 < part.stop for block in tower.selected[:-1])
-                    sent[number] = samples * (self._num_seen * tower.width * (1 + kept) + 2 * read)
-        return sent
+        return chain_bytes(self._settings, schedule.num_stages, read * self.config.hidden_size)
 
     def _bytes_of_both(self, read: int, written: int) -> list[float]:
         """Bytes of a message. Behind the encoder, these are the hidden states of both parts. Up to the bridge, they
@@ -229,16 +199,12 @@ class DecoderTask:
     def read(self, corpus: Corpus | None) -> TaskData:
         if is_own(self._settings.data):
             return self._own.data
-        if self._pictures is not None:
-            return self._pictures.data
         assert self.num_tokens is not None
         if self._settings.is_packed:
             return packed_documents(
                 self._settings, self._tokenizer, self.num_tokens, corpus, self._by_length(), packed_inputs
             )
         data = next_tokens(self._settings, self._tokenizer, self.num_tokens, corpus)
-        if self._spans is not None:
-            return spans(data, self._spans, self.decoder, self._settings.seed)
         return (
             data if self._mask is None else masked(data, self._mask, self._tokenizer.vocab_size, self._settings.seed)
         )
@@ -246,10 +212,9 @@ class DecoderTask:
     def _by_length(self) -> CostsByLength:
         config = self.config
         width, heads = config.hidden_size, config.num_attention_heads
-        first = self.decoder.anatomy.first_block - 1  # behind a tower for images, which documents do not reach
         return decoder_costs_by_length(
-            self.layer_costs[first:],
-            [[index - first for index in part if index >= first] for part in self._parts],
+            self.layer_costs,
+            self._parts,
             width=width,
             attended=heads * (getattr(config, "head_dim", None) or width // heads),
             vocab_size=config.vocab_size,
@@ -259,26 +224,9 @@ class DecoderTask:
         if is_own(self._settings.data):
             return ModelQuality(unit=self._own.unit)
         assert self.num_tokens is not None
-        if self._pictures is not None:
-            return self._pictures.judge(pipe, data, loss)
-        if self._spans is not None:
-            return judge_spans(pipe, data, loss)
         if self._mask is not None:
-            return judge_masked(pipe, data, loss)
+            return ModelQuality(unit="nats a masked token of the validation text")
         return judge_decoder(self._settings, self._tokenizer, self.num_tokens, pipe, data, loss)
-
-
-def picture_lesson(decoder: Decoder, tokenizer: Tokenizer, settings: Settings, most: int | None) -> GeneratedPictures:
-    """Generated pictures for a model that sees. Raises SettingsError for a model that takes other pictures."""
-    refuse_options(
-        settings, ("context",), "pictures and their words are as long as they are; or give --data for text alone"
-    )
-    try:
-        form = picture_form(decoder.model)
-    except DecoderError as error:
-        raise SettingsError(f"--model {settings.model}: {error}; give --data for text alone") from None
-    assert form is not None, "it sees"
-    return GeneratedPictures(form, tokenizer, settings.model, most, settings.batch, settings.seed)
 
 
 def require_readable_tokenizer(folder: Path, settings: Settings) -> None:

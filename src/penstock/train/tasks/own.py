@@ -4,11 +4,9 @@ without changes.
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import dataclasses
 import inspect
-import os
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -18,7 +16,6 @@ from torch import Tensor, nn
 
 from penstock.data import Corpus
 from penstock.models import CrossEntropy
-from penstock.rank_environment import rank_of
 from penstock.runtime import Pipeline, Split
 from penstock.runtime import split as cut_model
 from penstock.runtime.stage.batch_rules import split
@@ -30,7 +27,6 @@ from penstock.train.own_file import ArgumentNames, called, find, is_own, made, o
 from penstock.train.settings import Settings
 from penstock.train.tasks.layers import recomputed, refuse_shared, require_chain
 from penstock.train.tasks.own_data import own_data, require_samples, tensors_of
-from penstock.train.tasks.paged_weights import PagedWeights
 from penstock.train.tasks.task import Example, ModelQuality, TaskData
 from penstock.train.tasks.text import judge_decoder, next_tokens, tokenizer_of
 
@@ -73,7 +69,6 @@ class OwnTask:
         self.num_tokens = None if is_own(settings.data) else settings.context or USUAL_CONTEXT
         self._unit = ""
         self._split: Split | None = None
-        self._paged = PagedWeights() if settings.num_processes > 1 and not settings.in_process else None
         self.loss = self._find_loss()
 
     def _find_loss(self) -> Callable[..., Tensor]:
@@ -106,18 +101,7 @@ class OwnTask:
         for layer in {id(layer): layer for stage in self._split for layer in stage.in_order}.values():
             if self._settings.recompute:
                 recomputed(layer)
-        if self._paged is not None:
-            for number in self._schedule.placement.stages_of(self._rank):
-                stage = self._split[number]
-                self._paged.take((*stage.parameters(), *stage.buffers()))
-            self._paged.let_go()
         return list(self._split)
-
-    @property
-    def _rank(self) -> int:
-        """The rank of this process in the pipeline."""
-        settings = self._settings
-        return rank_of(os.environ) // (settings.dp * settings.tp)  # as `mesh_of` has them
 
     def message_bytes(self, schedule: Schedule) -> list[float]:
         assert self._split is not None, "data was read"
@@ -125,34 +109,22 @@ class OwnTask:
         return [float(each) for each in self._split.sent]
 
     def read(self, corpus: Corpus | None) -> TaskData:
-        """Reads the data, and builds the model, which is tried on the first microbatch and cut.
-
-        If a process runs only some of the stages, the weights of the others are in a file.
-        """
-        settings, paged = self._settings, self._paged
-        tried = self.tried(corpus, paged)
-        stages = self._schedule.num_stages
-        with contextlib.nullcontext() if paged is None else paged.running():
-            self._split = cut_model(tried.model, stages, sizes=settings.cut or (), example=tried.inputs)
+        """Reads the data, and builds the model, which is tried on the first microbatch and cut."""
+        tried = self.tried(corpus)
+        sizes = self._settings.cut or ()
+        self._split = cut_model(tried.model, self._schedule.num_stages, sizes=sizes, example=tried.inputs)
         return tried.data
 
-    def tried(self, corpus: Corpus | None = None, paged: PagedWeights | None = None) -> ModelTrial:
-        """The model and its data, after a run on the first microbatch.
-
-        Args:
-            paged: the file for its weights; None for memory.
-        """
-        settings = self._settings
-        with contextlib.nullcontext() if paged is None else paged.making():
-            model = self.build()
+    def tried(self, corpus: Corpus | None = None) -> ModelTrial:
+        """The model and its data, after a run on the first microbatch."""
+        settings, model = self._settings, self.build()
         if is_own(settings.data):
             reader = BatchReader(model, str(self._own), not isinstance(self.loss, ModelLoss))
             data, self._unit = own_data(settings, reader)
         else:
             assert self.num_tokens is not None
             data = next_tokens(settings, tokenizer_of(settings), self.num_tokens, corpus)
-        with contextlib.nullcontext() if paged is None else paged.running():
-            return ModelTrial(model, data, *self._try(model, data.batches[0], data.is_dealt))
+        return ModelTrial(model, data, *self._try(model, data.batches[0], data.is_dealt))
 
     def _try(self, model: nn.Module, first: Example, part: bool) -> Example:
         """Runs forward and loss on the first microbatch of a batch, or of a replica's part, and returns

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, runtime_checkable
 
@@ -28,7 +28,6 @@ class ModelQuality:
         unit: what the loss is counted in, and on what. beside: sentences that compare it with something known.
         unigram, bigram: nats per token of models that count single tokens and pairs.
         beats_bigram: whether the model is better than counting pairs.
-        accuracy: the share of guesses that are right. chance: the same for guessing blindly.
         writes: whether it is a model that writes text. text: what it wrote.
     """
 
@@ -37,8 +36,6 @@ class ModelQuality:
     unigram: float | None = None
     bigram: float | None = None
     beats_bigram: bool | None = None
-    accuracy: float | None = None
-    chance: float | None = None
     text: str = ""
     writes: bool = False
 
@@ -82,19 +79,6 @@ class StepBatches:
 
     def __getitem__(self, step: int, /) -> Example:
         return self._make(step)
-
-
-Draws = tuple[int, ...]
-"""What determines a batch's random draws."""
-
-
-def redrawn(data: TaskData, make: Callable[[Example, Draws], Example], seed: int) -> TaskData:
-    """Data in which each batch is turned into another, by draws that depend only on the seed and the batch's
-    number.
-    """
-    batches = StepBatches(lambda step: make(data.batches[step], (seed, 0, step)))
-    fixed = [make(each, (seed, 1, number)) for number, each in enumerate(data.validation)]
-    return replace(data, batches=batches, validation=fixed)
 
 
 @dataclass(frozen=True)
