@@ -15,7 +15,7 @@ pytestmark = [pytest.mark.multiproc, pytest.mark.slow]
 FILE = """
 import torch
 from torch import nn
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import TensorDataset
 
 class Block(nn.Module):
     def __init__(self):
@@ -37,7 +37,7 @@ loss_fn = nn.CrossEntropyLoss()
 
 def data(train=True):
     torch.manual_seed(1 if train else 2)
-    return DataLoader(TensorDataset(torch.randn(64, 8), torch.randint(3, (64,))), 16, shuffle=train)
+    return TensorDataset(torch.randn(64, 8), torch.randint(3, (64,)))
 """
 
 
@@ -62,44 +62,42 @@ def test_losses_are_those_of_one_process(tmp_path: Path) -> None:
     assert found == pytest.approx(alone, rel=1e-5)
 
 
-def test_weights_that_wait_in_a_file_are_those_of_one_process(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A rank keeps its own stages' weights in memory; the others', where they are large, lie in a file."""
-    scratch = tmp_path / "scratch"
-    scratch.mkdir()
-    monkeypatch.setenv("TMPDIR", str(scratch))
-    (tmp_path / "net.py").write_text(FILE.replace("nn.Linear(8, 8), nn.LayerNorm(8)", LARGE))
-    alone = trained(tmp_path, "alone", "--ranks 2 --microbatches 8 --in-process")
-    assert trained(tmp_path, "pipeline", "--ranks 2 --microbatches 8 --schedule zb-v") == alone
-    found = trained(tmp_path, "replicas", "--pp 2 --dp 2 --microbatches 4 --sharding zero1")
-    assert found == pytest.approx(alone, rel=1e-5)
-    assert not list(scratch.glob("penstock-*"))
-
-
-LARGE = "nn.Sequential(nn.Linear(8, 4000), nn.Linear(4000, 8)), nn.LayerNorm(8)"
-
-
 def test_each_replica_loads_its_own_part(tmp_path: Path) -> None:
-    """Of a Hugging Face model, whose labels count unevenly; one's own is tried so in one process."""
+    """Of a Hugging Face model, whose labels count unevenly; beside one pipeline that loads the whole batches."""
     (tmp_path / "config.json").write_text(json.dumps(config_of("llama").to_dict()))
     (tmp_path / "net.py").write_text(PARTS)
-    options = "--pp 1 --dp 2 --microbatches 4 --model config.json --data net.py:parts --save-every 3"
-    alone = trained(tmp_path, "alone", f"{options} --in-process")
-    assert trained(tmp_path, "parts", options) == pytest.approx(alone, rel=1e-5)
+    options = "--pp 1 --model config.json --save-every 3"
+    alone = trained(tmp_path, "alone", f"{options} --microbatches 8 --data net.py:whole --in-process")
+    found = trained(tmp_path, "parts", f"{options} --dp 2 --microbatches 4 --data net.py:parts")
+    assert found == pytest.approx(alone, rel=1e-5)
     assert len(set(alone)) == 6
 
 
 PARTS = """
 import torch
-from torch.utils.data import DataLoader, DistributedSampler
 
-def parts(replica, num_replicas):
+class Batches(list):
+    '''Batches in order, again and again, with a position that a checkpoint can have.'''
+    position = 0
+    def __iter__(self):
+        if self.position >= len(self):
+            self.position = 0
+        while self.position < len(self):
+            self.position += 1
+            yield self[self.position - 1]
+    def state_dict(self):
+        return {"position": self.position}
+    def load_state_dict(self, state):
+        self.position = state["position"]
+
+def whole():
     torch.manual_seed(1)
     tokens = torch.randint(3, 290, (64, 8))
     labels = tokens.masked_fill(torch.arange(8) < torch.randint(6, (64, 1)), -100)
-    data = [{"input_ids": row, "labels": label} for row, label in zip(tokens, labels)]
-    return DataLoader(data, 8, sampler=DistributedSampler(data, num_replicas, replica))
+    return Batches([{"input_ids": tokens[k : k + 16], "labels": labels[k : k + 16]} for k in range(0, 64, 16)])
+
+def parts(replica, num_replicas):
+    return Batches([{k: v.chunk(num_replicas)[replica] for k, v in batch.items()} for batch in whole()])
 """
 
 

@@ -22,8 +22,10 @@ def net(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (tmp_path / "asks.py").write_text(
         "import net\nclass Asks(net.Net):\n    def forward(self, images, *, flip):\n"
         "        return super().forward(images.flip(3) if flip is None else images * flip)\n"
-        "def data():\n    return [{'images': net.torch.randn(8, 3, 4, 4), 'flip': net.torch.ones(8, 1, 1, 1), "
-        "'y': net.torch.zeros(8).long()}]\nloss_fn = net.loss_fn\n"
+        "class Data(net.torch.utils.data.Dataset):\n    def __len__(self):\n        return 64\n"
+        "    def __getitem__(self, number):\n"
+        "        return {'images': net.torch.randn(3, 4, 4), 'flip': net.torch.ones(1, 1, 1), 'y': number % 10}\n"
+        "loss_fn = net.loss_fn\n"
     )
     monkeypatch.chdir(tmp_path)
     return tmp_path
@@ -65,7 +67,7 @@ def test_a_forward_that_does_not_say_what_it_takes_needs_data(net: Path, capfd: 
     said = capfd.readouterr().err
     assert "does not say how many tensors it takes" in said
     assert "--data FILE.py:NAME" in said
-    assert len(split(capfd, "asks.py:Asks --stages 2 --data asks.py:data")["stages"]) == 2
+    assert len(split(capfd, "asks.py:Asks --stages 2 --data asks.py:Data")["stages"]) == 2
 
 
 @pytest.mark.parametrize(
@@ -75,7 +77,7 @@ def test_a_forward_that_does_not_say_what_it_takes_needs_data(net: Path, capfd: 
         ("net.py:Net --first-layers blocks.9", ["blocks.9", "does not have"]),
         ("net.py:Net --stages 9", ["9 stages", "8 layers"]),
         ("net.py:Net --first-layers blocks.2 --stages 3", ["make 2 stages, not 3"]),
-        ("net.py:Net --data net.py:loss_fn", ["is a CrossEntropyLoss", "DataLoader"]),
+        ("net.py:Net --data net.py:loss_fn", ["is a CrossEntropyLoss", "name a Dataset"]),
     ],
 )
 def test_mistakes(net: Path, capfd: Any, options: str, words: list[str]) -> None:

@@ -45,7 +45,8 @@ def test_a_loader_that_a_new_pass_takes_back_gave_its_first_batches_again(done: 
     path.write_text(LOADER)
 
     def batches() -> IteratedBatches:
-        return IteratedBatches(OwnSource(f"{path}:data", 4, 0), lambda batch, what: Example(*batch))
+        source = OwnSource(f"{path}:data", 4, 0)
+        return IteratedBatches(source, source.make(), lambda batch, what: Example(*batch))
 
     def drawn(of: IteratedBatches, steps: range) -> list[Tensor]:
         return [of[step].inputs for step in steps]

@@ -64,48 +64,63 @@ def same():
 def number():
     return 3
 
+class Batches(list):
+    '''Batches in order, again and again, with a position that a checkpoint can have.'''
+    position = 0
+    def __iter__(self):
+        if self.position >= len(self):
+            self.position = 0
+        while self.position < len(self):
+            self.position += 1
+            yield self[self.position - 1]
+    def state_dict(self):
+        return {"position": self.position}
+    def load_state_dict(self, state):
+        self.position = state["position"]
+
 table = {"x": 1}
 loss_fn = nn.MSELoss()
 
 def data(batch=16):
-    return [(torch.randn(batch, 4), torch.randn(batch, 4))] * 3
+    return Batches([(torch.randn(batch, 4), torch.randn(batch, 4))] * 3)
 
-def stream():
-    yield torch.randn(16, 4), torch.randn(16, 4)
+def sixteen():
+    return Batches([(torch.randn(16, 4), torch.randn(16, 4))])
 
-def fails():
-    yield torch.randn(16, 4), torch.randn(16, 4)
-    raise OSError("the disk is gone")
+class fails(Batches):
+    def __iter__(self):
+        yield torch.randn(16, 4), torch.randn(16, 4)
+        raise OSError("the disk is gone")
 
 class Stream(IterableDataset):
     def __iter__(self):
         yield torch.randn(4), torch.randn(4)
 
 def unlike():
-    return [(torch.randn(16, 4), torch.randn(15, 4))]
+    return Batches([(torch.randn(16, 4), torch.randn(15, 4))])
 
 def single():
-    return [torch.randn(16, 4)]
+    return Batches([torch.randn(16, 4)])
 
 def nothing():
-    return []
+    return Batches([])
 
 def few():
     return TensorDataset(torch.randn(12, 4), torch.randn(12, 4))
 
-def ragged():
-    return DataLoader(TensorDataset(torch.randn(34, 4), torch.randn(34, 4)), batch_size=16)
+def loader():
+    return DataLoader(few(), batch_size=16)
 
 def small():
-    return [(torch.randn(4, 4), torch.randn(4, 4))]
+    return Batches([(torch.randn(4, 4), torch.randn(4, 4))])
 
 def dicts():
-    return [{"y": torch.randn(16, 4), "z": torch.randn(16, 4)}]
+    return Batches([{"y": torch.randn(16, 4), "z": torch.randn(16, 4)}])
 
-once = iter([(torch.randn(16, 4), torch.randn(16, 4))])
+once = Batches([(torch.randn(16, 4), torch.randn(16, 4))])
 
 def needs(path):
-    return []
+    return Batches([])
 """
 OTHER = "from nets import Net, data, unlike\n"
 WITH_CLASS = "from nets import Net, data\nclass loss_fn:\n    pass\n"
@@ -120,9 +135,9 @@ class Own(Net):
     def forward(self, x):
         return {"out": super().forward(x)}
 def extra():
-    return [{"x": torch.randn(16, 4), "idx": torch.randn(16, 1)}]
+    return Batches([{"x": torch.randn(16, 4), "idx": torch.randn(16, 1)}])
 def only():
-    return [{"x": torch.randn(16, 4)}]
+    return Batches([{"x": torch.randn(16, 4)}])
 """
 RENAMED = "from nets import *\ndel loss_fn\ncriterion = nn.MSELoss()\n"
 
@@ -184,17 +199,20 @@ BAD: dict[str, tuple[str, list[str]]] = {
     "no data file": ("--data gone.py:data", ["--data", "there is no file"]),
     "data of another name": ("--data nets.py:dota", ["has no 'dota'", "did you mean data?"]),
     "data that needs arguments": ("--data nets.py:needs", ["needs path", "takes nothing"]),
-    "data that is none": ("--data nets.py:table", ["is a dict", "(inputs, targets)"]),
-    "data of a number": ("--data nets.py:number", ["is a int", "DataLoader"]),
-    "single samples": ("--data nets.py:Stream", ["IterableDataset", "DataLoader"]),
-    "data that runs once": ("--data nets.py:once", ["an iterator, which runs once", "a function that makes it"]),
+    "data that is none": ("--data nets.py:table", ["is a dict", "name a Dataset"]),
+    "data of a number": ("--data nets.py:number", ["is a int", "name a Dataset"]),
+    "a stream of samples": ("--data nets.py:Stream", ["is a Stream", "StatefulDataLoader"]),
+    "data that runs once": ("--data nets.py:once", ["a loader with a state", "a function that makes it"]),
     "inputs unlike targets": ("--data nets.py:unlike", ["15, 16 samples in dimension 0"]),
     "no targets": ("--data nets.py:single", ["without targets", "(inputs, targets)"]),
     "no batch": ("--data nets.py:nothing --batch 16", ["gives no batch"]),
     "few samples": ("--data nets.py:few", ["has 6 samples to train on", "a batch 16", "smaller --batch"]),
-    "a ragged end": ("--data nets.py:ragged", ["the last batch", "has 2 of its 34 samples", "drop_last=True"]),
+    "a loader without a state": (
+        "--data nets.py:loader",
+        ["is a DataLoader", "collate_fn in the file", "StatefulDataLoader"],
+    ),
     "few microbatches": ("--data nets.py:small", ["a batch of 4 can't be cut into 8 microbatches"]),
-    "another batch": ("--data nets.py:stream --batch 32", ["batches of 16 samples, not 32", "leave out --batch"]),
+    "another batch": ("--data nets.py:sixteen --batch 32", ["batches of 16 samples, not 32", "leave out --batch"]),
     "keys that nobody takes": ("--data nets.py:dicts", ["has y, z", "needs x", "name the keys as the forward does"]),
     "keys too many": ("--model kwargs.py:Own --data kwargs.py:extra", ["has idx", "does not take", "leave it out"]),
     "own batches for ours": ("--model gpt --data nets.py:data", ["with --model gpt: it makes batches for a model"]),

@@ -26,7 +26,7 @@ FILE = """
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import TensorDataset
 
 
 class Net(nn.Module):
@@ -57,8 +57,24 @@ def data(train=True):
     return TensorDataset(tokens, torch.ones(32, 6), tokens.roll(1, 1))
 
 
+class Batches(list):
+    '''Batches in order, again and again, with a position that a checkpoint can have.'''
+    position = 0
+    def __iter__(self):
+        if self.position >= len(self):
+            self.position = 0
+        while self.position < len(self):
+            self.position += 1
+            yield self[self.position - 1]
+    def state_dict(self):
+        return {"position": self.position}
+    def load_state_dict(self, state):
+        self.position = state["position"]
+
+
 def batches():
-    return DataLoader(data(), 4)
+    rows = data().tensors
+    return Batches([tuple(row[k : k + 4] for row in rows) for k in range(0, 32, 4)])
 """
 
 

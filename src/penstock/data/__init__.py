@@ -5,7 +5,6 @@ Only numpy is needed here; torch comes in with `penstock.data.tensors`.
 
 from penstock.data.batches import Batch, Batches, validation_batches
 from penstock.data.corpus import Corpus, open_corpus
-from penstock.data.entropy import Entropies, entropies
 from penstock.data.errors import DataError
 from penstock.data.long_tails import long_tailed
 from penstock.data.masked import MaskedSamples, MaskedText
@@ -22,7 +21,6 @@ __all__ = [
     "ByteTokenizer",
     "Corpus",
     "DataError",
-    "Entropies",
     "IndexedTokens",
     "IndexedWriter",
     "MaskedSamples",
@@ -35,7 +33,6 @@ __all__ = [
     "Tokenizer",
     "VectorForm",
     "document_lengths",
-    "entropies",
     "load_tokenizer",
     "long_tailed",
     "open_corpus",

@@ -23,10 +23,8 @@ from penstock.models.clip import (
 from penstock.models.clip_stages import CLIPStages, clip_program
 from penstock.models.costs import (
     decoder_costs_by_length,
-    estimate_costs,
     gpt_costs,
     gpt_costs_by_length,
-    measure_costs,
 )
 from penstock.models.gpt import GPTConfig, build_layers, presets, tied_parameters
 from penstock.models.loss import CrossEntropy
@@ -55,11 +53,9 @@ __all__ = [
     "decoder_costs_by_length",
     "clip_presets",
     "clip_program",
-    "estimate_costs",
     "gpt_costs",
     "gpt_costs_by_length",
     "gpt_stage",
-    "measure_costs",
     "parallelize",
     "presets",
     "require_parallel",

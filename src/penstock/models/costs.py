@@ -1,27 +1,17 @@
-"""What each layer costs: estimated from its weights or a shape, or measured; the input to `partition`."""
+"""What the layers and stages of a decoder cost, from sizes alone; the input to `partition` and to plans by length."""
 
 from __future__ import annotations
 
-import copy
-import time
-from collections.abc import Iterator, Sequence
-from statistics import median
-from typing import Any, NamedTuple
-
-import torch
-from torch import Tensor, nn
-from torch.utils.flop_counter import FlopCounterMode
+from collections.abc import Sequence
+from typing import NamedTuple
 
 from penstock.cost import CostsByLength, LengthLine
-from penstock.models.chain import call_layer
 from penstock.models.gpt import GPTConfig
 
 __all__ = [
     "decoder_costs_by_length",
-    "estimate_costs",
     "gpt_costs",
     "gpt_costs_by_length",
-    "measure_costs",
 ]
 
 
@@ -115,128 +105,3 @@ class _StageSizes(NamedTuple):
     square: float
     kept: float
     sent: float
-
-
-def estimate_costs(layers: Sequence[nn.Module], sample: Any = None) -> list[float]:
-    """Forward FLOPs of each layer. No layer costs less than 1.
-
-    With a sample the layers run on torch's meta device, which computes shapes and no numbers. Matrix products and
-        convolutions count their multiplications, everything else counts one FLOP for each number that it returns.
-        Without a sample a layer counts, for one token, two FLOPs for each weight that is not looked up.
-
-    Args:
-        layers: in the order in which they run.
-        sample: the input of the first layer; None to count one token.
-
-    Examples:
-        >>> import penstock as ps
-        >>> import torch
-        >>> layers = [torch.nn.Linear(8, 16), torch.nn.ReLU(), torch.nn.Linear(16, 1)]
-        >>> ps.models.estimate_costs(layers, torch.randn(4, 8))
-        [1088.0, 64.0, 132.0]
-    """
-    if sample is None:
-        return [_weight_flops(layer) for layer in layers]
-    costs: list[float] = []
-    value = _map_tensors(sample, lambda tensor: tensor.to("meta"))
-    with torch.no_grad():
-        for layer in layers:
-            shadow = copy.deepcopy(layer).to("meta")
-            counter = FlopCounterMode(display=False)
-            with counter:
-                value = call_layer(shadow, value)
-            returned = sum(tensor.numel() for tensor in _tensors(value))
-            costs.append(max(1.0, float(counter.get_total_flops() + returned)))
-    return costs
-
-
-def measure_costs(layers: Sequence[nn.Module], sample: Any, num_repeats: int = 3) -> list[float]:
-    """Median milliseconds of one forward and backward of each layer, fed what the layer before it returned.
-
-    Gradients, buffers and the random state are left as they were.
-
-    Args:
-        layers: in the order in which they run.
-        sample: the input of the first layer.
-        num_repeats: how often each layer runs.
-
-    Examples:
-        >>> import penstock as ps
-        >>> import torch
-        >>> layers = [torch.nn.Linear(8, 16), torch.nn.Linear(16, 1)]
-        >>> times = ps.models.measure_costs(layers, torch.randn(4, 8))
-        >>> len(times), min(times) > 0
-        (2, True)
-    """
-    costs: list[float] = []
-    value = sample
-    state = torch.random.get_rng_state()
-    try:
-        for layer in layers:
-            buffers = {name: buffer.clone() for name, buffer in layer.named_buffers()}
-            # The first pass warms up caches and threads, and is not counted.
-            timed = [_time_layer(layer, value) for _ in range(num_repeats + 1)]
-            costs.append(median(ms for ms, _ in timed[1:]))
-            value = timed[-1][1]
-            with torch.no_grad():
-                for name, buffer in layer.named_buffers():
-                    buffer.copy_(buffers[name])
-    finally:
-        torch.random.set_rng_state(state)
-    return costs
-
-
-def _time_layer(layer: nn.Module, value: Any) -> tuple[float, Any]:
-    value = _map_tensors(value, lambda tensor: tensor.detach().requires_grad_(tensor.is_floating_point()))
-    leaves = [leaf for leaf in [*_tensors(value), *layer.parameters()] if leaf.requires_grad]
-    device = next((tensor.device for tensor in [*leaves, *_tensors(value)]), torch.device("cpu"))
-    with torch.enable_grad():
-        # Cloned, so that a layer may work in place, which on a leaf is an error and on a view would reach it.
-        given = _map_tensors(value, lambda tensor: tensor.clone())
-        _wait(device)
-        began = time.perf_counter()
-        output = call_layer(layer, given)
-    ends = [tensor for tensor in _tensors(output) if tensor.requires_grad]
-    if ends and leaves:
-        ones = [torch.ones_like(end) for end in ends]
-        torch.autograd.grad(ends, leaves, ones, allow_unused=True)
-    _wait(device)
-    return (time.perf_counter() - began) * 1e3, output
-
-
-def _wait(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-
-
-def _weight_flops(layer: nn.Module) -> float:
-    looked_up = {
-        id(weight)
-        for module in layer.modules()
-        if isinstance(module, nn.Embedding | nn.EmbeddingBag)
-        for weight in module.parameters(recurse=False)
-    }
-    flops = sum(2 * weight.numel() for weight in layer.parameters() if id(weight) not in looked_up)
-    return max(1.0, float(flops))
-
-
-def _tensors(value: Any) -> Iterator[Tensor]:
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, dict):
-        for item in value.values():
-            yield from _tensors(item)
-    elif isinstance(value, tuple | list):
-        for item in value:
-            yield from _tensors(item)
-
-
-def _map_tensors(value: Any, change: Any) -> Any:
-    if isinstance(value, Tensor):
-        return change(value)
-    if isinstance(value, dict):
-        return {name: _map_tensors(item, change) for name, item in value.items()}
-    if isinstance(value, tuple | list):
-        items = [_map_tensors(item, change) for item in value]
-        return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
-    return value

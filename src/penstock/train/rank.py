@@ -38,7 +38,7 @@ from penstock.train.resume import damaged
 from penstock.train.run_report import read_adaptation, write_plan
 from penstock.train.settings import ARRIVAL, MEASURED, Settings
 from penstock.train.start import StopRequest
-from penstock.train.tasks.task import ExportableTask, ModelQuality
+from penstock.train.tasks.task import ExportableTask
 from penstock.train.training import Training
 
 NOT_FINITE = "look at the data of that step, or give a lower --lr or --clip"
@@ -58,7 +58,7 @@ class FinalMeasurements(NamedTuple):
     model's size and how much of it is trained; for stages whose backward is split, what waits for W.
     """
 
-    quality: ModelQuality
+    text: str | None
     peak_memory: list[int]
     state: list[dict[str, int]]
     num_parameters: int
@@ -289,7 +289,7 @@ class RankRun:
 
     def _ending(self, loss: float) -> FinalMeasurements:
         """Measurements at the end, gathered from all ranks."""
-        quality = self.inputs.task.judge(self.pipe, self.inputs.data, loss)
+        text = self.inputs.task.write(self.pipe)
         memory = [peak for part in self.pipe.gather(_peak_memory(self.inputs.settings)) for peak in part]
         sizes: dict[str, tuple[int, bool]] = {}
         for part in self.pipe.gather(
@@ -306,7 +306,7 @@ class RankRun:
             }
             for stage, each in self.pipe.deferred_share().items()
         ]
-        return FinalMeasurements(quality, memory, self.pipe.state_bytes(), count, trained, deferred)
+        return FinalMeasurements(text, memory, self.pipe.state_bytes(), count, trained, deferred)
 
     def _report(
         self,
@@ -322,7 +322,8 @@ class RankRun:
         inputs, folder = self.inputs, self.folder
         settings = inputs.settings
         timing, pictures = self._timing(profile)
-        write_whole(folder.file("sample.txt"), ending.quality.text + "\n")
+        if ending.text is not None:
+            write_whole(folder.file("sample.txt"), ending.text + "\n")
         record = read_record(folder.metrics.read_text(encoding="utf-8").splitlines(), name="")
         report = Report(
             schedule=inputs.schedule.name,
@@ -334,7 +335,7 @@ class RankRun:
             interrupted=self.interrupted,
             train_loss=loss,
             loss=validation,
-            quality=ending.quality,
+            unit=inputs.task.unit,
             tokens_per_second=speed if self._unit == "tokens" else None,
             samples_per_second=speed if self._unit == "samples" else None,
             seconds=seconds,
@@ -353,7 +354,7 @@ class RankRun:
                 "timeline": str(folder.file("timeline.html")),
                 "metrics": str(folder.metrics),
                 "checkpoints": str(folder.checkpoints),
-                **({"sample": str(folder.file("sample.txt"))} if ending.quality.writes else {}),
+                **({} if ending.text is None else {"sample": str(folder.file("sample.txt"))}),
                 **({} if self.planned is None else {"batches": str(folder.file("batches.jsonl"))}),
                 **({} if self.export is None else {"model": self.export}),
             },

@@ -14,7 +14,6 @@ from penstock.simulation.transport import SimulatedTransport
 from penstock.train.asynchronous import bound, one_every, proved_mismatch
 from penstock.train.run_report import RunReport
 from penstock.train.settings import Settings
-from penstock.train.tasks.task import ModelQuality
 
 
 @dataclass(frozen=True)
@@ -109,7 +108,7 @@ class Report(RunReport):
         sharding: of the replicas' state.
         train_loss, tokens_per_second: of the whole mesh; None if no step was left to train. samples_per_second: in
             place of tokens, of a model that does not count tokens.
-        loss: on the validation data. quality: what to compare it with; its numbers are beside the loss in the JSON.
+        loss: on the validation data. unit: of it, in words.
         peak_memory: most bytes of each process (or device), by rank.
         updating: of a run whose updates were among its ops; None for others.
         deferred: for each stage whose backward is split, the share of the work on weight gradients that waited for W,
@@ -121,7 +120,7 @@ class Report(RunReport):
     num_parameters: int
     train_loss: float | None
     loss: float
-    quality: ModelQuality
+    unit: str
     tokens_per_second: float | None
     timing: TimingReport
     peak_memory: list[int]
@@ -134,17 +133,11 @@ class Report(RunReport):
     samples_per_second: float | None = None
     num_trained: int | None = None
 
-    def to_json(self) -> dict[str, Any]:
-        values = super().to_json()
-        values.pop("quality")
-        return values | self.quality.to_json()
-
     @classmethod
     def from_json(cls, value: dict[str, Any]) -> Self:
         updating = value.get("updating")
         value |= {"loss": math.nan if value["loss"] is None else value["loss"]}  # JSON has no nan
         value |= {"updating": None if updating is None else UpdateReport(**updating)}
-        value |= {"quality": ModelQuality.take(value)}
         return super().from_json({**value, "timing": TimingReport(**value["timing"])})
 
     @property
@@ -162,7 +155,7 @@ class Report(RunReport):
         took = f"{timing.measured_makespan:.1f} ms measured, {timing.simulated_makespan:.1f} ms simulated"
         bubbles = f"{timing.measured_bubble_ratio:.1%} and {timing.simulated_bubble_ratio:.1%}"
         rows = [
-            ("loss", "; ".join([f"{self.loss:.3f} {self.quality.unit}", *self.quality.beside])),
+            ("loss", f"{self.loss:.3f} {self.unit}"),
             ("one step" if updating is None else "one pass", f"{took}; bubbles {bubbles}"),
         ]
         return rows if updating is None else [*rows, ("updates", updating.words())]

@@ -6,12 +6,11 @@ import torch
 
 from penstock.data import Corpus, MaskedText, open_corpus
 from penstock.models import BERTConfig, BERTLoss, bert_costs, bert_presets, bert_stage, bert_tied_parameters
-from penstock.runtime import Pipeline
 from penstock.schedule import Schedule
 from penstock.train.checks import SettingsError
 from penstock.train.settings import Settings
 from penstock.train.tasks.layers import ChainTask, changed, preset_of
-from penstock.train.tasks.task import VALIDATION_BATCHES, Example, ModelQuality, StepBatches, TaskData
+from penstock.train.tasks.task import VALIDATION_BATCHES, Example, StepBatches, TaskData
 from penstock.train.tasks.text import tokenizer_of
 
 NUM_SPECIAL = 3
@@ -35,6 +34,7 @@ class BERTTask(ChainTask):
             raise SettingsError(
                 f"context {config.context}: a sample of two parts and three special tokens needs at least {LEAST}"
             )
+        self.unit = "nats a sample of the validation text: a masked token, and whether the parts follow each other"
         tied = bert_tied_parameters(config)
         super().__init__(settings, schedule, config, bert_costs(config), BERTLoss(), tied, bert_stage)
 
@@ -48,11 +48,6 @@ class BERTTask(ChainTask):
         )
         validation = [fresh[number] for number in range(VALIDATION_BATCHES)]
         return TaskData(corpus.description, corpus.digest, batches, validation, corpus)
-
-    def judge(self, pipe: Pipeline, data: TaskData, loss: float) -> ModelQuality:
-        return ModelQuality(
-            unit="nats a sample of the validation text: a masked token, and whether the parts follow each other"
-        )
 
 
 def masked_batches(text: MaskedText, batch: int) -> StepBatches:

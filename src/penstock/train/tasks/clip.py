@@ -40,7 +40,7 @@ from penstock.train.checks import SettingsError, is_schedule_file, read_schedule
 from penstock.train.kinds import CONTRAST, MIXED, STYLES, TowerOptions, check_towers, read_towers
 from penstock.train.settings import Settings
 from penstock.train.tasks.layers import kept_sizes, preset_of, recomputed, require_one_end, require_shards
-from penstock.train.tasks.task import BYTES, VALIDATION_BATCHES, Example, ModelQuality, TaskData
+from penstock.train.tasks.task import BYTES, VALIDATION_BATCHES, Example, TaskData
 
 SEEN = 152
 """How many of the 216 combinations of factors are trained on. The other 64 show whether it has
@@ -94,13 +94,14 @@ class CLIPTask:
         names = ", ".join(self.config.towers)
         return TaskData(f"generated samples of {names}", f"paired-{settings.seed}", batches, fresh)
 
-    def judge(self, pipe: Pipeline, data: TaskData, loss: float) -> ModelQuality:
-        by_chance = math.log(
-            self._settings.batch * self._settings.replicas_here / self._settings.dp / self._counts[CONTRAST]
-        )
-        return ModelQuality(
-            unit=f"nats to tell a sample's partner from those of its microbatch; {by_chance:.3f} by chance"
-        )
+    @property
+    def unit(self) -> str:
+        num_microbatches = self._counts[CONTRAST] * (self._settings.dp // self._settings.replicas_here)
+        by_chance = math.log(self._settings.batch / num_microbatches)
+        return f"nats to tell a sample's partner from those of its microbatch; {by_chance:.3f} by chance"
+
+    def write(self, pipe: Pipeline) -> None:
+        return None
 
 
 class CLIPBatches:

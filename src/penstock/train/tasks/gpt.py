@@ -17,8 +17,8 @@ from penstock.schedule import Schedule
 from penstock.train.settings import Settings
 from penstock.train.tasks.documents import packed_documents
 from penstock.train.tasks.layers import ChainTask, changed, preset_of
-from penstock.train.tasks.task import ModelQuality, TaskData
-from penstock.train.tasks.text import judge_decoder, next_tokens, tokenizer_of
+from penstock.train.tasks.task import TaskData
+from penstock.train.tasks.text import next_token_unit, next_tokens, tokenizer_of, write
 
 
 class GPTTask(ChainTask):
@@ -33,6 +33,7 @@ class GPTTask(ChainTask):
         config = gpt_config(settings, self._tokenizer.vocab_size)
         tied = tied_parameters(config)
         super().__init__(settings, schedule, config, gpt_costs(config), CrossEntropy(), tied, gpt_stage)
+        self.unit = next_token_unit(self._tokenizer)
 
     def read(self, corpus: Corpus | None) -> TaskData:
         if self._settings.is_packed:
@@ -40,8 +41,8 @@ class GPTTask(ChainTask):
             return packed_documents(self._settings, self._tokenizer, self.config.context, corpus, costs)
         return next_tokens(self._settings, self._tokenizer, self.config.context, corpus)
 
-    def judge(self, pipe: Pipeline, data: TaskData, loss: float) -> ModelQuality:
-        return judge_decoder(self._settings, self._tokenizer, self.config.context, pipe, data, loss)
+    def write(self, pipe: Pipeline) -> str:
+        return write(self._settings, self._tokenizer, self.config.context, pipe)
 
 
 def gpt_config(settings: Settings, vocab_size: int) -> GPTConfig:

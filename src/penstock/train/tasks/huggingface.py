@@ -29,8 +29,8 @@ from penstock.train.tasks.documents import packed_documents
 from penstock.train.tasks.layers import chain_bytes, recomputed, refuse_shared, require_shards, stage_layers
 from penstock.train.tasks.masked import mask_token, masked
 from penstock.train.tasks.own_data import own_data
-from penstock.train.tasks.task import BYTES, ModelQuality, TaskData
-from penstock.train.tasks.text import judge_decoder, next_tokens, tokenizer_of
+from penstock.train.tasks.task import BYTES, TaskData
+from penstock.train.tasks.text import next_token_unit, next_tokens, tokenizer_of, write
 from penstock.train.tasks.token_batches import TOKENS, TokenBatchReader
 
 BY_HAND = (
@@ -220,13 +220,18 @@ class DecoderTask:
             vocab_size=config.vocab_size,
         )
 
-    def judge(self, pipe: Pipeline, data: TaskData, loss: float) -> ModelQuality:
+    @property
+    def unit(self) -> str:
         if is_own(self._settings.data):
-            return ModelQuality(unit=self._own.unit)
-        assert self.num_tokens is not None
+            return self._own.unit
         if self._mask is not None:
-            return ModelQuality(unit="nats a masked token of the validation text")
-        return judge_decoder(self._settings, self._tokenizer, self.num_tokens, pipe, data, loss)
+            return "nats a masked token of the validation text"
+        return next_token_unit(self._tokenizer)
+
+    def write(self, pipe: Pipeline) -> str | None:
+        if self._mask is not None or self.num_tokens is None:
+            return None
+        return write(self._settings, self._tokenizer, self.num_tokens, pipe)
 
 
 def require_readable_tokenizer(folder: Path, settings: Settings) -> None:

@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 
 from penstock.models import ParallelError, require_parallel
 from penstock.models.dividing import require_vocabulary
-from penstock.runtime import PartitionError, partition
+from penstock.runtime import PartitionError, Pipeline, partition
 from penstock.runtime.stage.branches import is_plain, loss_stages
 from penstock.schedule import Schedule, StageGraph
 from penstock.train.checks import SettingsError
@@ -189,6 +189,9 @@ class ChainTask:
 
     def message_bytes(self, schedule: Schedule) -> list[float]:
         return chain_bytes(self._settings, schedule.num_stages, self.config.context * self.config.width)
+
+    def write(self, pipe: Pipeline) -> str | None:
+        return None
 
 
 def require_chain(schedule: Schedule) -> None:

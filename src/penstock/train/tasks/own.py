@@ -5,7 +5,6 @@ without changes.
 from __future__ import annotations
 
 import copy
-import dataclasses
 import inspect
 import weakref
 from collections.abc import Callable, Mapping, Sequence
@@ -27,8 +26,8 @@ from penstock.train.own_file import ArgumentNames, called, find, is_own, made, o
 from penstock.train.settings import Settings
 from penstock.train.tasks.layers import recomputed, refuse_shared, require_chain
 from penstock.train.tasks.own_data import own_data, require_samples, tensors_of
-from penstock.train.tasks.task import Example, ModelQuality, TaskData
-from penstock.train.tasks.text import judge_decoder, next_tokens, tokenizer_of
+from penstock.train.tasks.task import Example, TaskData
+from penstock.train.tasks.text import next_token_unit, next_tokens, tokenizer_of
 
 USUAL_CONTEXT = 128
 """Default tokens of a sample of text."""
@@ -67,7 +66,7 @@ class OwnTask:
         self.sizes: dict[str, Any] = {"name": self._own.name, **settings.model_options}
         self.tied: Sequence[Sequence[str]] = ()
         self.num_tokens = None if is_own(settings.data) else settings.context or USUAL_CONTEXT
-        self._unit = ""
+        self.unit = ""
         self._split: Split | None = None
         self.loss = self._find_loss()
 
@@ -120,10 +119,11 @@ class OwnTask:
         settings, model = self._settings, self.build()
         if is_own(settings.data):
             reader = BatchReader(model, str(self._own), not isinstance(self.loss, ModelLoss))
-            data, self._unit = own_data(settings, reader)
+            data, self.unit = own_data(settings, reader)
         else:
             assert self.num_tokens is not None
-            data = next_tokens(settings, tokenizer_of(settings), self.num_tokens, corpus)
+            tokenizer = tokenizer_of(settings)
+            data, self.unit = next_tokens(settings, tokenizer, self.num_tokens, corpus), next_token_unit(tokenizer)
         return ModelTrial(model, data, *self._try(model, data.batches[0], data.is_dealt))
 
     def _try(self, model: nn.Module, first: Example, part: bool) -> Example:
@@ -166,12 +166,8 @@ class OwnTask:
             f"has a {LOSS}; name the loss {LOSS} if there is one, and the forward gets the inputs alone"
         )
 
-    def judge(self, pipe: Pipeline, data: TaskData, loss: float) -> ModelQuality:
-        if data.corpus is None:
-            return ModelQuality(unit=self._unit)
-        silent = dataclasses.replace(self._settings, sample=0)
-        assert self.num_tokens is not None
-        return judge_decoder(silent, tokenizer_of(silent), self.num_tokens, pipe, data, loss)
+    def write(self, pipe: Pipeline) -> None:
+        return None
 
 
 def built(text: str, options: Mapping[str, Any], seed: int) -> nn.Module:

@@ -1,9 +1,9 @@
-"""Batches of the user's own, from `--data FILE.py:NAME`: made of a dataset's samples, or as any iterable gives them.
+"""Batches of the user's own, from `--data FILE.py:NAME`.
 
-a Dataset                      samples, put into batches of --batch in an order that follows from seed and step
-a DataLoader, any iterable     batches as they come, pass after pass; the position is in the checkpoint
-a function or class            makes one of these; it gets those of batch, seed, train, replica and num_replicas
-                               that it takes
+a Dataset             samples by number, put into batches of --batch in an order that follows from seed and step, by
+                      the file's collate_fn if it has one
+with state_dict       batches as they come, like those of torchdata's StatefulDataLoader; a checkpoint has its state
+a function or class   makes one of these; it gets those of batch, seed, train, replica and num_replicas that it takes
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from __future__ import annotations
 import inspect
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from itertools import islice
 from typing import Any, NamedTuple
 
@@ -19,7 +20,6 @@ from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset, default_collate
 
 from penstock.rank_environment import rank_of
-from penstock.runtime.stage.batch_rules import split
 from penstock.runtime.tensors.digest import batch_digest
 from penstock.runtime.tensors.pytree import flatten
 from penstock.runtime.tensors.rng import mix
@@ -31,6 +31,8 @@ from penstock.train.tasks.task import Example, TaskData
 OPTION = "--data"
 SEEN_AGAIN = 4
 """Batches of training that a run is evaluated on if there are no others."""
+COLLATE = "collate_fn"
+"""The name in a file of the function that makes a batch of samples."""
 HELD_OUT = 10
 """One sample of a dataset in so many is never trained on, unless the function makes other data for evaluation."""
 
@@ -45,13 +47,14 @@ class OwnSource:
         batch: samples of a step of this replica, for a function that takes it.
 
     Raises:
-        SettingsError: the errors of find and made; data that is neither samples nor batches.
+        SettingsError: the errors of find and made; data of none of the kinds above.
     """
 
     def __init__(self, text: str, batch: int, seed: int, replica: int = 0, num_replicas: int = 1) -> None:
         self.own: OwnName = own_name(text)
         self.seed = seed
-        _, self._found = find(text, OPTION)
+        module, self._found = find(text, OPTION)
+        self.collate: Callable[[Any], Any] = getattr(module, COLLATE, default_collate)
         self.is_made = inspect.isclass(self._found) or (
             callable(self._found)
             and not isinstance(self._found, torch.nn.Module)
@@ -64,50 +67,44 @@ class OwnSource:
         """Whether each replica loads its own part."""
 
     def make(self, train: bool = True) -> Any:
-        """A dataset, or an iterable of batches."""
+        """A dataset, or a loader that has a state."""
         found = self._found
         if self.is_made:
             with seeded(self.seed):
                 found = made(found, self.own, OPTION, {}, {**self._others, "train": train})
-        if isinstance(found, IterableDataset):
+        if is_stateful(found):
+            if not self.is_made:
+                raise SettingsError(
+                    f"{OPTION}: {self.own} is a loader with a state; name a function that makes it, so that every "
+                    "run starts from the beginning"
+                )
+            return found
+        is_indexed = hasattr(found, "__getitem__") and hasattr(found, "__len__")
+        if not is_indexed or isinstance(found, DataLoader | IterableDataset | Mapping | str | Tensor | list | tuple):
             raise SettingsError(
-                f"{OPTION}: {self.own} is an IterableDataset, which gives single samples; name a DataLoader of it, "
-                "which puts them into batches"
-            )
-        if isinstance(found, Mapping | str | Tensor) or not (hasattr(found, "__iter__") or is_samples(found)):
-            raise SettingsError(
-                f"{OPTION}: {self.own} is a {type(found).__name__}; name a Dataset, a DataLoader, any iterable of "
-                "batches (inputs, targets) or dicts, or a function that returns one"
-            )
-        if not self.is_made and (isinstance(found, Iterator) or is_stateful(found)):
-            what = "an iterator, which runs once" if isinstance(found, Iterator) else "a loader with a state"
-            raise SettingsError(
-                f"{OPTION}: {self.own} is {what}; name a function that makes it, so that every run starts "
-                "from the beginning"
+                f"{OPTION}: {self.own} is a {type(found).__name__}, which does not say where a run goes on; name a "
+                f"Dataset whose samples have numbers ({COLLATE} in the file puts them into batches), a loader with "
+                "state_dict and load_state_dict like torchdata's StatefulDataLoader, or a function that returns one"
             )
         return found
 
 
-def is_samples(found: Any) -> bool:
-    """Whether it gives samples by number, and not batches."""
-    indexed = hasattr(found, "__getitem__") and hasattr(found, "__len__")
-    return indexed and not isinstance(found, DataLoader | list | tuple)
-
-
 def is_stateful(found: Any) -> bool:
     """Whether it can save its position, and continue from it."""
-    return all(callable(getattr(found, name, None)) for name in ("state_dict", "load_state_dict"))
+    needed = ("state_dict", "load_state_dict", "__iter__")
+    has_state = all(callable(getattr(found, name, None)) for name in needed)
+    return has_state and not isinstance(found, torch.nn.Module | IterableDataset)  # which gives single samples
 
 
 def own_batch(text: str, seed: int, dp: int) -> int | None:
-    """The samples of a step if the data determines their number: those of the first batch, times the replicas that
-    have a part of their own. None if `--batch` determines it.
+    """The samples of a step if the data determines their number: those of a loader's first batch, times the replicas
+    that have a part of their own. None if `--batch` determines it.
     """
     source = OwnSource(text, 1, seed, 0, dp)
     found = source.make()
-    if is_samples(found) or "batch" in source.names:
+    if "batch" in source.names or not is_stateful(found):
         return None
-    first = next(iter(_Pass(source, found, 0)), None)
+    first = next(iter(found), None)
     leaves = [] if first is None else flatten(tensors_of(first))[0]
     if not leaves or not leaves[0].dim():
         return None
@@ -138,55 +135,18 @@ def require_samples(inputs: Any, targets: Any, what: str) -> None:
         )
 
 
-class _Pass:
-    """The batches of one pass over an iterable. The random draws of each are seeded by its number."""
-
-    def __init__(self, source: OwnSource, found: Any, number: int) -> None:
-        self._source, self._found, self._number = source, found, number
-        self._drawn, self._has_begun = 0, False
-
-    def begin(self, drawn: int = 0) -> None:
-        """Tells the iterable which pass it is. That may take it back to the beginning.
-
-        Args:
-            drawn: batches of the pass that went before; the iterable is about to be given the state to go on there.
-        """
-        for each in (self._found, getattr(self._found, "sampler", None)):
-            if callable(getattr(each, "set_epoch", None)):
-                each.set_epoch(self._number)  # type: ignore[union-attr]
-        self._drawn, self._has_begun = drawn, True
-
-    def __iter__(self) -> Iterator[Any]:
-        source, seed = self._source, mix(self._source.seed, self._number)
-        if not self._has_begun:
-            self.begin()
-        with seeded(mix(seed, 0)):
-            batches = called(lambda: iter(self._found), f"{OPTION}: {source.own}", source.own.path)
-        count = self._drawn
-        while True:
-            count += 1
-            with seeded(mix(seed, count)):
-                what = f"{OPTION}: batch {count - 1} of {source.own}"
-                batch = called(lambda: next(batches, _END), what, source.own.path)
-            if batch is _END:
-                return
-            yield batch
-
-
 _END = object()
 
 
 class IteratedBatches:
-    """Batches as an iterable gives them, by step. Steps can only go forward.
+    """Batches as a loader with a state gives them, by step. Steps can only go forward.
 
-    Its state for a checkpoint is its position: the pass, the batch in it, and the iterable's own state if it has one.
-    Without one, a resumed run draws the batches of the pass again up to there.
+    Its state for a checkpoint is the loader's own and its position: the pass, and the batch in it. The random draws
+    of each batch are seeded by that position.
     """
 
-    def __init__(self, source: OwnSource, read: ExampleReader) -> None:
-        self._source, self._read = source, read
-        self._found = source.make()
-        self.is_stateful = is_stateful(self._found)
+    def __init__(self, source: OwnSource, found: Any, read: ExampleReader) -> None:
+        self._source, self._found, self._read = source, found, read
         self._pass = self._within = self._steps = 0
         self._batches: Iterator[Any] | None = None
         self._last: Example | None = None
@@ -201,42 +161,61 @@ class IteratedBatches:
             )
         return self._last
 
+    def first_pass(self) -> Iterator[Example]:
+        """The batches of the first pass."""
+        while not self._pass:
+            batch = self._next()
+            if not self._pass:
+                yield batch
+
     def _next(self) -> Example:
-        own = self._source.own
+        source, own = self._source, self._source.own
+        seed = mix(source.seed, self._pass)
         if self._batches is None:
-            self._batches = iter(_Pass(self._source, self._found, self._pass))
-        batch = next(self._batches, _END)
+            self._begin()
+            self._batches = self._iterator(seed)
+        with seeded(mix(seed, self._within + 1)):
+            what = f"batch {self._within} of {own}"
+            batch = called(partial(next, self._batches, _END), f"{OPTION}: {what}", own.path)
         if batch is _END:
             if not self._within:
                 raise SettingsError(f"{OPTION}: {own} gives no batch; it has to give at least one a pass")
-            if isinstance(self._found, Iterator):
-                self._found = self._source.make()
             self._pass, self._within, self._batches = self._pass + 1, 0, None
             return self._next()
         self._within += 1
-        return self._read(batch, f"batch {self._within - 1} of {own}")
+        return self._read(batch, what)
+
+    def _begin(self) -> None:
+        """Tells the loader which pass it is, which may take it back to the beginning."""
+        for each in (self._found, getattr(self._found, "sampler", None)):
+            if callable(getattr(each, "set_epoch", None)):
+                each.set_epoch(self._pass)  # type: ignore[union-attr]
+
+    def _iterator(self, seed: int) -> Iterator[Any]:
+        own = self._source.own
+        with seeded(mix(seed, 0)):
+            found: Iterator[Any] = called(lambda: iter(self._found), f"{OPTION}: {own}", own.path)
+        return found
 
     def state_dict(self) -> dict[str, Any]:
-        state = {"steps": self._steps, "pass": self._pass, "within": self._within}
-        return state | ({"own": self._found.state_dict()} if self.is_stateful else {})
+        own = self._found.state_dict()
+        return {"steps": self._steps, "pass": self._pass, "within": self._within, "own": own}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self._steps, self._pass, self._within = state["steps"], state["pass"], state["within"]
         self._last = None
-        if isinstance(self._found, Iterator):
-            self._found = self._source.make()
-        batches = _Pass(self._source, self._found, self._pass)
-        self._batches = iter(batches)
-        if self.is_stateful:
-            batches.begin(self._within)
-            self._found.load_state_dict(state["own"])
-            return
-        for _ in range(self._within):
-            next(self._batches)
+        self._begin()
+        self._found.load_state_dict(state["own"])
+        self._batches = self._iterator(mix(self._source.seed, self._pass))
 
 
 class DatasetBatches:
-    """Batches of a dataset's samples, by step. Each pass is shuffled by the seed, and has only whole batches."""
+    """Batches of a dataset's samples, by step. Each pass is shuffled by the seed, and has only whole batches.
+
+    Args:
+        numbers: of the samples that are drawn from.
+        batch: samples of a batch.
+    """
 
     def __init__(
         self, source: OwnSource, found: Any, numbers: Sequence[int], batch: int, read: ExampleReader
@@ -264,37 +243,16 @@ class DatasetBatches:
         own = self._source.own
 
         def collated() -> Any:
-            return default_collate([self._found[number] for number in numbers])
+            return self._source.collate([self._found[number] for number in numbers])
 
         with seeded(mix(self._source.seed, step)):
             batch = called(collated, f"{OPTION}: {own}, samples {numbers[0]}, ...", own.path)
         return self._read(batch, f"a batch of {own}")
 
-
-class ConcatenatedBatches:
-    """The batches of several replicas, each with its own part, as one pipeline runs them one after another."""
-
-    def __init__(self, parts: Sequence[IteratedBatches | DatasetBatches], num_microbatches: int) -> None:
-        self._parts, self._num = parts, num_microbatches
-
-    def __getitem__(self, step: int) -> Example:
-        return self.join([part[step] for part in self._parts])
-
-    def join(self, found: Sequence[Example]) -> Example:
-        """The microbatches of all parts, one part's after another's."""
-        num = min(self._num, *(len(flatten(example.inputs)[0][0]) for example in found))
-        inputs = [each for example in found for each in split(example.inputs, num, "inputs")]
-        if found[0].targets is None:
-            return Example(inputs, None)
-        return Example(inputs, [each for example in found for each in split(example.targets, num, "targets")])
-
-    def state_dict(self) -> list[Any]:
-        return [part.state_dict() for part in self._parts if isinstance(part, IteratedBatches)]
-
-    def load_state_dict(self, state: Sequence[Any]) -> None:
-        iterated = [part for part in self._parts if isinstance(part, IteratedBatches)]
-        for part, each in zip(iterated, state, strict=True):
-            part.load_state_dict(each)
+    def in_order(self) -> Iterator[Example]:
+        """The whole batches of one pass, in the order of the samples."""
+        for number in range(self.num_batches):
+            yield self.of(self._numbers[number * self._batch : (number + 1) * self._batch], number)
 
 
 class OwnData(NamedTuple):
@@ -317,36 +275,30 @@ def own_data(settings: Settings, read: ExampleReader) -> OwnData:
     source = OwnSource(text, settings.batch, settings.seed)
     if source.is_dealt:
         return _dealt(settings, text, read)
-    found = opened(source, settings.batch, settings.dp * settings.microbatches, read)
+    found = opened(source, settings.batch, read)
     data = TaskData(text, found.digest, found.batches, found.validation, stateful=found.stateful)
     return OwnData(data, found.unit)
 
 
 def _dealt(settings: Settings, text: str, read: ExampleReader) -> OwnData:
-    """If each replica loads its own part of the data, the part of this one; in a single process all parts, one
-    after another.
-    """
-    dp, num = settings.dp, settings.microbatches
+    """The part of the data of this process's replica, if each replica loads its own."""
+    dp = settings.dp
     if settings.is_asynchronous:
         raise SettingsError(
             f"{OPTION} {text} takes `replica`, and {settings.schedule} deals the microbatches of whole batches "
             "out, as its updates fall between them; leave `replica` out of its arguments"
         )
+    if settings.in_process and dp > 1:
+        raise SettingsError(
+            f"{OPTION} {text} takes `replica`, and in one process one pipeline runs the microbatches of all {dp} "
+            "replicas; leave out --in-process"
+        )
     if settings.batch % dp:
         raise SettingsError(f"--batch {settings.batch} cannot be dealt to {dp} replicas; give a multiple of {dp}")
-    here = range(dp) if settings.in_process else [rank_of(os.environ) // settings.tp % dp]
-    found = [
-        opened(OwnSource(text, settings.batch // dp, settings.seed, replica, dp), settings.batch // dp, num, read)
-        for replica in here
-    ]
-    unit = f"{found[0].unit}, of each replica's part"
-    if len(found) == 1:
-        own = found[0]
-        data = TaskData(text, own.form, own.batches, own.validation, stateful=own.stateful, is_dealt=dp > 1)
-        return OwnData(data, unit)
-    joined = ConcatenatedBatches([each.batches for each in found], num)
-    validation = Validation(lambda: map(joined.join, zip(*(each.validation for each in found), strict=False)))
-    return OwnData(TaskData(text, found[0].form, joined, validation, stateful={"data": joined}), unit)
+    replica, batch = rank_of(os.environ) // settings.tp % dp, settings.batch // dp
+    own = opened(OwnSource(text, batch, settings.seed, replica, dp), batch, read)
+    data = TaskData(text, own.form, own.batches, own.validation, stateful=own.stateful, is_dealt=dp > 1)
+    return OwnData(data, f"{own.unit}, of each replica's part")
 
 
 class OpenedData(NamedTuple):
@@ -365,48 +317,6 @@ class OpenedData(NamedTuple):
         return {"data": self.batches} if isinstance(self.batches, IteratedBatches) else {}
 
 
-def opened(source: OwnSource, batch: int, least: int, read: ExampleReader) -> OpenedData:
-    """The data of one replica.
-
-    Args:
-        batch: samples of its part of a step. least: the fewest samples that can be cut into its microbatches.
-
-    Raises:
-        SettingsError: with the line where the user's own code fails; batches of other sizes.
-    """
-    found, own = source.make(), source.own
-    if is_samples(found):
-        return _of_samples(source, found, batch, read)
-    _check_last(own, found, least)
-    batches = IteratedBatches(source, read)
-    first = batches[0]
-    size = len(flatten(first.inputs)[0][0])
-    if size != batch:
-        raise SettingsError(f"{OPTION}: {own} gives batches of {size} samples, not {batch}; leave out --batch")
-    form = f"{own.name} {_form(first)}"
-    digest = form + ("" if batches.is_stateful else f" {batch_digest(*first):x}")
-    if source.takes_train:
-        unit = f"on average over the batches of {own.name}(train=False)"
-        return OpenedData(batches, Validation(lambda: _others(source, read)), unit, digest, form)
-    again = [read(each, f"a batch of {own}") for each in islice(_Pass(source, source.make(), 0), SEEN_AGAIN)]
-    unit = f"on average over {len(again)} batches that it is trained on too ({own.name} takes no `train`)"
-    return OpenedData(batches, again, unit, digest, form)
-
-
-def _check_last(own: OwnName, found: Any, least: int) -> None:
-    """Raises SettingsError if it is known that the last batch of a pass is too small."""
-    if not isinstance(found, DataLoader) or found.batch_size is None or found.drop_last:
-        return
-    if isinstance(found.dataset, IterableDataset):
-        return
-    num = len(found.sampler)  # type: ignore[arg-type]
-    if 0 < num % found.batch_size < least:
-        raise SettingsError(
-            f"{OPTION}: the last batch of {own} has {num % found.batch_size} of its {num} samples, and {least} "
-            "microbatches need as many; give the DataLoader drop_last=True"
-        )
-
-
 class Validation(Iterable[Example]):
     """Batches that a run is evaluated on. They are drawn again each time."""
 
@@ -417,25 +327,54 @@ class Validation(Iterable[Example]):
         return self._draw()
 
 
+def opened(source: OwnSource, batch: int, read: ExampleReader) -> OpenedData:
+    """The data of one replica.
+
+    Args:
+        batch: samples of its part of a step.
+
+    Raises:
+        SettingsError: with the line where the user's own code fails; batches of other sizes.
+    """
+    found, own = source.make(), source.own
+    if not is_stateful(found):
+        return _of_samples(source, found, batch, read)
+    batches = IteratedBatches(source, found, read)
+    first = batches[0]
+    size = len(flatten(first.inputs)[0][0])
+    if size != batch:
+        raise SettingsError(f"{OPTION}: {own} gives batches of {size} samples, not {batch}; leave out --batch")
+    form = f"{own.name} {_form(first)}"
+    if source.takes_train:
+        unit = f"on average over the batches of {own.name}(train=False)"
+        others = Validation(lambda: _others(source, read))
+        return OpenedData(batches, others, unit, form, form)
+    again = list(islice(IteratedBatches(source, source.make(), read).first_pass(), SEEN_AGAIN))
+    unit = f"on average over {len(again)} batches that it is trained on too ({own.name} takes no `train`)"
+    return OpenedData(batches, again, unit, form, form)
+
+
 def _others(source: OwnSource, read: ExampleReader) -> Iterator[Example]:
     """The batches with train=False."""
-    own, count = source.own, 0
-    for batch in _Pass(source, source.make(train=False), 0):
-        yield read(batch, f"batch {count} of {own}")
-        count += 1
-    if not count:
-        raise SettingsError(f"{OPTION}: {own} gives no batch with train=False; it has to give at least one")
+    found = source.make(train=False)
+    _require_kind(source, is_stateful(found))
+    return IteratedBatches(source, found, read).first_pass()
+
+
+def _require_kind(source: OwnSource, is_same: bool) -> None:
+    """Raises SettingsError unless the data with train=False is of the same kind as the other."""
+    if not is_same:
+        raise SettingsError(
+            f"{OPTION}: {source.own} gives samples for one of train=True and train=False and batches for the other; "
+            "give one kind for both"
+        )
 
 
 def _of_samples(source: OwnSource, found: Any, batch: int, read: ExampleReader) -> OpenedData:
     own, num = source.own, len(found)
-    digest = f"{own.name} of {num} samples {batch_digest(tensors_of(default_collate([found[0]]))):x}" if num else ""
     if source.takes_train:
         other = source.make(train=False)
-        if not is_samples(other):
-            raise SettingsError(
-                f"{OPTION}: {own} gives samples to train on and batches with train=False; give one kind for both"
-            )
+        _require_kind(source, not is_stateful(other))
         held, unit = list(range(len(other))), f"on average over the samples of {own.name}(train=False)"
         training = DatasetBatches(source, found, range(num), batch, read)
     else:
@@ -446,14 +385,9 @@ def _of_samples(source: OwnSource, found: Any, batch: int, read: ExampleReader) 
         other, training = found, DatasetBatches(source, found, rest, batch, read)
     if not held:
         raise SettingsError(f"{OPTION}: {own} has no sample with train=False to evaluate on; give at least one")
-    size = min(batch, len(held))
-    kept = DatasetBatches(source, other, held, size, read)
-
-    def draw() -> Iterator[Example]:
-        for number in range(kept.num_batches):
-            yield kept.of(held[number * size : (number + 1) * size], number)
-
-    return OpenedData(training, Validation(draw), unit, digest, f"{own.name} {_form(training[0])}")
+    kept = DatasetBatches(source, other, held, min(batch, len(held)), read)
+    digest = f"{own.name} of {num} samples {batch_digest(tensors_of(source.collate([found[0]]))):x}"
+    return OpenedData(training, Validation(kept.in_order), unit, digest, f"{own.name} {_form(training[0])}")
 
 
 def _form(example: Example) -> list[Any]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -18,39 +17,6 @@ from penstock.schedule import Schedule
 
 if TYPE_CHECKING:
     from penstock.train.tasks.documents import Documents
-
-
-@dataclass(frozen=True)
-class ModelQuality:
-    """What the report says about a model at the end. Fields that do not apply to its kind are None.
-
-    Attributes:
-        unit: what the loss is counted in, and on what. beside: sentences that compare it with something known.
-        unigram, bigram: nats per token of models that count single tokens and pairs.
-        beats_bigram: whether the model is better than counting pairs.
-        writes: whether it is a model that writes text. text: what it wrote.
-    """
-
-    unit: str
-    beside: tuple[str, ...] = ()
-    unigram: float | None = None
-    bigram: float | None = None
-    beats_bigram: bool | None = None
-    text: str = ""
-    writes: bool = False
-
-    def to_json(self) -> dict[str, Any]:
-        """Everything except the text, which has a file of its own."""
-        values = dataclasses.asdict(self)
-        del values["text"], values["writes"]
-        return values
-
-    @classmethod
-    def take(cls, values: dict[str, Any]) -> ModelQuality:
-        """Reads from a larger object what `to_json` made."""
-        names = [field.name for field in dataclasses.fields(cls) if field.name in values]
-        found: Mapping[str, Any] = {name: values.pop(name) for name in names}
-        return cls(**{**found, "beside": tuple(found["beside"])})
 
 
 BYTES = 4
@@ -120,6 +86,7 @@ class Task(Protocol):
         config: its sizes. sizes: those of them that a resumed run must share, by name.
         num_tokens: of a sample: what its speed is counted in; None where a sample is no row of tokens.
         loss: of a microbatch.
+        unit: in words, of the loss on the validation data; known when the data is read.
         tied: groups of names of parameters that are one.
     """
 
@@ -131,6 +98,8 @@ class Task(Protocol):
     def sizes(self) -> Mapping[str, Any]: ...
     @property
     def loss(self) -> Callable[..., Tensor]: ...
+    @property
+    def unit(self) -> str: ...
     @property
     def tied(self) -> Sequence[Sequence[str]]: ...
 
@@ -146,8 +115,8 @@ class Task(Protocol):
         """The data. If `corpus` is given, it is not read again. Raises DataError."""
         ...
 
-    def judge(self, pipe: Pipeline, data: TaskData, loss: float) -> ModelQuality:
-        """How good the model is, given its loss on the validation data. Every rank must call it."""
+    def write(self, pipe: Pipeline) -> str | None:
+        """Text that the model writes; None for a model that writes none. Every rank must call it."""
         ...
 
 

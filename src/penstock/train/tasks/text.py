@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import numpy as np
@@ -12,8 +13,8 @@ from penstock.data import (
     Batches,
     ByteTokenizer,
     Corpus,
+    DataError,
     Tokenizer,
-    entropies,
     load_tokenizer,
     open_corpus,
     to_tensors,
@@ -22,10 +23,7 @@ from penstock.data import (
 from penstock.models import sample
 from penstock.runtime import Pipeline
 from penstock.train.settings import Settings
-from penstock.train.tasks.task import VALIDATION_BATCHES, Example, ModelQuality, StepBatches, TaskData
-
-ENTROPY_TOKENS = 1 << 26
-"""Tokens of training and of validation text from which the report's entropies are counted."""
+from penstock.train.tasks.task import VALIDATION_BATCHES, Example, StepBatches, TaskData
 
 
 def tokenizer_of(settings: Settings) -> Tokenizer:
@@ -33,13 +31,21 @@ def tokenizer_of(settings: Settings) -> Tokenizer:
     return load_tokenizer(settings.tokenizer) if settings.tokenizer else ByteTokenizer()
 
 
+CHECKED = 1 << 26
+"""Tokens of training and of validation text that are looked at before a run."""
+
+
 def check_tokens(corpus: Corpus) -> None:
-    """Raises DataError if the data has a token outside the vocabulary, in the part from which entropies are
-    counted.
-    """
-    for tokens in (corpus.train, corpus.validation):
-        if np.iinfo(tokens.dtype).max >= corpus.vocab_size:
-            entropies(tokens[:ENTROPY_TOKENS], tokens[:2], corpus.vocab_size)
+    """Raises DataError if the first tokens of the data have one outside the vocabulary."""
+    for tokens in (corpus.train[:CHECKED], corpus.validation[:CHECKED]):
+        if not tokens.size or np.iinfo(tokens.dtype).max < corpus.vocab_size:
+            continue
+        low, high = int(tokens.min()), int(tokens.max())
+        if low < 0 or high >= corpus.vocab_size:
+            raise DataError(
+                f"token {low if low < 0 else high} in the data, outside the vocabulary of {corpus.vocab_size}. "
+                "Give the tokenizer the data was prepared with."
+            )
 
 
 def next_tokens(settings: Settings, tokenizer: Tokenizer, context: int, corpus: Corpus | None) -> TaskData:
@@ -53,25 +59,9 @@ def next_tokens(settings: Settings, tokenizer: Tokenizer, context: int, corpus: 
     return TaskData(corpus.description, corpus.digest, made, validation, corpus)
 
 
-def judge_decoder(
-    settings: Settings, tokenizer: Tokenizer, context: int, pipe: Pipeline, data: TaskData, loss: float
-) -> ModelQuality:
-    """Compares a decoder with counting tokens and pairs of tokens, and lets it write. Every rank must call it."""
-    text = write(settings, tokenizer, context, pipe)
-    assert data.corpus is not None
-    corpus = data.corpus
-    bars = entropies(corpus.train, corpus.validation, corpus.vocab_size, max_tokens=ENTROPY_TOKENS)
-    beats = bars.beaten_by(loss)
-    bar = "below" if beats else "not below"
-    return ModelQuality(
-        unit="nats a token on the validation text",
-        beside=(f"{bar} {bars.bigram:.3f}, what counting pairs of tokens gives (single ones {bars.unigram:.3f})",),
-        unigram=bars.unigram,
-        bigram=bars.bigram,
-        beats_bigram=beats,
-        text=text,
-        writes=True,
-    )
+def next_token_unit(tokenizer: Tokenizer) -> str:
+    """The unit of the loss of a model that guesses the next token, and the loss of one that knows nothing."""
+    return f"nats a token on the validation text; {math.log(tokenizer.vocab_size):.3f} by guessing"
 
 
 def logits_of(part: Any) -> Tensor:
