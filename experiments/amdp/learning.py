@@ -25,8 +25,7 @@ from experiments.amdp.merging import merged
 from experiments.amdp.together import RunByRun, SumOfLosses, joined, stacked
 from experiments.common.results import Row
 from penstock.data import Batches, Corpus, MaskedText, open_corpus, validation_batches
-from penstock.models import BERTConfig, BERTLoss, CrossEntropy, GPTConfig
-from penstock.models.stage import bert_stage, gpt_stage
+from penstock.models import BERTConfig, BERTLoss, CrossEntropy, GPTConfig, bert_stage, gpt_stage
 from penstock.runtime import MuonAdamW, Stage
 from penstock.runtime.stage.batch_rules import split
 from penstock.train.settings import learning_rate

@@ -18,8 +18,7 @@ import asynchronous_runs as runs
 import penstock as ps
 from copies_runs import grouped_step
 from penstock.cli import main
-from penstock.models import BERTConfig, GPTConfig
-from penstock.models.stage import bert_stage, gpt_stage
+from penstock.models import BERTConfig, GPTConfig, bert_stage, gpt_stage
 from penstock.runtime import MuonAdamW, RuntimeFailure, leave_to_adamw
 from penstock.runtime.parameters.muon import is_hidden_matrix, mark_ends, require_whole_matrices
 from penstock.runtime.parameters.rules import rule_of

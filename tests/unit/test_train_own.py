@@ -280,7 +280,7 @@ def test_parts_of_replicas_are_refused_where_they_can_t_be_dealt(place: Path, ca
     (place / "parts.py").write_text(PARTS)
     line = "train --model resnet.py:ResNet --data parts.py:parts --dp 2"
     for options, why in (
-        ("--batch 15", "--batch 15 cannot be dealt to 2 replicas; give a multiple of 2"),
+        ("--batch 15 --microbatches 4", "--batch 15 cannot be dealt to 2 replicas; give a multiple of 2"),
         ("--schedule vnag", "deals the microbatches of whole batches out"),
         ("--in-process", "in one process one pipeline runs the microbatches of all 2 replicas"),
     ):

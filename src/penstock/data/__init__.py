@@ -1,9 +1,9 @@
 """Text and tokens: where they come from, how they are kept, and which batch belongs to which step.
 
-Only numpy is needed here; torch comes in with `penstock.data.tensors`.
+Only numpy is needed here; torch comes in with `to_tensors`.
 """
 
-from penstock.data.batches import Batch, Batches, validation_batches
+from penstock.data.batches import Batch, Batches, to_tensors, validation_batches
 from penstock.data.corpus import Corpus, open_corpus
 from penstock.data.errors import DataError
 from penstock.data.long_tails import long_tailed
@@ -12,7 +12,6 @@ from penstock.data.megatron import IndexedTokens, IndexedWriter
 from penstock.data.paired import PairedSamples, TokenForm, VectorForm
 from penstock.data.preparation import Summary, prepare
 from penstock.data.sequences import PackedRow, Sequences, document_lengths
-from penstock.data.tensors import to_tensors
 from penstock.data.tokenizer import ByteTokenizer, Tokenizer, load_tokenizer
 
 __all__ = [

@@ -6,7 +6,7 @@ the end of an epoch.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,7 +15,10 @@ from penstock.data.dtype import Tokens
 from penstock.data.errors import DataError
 from penstock.data.shuffle import mix, permuted
 
-__all__ = ["Batch", "Batches", "validation_batches"]
+if TYPE_CHECKING:  # preparing data starts without torch
+    import torch
+
+__all__ = ["Batch", "Batches", "to_tensors", "validation_batches"]
 
 
 class Batch(NamedTuple):
@@ -120,6 +123,25 @@ def validation_batches(
     last = int(tokens.size) - 1 - context
     starts = np.linspace(0, last, num_batches * batch_size).astype(np.int64)
     return [_gather(tokens, rows, context, vocab_size) for rows in starts.reshape(num_batches, batch_size)]
+
+
+def to_tensors(batch: Batch, device: torch.device | str = "cpu") -> tuple[torch.Tensor, torch.Tensor]:
+    """A batch as int64[B, T] tensors, inputs and targets; on the CPU they share the batch's memory.
+
+    Args:
+        batch: the batch.
+        device: where the tensors lie.
+
+    Examples:
+        >>> import penstock as ps
+        >>> import numpy as np
+        >>> inputs, targets = ps.data.to_tensors(ps.data.Batches(np.arange(100) % 7, batch_size=2, context=8)[0])
+        >>> inputs.shape, inputs.dtype
+        (torch.Size([2, 8]), torch.int64)
+    """
+    import torch
+
+    return torch.from_numpy(batch.inputs).to(device), torch.from_numpy(batch.targets).to(device)
 
 
 def _num_windows(tokens: Tokens, context: int) -> int:

@@ -6,6 +6,7 @@ from penstock.models.bert import (
     bert_costs,
     bert_layers,
     bert_presets,
+    bert_stage,
     bert_tied_parameters,
 )
 from penstock.models.clip import (
@@ -26,11 +27,10 @@ from penstock.models.costs import (
     gpt_costs,
     gpt_costs_by_length,
 )
-from penstock.models.gpt import GPTConfig, build_layers, presets, tied_parameters
+from penstock.models.gpt import GPTConfig, build_layers, gpt_stage, presets, tied_parameters
 from penstock.models.loss import CrossEntropy
 from penstock.models.parallel import ParallelError, parallelize, require_parallel
 from penstock.models.sampling import sample
-from penstock.models.stage import bert_stage, gpt_stage
 
 __all__ = [
     "BERTConfig",

@@ -12,17 +12,27 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
 from penstock.models.block import TransformerBlock, dropout_layer
-from penstock.models.listed import ListedLayers, tied_ends
+from penstock.models.listed import ListedLayers, Wrap, tied_ends
 from penstock.models.loss import token_losses
 from penstock.models.seeded import require_sizes
+from penstock.runtime import Stage
 
-__all__ = ["BERTConfig", "BERTLoss", "bert_costs", "bert_layers", "bert_presets", "bert_tied_parameters"]
+__all__ = [
+    "BERTConfig",
+    "BERTLoss",
+    "bert_costs",
+    "bert_layers",
+    "bert_presets",
+    "bert_stage",
+    "bert_tied_parameters",
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -211,9 +221,25 @@ def bert_layers(config: BERTConfig, indices: Iterable[int] | None = None, seed: 
         >>> len(ps.models.bert_layers(config)) == len(ps.models.bert_costs(config))
         True
     """
-    return ListedLayers("a BERT", config.depth, config.width, lambda i: _make_layer(config, i), config.tied).layers(
-        indices, seed
-    )
+    return _listed(config).layers(indices, seed)
+
+
+def bert_stage(config: BERTConfig, indices: Iterable[int], seed: int = 0, wrap: Wrap | None = None) -> Stage:
+    """The stage that holds a BERT's layers at `indices`, under their names in the whole model.
+
+    Args:
+        config: the sizes of the model.
+        indices: numbers of layers, from 0.
+        seed: initial weights are drawn from it, layer by layer.
+        wrap: puts something around each block, such as activation checkpointing; nothing where not given.
+
+    Examples:
+        >>> import penstock as ps
+        >>> stage = ps.models.bert_stage(ps.models.bert_presets["nano"], range(2))
+        >>> next(name for name, _ in stage.named_parameters())
+        'layers.0.token.weight'
+    """
+    return _listed(config).stage(indices, seed, wrap)
 
 
 def bert_tied_parameters(config: BERTConfig) -> list[list[str]]:
@@ -245,6 +271,10 @@ def bert_costs(config: BERTConfig) -> list[float]:
     width = config.width
     block = 2 * 12 * width**2 + 4 * config.context * width  # the whole T by T scores, twice
     return [3.0 * width, *[float(block)] * config.depth, 2.0 * width * (config.vocab_size + width)]
+
+
+def _listed(config: BERTConfig) -> ListedLayers:
+    return ListedLayers("a BERT", config.depth, config.width, partial(_make_layer, config), config.tied)
 
 
 def _make_layer(config: BERTConfig, index: int) -> nn.Module:

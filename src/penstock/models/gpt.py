@@ -9,15 +9,17 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor, nn
 
 from penstock.models.block import TransformerBlock, dropout_layer
-from penstock.models.listed import ListedLayers, tied_ends
+from penstock.models.listed import ListedLayers, Wrap, tied_ends
 from penstock.models.seeded import require_sizes
+from penstock.runtime import Stage
 
-__all__ = ["GPTConfig", "build_layers", "presets", "tied_parameters"]
+__all__ = ["GPTConfig", "build_layers", "gpt_stage", "presets", "tied_parameters"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,9 +173,25 @@ def build_layers(config: GPTConfig, indices: Iterable[int] | None = None, seed: 
         >>> all(torch.equal(p, q) for p, q in zip(last.parameters(), again.parameters()))
         True
     """
-    return ListedLayers("a GPT", config.depth, config.width, lambda i: _make_layer(config, i), config.tied).layers(
-        indices, seed
-    )
+    return _listed(config).layers(indices, seed)
+
+
+def gpt_stage(config: GPTConfig, indices: Iterable[int], seed: int = 0, wrap: Wrap | None = None) -> Stage:
+    """The stage that holds the layers at `indices`, under their names in the whole model ("layers.3").
+
+    Args:
+        config: the sizes of the model.
+        indices: numbers of layers, from 0.
+        seed: initial weights are drawn from it, layer by layer.
+        wrap: puts something around each block, such as activation checkpointing; nothing where not given.
+
+    Examples:
+        >>> import penstock as ps
+        >>> stage = ps.models.gpt_stage(ps.models.presets["nano"], range(2))
+        >>> sorted({name.split(".")[1] for name, _ in stage.named_parameters()})
+        ['0', '1']
+    """
+    return _listed(config).stage(indices, seed, wrap)
 
 
 def tied_parameters(config: GPTConfig) -> list[list[str]]:
@@ -189,6 +207,10 @@ def tied_parameters(config: GPTConfig) -> list[list[str]]:
         [['layers.0.token.weight', 'layers.5.output.weight']]
     """
     return tied_ends(config.num_layers) if config.tied else []
+
+
+def _listed(config: GPTConfig) -> ListedLayers:
+    return ListedLayers("a GPT", config.depth, config.width, partial(_make_layer, config), config.tied)
 
 
 def _make_layer(config: GPTConfig, index: int) -> nn.Module:

@@ -16,8 +16,12 @@ import torch
 from torch import nn
 
 from penstock.models.seeded import built, generator_of
+from penstock.runtime import Stage
 
-__all__ = ["ListedLayers", "tied_ends"]
+__all__ = ["ListedLayers", "Wrap", "tied_ends"]
+
+Wrap = Callable[[nn.Module], nn.Module]
+"""Puts something around a block, such as activation checkpointing."""
 
 
 @dataclass(frozen=True)
@@ -60,6 +64,18 @@ class ListedLayers:
                 if index == self.last:
                     layer.get_submodule("output").weight = embedding.token.weight
         return layers
+
+    def stage(self, indices: Iterable[int], seed: int, wrap: Wrap | None = None) -> Stage:
+        """The stage that holds the layers at `indices`, under their names in the whole model ("layers.3").
+
+        Args:
+            wrap: is called for each block.
+        """
+        wanted = list(indices)
+        named = dict(zip(wanted, self.layers(wanted, seed), strict=True))
+        if wrap is not None:
+            named |= {index: wrap(layer) for index, layer in named.items() if 0 < index < self.last}
+        return Stage({f"layers.{index}": layer for index, layer in named.items()}, wanted)
 
     def _build(self, index: int, seed: int) -> nn.Module:
         std = 0.5 * self.width**-0.5

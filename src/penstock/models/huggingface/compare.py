@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from penstock.models.huggingface.anatomy import BY_STAGES, Anatomy, DecoderError, has_encoder
 from penstock.models.huggingface.frame import uncached
 from penstock.models.huggingface.layers import TARGETS, model_layers
-from penstock.models.huggingface.own_loss import COUNTED, POSITIONS, OwnLoss, split_batch
+from penstock.models.huggingface.loss import COUNTED, POSITIONS, OwnLoss, split_batch
 from penstock.models.huggingface.pictures import IMAGES, PictureForm, picture_form
 from penstock.models.huggingface.routers import Routers
 from penstock.models.huggingface.shift import Shift

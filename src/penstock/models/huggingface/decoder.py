@@ -26,9 +26,10 @@ from penstock.models.huggingface.compare import (
 from penstock.models.huggingface.export import write_folder
 from penstock.models.huggingface.layers import TARGETS, ModelLayer, build_layers
 from penstock.models.huggingface.lora import Adapters
-from penstock.models.huggingface.loss import NextTokenLoss, WithRouterLoss
-from penstock.models.huggingface.own_loss import (
+from penstock.models.huggingface.loss import (
+    NextTokenLoss,
     OwnLoss,
+    WithRouterLoss,
     class_with_forward,
     default_loss,
     has_token_loss,

@@ -3,6 +3,13 @@
 A config names what may be cut, `layers.*.self_attn.q_proj: colwise`. A module all of whose weights it names, in
 styles that we know, from columns to rows, becomes a region; the rest of a model stays whole on every rank. GPT-2 and
 OPT, for which transformers has no plan, have one here. Embedding and head are sharded over the vocabulary.
+
+GPT-2's linear layers are Conv1D of transformers, whose weight is [in, out], the other way round. Its attention has
+query, key and value side by side, [in, 3 D]. Consecutive columns of that are no whole heads, so this weight stays
+whole on every rank, under its shape; each rank computes with the columns of its heads alone:
+
+    weight   q0 q1 q2 q3 | k0 k1 k2 k3 | v0 v1 v2 v3
+    rank 1         q2 q3         k2 k3         v2 v3
 """
 
 from __future__ import annotations
@@ -12,11 +19,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
+from torch.nn.functional import linear
 
 from penstock.models.dividing import require_heads, require_vocabulary, require_width
-from penstock.models.huggingface.conv1d import ColumnConv1D, FusedConv1D, RowConv1D
-from penstock.runtime.tensor_parallel import Sharding
+from penstock.runtime.tensor_parallel import ShardedModule, Sharding, entered, summed
+from penstock.runtime.tensors.dtensor import local
 
 __all__ = ["Shards", "require_parallel_decoder", "shards_of"]
 
@@ -179,3 +187,48 @@ def _drops_out(module: nn.Module) -> bool:
     """Whether a module may draw random numbers between its columns and its rows."""
     given = [getattr(module, name, 0.0) for name in ("attention_dropout", "attn_dropout", "dropout")]
     return any((each.p if isinstance(each, nn.Dropout) else each) > 0 for each in given)
+
+
+class ColumnConv1D(ShardedModule):
+    """In a region: some of the output features."""
+
+    weight: Tensor
+    bias: Tensor
+
+    def on_shard(self, x: Tensor) -> Tensor:
+        return linear(x, local(self.weight).T, local(self.bias))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.on_shard(x)
+
+
+class RowConv1D(ShardedModule):
+    """The end of a region: some of the input features."""
+
+    weight: Tensor
+    bias: Tensor
+
+    def on_shard(self, x: Tensor) -> Tensor:
+        return linear(x, local(self.weight).T)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = summed(self.on_shard(x), self.mesh)
+        return y + self.bias.to(y.dtype)
+
+
+class FusedConv1D(ShardedModule):
+    """In a region: query, key and value of some of the heads, of a weight that every rank holds in full."""
+
+    weight: Tensor
+    bias: Tensor
+
+    def on_shard(self, x: Tensor) -> Tensor:
+        return linear(x, self._columns(self.weight).T, self._columns(self.bias))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.on_shard(x)
+
+    def _columns(self, whole: Tensor) -> Tensor:
+        """[..., 3 D] to [..., 3 D/n]; the gradients of all ranks' columns make that of the whole."""
+        apart = entered(whole, self.mesh).unflatten(-1, (3, self.mesh.size(), -1))
+        return apart.select(-2, self.mesh.get_local_rank()).flatten(-2)
