@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any, Self
 
 from penstock.cost import Costs, Links
@@ -39,9 +39,6 @@ class UpdateReport:
     measured: int
     met: float
     versions: int
-
-    def to_json(self) -> dict[str, Any]:
-        return asdict(self)
 
     def words(self) -> str:
         """One line for people."""
