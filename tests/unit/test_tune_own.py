@@ -170,7 +170,7 @@ def test_microbatches_larger_than_a_batch_of_the_data_are_refused(net: Path) -> 
         ("tune --profile-only --model nothing.py:Net --data net.py:data", "nothing.py:Net: there is no file"),
         ("tune --model net.py:Nett --data net.py:data", "has no 'Nett'"),
         ("tune --profile-only --model clip", "--model clip has a chain of layers for each tower"),
-        ("tune --profile-only --data net.py:data", "net.py:data makes batches for a model of your own"),
+        ("tune --profile-only --data net.py:data", "makes batches for a model of your own"),
         (
             "tune --model net.py:Net --data net.py:data --depth 3",
             "net.py:Net: your own model takes its sizes by --model-options",
