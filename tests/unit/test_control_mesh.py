@@ -33,6 +33,7 @@ from penstock.control.events import (
     slowest_of,
 )
 from penstock.control.orchestrator import Orchestrator
+from penstock.control.report_sampler import CLOSELY
 from penstock.cost import Links, Ring
 from penstock.cost.mesh import LinkGroup
 
@@ -99,7 +100,7 @@ def test_what_does_not_become_faster_is_moved_back_and_stays_there() -> None:
 @pytest.mark.parametrize("every", [12, 30, 100])
 def test_bug_a_ring_that_slowed_down_between_two_probes_was_called_absorbed(every: int) -> None:
     """Steps rise from 70 to 255 ms, and the link is found two probes later. By then slow steps counted as usual."""
-    controller, draw, decisions = Controller(job()), random.Random(7), []
+    controller, draw, decisions, asked = Controller(job()), random.Random(7), [], 0
     onset = 4 * every + every // 3
     for number in range(onset + 6 * every):
         made = list(
@@ -109,11 +110,15 @@ def test_bug_a_ring_that_slowed_down_between_two_probes_was_called_absorbed(ever
             made += controller.feed(probes(MESH, Links.parse("2:3=latency:40ms" if number >= onset else ""), 0.0))
             if controller.search is not None:
                 made += controller.feed(controller.search())
+        if number < onset:
+            assert not controller.wants_probes
+        asked += controller.wants_probes
         decisions += made
         if decisions:
             break
     assert [each.action for each in decisions] == [Action.MOVE]
     assert decisions[0].iteration <= onset + 3 * every
+    assert 0 < asked <= 2 * CLOSELY, "links are to be probed soon, but not for ever"
     (unknown,) = (each for each in controller.unanswered if each.obstacle is Obstacle.UNKNOWN)
     assert (unknown.before, unknown.now) == (pytest.approx(70, abs=4), pytest.approx(255, abs=25))
 

@@ -27,12 +27,12 @@ class Run:
     def _clock(self) -> float:
         return self.now
 
-    def steps(self, num: int, step_s: float) -> None:
+    def steps(self, num: int, step_s: float, is_soon: bool = False) -> None:
         for _ in range(num):
             self.now += step_s
             self.step += 1
-            is_due = self.first.after_step()
-            assert self.other.after_step() == is_due, "processes come to the same step"
+            is_due = self.first.after_step(is_soon)
+            assert self.other.after_step(is_soon) == is_due, "processes come to the same step"
             if is_due:
                 self.now += 0.9 * self.round_s
                 planned = self.first.plan(rest=0.1 * self.round_s)
@@ -57,6 +57,15 @@ def test_a_long_round_waits_until_it_is_a_small_share_of_the_time() -> None:
     run = Run(round_s=0.25)
     run.steps(200, 0.1)
     assert run.gaps == [LEAST_EVERY, 63, 63, 63], "0.25 s are 4% of 6.25 s"
+
+
+def test_rounds_come_soon_while_slower_steps_have_no_known_cause() -> None:
+    run = Run(round_s=0.25)
+    run.steps(20, 0.1)
+    run.steps(12, 0.1, is_soon=True)
+    assert run.rounds == [0, 5, 21, 26, 31]
+    run.steps(80, 0.1)
+    assert run.rounds[5:] == [36, 36 + 63], "one more was due when the question was answered"
 
 
 def test_rounds_come_at_last_however_long_they_take() -> None:

@@ -47,7 +47,9 @@ def follow(lines: Iterable[str], write: Callable[[str], object]) -> None:
                     controller.feed(event_from_json(value["event"]))
                 elif "record" in value:
                     record = {**value["record"], "simulated_ms": simulated(controller, value["record"])}
-                    write(json.dumps({"record": record, "calm": controller.is_calm}))
+                    write(
+                        json.dumps({"record": record, "calm": controller.is_calm, "probe": controller.wants_probes})
+                    )
                     planner.follow(controller)
                 else:
                     raise ControlError(f"neither an event nor a record: {line[:80]!r}")

@@ -144,6 +144,11 @@ class Controller:
         return is_long and self._question.too_early(self._steps, self._iteration) is not None
 
     @property
+    def wants_probes(self) -> bool:
+        """Whether links between nodes should be probed soon: steps became slower, and nothing known explains that."""
+        return self._nodes is not None and 0 < self._steps.num_slower <= 2 * CLOSELY
+
+    @property
     def predicted_mesh(self) -> float:
         """The predicted time of an iteration over the mesh (ms), with its rings, with the links as probed; 0
         without a mesh.

@@ -74,15 +74,15 @@ def _note_nodes(local: LocalPipeline, nodes: tuple[int, ...]) -> None:
     local.running = replace(local.running, configuration=replace(local.running.configuration, nodes=nodes))
 
 
-def probes_of(local: LocalPipeline, given: PipelineArguments) -> Callable[[], dict[Link, LinkTime] | None]:
+def probes_of(local: LocalPipeline, given: PipelineArguments) -> Callable[[bool], dict[Link, LinkTime] | None]:
     """What every process calls after each step: it probes the links between nodes, with what is injected into them,
     where it is time to (`ProbePace`). It raises DeadlineExceeded or PeerLost where a process is late or gone.
     """
     assert local.nodes is not None, "only links between nodes are probed"
     processes, links, conditions, pace = local.nodes.processes, given.transport.links, local.conditions, ProbePace()
 
-    def after_step() -> dict[Link, LinkTime] | None:
-        if not pace.after_step():
+    def after_step(is_soon: bool) -> dict[Link, LinkTime] | None:
+        if not pace.after_step(is_soon):
             return None
         found = probe(processes, given.timeout, pace)
         if links is not None and conditions is not None:

@@ -66,7 +66,8 @@ class Vote(NamedTuple):
         running, running_digest: the decision that it runs (0: what the job started with), and that plan's digest.
         held, held_digest: the decision that it could run next, all worked out; 0 for none.
         us: microseconds that the step took on this process.
-        asks: 1 if this process asks all others to report the next step; 2 if a plan waits in the store besides.
+        asks: 1 if this process asks all others to report the next step, and more if a plan waits in the store (2) or
+            links between nodes should be probed soon (4).
     """
 
     running: int
@@ -146,7 +147,8 @@ class Agent:
         digest: of what runs.
         pipeline_index: over a mesh, which of the pipelines (replica x shard) this process has ranks of.
         pipeline: the process that runs each rank of it. Both change where nodes move.
-        probes: to be called after each step; what links between nodes take, where it was time to probe them.
+        probes: to be called after each step; what links between nodes take, where it was time to probe them. It is
+            told whether they should be probed soon.
         notices: what a person should know, each once.
     """
 
@@ -161,10 +163,10 @@ class Agent:
         self.notices: list[str] = []
         self.pipeline_index = 0
         self.pipeline: Sequence[int] = range(setting.start.schedule.num_ranks)
-        self.probes: Callable[[], dict[Link, LinkTime] | None] | None = None
+        self.probes: Callable[[bool], dict[Link, LinkTime] | None] | None = None
         self._options, self._ready = options, ready
         self._stopped: str | None = None
-        self._has_ended = False
+        self._has_ended = self._probes_soon = False
         self._iteration = 0
         self._report_sampler = ReportSampler(setting.start.num_updates)
         self._measured: Sequence[MeasuredStep] = ()
@@ -212,7 +214,7 @@ class Agent:
         """
         if self.probes is None or self._has_ended:
             return
-        found = self.probes()
+        found = self.probes(self._probes_soon)
         if found is not None and self._coordinator is not None:
             self._coordinator.note(self._iteration, Probed.of(found))
 
@@ -235,7 +237,8 @@ class Agent:
         held = self._voted_for or PreparedPlan(0)
         asks = int(bool(self._unsaid))
         if self._coordinator is not None:
-            asks = max(asks, not self._coordinator.is_calm, 2 * (len(self._coordinator.decisions) >= self._least))
+            asks |= not self._coordinator.is_calm
+            asks |= 2 * (len(self._coordinator.decisions) >= self._least) | 4 * self._coordinator.wants_probes
         return Vote(*running, held.number, held.vote_digest, us, asks)
 
     def _report(self, us: int, asked: bool) -> None:
@@ -266,7 +269,8 @@ class Agent:
         self._report(max(vote.us for vote in votes), any(vote.asks for vote in votes))
         if self._rendezvous.compare is not None and self._iteration % CLOCK_COMPARISON_ITERATIONS == 0:
             self._rendezvous.clock_offsets_ns = self._rendezvous.compare()
-        if votes[0].asks > 1:
+        self._probes_soon = bool(votes[0].asks & 4)
+        if votes[0].asks & 2:
             self._wanted.set()
         if outcome.stopped is not None:
             self.end(self._stopped or f"rank {outcome.stopped} adapts no more")

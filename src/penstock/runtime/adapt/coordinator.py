@@ -186,7 +186,7 @@ class Coordinator:
         notice: Callable[[str], None],
     ) -> None:
         self.decisions: list[dict[str, Any]] = []
-        self._is_calm = False
+        self._is_calm = self.wants_probes = False
         self._options, self._setting, self._rendezvous = options, setting, rendezvous
         self._take_plan, self._stop, self._notice = take, stop, notice
         self._run_log = RunLog(options.folder, notice)
@@ -301,7 +301,7 @@ class Coordinator:
         """A line of the controller's output."""
         value = json.loads(line)
         if "record" in value:
-            self._is_calm = value["calm"]
+            self._is_calm, self.wants_probes = value["calm"], value["probe"]
             self._run_log.write(ITERATIONS, json.dumps(value["record"]))
             return
         self._run_log.write(CONTROL, line)

@@ -59,24 +59,23 @@ class ProbePace:
     processes would cross a late link several times, and take longer than the round.
 
     Args:
-        share: that of the time.
-        least_every: fewest steps between two rounds.
         clock: seconds.
     """
 
-    def __init__(
-        self,
-        share: float = SHARE,
-        least_every: int = LEAST_EVERY,
-        clock: Callable[[], float] = time.perf_counter,
-    ) -> None:
-        self._share, self._least_every, self._clock = share, least_every, clock
-        self._steps, self._next, self._last = 0, least_every, 0
+    def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
+        self._clock = clock
+        self._steps, self._next, self._last = 0, LEAST_EVERY, 0
         self._since = self._began = clock()
 
-    def after_step(self) -> bool:
-        """To be called by every process after each step: whether a round is due, which is to begin at once."""
+    def after_step(self, is_soon: bool = False) -> bool:
+        """To be called by every process after each step: whether a round is due, which is to begin at once.
+
+        Args:
+            is_soon: whether the next round is due `LEAST_EVERY` steps after the last one; the same in every process.
+        """
         self._steps += 1
+        if is_soon:
+            self._next = min(self._next, self._last + LEAST_EVERY)
         if self._steps < self._next:
             return False
         self._began = self._clock()
@@ -90,8 +89,8 @@ class ProbePace:
         """
         spent = self._clock() - self._began + rest
         stepping = (self._began - self._since) / max(1, self._steps - self._last)
-        wanted = math.ceil(spent / (self._share * stepping)) if stepping > 0 else 0
-        return min(max(wanted, self._least_every), MOST_EVERY)
+        wanted = math.ceil(spent / (SHARE * stepping)) if stepping > 0 else 0
+        return min(max(wanted, LEAST_EVERY), MOST_EVERY)
 
     def follow(self, num_steps: int) -> None:
         """Sets how many steps come before the next round, as one process has planned it for all."""
