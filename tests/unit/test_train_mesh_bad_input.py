@@ -30,7 +30,6 @@ BAD: dict[str, tuple[str, list[str]]] = {
         f"{SIZES} --schedule mllm --ranks 4 --tokenizer three.json --data text.txt",
         ["vocabulary of 3, smaller than the 4 ranks"],
     ),
-    "both names of the ranks": ("--pp 2 --ranks 4", ["--pp 2 and --ranks 4", "give one"]),
     "no replica": ("--dp 0", ["dp is 0", "at least 1"]),
     "no shard": ("--tp 0", ["tp is 0", "at least 1"]),
     "a batch too small": (
@@ -38,13 +37,13 @@ BAD: dict[str, tuple[str, list[str]]] = {
         ["batch of 16", "4 microbatches in each of 8 replicas", "at least 32"],
     ),
     "sharding": ("--dp 2 --sharding zero3", ["no sharding 'zero3'", "none, copies, zero1 or fsdp"]),
-    "sharding without replicas": ("--sharding fsdp", ["--sharding fsdp", "there is one", "--dp 2"]),
-    "asynchronous replicas in one process": ("--schedule vnag --dp 2 --in-process", ["leave out --in-process"]),
-    "adapting in one process": ("--adapt --dp 2 --in-process", ["between processes", "leave out --in-process"]),
+    "sharding without replicas": ("--sharding fsdp", ["--sharding fsdp", "there is one", "add --dp"]),
+    "asynchronous replicas in one process": ("--schedule vnag --dp 2 --in-process", ["or --in-process out"]),
+    "adapting in one process": ("--adapt --dp 2 --in-process", ["between processes", "or --in-process out"]),
     "a link of nodes that are not there": ("--pp 2 --dp 2 --link 3:4=latency:1ms", ["--link", "link 3:4", "0 to 3"]),
-    "shards in one process": ("--tp 2 --in-process", ["--tp 2", "leave out --in-process"]),
+    "shards in one process": ("--tp 2 --in-process", ["--tp 2", "or --in-process out"]),
     "sharding in one process": ("--dp 2 --sharding zero1 --in-process", ["--sharding zero1", "processes"]),
-    "a file in one process": ("--dp 2 --schedule four.json --in-process", ["four.json", "leave out --in-process"]),
+    "a file in one process": ("--dp 2 --schedule four.json --in-process", ["four.json", "or --in-process out"]),
     "a model that is none": ("--model gptt", ["no model 'gptt'", "did you mean gpt?", "bert, clip", "config.json"]),
     "a path that is none": ("--model nowhere/model", ["nowhere/model", "there is no config.json"]),
     "a model of the hub by its name": ("--model microsoft/phi", ["Nothing is downloaded", "save_pretrained(FOLDER)"]),
@@ -212,4 +211,4 @@ def test_without_transformers(tell: Tell, monkeypatch: pytest.MonkeyPatch) -> No
 
 def test_emulated_devices_have_no_replicas(capfd: Any) -> None:
     assert main(["train", "--device", "emulated", "--dp", "2"]) == 2
-    assert "--dp is for training; emulated devices learn nothing, so leave it out" in capfd.readouterr().err
+    assert "penstock emulate runs a schedule on emulated devices" in capfd.readouterr().err

@@ -84,7 +84,7 @@ def words_of(record: RunRecord) -> list[str]:
         found.append("It was interrupted.")
     if "unit" in ended:
         loss = "not finite" if ended["loss"] is None else f"{ended['loss']:.3f} {ended['unit']}"
-        found.append(sentence(", ".join([f"The loss is {loss}", *ended["beside"]])))
+        found.append(sentence(f"The loss is {loss}"))
     return found
 
 

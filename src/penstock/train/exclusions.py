@@ -19,6 +19,9 @@ if TYPE_CHECKING:
     from penstock.train.settings import Settings
 
 
+IN_PROCESS = "--in-process"
+
+
 class Exclusion(NamedTuple):
     """Options that can't be combined with something else.
 
@@ -141,9 +144,10 @@ def check_exclusions(settings: Settings) -> None:
         if given and rule.when(settings):
             option = options[given[0]]
             beside = rule.beside.format(**vars(settings))
-            add = f"add {beside.removeprefix('without ')}, or leave" if beside.startswith("without") else "leave"
+            add = f"add {beside.removeprefix('without ')}, or " if beside.startswith("without") else ""
+            either = f"{option.flags[0]} or {IN_PROCESS}" if IN_PROCESS in beside else option.flags[0]
             raise SettingsError(
-                f"{_shown(option, getattr(settings, given[0]))} {beside}: {rule.why}; {add} {option.flags[0]} out"
+                f"{_shown(option, getattr(settings, given[0]))} {beside}: {rule.why}; {add}leave {either} out"
             )
 
 
