@@ -16,6 +16,7 @@ import penstock as ps
 from penstock.cli.run import application
 from penstock.runtime.compatibility import REFUSALS
 from penstock.train.exclusions import table as exclusions
+from penstock.train.settings import Settings
 
 PACKAGE = Path(ps.__file__).parent
 ROOT = Path(__file__).parents[2]
@@ -170,7 +171,7 @@ def compatibility() -> str:
         "",
         "| options | why |",
         "|---|---|",
-        *(f"| {options} | {_escaped(why)} |" for options, why in exclusions()),
+        *(f"| {options} | {_escaped(why)} |" for options, why in exclusions(Settings)),
         "",
     ])  # fmt: skip
 

@@ -76,4 +76,4 @@ def test_each_exclusion_is_refused_for_its_reason() -> None:
 def test_settings_at_their_defaults_exclude_nothing() -> None:
     for given in ({}, {"in_process": True, "dp": 2}, {"sharding": "none", "in_process": True}, AMDP):
         Settings(**given)
-    assert all(each.count("`") >= 4 for each, _ in table())
+    assert all(each.count("`") >= 4 for each, _ in table(Settings))

@@ -15,7 +15,7 @@ from penstock.engine.tolerance import EPSILON, slack
 from penstock.planning import time_windows
 from penstock.planning.bounds import heads_and_tails, own_tails
 from penstock.planning.problem import Problem
-from penstock.planning.time_windows import RankStates, Windows
+from penstock.planning.time_windows import OpWindows, RankStates
 
 _MOST_STATES, _MOST_STATES_UNCOMPILED = 1_000_000, 2_000
 """States of a rank above which nothing is refuted."""
@@ -119,7 +119,7 @@ class DestructiveBound:
         while high > self.bound * (1 + self._closeness) and stop[0] == 0:
             middle = (self.bound + high) / 2
             ms = _TOLERANCE * middle, slack(middle)
-            if refuted(queues, states, _NUM_SWEEPS, *ms, Windows(head.copy(), middle - tail, *room), stop):
+            if refuted(queues, states, _NUM_SWEEPS, *ms, OpWindows(head.copy(), middle - tail, *room), stop):
                 self.bound = middle
             else:
                 high = middle

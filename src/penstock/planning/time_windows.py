@@ -38,7 +38,7 @@ class RankStates(NamedTuple):
     following: IntRows
 
 
-class Windows(NamedTuple):
+class OpWindows(NamedTuple):
     """When ops may run, and working space.
 
     Attributes:
@@ -55,7 +55,7 @@ class Windows(NamedTuple):
     dirty: Flags
 
 
-def narrowed(p: Network, r: int, counts: IntRows, following: IntRows, slack: float, w: Windows) -> bool:
+def narrowed(p: Network, r: int, counts: IntRows, following: IntRows, slack: float, w: OpWindows) -> bool:
     """Narrows the windows of rank r's ops as far as the rank itself says; False where one of them has none left.
 
     Args:
@@ -109,7 +109,7 @@ def narrowed(p: Network, r: int, counts: IntRows, following: IntRows, slack: flo
 
 
 def refuted(
-    p: Network, states: RankStates, num_sweeps: int, tolerance: float, slack: float, w: Windows, stop: Stop
+    p: Network, states: RankStates, num_sweeps: int, tolerance: float, slack: float, w: OpWindows, stop: Stop
 ) -> bool:
     """Whether no order keeps to the windows, which are narrowed on the way.
 

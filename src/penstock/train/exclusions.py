@@ -151,11 +151,13 @@ def check_exclusions(settings: Settings) -> None:
             )
 
 
-def table() -> list[tuple[str, str]]:
-    """What can't be combined and why, as rows of the docs."""
-    from penstock.train.settings import Settings
+def table(kind: type) -> list[tuple[str, str]]:
+    """What can't be combined and why, as rows of the docs.
 
-    options = options_of(Settings)
+    Args:
+        kind: the class of settings.
+    """
+    options = options_of(kind)
     rows = []
     for rule in EXCLUSIONS:
         flags = [f"`{options[name].flags[0]}`" for name in rule.names]

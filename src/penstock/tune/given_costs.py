@@ -23,7 +23,7 @@ from penstock.tune.errors import TuneError
 
 
 @dataclass(frozen=True)
-class GivenCosts:
+class CostsByLayer:
     """Costs by layer.
 
     Attributes:
@@ -42,7 +42,7 @@ class GivenCosts:
     transfer: Callable[[int], MessageCosts]
 
 
-def given_costs(source: str) -> GivenCosts:
+def given_costs(source: str) -> CostsByLayer:
     """Reads `--costs`.
 
     Raises:
@@ -69,14 +69,14 @@ def given_costs(source: str) -> GivenCosts:
     if costs.factors or costs.overlap is not None:
         raise TuneError(f"{source} says how microbatches or pairs of ops differ, which tune does not simulate")
     assumed = MessageCosts.assumed()
-    return GivenCosts(
+    return CostsByLayer(
         path.stem, None, any(costs.message_bytes), bool(costs.weight_bytes),
         lambda size, num_parallel, recompute: _layers_of(costs, path.stem, size, size, recompute),
         lambda num_ranks: assumed,
     )  # fmt: skip
 
 
-def _of_preset(source: str) -> GivenCosts:
+def _of_preset(source: str) -> CostsByLayer:
     preset = replace(parse_preset(source), split="layers")  # in as many stages as layers, each stage is one layer
     links = MessageCosts.assumed(bandwidth=preset.device.link_gb * 1e6)  # GB/s are 1e6 bytes a ms
 
@@ -84,10 +84,10 @@ def _of_preset(source: str) -> GivenCosts:
         of_size = preset.changed(None, None, microbatch_size=size)
         return _layers_of(of_size.costs(preset.shape.num_layers), preset.name, size, 1, recompute)
 
-    return GivenCosts(preset.name, None, True, True, profile, lambda num_ranks: links)
+    return CostsByLayer(preset.name, None, True, True, profile, lambda num_ranks: links)
 
 
-def _of_profile(source: str, value: object) -> GivenCosts:
+def _of_profile(source: str, value: object) -> CostsByLayer:
     file = read_profile(value)
     profiles = {(each.microbatch_size, each.num_parallel, each.recompute): each for each in file.profiles}
     transfers = {int(number): each for number, each in file.transfers.items()}
@@ -103,7 +103,7 @@ def _of_profile(source: str, value: object) -> GivenCosts:
     sizes = sorted({size for size, _, _ in profiles})
     has_recompute = any(again for _, _, again in profiles)
     first = file.profiles[0]
-    return GivenCosts(first.model, sizes, has_recompute, any(first.weight), profile, transfer)
+    return CostsByLayer(first.model, sizes, has_recompute, any(first.weight), profile, transfer)
 
 
 def _nearest(known: list[int], num_ranks: int) -> int:
