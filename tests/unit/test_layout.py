@@ -145,7 +145,6 @@ STILL_SHARED = frozenset(
         "Shape",
         "Slots",
         "Task",
-        "Threads",
         "Tokenizer",
     ]
 )
