@@ -392,6 +392,9 @@ def test_the_report_for_people(train: Train, tmp_path: Path, text: Path, capfd: 
     assert [t.split("  ")[0] for t in told[4:]] == ["step 1/3", "step 2/3", "step 3/3"]
     assert [row.split("  ")[0] for row in out.splitlines()] == ["", "run", "loss", "one step", "wrote"]
     assert not any(c for c in out if not c.isprintable() and c != "\n")
+    loss = next(row for row in out.splitlines() if row.startswith("loss")).removeprefix("loss").strip()
+    assert main(["report", str(folder)]) == 0
+    assert f"The loss is {loss}." in capfd.readouterr().out
 
 
 def test_the_report_knows_how_large_messages_are(train: Train) -> None:
