@@ -194,6 +194,8 @@ def test_a_deadlock_is_an_error_that_names_what_never_runs() -> None:
         ({"dispatch": "dynamic", "memory_limit": [9, 9]}, "memory_limit has 2 entries; give one per rank, 4 in all"),
         ({"dispatch": "dynamic", "warmup": [1]}, "warmup has 1 counts; give one per rank, 4 in all"),
         ({"dispatch": "dynamic", "memory_limit": "many"}, "memory_limit is 'many': give a number of activations"),
+        ({"dispatch": "dynamic", "memory_limit": "9999"}, "memory_limit is '9999': give a number of activations"),
+        ({"memory_limit": dict.fromkeys(range(4), 9)}, "memory_limit is {0: 9, 1: 9, 2: 9, 3: 9}: give a number"),
         ({"dispatch": "dynamic", "warmup": [1, 1, -1, 1]}, "warmup of rank 2 is -1: give a whole number"),
         ({"dispatch": "dynamic", "warmup": [1, 1, 1.5, 1]}, "warmup of rank 2 is 1.5: give a whole number"),
         ({"warmup": [7, 5, 3, 1]}, "warmup [7, 5, 3, 1] steers a dynamic run, and a frozen one follows its order"),

@@ -5,7 +5,9 @@ from __future__ import annotations
 import itertools
 import math
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from numbers import Real
+from typing import Any
 
 import numpy as np
 
@@ -129,9 +131,11 @@ def frozen_caps(
 
 def given_caps(memory_limit: float | Sequence[float], num_ranks: int) -> list[float]:
     """Reads the caps that a user gave, one for all ranks or one per rank. Raises ScheduleError for what are none."""
+    given: Any = memory_limit
     try:
-        single = isinstance(memory_limit, int | float)
-        caps = [float(memory_limit)] * num_ranks if single else list(map(float, memory_limit))  # type: ignore[arg-type]
+        if isinstance(given, str | Mapping):  # their letters or keys are no limits
+            raise TypeError
+        caps = [float(given)] * num_ranks if isinstance(given, Real) else list(map(float, given))
     except (TypeError, ValueError):
         raise ScheduleError(
             f"memory_limit is {memory_limit!r}: give a number of activations, or one per rank", rule="memory"
