@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
 import math
+import pickle
 from dataclasses import replace
 
 import pytest
@@ -212,6 +214,20 @@ def test_a_frozen_run_keeps_under_a_cap_that_holds_its_order() -> None:
     schedule = zb_4x12()
     peaks = ps.simulate(schedule).peak_activations
     assert ps.simulate(schedule, memory_limit=peaks) == ps.simulate(schedule)
+
+
+def test_a_timeline_is_copied_with_its_ops() -> None:
+    made = ps.simulate(ps.build("1f1b", 2, 3))
+    for copied in (pickle.loads(pickle.dumps(made)), copy.deepcopy(made), replace(made)):
+        assert copied == made
+        assert (copied.makespan, copied.span, copied.busy) == (made.makespan, made.span, made.busy)
+
+
+def test_an_attribute_that_a_timeline_lacks_is_named_as_python_does() -> None:
+    made = ps.simulate(ps.build("1f1b", 2, 3))
+    with pytest.raises(AttributeError, match="'Timeline' object has no attribute 'makespam'") as caught:
+        _ = made.makespam
+    assert (caught.value.name, caught.value.obj) == ("makespam", made)  # from which Python suggests a name
 
 
 @pytest.mark.parametrize(

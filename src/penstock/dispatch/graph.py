@@ -73,7 +73,8 @@ class Graph:
     def __getattr__(self, name: str) -> list[int]:
         """An array of the network as a list, made when it is first asked for."""
         if name not in OpNetwork._fields:
-            raise AttributeError(f"{type(self).__name__} has no attribute {name!r}")
+            message = f"{type(self).__name__!r} object has no attribute {name!r}"
+            raise AttributeError(message, name=name, obj=self)
         found: list[int] = getattr(self.arrays, name).tolist()
         return vars(self).setdefault(name, found)
 

@@ -132,7 +132,8 @@ class Timeline:
         """Makes the ops and messages of a run: they are created when somebody first asks for them."""
         ran, make = vars(self).get("ran"), {"ops": _ops, "messages": _messages}.get(name)
         if ran is None or make is None:
-            raise AttributeError(f"{type(self).__name__} has no attribute {name!r}")
+            message = f"{type(self).__name__!r} object has no attribute {name!r}"
+            raise AttributeError(message, name=name, obj=self)
         return vars(self).setdefault(name, make(ran))
 
     def __getstate__(self) -> dict[str, Any]:
@@ -140,6 +141,7 @@ class Timeline:
 
     @property
     def num_ops(self) -> int:
+        """How many ops ran."""
         ran: RunResult | None = vars(self).get("ran")
         return len(self.ops) if ran is None else ran.order.num_ops
 
