@@ -171,6 +171,17 @@ def test_programs_that_differ_have_names_that_differ() -> None:
     assert endings == [", warm-up 6,1", "", " (no. 2)", ", in flight 1"]
 
 
+def test_rules_of_ones_own_are_asked_for_once_a_placement() -> None:
+    asked = []
+
+    def rules(name: str, placement: ps.Placement, num_microbatches: int) -> list[ps.Rules]:
+        asked.append(name)
+        return [ps.Rules()]
+
+    search_space(ps.Costs.uniform(4), 2, 4, rules=rules, shapes=["one-to-one", "v-shape"])
+    assert asked == ["one-to-one", "v-shape"]
+
+
 def test_rules_under_which_no_rank_can_go_on_are_told() -> None:
     """Regression: where there is no limit of memory, the message could not be made."""
 

@@ -244,10 +244,9 @@ def search_space(
             spaces.append(_Space(name, first, room, totals, asked))
     if len(uncut) == len(chosen):
         raise uncut[0]
-    num_points = sum(len(list(space.rules_under(space.room))) for space in spaces)
     found: list[Found] = []
     for space in spaces:
-        best = space.search(num_points)
+        best = space.search()
         found += best
         if not best and below == inf:
             left_out[space.name] = space.why_nothing()
@@ -488,16 +487,12 @@ class _Space:
         num_ranks, costs, forward_first = self.first.num_ranks, self.first.all_costs, self.asked.forward_first
         return rules_of(self.name, placement, num_ranks, count, limit, costs, forward_first)
 
-    def search(self, num_points: int) -> list[Found]:
-        """The best programs within the limits, the fastest first.
-
-        Args:
-            num_points: programs of all placements, about.
-        """
+    def search(self) -> list[Found]:
+        """The best programs within the limits, the fastest first."""
         best: list[Found] = []
         room, keep = self.room, self.asked.keep
         for _ in range(1 + MOST_AGAIN):
-            ranked = self._run(room, num_points)
+            ranked = self._run(room)
             for each in ranked if self.totals is None else ranked[: LOOKED_AT + keep]:
                 if len(best) == keep and each.makespan >= best[-1].makespan:
                     break
@@ -541,7 +536,7 @@ class _Space:
             return True
         return all(held <= most for held, most in zip(found.footprint.totals, self.totals, strict=True))
 
-    def _run(self, room: Sequence[float] | None, num_points: int) -> list[Found]:
+    def _run(self, room: Sequence[float] | None) -> list[Found]:
         """All programs that are shorter than asked under caps of activations, the fastest first."""
         graph = self.first.queues()
         lister = Lister(graph)
