@@ -21,7 +21,6 @@ Flags = Any
 
 IntRows = Any
 FloatRows = Any
-FlagRows = Any
 """The same with rows: `rows[k]` is one of them, `rows[k, n]` a number."""
 
 Heap = Any

@@ -14,7 +14,6 @@ typedef struct { double *at; int64_t len; } Floats;
 typedef struct { bool *at; int64_t len; } Flags;
 typedef struct { int64_t *at; int64_t len, columns; } IntRows;
 typedef struct { double *at; int64_t len, columns; } FloatRows;
-typedef struct { bool *at; int64_t len, columns; } FlagRows;
 
 /* As Python has them: of equals the first. */
 static inline double max_float(double a, double b) { return b > a ? b : a; }

@@ -23,7 +23,7 @@ from pathlib import Path
 from penstock.translate.subset import ParsedModule, Writer, own_nodes
 
 ELEMENTS = {"Ints": "int", "Stop": "int", "Floats": "float", "Flags": "bool"}
-ROWS = {"IntRows": "Ints", "FloatRows": "Floats", "FlagRows": "Flags"}
+ROWS = {"IntRows": "Ints", "FloatRows": "Floats"}
 SCALARS = {"bool": "bool", "int": "int64_t", "float": "double"}
 """Types by rank: where two meet the later one is taken."""
 FORMATS = {"int": '"lq", 8', "float": '"d", 8', "bool": '"?", 1'}

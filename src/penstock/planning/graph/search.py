@@ -43,18 +43,16 @@ class GraphSearch(Incumbent[GraphProblem]):
 
     sequence: Array = None
 
-    def take(self, sequence: Any, how: str) -> bool:
+    def take(self, sequence: Any, how: str) -> None:
         """Keeps a sequence of queue ids if it is the best so far and within the caps.
 
         Raises:
             ScheduleError: its value is below the bound, so that one of the two is wrong.
         """
         value, start = self.problem.placed(sequence)
-        if not self.improves(value, how):
-            return False
-        self.sequence = self.problem.sorted_by_start(sequence, start)
-        self.report(how)
-        return True
+        if self.improves(value, how):
+            self.sequence = self.problem.sorted_by_start(sequence, start)
+            self.report(how)
 
     def op_arrays(self) -> OpArrays:
         return op_arrays(self.problem)
