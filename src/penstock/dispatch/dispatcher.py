@@ -96,8 +96,9 @@ class Dispatcher:
 
 
 class FrozenDispatcher(Dispatcher):
-    """The decisions of a rank without streams that runs the next op of its order, as the core's `decide` has it under
-    FROZEN: two counters do.
+    """The decisions of a rank without streams that runs the next op of its order.
+
+    The core's `decide` makes the same ones under FROZEN. Here two counters are enough.
 
     Args:
         graph: the schedule, lowered.

@@ -264,7 +264,7 @@ def _rules_of(
     num_ranks: int,
     shares_memory: bool,
 ) -> QueueRules:
-    """What rules count of each queue."""
+    """What the rules know of each queue: class, memory, and the room that must stay free for deeper stages."""
     number = {label: q for q, label in enumerate(labels)}
     classes = [CLASS_OF.get(kind, LAST if kind in last_kinds else FIRST) for _, kind, _ in labels]
     memory = [costs.memory_change(kind, stage) for _, kind, stage in labels]

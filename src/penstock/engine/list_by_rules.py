@@ -11,9 +11,9 @@ order of the traversal. The first op that is ready and fits under the caps is th
 `list_by_values` is the other list scheduler, and another algorithm: it knows nothing but a number for each op,
 waits for better ones, and proves at each op that its rank can finish, thousands of times per search. Here
 classes take turns, intervals and units are counted, several rows run one op, needs unlock windows, streams give
-memory back late, and a user's function may be asked; room is kept by `reserves`, known ahead. Both are made of one
-`Network`, find the rank that can go on first by `min_tree`, and the starts that they decide by are those of
-`timing.Timer`, bit by bit. What merging more of them costs is measured in docs/engine.md.
+memory back late, and a user's function may be asked; room is kept by `reserves`, known ahead. Both read one
+`Network` and use `min_tree` to find the rank that can go on first. The starts by which they decide are those of
+`timing.Timer`, bit by bit.
 
 The arrays are those of `rule_tables`: `t` is what a run reads, `s` what it changes.
 """

@@ -93,7 +93,7 @@ def separate_gradients(
 
 
 class TimedOps:
-    """The ops of a schedule, which are timed again and again under other durations.
+    """The ops of a schedule, to be timed many times under different durations.
 
     An op that several ranks run together is one node with a place in each of their rows: the first of its numbers.
 
@@ -102,8 +102,9 @@ class TimedOps:
         durations: of each node, ms.
         node_of: the node of each op.
         nodes: all nodes, each after all it waits for.
-        needs: of each node, (node, ms) of what it needs: the message of that node is so late.
-        before, after: the same with its neighbours in the rows it stands in, and seen from the other side.
+        needs: of each node, the nodes that it needs, each with how late their message is (ms).
+        before: `needs`, and the node before it in each row, with 0 ms.
+        after: the same from the other side: the nodes that need it, and the node after it in each row.
 
     Raises:
         CostError: costs for another number of stages, or a link between ranks that are not there.
@@ -381,8 +382,10 @@ def merged(schedule: Schedule, costs: Costs, links: Links) -> Schedule:
 
 
 def _mergeable(schedule: Schedule, graph: Graph) -> tuple[dict[int, int], dict[int, int]]:
-    """The W of each I that may be merged, and of each B or W the one before it that adds to the same gradients on the
-    same rank, all by their nodes.
+    """Two mappings of nodes.
+
+    The first leads from each I that may be merged to its W; the second from each B or W to the one before it on the
+    same rank that adds to the same gradients.
     """
     named = {end for need in schedule.graph.needs for end in (need.before, need.after) if end[0] in "IW"}
     weight: dict[int, int] = {}
@@ -400,7 +403,7 @@ def _mergeable(schedule: Schedule, graph: Graph) -> tuple[dict[int, int], dict[i
 
 
 def _whole(schedule: Schedule, costs: Costs, net: TimedOps) -> set[Op]:
-    """The I ops to become B: every op still starts by its latest start."""
+    """The I ops that can become B such that every op still starts by its latest start."""
     ops, durations = net.graph.ops, list(net.durations)
     weight, adder_before = _mergeable(schedule, net.graph)
     whole_ms = {node: costs.duration("B", *ops[node][1:]) for node in weight}

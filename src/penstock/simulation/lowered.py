@@ -1,4 +1,4 @@
-"""A schedule lowered under one set of costs: what is simulated, timed and rearranged."""
+"""A schedule lowered under one set of costs. Simulation, timing and passes that move ops read this form."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Order:
     """A schedule lowered under one set of costs.
 
     Attributes:
-        schedule: whose order it is.
+        schedule: the schedule.
         graph: the schedule, lowered.
         duration: of each op, ms.
         change: of each op, what it adds to the activations held.
@@ -42,7 +42,7 @@ class Order:
 
     @property
     def num_rows(self) -> int:
-        """Ranks, and streams where ops are asynchronous: what the engine takes for ranks."""
+        """How many rows the engine runs: the ranks and, if ops are asynchronous, as many streams."""
         return self.graph.num_rows
 
     def ends(self, link: int) -> tuple[int, int]:
@@ -63,7 +63,7 @@ class Order:
         return edges, source[edges], rank[source[edges]] * self.num_rows + rank[to[edges]]
 
     def late(self, delay: Array) -> Array | None:
-        """Of each edge, ms until what an op made is there for another; None where it is there at once.
+        """How late the message of each edge is (ms). None if no link delays messages.
 
         Args:
             delay: ms of each link (see `ends`).
@@ -75,7 +75,11 @@ class Order:
         return np.where(before == after, 0.0, delay[before * self.num_rows + after])
 
     def op_graph(self, delay: Array) -> OpGraph:
-        """The ops as what times ranks that follow their orders over links that are only late; args as of `late`."""
+        """The ops as a network that times ranks which follow their orders. Links do nothing but delay messages.
+
+        Args:
+            delay: ms of each link (see `ends`).
+        """
         graph, arrays = self.graph, self.graph.arrays
         together = graph.node_of if graph.has_shared_ops else None
         return OpGraph(arrays.first, arrays.rank, graph.sources, arrays.edge_to, self.late(delay), together)

@@ -5,7 +5,7 @@
     ran = runner.run(order, links, dispatch="dynamic", caps=caps)
     ran.makespan, ran.peaks, ran.executed()
 
-`simulate` does this once and makes a timeline of it; who compares many candidates keeps the runner.
+`simulate` does this once and makes a timeline of the result. Code that compares many candidates keeps the runner.
 """
 
 from __future__ import annotations
@@ -38,10 +38,10 @@ from penstock.simulation.transport import SimulatedTransport
 
 @dataclass(frozen=True, eq=False)
 class RunResult:
-    """What came of a run.
+    """When the ops of a run started and ended, and how much each rank held.
 
     Attributes:
-        order: what ran.
+        order: the order that ran.
         start_time, end_time, free_time, turn: of each op; arrival_time: of each edge; peak: of each rank. See
             `event_loop.LoopState`.
     """
@@ -81,7 +81,10 @@ def makespan_of(start: Array, end: Array) -> float:
 
 
 class PreparedRun:
-    """An order, and all that its runs begin with but what its ops take. Args: as of `Runner.run`."""
+    """An order with the state in which its runs begin. Runs may differ in the time and memory of ops.
+
+    Args: as of `Runner.run`.
+    """
 
     def __init__(
         self,
@@ -136,10 +139,11 @@ class PreparedRun:
         )  # fmt: skip
 
     def run(self, duration: Array, change: Array) -> RunResult:
-        """Runs it to its end.
+        """Runs the order to its end.
 
         Args:
-            duration: of each op, ms. change: what each adds to what its rank holds.
+            duration: ms of each op.
+            change: the activations that each op adds to those its rank holds.
 
         Raises:
             ScheduleError: as of `Runner.run`.
@@ -151,8 +155,8 @@ class PreparedRun:
         )
 
     def makespan_within(self, limit: float, duration: Array, change: Array) -> float:
-        """The makespan alone (ms) of a run whose first op starts at once; infinity where it is sure to be above
-        `limit`, which is often known long before the end.
+        """The makespan (ms) of a run whose first op starts at once. Infinity if the makespan is sure to be above
+        `limit`, which is often known long before the run ends.
 
         Args and Raises: as of `run`.
         """
@@ -160,7 +164,7 @@ class PreparedRun:
         return math.inf if state is None else makespan_of(state.start_time, state.end_time)
 
     def _driven(self, duration: Array, change: Array, limit: float) -> LoopState | None:
-        """What the event loop wrote; None where the run is sure to end after `limit`."""
+        """The state that the event loop wrote. None if the run is sure to end after `limit` (ms)."""
         order, num_ops = self._order, self._order.num_ops
         ranks = copied(self._ranks)._replace(memory_change=taken(change, np.float64, self._compile))
         state = copied(self._state)._replace(duration=taken(duration, np.float64, self._compile))
@@ -254,14 +258,15 @@ class Runner:
         transport: SimulatedTransport,
         caps: Sequence[float] | None = None,
     ) -> PreparedRun:
-        """All that `run` takes from an order, for runs that differ in what its ops take: their time and memory."""
+        """An order made ready for many runs, which differ in the time and memory of its ops."""
         through = run_links(order, links, self.costs, 0.0, transport)
         return PreparedRun(order, policy, through, self.compile and through[1] is None, caps)
 
 
 def _swept(order: Order, delay: Array, compile: bool) -> RunResult | None:
-    """What the event loop finds of ranks that follow their orders over links that are only late, by one sweep through
-    these; None where they deadlock.
+    """The result of the event loop, computed by one sweep through the orders. None if the ranks deadlock.
+
+    Both agree where ranks follow their orders and links do nothing but delay messages.
 
     Args:
         delay: ms of each link (see `Order.ends`).
@@ -281,7 +286,7 @@ def _swept(order: Order, delay: Array, compile: bool) -> RunResult | None:
 
 
 def _refuse_warmup(order: Order, state: RankState, warmup: Sequence[int]) -> None:
-    """Raises ScheduleError if it was warm-up counts that a run stopped at: some rank may run nothing but forwards."""
+    """Raises ScheduleError if warm-up counts stopped a run: some rank may then run nothing but forwards."""
     waiting = [rank for rank in range(order.num_ranks) if state.warmup_left[rank] > 0]
     if not waiting:
         return
