@@ -380,6 +380,8 @@ def test_the_settings_of_a_file_are_those_of_its_options(penstock: Any, tmp_path
     assert penstock(f"train --config {file}").err.startswith(
         f"penstock: --config {file} has layers, which is no setting"
     )
+    file.write_text('out = "runs/mine"\n')
+    assert "give --out, --resume, --verify and --export on the command line" in penstock(f"train --config {file}").err
     file.write_text("steps 3\n")
     assert "can't be read" in penstock(f"train --config {file}").err
     file.write_text("steps = 2.5\n")
@@ -392,12 +394,28 @@ def test_the_settings_of_a_file_are_those_of_its_options(penstock: Any, tmp_path
         ("tune --model tiny", "sizes by name, like tiny, are given by --preset"),
         ("tune --profile-only --model tiny", "sizes by name, like tiny, are given by --preset"),
         ("plan --ranks 2 --microbatches 2 --placement v", "choose among one-to-one, circular, v-shape, wave"),
+        ("lab make --hosts 2", "penstock lab make is gone since 0.2; penstock lab run without a COMMAND"),
+        ("simulate zb --ranks 2 --microbatches 2 --emulate", "penstock emulate runs a schedule on emulated devices"),
+        ("train --device emulated", "penstock emulate runs a schedule on emulated devices"),
+        ("train --device emulated --costs gpt2-7b", "penstock emulate runs a schedule on emulated devices"),
+        ("train --warmup 3,1", "No such option: --warmup; give --option warmup=[7,5,3,1]"),
+        ("check zb --stages 4", "No such option: --stages; give --option num_stages=8"),
+        ("plan --lengths 1,2", "No such option: --lengths; give --cost lengths=[512,2048]"),
+        ("tune --tflops 3", "No such option: --tflops; give --costs gpt2-7b:device=a100"),
     ],
 )
 def test_an_old_option_says_the_new_one(words: str, now: str, penstock: Any) -> None:
     done = penstock(words)
     assert done.code == 2
     assert now in done.err
+
+
+def test_an_old_option_is_not_answered_by_one_that_the_verb_lacks(penstock: Any) -> None:
+    assert "--link" not in penstock("tune --latency 3").err
+
+
+def test_the_help_shows_no_empty_default(penstock: Any) -> None:
+    assert "[]" not in penstock("simulate --help").out
 
 
 @pytest.mark.parametrize("words", ["bench", "bench --help", "bench split --width 8 --json"])

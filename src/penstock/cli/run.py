@@ -31,14 +31,41 @@ VERBS = (
 )  # fmt: skip
 """The verbs, each a module beside this one, in the order in which `--help` lists them."""
 
+EMULATE = "penstock emulate runs a schedule on emulated devices, with the options of simulate"
 LEFT = {
     "bench": "run the scripts in benchmarks/ of the repository, which benchmarks/README.md lists",
     "compare": "give penstock simulate several schedules; penstock train --schedule tells the loss of each",
     "convert": "penstock show IN --out OUT writes a schedule in another format",
+    "data images": "penstock train --data data.py:NAME takes a dataset of your own",
+    **dict.fromkeys(("lab make", "lab plan"), "penstock lab run without a COMMAND makes a lab and shows its hosts"),
+    **dict.fromkeys(
+        ("lab link", "lab down", "lab up"),
+        "type the change, such as down 0:1, where penstock lab run keeps the lab, or give it to lab run by --at",
+    ),
+    **dict.fromkeys(("lab list", "lab remove", "lab clean"), "a lab ends with the penstock lab run that made it"),
     "profile": "penstock tune --profile-only --out FILE measures a model's layers",
     "search": "penstock plan --placement all searches all placements",
 }
 """Verbs that left, each with what to do now."""
+LEFT_OPTIONS = {
+    "--activation": "--cost activation=4",
+    "--default-delay": "--link default=0.2",
+    "--freed-by-input": "--cost freed_by_input=0.5",
+    "--latency": "--link default=0.2",
+    "--lengths": "--cost lengths=[512,2048]",
+    "--max-mismatch": "--option max_mismatch=1",
+    "--message-bytes": "--cost message_bytes=2e6",
+    "--stages": "--option num_stages=8",
+    "--tflops": "--costs gpt2-7b:device=a100,link_gb=25",
+    "--warmup": "--option warmup=[7,5,3,1]",
+    "--window": "--option window=4",
+}
+"""Options that verbs no longer take, each with the option that says the same where a verb has that."""
+EMULATION = {
+    "simulate": ("--emulate", "--message-cap", "--steps", "--stretch"),
+    "train": ("--costs", "--message-cap", "--stretch"),
+}
+"""Options for emulated devices, by the verb that took them."""
 
 TRACEBACK = "PENSTOCK_TRACEBACK"
 """Environment variable: when set, failures that are bugs of ours show where they happened."""
@@ -106,8 +133,9 @@ class _Output:
 def _run(invocation: Invocation) -> int:
     """Runs a verb, and reports how it failed; raises OSError where what it prints can't be written."""
     arguments, as_json = invocation.arguments, "--json" in invocation.arguments
-    if arguments and (instead := LEFT.get(arguments[0])):
-        return _report(Failure(MISUSE, f"penstock {arguments[0]} is gone since 0.2; {instead}", "usage"), as_json)
+    for verb in (" ".join(arguments[:count]) for count in (1, 2)):
+        if instead := LEFT.get(verb):
+            return _report(Failure(MISUSE, f"penstock {verb} is gone since 0.2; {instead}", "usage"), as_json)
     try:
         verb = arguments[0] if arguments else ""
         parser = _parser((verb,) if invocation.is_program and verb in VERBS else VERBS)
@@ -192,8 +220,21 @@ def _usage_failure(error: Exception) -> Failure:
     """What the parser found wrong, in one line, and where to read more."""
     message = error.format_message() if hasattr(error, "format_message") else str(error)
     context = getattr(error, "ctx", None)
+    if type(error).__name__ == "NoSuchOption" and context is not None:
+        name: str = getattr(error, "option_name", "")
+        if instead := _instead(name, context):
+            message = f"No such option: {name}; {instead}"
     where = context.command_path if context is not None else "penstock"
     return Failure(MISUSE, f"{' '.join(message.split())}\nsee {where} --help", rule="usage")
+
+
+def _instead(option: str, context: Any) -> str | None:
+    """What says now what an option that left a verb said. None if nothing does."""
+    if option in EMULATION.get(context.info_name, ()):
+        return EMULATE
+    now = LEFT_OPTIONS.get(option, "")
+    taken = {flag for parameter in context.command.params for flag in parameter.opts}
+    return f"give {now}" if now.partition(" ")[0] in taken else None
 
 
 def _report(failure: Failure, as_json: bool) -> int:

@@ -91,7 +91,7 @@ class Option(NamedTuple):
 
     @property
     def help(self) -> str:
-        shown = self.default is not None and self.default is not False and self.default != {}
+        shown = self.default is not None and self.default is not False and self.default not in ({}, "")
         return f"{self.said.help} [{self.default}]" if shown and not self.said.help.endswith("]") else self.said.help
 
     def parameter(self) -> inspect.Parameter:
@@ -240,7 +240,10 @@ def read_config(path: Path, *kinds: type) -> dict[str, Any]:
     for key, value in values.items():
         name = names.get(key.replace("_", "-"), key.replace("-", "_"))
         if name not in known:
-            raise SettingsError(f"--config {path} has {key}, which is no setting; see penstock train --help-all")
+            raise SettingsError(
+                f"--config {path} has {key}, which is no setting; see penstock train --help-all, but give --out, "
+                "--resume, --verify and --export on the command line"
+            )
         if value is not None:
             found[name] = options[name].read(value) if name in options else value
     return found
