@@ -248,3 +248,15 @@ def test_an_emulated_run_that_delegates_nothing_was_given_delegates(
     assert main(f"emulate {QUICK} --out run {'--adapt' if adapts else ''}".split()) == 0
     with EmulatedRun(jobs[0])._pipeline() as pipe:
         assert pipe._choice.has_delegates == adapts
+
+
+def test_assumed_costs_are_named_and_what_to_give_is_a_note(run: Run) -> None:
+    report = run("--steps 1", "zb-h1 --in-process --ranks 2 --microbatches 3")
+    assert report["costs"] == "F = I = W = 1 ms per stage, 1 ms for each rank's share of the model"
+    assert report["notices"][0] == "costs were assumed; give --f, --i, --w or --costs"
+
+
+def test_it_does_not_offer_to_resume_a_run_that_learned(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (place / "run" / "checkpoints").mkdir(parents=True)
+    assert main(f"emulate {QUICK} --out run".split()) == 2
+    assert capsys.readouterr().err == "penstock: run holds a run; give another --out\n"

@@ -104,7 +104,7 @@ def emulate(
         Path("runs"), f"emulated-{Path(schedule).stem}-{plan.num_ranks}"
     )  # fmt: skip
     folder.require_new(learns=False)
-    assumed = given.assumed(plan.num_ranks, plan.placement)
+    assumed, _, advice = (given.assumed(plan.num_ranks, plan.placement) or "").rpartition("; ")
     from penstock.runtime.adapt.store import without_password
     from penstock.train.emulated import EmulatedJob, run_emulation
     from penstock.train.start import check_store
@@ -138,7 +138,11 @@ def emulate(
         folder=str(folder.path),
         as_json=json,
         settings=words,
-        notices=(*(f"link {text} was injected" for text in run.links.texts()), *cut),
+        notices=(
+            *([f"costs were assumed; {advice}"] if assumed else []),
+            *(f"link {text} was injected" for text in run.links.texts()),
+            *cut,
+        ),
     )
     raise typer.Exit(run_emulation(job))
 

@@ -51,9 +51,9 @@ class RunFolder:
         """Raises SettingsError if it holds a run. One that learns has checkpoints; an emulated one has metrics alone,
         which a new run that learns begins again.
         """
-        if self.checkpoints.exists():
+        if learns and self.checkpoints.exists():
             raise SettingsError(f"{self.path} holds a run; go on with --resume {self.path}, or give another --out")
-        if not learns and self.metrics.exists():
+        if not learns and (self.checkpoints.exists() or self.metrics.exists()):
             raise SettingsError(f"{self.path} holds a run; give another --out")
 
     @contextlib.contextmanager
