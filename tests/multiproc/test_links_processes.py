@@ -37,7 +37,7 @@ def test_under_torchrun_rank_0_prints() -> None:
     words = [*torchrun, "-m", "penstock", "links", "--seconds", "0.5"]
     ran = subprocess.run(words, capture_output=True, text=True, timeout=250, check=False)
     assert ran.returncode == 0, ran.stderr
-    assert ran.stdout.count("1 links between 2 ranks on this host, over loopback, by gloo") == 1
+    assert ran.stdout.count("1 link between 2 ranks on this host, over loopback, by gloo") == 1
     assert ran.stdout.count("Too few links to compare.") == 1
 
 

@@ -19,7 +19,7 @@ import typer
 from penstock.cli.app import app
 from penstock.cli.failure import INVALID, Misuse
 from penstock.cli.options import Json
-from penstock.cli.output import print_json, table
+from penstock.cli.output import plural, print_json, table
 from penstock.rank_environment import RankEnvironment
 
 if TYPE_CHECKING:
@@ -133,7 +133,8 @@ def _show(found: MeasuredLinks, transport: str) -> None:
     num_ranks, num_hosts = len(found.hosts), len(set(found.networks))
     where = "this host, over loopback" if num_hosts == 1 else f"{num_hosts} hosts"
     print(
-        f"{len(found.pairs)} links between {num_ranks} ranks on {where}, by {transport}, in {found.seconds:.1f} s\n"
+        f"{plural(len(found.pairs), 'link')} between {num_ranks} ranks on {where}, by {transport}, in "
+        f"{found.seconds:.1f} s\n"
     )
     if found.late:
         head = ["late", "hosts", "latency ms", "usual", "bandwidth", "back", "usual"]

@@ -428,7 +428,7 @@ def check_precision(precision: str, schedule: Schedule) -> None:
 
 def mesh_words(settings: Settings) -> str:
     """`4 ranks`, or `2 ranks x 2 replicas x 2 shards`."""
-    parts = [f"{settings.ranks} ranks"]
+    parts = [f"{settings.ranks} rank{'s' * (settings.ranks > 1)}"]
     if settings.dp > 1:
         parts.append(f"{settings.dp} replicas")
     if settings.tp > 1:

@@ -104,7 +104,10 @@ class TuneSettings:
     verify: int = setting(0, "How many of the best to run for real.", SEARCH, is_common=True)
     steps: int = setting(10, "How many steps to run, each of them twice, with --verify.", SEARCH)
     profile_only: bool = setting(
-        False, "Measure layers and messages, and search nothing. [--ranks: 1]", COSTS, is_common=True
+        False,
+        "Measure layers and messages, and search nothing. --ranks is then 1 if not given.",
+        COSTS,
+        is_common=True,
     )
     seconds: float = setting(1.0, "For how many seconds to measure, each microbatch size.", COSTS)
     fresh: bool = setting(False, "Measure again what was measured before.", COSTS)
