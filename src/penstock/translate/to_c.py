@@ -8,9 +8,9 @@ and the C gives what the Python gives, bit by bit:
     p.duration[q]                          p->duration.at[q]
     start[:] = trial                       for (...) start.at[k] = trial.at[k];
 
-A named tuple is a struct of its fields, which may be named tuples too. An inner function becomes one of its own,
-which is handed what it reads of the outer one. Indices are not looked at, and negative ones, but for written ones,
-are none.
+A named tuple is a struct of its fields, which may be named tuples too. An inner function becomes a function of its
+own, which takes the variables of the outer one that it reads. No index is checked. A negative index counts from the
+end only where it is written as a number.
 """
 
 from __future__ import annotations
