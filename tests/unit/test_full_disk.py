@@ -72,11 +72,11 @@ def test_prepared_data_on_a_full_disk_was_called_a_bug(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == [text]
 
 
-def test_drawn_images_on_a_full_disk_were_called_a_bug(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    path = tmp_path / "sizes.json"
+def test_drawn_lengths_on_a_full_disk_were_called_a_bug(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "lengths.json"
     path.write_text("before")
     with files_of_at_most(8):
-        assert main(["data", "images", "10", "--out", str(path)]) == 2
+        assert main(["data", "generate", "10", "--out", str(path)]) == 2
     assert capsys.readouterr().err == f"penstock: {path}: File too large\n"
     assert path.read_text() == "before"
 

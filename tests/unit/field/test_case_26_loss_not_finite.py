@@ -23,12 +23,12 @@ def Net():
 
 def data(train=True):
     x = torch.randn(32, 4, generator=torch.Generator().manual_seed(0))
-    return [(part, part.sum(1, keepdim=True)) for part in x.split(8)]
+    return torch.utils.data.TensorDataset(x, x.sum(1, keepdim=True))
 
 loss_fn = nn.MSELoss()
 """
 DIVERGES = (
-    "--model divergent.py:Net --data divergent.py:data --ranks 2 --microbatches 2 --steps 6 "
+    "--model divergent.py:Net --data divergent.py:data --ranks 2 --batch 8 --microbatches 2 --steps 6 "
     "--lr 1e20 --optimizer SGD --clip 0"
 )
 SAID = "the loss is not finite from step 2 on"
