@@ -77,10 +77,12 @@ def test_batches_of_one_s_own_are_measured_and_told_apart(folder: Path) -> None:
     def asked(length: int) -> Settings:
         file = folder / f"rows{length}.py"
         file.write_text(
-            f"import torch\ntokens = torch.arange(8 * {length}).reshape(8, {length}) % 290\n"
-            "def batches():\n    return [{'input_ids': tokens, 'labels': tokens}]\n"
+            f"import torch\ntokens = torch.arange(32 * {length}).reshape(32, {length}) % 290\n"
+            "class Rows(torch.utils.data.Dataset):\n"
+            "    def __len__(self):\n        return 32\n"
+            "    def __getitem__(self, at):\n        return {'input_ids': tokens[at], 'labels': tokens[at]}\n"
         )
-        return settings_of("config.json", data=f"{file}:batches", batch=8)
+        return settings_of("config.json", data=f"{file}:Rows", batch=8)
 
     short, long = tuned_model(asked(6)), tuned_model(asked(12))
     assert short.num_tokens is None

@@ -203,7 +203,7 @@ class Net(nn.Module):
 def loss_fn(output, target):
     return (output - target).square().mean()
 def data():
-    return [(torch.ones(8, 4), torch.zeros(8, 4))]
+    return torch.utils.data.TensorDataset(torch.ones(64, 4), torch.zeros(64, 4))
 """
 
 
