@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import os
 import socket
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -15,10 +17,11 @@ import pytest
 from penstock.cost import CostError, LinkCondition
 from penstock.lab import LabError, LabMisuse, Layout
 from penstock.lab.forwarder import Forwarder
-from penstock.lab.keeper import MOST_BYTES, serve
+from penstock.lab.keeper import serve
 from penstock.lab.layout import NetworkWay
 from penstock.lab.links import WayChange, read_change, read_links
 from penstock.lab.packets import PacketQueue
+from penstock.lab.removal import MOST_BYTES
 from waiting import PATIENCE, wait_until
 
 WAY = NetworkWay(0, 1, 0)
@@ -202,3 +205,9 @@ def test_a_lab_ends_when_its_owner_is_gone() -> None:
 def test_conditions_of_messages_are_refused_at_once() -> None:
     with pytest.raises(CostError, match="occupancy is of messages"):
         read_change("occupancy:5ms")
+
+
+def test_the_keeper_runs_as_a_module_that_its_folder_does_not_import() -> None:
+    """Python warned on stderr at the start of each lab, as `lab.py` had imported the keeper before it ran."""
+    program = "import sys, penstock.lab; sys.exit('penstock.lab.keeper' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", program], check=False).returncode == 0

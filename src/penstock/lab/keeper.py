@@ -31,8 +31,6 @@ from penstock.lab.links import read_change, read_links, ways_of
 
 _NICENESS = -10
 """Priority of the keeper. Packets come before programs; otherwise delays would be those of a busy machine."""
-MOST_BYTES = 2**20
-"""Bytes of a request, and of an answer."""
 
 Answer = Callable[[dict[str, Any]], dict[str, Any]]
 
@@ -70,7 +68,7 @@ def serve(owner: socket.socket, forwarder: Forwarder, answer: Answer) -> None:
 
     def read() -> None:
         try:
-            request = owner.recv(MOST_BYTES)
+            request = owner.recv(removal.MOST_BYTES)
         except OSError:
             request = b""
         if not request:
@@ -84,7 +82,7 @@ def serve(owner: socket.socket, forwarder: Forwarder, answer: Answer) -> None:
             reply = _failure(LabMisuse(f"a request that is none: {type(error).__name__}: {error}"))
         _say(owner, reply)
 
-    owner.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, MOST_BYTES)
+    owner.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, removal.MOST_BYTES)
     forwarder.watch(owner.fileno(), read)
 
 

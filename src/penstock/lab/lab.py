@@ -25,7 +25,6 @@ from typing import IO, Any
 
 from penstock.cost import LinkCondition
 from penstock.lab import commands, removal
-from penstock.lab.keeper import MOST_BYTES
 from penstock.lab.kernel import inside, require
 from penstock.lab.layout import LabError, LabMisuse, Layout
 from penstock.lab.links import check_condition, from_anywhere, read_links, ways_of
@@ -194,7 +193,7 @@ class Lab:
 
     def _answer(self) -> dict[str, Any]:
         """What the keeper says next. Raises OSError, LabError, LabMisuse."""
-        said = self._socket.recv(MOST_BYTES)
+        said = self._socket.recv(removal.MOST_BYTES)
         if not said:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self._keeper.wait(PATIENCE)

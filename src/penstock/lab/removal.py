@@ -20,6 +20,8 @@ from penstock.lab import commands
 from penstock.lab.kernel import NAMESPACES
 from penstock.lab.layout import PREFIX, LabError, lab_of
 
+MOST_BYTES = 2**20
+"""Most bytes of a request to the keeper, and of its answer."""
 KEEPER = "penstock.lab.keeper"
 """The module that a keeper's process runs."""
 PATIENCE = 30.0
