@@ -134,9 +134,7 @@ def test_a_circle_is_found_where_one_import_lies_in_a_function(monkeypatch: pyte
 STILL_SHARED = frozenset(
     [
         "Batch",
-        "Command",
         "Copies",
-        "Links",
         "Microbatches",
         "Names",
         "Needs",
