@@ -24,11 +24,14 @@ pytestmark = pytest.mark.multiproc
 
 @pytest.mark.slow
 def test_ranks_on_one_host(capsys: pytest.CaptureFixture[str]) -> None:
-    words = "links --ranks 3 --seconds 1 --json"
+    words = "links --ranks 3 --seconds 4 --json"
     assert main(words.split()) == 0
     found = json.loads(capsys.readouterr().out)
     assert [pair["link"] for pair in found["pairs"]] == ["0:1", "0:2", "1:2"]
-    assert all(pair["loopback"] and pair["latency"] > 0 and pair["bandwidth"] > 0 for pair in found["pairs"])
+    assert all(pair["loopback"] and pair["latency"] > 0 for pair in found["pairs"])
+    known = [pair["bandwidth"] for pair in found["pairs"] if pair["bandwidth"] is not None]  # as far as time allowed
+    assert known
+    assert min(known) > 0
 
 
 @pytest.mark.slow
