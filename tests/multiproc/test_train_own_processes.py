@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
 
+import own_batches
 from hf_families import config_of
 from train_runs import COMMAND, ENDLESS, Run, losses, penstock
 
@@ -65,6 +67,7 @@ def test_losses_are_those_of_one_process(tmp_path: Path) -> None:
 def test_each_replica_loads_its_own_part(tmp_path: Path) -> None:
     """Of a Hugging Face model, whose labels count unevenly; beside one pipeline that loads the whole batches."""
     (tmp_path / "config.json").write_text(json.dumps(config_of("llama").to_dict()))
+    shutil.copy(own_batches.__file__, tmp_path)
     (tmp_path / "net.py").write_text(PARTS)
     options = "--pp 1 --model config.json --save-every 3"
     alone = trained(tmp_path, "alone", f"{options} --microbatches 8 --data net.py:whole --in-process")
@@ -75,20 +78,7 @@ def test_each_replica_loads_its_own_part(tmp_path: Path) -> None:
 
 PARTS = """
 import torch
-
-class Batches(list):
-    '''Batches in order, again and again, with a position that a checkpoint can have.'''
-    position = 0
-    def __iter__(self):
-        if self.position >= len(self):
-            self.position = 0
-        while self.position < len(self):
-            self.position += 1
-            yield self[self.position - 1]
-    def state_dict(self):
-        return {"position": self.position}
-    def load_state_dict(self, state):
-        self.position = state["position"]
+from own_batches import Batches
 
 def whole():
     torch.manual_seed(1)

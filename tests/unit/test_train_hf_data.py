@@ -29,24 +29,11 @@ import sys
 sys.path.insert(0, {tests!r})
 import torch
 from hf_families import batch_of
+from own_batches import Batches
 
 def drawn(step):
     rows = torch.randperm(8, generator=torch.Generator().manual_seed(step))
     return {{name: tensor[rows] for name, tensor in batch_of({name!r}, 8).items()}}
-
-class Batches(list):
-    '''Batches in order, again and again, with a position that a checkpoint can have.'''
-    position = 0
-    def __iter__(self):
-        if self.position >= len(self):
-            self.position = 0
-        while self.position < len(self):
-            self.position += 1
-            yield self[self.position - 1]
-    def state_dict(self):
-        return {{"position": self.position}}
-    def load_state_dict(self, state):
-        self.position = state["position"]
 
 def batches():
     return Batches([drawn(step) for step in range(3)])

@@ -33,6 +33,7 @@ import torch
 from torch import nn
 from torch.utils.data import TensorDataset
 import own_models
+from own_batches import Batches
 from own_models import MODELS, ResNet, EncoderDecoder, GPT, EarlyExit
 
 N = 8
@@ -40,20 +41,6 @@ N = 8
 def draw(own, seed):
     torch.manual_seed(seed)
     return own.inputs(), own.targets()
-
-class Batches(list):
-    '''Batches in order, again and again, with a position that a checkpoint can have.'''
-    position = 0
-    def __iter__(self):
-        if self.position >= len(self):
-            self.position = 0
-        while self.position < len(self):
-            self.position += 1
-            yield self[self.position - 1]
-    def state_dict(self):
-        return {{"position": self.position}}
-    def load_state_dict(self, state):
-        self.position = state["position"]
 
 def images(train=True):
     return Batches([draw(MODELS["resnet"], seed) for seed in range(4 if train else 1)])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shlex
+import shutil
 import sys
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 
+import own_batches
 from penstock.cli import main
 from penstock.formats.profile import KINDS
 from penstock.runtime import split
@@ -27,6 +29,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.utils.data import TensorDataset
+from own_batches import Batches
 
 
 class Net(nn.Module):
@@ -56,22 +59,6 @@ def data(train=True):
     tokens = torch.randint(20, (32, 6), generator=draws)
     return TensorDataset(tokens, torch.ones(32, 6), tokens.roll(1, 1))
 
-
-class Batches(list):
-    '''Batches in order, again and again, with a position that a checkpoint can have.'''
-    position = 0
-    def __iter__(self):
-        if self.position >= len(self):
-            self.position = 0
-        while self.position < len(self):
-            self.position += 1
-            yield self[self.position - 1]
-    def state_dict(self):
-        return {"position": self.position}
-    def load_state_dict(self, state):
-        self.position = state["position"]
-
-
 def batches():
     rows = data().tensors
     return Batches([tuple(row[k : k + 4] for row in rows) for k in range(0, 32, 4)])
@@ -80,6 +67,7 @@ def batches():
 
 @pytest.fixture
 def net(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    shutil.copy(own_batches.__file__, tmp_path)
     (tmp_path / "net.py").write_text(FILE)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
