@@ -229,7 +229,7 @@ def _usage_failure(error: Exception) -> Failure:
 
 
 def _instead(option: str, context: Any) -> str | None:
-    """What says now what an option that left a verb said. None if nothing does."""
+    """The option that replaces one which the verb no longer has; None if none does."""
     if option in EMULATION.get(context.info_name, ()):
         return EMULATE
     now = LEFT_OPTIONS.get(option, "")

@@ -45,7 +45,7 @@ class GivenCounts:
 
     @property
     def of_files(self) -> GivenCounts:
-        """What of these holds for a schedule file too: bounds that are proved of it."""
+        """The settings that a schedule file takes too: bounds that are proved of its schedule."""
         bound = {name: self.options[name] for name in self.options if name == BOUND}
         return GivenCounts(max_in_flight=self.max_in_flight, options=bound)
 

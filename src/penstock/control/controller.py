@@ -145,7 +145,7 @@ class Controller:
 
     @property
     def wants_probes(self) -> bool:
-        """Whether links between nodes should be probed soon: steps became slower, and nothing known explains that."""
+        """Whether links between nodes should be probed soon: steps became slower for no known cause."""
         return self._nodes is not None and 0 < self._steps.num_slower <= 2 * CLOSELY
 
     @property

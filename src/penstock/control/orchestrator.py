@@ -197,8 +197,8 @@ class Orchestrator:
         self.mesh, self.now = mesh, configuration or self.now
 
     def follow(self, probed: Probed, iteration: int, switched_at: int) -> int:
-        """Takes a round of probes. Returns in how many of the latest steps links turned late: those since the last
-        round that found them as they were. 0 where they did not, or where steps before that ran something else.
+        """Takes a round of probes. Returns the number of steps since the last round before links turned late. Returns
+        0 if no link turned late, or if the steps before that round ran another configuration.
         """
         self._probed.append(iteration)
         if not self.verifies(probed):

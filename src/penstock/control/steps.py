@@ -8,8 +8,8 @@
                    onset      decision
 
 While links and ops are as they were, `Evidence` watches for steps that become slower by themselves. Steps that it has
-forgotten are usual ones. Where steps stay slower, the usual ones are kept as they were before that, for the cause may
-be found much later: links between nodes are probed now and then.
+forgotten are usual ones. While steps stay slower, the usual steps from before are kept. The cause may be found many
+steps later, since links between nodes are only probed now and then.
 """
 
 from __future__ import annotations
@@ -104,8 +104,9 @@ class Steps:
     def open(self, num_steps: int) -> None:
         """Something that became late in the last `num_steps` steps asks whether steps are slower for it.
 
-        If a question is open and they are slower already, it goes on with the usual steps from before that. If they
-        became slower in these steps without a known cause, this is the cause.
+        If a question is open and steps are slower already, the question keeps its usual steps. If steps became slower
+        within the last `num_steps` for no known cause, the late thing is taken as the cause, and the usual steps from
+        before the slow ones are kept.
         """
         goes_on = self.is_open or 0 < self.num_slower <= num_steps + _ABOUT
         if goes_on and self.evidence >= EXPLAINED and len(self.since) > self.burst:

@@ -27,7 +27,7 @@ from penstock.schedule.async_ops import joined
 
 CLASS_OF = {"F": FORWARD, "B": BACKWARD, "I": BACKWARD, "W": WEIGHT}
 COUNTS = {"F": 1.0, "B": -1.0, "W": -1.0}
-"""What an op of a kind adds to the forwards in flight."""
+"""By kind, how many forwards in flight an op adds."""
 
 Label = tuple[int, str, int]
 """Of a queue: its pipeline, kind and stage."""

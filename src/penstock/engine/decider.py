@@ -124,9 +124,10 @@ def fits(rank: int, op: int, s: RankState) -> bool:
 
 
 def fits_beside(rank: int, op: int, p: OpNetwork, s: RankState) -> bool:
-    """The same where ranks have streams: in the order of both together, each op ending before the next one starts.
+    """Whether `op` fits in the sense of `fits`, where ranks have streams.
 
-    What is under way will end.
+    The order is that of rank and stream together, in which each op ends before the next one starts. Ops that are
+    under way will end.
     """
     first, place, done, memory_change = p.first, p.place, s.done, s.memory_change
     num_ranks = (len(first) - 1) // 2

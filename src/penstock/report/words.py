@@ -207,7 +207,7 @@ def _saved(story: RunStory) -> str:
 
 
 def range_of(ms: float, error: float) -> str:
-    """The range in which a time lies that is known to so many ms, its standard error. Its sign is left out."""
+    """The likely range of a time (ms), from the time and its standard error. The sign of the time is left out."""
     low, high = (seconds(abs(ms) + sign * SURE * error) for sign in (-1, 1))
     return f"{low} to {high}"
 

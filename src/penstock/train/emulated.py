@@ -104,18 +104,14 @@ def run_emulation(job: EmulatedJob) -> int:
         rank, _ = init_process(job.timeout)
         if rank == 0 and not job.as_json:
             print(job.announcement(), file=sys.stderr, flush=True)
-        run = EmulatedRun(job)
-        run.run()
-        return _show(job, run.report, run.stop.exit_code if run.interrupted else 0)
+        return _run_here(job)
     folder = RunFolder(Path(job.folder))
     with folder.made():
         folder.require_new(learns=False)  # another run may have begun there since the first look, and ended
         if not job.as_json:
             print(job.announcement(), file=sys.stderr, flush=True)
         if job.in_process:
-            run = EmulatedRun(job)
-            run.run()
-            return _show(job, run.report, run.stop.exit_code if run.interrupted else 0)
+            return _run_here(job)
         with tempfile.TemporaryDirectory(prefix="penstock-", ignore_cleanup_errors=True) as handover:
             (Path(handover) / JOB).write_bytes(pickle.dumps(job))
             program = ["-m", "penstock.train.emulated", handover]
@@ -126,6 +122,13 @@ def run_emulation(job: EmulatedJob) -> int:
         if said:
             print(said if code == 0 else f"penstock: {said}", file=sys.stderr, flush=True)
         return _show(job, report, code or (INTERRUPTED if report.interrupted else 0))
+
+
+def _run_here(job: EmulatedJob) -> int:
+    """Runs a job in this process, as all ranks or as one of torchrun's, and returns the exit code."""
+    run = EmulatedRun(job)
+    run.run()
+    return _show(job, run.report, run.stop.exit_code if run.interrupted else 0)
 
 
 def run_rank(handover: Path) -> None:

@@ -147,8 +147,8 @@ class Agent:
         digest: of what runs.
         pipeline_index: over a mesh, which of the pipelines (replica x shard) this process has ranks of.
         pipeline: the process that runs each rank of it. Both change where nodes move.
-        probes: to be called after each step; what links between nodes take, where it was time to probe them. It is
-            told whether they should be probed soon.
+        probes: to be called after each step, with whether links between nodes should be probed soon; it returns how
+            long messages between nodes take, if the links were probed.
         notices: what a person should know, each once.
     """
 
