@@ -45,9 +45,6 @@ EXCLUDED: dict[str, list[dict[str, Any]]] = {
         for given in ({"context": 8}, {"tokenizer": "words.json"})
     ],
     "data with --model {model}": [{"model": name, "data": BATCHES} for name in ("gpt", "bert", "clip")],
-    "towers with --model {model}": [
-        {"model": name, "towers": "text=ranks:1"} for name in ("gpt", "bert", FOLDER, OWN)
-    ],
     "packing with --model {model}": [
         {"model": model, "packing": name} for model in ("bert", "clip", OWN) for name in ("arrival", "planned")
     ],

@@ -13,7 +13,9 @@ import pytest
 
 import penstock as ps
 from penstock.cli import main
+from penstock.models import clip_presets
 from penstock.runtime import launch
+from penstock.train.tasks.clip import Tower, schedule_of_towers
 
 pytestmark = pytest.mark.unit
 
@@ -80,25 +82,13 @@ BAD: dict[str, tuple[str, list[str]]] = {
     "towers of another model": ("--model clip --schedule towers.json", ["3 towers", "branch"]),
     "a chain for towers": ("--model clip --schedule four.json", ["begins with stage 0", "3 towers", "contrast"]),
     "a chain's schedule": ("--model clip --schedule zb-v", ["--schedule zb-v", "mixed, 1f1b"]),
-    "towers that do not match": (
-        "--model clip --microbatches 2 --tower text=microbatches:3",
-        ["'text' works on 3 microbatches", "2", "multiple", "--tower NAME=microbatches:N"],
-    ),
     "a batch that towers cut apart": (
-        "--model clip --microbatches 2 --batch 20 --dp 2 --tower text=microbatches:4",
+        "--model clip --microbatches 4 --batch 20 --dp 2 --schedule uneven.json",
         ["batch of 20", "text 4", "each of 2 replicas", "multiple of 8"],
     ),
-    "a tower that is none": ("--model clip --tower smell=ranks:2", ["smell", "audio, text, video"]),
-    "a tower's option": ("--model clip --tower text=speed:2", ["'speed:2'", "ranks:VALUE"]),
-    "a tower's schedule": ("--model clip --tower text=schedule:zb", ["1f1b, interleaved-1f1b, gpipe", "'zb'"]),
-    "a tower's number": ("--model clip --tower text=ranks:none", ["ranks is 'none'", "at least 1"]),
-    "a tower twice": ("--model clip --tower text=ranks:1 --tower text=stages:2", ["'text' is given twice"]),
-    "a tower without an option": ("--model clip --tower text", ["--tower text", "NAME=KEY:VALUE"]),
-    "ranks for the contrast": ("--model clip --tower contrast=ranks:1", ["contrast", "microbatches"]),
-    "towers of a GPT": ("--tower text=ranks:1", ["--tower text", "--model clip"]),
-    "ranks that towers do not take": ("--model clip --pp 3 --tower text=ranks:2", ["4 in all", "has 3", "--ranks 4"]),
-    "stages that a tower does not have": ("--model clip --tower text=stages:9", ["'text' in 9 stages", "4 layers"]),
-    "stages of towers": ("--model clip --stages 8", ["--stages 8", "--tower NAME=stages:N"]),
+    "more ranks than towers have layers": ("--model clip --pp 13", ["12 layers in all", "13 ranks", "--ranks 12"]),
+    "an option that towers had": ("--model clip --tower text=ranks:2", ["No such option: --tower", "schedule file"]),
+    "stages of towers": ("--model clip --stages 8", ["--stages 8", "each tower has its own", "schedule file"]),
     "text for towers": ("--model clip --data text.txt", ["--data", "generated", "leave it out"]),
     "a preset of another model": ("--model bert --preset small", ["no preset of bert", "nano"]),
     "a context too short": ("--model bert --context 4", ["context 4", "at least 5"]),
@@ -120,6 +110,9 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     feeding = {name: ps.Branch(ps.placements.one_to_one(1), 4, feeds=("loss",)) for name in ("left", "right")}
     towers = {**feeding, "loss": ps.Branch(ps.placements.one_to_one(2), 4)}
     ps.save(ps.Program.of_branches(towers, name="towers").build(), folder / "towers.json")
+    counts = {"audio": 2, "text": 4, "video": 2}
+    uneven = {name: Tower((rank,), 1, count, "1f1b") for rank, (name, count) in enumerate(counts.items())}
+    ps.save(schedule_of_towers(clip_presets["nano"], uneven, 2, "uneven"), folder / "uneven.json")
     sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 300}
     llama = {**sizes, "model_type": "llama", "num_key_value_heads": 2, "intermediate_size": 64}
     configs: dict[str, Any] = {

@@ -18,7 +18,7 @@ import penstock as ps
 from penstock.cli import main
 from penstock.models import clip_presets
 from penstock.train.settings import Settings
-from penstock.train.tasks.clip import clip_schedule, counts_of, cut_of
+from penstock.train.tasks.clip import Tower, clip_schedule, counts_of, cut_of, ranks_of_towers, schedule_of_towers
 from tiers import examples
 from train_runs import losses
 
@@ -183,12 +183,9 @@ def test_towers_share_any_number_of_ranks(schedule: str, ranks: int) -> None:
 def test_any_microbatches_that_match(data: st.DataObject) -> None:
     counts = {name: data.draw(st.sampled_from([1, 2, 4, 8]), name) for name in (*NANO.towers, "contrast")}
     styles = {name: data.draw(st.sampled_from(STYLES[1:]), f"{name}'s schedule") for name in NANO.towers}
-    towers = [f"{name}=microbatches:{counts[name]}+schedule:{style}" for name, style in styles.items()]
-    asked = " ".join([*towers, f"contrast=microbatches:{counts['contrast']}"])
-    ranks = data.draw(st.integers(3, 8), "ranks")
-    built = clip_schedule(
-        NANO, Settings(model="clip", schedule="mixed", ranks=ranks, batch=64, microbatches=1, towers=asked)
-    )
+    ranks = ranks_of_towers(NANO, data.draw(st.integers(3, 8), "ranks"))
+    towers = {name: Tower(own, len(own), counts[name], styles[name]) for name, own in ranks.items()}
+    built = schedule_of_towers(NANO, towers, counts["contrast"], "matching")
     assert counts_of(cut_of(NANO, built), built) == counts
 
 
@@ -202,6 +199,6 @@ def test_a_file_of_towers_runs(train: Train, place: Path) -> None:
 @pytest.mark.slow
 def test_towers_learn_what_they_tell_of(train: Train) -> None:
     """Each by a schedule of its own: partners in new combinations are found by far better than by chance."""
-    report = train("towers", "--model clip --ranks 5 --steps 32 --tower text=microbatches:4")
+    report = train("towers", "--model clip --ranks 5 --steps 32")
     by_chance = float(report["unit"].split("; ")[1].split()[0])
     assert report["loss"] < 0.5 * by_chance, report["unit"]

@@ -181,7 +181,6 @@ BAD: dict[str, tuple[str, list[str]]] = {
     "shared stages": ("--model nets.py:Net --schedule mllm", ["mllm has stages that several", "your own"]),
     "whole documents": ("--model nets.py:Net --packing planned", ["--packing planned", "leave --packing out"]),
     "recomputed statistics": ("--model nets.py:Normed --recompute", ["BatchNorm1d", "twice", "leave it out"]),
-    "a tower": ("--model nets.py:Net --tower a=ranks:1", ["--tower", "several towers"]),
     "no loss": ("--model kwargs.py:Own --data kwargs.py:only", ["has no loss", "def loss_fn(output, targets)"]),
     "text for a model of something else": (
         "--model nets.py:Net --data text.txt",

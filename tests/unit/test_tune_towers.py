@@ -18,7 +18,7 @@ from penstock.models import CLIPConfig, clip_presets, tower_costs
 from penstock.runtime import partition
 from penstock.train.kinds import CONTRAST
 from penstock.train.settings import Settings
-from penstock.train.tasks.clip import clip_config, clip_schedule
+from penstock.train.tasks.clip import clip_config, clip_schedule, counts_of, cut_of
 from penstock.tune import meter, verify
 from penstock.tune.errors import TuneError
 from penstock.tune.layers import NO_LAYER, RankShare, measure_layers
@@ -140,13 +140,26 @@ def found_with(num_ranks: int, settings: Settings = SETTINGS, **more: Any) -> Se
     )
 
 
-def test_what_is_predicted_is_what_train_builds() -> None:
+def test_what_is_predicted_is_a_schedule_that_train_takes(tmp_path: Path) -> None:
     found = found_with(4, pp=[4], dp=[1], microbatch_sizes=[4, 8, 16])
     assert len(found.best) == 5
     for ranked in found.best:
+        plan = ranked.candidate.plan
+        ps.save(plan.schedule, tmp_path / "own.json")
         run = settings_of(ranked.candidate, SETTINGS)
+        count = plan.schedule.num_microbatches
+        run = dataclasses.replace(run, schedule=str(tmp_path / "own.json"), microbatches=count)
         assert run.cut is None
-        assert clip_schedule(clip_config(run), run) == ranked.candidate.plan.schedule
+        config = clip_config(run)
+        schedule = clip_schedule(config, run)
+        assert schedule == plan.schedule
+        cut = cut_of(config, schedule)
+        microbatches = counts_of(cut, schedule)
+        hosts = schedule.placement.pipelines[0]
+        for name, tower in plan.towers:
+            stages = cut.stages[name]
+            assert (len(stages), microbatches[name]) == (tower.stages, tower.microbatches)
+            assert {hosts[stage] for stage in stages} == {*tower.ranks}
         assert ranked.prediction.step > ranked.prediction.makespan
         assert len(ranked.prediction.memory) == 4
     steps = [ranked.prediction.step for ranked in found.best]
@@ -173,17 +186,14 @@ def test_it_finds_a_shorter_step_than_the_usual_layout() -> None:
 
 
 @pytest.mark.slow
-def test_what_is_asked_for_single_towers_holds() -> None:
-    towers = "text=ranks:2+microbatches:4 contrast=microbatches:4 audio=schedule:gpipe"
-    found = found_with(4, dataclasses.replace(SETTINGS, towers=towers), pp=[4])
+def test_every_tower_has_one_of_the_schedules_asked_for() -> None:
+    found = found_with(4, pp=[4], schedules=["interleaved-1f1b", "gpipe"])
     assert found.best
     for ranked in found.best:
-        said = dict(each.split("=") for each in shlex.split(ranked.candidate.towers or ""))
-        assert "ranks:2" in said["text"]
-        assert "microbatches:4" in said["text"]
-        graph = ranked.candidate.plan.schedule.graph
-        assert graph.microbatches_of(graph.num_stages - 1, 8) * ranked.candidate.shape.dp == 4
-        assert "gpipe" in said["audio"] or ranked.candidate.plan.name == "gpipe"
+        for _, tower in ranked.candidate.plan.towers:
+            is_interleaved = tower.style == "interleaved-1f1b"
+            assert tower.style == "gpipe" or tower.stages == len(tower.ranks) * (2 if is_interleaved else 1)
+            assert is_interleaved == (tower.style != "gpipe" and len(tower.ranks) > 1)
 
 
 def test_towers_share_ranks_where_there_are_fewer() -> None:
@@ -192,15 +202,17 @@ def test_towers_share_ranks_where_there_are_fewer() -> None:
     for ranked in found.best:
         hosts = ranked.candidate.plan.schedule.placement.pipelines[0]
         assert set(hosts) == {0, 1}
-        assert "ranks" not in (ranked.candidate.towers or "")
+        ranks = [tower.ranks for _, tower in ranked.candidate.plan.towers]
+        assert len(ranks) == 3
+        assert ranks == sorted(ranks)
 
 
 def test_replicas_leave_what_is_learnt_as_it_is() -> None:
     """The contrast tells a sample from as many others, however many replicas there are."""
-    found = found_with(8, dataclasses.replace(SETTINGS, towers="contrast=microbatches:4"), dp=[1, 2, 4, 8], pp=[1, 2])
+    found = found_with(8, dp=[1, 2, 4, 8], pp=[1, 2])
     shapes = {ranked.candidate.shape for ranked in found.best}
-    assert all(shape.dp * shape.num_microbatches == 4 for shape in shapes)
-    assert all(shape.microbatch_size == 16 for shape in shapes)
+    assert all(shape.dp * shape.num_microbatches == 2 for shape in shapes)
+    assert all(shape.microbatch_size == 32 for shape in shapes)
     with pytest.raises(TuneError, match=r"the 2 microbatches of the contrast must divide the batch"):
         found_with(8, dp=[8])
 
@@ -228,9 +240,11 @@ def test_the_closing_line_is_one_that_train_takes(
     assert found["num_measured"] == 3 * 2 + 1 + 1  # sizes of three towers, the contrast, messages
     trials = [task for task in ranks.tasks if task["do"] == "run"]
     assert len(trials) == 4
-    assert all(Settings.from_mapping(task["settings"]).towers for task in trials)
-    assert found["train"].startswith("penstock train --model clip --preset nano --batch 64 --schedule ")
-    assert "--tower" in found["train"]
+    assert all(Settings.from_mapping(task["settings"]).ranks == 4 for task in trials)
+    assert set(found["choice"]["towers"]) == {"audio", "text", "video"}
+    file = found["out"]
+    assert file.startswith("runs/program-4x")
+    assert found["train"].startswith(f"penstock train --model clip --preset nano --batch 64 --schedule {file} --pp 4")
     assert "--cut" not in found["train"]
     _, *words = shlex.split(found["train"])
     assert main([*words, "--steps", "1", "--in-process", "--out", "run", "--json"]) == 0
@@ -253,12 +267,8 @@ def test_the_closing_line_is_one_that_train_takes(
             "penstock tune --model clip measures its towers and lays them out",
         ),
         ("tune --model clip --schedule zb --ranks 4", "--schedule zb is for a chain of stages; a tower's is 1f1b"),
-        ("tune --model clip --tower smell=ranks:2", "the model has audio, text, video, and the contrast"),
-        ("tune --model clip --tower text=ranks:9 --ranks 4 --pp 4", "has what --tower asks for, with at most 4"),
-        (
-            "tune --tower text=ranks:2",
-            "--tower text=ranks:2 with --model gpt: only --model clip has several towers; leave --tower out",
-        ),
+        ("tune --model clip --pp 4 --ranks 4 --microbatch-size 5", "fits the ranks, schedules and microbatch sizes"),
+        ("tune --tower text=ranks:2", "No such option: --tower; give a schedule file, as penstock tune --model clip"),
     ],
 )
 def test_what_is_refused_says_why(

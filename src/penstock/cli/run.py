@@ -31,7 +31,6 @@ VERBS = (
 )  # fmt: skip
 """The verbs, each a module beside this one, in the order in which `--help` lists them."""
 
-EMULATE = "penstock emulate runs a schedule on emulated devices, with the options of simulate"
 LEFT = {
     "bench": "run the scripts in benchmarks/ of the repository, which benchmarks/README.md lists",
     "compare": "give penstock simulate several schedules; penstock train --schedule tells the loss of each",
@@ -61,11 +60,14 @@ LEFT_OPTIONS = {
     "--window": "--option window=4",
 }
 """Options that verbs no longer take, each with the option that says the same where a verb has that."""
-EMULATION = {
-    "simulate": ("--emulate", "--message-cap", "--steps", "--stretch"),
-    "train": ("--costs", "--message-cap", "--stretch"),
+EMULATE = "penstock emulate runs a schedule on emulated devices, with the options of simulate"
+TOWERS = "give a schedule file, as penstock tune --model clip or ps.Program.of_branches makes one"
+LEFT_OF_VERBS = {
+    "simulate": dict.fromkeys(("--emulate", "--message-cap", "--steps", "--stretch"), EMULATE),
+    "train": dict.fromkeys(("--costs", "--message-cap", "--stretch"), EMULATE) | {"--tower": TOWERS},
+    "tune": {"--tower": TOWERS},
 }
-"""Options for emulated devices, by the verb that took them."""
+"""Options that one verb no longer takes, each with what to do now, by the verb."""
 
 TRACEBACK = "PENSTOCK_TRACEBACK"
 """Environment variable: when set, failures that are bugs of ours show where they happened."""
@@ -229,9 +231,9 @@ def _usage_failure(error: Exception) -> Failure:
 
 
 def _instead(option: str, context: Any) -> str | None:
-    """The option that replaces one which the verb no longer has; None if none does."""
-    if option in EMULATION.get(context.info_name, ()):
-        return EMULATE
+    """What to do in place of an option which the verb no longer has; None if it never had it."""
+    if instead := LEFT_OF_VERBS.get(context.info_name, {}).get(option):
+        return instead
     now = LEFT_OPTIONS.get(option, "")
     taken = {flag for parameter in context.command.params for flag in parameter.opts}
     return f"give {now}" if now.partition(" ")[0] in taken else None

@@ -39,8 +39,8 @@ def tune(
     out: Annotated[
         str | None,
         result_option(
-            "Where the result goes: the schedule of the choice, .json or .txt. A program, which has no name, "
-            "goes to runs/ without it. With --profile-only the measurements, .json, for --costs.",
+            "Where the result goes: the schedule of the choice, .json or .txt. One without a name goes to "
+            "runs/ without it. With --profile-only the measurements, .json, for --costs.",
             "a schedule is written as .json or .txt, measurements as .json",
             ".json",
             ".txt",
@@ -67,7 +67,7 @@ def tune(
         settings, None if json else say_line, _show_progress if not json and sys.stderr.isatty() else None
     )
     choice = outcome.choice
-    if out is None and choice is not None and choice.candidate.plan.program and outcome.trained is not None:
+    if out is None and choice is not None and choice.candidate.plan.needs_file and outcome.trained is not None:
         out = _place_of(choice.candidate)
     if out is not None and choice is not None:
         from penstock.formats import save
@@ -121,7 +121,7 @@ def _profile(settings: TuneSettings, out: str | None, json: bool) -> None:
 
 
 def _place_of(candidate: TuneCandidate) -> str:
-    """Where a program goes for which no --out was given, so that the line that trains with it can be copied."""
+    """Where a schedule without a name goes if no --out was given, so that the printed command can name it."""
     folder = Path("runs")
     folder.mkdir(exist_ok=True)
     digest = hashlib.sha256(str(candidate.plan.schedule).encode()).hexdigest()[:8]

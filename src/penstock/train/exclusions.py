@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from penstock.train.asynchronous import ASYNCHRONOUS, OPTIONS
 from penstock.train.checks import SettingsError, is_schedule_file
-from penstock.train.kinds import CLIP, GPT, is_hugging_face, is_path
+from penstock.train.kinds import GPT, is_hugging_face, is_path
 from penstock.train.options import Option, options_of
 from penstock.train.own_file import is_own
 
@@ -106,7 +106,6 @@ EXCLUSIONS = (
         "it makes batches for a model of your own or of Hugging Face's",
         lambda s: is_own(s.data) and not is_path(s.model),
     ),
-    Exclusion(("towers",), "with --model {model}", "only --model clip has several towers", lambda s: s.model != CLIP),
     Exclusion(
         ("packing",),
         "with --model {model}",

@@ -224,5 +224,5 @@ def _cleared(given: dict[str, Any]) -> dict[str, Any]:
     if given.get("dp") == 1:
         cleared |= {"sharding": "copies"}
     if "schedule" in given or "ranks" in given:
-        cleared |= {"stages": None, "schedule_options": {}, "cut": None, "towers": None}
+        cleared |= {"stages": None, "schedule_options": {}, "cut": None}
     return cleared

@@ -32,7 +32,7 @@ from penstock.train.checks import (
     read_schedule,
 )
 from penstock.train.exclusions import check_exclusions
-from penstock.train.kinds import check_model, lora_of, read_towers
+from penstock.train.kinds import check_model, lora_of
 from penstock.train.options import DATA, LINKS, MACHINE, MESH, MODEL, RUN, SCHEDULE, TRAINING, UPDATES, setting
 
 if TYPE_CHECKING:
@@ -125,14 +125,6 @@ class Settings:
         metavar="JSON|DIR",
     )
     preset: str = setting("tiny", "Preset that says the sizes of the model.", MODEL, is_common=True)
-    towers: str | None = setting(
-        None,
-        "Settings of one tower of a clip: text=ranks:2+microbatches:8+schedule:1f1b; may be repeated.",
-        MODEL,
-        flags=("--tower",),
-        metavar="NAME=KEY:VALUE",
-        is_repeated=True,
-    )
     depth: int | None = setting(None, "Number of blocks. [the preset's]", MODEL)
     width: int | None = setting(None, "Width of the blocks. [the preset's]", MODEL)
     heads: int | None = setting(None, "Attention heads per block. [the preset's]", MODEL)
@@ -222,7 +214,7 @@ class Settings:
             from penstock.runtime.adapt.store import without_password  # here, for it imports torch
 
             raise SettingsError(f"store {without_password(self.store)!r}: write redis://HOST:PORT")
-        _ = self.link_conditions(), self.host_units, lora_of(self), read_towers(self.towers)
+        _ = self.link_conditions(), self.host_units, lora_of(self)
         if self.batch < self.dp * self.microbatches:
             whole = self.dp * self.microbatches
             replicas = "" if self.dp == 1 else f" in each of {self.dp} replicas"

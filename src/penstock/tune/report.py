@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import shlex
 from collections.abc import Mapping, Sequence
@@ -12,7 +13,6 @@ from rich.table import Table
 
 from penstock.formats.profile import MessageCosts, Profile
 from penstock.simulation.memory_footprint import in_bytes
-from penstock.train.kinds import read_towers
 from penstock.train.settings import Settings
 from penstock.tune.search import SETTINGS, RankedCandidate, TuneCandidate, settings_of
 from penstock.tune.session import TuneOutcome
@@ -46,6 +46,7 @@ def _ranked_json(outcome: TuneOutcome, ranked: RankedCandidate) -> dict[str, Any
         "schedule": candidate.plan.name,
         "options": dict(candidate.plan.options),
         "program": candidate.plan.program,
+        "towers": {name: dataclasses.asdict(each) for name, each in candidate.plan.towers},
         "pp": candidate.shape.pp,
         "dp": candidate.shape.dp,
         "microbatch_size": candidate.shape.microbatch_size,
@@ -127,7 +128,7 @@ def train_command(outcome: TuneOutcome, schedule_file: str | None = None) -> str
     """The command that trains with the choice; None if the model is only a file of costs, which can't be trained.
 
     Args:
-        schedule_file: the file with its schedule; needed for a program, which has no name.
+        schedule_file: the file with its schedule; needed for one that no name says.
     """
     if outcome.choice is None or outcome.trained is None:
         return None
@@ -137,16 +138,14 @@ def train_command(outcome: TuneOutcome, schedule_file: str | None = None) -> str
     words += ["--schedule", schedule_file or candidate.plan.name, "--pp", str(shape.pp)]
     if shape.dp > 1:
         words += ["--dp", str(shape.dp)]
-    if schedule_file is None or candidate.towers is None:  # a file of towers says how many each has
+    if not candidate.plan.towers:  # a file of towers says how many each has
         words += ["--microbatches", str(shape.num_microbatches)]
     for name, value in candidate.plan.options if schedule_file is None else ():
         if name not in SETTINGS:
             words += ["--option", f"{name}={value if isinstance(value, str) else json.dumps(value)}"]
             continue
-        option = "--tower" if name == "towers" else f"--{SETTINGS[name]}"
-        for each in shlex.split(str(value)) if name == "towers" else [str(value)]:
-            words += [option, each]
-    if candidate.towers is None:
+        words += [f"--{SETTINGS[name]}", str(value)]
+    if not candidate.plan.towers:
         words += ["--cut", ",".join(str(len(layers)) for layers in candidate.cut)]
     return shlex.join([*words, *(["--recompute"] if candidate.recompute else []), *_given_words(outcome.settings)])
 
@@ -156,7 +155,7 @@ def _given_words(settings: Settings) -> list[str]:
     default, words = Settings(), list[str]()
     for name in TRAINED:
         value = getattr(settings, name)
-        if name in ("model", "model_options", "data", "preset", "towers", "batch") or value == getattr(default, name):
+        if name in ("model", "model_options", "data", "preset", "batch") or value == getattr(default, name):
             continue
         option = f"--{name.replace('_', '-')}"
         if isinstance(value, bool):
@@ -171,7 +170,7 @@ def _print_table(outcome: TuneOutcome, title: str, rows: Sequence[RankedCandidat
     speed = "samples/s" if _num_tokens(outcome) is None else "tokens/s"
     table = Table(title=title, title_justify="left", box=None, pad_edge=False)
     table.add_column("schedule", no_wrap=True)
-    layers = "layers" if all(ranked.candidate.towers is None for ranked in rows) else "ranks/stages/microbatches"
+    layers = "layers" if not any(ranked.candidate.plan.towers for ranked in rows) else "ranks/stages/microbatches"
     heads = ["pp", "dp", "microbatches", layers, "step ms", speed, "bubbles", "memory per rank"]
     for head in [*heads, *(["measured ms", "off", "measured memory"] if verified else [])]:
         table.add_column(head, justify="right", no_wrap=True)
@@ -211,7 +210,7 @@ def _short_name(candidate: TuneCandidate) -> str:
     words = [plan.name]
     if plan.program:
         words = ["program on", plan.name.removeprefix("shared ends, ").partition(",")[0]]
-    for name, value in plan.options if candidate.towers is None else ():
+    for name, value in plan.options:
         if name == "num_stages":
             words.append(f"{value} stages")
         elif name == "warmup" and isinstance(value, tuple):
@@ -222,9 +221,8 @@ def _short_name(candidate: TuneCandidate) -> str:
 
 
 def _cut(candidate: TuneCandidate) -> str:
-    if candidate.towers is not None:
-        towers = read_towers(candidate.towers).items()
-        return " ".join(f"{name} {each.ranks or '-'}/{each.stages}/{each.microbatches}" for name, each in towers)
+    if towers := candidate.plan.towers:
+        return " ".join(f"{name} {len(each.ranks)}/{each.stages}/{each.microbatches}" for name, each in towers)
     counts = [len(layers) for layers in candidate.cut]
     return " ".join(map(str, counts)) if len(counts) <= 8 else f"{min(counts)} to {max(counts)} in {len(counts)}"
 

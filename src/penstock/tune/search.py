@@ -31,7 +31,7 @@ from penstock.tune.predict import Prediction, predict, stage_costs
 from penstock.tune.programs import programs_for, split_costs
 from penstock.tune.space import Shape, TunePlan, TuneSpace, schedules_for, why_none
 
-SETTINGS = {"num_stages": "stages", "towers": "towers"}
+SETTINGS = {"num_stages": "stages"}
 """Options of a plan that are settings of their own in `penstock train`."""
 
 NUM_SHAPES = 4
@@ -62,20 +62,17 @@ class TuneCandidate:
     @property
     def name(self) -> str:
         """The name of the schedule, with its options."""
-        options = (
-            _short(value) if name == "towers" else f"{name}={_short(value)}" for name, value in self.plan.options
+        options = (f"{name}={_short(value)}" for name, value in self.plan.options)
+        towers = (
+            f"{name}: {len(each.ranks)} ranks, {each.stages} stages, {each.microbatches} microbatches, {each.style}"
+            for name, each in self.plan.towers
         )
-        return " ".join((self.plan.name, *options))
+        return "; ".join((" ".join((self.plan.name, *options)), *towers))
 
     @property
     def has_shared_ends(self) -> bool:
         """Whether all ranks of the pipeline hold a part of its first and its last stage."""
         return bool(self.plan.schedule.placement.shared)
-
-    @property
-    def towers(self) -> str | None:
-        """The settings of each tower of a model of several, as `--tower` takes them."""
-        return next((str(value) for name, value in self.plan.options if name == "towers"), None)
 
     def __str__(self) -> str:
         shape = self.shape

@@ -158,7 +158,8 @@ def _tune_towers(asked: TuneSettings, settings: Settings, say: Say, progress: Sh
         raise TuneError(f"--shared-ends: {why_no_shared_ends(settings, 2)}; leave it out")
     if asked.schedule_options:
         raise TuneError(
-            f"--option {next(iter(asked.schedule_options))}: each tower has its own options, by --tower; leave it out"
+            f"--option {next(iter(asked.schedule_options))} is for one chain of stages, and each tower has its "
+            "own; leave it out"
         )
     towers = TowerSpace.of(settings, _space(asked, settings.batch, asked.ranks or devices, True), asked.schedules)
     shapes = towers.shapes()

@@ -20,7 +20,7 @@ SEARCH, COSTS = "Search", "Costs"
 """Groups of settings that the help lists."""
 
 TRAINED = (
-    "model", "model_options", "data", "preset", "towers", "depth", "width", "heads", "context", "dropout", "tied",
+    "model", "model_options", "data", "preset", "depth", "width", "heads", "context", "dropout", "tied",
     "tokenizer", "batch", "precision", "optimizer", "optimizer_options", "clip", "device", "threads", "dispatch",
 )  # fmt: skip
 """Settings of the runs that are tuned. They are those of `penstock train`."""
@@ -41,7 +41,6 @@ class TuneSettings:
     preset: str | None = setting(
         None, "Preset that says the sizes of the model. [tiny; of a clip nano]", MODEL, is_common=True
     )
-    towers: str | None = same_setting(Settings, "towers")
     depth: int | None = same_setting(Settings, "depth")
     width: int | None = same_setting(Settings, "width")
     heads: int | None = same_setting(Settings, "heads")

@@ -13,11 +13,14 @@ from __future__ import annotations
 import inspect
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from penstock.library import ASYNCHRONOUS, SCHEDULES, build, options_of_each
 from penstock.schedule import Schedule, ScheduleError
 from penstock.tune.errors import TuneError
+
+if TYPE_CHECKING:
+    from penstock.train.tasks.clip import Tower
 
 KINDS = frozenset("FBIW")
 
@@ -111,12 +114,20 @@ class Shape:
 
 @dataclass(frozen=True)
 class TunePlan:
-    """A schedule, and how it was built: by the library with options, or as a program that was found by search."""
+    """A schedule, and how it was built: by the library with options, as a program that was found by search, or of
+    towers that lie as `towers` says.
+    """
 
     name: str
     schedule: Schedule
     options: tuple[tuple[str, object], ...] = ()
     program: bool = False
+    towers: tuple[tuple[str, Tower], ...] = ()
+
+    @property
+    def needs_file(self) -> bool:
+        """Whether `penstock train` can only read the schedule from a file, as neither a name nor options say it."""
+        return self.program or bool(self.towers)
 
 
 def counts(limit: int) -> list[int]:

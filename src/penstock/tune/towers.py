@@ -14,7 +14,6 @@ many microbatches.
 
 from __future__ import annotations
 
-import shlex
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -29,9 +28,19 @@ from penstock.runtime import partition
 from penstock.schedule import ScheduleError
 from penstock.simulation.memory_footprint import in_bytes
 from penstock.train.checks import SettingsError
-from penstock.train.kinds import CLIP, CONTRAST, STYLES, USUAL, TowerOptions, check_towers, read_towers
+from penstock.train.kinds import CLIP, CONTRAST, STYLES, USUAL
 from penstock.train.settings import Settings
-from penstock.train.tasks.clip import INTERLEAVED, Tower, branches_of, clip_config, clip_schedule, counts_of, cut_of
+from penstock.train.tasks.clip import (
+    INTERLEAVED,
+    Tower,
+    branches_of,
+    check_batch,
+    clip_config,
+    counts_of,
+    cut_of,
+    ranks_of_towers,
+    schedule_of_towers,
+)
 from penstock.tune.errors import TuneError
 from penstock.tune.memory import POSTED
 from penstock.tune.search import SearchFound, TuneCandidate
@@ -63,27 +72,21 @@ class TowerSpace:
 
     Attributes:
         config: of the model. space: ranks, replicas, microbatch sizes and recomputation to try, and the batch.
-        asked: what is given for single towers.
         num_groups: into how many microbatches the contrast's samples are cut, over all replicas.
         styles: schedules that a tower may have.
     """
 
     config: CLIPConfig
     space: TuneSpace
-    asked: Mapping[str, TowerOptions]
     num_groups: int
     styles: tuple[str, ...]
 
     @classmethod
     def of(cls, settings: Settings, space: TuneSpace, schedules: Any) -> TowerSpace:
         """Raises TuneError, SettingsError for invalid settings."""
-        config, asked = clip_config(settings), read_towers(settings.towers)
-        check_towers(asked, config.towers)
         if unknown := [name for name in schedules or () if name not in STYLES]:
             raise TuneError(f"--schedule {unknown[0]} is for a chain of stages; a tower's is {', '.join(STYLES)}")
-        usual = int(USUAL[CLIP]["microbatches"])
-        num_groups = asked.get(CONTRAST, TowerOptions()).microbatches or usual
-        return cls(config, space, asked, num_groups, tuple(schedules or STYLES))
+        return cls(clip_config(settings), space, int(USUAL[CLIP]["microbatches"]), tuple(schedules or STYLES))
 
     def shapes(self) -> list[Shape]:
         """Ranks of a pipeline and replicas, the most processes first. The microbatches are those of the contrast.
@@ -105,7 +108,7 @@ class TowerSpace:
             raise TuneError(
                 f"no way to spread the batch is left: pp times dp may be at most the {space.num_devices} ranks, and "
                 f"the {self.num_groups} microbatches of the contrast must divide the batch of {space.batch} and be "
-                "a multiple of dp; --tower contrast=microbatches:N says another number, which is another task"
+                "a multiple of dp; give another --batch, --pp or --dp"
             )
         return sorted(found, key=lambda shape: (-shape.pp * shape.dp, shape.dp))
 
@@ -120,13 +123,12 @@ class TowerSpace:
 
     def styles_of(self, name: str, num_ranks: int) -> Iterator[tuple[str, int]]:
         """Schedules that a tower may have over so many ranks, each with its number of stages."""
-        wanted, most = self.asked.get(name, TowerOptions()), self.config.tower(name).num_layers
-        for style in self.styles if wanted.schedule is None else (wanted.schedule,):
-            several = style == INTERLEAVING and num_ranks > 1
-            if style == INTERLEAVING and not several and wanted.schedule is None and PLAIN in self.styles:
-                continue  # a stage per rank: there is nothing to interleave
-            stages = wanted.stages or num_ranks * (INTERLEAVED if several else 1)
-            if num_ranks <= stages <= most and stages % num_ranks == 0:
+        most = self.config.tower(name).num_layers
+        # With one rank, a tower has one stage, and there is nothing to interleave.
+        styles = self.styles if num_ranks > 1 else dict.fromkeys(map(_uninterleaved, self.styles))
+        for style in styles:
+            stages = num_ranks * (INTERLEAVED if style == INTERLEAVING else 1)
+            if stages <= most:
                 yield style, stages
 
 
@@ -205,26 +207,20 @@ class _OneShape:
 
     def _shared(self) -> Iterator[dict[str, Tower]]:
         """Where towers share ranks: one stage each, all with as many microbatches."""
-        asked = [self.towers.asked[name] for name in self.names if name in self.towers.asked]
-        if any(each.ranks or (each.stages or 1) > 1 for each in asked):
-            return
-        styles = dict.fromkeys(PLAIN if style == INTERLEAVING else style for style in self.towers.styles)
-        for style in styles:
+        ranks = ranks_of_towers(self.towers.config, self.shape.pp)
+        for style in dict.fromkeys(map(_uninterleaved, self.towers.styles)):
             for size in self.towers.sizes(self.shape):
-                count = self._here // size
-                if all(each.microbatches in (None, count) and each.schedule in (None, style) for each in asked):
-                    yield {name: Tower((), 1, count, style) for name in self.names}
+                yield {name: Tower(ranks[name], 1, self._here // size, style) for name in self.names}
 
     def _ways(self, name: str) -> Iterator[TowerLayout]:
-        wanted, config = self.towers.asked.get(name, TowerOptions()), self.towers.config
         most = self.shape.pp - len(self.names) + 1
-        for num_ranks in range(1, most + 1) if wanted.ranks is None else (wanted.ranks,):
+        for num_ranks in range(1, most + 1):
             for style, stages in self.towers.styles_of(name, num_ranks):
-                cut = partition(tower_costs(config, name), stages)
+                cut = partition(tower_costs(self.towers.config, name), stages)
                 for size in self.towers.sizes(self.shape):
                     count = self._here // size
                     profile = self.profile(name, count)
-                    if wanted.microbatches in (None, count) and profile is not None:
+                    if profile is not None:
                         yield self._way(Tower(tuple(range(num_ranks)), stages, count, style), cut, profile)
 
     def _way(self, tower: Tower, cut: list[range], profile: Profile) -> TowerLayout:
@@ -270,27 +266,26 @@ class _OneShape:
             found.add(candidate, profile, self._transfer)
 
     def candidate(self, layout: Mapping[str, Tower], settings: Settings) -> TuneCandidate:
-        """A layout as `penstock train` builds it.
+        """A layout with its schedule.
 
         Raises:
-            SettingsError, ScheduleError: it refuses this one.
+            SettingsError, ScheduleError: `penstock train` would refuse it.
         """
+        config, shape = self.towers.config, self.shape
         styles = [tower.style for tower in layout.values()]
         name = PLAIN if PLAIN in styles else styles[0]
-        words, shape = in_words(layout, name), self.shape
-        run = replace(
-            settings, schedule=name, ranks=shape.pp, dp=shape.dp, microbatches=shape.num_microbatches, towers=words,
-            recompute=self.recompute,
-        )  # fmt: skip
-        schedule = clip_schedule(self.towers.config, run)
-        stages = cut_of(self.towers.config, schedule)
+        schedule = schedule_of_towers(config, layout, shape.num_microbatches, f"clip-{name}")
+        stages = cut_of(config, schedule)
+        run = replace(settings, ranks=shape.pp, dp=shape.dp, microbatches=shape.num_microbatches)
+        check_batch(run, counts_of(stages, schedule))
         cut: list[range] = []
         for tower, num in stages.num_stages.items():
             first = cut[-1].stop if cut else 0
-            layers = partition(tower_costs(self.towers.config, tower), num)
+            layers = partition(tower_costs(config, tower), num)
             cut += [range(first + part.start, first + part.stop) for part in layers]
         cut.append(range(cut[-1].stop, cut[-1].stop + 1))
-        return TuneCandidate(shape, TunePlan(name, schedule, (("towers", words),)), tuple(cut), self.recompute)
+        plan = TunePlan(name, schedule, towers=tuple(layout.items()))
+        return TuneCandidate(shape, plan, tuple(cut), self.recompute)
 
     def joined(self, candidate: TuneCandidate) -> Profile | None:
         """What the layers of all towers and the contrast take, each at its own microbatch size."""
@@ -322,17 +317,6 @@ def joined_profile(model: str, parts: Sequence[Profile]) -> Profile:
     )
 
 
-def in_words(layout: Mapping[str, Tower], schedule: str) -> str:
-    """Towers as `--tower` has them, beside a `--schedule`."""
-    words = []
-    for name, tower in layout.items():
-        ranks = [f"ranks:{len(tower.ranks)}"] if tower.ranks else []  # else towers share some
-        own = [f"schedule:{tower.style}"] if tower.style != schedule else []
-        options = [*ranks, f"stages:{tower.stages}", f"microbatches:{tower.microbatches}", *own]
-        words.append(f"{name}={'+'.join(options)}")
-    return shlex.join(words)
-
-
 def _placed(chosen: Mapping[str, BranchLayout]) -> dict[str, Tower]:
     """Towers on ranks of the whole, one tower after another."""
     found: dict[str, Tower] = {}
@@ -359,6 +343,11 @@ def _costs(cut: list[range], profile: Profile, transfer: MessageCosts, num_ranks
     return Costs(f, i, w, b, [profile.total("activation", layers) for layers in cut])
 
 
+def _uninterleaved(style: str) -> str:
+    """The schedule of a tower with one stage per rank."""
+    return PLAIN if style == INTERLEAVING else style
+
+
 def _match(some: int, others: int) -> bool:
     """Whether one of two numbers of microbatches is a multiple of the other."""
     return max(some, others) % min(some, others) == 0
@@ -375,6 +364,6 @@ def _nothing(found: SearchFound, towers: TowerSpace) -> TuneError:
             "or allow more ranks, smaller microbatches or recompute"
         )
     return TuneError(
-        f"no layout of the towers {', '.join(towers.config.towers)} has what --tower asks for, with at most "
-        f"{towers.space.num_devices} ranks; ask for less"
+        f"no layout of the towers {', '.join(towers.config.towers)} fits the ranks, schedules and microbatch sizes "
+        f"asked for, with at most {towers.space.num_devices} ranks; ask for less"
     )

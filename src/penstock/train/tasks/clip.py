@@ -37,7 +37,7 @@ from penstock.runtime import Pipeline, partition
 from penstock.runtime.stage.branches import starts_of
 from penstock.schedule import Schedule, ScheduleError
 from penstock.train.checks import SettingsError, is_schedule_file, read_schedule, refuse_options
-from penstock.train.kinds import CONTRAST, MIXED, STYLES, TowerOptions, check_towers, read_towers
+from penstock.train.kinds import CONTRAST, MIXED, STYLES
 from penstock.train.settings import Settings
 from penstock.train.tasks.layers import kept_sizes, preset_of, recomputed, require_one_end, require_shards
 from penstock.train.tasks.task import BYTES, VALIDATION_BATCHES, Example, TaskData
@@ -144,7 +144,7 @@ def clip_config(settings: Settings) -> CLIPConfig:
     refuse_options(
         settings, ("context", "tied", "data", "tokenizer"), "a CLIP learns from samples that are generated for it"
     )
-    refuse_options(settings, ("stages", "cut"), "each tower has its own; --tower NAME=stages:N says so")
+    refuse_options(settings, ("stages", "cut"), "each tower has its own; give a schedule file")
     if settings.schedule_options:
         raise SettingsError(
             f"--option {min(settings.schedule_options)} is for one chain of stages, and each tower has its own; "
@@ -210,17 +210,12 @@ def clip_schedule(config: CLIPConfig, settings: Settings) -> Schedule:
     if is_schedule_file(settings.schedule):
         found = read_schedule(settings.schedule, settings.ranks, settings.microbatches, None, None)
     else:
-        asked = read_towers(settings.towers)
-        check_towers(asked, config.towers)
-        towers = _placed(config, settings, asked)
-        count = (asked.get(CONTRAST, TowerOptions()).microbatches or settings.microbatches) * settings.replicas_here
+        count = settings.microbatches * settings.replicas_here
         try:
-            found = _program(config, towers, count, f"clip-{settings.schedule}")
+            found = schedule_of_towers(config, _placed(config, settings), count, f"clip-{settings.schedule}")
         except ScheduleError as error:
             raise ScheduleError(f"--schedule {settings.schedule} of the towers: {error}", rule=error.rule) from None
-        except ValueError as error:
-            raise SettingsError(f"{error}; --tower NAME=microbatches:N says how many") from None
-    _check_batch(settings, counts_of(cut_of(config, found), found))
+    check_batch(settings, counts_of(cut_of(config, found), found))
     return found
 
 
@@ -253,56 +248,50 @@ def counts_of(cut: CLIPStages, schedule: Schedule) -> dict[str, int]:
     return found | {CONTRAST: graph.microbatches_of(cut.contrast, most)}
 
 
-def _placed(config: CLIPConfig, settings: Settings, asked: Mapping[str, TowerOptions]) -> dict[str, Tower]:
+def _placed(config: CLIPConfig, settings: Settings) -> dict[str, Tower]:
     if settings.schedule not in (MIXED, *STYLES):
         raise SettingsError(
             f"--schedule {settings.schedule} is for a chain of stages, and a CLIP has towers side by side; give "
             f"{', '.join((MIXED, *STYLES))}, or a file with a schedule of them"
         )
-    ranks = _ranks(config, settings.ranks, asked)
+    ranks = ranks_of_towers(config, settings.ranks)
     most = max(map(len, ranks.values()))
     longest = next(name for name, own in ranks.items() if len(own) == most)
+    count = settings.microbatches * settings.replicas_here
     found: dict[str, Tower] = {}
     for name, own in ranks.items():
-        wanted, layers = asked.get(name, TowerOptions()), config.tower(name).num_layers
-        style = wanted.schedule or settings.schedule
+        style, stages = settings.schedule, len(own)
         if style == MIXED:
             style = "interleaved-1f1b" if name == longest and most > 1 else "1f1b"
-        usual = min(INTERLEAVED * len(own), layers) if style == "interleaved-1f1b" else len(own)
-        stages = wanted.stages or usual
-        if not len(own) <= stages <= layers:
-            raise SettingsError(
-                f"tower {name!r} in {stages} stages over {len(own)} ranks; it has {layers} layers, and needs a stage "
-                f"per rank: give --tower {name}=stages:{min(max(stages, len(own)), layers)}, fewer ranks, or --depth"
-            )
-        if wanted.schedule is None and stages == len(own) and style == "interleaved-1f1b":
-            style = "1f1b"  # a stage per rank: there is nothing to interleave
-        count = (wanted.microbatches or settings.microbatches) * settings.replicas_here
+        if style == "interleaved-1f1b":
+            stages = min(INTERLEAVED * len(own), config.tower(name).num_layers)
+            if stages == len(own):  # a stage per rank: there is nothing to interleave
+                style = "1f1b"
         found[name] = Tower(own, stages, count, style)
     return found
 
 
-def _ranks(config: CLIPConfig, num_ranks: int, asked: Mapping[str, TowerOptions]) -> dict[str, tuple[int, ...]]:
-    """The ranks of each tower, one tower after another."""
+def ranks_of_towers(config: CLIPConfig, num_ranks: int) -> dict[str, tuple[int, ...]]:
+    """The ranks of each tower, by its work, one tower after another. Neighbouring towers share a rank if there are
+    fewer ranks than towers.
+
+    Raises:
+        SettingsError: more ranks than the towers have layers.
+    """
     names = list(config.towers)
     work = {name: sum(tower_costs(config, name)) for name in names}
-    given = {name: asked[name].ranks or 0 for name in names if name in asked and asked[name].ranks}
-    if num_ranks < len(names) and not given:
+    if num_ranks < len(names):
         groups = partition([work[name] for name in names], num_ranks)
         return {names[place]: (rank,) for rank, group in enumerate(groups) for place in group}
-    counts = {name: given.get(name, 1) for name in names}
-    open_ones = [name for name in names if name not in given]
-    while sum(counts.values()) < num_ranks and open_ones:
-        room = [name for name in open_ones if counts[name] < config.tower(name).num_layers]
+    counts = dict.fromkeys(names, 1)
+    while sum(counts.values()) < num_ranks:
+        room = [name for name in names if counts[name] < config.tower(name).num_layers]
         if not room:
-            break
+            raise SettingsError(
+                f"the towers have {sum(counts.values())} layers in all, and the run has {num_ranks} ranks; give at "
+                f"most --ranks {sum(counts.values())}"
+            )
         counts[max(room, key=lambda name: work[name] / counts[name])] += 1
-    if sum(counts.values()) != num_ranks:
-        named = ", ".join(f"{name} {count}" for name, count in counts.items())
-        raise SettingsError(
-            f"the towers take {named} ranks, {sum(counts.values())} in all, and the run has {num_ranks}; give "
-            f"--ranks {sum(counts.values())}, or --tower NAME=ranks:N"
-        )
     found: dict[str, tuple[int, ...]] = {}
     first = 0
     for name in names:
@@ -326,8 +315,13 @@ def branches_of(towers: Mapping[str, Tower], count: int) -> tuple[dict[str, Bran
     return branches, Branch(placements.one_to_one(1), count, rules, towers[host].ranks[-1:])
 
 
-def _program(config: CLIPConfig, towers: Mapping[str, Tower], count: int, name: str) -> Schedule:
-    """Raises ValueError for numbers of microbatches that do not match, ScheduleError for rules that deadlock."""
+def schedule_of_towers(config: CLIPConfig, towers: Mapping[str, Tower], count: int, name: str) -> Schedule:
+    """The schedule of towers that lie where `towers` says, and of the contrast, which works on `count` microbatches.
+
+    Raises:
+        ValueError: numbers of microbatches that do not match.
+        ScheduleError: rules that deadlock.
+    """
     branches, contrast = branches_of(towers, count)
     program = clip_program(config, branches, contrast, costs=_costs(config, towers), name=name)
     return program.build()
@@ -372,7 +366,7 @@ SMALL = 0.01
 """Milliseconds of the contrast. It multiplies only a few rows, which is little beside the towers."""
 
 
-def _check_batch(settings: Settings, counts: Mapping[str, int]) -> None:
+def check_batch(settings: Settings, counts: Mapping[str, int]) -> None:
     """Raises SettingsError for a batch that towers would cut between different samples."""
     elsewhere = settings.dp // settings.replicas_here
     unit = math.lcm(*counts.values()) * elsewhere
