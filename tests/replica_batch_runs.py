@@ -59,6 +59,7 @@ def compared(process: int, cases: list[tuple[str, int, int]]) -> list[str]:
             a = pipeline(schedule, (pp, dp), "whole", loss)
             b = pipeline(schedule, (pp, dp), "replica", loss)
             draws = torch.Generator().manual_seed(1)
+            seen = []
             for step, size in enumerate((8 * dp, 4 * dp, 12 * dp)):
                 whole = torch.randn(size, 6, generator=draws), torch.randn(size, 1, generator=draws).round()
                 part = given(b, schedule, pp, dp, whole, process)
@@ -72,6 +73,10 @@ def compared(process: int, cases: list[tuple[str, int, int]]) -> list[str]:
                         break
                 if not torch.equal(a.evaluate(*whole).loss, b.evaluate(*part).loss):
                     wrong.append(f"{schedule} {pp}x{dp} {type(loss).__name__} step {step}: evaluation")
+                seen.append((whole, part))
+            means = [pipe.evaluate(each) for pipe, each in zip((a, b), map(iter, zip(*seen)))]
+            if not torch.equal(means[0].loss, means[1].loss):
+                wrong.append(f"{schedule} {pp}x{dp} {type(loss).__name__}: evaluation over a loader")
             predicted = zip(a.predict(whole[0]), b.predict(part[0]), strict=True)
             if not all(torch.equal(x, y) for x, y in predicted):
                 wrong.append(f"{schedule} {pp}x{dp} {type(loss).__name__}: predictions")

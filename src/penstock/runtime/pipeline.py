@@ -5,13 +5,14 @@ A step cuts the batch, runs the schedule, shares losses and votes, and updates. 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import is_dataclass, replace
 from pathlib import Path
 from time import perf_counter_ns
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.nn import Parameter
 from torch.optim import Optimizer
@@ -524,14 +525,46 @@ class Pipeline:
 
     @while_open
     def evaluate(self, inputs: Any, targets: Any = None) -> StepResult:
-        """Computes the loss of a batch without gradients, in evaluation mode. The model does not change.
+        """Computes the loss of a batch, or the mean loss over a loader, without gradients, in evaluation mode.
 
-        If the batch has fewer samples than the schedule has microbatches, fewer microbatches run.
+        The model does not change. If a batch has fewer samples than the schedule has microbatches, fewer microbatches
+        run. Over a loader, a batch weighs as much as its loss is a mean over, such as targets that are not ignored.
+        So the mean is that of all samples together. Losses that add up (`adds_up`, `reduction="sum"`) weigh equally.
+
+        Args:
+            inputs: a batch, as for `step`. Or a loader without `targets`: an iterable that is no tensor, list, tuple,
+                mapping or dataclass, such as a DataLoader or a generator. It gives batches (inputs, targets), or
+                mappings and tensors that are inputs alone. Every rank must give equally many.
+            targets: the batch's targets, as for `step`.
+
+        Returns:
+            The loss. Over a loader it is in float64, and `losses` has one share for each batch.
+
+        Raises:
+            RuntimeFailure: no loss_fn, a batch that can't be cut, or a loader that gives no batch.
         """
         if self._loss_fn is None and not has_many_ends(self.schedule.graph):
             raise RuntimeFailure(NO_LOSS.format("evaluate"))
+        is_batch = isinstance(inputs, Tensor | list | tuple | Mapping) or is_dataclass(inputs)
+        if targets is None and isinstance(inputs, Iterable) and not is_batch:
+            return self._mean_loss(inputs)
         _, result = self._run_forward(inputs, targets, Purpose.EVALUATE)
         return result
+
+    def _mean_loss(self, loader: Iterable[Any]) -> StepResult:
+        """The mean loss of the batches of a loader."""
+        losses, weights = [], []
+        for given in loader:
+            inputs, targets = given if isinstance(given, list | tuple) and len(given) == 2 else (given, None)
+            batch, result = self._run_forward(inputs, targets, Purpose.EVALUATE)
+            losses.append(float(result.loss))
+            weights.append(batch.weight())
+        if not losses:
+            raise RuntimeFailure("evaluate was given a loader without a batch; give one, or a fresh generator")
+        shares = [loss * weight for loss, weight in zip(losses, weights, strict=True)]
+        total = sum(weights) or 1.0  # no target counts in any batch: the loss is 0
+        loss = torch.tensor(sum(shares) / total, dtype=torch.float64)
+        return StepResult(loss, torch.tensor(shares, dtype=torch.float64) / total, window_losses=loss.reshape(1))
 
     @while_open
     def predict(self, inputs: Any) -> list[Any]:

@@ -263,8 +263,7 @@ class RankRun:
 
     def evaluate(self) -> float:
         """The mean loss of the validation batches."""
-        losses = [self.training.evaluate(batch) for batch in self.inputs.data.validation]
-        return sum(losses) / len(losses)
+        return self.training.evaluate(self.inputs.data.validation)
 
     def save(self) -> None:
         self.pipe.save(

@@ -5,7 +5,7 @@ window.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -117,13 +117,12 @@ class Training:
         shares = result.losses * torch.tensor(weights, dtype=result.losses.dtype) * passes.passes_a_window
         return [float(sum_in_order(part)) for part in shares.split(self._of_all.microbatches)], None
 
-    def evaluate(self, batch: Example) -> float:
-        """The loss of a batch, cut like the batch of a step."""
-        inputs, targets = batch
-        if self._proved is not None:  # a pass would cut it into all its microbatches
-            inputs, targets = map(self._microbatches, batch)
-        # Where several passes fill a window, a loss is a part of one.
-        return float(self.pipe.evaluate(inputs, targets).loss) * self.passes.passes_a_window
+    def evaluate(self, batches: Iterable[Example]) -> float:
+        """The mean loss of some batches, each cut like the batch of a step."""
+        if self._proved is not None:  # a pass would cut each batch into all its microbatches
+            batches = (Example(*map(self._microbatches, batch)) for batch in batches)
+        # If several passes fill a window, a loss is a part of the window's loss.
+        return float(self.pipe.evaluate(iter(batches)).loss) * self.passes.passes_a_window
 
     def _cut(self, steps: range) -> tuple[list[Any], list[Any]]:
         """The batches of some steps as one list of microbatches."""

@@ -8,19 +8,15 @@
     run.timelines[0].makespan, run.simulated[0].makespan, run.median_error
 
 Each rank is a thread of this process, or a process if torch.distributed is set up with several. A rank sleeps through
-its ops, so two cores can stand for sixteen accelerators. `emulate_processes` starts one process per rank; each runs
-`python -m penstock.runtime.emulation FOLDER`.
+its ops, so two cores can stand for sixteen accelerators. `penstock emulate` starts one process per rank.
 """
 
 from __future__ import annotations
 
-import pickle
 import statistics
-import tempfile
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import astuple, dataclass, replace
-from pathlib import Path
 from time import perf_counter_ns
 from typing import Any
 
@@ -40,7 +36,6 @@ from penstock.runtime.execute.plan import ActivePlan, activate, dispatch_of, req
 from penstock.runtime.execute.step_end import Notices
 from penstock.runtime.execute.timeline import measured_of, measured_timeline
 from penstock.runtime.execute.worker import Worker
-from penstock.runtime.launch import init_process, launch
 from penstock.runtime.mesh.peers import (
     GroupPeers,
     LocalPeers,
@@ -330,9 +325,6 @@ def _scaled(times: Sequence[tuple[Op, int, int]], stretch: float) -> list[tuple[
     return [(op, round(start / stretch), round(end / stretch)) for op, start, end in times]
 
 
-ORDER, RESULT = "order", "result"
-
-
 @dataclass(frozen=True)
 class Lateness:
     """How late ops ended, after the moment at which they were due (ms): errors of sleeping, and a busy machine."""
@@ -478,31 +470,6 @@ def emulate(
         tuple(step.number for step in steps),
         tuple(pipe.notices),
     )
-
-
-def emulate_processes(schedule: Schedule, costs: Costs, *, timeout: float = 60.0, **options: Any) -> Emulation:
-    """Like `emulate`, with one process per rank. The processes end with the call.
-
-    Raises:
-        RuntimeFailure: a rank failed. Its message is on stderr.
-    """
-    with tempfile.TemporaryDirectory(prefix="penstock-emulate-") as name:
-        folder = Path(name)
-        (folder / ORDER).write_bytes(pickle.dumps((schedule, costs, timeout, options)))
-        code = launch(["-m", "penstock.runtime.emulation", name], schedule.num_ranks)
-        if code != 0:
-            raise RuntimeFailure(f"the emulated ranks ended with exit code {code}; the messages above say why")
-        found: Emulation = pickle.loads((folder / RESULT).read_bytes())
-        return found
-
-
-def run_rank(folder: Path) -> None:
-    """Runs one rank. `emulate_processes` made and filled the folder."""
-    schedule, costs, timeout, options = pickle.loads((folder / ORDER).read_bytes())
-    rank, _ = init_process(timeout)
-    found = emulate(schedule, costs, timeout=timeout, **options)
-    if rank == 0:
-        (folder / RESULT).write_bytes(pickle.dumps(found))
 
 
 def _own_latency(timelines: Sequence[Timeline], conditions: Links) -> float:

@@ -64,9 +64,13 @@ def weigh(inputs: Sequence[Any], targets: Sequence[Any], loss_fn: LossFn, window
     """
     if adds_up(loss_fn):
         return [1.0] * len(inputs)
+    return shares_of([counts_of(inputs, targets, loss_fn)], windows)[0]
+
+
+def counts_of(inputs: Sequence[Any], targets: Sequence[Any], loss_fn: LossFn) -> list[float]:
+    """How many targets or samples the loss of each microbatch is a mean over."""
     counted = weights_of(targets, loss_fn)
-    weights = sizes_of(inputs) if counted is None else counted
-    return shares_of([weights], windows)[0]
+    return sizes_of(inputs) if counted is None else counted
 
 
 def shares_of(weights: Sequence[Sequence[float]], windows: Sequence[range]) -> list[list[float]]:

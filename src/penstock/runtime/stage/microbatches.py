@@ -16,6 +16,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
+from itertools import chain
 from math import lcm
 from typing import Any
 
@@ -23,7 +24,7 @@ from penstock.runtime.errors import RuntimeFailure
 from penstock.runtime.mesh.process_mesh import ProcessMesh
 from penstock.runtime.stage.batch_rules import PLAIN, BatchRules, Cut, Signature, Uncut, rules_at, uncut
 from penstock.runtime.stage.branches import loss_stage, starts_of
-from penstock.runtime.stage.loss import LossFn, adds_up, shares_of, sizes_of, weigh, weights_of
+from penstock.runtime.stage.loss import LossFn, adds_up, counts_of, shares_of, sizes_of, weigh, weights_of
 from penstock.runtime.tensors.digest import batch_digest
 from penstock.runtime.tensors.pytree import flatten
 from penstock.schedule import Schedule
@@ -44,6 +45,8 @@ class Microbatches:
         targets: one entry per microbatch of the stage with the loss, whose microbatches scales and windows count too;
             all None without a loss.
         weighed: gives the weight of each microbatch's loss, see `scales`.
+        weight: returns how many targets or samples the loss of the whole batch, over all replicas, is a mean over. A
+            mean over several batches weighs it by that. Losses that are added up weigh 1 each.
         signatures: per microbatch.
         digest: a number that tells this batch from others with as good as certainty; 0 where nobody asks.
         windows: the microbatches that each update gathers; all are one window where updates are no ops.
@@ -54,6 +57,7 @@ class Microbatches:
     inputs: Mapping[int, Sequence[Any]]
     targets: Sequence[Any]
     weighed: Callable[[], list[float]]
+    weight: Callable[[], float]
     signatures: list[Signature]
     digest: int
     windows: tuple[range, ...]
@@ -92,8 +96,8 @@ class Microbatches:
 
         inputs = {stage: part(values) for stage, values in self.inputs.items()}
         windows = tuple(range(w.start // num_replicas, w.stop // num_replicas) for w in self.windows)
-        targets, signatures = part(self.targets), part(self.signatures)
-        return Microbatches(inputs, targets, lambda: part(self.scales), signatures, self.digest, windows, replica)
+        targets, signatures, weighed = part(self.targets), part(self.signatures), lambda: part(self.scales)
+        return Microbatches(inputs, targets, weighed, self.weight, signatures, self.digest, windows, replica)
 
 
 def _dealt(values: Sequence[Any], replica: int, num_replicas: int) -> list[Any]:
@@ -201,12 +205,19 @@ def cut_batch(
         if cut_inputs.sizes is None and not cut_inputs.is_listed and by_target.sizes is not None:
             weighed_by = by_target
     digest = batch_digest(*values) if digested else 0
-    weighed = partial(weigh, weighed_by, cut_targets, loss_fn if targets is not None else None, windows)
+    counted_by = loss_fn if targets is not None else None
+    weighed = partial(weigh, weighed_by, cut_targets, counted_by, windows)
+    weight = _total_weight(loss_fn, partial(counts_of, weighed_by, cut_targets, counted_by))
     signatures = _signatures(list(cut.values()))
-    batch = Microbatches(cut, cut_targets, weighed, signatures, digest, windows)
+    batch = Microbatches(cut, cut_targets, weighed, weight, signatures, digest, windows)
     if not digested or len(windows) > 1:
         _ = batch.scales  # before the step, on every rank: some window may weigh nothing
     return batch
+
+
+def _total_weight(loss_fn: LossFn, counts: Callable[[], list[float]]) -> Callable[[], float]:
+    """See `Microbatches.weight`."""
+    return lambda: 1.0 if adds_up(loss_fn) else sum(counts())
 
 
 def _sources(inputs: Any, starts: Sequence[int], rules: BatchRules) -> dict[int, Uncut]:
@@ -354,13 +365,14 @@ class ReplicaBatches:
         count = _required_count(everyone, loss_fn is not None)
         replicas = [_of_replica(everyone, replica) for replica in range(self._mesh.num_replicas)]
         windows = tuple(windows) or (range(count),)
-        scales = [1.0] * count
+        scales, counts = [1.0] * count, [weights for weights, _ in replicas]
         if not adds_up(loss_fn):
-            scales = shares_of([weights for weights, _ in replicas], windows)[self._mesh.replica]
+            scales = shares_of(counts, windows)[self._mesh.replica]
+        weight = _total_weight(loss_fn, lambda: list(chain(*counts)))
         signatures, nothing = replicas[self._mesh.replica][1], [None] * count
         into = {self._start: parts.get("inputs", nothing)}
         cut_targets = parts.get("targets", nothing)
-        return Microbatches(into, cut_targets, lambda: scales, signatures, 0, windows, self._mesh.replica)
+        return Microbatches(into, cut_targets, lambda: scales, weight, signatures, 0, windows, self._mesh.replica)
 
 
 def _own_parts(given: Mapping[str, Any], num: int, fewer: bool, rules: BatchRules) -> dict[str, Cut]:

@@ -1,0 +1,111 @@
+"""`pipe.evaluate(loader)`: its mean is that of all samples together, as a plain loop on the whole model has it."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import penstock as ps
+from loss_forms import PAD, RIGHT, WIDTH, batch_of, model_of
+from penstock.runtime.errors import RuntimeFailure
+from penstock.runtime.stage.loss import adds_up
+
+pytestmark = pytest.mark.unit
+
+SIZES = (11, 8, 5)
+"""Samples of each batch: the last is smaller than the others."""
+WHOLE = [name for name, form in RIGHT.items() if form.is_whole and isinstance(form.targets(2), Tensor)]
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zb-v", "chimera"])
+@pytest.mark.parametrize("name", WHOLE)
+def test_the_mean_is_that_of_all_samples_in_one_piece(name: str, schedule: str) -> None:
+    form, plan = RIGHT[name], ps.build(schedule, 2, 4)
+    model, loss_fn = model_of(form, plan.num_stages), form.make()
+    batches = [batch_of(form, size, seed) for seed, size in enumerate(SIZES)]
+    x, y = (torch.cat(parts) for parts in zip(*batches, strict=True))
+    with torch.no_grad():
+        want = copy.deepcopy(loss_fn)(nn.Sequential(*copy.deepcopy(model)).eval()(x), y)
+    want = want / len(batches) if adds_up(loss_fn) else want
+    with ps.Pipeline(model, plan, loss_fn=loss_fn) as pipe:
+        found = pipe.evaluate(iter(batches))
+        assert torch.allclose(found.loss.float(), want, rtol=1e-5)
+        assert found.losses.shape == (len(batches),)
+        assert torch.allclose(found.losses.sum(), found.loss)
+        assert torch.equal(found.window_losses, found.loss[None])
+
+
+def test_a_plain_mean_of_the_batches_would_be_another_number() -> None:
+    form = RIGHT["cross entropy of padding"]
+    batches = [batch_of(form, size, seed) for seed, size in enumerate(SIZES)]
+    with ps.Pipeline(model_of(form), ps.build("1f1b", 2, 4), loss_fn=form.make()) as pipe:
+        each = torch.stack([pipe.evaluate(*batch).loss for batch in batches]).double()
+        counts = torch.tensor([float((y != PAD).sum()) for _, y in batches]).double()
+        found = pipe.evaluate(iter(batches)).loss
+    assert torch.allclose(found, (each * counts).sum() / counts.sum())
+    assert not torch.allclose(found, each.mean(), rtol=1e-4)
+
+
+class Dropped(nn.Sequential):
+    def __init__(self) -> None:
+        super().__init__(nn.Linear(WIDTH, 8), nn.Dropout(0.5), nn.Linear(8, 1))
+
+
+def test_a_dataloader_is_a_loader_and_dropout_is_off() -> None:
+    torch.manual_seed(0)
+    model, x = Dropped(), torch.randn(21, WIDTH)
+    data = TensorDataset(x, x.sum(1, keepdim=True))
+    with ps.Pipeline(copy.deepcopy(model), ps.build("zb-h1", 2, 4), loss_fn=nn.MSELoss()) as pipe:
+        found = pipe.evaluate(DataLoader(data, batch_size=8)).loss
+        assert pipe.num_steps == 0
+    with torch.no_grad():
+        want = nn.MSELoss()(model.eval()(x), x.sum(1, keepdim=True))
+    assert torch.allclose(found.float(), want)
+
+
+def test_a_batch_in_which_nothing_counts_weighs_nothing() -> None:
+    form = RIGHT["cross entropy of padding"]
+    x, y = batch_of(form)
+    empty = torch.full_like(y, PAD)
+    with ps.Pipeline(model_of(form), ps.build("1f1b", 2, 4), loss_fn=form.make()) as pipe:
+        alone = float(pipe.evaluate(x, y).loss)
+        assert float(pipe.evaluate(iter([(x, empty), (x, y)])).loss) == alone
+        assert float(pipe.evaluate(iter([(x, empty)])).loss) == 0.0
+
+
+class Own(nn.Module):
+    """Returns its loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(WIDTH, 8), nn.Linear(8, 1)
+
+    def forward(self, x: Tensor, y: Tensor) -> dict[str, Tensor]:
+        return {"loss": (self.last(self.first(x).tanh()) - y).square().mean()}
+
+
+def test_a_model_that_returns_its_loss_is_given_mappings() -> None:
+    torch.manual_seed(0)
+    model = Own()
+    batches = [{"x": torch.randn(n, WIDTH), "y": torch.randn(n, 1)} for n in SIZES]
+    whole = {name: torch.cat([batch[name] for batch in batches]) for name in ("x", "y")}
+    want = copy.deepcopy(model)(**whole)["loss"].detach()
+    with ps.Pipeline(model, ps.build("1f1b", 2, 4), loss_fn=lambda output, targets: output["loss"]) as pipe:
+        assert torch.allclose(pipe.evaluate(iter(batches)).loss.float(), want)
+
+
+def test_a_loader_without_a_batch_is_refused() -> None:
+    def spent() -> Iterator[Any]:
+        yield from ()
+
+    with (
+        ps.Pipeline(Dropped(), ps.build("1f1b", 2, 4), loss_fn=nn.MSELoss()) as pipe,
+        pytest.raises(RuntimeFailure, match="a loader without a batch; give one"),
+    ):
+        pipe.evaluate(spent())
