@@ -27,8 +27,7 @@ from experiments.amdp.setups import Setup
 from experiments.amdp.timing import PAPER, batch_seconds
 from experiments.common.command import options
 from experiments.common.results import Row, facts, known, runs, save, table
-from penstock.draw.chart import Axis, Figure, Line, line_chart, save_chart
-from penstock.draw.chart_parts import Hue
+from penstock.draw.chart import Axis, Figure, Hue, Line, line_chart, save_chart
 
 TASK = Task()
 ADAM, SGD, NADAM = 2e-3, 0.05, 1e-3

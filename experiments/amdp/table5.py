@@ -33,8 +33,7 @@ from experiments.common.command import options
 from experiments.common.results import Row, facts, find, known, runs, save, table
 from penstock.cost.model_shapes import GPTShape
 from penstock.cost.presets import A800, CostPreset
-from penstock.draw.chart import Axis, Figure, save_chart
-from penstock.draw.chart_parts import Hue
+from penstock.draw.chart import Axis, Figure, Hue, save_chart
 from penstock.models import GPTConfig
 
 RANKS = BATCH = 8

@@ -96,7 +96,7 @@ def chart(rows: Sequence[Row]) -> Figure:
                         stroke="solid" if kind == "direct" else "dashed",
                     )
                 )
-    paper = Line("paper, last link", [60.0, 60.0], [2.70, 4.24], stroke="none", hue="grey", titles=["1f1b", "zb"])
+    paper = Line("paper, last link", [60.0, 60.0], [2.70, 4.24], stroke="none", hue="grey")
     return line_chart(
         [*lines, paper],
         title="Figure 1: slowdown by delay of one link",

@@ -18,8 +18,7 @@ from experiments.pipemorph.command import command
 from experiments.pipemorph.iterations import behind, best_known, times
 from experiments.pipemorph.setups import CHAIN_8, late
 from experiments.pipemorph.systems import HOSTED, SYSTEMS, setting
-from penstock.draw.chart import Axis, Figure, Line, line_chart
-from penstock.draw.chart_parts import Hue
+from penstock.draw.chart import Axis, Figure, Hue, Line, line_chart
 
 MODEL = CHAIN_8
 DELAYS = (0.0, 10.0, 20.0, 30.0, 40.0, 50.0, 60.0)

@@ -38,8 +38,7 @@ from penstock.control import Configuration, Job, rerank
 from penstock.control.configuration import peaks
 from penstock.cost import Mesh, Ring
 from penstock.cost.mesh import LinkGroup
-from penstock.draw.chart import Axis, Figure, Line, line_chart
-from penstock.draw.chart_parts import Hue
+from penstock.draw.chart import Axis, Figure, Hue, Line, line_chart
 from penstock.draw.scale import short
 from penstock.planning import slow_link_schedule
 

@@ -57,7 +57,7 @@ def chart(rows: Sequence[Row]) -> Figure:
         mine = [row for row in rows if (row["place"], row["kind"]) == (place, kind)]
         grown = [best_known(row) / best_known(mine[0]) for row in mine]
         parts.append(Line(f"{place}, {kind}", [row["delay_ms"] for row in mine], grown, hue=hue))
-    parts.append(Line("paper", [30.0, 30.0], list(PAPER.values()), stroke="none", hue="grey", titles=list(PAPER)))
+    parts.append(Line("paper", [30.0, 30.0], list(PAPER.values()), stroke="none", hue="grey"))
     return line_chart(
         parts,
         title="Figure 3: growth of an iteration by delay of one link",

@@ -21,8 +21,7 @@ from experiments.pipemorph.setups import CHAIN_4, OP, Model, late
 from experiments.pipemorph.systems import Setting, job_of
 from penstock.control import Configuration
 from penstock.control.configuration import peaks
-from penstock.draw.chart import Axis, Figure, Line, Mark, line_chart
-from penstock.draw.chart_parts import Hue
+from penstock.draw.chart import Axis, Figure, Hue, Line, Mark, line_chart
 from penstock.planning import slow_link_schedule
 
 MODEL = Model("4 stages", CHAIN_4.costs, 30)
@@ -109,10 +108,7 @@ def chart(rows: Sequence[Row]) -> Figure:
         note="4 stages, 30 microbatches, 10 ms ops; strict alternation; marks: (slack - 1) t of Theorem 1",
         x=Axis("delay of the link (ms)"),
         y=Axis("delay of the pipeline (ms)"),
-        marks=[
-            Mark((slack - 1) * OP, f"{slack}", f"Theorem 1 for slack {slack}", hue=hue)
-            for slack, hue in zip(SLACKS, HUES, strict=True)
-        ],
+        marks=[Mark((slack - 1) * OP, f"{slack}", hue=hue) for slack, hue in zip(SLACKS, HUES, strict=True)],
     )
 
 

@@ -116,7 +116,7 @@ def chart(rows: Sequence[Row]) -> Figure:
         note="8 ranks, 32 microbatches, ops of 10 ms; each step is one iteration",
         x=Axis("time (s)"),
         y=Axis("iteration (ms)", low=0.0),
-        marks=[Mark(rows[0]["slow_from"] / 1e3, "slow", "the links turn slow")],
+        marks=[Mark(rows[0]["slow_from"] / 1e3, "slow")],
     )
 
 

@@ -1,4 +1,6 @@
-"""Charts for reports, experiments and benchmarks: data in, SVG out. No other package is needed.
+"""Charts for reports, experiments and benchmarks: data in, SVG out. matplotlib draws them.
+
+    pip install matplotlib
 
     from penstock.draw.chart import Axis, Bars, Level, Line, bar_chart, line_chart, save_chart
 
@@ -17,59 +19,206 @@
     heat_map(["0 → 1", "1 → 0"], [delays, delays], unit="ms")
 
 All are forms of one `Chart`, whose attributes they take. Every series has a colour that colour-blind readers tell
-apart from its neighbours, and a shape or a stroke besides; text stays text; light and dark ground are both served.
-The same data gives the same text, so a picture can be compared with the one that is checked in.
+apart from its neighbours, and a marker or a stroke besides. Colours are CSS variables, so that a chart suits a light
+and a dark background. Text stays text. With one version of matplotlib the same data gives the same SVG.
 """
 
 from __future__ import annotations
 
+import io
 import math
+import re
 from bisect import bisect_right
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
-from itertools import groupby
+from importlib.util import find_spec
 from pathlib import Path
 from statistics import fmean
-from typing import Any
+from typing import Any, Literal
+from xml.sax.saxutils import escape
 
 from penstock.cost import CostError
-from penstock.draw.chart_parts import Axis, Bars, Level, Line, Mark, Scale, laid, runs
-from penstock.draw.figure import HUES, STEPS, Figure, box, path, shape, text
-from penstock.draw.scale import num, short, spread_out, text_width, wrapped
+from penstock.draw.palette import LIGHT_INK, ink
+from penstock.draw.scale import num, short, text_width, wrapped
 from penstock.formats.files import write_whole
 
 __all__ = [
-    "MOST_COLUMNS", "Axis", "Bars", "Chart", "Figure", "Level", "Line", "Mark", "averaged", "bar_chart",
-    "heat_map", "line_chart", "save_chart", "stacked_chart",
+    "MOST_COLUMNS", "Axis", "Bars", "Chart", "Figure", "Hue", "Level", "Line", "Mark", "averaged", "bar_chart",
+    "can_draw", "heat_map", "line_chart", "save_chart", "stacked_chart",
 ]  # fmt: skip
 
-PAD = 16.0
-PHONE = 480
-"""Charts narrower than this (pixels) name their series above, as there is no room beside them."""
+Hue = Literal["blue", "brick", "green", "amber", "purple", "grey", "navy"]
+HUES = {
+    "blue": ("#2f6db5", "#5b9be6"),
+    "brick": ("#c4552d", "#e67a52"),
+    "green": ("#2ba587", "#35bd9b"),
+    "amber": ("#eb9a2d", "#f0a945"),
+    "purple": ("#7c5fa8", "#a58bd3"),
+    "grey": ("#7a828e", "#98a2b0"),
+    "navy": ("#1d4468", "#a9c9ec"),
+}
+"""The colour of a series on a light and on a dark background, in the order of series: the hues of schedules."""
+STEPS = (
+    ("#eef1f5", "#f6e3bd", "#f3c878", "#eaa044", "#d97333", "#b54a28", "#86301f", "#561c18"),
+    ("#1c242e", "#3d2a22", "#63371f", "#8f4a22", "#bd6429", "#e08a3c", "#f2b668", "#fbe3b4"),
+)
+"""A heat map's colours from none to most, on a light and on a dark ground. Lightness only falls, or only rises."""
+COLORS = {
+    "page": (LIGHT_INK, "#0f151d"),
+    "text": ("#16202c", "#eef2f7"),
+    "soft": ("#5f6a78", "#9aa6b4"),
+    "grid": ("#e3e8ee", "#26303b"),
+    **HUES,
+    **{f"h{step}": pair for step, pair in enumerate(zip(*STEPS, strict=True))},
+}
+DARK_ON_BOTH = "#16202d"
+"""Text on a bar whose colour is light on both backgrounds."""
+STROKES = {"solid": "-", "dashed": (0, (4, 2.5)), "dotted": (0, (1, 2)), "none": ""}
+MARKERS = "osD^v"
+
+PAD, PHONE, MOST_COLUMNS = 16.0, 480, 400
 WITH_MARKERS = 24
-"""Most points of a line that each get a shape."""
-WIDEST, LEAST = 64.0, 9.0
-"""Most pixels of a bar's width, and those from which there is room for its value turned on its side."""
+"""Most points of a line that each get a marker."""
 SMALL = 11.0
 """Pixels of a value's text."""
-ROW, BAR, CELL = 34.0, 22.0, 20.0
-"""Pixels of a row of parts, of its bar, and of a row of a heat map."""
-MOST_COLUMNS = 400
+ROW, CELL = 34.0, 20.0
+"""Pixels of a row of parts, and of a row of a heat map."""
 
-Entry = tuple[str, str]
-"""Of a legend: a name, and its swatch drawn around 0, 0."""
+_SETTINGS: Any = {
+    "font.size": 12, "svg.fonttype": "none", "text.parse_math": False, "axes.axisbelow": True,
+    "axes.spines.top": False, "axes.spines.right": False, "axes.spines.left": False, "axes.ymargin": 0.04,
+    "axes.xmargin": 0.0, "ytick.major.size": 0, "lines.linewidth": 2, "lines.markersize": 5.5,
+    "text.color": COLORS["text"][0], "axes.edgecolor": COLORS["soft"][0], "axes.labelcolor": COLORS["soft"][0],
+    "grid.color": COLORS["grid"][0], "xtick.color": COLORS["soft"][0], "ytick.color": COLORS["soft"][0],
+    "legend.frameon": False, "legend.handlelength": 1.7, "legend.columnspacing": 1.4, "legend.borderpad": 0,
+    "legend.borderaxespad": 0,
+}  # fmt: skip
+
+
+def _variables(dark: bool) -> str:
+    return ".pc{" + "".join(f"--pc-{name}:{pair[dark]};" for name, pair in COLORS.items()) + "}"
+
+
+STYLE = f"""
+{_variables(False)}
+@media(prefers-color-scheme:dark){{{_variables(True)}}}
+.pc *{{stroke-linejoin:round}}.pc-page{{fill:var(--pc-page);stroke:var(--pc-grid)}}
+.pc text{{font-family:-apple-system,BlinkMacSystemFont,"Segoe UI",Roboto,"Helvetica Neue",Arial,sans-serif!important}}
+"""
+"""Style that every chart needs, once per page."""
 
 
 @dataclass(frozen=True)
-class _Plot:
-    """What is drawn already, and the area between the axes."""
+class Axis:
+    """What an axis shows.
 
-    out: list[str]
-    rise: Scale
-    left: float
-    right: float
-    top: float
-    bottom: float
+    Attributes:
+        label: what it counts, with its unit.
+        low, high: its ends. An axis of values begins at 0, or at the smallest value if some are negative.
+        ticks: values with a mark, by default round ones.
+        show: a value as text.
+    """
+
+    label: str = ""
+    low: float | None = None
+    high: float | None = None
+    ticks: Sequence[float] | None = None
+    show: Callable[[float], str] = short
+
+
+@dataclass(frozen=True)
+class Line:
+    """A line through points with rising x.
+
+    Attributes:
+        name: in the legend; one named "" is not there.
+        x, y: the points; a y of None breaks the line.
+        hue: by default that of its position among the series.
+        stroke: solid, dashed, dotted, or none for single points.
+    """
+
+    name: str
+    x: Sequence[float]
+    y: Sequence[float | None]
+    hue: Hue | None = None
+    stroke: Literal["solid", "dashed", "dotted", "none"] = "solid"
+
+    def __post_init__(self) -> None:
+        same_length(self.name, self.x, self.y)
+
+
+@dataclass(frozen=True)
+class Mark:
+    """A vertical line at `x` with a short text at its top, like a number."""
+
+    x: float
+    text: str
+    hue: Hue = "purple"
+
+
+@dataclass(frozen=True)
+class Level:
+    """A horizontal line at `y`, like a bound or a figure of a paper, with its text in the legend."""
+
+    y: float
+    text: str
+
+
+@dataclass(frozen=True)
+class Bars:
+    """A series of bars, one in each group.
+
+    Attributes:
+        values: None for groups without a value.
+        paper: another number to compare each bar with, drawn as a stroke across it; None for no number.
+    """
+
+    name: str
+    values: Sequence[float | None]
+    paper: Sequence[float | None] = ()
+    hue: Hue | None = None
+
+    def __post_init__(self) -> None:
+        if self.paper:
+            same_length(self.name, self.values, self.paper)
+
+
+@dataclass(frozen=True)
+class Figure:
+    """A drawn chart: `str(figure)` is a whole SVG file, with its own style.
+
+    Attributes:
+        body: SVG elements.
+        width, height: pixels.
+        label: what it shows, in words, for those who do not see it.
+        comment: for a file's first line, such as the command that made it.
+        plot: the left, right, top and bottom (pixels) of the area between the axes.
+    """
+
+    body: str
+    width: float
+    height: float
+    label: str
+    comment: str | None
+    plot: tuple[float, float, float, float]
+
+    def __str__(self) -> str:
+        first = f"<!-- {self.comment.replace('--', '- -')} -->\n" if self.comment else ""
+        spot = f'x="0.5" y="0.5" width="{num(self.width - 1)}" height="{num(self.height - 1)}" rx="8"'
+        return first + self._svg(f'<style>{STYLE}</style>\n<rect class="pc-page" {spot}/>\n') + "\n"
+
+    def inline(self) -> str:
+        """The chart for a page whose style holds `STYLE`; it takes the page's width, but no more than its own."""
+        return self._svg("", f' style="width:100%;max-width:{num(self.width)}px;height:auto"')
+
+    def _svg(self, before: str, more: str = "") -> str:
+        wide, high = num(self.width), num(self.height)
+        label = escape(self.label, {'"': "&quot;", "\n": " "})
+        return (
+            f'<svg xmlns="http://www.w3.org/2000/svg" class="pc" width="{wide}" height="{high}" '
+            f'viewBox="0 0 {wide} {high}" role="img" aria-label="{label}"{more}>\n{before}{self.body}</svg>'
+        )
 
 
 @dataclass(frozen=True)
@@ -91,8 +240,8 @@ class Chart:
 
     title: str = ""
     note: str = ""
-    x: Axis | None = None
-    y: Axis | None = None
+    x: Axis = Axis()
+    y: Axis = Axis()
     marks: Sequence[Mark] = ()
     levels: Sequence[Level] = ()
     left: float | None = None
@@ -106,135 +255,87 @@ class Chart:
     comment: str | None = None
 
     def lines(self, parts: Sequence[Line]) -> Figure:
-        """Lines and points over a level axis.
-
-        Lines are named at their right end (one named "" is not). Points, lines that end before the others, and all of
-        a chart as narrow as a phone, are named in a legend.
-        """
+        """Lines and points over a level axis, named in a legend."""
         if not parts:
             raise CostError("a chart of nothing: give a line or points")
-        xs = [value for part in parts for value in part.x]
-        near = max(xs, default=0.0) - 0.05 * (max(xs, default=0.0) - min(xs, default=0.0))
-        hues = [hue_of(part.hue, place) for place, part in enumerate(parts)]
-        names, legend = [], []
-        for place, (part, hue) in enumerate(zip(parts, hues, strict=True)):
-            drawn = runs(part)
-            if self.width >= PHONE and part.stroke != "none" and drawn and drawn[-1][-1][0] >= near:
-                names.append((drawn[-1][-1][1], part.name, f"i-{hue}"))
-            elif part.name:
-                stroke = path(f"line l-{hue} {part.stroke}", "M0 0h20")
-                legend.append((part.name, shape(place, 10, 0, 4.5, f"f-{hue}") if part.stroke == "none" else stroke))
-        values = [value for part in parts for value in part.y if value is not None]
-        below = 42 if self.x is not None and self.x.label else 24
-        plot = self._plot(legend, values, [each for each in names if each[1]], 12, below)
-        across = self._across([*xs, *(mark.x for mark in self.marks)], plot.left, plot.right)
-        plot.out[:] += self._level_axis(across, plot.bottom)
-        for place, (part, hue) in enumerate(zip(parts, hues, strict=True)):
-            plot.out[:] += _drawn(part, hue, place, across, plot.rise)
-        plot.out[:] += _marked(self.marks, across, plot)
-        return self._figure(plot.out, self.height, [part.name for part in parts], (plot.top, plot.bottom))
+        known = [v for part in parts for v in part.y if v is not None and math.isfinite(v)]
+        if not known and None in (self.y.low, self.y.high):
+            raise CostError(f"axis {self.y.label!r}: no finite value to show; give one, or low and high")
+        with _axes() as axes:
+            for place, part in enumerate(parts):
+                is_marked = part.stroke == "none" or sum(v is not None for v in part.y) <= WITH_MARKERS
+                axes.plot(
+                    part.x,
+                    [math.nan if v is None or not math.isfinite(v) else v for v in part.y],
+                    color=_color(part.hue, place),
+                    linestyle=STROKES[part.stroke],
+                    marker=MARKERS[place % len(MARKERS)] if is_marked else "",
+                    alpha=0.6 if part.stroke == "none" else 1.0,
+                    clip_on=self.y.high is not None,
+                    label=part.name,
+                )
+            for level in self.levels:
+                axes.axhline(level.y, color=COLORS["soft"][0], linestyle=(0, (4, 3)), lw=1, label=level.text)
+            self._lay_values(axes, [*known, *(level.y for level in self.levels)])
+            self._lay_across(axes, self.x.low, self.x.high)
+            return self._drawn(axes, [part.name for part in parts])
 
     def bars(self, groups: Sequence[str], series: Sequence[Bars]) -> Figure:
         """Bars side by side in groups, each with its value."""
-        self._check("groups", groups, series)
-        values = [v for each in series for row in (each.values, each.paper) for v in row if v is not None]
-        legend = [_box_entry(each, place) for place, each in enumerate(series)]
-        if any(value is not None for each in series for value in each.paper):
-            legend.append((self.paper, path("strong", "M0 0h20")))
-        legend = legend if len(legend) > 1 else []
-        # Texts need the width of a group, which needs the width of the values: four digits are a fair guess.
-        gap = 3.0 if len(series) > 1 else 0.0
-        room = (self.width - 2 * PAD - 40) / len(groups)
-        wide = min(WIDEST, (room * 0.8 - gap * (len(series) - 1)) / len(series))
-        names = [wrapped(group, room - 6) for group in groups]
+        _check("groups", groups, series)
+        wide, room = 0.8 / len(series), (self.width - 2 * PAD - 40) / len(groups)
         shown = [self.show(value) for each in series for value in each.values if value is not None]
-        longest = max((text_width(each, SMALL) for each in shown), default=0.0)
-        lying = longest + 3 <= wide + gap
-        below = 8 + 15 * max(map(len, names))
-        plot = self._plot(legend, values, [], 16, below, SMALL + 4 if lying else longest + 8)
-        room = (plot.right - plot.left) / len(groups)
-        wide = min(wide, (room * 0.8 - gap * (len(series) - 1)) / len(series))
-        plot.out.append(path("axis", f"M{num(plot.left)} {num(plot.bottom)}H{num(plot.right)}"))
-        whole = len(series) * wide + (len(series) - 1) * gap
-        every = math.ceil(max(text_width(line) for lines in names for line in lines) / room)
-        texts: list[str] = []
-        for number, group in enumerate(groups):
-            middle = plot.left + room * (number + 0.5)
-            for row, line in enumerate(names[number] if number % every == 0 else ()):
-                plot.out.append(text(middle, plot.bottom + 17 + 15 * row, line, "text", "mid"))
-            for place, each in enumerate(series):
-                left = middle - whole / 2 + place * (wide + gap)
-                self._bar(each, place, number, group, (left, wide, lying), plot, texts)
-        return self._figure(
-            [*plot.out, *texts],
-            self.height,
-            [f"{', '.join(each.name for each in series)} for {'; '.join(groups)}"],
-            (plot.top, plot.bottom),
-        )
-
-    def _bar(
-        self,
-        bars: Bars,
-        place: int,
-        number: int,
-        group: str,
-        spot: tuple[float, float, bool],
-        plot: _Plot,
-        texts: list[str],
-    ) -> None:
-        """One bar with its value, and the stroke that it is compared with."""
-        left, wide, lying = spot
-        value, base = bars.values[number], plot.rise(max(0.0, plot.rise.low))
-        if value is None:
-            texts.append(text(left + wide / 2, base - 5, "–", "soft", "mid"))
-            return
-        at, tip, style = plot.rise(value), f"{group}, {bars.name}", f"f-{hue_of(bars.hue, place)}"
-        upper, lower = min(at, base), max(at, base)
-        plot.out.append(box(style, left, upper, wide, max(lower - upper, 0.8), f"{tip}: {self.show(value)}", 1.5))
-        highest = value
-        if bars.paper and (other := bars.paper[number]) is not None:
-            stroke = f"M{num(left - 2)} {num(plot.rise(other))}h{num(wide + 4)}"
-            plot.out.append(path("strong", stroke, f"{tip}, {self.paper}: {self.show(other)}"))
-            highest = max(value, other) if 0 <= at - plot.rise(other) < 15 else value
-        x, y, shown = left + wide / 2, plot.rise(highest), self.show(value)
-        if lying:
-            texts.append(text(x, y - 5, shown, "text", "mid", "small", "over"))
-        elif wide >= LEAST:
-            turned = f' transform="rotate(-90 {num(x + 4)} {num(y - 6)})"'
-            texts.append(text(x + 4, y - 6, shown, "text", "small", "over", more=turned))
+        is_lying = max((text_width(each, SMALL) for each in shown), default=0.0) <= wide * room
+        papers = [[math.nan if v is None else v for v in each.paper] or [math.nan] * len(groups) for each in series]
+        highest = [v for each in series for row in (each.values, each.paper) for v in row if v is not None]
+        with _axes() as axes:
+            for place, (each, paper) in enumerate(zip(series, papers, strict=True)):
+                at = [group + (place - (len(series) - 1) / 2) * wide for group in range(len(groups))]
+                heights = [math.nan if value is None else value for value in each.values]
+                name, color = each.name if len(series) > 1 or each.paper else None, _color(each.hue, place)
+                axes.bar(at, heights, 0.94 * wide, color=color, label=name)
+                left, right = [x - wide / 2 for x in at], [x + wide / 2 for x in at]
+                axes.hlines(paper, left, right, color=COLORS["text"][0], lw=2)
+                for x, value, other in zip(at, each.values, paper, strict=True):
+                    # A value is written above the stroke that its bar is compared with, if that is just above it.
+                    top = 0.0 if value is None else max(value, 0.0)
+                    top = other if 0 <= other - top < 0.08 * max(highest) else top
+                    axes.annotate(
+                        "–" if value is None else self.show(value), (x, top), (0, 3), textcoords="offset points",
+                        ha="center", va="bottom", fontsize=SMALL, rotation=0 if is_lying else 90,
+                    )  # fmt: skip
+            if any(each.paper for each in series):
+                axes.plot([], [], color=COLORS["text"][0], label=self.paper)
+            names = [wrapped(group, room - 6) for group in groups]
+            every = math.ceil(max(text_width(line) for lines in names for line in lines) / room)
+            axes.set_xticks(range(0, len(groups), every), ["\n".join(lines) for lines in names[::every]])
+            axes.tick_params(axis="x", size=0)
+            axes.set_xlim(-0.5, len(groups) - 0.5)
+            self._lay_values(axes, highest, 0.1 if is_lying else 0.06 + 7.0 * max(map(len, shown)) / self.height)
+            what = f"{', '.join(each.name for each in series)} for {'; '.join(groups)}"
+            return self._drawn(axes, [what], below=8 + 15.0 * max(map(len, names)))
 
     def stacked(self, rows: Sequence[str], series: Sequence[Bars]) -> Figure:
         """One bar per row, made of one part of each series, with its value if there is room."""
-        self._check("rows", rows, series)
+        _check("rows", rows, series)
         if below := [each.name for each in series if any(value is not None and value < 0 for value in each.values)]:
             raise CostError(f"part {below[0]!r} is below 0 in a row: parts add up")
-        out, top = self._head([_box_entry(each, place) for place, each in enumerate(series)])
-        top += 6
+        parts = [[value or 0.0 for value in each.values] for each in series]
+        total = max(map(sum, zip(*parts, strict=True))) or 1.0
         names = [wrapped(row, 0.34 * self.width) for row in rows]
-        left = PAD + 10 + max(text_width(line) for lines in names for line in lines)
-        totals = [sum(each.values[row] or 0.0 for each in series) for row in range(len(rows))]
-        right = self.width - PAD - 8
-        scale = laid(self.x or Axis(), [0.0, *totals], left, right, max(2, int((right - left) / 80)))
-        y = top
-        for row, lines in enumerate(names):
-            height = max(ROW, 15.0 * len(lines) + 8)
-            middle = y + height / 2
-            for place, line in enumerate(lines):
-                out.append(text(left - 8, middle + 4 + 15 * (place - (len(lines) - 1) / 2), line, "text", "end"))
-            so_far = 0.0
-            for place, each in enumerate(series):
-                value, hue = each.values[row] or 0.0, hue_of(each.hue, place)
-                x0, x1 = scale(so_far), scale(so_far + value)
-                so_far += value
-                if value > 0:
-                    tip = f"{rows[row]}, {each.name}: {self.show(value)}"
-                    out.append(box(f"f-{hue}", x0, middle - BAR / 2, max(x1 - x0 - 1, 0.5), BAR, tip))
-                    if text_width(self.show(value)) + 6 <= x1 - x0:
-                        out.append(text((x0 + x1) / 2, middle + 4, self.show(value), f"on-{hue}", "mid"))
-            y += height
-        out += self._level_axis(scale, y)
-        high = y + (52 if self.x is not None and self.x.label else 34)
-        return self._figure(out, high, [", ".join(each.name for each in series)], (top, y))
+        per_pixel = total / (self.width - 3 * PAD - max(text_width(line) for lines in names for line in lines))
+        with _axes() as axes:
+            before = [0.0] * len(rows)
+            for place, (each, values) in enumerate(zip(series, parts, strict=True)):
+                color, name = _color(each.hue, place), each.name if len(series) > 1 else None
+                bars = axes.barh(range(len(rows)), values, 0.65, before, color=color, label=name)
+                said = [self.show(v) if text_width(self.show(v)) * per_pixel < v else "" for v in values]
+                on = LIGHT_INK if ink(color) == LIGHT_INK else DARK_ON_BOTH
+                axes.bar_label(bars, said, label_type="center", color=on)
+                before = [a + b for a, b in zip(before, values, strict=True)]
+            self._lay_rows(axes, ["\n".join(lines) for lines in names], -0.5, len(rows) - 0.5)
+            self._lay_across(axes, 0, self.x.high or 1.02 * total)
+            return self._drawn(axes, [", ".join(each.name for each in series)], ROW * len(rows))
 
     def heat(
         self,
@@ -253,145 +354,166 @@ class Chart:
         bounds = tuple(steps) if steps is not None else steps_for([v for row in values for v in row if v is not None])
         if len(bounds) != len(STEPS[0]) - 1:
             raise CostError(f"{len(bounds)} steps: give {len(STEPS[0]) - 1}, between {len(STEPS[0])} colours")
-        out, top = self._head([])
-        top += 8
-        left = self.left if self.left is not None else PAD + 10 + max(map(text_width, rows))
-        right = self.right if self.right is not None else self.width - PAD
-        bottom = top + CELL * len(rows)
-        across = self._across([first, first + lengths.pop() * per_column], left, right)
-        for number, (name, row) in enumerate(zip(rows, values, strict=True)):
-            y = top + CELL * number
-            out.append(text(left - 8, y + CELL / 2 + 4, name, "text", "end"))
-            begin, paths = first, dict[int, str]()
-            for step, cells in groupby(None if value is None else bisect_right(bounds, value) for value in row):
-                end = begin + len(list(cells)) * per_column
-                if step is not None:
-                    cell = f"M{num(across(begin))} {num(y + 1)}H{num(across(end))}v{num(CELL - 2)}"
-                    paths[step] = f"{paths.get(step, '')}{cell}H{num(across(begin))}z"
-                begin = end
-            out += [path(f"h{step}", d) for step, d in sorted(paths.items())]
-        for mark in self.marks:
-            out.append(path(f"l-{mark.hue}", f"M{num(across(mark.x))} {num(top)}V{num(bottom)}"))
-        out += self._level_axis(across, bottom + 2)
-        below = bottom + (54 if self.x is not None and self.x.label else 28)
-        key, end = self._steps(bounds, left, below)
-        return self._figure([*out, *key], end, rows, (top, bottom))
+        cells: list[list[tuple[float, float]]] = [[] for _ in STEPS[0]]
+        for number, row in enumerate(values):
+            for column, value in enumerate(row):
+                if value is not None:
+                    cells[bisect_right(bounds, value)].append((first + column * per_column, number))
+        with _axes() as axes:
+            from matplotlib.patches import PathPatch
+            from matplotlib.path import Path as Outline
 
-    def _steps(self, bounds: Sequence[float], left: float, y: float) -> tuple[list[str], float]:
-        """A heat map's colours side by side, with the values at which they change. Also returns the y below them."""
-        right = self.width - PAD
-        wide = min(46.0, (right - left) / (len(bounds) + 1))
-        out = [box(f"h{number}", left + number * wide, y, wide - 2, 11) for number in range(len(bounds) + 1)]
-        for number, bound in enumerate(bounds):
-            out.append(text(left + (number + 1) * wide - 1, y + 25, self.show(bound), "soft", "mid", "small"))
-        end = left + (len(bounds) + 1) * wide
-        if self.unit and end + 8 + text_width(self.unit, SMALL) > right:
-            return [*out, text(left, y + 41, self.unit, "soft", "small")], y + 50
-        return [*out, text(end + 8, y + 10, self.unit, "soft", "small")] if self.unit else out, y + 34
+            for step, found in enumerate(cells):
+                corners = [
+                    (x + dx * per_column, y + dy)
+                    for x, y in found
+                    for dx, dy in ((0, -0.45), (1, -0.45), (1, 0.45), (0, 0.45), (0, -0.45))
+                ]
+                if corners:
+                    codes = [1, 2, 2, 2, 79] * len(found)  # to the first corner, three lines, and closed
+                    axes.add_patch(PathPatch(Outline(corners, codes), color=COLORS[f"h{step}"][0], lw=0))
+                low, high = (self.show(each) for each in (bounds[max(0, step - 1)], bounds[min(step, 6)]))
+                name = f"< {high}" if step == 0 else f"≥ {low} {self.unit}" if step == 7 else f"{low} – {high}"
+                axes.plot([], [], "s", ms=10, color=COLORS[f"h{step}"][0], label=name)
+            self._lay_rows(axes, rows, -0.5, len(rows) - 0.5)
+            self._lay_across(axes, first, first + lengths.pop() * per_column)
+            return self._drawn(axes, rows, CELL * len(rows))
 
-    def _check(self, what: str, names: Sequence[str], series: Sequence[Bars]) -> None:
-        if not names or not series:
-            raise CostError(f"a chart of {len(names)} {what} and {len(series)} series: give at least one of each")
-        for each in series:
-            if len(each.values) != len(names):
-                raise CostError(f"series {each.name!r} has {len(each.values)} values for {len(names)} {what}")
+    def _lay_values(self, axes: Any, values: Sequence[float], above: float = 0.04) -> None:
+        """Lays the upright axis over values, with a share of its height free above the highest."""
+        low = min(0.0, *values, *([] if len(values) > 1 else [0.0])) if self.y.low is None else self.y.low
+        highest = max(values, default=low)
+        high = highest + above / (1 - above) * (highest - low) if self.y.high is None else self.y.high
+        axes.set_ylim(low, high if high > low else low + (abs(low) or 1.0))
+        axes.grid(axis="y")
+        _mark(axes.yaxis, self.y, self.height // 55)
 
-    def _head(self, legend: Sequence[Entry]) -> tuple[list[str], float]:
-        """Title, note and legend. Also returns the y below them."""
-        out: list[str] = []
-        y = PAD if self.title or self.note or legend else 2.0
-        for said, size, style in ((self.title, 15, "title"), (self.note, 12, "soft")):
-            for line in wrapped(said, self.width - 2 * PAD, size) if said else ():
-                y += size + (style == "soft")
-                out.append(text(PAD, y, line, style))
-                y += 4 - (style == "soft")
-        y += 6 * bool(legend and out)
-        x = PAD
-        for name, swatch in legend:
-            room = 26 + text_width(name) + 16
-            if x > PAD and x + room - 16 > self.width - PAD:
-                x, y = PAD, y + 18
-            out += [
-                f'<g transform="translate({num(x)} {num(y + 8)})">{swatch}</g>',
-                text(x + 26, y + 12, name, "text"),
-            ]
-            x += room
-        return out, y + 18 * bool(legend)
+    def _lay_across(self, axes: Any, low: float | None, high: float | None) -> None:
+        axes.set_xlim(low, high)
+        _mark(axes.xaxis, self.x, self.width // 90)
 
-    def _plot(
-        self,
-        legend: list[Entry],
-        values: Sequence[float],
-        names: list[tuple[float, str, str]],
-        above: float,
-        below: float,
-        headroom: float = 0.0,
-    ) -> _Plot:
-        """What is around lines and bars: the head, the upright axis, levels, and names right of the plot.
+    def _lay_rows(self, axes: Any, names: Sequence[str], first: float, last: float) -> None:
+        axes.set_yticks(range(len(names)), names, color=COLORS["text"][0])
+        axes.set_ylim(last, first)
+
+    def _drawn(
+        self, axes: Any, names: Sequence[str], plot_height: float | None = None, below: float = 22.0
+    ) -> Figure:
+        """The figure with its title, note and legend, and the area between the axes where pixels say it is.
 
         Args:
-            names: of lines, where they end: (y, name, style).
-            above, below: pixels between the head and the plot, and below it.
-            headroom: pixels for what is written above the highest bar.
+            names: of what is drawn, for the label.
+            plot_height: pixels of the area between the axes; by default all that the figure's height leaves.
+            below: pixels of the texts at the marks of the level axis.
         """
-        y_axis, levels = self.y or Axis(), [(each.y, each.text, "soft") for each in self.levels]
-        if self.width < PHONE:
-            legend = legend + [(name, path("level", "M0 0h20")) for _, name, _ in levels]
-        else:
-            names = names + levels
-        out, top = self._head(legend)
-        top += above + 16 * bool(y_axis.label) + 18 * bool(self.marks)
-        bottom = self.height - PAD - below
-        right = self.right
-        if right is None:
-            widest = max((1.07 * text_width(name) for _, name, _ in names), default=0.0)
-            right = self.width - PAD - min(0.34 * self.width, widest + 10)
-        share = 1 - headroom / (bottom - top)
-        if headroom and y_axis.high is None and values and max(values) > 0 and share > 0:
-            # What is written above the highest bar must end below the plot's top, or a little above it.
-            values = [*values, max(values) * (1 - 10 / (bottom - top)) / share]
-        most = max(2, int((bottom - top) / 44))
-        rise = laid(y_axis, [*values, *(each.y for each in self.levels)], bottom, top, most)
-        left = self.left
+        figure, y = axes.figure, PAD - 4
+        axes.set_xlabel(self.x.label)
+        said: list[tuple[str, float, float, str]] = []
+        for text, size, color in ((self.title, 15.0, "text"), (self.note, 12.0, "soft")):
+            for line in wrapped(text, self.width - 2 * PAD, size) if text else ():
+                y += size + 4
+                said.append((line, y, size, color))
+        handles, labels = axes.get_legend_handles_labels()
+        columns = max(1, int((self.width - 2 * PAD) / (max(map(text_width, labels), default=0.0) + 46)))
+        legend_top, y = y + 8, y + 8 + 18.0 * -(-len(labels) // columns)
+        y_label_at = y + 14
+        top = y + 10 + 16 * bool(self.y.label) + 20 * bool(self.marks)
+        below += PAD + 18 * bool(self.x.label)
+        height = self.height if plot_height is None else top + plot_height + below
+        figure.set_size_inches(self.width / 72, height / 72)
+        bottom = height - below
+        left, right = self.left, self.right or self.width - PAD
         if left is None:
-            left = PAD + 10 + max((text_width(y_axis.show(tick)) for tick in rise.ticks), default=0.0)
-        grid = "".join(f"M{num(left)} {num(rise(tick))}H{num(right)}" for tick in rise.ticks)
-        out += [path("grid", grid)] if grid else []
-        out += [text(left - 8, rise(tick) + 4, y_axis.show(tick), "soft", "end") for tick in rise.ticks]
-        if y_axis.label:
-            out.append(text(PAD, top - 12 - 18 * bool(self.marks), y_axis.label, "soft"))
-        out += [path("level", f"M{num(left)} {num(rise(y))}H{num(right)}") for y, _, _ in levels]
-        wanted = [rise(y) for y, _, _ in names]
-        places = spread_out(wanted, 15, top + 2, bottom - 2)
-        for at, to, (_, name, style) in zip(wanted, places, names, strict=True):
-            if abs(at - to) > 5:
-                out.append(path("axis", f"M{num(right + 1)} {num(at)}L{num(right + 7)} {num(to)}"))
-            out.append(text(right + 9, to + 4, name, style, "bold", "over"))
-        return _Plot(out, rise, left, right, top, bottom)
-
-    def _across(self, values: Sequence[float], left: float, right: float) -> Scale:
-        x = self.x or Axis()
-        return laid(x, values, left, right, max(2, int((right - left) / 80)), x.low is None)
-
-    def _level_axis(self, scale: Scale, bottom: float) -> list[str]:
-        """A horizontal axis below what is plotted: a line, ticks with their values, and the label in the middle."""
-        marks = "".join(f"M{num(scale(tick))} {num(bottom)}v5" for tick in scale.ticks)
-        out = [path("axis", f"M{num(scale.start)} {num(bottom)}H{num(scale.end)}{marks}")]
-        out += [text(scale(tick), bottom + 19, scale.axis.show(tick), "soft", "mid") for tick in scale.ticks]
-        if scale.axis.label:
-            out.append(text((scale.start + scale.end) / 2, bottom + 38, scale.axis.label, "soft", "mid"))
-        return out
-
-    def _figure(self, out: list[str], height: float, names: Sequence[str], plot: tuple[float, float]) -> Figure:
+            left = PAD + axes.yaxis.get_tightbbox().width + 4
+        axes.set_position((left / self.width, below / height, (right - left) / self.width, (bottom - top) / height))
+        if self.y.label:
+            said.append((self.y.label, y_label_at, 12.0, "soft"))
+        for text, at, size, color in said:
+            weight = "bold" if size > 12 else "normal"
+            figure.text(PAD / self.width, 1 - at / height, text, size=size, weight=weight, color=COLORS[color][0])
+        if labels:
+            where = (PAD / self.width, 1 - legend_top / height)
+            figure.legend(handles, labels, loc="upper left", bbox_to_anchor=where, ncols=columns)
+        self._draw_marks(axes)
         label = self.label or ". ".join(part for part in (self.title, self.note, "; ".join(names)) if part)
-        return Figure(tuple(out), self.width, height, label, self.comment, plot)
+        return Figure(_svg(figure, label), self.width, height, label, self.comment, (left, right, top, bottom))
+
+    def _draw_marks(self, axes: Any) -> None:
+        """Vertical lines with their texts in pills. A text that would overlap the one before is left out."""
+        free = -math.inf
+        for mark in sorted(self.marks, key=lambda each: each.x):
+            color, half = COLORS[mark.hue][0], text_width(mark.text, SMALL) / 2 + 6
+            axes.axvline(mark.x, color=color, lw=1)
+            at = axes.transData.transform((mark.x, 0))[0]
+            if at - half >= free:
+                axes.annotate(
+                    mark.text, (mark.x, 1), (0, 9), xycoords=axes.get_xaxis_transform(), textcoords="offset points",
+                    ha="center", va="center", fontsize=SMALL, color=LIGHT_INK,
+                    bbox={"boxstyle": "round,pad=0.25", "fc": color, "ec": color},
+                )  # fmt: skip
+                free = at + half + 2
+
+
+def can_draw() -> bool:
+    """Whether matplotlib is installed."""
+    return find_spec("matplotlib") is not None
+
+
+@contextmanager
+def _axes() -> Iterator[Any]:
+    """The axes of a new figure, under our settings."""
+    if not can_draw():
+        raise CostError("matplotlib draws charts, and it is not installed: pip install matplotlib")
+    from matplotlib import rc_context
+    from matplotlib.figure import Figure as Canvas
+
+    with rc_context(_SETTINGS):
+        yield Canvas(dpi=72, facecolor="none").add_subplot(facecolor="none")
+
+
+def _mark(axis: Any, given: Axis, most: int) -> None:
+    """Marks the values given, or at most so many round ones."""
+    from matplotlib.ticker import FuncFormatter, MaxNLocator
+
+    if given.ticks is not None:
+        axis.set_ticks(list(given.ticks))
+    else:
+        axis.set_major_locator(MaxNLocator(max(2, most), steps=[1, 2, 5, 10]))
+    axis.set_major_formatter(FuncFormatter(lambda value, _: given.show(value)))
+
+
+def _svg(figure: Any, label: str) -> str:
+    """The elements of a drawn figure. Our colours become variables, and ids that nothing names are left out."""
+    from matplotlib import rc_context
+
+    file = io.StringIO()
+    with rc_context({"svg.hashsalt": f"{label} {figure.get_size_inches()}"}):
+        figure.savefig(file, format="svg", dpi=72, transparent=True)
+    text = file.getvalue()
+    body = re.sub(r'<g id="[^"]*"', "<g", text[text.index('<g id="figure_1"') : text.rindex("</svg>")])
+    names = {pair[0]: name for name, pair in COLORS.items()}
+    body = re.sub("|".join(names), lambda found: f"var(--pc-{names[found[0]]})", body)
+    return body.replace("xlink:href", "href")
+
+
+def _color(hue: Hue | None, place: int) -> str:
+    """The colour of a series: of the hue given, or of its place among the series."""
+    return HUES[hue or list(HUES)[place % len(HUES)]][0]
+
+
+def _check(what: str, names: Sequence[str], series: Sequence[Bars]) -> None:
+    if not names or not series:
+        raise CostError(f"a chart of {len(names)} {what} and {len(series)} series: give at least one of each")
+    for each in series:
+        if len(each.values) != len(names):
+            raise CostError(f"series {each.name!r} has {len(each.values)} values for {len(names)} {what}")
 
 
 def line_chart(parts: Sequence[Line], **options: Any) -> Figure:
     """Draws lines and points over a level axis: `Chart.lines`, with the attributes of `Chart`.
 
     Raises:
-        CostError: nothing to draw, or columns of different lengths.
+        CostError: nothing to draw, columns of different lengths, or no matplotlib.
     """
     return Chart(**options).lines(parts)
 
@@ -400,7 +522,7 @@ def bar_chart(groups: Sequence[str], series: Sequence[Bars], **options: Any) -> 
     """Draws bars side by side in groups, one of each series in every group, with the attributes of `Chart`.
 
     Raises:
-        CostError: nothing to draw, or a series without a value (or None) for each group.
+        CostError: nothing to draw, a series without a value (or None) for each group, or no matplotlib.
     """
     return Chart(**options).bars(groups, series)
 
@@ -409,7 +531,7 @@ def stacked_chart(rows: Sequence[str], series: Sequence[Bars], **options: Any) -
     """Draws horizontal bars, one per row, made of one part of each series, with the attributes of `Chart`.
 
     Raises:
-        CostError: nothing to draw, a part below 0, or a series without a value (or None) for each row.
+        CostError: nothing to draw, a part below 0, a series without a value (or None) for each row, or no matplotlib.
     """
     return Chart(**options).stacked(rows, series)
 
@@ -432,7 +554,7 @@ def heat_map(
             largest value.
 
     Raises:
-        CostError: no rows, or rows of different lengths.
+        CostError: no rows, rows of different lengths, or no matplotlib.
     """
     return Chart(**options).heat(rows, values, first, per_column, steps)
 
@@ -442,9 +564,10 @@ def save_chart(figure: Figure, path: str | Path) -> None:
     write_whole(Path(path), str(figure))
 
 
-def hue_of(name: str | None, place: int) -> str:
-    """The name of a series' hue: as given, or the one of its place among the series."""
-    return name if name in HUES else list(HUES)[place % len(HUES)]
+def same_length(name: str, one: Sequence[object], other: Sequence[object]) -> None:
+    """Raises CostError unless two columns of a series have the same length."""
+    if len(one) != len(other):
+        raise CostError(f"series {name!r} has {len(one)} and {len(other)} values; give as many of each")
 
 
 def steps_for(values: Sequence[float]) -> tuple[float, ...]:
@@ -463,53 +586,3 @@ def averaged(x: Sequence[float], y: Sequence[float], most: int) -> tuple[list[fl
     return [x[min(start + size, len(x)) - 1] for start in starts], [
         fmean(y[start : start + size]) for start in starts
     ]
-
-
-def thinned(points: Sequence[tuple[float, float]], apart: float = 0.5) -> list[tuple[float, float]]:
-    """Thins out points (pixels). Of each column `apart` wide, at most four remain: its first, lowest,
-    highest and last.
-    """
-    if len(points) < 3 or (points[-1][0] - points[0][0]) / len(points) >= apart / 2:
-        return list(points)
-    found = []
-    for _, same in groupby(points, lambda point: int(point[0] / apart)):
-        column = list(same)
-        places = range(len(column))
-        kept = {0, len(column) - 1, *(pick(places, key=lambda k: column[k][1]) for pick in (min, max))}
-        found += [column[place] for place in sorted(kept)]
-    return found
-
-
-def _box_entry(bars: Bars, place: int) -> Entry:
-    return bars.name, box(f"f-{hue_of(bars.hue, place)}", 3, -6, 14, 12)
-
-
-def _drawn(line: Line, hue: str, place: int, across: Scale, rise: Scale) -> list[str]:
-    """A line, and its points where they are few or all there is of it."""
-    points = [point for run in runs(line) for point in run]
-    out, style, size = [], f"f-{hue} dot", 4.0
-    if line.stroke != "none":
-        pieces = [thinned([(across(a), rise(b)) for a, b in run]) for run in runs(line)]
-        d = ("M" + "L".join(f"{num(a)} {num(b)}" for a, b in each) + "h0" * (len(each) == 1) for each in pieces)
-        out.append(path(f"line l-{hue} {line.stroke}", "".join(d)))
-        style, size, points = f"f-{hue} halo", 3.6, points if len(points) <= WITH_MARKERS else []
-    for number, (a, b) in enumerate(points):
-        title = f"{line.name}: {rise.axis.show(b)} at {across.axis.show(a)}"
-        out.append(shape(place, across(a), rise(b), size, style, line.titles[number] if line.titles else title))
-    return out
-
-
-def _marked(marks: Sequence[Mark], across: Scale, plot: _Plot) -> list[str]:
-    """Vertical lines with their texts in pills. A text that would overlap the one before is only in its title."""
-    out, free = [], -math.inf
-    for mark in sorted(marks, key=lambda each: each.x):
-        at, half = across(mark.x), max(8.0, text_width(mark.text, SMALL) / 2 + 5)
-        title, style = mark.title or mark.text, f"f-{mark.hue}"
-        out.append(path(f"l-{mark.hue}", f"M{num(at)} {num(plot.top - 4)}V{num(plot.bottom)}"))
-        if at - half >= free:
-            out.append(box(style, at - half, plot.top - 21, 2 * half, 17, title, 8.5))
-            out.append(text(at, plot.top - 8.5, mark.text, "pill"))
-            free = at + half + 2
-        else:
-            out.append(shape(0, at, plot.top - 5, 2.5, style, title))
-    return out

@@ -11,7 +11,7 @@ from html import escape
 from importlib.resources import files
 from typing import Any, NamedTuple, TypeVar
 
-from penstock.draw.figure import STYLE, Figure
+from penstock.draw.chart import STYLE, Figure, can_draw
 from penstock.draw.html import filled, script_json
 from penstock.draw.panel import Drawable
 from penstock.draw.svg import to_svg
@@ -19,6 +19,7 @@ from penstock.draw.svg import to_svg
 Item = TypeVar("Item")
 WIDTH, NARROW = 1120, 360
 """Pixels of a figure on a screen and on a phone."""
+WITHOUT_CHARTS = "A chart is here where matplotlib is installed: pip install matplotlib"
 
 
 def sides(width: int, left: float = 84.0) -> dict[str, Any]:
@@ -27,8 +28,7 @@ def sides(width: int, left: float = 84.0) -> dict[str, Any]:
     Args:
         left: where charts begin on a screen; on a phone all begin at the same place.
     """
-    on_screen = {"left": left, "right": 930.0} if width > NARROW else {"left": 58.0, "right": 344.0}
-    return {"width": width, **on_screen}
+    return {"width": width, "left": left if width > NARROW else 58.0, "right": width - 16.0}
 
 
 class PageNumber(NamedTuple):
@@ -95,9 +95,17 @@ def inline_section(title: str, draw: Callable[[int], Figure], note: str = "") ->
     return section(title, inline(draw), note)
 
 
-def inline(draw: Callable[[int], Figure]) -> str:
-    """A chart within the page; `draw` makes it, given its width."""
-    return both(lambda width: draw(width).inline())
+def inline(draw: Callable[[int], Figure], place: Callable[[Figure], str] = lambda figure: "") -> str:
+    """A chart within the page; without matplotlib, how to get it.
+
+    Args:
+        draw: makes the chart, given its width.
+        place: attributes of the chart's element.
+    """
+    if not can_draw():
+        return f'<p class="r-note">{WITHOUT_CHARTS}</p>'
+    drawn = {width: draw(width) for width in (WIDTH, NARROW)}
+    return both(lambda width: drawn[width].inline(), lambda width: place(drawn[width]))
 
 
 def both(draw: Callable[[int], str], more: Callable[[int], str] = lambda width: "") -> str:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Sequence
 
 _UNIT = re.compile(r"(\d) (ms|s|MB|GB)\b")
 _WIDE = {**dict.fromkeys("ijl.,:;'|!", 0.26), **dict.fromkeys("ftr()[]- /", 0.34), **dict.fromkeys("mwMW@%→", 0.86)}
@@ -61,23 +60,3 @@ def wrapped(shown: str, width: float, size: float = 12.0) -> list[str]:
         else:
             lines.append(word)
     return lines
-
-
-def spread_out(wanted: Sequence[float], apart: float, low: float, high: float) -> list[float]:
-    """Positions as near as possible to those wanted, at least `apart` from each other, between `low` and `high`."""
-    found = [0.0] * len(wanted)
-    groups: list[list[int]] = []
-
-    def middle(group: list[int]) -> float:
-        free = sum(wanted[each] - place * apart for place, each in enumerate(group)) / len(group)
-        return max(low, min(free, high - (len(group) - 1) * apart))
-
-    for each in sorted(range(len(wanted)), key=wanted.__getitem__):
-        groups.append([each])
-        while len(groups) > 1 and middle(groups[-2]) + len(groups[-2]) * apart > middle(groups[-1]):
-            last = groups.pop()
-            groups[-1] += last
-    for group in groups:
-        for place, each in enumerate(group):
-            found[each] = middle(group) + place * apart
-    return found

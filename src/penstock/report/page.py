@@ -30,9 +30,7 @@ from penstock.draw.chart import (
 )  # fmt: skip
 from penstock.draw.report_page import (
     NARROW,
-    WIDTH,
     PageNumber,
-    both,
     inline,
     inline_section,
     maybe,
@@ -267,17 +265,16 @@ def _ends(story: RunStory) -> tuple[float, float]:
 
 def _hover(draw: Callable[[RunStory, int], Figure], story: RunStory) -> str:
     """A figure over iterations, with what the script needs to know of its axis."""
-    drawn = {width: draw(story, width) for width in (WIDTH, NARROW)}
+    low, high = _ends(story)
 
-    def place(width: int) -> str:
-        figure, (low, high) = drawn[width], _ends(story)
-        top, bottom = figure.plot or (0.0, figure.height)
-        numbers = {**sides(width), "low": low, "high": high, "top": top, "bottom": bottom}
+    def place(figure: Figure) -> str:
+        left, right, top, bottom = figure.plot
+        numbers = {"left": left, "right": right, "low": low, "high": high, "top": top, "bottom": bottom}
         said = escape(f"{figure.label}. The arrow keys go from iteration to iteration.")
         at = " ".join(f'data-{name}="{value:.10g}"' for name, value in numbers.items())
         return f' data-hover tabindex="0" role="group" aria-label="{said}" {at}'
 
-    return both(lambda width: drawn[width].inline(), place)
+    return inline(partial(draw, story), place)
 
 
 def _iteration_times(story: RunStory, width: int) -> Figure:
@@ -312,8 +309,7 @@ def _marks(story: RunStory) -> list[Mark]:
     found = []
     for each in story.decisions:
         at = each.first if each.first is not None else each.made + 1
-        title = f"{each.number}: {each.action}, {each.plan}. {each.reason}"
-        found.append(Mark(at - 0.5, str(each.number), title, "purple" if each.first is not None else "grey"))
+        found.append(Mark(at - 0.5, str(each.number), "purple" if each.first is not None else "grey"))
     return found
 
 
