@@ -13,7 +13,7 @@ from penstock.draw import to_html, to_svg, to_terminal
 from penstock.draw.panel import panels
 from penstock.formats import from_json, to_json
 from penstock.formats.perfetto import to_perfetto
-from penstock.formats.torch_csv_write import to_torch_csv
+from penstock.formats.torch_csv import to_torch_csv
 from penstock.passes import add_communication, recompute, separate_gradients
 from penstock.schedule import needed_channel_depth, peak_in_flight
 

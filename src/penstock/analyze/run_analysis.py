@@ -9,10 +9,9 @@ from typing import Any
 import numpy as np
 
 from penstock.analyze.causes import Effects, SlowdownCause, causes_of, effects_of
-from penstock.analyze.clocks import aligned
 from penstock.analyze.fitted_pipelines import FittedPipelines, fitted
-from penstock.analyze.metrics import CriticalShares, StudyMetrics, critical_shares, study_metrics
-from penstock.analyze.replay import ReplayedRun
+from penstock.analyze.messages import aligned
+from penstock.analyze.replay import CriticalShares, ReplayedRun, StudyMetrics, critical_shares, study_metrics
 from penstock.analyze.what_if import WhatIf, what_ifs
 from penstock.analyze.whole import whole_steps
 from penstock.formats.traces import RunTrace, Scope, TraceError

@@ -4,8 +4,7 @@ from typing import TYPE_CHECKING, Any
 
 from penstock.formats.files import load, save
 from penstock.formats.native import from_json, to_json
-from penstock.formats.torch_csv import from_torch_csv
-from penstock.formats.torch_csv_write import to_torch_csv
+from penstock.formats.torch_csv import from_torch_csv, to_torch_csv
 
 __all__ = ["from_json", "from_torch_csv", "load", "save", "to_json", "to_perfetto", "to_torch_csv"]
 

@@ -14,8 +14,7 @@ from pathlib import Path
 
 from penstock.cost import Costs
 from penstock.formats.native import from_json, to_json
-from penstock.formats.torch_csv import from_torch_csv
-from penstock.formats.torch_csv_write import CsvForm, to_torch_csv
+from penstock.formats.torch_csv import CsvForm, from_torch_csv, to_torch_csv
 from penstock.schedule import Schedule, ScheduleError, declare_shown_order, parse, to_text
 from penstock.schedule.messages import NCCL, has_communication, remove_communication
 from penstock.schedule.schedule import require_schedule

@@ -1,6 +1,6 @@
 """Chrome's trace format, as torch's profiler (Kineto) and Penstock write it: one file per rank, or one for all.
 
-An event counts where a pattern matches its name (`name_patterns`). Of annotations that are there twice, on the CPU's
+An event counts where a pattern matches its name (`op_names`). Of annotations that are there twice, on the CPU's
 track and on the GPU's, the GPU's count: work is queued on the CPU long before it runs. `ProfilerStep#12` says where a
 step begins and ends.
 """
@@ -18,8 +18,15 @@ from pathlib import Path
 from typing import Any
 
 from penstock.formats.native import FORMAT
-from penstock.formats.traces.name_patterns import PRESETS, NamedOp, Names, Pattern, kinds_named, preset_for
-from penstock.formats.traces.op_names import kind_named
+from penstock.formats.traces.op_names import (
+    PRESETS,
+    NamedOp,
+    Names,
+    Pattern,
+    kind_named,
+    kinds_named,
+    preset_for,
+)
 from penstock.formats.traces.profile_ranges import CPU, GPU, ProfileEvent, ops_inside, pairs_divided
 from penstock.formats.traces.run_trace import NONE, RunTrace, Scope, TracedOp, TraceError, trace_of
 

@@ -4,7 +4,7 @@
     |-- gloo:recv ---|             .            ends when the wait for the message ends
                      |== F1 =======|= loss =|   the op, and on the last stage the loss, which GPipe computes after it
 
-If a profile shows no receives, `analyze.clocks` lets an op begin when its message was sent.
+If a profile shows no receives, `analyze.messages` lets an op begin when its message was sent.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from penstock.formats.traces.name_patterns import Names
+from penstock.formats.traces.op_names import Names
 from penstock.formats.traces.run_trace import Scope
 
 CPU, GPU = "user_annotation", "gpu_user_annotation"
