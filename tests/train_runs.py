@@ -12,7 +12,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -116,12 +116,17 @@ def _penstock(
     sys.exit(main())
 
 
-def penstock(words: Sequence[str], cwd: Path | None = None, loads: Sequence[str] = ()) -> Ended:
+def penstock(
+    words: Sequence[str],
+    cwd: Path | None = None,
+    loads: Sequence[str] = (),
+    environment: Mapping[str, str] | None = None,
+) -> Ended:
     """`penstock WORDS` to its end, in a process forked from one that has loaded it, as are its ranks from that.
 
-    `loads`: modules that are loaded before the ranks are forked.
+    `loads`: modules that are loaded before the ranks are forked. `environment`: variables beside its own.
     """
-    process = Forked(list(words), _environment(), cwd, loads=loads)
+    process = Forked(list(words), {**_environment(), **(environment or {})}, cwd, loads=loads)
     out, err = process.communicate(START)
     assert process.returncode is not None
     return Ended(process.returncode, out, err)

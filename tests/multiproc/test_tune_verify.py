@@ -13,6 +13,7 @@ import pytest
 import torch.distributed as dist
 
 import hf_families
+import tune_sizes
 from penstock.data import ByteTokenizer
 from penstock.models import presets
 from penstock.train.kinds import usual_of
@@ -27,18 +28,18 @@ from train_runs import penstock
 
 pytestmark = [pytest.mark.multiproc, pytest.mark.timeout(500)]
 
-SMALL = ["--preset", "nano", "--depth", "2", "--width", "16", "--heads", "1", "--context", "8"]
+SMALL = tune_sizes.SMALL
 
 
 @pytest.fixture(scope="module")
-def database(tmp_path_factory: pytest.TempPathFactory) -> str:
+def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Measurements that tests of this file share. Messages, which take seconds, are measured by the first of them."""
-    return str(tmp_path_factory.mktemp("measured") / "db")
+    return tmp_path_factory.mktemp("measured")
 
 
-def told(words: list[str], cwd: Path) -> dict[str, Any]:
-    """The object that a verb prints."""
-    ended = penstock(words, cwd)
+def told(words: list[str], cwd: Path, cache: Path | None = None) -> dict[str, Any]:
+    """The object that a verb prints. Measurements are kept in `cache`, by default in `cwd`."""
+    ended = penstock(words, cwd, environment={"XDG_CACHE_HOME": str(cache or cwd)})
     assert ended.code == 0, ended.err
     return ended.json
 
@@ -46,24 +47,15 @@ def told(words: list[str], cwd: Path) -> dict[str, Any]:
 @pytest.mark.slow
 def test_two_ranks_are_measured_and_the_best_is_run(tmp_path: Path) -> None:
     arguments = ["tune", *SMALL, "--ranks", "2", "--pp", "2", "--dp", "1", "--batch", "4", "--microbatch-size", "2"]
-    arguments += [
-        "--schedule",
-        "1f1b",
-        "--schedule",
-        "zb-h1",
-        "--seconds",
-        "0.05",
-        "--database",
-        str(tmp_path / "db"),
-    ]
-    result = told([*arguments, "--verify", "1", "--steps", "2", "--json"], tmp_path)
+    arguments += ["--schedule", "1f1b", "--schedule", "zb-h1", "--seconds", "0.05"]
+    result = told([*arguments, "--verify", "1", "--json"], tmp_path)
     assert (result["num_measured"], result["num_reused"], result["num_tried"]) == (2, 0, 2)
     first, second = result["best"]
     assert first["step_ms"] <= second["step_ms"]
     assert second["measured"] is None
     measured = first["measured"]
-    assert len(measured["steps_ms"]) == 4
-    assert 0 <= measured["num_undisturbed"] <= 4
+    assert len(measured["steps_ms"]) == 20
+    assert 0 <= measured["num_undisturbed"] <= 20
     assert 0 < measured["makespan_ms"] <= max(measured["steps_ms"])
     assert measured["predicted_over_measured"] == first["step_ms"] / measured["step_ms"]
     again = told([*arguments, "--json"], tmp_path)
@@ -80,28 +72,26 @@ def test_two_ranks_are_measured_and_the_best_is_run(tmp_path: Path) -> None:
     ],
 )
 def test_copies_and_several_pipelines_are_run_and_the_line_trains(
-    extra: list[str], database: str, tmp_path: Path
+    extra: list[str], cache: Path, tmp_path: Path
 ) -> None:
     arguments = ["tune", *SMALL, "--ranks", "2", "--batch", "4", "--microbatch-size", "1", *extra]
-    measure = ["--seconds", "0.05", "--database", database, "--verify", "1", "--steps", "2"]
-    result = told([*arguments, *measure, "--json"], tmp_path)
+    result = told([*arguments, "--seconds", "0.05", "--verify", "1", "--json"], tmp_path, cache)
     choice = result["choice"]
     assert choice["pp"] * choice["dp"] == 2
-    assert len(choice["measured"]["steps_ms"]) == 4
+    assert len(choice["measured"]["steps_ms"]) == 20
     shortened = ["--steps", "2", "--sample", "0", "--out", "run", "--json"]
     assert told([*shlex.split(result["train"])[1:], *shortened], tmp_path)["steps"] == 2
 
 
 @pytest.mark.slow
-def test_ends_that_two_ranks_share_are_measured_and_run_and_the_line_trains(database: str, tmp_path: Path) -> None:
+def test_ends_that_two_ranks_share_are_measured_and_run_and_the_line_trains(cache: Path, tmp_path: Path) -> None:
     """A library schedule and a program with them, which are run; the line learns what a plain pipeline learns."""
-    deep = ["--preset", "nano", "--depth", "2", "--width", "16", "--heads", "1", "--context", "8", "--batch", "4"]
+    deep = [*SMALL, "--batch", "4"]
     arguments = ["tune", *deep, "--ranks", "2", "--pp", "2", "--dp", "1", "--microbatch-size", "1", "--shared-ends"]
-    measure = ["--seconds", "0.05", "--database", database, "--verify", "2", "--steps", "2", "--json"]
-    result = told([*arguments, *measure], tmp_path)
+    result = told([*arguments, "--seconds", "0.05", "--verify", "2", "--json"], tmp_path, cache)
     assert {each["program"] for each in result["best"][:2]} == {False, True}
     for each in result["best"][:2]:
-        assert len(each["measured"]["steps_ms"]) == 4
+        assert len(each["measured"]["steps_ms"]) == 20
         for held, predicted in zip(each["measured"]["memory_bytes"], each["memory_bytes"], strict=True):
             assert held == pytest.approx(predicted, rel=0.3)
     assert result["choice"]["shared_ends"]
@@ -114,13 +104,15 @@ def test_ends_that_two_ranks_share_are_measured_and_run_and_the_line_trains(data
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize("model", ["bert --preset nano --depth 2", "config.json --context 16"])
-def test_a_bert_and_a_hugging_face_model_share_their_ends(model: str, database: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "sizes", ["model = 'bert'\npreset = 'nano'\ndepth = 2", "model = 'config.json'\ncontext = 16"]
+)
+def test_a_bert_and_a_hugging_face_model_share_their_ends(sizes: str, cache: Path, tmp_path: Path) -> None:
+    (tmp_path / "run.toml").write_text(sizes)
     (tmp_path / "text.txt").write_text("The quick brown fox jumps over the lazy dog. " * 400)
     (tmp_path / "config.json").write_text(json.dumps(hf_families.config_of("llama").to_dict()))
     shape = "--data text.txt --batch 4 --ranks 2 --pp 2 --dp 1 --microbatch-size 1 --shared-ends"
-    measure = f"--seconds 0.05 --database {database} --verify 1 --steps 2 --json"
-    result = told(f"tune --model {model} {shape} {measure}".split(), tmp_path)
+    result = told(f"tune --config run.toml {shape} --seconds 0.05 --verify 1 --json".split(), tmp_path, cache)
     assert result["choice"]["shared_ends"]
     assert result["choice"]["measured"]["step_ms"] > 0
     shortened = ["--steps", "2", "--sample", "0", "--out", "run", "--json"]
@@ -169,18 +161,7 @@ def test_ends_of_several_kinds_of_model_are_measured_in_parts(tmp_path: Path) ->
 
 @pytest.mark.slow
 def test_messages_and_layers_are_profiled(tmp_path: Path) -> None:
-    arguments = [
-        "tune",
-        "--profile-only",
-        *SMALL,
-        "--ranks",
-        "2",
-        "--seconds",
-        "0.05",
-        "--database",
-        str(tmp_path / "db"),
-        "--json",
-    ]
+    arguments = ["tune", "--profile-only", *SMALL, "--ranks", "2", "--seconds", "0.05", "--json"]
     result = told([*arguments, "--recompute"], tmp_path)
     (profile,) = result["profiles"]
     assert profile["layers"] == ["embedding", "block 0", "block 1", "head"]

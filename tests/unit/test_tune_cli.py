@@ -12,6 +12,7 @@ import pytest
 
 import penstock as ps
 import tune_models
+import tune_sizes
 from penstock.cli import main
 from penstock.cli.options import number_of_bytes
 from penstock.runtime import RuntimeFailure
@@ -30,7 +31,7 @@ from penstock.tune.tuned_model import tuned_model
 
 pytestmark = pytest.mark.unit
 
-NANO = ["--preset", "nano", "--depth", "2", "--batch", "8", "--microbatch-size", "1,2"]
+NANO = [*tune_sizes.NANO, "--batch", "8", "--microbatch-size", "1,2"]
 
 
 @pytest.fixture
@@ -75,8 +76,6 @@ def test_it_measures_searches_and_remembers(
     steps = [each["step_ms"] for each in first["best"]]
     assert steps == sorted(steps)
     assert len(list((tmp_path / "cache" / "penstock" / "measurements").iterdir())) == 6
-    elsewhere = told(capsys, "tune", *NANO, "--database", str(tmp_path / "other"))
-    assert elsewhere["num_measured"] == 6
     assert main(["tune", *NANO]) == 0
     assert "nothing measured, 6 measured before" in capsys.readouterr().out
 
@@ -129,8 +128,12 @@ def test_the_best_schedule_trains(
     ranks: tune_models.Ranks, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     out = tmp_path / "best.json"
-    more = ["--clip", "0.5", "--optimizer-options", '{"weight_decay": 0.0}', "--tied"]
-    result = told(capsys, "tune", *NANO, *more, "--ranks", "2", "--pp", "2", "--out", str(out))
+    config = tmp_path / "run.toml"
+    config.write_text(
+        "preset = 'nano'\ndepth = 2\nclip = 0.5\noptimizer-options = {weight_decay = 0.0}\ntied = true\n"
+    )
+    more = ["--config", str(config), "--batch", "8", "--microbatch-size", "1,2"]
+    result = told(capsys, "tune", *more, "--ranks", "2", "--pp", "2", "--out", str(out))
     best = result["choice"]
     schedule = ps.load(out)
     assert (schedule.num_ranks, schedule.num_microbatches) == (2, best["num_microbatches"])
@@ -185,16 +188,17 @@ def test_a_program_goes_to_a_file_so_that_the_line_trains(
     ("sizes", "title"),
     [
         ("", "tiny"),
-        ("--depth 8 --heads 3", "tiny"),
-        ("--depth 3 --width 32 --heads 2", "tiny with depth 3, width 32, heads 2"),
-        ("--tied --dropout 0.1", "tiny with dropout 0.1, tied weights"),
+        ("depth = 8\nheads = 3", "tiny"),
+        ("depth = 3\nwidth = 32\nheads = 2", "tiny with depth 3, width 32, heads 2"),
+        ("tied = true\ndropout = 0.1", "tiny with dropout 0.1, tied weights"),
     ],
 )
 def test_the_title_says_which_sizes_are_others_than_the_presets(
-    ranks: tune_models.Ranks, sizes: str, title: str, capsys: pytest.CaptureFixture[str]
+    ranks: tune_models.Ranks, sizes: str, title: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     """Regression: it named the preset alone, whatever else was asked for."""
-    line = f"tune --preset tiny {sizes} --batch 2 --ranks 1 --no-programs --schedule 1f1b"
+    (tmp_path / "run.toml").write_text(sizes)
+    line = f"tune --preset tiny --config {tmp_path}/run.toml --batch 2 --ranks 1 --no-programs --schedule 1f1b"
     assert main(line.split()) == 0
     assert f"{title}: the fastest by prediction" in capsys.readouterr().out
 
@@ -213,7 +217,7 @@ def test_a_profile_written_is_read_again(
 ) -> None:
     monkeypatch.setattr(session, "num_devices", lambda settings: 3)  # a file does not say how many cores there are
     file = tmp_path / "costs.json"
-    measure = ["--preset", "nano", "--depth", "2", "--microbatch-size", "1,2", "--ranks", "2"]
+    measure = [*tune_sizes.NANO, "--microbatch-size", "1,2", "--ranks", "2"]
     written = told(capsys, "tune", "--profile-only", *measure, "--out", str(file))
     assert (written["num_measured"], written["num_reused"]) == (3, 0)
     read = told(capsys, "tune", "--costs", str(file), "--ranks", "2", "--pp", "2", "--batch", "8")
@@ -293,7 +297,7 @@ def test_an_impossible_memory_limit_says_the_least(
     ("arguments", "said"),
     [
         (["--preset", "tyni"], "no preset named 'tyni'; did you mean tiny"),
-        (["--heads", "5"], "the width must be a multiple of the number of heads"),
+        (["--heads", "5"], "No such option: --heads; write it into a file for --config, such as depth = 8"),
         (["--memory-limit", "lots"], "--memory-limit lots: give a number with a unit of bytes, like 2GiB"),
         (["--memory-limit", "8"], "--memory-limit 8 has no unit"),
         (["--memory-limit", "8"], "give a unit, as in 35GiB"),
@@ -303,9 +307,8 @@ def test_an_impossible_memory_limit_says_the_least(
         (["--ranks", "2", "--pp", "two"], "--pp two: whole numbers are needed"),
         (["--ranks", "2", "--schedule", "zbv"], "did you mean"),
         (["--ranks", "2", "--schedule", "pipedream"], "never flushes"),
-        (["--optimizer", "AdamQ"], "torch.optim has no optimizer 'AdamQ'"),
-        (["--optimizer-options", "[1]"], "--optimizer-options '[1]': give a JSON object"),
-        (["--dispatch", "eager"], "no dispatch 'eager'"),
+        (["--database", "here"], "No such option: --database; set XDG_CACHE_HOME to another folder"),
+        (["--config", "nowhere.toml"], "--config nowhere.toml: No such file"),
         (["--costs", "gpt2-7b"], "give --ranks"),
         (["--costs", "gpt2-7b", "--ranks", "2", "--verify", "1"], "--verify runs the model on this machine"),
         (["--costs", "gpt2-7b", "--profile-only"], "leave out --costs"),
@@ -319,6 +322,26 @@ def test_an_impossible_memory_limit_says_the_least(
 )
 def test_bad_options_are_refused(capsys: pytest.CaptureFixture[str], arguments: list[str], said: str) -> None:
     assert said in refused(capsys, "tune", *arguments)
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        ("heads = 5", "the width must be a multiple of the number of heads"),
+        ("optimizer = 'AdamQ'", "torch.optim has no optimizer 'AdamQ'"),
+        ("optimizer-options = [1]", "optimizer_options"),
+        ("dispatch = 'eager'", "no dispatch 'eager'"),
+        ("pp = 2", "has ranks, which penstock tune chooses, or does not tune; leave it out of the file"),
+        ("tp = 2", "has tp, which penstock tune chooses, or does not tune; leave it out of the file"),
+        ("dept = 2", "has dept, which is no setting"),
+    ],
+)
+def test_bad_settings_of_a_file_are_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], content: str, said: str
+) -> None:
+    file = tmp_path / "run.toml"
+    file.write_text(content)
+    assert said in refused(capsys, "tune", "--config", str(file))
 
 
 @pytest.mark.parametrize(
@@ -351,11 +374,12 @@ def test_bad_cost_files_are_refused(
 
 
 def test_a_folder_of_measurements_that_is_a_file_is_told(
-    ranks: tune_models.Ranks, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    ranks: tune_models.Ranks, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    file = tmp_path / "db.sqlite"
-    file.write_bytes(b"of an older version")
-    message = refused(capsys, "tune", *NANO, "--database", str(file))
+    file = tmp_path / "file"
+    file.write_bytes(b"")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(file))
+    message = refused(capsys, "tune", *NANO)
     assert message.startswith(f"measurements can't be kept in {file}")
     assert ranks.tasks == []
 
@@ -446,7 +470,8 @@ def test_what_train_refuses_is_left_out_with_its_reason(monkeypatch: pytest.Monk
 
 
 @pytest.mark.parametrize("dispatch", ["dynamic", "auto"])
-def test_another_dispatch_is_searched_as_such(monkeypatch: pytest.MonkeyPatch, dispatch: str) -> None:
+def test_another_dispatch_is_searched_as_such(monkeypatch: pytest.MonkeyPatch, dispatch: str, tmp_path: Path) -> None:
+    (tmp_path / "run.toml").write_text(f"dispatch = '{dispatch}'")
     seen: list[object] = []
 
     def spy(*arguments: Any, **rest: Any) -> Any:
@@ -454,5 +479,5 @@ def test_another_dispatch_is_searched_as_such(monkeypatch: pytest.MonkeyPatch, d
         return search(*arguments, **rest)
 
     monkeypatch.setattr(session, "search", spy)
-    session.tune(TuneSettings(preset="nano", dispatch=dispatch, costs="gpt2-7b", ranks=2))
+    session.tune(TuneSettings(preset="nano", config=tmp_path / "run.toml", costs="gpt2-7b", ranks=2))
     assert seen == [dispatch]

@@ -139,7 +139,7 @@ def test_a_damaged_file_is_named_with_the_way_out(tmp_path: Path, ranks: tune_mo
 def test_a_place_that_can_not_be_written_is_told(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     for path in (tmp_path / "file" / "db", tmp_path / "file"):
-        with pytest.raises(TuneError, match=r"can't be kept in .*give another folder with --database"):
+        with pytest.raises(TuneError, match=r"can't be kept in .*set XDG_CACHE_HOME to another folder"):
             Measurements(path)
 
 

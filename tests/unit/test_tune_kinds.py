@@ -101,13 +101,15 @@ def test_the_closing_line_trains(folder: Path, model: str) -> None:
     """With the best verified; then the line itself, word for word, over as many processes as it says."""
     chain = "--data text.txt --batch 4 --ranks 2 --pp 2 --microbatch-size 1 --schedule chimera"
     if model == "bert":
-        which = f"--model bert --preset nano --depth 2 {chain}"
+        (folder / "run.toml").write_text("depth = 2")
+        which = f"--model bert --preset nano --config run.toml {chain}"
     elif model == "clip":
         which = "--model clip --batch 16 --ranks 3 --pp 3 --dp 1 --microbatch-size 8"
     else:
         (folder / "config.json").write_text(json.dumps(hf_families.config_of("llama").to_dict()))
-        which = f"--model config.json --context 16 {chain}"
-    ended = penstock(f"tune {which} --seconds 0.05 --verify 1 --steps 2 --json".split(), folder)
+        (folder / "run.toml").write_text("context = 16")
+        which = f"--model config.json --config run.toml {chain}"
+    ended = penstock(f"tune {which} --seconds 0.05 --verify 1 --json".split(), folder)
     assert ended.code == 0, ended.err
     found = ended.json
     assert found["choice"]["measured"]["step_ms"] > 0

@@ -160,11 +160,11 @@ def test_microbatches_larger_than_a_batch_of_the_data_are_refused(net: Path) -> 
         ("tune --profile-only --model clip", "--model clip has a chain of layers for each tower"),
         ("tune --profile-only --data net.py:data", "makes batches for a model of your own"),
         (
-            "tune --model net.py:Net --data net.py:data --depth 3",
+            "tune --model net.py:Net --data net.py:data --config deep.toml",
             "net.py:Net: your own model takes its sizes by --model-options",
         ),
         (
-            'tune --profile-only --model net.py:Net --data net.py:data --recompute --model-options {"norm":true}',
+            "tune --profile-only --model net.py:Net --data net.py:data --recompute --config norm.toml",
             "BatchNorm1d",
         ),
         (
@@ -174,6 +174,8 @@ def test_microbatches_larger_than_a_batch_of_the_data_are_refused(net: Path) -> 
     ],
 )
 def test_what_is_refused_says_why(net: Path, line: str, why: str, capsys: pytest.CaptureFixture[str]) -> None:
+    net.with_name("deep.toml").write_text("depth = 3")
+    net.with_name("norm.toml").write_text("model-options = {norm = true}")
     assert main(line.split()) == 2
     assert why in " ".join(capsys.readouterr().err.split())
 
@@ -208,8 +210,10 @@ def test_a_profile(net: Path) -> None:
 @pytest.mark.multiproc
 def test_the_closing_line_trains(net: Path) -> None:
     """With the best verified, which ranks in processes of their own ran."""
-    line = 'tune --model net.py:Net --data net.py:batches --model-options {"depth":4} --ranks 2 --pp 2'
-    line += " --microbatch-size 1 --seconds 0.05 --verify 1 --steps 2 --json"
+    net.with_name("deep.toml").write_text(
+        "model = 'net.py:Net'\ndata = 'net.py:batches'\nmodel-options = {depth = 4}"
+    )
+    line = "tune --config deep.toml --ranks 2 --pp 2 --microbatch-size 1 --seconds 0.05 --verify 1 --json"
     ended = penstock(line.split(), net.parent)
     assert ended.code == 0, ended.err
     found = ended.json

@@ -46,23 +46,13 @@ def test_the_best_are_those_of_brute_force(seed: int, limit: float | None) -> No
     assert found.num_tried - found.num_too_large == len(fits)
 
 
-def test_options_of_schedules_could_not_be_given() -> None:
-    names, options = ["1f1b", "interleaved-1f1b"], {"backward": "split"}
-    plans = schedules_for(4, 8, 40, names, options=options)
-    assert {plan.name for plan in plans} == set(names)
+def test_a_plan_says_with_which_options_it_was_built() -> None:
+    plans = schedules_for(4, 8, 40, ["1f1b", "interleaved-1f1b"])
+    assert {plan.name for plan in plans} == {"1f1b", "interleaved-1f1b"}
     for plan in plans:
-        own = {**dict(plan.options)}
-        assert ("backward" in own) == (plan.name == "interleaved-1f1b") == plan.schedule.splits_backward()
-        assert ps.build(plan.name, 4, 8, **own) == plan.schedule
-    (one,) = schedules_for(4, 8, 40, ["interleaved-1f1b"], options={"num_stages": 12})
-    assert one.schedule.num_stages == 12  # and no other number is tried
+        assert ps.build(plan.name, 4, 8, **dict(plan.options)) == plan.schedule
     settings = settings_of(TuneCandidate(Shape(4, 1, 1, 8), plans[-1], (range(2),) * 16, False), Settings())
-    assert (settings.stages, settings.schedule_options) == (plans[-1].schedule.num_stages, options)
-    with pytest.raises(ps.ScheduleError, match="--option backward: none of 1f1b, zb-v takes it; it is one of inter"):
-        TuneSpace(4, 8, schedules=["1f1b", "zb-v"], options=options)
-    wrong = TuneSpace(4, 8, pp=[4], schedules=["interleaved-1f1b"], options={"backward": "no"})
-    with pytest.raises(TuneError, match="try others: interleaved-1f1b: backward is 'no'; give 'whole' or 'split'"):
-        search(wrong, lambda shape, again: profile(16, 5), lambda shape: LINKS, SearchFound(8))
+    assert (settings.stages, settings.schedule_options) == (plans[-1].schedule.num_stages, {})
 
 
 def test_programs_join_the_ranking() -> None:

@@ -13,6 +13,7 @@ import pytest
 import hf_families
 import penstock as ps
 import tune_models
+import tune_sizes
 from penstock.cli import main
 from penstock.formats.profile import Profile
 from penstock.train import command as train_command
@@ -31,7 +32,7 @@ from tune_models import profile, ranges, transfer
 
 pytestmark = pytest.mark.unit
 
-NANO = ["--preset", "nano", "--depth", "2", "--batch", "8", "--microbatch-size", "2", "--pp", "2", "--dp", "1"]
+NANO = [*tune_sizes.NANO, "--batch", "8", "--microbatch-size", "2", "--pp", "2", "--dp", "1"]
 MEMORY = 400.0
 """Enough for the heaviest half of `heavy`, and not for two copies of it on each rank, which balance it as well."""
 LINKS = transfer(send=1.0, receive=2.0, delay=9.0)
@@ -183,7 +184,7 @@ def test_by_default_they_are_tried_where_an_end_is_heavy_or_memory_is_limited(
     assert {task["num_sharing"] for task in ranks.tasks if task["do"] == "layers"} == {1}
     limited = told(capsys, "tune", *NANO, "--top", "1000", "--memory-limit", "1TiB")
     assert {each["shared_ends"] for each in limited["best"]} == {False, True}
-    narrow = [*NANO, "--width", "8", "--heads", "1", "--context", "8"]  # 257 words weigh more than two blocks then
+    narrow = [*tune_sizes.NARROW, *NANO[2:]]  # 257 words weigh more than two blocks then
     assert any(each["shared_ends"] for each in told(capsys, "tune", *narrow, "--top", "1000")["best"])
     named = told(capsys, "tune", *NANO, "--schedule", "mllm", "--schedule", "1f1b")
     assert {each["schedule"]: each["shared_ends"] for each in named["best"]} == {"mllm": True, "1f1b": False}
@@ -223,7 +224,7 @@ def data():
             "--shared-ends: embedding and head are shared by the ranks of a pipeline",
         ),
         (["--preset", "nano", "--ranks", "4", "--pp", "4"], "at most the 2 that can work at the same time here"),
-        (["--preset", "nano", "--depth", "1"], "4 stages asked of a model of 3 layers"),
+        (["--preset", "nano", "--config", "shallow.toml"], "4 stages asked of a model of 3 layers"),
         (["--costs", "costs.json", "--ranks", "2"], "nothing of ranks that share embedding and head"),
     ],
 )
@@ -231,6 +232,7 @@ def test_what_cannot_share_is_refused_by_name(
     ranks: tune_models.Ranks, capsys: pytest.CaptureFixture[str], tmp_path: Path, arguments: list[str], said: str
 ) -> None:
     (tmp_path / "net.py").write_text(OWN)
+    (tmp_path / "shallow.toml").write_text("depth = 1")
     (tmp_path / "costs.json").write_text(json.dumps({"f": [1] * 4, "i": [1] * 4, "w": [1] * 4}))
     assert said in told(capsys, "tune", *arguments, "--shared-ends", code=2)["error"]["message"]
 

@@ -62,10 +62,20 @@ LEFT_OPTIONS = {
 """Options that verbs no longer take, each with the option that says the same where a verb has that."""
 EMULATE = "penstock emulate runs a schedule on emulated devices, with the options of simulate"
 TOWERS = "give a schedule file, as penstock tune --model clip or ps.Program.of_branches makes one"
+IN_CONFIG = (
+    "--clip", "--context", "--depth", "--dispatch", "--dropout", "--heads", "--model-options", "--optimizer",
+    "--optimizer-options", "--precision", "--threads", "--tied", "--tokenizer", "--width",
+)  # fmt: skip
 LEFT_OF_VERBS = {
     "simulate": dict.fromkeys(("--emulate", "--message-cap", "--steps", "--stretch"), EMULATE),
     "train": dict.fromkeys(("--costs", "--message-cap", "--stretch"), EMULATE) | {"--tower": TOWERS},
-    "tune": {"--tower": TOWERS},
+    "tune": dict.fromkeys(IN_CONFIG, "write it into a file for --config, such as depth = 8")
+    | {
+        "--database": "set XDG_CACHE_HOME to another folder",
+        "--option": "penstock plan and simulate take options of schedules",
+        "--steps": "give --verify, which runs ten steps twice",
+        "--tower": TOWERS,
+    },
 }
 """Options that one verb no longer takes, each with what to do now, by the verb."""
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 import hashlib
 import signal
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -19,19 +20,17 @@ import typer
 from penstock.cli.app import app
 from penstock.cli.costs import CostsSource, MemoryLimit
 from penstock.cli.failure import Misuse
-from penstock.cli.options import Json, bytes_of, result_option
+from penstock.cli.options import Json, bytes_of, result_option, taken
 from penstock.cli.output import print_json
 from penstock.formats.files import write_whole
-from penstock.train.options import grouped_help, print_all, read_given, with_options
+from penstock.train.options import with_options
 from penstock.tune.settings import TuneSettings
 
 if TYPE_CHECKING:
     from penstock.tune.search import SearchFound, TuneCandidate
 
-SHOWN = ("costs", "memory_limit", "out", "json", "help_all")
 
-
-@app.command(cls=grouped_help(SHOWN, TuneSettings), short_help="Find the fastest way to train a model.")
+@app.command(short_help="Find the fastest way to train a model.")
 @with_options(TuneSettings)
 def tune(
     costs: CostsSource = None,
@@ -46,10 +45,11 @@ def tune(
             ".txt",
         ),
     ] = None,
+    config: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="A TOML file of settings: depth = 8. Options beside it win."),
+    ] = None,
     json: Json = False,
-    help_all: Annotated[
-        bool, typer.Option("--help-all", is_eager=True, callback=print_all, help="Show every option and exit.")
-    ] = False,
     **given: Any,
 ) -> None:
     """Measure a model's layers and messages, simulate every way to train it, and rank them by throughput.
@@ -57,7 +57,7 @@ def tune(
     Measured are F, B, I, W, the update and the memory of every layer. What was measured before is used again.
     """
     limit = bytes_of("--memory-limit", memory_limit)
-    settings = TuneSettings(**read_given(given, TuneSettings), costs=costs, memory_limit=limit)
+    settings = replace(taken(TuneSettings, given), config=config, costs=costs, memory_limit=limit)
     if settings.profile_only:
         _profile(settings, out, json)
         return
@@ -73,7 +73,7 @@ def tune(
         from penstock.formats import save
 
         save(choice.candidate.plan.schedule, out)
-    command = report.train_command(outcome, out)
+    command = report.train_command(outcome, settings.config, out)
     if json:
         print_json({**report.as_json(outcome), "out": out, "train": command})
     else:

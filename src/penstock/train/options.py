@@ -68,15 +68,6 @@ def setting(
     return dataclasses.field(default=default, metadata={"option": said})
 
 
-def same_setting(kind: type, name: str) -> Any:
-    """A field with the default and the option of a field of another settings class."""
-    field = next(each for each in dataclasses.fields(kind) if each.name == name)
-    said = {"option": _declaration(kind, name)}
-    if field.default_factory is not dataclasses.MISSING:
-        return dataclasses.field(default_factory=field.default_factory, metadata=said)
-    return dataclasses.field(default=field.default, metadata=said)
-
-
 class Option(NamedTuple):
     """A setting and its option: `name` is the field's, `kind` its type without None."""
 

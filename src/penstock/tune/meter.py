@@ -70,9 +70,7 @@ def default_folder() -> Path:
     try:
         return Path(cache).expanduser() / "penstock" / "measurements"
     except RuntimeError:
-        raise TuneError(
-            "this user has no home folder to keep measurements in; set HOME or XDG_CACHE_HOME, or give --database"
-        ) from None
+        raise TuneError("this user has no home folder to keep measurements in; set HOME or XDG_CACHE_HOME") from None
 
 
 class Measurements:
@@ -82,13 +80,13 @@ class Measurements:
         TuneError: the folder can't be made.
     """
 
-    def __init__(self, folder: Path | None) -> None:
+    def __init__(self, folder: Path | None = None) -> None:
         self._folder = folder = folder or default_folder()
         try:
             folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise TuneError(
-                f"measurements can't be kept in {folder}: {error.strerror}; give another folder with --database"
+                f"measurements can't be kept in {folder}: {error.strerror}; set XDG_CACHE_HOME to another folder"
             ) from None
 
     def get(self, key: Mapping[str, Any], form: type[T]) -> T | None:

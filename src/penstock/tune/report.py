@@ -5,7 +5,8 @@ from __future__ import annotations
 import dataclasses
 import json
 import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 from rich.console import Console
@@ -13,10 +14,8 @@ from rich.table import Table
 
 from penstock.formats.profile import MessageCosts, Profile
 from penstock.simulation.memory_footprint import in_bytes
-from penstock.train.settings import Settings
 from penstock.tune.search import SETTINGS, RankedCandidate, TuneCandidate, settings_of
 from penstock.tune.session import TuneOutcome
-from penstock.tune.settings import TRAINED
 from penstock.tune.verify import MeasuredCandidate
 
 
@@ -124,17 +123,20 @@ def choice_words(outcome: TuneOutcome, ranked: RankedCandidate) -> str:
     return f"{', '.join(said)}; {took}"
 
 
-def train_command(outcome: TuneOutcome, schedule_file: str | None = None) -> str | None:
+def train_command(outcome: TuneOutcome, config: Path | None = None, schedule_file: str | None = None) -> str | None:
     """The command that trains with the choice; None if the model is only a file of costs, which can't be trained.
 
     Args:
+        config: the file of settings that was tuned, if one was given.
         schedule_file: the file with its schedule; needed for one that no name says.
     """
     if outcome.choice is None or outcome.trained is None:
         return None
     candidate = outcome.choice.candidate
     shape = candidate.shape
-    words = ["penstock", "train", *outcome.trained.options, "--batch", str(outcome.space.batch)]
+    settings = outcome.settings
+    words = ["penstock", "train", *([] if config is None else ["--config", str(config)]), *outcome.trained.options]
+    words += ["--batch", str(outcome.space.batch)]
     words += ["--schedule", schedule_file or candidate.plan.name, "--pp", str(shape.pp)]
     if shape.dp > 1:
         words += ["--dp", str(shape.dp)]
@@ -147,22 +149,9 @@ def train_command(outcome: TuneOutcome, schedule_file: str | None = None) -> str
         words += [f"--{SETTINGS[name]}", str(value)]
     if not candidate.plan.towers:
         words += ["--cut", ",".join(str(len(layers)) for layers in candidate.cut)]
-    return shlex.join([*words, *(["--recompute"] if candidate.recompute else []), *_given_words(outcome.settings)])
-
-
-def _given_words(settings: Settings) -> list[str]:
-    """The options of `penstock train` for what differs from its defaults, besides model, data, preset and batch."""
-    default, words = Settings(), list[str]()
-    for name in TRAINED:
-        value = getattr(settings, name)
-        if name in ("model", "model_options", "data", "preset", "batch") or value == getattr(default, name):
-            continue
-        option = f"--{name.replace('_', '-')}"
-        if isinstance(value, bool):
-            words.append(option if value else f"--no-{name}")
-        else:
-            words += [option, json.dumps(value) if isinstance(value, Mapping) else str(value)]
-    return words
+    words += ["--recompute"] if candidate.recompute else []
+    words += [] if settings.device == "cpu" else ["--device", settings.device]
+    return shlex.join([*words, "--threads", str(settings.threads)])
 
 
 def _print_table(outcome: TuneOutcome, title: str, rows: Sequence[RankedCandidate]) -> None:

@@ -224,7 +224,7 @@ def search(
         for shape in shapes:
             for recompute in space.recompute:
                 for profile, transfer in costs_of(shape, recompute):
-                    for candidate in candidates(shape, profile, recompute, space.schedules, space.options):
+                    for candidate in candidates(shape, profile, recompute, space.schedules):
                         consider(candidate, profile, transfer)
         for shape, recompute in found.best_shapes if programs else ():
             for profile, transfer in costs_of(shape, recompute):
@@ -273,7 +273,6 @@ def candidates(
     profile: Profile,
     recompute: bool,
     names: Sequence[str] | None = None,
-    options: Mapping[str, Any] | None = None,
 ) -> Iterable[TuneCandidate]:
     """Every plan for a shape, with its layers cut so that the costliest stage costs least.
 
@@ -283,7 +282,7 @@ def candidates(
         return
     shared = profile.num_sharing > 1
     cuts: dict[tuple[int, bool], tuple[range, ...]] = {}
-    for plan in schedules_for(shape.pp, shape.num_microbatches, profile.num_layers, names, shared, options):
+    for plan in schedules_for(shape.pp, shape.num_microbatches, profile.num_layers, names, shared):
         key = plan.schedule.num_stages, plan.schedule.splits_backward()
         if key not in cuts:
             rows = ("f_split", "i", "w") if key[1] else ("f", "b")

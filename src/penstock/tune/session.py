@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 
 from penstock.formats.profile import Profile
 from penstock.train.kinds import CLIP, CONTRAST
@@ -103,8 +102,7 @@ def measure(asked: TuneSettings, say: Say = None) -> Meter:
 
 
 def _meter(model: TunedModel, asked: TuneSettings, settings: Settings, say: Say) -> Meter:
-    folder = None if asked.database is None else Path(asked.database)
-    return Meter(model, settings, Measurements(folder), asked.seconds, asked.fresh, say)
+    return Meter(model, settings, Measurements(), asked.seconds, asked.fresh, say)
 
 
 def _space(
@@ -116,7 +114,6 @@ def _space(
         num_ranks, batch, asked.pp, asked.dp, sizes or asked.microbatch_sizes, asked.schedules,
         recompute if asked.recompute is None else (asked.recompute,),
         (False, True) if asked.shared_ends is None else (asked.shared_ends,),
-        asked.schedule_options,
     )  # fmt: skip
 
 
@@ -156,11 +153,6 @@ def _tune_towers(asked: TuneSettings, settings: Settings, say: Say, progress: Sh
     devices, model = num_devices(settings), tuned_model(settings)
     if asked.shared_ends:
         raise TuneError(f"--shared-ends: {why_no_shared_ends(settings, 2)}; leave it out")
-    if asked.schedule_options:
-        raise TuneError(
-            f"--option {next(iter(asked.schedule_options))} is for one chain of stages, and each tower has its "
-            "own; leave it out"
-        )
     towers = TowerSpace.of(settings, _space(asked, settings.batch, asked.ranks or devices, True), asked.schedules)
     shapes = towers.shapes()
 
@@ -298,7 +290,7 @@ def _verify(asked: TuneSettings, outcome: TuneOutcome, say: Say) -> None:
     if len(chosen) < asked.verify:
         outcome.notices.append(f"{asked.verify} candidates were to be verified; {len(chosen)} were found")
     with contextlib.suppress(KeyboardInterrupt):  # seen below: some are missing
-        outcome.measured = verify(chosen, outcome.settings, asked.steps, say=say)
+        outcome.measured = verify(chosen, outcome.settings, say=say)
     outcome.interrupted = len(outcome.measured) < len(chosen)
     disturbed = [each for each in outcome.measured.values() if not each.quiet]
     if disturbed:

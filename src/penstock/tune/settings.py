@@ -1,6 +1,7 @@
 """What `penstock tune` is asked to do: one dataclass, from which its options and their help are made.
 
-Needs no torch.
+What the options do not say of the run that is tuned, such as sizes, optimizer or threads, comes from a file of
+settings, as `penstock train --config` takes it. Needs no torch.
 """
 
 from __future__ import annotations
@@ -8,22 +9,29 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
-from penstock.train.checks import check_numbers
+from penstock.train.checks import SettingsError, check_numbers
 from penstock.train.kinds import check_model, is_path, usual_of
-from penstock.train.options import MACHINE, MODEL, same_setting, setting
+from penstock.train.options import MACHINE, MODEL, read_config, setting
 from penstock.train.own_file import is_own
 from penstock.train.settings import Settings
 
 SEARCH, COSTS = "Search", "Costs"
-"""Groups of settings that the help lists."""
+"""Groups of settings."""
 
-TRAINED = (
-    "model", "model_options", "data", "preset", "depth", "width", "heads", "context", "dropout", "tied",
-    "tokenizer", "batch", "precision", "optimizer", "optimizer_options", "clip", "device", "threads", "dispatch",
+OF_RUN = ("model", "data", "preset", "batch", "device")
+"""Options that say what is trained. They win over the file of settings."""
+MEASURED = (
+    "model_options", "depth", "width", "heads", "context", "dropout", "tied", "tokenizer", "precision", "optimizer",
+    "optimizer_options", "clip", "threads", "dispatch",
 )  # fmt: skip
-"""Settings of the runs that are tuned. They are those of `penstock train`."""
+"""Further settings of a run on which its measurements or its simulation depend."""
+NOT_MEASURED = (
+    "steps", "lr", "lr_decay", "lr_warmup", "seed", "evaluate_every", "save_every", "keep", "sample", "timeout",
+)  # fmt: skip
+"""Settings that change nothing for the tuner. A file of settings may have them."""
 
 
 @dataclass(frozen=True)
@@ -31,47 +39,37 @@ class TuneSettings:
     """Settings of one call of the tuner; every field has a value that works.
 
     Attributes:
+        config: a file of settings, which options win over.
         costs: a preset or a file, as `penstock simulate` takes it; None to measure costs here.
         memory_limit: bytes that a rank may need; None for no limit.
     """
 
-    model: str = same_setting(Settings, "model")
-    model_options: Mapping[str, Any] = same_setting(Settings, "model_options")
-    data: str | None = same_setting(Settings, "data")
-    preset: str | None = setting(
-        None, "Preset that says the sizes of the model. [tiny; of a clip nano]", MODEL, is_common=True
+    model: str | None = setting(
+        None,
+        "What is trained: gpt, bert, clip, a Hugging Face folder or config.json, or your own, nets.py:Net. [gpt]",
+        MODEL,
+        metavar="NAME|PATH",
     )
-    depth: int | None = same_setting(Settings, "depth")
-    width: int | None = same_setting(Settings, "width")
-    heads: int | None = same_setting(Settings, "heads")
-    context: int | None = same_setting(Settings, "context")
-    dropout: float | None = same_setting(Settings, "dropout")
-    tied: bool | None = same_setting(Settings, "tied")
-    tokenizer: str | None = same_setting(Settings, "tokenizer")
-    batch: int | None = setting(None, "Samples per step. [16; those of your own data]", MODEL, is_common=True)
-    precision: str = same_setting(Settings, "precision")
-    optimizer: str = same_setting(Settings, "optimizer")
-    optimizer_options: Mapping[str, Any] = same_setting(Settings, "optimizer_options")
-    clip: float = same_setting(Settings, "clip")
-    device: str = setting("cpu", "Device that ops run on: cpu or cuda.", MACHINE)
-    threads: int = setting(1, "Threads per rank.", MACHINE)
-    dispatch: str = setting("frozen", "How ranks choose their ops: frozen, hinted, dynamic or auto.", SEARCH)
-    ranks: int | None = setting(None, "Number of ranks, at most. [as many as fit]", SEARCH, is_common=True)
+    data: str | None = setting(
+        None,
+        "What the model learns from: text (a file, folder, .jsonl or .bin/.idx), or your own, data.py:make_data. "
+        "[Python's own library]",
+        MODEL,
+    )
+    preset: str | None = setting(None, "Preset that says the sizes of the model. [tiny; of a clip nano]", MODEL)
+    batch: int | None = setting(None, "Samples per step. [16; those of your own data]", MODEL)
+    device: str | None = setting(None, "Device that ops run on: cpu or cuda. [cpu]", MACHINE)
+    ranks: int | None = setting(None, "Number of ranks, at most. [as many as fit]", SEARCH)
     pp: tuple[int, ...] | None = setting(
-        None, "Number of ranks per pipeline, or several to try: 2,4. [all]", SEARCH, is_common=True, metavar="N,N,..."
+        None, "Number of ranks per pipeline, or several to try: 2,4. [all]", SEARCH, metavar="N,N,..."
     )
     dp: tuple[int, ...] | None = setting(
-        None,
-        "Number of replicas of the pipeline, or several to try: 1,2. [all]",
-        SEARCH,
-        is_common=True,
-        metavar="N,N,...",
+        None, "Number of replicas of the pipeline, or several to try: 1,2. [all]", SEARCH, metavar="N,N,..."
     )
     microbatch_sizes: tuple[int, ...] | None = setting(
         None,
         "Samples per microbatch: one size, or several to try, as 1,2,4. [all]",
         SEARCH,
-        is_common=True,
         flags=("--microbatch-size",),
         metavar="N,N,...",
     )
@@ -79,12 +77,10 @@ class TuneSettings:
         None,
         "Library schedule by name, to try; may be repeated. [all]",
         SEARCH,
-        is_common=True,
         flags=("--schedule",),
         metavar="NAME",
         is_repeated=True,
     )
-    schedule_options: Mapping[str, Any] = same_setting(Settings, "schedule_options")
     recompute: bool | None = setting(
         None,
         "Let forwards run again, so that blocks keep only their input: try that too, or not. [if memory is limited]",
@@ -100,41 +96,53 @@ class TuneSettings:
         True, "Also search schedules without a name, unless --schedule is given. [search them]", SEARCH
     )
     top: int = setting(10, "How many candidates to show.", SEARCH)
-    verify: int = setting(0, "How many of the best to run for real.", SEARCH, is_common=True)
-    steps: int = setting(10, "How many steps to run, each of them twice, with --verify.", SEARCH)
+    verify: int = setting(0, "How many of the best to run for real.", SEARCH)
     profile_only: bool = setting(
-        False,
-        "Measure layers and messages, and search nothing. --ranks is then 1 if not given.",
-        COSTS,
-        is_common=True,
+        False, "Measure layers and messages, and search nothing. --ranks is then 1 if not given.", COSTS
     )
     seconds: float = setting(1.0, "For how many seconds to measure, each microbatch size.", COSTS)
     fresh: bool = setting(False, "Measure again what was measured before.", COSTS)
-    database: str | None = setting(
-        None, "Folder of measurements. [one in your cache folder]", COSTS, metavar="FOLDER"
-    )
+    config: Path | None = None
     costs: str | None = None
     memory_limit: float | None = None
 
     def __post_init__(self) -> None:
-        counts = ("batch", "depth", "width", "heads", "context", "threads", "ranks", "top", "steps")
-        check_numbers(self, least={**dict.fromkeys(counts, 1), "verify": 0}, above_zero=("seconds", "memory_limit"))
+        check_numbers(
+            self,
+            least={**dict.fromkeys(("batch", "ranks", "top"), 1), "verify": 0},
+            above_zero=("seconds", "memory_limit"),
+        )
 
     def run_settings(self) -> Settings:
         """The settings of `penstock train` of the run that is tuned. Paths are absolute.
 
         Raises:
-            SettingsError: what a run itself would raise.
+            SettingsError: a file with settings that the tuner chooses itself, and what a run itself would raise.
         """
-        check_model(self.model)  # by the words given, before they are a path
-        given = {name: value for name in TRAINED if (value := getattr(self, name)) is not None}
-        for name in ("data", "tokenizer", *(["model"] if is_path(self.model) else [])):
+        configured = {} if self.config is None else read_config(self.config, Settings)
+        for name in configured.keys() - {*OF_RUN, *MEASURED, *NOT_MEASURED}:
+            raise SettingsError(
+                f"--config {self.config} has {name.replace('_', '-')}, which penstock tune chooses, or does not "
+                "tune; leave it out of the file"
+            )
+        options = {name: value for name in OF_RUN if (value := getattr(self, name)) is not None}
+        given: dict[str, Any] = {"model": "gpt", "threads": 1, **configured, **options}
+        model: str = given["model"]
+        check_model(model)  # as it was typed, and not as an absolute path
+        for name in ("data", "tokenizer", *(["model"] if is_path(model) else [])):
             if name in given:
                 given[name] = os.path.abspath(given[name])
-        usual = {name: value for name, value in usual_of(self.model, self.data).items() if name in TRAINED}
-        if self.batch is None and is_own(self.data) and is_path(self.model):
+        usual = self._usual(model, given)
+        return Settings(**{**usual, **given, "microbatches": 1, "ranks": 1})
+
+    def _usual(self, model: str, given: Mapping[str, Any]) -> dict[str, Any]:
+        """The defaults of a kind of model, and of batches of the user's own the number of samples."""
+        data: str | None = given.get("data")
+        known = {*OF_RUN, *MEASURED}
+        usual = {name: value for name, value in usual_of(model, data).items() if name in known}
+        if "batch" not in given and data is not None and is_own(data) and is_path(model):
             from penstock.train.tasks.own_data import own_batch  # here, as it loads torch
 
-            size = own_batch(given["data"], 0, 1)
+            size = own_batch(data, 0, 1)
             usual |= {} if size is None else {"batch": size}
-        return Settings(**{**usual, **given, "microbatches": 1, "ranks": 1})
+        return usual

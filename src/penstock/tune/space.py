@@ -11,11 +11,11 @@ our library's schedules.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from penstock.library import ASYNCHRONOUS, SCHEDULES, build, options_of_each
+from penstock.library import ASYNCHRONOUS, SCHEDULES, build
 from penstock.schedule import Schedule, ScheduleError
 from penstock.tune.errors import TuneError
 
@@ -38,7 +38,6 @@ class TuneSpace:
         num_devices: most ranks. batch: samples per step.
         pp, dp, microbatch_sizes, schedules, recompute: what to try; None for everything that makes sense.
         shared_ends: whether the ranks of a pipeline share the first and the last layer; both may be tried.
-        options: of library schedules, for those that take them.
     """
 
     num_devices: int
@@ -49,7 +48,6 @@ class TuneSpace:
     schedules: Sequence[str] | None = None
     recompute: Sequence[bool] = (False,)
     shared_ends: Sequence[bool] = (False,)
-    options: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         for name in ("num_devices", "batch"):
@@ -64,7 +62,6 @@ class TuneSpace:
                 build(name, 1, 1)  # says which names are near
             if name in ASYNCHRONOUS:
                 raise TuneError(f"{name} never flushes, so it has no step to time; leave it out")
-        options_of_each(self.schedules or tuple(SCHEDULES), self.options)  # says which one none of them takes
 
     def shapes(self) -> list[Shape]:
         """Every (pp, dp, microbatch size) that fits the devices and divides the batch.
@@ -141,25 +138,21 @@ def schedules_for(
     num_layers: int,
     names: Sequence[str] | None = None,
     shared_ends: bool = False,
-    options: Mapping[str, Any] | None = None,
 ) -> list[TunePlan]:
     """Every library schedule of a chain of stages that these counts allow, each order once.
 
     Args:
         shared_ends: take those whose first and last stage are shared by all ranks, and not those with a rank
             for each stage.
-        options: of schedules that take them, in place of the values that are tried.
     """
     found: list[TunePlan] = []
     seen: set[tuple[object, ...]] = set()
-    taken = options_of_each(names or tuple(SCHEDULES), options or {})
     for name in names or SCHEDULES:
         if name in ASYNCHRONOUS:
             continue
-        for tried in _variants(name, num_ranks):
-            built_with = {**tried, **taken[name]}
+        for options in _variants(name, num_ranks):
             try:
-                schedule = build(name, num_ranks, num_microbatches, **built_with)
+                schedule = build(name, num_ranks, num_microbatches, **options)
             except ScheduleError:
                 continue
             key = schedule.placement, schedule.order
@@ -168,9 +161,7 @@ def schedules_for(
             if num_ranks == 1 and schedule.num_stages > 1:  # cutting what one rank does in turn gains nothing
                 continue
             seen.add(key)
-            given = tuple(
-                (key, tuple(value) if isinstance(value, list) else value) for key, value in built_with.items()
-            )
+            given = tuple((key, tuple(value) if isinstance(value, list) else value) for key, value in options.items())
             found.append(TunePlan(name, schedule, given))
     return found
 
@@ -179,9 +170,7 @@ def why_none(space: TuneSpace, shape: Shape) -> str:
     """Why the first schedule asked for cannot be built for a shape; empty if it can, or if none is asked for."""
     for name in (space.schedules or ())[:1]:
         try:
-            build(
-                name, shape.pp, shape.num_microbatches, **options_of_each(space.schedules or (), space.options)[name]
-            )
+            build(name, shape.pp, shape.num_microbatches)
         except ScheduleError as error:
             return f": {error}"
     return ""

@@ -170,8 +170,6 @@ def _own(settings: Settings) -> TunedModel:
     if is_own(settings.data):
         files |= sources_of(own_name(settings.data or "").path)
     options = ["--model", settings.model]
-    if settings.model_options:
-        options += ["--model-options", json.dumps(dict(settings.model_options))]
     if settings.data is not None:
         options += ["--data", settings.data]
     return TunedModel(
