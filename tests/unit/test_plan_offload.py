@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-import numpy as np
 import pytest
 
 import penstock as ps
@@ -15,10 +14,8 @@ from penstock.draw import to_svg
 from penstock.planning import strategy
 from penstock.planning.joint.away import sent_away
 from penstock.planning.joint.bounds import lower_bound
-from penstock.planning.joint.exact import sent_away_in_time
 from penstock.planning.joint.problem import JointProblem, pose_joint
-from penstock.planning.joint.rows import F, I, Orders
-from penstock.planning.joint.search import _less_what_moves
+from penstock.planning.joint.rows import Orders
 from penstock.planning.options import OpForms, in_turn, limits_of
 from penstock.planning.problem import pose
 from penstock.planning.search import greedy
@@ -236,38 +233,6 @@ def _plain(problem: JointProblem, cap: Sequence[float]) -> Orders:
     return problem.read(each.schedule(search.row, "plan"))
 
 
-@pytest.mark.slow
-def test_an_order_without_room_to_spare_sends_activations_away_and_takes_no_longer() -> None:
-    """The bound of 1090 ms is reached where CP-SAT chooses what goes; op by op it was 1120 at best."""
-    pytest.importorskip("ortools")
-    problem = _late_link(0.5)
-    given = _plain(problem, [14.0] * 8)
-    assert not problem.fits(given)
-    orders, refuted = sent_away_in_time(problem, given, 60.0, range(8))
-    assert orders is not None
-    assert refuted is None
-    assert _timed(problem, orders) == problem.timed(given) == lower_bound(problem) == 1090
-    start, before = np.empty(problem.num_ops), np.empty(problem.num_ops)
-    problem.timed(orders, start)
-    problem.timed(given, before)
-    stays = np.isin(problem.ops.kind, (F, I))
-    assert (start[stays] == before[stays]).all()
-    schedule = problem.schedule(orders, "offloaded")
-    timeline = ps.simulate(schedule, problem.costs, links=problem.links)
-    assert timeline.makespan == 1090
-    assert max(timeline.peak_activations) <= NO_ROOM
-    assert max(in_host_memory(timeline, r, [1.0] * 8) for r in range(8)) <= NO_ROOM
-
-
-def test_a_rank_that_waits_for_weight_gradients_has_no_room_in_time() -> None:
-    """Its first orders end at 1090 ms; where an activation waits for its W, 1150 ms is the least (see above)."""
-    pytest.importorskip("ortools")
-    problem = _late_link(0.0)
-    given = _plain(problem, [14.0] * 8)
-    assert problem.timed(given) < 1150
-    assert sent_away_in_time(problem, given, 60.0, range(7, -1, -1)) == (None, 7)
-
-
 def _timed(problem: JointProblem, orders: Orders) -> float:
     """The makespan of orders, which must keep to the caps."""
     assert problem.fits(orders)
@@ -294,35 +259,3 @@ def test_whatever_is_sent_away_keeps_to_both_caps(family: str) -> None:
             assert _timed(problem, orders) >= lower_bound(problem) * (1 - 1e-9)
             found += 1
     assert found > 40
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("family", [family for family in OFFLOADED if "recompute" not in family])
-def test_whatever_is_sent_away_in_time_keeps_to_both_caps_and_takes_no_longer(family: str) -> None:
-    """The first two small problems in which something goes away, and all before them."""
-    pytest.importorskip("ortools")
-    found = 0
-    for seed in range(40):
-        given = draw_free(seed, family).arguments()
-        limits = limits_of(
-            given["costs"], given["placement"], given["num_ranks"], given.get("max_in_flight"),
-            given.get("memory_limit"), True, 1.0, given["offload"],
-        )  # fmt: skip
-        counts = in_turn(given["num_microbatches"], given["placement"].num_pipelines)
-        forms = OpForms(False, "mixed" in family, True, away=True)
-        problem = pose_joint(
-            given["costs"], given["placement"], given["num_ranks"], counts, given["links"], limits, forms
-        )
-        for cap in _less_what_moves(problem):
-            plain = _plain(problem, cap)
-            problem.fits(plain)  # for its forms
-            orders, _ = sent_away_in_time(problem, plain, 10.0, range(problem.num_ranks))
-            if orders is None:
-                continue
-            assert problem.timed(plain) * (1 + 1e-9) >= _timed(problem, orders) >= lower_bound(problem) * (1 - 1e-9)
-            timeline = ps.simulate(problem.schedule(orders, "offloaded"), given["costs"], links=given["links"])
-            assert timeline.makespan == pytest.approx(problem.timed(orders))
-            found += bool(orders.away.any())
-        if found >= 2:
-            return
-    assert found >= 2

@@ -1,23 +1,13 @@
 """Exact solving by CP-SAT where forms are free (`order_model`): ops that a form lacks are absent.
 
 Each queue runs in the order of microbatches, as `check` demands.
-
-Besides, activations are sent to host memory without a change of when forwards and backwards run, rank by rank:
-
-    given    an order that keeps to both memories of each rank together, and when its ops start
-    kept     each F, and each I (or B): so nothing changes for other ranks
-    asked    for each rank alone: which activations go, when O and L run on its stream, and where W stands
-
-What `away` does op by op, without a look at the clock, is often enough. Where an order has no room to spare it is
-not: W has to give way, and what comes back must be there in time. A rank is a small problem of its own, so this comes
-to an answer where CP-SAT over all ranks finds none.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
@@ -33,9 +23,6 @@ if TYPE_CHECKING:
 
 MOST_OPS = 500
 """Above this CP-SAT finds and proves nothing in the time that local search needs."""
-
-MOST_ON_RANK = 400
-"""Ops of one rank, above which CP-SAT takes longer than other steps need."""
 
 _STEPS = 1_000_000
 """Parts of a horizon that times are counted in where no unit is found."""
@@ -101,23 +88,20 @@ def add_chain(
     window: Window,
     made: dict[int, ModelOp],
     forms: dict[int, Forms],
-    given: Orders | None = None,
 ) -> None:
     """Adds the ops of a chain, whose order is that of their microbatches, and what they hold.
 
     Args:
         made, forms: of each op and of each cell; out.
-        given: their halves stay as they are there, none runs again, and what comes back from host memory takes its
-            room when the rank begins it, between its own ops. Otherwise it does so when it begins to come back.
     """
     ops, r = problem.ops, int(problem.ops.chain_rank[c])
     times, size, first = ops.times[c].tolist(), int(ops.size[c]), int(ops.first[c])
     mine = [first + kind * size for kind in range(ops.num_kinds)]
     for j in range(size):
         cell = int(ops.cell_first[c]) + j
-        is_whole = not ops.may_split[c] if given is None else bool(given.whole[cell])
-        is_open = bool(ops.may_whole[c] and ops.may_split[c]) and given is None
-        again = model.choice(bool(ops.may_again[c]) and given is None)
+        is_whole = not ops.may_split[c]
+        is_open = bool(ops.may_whole[c] and ops.may_split[c])
+        again = model.choice(bool(ops.may_again[c]))
         whole = model.choice(is_open, is_whole)
         away = model.choice(bool(ops.may_away[c]))
         forms[cell] = Forms(again, whole, away)
@@ -139,7 +123,7 @@ def add_chain(
                 model.need(before, after, only_if=away)
             if ops.may_again[c]:
                 model.model.add_implication(away, again.negated())
-        _hold(model, problem, c, [made.get(op + j) for op in mine], forms[cell], given is not None)
+        _hold(model, problem, c, [made.get(op + j) for op in mine], forms[cell])
         if j:
             _follow(model, [made.get(op + j - 1) for op in mine], [made.get(op + j) for op in mine], whole)
 
@@ -164,9 +148,7 @@ def _follow(model: OrderModel, before: list[ModelOp | None], after: list[ModelOp
             model.model.add(other.start >= one.start)
 
 
-def _hold(
-    model: OrderModel, problem: JointProblem, c: int, made: list[ModelOp | None], form: Forms, issued: bool
-) -> None:
+def _hold(model: OrderModel, problem: JointProblem, c: int, made: list[ModelOp | None], form: Forms) -> None:
     """What a microbatch holds: some from its F on, the rest from its R on where it has one; I frees a part. In host
     memory it counts from the start of O to the end of L."""
     ops, r = problem.ops, int(problem.ops.chain_rank[c])
@@ -180,14 +162,8 @@ def _hold(
     model.change(r, b.end if w is None else model.either(form.whole, b.end, w.end), freed - held)
     if out is None or home is None:
         return
-    begun = home.start
-    if issued:
-        begun = model.op(0.0, [r], present=form.away)
-        model.need(out, begun, only_if=form.away)
-        begun = begun.start
-        model.model.add(home.start >= begun).only_enforce_if(form.away)
     model.change(r, model.either(form.away, out.end, f.start), -held)
-    model.change(r, model.either(form.away, begun, f.start), held)
+    model.change(r, model.either(form.away, home.start, f.start), held)
     model.change(("host", r), model.either(form.away, out.start, 0), held)
     model.change(("host", r), model.either(form.away, home.end, 0), -held)
 
@@ -227,73 +203,3 @@ def _hint(
     for cell, form in forms.items():
         for literal, chosen in zip(form, (best.again, best.whole, best.away), strict=True):
             model.model.add_hint(literal, bool(chosen[cell]))
-
-
-def sent_away_in_time(
-    problem: JointProblem, given: Orders, seconds: float, ranks: Sequence[int], seed: int = 0
-) -> tuple[Orders | None, int | None]:
-    """Asks for a row of each rank, till one has none.
-
-    Args:
-        given: none of it is away or runs again. It need not keep to the cap of each rank alone.
-        seconds: that all ranks together may take.
-        ranks: all of them, in the order in which they are asked for.
-
-    Returns:
-        Orders no longer than before, or None where not all ranks have a row; and the rank for which it was proved
-        that there is no row, or None.
-    """
-    began = time.perf_counter()
-    orders = Orders(*(array.copy() for array in given))
-    problem.fits(orders)  # for its forms: it need not be true
-    start = np.empty(problem.num_ops)
-    horizon = problem.timed(orders, start)
-    if horizon < 0:
-        return None, None
-    for r in ranks:
-        row = _row(problem, orders, r, start, horizon, seconds - (time.perf_counter() - began), seed)
-        if not isinstance(row, list):
-            return None, None if row is None else r
-        orders.row[r, : len(row)] = row
-        orders.length[r] = len(row)
-        for op in row:
-            if problem.ops.kind[op] == O:
-                orders.away[problem.ops.cell[op]] = True
-    return orders, None
-
-
-def _row(
-    problem: JointProblem, orders: Orders, r: int, start: Array, horizon: float, seconds: float, seed: int
-) -> list[int] | Literal[False] | None:
-    """The row of one rank; False where there is none, None where `seconds` were too few to know."""
-    ops = problem.ops
-    given = orders.row[r, : orders.length[r]].tolist()
-    if len(given) > MOST_ON_RANK or seconds <= 0:
-        return None
-    chains = range(ops.chain_first[r], ops.chain_first[r + 1])
-    moments = [float(ms) for op in given for ms in (start[op], orders.duration[op])]
-    ways = [float(ops.times[c, kind]) for c in chains for kind in (O, L)]
-    model = OrderModel(TimeGrid.of((*moments, *ways, horizon), horizon, _STEPS))
-
-    def window(op: int) -> tuple[float, float]:
-        """An F, I or B stays where it is."""
-        return float(start[op]), horizon - float(start[op] + orders.duration[op])
-
-    made: dict[int, ModelOp] = {}
-    forms: dict[int, Forms] = {}
-    for c in chains:
-        add_chain(model, problem, c, window, made, forms, orders)
-    limit_rank(model, problem, r)
-    answer = model.solve(seconds, seed)
-    if not answer.found:
-        return False if answer.refuted else None
-    # At one moment: ops that take no time, then what is started on the stream, then the op that runs from then on.
-    spans = {op: (model.value(made[op].start), model.value(made[op].end)) for op in given}
-    found = [(at, 2 if end > at else 0, place, op) for place, (op, (at, end)) in enumerate(spans.items())]
-    for op, each in made.items():
-        if ops.kind[op] >= O and model.value(each.present):
-            at = model.value(each.start)
-            # Where the rank runs an op then, before that op.
-            begun = next((low for low, high in sorted(spans.values()) if low < at < high), at)
-            found.append((begun, 1, at, op))
-    return [op for *_, op in sorted(found)]

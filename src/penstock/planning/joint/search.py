@@ -3,8 +3,7 @@
 bound     `bounds.lower_bound`: true for every form
 starts    plans in which all ops have one form (`planning.search`); library schedules, with forwards run again
           where they hold too much (`passes.recompute`); where activations may go to host memory, plans for that
-          memory too, of which those that are needed last go there (`away`), or those that CP-SAT chooses, rank by
-          rank (`exact`)
+          memory too, of which those that are needed last go there (`away`)
 anneal    moves of order and form (`moves`), from the best so far
 exact     CP-SAT with optional intervals, where the problem is small
 """
@@ -38,9 +37,8 @@ from penstock.planning.search import Search, greedy
 from penstock.planning.threads import is_quick
 from penstock.schedule import Schedule, ScheduleError
 
-_PLAIN_SHARE, _IN_TIME_SHARE, _WALKED_SHARE = 0.25, 0.4, 0.5
-"""Shares of the time left that plans of one form take, what is sent to host memory rank by rank, and annealing where
-CP-SAT comes after it."""
+_PLAIN_SHARE, _WALKED_SHARE = 0.25, 0.5
+"""Shares of the time left that plans of one form take, and annealing where CP-SAT comes after it."""
 
 _PLAIN_SHARE_OF_BACKWARDS = 0.5
 """The first of them where only backwards have forms, and ranks host several stages: there plain plans find most."""
@@ -101,8 +99,6 @@ def run(search: JointSearch) -> None:
             library(search)
             search.report("library")
             of_one_form(search, search.seconds + _plain_share(search.problem) * search.left)
-            if search.problem.forms.away and order_model.available():
-                in_time(search, search.seconds + _IN_TIME_SHARE * search.left)
         small = search.problem.num_ops <= exact.MOST_OPS and order_model.available()
         annealed(search, JointWalk, search.seconds + (_WALKED_SHARE if small else 1.0) * search.left)
         if small and not search.closed and search.left > 0:
@@ -181,36 +177,6 @@ def of_one_form(search: JointSearch, until: float) -> None:
         search.report(inner.how)
 
 
-def in_time(search: JointSearch, until: float) -> None:
-    """Plans for both memories together, whose activations CP-SAT sends away rank by rank, no op of others moved.
-
-    Where a rank has no room for that, the next plan has less there, down to what the rank holds by itself.
-    """
-    problem, forms, own = search.problem, search.problem.forms, search.problem.limits.cap
-    ops = problem.ops
-    for split in ((True,) if forms.split else ()) + ((False,) if forms.whole else ()):
-        caps = (_less_what_moves(problem) or [list(problem.total_cap)])[0]
-        ranks = list(reversed(range(problem.num_ranks)))
-        if not all(_has_room(problem, r, ops.held, cap) for r, cap in enumerate(caps)):
-            continue
-        while not search.closed and search.seconds < until:
-            inner = _planned(search, _posed(problem, caps, split), _PLAIN_SHARE * (until - search.seconds))
-            if inner.value >= search.value * (1 - EPSILON):
-                break
-            made = problem.read(inner.problem.schedule(inner.row, "plan"))
-            orders, r = exact.sent_away_in_time(problem, made, until - search.seconds, ranks, search.seed)
-            if orders is not None:
-                search.take(orders, f"{inner.how}, offloaded")
-                search.report(search.how)
-            if r is None or caps[r] <= own[r] or math.isinf(caps[r]):
-                break
-            held = float(ops.held[ops.chain_rank == r].max())
-            caps[r] = own[r] + held * ((caps[r] - own[r]) // (2 * held))
-            if not _has_room(problem, r, ops.held, caps[r]):
-                break
-            ranks.sort(key=lambda each, first=r: each != first)  # type: ignore[misc]
-
-
 def _posed(problem: JointProblem, cap: Sequence[float], split: bool) -> Problem:
     """The problem in which all ops have one form, under other caps."""
     counts = [problem.microbatch_pipeline.count(p) for p in range(problem.placement.num_pipelines)]
@@ -243,11 +209,10 @@ def _less_what_moves(problem: JointProblem) -> list[list[float]]:
     return found
 
 
-def _has_room(problem: JointProblem, r: int, kept: Array, cap: float | None = None) -> bool:
-    """Whether a rank can hold one microbatch, all of one stage and of those before it what `kept` says of each; under
-    its own cap, or another."""
+def _has_room(problem: JointProblem, r: int, kept: Array) -> bool:
+    """Whether a rank can hold one microbatch, all of one stage and of those before it what `kept` says of each."""
     ops = problem.ops
-    cap = float(ops.cap[r]) if cap is None else cap
+    cap = float(ops.cap[r])
     for p in range(problem.placement.num_pipelines):
         before = 0.0
         for c in range(ops.chain_first[r], ops.chain_first[r + 1]):
