@@ -249,13 +249,17 @@ class OrderModel:
             self.limit(row, float(cap))
         return made
 
-    def minimize(self, ops: Iterable[ModelOp], least: float = 0.0) -> None:
-        """Asks for the least makespan of ops, tails counted, which is known to be `least` (ms) at least."""
+    def minimize(self, ops: Iterable[ModelOp], least: float = 0.0) -> Any:
+        """Asks for the least makespan of ops, tails counted, which is known to be `least` (ms) at least.
+
+        Returns the makespan, in steps.
+        """
         makespan = self.model.new_int_var(min(self.grid.least(least), self.grid.steps), self.grid.steps, "")
         for op in ops:
             for over in op.over:
                 self.model.add(makespan >= over).only_enforce_if(op.present)
         self.model.minimize(makespan)
+        return makespan
 
     def hint(self, op: ModelOp, ms: float) -> None:
         """Where an op starts in the order that the solver begins with."""

@@ -76,7 +76,8 @@ class Search(Incumbent[Problem]):
             self.seen = [*self.seen[-_MOST_SEEN + 1 :], self.row]
 
     def op_arrays(self) -> OpArrays:
-        return op_arrays(self.problem)
+        """The ops of the problem that bounds the value of every order."""
+        return op_arrays(self.bounded)
 
     def start(self) -> Array:
         """When each op of the best so far starts (ms)."""

@@ -88,9 +88,7 @@ def run(search: Search) -> None:
         if num_ops <= (exact.MOST_OPS_IF_SEVERAL if several else exact.MOST_OPS) and order_model.available():
             share = _WALKED_SHARE_IF_SEVERAL if several else _WALKED_SHARE
             annealed(search, Walk, search.seconds + share * search.left)
-            if several and search.span is None:
-                exact.lessen(search, search.until)
-            exact.solve(search, search.until)
+            exact.lessen(search, search.until)
         annealed(search, Walk, search.until)
         annealed(search, Trials, search.until, "justified")
 
