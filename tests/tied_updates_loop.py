@@ -76,6 +76,10 @@ class VersionsLoop:
         self.seen = {(k, s, owner): 0 for k, s in self.made for owner in range(len(model))}
         """And of those of another stage, the ones that came with forwards."""
         self.first_window = 0
+        self.tentative: dict[tuple[int, str, int], dict[int, Tensor]] = {}
+        """By copy, parameter and version, what its PREDICT made, by the updates it looks ahead."""
+        self.seen_tentative: dict[tuple[int, int, str, int], dict[int, Tensor]] = {}
+        """The same that a copy of a stage has, with those of other stages that came with forwards."""
 
     def names(self, stage: int) -> list[tuple[str, str, str]]:
         """(name in the module, in the model, on the owner's stage) of a stage's parameters."""
@@ -88,6 +92,7 @@ class VersionsLoop:
         held: list[dict[Any, Any]] = [{} for _ in self.replicas]
         gradients: list[dict[tuple[int, str, int], Tensor]] = [{} for _ in self.replicas]
         self.all_gradients = gradients
+        self.given: dict[tuple[int, int, str, int], Tensor] = {}
         dealt: list[list[int]] = [[] for _ in self.replicas]
         for window in windows.ranges:
             for r, places in enumerate(dealt):
@@ -103,7 +108,7 @@ class VersionsLoop:
                     for r, places in enumerate(dealt):
                         self.copies, self.held, self.gradients = self.replicas[r], held[r], gradients[r]
                         self.inputs, self.targets = ([part[m] for m in places] for part in (inputs, targets))
-                        if op.kind in "FBIRWU" and (op.kind != "U" or not r):
+                        if op.kind not in ("U", "GIVE", "PREDICT") or not r:
                             getattr(self, op.kind)(op, self.schedule.pipeline_of(op))
                     done.add(op)
             assert len(done) > before
@@ -117,13 +122,16 @@ class VersionsLoop:
             return s == 0 or Op("F", s - 1, m) in done
         if kind in "BI":
             return s == len(self.copies[0]) - 1 or bool({Op("B", s + 1, m), Op("I", s + 1, m)} & done)
-        if kind not in "FBIU":
+        if kind not in ("F", "B", "I", "U", "PREDICT"):
             return True
         windows = self.schedule.windows
         assert windows is not None
         update, pipeline = windows.update_of(m)
         if pipeline:
-            return Op("U", s, m - pipeline) in done
+            return Op(kind, s, m - pipeline) in done
+        if kind == "PREDICT":
+            gives = {op for row in self.schedule.order for op in row if op.kind == "GIVE" and op.stage == s}
+            return {op for op in gives if windows.update_of(op.microbatch)[0] == update} <= done
         return all({Op("B", s, n), Op("W", s, n)} & done for n in windows.microbatches(update))
 
     def read(self, k: int, s: int, owner: int, m: int) -> int:
@@ -140,6 +148,8 @@ class VersionsLoop:
             value = self.versions[owned][versions[full]]
             if stands_for is not None and (steps := stands_for[full] - versions[full]) > 0:
                 value = self.predicted(owned, versions[full], steps)
+                if (made := self.seen_tentative.get((k, s, owned, versions[full]))) is not None:
+                    value = made[steps]
             if self.rule not in KEEPING:
                 parameter.data.copy_(value)
             else:
@@ -147,9 +157,11 @@ class VersionsLoop:
 
     def predicted(self, name: str, version: int, steps: int) -> Tensor:
         """W - s lr v, or W - s lr m / (1 - b1^t) / (sqrt(r / (1 - b2^t)) + eps)."""
-        weight, state = self.versions[name][version], self.states[name][version]
+        return self.moved(name, self.versions[name][version], self.states[name][version], steps)
+
+    def moved(self, name: str, weight: Tensor, state: dict[str, Any], steps: int) -> Tensor:
         (group,) = self.optimizer.param_groups
-        if self.rule == "spectrain":
+        if self.rule == "spectrain" or (self.rule == "tentative" and "momentum" in group):
             found = state.get("momentum_buffer")
             return weight if found is None else weight + found * -(steps * group["lr"])
         if not (t := float(state.get("step", 0))):
@@ -200,7 +212,13 @@ class VersionsLoop:
         _, s, m = op
         for owner in range(s):
             self.seen[k, s, owner] = max(self.seen[k, s, owner], self.held["made", owner, m])
-        self.held["made", s, m] = self.made[k, s]
+        for _, _, owned in self.names(s):
+            owner = int(owned.split(".")[0])
+            at = self.held["tentative", owner, m] if owner < s else self.tentative
+            key = owned, self.seen[k, s, owner] if owner < s else self.made[k, s]
+            if (k, *key) in at:
+                self.seen_tentative[k, s, *key] = at[k, *key]
+        self.held["made", s, m], self.held["tentative", s, m] = self.made[k, s], dict(self.tentative)
         versions = {full: self.read(k, s, int(owned.split(".")[0]), m) for _, full, owned in self.names(s)}
         self.held["versions", s, m] = versions
         self.put(k, s, versions, self.stands_for("F", s, m))
@@ -256,6 +274,44 @@ class VersionsLoop:
 
     def W(self, op: Op, k: int) -> None:
         """Its gradients are there already."""
+
+    def GIVE(self, op: Op, k: int) -> None:
+        """Notes what is known on other copies."""
+        update, _ = self.schedule.windows.update_of(op.microbatch)  # type: ignore[union-attr]
+        for r, gradients in enumerate(self.all_gradients):
+            for (pipeline, name, of), gradient in gradients.items():
+                if pipeline == k and of == update and name.startswith(f"{op.stage}."):
+                    self.given[r, k, name, update] = gradient.clone()
+
+    def PREDICT(self, op: Op, k: int) -> None:
+        """What the optimizer makes of the gradient that is known, divided by the microbatches it is of."""
+        windows, s = self.schedule.windows, op.stage
+        assert windows is not None
+        update, _ = windows.update_of(op.microbatch)
+        own = [owned for _, full, owned in self.names(s) if full == owned]
+        if k:
+            for name in own:
+                self.tentative[k, name, self.made[k, s]] = self.tentative[0, name, self.made[k, s]]
+            return
+        share = len(ps.schedule.known_to(self.schedule)[s, update]) / len(windows.microbatches(update))
+        optimizer = copy.deepcopy(self.optimizer)
+        masters = dict(zip(self.masters, optimizer.param_groups[0]["params"], strict=True))
+        for name in own:
+            sums = []
+            for r, gradients in enumerate(self.all_gradients):
+                parts = [gradients.get((0, name, update))]
+                parts += [self.given.get((r, other, name, update)) for other in range(1, self.num_pipelines)]
+                there = [part for part in parts if part is not None]
+                sums.append(sum(there[1:], there[0]))
+            masters[name].grad = sum(sums[1:], sums[0]) / share
+        if self.clip_norm is not None and own:
+            torch.nn.utils.clip_grad_norm_([masters[name] for name in own], self.clip_norm)
+        optimizer.step()
+        for name in own:
+            state, weight = optimizer.state[masters[name]], masters[name].detach()
+            self.tentative[k, name, self.made[k, s]] = {
+                1 + more: self.moved(name, weight, state, more) if more else weight for more in range(5)
+            }
 
     def U(self, op: Op, k: int) -> None:
         windows, s = self.schedule.windows, op.stage

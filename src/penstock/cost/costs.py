@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, Any, cast
 from penstock.cost.errors import CostError
 from penstock.cost.overlap import Overlap
 from penstock.cost.uneven import ALL, EVEN, Array, Factors, Uneven
-from penstock.schedule.op import BACKWARD, FORWARD, INPUT, UPDATE, WEIGHT
+from penstock.schedule.op import BACKWARD, FORWARD, GIVE, INPUT, OF_UPDATES, PREDICT, UPDATE, WEIGHT
 from penstock.schedule.short_repr import short_repr
-from penstock.schedule.staleness import predictions_of
+from penstock.schedule.staleness import moment, predictions_of
 from penstock.schedule.updates import OWNER
 from penstock.unknown_names import refuse_unknown
 
@@ -321,7 +321,7 @@ class Costs:
             return self._sent(FORWARD, producer)
         if producer[0] in (BACKWARD, INPUT) and consumer[0] in (BACKWARD, INPUT):
             return self._sent(BACKWARD, consumer)
-        if consumer[0] == UPDATE and self.update_bytes:
+        if consumer[0] in OF_UPDATES and self.update_bytes:
             size = self.update_bytes[consumer[1]]
             if producer[0] != UPDATE or len(consumer) == 2 or not self.factors.message:
                 return size
@@ -345,13 +345,17 @@ class Costs:
         return self.factors.table("activation", kind, self.num_stages, num_microbatches)
 
     def _even_duration(self, kind: str, stage: int, owns: bool) -> float:
-        if kind == "U" and not owns:
+        if kind == GIVE:
+            return 0.0
+        if kind in (UPDATE, PREDICT) and not owns:
             return self.take_over[stage] if self.take_over else 0.0
         by_kind = {"F": self.f, "I": self.i, "W": self.w, "B": self.b}
         if kind in by_kind:
             return by_kind[kind][stage]
         if kind == "R" and not {(kind, stage), (kind, None)} & self._other_by_key.keys():
             return self.f[stage]
+        if kind == PREDICT and not {(kind, stage), (kind, None)} & self._other_by_key.keys():
+            kind = UPDATE
         return self._other_cost(kind, stage)[0]
 
     def _time_factor(self, kind: str, stage: int, microbatch: int) -> float:
@@ -419,7 +423,7 @@ class Costs:
         for (pipeline, stage), needs in copies.items():
             size = self.update_bytes[stage]
             for update in range(windows.num_updates):
-                factor = 1.0 + len(needs.get(update + 1, ()))
+                factor = 1.0 + len(needs.get(moment(update + 1), ()))
                 if size:
                     rows[stage][windows.number(update, pipeline)] = max(1.0, min(factor, most / size))
         uneven = self.factors

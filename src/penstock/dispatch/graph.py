@@ -24,11 +24,11 @@ from penstock.schedule.columns import KINDS as COLUMN_KINDS
 from penstock.schedule.columns import NOTHING as MISSING
 from penstock.schedule.columns import Array, Columns, R, accumulation_edges, edges_of, numbered
 from penstock.schedule.dependencies import predecessors
-from penstock.schedule.op import COMMUNICATION, FORWARD, KINDS, UPDATE
+from penstock.schedule.op import COMMUNICATION, FORWARD, KINDS, OF_UPDATES, UPDATE
 from penstock.schedule.placement import ranks_together
 from penstock.schedule.updates import one_message_a_rank
 
-PRIORITY = {"B": 0, "I": 0, "F": 1, "W": 2, "R": 2, "U": 2} | dict.fromkeys(COMMUNICATION, 0)
+PRIORITY = {"B": 0, "I": 0, "F": 1, "W": 2, "R": 2, "U": 2, "GIVE": 0, "PREDICT": 0} | dict.fromkeys(COMMUNICATION, 0)
 """What a rank prefers among ready ops: backward (it unlocks other ranks and frees memory), then F, then W and U.
 
 Messages and registered ops come first, as they unlock other ranks.
@@ -343,7 +343,7 @@ def _check_known(
         broken = twice, "is there twice"
     registered, windows = schedule.graph.registered_of, schedule.windows
     for op in number:
-        if op.kind == UPDATE and (windows is None or not 0 <= op.microbatch < windows.num_ops):
+        if op.kind in OF_UPDATES and (windows is None or not 0 <= op.microbatch < windows.num_ops):
             broken = op, "is an update of which the schedule says nothing"
         elif op.kind not in PRIORITY and (op.kind, op.stage) not in registered:
             broken = op, f"is of no known kind ({', '.join(sorted(PRIORITY))})"
@@ -397,9 +397,9 @@ def version_order(schedule: Schedule, bringing: Collection[Op] = ()) -> list[tup
         last: dict[tuple[int, int], Op] = {}
         for op in row:
             copy = op.stage, schedule.pipeline_of(op)
-            if op.kind == UPDATE or op in bringing:
+            if op.kind in OF_UPDATES or op in bringing:
                 edges.extend((before, op) for before in since.pop(copy, ()))
-                if copy in last and (op in bringing or last[copy] in bringing):
+                if copy in last and not op.kind == last[copy].kind == UPDATE:  # updates need one another anyway
                     edges.append((last[copy], op))
                 last[copy] = op
             else:

@@ -14,6 +14,8 @@ KINDS = {
     "I": ("input gradient", "#eb9a2d"),
     "W": ("weight gradient", "#2ba587"),
     "U": ("update", "#7c5fa8"),
+    "GIVE": ("gradient so far", "#3f7f93"),
+    "PREDICT": ("tentative update", "#a05a8c"),
 }
 OTHER = "#7a828e"
 LIGHT_INK, DARK_INK = "#ffffff", "#16202c"

@@ -17,7 +17,7 @@ from penstock.draw.palette import kind_order, shade
 from penstock.draw.scale import percent, short
 from penstock.formats.perfetto import messages_of
 from penstock.schedule import Op, Schedule, ScheduleError
-from penstock.schedule.op import UPDATE
+from penstock.schedule.op import OF_UPDATES
 from penstock.schedule.updates import OWNER
 from penstock.simulation import Message, TimedOp, Timeline, simulate
 from penstock.simulation.simulator import untimed_kinds
@@ -97,9 +97,9 @@ class Panel:
         return self._chunks[rank].get((op.stage, pipeline), 0)
 
     def update(self, op: Op) -> tuple[int, int] | None:
-        """The (update, pipeline) of a U; None for other ops."""
+        """The (update, pipeline) of an op of an update; None for other ops."""
         windows = self.schedule.windows
-        return windows.update_of(op.microbatch) if op.kind == UPDATE and windows is not None else None
+        return windows.update_of(op.microbatch) if op.kind in OF_UPDATES and windows is not None else None
 
     def number(self, op: Op) -> str:
         """What stands on a bar: the microbatch, or of a U the update, marked where a copy takes it over."""

@@ -17,7 +17,7 @@ from xml.sax.saxutils import escape
 from penstock.draw.palette import ink, kind_label, kind_order, shade
 from penstock.draw.panel import Drawable, Panel, colors_used, panels
 from penstock.draw.scale import num, short, text_width, ticks, wrapped
-from penstock.schedule.op import UPDATE
+from penstock.schedule.op import OF_UPDATES
 from penstock.simulation import TimedOp
 
 MARGIN, LABEL, BUSY = 22.0, 52.0, 46.0
@@ -263,7 +263,7 @@ def _row(panel: Panel, frame: _Frame, kinds: Sequence[str], row: Sequence[TimedO
             gap = -min(1.0, frame.x(after.end - panel.origin) - right)
         name = f"{kinds.index(timed.op.kind)}-{panel.chunk(timed.rank, timed.op)}-{panel.num_chunks}"
         rounded = f' rx="{RADIUS}"' if right - left > CROWDED else ""
-        least = LEAST_OF_UPDATES if timed.op.kind == UPDATE else LEAST
+        least = LEAST_OF_UPDATES if timed.op.kind in OF_UPDATES else LEAST
         bars.append(
             f'<rect class="k{name}" x="{num(left)}" y="{top}" width="{num(max(right - left - gap, least))}" '
             f'height="{height}"{rounded}><title>{escape(panel.sentence(timed))}</title></rect>'

@@ -25,6 +25,8 @@ KINDS = {
     "I": ("input gradient", "thread_state_iowait"),
     "W": ("weight gradient", "good"),
     "U": ("update", "generic_work"),
+    "GIVE": ("gradient so far", "generic_work"),
+    "PREDICT": ("tentative update", "generic_work"),
 }
 """The kinds in words, and names of colours that chrome://tracing knows; other viewers pass over them."""
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from penstock.schedule import Op, Pair, Schedule, check, declare_order
 from penstock.schedule.microbatch_order import Order, order_kind
-from penstock.schedule.op import BACKWARD, FORWARD, UPDATE
+from penstock.schedule.op import BACKWARD, FORWARD, OF_UPDATES
 
 _MESSAGES = {"SEND_F": FORWARD, "RECV_F": FORWARD, "SEND_B": BACKWARD, "RECV_B": BACKWARD}
 
@@ -73,7 +73,7 @@ def _renumbered(schedule: Schedule, renamed: Schedule) -> Schedule:
 
     def name(op: Op) -> Op:
         queue = order_kind(_MESSAGES.get(op.kind, op.kind)), op.stage, schedule.pipeline_of(op)
-        if op.kind == UPDATE:
+        if op.kind in OF_UPDATES:
             return op
         if queue not in new_name:
             before, after = schedule.microbatches_of(*queue), renamed.microbatches_of(*queue)

@@ -285,10 +285,10 @@ class LocalPipeline:
         self.failure = StepFailure(self._shares_failures())
         return self.failure
 
-    def begin_training(self, rates: Sequence[float] | None, update: bool) -> None:
+    def begin_training(self, batch: Microbatches, rates: Sequence[float] | None, update: bool) -> None:
         """Readies parameters and gradients for a training step. `rates` and `update` as in `Pipeline.step`."""
         with self.failure.noted(), self.mesh.waiting():
-            self.optimizer_state.begin(rates, update)
+            self.optimizer_state.begin(rates, update, lambda: batch.scales)
         self.failure.has_failed |= not self.optimizer_state.replicas.can_unshard
 
     def settings(self, batch: Microbatches, now: ActivePlan, seed: int) -> StepSettings:

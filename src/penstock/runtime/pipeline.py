@@ -344,7 +344,7 @@ class Pipeline:
             has_begun = False
             try:
                 with local.attempted():
-                    local.begin_training(rates, update)
+                    local.begin_training(batch, rates, update)
                     has_begun, self._num_steps, self._num_forwards = True, number, 0
                     local.renew_transport()
                     measured = self._run_schedule(batch)

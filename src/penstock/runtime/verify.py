@@ -390,7 +390,7 @@ class Verifier:
         def attempt() -> None:
             with local.attempted():
                 try:
-                    local.begin_training(None, False)
+                    local.begin_training(batch, None, False)
                     local.renew_transport()
                     with local.sharing("verify"):
                         local.run(settings, plan.plan)

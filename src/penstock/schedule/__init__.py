@@ -9,11 +9,13 @@ from penstock.schedule.placement import Placement, circular, one_to_one, v_shape
 from penstock.schedule.proof import check
 from penstock.schedule.schedule import Schedule
 from penstock.schedule.stage_graph import Needs, Registered, StageGraph
+from penstock.schedule.tentative import known_to, with_tentative_updates
 from penstock.schedule.text import to_text
 from penstock.schedule.text_parser import parse
 from penstock.schedule.updates import (
     NEWEST,
     RULES,
+    TENTATIVE,
     Updates,
     Windows,
     count_mismatch,
@@ -25,6 +27,7 @@ from penstock.schedule.weight_versions import count_versions
 __all__ = [
     "NEWEST",
     "RULES",
+    "TENTATIVE",
     "MicrobatchOrder",
     "Needs",
     "Op",
@@ -42,6 +45,7 @@ __all__ = [
     "count_versions",
     "declare_order",
     "declare_shown_order",
+    "known_to",
     "needed_channel_depth",
     "one_to_one",
     "parse",
@@ -50,5 +54,6 @@ __all__ = [
     "require_no_updates",
     "to_text",
     "v_shape",
+    "with_tentative_updates",
     "with_updates",
 ]

@@ -8,6 +8,7 @@ W(s, m)       after I(s, m)
 R(s, m)       after F(s, m); the backward is then after R(s, m)
 U(s, n)       of the owner after all backwards (B or W) of its window, of another copy after the owner's;
               and after the copy's U before it (see `updates`)
+PREDICT(s, n) of the owner after all GIVE of its window, of another copy after the owner's (see `tentative`)
 SEND_F(s, m)  after F(s, m); F(s+1, m) after it and after RECV_F(s+1, m), which posts a receive and waits for
               nothing. SEND_B and RECV_B alike, downwards
 registered    as its `Needs` say
@@ -19,7 +20,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from penstock.schedule.op import BACKWARD, FORWARD, INPUT, KINDS, RECOMPUTE, UPDATE, WEIGHT, Op
+from penstock.schedule.op import BACKWARD, FORWARD, INPUT, KINDS, OF_UPDATES, RECOMPUTE, WEIGHT, Op
 from penstock.schedule.stage_graph import StageGraph
 
 
@@ -68,7 +69,7 @@ def _own_predecessors(op: Op, graph: StageGraph, present: Mapping[Op, int]) -> l
                 for after in graph.targets[stage]
                 for m in graph.matching(stage, microbatch, after)
             ]
-    elif kind == UPDATE:
+    elif kind in OF_UPDATES:
         needed = graph.updates.needed(op, present) if graph.updates else []
     elif kind in (RECOMPUTE, "SEND_F"):
         needed = [Op(FORWARD, stage, microbatch)]
@@ -100,7 +101,7 @@ def compute_op(end: Op, present: Mapping[Op, int]) -> Op:
 def carries_message(producer: Op, consumer: Op) -> bool:
     """Whether the dependency carries tensors when its ends lie on different ranks (activations, gradients; for
     updates those of weights, and parameters)."""
-    return producer.stage != consumer.stage or consumer.kind == UPDATE
+    return producer.stage != consumer.stage or consumer.kind in OF_UPDATES
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ from penstock.engine.memory import peaks
 from penstock.schedule.async_ops import activations_added, launches, memory_edges, rows_of
 from penstock.schedule.dependencies import UntimedRun, carries_message, predecessors, run_rows
 from penstock.schedule.errors import ScheduleError
-from penstock.schedule.op import BACKWARD, FORWARD, INPUT, RECOMPUTE, UPDATE, Op
+from penstock.schedule.op import BACKWARD, FORWARD, INPUT, OF_UPDATES, RECOMPUTE, Op
 from penstock.schedule.placement import ranks_together
 from penstock.schedule.schedule import Schedule
 
@@ -69,7 +69,7 @@ def _run_bounded(schedule: Schedule, channel_depth: int) -> UntimedRun:
     receivers: dict[Op, list[Op]] = {}
     for op, needed in needs.items():
         for producer in needed:
-            if op.kind != UPDATE and carries_message(producer, op) and rank_of_op.get(producer) != rank_of_op[op]:
+            if op.kind not in OF_UPDATES and carries_message(producer, op) and rank_of_op.get(producer) != rank_of_op[op]:
                 receivers.setdefault(producer, []).append(op)
     steps = [0] * schedule.num_ranks
     unsent: list[deque[Op]] = [deque() for _ in schedule.order]
@@ -107,9 +107,9 @@ def _run_bounded(schedule: Schedule, channel_depth: int) -> UntimedRun:
                 waits += [(producer, pairs[op]) for producer in needs[pairs[op]] if producer != op]
             for producer, user in waits:
                 remote = rank_of_op.get(producer, rank) != rank
-                if producer not in done if not remote or op.kind == UPDATE else (producer, user) not in arrived:
+                if producer not in done if not remote or op.kind in OF_UPDATES else (producer, user) not in arrived:
                     blocked[rank] = producer, rank_of_op.get(producer, rank), False
-                    if op.kind == UPDATE:
+                    if op.kind in OF_UPDATES:
                         awaited.setdefault(producer, set()).add(rank)
                     return woken
             for producer in needs[op]:

@@ -7,6 +7,9 @@ The letters are torch's. PipeMorph and the zero-bubble papers write B for what i
     R  forward again, before a backward whose F kept only its input
     U  update: a copy of a stage takes over new parameters (see `updates`)
 
+GIVE and PREDICT belong to updates, too: they let forwards read weights that part of a window's gradient has moved (see
+`tentative`).
+
 SEND_F, RECV_F, SEND_B and RECV_B are messages as ops. They are for runtimes that want messages in the schedule, such
 as torch's; Penstock's own runtime places messages itself. Any other kind must be registered with the schedule's stage
 graph.
@@ -18,10 +21,13 @@ import re
 from typing import NamedTuple
 
 FORWARD, BACKWARD, INPUT, WEIGHT, RECOMPUTE, UPDATE = "F", "B", "I", "W", "R", "U"
+GIVE, PREDICT = "GIVE", "PREDICT"
+OF_UPDATES = (UPDATE, GIVE, PREDICT)
+"""The kinds that belong to an update, and are numbered by update and pipeline."""
 KINDS = (FORWARD, BACKWARD, INPUT, WEIGHT)
 """The kinds that every schedule is made of."""
 COMMUNICATION = ("SEND_F", "RECV_F", "SEND_B", "RECV_B")
-BUILT_IN = (*KINDS, RECOMPUTE, UPDATE, *COMMUNICATION)
+BUILT_IN = (*KINDS, RECOMPUTE, *OF_UPDATES, *COMMUNICATION)
 
 KIND_NAME = r"[A-Z]|[A-Z][A-Z0-9_]+[A-Z]|[A-Z][A-Z0-9_]*[0-9]"
 """The names that a kind may have."""
@@ -43,8 +49,8 @@ class Op(NamedTuple):
         kind: F (forward), B (backward), I and W (its two halves: input and weight gradients), R (a forward that runs
             again), U (an update), or the name of another kind, such as SEND_F.
         stage: the stage, counted over the whole model from 0.
-        microbatch: the microbatch, from 0. For a registered op and for U: its number among the ops of its kind and
-            stage.
+        microbatch: the microbatch, from 0. For a registered op and for those of updates: its number among the ops of
+            its kind and stage.
 
     Examples:
         >>> import penstock as ps

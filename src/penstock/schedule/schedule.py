@@ -17,7 +17,7 @@ from penstock.schedule import picture
 from penstock.schedule.columns import Columns, columns_of, op_of, rows_of_ops
 from penstock.schedule.errors import ScheduleError
 from penstock.schedule.microbatch_order import MicrobatchOrder, ascending_order, declared, order_kind
-from penstock.schedule.op import FORWARD, UPDATE, Op
+from penstock.schedule.op import FORWARD, OF_UPDATES, Op
 from penstock.schedule.pairs import Pair, sorted_pairs
 from penstock.schedule.placement import Placement
 from penstock.schedule.stage_graph import StageGraph
@@ -207,7 +207,7 @@ class Schedule:
 
     def pipeline_of(self, op: Op) -> int:
         """The pipeline whose copy of the stage runs `op`; 0 for registered ops that belong to no one microbatch."""
-        if op.kind == UPDATE and (windows := self.windows) is not None:
+        if op.kind in OF_UPDATES and (windows := self.windows) is not None:
             return windows.update_of(op.microbatch)[1]
         if self.stage_graph is not None and (registered := self.stage_graph.registered_of.get((op.kind, op.stage))):
             return self.microbatch_pipeline[op.microbatch] if registered.microbatches else OWNER

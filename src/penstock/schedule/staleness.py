@@ -17,19 +17,34 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from penstock.schedule.op import BACKWARD, FORWARD, INPUT, RECOMPUTE, UPDATE, Op
-from penstock.schedule.updates import OWNER
+from penstock.schedule.op import BACKWARD, FORWARD, INPUT, PREDICT, RECOMPUTE, UPDATE, Op
+from penstock.schedule.updates import OWNER, TENTATIVE
 
 if TYPE_CHECKING:
     from penstock.schedule.schedule import Schedule
 
 BY_MOMENTUM = ("spectrain",)
-BY_ADAM = ("xpipe", "xpipe-lr")
+BY_ADAM = ("xpipe", "xpipe-lr", TENTATIVE)
 PREDICTING = (*BY_MOMENTUM, *BY_ADAM)
 """Rules by which ops read weights that are predicted."""
 
 Needs = dict[int, tuple[int, ...]]
-"""By the updates of a pass that the newest weights have, how many steps ahead of these ops read; ascending."""
+"""By moment (see `moment`), how many steps ahead of the newest weights ops read; ascending."""
+
+
+def moment(num_updates: int, is_predicted: bool = False) -> int:
+    """The number of a moment of a pass: when a copy has so many updates, before its next PREDICT or after it."""
+    return 2 * num_updates + is_predicted
+
+
+def follows_predict(when: int) -> bool:
+    """Whether a moment comes after the PREDICT on the weights that are the newest then."""
+    return bool(when % 2)
+
+
+def num_updates_at(when: int) -> int:
+    """The updates that a copy has at a moment."""
+    return when // 2
 
 
 def updates_ahead(schedule: Schedule, stage: int) -> dict[int, int]:
@@ -71,25 +86,25 @@ class WeightReads:
     """What ops of one copy of a stage read of some weights, counted in the updates of a pass.
 
     Attributes:
-        newest: microbatch -> the updates that the newest weights have at its forward.
+        moments: microbatch -> the moment (see `moment`) of its forward.
         forward, backward: microbatch -> the updates that the weights stand for which its forward, and its backward,
             reads: those of the newest, and those that are predicted on top.
-        needs: how far ahead of the newest ops read.
+        needs: by moment, how far ahead of the newest ops read.
     """
 
-    newest: dict[int, int] = field(default_factory=dict)
+    moments: dict[int, int] = field(default_factory=dict)
     forward: dict[int, int] = field(default_factory=dict)
     backward: dict[int, int] = field(default_factory=dict)
     needs: dict[int, set[int]] = field(default_factory=dict)
 
-    def needed(self, newest: int) -> tuple[int, ...]:
-        """How far ahead ops read of the newest weights with so many updates; ascending."""
-        return tuple(sorted(self.needs.get(newest, ())))
+    def needed(self, when: int) -> tuple[int, ...]:
+        """How far ahead of the newest weights ops read at a moment; ascending."""
+        return tuple(sorted(self.needs.get(when, ())))
 
-    def note(self, newest: int, stands_for: int) -> None:
-        """An op reads what stands for so many updates where the newest weights have `newest`."""
-        if stands_for > newest:
-            self.needs.setdefault(newest, set()).add(stands_for - newest)
+    def note(self, when: int, stands_for: int) -> None:
+        """An op reads at a moment what stands for so many updates."""
+        if (steps := stands_for - num_updates_at(when)) > 0:
+            self.needs.setdefault(when, set()).add(steps)
 
 
 def reads_of(schedule: Schedule, stage: int) -> dict[int, WeightReads]:
@@ -99,19 +114,20 @@ def reads_of(schedule: Schedule, stage: int) -> dict[int, WeightReads]:
         return found
     ahead, backward = steps
     for row in _rows_of(schedule, stage):
-        newest: dict[int, int] = {}
+        moments: dict[int, int] = {}
         for op in _of_stage(row, stage):
             pipeline, m = schedule.pipeline_of(op), op.microbatch
-            reads, now = found.setdefault(pipeline, WeightReads()), newest.setdefault(pipeline, 0)
-            if op.kind == UPDATE:
-                newest[pipeline] += 1
+            reads, now = found.setdefault(pipeline, WeightReads()), moments.setdefault(pipeline, 0)
+            newest = num_updates_at(now)
+            if op.kind in (UPDATE, PREDICT):
+                moments[pipeline] = moment(newest + 1) if op.kind == UPDATE else moment(newest, True)
             elif op.kind == FORWARD:
-                reads.newest[m], reads.forward[m] = now, now + ahead(m)
+                reads.moments[m], reads.forward[m] = now, newest + ahead(m)
                 reads.note(now, reads.forward[m])
             else:
                 if op.kind != RECOMPUTE:
-                    reads.backward[m] = now + backward
-                reads.note(now, now + backward)
+                    reads.backward[m] = newest + backward
+                reads.note(now, newest + backward)
     return found
 
 
@@ -126,12 +142,12 @@ def tied_reads_of(schedule: Schedule, owner: int, stage: int) -> dict[int, Weigh
         came: dict[int, int] = {}
         for op in _of_stage(row, stage):
             pipeline, m = schedule.pipeline_of(op), op.microbatch
-            if op.kind == UPDATE:
+            if op.kind in (UPDATE, PREDICT):
                 continue
             theirs, mine = owners[pipeline], found.setdefault(pipeline, WeightReads())
             if op.kind == FORWARD:
-                came[pipeline] = max(came.get(pipeline, 0), theirs.newest[m])
-                mine.newest[m] = came[pipeline]
+                came[pipeline] = max(came.get(pipeline, 0), theirs.moments[m])
+                mine.moments[m] = came[pipeline]
             stands_for = (theirs.forward if op.kind == FORWARD else theirs.backward)[m]
             (mine.forward if op.kind == FORWARD else mine.backward)[m] = stands_for
             mine.note(came[pipeline], stands_for)
@@ -155,8 +171,8 @@ def predictions_of(
     def add(pipeline: int, stage: int, needs: Mapping[int, set[int]]) -> None:
         for key in {(pipeline, stage), (OWNER, stage)} if one_copy_steps else {(pipeline, stage)}:
             mine = found.setdefault(key, {})
-            for newest, steps in needs.items():
-                mine[newest] = mine.get(newest, set()) | steps
+            for when, steps in needs.items():
+                mine[when] = mine.get(when, set()) | steps
 
     for stage in range(schedule.num_stages):
         for pipeline, reads in reads_of(schedule, stage).items():
@@ -166,7 +182,7 @@ def predictions_of(
             for pipeline, reads in tied_reads_of(schedule, owner, stage).items():
                 add(pipeline, owner, reads.needs)
     return {
-        key: {newest: tuple(sorted(steps)) for newest, steps in needs.items()}
+        key: {when: tuple(sorted(steps)) for when, steps in needs.items()}
         for key, needs in found.items()
         if needs
     }
@@ -208,5 +224,5 @@ def _rows_of(schedule: Schedule, stage: int) -> list[Sequence[Op]]:
 
 def _of_stage(row: Sequence[Op], stage: int) -> list[Op]:
     """The ops that read its weights, or make new ones."""
-    kinds = FORWARD, BACKWARD, INPUT, RECOMPUTE, UPDATE
+    kinds = FORWARD, BACKWARD, INPUT, RECOMPUTE, PREDICT, UPDATE
     return [op for op in row if op.stage == stage and op.kind in kinds]

@@ -21,7 +21,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from penstock.schedule.errors import ScheduleError
-from penstock.schedule.op import BACKWARD, FORWARD, INPUT, UPDATE, WEIGHT, Op
+from penstock.schedule.op import BACKWARD, FORWARD, GIVE, INPUT, PREDICT, UPDATE, WEIGHT, Op
 from penstock.schedule.short_repr import short_repr
 
 if TYPE_CHECKING:
@@ -33,7 +33,10 @@ OWNER = 0
 NEWEST = "none"
 """The rule that is none: F and B each read the newest weights of their copy."""
 
-RULES = (NEWEST, "pipedream", "pipedream-2bw", "spectrain", "xpipe", "vnag", "pipedream-lr", "xpipe-lr")
+TENTATIVE = "tentative"
+"""The rule by which late forwards read weights that the known part of their window's gradient has moved."""
+
+RULES = (NEWEST, "pipedream", "pipedream-2bw", "spectrain", "xpipe", "vnag", "pipedream-lr", "xpipe-lr", TENTATIVE)
 """Names of the rules by which ops read weights; `runtime/parameters/rules.py` has what each does."""
 
 
@@ -128,11 +131,18 @@ class Windows:
 
         - the owner's: the backward (B, or W where it is split) of every microbatch of the window, in any pipeline;
         - another copy's: the owner's.
+
+        A PREDICT waits for the same, but the owner's for the GIVE of other copies. A GIVE waits for nothing.
         """
         update, pipeline = self.update_of(op.microbatch)
+        if op.kind == GIVE:
+            return []
         needed = [Op(UPDATE, op.stage, self.number(update - 1, pipeline))] if update else []
         if pipeline != OWNER:
-            return [*needed, Op(UPDATE, op.stage, self.number(update, OWNER))]
+            return [*needed, op._replace(microbatch=self.number(update, OWNER))]
+        if op.kind == PREDICT:
+            given = (Op(GIVE, op.stage, self.number(update, copy)) for copy in range(self.num_pipelines))
+            return needed + [each for each in given if each in present]
         return needed + [_weight_gradient(op.stage, m, present) for m in self.microbatches(update)]
 
 

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 from penstock.schedule.errors import ScheduleError
 from penstock.schedule.op import BACKWARD, FORWARD, INPUT, UPDATE
-from penstock.schedule.staleness import BY_ADAM, forward_steps, predictions_of, updates_ahead
+from penstock.schedule.staleness import BY_ADAM, follows_predict, forward_steps, predictions_of, updates_ahead
 from penstock.schedule.updates import NEWEST, OWNER
 
 if TYPE_CHECKING:
@@ -47,8 +47,9 @@ def count_versions(
     - pipedream, pipedream-lr, vnag: the newest, and each older one that the forward of a microbatch in flight (its B
       or I still to come) read: p - i on rank i of 1F1B with windows of one microbatch (PipeDream, section 3.3).
     - pipedream-2bw: 2, the newest and the one before (PipeDream-2BW, section 3.1).
-    - spectrain, xpipe, xpipe-lr: 2, the newest and what predictions are written to; 1 where nothing is predicted. A
-      copy that can't predict for itself holds besides all predictions that it is sent with a version.
+    - spectrain, xpipe, xpipe-lr, tentative: 2, the newest and what predictions are written to; 1 where nothing is
+      predicted. A copy that can't predict for itself holds besides all predictions that it is sent with a version, and
+      any copy what a PREDICT has made.
 
     Where no updates are ops of the schedule it is 1.
 
@@ -82,8 +83,9 @@ def count_versions(
     found = {}
     for stage, pipeline in copies:
         is_sent = in_parts or (pipeline != OWNER and sharding != "none")
-        ahead = sent.get((pipeline, stage), {}) if is_sent else {}
-        found[stage, pipeline] = 1 + _predicts(schedule, rule, stage) + max(map(len, ahead.values()), default=0)
+        # What a PREDICT makes is held even where it is made.
+        ahead = [s for when, s in sent.get((pipeline, stage), {}).items() if is_sent or follows_predict(when)]
+        found[stage, pipeline] = 1 + _predicts(schedule, rule, stage) + max(map(len, ahead), default=0)
     return found
 
 

@@ -12,6 +12,7 @@ from penstock.dispatch import Graph, lower
 from penstock.engine.arrays import Array
 from penstock.engine.network import OpGraph
 from penstock.schedule import Schedule
+from penstock.schedule.op import OF_UPDATES
 from penstock.schedule.updates import OWNER
 from penstock.simulation.memory import by_kind_and_stage, by_op, frozen_peaks, memory_changes
 
@@ -112,6 +113,6 @@ def durations(schedule: Schedule, graph: Graph, costs: Costs) -> Array:
     for forward, backward in graph.backward_of.items():
         found[forward], found[backward] = costs.pair_duration(graph.ops[forward], graph.ops[backward]), 0.0
     for number, op in enumerate(graph.ops if schedule.updates is not None else ()):
-        if op.kind == "U":
-            found[number] = costs.duration("U", op.stage, owns=schedule.pipeline_of(op) == OWNER)
+        if op.kind in OF_UPDATES:
+            found[number] = costs.duration(op.kind, op.stage, owns=schedule.pipeline_of(op) == OWNER)
     return np.array(found, np.float64)

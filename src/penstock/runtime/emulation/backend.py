@@ -44,7 +44,7 @@ from penstock.runtime.transport.link_conditions import Conditions, sleep_until
 from penstock.runtime.transport.loopback import Mailbox, loopback_ends
 from penstock.runtime.transport.wiring import WiredOp, Wiring
 from penstock.schedule import Op
-from penstock.schedule.op import UPDATE
+from penstock.schedule.op import OF_UPDATES
 from penstock.schedule.updates import OWNER
 
 _PR_SET_TIMERSLACK = 29
@@ -254,7 +254,7 @@ class EmulatedBackend(Backend):
             return self._costs.pair_duration(op, graph.backward_of[op])
         if graph.pairs and op in graph.forward_of:
             return 0.0
-        owns = op.kind != UPDATE or self._wiring.schedule.pipeline_of(op) == OWNER
+        owns = op.kind not in OF_UPDATES or self._wiring.schedule.pipeline_of(op) == OWNER
         return self._costs.duration(*op, owns=owns)
 
     def _stamp(self, edge: Edge) -> list[int]:

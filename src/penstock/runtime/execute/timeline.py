@@ -14,7 +14,7 @@ from penstock.runtime.execute.worker import Worker
 from penstock.runtime.mesh.peers import Peers
 from penstock.runtime.transport.wiring import Wiring
 from penstock.schedule import Op
-from penstock.schedule.op import COMMUNICATION, KINDS, UPDATE
+from penstock.schedule.op import COMMUNICATION, KINDS, OF_UPDATES
 from penstock.schedule.updates import OWNER
 from penstock.simulation import Message, TimedOp, Timeline
 
@@ -84,7 +84,7 @@ def measured_costs(timelines: Sequence[Timeline]) -> Costs:
         schedule = timeline.schedule
         for timed in timeline.ops:
             op, ms = timed.op, timed.end - timed.start
-            if op.kind == UPDATE and schedule.pipeline_of(op) != OWNER:
+            if op.kind in OF_UPDATES and schedule.pipeline_of(op) != OWNER:
                 taken.setdefault(op.stage, []).append(ms)
             else:
                 found.setdefault((op.kind, op.stage), []).append(ms)

@@ -4,6 +4,8 @@
     U, owner         own gradients + those that came, in the order of pipelines; their sum over all replicas
                      -> optimizer -> parameters go out, with what is predicted of them for who takes them
     U, another copy  takes over what came
+    GIVE             the window's gradients so far go out
+    PREDICT          as U, with these gradients and a step that commits nothing; predictions go out
     F                takes over tied parameters, too, that updates on their owners' stages have made since
 
 Only such schedules have it, so others pay nothing for it.
@@ -24,7 +26,8 @@ from penstock.runtime.tensors.dtensor import local
 from penstock.runtime.tensors.message import Edge, Payload
 from penstock.runtime.transport.wiring import WiredOp
 from penstock.schedule import Op
-from penstock.schedule.op import BACKWARD, FORWARD, INPUT, UPDATE, WEIGHT
+from penstock.schedule.op import BACKWARD, FORWARD, GIVE, INPUT, OF_UPDATES, PREDICT, UPDATE, WEIGHT
+from penstock.schedule.staleness import moment
 from penstock.schedule.updates import OWNER
 
 
@@ -71,7 +74,7 @@ class UpdatingOps:
         self._reduced: dict[int, list[Tensor | None]] = {}
         """By stage, the sum of the last update, where the copies step themselves."""
         self.handlers: dict[str, Handler] = {kind: self._around(handler) for kind, handler in inner.items()}
-        self.handlers[UPDATE] = self._run_update
+        self.handlers |= dict.fromkeys(OF_UPDATES, self._run_update)
 
     def _of(self, pipeline: int, stage: int) -> CopyWeights:
         """A copy's weights, whose turn it is from now on."""
@@ -130,14 +133,22 @@ class UpdatingOps:
         update, _ = self._windows.update_of(edge.consumer.microbatch)
         if update == self._open:
             return Payload.gradients([])
-        if edge.producer.kind != UPDATE:
+        if edge.producer.kind not in (UPDATE, PREDICT):
             weights = self._of(self._schedule.pipeline_of(edge.producer), stage)
-            return Payload.gradients(weights.gradients(update))
+            given = weights.gradients_so_far if edge.producer.kind == GIVE else weights.gradients
+            return Payload.gradients(given(update))
         if self._one_copy_steps:
             _, pipeline = self._windows.update_of(edge.consumer.microbatch)
-            steps = self._updating.needed(pipeline, stage, update + 1)
-            return Payload.gradients([*self._of(OWNER, stage).versions.copies(steps)])
+            steps = self._updating.needed(pipeline, stage, self._moment(edge.producer))
+            versions = self._of(OWNER, stage).versions
+            names = () if edge.producer.kind == PREDICT else None
+            return Payload.gradients([*versions.copies(names=names), *(v for s in steps for v in versions.ahead(s))])
         return Payload.gradients(self._reduced[stage])
+
+    def _moment(self, op: Op) -> int:
+        """The moment that an update or a PREDICT brings."""
+        update, _ = self._windows.update_of(op.microbatch)
+        return moment(update, True) if op.kind == PREDICT else moment(update + 1)
 
     def _tied_value(self, edge: Edge) -> list[Tensor | None]:
         """What an update has made of a tied parameter; nothing where it did nothing, or leaves it as it is."""
@@ -147,13 +158,17 @@ class UpdatingOps:
         stage = edge.producer.stage
         self._select(pipeline, stage)
         name = self._updating.tied_name(edge)
-        steps = self._updating.tied_needed(name, pipeline, edge.consumer.stage, update + 1)
-        return [*self._here[pipeline, stage].versions.copies(steps, [name])]
+        steps = self._updating.tied_needed(name, pipeline, edge.consumer.stage, self._moment(edge.producer))
+        versions = self._here[pipeline, stage].versions
+        if edge.producer.kind == PREDICT:
+            return [value for each in steps for value in versions.ahead(each, [name])]
+        return [*versions.copies(steps, [name])]
 
     def _take_tied(self, weights: CopyWeights, edges: Sequence[Edge], came: Sequence[Payload]) -> None:
         for edge, payload in zip(edges, came, strict=True):
             if values := [value for value in payload.leaves if value is not None]:
-                weights.tied[self._updating.tied_name(edge)].take(values)
+                tied = weights.tied[self._updating.tied_name(edge)]
+                tied.take_predicted(values) if edge.producer.kind == PREDICT else tied.take(values)
 
     def _copied(self, payload: Payload) -> Payload:
         """With memory of its own for what a stage returns of its parameters, which an update may write to."""
@@ -164,9 +179,11 @@ class UpdatingOps:
 
     def _update(self, weights: CopyWeights, op: Op, received: Sequence[Payload]) -> None:
         update, pipeline = self._windows.update_of(op.microbatch)
-        if update == self._open:
+        if update == self._open or op.kind == GIVE:
             return
-        if pipeline == OWNER:
+        if op.kind == PREDICT:
+            self._predict(weights, op, received)
+        elif pipeline == OWNER:
             parts = [weights.gradients(update), *(payload.leaves for payload in received)]
             total = self._replicas.summed(list(weights.masters.values()), summed(parts))
             if not self._one_copy_steps and self._windows.num_pipelines > 1:
@@ -179,3 +196,19 @@ class UpdatingOps:
         else:
             weights.apply(update, [list(received[0].leaves)])
             self._replicas.share_stepped(list(weights.masters.values()))
+
+    def _predict(self, weights: CopyWeights, op: Op, received: Sequence[Payload]) -> None:
+        update, pipeline = self._windows.update_of(op.microbatch)
+        sharding = self._replicas.sharding
+        if pipeline == OWNER:
+            parts = [weights.gradients_so_far(update), *(payload.leaves for payload in received)]
+            total = self._replicas.summed(list(weights.masters.values()), summed(parts))
+            weight = self._updating.known_weight(op.stage, update)
+            mean = [None if g is None or not weight else g / weight for g in total]
+            if not self._one_copy_steps:
+                self._reduced[op.stage] = mean
+            weights.predict(update, mean, sharding.predicted, sharding.to_step)
+        elif self._one_copy_steps:
+            weights.versions.take_predicted([leaf for leaf in received[0].leaves if leaf is not None])
+        else:
+            weights.predict(update, list(received[0].leaves), sharding.predicted)

@@ -28,7 +28,7 @@ from penstock.runtime.transport.base import Transport
 from penstock.runtime.transport.wiring import WiredOp, Wiring
 from penstock.schedule import Op
 from penstock.schedule.dependencies import predecessors
-from penstock.schedule.op import BACKWARD, FORWARD, INPUT, RECOMPUTE, UPDATE, WEIGHT
+from penstock.schedule.op import BACKWARD, FORWARD, INPUT, OF_UPDATES, RECOMPUTE, WEIGHT
 
 
 class UnsentMessage(NamedTuple):
@@ -352,7 +352,7 @@ class Worker:
 WAITS_FOR_NOBODY = frozenset({FORWARD, BACKWARD, INPUT, WEIGHT, RECOMPUTE})
 """Kinds of ops in whose middle a rank waits for no other. Before any other op is launched, all messages must have
 left: a rank that stands in the middle of one sends nothing, and others may need just that to come there."""
-COMPUTES = WAITS_FOR_NOBODY | {UPDATE}
+COMPUTES = WAITS_FOR_NOBODY.union(OF_UPDATES)
 """Kinds of ops that compute nothing where a process has failed. All others may be waited for by other processes."""
 DEVICE_POLL_NS = 1_000_000_000
 """Nanoseconds after which a rank that waits for messages looks at its device again, should no mark have woken it."""

@@ -66,6 +66,12 @@ class GradientSums:
             return taken_from(self._parameters)
         return self.aside.pop(number, None) or [None] * len(self._parameters)
 
+    def held(self, number: int) -> Gradients:
+        """A sum that stays here."""
+        if number == self._selected:
+            return self.now()
+        return self.aside.get(number) or [None] * len(self._parameters)
+
     def now(self) -> Gradients:
         """The sum in `.grad`."""
         return [p.grad for p in self._parameters]

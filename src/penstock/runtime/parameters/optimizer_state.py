@@ -134,14 +134,14 @@ class OptimizerState:
             self.updating.rule.require(optimizer)
         return optimizer
 
-    def begin(self, rates: Sequence[float] | None, update: bool) -> None:
-        """Starts a step. `rates` and `update` as in `Pipeline.step`."""
+    def begin(self, rates: Sequence[float] | None, update: bool, scales: Callable[[], Sequence[float]]) -> None:
+        """Starts a step. `rates` and `update` as in `Pipeline.step`; `scales` gives the weights of losses."""
         self.agreement.begin(rates)
         if self.scaling is not None:
             self.scaling.begin()
         if self.updating is not None:
             self.updating.require_known()
-            self.updating.begin(self.optimizer, rates, self.clip_norm, not update)
+            self.updating.begin(self.optimizer, rates, self.clip_norm, not update, scales)
         elif not self.replicas.keeps_aside:
             self.model.copies.leave_sums_to_owners()
         self.replicas.begin()

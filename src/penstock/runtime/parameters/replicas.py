@@ -217,6 +217,12 @@ class Replicas:
         self._wait(self._peers)
         return [None if gradient is None else local(gradient) for gradient in taken_from(parameters)]
 
+    def sum_of(self, value: float) -> float:
+        """The sum of a number over all replicas, if updates are ops. Every replica must call it."""
+        if self._peers is None or not self._are_alike():
+            return value
+        return float(self._peers.sum(torch.tensor([value], dtype=torch.float64)))
+
     # Updates.
 
     def share_stepped(self, stepped: Iterable[Parameter] | None = None) -> None:

@@ -17,6 +17,7 @@ An op reads a version, moved forward by a number of predicted updates. Each clas
 | `xpipe`         | predicted by Adam       | newest                  | one and the prediction      |
 | `pipedream-lr`  | as `pipedream`          | as `pipedream`          | the same; lower rates where |
 | `xpipe-lr`      | as `xpipe`              | as `xpipe`              | gradients are late          |
+| `tentative`     | after a tentative step  | newest                  | one and the prediction      |
 """
 
 from __future__ import annotations
@@ -79,12 +80,14 @@ class VersionRule:
         name: as in `Updates.rule`.
         keeps: a microbatch's backward reads the version its forward read, which is held until then. Where not, all
             ops read from one memory, into which what they read is written.
+        steps_tentatively: PREDICT asks the optimizer for the step of a part of a window's gradient.
         is_slowed: stages whose gradients are late learn at a lower rate.
         wanted: the optimizers that the rule has a formula for; empty for any.
     """
 
     name: str
     keeps: bool = False
+    steps_tentatively: bool = False
     is_slowed: bool = False
     wanted: str = ""
 
@@ -244,16 +247,21 @@ class MomentumPrediction(VersionRule):
     def predict(
         self, out: Tensor, weight: Tensor, steps: int, rate: float, group: Mapping[str, Any], state: Mapping[str, Any]
     ) -> None:
-        velocity = state.get("momentum_buffer")
-        if velocity is None:
-            out.copy_(weight)
-            return
-        # Two kernels, so that the product is rounded before the sum, as the formula reads.
-        torch.mul(velocity, -(steps * rate), out=out)
-        out.add_(weight)
+        predict_by_momentum(out, weight, steps * rate, state)
 
     def fits(self, optimizer: Optimizer | None) -> bool:
         return isinstance(optimizer, SGD) and all(g["momentum"] and not g["nesterov"] for g in optimizer.param_groups)
+
+
+def predict_by_momentum(out: Tensor, weight: Tensor, rate: float, state: Mapping[str, Any]) -> None:
+    """Writes where SGD's buffer leads at this rate, or the weight itself if there is no such buffer."""
+    velocity = state.get("momentum_buffer")
+    if velocity is None:
+        out.copy_(weight)
+        return
+    # Two kernels, so that the product is rounded before the sum, as the formula reads.
+    torch.mul(velocity, -rate, out=out)
+    out.add_(weight)
 
 
 class AdamPrediction(VersionRule):
@@ -369,6 +377,36 @@ class SlowedPrediction(AdamPrediction):
     is_slowed = True
 
 
+class TentativeStep(AdamPrediction):
+    """Late forwards read what the optimizer makes of the known part of the window's gradient.
+
+        reads W(t) + step(g_known / w_known)         backwards read the newest weights
+
+    g_known is the sum over the microbatches whose backwards have ended, w_known the sum of their losses' weights (1
+    over the window). It is clipped as the window's gradient is. The step is the optimizer's own, with the rate of the
+    update that it stands for, and commits nothing. So if the whole window is known, a late forward reads the weights
+    that it would read without delay. Of several updates ahead the first is this step, and the momentum makes the others.
+    If nothing is known, it makes all of them: by Adam's or Muon's moments as under `xpipe`, by SGD's buffer as under
+    `spectrain`. Another optimizer's state predicts nothing.
+
+    The rule is ours. It goes beyond AMDP, whose late forwards read the newest weights (`none`).
+    """
+
+    name = "tentative"
+    steps_tentatively = True
+
+    def predict(
+        self, out: Tensor, weight: Tensor, steps: int, rate: float, group: Mapping[str, Any], state: Mapping[str, Any]
+    ) -> None:
+        if group.get("kind") == MUON or ("exp_avg_sq" in state and "betas" in group):
+            super().predict(out, weight, steps, rate, group, state)
+        else:
+            predict_by_momentum(out, weight, steps * rate, state)
+
+    def fits(self, optimizer: Optimizer | None) -> bool:
+        return True
+
+
 class TiedPrediction(VersionRule):
     """Of a tied parameter that another stage owns: the newest that came, moved on by `ReadContext.ahead`.
 
@@ -395,6 +433,7 @@ _KINDS: tuple[type[VersionRule], ...] = (
     StashingNesterov,
     SlowedStashing,
     SlowedPrediction,
+    TentativeStep,
 )
 _RULES: dict[str, VersionRule] = {kind.name: kind() for kind in _KINDS}
 

@@ -7,7 +7,7 @@ A step that fails may have made some of its updates. Then only `load` is allowed
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -23,9 +23,10 @@ from penstock.runtime.parameters.versions import CopyWeights, VersionedParameter
 from penstock.runtime.stage.stage import Copy
 from penstock.runtime.tensors.dtensor import as_shard, local, memory
 from penstock.runtime.tensors.message import Edge
-from penstock.runtime.transport.wiring import twins_of
+from penstock.runtime.transport.wiring import first_of_tied_values, twins_of
 from penstock.schedule import Schedule
-from penstock.schedule.staleness import Needs, predictions_of, tied_reads_of
+from penstock.schedule.staleness import Needs, moment, predictions_of, tied_reads_of
+from penstock.schedule.tentative import known_to
 from penstock.schedule.updates import OWNER
 
 GRADIENTS = "gradients/"
@@ -73,6 +74,8 @@ class ScheduledUpdates:
                 replicas.sharding.stands_for(master, copies.here[key].get_parameter(name))
         replicas.reshard()
         self.leaves_open = False
+        self._known = known_to(schedule) if self.rule.steps_tentatively else {}
+        self._scales: Callable[[], Sequence[float]] = list
 
     def _weights_of(self, pipeline: int, stage: int) -> CopyWeights:
         ties = self._model.ties
@@ -96,19 +99,25 @@ class ScheduledUpdates:
             self.replicas.sharding.has_all_state,
         )
 
-    def needed(self, pipeline: int, stage: int, num_updates: int) -> Sequence[int]:
-        """How many updates ahead a copy must know its weights, once a pass has made so many updates."""
-        return self._needs.get((pipeline, stage), {}).get(num_updates, ())
+    def needed(self, pipeline: int, stage: int, when: int) -> Sequence[int]:
+        """How many updates ahead a copy must know its weights at a moment of a pass (`staleness.moment`)."""
+        return self._needs.get((pipeline, stage), {}).get(when, ())
 
-    def tied_needed(self, name: str, pipeline: int, stage: int, num_updates: int) -> Sequence[int]:
+    def tied_needed(self, name: str, pipeline: int, stage: int, when: int) -> Sequence[int]:
         """The same for a tied parameter in a copy of a stage that does not own it."""
         reads = self._tied_reads[name, stage].get(pipeline)
-        return () if reads is None else reads.needed(num_updates)
+        return () if reads is None else reads.needed(when)
+
+    def known_weight(self, stage: int, update: int) -> float:
+        """The weight of the losses, of all replicas, whose gradients a PREDICT knows. A window weighs 1."""
+        scales = self._scales()
+        return self.replicas.sum_of(sum(scales[m] for m in self._known.get((stage, update), ())))
 
     def tied_name(self, edge: Edge) -> str:
         """The name of the tied parameter whose value an edge carries."""
         ties = self._model.ties
-        tie, _, _ = twins_of(ties.stages)[edge.slot - len(ties) - self._windows.num_pipelines]
+        twins, first = twins_of(ties.stages), first_of_tied_values(len(ties), self._windows.num_pipelines)
+        tie, _, _ = twins[(edge.slot - first) % len(twins)]
         return ties[tie].name
 
     def stand_ins(self) -> dict[int, list[Parameter]]:
@@ -129,9 +138,14 @@ class ScheduledUpdates:
         return [master for weights in self.weights.values() for master in weights.masters.values()]
 
     def begin(
-        self, optimizer: Optimizer | None, rates: Sequence[float] | None, clip_norm: float | None, leave_open: bool
+        self,
+        optimizer: Optimizer | None,
+        rates: Sequence[float] | None,
+        clip_norm: float | None,
+        leave_open: bool,
+        scales: Callable[[], Sequence[float]],
     ) -> None:
-        """Starts a step.
+        """Starts a step. `scales` gives the weight of each microbatch's loss.
 
         Raises:
             RuntimeFailure: there is no optimizer, or another number of rates than updates.
@@ -147,7 +161,7 @@ class ScheduledUpdates:
                 "one each"
             )
         self.copies.follow_cleared()
-        self.leaves_open = leave_open
+        self.leaves_open, self._scales = leave_open, scales
         self.replicas.unshard()
         self.copies.share_weights()  # whatever was done to the model's since
         self._fill_twins()
@@ -164,12 +178,12 @@ class ScheduledUpdates:
         for index in self.copies.stages if self.one_copy_steps else ():
             others = [(k, index) for k in range(num_pipelines) if k != OWNER]
             found: dict[int, list[Tensor]] = {}
-            for steps in sorted({steps for key in others for steps in self.needed(*key, 0)}):
+            for steps in sorted({steps for key in others for steps in self.needed(*key, moment(0))}):
                 found[steps] = self._ahead_at_owner(index, steps)
                 shared.share_of_stage(index, found[steps])
             for key in others:
                 if key in self.weights:
-                    self.weights[key].versions.give_ahead({steps: found[steps] for steps in self.needed(*key, 0)})
+                    self.weights[key].versions.give_ahead({steps: found[steps] for steps in self.needed(*key, moment(0))})
         for slot, tie in self._model.ties.slots():
             self._look_ahead_of_tie(slot, tie)
 
@@ -189,7 +203,7 @@ class ScheduledUpdates:
             return
         reads = [one for stage in tie.stages[1:] for one in self._tied_reads[tie.name, stage].values()]
         found: dict[int, Tensor] = {}
-        for steps in sorted({steps for one in reads for steps in one.needed(0)}):
+        for steps in sorted({steps for one in reads for steps in one.needed(moment(0))}):
             found[steps] = torch.empty_like(memory(parameter))
             if (OWNER, tie.owner) in self.weights:
                 self.copies.select(OWNER, tie.owner)

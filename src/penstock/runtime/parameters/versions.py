@@ -27,7 +27,8 @@ forward stay in its graph: their backward reads those.
 
 A rule predicts weights from the optimizer's state. If this copy has that state, an op's prediction is made when the
 op runs. If another copy has it, or several replicas have parts of it, the holder of the state predicts everything
-that ops will read of a version as soon as the version is made, and sends the predictions with the version.
+that ops will read of a version as soon as the version is made, and sends the predictions with the version. A PREDICT
+makes new predictions, from the part of the window's gradient that is known (`tentative.py`).
 
 A parameter that another stage owns comes with the first forward that passed the owner's stage since its update, so
 that all stages read one version in the forwards of a microbatch:
@@ -53,10 +54,11 @@ from penstock.runtime.errors import RuntimeFailure
 from penstock.runtime.parameters.gradients import Gradients, GradientSums, factor_of, norms_of, num_bytes
 from penstock.runtime.parameters.optimizer import make_step
 from penstock.runtime.parameters.rules import ReadContext, VersionRule, WeightRead
+from penstock.runtime.parameters.tentative import step_for_now
 from penstock.runtime.tensors.autograd import added
 from penstock.runtime.tensors.dtensor import as_shard, is_sharded, laid_like, local, memory, own_shard, standing_for
 from penstock.schedule import Schedule
-from penstock.schedule.staleness import Needs, WeightReads
+from penstock.schedule.staleness import Needs, WeightReads, moment
 
 Predict = Callable[[Tensor, Parameter, int], None]
 """Writes into a tensor where a master will be after so many more updates."""
@@ -109,7 +111,7 @@ class VersionedParameters:
         self._window = 1 if schedule.updates is None else schedule.updates.window
         self._steps_of, self._reads_of, self._needs = rule.ahead(schedule, stage), reads, needs or {}
         if reads is not None:
-            self._needs = {newest: reads.needed(newest) for newest in reads.needs}
+            self._needs = {when: reads.needed(when) for when in reads.needs}
             moves = bool(self._needs)
         self._moves, self._predict = moves, predict
         self._is_copied = [moves or (rule.keeps and is_sharded(p)) for p in self._parameters]
@@ -215,9 +217,16 @@ class VersionedParameters:
         """The number of updates of the pass so far."""
         return self.newest - self._first
 
-    def needed(self) -> Sequence[int]:
-        """How many updates ahead of the newest version the weights must be known here now."""
-        return self._needs.get(self.num_in_pass, ())
+    def needed(self, is_predicted: bool = False) -> Sequence[int]:
+        """How many updates ahead of the newest version the weights must be known here: before its PREDICT, or after.
+        """
+        return self._needs.get(moment(self.num_in_pass, is_predicted), ())
+
+    def take_predicted(self, values: Sequence[Tensor]) -> None:
+        """Takes what a PREDICT of another copy has made."""
+        num = len(self.named)
+        steps = self.needed(is_predicted=True)
+        self.give_ahead({each: [v.clone() for v in values[n * num : (n + 1) * num]] for n, each in enumerate(steps)})
 
     def give_ahead(self, ahead: Ahead) -> None:
         """Sets the predictions from the newest version. They are held until the next version."""
@@ -333,10 +342,10 @@ class VersionedParameters:
     def _write_ahead(self, out: Tensor, place: int, steps: int) -> None:
         """Writes where a parameter will be so many updates after the newest version."""
         master = self._masters[place]
-        if self._predict is not None and master is not None:
-            self._predict(out, master, steps)
-        elif steps in self._ahead:
+        if steps in self._ahead:
             out.copy_(self._ahead[steps][place])
+        elif self._predict is not None and master is not None:
+            self._predict(out, master, steps)
         else:
             raise RuntimeFailure(
                 f"no prediction {steps} updates ahead of version {self.newest} came: the order does not fit the rule"
@@ -401,6 +410,8 @@ class CopyWeights:
         self.mismatch: dict[int, int] = {}
         self._slowed = rule.slowed(schedule, index)
         self._gradients = GradientSums(list(self._parameters.values()))
+        self._sent: tuple[int, Gradients] | None = None
+        """The last sum that was given away, and its update, where a GIVE may come after it."""
         masters = list(self.masters.values())
         predict = self._predict if self._predicts else None
         self.versions = VersionedParameters(self._parameters, masters, rule, schedule, index, moves, predict, needs)
@@ -439,6 +450,7 @@ class CopyWeights:
         for each in self._all():
             each.begin()
         self._gradients.begin()
+        self._sent = None
 
     def before_forward(self, m: int) -> None:
         """Puts into the parameters the weights that the forward of microbatch `m` reads."""
@@ -477,7 +489,18 @@ class CopyWeights:
         """Gives away this copy's sums over an update's window, in the order of parameters. Of shards, its parts."""
         if self._left_open(update):
             return [None] * len(self._parameters)
-        found = zip(self._gradients.take(update), self._parameters.values(), strict=True)
+        sums = self._gradients.take(update)
+        self._sent = (update, sums) if self._rule.steps_tentatively else None
+        return self._local(sums)
+
+    def gradients_so_far(self, update: int) -> Gradients:
+        """Copies of this copy's sums over the part of an update's window that is there. Of shards, its parts."""
+        is_sent = self._sent is not None and self._sent[0] == update
+        sums = self._sent[1] if self._sent is not None and is_sent else self._gradients.held(update)
+        return [None if g is None else g.clone() for g in self._local(sums)]
+
+    def _local(self, sums: Gradients) -> Gradients:
+        found = zip(sums, self._parameters.values(), strict=True)
         return [None if g is None else local(laid_like(g, parameter)) for g, parameter in found]
 
     def apply(self, update: int, parts: Sequence[Gradients], to_step: ToStep | None = None) -> None:
@@ -488,16 +511,41 @@ class CopyWeights:
         """
         if self._left_open(update):
             return
-        assert self._optimizer is not None, "ops of an update run on a copy with an optimizer"
-        total = summed(parts)
-        if self._clip_norm is not None:
-            total = clipped(total, self._clip_norm, list(self.masters.values()))
+        optimizer, total = self._with_optimizer(), self._clipped(summed(parts))
         rate = None if self._rates is None else self._rates[update]
         self.versions.advance()
         masters: Sequence[Parameter] = list(self.masters.values())
         if to_step is not None:
             masters, total = to_step(masters, total)
-        step_masters(self._optimizer, masters, total, rate, self._slowed)
+        step_masters(optimizer, masters, total, rate, self._slowed)
+
+    def predict(self, update: int, mean: Gradients, spread: Spread, to_step: ToStep | None = None) -> None:
+        """Predicts what ops will read by the step that the optimizer would make of this gradient; commits nothing.
+
+        Args:
+            mean: the gradient of an update, as far as it is known, over the weight of the losses that it is of. None
+                of it may be known: then the momentum predicts.
+            spread, to_step: as in `look_ahead` and `apply`.
+        """
+        optimizer, masters = self._with_optimizer(), list(self.masters.values())
+        needed = self.versions.needed(is_predicted=True)
+        if all(gradient is None for gradient in mean):
+            self.versions.give_ahead({s: spread(masters, partial(self._predict, num_steps=s)) for s in needed})
+            return
+        mean, stepped = self._clipped(mean), masters
+        if to_step is not None:
+            stepped, mean = to_step(masters, mean)
+        rate = None if self._rates is None else self._rates[update]
+        with step_for_now(optimizer, stepped):
+            step_masters(optimizer, stepped, mean, rate, self._slowed)
+            self.versions.give_ahead({s: spread(masters, partial(self._predict, num_steps=s - 1)) for s in needed})
+
+    def _with_optimizer(self) -> Optimizer:
+        assert self._optimizer is not None, "ops of an update run on a copy with an optimizer"
+        return self._optimizer
+
+    def _clipped(self, total: Gradients) -> Gradients:
+        return total if self._clip_norm is None else clipped(total, self._clip_norm, list(self.masters.values()))
 
     def look_ahead(self, spread: Spread) -> None:
         """Predicts all that ops will read of the newest version, if this copy has a part of the optimizer's state.
@@ -591,6 +639,9 @@ class CopyWeights:
                 f"rule {self._rule.name!r} predicts weights of stage {self._index} that the optimizer does not have; "
                 "give ps.Pipeline an optimizer over all parameters, or freeze these before (requires_grad_(False))"
             )
+        if not num_steps:
+            out.copy_(memory(stepped))
+            return
         rate = group["lr"] if self._rates is None else self._rates[self.versions.num_in_pass]
         state = {key: local(value) for key, value in self._optimizer.state.get(stepped, {}).items()}
         self._rule.predict(out, memory(stepped), num_steps, float(rate) / self._slowed, group, state)

@@ -12,9 +12,9 @@ from itertools import accumulate
 from typing import NamedTuple
 
 from penstock.runtime.tensors.message import Edge
-from penstock.runtime.transport.wiring import num_indices, twins_of
+from penstock.runtime.transport.wiring import first_of_tied_values, num_indices, twins_of
 from penstock.schedule import Schedule
-from penstock.schedule.op import FORWARD, UPDATE
+from penstock.schedule.op import FORWARD, PREDICT, UPDATE
 
 TAG_LIMIT = 2**31 - 1
 
@@ -32,7 +32,7 @@ class ChannelKey(NamedTuple):
 
     @classmethod
     def of(cls, edge: Edge) -> ChannelKey:
-        return cls(edge.producer.stage, edge.consumer.stage, edge.producer.kind in (FORWARD, UPDATE), edge.slot)
+        return cls(edge.producer.stage, edge.consumer.stage, edge.producer.kind in (FORWARD, UPDATE, PREDICT), edge.slot)
 
     def reverse(self) -> ChannelKey:
         """The channel of the answers: gradients for activations, the next activations for gradients; parameters for
@@ -55,7 +55,7 @@ class Tags:
         graph, windows, num = schedule.graph, schedule.windows, schedule.num_microbatches
         num_slots = len(tied_stages)
         if windows is not None:
-            num_slots += windows.num_pipelines - 1 + len(twins_of(tied_stages))
+            num_slots = first_of_tied_values(num_slots, windows.num_pipelines) + 2 * len(twins_of(tied_stages)) - 1
         self._stages, self._needs = schedule.num_stages, graph.needs
         self._counts = [graph.microbatches_of(stage, num) for stage in range(self._stages)]
         self._microbatches = max(num, *graph.num_microbatches, 0 if windows is None else windows.num_ops)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import pairwise
+from itertools import pairwise, product
 from typing import NamedTuple
 
 from penstock.dispatch import Graph, lower
@@ -13,7 +13,7 @@ from penstock.dispatch.graph import version_order
 from penstock.runtime.tensors.message import Edge
 from penstock.schedule import Op, Schedule
 from penstock.schedule.dependencies import carries_message, predecessors
-from penstock.schedule.op import FORWARD, UPDATE
+from penstock.schedule.op import FORWARD, OF_UPDATES, PREDICT, UPDATE
 from penstock.schedule.placement import ranks_together
 from penstock.schedule.updates import OWNER, one_message_a_rank
 
@@ -179,7 +179,7 @@ def wire(schedule: Schedule, tied_stages: Sequence[Sequence[int]] = ()) -> Wirin
     edges = [
         Edge(producer, op)
         for op in number
-        if op.kind != UPDATE
+        if op.kind not in OF_UPDATES
         for producer in predecessors(op, chain, number)
         if carries_message(producer, op)
     ]
@@ -231,13 +231,19 @@ def _updating(schedule: Schedule, number: dict[Op, int], num_tied: int) -> Itera
     rank_of = {op: rank for rank, row in enumerate(schedule.order) for op in row}
     place = {op: (rank_of[op], step) for op, step in number.items()}
     for op in number:
-        if op.kind != UPDATE:
+        if op.kind not in OF_UPDATES:
             continue
         rank, receiver = rank_of[op], schedule.pipeline_of(op)
         needed = one_message_a_rank(predecessors(op, schedule.graph, number), rank, place)
         remote = [(schedule.pipeline_of(producer), producer) for producer in needed if rank_of[producer] != rank]
         for sender, producer in sorted(remote):
-            yield Edge(producer, op, num_tied + (sender if receiver == OWNER else receiver))
+            slot = sender if receiver == OWNER else receiver
+            yield Edge(producer, op, num_tied + slot + (op.kind == PREDICT) * schedule.placement.num_pipelines)
+
+
+def first_of_tied_values(num_tied: int, num_pipelines: int) -> int:
+    """The first slot of values of tied parameters: after those of their gradients, of updates and of PREDICT."""
+    return num_tied + 2 * num_pipelines
 
 
 def twins_of(tied_stages: Sequence[Sequence[int]]) -> list[tuple[int, int, int]]:
@@ -258,19 +264,21 @@ def _tied_values(schedule: Schedule, number: dict[Op, int], tied_stages: Sequenc
     windows = schedule.windows
     if windows is None:
         return
-    first = len(tied_stages) + windows.num_pipelines
-    for place, (_, owner, stage) in enumerate(twins_of(tied_stages)):
+    first = first_of_tied_values(len(tied_stages), windows.num_pipelines)
+    twins = twins_of(tied_stages)
+    num_twins = len(twins)
+    for place, (_, owner, stage) in enumerate(twins):
         for pipeline in range(windows.num_pipelines):
             come = [m for m, own in enumerate(schedule.microbatch_pipeline) if own == pipeline]
             come.sort(key=lambda m: number[Op(FORWARD, stage, m)])
             waiting = iter(come)
             m = next(waiting, None)
-            for update in range(windows.num_updates):
-                op = Op(UPDATE, owner, windows.number(update, pipeline))
-                while m is not None and number[Op(FORWARD, owner, m)] < number[op]:
+            for update, kind in product(range(windows.num_updates), (PREDICT, UPDATE)):
+                op = Op(kind, owner, windows.number(update, pipeline))
+                while m is not None and op in number and number[Op(FORWARD, owner, m)] < number[op]:
                     m = next(waiting, None)
-                if m is not None:
-                    yield Edge(op, Op(FORWARD, stage, m), first + place)
+                if m is not None and op in number:
+                    yield Edge(op, Op(FORWARD, stage, m), first + place + (kind == PREDICT) * num_twins)
 
 
 def _needed(schedule: Schedule, number: dict[Op, int]) -> Iterator[Edge]:

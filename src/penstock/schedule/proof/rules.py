@@ -44,8 +44,8 @@ from penstock.schedule.op import (
     FORWARD,
     INPUT,
     KINDS,
+    OF_UPDATES,
     RECOMPUTE,
-    UPDATE,
     WEIGHT,
     Op,
 )
@@ -125,6 +125,7 @@ def check(
     if most is not None:
         updates.check_mismatch(schedule, most)
     updates.check_two_buffers(schedule)
+    updates.check_tentative(schedule)
     limit = schedule.max_in_flight if max_in_flight is None else max_in_flight
     if schedule.graph.holds:
         _check_given_back(schedule)
@@ -164,7 +165,7 @@ def _misplaced(schedule: Schedule, rank: int, step: int) -> ScheduleError | None
         return error_at(schedule, "kind", rank, step, op, message)
     if not 0 <= op.stage < schedule.num_stages:
         return error_at(schedule, "range", rank, step, op, only(schedule.num_stages, "stage"))
-    if op.kind == UPDATE:
+    if op.kind in OF_UPDATES:
         num_ops = updates.num_updates_of(schedule, rank, step, op)
     elif registered:
         num_ops = registered.num_ops
@@ -179,7 +180,7 @@ def _misplaced(schedule: Schedule, rank: int, step: int) -> ScheduleError | None
     else:
         num_ops = graph.microbatches_of(op.stage, schedule.num_microbatches)
     if not 0 <= op.microbatch < num_ops:
-        numbers = registered or op.kind == UPDATE
+        numbers = registered or op.kind in OF_UPDATES
         rule = f"its number goes from 0 to {num_ops - 1}" if numbers else only(num_ops, "microbatch")
         return error_at(schedule, "range", rank, step, op, rule)
     hosts = schedule.hosts(op)
@@ -440,7 +441,7 @@ _CHAINS: dict[str, tuple[str, ...]] = {
     INPUT: (INPUT,),
     WEIGHT: (WEIGHT,),
     RECOMPUTE: (RECOMPUTE,),
-} | dict.fromkeys((*COMMUNICATION, UPDATE), ())
+} | dict.fromkeys((*COMMUNICATION, *OF_UPDATES), ())
 """The chains that an op is a part of, each of which comes in order; a registered kind has its own. B is in that of I,
 as both add to the gradients that do not wait, and in that of W, which adds to those that do. Messages are matched by
 a rule of their own, and updates need one another."""

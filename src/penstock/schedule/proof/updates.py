@@ -12,9 +12,9 @@ from typing import NoReturn
 
 from penstock.schedule.error_context import error_at, name_of
 from penstock.schedule.errors import ScheduleError
-from penstock.schedule.op import BACKWARD, FORWARD, INPUT, UPDATE, WEIGHT, Op
+from penstock.schedule.op import BACKWARD, FORWARD, GIVE, INPUT, PREDICT, UPDATE, WEIGHT, Op
 from penstock.schedule.schedule import Schedule
-from penstock.schedule.updates import updates_between
+from penstock.schedule.updates import OWNER, TENTATIVE, updates_between
 from penstock.schedule.weight_versions import TWO_BUFFERS, Copies
 
 
@@ -55,6 +55,31 @@ def check_every_update(schedule: Schedule, spot: Mapping[Op, tuple[int, int]]) -
                     rank=rank,
                     op=op,
                 )
+
+
+def check_tentative(schedule: Schedule) -> None:
+    """GIVE and PREDICT are of the rule `tentative`, stand before their copy's update, and have an owner's PREDICT."""
+    windows, updates = schedule.windows, schedule.updates
+    stepped = {op[1:] for row in schedule.order for op in row if op.kind == PREDICT}
+    for rank, row in enumerate(schedule.order):
+        past: set[tuple[int, int]] = set()
+        for step, op in enumerate(row):
+            if op.kind == UPDATE:
+                past.add(op[1:])
+            if op.kind not in (GIVE, PREDICT) or windows is None or updates is None:
+                continue
+            update, pipeline = windows.update_of(op.microbatch)
+            why = None
+            if updates.rule != TENTATIVE:
+                why = f"it belongs to the rule {TENTATIVE!r}, and updates are by {updates.rule!r}"
+            elif op[1:] in past:
+                why = f"it comes after its copy's update, U{op.microbatch}; put it before"
+            elif op.kind == GIVE and pipeline == OWNER:
+                why = "it would send gradients from the owner to the owner; leave it out"
+            elif (op.stage, windows.number(update, OWNER)) not in stepped:
+                why = f"the owner has no PREDICT of update {update}; give it one, or leave this op out"
+            if why is not None:
+                raise error_at(schedule, "updates", rank, step, op, why)
 
 
 def check_mismatch(schedule: Schedule, most: int) -> None:

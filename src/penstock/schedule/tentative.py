@@ -1,0 +1,198 @@
+"""Tentative updates: late forwards read weights that the known part of their window's gradient has moved.
+
+A forward is *late* if it runs before the update of an earlier window. Most backwards of that window are done by then:
+the *known* ones. PREDICT asks the optimizer for the step that it would make of their mean gradient, and commits
+nothing. GIVE sends what another copy of the stage knows to the owner.
+
+    owner's rank    B0 B2 B4 .  PREDICT0 F8 B6 U0       two pipelines, windows of 8: F8 is late. It reads what the
+                          /        |                    step from B0 B2 B4 and B1 B3 makes of the weights.
+    other's rank    B1 B3 GIVE0 B5 PREDICT0 F9 B7 U0
+
+Both are numbered as U is. Without a PREDICT before it, a late forward reads what the momentum predicts.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
+from math import inf
+from typing import TYPE_CHECKING
+
+from penstock.schedule.dependencies import predecessors, run_rows
+from penstock.schedule.errors import ScheduleError
+from penstock.schedule.op import BACKWARD, FORWARD, GIVE, INPUT, PREDICT, UPDATE, WEIGHT, Op
+from penstock.schedule.updates import OWNER, TENTATIVE, Windows
+
+if TYPE_CHECKING:
+    from penstock.schedule.schedule import Schedule
+
+DURATIONS: Mapping[str, float] = {FORWARD: 1.0, BACKWARD: 2.0}
+
+
+def known_to(schedule: Schedule) -> dict[tuple[int, int], tuple[int, ...]]:
+    """By (stage, update) the microbatches whose gradients PREDICT steps by, in all copies, ascending.
+
+    Args:
+        schedule: any schedule.
+
+    Examples:
+        >>> import penstock as ps
+        >>> s = ps.schedule.with_tentative_updates(ps.build("amdp", 4, 32, window=16))
+        >>> ps.schedule.known_to(s)[0, 0]
+        (0, 1, 2, 3, 4, 5, 6, 7, 8, 9)
+    """
+    windows = schedule.windows
+    found: dict[tuple[int, int], list[int]] = {}
+    for row in schedule.order if windows is not None else ():
+        ended: dict[tuple[int, int], list[int]] = {}
+        for op in row:
+            copy = op.stage, schedule.pipeline_of(op)
+            if op.kind == BACKWARD:
+                ended.setdefault(copy, []).append(op.microbatch)
+            elif op.kind == GIVE or (op.kind == PREDICT and copy[1] == OWNER):
+                assert windows is not None
+                update, _ = windows.update_of(op.microbatch)
+                window = windows.microbatches(update)
+                found.setdefault((op.stage, update), []).extend(m for m in ended.get(copy, ()) if m in window)
+    return {key: tuple(sorted(known)) for key, known in found.items()}
+
+
+def with_tentative_updates(
+    schedule: Schedule, duration: Callable[[Op], float] | None = None, message: float = 0.0
+) -> Schedule:
+    """The schedule with the rule `tentative`, and GIVE and PREDICT where late forwards need them.
+
+    GIVE and PREDICT stand where, by these durations, no late forward waits for them.
+
+    Args:
+        schedule: has updates as ops, and whole backwards.
+        duration: of an op, in any unit. Default: F 1, B 2, all others 0.
+        message: how long gradients of a stage take to its owner, and parameters back, in the same unit.
+
+    Raises:
+        ScheduleError: no updates, or backwards in halves (I and W), whose gradients come at different times.
+
+    Examples:
+        >>> import penstock as ps
+        >>> print(ps.schedule.with_tentative_updates(ps.build("pipedream-2bw", 2, 4, window=2)))
+        schedule pipedream-2bw: 2 ranks, 2 stages, 4 microbatches
+        pipeline 0: stages on ranks 0 1
+        updates every 2 microbatches, mismatch at most 1, weights by tentative
+        rank 0 | F0 F1 .  B0 PREDICT0 F2 B1 U0 F3 B2 .  B3 U1
+        rank 1 | .  F0 B0 F1 B1       U0 F2 B2 F3 B3 U1
+    """
+    if schedule.updates is None or schedule.windows is None:
+        raise ScheduleError(
+            f"{schedule.name} has no updates as ops, so no forward reads weights too early; give it a window",
+            rule="updates",
+        )
+    if any(op.kind in (INPUT, WEIGHT) for row in schedule.order for op in row):
+        raise ScheduleError(
+            f"{schedule.name} has backwards in halves (I and W), whose gradients come at different times; the rule "
+            f"{TENTATIVE!r} needs whole ones (B)",
+            rule="updates",
+        )
+    bare = tuple(tuple(op for op in row if op.kind not in (GIVE, PREDICT)) for row in schedule.order)
+    schedule = replace(schedule, order=bare, updates=replace(schedule.updates, rule=TENTATIVE))
+    take = duration or (lambda op: DURATIONS.get(op.kind, 0.0))
+    placed: list[list[tuple[int, Op]]] = [[] for _ in bare]
+    for stage, copies in enumerate(_copies(schedule, take)):
+        for update in range(schedule.windows.num_updates - 1):
+            for rank, slot, op in _placed(copies, schedule.windows, stage, update, take, message):
+                placed[rank].append((slot, op))
+    rows = []
+    for row, found in zip(bare, placed, strict=True):
+        done, merged = 0, []
+        for slot, op in sorted(found, key=lambda each: each[0]):
+            merged += [*row[done:slot], op]
+            done = slot
+        rows.append((*merged, *row[done:]))
+    return replace(schedule, order=tuple(rows))
+
+
+class _CopyRow:
+    """The row of the rank that has a copy of a stage, and where the copy's own ops stand in it."""
+
+    def __init__(self, schedule: Schedule, rank: int, stage: int, pipeline: int, times: Mapping[Op, float]) -> None:
+        self.rank, row = rank, schedule.order[rank]
+        self.starts = [times[op] for op in row]
+        mine = [op for op in row if op.stage == stage and schedule.pipeline_of(op) == pipeline]
+        self.place = {op: step for step, op in enumerate(row) if op in set(mine)}
+        self.forwards = [op for op in mine if op.kind == FORWARD]
+        self.backwards = [op for op in mine if op.kind == BACKWARD]
+        self.updates = [self.place[op] for op in mine if op.kind == UPDATE]
+
+    def first_late(self, windows: Windows, update: int) -> int | None:
+        """The place of the first forward of a later window between the update before this one and this one."""
+        after, before = self.updates[update - 1] if update else -1, self.updates[update]
+        window = windows.microbatches(update)
+        places = (self.place[op] for op in self.forwards if op.microbatch >= window.stop)
+        return next((place for place in places if after < place < before), None)
+
+
+def _copies(schedule: Schedule, take: Callable[[Op], float]) -> Iterator[list[_CopyRow]]:
+    """Of each stage its copies, in the order of pipelines."""
+    times = _start_times(schedule, take)
+    for stage in range(schedule.num_stages):
+        pipelines = enumerate(schedule.placement.pipelines)
+        yield [_CopyRow(schedule, ranks[stage], stage, pipeline, times) for pipeline, ranks in pipelines]
+
+
+def _start_times(schedule: Schedule, take: Callable[[Op], float]) -> dict[Op, float]:
+    """When each op starts in the order given, where messages take no time."""
+    present = {op: step for row in schedule.order for step, op in enumerate(row)}
+    free = [0.0] * schedule.num_ranks
+    starts: dict[Op, float] = {}
+    ends: dict[Op, float] = {}
+
+    def ran(op: Op, rank: int, needed: list[Op]) -> None:
+        starts[op] = max([free[rank], *(ends[each] for each in needed)])
+        free[rank] = ends[op] = starts[op] + take(op)
+
+    run = run_rows(schedule.order, lambda op: predecessors(op, schedule.graph, present), {}, (), ran)
+    if run.blocked:
+        raise ScheduleError(f"{schedule.name} does not run to its end; ps.check says why", rule="deadlock")
+    return starts
+
+
+def _placed(
+    copies: list[_CopyRow],
+    windows: Windows,
+    stage: int,
+    update: int,
+    take: Callable[[Op], float],
+    message: float,
+) -> Iterator[tuple[int, int, Op]]:
+    """(rank, slot, op) of each GIVE and PREDICT of an update of a stage; none if no forward is late, or none known."""
+    late = [copy.first_late(windows, update) for copy in copies]
+    moments = [copy.starts[place] for copy, place in zip(copies, late, strict=True) if place is not None]
+    if not moments:
+        return
+    window, owner = windows.microbatches(update), copies[OWNER]
+    at_owner = Op(PREDICT, stage, windows.number(update, OWNER))
+    least, most = owner.updates[update - 1] + 1 if update else 0, owner.updates[update]
+    slot = bisect_left(owner.starts, min(moments) - (message + take(at_owner) if len(copies) > 1 else 0.0))
+    slot = min(max(slot, least), most if late[OWNER] is None else late[OWNER])
+    known_until = (owner.starts[slot] if slot < len(owner.starts) else inf) - message
+    given = []
+    for pipeline, copy in enumerate(copies):
+        ended = [
+            copy.place[op]
+            for op in copy.backwards
+            if op.microbatch in window
+            and (copy.place[op] < slot if pipeline == OWNER else copy.starts[copy.place[op]] + take(op) <= known_until)
+        ]
+        if ended:
+            given.append((copy.rank, ended[-1] + 1, Op(GIVE, stage, windows.number(update, pipeline))))
+            if pipeline == OWNER:
+                given.pop()
+                given.append((copy.rank, slot, at_owner))
+    if not given:
+        return
+    if given[0][2] != at_owner:
+        given.insert(0, (owner.rank, slot, at_owner))
+    yield from given
+    for pipeline, (copy, place) in enumerate(zip(copies, late, strict=True)):
+        if place is not None and pipeline != OWNER:
+            yield copy.rank, place, Op(PREDICT, stage, windows.number(update, pipeline))
