@@ -77,7 +77,7 @@ SHAPES = {
 PREDICTING = {
     "xpipe": ("xpipe", "xpipe", 4),
     "spectrain": ("spectrain", "spectrain", 1),
-    "xpipe-lr": ("pipedream", "xpipe-lr", 1),
+    "tentative": ("amdp", "tentative", 4),
     "amdp, xpipe": ("amdp", "xpipe", 4),
 }
 """Families whose rule predicts weights: an order, a rule, and the microbatches of an update."""

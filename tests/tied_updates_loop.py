@@ -108,7 +108,7 @@ class VersionsLoop:
                     for r, places in enumerate(dealt):
                         self.copies, self.held, self.gradients = self.replicas[r], held[r], gradients[r]
                         self.inputs, self.targets = ([part[m] for m in places] for part in (inputs, targets))
-                        if op.kind not in ("U", "GIVE", "PREDICT") or not r:
+                        if op.kind in "FBIRW" or (op.kind in ("U", "GIVE", "PREDICT") and not r):
                             getattr(self, op.kind)(op, self.schedule.pipeline_of(op))
                     done.add(op)
             assert len(done) > before
@@ -166,17 +166,9 @@ class VersionsLoop:
             return weight if found is None else weight + found * -(steps * group["lr"])
         if not (t := float(state.get("step", 0))):
             return weight
-        (b1, b2), rate = group["betas"], group["lr"] / self.slowed(int(name.split(".")[0]))
+        (b1, b2), rate = group["betas"], group["lr"]
         divisor = (state["exp_avg_sq"].sqrt() / (1 - b2**t) ** 0.5) + group["eps"]
         return torch.addcdiv(weight, state["exp_avg"], divisor, value=-(steps * (rate / (1 - b1**t))))
-
-    def slowed(self, stage: int) -> int:
-        """By what xpipe-lr divides the rate of a stage: one more than the most updates that a gradient is late by."""
-        if not self.rule.endswith("-lr"):
-            return 1
-        return 1 + max(
-            m // self.window - self.num_before("F", stage, m) for m in range(self.schedule.num_microbatches)
-        )
 
     def num_before(self, kinds: str, stage: int, m: int) -> int:
         """Updates of its copy before an op of a microbatch, in the order."""
@@ -332,10 +324,7 @@ class VersionsLoop:
             self.masters[name].grad = sum(sums[1:], sums[0])
         if self.clip_norm is not None and own:
             torch.nn.utils.clip_grad_norm_([self.masters[name] for name in own], self.clip_norm)
-        (group,) = self.optimizer.param_groups
-        rate, group["lr"] = group["lr"], group["lr"] / self.slowed(s)
         self.optimizer.step()
-        group["lr"] = rate
         for name in own:
             self.masters[name].grad = None
             self.versions[name].append(self.masters[name].detach().clone())
@@ -346,6 +335,8 @@ class VersionsLoop:
 def with_rule(schedule: ps.Schedule, rule: str) -> ps.Schedule:
     """The same order, whose ops read weights by another rule."""
     assert schedule.updates is not None
+    if rule == "tentative":
+        return ps.schedule.with_tentative_updates(schedule)
     return replace(schedule, updates=replace(schedule.updates, rule=rule))
 
 

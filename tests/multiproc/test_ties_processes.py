@@ -34,7 +34,7 @@ def several_pipelines(rank: int) -> dict[str, list[str]]:
 
 def updates(rank: int) -> dict[str, list[str]]:
     amdp, double = ps.build("amdp", 4, 16, window=4), ps.build("pipedream-2bw", 4, 16, window=4)
-    by_rule = {rule: loop.with_rule(amdp, rule) for rule in ("xpipe", "xpipe-lr")}
+    by_rule = {rule: loop.with_rule(amdp, rule) for rule in ("xpipe", "tentative")}
     momentum = {"optimizer": runs.MOMENTUM}
     cases: dict[str, tuple[ps.Schedule, str, dict[str, Any]]] = {
         "amdp": (amdp, "sequential", {}),
@@ -54,7 +54,8 @@ def updates(rank: int) -> dict[str, list[str]]:
         "spectrain": (ps.build("spectrain", 4, 8, window=1), "list", momentum),
         "amdp, xpipe": (by_rule["xpipe"], "functions", {}),
         "amdp, xpipe, every copy steps": (by_rule["xpipe"], "sequential", {"zero": False}),
-        "amdp, xpipe-lr, clipped": (by_rule["xpipe-lr"], "sequential", {"clip_norm": 0.05}),
+        "amdp, tentative, clipped": (by_rule["tentative"], "sequential", {"clip_norm": 0.05}),
+        "amdp, tentative, every copy steps": (by_rule["tentative"], "functions", {"zero": False}),
         "updates in zb-v, spectrain": (
             ps.schedule.with_updates(ps.build("zb-v", 4, 8), 1, rule="spectrain"),
             "list",

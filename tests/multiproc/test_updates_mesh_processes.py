@@ -93,9 +93,9 @@ def predicting(rank: int) -> dict[str, list[str]]:
         "amdp, xpipe, every copy steps": lambda: run("amdp, xpipe", 8, 2, zero=False),
         "amdp, xpipe, zero1": lambda: run("amdp, xpipe", 8, 2, "functions", sharding="zero1"),
         "amdp, xpipe, fsdp": lambda: run("amdp, xpipe", 8, 2, "functions", sharding="fsdp"),
-        "amdp, xpipe-lr, fsdp, dynamic": lambda: run("amdp, xpipe-lr", 8, 2, sharding="fsdp", dispatch="dynamic"),
+        "amdp, tentative, fsdp, dynamic": lambda: run("amdp, tentative", 8, 2, sharding="fsdp", dispatch="dynamic"),
     }
-    by_day = ("xpipe, zero1", "spectrain, fsdp", "amdp, xpipe, zero1", "amdp, xpipe-lr, fsdp, dynamic")
+    by_day = ("xpipe, zero1", "spectrain, fsdp", "amdp, xpipe, zero1", "amdp, tentative, fsdp, dynamic")
     return {name: case() for name, case in chosen(cases, by_day).items()}
 
 

@@ -121,7 +121,7 @@ class ByHand:
                 sums[i] = [gu, gv] if sums[i][0] is None else [sums[i][0] + gu, sums[i][1] + gv]
             if (m + 1) % n == 0:
                 for i in range(p):
-                    lr = self.rate(i, p, rates[self.num_updates - first])
+                    lr = rates[self.num_updates - first]
                     self.versions[self.num_updates, i] = self.weights[i]
                     steps = zip(self.optimizers[i], self.weights[i], sums[i])
                     self.weights[i] = [o.step(w, g, lr) for o, w, g in steps]
@@ -137,20 +137,16 @@ class ByHand:
                     forward[i, m] = self.forward(i, p, m // self.n, updates, rates)
 
     def forward(self, i: int, p: int, window: int, updates: int, rates: list[float]) -> list[Array]:
-        newest, lr = self.weights[i], self.rate(i, p, rates[min(updates, len(rates) - 1)])
+        newest, lr = self.weights[i], rates[min(updates, len(rates) - 1)]
         if self.rule == "pipedream-2bw":
             version = max(0, self.num_updates - updates + window - 1)
             return newest if version == self.num_updates else self.versions[version, i]
         s = {"spectrain": (i // 2 + p - i - 1) // self.n, "xpipe": window - updates}
-        s = s.get(self.rule.removesuffix("-lr"), 0)
+        s = s.get(self.rule, 0)
         return [o.predicted(w, s, lr) for o, w in zip(self.optimizers[i], newest)] if s else newest
 
-    def rate(self, i: int, p: int, lr: float) -> float:
-        """Divided by one more than the most updates that a gradient of the stage is late by."""
-        return lr / (1 + -(-(p - 1 - i) // self.n)) if self.rule.endswith("-lr") else lr
-
     def backward(self, i: int, forward: list[Array], lr: float) -> list[Array]:
-        if self.rule in ("pipedream", "pipedream-lr", "vnag", "pipedream-2bw"):
+        if self.rule in ("pipedream", "vnag", "pipedream-2bw"):
             return forward
         s = i // 2 // self.n if self.rule == "spectrain" else 0
         return [o.predicted(w, s, lr) for o, w in zip(self.optimizers[i], self.weights[i])] if s else self.weights[i]
@@ -185,16 +181,6 @@ CASES = {
     "xpipe": Case("xpipe", 1, Adam, lambda ps: torch.optim.Adam(ps, betas=(0.75, 0.0)), ANY_RATES),
     "xpipe in windows, AdamW": Case(
         "xpipe",
-        4,
-        lambda: Adam(decay=0.1),
-        lambda ps: torch.optim.AdamW(ps, betas=(0.75, 0.0), weight_decay=0.1),
-        ANY_RATES,
-    ),
-    "pipedream-lr": Case("pipedream-lr", 1, Sgd, sgd(0)),
-    "pipedream-lr in windows": Case("pipedream-lr", 2, lambda: Sgd(0.75), sgd(0.75)),
-    "xpipe-lr": Case("xpipe-lr", 1, Adam, lambda ps: torch.optim.Adam(ps, betas=(0.75, 0.0)), ANY_RATES),
-    "xpipe-lr in windows, AdamW": Case(
-        "xpipe-lr",
         4,
         lambda: Adam(decay=0.1),
         lambda ps: torch.optim.AdamW(ps, betas=(0.75, 0.0), weight_decay=0.1),

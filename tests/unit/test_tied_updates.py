@@ -43,7 +43,14 @@ CASES: dict[str, tuple[Any, Any, dict[str, Any]]] = {
     "xpipe, functions": (lambda: ps.build("xpipe", 4, 8, window=1), runs.ADAM, {"given": "functions"}),
     "xpipe of two ranks": (lambda: ps.build("xpipe", 2, 8, window=1), runs.ADAM, {}),
     "xpipe of three ranks, clipped": (lambda: ps.build("xpipe", 3, 8, window=2), runs.ADAM, {"clip_norm": 0.05}),
-    "xpipe-lr": (lambda: with_rule(ps.build("pipedream", 4, 8, window=1), "xpipe-lr"), runs.ADAM, {}),
+    "tentative": (lambda: with_rule(ps.build("pipedream-2bw", 4, 16, window=8), "tentative"), runs.ADAM, {}),
+    "tentative, SGD": (lambda: with_rule(ps.build("pipedream", 4, 16, window=2), "tentative"), runs.MOMENTUM, {}),
+    "amdp, tentative": (lambda: with_rule(ps.build("amdp", 4, 24, window=8), "tentative"), runs.ADAM, {}),
+    "amdp, tentative, every copy steps": (
+        lambda: with_rule(ps.build("amdp", 4, 24, window=8), "tentative"),
+        runs.MOMENTUM,
+        {"zero": False},
+    ),
     "spectrain": (lambda: ps.build("spectrain", 4, 8, window=1), runs.MOMENTUM, {"given": "list"}),
     "spectrain in windows": (lambda: ps.build("spectrain", 4, 8, window=2), runs.MOMENTUM, {}),
     "amdp, xpipe": (lambda: with_rule(ps.build("amdp", 4, 16, window=4), "xpipe"), runs.ADAM, {}),
@@ -52,8 +59,8 @@ CASES: dict[str, tuple[Any, Any, dict[str, Any]]] = {
         runs.ADAM,
         {"zero": False},
     ),
-    "amdp, xpipe-lr, functions": (
-        lambda: with_rule(ps.build("amdp", 4, 16, window=4), "xpipe-lr"),
+    "amdp, tentative, functions": (
+        lambda: with_rule(ps.build("amdp", 4, 16, window=4), "tentative"),
         runs.ADAM,
         {"given": "functions", "clip_norm": 0.05},
     ),
@@ -63,8 +70,8 @@ CASES: dict[str, tuple[Any, Any, dict[str, Any]]] = {
         runs.MOMENTUM,
         {"given": "functions"},
     ),
-    "updates in interleaved-1f1b, xpipe-lr": (
-        lambda: with_updates(ps.build("interleaved-1f1b", 2, 8), 1, rule="xpipe-lr"),
+    "updates in interleaved-1f1b, tentative": (
+        lambda: with_rule(with_updates(ps.build("interleaved-1f1b", 2, 16), 4), "tentative"),
         runs.ADAM,
         {},
     ),

@@ -345,7 +345,7 @@ def test_a_window_left_open_is_closed_by_the_next_pass() -> None:
 
 @pytest.mark.parametrize("rule", RULES)
 def test_training_goes_on_from_a_checkpoint_in_mid_window(rule: str) -> None:
-    make = {"xpipe": torch.optim.Adam, "xpipe-lr": torch.optim.Adam, "vnag": torch.optim.NAdam}.get(rule, sgd)
+    make = {"xpipe": torch.optim.Adam, "vnag": torch.optim.NAdam}.get(rule, sgd)
     schedule = pipedream(3, 9, 3, rule)
     stages = linear(3)
     loop = Loop([stages], schedule, make)

@@ -26,12 +26,11 @@ COUNT_DEPTH_BELOW = 20_000
 
 READS = {
     "pipedream": "a forward the newest, its backward the same again",
-    "pipedream-lr": "a forward the newest, its backward the same again, at lower learning rates",
     "pipedream-2bw": "a forward and its backward those of t - 1 updates in window t",
     "spectrain": "forwards and backwards those that momentum predicts",
     "vnag": "a forward the newest, its backward the same again, with NAdam",
     "xpipe": "a forward those that Adam's step predicts, its backward the newest",
-    "xpipe-lr": "a forward those that Adam's step predicts, its backward the newest, at lower learning rates",
+    "tentative": "a late forward those that the known part of its window's gradient moves, its backward the newest",
 }
 """Which weights ops read by the rules of `Updates.rule`, other than the newest for all of them."""
 

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from penstock.schedule.schedule import Schedule
 
 BY_MOMENTUM = ("spectrain",)
-BY_ADAM = ("xpipe", "xpipe-lr", TENTATIVE)
+BY_ADAM = ("xpipe", TENTATIVE)
 PREDICTING = (*BY_MOMENTUM, *BY_ADAM)
 """Rules by which ops read weights that are predicted."""
 

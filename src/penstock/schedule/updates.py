@@ -36,7 +36,7 @@ NEWEST = "none"
 TENTATIVE = "tentative"
 """The rule by which late forwards read weights that the known part of their window's gradient has moved."""
 
-RULES = (NEWEST, "pipedream", "pipedream-2bw", "spectrain", "xpipe", "vnag", "pipedream-lr", "xpipe-lr", TENTATIVE)
+RULES = (NEWEST, "pipedream", "pipedream-2bw", "spectrain", "xpipe", "vnag", TENTATIVE)
 """Names of the rules by which ops read weights; `runtime/parameters/rules.py` has what each does."""
 
 

@@ -21,7 +21,7 @@ from penstock.schedule.updates import NEWEST, OWNER
 if TYPE_CHECKING:
     from penstock.schedule.schedule import Schedule
 
-STASHING = ("pipedream", "vnag", "pipedream-lr")
+STASHING = ("pipedream", "vnag")
 """Rules by which a backward reads the version that its forward read."""
 
 TWO_BUFFERS = "pipedream-2bw"
@@ -44,10 +44,10 @@ def count_versions(
     """By (stage, pipeline), the most versions of its weights that the copy holds at once.
 
     - none: 1. Updates overwrite it.
-    - pipedream, pipedream-lr, vnag: the newest, and each older one that the forward of a microbatch in flight (its B
+    - pipedream, vnag: the newest, and each older one that the forward of a microbatch in flight (its B
       or I still to come) read: p - i on rank i of 1F1B with windows of one microbatch (PipeDream, section 3.3).
     - pipedream-2bw: 2, the newest and the one before (PipeDream-2BW, section 3.1).
-    - spectrain, xpipe, xpipe-lr, tentative: 2, the newest and what predictions are written to; 1 where nothing is
+    - spectrain, xpipe, tentative: 2, the newest and what predictions are written to; 1 where nothing is
       predicted. A copy that can't predict for itself holds besides all predictions that it is sent with a version, and
       any copy what a PREDICT has made.
 

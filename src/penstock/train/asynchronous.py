@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 from math import lcm
 from typing import TYPE_CHECKING, Any
 
-from penstock.schedule import Schedule, count_mismatch
+from penstock.schedule import TENTATIVE, Schedule, count_mismatch
 from penstock.schedule.staleness import PREDICTING
 from penstock.train.checks import SettingsError
 
@@ -213,7 +213,7 @@ def completed(given: Mapping[str, Any]) -> dict[str, Any]:
     found.setdefault("dispatch", "frozen")
     if usual.max_mismatch is not None and rule is None:  # a rule is for what a mismatch does
         found.setdefault("max_mismatch", usual.max_mismatch)
-    if schedule == "amdp" and rule in PREDICTING:  # each copy predicts for itself, and less is sent
+    if schedule == "amdp" and rule in PREDICTING and rule != TENTATIVE:  # each copy predicts for itself
         found.setdefault("sharding", "none")
     if all(isinstance(found[name], int) and found[name] > 0 for name in ("window", "microbatches", "steps")):
         found.setdefault("drain_every", usual_steps(found["steps"], microbatches, found["window"]))

@@ -18,7 +18,7 @@ from penstock.cost import CostError, Costs, Links
 from penstock.cost.conditions import read_quantity
 from penstock.formats import load as load_schedule
 from penstock.library import SCHEDULES, build
-from penstock.schedule import Schedule, ScheduleError, check
+from penstock.schedule import TENTATIVE, Schedule, ScheduleError, check, with_tentative_updates
 
 BASE = "host", "gloo", "direct"
 """Transports whose single links may be delegated."""
@@ -116,7 +116,9 @@ def read_schedule(
         found = build(schedule, ranks, microbatches, **options)
     if max_mismatch is not None and found.updates is not None:
         found = replace(found, updates=replace(found.updates, max_mismatch=max_mismatch))
-    if rule is not None and found.updates is not None:
+    if rule == TENTATIVE and found.updates is not None:
+        found = with_tentative_updates(found)
+    elif rule is not None and found.updates is not None:
         found = replace(found, updates=replace(found.updates, rule=rule))
     check(found)
     return found

@@ -6,15 +6,23 @@
 
 So a function makes the same groups on every replica, whichever parameters each of them steps (zero1).
 
+A step may be made for a while, to see where it leads:
+
+    with step_for_now(optimizer, parameters):
+        optimizer.step()            works on copies of the state; the parameters hold what the step made
+    parameters and state are back
+
 Besides the state of parameters, a class of the user's may keep something in attributes, such as `self.num_steps`.
 Checkpoints bring that back (`checkpoint/optimizer.py`).
 """
 
 from __future__ import annotations
 
+import copy
 import logging
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence, Set
+from contextlib import contextmanager
 from enum import Enum
 from functools import partial
 from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
@@ -26,7 +34,7 @@ from torch.nn import Parameter
 from torch.optim import Optimizer
 
 from penstock.runtime.errors import RuntimeFailure
-from penstock.runtime.tensors.dtensor import is_sharded
+from penstock.runtime.tensors.dtensor import is_sharded, memory
 
 GivenOptimizer = Callable[[list[Parameter]], Optimizer] | Optimizer | None
 
@@ -140,6 +148,28 @@ def make_step(optimizer: Optimizer) -> None:
             "leave out fused= and foreach=, take AdamW, or give ParallelOptions(sharding='zero1') instead of 'fsdp', "
             "which deals out whole parameters"
         ) from error
+
+
+@contextmanager
+def step_for_now(optimizer: Optimizer, parameters: Sequence[Parameter]) -> Iterator[None]:
+    """Within the `with` statement the optimizer may step these parameters, and no others.
+
+    The state's tensors stay the same objects, as others may hold them as well.
+    """
+    weights = [memory(parameter).clone() for parameter in parameters]
+    states = {p: optimizer.state[p] for p in parameters if p in optimizer.state}
+    attributes = copy.deepcopy({k: v for k, v in attributes_of(optimizer).items() if not isinstance(v, Optimizer)})
+    for parameter, state in states.items():
+        optimizer.state[parameter] = {k: v.clone() if isinstance(v, Tensor) else v for k, v in state.items()}
+    try:
+        yield
+    finally:
+        for parameter, weight in zip(parameters, weights, strict=True):
+            memory(parameter).copy_(weight)
+            optimizer.state.pop(parameter, None)
+        optimizer.state.update(states)
+        for name, value in attributes.items():
+            set_attribute(optimizer, name, value)
 
 
 def goes_on_as(before: Optimizer | None, after: Optimizer | None) -> Optimizer | None:

@@ -15,8 +15,6 @@ An op reads a version, moved forward by a number of predicted updates. Each clas
 | `pipedream-2bw` | one before its window's | the same                | two                         |
 | `spectrain`     | predicted by momentum   | predicted by momentum   | one and the prediction      |
 | `xpipe`         | predicted by Adam       | newest                  | one and the prediction      |
-| `pipedream-lr`  | as `pipedream`          | as `pipedream`          | the same; lower rates where |
-| `xpipe-lr`      | as `xpipe`              | as `xpipe`              | gradients are late          |
 | `tentative`     | after a tentative step  | newest                  | one and the prediction      |
 """
 
@@ -81,14 +79,12 @@ class VersionRule:
         keeps: a microbatch's backward reads the version its forward read, which is held until then. Where not, all
             ops read from one memory, into which what they read is written.
         steps_tentatively: PREDICT asks the optimizer for the step of a part of a window's gradient.
-        is_slowed: stages whose gradients are late learn at a lower rate.
         wanted: the optimizers that the rule has a formula for; empty for any.
     """
 
     name: str
     keeps: bool = False
     steps_tentatively: bool = False
-    is_slowed: bool = False
     wanted: str = ""
 
     def forward(self, context: ReadContext) -> WeightRead:
@@ -110,10 +106,6 @@ class VersionRule:
     def most_steps(self, schedule: Schedule, stage: int) -> int:
         """The most updates that an op of the stage predicts."""
         return max(self.ahead(schedule, stage).values(), default=0)
-
-    def slowed(self, schedule: Schedule, stage: int) -> int:
-        """What the learning rate of a stage is divided by: one more than the updates that a gradient is late by."""
-        return 1 + max(updates_ahead(schedule, stage).values(), default=0) if self.is_slowed else 1
 
     def predict(
         self, out: Tensor, weight: Tensor, steps: int, rate: float, group: Mapping[str, Any], state: Mapping[str, Any]
@@ -352,31 +344,6 @@ class StashingNesterov(WeightStashing):
         return isinstance(optimizer, NAdam)
 
 
-class SlowedStashing(WeightStashing):
-    """Stashing with a lower rate where gradients are late.
-
-        lr / (1 + d)        on a stage of which an update comes at most d updates after the forwards that it gathers
-
-    In PipeDream's order with one microbatch a window d is p - k on stage k of p (k from 1): the first stage learns at
-    1/p of the rate, the last at all of it. XPipe's prediction goes by the lower rate, too. Weights whose gradients
-    are late oscillate about where they should be, the wider the higher the rate and the later the gradients.
-
-    `pipedream-lr` reads weights as `pipedream` does, `xpipe-lr` as `xpipe`. The quotient for a whole run is ours.
-    Rates that depend on a stage's delay are those of Yang et al., "PipeMare: asynchronous pipeline parallel DNN
-    training", 2021, where they last for the run's beginning. What was measured stands in `experiments/amdp/delay.py`.
-    """
-
-    name = "pipedream-lr"
-    is_slowed = True
-
-
-class SlowedPrediction(AdamPrediction):
-    """XPipe's prediction with a lower rate where gradients are late."""
-
-    name = "xpipe-lr"
-    is_slowed = True
-
-
 class TentativeStep(AdamPrediction):
     """Late forwards read what the optimizer makes of the known part of the window's gradient.
 
@@ -431,8 +398,6 @@ _KINDS: tuple[type[VersionRule], ...] = (
     MomentumPrediction,
     AdamPrediction,
     StashingNesterov,
-    SlowedStashing,
-    SlowedPrediction,
     TentativeStep,
 )
 _RULES: dict[str, VersionRule] = {kind.name: kind() for kind in _KINDS}

@@ -28,7 +28,7 @@ forward stay in its graph: their backward reads those.
 A rule predicts weights from the optimizer's state. If this copy has that state, an op's prediction is made when the
 op runs. If another copy has it, or several replicas have parts of it, the holder of the state predicts everything
 that ops will read of a version as soon as the version is made, and sends the predictions with the version. A PREDICT
-makes new predictions, from the part of the window's gradient that is known (`tentative.py`).
+makes new predictions, from the part of the window's gradient that is known (`optimizer.step_for_now`).
 
 A parameter that another stage owns comes with the first forward that passed the owner's stage since its update, so
 that all stages read one version in the forwards of a microbatch:
@@ -52,9 +52,8 @@ from torch.optim import Optimizer
 
 from penstock.runtime.errors import RuntimeFailure
 from penstock.runtime.parameters.gradients import Gradients, GradientSums, factor_of, norms_of, num_bytes
-from penstock.runtime.parameters.optimizer import make_step
+from penstock.runtime.parameters.optimizer import make_step, step_for_now
 from penstock.runtime.parameters.rules import ReadContext, VersionRule, WeightRead
-from penstock.runtime.parameters.tentative import step_for_now
 from penstock.runtime.tensors.autograd import added
 from penstock.runtime.tensors.dtensor import as_shard, is_sharded, laid_like, local, memory, own_shard, standing_for
 from penstock.schedule import Schedule
@@ -408,7 +407,6 @@ class CopyWeights:
         )
         self._owns, self._predicts, self._needs = owns, owns and predicts, needs
         self.mismatch: dict[int, int] = {}
-        self._slowed = rule.slowed(schedule, index)
         self._gradients = GradientSums(list(self._parameters.values()))
         self._sent: tuple[int, Gradients] | None = None
         """The last sum that was given away, and its update, where a GIVE may come after it."""
@@ -517,7 +515,7 @@ class CopyWeights:
         masters: Sequence[Parameter] = list(self.masters.values())
         if to_step is not None:
             masters, total = to_step(masters, total)
-        step_masters(optimizer, masters, total, rate, self._slowed)
+        step_masters(optimizer, masters, total, rate)
 
     def predict(self, update: int, mean: Gradients, spread: Spread, to_step: ToStep | None = None) -> None:
         """Predicts what ops will read by the step that the optimizer would make of this gradient; commits nothing.
@@ -537,7 +535,7 @@ class CopyWeights:
             stepped, mean = to_step(masters, mean)
         rate = None if self._rates is None else self._rates[update]
         with step_for_now(optimizer, stepped):
-            step_masters(optimizer, stepped, mean, rate, self._slowed)
+            step_masters(optimizer, stepped, mean, rate)
             self.versions.give_ahead({s: spread(masters, partial(self._predict, num_steps=s - 1)) for s in needed})
 
     def _with_optimizer(self) -> Optimizer:
@@ -644,7 +642,7 @@ class CopyWeights:
             return
         rate = group["lr"] if self._rates is None else self._rates[self.versions.num_in_pass]
         state = {key: local(value) for key, value in self._optimizer.state.get(stepped, {}).items()}
-        self._rule.predict(out, memory(stepped), num_steps, float(rate) / self._slowed, group, state)
+        self._rule.predict(out, memory(stepped), num_steps, float(rate), group, state)
 
     def _left_open(self, update: int) -> bool:
         return self._open and update == self._windows.num_updates - 1
@@ -678,19 +676,18 @@ def clipped(gradients: Gradients, max_norm: float, masters: Sequence[Parameter])
 
 
 def step_masters(
-    optimizer: Optimizer, masters: Sequence[Parameter], gradients: Gradients, rate: float | None, slowed: int = 1
+    optimizer: Optimizer, masters: Sequence[Parameter], gradients: Gradients, rate: float | None
 ) -> None:
     """Steps only these masters: an optimizer skips parameters without a gradient.
 
     Args:
         rate: learning rate of this step; that of the optimizer's groups where None.
-        slowed: what the rate is divided by.
     """
     for master, gradient in zip(masters, gradients, strict=True):
         master.grad = None if gradient is None else as_shard(gradient, master)
     try:
         if any(gradient is not None for gradient in gradients):
-            with learning_rate(optimizer, rate, slowed):
+            with learning_rate(optimizer, rate):
                 make_step(optimizer)
     finally:
         for master in masters:
@@ -698,17 +695,14 @@ def step_masters(
 
 
 @contextmanager
-def learning_rate(optimizer: Optimizer, rate: float | None, slowed: int = 1) -> Iterator[None]:
-    """Gives all groups this learning rate, or their own, divided by `slowed`, within the `with` statement."""
-    if rate is None and slowed == 1:
+def learning_rate(optimizer: Optimizer, rate: float | None) -> Iterator[None]:
+    """Gives all groups this learning rate within the `with` statement; None leaves them theirs."""
+    if rate is None:
         yield
         return
     before = [group["lr"] for group in optimizer.param_groups]
     for group, own in zip(optimizer.param_groups, before, strict=True):
-        if rate is None:
-            group["lr"] = own / slowed
-        else:
-            group["lr"] = torch.full_like(own, rate / slowed) if isinstance(own, Tensor) else rate / slowed
+        group["lr"] = torch.full_like(own, rate) if isinstance(own, Tensor) else rate
     try:
         yield
     finally:
