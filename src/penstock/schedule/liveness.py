@@ -69,7 +69,11 @@ def _run_bounded(schedule: Schedule, channel_depth: int) -> UntimedRun:
     receivers: dict[Op, list[Op]] = {}
     for op, needed in needs.items():
         for producer in needed:
-            if op.kind not in OF_UPDATES and carries_message(producer, op) and rank_of_op.get(producer) != rank_of_op[op]:
+            if (
+                op.kind not in OF_UPDATES
+                and carries_message(producer, op)
+                and rank_of_op.get(producer) != rank_of_op[op]
+            ):
                 receivers.setdefault(producer, []).append(op)
     steps = [0] * schedule.num_ranks
     unsent: list[deque[Op]] = [deque() for _ in schedule.order]

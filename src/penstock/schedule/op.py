@@ -7,8 +7,8 @@ The letters are torch's. PipeMorph and the zero-bubble papers write B for what i
     R  forward again, before a backward whose F kept only its input
     U  update: a copy of a stage takes over new parameters (see `updates`)
 
-GIVE and PREDICT belong to updates, too: they let forwards read weights that part of a window's gradient has moved (see
-`tentative`).
+GIVE and PREDICT belong to updates, too: with them forwards read weights that part of a window's gradient has moved
+(see `tentative`).
 
 SEND_F, RECV_F, SEND_B and RECV_B are messages as ops. They are for runtimes that want messages in the schedule, such
 as torch's; Penstock's own runtime places messages itself. Any other kind must be registered with the schedule's stage

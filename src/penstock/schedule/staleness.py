@@ -182,9 +182,7 @@ def predictions_of(
             for pipeline, reads in tied_reads_of(schedule, owner, stage).items():
                 add(pipeline, owner, reads.needs)
     return {
-        key: {when: tuple(sorted(steps)) for when, steps in needs.items()}
-        for key, needs in found.items()
-        if needs
+        key: {when: tuple(sorted(steps)) for when, steps in needs.items()} for key, needs in found.items() if needs
     }
 
 

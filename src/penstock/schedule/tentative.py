@@ -14,9 +14,8 @@ Both are numbered as U is. Without a PREDICT before it, a late forward reads wha
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from math import inf
 from typing import TYPE_CHECKING
 
 from penstock.schedule.dependencies import predecessors, run_rows
@@ -44,7 +43,7 @@ def known_to(schedule: Schedule) -> dict[tuple[int, int], tuple[int, ...]]:
     """
     windows = schedule.windows
     found: dict[tuple[int, int], list[int]] = {}
-    for row in schedule.order if windows is not None else ():
+    for row in () if windows is None else schedule.order:
         ended: dict[tuple[int, int], list[int]] = {}
         for op in row:
             copy = op.stage, schedule.pipeline_of(op)
@@ -82,7 +81,8 @@ def with_tentative_updates(
         rank 0 | F0 F1 .  B0 PREDICT0 F2 B1 U0 F3 B2 .  B3 U1
         rank 1 | .  F0 B0 F1 B1       U0 F2 B2 F3 B3 U1
     """
-    if schedule.updates is None or schedule.windows is None:
+    windows = schedule.windows
+    if schedule.updates is None or windows is None:
         raise ScheduleError(
             f"{schedule.name} has no updates as ops, so no forward reads weights too early; give it a window",
             rule="updates",
@@ -98,8 +98,8 @@ def with_tentative_updates(
     take = duration or (lambda op: DURATIONS.get(op.kind, 0.0))
     placed: list[list[tuple[int, Op]]] = [[] for _ in bare]
     for stage, copies in enumerate(_copies(schedule, take)):
-        for update in range(schedule.windows.num_updates - 1):
-            for rank, slot, op in _placed(copies, schedule.windows, stage, update, take, message):
+        for update in range(windows.num_updates - 1):
+            for rank, slot, op in _placed(copies, windows, stage, update, take, message):
                 placed[rank].append((slot, op))
     rows = []
     for row, found in zip(bare, placed, strict=True):
@@ -122,6 +122,9 @@ class _CopyRow:
         self.forwards = [op for op in mine if op.kind == FORWARD]
         self.backwards = [op for op in mine if op.kind == BACKWARD]
         self.updates = [self.place[op] for op in mine if op.kind == UPDATE]
+
+    def ends_by(self, op: Op, moment: float, take: Callable[[Op], float]) -> bool:
+        return self.starts[self.place[op]] + take(op) <= moment
 
     def first_late(self, windows: Windows, update: int) -> int | None:
         """The place of the first forward of a later window between the update before this one and this one."""
@@ -157,42 +160,33 @@ def _start_times(schedule: Schedule, take: Callable[[Op], float]) -> dict[Op, fl
 
 
 def _placed(
-    copies: list[_CopyRow],
+    copies: Sequence[_CopyRow],
     windows: Windows,
     stage: int,
     update: int,
     take: Callable[[Op], float],
     message: float,
 ) -> Iterator[tuple[int, int, Op]]:
-    """(rank, slot, op) of each GIVE and PREDICT of an update of a stage; none if no forward is late, or none known."""
-    late = [copy.first_late(windows, update) for copy in copies]
-    moments = [copy.starts[place] for copy, place in zip(copies, late, strict=True) if place is not None]
-    if not moments:
+    """(rank, slot, op) of each GIVE and PREDICT of an update of a stage; none if none is late, or none known."""
+    late = {k: place for k, copy in enumerate(copies) if (place := copy.first_late(windows, update)) is not None}
+    if not late:
         return
-    window, owner = windows.microbatches(update), copies[OWNER]
-    at_owner = Op(PREDICT, stage, windows.number(update, OWNER))
-    least, most = owner.updates[update - 1] + 1 if update else 0, owner.updates[update]
-    slot = bisect_left(owner.starts, min(moments) - (message + take(at_owner) if len(copies) > 1 else 0.0))
-    slot = min(max(slot, least), most if late[OWNER] is None else late[OWNER])
-    known_until = (owner.starts[slot] if slot < len(owner.starts) else inf) - message
+    owner, window = copies[OWNER], windows.microbatches(update)
+    predict = Op(PREDICT, stage, windows.number(update, OWNER))
+    first = min(copies[k].starts[place] for k, place in late.items())
+    slot = bisect_left(owner.starts, first - (message + take(predict) if len(copies) > 1 else 0.0))
+    slot = max(slot, owner.updates[update - 1] + 1 if update else 0)
+    slot = min(slot, late.get(OWNER, owner.updates[update]))
+    until = owner.starts[slot] - message
     given = []
-    for pipeline, copy in enumerate(copies):
-        ended = [
-            copy.place[op]
-            for op in copy.backwards
-            if op.microbatch in window
-            and (copy.place[op] < slot if pipeline == OWNER else copy.starts[copy.place[op]] + take(op) <= known_until)
-        ]
-        if ended:
-            given.append((copy.rank, ended[-1] + 1, Op(GIVE, stage, windows.number(update, pipeline))))
-            if pipeline == OWNER:
-                given.pop()
-                given.append((copy.rank, slot, at_owner))
-    if not given:
+    for pipeline, copy in enumerate(copies[1:], start=1):
+        known = [op for op in copy.backwards if op.microbatch in window and copy.ends_by(op, until, take)]
+        if known:
+            given.append((copy.rank, copy.place[known[-1]] + 1, Op(GIVE, stage, windows.number(update, pipeline))))
+    if not given and not any(op.microbatch in window and owner.place[op] < slot for op in owner.backwards):
         return
-    if given[0][2] != at_owner:
-        given.insert(0, (owner.rank, slot, at_owner))
     yield from given
-    for pipeline, (copy, place) in enumerate(zip(copies, late, strict=True)):
-        if place is not None and pipeline != OWNER:
-            yield copy.rank, place, Op(PREDICT, stage, windows.number(update, pipeline))
+    yield owner.rank, slot, predict
+    for pipeline, place in late.items():
+        if pipeline != OWNER:
+            yield copies[pipeline].rank, place, Op(PREDICT, stage, windows.number(update, pipeline))

@@ -48,8 +48,8 @@ def count_versions(
       or I still to come) read: p - i on rank i of 1F1B with windows of one microbatch (PipeDream, section 3.3).
     - pipedream-2bw: 2, the newest and the one before (PipeDream-2BW, section 3.1).
     - spectrain, xpipe, tentative: 2, the newest and what predictions are written to; 1 where nothing is
-      predicted. A copy that can't predict for itself holds besides all predictions that it is sent with a version, and
-      any copy what a PREDICT has made.
+      predicted. A copy that can't predict for itself holds besides all predictions that it is sent with a version,
+      and any copy what a PREDICT has made.
 
     Where no updates are ops of the schedule it is 1.
 

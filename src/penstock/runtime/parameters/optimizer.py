@@ -157,7 +157,7 @@ def step_for_now(optimizer: Optimizer, parameters: Sequence[Parameter]) -> Itera
     The state's tensors stay the same objects, as others may hold them as well.
     """
     weights = [memory(parameter).clone() for parameter in parameters]
-    states = {p: optimizer.state[p] for p in parameters if p in optimizer.state}
+    states: dict[Tensor, Any] = {p: optimizer.state[p] for p in parameters if p in optimizer.state}
     attributes = copy.deepcopy({k: v for k, v in attributes_of(optimizer).items() if not isinstance(v, Optimizer)})
     for parameter, state in states.items():
         optimizer.state[parameter] = {k: v.clone() if isinstance(v, Tensor) else v for k, v in state.items()}

@@ -352,9 +352,9 @@ class TentativeStep(AdamPrediction):
     g_known is the sum over the microbatches whose backwards have ended, w_known the sum of their losses' weights (1
     over the window). It is clipped as the window's gradient is. The step is the optimizer's own, with the rate of the
     update that it stands for, and commits nothing. So if the whole window is known, a late forward reads the weights
-    that it would read without delay. Of several updates ahead the first is this step, and the momentum makes the others.
-    If nothing is known, it makes all of them: by Adam's or Muon's moments as under `xpipe`, by SGD's buffer as under
-    `spectrain`. Another optimizer's state predicts nothing.
+    that it would read without delay. Of several updates ahead the first is this step, and the momentum makes the
+    others. If nothing is known, the momentum makes all of them: Adam's or Muon's moments as under `xpipe`, SGD's
+    buffer as under `spectrain`. Another optimizer's state predicts nothing.
 
     The rule is ours. It goes beyond AMDP, whose late forwards read the newest weights (`none`).
     """

@@ -183,7 +183,9 @@ class ScheduledUpdates:
                 shared.share_of_stage(index, found[steps])
             for key in others:
                 if key in self.weights:
-                    self.weights[key].versions.give_ahead({steps: found[steps] for steps in self.needed(*key, moment(0))})
+                    self.weights[key].versions.give_ahead(
+                        {steps: found[steps] for steps in self.needed(*key, moment(0))}
+                    )
         for slot, tie in self._model.ties.slots():
             self._look_ahead_of_tie(slot, tie)
 

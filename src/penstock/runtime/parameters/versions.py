@@ -217,8 +217,7 @@ class VersionedParameters:
         return self.newest - self._first
 
     def needed(self, is_predicted: bool = False) -> Sequence[int]:
-        """How many updates ahead of the newest version the weights must be known here: before its PREDICT, or after.
-        """
+        """How far ahead of the newest version, in updates, ops read: before its PREDICT, or after it."""
         return self._needs.get(moment(self.num_in_pass, is_predicted), ())
 
     def take_predicted(self, values: Sequence[Tensor]) -> None:
@@ -526,11 +525,12 @@ class CopyWeights:
             spread, to_step: as in `look_ahead` and `apply`.
         """
         optimizer, masters = self._with_optimizer(), list(self.masters.values())
+        stepped: Sequence[Parameter] = masters
         needed = self.versions.needed(is_predicted=True)
         if all(gradient is None for gradient in mean):
             self.versions.give_ahead({s: spread(masters, partial(self._predict, num_steps=s)) for s in needed})
             return
-        mean, stepped = self._clipped(mean), masters
+        mean = self._clipped(mean)
         if to_step is not None:
             stepped, mean = to_step(masters, mean)
         rate = None if self._rates is None else self._rates[update]

@@ -45,7 +45,9 @@ class Edge(NamedTuple):
         if self.is_tied_value:
             what = "the tied parameter after "
         elif self.is_update:
-            what = "the parameters of " if self.producer.kind in (UPDATE, PREDICT) else "the window's gradients after "
+            what = (
+                "the parameters of " if self.producer.kind in (UPDATE, PREDICT) else "the window's gradients after "
+            )
         elif self.slot:
             what = "the token of " if self.is_token else "the tied gradient of "
         return f"{what}{self.producer.short()} of stage {self.producer.stage}"

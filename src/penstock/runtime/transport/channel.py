@@ -32,7 +32,9 @@ class ChannelKey(NamedTuple):
 
     @classmethod
     def of(cls, edge: Edge) -> ChannelKey:
-        return cls(edge.producer.stage, edge.consumer.stage, edge.producer.kind in (FORWARD, UPDATE, PREDICT), edge.slot)
+        return cls(
+            edge.producer.stage, edge.consumer.stage, edge.producer.kind in (FORWARD, UPDATE, PREDICT), edge.slot
+        )
 
     def reverse(self) -> ChannelKey:
         """The channel of the answers: gradients for activations, the next activations for gradients; parameters for
