@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import io
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import pytest
 import torch
@@ -11,9 +13,11 @@ import torch.nn.functional as F
 from split_loops import assert_same, batches, leaf, plain_loop, split_loop
 from torch import Tensor, nn
 from torch.nn.utils import parametrize, prune
+from torch.utils.checkpoint import checkpoint
 
 import penstock as ps
 from penstock.runtime.split_backward import Tape, prepare, prepared, unprepare
+from runtime_cases import Do, mlp
 
 pytestmark = [pytest.mark.unit, pytest.mark.usefixtures("small_work_is_deferred")]
 
@@ -29,20 +33,284 @@ class Scaled(nn.Linear):
         return F.linear(input, self.weight * 2, self.bias)
 
 
-class Raw(nn.Module):
+def raw(module: nn.Linear | nn.Embedding, times: int = 1) -> nn.Module:
     """Uses a module's weight without calling the module."""
 
-    def __init__(self, module: nn.Linear | nn.Embedding, times: int = 1) -> None:
+    def run(layers: nn.ModuleList, x: Tensor) -> Tensor:
+        y, weight = layers[0](x), layers[0].weight
+        for _ in range(times):
+            y = F.linear(torch.tanh(y), weight)
+            y = y if y.shape[-1] == weight.shape[1] else y @ weight
+        return y
+
+    return Do(run, module)
+
+
+def again(*layers: nn.Module, times: int = 2) -> nn.Sequential:
+    """The layers, one after another, so many times."""
+    return nn.Sequential(*[layer for _ in range(times) for layer in (*layers, nn.Tanh())])
+
+
+def tied(owner: nn.Module, other: nn.Module, name: str = "weight") -> tuple[nn.Module, nn.Module]:
+    setattr(other, name, getattr(owner, name))
+    return owner, other
+
+
+def cast(function: Callable[..., Tensor], *layers: nn.Module) -> nn.Module:
+    """Layers that run under autocast."""
+
+    def run(layers: nn.ModuleList, x: Tensor) -> Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            return function(layers, x)
+
+    return Do(run, *layers)
+
+
+def checkpointed(inner: nn.Module, reentrant: bool = False) -> nn.Module:
+    return Do(lambda ls, x: checkpoint(ls[0], x, use_reentrant=reentrant), inner)
+
+
+def swapped(*layers: nn.Module) -> nn.Sequential:
+    """Layers whose input and output lie the other way round."""
+    return nn.Sequential(Do(lambda _, x: x.transpose(0, 1)), *layers, Do(lambda _, x: x.transpose(0, 1)))
+
+
+def as_real(*layers: nn.Module) -> nn.Sequential:
+    """Complex layers, and the real numbers of what they return, which a real loss can be made of."""
+    return nn.Sequential(*layers, Do(lambda _, y: torch.view_as_real(y.resolve_conj()))).to(torch.complex64)
+
+
+def conjugated() -> nn.Module:
+    return Do(lambda _, x: x.conj())
+
+
+class Ends(torch.autograd.Function):
+    """Passes a value on, and no gradient back."""
+
+    @staticmethod
+    def forward(ctx: object, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: object, g: Tensor) -> None:
+        return None
+
+
+class Product(nn.Module):
+    """Multiplies by a parameter of its own, which no rule knows."""
+
+    def __init__(self, *shape: int, dtype: torch.dtype = torch.float32) -> None:
         super().__init__()
-        self.module, self.times = module, times
+        self.weight = nn.Parameter(torch.randn(*shape, dtype=dtype))
 
     def forward(self, x: Tensor) -> Tensor:
-        y = self.module(x)
-        for _ in range(self.times):
-            y = F.linear(torch.tanh(y), self.module.weight)
-            if y.shape[-1] != self.module.weight.shape[1]:
-                y = y @ self.module.weight
-        return y
+        return x * self.weight.conj()
+
+
+def convolution(**options: Any) -> nn.Module:
+    """A convolution whose options are set after it was made, as one number each."""
+    layer = nn.Conv2d(3, 4, 3, padding=1)
+    for name, value in options.items():
+        setattr(layer, name, value)
+    return nn.Sequential(layer, nn.Conv2d(4, 3, 1))
+
+
+def column_major(dtype: torch.dtype = torch.float32) -> nn.Linear:
+    layer = nn.Linear(4, 6, dtype=dtype)
+    layer.weight = nn.Parameter(layer.weight.detach().t().contiguous().t())
+    return layer
+
+
+def other_types() -> nn.Module:
+    """A module whose bias is of another type than its weight does what torch does, an error included."""
+    layers = nn.Linear(4, 4).double(), nn.Linear(4, 4), nn.Linear(4, 4)
+    layers[2].bias = nn.Parameter(layers[2].bias.detach().double())
+
+    def run(ls: nn.ModuleList, x: Tensor) -> Tensor:
+        y = ls[0](x.double()).float()
+        with torch.autocast("cpu", torch.bfloat16):
+            y = ls[1](y)
+        return y.float() + ls[2](x.transpose(0, 1)).transpose(0, 1)
+
+    return Do(run, *layers)
+
+
+def lazy() -> nn.Module:
+    layer = nn.LazyLinear(4)
+    layer(torch.randn(2, 4))
+    return layer
+
+
+def bias_shared_with_a_raw_weight(raw_first: bool) -> nn.Sequential:
+    first, other = nn.Linear(4, 4), nn.Linear(4, 4)
+    tied(first, other, "bias")
+    layers = [*tied(other, nn.Linear(4, 4))[::-1], raw(first)]
+    return again(*(layers[::-1] if raw_first else layers), times=1)
+
+
+def functional_call(ls: nn.ModuleList, x: Tensor) -> Tensor:
+    return torch.func.functional_call(ls[0], {name: p * 2 for name, p in ls[0].named_parameters()}, (x,))
+
+
+def tangent(ls: nn.ModuleList, x: Tensor) -> Tensor:
+    return torch.func.jvp(ls[0], (x,), (torch.ones_like(x),))[1] + ls[0](x)
+
+
+def amp_checkpoint(reentrant: bool) -> nn.Module:
+    net = nn.Sequential(nn.Linear(6, 6), checkpointed(mlp(6), reentrant), nn.Linear(6, 6))
+    return cast(lambda ls, x: ls[0](x), net)
+
+
+def shared_in_checkpoints() -> nn.Module:
+    shared = Do(
+        lambda ls, x: ls[0](ls[1](F.relu(ls[0](x), inplace=True))),
+        nn.Linear(6, 6),
+        nn.Conv1d(3, 3, 3, padding=1, padding_mode="circular"),
+    )
+    return nn.Sequential(checkpointed(shared), shared, checkpointed(shared))
+
+
+def relu_in_place(bias: bool) -> nn.Module:
+    return nn.Sequential(nn.Linear(4, 5, bias), nn.ReLU(inplace=True), nn.Linear(5, 5), nn.ReLU(inplace=True))
+
+
+def every_rule() -> nn.Module:
+    return nn.Sequential(nn.Conv1d(3, 3, 1), nn.Tanh(), nn.Linear(4, 4), nn.Linear(4, 4, bias=False))
+
+
+CHANGES = [("stride", 2), ("padding", 2), ("padding", (1,)), ("dilation", 2), ("stride", (2,))]
+
+
+STAGES: dict[str, tuple[Callable[[], nn.Module], Sequence[int]]] = {
+    "modules that are left alone": (
+        lambda: nn.Sequential(
+            Scaled(4, 4),
+            nn.utils.parametrizations.weight_norm(nn.Linear(4, 4)),
+            lazy(),
+            nn.TransformerEncoderLayer(4, 2, 8, 0.0, batch_first=True),
+            nn.Conv1d(3, 3, 2, padding="same"),
+            nn.ConvTranspose1d(3, 3, 2),
+        ),
+        (2, 3, 4),
+    ),
+    **{f"a linear used {n} times": (lambda n=n: again(nn.Linear(4, 4), times=n), (5, 4)) for n in (2, 3, 4)},
+    "one bias of two linears": (
+        lambda: nn.Sequential(again(*(pair := tied(nn.Linear(4, 4), nn.Linear(4, 4), "bias")), times=1), pair[0]),
+        (5, 4),
+    ),
+    **{
+        f"a linear's weight used raw {n} times": (
+            lambda n=n: nn.Sequential(raw(layer := nn.Linear(4, 4), n), nn.Linear(4, 4), nn.Tanh(), layer),
+            (5, 4),
+        )
+        for n in (1, 2, 3)
+    },
+    "a bias shared with a raw weight, which is last": (lambda: bias_shared_with_a_raw_weight(False), (5, 4)),
+    "a bias shared with a raw weight, which is first": (lambda: bias_shared_with_a_raw_weight(True), (5, 4)),
+    "a module that is not called": (lambda: Do(lambda ls, x: ls[0](x), nn.Linear(4, 4), nn.Linear(4, 4)), (3, 4)),
+    "shared weights under autocast": (
+        lambda: cast(
+            lambda ls, x: ls[0](torch.tanh(ls[0](torch.tanh(ls[0](x) + ls[1](x))))), nn.Linear(6, 6), nn.Linear(6, 6)
+        ),
+        (3, 6),
+    ),
+    "a transform under autocast, left to autograd": (
+        lambda: nn.Sequential(cast(tangent, nn.Linear(6, 6)), nn.Linear(6, 6, dtype=torch.bfloat16)),
+        (3, 6),
+    ),
+    "a layer under autocast": (lambda: cast(lambda ls, x: ls[0](x), nn.Linear(6, 6)), (3, 6)),
+    **{
+        f"a convolution whose {name} was set to {value}": (
+            lambda name=name, value=value: convolution(**{name: value}),
+            (2, 3, 8, 8),
+        )
+        for name, value in CHANGES
+    },
+    "a gradient that ends before the module": (
+        lambda: Do(lambda ls, x: Ends.apply(ls[0](x)) + x, nn.Linear(3, 3)),
+        (2, 3),
+    ),
+    # The position's gradient is the output's own memory, to which the next I adds in place.
+    "gradients that share memory with what is held": (
+        lambda: Do(lambda ls, x: ls[0](x) + ls[1].weight.view(5, 4), nn.Linear(4, 4), Product(20)),
+        (5, 4),
+    ),
+    **{
+        f"outputs of {shape} changed in place{' with a bias' * bias}": (lambda bias=bias: relu_in_place(bias), shape)
+        for shape in ((3, 4), (2, 3, 4), (4,))
+        for bias in (True, False)
+    },
+    "a functional call with other tensors": (lambda: Do(functional_call, nn.Linear(4, 4)), (3, 4)),
+    "a layer and a convolution that checkpoints share": (shared_in_checkpoints, (2, 3, 6)),
+    "a checkpoint under autocast": (lambda: amp_checkpoint(False), (2, 3, 6)),
+    "a reentrant checkpoint under autocast": (lambda: amp_checkpoint(True), (2, 3, 6)),
+    "parameters of several types": (other_types, (3, 2, 4)),
+}
+"""By name what makes a stage, and the shape of its inputs."""
+HOLD_NOTHING = {
+    "a bias shared with a raw weight, which is last",
+    "a bias shared with a raw weight, which is first",
+    "a transform under autocast, left to autograd",
+    "a gradient that ends before the module",
+    "a functional call with other tensors",
+    "parameters of several types",
+}
+"""Stages of which every weight gradient may be computed in I."""
+
+
+@pytest.mark.parametrize("name", STAGES)
+def test_a_split_stage_has_the_gradients_of_the_plain_one(name: str) -> None:
+    make, shape = STAGES[name]
+    held = assert_same(make(), batches(*shape, num=5))
+    assert held > 0 or name in HOLD_NOTHING
+
+
+@pytest.mark.parametrize("times", [1, 2, 3])
+def test_an_embeddings_weight_also_used_without_it(times: int) -> None:
+    stage = nn.Sequential(raw(nn.Embedding(7, 4), times), nn.Linear(4, 4), nn.Tanh())
+    assert assert_same(stage, tokens(5, num=5)) > 0
+
+
+def test_tied_embedding_and_head() -> None:
+    table, head = tied(nn.Embedding(7, 4), nn.Linear(4, 7, bias=False))
+    assert assert_same(nn.Sequential(table, nn.Linear(4, 4), nn.Tanh(), head), tokens(2, 3)) > 0
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float16])
+def test_types_of_every_rule(dtype: torch.dtype) -> None:
+    assert assert_same(every_rule().to(dtype), [x.to(dtype) for x in batches(2, 3, 4)]) > 0
+    table = nn.Sequential(nn.Embedding(7, 4), nn.Linear(4, 4)).to(dtype)
+    assert assert_same(table, tokens(3, 2)) > 0
+
+
+@pytest.mark.parametrize("dtype", [torch.complex64, torch.complex128])
+@pytest.mark.parametrize("shape", [(4,), (5, 4), (2, 5, 4), (2, 2, 3, 4)])
+@pytest.mark.parametrize("first", [nn.Linear, column_major])
+def test_complex_linear(dtype: torch.dtype, shape: tuple[int, ...], first: Any) -> None:
+    layer = first(4, 6) if first is nn.Linear else first()
+    stage = as_real(layer, conjugated(), nn.Linear(6, 6, bias=False), nn.Linear(6, 3)).to(dtype)
+    assert assert_same(stage, [torch.randn(*shape, dtype=dtype) for _ in range(4)]) > 0
+
+
+COMPLEX: list[tuple[Callable[[], nn.Module], tuple[int, ...]]] = [
+    (lambda: nn.Sequential(swapped(nn.Linear(4, 6)), nn.Linear(6, 4)), (5, 3, 4)),
+    (lambda: nn.Conv1d(3, 3, 2), (2, 3, 4)),
+    (lambda: nn.ConvTranspose1d(3, 3, 2), (2, 3, 4)),
+    (lambda: Product(3, 4, dtype=torch.complex64), (2, 3, 4)),
+    (lambda: nn.Conv2d(2, 2, 2, padding=1, padding_mode="circular"), (2, 2, 4, 4)),
+    (lambda: nn.Conv3d(2, 2, 1), (2, 2, 4, 4, 4)),
+]
+
+
+@pytest.mark.parametrize(("make", "shape"), COMPLEX)
+def test_complex_layers(make: Callable[[], nn.Module], shape: tuple[int, ...]) -> None:
+    assert_same(as_real(make()), [torch.randn(*shape, dtype=torch.complex64) for _ in range(4)])
+
+
+def test_ragged_microbatches_around_the_threshold(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(prepared, "MERGE_WORK", 100)
+    inputs = [torch.randn(rows, 4) for rows in (2, 9, 9, 3, 1)]
+    assert assert_same(nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4)), inputs) > 0
 
 
 # -- what is deferred ---------------------------------------------------------------------------------------
@@ -63,20 +331,6 @@ def test_a_stage_without_anything_to_defer_says_so() -> None:
     assert not report.can_split
     assert "no linear, convolution or embedding module" in report.reason
     assert assert_same(stage, batches(3, 4)) == 0
-
-
-def test_modules_that_are_left_alone_are_right() -> None:
-    lazy = nn.LazyLinear(4)
-    lazy(torch.randn(2, 4))
-    stage = nn.Sequential(
-        Scaled(4, 4),
-        nn.utils.parametrizations.weight_norm(nn.Linear(4, 4)),
-        lazy,
-        nn.TransformerEncoderLayer(4, 2, 8, 0.0, batch_first=True),
-        nn.Conv1d(3, 3, 2, padding="same"),
-        nn.ConvTranspose1d(3, 3, 2),
-    )
-    assert assert_same(stage, batches(2, 3, 4)) > 0
 
 
 @pytest.mark.parametrize("name", ["weight", "bias"])
@@ -148,44 +402,6 @@ def test_forward_and_backward_hooks_of_modules_fire() -> None:
 # -- uses of one parameter ----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("times", [2, 3, 4])
-def test_a_linear_used_several_times(times: int) -> None:
-    linear = nn.Linear(4, 4)
-    stage = nn.Sequential(*[m for _ in range(times) for m in (linear, nn.Tanh())])
-    assert assert_same(stage, batches(5, 4)) > 0
-
-
-def test_tied_embedding_and_head() -> None:
-    table, head = nn.Embedding(7, 4), nn.Linear(4, 7, bias=False)
-    head.weight = table.weight
-    assert assert_same(nn.Sequential(table, nn.Linear(4, 4), nn.Tanh(), head), tokens(2, 3)) > 0
-
-
-def test_one_bias_of_two_linears() -> None:
-    a, b = nn.Linear(4, 4), nn.Linear(4, 4)
-    b.bias = a.bias
-    assert assert_same(nn.Sequential(a, nn.Tanh(), b, nn.Tanh(), a), batches(5, 4)) > 0
-
-
-@pytest.mark.parametrize("times", [1, 2, 3])
-@pytest.mark.parametrize("kind", ["linear", "embedding"])
-def test_a_weight_also_used_without_its_module(kind: str, times: int) -> None:
-    module = nn.Linear(4, 4) if kind == "linear" else nn.Embedding(7, 4)
-    stage = nn.Sequential(Raw(module, times), nn.Linear(4, 4), nn.Tanh())
-    if kind == "linear":
-        stage.append(module)
-    assert assert_same(stage, batches(5, 4, num=5) if kind == "linear" else tokens(5, num=5)) > 0
-
-
-def test_a_bias_shared_with_a_module_whose_weight_is_used_raw() -> None:
-    raw, other = Raw(nn.Linear(4, 4)), nn.Linear(4, 4)
-    other.bias = raw.module.bias
-    third = nn.Linear(4, 4)
-    third.weight = other.weight
-    assert_same(nn.Sequential(third, nn.Tanh(), other, nn.Tanh(), raw), batches(5, 4, num=5))
-    assert_same(nn.Sequential(raw, nn.Tanh(), other, nn.Tanh(), third), batches(5, 4, num=5))
-
-
 def test_tied_to_a_module_that_is_too_small_to_wait(monkeypatch: pytest.MonkeyPatch) -> None:
     table, head = nn.Embedding(7, 4), nn.Linear(4, 7, bias=False)
     head.weight = table.weight
@@ -250,15 +466,6 @@ def make(layer: nn.Module, name: str, value: object) -> nn.Module:
     return layer
 
 
-CHANGES = [("stride", 2), ("padding", 2), ("padding", (1,)), ("dilation", 2), ("stride", (2,))]
-
-
-@pytest.mark.parametrize(("name", "value"), CHANGES)
-def test_a_convolution_whose_option_was_set_to_one_number(name: str, value: object) -> None:
-    stage = nn.Sequential(make(nn.Conv2d(3, 4, 3, padding=1), name, value), nn.Conv2d(4, 3, 1))
-    assert assert_same(stage, batches(2, 3, 8, 8)) > 0
-
-
 @pytest.mark.parametrize(
     ("name", "value"), [*CHANGES, ("stride", (2, 2)), ("padding_mode", "circular"), ("dilation", (2, 2))]
 )
@@ -295,65 +502,6 @@ def follows(model: nn.Sequential, shape: tuple[int, ...], name: str, value: obje
                 assert p.grad is not None
                 assert q.grad is not None
                 assert torch.equal(p.grad.to_dense(), q.grad.to_dense()), path
-
-
-def test_under_autocast_a_call_within_a_transform_is_left_to_autograd_and_leaves_nothing_behind() -> None:
-    class Tangent(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.linear = nn.Linear(6, 6)
-
-        def forward(self, x: Tensor) -> Tensor:
-            with torch.autocast("cpu", torch.bfloat16):
-                return torch.func.jvp(self.linear, (x,), (torch.ones_like(x),))[1] + self.linear(x)
-
-    assert_same(nn.Sequential(Tangent(), nn.Linear(6, 6, dtype=torch.bfloat16)), batches(3, 6))
-    assert assert_same(nn.Sequential(Wrapped(nn.Linear(6, 6))), batches(3, 6)) > 0
-
-
-class Wrapped(nn.Module):
-    """Calls a layer under autocast."""
-
-    def __init__(self, layer: nn.Module) -> None:
-        super().__init__()
-        self.layer = layer
-
-    def forward(self, x: Tensor) -> Tensor:
-        with torch.autocast("cpu", torch.bfloat16):
-            y: Tensor = self.layer(x)
-        return y
-
-
-def test_a_module_that_is_not_called_keeps_no_gradient() -> None:
-    class Half(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.used, self.unused = nn.Linear(4, 4), nn.Linear(4, 4)
-
-        def forward(self, x: Tensor) -> Tensor:
-            return self.used(x)
-
-    assert assert_same(Half(), batches(3, 4)) > 0
-
-
-@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
-def test_parameters_of_other_dtypes(dtype: torch.dtype) -> None:
-    stage = nn.Sequential(nn.Linear(6, 8), nn.GELU(), nn.Linear(8, 3, bias=False), nn.Conv1d(5, 2, 2)).to(dtype)
-    assert assert_same(stage, [x.to(dtype) for x in batches(2, 5, 6)]) > 0
-
-
-def test_autocast_inside_the_stage_with_shared_and_mixed_weights() -> None:
-    class Amp(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.a, self.b = nn.Linear(6, 6), nn.Linear(6, 6)
-
-        def forward(self, x: Tensor) -> Tensor:
-            with torch.autocast("cpu", torch.bfloat16):
-                y = torch.tanh(self.a(x) + self.b(x))
-                return self.a(torch.tanh(self.a(y)))
-
-    assert assert_same(Amp(), batches(3, 6)) > 0
 
 
 # -- preparing ----------------------------------------------------------------------------------------------

@@ -4,26 +4,22 @@ from __future__ import annotations
 
 import gc
 import weakref
+from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 from split_loops import assert_same, batches, leaf
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from penstock.runtime.split_backward import SplitError, Tape, prepare, prepared
+from runtime_cases import Do
 
 pytestmark = [pytest.mark.unit, pytest.mark.usefixtures("small_work_is_deferred")]
 
 
-class Checkpointed(nn.Module):
-    def __init__(self, inner: nn.Module, reentrant: bool) -> None:
-        super().__init__()
-        self.inner, self.reentrant = inner, reentrant
-
-    def forward(self, x: Tensor) -> Tensor:
-        return checkpoint(self.inner, x, use_reentrant=self.reentrant)
+def checkpointed(inner: nn.Module, reentrant: bool) -> nn.Module:
+    return Do(lambda ls, x: checkpoint(ls[0], x, use_reentrant=reentrant), inner)
 
 
 def mlp(width: int = 6) -> nn.Sequential:
@@ -32,7 +28,7 @@ def mlp(width: int = 6) -> nn.Sequential:
     )
 
 
-def record(stage: nn.Module, x: Tensor) -> tuple[Tape, Tensor]:
+def record(stage: nn.Module, x: Tensor) -> tuple[Tape, Any]:
     tape = Tape()
     with tape.recording():
         y = stage(x)
@@ -60,23 +56,13 @@ def test_w_alone_touches_the_deferred_weights() -> None:
 
 
 def test_outputs_without_a_gradient_take_no_part() -> None:
-    class Two(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.a, self.b = nn.Linear(3, 3), nn.Linear(3, 1)
-
-        def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-            return self.a(x), self.b(x), x.detach()
-
-    stage = Two()
+    stage = Do(lambda ls, x: (ls[0](x), ls[1](x), x.detach()), nn.Linear(3, 3), nn.Linear(3, 1))
     prepare(stage)
-    tape = Tape()
-    with tape.recording():
-        outputs = stage(torch.randn(2, 3))
+    tape, outputs = record(stage, torch.randn(2, 3))
     tape.backward_input(outputs, [torch.ones(2, 3), None, torch.ones(2, 3)])
     tape.backward_weight()
-    assert stage.a.weight.grad is not None
-    assert stage.b.weight.grad is None
+    assert stage.layers[0].weight.grad is not None
+    assert stage.layers[1].weight.grad is None
 
 
 def test_a_loss_beside_other_outputs_has_gradient_one() -> None:
@@ -99,40 +85,11 @@ def test_no_gradient_at_all() -> None:
     assert all(p.grad is None for p in stage.parameters())
 
 
-def test_a_gradient_that_ends_before_the_module_leaves_none() -> None:
-    class Ends(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx: object, x: Tensor) -> Tensor:
-            return x.clone()
-
-        @staticmethod
-        def backward(ctx: object, g: Tensor) -> None:
-            return None
-
-    class Stage(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.linear = nn.Linear(3, 3)
-
-        def forward(self, x: Tensor) -> Tensor:
-            return Ends.apply(self.linear(x)) + x
-
-    assert_same(Stage(), batches(2, 3))
-
-
 # -- what is held -------------------------------------------------------------------------------------------
 
 
 def test_held_bytes_count_each_memory_once() -> None:
-    class Fork(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.q, self.k = nn.Linear(4, 8), nn.Linear(4, 8)
-
-        def forward(self, x: Tensor) -> Tensor:
-            return self.q(x) * self.k(x)
-
-    stage = Fork()
+    stage = Do(lambda ls, x: ls[0](x) * ls[1](x), nn.Linear(4, 8), nn.Linear(4, 8))
     prepare(stage)
     tape, y = record(stage, torch.randn(5, 4))
     assert tape.deferred_bytes == 0
@@ -178,44 +135,17 @@ def test_a_received_gradient_overwritten_before_w_is_noticed() -> None:
             tape.backward_weight()
 
 
-def test_gradients_that_share_memory_with_what_is_held() -> None:
-    """The position's gradient is the output's own memory, to which the next I adds in place."""
-
-    class Stage(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.token = nn.Linear(4, 4)
-            self.position = nn.Parameter(torch.randn(20))
-
-        def forward(self, x: Tensor) -> Tensor:
-            return self.token(x) + self.position.view(5, 4)
-
-    assert assert_same(Stage(), batches(5, 4)) > 0
-
-
 # -- in place -----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("shape", [(3, 4), (2, 3, 4), (4,)])
-@pytest.mark.parametrize("bias", [True, False])
-def test_outputs_may_be_changed_in_place(shape: tuple[int, ...], bias: bool) -> None:
-    stage = nn.Sequential(nn.Linear(4, 5, bias), nn.ReLU(inplace=True), nn.Linear(5, 5), nn.ReLU(inplace=True))
-    assert assert_same(stage, batches(*shape)) > 0
-
-
 def test_an_input_changed_in_place_before_i_is_noticed() -> None:
-    class Stage(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.linear = nn.Linear(4, 4)
+    def run(layers: nn.ModuleList, x: Tensor) -> Tensor:
+        h = x * 1
+        y: Tensor = layers[0](h)
+        h.add_(1)
+        return y
 
-        def forward(self, x: Tensor) -> Tensor:
-            h = x * 1
-            y = self.linear(h)
-            h.add_(1)
-            return y
-
-    stage = Stage()
+    stage = Do(run, nn.Linear(4, 4))
     prepare(stage)
     tape, y = record(stage, leaf(torch.randn(2, 4)))
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
@@ -254,47 +184,6 @@ def test_a_plain_backward_of_a_recorded_forward_is_whole() -> None:
     assert all(torch.equal(a, p.grad) for a, p in zip(want, stage.parameters()))
 
 
-def test_autograd_inside_the_forward() -> None:
-    class Penalized(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.net = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 1))
-
-        def forward(self, x: Tensor) -> Tensor:
-            x = x * 1
-            y = self.net(x)
-            (slope,) = torch.autograd.grad(y.sum(), x, create_graph=True)
-            return y.sum() + slope.square().sum()
-
-    assert_same(Penalized(), batches(3, 4))
-
-
-@pytest.mark.filterwarnings("ignore")
-def test_function_transforms_inside_the_forward() -> None:
-    class Mapped(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.linear = nn.Linear(4, 4)
-
-        def forward(self, x: Tensor) -> Tensor:
-            return torch.func.vmap(self.linear)(x)
-
-    assert_same(Mapped(), batches(3, 4))
-
-
-def test_functional_call_with_other_tensors() -> None:
-    class Borrowed(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.linear = nn.Linear(4, 4)
-
-        def forward(self, x: Tensor) -> Tensor:
-            own = {name: p * 2 for name, p in self.linear.named_parameters()}
-            return torch.func.functional_call(self.linear, own, (x,))
-
-    assert_same(Borrowed(), batches(3, 4))
-
-
 def test_the_modules_own_error_reaches_the_user() -> None:
     stage = mlp()
     prepare(stage)
@@ -309,30 +198,16 @@ def test_the_modules_own_error_reaches_the_user() -> None:
 
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_checkpointed_blocks(reentrant: bool) -> None:
-    blocks = [Checkpointed(mlp(), reentrant) for _ in range(2)]
+    blocks = [checkpointed(mlp(), reentrant) for _ in range(2)]
     stage = nn.Sequential(nn.Linear(6, 6), *blocks, nn.Linear(6, 6))
     held = assert_same(stage, batches(2, 3, 6))
     outside = 6 * 4 * 4 * (2 * 3 * 6)  # runs, tensors, bytes, elements: the two linears around the blocks
     assert held == outside if reentrant else held > outside
 
 
-def test_checkpoint_with_a_shared_linear_and_convolution() -> None:
-    class Twice(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.linear, self.conv = nn.Linear(6, 6), nn.Conv1d(3, 3, 3, padding=1, padding_mode="circular")
-
-        def forward(self, x: Tensor) -> Tensor:
-            return self.linear(self.conv(F.relu(self.linear(x), inplace=True)))
-
-    shared = Twice()
-    stage = nn.Sequential(Checkpointed(shared, False), shared, Checkpointed(shared, False))
-    assert assert_same(stage, batches(2, 3, 6)) > 0
-
-
 def test_checkpoint_holds_no_activations_before_i() -> None:
     inner = mlp(16)
-    stage = Checkpointed(inner, False)
+    stage = checkpointed(inner, False)
     alive: list[weakref.ref[Tensor]] = []
     inner[2].register_forward_hook(lambda _m, _x, y: alive.append(weakref.ref(y)))
     prepare(stage)
@@ -341,20 +216,6 @@ def test_checkpoint_holds_no_activations_before_i() -> None:
     assert [ref() for ref in alive] == [None]
     tape.backward_input([y], [torch.ones(8, 16)])
     tape.backward_weight()
-
-
-@pytest.mark.parametrize("reentrant", [False, True])
-def test_checkpoint_under_autocast(reentrant: bool) -> None:
-    class Amp(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.net = nn.Sequential(nn.Linear(6, 6), Checkpointed(mlp(), reentrant), nn.Linear(6, 6))
-
-        def forward(self, x: Tensor) -> Tensor:
-            with torch.autocast("cpu", torch.bfloat16):
-                return self.net(x)
-
-    assert assert_same(Amp(), batches(2, 3, 6)) > 0
 
 
 # -- small work ---------------------------------------------------------------------------------------------
@@ -371,9 +232,3 @@ def test_small_work_is_done_in_i_until_a_larger_input_comes(monkeypatch: pytest.
         sizes.append(tape.deferred_bytes)
         tape.backward_weight()
     assert sizes == [0, 4 * 2 * 8 * 4, 4 * 2 * 3 * 4]
-
-
-def test_ragged_microbatches_around_the_threshold(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(prepared, "MERGE_WORK", 100)
-    inputs = [torch.randn(rows, 4) for rows in (2, 9, 9, 3, 1)]
-    assert assert_same(nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4)), inputs) > 0

@@ -8,97 +8,15 @@ from collections.abc import Callable
 import pytest
 import torch
 import torch.nn.functional as F
-from split_loops import assert_same, plain_loop, split_loop
+from split_loops import assert_same, batches, plain_loop, split_loop
 from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge, register_multi_grad_hook
 from torch.utils.checkpoint import checkpoint
 
 from penstock.runtime.split_backward import Tape, prepare, unprepare
+from runtime_cases import Do
 
 pytestmark = [pytest.mark.unit, pytest.mark.usefixtures("small_work_is_deferred")]
-
-
-def batches(*shape: int, num: int = 4, dtype: torch.dtype = torch.float32) -> list[Tensor]:
-    return [torch.randn(*shape, dtype=dtype) for _ in range(num)]
-
-
-class Sized(nn.Module):
-    """The squared absolute values of a complex stage's output, which a real loss can be made of."""
-
-    def forward(self, y: Tensor) -> Tensor:
-        return torch.view_as_real(y.resolve_conj())
-
-
-class Conjugated(nn.Module):
-    def forward(self, x: Tensor) -> Tensor:
-        return x.conj()
-
-
-class Swapped(nn.Module):
-    def forward(self, x: Tensor) -> Tensor:
-        return x.transpose(0, 1)
-
-
-# -- complex numbers ----------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("dtype", [torch.complex64, torch.complex128])
-@pytest.mark.parametrize("shape", [(4,), (5, 4), (2, 5, 4), (2, 2, 3, 4)])
-@pytest.mark.parametrize("column_major", [False, True])
-def test_complex_linear(dtype: torch.dtype, shape: tuple[int, ...], column_major: bool) -> None:
-    layer = nn.Linear(4, 6)
-    if column_major:
-        layer.weight = nn.Parameter(layer.weight.detach().t().contiguous().t())
-    stage = nn.Sequential(layer, Conjugated(), nn.Linear(6, 6, bias=False), nn.Linear(6, 3), Sized()).to(dtype)
-    assert assert_same(stage, batches(*shape, dtype=dtype)) > 0
-
-
-def test_complex_linear_on_other_layouts() -> None:
-    stage = nn.Sequential(Swapped(), nn.Linear(4, 6), Swapped(), nn.Linear(6, 4), Sized()).to(torch.complex64)
-    assert assert_same(stage, batches(5, 3, 4, dtype=torch.complex64)) > 0
-
-
-def test_other_complex_layers() -> None:
-    class Product(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.weight = nn.Parameter(torch.randn(3, 4, dtype=torch.complex64))
-
-        def forward(self, x: Tensor) -> Tensor:
-            return x * self.weight.conj()
-
-    for layer in (nn.Conv1d(3, 3, 2), nn.ConvTranspose1d(3, 3, 2), Product()):
-        assert_same(nn.Sequential(layer, Sized()).to(torch.complex64), batches(2, 3, 4, dtype=torch.complex64))
-    for layer in (nn.Conv2d(2, 2, 2, padding=1, padding_mode="circular"), nn.Conv3d(2, 2, 1)):
-        shape = (2, 2, *(4,) * (layer.weight.dim() - 2))
-        assert_same(nn.Sequential(layer, Sized()).to(torch.complex64), batches(*shape, dtype=torch.complex64))
-
-
-@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float16])
-def test_types_of_every_rule(dtype: torch.dtype) -> None:
-    stage = nn.Sequential(nn.Conv1d(3, 3, 1), nn.Tanh(), nn.Linear(4, 4), nn.Linear(4, 4, bias=False)).to(dtype)
-    assert assert_same(stage, batches(2, 3, 4, dtype=dtype)) > 0
-    table = nn.Sequential(nn.Embedding(7, 4), nn.Linear(4, 4)).to(dtype)
-    assert assert_same(table, [torch.randint(7, (3, 2)) for _ in range(3)]) > 0
-
-
-def test_parameters_of_several_types() -> None:
-    """A module whose bias is of another type than its weight does what torch does, an error included."""
-
-    class Mixed(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.first, self.second = nn.Linear(4, 4).double(), nn.Linear(4, 4)
-            self.third = nn.Linear(4, 4)
-            self.third.bias = nn.Parameter(self.third.bias.detach().double())
-
-        def forward(self, x: Tensor) -> Tensor:
-            y = self.first(x.double()).float()
-            with torch.autocast("cpu", torch.bfloat16):
-                y = self.second(y)
-            return y.float() + self.third(x.transpose(0, 1)).transpose(0, 1)
-
-    assert_same(Mixed(), batches(3, 2, 4))
 
 
 # -- gradients of gradients ---------------------------------------------------------------------------------
@@ -160,19 +78,15 @@ def test_gradient_penalty_of_an_embedding(cast: bool) -> None:
 def test_an_inner_update_by_gradients_of_weights(cast: bool) -> None:
     """As in meta-learning: a step along the weights' own gradients, through which the loss is differentiated."""
 
-    class Inner(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.net = nn.Linear(4, 4)
+    def run(layers: nn.ModuleList, x: Tensor) -> Tensor:
+        (net,) = layers
+        with torch.autocast("cpu", torch.bfloat16, enabled=cast):
+            loss = net(torch.tanh(net(x))).float().square().mean()
+            slopes = torch.autograd.grad(loss, [net.weight, net.bias], create_graph=True)
+            weight, bias = (p - 0.1 * g for p, g in zip(net.parameters(), slopes))
+            return F.linear(x, weight, bias).float()
 
-        def forward(self, x: Tensor) -> Tensor:
-            with torch.autocast("cpu", torch.bfloat16, enabled=cast):
-                loss = self.net(torch.tanh(self.net(x))).float().square().mean()
-                slopes = torch.autograd.grad(loss, [self.net.weight, self.net.bias], create_graph=True)
-                weight, bias = (p - 0.1 * g for p, g in zip(self.net.parameters(), slopes))
-                return F.linear(x, weight, bias).float()
-
-    assert_same(Inner(), batches(3, 4))
+    assert_same(Do(run, nn.Linear(4, 4)), batches(3, 4))
 
 
 # -- hooks --------------------------------------------------------------------------------------------------
@@ -284,7 +198,7 @@ def test_a_hook_that_comes_between_two_microbatches(kind: str) -> None:
         stage[0].log = log
 
     # The split loop runs F2 between I0 and I1: the hook must see microbatch 1 there, as in a loop in that order.
-    stage, inputs = nn.Sequential(Late([]), nn.Tanh(), nn.Linear(4, 4)), batches(3, 4)
+    stage, inputs = nn.Sequential(Late([]), nn.Tanh(), nn.Linear(4, 4)), batches(3, 4, num=4)
     twin = copy.deepcopy(stage)
     want: list[Tensor] = []
     got: list[Tensor] = []
@@ -307,26 +221,21 @@ def test_a_hook_that_comes_between_two_microbatches(kind: str) -> None:
 # -- second uses --------------------------------------------------------------------------------------------
 
 
-class Sometimes(nn.Module):
-    """Uses a layer's weight a second time, by itself, in the microbatches whose first number says so."""
+def sometimes(layer: nn.Module, uses: int, first: bool) -> nn.Module:
+    """Uses a layer's weight again, by itself, in the microbatches whose first number says so."""
 
-    def __init__(self, layer: nn.Module, uses: int, first: bool) -> None:
-        super().__init__()
-        self.layer, self.uses, self.first = layer, uses, first
+    def run(layers: nn.ModuleList, x: Tensor) -> Tensor:
+        def again(x: Tensor) -> Tensor:
+            for _ in range(uses):
+                x = torch.tanh(F.linear(x, layers[0].weight) + layers[0].bias)
+            return x
 
-    def forward(self, x: Tensor) -> Tensor:
         more = x.flatten()[0] > 5
-        if self.first and more:
-            x = self._again(x)
-        x = torch.tanh(self.layer(x))
-        if not self.first and more:
-            x = self._again(x)
-        return x
+        x = again(x) if first and more else x
+        x = torch.tanh(layers[0](x))
+        return again(x) if not first and more else x
 
-    def _again(self, x: Tensor) -> Tensor:
-        for _ in range(self.uses):
-            x = torch.tanh(F.linear(x, self.layer.weight) + self.layer.bias)
-        return x
+    return Do(run, layer)
 
 
 def marked(inputs: list[Tensor], where: tuple[int, ...]) -> list[Tensor]:
@@ -339,53 +248,43 @@ def marked(inputs: list[Tensor], where: tuple[int, ...]) -> list[Tensor]:
 @pytest.mark.parametrize("first", [True, False])
 @pytest.mark.parametrize("where", [(3,), (2, 4), (1,)])
 def test_a_second_use_in_some_microbatches(uses: int, first: bool, where: tuple[int, ...]) -> None:
-    stage = nn.Sequential(Sometimes(nn.Linear(4, 4), uses, first), nn.Linear(4, 4))
+    stage = nn.Sequential(sometimes(nn.Linear(4, 4), uses, first), nn.Linear(4, 4))
     assert assert_same(stage, marked(batches(3, 4, num=6), where)) > 0
 
 
 def test_a_second_use_of_a_weight_that_two_modules_share() -> None:
     a, b = nn.Linear(4, 4), nn.Linear(4, 4)
     b.weight = a.weight
-    stage = nn.Sequential(Sometimes(a, 2, False), b, nn.Tanh(), b)
+    stage = nn.Sequential(sometimes(a, 2, False), b, nn.Tanh(), b)
     assert assert_same(stage, marked(batches(3, 4, num=6), (2, 4))) > 0
 
 
 @pytest.mark.parametrize("how", ["vmap", "plain", "beside"])
 def test_a_module_that_waits_in_some_microbatches_alone(how: str) -> None:
-    class Otherwise(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.linear = nn.Linear(4, 4)
+    def run(layers: nn.ModuleList, x: Tensor) -> Tensor:
+        (linear,) = layers
+        if x.flatten()[0] < 5:
+            return linear(x)
+        match how:
+            case "vmap":
+                return torch.func.vmap(linear)(x)
+            case "plain":
+                return nn.Linear.forward(linear, x)
+        return F.linear(x.detach(), linear.weight) + linear(x)
 
-        def forward(self, x: Tensor) -> Tensor:
-            if x.flatten()[0] < 5:
-                return self.linear(x)
-            match how:
-                case "vmap":
-                    return torch.func.vmap(self.linear)(x)
-                case "plain":
-                    return nn.Linear.forward(self.linear, x)
-            return F.linear(x.detach(), self.linear.weight) + self.linear(x)
-
-    stage = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4))
-    stage.insert(0, Otherwise())
+    stage = nn.Sequential(Do(run, nn.Linear(4, 4)), nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4))
     assert assert_same(stage, marked(batches(3, 4, num=6), (2, 3, 5))) > 0
 
 
 @pytest.mark.parametrize("inner", ["first", "last", "between"])
 def test_a_module_also_called_in_a_reentrant_checkpoint(inner: str) -> None:
-    class Both(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.linear = nn.Linear(4, 4)
+    def run(layers: nn.ModuleList, x: Tensor) -> Tensor:
+        if inner != "first":
+            x = torch.tanh(layers[0](x))
+        x = torch.tanh(checkpoint(layers[0], x, use_reentrant=True))
+        return x if inner == "last" else torch.tanh(layers[0](x))
 
-        def forward(self, x: Tensor) -> Tensor:
-            if inner != "first":
-                x = torch.tanh(self.linear(x))
-            x = torch.tanh(checkpoint(self.linear, x, use_reentrant=True))
-            return x if inner == "last" else torch.tanh(self.linear(x))
-
-    assert_same(nn.Sequential(nn.Linear(4, 4), Both(), nn.Linear(4, 4)), batches(3, 4))
+    assert_same(nn.Sequential(nn.Linear(4, 4), Do(run, nn.Linear(4, 4)), nn.Linear(4, 4)), batches(3, 4))
 
 
 # -- whole backwards among split ones ------------------------------------------------------------------------
@@ -394,7 +293,7 @@ def test_a_module_also_called_in_a_reentrant_checkpoint(inner: str) -> None:
 def test_a_whole_backward_between_i_and_w_of_earlier_microbatches() -> None:
     """B adds to a gradient after the Ws before it would have, though they are still to come."""
     stage = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 4))
-    twin, inputs = copy.deepcopy(stage), batches(3, 4)
+    twin, inputs = copy.deepcopy(stage), batches(3, 4, num=4)
     want = plain_loop(stage, inputs)
     prepare(twin)
     tapes = [Tape() for _ in inputs]
@@ -417,43 +316,32 @@ def test_a_whole_backward_between_i_and_w_of_earlier_microbatches() -> None:
 @pytest.mark.parametrize("column_major", [False, True])
 @pytest.mark.parametrize("cast", [False, True])
 def test_conv1d_of_transformers_waits(shape: tuple[int, ...], column_major: bool, cast: bool) -> None:
-    layers = pytest.importorskip("transformers.pytorch_utils")
+    conv1d = pytest.importorskip("transformers.pytorch_utils").Conv1D
 
-    class Cast(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.first, self.second, self.last = layers.Conv1D(6, 4), layers.Conv1D(4, 6), nn.Linear(4, 4)
-            if column_major:
-                self.first.weight = nn.Parameter(self.first.weight.detach().t().contiguous().t())
+    def run(layers: nn.ModuleList, x: Tensor) -> Tensor:
+        first, second, last = layers
+        with torch.autocast("cpu", torch.bfloat16, enabled=cast):
+            y = second(torch.tanh(first(x)))
+            return last(second(torch.tanh(first(y)))).float()
 
-        def forward(self, x: Tensor) -> Tensor:
-            with torch.autocast("cpu", torch.bfloat16, enabled=cast):
-                y = self.second(torch.tanh(self.first(x)))
-                return self.last(self.second(torch.tanh(self.first(y)))).float()
-
-    stage = Cast()
+    stage = Do(run, conv1d(6, 4), conv1d(4, 6), nn.Linear(4, 4))
+    if column_major:
+        stage.layers[0].weight = nn.Parameter(stage.layers[0].weight.detach().t().contiguous().t())
     assert not prepare(stage).shared.others
     unprepare(stage)
     assert assert_same(stage, batches(*shape)) > 0
-    column = nn.Sequential(Columns(), layers.Conv1D(3, 4))
+    column = nn.Sequential(Do(lambda _, x: x.t()), conv1d(3, 4))
     assert assert_same(column, batches(4, 5)) > 0
-
-
-class Columns(nn.Module):
-    def forward(self, x: Tensor) -> Tensor:
-        return x.t()
 
 
 # -- changes in place -----------------------------------------------------------------------------------------
 
 
-class ChangedInPlace(nn.Module):
+def changed_in_place(_: nn.ModuleList, y: Tensor) -> Tensor:
     """Changes its input, of which it has made a view."""
-
-    def forward(self, y: Tensor) -> Tensor:
-        view = y.flatten()[::2] if y.dim() < 2 else y.transpose(-1, -2)
-        y = y.mul_(1.5).add_(0.25)
-        return y + torch.tanh(y) * 0.3 + (view * view).sum() * 0.01 + view.mean() * 0.5
+    view = y.flatten()[::2] if y.dim() < 2 else y.transpose(-1, -2)
+    y = y.mul_(1.5).add_(0.25)
+    return y + torch.tanh(y) * 0.3 + (view * view).sum() * 0.01 + view.mean() * 0.5
 
 
 @pytest.mark.parametrize(
@@ -464,7 +352,7 @@ class ChangedInPlace(nn.Module):
         (lambda: nn.Linear(4, 4), (5, 4)),
         (lambda: nn.Linear(4, 4), (4,)),
         (lambda: nn.Linear(4, 4, bias=False), (2, 3, 4)),
-        (lambda: nn.Sequential(Swapped(), nn.Linear(4, 4)), (2, 3, 4)),
+        (lambda: nn.Sequential(Do(lambda _, x: x.transpose(0, 1)), nn.Linear(4, 4)), (2, 3, 4)),
         (lambda: nn.Conv1d(3, 4, 1), (3, 5)),
         (lambda: nn.Conv1d(3, 4, 1), (2, 3, 5)),
         (lambda: nn.Conv2d(3, 4, 3, padding=1, padding_mode="circular"), (3, 5, 5)),
@@ -472,5 +360,5 @@ class ChangedInPlace(nn.Module):
 )
 def test_an_output_changed_in_place_after_a_view_of_it(make: Callable[[], nn.Module], shape: tuple[int, ...]) -> None:
     """Where the plain module returns a view, the sum of what the change and the view give goes by its base."""
-    stage = nn.Sequential(make(), ChangedInPlace(), nn.Flatten(0), nn.Tanh())
+    stage = nn.Sequential(make(), Do(changed_in_place), nn.Flatten(0), nn.Tanh())
     assert assert_same(stage, batches(*shape)) > 0
