@@ -85,7 +85,7 @@ def test_split_backwards_keep_the_windows_apart(name: str) -> None:
     assert not runs.unlike(*found)
 
 
-@pytest.mark.parametrize("name", ["amdp", "pipedream", "pipedream-2bw", "xpipe", "amdp, xpipe"])
+@pytest.mark.parametrize("name", ["amdp", "pipedream", "pipedream-2bw", "xpipe", "spectrain", "vnag", "amdp, xpipe"])
 def test_a_checkpoint_in_the_middle_of_a_window(name: str, tmp_path: Path) -> None:
     """The gradients of a window that is still open, and older versions, go on to the bit."""
 

@@ -46,10 +46,11 @@ def require_equal(pipe: ps.Pipeline, want: list[list[Array]]) -> None:
         assert np.array_equal(ours, theirs)
 
 
+@pytest.mark.parametrize("p", [2, 4])
 @pytest.mark.parametrize("name", CASES)
-def test_two_stages_train_as_worked_out_by_hand(name: str) -> None:
+def test_stages_train_as_worked_out_by_hand(name: str, p: int) -> None:
     case = CASES[name]
-    p, num_updates, draw = 2, 6, np.random.default_rng(1)
+    num_updates, draw = 8, np.random.default_rng(p)
     weights = [[draw.uniform(0.5, 1.5, 2) for _ in "uv"] for _ in range(p)]
     by_hand = ByHand(case.rule, case.n, [list(w) for w in weights], [[case.by_hand() for _ in "uv"] for _ in weights])
     schedule = with_rule(ps.build("pipedream", p, num_updates * case.n, window=case.n), case.rule)
@@ -123,6 +124,21 @@ def updates_before(schedule: Schedule) -> dict[tuple[str, int, int], int]:
                 copies_updates = [u for k, s, u in row[:place] if k == "U" and s == stage and u % 2 == m % 2]
                 found[kind, stage, m] = len(copies_updates)
     return found
+
+
+def test_every_rule_trains_to_weights_of_its_own() -> None:
+    """Or else the cases above would not tell the rules apart."""
+    draw = np.random.default_rng(0)
+    x, t = next(batches(1, 8, draw))
+    found = {}
+    for rule in ("none", "pipedream", "pipedream-2bw", "spectrain"):
+        stages = [Scale(np.array([0.75, 1.25]), np.array([1.5, 0.5])) for _ in range(2)]
+        window = 2 if rule == "pipedream-2bw" else 1
+        schedule = with_rule(ps.build("pipedream", 2, 8, window=window), rule)
+        pipe = ps.Pipeline(stages, schedule, loss_fn=squared, optimizer=sgd(0.5))
+        step(pipe, x, t, [0.125] * (8 // window))
+        found[rule] = tuple(float(w) for p in pipe.parameters() for w in p.detach())
+    assert len(set(found.values())) == len(found)
 
 
 def test_a_rule_that_does_not_go_with_the_optimizer_is_refused_before_anything_runs() -> None:

@@ -11,16 +11,13 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from weights_loop import Loop
 
 import penstock as ps
 from penstock.runtime.errors import RuntimeFailure
 from penstock.runtime.parameters.rules import rule_of
 from penstock.runtime.parameters.versions import CopyWeights, summed
-from penstock.runtime.tensor_parallel import Sharding
 from penstock.runtime.tensors.dtensor import local
 from penstock.schedule import Schedule, Updates
-from penstock.schedule.updates import RULES
 
 pytestmark = [pytest.mark.unit, pytest.mark.usefixtures("one_thread")]
 
@@ -60,45 +57,6 @@ def same(a: Sequence[Tensor], b: Sequence[Tensor]) -> bool:
 
 
 # -- what is held ------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("rule", ["pipedream", "vnag"])
-def test_stage_i_of_pipedream_holds_p_minus_i_versions(rule: str) -> None:
-    optimizer = sgd if rule == "pipedream" else torch.optim.NAdam
-    loop = Loop([linear(4)], pipedream(4, 12, 1, rule), optimizer)
-    loop.run(*batch(12))
-    assert [loop.weights[0, i].versions.most for i in range(4)] == [4, 3, 2, 1]
-    assert [loop.weights[0, i].bytes() for i in range(4)] == [
-        {"parameters": 112, "versions": 112 * beside, "gradients": 112} for beside in (3, 2, 1, 0)
-    ]
-
-
-def test_2bw_holds_two_versions() -> None:
-    loop = Loop([linear(4)], pipedream(4, 16, 4, "pipedream-2bw"), sgd)
-    for n_pass in range(3):
-        loop.run(*batch(16, n_pass))
-        assert [loop.weights[0, i].versions.most for i in range(4)] == [2] * 4
-        assert [loop.weights[0, i].bytes()["versions"] for i in range(4)] == [112] * 4
-    # Gradients of the next window begin before those of the first are taken only where W waits; here never.
-    assert loop.weights[0, 0].bytes()["gradients"] == 112
-
-
-def test_none_holds_one_version_which_the_optimizer_shares() -> None:
-    loop = Loop([linear(3)], pipedream(3, 6, 1, "none"), sgd)
-    loop.run(*batch(6))
-    for w in loop.weights.values():
-        assert (w.versions.most, w.bytes()["versions"]) == (1, 0)
-    for stage, w in zip(loop.copies[0], loop.weights.values(), strict=True):
-        assert [p.data_ptr() for p in stage.parameters()] == [m.data_ptr() for m in w.masters.values()]
-
-
-@pytest.mark.parametrize(("rule", "num"), [("spectrain", [2, 2, 2, 2]), ("xpipe", [2, 2, 2, 1])])
-def test_predictions_take_memory_of_their_own_where_anything_is_predicted(rule: str, num: list[int]) -> None:
-    loop = Loop([linear(4)], pipedream(4, 6, 1, rule), sgd if rule == "spectrain" else torch.optim.Adam)
-    loop.run(*batch(6))
-    assert [loop.weights[0, i].versions.most for i in range(4)] == num
-    for stage, w in zip(loop.copies[0], loop.weights.values(), strict=True):
-        assert same(parameters_of([stage]), list(w.masters.values()))  # the newest, once the pass is over
 
 
 def test_a_version_is_freed_when_its_last_microbatch_is_done() -> None:
@@ -305,87 +263,16 @@ def test_after_a_pass_nothing_of_it_is_left_however_it_went() -> None:
             w.before_backward(0)
 
 
-def test_what_others_write_into_the_parameters_between_passes_is_what_the_next_one_starts_from() -> None:
-    for rule in ("none", "pipedream", "spectrain"):
-        stages = linear(2)
-        loop = Loop([stages], pipedream(2, 4, 1, rule), sgd)
-        loop.run(*batch(4))
-        with torch.no_grad():
-            for stage in stages:
-                for p in stage.parameters():
-                    p.fill_(0.25)
-        for w in loop.weights.values():
-            w.begin(loop.optimizers[0], None, None)
-            assert all(bool((m == 0.25).all()) for m in w.masters.values())
-            w.end()
-        for stage, w in zip(stages, loop.weights.values(), strict=True):
-            w.fill({name: torch.full_like(p, 0.5) for name, p in stage.named_parameters()})
-            assert all(bool((p == 0.5).all()) for p in (*stage.parameters(), *w.masters.values()))
-
-
-def test_a_window_left_open_is_closed_by_the_next_pass() -> None:
-    """Two passes with the window between them open give one update what a pass of both gives it."""
-    stages = linear(1)
-    twin = copy.deepcopy(stages)
-    schedule = pipedream(1, 4, 4, "none")
-    loop = Loop([stages], schedule, sgd)
-    loop.run(*batch(4, 1), open_window=True)
-    assert loop.weights[0, 0].num_updates == 0
-    assert all(p.grad is not None for p in stages[0].parameters())
-    loop.run(*batch(4, 2))
-    assert loop.weights[0, 0].num_updates == 1
-
-    plain = sgd(list(twin[0].parameters()))
-    for seed in (1, 2):
-        for x, y in zip(*batch(4, seed), strict=True):
-            ((twin[0](x) - y).square().mean() / 4).backward()
-    plain.step()
-    assert same(parameters_of(stages), parameters_of(twin))
-
-
-@pytest.mark.parametrize("rule", RULES)
-def test_training_goes_on_from_a_checkpoint_in_mid_window(rule: str) -> None:
-    make = {"xpipe": torch.optim.Adam, "vnag": torch.optim.NAdam}.get(rule, sgd)
-    schedule = pipedream(3, 9, 3, rule)
-    stages = linear(3)
-    loop = Loop([stages], schedule, make)
-    loop.run(*batch(9, 0))
-    loop.run(*batch(9, 1), open_window=True)
-    saved = copy.deepcopy(
-        {
-            i: (w.num_updates, w.state(), dict(stage.named_parameters()))
-            for (i, stage), w in zip(enumerate(stages), loop.weights.values(), strict=True)
-        }
-    )
-    assert saved[0][0] == 5
-    kinds = {key.partition("/")[0] for key in saved[0][1]}
-    assert kinds == ({"versions", "gradients"} if rule == "pipedream-2bw" else {"gradients"})
-
-    again = [copy.deepcopy(nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4))) for _ in range(3)]
-    resumed = Loop([again], schedule, make)
-    resumed.optimizers[0].load_state_dict(copy.deepcopy(loop.optimizers[0].state_dict()))
-    for i, w in enumerate(resumed.weights.values()):
-        num, state, parameters = saved[i]
-        w.fill(parameters)
-        w.load_state(state)
-        w.num_updates = num
-    for each in (loop, resumed):
-        each.run(*batch(9, 2))
-        each.run(*batch(9, 3))
-    assert same(parameters_of(stages), parameters_of(again))
-
-
-def test_2bw_without_an_older_version_begins_with_two_of_the_newest() -> None:
-    stages, fresh = linear(2), linear(2)
-    schedule = pipedream(2, 8, 2, "pipedream-2bw")
-    loop, other = Loop([stages], schedule, sgd), Loop([fresh], schedule, sgd)
-    for w in loop.weights.values():
-        w.num_updates = 7
-        w.load_state({})
-    loop.run(*batch(8))
-    other.run(*batch(8))
-    assert same(parameters_of(stages), parameters_of(fresh))
-    assert loop.weights[0, 0].num_updates == 11
+@pytest.mark.parametrize("rule", ["none", "pipedream", "spectrain"])
+def test_what_others_write_into_the_parameters_between_passes_is_what_the_next_one_starts_from(rule: str) -> None:
+    stages = linear(2)
+    pipe = ps.Pipeline(stages, pipedream(2, 4, 1, rule), loss_fn=nn.MSELoss(), optimizer=sgd)
+    pipe.step(*batch(4))
+    with torch.no_grad():
+        for p in pipe.parameters():
+            p.fill_(0.25)
+    pipe.step(*batch(4), rates=[0.0] * 4)
+    assert all(bool((p == 0.25).all()) for p in parameters_of(stages))
 
 
 @pytest.mark.parametrize(
@@ -444,7 +331,7 @@ def local_values(stage: nn.Module) -> list[Tensor]:
 
 @pytest.mark.parametrize("rule", ["pipedream", "pipedream-2bw"])
 def test_old_versions_were_written_over_the_newest_beside_shards(sharded: nn.Module, rule: str) -> None:
-    """Of what tensor parallelism leaves whole, a norm's weight or a bias: an update was lost."""
+    """PipeDream trained another model: an update of a norm's weight or a bias, which ranks have whole, was lost."""
     w = weights_of(sharded, rule)
     w.begin(torch.optim.SGD(list(w.masters.values()), lr=1.0), None, None)
     versions = [local_values(sharded)]
@@ -460,20 +347,6 @@ def test_old_versions_were_written_over_the_newest_beside_shards(sharded: nn.Mod
         assert same([local(value) for value in w.versions.newest_values().values()], versions[3])
     w.end()
     assert same(local_values(sharded), versions[3])
-
-
-def test_pipedream_trained_another_model_beside_shards(sharded: nn.Module) -> None:
-    """A mesh of one process: what is cut over it is to train as the whole does, to the bit."""
-    schedule = pipedream(2, 8, 1, "pipedream")
-    cut, whole = linear(2), linear(2)
-    for stage in cut:
-        Sharding(dist.device_mesh.DeviceMesh("cpu", [0])).rows(stage[0])
-    for stages in (cut, whole):
-        loop = Loop([stages], schedule, sgd)
-        for seed in range(2):
-            loop.run(*batch(8, seed))
-    for mine, other in zip(cut, whole, strict=True):
-        assert same(local_values(mine), local_values(other))
 
 
 def test_a_broken_step_took_loaded_values_back_from_shards(sharded: nn.Module) -> None:

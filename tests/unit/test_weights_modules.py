@@ -6,7 +6,7 @@ Autograd saves LayerNorm's weight itself and a view of Linear's; both must give 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import reduce
 from typing import Any
@@ -14,10 +14,8 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from weights_loop import Loop, run_order
 
 import penstock as ps
-from penstock.runtime.split_backward import prepare
 from penstock.schedule import Op, Schedule, Updates, count_mismatch, with_updates
 
 pytestmark = [pytest.mark.unit, pytest.mark.usefixtures("small_work_is_deferred")]
@@ -164,6 +162,36 @@ def added(a: Sequence[Tensor | None], b: Sequence[Tensor | None]) -> list[Tensor
 # -- schedules ---------------------------------------------------------------------------------------------------
 
 
+def run_order(schedule: Schedule) -> list[Op]:
+    """An order in which one process can run all ops: each rank's own, as far as it gets, in turn."""
+    rows = [list(row) for row in schedule.order]
+    present = {op: 0 for row in rows for op in row}
+    done: set[Op] = set()
+    order: list[Op] = []
+    while any(rows):
+        before = len(order)
+        for row in rows:
+            while row and is_ready(schedule, row[0], present, done):
+                done.add(row[0])
+                order.append(row.pop(0))
+        assert len(order) > before, "the schedule is stuck"
+    return order
+
+
+def is_ready(schedule: Schedule, op: Op, present: Mapping[Op, int], done: set[Op]) -> bool:
+    kind, i, m = op
+    if kind == "F":
+        return i == 0 or Op("F", i - 1, m) in done
+    if kind in "BI":
+        last = i == schedule.num_stages - 1
+        return last or Op("B", i + 1, m) in done or Op("I", i + 1, m) in done
+    if kind == "W":
+        return Op("I", i, m) in done
+    assert kind == "U"
+    assert schedule.windows is not None
+    return all(each in done for each in schedule.windows.needed(op, present))
+
+
 def with_rule(schedule: Schedule, rule: str) -> Schedule:
     assert schedule.updates is not None
     schedule = replace(schedule, updates=Updates(schedule.updates.window, None, rule))
@@ -226,23 +254,7 @@ def parameters_of(stages: Sequence[nn.Module]) -> list[Tensor]:
     [(rule, order) for rule in RULES for order in ORDERS if rule != "pipedream-2bw" or "window 4" in order],
 )
 def test_stages_train_as_on_copies_of_their_own(rule: str, order: str) -> None:
-    schedule = with_rule(ORDERS[order](), rule)
-    stages = model(4)
-    reference = Reference(stages, schedule, RULES[rule])
-    if schedule.splits_backward():
-        for stage in stages:
-            prepare(stage)
-    loop = Loop([stages], schedule, RULES[rule], loss=loss)
-    for seed in range(2):
-        inputs, targets = batch(schedule.num_microbatches, seed)
-        reference.run(inputs, targets, clip_norm=0.5)
-        loop.run(inputs, targets, clip_norm=0.5)
-        for ours, want in zip(parameters_of(stages), parameters_of(reference.newest), strict=True):
-            assert torch.equal(ours, want)
-        assert {(i, j, m): n for (j, i), w in loop.weights.items() for m, n in w.mismatch.items()} == count_mismatch(
-            schedule
-        )
-        assert all(p.grad is None for stage in stages for p in stage.parameters())
+    train_beside_the_reference(with_rule(ORDERS[order](), rule), RULES[rule], clip_norm=0.5)
 
 
 @pytest.mark.parametrize(
@@ -252,14 +264,27 @@ def test_stages_train_as_on_copies_of_their_own(rule: str, order: str) -> None:
 )
 def test_copies_in_several_pipelines_train_as_one(rule: str, zero: bool) -> None:
     schedule = with_rule(ps.build("amdp", 4, 24, window=8), rule)
+    sharding = "copies" if zero else "none"
+    pipe = train_beside_the_reference(schedule, RULES[rule], parallel=ps.ParallelOptions(sharding=sharding))
+    copies = pipe._local.model.copies.here
+    for stage in range(4):
+        for ours, other in zip(copies[0, stage].parameters(), copies[1, stage].parameters(), strict=True):
+            assert torch.equal(ours, other)
+
+
+def train_beside_the_reference(
+    schedule: Schedule, make: Make, clip_norm: float | None = None, **options: Any
+) -> ps.Pipeline:
     stages = model(4)
-    both = [stages, copy.deepcopy(stages)]
-    reference = Reference(stages, schedule, RULES[rule])
-    loop = Loop(both, schedule, RULES[rule], zero=zero, loss=loss)
+    reference = Reference(stages, schedule, make)
+    precision = ps.PrecisionOptions(clip_norm=clip_norm)
+    pipe = ps.Pipeline(stages, schedule, loss_fn=loss, optimizer=make, precision=precision, **options)
     for seed in range(2):
         inputs, targets = batch(schedule.num_microbatches, seed)
-        reference.run(inputs, targets)
-        loop.run(inputs, targets)
-        for each in both:
-            for ours, want in zip(parameters_of(each), parameters_of(reference.newest), strict=True):
-                assert torch.equal(ours, want)
+        reference.run(inputs, targets, clip_norm=clip_norm)
+        pipe.step(inputs, targets)
+        for ours, want in zip(parameters_of(stages), parameters_of(reference.newest), strict=True):
+            assert torch.equal(ours, want)
+        assert pipe.mismatch() == count_mismatch(schedule)
+        assert all(p.grad is None for stage in stages for p in stage.parameters())
+    return pipe
