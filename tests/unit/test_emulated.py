@@ -206,20 +206,6 @@ def test_conditions_go_by_their_own_clock() -> None:
 # From the command line.
 
 
-@pytest.mark.parametrize(
-    ("options", "said"),
-    {
-        "--link 0:1=latency:-3ms": "link '0:1=latency:-3ms': '-3ms': give a number of at least 0",
-        "--link 0:1=hurry:3": "'hurry' is not a condition; give latency, occupancy, bandwidth, loss",
-        "--link 0:9=latency:3": "link 0:9: ranks go from 0 to 1",
-        "--link 0:1=latency:trace:/nowhere": "trace /nowhere: No such file or directory",
-    }.items(),
-)
-def test_misuse_ends_with_2_and_says_why(options: str, said: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["simulate", "gpipe", "--ranks", "2", "--microbatches", "2", *options.split()]) == 2
-    assert said in capsys.readouterr().err
-
-
 @pytest.mark.slow
 def test_the_benchmark_has_a_row_for_every_case() -> None:
     from benchmarks.emulated import run as emulated
@@ -238,6 +224,7 @@ def test_the_benchmark_has_a_row_for_every_case() -> None:
     ("link", "said"),
     {
         "0:9=latency:3": "--link: link 0:9: ranks go from 0 to 3",
+        "0:1=latency:trace:/nowhere": "trace /nowhere: No such file or directory",
         "0:1=fog:3": "--link: link '0:1=fog:3': 'fog' is not a condition",
         "0:1=latency:-3": "give a number of at least 0",
     }.items(),

@@ -90,7 +90,7 @@ def test_the_groups_there_are() -> None:
     }
     named = {name for name in found.values() if name and not name.endswith(".py")}
     assert named == {"browser", "lab", "layout", "wheel"}
-    assert found["test_site"] == found["test_play_page"] == "browser"
+    assert found["test_pages_in_browser"] == found["test_play_page"] == "browser"
     assert found["test_train_bad_input"]
     assert found["test_tiers"] is None
 

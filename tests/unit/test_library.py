@@ -122,35 +122,6 @@ def test_zb_may_have_any_slack(warmup: list[int]) -> None:
     assert len(timeline.ops) == schedule.num_ops
 
 
-@pytest.mark.parametrize(
-    ("name", "options", "message"),
-    [
-        ("1f1bb", {}, "no schedule named '1f1bb'; did you mean 1f1b?"),
-        (
-            "interleaved-1f1b",
-            {"num_stages": 6},
-            "interleaved-1f1b needs stages in a multiple of the 4 ranks, got 6; use 4 or 8",
-        ),
-        ("zb", {"warmup": [3, 1]}, "zb: warmup has 2 counts; give one per rank, 4 in all"),
-        ("zb", {"warmup": [3, 2, 1, 0]}, "zb: a warm-up count is at least 1, got [3, 2, 1, 0]"),
-        (
-            "zb",
-            {"warmup": [3, 4, 2, 1]},
-            "zb: warm-up counts never rise from one stage to the next, but rank 1 has 4 after 3",
-        ),
-        (
-            "zb",
-            {"max_in_flight": 3},
-            "zb with warm-up counts [7, 5, 3, 1] needs at least 7 activations in flight (max_in_flight), got 3",
-        ),
-    ],
-)
-def test_wrong_options_say_what_was_given_and_the_rule(name: str, options: dict, message: str) -> None:
-    with pytest.raises(ps.ScheduleError) as caught:
-        ps.build(name, 4, 12, **options)
-    assert str(caught.value) == message
-
-
 @pytest.mark.parametrize("name", ["1f1b", "zb", "interleaved-1f1b", "amdp"])
 def test_bug_a_hundred_billion_microbatches_were_counted_out_one_by_one(name: str) -> None:
     with pytest.raises(ps.ScheduleError, match="at most 10000000; give at most 2500000 microbatches"):

@@ -194,25 +194,6 @@ def test_check_refuses(what: str) -> None:
     assert message in str(caught.value)
 
 
-@pytest.mark.parametrize(
-    ("name", "ranks", "options", "message"),
-    [
-        ("amdp", 4, {"window": 6}, "a window in a multiple of the 4 microbatches of a block, got 6; use 4 or 8"),
-        ("amdp", 4, {"window": 8, "max_mismatch": -1}, "at least 0"),
-        ("amdp", 4, {"window": 8, "u": -1.0}, "amdp: u is -1.0; give a time of at least 0"),
-        ("amdp", 3, {"window": 6}, "amdp needs ranks in a multiple of the 2"),
-        ("pipedream", 4, {"window": 0}, "pipedream needs at least 1"),
-        ("pipedream", 4, {"in_flight": 0}, "pipedream needs at least 1"),
-        ("pipedream-2bw", 4, {"window": 3}, "pipedream-2bw needs at least 4"),
-        ("vnag", 4, {"in_flight": 2}, "vnag has no option 'in_flight'; it takes window"),
-    ],
-)  # fmt: skip
-def test_options_that_make_no_sense(name: str, ranks: int, options: dict[str, object], message: str) -> None:
-    with pytest.raises(ps.ScheduleError) as caught:
-        ps.build(name, ranks, 12, **options)
-    assert message in str(caught.value)
-
-
 @pytest.mark.parametrize("wrong", [(0, None), (4, -1), (True, None), (2.0, None), (None, 1)])
 def test_updates_that_make_no_sense(wrong: tuple[int, int | None]) -> None:
     with pytest.raises(ps.ScheduleError, match="of the updates is"):

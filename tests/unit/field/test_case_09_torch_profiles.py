@@ -1,6 +1,6 @@
 """Profiles of torch's own schedules, recorded with ops of known lengths: their ops, their waits, and what they lack.
 
-`tests/golden/torch_profiles/record.py` recorded them; `facts.json` beside it has the true lengths.
+`experiments/torch_profiles.py` recorded them in `tests/golden/torch_profiles`, where `facts.json` has the true lengths.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Records profiles of torch's own pipeline schedules whose ops take known times: the data in this folder.
+"""Records profiles of torch's own pipeline schedules whose ops take known times: `tests/golden/torch_profiles`.
 
-python tests/golden/torch_profiles/record.py                 all of them, in about two minutes
-python tests/golden/torch_profiles/record.py gpipe zbv       some of them
+python -m experiments.torch_profiles                 all of them, in about two minutes
+python -m experiments.torch_profiles gpipe zbv       some of them
 
 Every op sleeps for a known time, so more processes than cores do no harm. On a busy machine run it with priority
 (`chrt -f 20 python ...`), as sleeps end late there. Each process exports its own trace, as the
@@ -28,7 +28,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.pipelining import PipelineStage, schedules
 from torch.profiler import ProfilerActivity, profile, record_function
 
-HERE = Path(__file__).parent
+HERE = Path(__file__).parents[1] / "tests" / "golden" / "torch_profiles"
 FACTS = HERE / "facts.json"
 """By name, what was recorded and the true ms of ops."""
 FORWARD, INPUT, WEIGHT, LOSS = 60.0, 45.0, 30.0, 20.0
