@@ -1,6 +1,7 @@
 """Profiles of torch's own schedules, recorded with ops of known lengths: their ops, their waits, and what they lack.
 
-`experiments/torch_profiles.py` recorded them in `tests/golden/torch_profiles`, where `facts.json` has the true lengths.
+`experiments/torch_profiles.py` recorded them in `tests/golden/torch_profiles`; `facts.json` there has the true
+lengths.
 """
 
 from __future__ import annotations
