@@ -176,7 +176,7 @@ def drop(rank: int) -> Drawn:
     plain, again = (
         dropping_grads(gpt_stage(replace(GPT, dropout=0.3), range(4), wrap=w)) for w in (None, recomputed)
     )
-    case = decoder(decoders_config("gpt2", attn_pdrop=0.3, resid_pdrop=0.3, embd_pdrop=0.3))
+    case = decoder(decoders_config("llama", attention_dropout=0.3))
     return Drawn(heads[0], *made, after, plain, again, dropping_grads(case.build(), case))
 
 
