@@ -13,13 +13,12 @@ import torch
 from torch import nn
 
 from penstock.models.dividing import ParallelError
-from penstock.models.huggingface.anatomy import Anatomy, DecoderError, examine, has_routers
+from penstock.models.huggingface.anatomy import Anatomy, DecoderError, examine
 from penstock.models.huggingface.batch_rules import ModelStages
 from penstock.models.huggingface.compare import (
     CopyError,
     own_loss,
     require_equal,
-    sample_batch,
     small_model,
     untouched,
 )
@@ -149,12 +148,14 @@ class Decoder:
         self._own_loss: OwnLoss | None = None
         if not has_token_loss(self._model):
             self._call_own_loss(labels)
+        else:
+            self._routers = routers_of(self._model, self.anatomy)
         if packed and (self.is_masked or self.has_encoder or self.anatomy.labels):
             raise DecoderError(
                 f"{type(self._model).__name__} ({self.config.model_type}) is no decoder alone, trained on next "
                 "tokens, and only decoders keep several sequences in a row apart; leave out packed=True"
             )
-        if compare or packed or has_routers(self.config):
+        if compare or packed:
             try:
                 small = small_model(self._model, self.anatomy)
             except CopyError:
@@ -182,7 +183,7 @@ class Decoder:
         self._own_loss = default_loss(self._model)
 
     def _try(self, small: Any, labels: tuple[str, ...], blocks: str | None, compare: bool) -> Anatomy:
-        """Finds the routers of a small copy and compares it with its stages; gives its anatomy.
+        """Compares a small copy with its stages, and gives its anatomy.
 
         Raises:
             DecoderError: they differ.
@@ -190,8 +191,6 @@ class Decoder:
         anatomy = examine(small, blocks)
         if self.anatomy.labels:
             anatomy = replace(anatomy, labels=labels)
-        else:
-            self._routers = routers_of(small, anatomy, sample_batch(small, 0))
         return self._compared(small, anatomy, labels) if compare else anatomy
 
     def _compared(self, small: Any, anatomy: Anatomy, labels: tuple[str, ...]) -> Anatomy:
