@@ -312,15 +312,7 @@ class Decoder:
     def stage(self, indices: Iterable[int]) -> Stage:
         """The stage that holds the layers at `indices`, its parameters under their names in the model."""
         wanted = list(indices)
-        layers = self.layers(wanted)
-        modules: dict[str, nn.Module] = {}
-        numbers: list[int] = []
-        for index, layer in zip(wanted, layers, strict=True):
-            for path, module in layer.modules_at.items():
-                if path not in modules:
-                    modules[path] = module
-                    numbers.append(index)
-        stage = _DecoderStage(modules, numbers, _LayerCalls(layers), self.anatomy)
+        stage = _DecoderStage(self.layers(wanted), wanted, self._unshardable)
         if self.num_layers - 1 in wanted:
             self._source.fill(self.anatomy.buffers)
             for name in self.anatomy.buffers:
@@ -330,6 +322,14 @@ class Decoder:
         if self.adapters is not None:
             stage.constants = {name: hash_of(p) for name, p in stage.named_parameters() if not p.requires_grad}
         return stage
+
+    @property
+    def _unshardable(self) -> str:
+        if self.adapters is not None:
+            return "with adapters"
+        if self.has_encoder:
+            return "of a model with an encoder"
+        return "of a model with a head and a loss of its own" if self.anatomy.labels else ""
 
     def stages(self, num_stages: int, cut: Sequence[int] | None = None) -> list[Stage | Callable[[], Stage]]:
         """For `ps.Pipeline`: the stages of a model that is there, else for each a function that builds it.
@@ -380,43 +380,33 @@ class Decoder:
 
 
 class _DecoderStage(Stage):
-    """Layers of a decoder."""
+    """A stage of some layers of a decoder. Each layer is called once, where the first of its modules stands.
 
-    def __init__(
-        self, modules: Mapping[str, nn.Module], indices: Sequence[int], calling: _LayerCalls, anatomy: Anatomy
-    ) -> None:
-        super().__init__(modules, indices, calling)
-        self.__dict__["_model_layers"] = calling.layers
-        self.__dict__["_anatomy"] = anatomy
+    Args:
+        unshardable: a reason why ranks cannot share these layers; empty if they can.
+    """
+
+    def __init__(self, layers: Sequence[ModelLayer], indices: Sequence[int], unshardable: str) -> None:
+        modules: dict[str, nn.Module] = {}
+        numbers: list[int] = []
+        for index, layer in zip(indices, layers, strict=True):
+            for path, module in layer.modules_at.items():
+                if path not in modules:
+                    modules[path] = module
+                    numbers.append(index)
+        super().__init__(modules, numbers, self._call)
+        self.__dict__.update(_model_layers=list(layers), _unshardable=unshardable)
+
+    def _call(self, module: nn.Module, value: Any) -> Any:
+        layers: list[ModelLayer] = self.__dict__["_model_layers"]
+        return next((layer(value) for layer in layers if layer.first is module), value)
 
     def shard_over(self, sharding: Sharding) -> None:
-        """Shards its layers in place.
-
-        Raises ParallelError for layers with adapters, or of a model with an encoder or a loss of its own.
-        """
-        if self.constants:
-            raise ParallelError("layers with adapters are not shared out over tensor-parallel ranks; give tp 1")
-        anatomy = self.__dict__["_anatomy"]
-        if anatomy.encoder is not None or anatomy.labels:
-            kind = "an encoder" if anatomy.encoder is not None else "a head and a loss of its own"
-            raise ParallelError(
-                f"layers of a model with {kind} are not shared out over tensor-parallel ranks; give tp 1"
-            )
+        """Shards its layers in place. Raises ParallelError if ranks cannot share them."""
+        if reason := self.__dict__["_unshardable"]:
+            raise ParallelError(f"layers {reason} are not shared out over tensor-parallel ranks; give tp 1")
         for layer in self.__dict__["_model_layers"]:
             layer.shard_over(sharding)
-
-
-class _LayerCalls:
-    """How a stage calls its modules: each layer once, where the first of its modules stands."""
-
-    def __init__(self, layers: Sequence[ModelLayer]) -> None:
-        self.layers = list(layers)
-
-    def __call__(self, module: nn.Module, value: Any) -> Any:
-        for layer in self.layers:
-            if layer.first is module:
-                return layer(value)
-        return value
 
 
 def _is_in(name: str, paths: Iterable[str]) -> bool:

@@ -149,8 +149,14 @@ class BlockRecorder(FrameStandIn):
         elsewhere = self.__dict__.get("_elsewhere")
         return BlockRecorder if elsewhere is None else type(elsewhere.module)
 
+    @property
+    def arguments(self) -> list[tuple[str | int, Any]]:
+        """The arguments of the last run besides the hidden states, by name or position."""
+        assert self.given is not None
+        return [*enumerate(self.given[0]), *self.given[1].items()]
+
     def number_of(self, value: Any) -> int | None:
-        """Which entry of what the block returns a value stands for; None where it is nothing of it."""
+        """The entry of the block's output that a value stands for; None if it stands for none."""
         return next((number for number, other in enumerate(self._others, 1) if other is value), None)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:

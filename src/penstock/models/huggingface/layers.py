@@ -1,9 +1,9 @@
 """The layers of a model: embedding, blocks, head. Each holds its modules and calls them by the model's own code.
 
-What goes from layer to layer is a dict: `hidden_states` [B, T, D], and what came with the tokens (`attention_mask`,
-`position_ids`) for the blocks to come. In a mixture of experts that learns with a loss of its routers, what these
-said goes along too, for the head to work the loss out. Behind an encoder goes along what it encoded, for every block
-of the decoder, and what a block returns for the next one, like the biases of T5.
+A dict travels from layer to layer. It has `hidden_states` [B, T, D], and the inputs that the next blocks need
+(`attention_mask`, `position_ids`). If a mixture of experts learns with a loss of its routers, the router logits
+travel too. After an encoder its output travels as well, for every block of the decoder, and so does what a block
+returns for the next one, such as the position biases of T5.
 
     embedding --> encoder's blocks --> bridge --> decoder's blocks --> head
               hidden, carried                hidden, encoded, carried
@@ -33,7 +33,7 @@ from penstock.models.huggingface.frame import (
     uncached,
 )
 from penstock.models.huggingface.pictures import IMAGES, PictureForm
-from penstock.models.huggingface.routers import ROUTED, Routers
+from penstock.models.huggingface.routers import ROUTED, RouterOutput, Routers
 from penstock.models.huggingface.shards import Shards
 from penstock.runtime.stage.stage import place_at
 from penstock.runtime.tensor_parallel import Sharding
@@ -41,27 +41,25 @@ from penstock.runtime.tensor_parallel import Sharding
 Value = dict[str, Any]
 HIDDEN = "hidden_states"
 ENCODED = "encoded_states"
-"""What the decoder's blocks are given of the encoder."""
+"""The encoder's output, for the decoder's blocks."""
 CARRIED = "carried"
-"""What a block returned for the next one besides hidden states."""
+"""The values besides hidden states that a block returned for the next one."""
 TOKENS, TARGETS = "input_ids", "decoder_input_ids"
 
 
 class ModelLayer(nn.Module):
-    """One layer; its modules keep the names that they have in the model.
+    """One layer, whose modules keep the names that they have in the model.
 
     Attributes:
-        modules_at: path in the model -> module, those with weights first.
-        shards: what of them may be sharded.
+        modules_at: the layer's modules by path in the model, those with weights first.
+        shards: says which of them ranks may share.
     """
 
     modules_at: dict[str, nn.Module]
     shards: Shards | None = None
-    _frame: nn.Module
 
-    def __init__(self, modules: Mapping[str, nn.Module], frame: nn.Module | None = None) -> None:
+    def __init__(self, modules: Mapping[str, nn.Module]) -> None:
         super().__init__()
-        self.__dict__["_frame"] = frame
         self.__dict__["modules_at"] = dict(modules)
         for path, module in modules.items():
             place_at(self, path, module)
@@ -71,74 +69,14 @@ class ModelLayer(nn.Module):
         """The module that stands for the layer in a stage."""
         return next(iter(self.modules_at.values()))
 
-    def _run(self, given: Value) -> Any:
-        """Calls the model's own code around the layer's modules, in the mode that they are in."""
-        set_mode(self._frame, any(module.training for module in self.modules_at.values()))
-        return self._frame(**given, **uncached(self._frame))
-
     def shard_over(self, sharding: Sharding) -> None:
-        """Shards its modules in place."""
+        """Shards the layer's modules in place."""
         if self.shards is not None:
             self.shards.apply(self.modules_at, sharding)
 
 
-class EmbeddingLayer(ModelLayer):
-    """Tokens[B, T], or a dict of `input_ids` and what goes with them, to what the first block takes."""
-
-    def __init__(
-        self, modules: Mapping[str, nn.Module], frame: Any, anatomy: Anatomy, pictures: PictureForm | None = None
-    ) -> None:
-        super().__init__(modules, frame)
-        self._main_input = frame.main_input_name
-        self._anatomy = anatomy
-        self._pictures = pictures
-
-    def forward(self, given: Tensor | Value) -> Value:
-        value = self._checked(given)
-        embedded = self._embedded({name: v for name, v in value.items() if name not in self._anatomy.labels})
-        left_out = () if self._anatomy.keeps_inputs else (TOKENS,)
-        beside = {name: v for name, v in value.items() if name not in left_out and not name.startswith(IMAGES)}
-        if self._main_input == IMAGES:  # of which code behind the patches looks at nothing
-            beside[IMAGES] = value[IMAGES][:, :1, :1, :1]
-        return {HIDDEN: embedded, **beside}
-
-    def _embedded(self, value: Value) -> Tensor:
-        try:
-            self._run(value)
-        except StoppedAtBlock as stopped:
-            return stopped.hidden
-        raise DecoderError("the model ran without calling its blocks")
-
-    def _checked(self, given: Tensor | Value) -> Value:
-        """With the tokens by name. Raises DecoderError for what does not fit the model."""
-        given = {self._main_input: given} if isinstance(given, Tensor) else given
-        value = {name: each for name, each in given.items() if each is not None}
-        if "labels" in value and not self._anatomy.labels:
-            raise DecoderError(
-                "labels are among the inputs; take them apart with inputs, targets = inputs_and_targets(batch) and "
-                "call pipe.step(inputs, targets)"
-            )
-        if self._main_input not in value:
-            raise DecoderError(f"the inputs are {', '.join(value) or 'none'}; {self._main_input} must be among them")
-        if self._main_input == IMAGES:
-            return value
-        if self._anatomy.encoder is not None and TARGETS not in value:
-            raise DecoderError(
-                f"the inputs are {', '.join(value)}; a model with an encoder needs {TARGETS} too, "
-                "which decoder.inputs_and_targets(batch) makes of the labels"
-            )
-        if self._pictures is None and IMAGES in value:
-            raise DecoderError(
-                f"{IMAGES} are among the inputs, and the model takes none, or pictures of no one size; it was "
-                "compared with the whole model on text alone, so give text alone"
-            )
-        if self._pictures is not None:
-            self._pictures.check(value[TOKENS], value.get(IMAGES))
-        return value
-
-
 class BlockLayer(ModelLayer):
-    """One block. `block_arguments` says what it is given besides the hidden states."""
+    """One block. `block_arguments` gives its arguments besides the hidden states."""
 
     def __init__(
         self, path: str, block: nn.Module, index: int, block_arguments: BlockArguments, routers: Routers | None = None
@@ -164,79 +102,139 @@ class BlockLayer(ModelLayer):
         return new
 
 
-class BridgeLayer(ModelLayer):
-    """What stands between an encoder's blocks and the decoder's: the norm of the one, the embedding of the other."""
+class LayerAround(ModelLayer):
+    """A layer before, between or after the stacks of blocks. It runs the model's own code from one stack to the next.
 
-    _entrance: BlockRecorder
-    _exit: BlockRecorder
-
-    def __init__(
-        self,
-        modules: Mapping[str, nn.Module],
-        frame: nn.Module,
-        entrance: BlockRecorder,
-        way_out: BlockRecorder,
-        anatomy: Anatomy,
-    ) -> None:
-        super().__init__(modules, frame)
-        self.__dict__["_entrance"] = entrance
-        self.__dict__["_exit"] = way_out
-        assert anatomy.encoder is not None
-        self._given_as = anatomy.encoder.given_as
-        self._labels = anatomy.labels
-
-    def forward(self, value: Value) -> Value:
-        self._entrance.instead = value[HIDDEN]
-        rest = _beside(value)
-        given = {name: each for name, each in rest.items() if name not in self._labels}
-        try:
-            self._run({"inputs_embeds": _blank(value[HIDDEN]), **given})
-        except StoppedAtBlock as stopped:
-            assert self._exit.given is not None
-            args, kwargs = self._exit.given
-            made = args[self._given_as] if isinstance(self._given_as, int) else kwargs[self._given_as]
-            del rest[TARGETS]
-            return {HIDDEN: stopped.hidden, ENCODED: made, **rest}
-        finally:
-            self._entrance.instead = self._exit.given = None
-        raise DecoderError("the model ran without calling its decoder's blocks")
-
-
-class HeadLayer(ModelLayer):
-    """The final norm, the head and whatever the model does to logits: to logits[B, T, V], with a loss of routers to a
-    dict of both; with labels to a dict of what the model's own forward returns for them.
+    Args:
+        frame: the model with the layer's modules, and stand-ins for all others.
+        entrance: the stand-in that gives on the hidden states of the stack before the layer; None before the first.
+        way_out: the stand-in for the first block of the next stack, at which the code stops; None after the last.
     """
 
-    _entrance: BlockRecorder
+    _anatomy: Anatomy
+    _frame: nn.Module
+    _entrance: BlockRecorder | None
+    _way_out: BlockRecorder | None
 
     def __init__(
         self,
         modules: Mapping[str, nn.Module],
-        frame: nn.Module,
-        entrance: BlockRecorder,
         anatomy: Anatomy,
-        routers: Routers | None = None,
+        frame: nn.Module,
+        entrance: BlockRecorder | None,
+        way_out: BlockRecorder | None,
     ) -> None:
-        super().__init__(modules, frame)
-        self.__dict__["_entrance"] = entrance
-        self._routers = routers
-        self._anatomy = anatomy
-        self._router_output = None if routers is None else routers.returned_by(frame)
+        super().__init__(modules)
+        self.__dict__.update(_frame=frame, _entrance=entrance, _way_out=way_out, _anatomy=anatomy)
+        if way_out is not None:
+            way_out.stops = True
+
+    def _run(self, given: Value, hidden: Tensor | None = None) -> Any:
+        """Calls the model's code in the mode of the layer's modules.
+
+        Args:
+            given: the arguments of the model.
+            hidden: the hidden states of the stack before the layer.
+
+        Returns:
+            The hidden states for the next stack, or the model's output in the last layer.
+        """
+        set_mode(self._frame, any(module.training for module in self.modules_at.values()))
+        if self._entrance is not None:
+            self._entrance.instead = hidden
+        try:
+            out = self._frame(**given, **uncached(self._frame))
+        except StoppedAtBlock as stopped:
+            return stopped.hidden
+        finally:
+            if self._entrance is not None:
+                self._entrance.instead = None
+        if self._way_out is not None:
+            raise DecoderError("the model ran without calling its blocks")
+        return out
+
+
+class EmbeddingLayer(LayerAround):
+    """Turns tokens[B, T], or a dict of `input_ids` and other inputs, into the input of the first block."""
+
+    pictures: PictureForm | None = None
+
+    def forward(self, given: Tensor | Value) -> Value:
+        value = self._checked(given)
+        embedded = self._run({name: v for name, v in value.items() if name not in self._anatomy.labels})
+        left_out = () if self._anatomy.keeps_inputs else (TOKENS,)
+        beside = {name: v for name, v in value.items() if name not in left_out and not name.startswith(IMAGES)}
+        if self._frame.main_input_name == IMAGES:  # the code behind the patches looks only at their type and number
+            beside[IMAGES] = value[IMAGES][:, :1, :1, :1]
+        return {HIDDEN: embedded, **beside}
+
+    def _checked(self, given: Tensor | Value) -> Value:
+        """The inputs by name. Raises DecoderError for inputs that do not fit the model."""
+        main = str(self._frame.main_input_name)
+        given = {main: given} if isinstance(given, Tensor) else given
+        value = {name: each for name, each in given.items() if each is not None}
+        if "labels" in value and not self._anatomy.labels:
+            raise DecoderError(
+                "labels are among the inputs; take them apart with inputs, targets = inputs_and_targets(batch) and "
+                "call pipe.step(inputs, targets)"
+            )
+        if main not in value:
+            raise DecoderError(f"the inputs are {', '.join(value) or 'none'}; {main} must be among them")
+        if main == IMAGES:
+            return value
+        if self._anatomy.encoder is not None and TARGETS not in value:
+            raise DecoderError(
+                f"the inputs are {', '.join(value)}; a model with an encoder needs {TARGETS} too, "
+                "which decoder.inputs_and_targets(batch) makes of the labels"
+            )
+        if self.pictures is not None:
+            self.pictures.check(value[TOKENS], value.get(IMAGES))
+        elif IMAGES in value:
+            raise DecoderError(
+                f"{IMAGES} are among the inputs, and the model takes none, or pictures of no one size; it was "
+                "compared with the whole model on text alone, so give text alone"
+            )
+        return value
+
+
+class BridgeLayer(LayerAround):
+    """The layer between an encoder's blocks and the decoder's: the norm of the one, the embedding of the other."""
+
+    def forward(self, value: Value) -> Value:
+        rest = _beside(value)
+        given = {name: each for name, each in rest.items() if name not in self._anatomy.labels}
+        hidden = self._run({"inputs_embeds": _blank(value[HIDDEN]), **given}, value[HIDDEN])
+        assert self._way_out is not None
+        made = dict(self._way_out.arguments)[self._anatomy.given_as]
+        self._way_out.given = None
+        del rest[TARGETS]
+        return {HIDDEN: hidden, ENCODED: made, **rest}
+
+
+class HeadLayer(LayerAround):
+    """The final norm, the head and the model's own changes of logits.
+
+    Returns logits[B, T, V]; with a loss of routers a dict of both; with labels a dict of the values that the model's
+    own forward returns for them.
+    """
+
+    _routers: Routers | None = None
+    _router_output: RouterOutput | None = None
+
+    def add_router_loss(self, routers: Routers) -> None:
+        """From now on the layer returns the loss of these routers too."""
+        self._routers, self._router_output = routers, routers.returned_by(self._frame)
 
     def forward(self, value: Value) -> Tensor | dict[str, Tensor]:
-        self._entrance.instead = value[HIDDEN]
         if self._router_output is not None:
             self._router_output.logits = value.get(ROUTED, ())
         rest = _beside(value)
         mask = rest.get("attention_mask")
         if isinstance(mask, Tensor) and mask.dim() == 4:
             del rest["attention_mask"]  # of attention alone; a loss of routers looks for samples that are padded
-        try:
-            out = self._run({**_in_place_of_embeddings(value, self._anatomy, self._frame), **rest})
-        finally:
-            self._entrance.instead = None
-            if self._router_output is not None:
-                self._router_output.logits = ()
+        out = self._run({**_in_place_of_embeddings(value, self._anatomy, self._frame), **rest}, value[HIDDEN])
+        if self._router_output is not None:
+            self._router_output.logits = ()
         if self._anatomy.labels:
             is_kept = {name: isinstance(v, Tensor) and not name.startswith("encoder_") for name, v in out.items()}
             return {name: v for name, v in out.items() if is_kept[name]}
@@ -245,31 +243,30 @@ class HeadLayer(ModelLayer):
 
 
 class BlockArguments:
-    """What the blocks of one list are given in a stage: worked out once a microbatch, where it is used.
+    """The arguments of the blocks of one stack, worked out once per microbatch and stage, by the model's own code.
 
     Args:
-        is_encoder: of the encoder's blocks, not of the decoder's.
+        number: of the stack.
 
     Attributes:
-        carried: see `Anatomy`. num_blocks: blocks of the list.
+        carried: see `BlockStack`.
+        num_blocks: the number of blocks in the stack.
     """
 
-    def __init__(self, model: nn.Module, anatomy: Anatomy, is_encoder: bool = False) -> None:
-        lists, fill = _recorders(model, anatomy), _stand_ins(model, anatomy)
-        self._is_encoder = is_encoder
-        path = anatomy.encoder.blocks if is_encoder and anatomy.encoder is not None else anatomy.blocks
-        self._recorders = lists[path]
-        self.num_blocks = len(self._recorders)
+    def __init__(self, model: nn.Module, anatomy: Anatomy, number: int) -> None:
+        lists = _recorders(model, anatomy)
+        self._is_encoder = number < len(lists) - 1
+        self._recorders = lists[number]
         self._recorders[-1].stops = True
-        self.carried = anatomy.encoder.carried if is_encoder and anatomy.encoder is not None else anatomy.carried
+        self.num_blocks, self.carried = len(self._recorders), anatomy.stacks[number].carried
         self._anatomy = anatomy
         # Dropout of the embedding must not draw here: its numbers would be missing in the blocks.
         self._loose = {path: _without_dropout(model.get_submodule(path)) for path in anatomy.loose}
-        self._frame = hollow(model, {**fill, **self._loose, **_as_modules(lists)})
+        self._frame = hollow(model, {**_stand_ins(model, anatomy), **self._loose, **_as_modules(anatomy, lists)})
         self._known: tuple[list[Any], list[Arguments], Tensor | None] | None = None
 
     def arguments(self, index: int, value: Value) -> Arguments:
-        """Of a block, by the value that comes to it."""
+        """The arguments of a block besides the hidden states, for the value that comes to it."""
         hidden, rest, made = value[HIDDEN], _beside(value), value.get(ENCODED)
         changes = [each._version for each in rest.values() if isinstance(each, Tensor) and not each.is_inference()]
         shapes = [(each.shape, each.dtype, each.device) for each in (hidden, made) if each is not None]
@@ -312,60 +309,59 @@ def build_layers(
     routers: Routers | None = None,
     pictures: PictureForm | None = None,
 ) -> list[ModelLayer]:
-    """The layers at `indices`; `weights` has the modules with weights that they need, by path, and `pictures` says
-    what a model that sees is given.
+    """The layers at `indices`.
+
+    Args:
+        weights: the modules with weights of these layers, by path.
+        pictures: the form of the pictures that a model takes.
     """
     loose = {path: copy.deepcopy(model.get_submodule(path)) for path in anatomy.loose}
     hollow_parts = _stand_ins(model, anatomy)
-    encoder = anatomy.encoder
-    block_arguments = {
-        is_encoder: BlockArguments(model, anatomy, is_encoder) for is_encoder in (False, True)[: 1 + bool(encoder)]
-    }
+    block_arguments = [BlockArguments(model, anatomy, number) for number in range(len(anatomy.stacks))]
     layers: list[ModelLayer] = []
     for index in indices:
         paths = anatomy.paths(index)
         own = {path: weights[path] for path in paths}
-        number = index - anatomy.first_block
-        if 0 <= number < anatomy.num_blocks:
-            layers.append(BlockLayer(paths[0], own[paths[0]], number, block_arguments[False], routers))
-            continue
-        if encoder is not None and 0 < index <= encoder.num_blocks:
-            layers.append(BlockLayer(paths[0], own[paths[0]], index - 1, block_arguments[True]))
+        number, block = anatomy.place(index)
+        if block >= 0:
+            heard = routers if number == len(anatomy.stacks) - 1 else None
+            layers.append(BlockLayer(paths[0], own[paths[0]], block, block_arguments[number], heard))
             continue
         lists = _recorders(model, anatomy)
-        frame = hollow(model, {**hollow_parts, **own, **loose, **_as_modules(lists)})
-        first = lists[anatomy.blocks][0]
-        if number == anatomy.num_blocks:
-            layers.append(HeadLayer({**own, **loose}, frame, first, anatomy, routers))
-        elif encoder is not None and index > 0:
-            first.stops = True
-            layers.append(BridgeLayer({**own, **loose}, frame, lists[encoder.blocks][0], first, anatomy))
-        else:
-            next(iter(lists.values()))[0].stops = True
-            layers.append(EmbeddingLayer({**own, **loose}, frame, anatomy, pictures))
+        frame = hollow(model, {**hollow_parts, **own, **loose, **_as_modules(anatomy, lists)})
+        entrance = lists[number - 1][0] if number else None
+        way_out = lists[number][0] if number < len(lists) else None
+        kind = EmbeddingLayer if entrance is None else HeadLayer if way_out is None else BridgeLayer
+        layer = kind({**own, **loose}, anatomy, frame, entrance, way_out)
+        if isinstance(layer, EmbeddingLayer):
+            layer.pictures = pictures
+        elif isinstance(layer, HeadLayer) and routers is not None:
+            layer.add_router_loss(routers)
+        layers.append(layer)
     return layers
 
 
 def model_layers(
     model: nn.Module, anatomy: Anatomy, routers: Routers | None = None, pictures: PictureForm | None = None
 ) -> list[ModelLayer]:
-    """All layers of a model that is there, which share its weights."""
+    """All layers of a model. They share its weights."""
     everything = range(anatomy.num_layers)
     weights = {path: model.get_submodule(path) for index in everything for path in anatomy.paths(index)}
     return build_layers(model, anatomy, everything, weights, routers, pictures)
 
 
 def _beside(value: Value) -> Value:
-    """What goes along beside what layers make."""
+    """The entries of a value that layers do not make."""
     return {name: each for name, each in value.items() if name not in (HIDDEN, ROUTED, ENCODED, CARRIED)}
 
 
 def _in_place_of_embeddings(
     value: Value, anatomy: Anatomy, frame: nn.Module, is_encoder: bool = False
 ) -> dict[str, Any]:
-    """Arguments of the model by which its code embeds nothing, and encodes nothing where it is behind an encoder.
+    """Arguments with which the model's code embeds nothing, and in a decoder behind an encoder encodes nothing.
 
-    Where the inputs are there, none are needed: what stands for the embeddings returns what has their form.
+    If the inputs travel along, no such arguments are needed: the stand-ins for the embeddings return hidden states
+    of the right form.
     """
     hidden = _blank(value[HIDDEN])
     if anatomy.keeps_inputs:
@@ -383,22 +379,22 @@ def _in_place_of_embeddings(
 
 def _stand_ins(model: nn.Module, anatomy: Anatomy) -> dict[str, nn.Module]:
     # Whole numbers, which leave the type of the hidden states that they are added to as it is.
-    paths = [*anatomy.before, *anatomy.after, *(() if anatomy.encoder is None else anatomy.encoder.before)]
+    paths = [*anatomy.after, *(path for stack in anatomy.stacks for path in stack.before)]
     fill = {path: stand_in(model.get_submodule(path), torch.int8) for path in paths}
     blank = anatomy.before if anatomy.keeps_inputs else ()
     return fill | {path: HiddenStatesStandIn(model.get_submodule(path)) for path in blank}
 
 
-def _recorders(model: nn.Module, anatomy: Anatomy) -> dict[str, list[BlockRecorder]]:
-    """By the path of each list of blocks, in order."""
-    lists = {anatomy.blocks: anatomy.num_returned}
-    if anatomy.encoder is not None:
-        lists = {anatomy.encoder.blocks: anatomy.encoder.num_returned, **lists}
-    return {path: [BlockRecorder(block, num) for block in blocks_of(model, path)] for path, num in lists.items()}
+def _recorders(model: nn.Module, anatomy: Anatomy) -> list[list[BlockRecorder]]:
+    """A recorder for each block of each stack."""
+    return [
+        [BlockRecorder(block, stack.num_returned) for block in blocks_of(model, stack.blocks)]
+        for stack in anatomy.stacks
+    ]
 
 
-def _as_modules(lists: Mapping[str, list[BlockRecorder]]) -> dict[str, nn.Module]:
-    return {path: nn.ModuleList(recorders) for path, recorders in lists.items()}
+def _as_modules(anatomy: Anatomy, lists: Sequence[Sequence[BlockRecorder]]) -> dict[str, nn.Module]:
+    return {path: nn.ModuleList(recorders) for path, recorders in zip(anatomy.lists, lists, strict=True)}
 
 
 def _without_dropout(module: nn.Module) -> nn.Module:

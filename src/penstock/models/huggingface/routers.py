@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from penstock.models.huggingface.anatomy import Anatomy, has_routers
 
-__all__ = ["ROUTED", "RouterLogits", "Routers", "routers_of"]
+__all__ = ["ROUTED", "RouterLogits", "RouterOutput", "Routers", "routers_of"]
 
 ROUTED = "router_logits"
 
