@@ -12,16 +12,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from functools import partial
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
 from penstock.models.block import TransformerBlock, dropout_layer
-from penstock.models.listed import ListedLayers, Wrap, tied_ends
+from penstock.models.listed import ListedConfig, Wrap, tied_ends
 from penstock.models.loss import token_losses
-from penstock.models.seeded import require_sizes
 from penstock.runtime import Stage
 
 __all__ = [
@@ -36,7 +34,7 @@ __all__ = [
 
 
 @dataclass(frozen=True, slots=True)
-class BERTConfig:
+class BERTConfig(ListedConfig):
     """Sizes of a BERT.
 
     Attributes:
@@ -60,39 +58,16 @@ class BERTConfig:
         (True, 4)
     """
 
-    vocab_size: int
-    context: int
-    depth: int
-    width: int
-    num_heads: int
+    kind = "BERT"
+    tied: bool = True
     num_segments: int = 2
     next_sentence: bool = True
-    tied: bool = True
-    dropout: float = 0.0
 
-    def __post_init__(self) -> None:
-        names = ("vocab_size", "context", "depth", "num_segments")
-        sizes = {name: getattr(self, name) for name in names}
-        require_sizes("BERT", sizes, self.width, self.num_heads, self.dropout)
-
-    @property
-    def num_layers(self) -> int:
-        """The blocks, the embedding and the heads."""
-        return self.depth + 2
-
-    @property
-    def num_parameters(self) -> int:
-        """Of the whole model, a tied weight counted once.
-
-        embedding   (V + T + segments) h
-        block       12 h^2 + 13 h
-        heads       2h (norm)  +  h^2 + 3h (transform, norm)  +  V (bias)  [+ V h]  [+ h^2 + h + 2h + 2]
-        """
-        h, v = self.width, self.vocab_size
-        embedding = (v + self.context + self.num_segments) * h
-        heads = 2 * h + h * h + 3 * h + v + (0 if self.tied else v * h)
-        following = h * h + 3 * h + 2 if self.next_sentence else 0
-        return embedding + self.depth * (12 * h * h + 13 * h) + heads + following
+    def make(self, index: int) -> nn.Module:
+        """The layer of a number, its weights not filled."""
+        if index == 0:
+            return BERTEmbedding(self)
+        return BERTHeads(self) if index == self.num_layers - 1 else BERTBlock(self)
 
 
 bert_presets: dict[str, BERTConfig] = {
@@ -221,7 +196,7 @@ def bert_layers(config: BERTConfig, indices: Iterable[int] | None = None, seed: 
         >>> len(ps.models.bert_layers(config)) == len(ps.models.bert_costs(config))
         True
     """
-    return _listed(config).layers(indices, seed)
+    return config.listed.layers(indices, seed)
 
 
 def bert_stage(config: BERTConfig, indices: Iterable[int], seed: int = 0, wrap: Wrap | None = None) -> Stage:
@@ -239,7 +214,7 @@ def bert_stage(config: BERTConfig, indices: Iterable[int], seed: int = 0, wrap: 
         >>> next(name for name, _ in stage.named_parameters())
         'layers.0.token.weight'
     """
-    return _listed(config).stage(indices, seed, wrap)
+    return config.listed.stage(indices, seed, wrap)
 
 
 def bert_tied_parameters(config: BERTConfig) -> list[list[str]]:
@@ -253,7 +228,7 @@ def bert_tied_parameters(config: BERTConfig) -> list[list[str]]:
         >>> ps.models.bert_tied_parameters(ps.models.bert_presets["nano"])
         [['layers.0.token.weight', 'layers.5.output.weight']]
     """
-    return tied_ends(config.num_layers) if config.tied else []
+    return tied_ends(config)
 
 
 def bert_costs(config: BERTConfig) -> list[float]:
@@ -271,15 +246,3 @@ def bert_costs(config: BERTConfig) -> list[float]:
     width = config.width
     block = 2 * 12 * width**2 + 4 * config.context * width  # the whole T by T scores, twice
     return [3.0 * width, *[float(block)] * config.depth, 2.0 * width * (config.vocab_size + width)]
-
-
-def _listed(config: BERTConfig) -> ListedLayers:
-    return ListedLayers("a BERT", config.depth, config.width, partial(_make_layer, config), config.tied)
-
-
-def _make_layer(config: BERTConfig, index: int) -> nn.Module:
-    if index == 0:
-        return BERTEmbedding(config)
-    if index == config.num_layers - 1:
-        return BERTHeads(config)
-    return BERTBlock(config)

@@ -127,11 +127,8 @@ class CLIPConfig:
         return sum(self.tower_parameters(name) for name in self.towers) + 1
 
     def tower_parameters(self, name: str) -> int:
-        """Embedding V h or (features + 1) h, positions T h, blocks 12 h^2 + 13 h, norm 2 h, and h E."""
-        tower = self.tower(name)
-        h = tower.width
-        embedding = (tower.vocab_size or 0) * h if tower.vocab_size else ((tower.num_features or 0) + 1) * h
-        return embedding + tower.context * h + tower.depth * (12 * h * h + 13 * h) + 2 * h + h * self.shared_width
+        """The parameters of one tower."""
+        return _listed(self, name).num_parameters
 
     def tower(self, name: str) -> TowerConfig:
         """One tower. `ValueError` where there is none of that name."""
@@ -324,6 +321,10 @@ def tower_layers(
         >>> len(ps.models.tower_layers(config, "text", [0, 1]))
         2
     """
+    return _listed(config, name).layers(indices, seed)
+
+
+def _listed(config: CLIPConfig, name: str) -> ListedLayers:
     tower = config.tower(name)
 
     def make(index: int) -> nn.Module:
@@ -333,7 +334,7 @@ def tower_layers(
             return TowerSummary(tower.width, config.shared_width)
         return TransformerBlock(tower.width, tower.num_heads, tower.dropout, causal=False)
 
-    return ListedLayers("a tower", tower.depth, tower.width, make, prefix=f"{name}/").layers(indices, seed)
+    return ListedLayers("a tower", tower.depth, tower.width, make, prefix=f"{name}/")
 
 
 def tower_stage(config: CLIPConfig, name: str, indices: Iterable[int], seed: int = 0) -> Stage:

@@ -9,21 +9,19 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from functools import partial
 
 import torch
 from torch import Tensor, nn
 
 from penstock.models.block import TransformerBlock, dropout_layer
-from penstock.models.listed import ListedLayers, Wrap, tied_ends
-from penstock.models.seeded import require_sizes
+from penstock.models.listed import ListedConfig, Wrap, tied_ends
 from penstock.runtime import Stage
 
 __all__ = ["GPTConfig", "build_layers", "gpt_stage", "presets", "tied_parameters"]
 
 
 @dataclass(frozen=True, slots=True)
-class GPTConfig:
+class GPTConfig(ListedConfig):
     """Sizes of a GPT.
 
     Attributes:
@@ -47,34 +45,16 @@ class GPTConfig:
         (2, True)
     """
 
-    vocab_size: int
-    context: int
-    depth: int
-    width: int
-    num_heads: int
-    dropout: float = 0.0
-    tied: bool = False
+    kind = "GPT"
     bias: bool = True
 
-    def __post_init__(self) -> None:
-        sizes = {"vocab_size": self.vocab_size, "context": self.context, "depth": self.depth}
-        require_sizes("GPT", sizes, self.width, self.num_heads, self.dropout)
-
-    @property
-    def num_layers(self) -> int:
-        """The blocks, the embedding and the head."""
-        return self.depth + 2
-
-    @property
-    def num_parameters(self) -> int:
-        """Of the whole model, a tied weight counted once.
-
-        embedding  (V + T) h      block  12 h^2, with biases 13 h more, else 2 h      head  V h unless tied, norm
-        """
-        h, norm = self.width, (2 if self.bias else 1) * self.width
-        block = 12 * h * h + 2 * norm + (9 * h if self.bias else 0)
-        head = norm + (0 if self.tied else self.vocab_size * h)
-        return (self.vocab_size + self.context) * h + self.depth * block + head
+    def make(self, index: int) -> nn.Module:
+        """The layer of a number, its weights not filled."""
+        if index == 0:
+            return Embedding(self)
+        if index == self.num_layers - 1:
+            return Head(self)
+        return GPTBlock(self.width, self.num_heads, self.dropout, self.bias)
 
 
 presets: dict[str, GPTConfig] = {
@@ -173,7 +153,7 @@ def build_layers(config: GPTConfig, indices: Iterable[int] | None = None, seed: 
         >>> all(torch.equal(p, q) for p, q in zip(last.parameters(), again.parameters()))
         True
     """
-    return _listed(config).layers(indices, seed)
+    return config.listed.layers(indices, seed)
 
 
 def gpt_stage(config: GPTConfig, indices: Iterable[int], seed: int = 0, wrap: Wrap | None = None) -> Stage:
@@ -191,7 +171,7 @@ def gpt_stage(config: GPTConfig, indices: Iterable[int], seed: int = 0, wrap: Wr
         >>> sorted({name.split(".")[1] for name, _ in stage.named_parameters()})
         ['0', '1']
     """
-    return _listed(config).stage(indices, seed, wrap)
+    return config.listed.stage(indices, seed, wrap)
 
 
 def tied_parameters(config: GPTConfig) -> list[list[str]]:
@@ -206,16 +186,4 @@ def tied_parameters(config: GPTConfig) -> list[list[str]]:
         >>> ps.models.tied_parameters(replace(ps.models.presets["nano"], tied=True))
         [['layers.0.token.weight', 'layers.5.output.weight']]
     """
-    return tied_ends(config.num_layers) if config.tied else []
-
-
-def _listed(config: GPTConfig) -> ListedLayers:
-    return ListedLayers("a GPT", config.depth, config.width, partial(_make_layer, config), config.tied)
-
-
-def _make_layer(config: GPTConfig, index: int) -> nn.Module:
-    if index == 0:
-        return Embedding(config)
-    if index == config.num_layers - 1:
-        return Head(config)
-    return GPTBlock(config.width, config.num_heads, config.dropout, config.bias)
+    return tied_ends(config)

@@ -2,23 +2,23 @@
 
     0 embedding    1 .. depth blocks    depth + 1 head
 
-Each layer's weights follow from the seed and its name. Where embedding and head are one weight and only the head is
-asked for, it is given the numbers that the embedding would have drawn.
+Each layer's weights follow from the seed and its name. If the embedding and the head share one weight and only the
+head is built, it gets the numbers that the embedding would have drawn.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, fields
+from typing import Any, ClassVar
 
 import torch
 from torch import nn
 
-from penstock.models.seeded import built, generator_of
+from penstock.models.seeded import built, generator_of, require_sizes
 from penstock.runtime import Stage
 
-__all__ = ["ListedLayers", "Wrap", "tied_ends"]
+__all__ = ["ListedConfig", "ListedLayers", "Wrap", "tied_ends"]
 
 Wrap = Callable[[nn.Module], nn.Module]
 """Puts something around a block, such as activation checkpointing."""
@@ -30,10 +30,11 @@ class ListedLayers:
 
     Attributes:
         what: the model, for errors: "a GPT".
-        depth, width: blocks, and of what they pass on; both say how weights are drawn.
+        depth, width: the number of blocks, and the numbers per token between them. The spread of the initial weights
+            follows from both.
         make: from a layer's number to the layer, its weights not filled.
         tied: whether `token.weight` of the first layer and `output.weight` of the last are one.
-        prefix: before a layer's number, in the name that seeds it.
+        prefix: precedes a layer's number in the name that seeds it.
     """
 
     what: str
@@ -47,6 +48,15 @@ class ListedLayers:
     def last(self) -> int:
         """The head's number."""
         return self.depth + 1
+
+    @property
+    def num_parameters(self) -> int:
+        """The parameters of the whole model, a tied weight counted once."""
+        with torch.device("meta"):
+            first, block, last = (self.make(index) for index in (0, 1, self.last))
+        counts = [sum(p.numel() for p in layer.parameters()) for layer in (first, block, last)]
+        tied = first.get_parameter("token.weight").numel() if self.tied else 0
+        return counts[0] + self.depth * counts[1] + counts[2] - tied
 
     def layers(self, indices: Iterable[int] | None, seed: int) -> list[nn.Module]:
         """The layers at `indices`, or all, in that order, on the CPU in float32.
@@ -92,6 +102,49 @@ class ListedLayers:
         return generator_of(seed, f"{self.prefix}{index}")
 
 
-def tied_ends(num_layers: int) -> list[list[str]]:
-    """The names of an embedding and a head that are one weight."""
-    return [["layers.0.token.weight", f"layers.{num_layers - 1}.output.weight"]]
+@dataclass(frozen=True, slots=True)
+class ListedConfig:
+    """The sizes that GPT and BERT have in common.
+
+    Raises:
+        ValueError: a size below 1, heads that do not divide the width, a dropout outside 0 to 1.
+    """
+
+    kind: ClassVar[str]
+    """The model's name."""
+
+    vocab_size: int
+    context: int
+    depth: int
+    width: int
+    num_heads: int
+    dropout: float = 0.0
+    tied: bool = False
+
+    def __post_init__(self) -> None:
+        sizes = {each.name: size for each in fields(self) if type(size := getattr(self, each.name)) is int}
+        require_sizes(self.kind, sizes, self.width, self.num_heads, self.dropout)
+
+    @property
+    def num_layers(self) -> int:
+        """The blocks, the embedding and the head."""
+        return self.depth + 2
+
+    @property
+    def num_parameters(self) -> int:
+        """The parameters of the whole model, a tied weight counted once."""
+        return self.listed.num_parameters
+
+    @property
+    def listed(self) -> ListedLayers:
+        """How the model's layers are built."""
+        return ListedLayers(f"a {self.kind}", self.depth, self.width, self.make, self.tied)
+
+    def make(self, index: int) -> nn.Module:
+        """The layer of a number, its weights not filled."""
+        raise NotImplementedError
+
+
+def tied_ends(config: ListedConfig) -> list[list[str]]:
+    """The names of an embedding and a head that share one weight; none if they do not."""
+    return [["layers.0.token.weight", f"layers.{config.num_layers - 1}.output.weight"]] if config.tied else []

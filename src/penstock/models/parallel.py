@@ -5,7 +5,7 @@
     embeddings     vocabulary     rows of tokens; positions stay whole
     heads          vocabulary     output by columns; logits stay apart for the loss
 
-What is not known stays whole on every rank, and right.
+Every rank holds the modules that Penstock does not know whole, so their results stay right.
 """
 
 from __future__ import annotations
@@ -15,15 +15,28 @@ from typing import Any
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from penstock.models.bert import BERTConfig, BERTEmbedding, BERTHeads
+from penstock.models.bert import BERTEmbedding, BERTHeads
 from penstock.models.block import MLP, Attention
 from penstock.models.clip import CLIPConfig, TowerConfig, TowerEmbedding
-from penstock.models.dividing import ParallelError, require_heads, require_vocabulary, require_width
-from penstock.models.gpt import Embedding, GPTConfig, Head
-from penstock.models.huggingface.shards import require_parallel_decoder
+from penstock.models.gpt import Embedding, Head
+from penstock.models.listed import ListedConfig
 from penstock.runtime.tensor_parallel import Shardable, Sharding
 
-__all__ = ["ParallelError", "parallelize", "require_parallel"]
+__all__ = ["ParallelError", "parallelize", "require_heads", "require_parallel", "require_vocabulary", "require_width"]
+
+
+class ParallelError(ValueError):
+    """A model that does not divide into so many tensor-parallel ranks.
+
+    Examples:
+        >>> import penstock as ps
+        >>> from penstock.models import ParallelError, presets, require_parallel
+        >>> try:
+        ...     require_parallel(presets["gpt2-1.5b"], 7)
+        ... except ParallelError as error:
+        ...     print(type(error).__name__)
+        ParallelError
+    """
 
 
 def parallelize(stage: nn.Module, mesh: DeviceMesh) -> None:
@@ -81,8 +94,8 @@ def require_parallel(config: Any, num_ranks: int) -> None:
         a GPT of width 1600 has 25 heads, which 7 tensor-parallel ranks cannot share out whole
     """
     match config:
-        case GPTConfig() | BERTConfig():
-            what = f"a {type(config).__name__.removesuffix('Config')} of width {config.width}"
+        case ListedConfig():
+            what = f"a {config.kind} of width {config.width}"
             require_heads(what, config.num_heads, num_ranks)
             require_vocabulary(what, config.vocab_size, num_ranks)
         case TowerConfig():
@@ -93,7 +106,49 @@ def require_parallel(config: Any, num_ranks: int) -> None:
             for tower in config.towers.values():
                 require_parallel(tower, num_ranks)
         case _:
-            require_parallel_decoder(config, num_ranks)
+            _require_decoder(config, num_ranks)
+
+
+def _require_decoder(config: Any, num_ranks: int) -> None:
+    """Raises ParallelError if ranks cannot share the heads or the vocabulary of a config of transformers."""
+    if num_ranks == 1:
+        return
+    config = config.get_text_config(decoder=True)
+    what = f"a {config.model_type}"
+    if (heads := getattr(config, "num_attention_heads", None)) is not None:  # Mamba's blocks stay whole
+        require_heads(what, heads, num_ranks)
+    keys = getattr(config, "num_key_value_heads", None)
+    if keys is not None:
+        require_heads(what, keys, num_ranks, "key and value heads")
+    require_vocabulary(what, config.vocab_size, num_ranks)
+
+
+def require_heads(what: str, num_heads: int, num_ranks: int, kind: str = "heads") -> None:
+    """Raises ParallelError if ranks cannot have the same number of whole heads each."""
+    if num_heads % num_ranks:
+        fits = ", ".join(str(n) for n in range(1, num_heads + 1) if num_heads % n == 0)
+        raise ParallelError(
+            f"{what} has {num_heads} {kind}, which {num_ranks} tensor-parallel ranks cannot share out whole; give a "
+            f"number of ranks that divides them ({fits})"
+        )
+
+
+def require_width(what: str, width: int, num_ranks: int) -> None:
+    """Raises ParallelError if ranks cannot have the same number of features each."""
+    if width % num_ranks:
+        raise ParallelError(
+            f"{what} is {width} wide, which {num_ranks} tensor-parallel ranks cannot divide evenly; give a number "
+            "of ranks that divides it"
+        )
+
+
+def require_vocabulary(what: str, vocab_size: int, num_ranks: int) -> None:
+    """Raises ParallelError if there are fewer tokens than ranks. The number of ranks need not divide them."""
+    if vocab_size < num_ranks:
+        raise ParallelError(
+            f"{what} has a vocabulary of {vocab_size}, smaller than the {num_ranks} ranks that are to share it; give "
+            "fewer ranks"
+        )
 
 
 def _shard(name: str, module: nn.Module, sharding: Sharding) -> None:

@@ -12,7 +12,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from penstock.models.dividing import ParallelError
 from penstock.models.huggingface.anatomy import Anatomy, DecoderError, examine
 from penstock.models.huggingface.batch_rules import ModelStages
 from penstock.models.huggingface.compare import (
@@ -51,6 +50,7 @@ from penstock.models.huggingface.weights import (
     tied_groups,
 )
 from penstock.models.loss import CrossEntropy
+from penstock.models.parallel import ParallelError
 from penstock.runtime import PartitionError, Stage, partition
 from penstock.runtime.checkpoint import Reader
 from penstock.runtime.tensor_parallel import Sharding

@@ -15,10 +15,10 @@ from typing import Any
 
 from torch import nn
 
-from penstock.models.dividing import require_heads, require_vocabulary, require_width
+from penstock.models.parallel import require_heads, require_vocabulary, require_width
 from penstock.runtime.tensor_parallel import Sharding
 
-__all__ = ["Shards", "require_parallel_decoder", "shards_of"]
+__all__ = ["Shards", "shards_of"]
 
 COLUMNS, ROWS, WHOLE = "colwise", "rowwise", "replicated_with_grad_allreduce"
 
@@ -74,20 +74,6 @@ def shards_of(model: Any) -> Shards:
     return Shards(
         regions, names.get(id(embedding)) if divides[0] else None, names.get(id(head)) if divides[1] else None
     )
-
-
-def require_parallel_decoder(config: Any, num_ranks: int) -> None:
-    """Raises ParallelError where a config's heads or vocabulary do not divide into tensor-parallel ranks."""
-    if num_ranks == 1:
-        return
-    config = config.get_text_config(decoder=True)
-    what = f"a {config.model_type}"
-    if (heads := getattr(config, "num_attention_heads", None)) is not None:  # Mamba's blocks stay whole
-        require_heads(what, heads, num_ranks)
-    keys = getattr(config, "num_key_value_heads", None)
-    if keys is not None:
-        require_heads(what, keys, num_ranks, "key and value heads")
-    require_vocabulary(what, config.vocab_size, num_ranks)
 
 
 def _embedding_divides(embedding: Any) -> bool:

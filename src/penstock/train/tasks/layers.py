@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from penstock.models import ParallelError, require_parallel
-from penstock.models.dividing import require_vocabulary
+from penstock.models.parallel import require_vocabulary
 from penstock.runtime import PartitionError, Pipeline, partition
 from penstock.runtime.stage.branches import is_plain, loss_stages
 from penstock.schedule import Schedule, StageGraph
