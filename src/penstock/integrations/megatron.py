@@ -272,77 +272,88 @@ def follow(plan: Schedule | Plan | str | Path, *, most_posted: int = MOST_POSTED
     if not has_communication(schedule):
         schedule = add_communication(schedule, channels=GLOO, most_posted=most_posted)
     check(schedule, channels=NCCL_EDGE)  # on gloo the same orders hang
+    return partial(_forward_backward_pipelining, schedule, cache(partial(_forwards, schedule)), {})
+
+
+def _forward_backward_pipelining(
+    schedule: Schedule, forwards: Callable[[int], Schedule], messages: dict[Any, _Messages], *,
+    forward_step_func: Callable[..., Any], data_iterator: Any, model: Any, num_microbatches: int,
+    seq_length: int, micro_batch_size: int, decoder_seq_length: int | None = None, forward_only: bool = False,
+    collect_non_loss_data: bool = False, first_val_step: bool | None = None,
+    adjust_tensor_shapes_fn: Callable[..., Any] | None = None, p2p_communicator: Any = None,
+    pg_collection: Any = None, force_all_reduce: bool | None = False,
+) -> list[Any]:  # fmt: skip
+    """What `follow` returns, once it has the plan.
+
+    Args:
+        forwards: from a number of microbatches to a schedule of forwards alone.
+        messages: the messages of each process group, kept from step to step.
+    """
+    from megatron.core.pipeline_parallel import schedules as theirs
+
     wanted = schedule.num_ranks, schedule.num_stages, schedule.num_microbatches
-    messages: dict[Any, _Messages] = {}
-    forwards = cache(partial(_forwards, schedule))
+    groups, pp_group, config = _groups_and_config(model, p2p_communicator, pg_collection)
+    chunks, iterators = (each if isinstance(each, list) else [each] for each in (model, data_iterator))
+    rank, several = pp_group.rank(), len(chunks) > 1
+    if len(iterators) != len(chunks):
+        raise _refused(f"the model has {len(chunks)} chunks, the data {len(iterators)} iterators; give as many")
+    have = pp_group.size(), pp_group.size() * len(chunks), wanted[2] if forward_only else num_microbatches
+    if have != wanted:
+        raise _refused(f"the plan has {wanted} ranks, stages and microbatches, Megatron {have}; plan for these")
+    is_last_rank = rank == schedule.num_ranks - 1
+    finalizes = config.finalize_model_grads_func is not None and not forward_only
+    embedding = theirs.clear_embedding_activation_buffer(config, model, is_last_rank) if finalizes else None
+    with _timed(config, "forward-backward", log_level=1, barrier=config.barrier_with_L1_time):
+        shape = theirs.get_tensor_shapes(
+            seq_length=seq_length, micro_batch_size=micro_batch_size, config=config,
+            decoder_seq_length=None if several else decoder_seq_length, tp_group=groups.tp, cp_group=groups.cp,
+        )  # fmt: skip
+        shapes = shape, list(shape)
+        if adjust_tensor_shapes_fn is not None:
+            shapes = adjust_tensor_shapes_fn(*shapes)
+        carried = messages[pp_group] = messages.get(pp_group) or _Messages(pp_group, config)
+        carried.config = config
+        placed = forwards(num_microbatches) if forward_only else schedule
+        syncs = _Syncs(config, chunks, placed, rank, forward_only)
+        num_tokens = torch.zeros([], dtype=torch.int, device=_device())
 
-    def forward_backward_pipelining(
-        *, forward_step_func: Callable[..., Any], data_iterator: Any, model: Any, num_microbatches: int,
-        seq_length: int, micro_batch_size: int, decoder_seq_length: int | None = None, forward_only: bool = False,
-        collect_non_loss_data: bool = False, first_val_step: bool | None = None,
-        adjust_tensor_shapes_fn: Callable[..., Any] | None = None, p2p_communicator: Any = None,
-        pg_collection: Any = None, force_all_reduce: bool | None = False,
-    ) -> list[Any]:  # fmt: skip
-        from megatron.core.pipeline_parallel import schedules as theirs
-        from megatron.core.process_groups_config import ProcessGroupCollection
-        from megatron.core.utils import get_model_config
-
-        is_whole = (p2p_communicator is None) == (pg_collection is None)
-        if not is_whole or not isinstance(pg_collection, ProcessGroupCollection | None):
-            raise _refused("give both a p2p_communicator and a ProcessGroupCollection as pg_collection, or neither")
-        groups = theirs._build_default_pg_collection() if pg_collection is None else pg_collection
-        pp_group = groups.pp if p2p_communicator is None else p2p_communicator.pp_group
-        chunks, iterators = (each if isinstance(each, list) else [each] for each in (model, data_iterator))
-        config, rank, several = get_model_config(chunks[0]), pp_group.rank(), len(chunks) > 1
-        for name in ("overlap_moe_expert_parallel_comm", "moe_paged_stash", "fine_grained_activation_offloading"):
-            if getattr(config, name, False):
-                raise _refused(f"{name} counts on Megatron's own order of ops; unset it, or use no plan")
-        if len(iterators) != len(chunks):
-            raise _refused(f"the model has {len(chunks)} chunks, the data {len(iterators)} iterators; give as many")
-        have = pp_group.size(), pp_group.size() * len(chunks), wanted[2] if forward_only else num_microbatches
-        if have != wanted:
-            raise _refused(f"the plan has {wanted} ranks, stages and microbatches, Megatron {have}; plan for these")
-        is_last_rank = rank == schedule.num_ranks - 1
-        finalizes = config.finalize_model_grads_func is not None and not forward_only
-        embedding = theirs.clear_embedding_activation_buffer(config, model, is_last_rank) if finalizes else None
-        with _timed(config, "forward-backward", log_level=1, barrier=config.barrier_with_L1_time):
-            shape = theirs.get_tensor_shapes(
-                seq_length=seq_length, micro_batch_size=micro_batch_size, config=config,
-                decoder_seq_length=None if several else decoder_seq_length, tp_group=groups.tp, cp_group=groups.cp,
+        def forward(chunk: int, microbatch: int, received: list[Any], checkpointed: bool | None) -> Any:
+            outputs, new_tokens = theirs.forward_step(
+                forward_step_func, iterators[chunk], chunks[chunk], num_microbatches, received, results, config,
+                groups.cp.size(), collect_non_loss_data, checkpointed,
+                theirs.check_first_val_step(first_val_step, forward_only, microbatch == 0), microbatch,
+                chunk if several else None, is_last_rank and chunk == len(chunks) - 1,
             )  # fmt: skip
-            shapes = shape, list(shape)
-            if adjust_tensor_shapes_fn is not None:
-                shapes = adjust_tensor_shapes_fn(*shapes)
-            carried = messages[pp_group] = messages.get(pp_group) or _Messages(pp_group, config)
-            carried.config = config
-            placed = forwards(num_microbatches) if forward_only else schedule
-            syncs = _Syncs(config, chunks, placed, rank, forward_only)
-            num_tokens = torch.zeros([], dtype=torch.int, device=_device())
+            num_tokens.add_(new_tokens)
+            return outputs
 
-            def forward(chunk: int, microbatch: int, received: list[Any], checkpointed: bool | None) -> Any:
-                outputs, new_tokens = theirs.forward_step(
-                    forward_step_func, iterators[chunk], chunks[chunk], num_microbatches, received, results, config,
-                    groups.cp.size(), collect_non_loss_data, checkpointed,
-                    theirs.check_first_val_step(first_val_step, forward_only, microbatch == 0), microbatch,
-                    chunk if several else None, is_last_rank and chunk == len(chunks) - 1,
-                )  # fmt: skip
-                num_tokens.add_(new_tokens)
-                return outputs
+        results: list[Any] = []
+        functions = forward, theirs.backward_step, theirs.deallocate_output_tensor
+        _Step(placed, shapes, carried, syncs, forward_only).run(*functions)
+        if finalizes:
+            theirs.finish_embedding_wgrad_compute(config, embedding, is_last_rank, groups.tp)
+            tokens = num_tokens if config.calculate_per_token_loss else None
+            config.finalize_model_grads_func(chunks, tokens, pg_collection=groups, force_all_reduce=force_all_reduce)
+    if getattr(config, "cuda_graph_impl", None) == "local":
+        theirs.create_cudagraphs()
+    return results
 
-            results: list[Any] = []
-            functions = forward, theirs.backward_step, theirs.deallocate_output_tensor
-            _Step(placed, shapes, carried, syncs, forward_only).run(*functions)
-            if finalizes:
-                theirs.finish_embedding_wgrad_compute(config, embedding, is_last_rank, groups.tp)
-                tokens = num_tokens if config.calculate_per_token_loss else None
-                config.finalize_model_grads_func(
-                    chunks, tokens, pg_collection=groups, force_all_reduce=force_all_reduce
-                )
-        if getattr(config, "cuda_graph_impl", None) == "local":
-            theirs.create_cudagraphs()
-        return results
 
-    return forward_backward_pipelining
+def _groups_and_config(model: Any, p2p_communicator: Any, pg_collection: Any) -> tuple[Any, Any, Any]:
+    """Megatron's process groups, that of the pipeline, and the model's config. Raises ScheduleError."""
+    from megatron.core.pipeline_parallel.schedules import _build_default_pg_collection
+    from megatron.core.process_groups_config import ProcessGroupCollection
+    from megatron.core.utils import get_model_config
+
+    is_whole = (p2p_communicator is None) == (pg_collection is None)
+    if not is_whole or not isinstance(pg_collection, ProcessGroupCollection | None):
+        raise _refused("give both a p2p_communicator and a ProcessGroupCollection as pg_collection, or neither")
+    groups = _build_default_pg_collection() if pg_collection is None else pg_collection
+    config = get_model_config(model[0] if isinstance(model, list) else model)
+    for name in ("overlap_moe_expert_parallel_comm", "moe_paged_stash", "fine_grained_activation_offloading"):
+        if getattr(config, name, False):
+            raise _refused(f"{name} counts on Megatron's own order of ops; unset it, or use no plan")
+    return groups, groups.pp if p2p_communicator is None else p2p_communicator.pp_group, config
 
 
 @dataclass
