@@ -438,11 +438,10 @@ def _parts(given: Mapping[str, Any], size: int, num: int) -> list[dict[str, Any]
 
 
 def _logits(output: Any) -> Tensor:
-    """What a last stage returns, or the first tensor of it besides the loss."""
-    if not isinstance(output, Mapping):
-        found: Tensor = output
-    else:
-        found = output.get("logits", next(each for name, each in output.items() if name != "loss"))
+    """The logits in the last stage's output, or its first tensor besides the loss."""
+    if isinstance(output, Mapping):
+        output = output.get("logits", next(each for name, each in output.items() if name != "loss"))
+    found: Tensor = output
     return found
 
 
