@@ -108,6 +108,7 @@ def check(
         _check_coverage(schedule)
     if columns is None:
         _check_messages(schedule)
+    updates.check_tentative(schedule)
     if (wrong := wrong_pair(schedule)) is not None:
         raise error_at(schedule, "pairs", *wrong)
     edges = None if found is None else edges_of(found, schedule.graph.targets)
@@ -125,7 +126,6 @@ def check(
     if most is not None:
         updates.check_mismatch(schedule, most)
     updates.check_two_buffers(schedule)
-    updates.check_tentative(schedule)
     limit = schedule.max_in_flight if max_in_flight is None else max_in_flight
     if schedule.graph.holds:
         _check_given_back(schedule)
