@@ -17,6 +17,7 @@ bfloat16 that is three times as fast, and the loss is the same to 0.001.
 
 from __future__ import annotations
 
+import copy
 import math
 from collections import deque
 from collections.abc import Sequence
@@ -189,6 +190,17 @@ class Stepped:
             for bases in self._bases:
                 for side in (0, 1):
                     bases[2 + side] = torch.linalg.qr(bases[side] @ bases[2 + side])[0]
+
+    def weights_after(self, gradients: Sequence[Tensor], rates: Sequence[float]) -> list[Tensor]:
+        """Returns the weights that a step on these gradients would make; weights and state stay as they are."""
+        other = copy.copy(self)
+        other.weights = [weight.clone() for weight in self.weights]
+        other._mean = [mean.clone() for mean in self._mean]
+        other._square = [square.clone() for square in self._square]
+        other._bases = [[side.clone() for side in bases] for bases in self._bases]
+        other._feedback = copy.deepcopy(self._feedback)
+        other.step(gradients, rates)
+        return other.weights
 
     def next_directions(self) -> list[Tensor]:
         """What the next step would go by, over its rate, if its gradient were the mean of those so far."""

@@ -360,12 +360,12 @@ def goes_together(method: Method, num_rates: int = 1) -> bool:
     return rule not in ("xpipe", "spectrain", "vnag") or (num_rates == 1 and method.optimizer != "Muon")
 
 
-def cut(config: GPTConfig | BERTConfig) -> list[list[int]]:
+def cut(config: GPTConfig | BERTConfig, num_stages: int = NUM_STAGES) -> list[list[int]]:
     """The layers of each stage: blocks dealt out evenly, the embedding before the first, the head after the last."""
-    each, more = divmod(config.depth, NUM_STAGES)
+    each, more = divmod(config.depth, num_stages)
     parts: list[list[int]] = []
     first = 1
-    for stage in range(NUM_STAGES):
+    for stage in range(num_stages):
         count = each + (stage < more)
         parts.append(list(range(first, first + count)))
         first += count
