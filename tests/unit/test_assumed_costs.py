@@ -67,7 +67,7 @@ def test_simulate_says_what_it_assumes(capsys: pytest.CaptureFixture[str]) -> No
     assert f"assumed       {ASSUMED}" in run(capsys, "simulate", "zb-v", *counts)
     assert found(capsys, "simulate", "1f1b", *counts, "--f", "1", "--i", "1", "--w", "1")["assumed"] is None
     assert found(capsys, "simulate", "1f1b", *counts, "--costs", "gpt2-14b")["assumed"] is None
-    assert found(capsys, "simulate", "1f1b", *counts, "--f", "10", "--b", "20")["assumed"] == (
+    assert found(capsys, "simulate", "1f1b", *counts, "--f", "10", "--cost", "b=20")["assumed"] == (
         "I = W = half of B; give --i, --w or --costs"
     )
 

@@ -130,7 +130,7 @@ def test_that_a_result_cannot_be_written_was_found_out_after_all_the_work(
     monkeypatch.chdir(tmp_path)
     Path("x.json").touch()
     given = f"{place}.html" if verb in ("analyze", "report", "play") else f"{place}.json"
-    needed = {"analyze": ["t.json"], "report": ["run"], "show": ["zb"], "simulate": ["zb"], "data generate": ["2"]}
+    needed = {"analyze": ["t.json"], "report": ["run"], "show": ["zb"], "simulate": ["zb"]}
     needed |= {"plan": []}
     assert main([*verb.split(), *needed.get(verb, []), name, given]) == 2
     told = capsys.readouterr().err
@@ -142,7 +142,6 @@ def test_that_a_result_cannot_be_written_was_found_out_after_all_the_work(
 def test_the_collection_of_results_is_whole() -> None:
     verbs = {
         "analyze",
-        "data generate",
         "plan",
         "play",
         "report",

@@ -13,14 +13,14 @@ from penstock.cli.search import WORDS
 from penstock.formats.costs import read_costs
 from penstock.planning.programs import CONSTRUCTED, Found, fold, placements_of, rules_of
 
+ONE = ("--placement", "one-to-one", "--placement", "one-to-one")
+"""A search of one placement alone: two names are searched, and one is planned."""
+BIDIRECTIONAL = ("--placement", "wave+bidirectional", "--placement", "v-shape+bidirectional")
+
 
 def run(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, str, str]:
     if "--placement" not in words:
         words = (*words, "--placement", "all")
-    elif words.count("--placement") == 1 and not {"--parts", "--shared-ends"} & {
-        *words
-    }:  # a plan, unless it is said what a search takes
-        words = (*words, "--parts", "8")
     code = main(["plan", *words])
     captured = capsys.readouterr()
     return code, captured.out, captured.err
@@ -60,7 +60,7 @@ def test_each_name_is_explained_where_it_stands_and_no_other(capsys: pytest.Capt
     assert {"one-to-one", "+bidirectional", "F, B", "breadth-first", "peak"} <= set(explained)
     assert not {"wave", "circular", "v-shape", "shared-ends", "zb-v"} & set(explained)
     assert all(word in listed for word in explained if word != "F, B")
-    _, out, _ = run(capsys, *few, "--placement", "wave", "--shared-ends")
+    _, out, _ = run(capsys, *few, "--placement", "wave", "--placement", "shared-ends")
     assert {"wave", "shared-ends"} <= {line.split("  ")[0] for line in out.splitlines()}
 
 
@@ -88,10 +88,10 @@ def test_the_peak_is_below_the_limit(capsys: pytest.CaptureFixture[str]) -> None
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["--parts", "3"], "do not divide among 2 ranks"),
+        (["--stages", "3"], "do not divide among 2 ranks"),
         (["--f", "-1"], "give a number of at least 0"),
         (["--f", "1,2"], "--f has 2 entries; give one, or one per part: 8"),
-        (["--placement", "spiral"], "no placement is named 'spiral'"),
+        (["--placement", "spiral", "--placement", "wave"], "no placement is named 'spiral'"),
         (["--memory-limit", "0.1"], "raise the limit"),
         (["--memory-limit", "0"], "--memory-limit 0: 0 is no limit; give what is above 0"),
         (["--memory-limit", "nan,1"], "nan is no limit"),
@@ -99,12 +99,13 @@ def test_the_peak_is_below_the_limit(capsys: pytest.CaptureFixture[str]) -> None
         (["--memory-limit", "8GiB,8"], "8 has no unit and 8GiB has one"),
         (["--memory-limit", "8GiB"], "these costs do not say what weights take"),
         (["--memory-limit", "20GiB", "--costs", "gpt2-7b"], "rank 0 holds 55.57 GiB of weights, gradients and opt"),
-        (["--costs", "gpt2-7b", "--parts", "8"], "leave --parts out"),
-        (["--costs", "gpt2-7b", "--memory-limit", "99GiB", "--shared-ends"], "or leave --shared-ends out"),
+        (["--costs", "gpt2-7b", "--stages", "8"], "leave --stages out"),
+        (["--costs", "gpt2-7b", "--memory-limit", "99GiB", "--placement", "shared-ends"], "or leave --placement"),
+        (["--offload", "any"], "--offload is for a plan with one placement"),
         (["--costs", "gpt2-7b", "--f", "3"], "both give costs"),
         (["--costs", "gpt2-77b"], "did you mean gpt2-7b"),
         (["--link", "0:5=3"], "ranks go from 0 to 1"),
-        (["--out", "best.csv", "--placement", "wave+bidirectional"], "name placements without +bidirectional"),
+        (["--out", "best.csv", *BIDIRECTIONAL], "name placements without +bidirectional"),
     ],
 )
 def test_refusals(capsys: pytest.CaptureFixture[str], words: list[str], message: str) -> None:
@@ -165,7 +166,7 @@ def test_messages_count_within_a_limit_of_bytes(capsys: pytest.CaptureFixture[st
 
 
 def test_a_limit_may_differ_by_rank(capsys: pytest.CaptureFixture[str]) -> None:
-    given = ["--ranks", "2", "--microbatches", "6", "--placement", "one-to-one", "--json"]
+    given = ["--ranks", "2", "--microbatches", "6", *ONE, "--json"]
     _, out, _ = run(capsys, *given, "--memory-limit", "12,4")
     best = ps.parse(json.loads(out)["grid"])
     peaks = ps.simulate(best, ps.Costs.uniform(2)).peak_activations
@@ -179,7 +180,8 @@ def test_shared_ends_fit_too_where_a_file_says_what_each_part_takes(
     rows = {"f": 1, "i": 1, "w": 1, "activation": 10, "message_bytes": 1, "weight_bytes": 100}
     costs, path = tmp_path / "costs.json", tmp_path / "best.json"
     costs.write_text(json.dumps({name: [value] * 10 for name, value in rows.items()}))
-    given = ["--ranks", "2", "--microbatches", "6", "--costs", str(costs), "--shared-ends", "--out", str(path)]
+    given = ["--ranks", "2", "--microbatches", "6", "--costs", str(costs), "--placement", "shared-ends"]
+    given += ["--out", str(path)]
     for limit in (1350, 1500):
         code, out, _ = run(capsys, *given, "--memory-limit", f"{limit}B", "--json")
         assert code == 0
@@ -189,13 +191,13 @@ def test_shared_ends_fit_too_where_a_file_says_what_each_part_takes(
 
 
 def test_costs_of_a_part_are_given_as_those_of_a_stage_are(capsys: pytest.CaptureFixture[str]) -> None:
-    """Regression: search lacked a cost of activations, and like plan --b."""
-    given = ["--ranks", "2", "--microbatches", "4", "--parts", "2", "--placement", "one-to-one", "--json"]
-    _, out, _ = run(capsys, *given, "--f", "1", "--i", "2", "--w", "2", "--b", "3", "--no-split")
+    """Regression: search lacked a cost of activations, and like plan a full backward."""
+    given = ["--ranks", "2", "--microbatches", "4", "--stages", "2", *ONE, "--json"]
+    _, out, _ = run(capsys, *given, "--f", "1", "--i", "2", "--w", "2", "--cost", "b=3", "--no-split")
     costs = ps.Costs([1, 1], [2, 2], [2, 2], b=[3, 3])
     assert json.loads(out)["makespan"] == ps.simulate(ps.build("1f1b", 2, 4), costs).makespan == 20
-    times = ["--f", "1", "--i", "2", "--w", "2", "--b", "3", "--no-split"]
+    times = ["--f", "1", "--i", "2", "--w", "2", "--cost", "b=3", "--no-split"]
     assert main(["plan", *given[:4], *times, "--time", "0.2", "--json"]) == 0
-    assert json.loads(capsys.readouterr().out)["makespan"] == 20, "with --b 4, as I and W take, it is 25"
+    assert json.loads(capsys.readouterr().out)["makespan"] == 20, "with b=4, as I and W take, it is 25"
     _, out, _ = run(capsys, *given, "--cost", "activation=5", "--cost", "freed_by_input=1", "--memory-limit", "10")
     assert json.loads(out)["found"][0]["peak_activations"] == 10

@@ -42,7 +42,7 @@ def test_by_cost_and_by_name(net: Path, capfd: Any) -> None:
     assert found["stages"][0]["layers"][0] == "stem"
     assert sum(each["cost"] for each in found["stages"]) == pytest.approx(1)
     assert (found["costs_are"], found["train"], found["stages"][0]["bytes"]) == ("parameters", None, None)
-    found = split(capfd, "net.py:Net --first-layers blocks.2,blocks.4 --data net.py:make_data --microbatches 4")
+    found = split(capfd, "net.py:Net --stages 3 --data net.py:make_data --microbatches 4")
     assert [len(each["layers"]) for each in found["stages"]] == [3, 2, 3]
     assert [each["bytes"] for each in found["stages"]] == [4 * 16 * 16 * 16 * 4] * 2 + [0]
     assert found["costs_are"] == "operations"
@@ -54,11 +54,11 @@ def test_by_cost_and_by_name(net: Path, capfd: Any) -> None:
 
 
 def test_the_line_that_it_prints_trains_with_that_cut(net: Path, capfd: Any) -> None:
-    words = "net.py:Net --first-layers blocks.1,blocks.5 --data net.py:make_data --batch 8 --microbatches 2"
+    words = "net.py:Net --stages 3 --data net.py:make_data --microbatches 2"
     line = split(capfd, words)["train"]
     assert main([*shlex.split(line)[1:], "--steps", "1", "--in-process", "--out", "run", "--json"]) == 0
     by_rank = [rank["parameters"] for rank in json.loads(capfd.readouterr().out)["state"]]
-    stages = split(capfd, "net.py:Net --first-layers blocks.1,blocks.5")["stages"]
+    stages = split(capfd, words)["stages"]
     assert by_rank == [4 * each["parameters"] for each in stages]
 
 
@@ -74,9 +74,7 @@ def test_a_forward_that_does_not_say_what_it_takes_needs_data(net: Path, capfd: 
     ("options", "words"),
     [
         ("gpt", ["your own", "FILE.py:NAME"]),
-        ("net.py:Net --first-layers blocks.9", ["blocks.9", "does not have"]),
         ("net.py:Net --stages 9", ["9 stages", "8 layers"]),
-        ("net.py:Net --first-layers blocks.2 --stages 3", ["make 2 stages, not 3"]),
         ("net.py:Net --data net.py:loss_fn", ["is a CrossEntropyLoss", "name a Dataset"]),
     ],
 )

@@ -77,7 +77,7 @@ def test_what_waits_in_host_memory_is_asked_for_by_its_amount(
         (["--max-in-flight", "0.5"], 1, "no schedule fits"),
         (["--time", "0"], 2, "time_limit is 0"),
         (["--placement", "w"], 2, "no placement is named 'w': choose among one-to-one"),
-        (["--placement", "all", "--stages", "8"], 2, "--stages is for a plan with one placement"),
+        (["--placement", "all", "--max-in-flight", "8"], 2, "--max-in-flight is for a plan with one placement"),
         (["--placement", "wave", "--stages", "6"], 2, "wave over 4 ranks has a multiple of 8 stages, and 6"),
         (["--stages", "8"], 2, "one-to-one over 4 ranks has 4 stages, and 8 are given"),
         (["--f", "1,2"], 2, "--f has 2 entries"),
@@ -162,7 +162,7 @@ def test_plan_and_search_read_the_same_names_of_placements(name: str, capsys: py
     counts = ["--ranks", "2", "--microbatches", "2", "--placement", name, "--json"]
     assert main(["plan", *counts, "--time", "0.1"]) == 0
     planned = json.loads(capsys.readouterr().out)
-    assert main(["plan", *counts, "--parts", "8"]) == 0
+    assert main(["plan", *counts, "--placement", name, "--stages", "8"]) == 0
     searched = ps.parse(json.loads(capsys.readouterr().out)["grid"])
     assert [tuple(row) for row in planned["certificate"]["placement"]] == list(searched.placement.pipelines)
     costs = ps.Costs.uniform(searched.num_stages)

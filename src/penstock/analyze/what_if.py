@@ -266,7 +266,10 @@ def predict(
     check(schedule)
     _require_fit(found.name, fit.schedule, schedule, layers, cut)
     if links is not None and not message_bytes and any(each.bandwidth for each in links.conditions.values()):
-        raise TraceError("a link with a bandwidth needs the bytes of a message; give them by --message-bytes")
+        raise TraceError(
+            "a link with a bandwidth needs the bytes of a message: give a delay alone, or message_bytes to "
+            "penstock.analyze.predict"
+        )
     there, in_torch = _links(fit, links), channels != BUFFERED
 
     def costs_of(steps: Array, replica: int, share: float) -> Costs:

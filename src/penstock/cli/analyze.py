@@ -6,22 +6,126 @@ penstock analyze profiles/ --try zb --link 2:3=120ms --channels gloo
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from penstock.cli import costs as costs_options
 from penstock.cli.app import app
 from penstock.cli.failure import Misuse
-from penstock.cli.options import Channels, Json, counts, one_count, page_option
+from penstock.cli.options import Json, counts, page_option, taken
 from penstock.cli.output import print_json
 from penstock.cli.source import is_file
 from penstock.formats import load
 from penstock.formats.files import require_place, write_whole
+from penstock.schedule import Schedule
+from penstock.train.options import setting, with_options
+
+if TYPE_CHECKING:
+    from penstock.analyze import RunAnalysis, WhatIf
+    from penstock.formats.traces.run_trace import RunTrace
+
+
+TRACE, CHANGES = "The trace", "What is tried"
+"""Groups of settings."""
+
+
+@dataclass(frozen=True)
+class TraceSettings:
+    """How a trace is read, and what is said of its layers."""
+
+    framework: str | None = setting(
+        None, "Whose names ops have: torch, torchtitan, ranges, stacks, megatron, deepspeed, penstock.", TRACE
+    )
+    pattern: tuple[str, ...] | None = setting(
+        None,
+        "How op names read, with groups op, stage, microbatch, rank, ...",
+        TRACE,
+        metavar="[OP=]REGEX",
+        is_repeated=True,
+    )
+    column: tuple[str, ...] | None = setting(
+        None, "A table's own name of a column: microbatch=mb.", TRACE, metavar="OURS=THEIRS", is_repeated=True
+    )
+    unit: str = setting("ms", "Unit of the times in a table: s, ms, us or ns.", TRACE)
+    ranks: int | None = setting(None, "Number of ranks, of one pipeline, where names do not say the stage.", TRACE)
+    microbatches: int | None = setting(None, "Number of microbatches, where profiles do not say it.", TRACE)
+    only_steps: str | None = setting(None, "Analyse only these steps, such as 12,20-23.", TRACE, metavar="LIST")
+    drop_incomplete: bool = setting(False, "Leave out steps in which ops are missing.", TRACE)
+    layers: str | None = setting(
+        None, "Layers of each stage, as 8,8,8,6, to suggest a better cut.", TRACE, metavar="LIST"
+    )
+
+    @property
+    def num_layers(self) -> list[int]:
+        """Layers of each stage; none where they are not given."""
+        return [] if self.layers is None else _whole_numbers(self.layers, "--layers")
+
+    def read(self, traces: list[str]) -> RunTrace:
+        """Reads the trace in these files. Raises Misuse, TraceError."""
+        from penstock.formats.traces import read_trace  # here, as only this verb needs it
+
+        for name in ("ranks", "microbatches"):
+            if (count := getattr(self, name)) is not None and count < 1:
+                raise Misuse(f"--{name} {count}: give at least 1")
+        return read_trace(
+            traces,
+            patterns=self.pattern or (),
+            preset=self.framework,
+            columns=_columns(self.column or ()),
+            unit=self.unit,
+            num_ranks=self.ranks,
+            num_microbatches=self.microbatches,
+            steps=None if self.only_steps is None else _whole_numbers(self.only_steps, "--only-steps"),
+        )
+
+
+@dataclass(frozen=True)
+class TriedSettings:
+    """What is tried in place of what ran."""
+
+    tries: tuple[str, ...] | None = setting(
+        None,
+        "Predict a step of this schedule; may be repeated.",
+        CHANGES,
+        flags=("--try",),
+        metavar="NAME|FILE",
+        is_repeated=True,
+    )
+    link: tuple[str, ...] | None = setting(
+        None, costs_options.LINK, CHANGES, metavar="A:B=CONDITION", is_repeated=True
+    )
+    channels: str | None = setting(
+        None, "What carries messages: buffered, gloo, nccl, nccl-pair or nccl-edge.", CHANGES
+    )
+    cut: str | None = setting(None, "How many layers each stage has, to predict.", CHANGES, metavar="LIST")
+
+    @property
+    def is_asked(self) -> bool:
+        return any((self.tries, self.link, self.channels, self.cut))
+
+    def predictions(self, found: RunAnalysis, num_layers: list[int]) -> list[WhatIf]:
+        """The steps of the schedules to try, or of the one that ran; none where nothing is asked."""
+        from penstock.analyze import predict
+
+        schedules: list[Schedule | str | None] = [load(each) if is_file(each) else each for each in self.tries or ()]
+        return [
+            predict(
+                found,
+                each,
+                layers=num_layers,
+                links=costs_options.read_links([*self.link], None) if self.link else None,
+                channels=self.channels or "buffered",
+                cut=counts("--cut", self.cut) if self.cut else (),
+            )
+            for each in (schedules or [None] if self.is_asked else ())
+        ]
 
 
 @app.command(short_help="Find out what slowed a recorded run, and what would help.")
+@with_options(TraceSettings, TriedSettings)
 def analyze(
     traces: Annotated[
         list[str],
@@ -31,80 +135,24 @@ def analyze(
         str | None,
         page_option("Where the result goes: the page, .html. [TRACE.analysis.html in this folder]", "the analysis"),
     ] = None,
-    framework: Annotated[
-        str | None,
-        typer.Option(help="Whose names ops have: torch, torchtitan, ranges, stacks, megatron, deepspeed, penstock."),
-    ] = None,
-    pattern: Annotated[
-        list[str] | None,
-        typer.Option(metavar="[OP=]REGEX", help="How op names read, with groups op, stage, microbatch, rank, ..."),
-    ] = None,
-    column: Annotated[
-        list[str] | None, typer.Option(metavar="OURS=THEIRS", help="A table's own name of a column: microbatch=mb.")
-    ] = None,
-    unit: Annotated[str, typer.Option("--unit", help="Unit of the times in a table: s, ms, us or ns.")] = "ms",
-    ranks: Annotated[
-        int | None, typer.Option(min=1, help="Number of ranks, of one pipeline, where names do not say the stage.")
-    ] = None,
-    microbatches: Annotated[
-        int | None, typer.Option(min=1, help="Number of microbatches, where profiles do not say it.")
-    ] = None,
-    only_steps: Annotated[
-        str | None, typer.Option(metavar="LIST", help="Analyse only these steps, such as 12,20-23.")
-    ] = None,
-    drop_incomplete: Annotated[
-        bool, typer.Option("--drop-incomplete", help="Leave out steps in which ops are missing.")
-    ] = False,
-    layers: Annotated[
-        str | None, typer.Option(metavar="LIST", help="Layers of each stage, as 8,8,8,6, to suggest a better cut.")
-    ] = None,
-    tries: Annotated[
-        list[str] | None,
-        typer.Option("--try", metavar="NAME|FILE", help="Predict a step of this schedule; may be repeated."),
-    ] = None,
-    link: costs_options.Link = None,
-    channels: Channels = None,
-    cut: Annotated[
-        str | None, typer.Option(metavar="LIST", help="How many layers each stage has, to predict.")
-    ] = None,
-    message_bytes: Annotated[
-        str | None, typer.Option(metavar="BYTES", help="Bytes that one forward sends to the next stage.")
-    ] = None,
     json: Json = False,
+    **options: Any,
 ) -> None:
     """Replay a run of torch, Megatron, TorchTitan, DeepSpeed or Penstock, and say what slowed it, on a page too.
 
     With --try, --link, --channels or --cut: say how long a step would take then, and no more.
     """
     # Imported here, as only this verb needs them.
-    from penstock.analyze import analyze_trace, predict
+    from penstock.analyze import analyze_trace
     from penstock.analyze.page import headline, more, prediction_table, to_page
-    from penstock.formats.traces import read_trace
 
-    trace = read_trace(
-        traces,
-        patterns=pattern or (),
-        preset=framework,
-        columns=_columns(column or ()),
-        unit=unit,
-        num_ranks=ranks,
-        num_microbatches=microbatches,
-        steps=None if only_steps is None else _whole_numbers(only_steps, "--only-steps"),
-    )
-    predicts = any((tries, link, channels, cut))
-    target = None if (json or predicts) and out is None else Path(out or f"{trace.name}.analysis.html")
+    settings, changes = taken(TraceSettings, options), taken(TriedSettings, options)
+    trace, num_layers = settings.read(traces), settings.num_layers
+    target = None if (json or changes.is_asked) and out is None else Path(out or f"{trace.name}.analysis.html")
     if target is not None:
         require_place(target)
-    num_layers = () if layers is None else _whole_numbers(layers, "--layers")
-    found = analyze_trace(trace, layers=num_layers, drop_incomplete=drop_incomplete)
-    change: dict[str, Any] = {
-        "links": costs_options.read_links(link, None) if link else None,
-        "channels": channels or "buffered",
-        "cut": counts("--cut", cut) if cut else (),
-        "message_bytes": one_count("--message-bytes", message_bytes) or 0.0,
-    }
-    schedules: list[Any] = [load(each) if is_file(each) else each for each in tries or ()]
-    tried = [predict(found, each, layers=num_layers, **change) for each in (schedules or [None] if predicts else ())]
+    found = analyze_trace(trace, layers=num_layers, drop_incomplete=settings.drop_incomplete)
+    tried = changes.predictions(found, num_layers)
     if target is not None:
         write_whole(target, to_page(found))
     if json:

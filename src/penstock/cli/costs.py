@@ -33,23 +33,6 @@ LINK = (
     "0:1=latency:30ms+occupancy:5ms+bandwidth:1GB/s+loss:1%; default=0.2 is the delay of all other links; may be "
     "repeated."
 )
-Link = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--link",
-        metavar="A:B=CONDITION",
-        help=LINK,
-    ),
-]
-LateLink = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--link",
-        metavar="A:B=CONDITION",
-        help="What messages between A and B meet, both ways unless B:A is given: a delay in ms, 0:1=20 or "
-        "0:1=latency:20ms, and a bandwidth; default=0.2 is the delay of all other links; may be repeated.",
-    ),
-]
 DEFAULT = "default="
 """How --link says the delay of all other links, in ms."""
 
@@ -62,7 +45,7 @@ MemoryLimit = Annotated[str | None, typer.Option("--memory-limit", metavar="SIZE
 
 ROWS = ("f", "i", "w", "b", "activation", "message_bytes")
 """What is given one per stage."""
-OTHERS = ("activation", "message_bytes", "freed_by_input", "lengths")
+OTHERS = ("b", "activation", "message_bytes", "freed_by_input", "lengths")
 """The costs that --cost takes."""
 
 
@@ -86,10 +69,11 @@ class GivenCosts:
     )
     i: str | None = setting(None, "Input-gradient half of the backward: ms. [1 for each share]", COSTS, metavar="MS")
     w: str | None = setting(None, "Weight-gradient half: ms. [1 for each share]", COSTS, metavar="MS")
-    b: str | None = setting(None, "Full backward: ms, or one per stage. [i + w]", COSTS, metavar="MS")
     others: Mapping[str, Any] = setting(
         {},
-        "Another cost, repeatable: activation=4 (memory that a forward keeps for its backward, in any unit), "
+        "Another cost, repeatable: b=20 (ms of a full backward, or [20,24] per stage; i + w if not given), "
+        "activation=4 "
+        "(memory that a forward keeps for its backward, in any unit), "
         "freed_by_input=0.5 (the share of it that I frees), message_bytes=2e6, or lengths=[512,2048] (of each "
         "microbatch; times, activations and messages are in proportion).",
         COSTS,
@@ -214,7 +198,7 @@ class GivenCosts:
     @property
     def _halves(self) -> bool:
         """Whether a full backward is given and nothing of its halves."""
-        return self.b is not None and self.i is None and self.w is None
+        return self._text("b") is not None and self.i is None and self.w is None
 
     @property
     def _not_given(self) -> tuple[str, ...]:

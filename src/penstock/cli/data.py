@@ -1,30 +1,26 @@
-"""`penstock data`: text tokenised once; how long its documents are; lengths drawn for benchmarks.
+"""`penstock data`: text tokenised once, and how long its documents are.
 
 penstock data prepare my-texts/ corpus --tokenizer tokenizer.json
 penstock data lengths corpus.bin --context 4096
-penstock data generate 256 --mean 2048 --seed 1 --out lengths.json
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
 from penstock.cli.app import app
-from penstock.cli.failure import Misuse
-from penstock.cli.options import Json, result_option
+from penstock.cli.options import Json
 from penstock.cli.output import plural, print_json
-from penstock.formats.files import write_whole
 
 Tokenizer = Annotated[
     str | None, typer.Option("--tokenizer", help="A JSON file of the tokenizers library. [bytes as tokens]")
 ]
 
 data = typer.Typer(
-    help="Prepare text for training, and show or draw lengths of documents.",
+    help="Prepare text for training, and show how long documents are.",
     no_args_is_help=True,
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
@@ -34,7 +30,7 @@ app.add_typer(data, name="data")
 
 @data.callback()
 def root() -> None:
-    """Prepare text for training, and show or draw lengths of documents."""
+    """Prepare text for training, and show how long documents are."""
 
 
 @data.command(short_help="Tokenise text into a .bin/.idx pair.")
@@ -48,12 +44,6 @@ def prepare(
     ],
     prefix: Annotated[str, typer.Argument(metavar="PREFIX", help="What is written is PREFIX.bin and PREFIX.idx.")],
     tokenizer: Tokenizer = None,
-    end_of_document: Annotated[
-        bool,
-        typer.Option(
-            "--end-of-document/--no-end-of-document", help="Put the tokenizer's end token behind each document."
-        ),
-    ] = True,
     json: Json = False,
 ) -> None:
     """Tokenise text into a Megatron .bin/.idx pair, which training maps into memory."""
@@ -61,7 +51,7 @@ def prepare(
     from penstock.data import prepare as write
 
     chosen = ByteTokenizer() if tokenizer is None else load_tokenizer(tokenizer)
-    made = write(None if source == "stdlib" else source, prefix, chosen, append_eod=end_of_document)
+    made = write(None if source == "stdlib" else source, prefix, chosen)
     if json:
         print_json(
             {
@@ -115,36 +105,7 @@ def lengths(
     _show_lengths(found.tolist(), "sequences" if context else "documents", json)
 
 
-@data.command(short_help="Draw long-tailed lengths, for benchmarks.")
-def generate(
-    num: Annotated[int, typer.Argument(metavar="NUM", min=1, help="How many lengths to draw.")],
-    mean: Annotated[float, typer.Option("--mean", min=1.0, help="Mean length, in tokens.")] = 2048.0,
-    seed: Annotated[
-        int, typer.Option("--seed", help="Seed of random numbers: the same one draws the same lengths.")
-    ] = 0,
-    out: Annotated[str | None, result_option("Where the result goes: the lengths, as a JSON list.")] = None,
-    json: Json = False,
-) -> None:
-    """Draw lengths as documents have them in production: most are alike, and a few are much longer.
-
-    The 5th, 50th and 95th percentile and the longest are those of a production job. `penstock.data.long_tailed` takes
-    others.
-    """
-    from json import dumps
-
-    from penstock.data import long_tailed
-
-    if num > MOST:
-        raise Misuse(f"{num} lengths: give at most {MOST:,}")
-    found = long_tailed(num, mean, seed).tolist()
-    if out is not None:
-        write_whole(Path(out), dumps(found) + "\n")
-    _show_lengths(found, "lengths", json, out)
-
-
 BAR = 40
-MOST = 10_000_000
-"""Lengths that are drawn at once."""
 
 
 def _histogram(found: Sequence[int], what: str) -> dict[str, Any]:
@@ -173,10 +134,10 @@ def _histogram(found: Sequence[int], what: str) -> dict[str, Any]:
     }
 
 
-def _show_lengths(found: Sequence[int], what: str, json: bool, out: str | None = None) -> None:
+def _show_lengths(found: Sequence[int], what: str, json: bool) -> None:
     histogram = _histogram(found, what)
     if json:
-        print_json({**histogram, "out": out})
+        print_json(histogram)
         return
     print(
         f"{histogram['count']:,} {what}, {histogram['num_tokens']:,} tokens: {histogram['mean']:,.0f} in the mean, "
@@ -189,5 +150,3 @@ def _show_lengths(found: Sequence[int], what: str, json: bool, out: str | None =
     for up_to, count, share, square in rows:
         bar = "#" * -(-count * BAR // most)
         print(f"{up_to:>12,} {count:>9,} {share:>7.1%} {square:>8.1%}  {bar}")
-    if out is not None:
-        print(f"\nwrote {out}")

@@ -41,19 +41,18 @@ def layout(
         typer.Option(
             "--times",
             metavar="t=MS,...",
-            help="ms of a forward of each kind of layer (E, t, m, L). [1 for t, m and L, 0 for E]",
+            help="ms of a forward of each kind of layer (E, t, m, L), and how many times as long its backward is "
+            "(backward). [1 for t, m and L, 0 for E; backward=2]",
         ),
-    ] = None,
-    backward: Annotated[
-        float | None, typer.Option("--backward", min=0.0, help="A backward's time, divided by that of a forward. [2]")
     ] = None,
     json: Json = False,
 ) -> None:
     """Show which layers each rank has, the simulated step, and a layout that makes it shorter."""
     given = MegatronLayout.parse(text)
     given.check_ranks(ranks)
-    typed = ASSUMED if times is None else _times(times)
-    layers = LayerTimes(typed, 2.0 if backward is None else backward)
+    typed = dict(ASSUMED) if times is None else _times(times)
+    backward = typed.pop("backward", 2.0)
+    layers = LayerTimes(typed, backward)
     count = 4 * ranks if microbatches is None else microbatches
     judged = judge_layout(given, ranks, count, layers)
     assumed = _assumed(given, typed, times)

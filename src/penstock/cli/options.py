@@ -47,20 +47,10 @@ def taken(kind: type[T], given: Mapping[str, Any]) -> T:
     return kind(**read_given({name: given[name] for name in names if name in given}, kind))
 
 
-MAX_IN_FLIGHT = "Most stage activations that a rank may hold, each until its B or W: 7. plan takes 7,5 by rank, too."
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")]
 Channels = Annotated[
     str | None,
     typer.Option("--channels", help="What carries messages: buffered, gloo, nccl, nccl-pair or nccl-edge."),
-]
-PlacementNames = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--placement",
-        metavar="NAME",
-        help="Which ranks host which stages: one-to-one, circular, v-shape or wave; with +bidirectional behind it, "
-        "a second pipeline runs the other way. plan takes one, or compares several, or all. [one-to-one]",
-    ),
 ]
 Out = Annotated[
     str | None,
@@ -144,22 +134,6 @@ def number_of_bytes(option: str, text: str) -> float:
     if match is None:
         raise Misuse(f"{option} {text}: give a number with a unit of bytes, like 2GiB, 500MB or 1000000B")
     return float(match["number"]) * _UNITS[match["unit"].lower()]
-
-
-def one_count(option: str, text: str | None) -> float | None:
-    """Reads `7` for a verb that has one limit for all ranks.
-
-    Raises:
-        Misuse: what is no number above 0; one number per rank.
-    """
-    if text is None:
-        return None
-    values = numbers(option, text)
-    if len(values) > 1:
-        raise Misuse(f"{option} {text}: a schedule has one limit for all ranks; give one number (plan takes several)")
-    if not values[0] > 0:
-        raise Misuse(f"{option} {text}: give a number above 0")
-    return values[0]
 
 
 def counts(option: str, text: str) -> list[int]:

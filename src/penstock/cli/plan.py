@@ -8,6 +8,7 @@ penstock plan --ranks 8 --microbatches 32 --memory-limit 32 --placement all
 from __future__ import annotations
 
 import sys
+from dataclasses import dataclass
 from typing import Annotated, Any
 
 import typer
@@ -16,145 +17,165 @@ import penstock as ps
 from penstock.cli import costs as costs_options
 from penstock.cli.app import app
 from penstock.cli.failure import Misuse
-from penstock.cli.options import MAX_IN_FLIGHT, Json, Out, PlacementNames, limits_of, numbers, taken
+from penstock.cli.options import Json, Out, limits_of, numbers, taken
 from penstock.cli.output import in_colour, print_json
-from penstock.cli.search import SearchSpace, search
+from penstock.cli.search import SHARED_ENDS, SearchSpace, search
 from penstock.planning import Progress
 from penstock.program import placements
-from penstock.train.options import with_options
+from penstock.train.options import LINKS, RUN, SCHEDULE, setting, with_options
+
+
+@dataclass(frozen=True)
+class PlanSettings:
+    """What a plan is made for, and how long it is sought."""
+
+    link: tuple[str, ...] | None = setting(
+        None,
+        "What messages between A and B meet, both ways unless B:A is given: a delay in ms, 0:1=20 or "
+        "0:1=latency:20ms, and a bandwidth; default=0.2 is the delay of all other links; may be repeated.",
+        LINKS,
+        metavar="A:B=CONDITION",
+        is_repeated=True,
+    )
+    max_in_flight: str | None = setting(
+        None,
+        "Most stage activations that a rank may hold, each until its B or W: 7, or 7,5 by rank.",
+        SCHEDULE,
+        metavar="COUNT",
+    )
+    memory_limit: str | None = setting(None, costs_options.MEMORY_LIMIT, SCHEDULE, metavar="SIZE")
+    placement: tuple[str, ...] | None = setting(
+        None,
+        "Which ranks host which stages: one-to-one, circular, v-shape or wave; with +bidirectional behind it, a "
+        "second pipeline runs the other way. Several, all, or shared-ends (all, with a first and a last stage that "
+        "all ranks run together) are searched. [one-to-one]",
+        SCHEDULE,
+        metavar="NAME",
+        is_repeated=True,
+    )
+    stages: int | None = setting(
+        None,
+        "Number of stages, for --placement circular and wave [two and four per rank]; for a search, the equal parts "
+        "of the model of which stages are made. [four per rank]",
+        SCHEDULE,
+    )
+    objective: str = setting(
+        "makespan", "What is to be short: makespan, or span (a rank's first start to its last end).", SCHEDULE
+    )
+    dispatch: str = setting(
+        "frozen", "How ranks choose their ops: frozen, hinted or dynamic. For that the plan is made.", SCHEDULE
+    )
+    channels: str = setting(
+        "buffered",
+        "What carries messages: buffered (Penstock itself), gloo, nccl, nccl-pair or nccl-edge. But for buffered, "
+        "the plan has its messages placed, and links may have a bandwidth.",
+        LINKS,
+    )
+    split: bool | None = setting(
+        None, "Split every backward into I and W, or keep it whole. [the better for each]", SCHEDULE
+    )
+    recompute: bool | None = setting(
+        None,
+        "Let forwards run again, so that blocks keep only their input, or forbid it. [allowed if the costs say what "
+        "that keeps]",
+        SCHEDULE,
+    )
+    offload: str | None = setting(
+        None,
+        "Most activations in host memory for each rank: 7, or 7,5 by rank; 'any' for no limit. The costs say how "
+        "long OFFLOAD and RELOAD take.",
+        SCHEDULE,
+        metavar="AMOUNT",
+    )
+    time: float = setting(10.0, "Most seconds to spend.", RUN, metavar="SECONDS")
+
+    @property
+    def links(self) -> list[str]:
+        return [*(self.link or ())]
+
+    @property
+    def search_space(self) -> SearchSpace | None:
+        """What is searched; None for a plan with one placement."""
+        names = self.placement or ()
+        if len(names) < 2 and not {"all", SHARED_ENDS} & {*names}:
+            return None
+        named = () if "all" in names else tuple(name for name in names if name != SHARED_ENDS)
+        return SearchSpace(named, self.stages, SHARED_ENDS in names, self.split is not False)
+
+    def require_for_search(self, given: costs_options.GivenCosts) -> None:
+        """Raises Misuse for an option that only a plan with one placement has."""
+        default = PlanSettings()
+        names = ("max_in_flight", "recompute", "offload", "objective", "dispatch", "channels")
+        only = ["--" + name.replace("_", "-") for name in names if getattr(self, name) != getattr(default, name)]
+        if "lengths" in given.others:
+            only.insert(0, "--cost lengths")
+        if only:
+            raise Misuse(f"{only[0]} is for a plan with one placement; leave it out, or give one --placement alone")
+
+    def found(self, given: costs_options.GivenCosts, ranks: int, microbatches: int, where: ps.Placement) -> ps.Plan:
+        """The plan with one placement. Ctrl-C ends the search with the best so far.
+
+        Raises:
+            Misuse, CostError, ScheduleError: values that do not go together, or limits within which nothing fits.
+        """
+        chosen = given.read(ranks, where)
+        links = costs_options.read_links(self.links)
+        if self.channels == "buffered":
+            links = costs_options.late_links(self.links, chosen)
+        most, in_bytes = limits_of("--memory-limit", self.memory_limit, ranks)
+        if in_bytes:
+            given.require_weights(self.memory_limit, chosen)
+        with ProgressLine(self.time) as show:
+            return ps.plan(
+                chosen,
+                ranks,
+                microbatches,
+                links,
+                max_in_flight=_limit("--max-in-flight", self.max_in_flight),
+                memory_limit=None if in_bytes else most,
+                total_limit=most if in_bytes else None,
+                time_limit=self.time,
+                objective=self.objective,
+                dispatch=self.dispatch,
+                channels=self.channels,
+                placement=where,
+                split=self.split,
+                recompute=self.recompute,
+                offload=True if self.offload == "any" else _limit("--offload", self.offload),
+                progress=show,
+            )
 
 
 @app.command(short_help="Find the best schedule, with a proof of how good it is.")
-@with_options(costs_options.GivenCosts)
+@with_options(costs_options.GivenCosts, PlanSettings)
 def plan(
     ranks: Annotated[int, typer.Option("--ranks", help="Number of ranks.")],
     microbatches: Annotated[int, typer.Option("--microbatches", help="Number of microbatches.")],
-    link: costs_options.LateLink = None,
-    max_in_flight: Annotated[
-        str | None,
-        typer.Option("--max-in-flight", metavar="COUNT", help=MAX_IN_FLIGHT),
-    ] = None,
-    memory_limit: costs_options.MemoryLimit = None,
-    placement: PlacementNames = None,
-    stages: Annotated[
-        int | None,
-        typer.Option("--stages", help="Number of stages, for --placement circular and wave. [two and four per rank]"),
-    ] = None,
-    objective: Annotated[
-        str,
-        typer.Option(
-            "--objective", help="What is to be short: makespan, or span (a rank's first start to its last end)."
-        ),
-    ] = "makespan",
-    dispatch: Annotated[
-        str,
-        typer.Option(
-            "--dispatch", help="How ranks choose their ops: frozen, hinted or dynamic. For that the plan is made."
-        ),
-    ] = "frozen",
-    channels: Annotated[
-        str,
-        typer.Option(
-            "--channels",
-            help="What carries messages: buffered (Penstock itself), gloo, nccl, nccl-pair or nccl-edge. But for "
-            "buffered, the plan has its messages placed, and links may have a bandwidth.",
-        ),
-    ] = "buffered",
-    parts: Annotated[
-        int | None,
-        typer.Option(
-            "--parts", help="Equal parts of the model, of which a search of placements makes stages. [4 per rank]"
-        ),
-    ] = None,
-    shared_ends: Annotated[
-        bool,
-        typer.Option(
-            "--shared-ends/--no-shared-ends",
-            help="Let all ranks together run the first and the last part, such as embedding and head, in a search of "
-            "placements.",
-        ),
-    ] = False,
-    split: Annotated[
-        bool | None,
-        typer.Option(
-            "--split/--no-split", help="Split every backward into I and W, or keep it whole. [the better for each]"
-        ),
-    ] = None,
-    recompute: Annotated[
-        bool | None,
-        typer.Option(
-            "--recompute/--no-recompute",
-            help="Let forwards run again, so that blocks keep only their input, or forbid it. [allowed if the costs "
-            "say what that keeps]",
-        ),
-    ] = None,
-    offload: Annotated[
-        str | None,
-        typer.Option(
-            "--offload",
-            metavar="AMOUNT",
-            help="Most activations in host memory for each rank: 7, or 7,5 by rank; 'any' for no limit. The costs "
-            "say how long OFFLOAD and RELOAD take.",
-        ),
-    ] = None,
-    time_limit: Annotated[float, typer.Option("--time", metavar="SECONDS", help="Most seconds to spend.")] = 10.0,
     out: Out = None,
     json: Json = False,
-    **costs: Any,
+    **options: Any,
 ) -> None:
     """Find the best schedule within the limits. Ctrl-C ends the search with the best so far.
 
     With --placement all, or several, simulate every placement with many rules, list the shortest schedule of each,
     and draw the best. Costs are then those of a part, and nothing is proved.
     """
-    given = taken(costs_options.GivenCosts, costs)
-    space = SearchSpace(placement or (), parts, shared_ends, split is not False)
-    if space.is_asked:
-        for name, is_given in {
-            "--cost lengths": "lengths" in given.others, "--max-in-flight": max_in_flight, "--stages": stages,
-            "--recompute": recompute, "--offload": offload, "--objective": objective != "makespan",
-            "--dispatch": dispatch != "frozen", "--channels": channels != "buffered",
-        }.items():  # fmt: skip
-            if is_given:
-                raise Misuse(f"{name} is for a plan with one placement; leave it out, or give one --placement alone")
-        search(ranks, microbatches, given, link or [], memory_limit, space, out, json)
+    given, settings = taken(costs_options.GivenCosts, options), taken(PlanSettings, options)
+    if (space := settings.search_space) is not None:
+        settings.require_for_search(given)
+        search(ranks, microbatches, given, settings.links, settings.memory_limit, space, out, json)
         return
-    where = _placement(placement, ranks, stages)
-    chosen = given.read(ranks, where)
-    links = costs_options.read_links(link or [])
-    if channels == "buffered":
-        links = costs_options.late_links(link or [], chosen)
-    most, in_bytes = limits_of("--memory-limit", memory_limit, ranks)
-    if in_bytes:
-        given.require_weights(memory_limit, chosen)
-    with ProgressLine(time_limit) as show:
-        found = ps.plan(
-            chosen,
-            ranks,
-            microbatches,
-            links,
-            max_in_flight=_limit("--max-in-flight", max_in_flight),
-            memory_limit=None if in_bytes else most,
-            total_limit=most if in_bytes else None,
-            time_limit=time_limit,
-            objective=objective,
-            dispatch=dispatch,
-            channels=channels,
-            placement=where,
-            split=split,
-            recompute=recompute,
-            offload=True if offload == "any" else _limit("--offload", offload),
-            progress=show,
-        )
+    where = _placement(settings.placement, ranks, settings.stages)
+    found = settings.found(given, ranks, microbatches, where)
     if out is not None:
         found.save(out)
     assumed = given.assumed(ranks, where)
     if json:
         counts = {"num_ranks": ranks, "num_microbatches": microbatches}
-        rest = {"objective": objective, "assumed": assumed, **counts, "dispatch": dispatch, "out": out}
-        print_json({**_as_json(found), **rest})
+        rest = {"objective": settings.objective, "assumed": assumed, **counts, "dispatch": settings.dispatch}
+        print_json({**_as_json(found), **rest, "out": out})
         return
-    _show(found, objective, assumed)
+    _show(found, settings.objective, assumed)
     if out is not None:
         print(f"wrote {out}")
 
@@ -232,7 +253,7 @@ class ProgressLine:
             self._progress.stop()
 
 
-def _placement(names: list[str] | None, ranks: int, stages: int | None) -> ps.Placement:
+def _placement(names: tuple[str, ...] | None, ranks: int, stages: int | None) -> ps.Placement:
     if ranks < 1:
         raise Misuse(f"--ranks {ranks}: at least 1 is needed")
     return placements.named(names[0] if names else "one-to-one", ranks, stages)

@@ -36,14 +36,13 @@ def play(
     port: Annotated[
         int, typer.Option("--port", min=0, max=65535, help="Port to use, for serving the page. [any free port]")
     ] = 0,
-    browser: Annotated[bool, typer.Option("--browser/--no-browser", help="Open the page in a browser.")] = True,
     json: Json = False,
     **given: Any,
 ) -> None:
     """Open a page to pick or write a schedule, and see it proved and timed while you change times and link delays.
 
     The page needs no network and no server: written with --out it opens as a file. When it is served, only this
-    machine reaches it, and Ctrl-C ends that.
+    machine reaches it, and Ctrl-C ends that. With --json the address is printed, and no browser is opened.
     """
     from penstock.play import page, save
 
@@ -71,7 +70,7 @@ def play(
     else:
         print(f"{address}\nCtrl-C ends it.")
     with server, contextlib.suppress(KeyboardInterrupt):
-        if browser:
+        if not json:
             webbrowser.open(address)
         server.serve_forever()
 

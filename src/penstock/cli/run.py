@@ -35,6 +35,7 @@ LEFT = {
     "bench": "run the scripts in benchmarks/ of the repository, which benchmarks/README.md lists",
     "compare": "give penstock simulate several schedules; penstock train --schedule tells the loss of each",
     "convert": "penstock show IN --out OUT writes a schedule in another format",
+    "data generate": "penstock.data.long_tailed draws lengths in Python",
     "data images": "penstock train --data data.py:NAME takes a dataset of your own",
     **dict.fromkeys(("lab make", "lab plan"), "penstock lab run without a COMMAND makes a lab and shows its hosts"),
     **dict.fromkeys(
@@ -48,12 +49,17 @@ LEFT = {
 """Verbs that left, each with what to do now."""
 LEFT_OPTIONS = {
     "--activation": "--cost activation=4",
+    "--backward": "--times t=1,backward=3",
+    "--b": "--cost b=20",
     "--default-delay": "--link default=0.2",
     "--freed-by-input": "--cost freed_by_input=0.5",
     "--latency": "--link default=0.2",
     "--lengths": "--cost lengths=[512,2048]",
+    "--max-in-flight": "--option max_in_flight=7",
     "--max-mismatch": "--option max_mismatch=1",
     "--message-bytes": "--cost message_bytes=2e6",
+    "--parts": "--stages 16",
+    "--shared-ends": "--placement shared-ends",
     "--stages": "--option num_stages=8",
     "--tflops": "--costs gpt2-7b:device=a100,link_gb=25",
     "--warmup": "--option warmup=[7,5,3,1]",
@@ -69,6 +75,12 @@ IN_CONFIG = (
 LEFT_OF_VERBS = {
     "simulate": dict.fromkeys(("--emulate", "--message-cap", "--steps", "--stretch"), EMULATE),
     "train": dict.fromkeys(("--costs", "--message-cap", "--stretch"), EMULATE) | {"--tower": TOWERS},
+    "analyze": {"--message-bytes": "give a link a delay alone, or message_bytes to penstock.analyze.predict"},
+    "split": {
+        "--batch": "the batches of --data say it, else 16",
+        "--first-layers": "penstock train --cut says how many layers each stage has",
+        "--seed": "the cut does not depend on it",
+    },
     "tune": dict.fromkeys(IN_CONFIG, "write it into a file for --config, such as depth = 8")
     | {
         "--database": "set XDG_CACHE_HOME to another folder",

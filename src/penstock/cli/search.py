@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -47,12 +47,16 @@ PEAK_IN_BYTES = "the most that a rank holds in all: weights, gradients, optimize
 """What "peak" means where the limit is one of bytes."""
 
 
+SHARED_ENDS = "shared-ends"
+"""The word of --placement for a first and a last stage that all ranks run together."""
+
+
 @dataclass(frozen=True)
 class SearchSpace:
     """What is searched, as the options of `penstock plan` say it.
 
     Attributes:
-        placements: names; with "all" among them, or none, every placement.
+        placements: names; none for every placement.
         parts: of the model, of which stages are made. None: four per rank.
         shared_ends: whether all ranks together run the first and the last part.
         split: whether backwards are split.
@@ -63,11 +67,40 @@ class SearchSpace:
     shared_ends: bool = False
     split: bool = True
 
-    @property
-    def is_asked(self) -> bool:
-        """Whether it takes a search, where a plan is for one placement."""
-        several = len(self.placements) > 1 or "all" in self.placements
-        return several or self.parts is not None or self.shared_ends
+    def model(self, ranks: int) -> ps.Placement:
+        """The placement of single parts, by which costs of parts are read. Raises Misuse for no part."""
+        ends = 2 if self.shared_ends else 0
+        num_parts = PARTS_A_RANK * ranks + ends if self.parts is None else self.parts
+        if num_parts < 1:
+            raise Misuse(f"--stages {num_parts}: at least 1 is needed")
+        inner = circular(ranks, max(1, num_parts - ends))
+        return with_shared_ends(inner) if self.shared_ends and ranks > 1 else inner
+
+    def costs(
+        self, given: costs_options.GivenCosts, memory_limit: str | None, ranks: int
+    ) -> ps.Costs | Callable[[int], ps.Costs]:
+        """The costs of parts; or by the number of stages, those of a model that is cut anew for each placement.
+
+        Raises:
+            Misuse: a number of parts, or shared ends under a limit of bytes, for a model that is cut anew.
+        """
+        of_model = given.of_model()
+        if of_model is None:
+            return given.read(ranks, self.model(ranks))
+        if self.shared_ends:  # parts of it are the ends
+            if limits_of("--memory-limit", memory_limit)[1]:
+                raise Misuse(
+                    f"--memory-limit {memory_limit} with --placement {SHARED_ENDS}: {given.source} is cut into "
+                    "stages alike, and not with the ends apart, so that what they take is not known; give a file of "
+                    f"costs of parts with weight_bytes, or leave --placement {SHARED_ENDS} out"
+                )
+            return given.read(ranks, self.model(ranks))
+        if self.parts is not None:
+            raise Misuse(
+                f"--stages {self.parts} is for costs of equal parts; the layers of {given.source} are cut anew for "
+                "each placement, so leave --stages out, and say with --placement which to try"
+            )
+        return of_model
 
 
 def search(
@@ -84,30 +117,8 @@ def search(
 
     Costs are those of a part; stages are made of consecutive parts. Names are explained below the list.
     """
-    parts, shared_ends, costs = space.parts, space.shared_ends, given.source
-    num_parts = PARTS_A_RANK * ranks + (2 if shared_ends else 0) if parts is None else parts
-    if num_parts < 1:
-        raise Misuse(f"--parts {num_parts}: at least 1 is needed")
-    inner = num_parts - (2 if shared_ends else 0)
-    model = circular(ranks, max(1, inner))
-    if shared_ends and ranks > 1:
-        model = with_shared_ends(model)
-    given = replace(given, of="part")
-    of_model = given.of_model()
-    if of_model is not None and shared_ends:
-        if limits_of("--memory-limit", memory_limit)[1]:
-            raise Misuse(
-                f"--memory-limit {memory_limit} with --shared-ends: {costs} is cut into stages alike, and not with "
-                "the ends apart, so that what they take is not known; give a file of costs of parts with "
-                "weight_bytes, or leave --shared-ends out"
-            )
-        of_model = None  # parts of it are the ends
-    if of_model is not None and parts is not None:
-        raise Misuse(
-            f"--parts {parts} is for costs of equal parts; the layers of {costs} are cut anew for each placement, so "
-            "leave --parts out, and say with --placement which to try"
-        )
-    chosen = given.read(ranks, model) if of_model is None else of_model
+    given, model = replace(given, of="part"), space.model(ranks)
+    chosen = space.costs(given, memory_limit, ranks)
     links = costs_options.late_links(link, chosen if isinstance(chosen, ps.Costs) else None)
     most, in_bytes = limits_of("--memory-limit", memory_limit, ranks)
     if in_bytes and isinstance(chosen, ps.Costs):
@@ -119,25 +130,37 @@ def search(
         links=links,
         memory_limit=None if in_bytes else most,
         total_limit=most if in_bytes else None,
-        shapes=None if "all" in space.placements else space.placements or None,
-        shared_ends=shared_ends,
+        shapes=space.placements or None,
+        shared_ends=space.shared_ends,
         split=space.split,
     )
     if out is not None:
-        from penstock.schedule.picture import save_either
-
-        if out.endswith(".csv") and outcome.best.program.placement.num_pipelines > 1:
-            raise Misuse(
-                f"--out {out}: torch's pipelining lacks several pipelines, and the best is {outcome.best.placement}; "
-                "name placements without +bidirectional, like --placement v-shape, or write .json"
-            )
-        save_either(outcome.best.schedule, outcome.best.timeline, out)
+        _save(outcome, out)
+    assumed = given.assumed(ranks, model)
     if json:
-        print_json(_as_json(outcome, ranks, microbatches, given.assumed(ranks, model), out, in_bytes))
+        print_json(_as_json(outcome, ranks, microbatches, assumed, out, in_bytes))
         return
+    _show(outcome, assumed, in_bytes, space.shared_ends)
+    if out is not None:
+        print(f"wrote {out}")
+
+
+def _save(outcome: Outcome, out: str) -> None:
+    from penstock.schedule.picture import save_either
+
+    if out.endswith(".csv") and outcome.best.program.placement.num_pipelines > 1:
+        raise Misuse(
+            f"--out {out}: torch's pipelining lacks several pipelines, and the best is {outcome.best.placement}; "
+            "name placements without +bidirectional, like --placement one-to-one --placement v-shape, or write .json"
+        )
+    save_either(outcome.best.schedule, outcome.best.timeline, out)
+
+
+def _show(outcome: Outcome, assumed: str | None, in_bytes: bool, shared_ends: bool) -> None:
+    """Prints the best schedule, the shortest of each placement, and what the words in their names mean."""
     from penstock.draw.terminal import to_terminal
 
-    if assumed := given.assumed(ranks, model):
+    if assumed:
         print(f"assumed  {assumed}\n")
     print(to_terminal(outcome.best.schedule, color=in_colour()))
     stuck = f", {outcome.num_stuck} of which cannot run within the limits" if outcome.num_stuck else ""
@@ -154,8 +177,6 @@ def search(
     for word in words:
         means = PEAK_IN_BYTES if in_bytes and word == "peak" else WORDS[word]
         print(f"{word.ljust(width)}  {means}")
-    if out is not None:
-        print(f"wrote {out}")
 
 
 def _peak(found: Found) -> float:

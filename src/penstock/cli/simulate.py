@@ -10,7 +10,7 @@ import math
 import operator
 import shlex
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache, partial
 from pathlib import Path
 from typing import Annotated, Any
@@ -23,6 +23,7 @@ from penstock.cli import source
 from penstock.cli.app import app
 from penstock.cli.failure import Misuse
 from penstock.cli.options import Json, limits_of, result_option, taken, transport_of
+from penstock.cli.options import counts as whole_numbers
 from penstock.cli.output import in_colour, print_json, table
 from penstock.cost import LinkCondition
 from penstock.formats.costs import uneven_json
@@ -64,6 +65,12 @@ def simulate(
         list[str],
         typer.Argument(metavar="NAME|FILE...", help=f"{source.SCHEDULE}. Several are compared with the first."),
     ],
+    warmup: Annotated[
+        str | None,
+        typer.Option(
+            "--warmup", metavar="X0,X1,...", help="Warm-up counts, one per rank (zb): --option warmup=[...]."
+        ),
+    ] = None,
     messages: Annotated[
         str,
         typer.Option(
@@ -91,6 +98,10 @@ def simulate(
     """Time a schedule over costs and links: makespan, bubbles, memory and a picture. Several: a table."""
     counts, given = taken(source.GivenCounts, options), taken(costs_options.GivenCosts, options)
     run, mode = taken(GivenRun, options), transport_of(messages)
+    if warmup is not None:
+        if "warmup" in counts.options:
+            raise Misuse("--option warmup and --warmup say the same; give one of them")
+        counts = replace(counts, options={**counts.options, "warmup": whole_numbers("--warmup", warmup)})
     if len(schedules) > 1:
         if timeline_file is not None:
             raise Misuse(f"--timeline is for one schedule, not {len(schedules)}")

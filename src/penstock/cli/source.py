@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 from penstock.cli.failure import Misuse
-from penstock.cli.options import MAX_IN_FLIGHT, one_count
 from penstock.formats import load
 from penstock.library import SCHEDULES, build, options_of_each
 from penstock.schedule import Schedule, check
@@ -25,13 +24,10 @@ class GivenCounts:
 
     ranks: int | None = setting(None, "Number of ranks, for a schedule given by name.", SCHEDULE_GROUP)
     microbatches: int | None = setting(None, "Number of microbatches, for a schedule given by name.", SCHEDULE_GROUP)
-    warmup: tuple[int, ...] | None = setting(
-        None, "Warm-up counts, one per rank (zb).", SCHEDULE_GROUP, metavar="X0,X1,..."
-    )
-    max_in_flight: str | None = setting(None, MAX_IN_FLIGHT, SCHEDULE_GROUP, metavar="COUNT")
     options: Mapping[str, Any] = setting(
         {},
-        "Another option of a library schedule, as for ps.build, repeatable: num_stages=8, window=4, max_mismatch=1.",
+        "Another option of a library schedule, as for ps.build, repeatable: num_stages=8, warmup=[7,5,3,1], "
+        "window=4. A file takes bounds, which are proved: max_in_flight=7, max_mismatch=1.",
         SCHEDULE_GROUP,
         flags=("--option",),
         metavar="KEY=VALUE",
@@ -40,18 +36,26 @@ class GivenCounts:
 
     @property
     def most(self) -> float | None:
-        """The limit of activations in flight. Raises Misuse for one that is not written as a number above 0."""
-        return one_count("--max-in-flight", self.max_in_flight)
+        """The most stage activations that a rank may hold, each until its B or W; None for no limit.
+
+        Raises:
+            Misuse: a limit that is no number above 0.
+        """
+        most = self.options.get(LIMIT)
+        if most is None or (isinstance(most, int | float) and most > 0):
+            return most
+        raise Misuse(f"--option {LIMIT}={most}: a schedule has one limit for all ranks; give one number above 0")
 
     @property
     def of_files(self) -> GivenCounts:
         """The settings that a schedule file takes too: bounds that are proved of its schedule."""
-        bound = {name: self.options[name] for name in self.options if name == BOUND}
-        return GivenCounts(max_in_flight=self.max_in_flight, options=bound)
+        return GivenCounts(options={name: self.options[name] for name in self.options if name in (BOUND, LIMIT)})
 
 
-BOUND = "max_mismatch"
-"""The option that a schedule file takes too: most updates between a microbatch's forward and its backward."""
+BOUND, LIMIT = "max_mismatch", "max_in_flight"
+"""Options that a schedule file takes too: most updates between a microbatch's forward and its backward, and most
+activations that a rank may hold.
+"""
 
 
 def is_file(source: str) -> bool:
@@ -72,7 +76,8 @@ def read_or_build(
         Misuse: counts are missing for a name, or given for a file; a bound for a schedule that has no updates.
         ScheduleError: as `load` and `build` do.
     """
-    options = dict(counts.options)
+    most = counts.most
+    options = {name: value for name, value in counts.options.items() if name != LIMIT}
     shapes_itself = source in SCHEDULES and BOUND in inspect.signature(SCHEDULES[source]).parameters
     bound = options.get(BOUND)
     if is_file(source) or not shapes_itself:
@@ -80,7 +85,6 @@ def read_or_build(
     given = {
         "--ranks": counts.ranks,
         "--microbatches": counts.microbatches,
-        "--warmup": counts.warmup,
         "--option": options or None,
     }
     if is_file(source):
@@ -90,16 +94,14 @@ def read_or_build(
     if source in SCHEDULES and (counts.ranks is None or counts.microbatches is None):
         missing = " and ".join(name for name in ("--ranks", "--microbatches") if given[name] is None)
         raise Misuse(f"{source} is a library schedule: give {missing} too, like --ranks 4 --microbatches 12")
-    if counts.warmup is not None and "warmup" in options:
-        raise Misuse("--option warmup and --warmup say the same; give one of them")
-    if clash := {"num_ranks", "num_microbatches", "max_in_flight", "name"} & options.keys():
+    if clash := {"num_ranks", "num_microbatches", "name"} & options.keys():
         raise Misuse(f"--option {min(clash)}: give --{min(clash).removeprefix('num_').replace('_', '-')}")
     found = build(
         source,
         counts.ranks if counts.ranks is not None else 1,
         counts.microbatches if counts.microbatches is not None else 1,
-        counts.most,
-        **{"warmup": counts.warmup, **options},
+        most,
+        **options,
     )
     return _bounded(source, found, bound)
 
@@ -114,15 +116,15 @@ def read_or_build_each(sources: Sequence[str], counts: GivenCounts) -> list[Sche
     """
     files = {each: load(each) for each in sources if is_file(each)}
     said = next(iter(files.values()), None)
-    own = {} if counts.warmup is None else {"warmup": counts.warmup}
-    taken = options_of_each([each for each in sources if not is_file(each)], {**own, **counts.options})
+    limit = {name: value for name, value in counts.options.items() if name == LIMIT}
+    others = {name: value for name, value in counts.options.items() if name != LIMIT}
+    taken = options_of_each([each for each in sources if not is_file(each)], others)
     found = []
     for each in sources:
         alone = GivenCounts(
             counts.ranks or (said.num_ranks if said else None),
             counts.microbatches or (said.num_microbatches if said else None),
-            max_in_flight=counts.max_in_flight,
-            options=taken.get(each, {}),
+            {**taken.get(each, {}), **limit},
         )
         found.append(files[each] if each in files else read_or_build(each, alone))
         check(found[-1], max_in_flight=counts.most)

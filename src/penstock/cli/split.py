@@ -33,12 +33,6 @@ def split(
         int | None,
         typer.Option("--stages", min=1, help="Number of stages, of about equal cost. [every layer is a stage]"),
     ] = None,
-    first_layers: Annotated[
-        str | None,
-        typer.Option(
-            "--first-layers", metavar="LAYER,...", help="The layers with which stages begin, in place of --stages."
-        ),
-    ] = None,
     model_options: Annotated[
         str | None, typer.Option("--model-options", metavar="JSON", help="Arguments of your own model, as JSON.")
     ] = None,
@@ -53,23 +47,18 @@ def split(
     microbatches: Annotated[
         int, typer.Option("--microbatches", min=1, help="Number of microbatches, per step.")
     ] = DEFAULTS.microbatches,
-    batch: Annotated[int | None, typer.Option("--batch", min=1, help="Samples per step.")] = None,
-    seed: Annotated[int, typer.Option("--seed", help="Seed of random numbers: the weights.")] = DEFAULTS.seed,
     json: Json = False,
 ) -> None:
     """Show which layers each stage has, their parameters and costs, and what stages pass on."""
     if not is_own(model):
         raise Misuse(f"{model}: penstock split is for a model of your own; give FILE.py:NAME")
     given = options_of(Settings)["model_options"].read(model_options or "{}")
-    found, size = _found(
-        model, given, data, microbatches, batch, seed, stages, first_layers.split(",") if first_layers else []
-    )
+    found = _found(model, given, data, microbatches, stages)
     sizes = [len(paths) for paths in found.layers]
     words = ["penstock", "train", "--model", model]
     words += ["--model-options", model_options] if model_options else []
     words += ["--data", data or ""]
     words += ["--ranks", str(len(found)), "--microbatches", str(microbatches), "--cut", ",".join(map(str, sizes))]
-    words += [] if batch is None else ["--batch", str(size)]
     if json:
         sent: Sequence[int | None] = found.sent or [None] * len(found)
         rows = zip(found.layers, found.num_parameters, found.shares, sent, strict=True)
@@ -96,12 +85,9 @@ def _found(
     given: dict[str, Any],
     data: str | None,
     microbatches: int,
-    batch: int | None,
-    seed: int,
     stages: int | None,
-    at: list[str],
-) -> tuple[Split, int]:
-    """The cut, and the samples of a batch."""
+) -> Split:
+    """The cut of a model of the user's own, tried on its data where these are given."""
     from penstock.library import build
     from penstock.runtime import PartitionError
     from penstock.runtime import split as cut
@@ -110,7 +96,7 @@ def _found(
 
     if data is None:
         try:
-            return cut(built(model, given, seed), stages, at=at), batch or 0
+            return cut(built(model, given, DEFAULTS.seed), stages)
         except PartitionError as error:
             if "Give an example" not in str(error):
                 raise
@@ -118,10 +104,9 @@ def _found(
                 f"{error}. Here that is --data FILE.py:NAME, whose first microbatch is the example"
             ) from None
     path = os.path.abspath(data) if is_own(data) or os.path.exists(data) else data
-    size = batch or (own_batch(path, seed, 1) if is_own(data) else None) or DEFAULTS.batch
+    size = (own_batch(path, DEFAULTS.seed, 1) if is_own(data) else None) or DEFAULTS.batch
     settings = Settings(
-        model=os.path.abspath(model), model_options=given, data=path, batch=size, microbatches=microbatches, ranks=1,
-        seed=seed,
-    )  # fmt: skip
+        model=os.path.abspath(model), model_options=given, data=path, batch=size, microbatches=microbatches, ranks=1
+    )
     tried = OwnTask(settings, build("gpipe", 1, microbatches)).tried()
-    return cut(tried.model, stages, at=at, example=tried.inputs), size
+    return cut(tried.model, stages, example=tried.inputs)

@@ -19,10 +19,10 @@ LAYOUT = "layout 'Et*3|(tt|)*6L' --ranks 4"
     [
         (f"simulate 1f1b {COUNTS}", UNITS),
         (f"plan {COUNTS} --time 1", UNITS),
-        (f"plan {COUNTS} --parts 2 --placement one-to-one", UNITS.replace("per stage", "per part")),
+        (f"plan {COUNTS} --stages 2 --placement all", UNITS.replace("per stage", "per part")),
         (f"simulate 1f1b {COUNTS} --f 2 --i 1", "W = 1 ms per stage, 1 ms for each rank's share of the model; "
          "give --w or --costs"),
-        (f"simulate 1f1b {COUNTS} --f 2 --b 4", "I = W = half of B; give --i, --w or --costs"),
+        (f"simulate 1f1b {COUNTS} --f 2 --cost b=4", "I = W = half of B; give --i, --w or --costs"),
         (LAYOUT, "E = 0, t = 1, L = 1 ms for a forward of each such layer; give --times E=MS,t=MS,L=MS, measured "
          "where you train"),
         (f"{LAYOUT} --times t=2,E=0.1", "L = 0 ms for a forward of each such layer; give --times E=MS,t=MS,L=MS, "
