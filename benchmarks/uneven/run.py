@@ -26,7 +26,7 @@ import penstock as ps
 from experiments.common.readme import write_between
 from experiments.common.record import record
 from experiments.common.summary import save_summary, summary_text
-from penstock.data import long_tailed
+from experiments.uneven.long_tails import long_tailed
 from penstock.dispatch import Dispatch
 from penstock.simulation.runner import Runner
 from penstock.simulation.transport import Decoupled

@@ -13,8 +13,8 @@ from typing import NamedTuple
 import numpy as np
 
 import penstock as ps
+from experiments.uneven.long_tails import long_tailed
 from penstock.cost import CostsByLength, LengthLine
-from penstock.data import long_tailed
 
 MS = 10.0
 NUM_DRAWS = 100

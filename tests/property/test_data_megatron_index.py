@@ -67,7 +67,6 @@ def test_what_was_written_is_read(corpus: tuple[int, list[list[int]]], with_mode
             with open(prefix.with_suffix(".idx"), "ab") as file:
                 file.write(bytes(len(corpus[1])))
         assert read(prefix) == (flat(corpus[1]), corpus[1])
-        assert (IndexedTokens(prefix).modes is not None) == with_modes
 
 
 @pytest.mark.slow

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from penstock.data import ByteTokenizer, DataError, Tokenizer, load_tokenizer
-from penstock.data.dtype import token_dtype
+from penstock.data.tokens import token_dtype
 
 pytestmark = pytest.mark.unit
 

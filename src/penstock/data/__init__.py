@@ -4,15 +4,13 @@ Only numpy is needed here; torch comes in with `to_tensors`.
 """
 
 from penstock.data.batches import Batch, Batches, to_tensors, validation_batches
-from penstock.data.corpus import Corpus, open_corpus
-from penstock.data.errors import DataError
-from penstock.data.long_tails import long_tailed
+from penstock.data.corpus import Corpus, Summary, open_corpus, prepare
 from penstock.data.masked import MaskedSamples, MaskedText
 from penstock.data.megatron import IndexedTokens, IndexedWriter
 from penstock.data.paired import PairedSamples, TokenForm, VectorForm
-from penstock.data.preparation import Summary, prepare
 from penstock.data.sequences import PackedRow, Sequences, document_lengths
 from penstock.data.tokenizer import ByteTokenizer, Tokenizer, load_tokenizer
+from penstock.data.tokens import DataError
 
 __all__ = [
     "Batch",
@@ -33,7 +31,6 @@ __all__ = [
     "VectorForm",
     "document_lengths",
     "load_tokenizer",
-    "long_tailed",
     "open_corpus",
     "prepare",
     "to_tensors",

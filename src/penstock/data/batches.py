@@ -11,9 +11,8 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from penstock.data.dtype import Tokens
-from penstock.data.errors import DataError
 from penstock.data.shuffle import mix, permuted
+from penstock.data.tokens import DataError, Tokens, require_in_vocabulary
 
 if TYPE_CHECKING:  # preparing data starts without torch
     import torch
@@ -160,11 +159,5 @@ def _gather(tokens: Tokens, starts: NDArray[np.int64], context: int, vocab_size:
     rows = np.empty((len(starts), context + 1), dtype=np.int64)
     for row, start in zip(rows, starts):
         row[:] = tokens[start : start + context + 1]
-    limit = vocab_size if vocab_size is not None else np.iinfo(np.int64).max
-    if rows.min() < 0 or rows.max() >= limit:
-        b, t = np.argwhere((rows < 0) | (rows >= limit))[0]
-        raise DataError(
-            f"token {rows[b, t]} at position {starts[b] + t} of the data, outside the vocabulary of {limit}. "
-            "Give the tokenizer the data was prepared with."
-        )
+        require_in_vocabulary(row, vocab_size, int(start))
     return Batch(inputs=np.ascontiguousarray(rows[:, :-1]), targets=np.ascontiguousarray(rows[:, 1:]))

@@ -4,11 +4,14 @@ Documents are joined with the tokenizer's end-of-document token after each. Abou
 chosen by its key, is for validation; where documents are too few for that (a single text file is one) the last
 twentieth of the tokens is. A `.bin`/`.idx` pair stays mapped: its last twentieth of documents is for
 validation, because choosing here and there would mean to copy it.
+
+`prepare` writes such a pair from text, so that a large corpus is mapped and not tokenised at every start.
 """
 
 from __future__ import annotations
 
 import hashlib
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,12 +27,11 @@ from penstock.data.documents import (
     stdlib_documents,
     text_document,
 )
-from penstock.data.dtype import Tokens, token_dtype
-from penstock.data.errors import DataError
-from penstock.data.megatron import IndexedTokens, index_prefix
+from penstock.data.megatron import IndexedTokens, IndexedWriter, index_prefix
 from penstock.data.tokenizer import ByteTokenizer, Tokenizer
+from penstock.data.tokens import DataError, Tokens, token_dtype
 
-__all__ = ["Corpus", "open_corpus", "open_documents"]
+__all__ = ["Corpus", "Summary", "open_corpus", "open_documents", "prepare"]
 
 MIN_DOCUMENTS = 20
 SAMPLE = 1 << 16
@@ -101,12 +103,8 @@ def open_corpus(source: str | Path | None = None, tokenizer: Tokenizer | None = 
     train: list[Tokens] = []
     validation: list[Tokens] = []
     num_documents = 0
-    for document in open_documents(source):
-        side = validation if document.is_validation else train
-        tokens = tokenizer.encode(document.text)
-        if tokenizer.end_of_document is not None:
-            tokens = np.append(tokens, np.asarray([tokenizer.end_of_document]))
-        side.append(tokens)
+    for document, tokens in _tokenized(source, tokenizer, tokenizer.end_of_document):
+        (validation if document.is_validation else train).append(tokens)
         num_documents += 1
     dtype = token_dtype(tokenizer.vocab_size)
     if num_documents >= MIN_DOCUMENTS and train and validation:
@@ -126,6 +124,91 @@ def open_corpus(source: str | Path | None = None, tokenizer: Tokenizer | None = 
         description=f"{_describe(source)}: {num_documents:,} documents, {size:,} tokens ({tokenizer.name})",
         digest=_digest(tokenizer.name.encode(), *(np.ascontiguousarray(row) for row in rows)),
     )
+
+
+@dataclass(frozen=True, slots=True)
+class Summary:
+    """What was written: the pair `<prefix>.bin` and `<prefix>.idx`.
+
+    Attributes:
+        prefix: the path of the pair without `.bin` or `.idx`.
+        num_documents: documents in it.
+        num_tokens: tokens in it.
+        num_text_bytes: bytes of the text that they were made of.
+        dtype: the type that a token is stored in.
+        seconds: how long it took.
+
+    Examples:
+        >>> import penstock as ps
+        >>> import tempfile, pathlib
+        >>> folder = pathlib.Path(tempfile.mkdtemp())
+        >>> _ = (folder / "story.txt").write_text("A rank runs its ops.")
+        >>> made = ps.data.prepare(folder / "story.txt", folder / "corpus", ps.data.ByteTokenizer())
+        >>> made.num_documents, made.num_tokens, made.dtype
+        (1, 21, 'uint8')
+    """
+
+    prefix: Path
+    num_documents: int
+    num_tokens: int
+    num_text_bytes: int
+    dtype: str
+    seconds: float
+
+
+def prepare(
+    source: str | Path | None, output_prefix: str | Path, tokenizer: Tokenizer, append_eod: bool = True
+) -> Summary:
+    """Tokenises a source into `<output_prefix>.bin` and `.idx`.
+
+    If it fails, whatever was at the prefix before is untouched.
+
+    Args:
+        source: as in `open_corpus`; None for Python's standard library.
+        output_prefix: the path of the pair without `.bin` or `.idx`.
+        tokenizer: makes tokens of the text.
+        append_eod: whether each document ends with the tokenizer's end-of-document token.
+
+    Raises:
+        DataError: the source cannot be read, or the tokenizer has no such token.
+
+    Examples:
+        >>> import penstock as ps
+        >>> import tempfile, pathlib
+        >>> folder = pathlib.Path(tempfile.mkdtemp())
+        >>> _ = (folder / "story.txt").write_text("A rank runs its ops.")
+        >>> made = ps.data.prepare(folder / "story.txt", folder / "corpus", ps.data.ByteTokenizer())
+        >>> made.num_documents, (folder / "corpus.bin").exists()
+        (1, True)
+    """
+    end = tokenizer.end_of_document
+    if append_eod and end is None:
+        raise DataError(
+            f"tokenizer {tokenizer.name} has no end-of-document token such as <|endoftext|> to append. "
+            "Prepare without it."
+        )
+    began = time.perf_counter()
+    num_text_bytes = 0
+    with IndexedWriter(output_prefix, tokenizer.vocab_size) as writer:
+        for document, tokens in _tokenized(source, tokenizer, end if append_eod else None):
+            writer.add(tokens)
+            num_text_bytes += len(document.text)
+        counts = writer.num_documents, writer.num_tokens
+    return Summary(
+        prefix=writer.prefix,
+        num_documents=counts[0],
+        num_tokens=counts[1],
+        num_text_bytes=num_text_bytes,
+        dtype=writer.dtype.name,
+        seconds=time.perf_counter() - began,
+    )
+
+
+def _tokenized(source: str | Path | None, tokenizer: Tokenizer, end: int | None) -> Iterator[tuple[Document, Tokens]]:
+    """The documents of a source with their tokens, each followed by the token `end` if one is given."""
+    for document in open_documents(source):
+        tokens = tokenizer.encode(document.text)
+        yield document, tokens if end is None else np.append(tokens, np.asarray(end, tokens.dtype))
 
 
 def open_documents(source: str | Path | None = None) -> Iterator[Document]:

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
 
-from penstock.data.errors import DataError
+from penstock.data.tokens import DataError
 
 __all__ = ["Document", "folder_documents", "jsonl_documents", "stdlib_documents", "text_document"]
 

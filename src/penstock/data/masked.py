@@ -15,9 +15,8 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from penstock.data.dtype import Tokens
-from penstock.data.errors import DataError
 from penstock.data.shuffle import mix, permuted
+from penstock.data.tokens import DataError, Tokens
 
 __all__ = ["MaskedSamples", "MaskedText"]
 

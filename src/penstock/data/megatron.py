@@ -9,9 +9,9 @@ The `.bin` holds tokens and nothing else; the `.idx` says where documents begin:
         26   <Q  number of document boundaries D (documents + 1)
         34   int32[N] sequence lengths, int64[N] byte offsets, int64[D] boundaries, optionally int8[N] modes
 
-Nothing in the pair carries a checksum, so the reader checks every number against every other: the sizes of
-both files follow from the header, each sequence must begin where the last one ended, and the last must end where
-the `.bin` does. A wrong byte in the header, the lengths or the offsets is then an error and not other tokens.
+The pair has no checksum, so the reader checks every number against every other. The sizes of both files follow from
+the header, each sequence must begin where the one before it ended, and the last must end where the `.bin` does. A
+wrong byte in the header, the lengths or the offsets is then an error and not other tokens. Modes are passed over.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from __future__ import annotations
 import contextlib
 import os
 import struct
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -27,16 +27,17 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from penstock.data.dtype import Tokens, token_dtype
-from penstock.data.errors import DataError
+from penstock.data.tokens import DataError, Tokens, token_dtype
 
 __all__ = ["IndexedTokens", "IndexedWriter", "index_prefix"]
 
 MAGIC = b"MMIDIDX\0\0"
 VERSION = 1
 HEADER = struct.Struct("<9sQBQQ")
-DTYPES = {1: "u1", 2: "i1", 3: "<i2", 4: "<i4", 5: "<i8", 6: "<f8", 7: "<f4", 8: "<u2"}
+DTYPES = {1: "u1", 2: "i1", 3: "<i2", 4: "<i4", 5: "<i8", 8: "<u2"}
+"""The types of tokens, by code. Codes 6 and 7 are of floating-point numbers."""
 CODES = {np.dtype(name): code for code, name in DTYPES.items()}
+_REMAKE = "Copy or prepare the pair again."
 
 
 def index_prefix(path: str | Path) -> Path | None:
@@ -49,8 +50,6 @@ def index_prefix(path: str | Path) -> Path | None:
 
 class IndexedTokens(Sequence[Tokens]):
     """The documents of a `.bin`/`.idx` pair, memory-mapped: `len`, `[i]` and `tokens`, all of them in a row.
-
-    `modes` is Megatron's optional int8 for each sequence (None without).
 
     Args:
         prefix: the path of the pair without `.bin` or `.idx`.
@@ -72,7 +71,6 @@ class IndexedTokens(Sequence[Tokens]):
 
     dtype: np.dtype[Any]
     tokens: Tokens
-    modes: NDArray[np.int8] | None
 
     def __init__(self, prefix: str | Path) -> None:
         self.prefix = index_prefix(prefix) or Path(prefix)
@@ -80,30 +78,16 @@ class IndexedTokens(Sequence[Tokens]):
         for path in (index, data):
             if not path.is_file():
                 raise DataError(f"{path}: no such file. A prepared corpus is a pair, {data.name} and {index.name}.")
-        raw = _map(index, np.dtype("u1"))
-        self.dtype, num_sequences, num_boundaries = _header(index, raw)
-        at = _Layout(num_sequences, num_boundaries)
-        if raw.size not in (at.modes, at.end):
+        self.dtype, self._starts, self._boundaries = _read_index(index)
+        size, expected = data.stat().st_size, int(self._starts[-1]) * self.dtype.itemsize
+        if size != expected:
             raise DataError(
-                f"{index}: at byte 18, {num_sequences} sequences and {num_boundaries} document boundaries "
-                f"make {at.modes} bytes, or {at.end} with modes; the file has {raw.size}. {_REMAKE}"
-            )
-        lengths: NDArray[np.int32] = raw[at.lengths : at.offsets].view("<i4")
-        offsets: NDArray[np.int64] = raw[at.offsets : at.boundaries].view("<i8")
-        self._boundaries: NDArray[np.int64] = raw[at.boundaries : at.modes].view("<i8")
-        self.modes = raw[at.modes :].view("i1") if raw.size == at.end else None
-        ends = _sequence_ends(index, at, lengths, offsets, self.dtype.itemsize)
-        _check_boundaries(index, at, self._boundaries, num_sequences)
-        size = data.stat().st_size
-        if size != ends[-1] * self.dtype.itemsize:
-            raise DataError(
-                f"{data}: {index.name} expects {ends[-1] * self.dtype.itemsize} bytes "
-                f"({ends[-1]} {self.dtype.name} tokens), the file has {size}. {_REMAKE}"
+                f"{data}: {index.name} expects {expected} bytes ({self._starts[-1]} {self.dtype.name} tokens), the "
+                f"file has {size}. {_REMAKE}"
             )
         if size == 0:
             raise DataError(f"{data}: the file is empty. Prepare it from a source with text in it.")
         self.tokens = _map(data, self.dtype)
-        self._starts = np.concatenate([np.zeros(1, np.int64), ends])
 
     @property
     def num_tokens(self) -> int:
@@ -137,12 +121,75 @@ class IndexedTokens(Sequence[Tokens]):
             )
         return tokens
 
-    def __iter__(self) -> Iterator[Tokens]:
-        return (self[document] for document in range(len(self)))
-
     def __repr__(self) -> str:
         counts = f"{len(self)} documents, {self.num_tokens} {self.dtype.name} tokens"
         return f"IndexedTokens({str(self.prefix)!r}: {counts})"
+
+
+def _read_index(path: Path) -> tuple[np.dtype[Any], NDArray[np.int64], NDArray[np.int64]]:
+    """Reads an `.idx` whose numbers agree with each other.
+
+    Returns:
+        The type of the tokens; where each sequence begins, and the last one ends, in tokens; the first sequence of
+        each document, and the number of all sequences.
+
+    Raises:
+        DataError: numbers disagree. It names the byte, the rule and the number.
+    """
+    raw = _map(path, np.dtype("u1"))
+    if raw.size < HEADER.size:
+        raise DataError(f"{path}: the header is {HEADER.size} bytes, the file has {raw.size}. {_REMAKE}")
+    magic, version, code, num_sequences, num_boundaries = HEADER.unpack(raw[: HEADER.size].tobytes())
+
+    def require(is_right: bool, byte: int, expected: str, found: Any) -> None:
+        if not is_right:
+            raise DataError(f"{path}: at byte {byte}, expected {expected}, found {found}. {_REMAKE}")
+
+    def require_each(right: NDArray[np.bool_], begin: int, array: NDArray[Any], rule: Callable[[int], str]) -> None:
+        if not right.all():
+            wrong = int(np.argmin(right))
+            require(False, begin + array.itemsize * wrong, rule(wrong), array[wrong])
+
+    require(magic == MAGIC, 0, f"the magic {MAGIC!r} of a Megatron index", repr(magic))
+    require(version == VERSION, 9, f"version {VERSION}", version)
+    require(code in DTYPES, 17, f"a dtype code of integers ({', '.join(map(str, DTYPES))})", code)
+    require(num_sequences > 0, 18, "at least one sequence", num_sequences)
+    require(num_boundaries > 1, 26, "at least 2 document boundaries", num_boundaries)
+    offsets_at = HEADER.size + 4 * num_sequences
+    boundaries_at = offsets_at + 8 * num_sequences
+    end = boundaries_at + 8 * num_boundaries
+    if raw.size not in (end, end + num_sequences):
+        raise DataError(
+            f"{path}: at byte 18, {num_sequences} sequences and {num_boundaries} document boundaries make {end} "
+            f"bytes, or {end + num_sequences} with modes; the file has {raw.size}. {_REMAKE}"
+        )
+    dtype = np.dtype(DTYPES[code])
+    lengths: NDArray[np.int32] = raw[HEADER.size : offsets_at].view("<i4")
+    offsets: NDArray[np.int64] = raw[offsets_at:boundaries_at].view("<i8")
+    boundaries: NDArray[np.int64] = raw[boundaries_at:end].view("<i8")
+    require_each(lengths >= 0, HEADER.size, lengths, lambda i: f"a length of at least 0 for sequence {i}")
+    starts = np.concatenate([np.zeros(1, np.int64), np.cumsum(lengths, dtype=np.int64)])
+    begins = starts[:-1] * dtype.itemsize
+    require_each(
+        offsets == begins,
+        offsets_at,
+        offsets,
+        lambda i: f"sequence {i} to begin at byte {begins[i]} of the .bin, where the one before it ends",
+    )
+    least = np.concatenate([np.zeros(1, np.int64), boundaries[:-1]])
+    are_right = boundaries >= least
+    are_right[0], are_right[-1] = boundaries[0] == 0, are_right[-1] and boundaries[-1] == num_sequences
+    require_each(are_right, boundaries_at, boundaries, lambda i: _boundary_rule(i, boundaries, num_sequences))
+    return dtype, starts, boundaries
+
+
+def _boundary_rule(number: int, boundaries: NDArray[np.int64], num_sequences: int) -> str:
+    if number == 0:
+        return "document boundary 0 to be 0"
+    before = int(boundaries[number - 1])
+    if boundaries[number] < before:
+        return f"document boundary {number} to be at least {before}, the boundary before it"
+    return f"document boundary {number} to be {num_sequences}, the number of sequences"
 
 
 class IndexedWriter:
@@ -184,13 +231,9 @@ class IndexedWriter:
     def __enter__(self) -> IndexedWriter:
         mark = f".{os.getpid()}.partial"
         self._partial = [_file(self.prefix, ".bin" + mark), _file(self.prefix, ".idx" + mark)]
-        try:
+        with self._writing():
             self.prefix.parent.mkdir(parents=True, exist_ok=True)
             self._bin = open(self._partial[0], "wb")
-        except OSError as error:
-            raise DataError(
-                f"{self.prefix}: cannot be written ({error.strerror or error}). Give a place that can be."
-            ) from None
         self._open = True
         return self
 
@@ -253,77 +296,6 @@ class IndexedWriter:
         _file(self.prefix, ".idx").unlink(missing_ok=True)
         self._partial[0].replace(_file(self.prefix, ".bin"))
         self._partial[1].replace(_file(self.prefix, ".idx"))
-
-
-_REMAKE = "Copy or prepare the pair again."
-
-
-class _Layout:
-    """Byte positions of the arrays in an `.idx`."""
-
-    def __init__(self, num_sequences: int, num_boundaries: int) -> None:
-        self.lengths = HEADER.size
-        self.offsets = self.lengths + 4 * num_sequences
-        self.boundaries = self.offsets + 8 * num_sequences
-        self.modes = self.boundaries + 8 * num_boundaries
-        self.end = self.modes + num_sequences
-
-
-def _header(path: Path, raw: NDArray[np.uint8]) -> tuple[np.dtype[Any], int, int]:
-    if raw.size < HEADER.size:
-        raise DataError(f"{path}: the header is {HEADER.size} bytes, the file has {raw.size}. {_REMAKE}")
-    magic, version, code, num_sequences, num_boundaries = HEADER.unpack(raw[: HEADER.size].tobytes())
-    if magic != MAGIC:
-        raise DataError(f"{path}: at byte 0, expected the magic {MAGIC!r}, found {magic!r}. Not a Megatron index.")
-    if version != VERSION:
-        raise DataError(f"{path}: at byte 9, expected version {VERSION}, found {version}. {_REMAKE}")
-    if code not in DTYPES:
-        raise DataError(f"{path}: at byte 17, expected a dtype code from 1 to 8, found {code}. {_REMAKE}")
-    dtype = np.dtype(DTYPES[code])
-    if dtype.kind == "f":
-        raise DataError(f"{path}: at byte 17, dtype {code} is {dtype.name}; tokens are integers. {_REMAKE}")
-    if num_sequences == 0:
-        raise DataError(f"{path}: at byte 18, expected at least one sequence, found 0. {_REMAKE}")
-    if num_boundaries < 2:
-        raise DataError(
-            f"{path}: at byte 26, expected at least 2 document boundaries, found {num_boundaries}. {_REMAKE}"
-        )
-    return dtype, num_sequences, num_boundaries
-
-
-def _sequence_ends(
-    path: Path, at: _Layout, lengths: NDArray[np.int32], offsets: NDArray[np.int64], itemsize: int
-) -> NDArray[np.int64]:
-    """Where each sequence ends in tokens, having checked that each begins where the last one ended."""
-    if lengths.min() < 0:
-        i = int(np.argmax(lengths < 0))
-        where = at.lengths + 4 * i
-        raise DataError(f"{path}: at byte {where}, sequence {i} has the length {lengths[i]}, below 0. {_REMAKE}")
-    ends = np.cumsum(lengths, dtype=np.int64)
-    expected = np.concatenate([np.zeros(1, np.int64), ends[:-1]]) * itemsize
-    wrong = offsets != expected
-    if wrong.any():
-        i = int(np.argmax(wrong))
-        raise DataError(
-            f"{path}: at byte {at.offsets + 8 * i}, sequence {i} should begin at byte {expected[i]} of the "
-            f".bin, where the one before it ends; found {offsets[i]}. {_REMAKE}"
-        )
-    return ends
-
-
-def _check_boundaries(path: Path, at: _Layout, boundaries: NDArray[np.int64], num_sequences: int) -> None:
-    def fail(i: int, expected: str) -> None:
-        where = f"{path}: at byte {at.boundaries + 8 * i}, document boundary {i}"
-        raise DataError(f"{where}: expected {expected}, found {boundaries[i]}. {_REMAKE}")
-
-    if boundaries[0] != 0:
-        fail(0, "0")
-    falls = boundaries[1:] < boundaries[:-1]
-    if falls.any():
-        i = int(np.argmax(falls)) + 1
-        fail(i, f"at least {boundaries[i - 1]}, the boundary before it")
-    if boundaries[-1] != num_sequences:
-        fail(len(boundaries) - 1, f"{num_sequences}, the number of sequences")
 
 
 def _map(path: Path, dtype: np.dtype[Any]) -> NDArray[Any]:

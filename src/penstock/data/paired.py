@@ -19,8 +19,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from penstock.data.errors import DataError
 from penstock.data.shuffle import mix, permuted, uniform
+from penstock.data.tokens import DataError
 
 __all__ = ["PairedSamples", "TokenForm", "VectorForm"]
 

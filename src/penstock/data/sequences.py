@@ -19,9 +19,8 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from penstock.data.dtype import Tokens
-from penstock.data.errors import DataError
 from penstock.data.shuffle import permuted
+from penstock.data.tokens import DataError, Tokens, require_in_vocabulary
 
 __all__ = ["PackedRow", "Sequences", "document_lengths"]
 
@@ -124,17 +123,13 @@ class Sequences:
 
     def row(self, numbers: Sequence[int] | NDArray[np.int64]) -> PackedRow:
         """Sequences in one row. Raises DataError for a token outside the vocabulary."""
-        parts = [self.tokens[self._first[k] : self._first[k] + self.lengths[k] + 1] for k in numbers]
-        limit = self.vocab_size if self.vocab_size is not None else np.iinfo(np.int64).max
-        for k, part in zip(numbers, parts, strict=True):
-            if int(part.min()) < 0 or int(part.max()) >= limit:
-                wrong = int(np.argmax((part < 0) | (part >= limit)))
-                raise DataError(
-                    f"token {part[wrong]} at position {self._first[k] + wrong} of the data, outside the vocabulary "
-                    f"of {limit}. Give the tokenizer the data was prepared with."
-                )
-        inputs = np.concatenate([part[:-1] for part in parts]).astype(np.int64)
-        targets = np.concatenate([part[1:] for part in parts]).astype(np.int64)
+        parts = []
+        for number in numbers:
+            start = int(self._first[number])
+            parts.append(self.tokens[start : start + self.lengths[number] + 1].astype(np.int64))
+            require_in_vocabulary(parts[-1], self.vocab_size, start)
+        inputs = np.concatenate([part[:-1] for part in parts])
+        targets = np.concatenate([part[1:] for part in parts])
         return PackedRow(inputs[None], targets[None], self.lengths[np.asarray(numbers)])
 
 

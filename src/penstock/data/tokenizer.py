@@ -12,8 +12,7 @@ from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 
-from penstock.data.dtype import Tokens, token_dtype
-from penstock.data.errors import DataError
+from penstock.data.tokens import DataError, Tokens, token_dtype
 
 __all__ = ["ByteTokenizer", "FileTokenizer", "Tokenizer", "load_tokenizer"]
 

@@ -1,4 +1,4 @@
-"""Lengths as they are in production, for benchmarks: most alike, and a few much longer, by a seed.
+"""Draws lengths as production jobs have them: most are alike, and a few are much longer.
 
 The quantiles are given as shares of the mean. Between them lengths rise as below, so bent that the mean is 1; above
 the last they fall off as a power, cut at `longest`.
@@ -14,8 +14,6 @@ from __future__ import annotations
 
 import numpy as np
 from numpy.typing import NDArray
-
-from penstock.data.errors import DataError
 
 __all__ = ["PRODUCTION", "long_tailed"]
 
@@ -45,22 +43,21 @@ def long_tailed(
         longest: the longest length, divided by the mean.
 
     Raises:
-        DataError: quantiles that do not rise, or that no lengths of that mean have.
+        ValueError: quantiles that do not rise, or that no lengths of that mean have.
 
     Examples:
-        >>> import penstock as ps
-        >>> lengths = ps.data.long_tailed(1000, mean=500)
+        >>> lengths = long_tailed(1000, mean=500)
         >>> round(float(lengths.mean()), -2), int(lengths.max()) <= 2000
         (500.0, True)
     """
     low, middle, high = quantiles
     if num < 0 or seed < 0 or not mean >= 1 or not 0 < low <= middle <= high <= longest < np.inf:
-        raise DataError(
+        raise ValueError(
             f"{num} lengths of mean {mean:g} with quantiles {low:g}, {middle:g}, {high:g} and at most {longest:g} of "
             f"it, by seed {seed}; the mean must be at least 1, they must rise, and the seed be at least 0."
         )
     if mean * longest > MOST:
-        raise DataError(
+        raise ValueError(
             f"lengths of mean {mean:g} and at most {longest:g} of it; the longest may be {MOST:g} tokens."
         )
     bend = _bend(quantiles, longest)
@@ -80,14 +77,14 @@ def _quantile(
 
 
 def _bend(quantiles: tuple[float, float, float], longest: float) -> float:
-    """The exponent with which the mean is 1. Raises DataError where there is none."""
+    """The exponent with which the mean is 1. Raises ValueError where there is none."""
 
     def mean(bend: float) -> float:
         return float(_quantile(_GRID, quantiles, longest, bend).mean())
 
     least, most = 0.05, 400.0
     if not mean(most) <= 1 <= mean(least):
-        raise DataError(
+        raise ValueError(
             f"no lengths with quantiles {', '.join(f'{each:g}' for each in quantiles)} of their mean: by these it "
             f"would be {mean(most):.2f} to {mean(least):.2f} of itself; give others, or another longest."
         )
