@@ -126,7 +126,7 @@ def stop_before_running(monkeypatch: pytest.MonkeyPatch) -> None:
     from penstock.cli import lab as lab_command
     from penstock.cli import links as links_command
     from penstock.cli import play as play_command
-    from penstock.train import emulated
+    from penstock.train import start
     from penstock.tune import meter, verify
     from penstock.tune.links import MeasuredLinks, PairTimes
 
@@ -170,7 +170,7 @@ def stop_before_running(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(lab.process, "run_everywhere", lambda *args, **options: [])
     monkeypatch.setattr(play_command.webbrowser, "open", lambda address: True)
     monkeypatch.setattr(play_command.ThreadingHTTPServer, "serve_forever", lambda self: None)
-    monkeypatch.setattr(emulated, "run_emulation", lambda job: 0)
+    monkeypatch.setattr(start, "run_job", lambda job: 0)
     monkeypatch.setenv("XDG_CACHE_HOME", str(Path("cache").resolve()))
     monkeypatch.setattr(meter, "run_job", Ranks())
     monkeypatch.setattr(verify, "run_job", Ranks())

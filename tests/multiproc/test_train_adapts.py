@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 
 from penstock.cli import main
-from penstock.train.report import Report
 from train_runs import Run, losses, metrics
 
 pytestmark = [
@@ -46,9 +45,6 @@ def test_the_plan_changes_and_the_losses_do_not(tmp_path: Path, text: Path) -> N
 
     report = ended.json
     assert report == json.loads((late / "report.json").read_text())
-    read = Report.read(late / "report.json")
-    assert read is not None
-    assert report["steered"]["headline"] in read.to_text()
     steered = report["steered"]
     slow = {link for link, ms in steered["links"].items() if ms >= LATE}
     assert {"2>3", "3>2"} <= slow

@@ -23,9 +23,10 @@ from penstock.runtime.errors import CheckpointError, RuntimeFailure
 from penstock.runtime.transport.delegate.boxes import cannot
 from penstock.train import command
 from penstock.train.folder import write_whole
-from penstock.train.job import TrainJob, hand_over
+from penstock.train.job import TrainJob
 from penstock.train.metrics import Metrics
 from penstock.train.settings import Settings
+from penstock.train.start import hand_over
 
 pytestmark = pytest.mark.unit
 
@@ -97,7 +98,7 @@ def test_a_host_without_a_folder_for_temporary_files_is_no_bug() -> None:
 def test_what_ranks_need_names_the_folder_that_is_full(tmp_path: Path) -> None:
     order = TrainJob(settings=Settings(), folder="runs/mine")
     with files_of_at_most(8), pytest.raises(RuntimeFailure, match=r"File too large; make room there, or set TMPDIR"):
-        hand_over(tmp_path, order, None)
+        hand_over(tmp_path, order)
 
 
 def test_delegates_whose_memory_may_not_be_as_long_are_told_the_limit() -> None:

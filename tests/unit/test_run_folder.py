@@ -37,7 +37,7 @@ def test_a_run_that_ended_between_the_look_for_a_folder_and_its_lock_was_written
     """Of two that were started at once the second one took the first one's folder for new."""
     monkeypatch.chdir(tmp_path)
 
-    check = run_job._checked
+    check = run_job.checked
 
     def meanwhile(order: TrainJob) -> Any:
         (found,) = asked
@@ -47,7 +47,7 @@ def test_a_run_that_ended_between_the_look_for_a_folder_and_its_lock_was_written
 
     asked: list[Path] = []
     monkeypatch.setattr(job, "free_folder", lambda parent, name: asked.append(parent / name) or RunFolder(asked[0]))
-    monkeypatch.setattr(run_job, "_checked", meanwhile)
+    monkeypatch.setattr(run_job, "checked", meanwhile)
     line = "train --schedule 1f1b --ranks 2 --microbatches 2 --steps 1"
     small = " --preset nano --depth 2 --width 16 --heads 2 --context 16 --batch 4 --in-process"
     assert main(f"{line}{small}".split()) == 2

@@ -22,7 +22,6 @@ from penstock.train.asynchronous import ASYNCHRONOUS
 from penstock.train.folder import RunFolder
 from penstock.train.inputs import gather_inputs
 from penstock.train.rank import RankRun
-from penstock.train.report import Report
 from penstock.train.settings import Settings, learning_rate
 from tiers import others_nightly
 from train_runs import SMALL, checkpoints, losses, metrics
@@ -179,9 +178,6 @@ def test_the_name_is_enough(train: Train, tmp_path: Path, schedule: str) -> None
     assert report["train_loss"] == lines[-1]["loss"]
     assert report["timing"]["simulated_makespan"] > 0
     assert any("was for each stage's gradient by itself" in notice for notice in report["notices"])
-    shown = Report.read(tmp_path / "run/report.json").to_text()
-    most = {0: "no update", 1: "at most 1 update", 3: "at most 3 updates"}[mismatch]
-    assert f"{most} between F and B, as proved" in shown
 
 
 @pytest.mark.slow

@@ -284,12 +284,13 @@ def test_damaged_checkpoints(tell: Callable[..., list[str]], run: Path, tmp_path
     before = _files(copy / "checkpoints")
     from penstock.runtime.checkpoint import CheckpointError
     from penstock.train.job import order_of
-    from penstock.train.run_job import run_job
+    from penstock.train.run_job import checked
+    from penstock.train.start import run_job
 
     with pytest.raises(
         CheckpointError, match=rf"checksum differs; step-00000001 before it is whole: remove .*--resume {copy}"
     ):
-        run_job(order_of({}, None, str(copy), None, as_json=True))
+        run_job(checked(order_of({}, None, str(copy), None, as_json=True)))
     assert _files(copy / "checkpoints") == before
     # Truncated ones are found out before anything starts; with none left there is nothing to go on from.
     os.truncate(file, 10)

@@ -125,7 +125,7 @@ def refuse(given: dict[str, Any]) -> None:
         gather_inputs(Settings(**given))
         return
     order = order_of(read_schedule_file(given), as_json=False, **told)  # type: ignore[arg-type]
-    run_job._check(order)
+    run_job.checked_inputs(order)
 
 
 def test_a_run_takes_every_transport_that_a_pipeline_has() -> None:

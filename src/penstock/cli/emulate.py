@@ -106,8 +106,8 @@ def emulate(
     folder.require_new(learns=False)
     assumed, _, advice = (given.assumed(plan.num_ranks, plan.placement) or "").rpartition("; ")
     from penstock.runtime.adapt.store import without_password
-    from penstock.train.emulated import EmulatedJob, run_emulation
-    from penstock.train.start import check_store
+    from penstock.train.emulated import EmulatedJob
+    from penstock.train.start import check_store, run_job
 
     check_store(settings.store)
     words = {
@@ -144,7 +144,7 @@ def emulate(
             *cut,
         ),
     )
-    raise typer.Exit(run_emulation(job))
+    raise typer.Exit(run_job(job))
 
 
 def with_message_cap(costs: ps.Costs, schedule: ps.Schedule, cap: str) -> tuple[ps.Costs, bool]:

@@ -14,10 +14,10 @@ from penstock.host_process import open_standard_streams
 
 
 def main(argv: list[str]) -> int:
-    if argv[:1] == ["--order"]:
-        from penstock.train.run_job import run_ordered
+    if argv[:1] == ["--job"]:
+        from penstock.train.start import run_rank
 
-        run_ordered(Path(argv[1]))
+        run_rank(Path(argv[1]))
     from penstock.train.command import run_command
 
     return run_command(argv)

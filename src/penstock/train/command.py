@@ -69,10 +69,11 @@ def _carry_out(order: TrainJob, is_program: bool) -> int:
     forks = is_program and sys.platform == "linux"
     if forks and "RANK" not in os.environ and not order.settings.in_process:
         start_rank_server(["penstock.train.run_job"], {})  # it loads torch while this process does
-    from penstock.train import run_job
+    from penstock.train.run_job import checked
+    from penstock.train.start import run_job
 
     gc.freeze()  # torch and all else that is loaded stays: looking through it for garbage takes a second at the end
-    return run_job.run_joined(order) if "RANK" in os.environ else run_job.run_job(order)
+    return run_job(checked(order))
 
 
 def _is_reported() -> bool:

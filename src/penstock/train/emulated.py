@@ -1,49 +1,38 @@
 """Runs on emulated devices: real dispatch, messages and clocks; ops that only take their time.
 
-`penstock emulate` makes an `EmulatedJob`. All ranks make the same calls, as threads, as processes that
-`run_emulation` starts, or under torchrun. Rank 0 writes the run's folder. The report has what was simulated beside
-what was measured, what links were like, and what was decided. A rank that `run_emulation` starts is
-
-    python -m penstock.train.emulated FOLDER
+`penstock emulate` makes an `EmulatedJob`, and `start.run_job` runs it. Its ranks are threads of this process or
+processes. All ranks make the same calls. Rank 0 writes the run's folder. The report shows simulated times beside
+measured ones, the delays of links, and the decisions.
 """
 
 from __future__ import annotations
 
 import contextlib
 import json
-import os
-import pickle
-import sys
-import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
-from typing import Any, Self
+from typing import Any, ClassVar
 
 from penstock.cost import Costs, Links
-from penstock.rank_environment import RankEnvironment
 from penstock.runtime.adapt import AdaptOptions
 from penstock.runtime.emulation.pipeline import EmulatedPipeline
-from penstock.runtime.launch import init_process
 from penstock.runtime.mesh.peers import peers_of
 from penstock.runtime.transport.choose import DelegateOptions, TransportOptions
 from penstock.schedule import Schedule
 from penstock.simulation import Timeline
 from penstock.train.asynchronous import bound, one_every, proved_mismatch
 from penstock.train.folder import RunFolder
-from penstock.train.metrics import Metrics, ProgressView
-from penstock.train.run_report import RunReport, read_adaptation, write_plan
-from penstock.train.start import INTERRUPTED, RunFailed, StopRequest, start_ranks
-
-JOB = "job"
-"""The file in the folder of a started rank that has its job."""
+from penstock.train.metrics import ITERATIONS, Metrics, ProgressView
+from penstock.train.report import Report, read_adaptation, write_plan
+from penstock.train.start import StopRequest
 
 
 @dataclass(frozen=True, kw_only=True)
 class EmulatedJob:
-    """What a run on emulated devices was asked to do.
+    """What a run on emulated devices was asked to do; a `Job` of `start`.
 
     Attributes:
         schedule: what an iteration runs. costs: of its stages, with the messages that are really sent.
@@ -76,8 +65,22 @@ class EmulatedJob:
     settings: Mapping[str, Any]
     notices: tuple[str, ...]
 
+    environment: ClassVar[Mapping[str, str]] = {}
+
+    @property
+    def num_processes(self) -> int:
+        return self.schedule.num_ranks
+
+    def require_folder(self, folder: RunFolder) -> None:
+        folder.require_new(learns=False)
+
+    def run(self, is_first: bool) -> int:
+        return EmulatedRun(self).run()
+
+    def way_on(self, said: str) -> str:
+        return ""
+
     def announcement(self) -> str:
-        """What is printed before the run."""
         schedule = self.schedule
         where = "threads" if self.in_process else "one process each"
         stretch = "" if self.stretch == 1 else f", {self.stretch:g} times as long"
@@ -90,60 +93,6 @@ class EmulatedJob:
             *(f"note    {notice}" for notice in self.notices),
         ]
         return "\n".join(lines)
-
-
-def run_emulation(job: EmulatedJob) -> int:
-    """Runs a job on this host, or as a rank under torchrun, and prints the report. Returns the exit code.
-
-    Raises:
-        CostError, ControlError, RuntimeFailure: what `EmulatedPipeline` and its steps raise.
-        RunFailed: a rank failed.
-        SettingsError: the folder is used by another run.
-    """
-    if RankEnvironment.of(os.environ) is not None and not job.in_process:
-        rank, _ = init_process(job.timeout)
-        if rank == 0 and not job.as_json:
-            print(job.announcement(), file=sys.stderr, flush=True)
-        return _run_here(job)
-    folder = RunFolder(Path(job.folder))
-    with folder.made():
-        folder.require_new(learns=False)  # another run may have begun there since the first look, and ended
-        if not job.as_json:
-            print(job.announcement(), file=sys.stderr, flush=True)
-        if job.in_process:
-            return _run_here(job)
-        with tempfile.TemporaryDirectory(prefix="penstock-", ignore_cleanup_errors=True) as handover:
-            (Path(handover) / JOB).write_bytes(pickle.dumps(job))
-            program = ["-m", "penstock.train.emulated", handover]
-            code, said = start_ranks(program, job.schedule.num_ranks, "penstock.runtime.emulation.pipeline")
-        report = EmulatedReport.read(folder.report)
-        if report is None:
-            raise RunFailed(said, code or 1)
-        if said:
-            print(said if code == 0 else f"penstock: {said}", file=sys.stderr, flush=True)
-        return _show(job, report, code or (INTERRUPTED if report.interrupted else 0))
-
-
-def _run_here(job: EmulatedJob) -> int:
-    """Runs a job in this process, as all ranks or as one of torchrun's, and returns the exit code."""
-    run = EmulatedRun(job)
-    run.run()
-    return _show(job, run.report, run.stop.exit_code if run.interrupted else 0)
-
-
-def run_rank(handover: Path) -> None:
-    """Runs one rank of a job that `run_emulation` wrote."""
-    job: EmulatedJob = pickle.loads((handover / JOB).read_bytes())
-    init_process(job.timeout)
-    EmulatedRun(job).run()
-
-
-def _show(job: EmulatedJob, report: EmulatedReport | None, code: int) -> int:
-    """Prints the report, on the rank that has one."""
-    if report is not None:
-        text = json.dumps(report.to_json(), allow_nan=False) if job.as_json else "\n" + report.to_text()
-        print(text, flush=True)
-    return code
 
 
 @dataclass(frozen=True)
@@ -195,70 +144,14 @@ def lost_pace(iterations: Sequence[EmulatedIteration]) -> list[str]:
     ]
 
 
-@dataclass(frozen=True, kw_only=True)
-class EmulatedReport(RunReport):
-    """The result of a run. Times are ms as if the stretch were 1, and medians over iterations.
-
-    Attributes:
-        measured, simulated: time of an iteration. median_error: see `EmulatedIteration.error`.
-        late: how much later than due an op ended (median, worst).
-        peaks: most activations that each rank held, in the units of the costs.
-        window: microbatches whose gradients an update adds up, if updates are ops. mismatch: most updates between a
-            microbatch's forward and its backward, as proved.
-    """
-
-    UNIT = "iteration"
-
-    costs: str
-    transport: str
-    adapted: bool
-    num_microbatches: int
-    stretch: float
-    measured: float
-    simulated: float
-    median_error: float
-    measured_bubble_ratio: float
-    simulated_bubble_ratio: float
-    late: tuple[float, float]
-    peaks: list[float]
-    window: int | None = None
-    mismatch: int = 0
-
-    @property
-    def speeds(self) -> tuple[float, float]:
-        """Microbatches per second, measured and simulated."""
-        per_second = self.num_microbatches * 1e3
-        return per_second / (self.measured or 1.0), per_second / (self.simulated or 1.0)
-
-    @classmethod
-    def from_json(cls, value: dict[str, Any]) -> Self:
-        return super().from_json({**value, "late": tuple(value["late"])})
-
-    @property
-    def pace(self) -> str:
-        stretch = "" if self.stretch == 1 else f", slowed down {self.stretch:g} times (all times as if not)"
-        measured, simulated = self.speeds
-        speed = f"{measured:.1f} microbatches/s measured, {simulated:.1f} simulated"
-        return f"{speed}; emulated with the costs of {self.costs}{stretch}"
-
-    def rows(self) -> list[tuple[str, str]]:
-        took = f"{self.measured:.1f} ms measured, {self.simulated:.1f} ms simulated ({self.median_error:.1%} apart)"
-        bubbles = f"{self.measured_bubble_ratio:.1%} and {self.simulated_bubble_ratio:.1%}"
-        rows = [("iteration", f"{took}; bubbles {bubbles}; nothing is learned, so there is no loss")]
-        if self.window is None:
-            return rows
-        return [*rows, ("updates", f"{one_every(self.window)}, {bound(self.mismatch)} (proved)")]
-
-
-def medians(iterations: Sequence[EmulatedIteration]) -> dict[str, float]:
-    """What the report says of all iterations together."""
-    return {
-        "measured": median(each.measured for each in iterations),
-        "simulated": median(each.simulated for each in iterations),
-        "median_error": median(each.error for each in iterations),
-        "measured_bubble_ratio": median(each.bubble for each in iterations),
-        "simulated_bubble_ratio": median(each.simulated_bubble for each in iterations),
-    }
+MEDIANS = {
+    "measured": "measured",
+    "simulated": "simulated",
+    "median_error": "error",
+    "measured_bubble_ratio": "bubble",
+    "simulated_bubble_ratio": "simulated_bubble",
+}
+"""Values of report.json that are medians over iterations, each with its attribute of an `EmulatedIteration`."""
 
 
 class EmulatedRun:
@@ -266,23 +159,21 @@ class EmulatedRun:
 
     Its loop differs from that of real training: an emulated step has no batch, loss, update or checkpoint, and each
     iteration is also simulated. Both share the stop request, metrics, view and folder.
-
-    Attributes:
-        interrupted: a signal ended it early. report: the result, on rank 0's process.
     """
 
     def __init__(self, job: EmulatedJob) -> None:
         self.job = job
         self._peers = peers_of(None, job.schedule.num_ranks, job.timeout)
         self.first = 0 in self._peers.here
-        # Ranks under torchrun each chose a free folder; the first one's it is.
+        # Ranks under torchrun each chose a free folder. All use the folder of the first rank.
         self.folder = RunFolder(Path(self._peers.gather(job.folder)[0]))
         self.stop = StopRequest()
-        self.interrupted = False
-        self.report: EmulatedReport | None = None
 
-    def run(self) -> None:
-        """Runs all iterations, or until a signal; rank 0 has the report afterwards.
+    def run(self) -> int:
+        """Runs all iterations, or until a signal. Then rank 0 writes the report and prints it.
+
+        Returns:
+            The exit code.
 
         Raises:
             CostError, ControlError, RuntimeFailure: what `EmulatedPipeline` and its steps raise.
@@ -292,6 +183,7 @@ class EmulatedRun:
         late: list[float] = []
         peaks = [0.0] * job.schedule.num_ranks
         pictures: list[tuple[float, list[Timeline]]] = []
+        interrupted = False
         with contextlib.ExitStack() as stack:
             stack.enter_context(self.stop)
             pipe = stack.enter_context(self._pipeline())
@@ -300,7 +192,7 @@ class EmulatedRun:
             if self.first:
                 write_plan(self.folder, json.dumps(job.settings, indent=2), pipe.configuration.schedule)
                 metrics = stack.enter_context(Metrics(self.folder.metrics, 0))
-            view = stack.enter_context(ProgressView(0, job.steps, job.as_json or not self.first))
+            view = stack.enter_context(ProgressView(0, job.steps, job.as_json or not self.first, ITERATIONS))
             began = time.perf_counter()
             for number in range(job.steps):
                 step = pipe.step()
@@ -315,15 +207,18 @@ class EmulatedRun:
                     view.decisions(pipe.decisions)
                     view.iteration(number + 1, iteration.measured, iteration.simulated, step.number)
                 if any(self._peers.gather(self.stop.asked)):
-                    self.interrupted = number + 1 < job.steps
-                    if self.interrupted:
+                    interrupted = number + 1 < job.steps
+                    if interrupted:
                         view.say(f"stopping after iteration {number + 1}")
                         break
             seconds = time.perf_counter() - began
             notices = pipe.notices
         if self.first:
-            middle = sorted(pictures, key=lambda each: each[0])[len(pictures) // 2][1]
-            self.report = self._report(iterations, late, peaks, seconds, notices, dispatch, middle)
+            notices = [*lost_pace(iterations), *notices]
+            report = self._report(iterations, late, peaks, seconds, notices, dispatch, interrupted)
+            report.write(sorted(pictures, key=lambda each: each[0])[len(pictures) // 2][1])
+            report.show(job.as_json)
+        return self.stop.exit_code if interrupted else 0
 
     def _pipeline(self) -> EmulatedPipeline:
         job = self.job
@@ -349,47 +244,59 @@ class EmulatedRun:
 
     def _report(
         self,
-        iterations: list[EmulatedIteration],
-        late: list[float],
+        iterations: Sequence[EmulatedIteration],
+        late: Sequence[float],
         peaks: list[float],
         seconds: float,
-        notices: list[str],
+        notices: Sequence[str],
         dispatch: str,
-        pictures: list[Timeline],
-    ) -> EmulatedReport:
-        job, folder = self.job, self.folder
-        updates = job.schedule.updates
-        report = EmulatedReport(
+        interrupted: bool,
+    ) -> Report:
+        """The result of a run. Times are ms as if the stretch were 1, and medians over iterations.
+
+        report.json has, in addition to what it has of every run: the costs and the transport by name, whether the run
+        adapts, microbatches, the stretch; the time of an iteration and its bubble ratio, measured and simulated, and
+        the median of `EmulatedIteration.error`; how much later than due an op ended (`late`, the median and the
+        worst); most activations that each rank held, in the units of the costs (`peaks`); if updates are ops, the
+        microbatches whose gradients an update adds up (`window`), and most updates between a microbatch's forward and
+        its backward, as proved (`mismatch`).
+        """
+        job, count, mismatch = self.job, self.job.schedule.num_microbatches, proved_mismatch(self.job.schedule)
+        window = None if job.schedule.updates is None else job.schedule.updates.window
+        found = {name: median(getattr(each, of) for each in iterations) for name, of in MEDIANS.items()}
+        speed = "{:.1f} microbatches/s measured, {:.1f} simulated".format(
+            *(count * 1e3 / (found[name] or 1.0) for name in ("measured", "simulated"))
+        )
+        stretch = "" if job.stretch == 1 else f", slowed down {job.stretch:g} times (all times as if not)"
+        took = "{measured:.1f} ms measured, {simulated:.1f} ms simulated ({median_error:.1%} apart)".format_map(found)
+        bubbles = "{measured_bubble_ratio:.1%} and {simulated_bubble_ratio:.1%}".format_map(found)
+        rows = [("iteration", f"{took}; bubbles {bubbles}; nothing is learned, so there is no loss")]
+        if window is not None:
+            rows.append(("updates", f"{one_every(window)}, {bound(mismatch)} (proved)"))
+        return Report(
+            folder=self.folder,
             schedule=job.schedule.name,
             dispatch=dispatch,
-            costs=job.settings["costs"],
-            transport=job.transport,
-            adapted=job.adapt,
             num_ranks=job.schedule.num_ranks,
-            num_microbatches=job.schedule.num_microbatches,
-            stretch=job.stretch,
             steps=len(iterations),
-            interrupted=self.interrupted,
+            interrupted=interrupted,
             seconds=seconds,
-            late=(median(late), max(late)) if late else (0.0, 0.0),
-            peaks=peaks,
-            steered=read_adaptation(folder.path),
-            notices=[*job.notices, *lost_pace(iterations), *notices],
-            files={
-                "schedule": str(folder.file("schedule.svg")),
-                "timeline": str(folder.file("timeline.html")),
-                "metrics": str(folder.metrics),
-            },
+            notices=[*job.notices, *notices],
             said_before=len(job.notices),
-            window=None if updates is None else updates.window,
-            mismatch=proved_mismatch(job.schedule),
-            **medians(iterations),
+            steered=read_adaptation(self.folder.path),
+            details={
+                "costs": job.settings["costs"],
+                "transport": job.transport,
+                "adapted": job.adapt,
+                "num_microbatches": count,
+                "stretch": job.stretch,
+                **found,
+                "late": (median(late), max(late)) if late else (0.0, 0.0),
+                "peaks": peaks,
+                "window": window,
+                "mismatch": mismatch,
+            },
+            noun="iteration",
+            pace=f"{speed}; emulated with the costs of {job.settings['costs']}{stretch}",
+            rows=rows,
         )
-        report.write(folder, pictures)
-        return report
-
-
-if __name__ == "__main__":
-    from penstock.train import emulated  # the module by its name, by which the job was pickled
-
-    emulated.run_rank(Path(sys.argv[1]))

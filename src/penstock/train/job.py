@@ -1,24 +1,14 @@
-"""What a run was asked to do: from the options of `penstock train`, and handed by its parent to its ranks.
-
-It is handed over in a folder, so that it is read and checked once:
-
-job             what to do, and what the corpus is; no corpus for a .bin/.idx pair, which every rank maps by itself
-train.npy  validation.npy  train_starts.npy  validation_starts.npy
-"""
+"""What a run is asked to do, from the options of `penstock train`. Needs no torch."""
 
 from __future__ import annotations
 
 import dataclasses
 import os
-import pickle
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
-from penstock.data import Corpus
 from penstock.rank_environment import RankEnvironment
 from penstock.train.asynchronous import ASYNCHRONOUS, completed, usual_microbatches
 from penstock.train.checks import SettingsError, said_by_file
@@ -48,41 +38,6 @@ class TrainJob:
     notices: tuple[str, ...] = ()
     checkpoint: str | None = None
     verify: bool = False
-
-
-ROWS = ("train", "validation", "train_starts", "validation_starts")
-"""The arrays of a corpus."""
-
-
-def hand_over(folder: Path, order: TrainJob, corpus: Corpus | None) -> None:
-    """Writes what `take_over` reads. Raises RuntimeFailure if the disk refuses."""
-    values = {} if corpus is None else {each.name: getattr(corpus, each.name) for each in dataclasses.fields(corpus)}
-    if any(isinstance(value, np.memmap) for value in values.values()):
-        values = {}
-    rows = {name: values.pop(name) for name in ROWS if values}
-    try:
-        (folder / "job").write_bytes(pickle.dumps((order, values)))
-        for name, row in rows.items():
-            np.save(folder / f"{name}.npy", row, allow_pickle=False)
-    except OSError as error:
-        from penstock.runtime.errors import RuntimeFailure  # loads torch, which checks of options do without
-
-        raise RuntimeFailure(
-            f"what ranks need could not be written to {folder}: {error.strerror or error}; make room there, or set "
-            "TMPDIR to a folder on another disk"
-        ) from None
-
-
-def take_over(folder: Path) -> tuple[TrainJob, Corpus | None]:
-    """The order, and the corpus as mapped files; None for a corpus that a rank opens by itself.
-
-    The folder may be removed once every rank has taken over. Mapped files stay readable.
-    """
-    order, values = pickle.loads((folder / "job").read_bytes())
-    if not values:
-        return order, None
-    rows = {name: np.load(folder / f"{name}.npy", mmap_mode="r", allow_pickle=False) for name in ROWS}
-    return order, Corpus(**values, **rows)
 
 
 def read_schedule_file(given: Mapping[str, Any]) -> dict[str, Any]:

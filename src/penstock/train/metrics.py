@@ -95,16 +95,14 @@ LINES, ITERATIONS = 20, 200
 class ProgressView:
     """Shows steps. `quiet` shows nothing. Everything goes to stderr, since stdout is for results."""
 
-    def __init__(self, first: int, total: int, quiet: bool) -> None:
-        self._quiet = quiet
-        self._total = total
-        self._every = max(1, (total - first) // LINES)
+    def __init__(self, first: int, total: int, quiet: bool, num_lines: int = LINES) -> None:
+        self._quiet, self._total = quiet, total
+        self._every = max(1, (total - first) // num_lines)
         self._bar = None if quiet or not sys.stderr.isatty() else _bar()
         if self._bar is not None:
             self._task = self._bar.add_task("training", total=total, completed=first, shown="")
         self._began = time.monotonic()
-        self._num_decisions = 0
-        self._shown = first
+        self._num_decisions, self._shown = 0, first
 
     def say(self, text: str) -> None:
         if self._bar is not None:
@@ -112,22 +110,22 @@ class ProgressView:
         elif not self._quiet:
             print(text, file=sys.stderr, flush=True)
 
-    def step(self, step: int, loss: float, speed: float, bubble: float, unit: str = "tokens") -> None:
-        """Shows that `step` (from 1) is done."""
-        shown = f"loss {loss:.3f}  {speed:,.0f} {unit}/s  bubble {bubble:.0%}"
-        if self._bar is not None:
-            self._bar.update(self._task, completed=step, shown=shown)
-        elif step // self._every > self._shown // self._every or step == self._total:
-            self._shown = step
-            self.say(f"step {step}/{self._total}  {shown}  {time.monotonic() - self._began:.0f} s")
+    def step(self, step: int, speed: str, bubble: float) -> None:
+        """Shows that `step` (from 1) is done, with its loss and speed in words."""
+        shown = f"{speed}  bubble {bubble:.0%}"
+        self._update("step", step, shown, f"{shown}  {time.monotonic() - self._began:.0f} s")
 
     def iteration(self, number: int, measured: float, simulated: float, plan: int) -> None:
         """Shows that an emulated iteration (from 1) is done."""
         shown = f"{measured:.1f} ms  simulated {simulated:.1f}  plan {plan}"
+        self._update("iteration", number, shown, shown)
+
+    def _update(self, noun: str, number: int, shown: str, line: str) -> None:
         if self._bar is not None:
             self._bar.update(self._task, completed=number, shown=shown)
-        elif number % max(1, self._total // ITERATIONS) == 0 or number == self._total:
-            self.say(f"iteration {number}/{self._total}  {shown}")
+        elif number // self._every > self._shown // self._every or number == self._total:
+            self._shown = number
+            self.say(f"{noun} {number}/{self._total}  {line}")
 
     def decisions(self, made: Sequence[Mapping[str, Any]]) -> None:
         """Shows those decisions that were not shown before."""

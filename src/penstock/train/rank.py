@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import math
 import resource
 import sys
 from collections.abc import Sequence
@@ -25,21 +26,22 @@ from penstock.runtime.checkpoint import DamagedCheckpointError, Reader
 from penstock.runtime.checkpoint.save_load import export_model, find
 from penstock.runtime.execute.timeline import measured_costs
 from penstock.runtime.transport.choose import TransportChoice
-from penstock.simulation import Timeline
+from penstock.schedule import count_versions
+from penstock.simulation import Timeline, simulate
 from penstock.simulation.simulator import AUTO
 from penstock.simulation.transport import as_transport
+from penstock.train.asynchronous import bound, one_every, proved_mismatch
 from penstock.train.folder import RunFolder, is_folder, write_whole
 from penstock.train.inputs import Inputs, build_pipeline, device_of
 from penstock.train.measured_dispatch import MeasuredDispatch
 from penstock.train.metrics import Metrics, ProgressView
 from penstock.train.planned_batches import BatchRecord, PlannedBatches, is_measured
-from penstock.train.report import Report, TimingReport, UpdateReport, notices_of, timing_report, update_report
+from penstock.train.report import Report, read_adaptation, write_plan
 from penstock.train.resume import damaged
-from penstock.train.run_report import read_adaptation, write_plan
 from penstock.train.settings import ARRIVAL, MEASURED, Settings
 from penstock.train.start import StopRequest
 from penstock.train.tasks.task import ExportableTask
-from penstock.train.training import Training
+from penstock.train.training import PassResult, Training
 
 NOT_FINITE = "look at the data of that step, or give a lower --lr or --clip"
 PROFILED_PASSES = 5
@@ -53,21 +55,13 @@ class ProfiledStep(NamedTuple):
     configuration: Configuration
 
 
-class FinalMeasurements(NamedTuple):
-    """Measurements at the end: how good the model is; most bytes of each rank, and how many of them are weights; the
-    model's size and how much of it is trained; for stages whose backward is split, what waits for W.
-    """
-
-    text: str | None
-    peak_memory: list[int]
-    state: list[dict[str, int]]
-    num_parameters: int
-    num_trained: int
-    deferred: list[dict[str, Any]]
-
-
 class RankRun:
-    """A run as one rank sees it."""
+    """A run as one rank sees it.
+
+    Attributes:
+        train_loss, validation_loss: the latest ones; None before the first.
+        seconds, num_trained: time of all passes so far, and tokens (or samples) in them.
+    """
 
     def __init__(
         self,
@@ -83,7 +77,7 @@ class RankRun:
         self.notices = known_before(settings, notices)
         self.pipe = build_pipeline(inputs, self._adapt_options(folder))
         self._dispatch = self.pipe.dispatch.value
-        # Ranks under torchrun each chose a free folder; the first one's it is.
+        # Ranks under torchrun each chose a free folder. All use the folder of the first rank.
         self.folder = RunFolder(Path(self.pipe.gather(str(folder.path))[0]))
         self.planned = self._planned()
         chosen_again = self._plans_say and self.planned is None and device_of(settings).type == "cpu"
@@ -97,8 +91,11 @@ class RankRun:
             settings.dp // settings.replicas_here,
         )
         self.stop = StopRequest()
-        self.interrupted = False
-        self.report: Report | None = None
+        self.train_loss: float | None = None
+        self.validation_loss: float | None = None
+        self.seconds, self.num_trained = 0.0, 0
+        self._profile: list[ProfiledStep] = []
+        self._text: str | None = None
 
     def _planned(self) -> PlannedBatches | None:
         """Batches of whole documents: planned, or taken from a record."""
@@ -120,8 +117,9 @@ class RankRun:
         return PlannedBatches(documents, plan, record, lambda value: self.pipe.gather(value)[0], self._run_by)
 
     def _dispatches(self) -> tuple[str, ...]:
-        """What plans of batches may choose from: with "auto" all that the transport runs, unless the run adapts and
-        so chooses itself.
+        """The dispatches that plans of batches may choose from.
+
+        With "auto" these are all that the transport runs. A run that adapts chooses itself.
         """
         settings = self.inputs.settings
         free = self._plans_say and device_of(settings).type == "cpu"
@@ -168,14 +166,27 @@ class RankRun:
         if self.first and not self.quiet:
             print(f"verify  the contract on the batch of step {self.training.steps}\n{found}", file=sys.stderr)
 
-    def run(self) -> None:
-        """Trains to the last step, or until a signal. Afterwards rank 0 has the report."""
+    def run(self) -> int:
+        """Trains to the last step, or until a signal. Then rank 0 writes the report and prints it.
+
+        Returns:
+            The exit code.
+        """
+        interrupted = self._train()
+        if self.export is not None and self.first:
+            self._write_model(Path(self.export))
+        if self.validation_loss is None:
+            self.validation_loss = self.evaluate()
+        details = self._details()
+        self.pipe.close()  # the records are complete then
+        if self.first:
+            self._finish(details, interrupted)
+        return self.stop.exit_code if interrupted else 0
+
+    def _train(self) -> bool:
+        """Trains, and returns whether a signal ended the training early."""
         settings, training = self.inputs.settings, self.training
         start = training.steps
-        profile: list[ProfiledStep] = []
-        loss: float | None = None
-        validation: float | None = None
-        seconds, trained = 0.0, 0
         metrics: Metrics | None = None
         self.pipe.sum_each_step(lambda: (float(self.stop.asked), self.pipe.idle_share(), 1.0))
         with contextlib.ExitStack() as stack:
@@ -188,12 +199,11 @@ class RankRun:
             while training.steps < settings.steps:
                 running, number = self.pipe.configuration, self.pipe.number
                 done = training.run_pass()
-                seconds += done.seconds
-                loss = done.losses[-1]
-                asked, bubble = self._stop_and_idle()
+                stop, idle, count = self.pipe.step_sums
+                asked, bubble = stop > 0, idle / count
                 tokens = self._num_tokens(range(done.first, training.steps))
-                trained += tokens
-                speed = tokens / done.seconds
+                self.train_loss, speed = done.losses[-1], tokens / done.seconds
+                self.seconds, self.num_trained = self.seconds + done.seconds, self.num_trained + tokens
                 values = {f"{self._unit}_per_second": speed, "bubble": bubble, **self._mesh_values()}
                 if done.grad_norm is not None:
                     values["grad_norm"] = done.grad_norm
@@ -202,39 +212,30 @@ class RankRun:
                     view.decisions(self.pipe.decisions)
                 last = training.steps >= settings.steps
                 if training.steps + PROFILED_PASSES * len(done.losses) > settings.steps or asked:
-                    profile.append(ProfiledStep(self.pipe.timeline(), running))
-                if self.measured is not None and (chosen := self.measured.after_pass()) is not None:
-                    self._dispatch = chosen.value
-                if self.planned is not None and settings.length_costs == MEASURED and is_measured(done.first - start):
-                    timeline, file = self.pipe.timeline(), self.folder.file("length-costs.json")
-                    self.planned.learn(done.first - start, timeline, self.pipe.schedule.num_stages, file)
+                    self._profile.append(ProfiledStep(self.pipe.timeline(), running))
+                self._learn_times(done, start)
                 if asked and not last:
-                    self.interrupted = True
                     view.say(f"stopping after step {training.steps}: saving a checkpoint")
                 at_end = {}
                 if last or asked or _due(done.first, training.steps, settings.evaluate_every):
-                    validation = at_end["validation_loss"] = self.evaluate()
+                    self.validation_loss = at_end["validation_loss"] = self.evaluate()
                 if metrics is not None:
                     metrics.write_pass(done, values, at_end, settings.is_asynchronous)
-                    view.step(training.steps, loss, speed, bubble, self._unit)
+                    view.step(training.steps, f"loss {self.train_loss:.3f}  {speed:,.0f} {self._unit}/s", bubble)
                 if last or asked or _due(done.first, training.steps, settings.save_every):
                     self.save()
                 if asked:
-                    break
-        if self.export is not None and self.first:
-            self._write_model(Path(self.export))
-        steps, updates = training.steps, self.pipe.num_updates
-        untrained = validation is None
-        if validation is None:
-            validation = self.evaluate()
-        ending = self._ending(validation)
-        if untrained:  # the report needs a timeline all the same
-            profile.append(self._profile_one())
-        updating = update_report(settings, self.pipe, updates, bool(self.inputs.task.tied))
-        self.pipe.close()  # the records are complete then
-        if self.first:
-            rate = trained / seconds if seconds else None
-            self.report = self._report(profile, steps, loss, validation, rate, seconds, ending, updating)
+                    return not last
+        return False
+
+    def _learn_times(self, done: PassResult, start: int) -> None:
+        """Uses the times of a pass for later passes: for the dispatch, or for plans of batches."""
+        if self.measured is not None and (chosen := self.measured.after_pass()) is not None:
+            self._dispatch = chosen.value
+        since = done.first - start
+        if self.planned is not None and self.inputs.settings.length_costs == MEASURED and is_measured(since):
+            file = self.folder.file("length-costs.json")
+            self.planned.learn(since, self.pipe.timeline(), self.pipe.schedule.num_stages, file)
 
     def _write_model(self, path: Path) -> None:
         task = self.inputs.task
@@ -256,11 +257,6 @@ class RankRun:
             return sum(documents.num_tokens(documents.of_step(step)) for step in steps)
         return len(steps) * self.inputs.settings.batch * (self.inputs.task.num_tokens or 1)
 
-    def _stop_and_idle(self) -> tuple[bool, float]:
-        """Whether any rank was asked to stop, and the ranks' mean idle share of the pass."""
-        stop, idle, count = self.pipe.step_sums
-        return stop > 0, idle / count
-
     def evaluate(self) -> float:
         """The mean loss of the validation batches."""
         return self.training.evaluate(self.inputs.data.validation)
@@ -274,111 +270,170 @@ class RankRun:
             number=self.training.steps,
         )
 
-    def _profile_one(self) -> ProfiledStep:
-        running = self.pipe.configuration
-        self.training.probe()
-        return ProfiledStep(self.pipe.timeline(), running)
-
     def _mesh_values(self) -> dict[str, float]:
         """What each line of the metrics says about the mesh, since a resumed run may have another one."""
+        return {} if self.inputs.settings.is_flat else dict(self._mesh)
+
+    @property
+    def _mesh(self) -> dict[str, int]:
         settings = self.inputs.settings
-        if settings.is_flat:
-            return {}
         return {"pp": settings.ranks, "dp": settings.dp, "tp": settings.tp}
 
-    def _ending(self, loss: float) -> FinalMeasurements:
-        """Measurements at the end, gathered from all ranks."""
-        text = self.inputs.task.write(self.pipe)
-        memory = [peak for part in self.pipe.gather(_peak_memory(self.inputs.settings)) for peak in part]
-        sizes: dict[str, tuple[int, bool]] = {}
-        for part in self.pipe.gather(
-            {name: (p.numel(), p.requires_grad) for name, p in self.pipe.named_parameters()}
-        ):
-            sizes |= part  # replicas and shards tell of the same parameters
-        count = sum(size for size, _ in sizes.values())
-        trained = sum(size for size, learns in sizes.values() if learns)
-        deferred = [
-            {
-                "stage": stage,
-                "share": each.share,
-                "at_once": {why: list(names) for why, names in each.reasons.items()},
-            }
-            for stage, each in self.pipe.deferred_share().items()
-        ]
-        return FinalMeasurements(text, memory, self.pipe.state_bytes(), count, trained, deferred)
+    def _details(self) -> dict[str, Any]:
+        """What report.json has of a run that trains, in addition to what it has of every run. All ranks call it.
 
-    def _report(
-        self,
-        profile: list[ProfiledStep],
-        steps: int,
-        loss: float | None,
-        validation: float,
-        speed: float | None,
-        seconds: float,
-        ending: FinalMeasurements,
-        updating: UpdateReport | None,
-    ) -> Report:
-        inputs, folder = self.inputs, self.folder
-        settings = inputs.settings
-        timing, pictures = self._timing(profile)
-        if ending.text is not None:
-            write_whole(folder.file("sample.txt"), ending.text + "\n")
+        Returns:
+            The loss on the validation data (`loss`), its unit in words, and that of the last step (`train_loss`, None
+            if no step was left to train); the model, how many parameters it has and how many are trained; the mesh
+            and what replicas divide; most bytes of each process or device (`peak_memory`), and by rank bytes of
+            parameters, gradients, older versions and the optimizer's state (`state`); for each stage whose backward
+            is split, the share of the work on weight gradients that waited for W, and for which parameters it did not
+            wait, and why (`deferred`); see `_updating`.
+        """
+        settings, pipe, task = self.inputs.settings, self.pipe, self.inputs.task
+        num_updates = pipe.num_updates
+        self._text = task.write(pipe)
+        memory = [peak for part in pipe.gather(_peak_memory(settings)) for peak in part]
+        sizes: dict[str, tuple[int, bool]] = {}
+        for part in pipe.gather({name: (p.numel(), p.requires_grad) for name, p in pipe.named_parameters()}):
+            sizes |= part  # replicas and shards name the same parameters
+        state = pipe.state_bytes()
+        deferred = [
+            {"stage": stage, "share": each.share, "at_once": {why: list(of) for why, of in each.reasons.items()}}
+            for stage, each in pipe.deferred_share().items()
+        ]
+        if not self._profile:  # nothing was trained, and the report needs a timeline all the same
+            running = pipe.configuration
+            self.training.probe()
+            self._profile.append(ProfiledStep(pipe.timeline(), running))
+        return {
+            "train_loss": self.train_loss,
+            "loss": self.validation_loss,
+            "unit": task.unit,
+            "model": settings.model,
+            "num_parameters": sum(size for size, _ in sizes.values()),
+            "num_trained": sum(size for size, is_trained in sizes.values() if is_trained),
+            "mesh": self._mesh,
+            "sharding": settings.sharding,
+            "peak_memory": memory,
+            "state": state,
+            "deferred": deferred,
+            "updating": self._updating(num_updates),
+        }
+
+    def _updating(self, num_updates: int) -> dict[str, Any] | None:
+        """The updates of a run whose schedule has them as ops; None for other runs. All ranks must call it.
+
+        Returns:
+            By which weights ops read (`rule`), microbatches whose gradients an update adds up (`window`), steps of a
+            pass (`drain_every`); whether only one copy of each stage has its optimizer's state (`one_copy_steps`);
+            updates over the whole run; most updates between a microbatch's forward and its backward, by the order and
+            as counted (`proved`, `measured`), and the share of (stage, microbatch) pairs with any (`met`); most
+            versions of its weights that a copy of a stage holds.
+        """
+        settings, schedule = self.inputs.settings, self.pipe.schedule
+        if schedule.updates is None or not settings.is_asynchronous:
+            return None
+        counted = self.pipe.mismatch()
+        tied = [[0, schedule.num_stages - 1]] if self.inputs.task.tied and schedule.num_stages > 1 else []
+        versions = count_versions(schedule, sharding=settings.sharding, num_replicas=settings.dp, tied_stages=tied)
+        return {
+            "rule": schedule.updates.rule,
+            "window": settings.passes.window,
+            "drain_every": settings.passes.steps,
+            "one_copy_steps": settings.sharding != "none",
+            "num_updates": num_updates,
+            "proved": proved_mismatch(schedule),
+            "measured": max(counted.values(), default=0),
+            "met": sum(1 for count in counted.values() if count) / max(1, len(counted)),
+            "versions": max(versions.values(), default=1),
+        }
+
+    def _finish(self, details: dict[str, Any], interrupted: bool) -> None:
+        """Writes the report and prints it."""
+        inputs, folder, settings = self.inputs, self.folder, self.inputs.settings
+        files = {"checkpoints": str(folder.checkpoints)}
+        if self._text is not None:
+            files["sample"] = str(folder.file("sample.txt"))
+            write_whole(folder.file("sample.txt"), self._text + "\n")
+        if self.planned is not None:
+            files["batches"] = str(folder.file("batches.jsonl"))
+        if self.export is not None:
+            files["model"] = self.export
         record = read_record(folder.metrics.read_text(encoding="utf-8").splitlines(), name="")
+        notices = [*self.notices, *self.pipe.notices, *(self.planned.told() if self.planned is not None else ())]
+        if self.measured is not None and self.measured.notice:
+            notices.append(self.measured.notice)
+        if record is not None and record.not_finite:
+            notices.append(f"{record.not_finite}; {NOT_FINITE}")
+        rate = self.num_trained / self.seconds if self.seconds else None
+        rates = {f"{unit}_per_second": rate if unit == self._unit else None for unit in ("tokens", "samples")}
+        timing, pictures = self._timing()
         report = Report(
+            folder=folder,
             schedule=inputs.schedule.name,
             dispatch=self._dispatch,
             num_ranks=inputs.schedule.num_ranks,
-            num_parameters=ending.num_parameters,
-            num_trained=ending.num_trained,
-            steps=steps,
-            interrupted=self.interrupted,
-            train_loss=loss,
-            loss=validation,
-            unit=inputs.task.unit,
-            tokens_per_second=speed if self._unit == "tokens" else None,
-            samples_per_second=speed if self._unit == "samples" else None,
-            seconds=seconds,
-            timing=timing,
-            peak_memory=ending.peak_memory,
-            notices=[
-                *self.notices,
-                *self.pipe.notices,
-                *(self.planned.told() if self.planned is not None else ()),
-                *([self.measured.notice] if self.measured is not None and self.measured.notice else ()),
-                *([f"{wrong}; {NOT_FINITE}"] if (wrong := record.not_finite if record else "") else ()),
-            ],
+            steps=self.training.steps,
+            interrupted=interrupted,
+            seconds=self.seconds,
+            notices=notices,
             said_before=len(self.notices),
-            files={
-                "schedule": str(folder.file("schedule.svg")),
-                "timeline": str(folder.file("timeline.html")),
-                "metrics": str(folder.metrics),
-                "checkpoints": str(folder.checkpoints),
-                **({} if ending.text is None else {"sample": str(folder.file("sample.txt"))}),
-                **({} if self.planned is None else {"batches": str(folder.file("batches.jsonl"))}),
-                **({} if self.export is None else {"model": self.export}),
-            },
             steered=read_adaptation(folder.path) if settings.adapt else None,
-            updating=updating,
-            state=ending.state,
-            deferred=ending.deferred,
-            model=settings.model,
-            mesh={"pp": settings.ranks, "dp": settings.dp, "tp": settings.tp},
-            sharding=settings.sharding,
+            details={**details, **rates, "timing": timing},
+            pace=self._pace(rate, max(details["peak_memory"])),
+            rows=_rows(details, timing),
+            more_files=files,
         )
-        report.write(folder, pictures)
-        return report
+        report.write(pictures)
+        report.show(self.quiet)
 
-    def _timing(self, profile: list[ProfiledStep]) -> tuple[TimingReport, list[Timeline]]:
-        """The middle step and its simulation, with op times of the last steps that ran in the same way."""
-        middle = sorted(profile, key=lambda each: each.timeline.makespan)[len(profile) // 2]
-        alike = [each.timeline for each in profile if each.configuration == middle.configuration]
-        settings = self.inputs.settings
-        costs = measured_costs(alike)
-        costs = replace(costs, message_bytes=self.inputs.task.message_bytes(self.inputs.schedule))
-        choice = TransportChoice(settings.transport_options(self.pipe.links))
+    def _pace(self, rate: float | None, memory: int) -> str:
+        """How fast the run was and what it took, in words."""
+        parts = ["no step was left to train" if rate is None else f"{rate:,.0f} {self._unit}/s"]
+        if self.inputs.schedule.num_ranks != math.prod(self._mesh.values()):
+            parts.insert(0, " x ".join(f"{name} {count}" for name, count in self._mesh.items()))
+        return ", ".join([*parts, f"at most {memory / 2**20:,.0f} MiB a process"])
+
+    def _timing(self) -> tuple[dict[str, float], list[Timeline]]:
+        """The middle step and its simulation, with op times of the last steps that ran in the same way.
+
+        Returns:
+            Makespans (ms) and bubble ratios, measured and simulated; the simulated timeline and the measured one.
+        """
+        middle = sorted(self._profile, key=lambda each: each.timeline.makespan)[len(self._profile) // 2]
+        alike = [each.timeline for each in self._profile if each.configuration == middle.configuration]
+        measured, links = middle.timeline, self.pipe.links
+        costs = replace(measured_costs(alike), message_bytes=self.inputs.task.message_bytes(self.inputs.schedule))
+        choice = TransportChoice(self.inputs.settings.transport_options(links))
         transport = as_transport(choice.simulated, middle.configuration.delegated)
-        timing, simulated = timing_report(middle.timeline, costs, self.pipe.links, transport)
-        return timing, [simulated, middle.timeline]
+        simulated = simulate(
+            measured.schedule, costs, links=links, dispatch=measured.dispatch, transport=transport
+        )  # the same schedule, and the link conditions that were injected
+        timing = {
+            "measured_makespan": measured.makespan,
+            "simulated_makespan": simulated.makespan,
+            "measured_bubble_ratio": measured.bubble_ratio,
+            "simulated_bubble_ratio": simulated.bubble_ratio,
+        }
+        return timing, [simulated, measured]
+
+
+def _rows(details: dict[str, Any], timing: dict[str, float]) -> list[tuple[str, str]]:
+    """The lines for people on loss, time and updates."""
+    took = "{measured_makespan:.1f} ms measured, {simulated_makespan:.1f} ms simulated".format_map(timing)
+    bubbles = "{measured_bubble_ratio:.1%} and {simulated_bubble_ratio:.1%}".format_map(timing)
+    updating = details["updating"]
+    rows = [
+        ("loss", f"{details['loss']:.3f} {details['unit']}"),
+        ("one step" if updating is None else "one pass", f"{took}; bubbles {bubbles}"),
+    ]
+    if updating is not None:
+        proved, measured = updating["proved"], updating["measured"]
+        counted = "as proved" if proved == measured else f"proved; {measured} counted"
+        every = one_every(updating["window"])
+        rows.append(("updates", f"{updating['num_updates']}, {every}; {bound(proved)}, {counted}"))
+    return rows
 
 
 def _due(first: int, steps: int, every: int) -> bool:
@@ -388,7 +443,13 @@ def _due(first: int, steps: int, every: int) -> bool:
 
 def known_before(settings: Settings, notices: Sequence[str] = ()) -> list[str]:
     """The notices of a run that are known when it begins, which are printed then. `notices`: of its order."""
-    return [*notices, *settings.injected(), *_crowded(settings), *notices_of(settings)]
+    found = [*notices, *settings.injected(), *_crowded(settings)]
+    if settings.is_asynchronous and settings.clip:
+        found.append(
+            f"--clip {settings.clip:g}, over the root of the number of stages, was for each stage's gradient by "
+            "itself: a norm over the model would make every stage wait for all"
+        )
+    return found
 
 
 def _crowded(settings: Settings) -> list[str]:

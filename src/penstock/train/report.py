@@ -1,176 +1,140 @@
-"""The end report: whether it learned, how fast, whether it ran as simulated, and what updates among its ops did."""
+"""The report of a run: the few lines that it ends with, and report.json. Runs that train and emulated runs share it.
+
+A run whose links were measured also sums up what became of them: which links were slow and when, what was decided,
+and what that saved. `penstock report` tells the same at length (`penstock.report.from_logs`).
+"""
 
 from __future__ import annotations
 
-import math
+import json
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Self
+from pathlib import Path
+from statistics import median
+from typing import Any
 
-from penstock.cost import Costs, Links
-from penstock.runtime import Pipeline
-from penstock.schedule import Schedule, count_versions
-from penstock.simulation import Timeline, simulate
-from penstock.simulation.transport import SimulatedTransport
-from penstock.train.asynchronous import bound, one_every, proved_mismatch
-from penstock.train.run_report import RunReport
-from penstock.train.settings import Settings
+from penstock.control import ControlError
+from penstock.draw import save_picture
+from penstock.formats import save as save_schedule
+from penstock.report.from_logs import read_story
+from penstock.report.run_record import strict_json
+from penstock.report.words import headline, times
+from penstock.schedule import Schedule
+from penstock.simulation import Timeline
+from penstock.train.folder import RunFolder, write_whole
+
+CONTROL, ITERATIONS = "control.jsonl", "iterations.jsonl"
+LATEST = 16
+"""Iterations at the end whose messages give a link's final delay. As many are simulated, so it ends at once."""
 
 
-@dataclass(frozen=True)
-class UpdateReport:
-    """Updates of a run whose schedule has them as ops.
+def read_adaptation(folder: Path) -> dict[str, Any] | None:
+    """What the records in a run's folder say at its end; None if there are none, or none has an iteration.
 
-    Attributes:
-        rule: which weights ops read. window: microbatches whose gradients an update adds up. drain_every:
-            steps of a pass.
-        one_copy_steps: whether only one copy of each stage has its optimizer's state.
-        num_updates: over the whole run.
-        proved, measured: most updates between a microbatch's forward and its backward, by the order, and as counted.
-        met: share of (stage, microbatch) pairs with any.
-        versions: most versions of its weights that a copy of a stage holds.
+    Returns:
+        A JSON object with iterations that count from 1: the run in one sentence (`headline`); the median delay (ms)
+        of each direction's latest messages, as in {"6>7": 60.1} (`links`); the times in which a link was late
+        (`spells`); what was decided, and the ms measured before and after it (`decisions`); alarms, and how many led
+        to nothing (`suspected`, `false`); the ms that late links would have cost if nothing had been changed, and how
+        much of it was saved, or null if that cannot be told (`lost`, `saved`).
     """
-
-    rule: str
-    window: int
-    drain_every: int
-    one_copy_steps: bool
-    num_updates: int
-    proved: int
-    measured: int
-    met: float
-    versions: int
-
-    def words(self) -> str:
-        """One line for people."""
-        counted = "as proved" if self.proved == self.measured else f"proved; {self.measured} counted"
-        return f"{self.num_updates}, {one_every(self.window)}; {bound(self.proved)}, {counted}"
-
-
-def update_report(settings: Settings, pipe: Pipeline, num_updates: int, is_tied: bool) -> UpdateReport | None:
-    """The report on the updates of what the pipeline ran last; None if updates are not ops. All ranks must call it.
-
-    Args:
-        is_tied: the first stage and the last one share a parameter.
-    """
-    schedule = pipe.schedule
-    if schedule.updates is None or not settings.is_asynchronous:
+    try:
+        lines = {name: (folder / name).read_text(encoding="utf-8").splitlines() for name in (CONTROL, ITERATIONS)}
+        story = read_story(lines[CONTROL], name=folder.name, iterations=lines[ITERATIONS], most=LATEST)
+    except (OSError, ControlError):
         return None
-    counted = pipe.mismatch()
-    return UpdateReport(
-        rule=schedule.updates.rule,
-        window=settings.passes.window,
-        drain_every=settings.passes.steps,
-        one_copy_steps=settings.sharding != "none",
-        num_updates=num_updates,
-        proved=proved_mismatch(schedule),
-        measured=max(counted.values(), default=0),
-        met=sum(1 for count in counted.values() if count) / max(1, len(counted)),
-        versions=most_versions(settings, schedule, is_tied),
-    )
-
-
-def most_versions(settings: Settings, schedule: Schedule, is_tied: bool = False) -> int:
-    """The most versions of its weights that a copy of a stage holds in such a run."""
-    tied = [[0, schedule.num_stages - 1]] if is_tied and schedule.num_stages > 1 else []
-    counted = count_versions(schedule, sharding=settings.sharding, num_replicas=settings.dp, tied_stages=tied)
-    return max(counted.values(), default=1)
-
-
-def notices_of(settings: Settings) -> list[str]:
-    """What the user should know about how such a run differs."""
-    if settings.is_asynchronous and settings.clip:
-        return [
-            f"--clip {settings.clip:g}, over the root of the number of stages, was for each stage's gradient by "
-            "itself: a norm over the model would make every stage wait for all"
-        ]
-    return []
-
-
-@dataclass(frozen=True)
-class TimingReport:
-    """A measured step or pass, and the simulation of the same schedule with the run's own op times (ms)."""
-
-    measured_makespan: float
-    simulated_makespan: float
-    measured_bubble_ratio: float
-    simulated_bubble_ratio: float
+    delays: dict[str, float] = {}
+    for a, b in story.links:
+        known = [row.delays[a, b] for row in story.iterations if (a, b) in row.delays]
+        delays[f"{a}>{b}"] = median(known[-LATEST:])
+    value = story.to_json()
+    for each in value["spells"]:
+        each |= {"link": "{}:{}".format(*each["link"]), "first": each["first"] + 1, "last": each["last"] + 1}
+    for each in value["decisions"]:
+        each |= {"made": each["made"] + 1, "first": None if each["first"] is None else each["first"] + 1}
+    alarms = {name: value["alarms"][name] for name in ("suspected", "false")}
+    found = {"headline": headline(story), "links": delays, **alarms, "lost": story.lost, "saved": story.saved}
+    return found | {name: value[name] for name in ("spells", "decisions")}
 
 
 @dataclass(frozen=True, kw_only=True)
-class Report(RunReport):
-    """The result of a run that learns.
+class Report:
+    """The result of a run.
 
     Attributes:
-        model: its kind, or path. mesh: processes along "pp" (ranks), "dp" (replicas) and "tp" (shards of a layer).
-        sharding: of the replicas' state.
-        train_loss, tokens_per_second: of the whole mesh; None if no step was left to train. samples_per_second: in
-            place of tokens, of a model that does not count tokens.
-        loss: on the validation data. unit: of it, in words.
-        peak_memory: most bytes of each process (or device), by rank.
-        updating: of a run whose updates were among its ops; None for others.
-        deferred: for each stage whose backward is split, the share of the work on weight gradients that waited for W,
-            and for which parameters it did not wait, and why.
-        num_trained: the number of parameters that are trained; None if a report does not say.
-        state: by rank, bytes of parameters, gradients, older versions and the optimizer's state.
+        folder: the run's folder.
+        schedule: the name of the schedule. dispatch: how ranks chose their ops.
+        num_ranks: ranks of the pipeline. steps: how many ran. seconds: for all of them, measured.
+        interrupted: a signal ended the run early.
+        notices: what the user should know. said_before: how many of them, the first ones, were printed when the run
+            began.
+        steered: see `read_adaptation`; None if nothing was recorded.
+        details: the values of report.json that only this kind of run has.
+        more_files: files in addition to those of every run, by what they are.
+        noun: the name of a step. pace: how fast the run was, in words.
+        rows: further lines for people, each with its heading.
     """
 
-    num_parameters: int
-    train_loss: float | None
-    loss: float
-    unit: str
-    tokens_per_second: float | None
-    timing: TimingReport
-    peak_memory: list[int]
-    updating: UpdateReport | None = None
-    state: list[dict[str, int]] = field(default_factory=list)
-    deferred: list[dict[str, Any]] = field(default_factory=list)
-    model: str = "gpt"
-    mesh: dict[str, int] = field(default_factory=dict)
-    sharding: str = "copies"
-    samples_per_second: float | None = None
-    num_trained: int | None = None
+    folder: RunFolder
+    schedule: str
+    dispatch: str
+    num_ranks: int
+    steps: int
+    interrupted: bool
+    seconds: float
+    notices: Sequence[str]
+    said_before: int
+    steered: Mapping[str, Any] | None
+    details: Mapping[str, Any]
+    pace: str
+    rows: Sequence[tuple[str, str]]
+    noun: str = "step"
+    more_files: Mapping[str, str] = field(default_factory=dict)
 
-    @classmethod
-    def from_json(cls, value: dict[str, Any]) -> Self:
-        updating = value.get("updating")
-        value |= {"loss": math.nan if value["loss"] is None else value["loss"]}  # JSON has no nan
-        value |= {"updating": None if updating is None else UpdateReport(**updating)}
-        return super().from_json({**value, "timing": TimingReport(**value["timing"])})
+    def to_json(self) -> dict[str, Any]:
+        """The whole report. JSON has no nan, so null stands for a number that is not finite."""
+        names = "schedule", "dispatch", "num_ranks", "steps", "interrupted", "seconds", "notices", "said_before"
+        files = {
+            "schedule": str(self.folder.file("schedule.svg")),
+            "timeline": str(self.folder.file("timeline.html")),
+            "metrics": str(self.folder.metrics),
+            **self.more_files,
+        }
+        common = {name: getattr(self, name) for name in (*names, "steered")}
+        found: dict[str, Any] = strict_json({**common, "files": files, **self.details})
+        return found
 
-    @property
-    def pace(self) -> str:
-        parts = ["no step was left to train"]
-        for rate, unit in ((self.tokens_per_second, "tokens"), (self.samples_per_second, "samples")):
-            if rate is not None:
-                parts = [f"{rate:,.0f} {unit}/s"]
-        if self.num_ranks != math.prod(self.mesh.values()):
-            parts.insert(0, " x ".join(f"{name} {count}" for name, count in self.mesh.items()))
-        return ", ".join([*parts, f"at most {max(self.peak_memory) / 2**20:,.0f} MiB a process"])
+    def to_text(self) -> str:
+        """The few lines that a run ends with. Everything else is in report.json, and on the run's page."""
+        ended, folder = "interrupted after " if self.interrupted else "", self.folder.path
+        ran = f"{ended}{times(self.steps, self.noun)} of {self.schedule}, {self.dispatch}"
+        rows = [("run", f"{ran}, on {times(self.num_ranks, 'rank')}: {self.pace}"), *self.rows]
+        if self.steered is not None:
+            rows.append(("links", self.steered["headline"]))
+        rows += [("note", notice) for notice in self.notices[self.said_before :]]
+        rows.append(("wrote", f"{folder}, with report.json; penstock report {folder} makes a page of it"))
+        if self.interrupted and "checkpoints" in self.more_files:
+            rows.append(("go on", f"penstock train --resume {folder}"))
+        width = max(len(name) for name, _ in rows)
+        return "\n".join(f"{name.ljust(width)}  {value}" for name, value in rows)
 
-    def rows(self) -> list[tuple[str, str]]:
-        timing, updating = self.timing, self.updating
-        took = f"{timing.measured_makespan:.1f} ms measured, {timing.simulated_makespan:.1f} ms simulated"
-        bubbles = f"{timing.measured_bubble_ratio:.1%} and {timing.simulated_bubble_ratio:.1%}"
-        rows = [
-            ("loss", f"{self.loss:.3f} {self.unit}"),
-            ("one step" if updating is None else "one pass", f"{took}; bubbles {bubbles}"),
-        ]
-        return rows if updating is None else [*rows, ("updates", updating.words())]
+    def write(self, pictures: Sequence[Timeline]) -> None:
+        """Writes it into the run's folder, together with a simulated and a measured step."""
+        for name in ("timeline.html", "timeline.json"):
+            save_picture(pictures, self.folder.file(name))
+        write_whole(self.folder.report, json.dumps(self.to_json(), indent=2, allow_nan=False) + "\n")
+
+    def show(self, as_json: bool) -> None:
+        """Prints it, for people or as one JSON object."""
+        print(json.dumps(self.to_json(), allow_nan=False) if as_json else "\n" + self.to_text(), flush=True)
 
 
-def timing_report(
-    measured: Timeline,
-    costs: Costs,
-    links: Links | None = None,
-    transport: SimulatedTransport | str = "decoupled",
-) -> tuple[TimingReport, Timeline]:
-    """Simulates what was measured, with the costs measured in the run and the link conditions injected into it."""
-    simulated = simulate(
-        measured.schedule,
-        costs,
-        links=links,
-        dispatch=measured.dispatch,
-        transport=transport,
-    )
-    report = TimingReport(measured.makespan, simulated.makespan, measured.bubble_ratio, simulated.bubble_ratio)
-    return report, simulated
+def write_plan(folder: RunFolder, settings: str, schedule: Schedule) -> None:
+    """Writes what was asked for into a run's folder: settings as JSON, and the schedule. The report of an earlier
+    part of the run goes.
+    """
+    folder.path.mkdir(parents=True, exist_ok=True)
+    folder.report.unlink(missing_ok=True)
+    write_whole(folder.settings, settings + "\n")
+    save_schedule(schedule, folder.file("schedule.txt"))
+    save_picture(schedule, folder.file("schedule.svg"))

@@ -1,22 +1,44 @@
-"""How a run's ranks are started, on any device, after checking the store; and how they stop.
+"""The one way in which a run starts, and how it stops.
 
-On Ctrl-C or SIGTERM the signal only sets a flag; the loop ends after its step and saves.
+`run_job` runs a job in one of three ways. Its first rank prints the report.
+
+    in this process     all ranks take turns, with `--in-process`
+    as one rank         a launcher such as torchrun has started this process and the others
+    in new processes    one process a rank, which read the job from a folder: `python -m penstock.train --job FOLDER`
+
+A job is pickled for the processes that run it. Its large arrays lie beside it as files that each process maps. So a
+corpus is read once and is in memory once.
+
+On Ctrl-C or SIGTERM the signal only sets a flag. The loop ends after its step and saves.
 """
 
 from __future__ import annotations
 
 import contextlib
 import io
+import json
+import os
+import pickle
+import shutil
 import signal
+import sys
+import tempfile
 import time
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from types import FrameType
+from typing import Any, NoReturn, Protocol
 
+import numpy as np
+import torch.distributed as dist
+
+from penstock.rank_environment import RankEnvironment
 from penstock.runtime import RuntimeFailure
 from penstock.runtime.adapt.store import RedisStore
-from penstock.runtime.launch import launch
+from penstock.runtime.launch import init_process, launch, warm_up_malloc
 from penstock.runtime.launch.launcher import handled
 from penstock.train.checks import SettingsError
+from penstock.train.folder import RunFolder
 
 INTERRUPTED = 130
 PATIENCE = 30.0
@@ -33,6 +55,154 @@ class RunFailed(Exception):
         self.exit_code = exit_code
 
 
+class Job(Protocol):
+    """A run that was checked and may start. It can be pickled.
+
+    Attributes:
+        folder: the run's folder.
+        as_json: print the report as JSON and nothing else.
+        in_process: run all ranks in one process.
+        num_processes: processes of the run if it is not in one.
+        timeout: the longest time that any wait may last (seconds).
+        environment: variables of the processes that are started.
+    """
+
+    @property
+    def folder(self) -> str: ...
+    @property
+    def as_json(self) -> bool: ...
+    @property
+    def in_process(self) -> bool: ...
+    @property
+    def num_processes(self) -> int: ...
+    @property
+    def timeout(self) -> float: ...
+    @property
+    def environment(self) -> Mapping[str, str]: ...
+
+    def require_folder(self, folder: RunFolder) -> None:
+        """Raises SettingsError if the run must not write into its folder."""
+        ...
+
+    def announcement(self) -> str:
+        """The lines that are printed before the run."""
+        ...
+
+    def run(self, is_first: bool) -> int:
+        """Runs the ranks of this process, and returns the exit code. The first process prints the report."""
+        ...
+
+    def way_on(self, said: str) -> str:
+        """A line on how to continue after the run failed with the message `said`; empty if there is no way."""
+        ...
+
+
+def run_job(job: Job) -> int:
+    """Runs a job to its end, and returns the exit code.
+
+    Raises:
+        SettingsError: the folder is used by another run.
+        RunFailed: a rank failed.
+        The errors of the run itself, if this process is a rank.
+    """
+    if RankEnvironment.of(os.environ) is not None and not job.in_process:
+        rank = _joined(job)
+        _announce(job, is_first=rank == 0)
+        return job.run(is_first=rank == 0)
+    folder = RunFolder(Path(job.folder))
+    with folder.made():
+        job.require_folder(folder)  # another run may have begun there since the first check, and ended
+        _announce(job, is_first=True)
+        return job.run(is_first=True) if job.in_process else _run_in_processes(job, folder)
+
+
+def _announce(job: Job, is_first: bool) -> None:
+    if is_first and not job.as_json:
+        print(job.announcement(), file=sys.stderr, flush=True)
+
+
+def _joined(job: Job) -> int:
+    """Joins this process to the others of the run, and returns its number."""
+    warm_up_malloc()
+    return init_process(job.timeout)[0]
+
+
+def _run_in_processes(job: Job, folder: RunFolder) -> int:
+    folder.report.unlink(missing_ok=True)  # the report of an earlier part of the run
+    with tempfile.TemporaryDirectory(prefix="penstock-", ignore_cleanup_errors=True) as handover:
+        hand_over(Path(handover), job)
+        program = ["-m", "penstock.train", "--job", handover]
+        code, said = start_ranks(program, job.num_processes, type(job).__module__, job.environment)
+    try:
+        report = json.loads(folder.report.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise RunFailed(said + job.way_on(said), code or 1) from None
+    if said:
+        print(said if code == 0 else f"penstock: {said}", file=sys.stderr, flush=True)
+    return code or (INTERRUPTED if report["interrupted"] else 0)
+
+
+def run_rank(handover: Path) -> NoReturn:
+    """Runs the ranks of a process that `run_job` has started, and ends the process."""
+    job = take_over(handover)
+    rank = _joined(job)
+    if rank == 0:
+        shutil.rmtree(handover, ignore_errors=True)  # all have read the job, or they would not have joined
+    job.run(is_first=rank == 0)
+    dist.destroy_process_group()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    # Python's own end takes a while among native threads, and once ended in an abort. All files are written.
+    os._exit(0)
+
+
+LARGE = 1 << 20
+"""Bytes from which an array of a job is a file that processes map. A smaller one is in the pickled job."""
+
+
+class _JobWriter(pickle.Pickler):
+    """Pickles a job; its large arrays become files beside it."""
+
+    def __init__(self, folder: Path, file: io.BufferedWriter) -> None:
+        super().__init__(file)
+        self._folder, self._num_arrays = folder, 0
+
+    def persistent_id(self, value: Any) -> str | None:
+        if type(value) is not np.ndarray or value.nbytes < LARGE:
+            return None
+        name, self._num_arrays = f"{self._num_arrays}.npy", self._num_arrays + 1
+        np.save(self._folder / name, value, allow_pickle=False)
+        return name
+
+
+class _JobReader(pickle.Unpickler):
+    def __init__(self, folder: Path, file: io.BufferedReader) -> None:
+        super().__init__(file)
+        self._folder = folder
+
+    def persistent_load(self, name: str) -> Any:
+        return np.load(self._folder / name, mmap_mode="r", allow_pickle=False)
+
+
+def hand_over(folder: Path, job: Job) -> None:
+    """Writes the files that `take_over` reads. Raises RuntimeFailure if the disk refuses."""
+    try:
+        with (folder / "job").open("wb") as file:
+            _JobWriter(folder, file).dump(job)
+    except OSError as error:
+        raise RuntimeFailure(
+            f"what ranks need could not be written to {folder}: {error.strerror or error}; make room there, or set "
+            "TMPDIR to a folder on another disk"
+        ) from None
+
+
+def take_over(folder: Path) -> Job:
+    """The job. Its folder may be removed once every rank has it: mapped files stay readable."""
+    with (folder / "job").open("rb") as file:
+        job: Job = _JobReader(folder, file).load()
+        return job
+
+
 def check_store(address: str | None) -> None:
     """Raises SettingsError for a store that this host cannot reach, or that refuses it."""
     if address is None:
@@ -44,23 +214,19 @@ def check_store(address: str | None) -> None:
 
 
 def start_ranks(
-    program: Sequence[str],
-    num_ranks: int,
-    preload: str,
-    env: Mapping[str, str] | None = None,
+    program: Sequence[str], num_ranks: int, preload: str, env: Mapping[str, str] | None = None
 ) -> tuple[int, str]:
-    """Starts a program as `launch` takes it, one process per rank. Returns the exit code, and what was said of a
-    failure. `preload` is the module that has the work of the ranks.
+    """Starts a program as `launch` takes it, one process per rank.
+
+    Args:
+        preload: the module with the work of the ranks.
+
+    Returns:
+        The exit code, and the message about a failure.
     """
     said = io.StringIO()
     with contextlib.redirect_stderr(said):
-        code = launch(
-            program,
-            num_ranks,
-            preload=[preload],
-            env=dict(env or {}),
-            patience=PATIENCE,
-        )
+        code = launch(program, num_ranks, preload=[preload], env=dict(env or {}), patience=PATIENCE)
     return code, said.getvalue().strip().removeprefix("penstock: ")
 
 

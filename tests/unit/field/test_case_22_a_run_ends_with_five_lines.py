@@ -43,6 +43,7 @@ def test_five_lines(options: str, tmp_path: Path, capsys: pytest.CaptureFixture[
         found = [heading for heading in found if heading != "note"]
     assert found == headings
     assert f"penstock report {tmp_path / 'run'} makes a page of it" in lines[-1]
+    assert ("between F and B, as proved" in out) == ("amdp" in options)
     about_w = [line for line in lines if "W has little to do" in line]
     assert len(about_w) == ("--schedule zb" in options)
     assert all("runs much like 1f1b" in line for line in about_w)
