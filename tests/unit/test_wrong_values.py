@@ -24,10 +24,10 @@ NEEDED = "a ps.Schedule is needed here, got "
 @pytest.mark.parametrize(
     ("value", "said"),
     [
-        (TIMELINE, "a ps.Schedule is written here, not a Timeline: give its .schedule, or its .executed()"),
+        (TIMELINE, f"{NEEDED}Timeline: give its .schedule"),
         (ps.plan(COSTS, 2, 2, time_limit=0.05), f"{NEEDED}Plan: give its .schedule"),
         (ps.Program(ps.placements.one_to_one(2), 2), f"{NEEDED}Program: give what its .build() returns"),
-        (COSTS, "a ps.Schedule is written here, not Costs: penstock.formats.costs.costs_to_json(costs)"),
+        (COSTS, f"{NEEDED}Costs: ps.build("),
         (None, f"{NEEDED}NoneType: ps.build("),
         ("1f1b", f"{NEEDED}str: ps.build("),
         ([SCHEDULE], f"{NEEDED}list: ps.build("),

@@ -91,19 +91,28 @@ def what_ifs(
         layers: of each stage, in order; then a better cut is one that can be made.
     """
     measured = float(run.measured.mean())
-    of_steps = [(kind, what, run.won(own), None) for kind, what, own in _whole_steps(run, effects, layers)]
-    tried = [*of_steps, *([] if fit is None else _pipelines(run, fit))]
+    tried = [*_whole_steps(run, effects, layers), *([] if fit is None else _pipelines(run, fit))]
     found = [
         WhatIf(kind, what, measured - won, measured / (measured - won), memory) for kind, what, won, memory in tried
     ]
     return tuple(sorted(found, key=lambda each: -each.speedup))
 
 
-def _whole_steps(run: ReplayedRun, effects: Effects, layers: Sequence[int]) -> Iterator[tuple[str, str, Array]]:
-    """The kind of each change, the change in words, and what the parts of steps take then."""
-    yield "packing", "microbatches packed so that all take as long", effects.without(run.own, effects.microbatch)
+Tried = tuple[str, str, float, float | None]
+"""A change: its kind, the change in words, by how many ms a step is shorter then, and the most that a rank holds if
+that changes.
+"""
+
+
+def _whole_steps(run: ReplayedRun, effects: Effects, layers: Sequence[int]) -> Iterator[Tried]:
+    """Changes to what the parts of whole steps take."""
+
+    def without(factor: Array) -> float:
+        return run.won(effects.without(run.own, factor))
+
+    yield "packing", "microbatches packed so that all take as long", without(effects.microbatch), None
     if (effects.worker > 1).any():
-        yield "workers", "every rank as fast as its like", effects.without(run.own, np.maximum(effects.worker, 1.0))
+        yield "workers", "every rank as fast as its like", without(np.maximum(effects.worker, 1.0)), None
     num_stages = run.table.trace.num_stages
     if num_stages < 2:
         return
@@ -115,7 +124,7 @@ def _whole_steps(run: ReplayedRun, effects: Effects, layers: Sequence[int]) -> I
     else:
         factor, move = effects.stage, 1 - work.mean() / work.max()
         what = f"an even cut: {move:.0%} of stage {int(np.argmax(work))}'s work moved to other stages"
-    yield "cut", what, effects.without(run.own, factor)
+    yield "cut", what, without(factor), None
 
 
 def better_cut(work: Array, layers: Sequence[int]) -> list[int]:
@@ -134,15 +143,12 @@ def better_cut(work: Array, layers: Sequence[int]) -> list[int]:
     return found
 
 
-def _pipelines(run: ReplayedRun, fit: FittedPipelines) -> list[tuple[str, str, float, float | None]]:
-    """The kind of each change to the pipelines, the change in words, by how many ms a step is shorter then, and the
-    most that a rank holds if that changes.
-    """
+def _pipelines(run: ReplayedRun, fit: FittedPipelines) -> Iterator[Tried]:
+    """Changes to the pipelines."""
     order = np.argsort(run.replayed, kind="stable")
     steps = [int(order[round(q)]) for q in np.linspace(0, len(order) - 1, min(MOST_STEPS, len(order)) + 2)[1:-1]]
     replicas = range(fit.num_replicas)
     own = {(k, d): fit.costs(k, d) for k in steps for d in replicas}
-    dealt = {(k, d): costs for k in steps for d, costs in enumerate(_dealt(fit, k))}
 
     def runs(schedule: Schedule, costs: Costs, dispatch: str = "frozen") -> float:
         return simulate(schedule, costs, links=fit.links, dispatch=dispatch).makespan
@@ -159,26 +165,23 @@ def _pipelines(run: ReplayedRun, fit: FittedPipelines) -> list[tuple[str, str, f
 
     before = longest(lambda k, d: runs(fit.schedule, own[k, d]))
     hinted = longest(lambda k, d: min(runs(fit.schedule, own[k, d], each) for each in ("frozen", "hinted")))
-    times = [("dispatch", "whatever op is ready first (hinted dispatch), where that is faster", hinted)]
+    yield "dispatch", "whatever op is ready first (hinted dispatch), where that is faster", before - hinted, None
     has_own_order = bool(fit.schedule.microbatch_orders)
     if not has_own_order:
-        what = "each replica's microbatches in the best order, their lengths known"
-        times.append(("order", what, longest(lambda k, d: ordered(own[k, d]))))
+        best = longest(lambda k, d: ordered(own[k, d]))
+        yield "order", "each replica's microbatches in the best order, their lengths known", before - best, None
     if len(replicas) > 1:
-        times.append(("assignment", DEALT, longest(lambda k, d: runs(fit.schedule, dealt[k, d]))))
-    if len(replicas) > 1 and not has_own_order:
-        both = longest(lambda k, d: ordered(dealt[k, d]))
-        times.append(("assignment", f"{DEALT}, then in the best order", both))
-    found: list[tuple[str, str, float, float | None]] = [
-        (kind, what, before - time, None) for kind, what, time in times
-    ]
+        dealt = {(k, d): costs for k in steps for d, costs in enumerate(_dealt(fit, k))}
+        yield "assignment", DEALT, before - longest(lambda k, d: runs(fit.schedule, dealt[k, d])), None
+        if not has_own_order:
+            both = longest(lambda k, d: ordered(dealt[k, d]))
+            yield "assignment", f"{DEALT}, then in the best order", before - both, None
     for schedule in _others(fit):
         time = longest(partial(instead, schedule))
         what = f"{schedule.name} instead of {fit.name}"
         if "B" in fit.times and any(op.kind == "I" for op in schedule.order[0]):
             what += ", a backward's two halves taking half of it each"
-        found.append(("schedule", what, before - time, most_held(schedule)))
-    return found
+        yield "schedule", what, before - time, most_held(schedule)
 
 
 def _others(fit: FittedPipelines) -> Iterator[Schedule]:

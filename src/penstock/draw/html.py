@@ -16,14 +16,8 @@ from typing import Any
 
 from penstock.draw.palette import ink, kind_label, kind_name, kind_order, shade
 from penstock.draw.panel import Drawable, Panel, colors_used, panels
-from penstock.draw.scale import percent, short
 from penstock.draw.svg import MESSAGE_LINES, RECEIVE_POSTED
 from penstock.formats.perfetto import held_over_time
-
-COLUMNS = (
-    "times", "dispatch", "ranks", "stages", "microbatches", "makespan", "span", "bubble", "peak activations",
-)  # fmt: skip
-"""Of the table of numbers, after the title."""
 
 
 def to_html(timelines: Drawable | Sequence[Drawable], titles: Sequence[str] | None = None) -> str:
@@ -54,8 +48,7 @@ def to_html(timelines: Drawable | Sequence[Drawable], titles: Sequence[str] | No
         "title": escape(heading),
         "css": page.joinpath("page.css").read_text(encoding="utf-8"),
         "js": page.joinpath("page.js").read_text(encoding="utf-8"),
-        "columns": "".join(f"<td>{name}</td>" for name in COLUMNS),
-        "summary": "\n".join(map(_summary, shown)),
+        "facts": escape("; ".join(f"{p.title}: {', '.join(p.facts())}" for p in shown)),
         "legend": _legend(shown, kinds),
         "data": script_json(data),
     }
@@ -139,28 +132,6 @@ def _ms(value: float) -> float:
     """Milliseconds to the tenth of a microsecond. Pages are smaller, and the difference cannot be seen."""
     rounded = round(value, 4)
     return int(rounded) if rounded == int(rounded) else rounded
-
-
-def _summary(panel: Panel) -> str:
-    """One row of the table of numbers."""
-    t, s = panel.timeline, panel.schedule
-    peaks = short(max(t.peak_activations)) if any(t.peak_activations) else "–"
-    cells = [
-        "unit times" if not panel.unit else t.source,
-        panel.dispatch,
-        str(s.num_ranks),
-        str(s.num_stages),
-        str(s.num_microbatches),
-        panel.time(t.makespan),
-        panel.time(t.span),
-        percent(t.bubble_ratio),
-        peaks,
-    ]
-    return (
-        f"<tr><th>{escape(panel.title)}</th>"
-        + "".join(f'<td data-label="{name}">{escape(cell)}</td>' for name, cell in zip(COLUMNS, cells, strict=True))
-        + "</tr>"
-    )
 
 
 def _legend(shown: Sequence[Panel], kinds: Sequence[str]) -> str:

@@ -12,7 +12,6 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-from penstock.cost import Costs
 from penstock.formats.native import from_json, to_json
 from penstock.formats.torch_csv import CsvForm, from_torch_csv, to_torch_csv
 from penstock.schedule import Schedule, ScheduleError, declare_shown_order, parse, to_text
@@ -55,20 +54,6 @@ def save(schedule: Schedule, path: str | Path, dialect: str | None = None, chann
     """
     path = path_of(path)
     _check_ending(path, dialect, "written as")
-    from penstock.simulation import Timeline  # here, since reading needs no simulation
-
-    if isinstance(schedule, Timeline):
-        raise ScheduleError(
-            "a ps.Schedule is written here, not a Timeline: give its .schedule, or its .executed() for the order in "
-            "which it ran; penstock.draw.save_picture draws a timeline or writes its trace",
-            rule="options",
-        )
-    if isinstance(schedule, Costs):
-        raise ScheduleError(
-            "a ps.Schedule is written here, not Costs: penstock.formats.costs.costs_to_json(costs) is the text of a "
-            "file for --costs",
-            rule="options",
-        )
     require_schedule(schedule)
     if path.suffix == ".csv":
         text = to_torch_csv(schedule, DIALECTS[dialect or "torch"], channels)

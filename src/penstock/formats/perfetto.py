@@ -18,18 +18,6 @@ from penstock.schedule.op import BUILT_IN
 from penstock.simulation import Message, TimedOp, Timeline
 
 COMPUTE_TRACK, ASYNCHRONOUS_TRACK, FIRST_LINK_TRACK = 1, 2, 10
-KINDS = {
-    "F": ("forward", "thread_state_running"),
-    "R": ("recompute", "thread_state_runnable"),
-    "B": ("backward", "thread_state_uninterruptible"),
-    "I": ("input gradient", "thread_state_iowait"),
-    "W": ("weight gradient", "good"),
-    "U": ("update", "generic_work"),
-    "GIVE": ("gradient so far", "generic_work"),
-    "PREDICT": ("tentative update", "generic_work"),
-}
-"""The kinds in words, and names of colours that chrome://tracing knows; other viewers pass over them."""
-
 TraceEvent = dict[str, Any]
 
 
@@ -183,8 +171,7 @@ class _Trace:
 
     def _op(self, timed: TimedOp) -> Iterator[TraceEvent]:
         op = timed.op
-        kind, color = KINDS.get(op.kind, (op.kind, ""))
-        args: dict[str, Any] = {"op": str(op), "kind": kind, "stage": op.stage, "microbatch": op.microbatch}
+        args: dict[str, Any] = {"op": str(op), "stage": op.stage, "microbatch": op.microbatch}
         args["waited_ms"] = timed.waited
         if timed.waited_for is not None:
             args["waited_for"] = str(timed.waited_for)
@@ -192,7 +179,7 @@ class _Trace:
             args["blocked_ms"] = timed.blocked
         name = f"{op.kind} {op.microbatch}"
         event = self._slice(name, "compute", timed.rank, self._track(op), timed.start, timed.end)
-        yield event | ({"cname": color} if color else {}) | {"args": args}
+        yield event | {"args": args}
         if timed.blocked > 0:
             after = timed.end + timed.blocked
             yield self._slice("blocked: link full", "wait", timed.rank, COMPUTE_TRACK, timed.end, after)

@@ -138,30 +138,20 @@ def _events(path: Path, number: int | None) -> tuple[list[ProfileEvent], dict[st
     events = [event for event in events if isinstance(event, dict) and _names_track(event)]
     worker_of = _workers(path, events, info, number)
     found = []
-    open_: defaultdict[tuple[Any, Any], list[dict[str, Any]]] = defaultdict(list)
     for event in events:
-        if event.get("ph") not in ("X", "B", "E"):
+        if event.get("ph") != "X":
             continue
-        track = event.get("pid"), event.get("tid")
-        if event["ph"] == "B":
-            open_[track].append(event)
-            continue
-        start = event
-        if event["ph"] == "E":
-            if not open_[track]:
-                continue
-            start = open_[track].pop()
         try:
-            begin = base + float(start["ts"]) / 1e3
-            end = begin + float(event["dur"]) / 1e3 if event["ph"] == "X" else base + float(event["ts"]) / 1e3
+            begin = base + float(event["ts"]) / 1e3
+            end = begin + float(event["dur"]) / 1e3
         except (KeyError, TypeError, ValueError):
             continue
-        category = str(start.get("cat", ""))
+        track, category = (event.get("pid"), event.get("tid")), str(event.get("cat", ""))
         worker = worker_of.get(event.get("pid"))
         if worker is None or category == "message":
             continue
-        args = start["args"] if isinstance(start.get("args"), dict) else {}
-        found.append(ProfileEvent(str(start.get("name", "")), worker, begin, end, category, args, track))
+        args = event["args"] if isinstance(event.get("args"), dict) else {}
+        found.append(ProfileEvent(str(event.get("name", "")), worker, begin, end, category, args, track))
     return found, info
 
 

@@ -138,14 +138,6 @@ class RunTrace:
     def with_note(self, note: str) -> RunTrace:
         return replace(self, notes=(*self.notes, note))
 
-    def measured(self) -> Array:
-        """By step: from the first op's start to the last op's end, over all ranks (ms)."""
-        place = np.searchsorted(self.steps, self.step)
-        first, last = np.full(len(self.steps), np.inf), np.full(len(self.steps), -np.inf)
-        np.minimum.at(first, place, self.start)
-        np.maximum.at(last, place, self.end)
-        return last - first
-
 
 class TracedOp(NamedTuple):
     """One op, as readers that go event by event collect them. `start` and `end` in milliseconds."""
