@@ -6,9 +6,7 @@ import copy
 import dataclasses
 import inspect
 import random
-import re
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,7 +17,6 @@ import branches_runs
 import penstock as ps
 from packed import packed
 from penstock.runtime import RuntimeFailure
-from penstock.runtime.errors import CheckpointError
 from penstock.runtime.transport.choose import TransportChoice, TransportOptions
 from runtime_cases import Do, batches, lin
 
@@ -303,31 +300,6 @@ def square() -> tuple[nn.Sequential, ps.Pipeline]:
     return model, ps.Pipeline(model, ps.build("1f1b", 2, 2), loss_fn=nn.MSELoss(), optimizer=torch.optim.SGD)
 
 
-@pytest.mark.parametrize(
-    ("call", "said"),
-    [
-        (lambda pipe, x, folder: pipe.clip(-1.0), "max_norm is -1.0; give a number, at least 0"),
-    ],
-)
-def test_calls_of_a_pipeline_that_do_not_fit_ended_in_a_type_error(call: Any, said: str, tmp_path: Path) -> None:
-    with square()[1] as pipe, pytest.raises(RuntimeFailure, match=re.escape(said)):
-        call(pipe, torch.ones(4, 4), tmp_path)
-
-
-@pytest.mark.parametrize(
-    ("call", "said"),
-    [
-        (lambda pipe, folder: pipe.save(folder, keep=0), "keep= is at least 1"),
-        (lambda pipe, folder: pipe.save(folder, number=-1), "number= is at least 0"),
-        (lambda pipe, folder: pipe.save(folder, meta={"a": {1}}), "meta must be plain JSON"),
-    ],
-)
-def test_calls_of_save_and_load_that_do_not_fit_ended_in_a_type_error(call: Any, said: str, tmp_path: Path) -> None:
-    with square()[1] as pipe, pytest.raises(CheckpointError, match=re.escape(said)):
-        call(pipe, tmp_path)
-    assert list(tmp_path.iterdir()) == []
-
-
 def test_generators_of_arguments_were_read_once_and_then_empty() -> None:
     """`at` made one stage without a word, and the others ended in errors of Python's."""
     model = square()[0]
@@ -342,37 +314,9 @@ def test_generators_of_arguments_were_read_once_and_then_empty() -> None:
         assert pipe.step_sums == (0.0, 1.0, 2.0)
 
 
-def test_verify_finds_a_parameter_that_is_replaced_after_the_pipeline_was_made() -> None:
-    model, pipe = square()
-    x = torch.ones(4, 4)
-    pipe.step(x, x)
-    model[3].weight = nn.Parameter(torch.zeros(4, 4))
-    with pytest.raises(ps.VerifyError, match=r"parameter .* of stage 1 is another one .*make a new pipeline"):
-        pipe.verify(x, x)
-
-
-@pytest.mark.parametrize("change", ["added", "parametrized"])
-def test_verify_finds_a_parameter_that_the_pipeline_was_not_made_with(change: str) -> None:
-    model, pipe = square()
-    x = torch.ones(4, 4)
-    if change == "added":
-        model[3].scale = nn.Parameter(torch.ones(4))
-    else:
-        torch.nn.utils.parametrizations.weight_norm(model[3])
-    with pytest.raises(
-        ps.VerifyError,
-        match=r"(parameter|layer) 3\..* of stage 1 is another one than when ps\.Pipeline was made, or there was none",
+def test_a_norm_below_zero_to_clip_to_ended_in_a_type_error() -> None:
+    with (
+        square()[1] as pipe,
+        pytest.raises(RuntimeFailure, match=r"max_norm is -1\.0; give a number, at least 0"),
     ):
-        pipe.verify(x, x)
-
-
-def test_verify_finds_a_layer_without_parameters_that_is_replaced() -> None:
-    model = nn.Sequential(*(nn.Sequential(nn.Linear(4, 4), nn.ReLU()) for _ in range(2)))
-    pipe = ps.Pipeline(
-        model, ps.build("1f1b", 2, 2), loss_fn=nn.MSELoss(), optimizer=torch.optim.SGD(model.parameters(), lr=0.1)
-    )
-    x = torch.ones(4, 4)
-    pipe.step(x, x)
-    model[1][1] = nn.Tanh()
-    with pytest.raises(ps.VerifyError, match=r"layer 1\.1 of stage 1 is another one"):
-        pipe.verify(x, x)
+        pipe.clip(-1.0)

@@ -7,7 +7,7 @@ import os
 import subprocess
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -25,11 +25,24 @@ from waiting import PATIENCE
 pytestmark = pytest.mark.unit
 
 
-def ends(num_ranks: int, chain: Chain, timeout: float = PATIENCE) -> list[SharedMemoryTransport]:
-    """All ends, in this process."""
-    owns = [OwnMemory(num_ranks) for _ in range(num_ranks)]
-    addresses = [own.address for own in owns]
-    return [SharedMemoryTransport(rank, chain.tags, timeout, own, addresses) for rank, own in enumerate(owns)]
+Ends = Callable[..., list[SharedMemoryTransport]]
+
+
+@pytest.fixture
+def ends() -> Iterator[Ends]:
+    """Makes all ends of a chain of ranks in this process, which are closed behind the test."""
+    made: list[SharedMemoryTransport] = []
+
+    def make(num_ranks: int, chain: Chain, timeout: float = PATIENCE, **span: int) -> list[SharedMemoryTransport]:
+        owns = [OwnMemory(num_ranks, **span) for _ in range(num_ranks)]
+        addresses = [own.address for own in owns]
+        found = [SharedMemoryTransport(rank, chain.tags, timeout, own, addresses) for rank, own in enumerate(owns)]
+        made.extend(found)
+        return found
+
+    yield make
+    for one in made:
+        one.close()
 
 
 def in_threads(num: int, work: Callable[[int], Any]) -> list[Any]:
@@ -63,7 +76,7 @@ def who() -> str:
     return "rank 1 waits to run F0"
 
 
-def test_every_message_comes_once_bit_for_bit_whatever_its_shape() -> None:
+def test_every_message_comes_once_bit_for_bit_whatever_its_shape(ends: Ends) -> None:
     chain = Chain(3, 12)
     made = ends(3, chain)
     shapes: list[tuple[int, ...]] = [(4, 33), (7,), (), (0, 3), (1 << 15,)]
@@ -74,14 +87,10 @@ def test_every_message_comes_once_bit_for_bit_whatever_its_shape() -> None:
         assert all(one.target == rank and one.sent <= one.arrived for one in found)
         return sum(came), len(found)
 
-    try:
-        assert in_threads(3, work) == [(72, 72), (144, 144), (72, 72)]
-    finally:
-        for one in made:
-            one.close()
+    assert in_threads(3, work) == [(72, 72), (144, 144), (72, 72)]
 
 
-def test_memory_is_used_again_from_step_to_step() -> None:
+def test_memory_is_used_again_from_step_to_step(ends: Ends) -> None:
     chain = Chain(2, 6)
     made = ends(2, chain)
     first = made[0]._own.used
@@ -93,16 +102,12 @@ def test_memory_is_used_again_from_step_to_step() -> None:
             used.append(made[rank]._own.used)
         return used
 
-    try:
-        for used in in_threads(2, work):
-            # 48 messages of as good as one size: a rank may be a step ahead of the other one, with 6 more under way.
-            assert used[-1] - first <= 4 * 6 * 5120
-    finally:
-        for one in made:
-            one.close()
+    for used in in_threads(2, work):
+        # 48 messages of as good as one size: a rank may be a step ahead of the other one, with 6 more under way.
+        assert used[-1] - first <= 4 * 6 * 5120
 
 
-def test_two_ranks_that_find_each_others_ring_full_go_on(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_two_ranks_that_find_each_others_ring_full_go_on(ends: Ends, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rank_memory, "RING", 2)
     chain = Chain(2, 9)
     made = ends(2, chain)
@@ -124,50 +129,38 @@ def test_two_ranks_that_find_each_others_ring_full_go_on(monkeypatch: pytest.Mon
         one.end()
         return came
 
-    try:
-        assert in_threads(2, work) == [chain.backward(1), chain.forward(0)]
-    finally:
-        for one in made:
-            one.close()
+    assert in_threads(2, work) == [chain.backward(1), chain.forward(0)]
 
 
-def test_a_ring_that_nobody_looks_at_meets_the_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_ring_that_nobody_looks_at_meets_the_deadline(ends: Ends, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rank_memory, "RING", 2)
     chain = Chain(2, 3)
     made = ends(2, chain, timeout=0.1)
     *fitting, last = chain.forward(0)
-    try:
-        chain.begin(made[0], 0)  # type: ignore[arg-type]
-        for edge in fitting:
-            assert made[0].send(edge, 1, payload_of(edge, 0, (3,)))
-        assert not made[0].send(last, 1, payload_of(last, 0, (3,)))
-        with pytest.raises(DeadlineExceeded, match=r"nothing came in for 0\.1 s: rank 1 waits to run F0"):
-            made[0].wait((), who)
-    finally:
-        for one in made:
-            one.close()
+    chain.begin(made[0], 0)  # type: ignore[arg-type]
+    for edge in fitting:
+        assert made[0].send(edge, 1, payload_of(edge, 0, (3,)))
+    assert not made[0].send(last, 1, payload_of(last, 0, (3,)))
+    with pytest.raises(DeadlineExceeded, match=r"nothing came in for 0\.1 s: rank 1 waits to run F0"):
+        made[0].wait((), who)
 
 
-def test_a_message_of_the_next_step_waits_for_it() -> None:
+def test_a_message_of_the_next_step_waits_for_it(ends: Ends) -> None:
     chain = Chain(2, 1)
     made = ends(2, chain)
     (edge,) = chain.forward(0)
-    try:
-        chain.begin(made[1], 1)  # type: ignore[arg-type]
-        for step in range(2):
-            chain.begin(made[0], 0)  # type: ignore[arg-type]
-            made[0].send(edge, 1, payload_of(edge, step, (5,)))
-        assert made[1].arrivals() == [edge]
-        first = made[1].take(edge).leaves[0]
-        chain.begin(made[1], 1)  # type: ignore[arg-type]
-        assert made[1].arrivals() == [edge]
-        second = made[1].take(edge).leaves[0]
-        for step, leaf in enumerate((first, second)):
-            assert leaf is not None
-            assert torch.equal(leaf, payload_of(edge, step, (5,)).leaves[0])  # type: ignore[arg-type]
-    finally:
-        for one in made:
-            one.close()
+    chain.begin(made[1], 1)  # type: ignore[arg-type]
+    for step in range(2):
+        chain.begin(made[0], 0)  # type: ignore[arg-type]
+        made[0].send(edge, 1, payload_of(edge, step, (5,)))
+    assert made[1].arrivals() == [edge]
+    first = made[1].take(edge).leaves[0]
+    chain.begin(made[1], 1)  # type: ignore[arg-type]
+    assert made[1].arrivals() == [edge]
+    second = made[1].take(edge).leaves[0]
+    for step, leaf in enumerate((first, second)):
+        assert leaf is not None
+        assert torch.equal(leaf, payload_of(edge, step, (5,)).leaves[0])  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
@@ -183,44 +176,38 @@ def test_a_message_of_the_next_step_waits_for_it() -> None:
         (7, 0, True, "which it does not wait for; every rank must run the same steps and schedules"),
     ],
 )
-def test_what_is_not_expected_is_an_error(digest: int, ahead: int, twice: bool, message: str) -> None:
+def test_what_is_not_expected_is_an_error(ends: Ends, digest: int, ahead: int, twice: bool, message: str) -> None:
     chain = Chain(2, 1)
     made = ends(2, chain)
     (edge,) = chain.forward(0)
-    try:
-        chain.begin(made[0], 0)  # type: ignore[arg-type]
-        for _ in range(1 + ahead):
-            chain.begin(made[1], 1, digest)  # type: ignore[arg-type]
-        for _ in range(1 + twice):
-            made[0].send(edge, 1, payload_of(edge, 0, (5,)))
-        with pytest.raises(RuntimeFailure, match=message):
-            made[1].arrivals()
-    finally:
-        for one in made:
-            one.close()
+    chain.begin(made[0], 0)  # type: ignore[arg-type]
+    for _ in range(1 + ahead):
+        chain.begin(made[1], 1, digest)  # type: ignore[arg-type]
+    for _ in range(1 + twice):
+        made[0].send(edge, 1, payload_of(edge, 0, (5,)))
+    with pytest.raises(RuntimeFailure, match=message):
+        made[1].arrivals()
 
 
-def test_a_wait_ends_with_its_deadline_or_when_it_is_woken() -> None:
+def test_a_wait_ends_with_its_deadline_or_when_it_is_woken(ends: Ends) -> None:
     chain = Chain(2, 1)
     made = [*ends(2, chain), *ends(2, chain, timeout=0.3)]
     _, patient, _, hasty = made
-    try:
-        chain.begin(patient, 1)  # type: ignore[arg-type]
-        waker = threading.Timer(0.05, patient.wake)
-        waker.start()
-        assert patient.wait((), who) == []
-        waker.join()
-        patient.wake()
-        assert patient.wait((), who) == []
-        chain.begin(hasty, 1)  # type: ignore[arg-type]
-        with pytest.raises(DeadlineExceeded, match=r"nothing came in for 0\.3 s: rank 1 waits to run F0"):
-            hasty.wait((), who)
-    finally:
-        for one in made:
-            one.close()
+    chain.begin(patient, 1)  # type: ignore[arg-type]
+    waker = threading.Timer(0.05, patient.wake)
+    waker.start()
+    assert patient.wait((), who) == []
+    waker.join()
+    patient.wake()
+    assert patient.wait((), who) == []
+    chain.begin(hasty, 1)  # type: ignore[arg-type]
+    with pytest.raises(DeadlineExceeded, match=r"nothing came in for 0\.3 s: rank 1 waits to run F0"):
+        hasty.wait((), who)
 
 
-def test_a_rank_whose_process_ended_is_lost_after_what_it_had_sent(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_rank_whose_process_ended_is_lost_after_what_it_had_sent(
+    ends: Ends, monkeypatch: pytest.MonkeyPatch
+) -> None:
     chain = Chain(2, 2)
     other = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
     opened = os.pidfd_open
@@ -242,7 +229,7 @@ def test_a_rank_whose_process_ended_is_lost_after_what_it_had_sent(monkeypatch: 
             one.close()
 
 
-def test_a_full_channel_is_sent_to_again_once_a_message_is_taken() -> None:
+def test_a_full_channel_is_sent_to_again_once_a_message_is_taken(ends: Ends) -> None:
     chain = Chain(2, 6)
     made = ends(2, chain)
     edges = chain.forward(0)
@@ -265,13 +252,9 @@ def test_a_full_channel_is_sent_to_again_once_a_message_is_taken() -> None:
             one.take(edge)
         return most
 
-    try:
-        _, most = in_threads(2, lambda rank: take(made[1]) if rank else send(made[0]))
-        assert most <= 2
-        assert sum(len(slots) for channel in made[0]._channels.values() for slots in channel.slots.values()) <= 2
-    finally:
-        for one in made:
-            one.close()
+    _, most = in_threads(2, lambda rank: take(made[1]) if rank else send(made[0]))
+    assert most <= 2
+    assert sum(len(slots) for channel in made[0]._channels.values() for slots in channel.slots.values()) <= 2
 
 
 @pytest.mark.parametrize("spoiled", ["host", "nonce", "none"])
@@ -300,23 +283,17 @@ def test_ranks_that_cannot_reach_each_others_memory_use_none_of_it(
     assert set(os.listdir("/proc/self/fd")) <= before
 
 
-def test_memory_that_is_full_is_an_error_by_name() -> None:
+def test_memory_that_is_full_is_an_error_by_name(ends: Ends) -> None:
     chain = Chain(2, 3)
-    owns = [OwnMemory(2, span=1 << 16) for _ in range(2)]
-    addresses = [own.address for own in owns]
-    made = [SharedMemoryTransport(rank, chain.tags, 5.0, own, addresses) for rank, own in enumerate(owns)]
-    try:
-        chain.begin(made[0], 0)  # type: ignore[arg-type]
-        edge, other, _ = chain.forward(0)
-        made[0].send(edge, 1, payload_of(edge, 0, (9000,)))
-        with pytest.raises(RuntimeFailure, match=r"fill \d+ bytes of shared memory; use transport='gloo'"):
-            made[0].send(other, 1, payload_of(other, 0, (9000,)))
-    finally:
-        for one in made:
-            one.close()
+    made = ends(2, chain, span=1 << 16)
+    chain.begin(made[0], 0)  # type: ignore[arg-type]
+    edge, other, _ = chain.forward(0)
+    made[0].send(edge, 1, payload_of(edge, 0, (9000,)))
+    with pytest.raises(RuntimeFailure, match=r"fill \d+ bytes of shared memory; use transport='gloo'"):
+        made[0].send(other, 1, payload_of(other, 0, (9000,)))
 
 
-def test_sums_are_of_all_ranks_alike_whoever_comes_first() -> None:
+def test_sums_are_of_all_ranks_alike_whoever_comes_first(ends: Ends) -> None:
     """Some ranks are a sum ahead of others; every one has the terms of its own sum, in the order of the ranks."""
     chain, draws = Chain(3, 2), torch.Generator().manual_seed(1)
     made = ends(3, chain)
@@ -325,25 +302,15 @@ def test_sums_are_of_all_ranks_alike_whoever_comes_first() -> None:
     def work(rank: int) -> list[list[float]]:
         return [made[rank].sum(row[rank]) for row in rows]
 
-    try:
-        wanted = [[(a + b) + c for a, b, c in zip(*row, strict=True)] for row in rows]
-        assert in_threads(3, work) == [wanted] * 3
-    finally:
-        for one in made:
-            one.close()
+    wanted = [[(a + b) + c for a, b, c in zip(*row, strict=True)] for row in rows]
+    assert in_threads(3, work) == [wanted] * 3
 
 
-def test_a_sum_ends_with_its_deadline_or_with_the_rank_that_ended() -> None:
+def test_a_sum_ends_with_its_deadline_or_with_the_rank_that_ended(ends: Ends) -> None:
     chain = Chain(2, 2)
     made = ends(2, chain, timeout=0.2)
-    try:
-        with pytest.raises(
-            DeadlineExceeded, match=r"nothing came in for 0\.2 s: rank 0 waits for a sum .* from rank 1;"
-        ):
-            made[0].sum([1.0])
-    finally:
-        for one in made:
-            one.close()
+    with pytest.raises(DeadlineExceeded, match=r"nothing came in for 0\.2 s: rank 0 waits for a sum .* from rank 1;"):
+        made[0].sum([1.0])
     made = ends(2, chain)
     pidfd = ended_process()
     made[0]._watched[pidfd] = 1
@@ -354,11 +321,9 @@ def test_a_sum_ends_with_its_deadline_or_with_the_rank_that_ended() -> None:
         assert made[1].sum([2.0]) == [3.0]
     finally:
         os.close(pidfd)
-        for one in made:
-            one.close()
 
 
-def test_a_process_that_ended_and_owed_nothing_wakes_a_rank_once_and_is_missed_when_it_does_owe() -> None:
+def test_a_process_that_ended_and_owed_nothing_wakes_a_rank_once_and_is_missed_when_it_does_owe(ends: Ends) -> None:
     chain = Chain(2, 1)
     made = ends(2, chain)
     pidfd = ended_process()
@@ -377,29 +342,23 @@ def test_a_process_that_ended_and_owed_nothing_wakes_a_rank_once_and_is_missed_w
         assert made[1].wait([edge], who) == [edge], "what it wrote before it ended is still there"
     finally:
         os.close(pidfd)
-        for one in made:
-            one.close()
 
 
-def test_slots_of_messages_without_a_bound_were_kept_for_good() -> None:
+def test_slots_of_messages_without_a_bound_were_kept_for_good(ends: Ends) -> None:
     """A shared weight's messages have no bound, where others have."""
     chain = Chain(2, 4)
     made = ends(2, chain)
-    try:
-        for step in range(3):
-            for rank, one in enumerate(made):
-                one.begin(StepMessages(chain.expected(rank), ["s"] * 4, 7, window={99: 2}))
-            for edge in chain.forward(0):
-                made[0].send(edge, 1, payload_of(edge, step, (3,)))
-                assert made[1].wait([edge], who) == [edge]
-                made[1].take(edge)
-        assert [len(channel.under_way) for channel in made[0]._channels.values()] == [0]
-    finally:
-        for one in made:
-            one.close()
+    for step in range(3):
+        for rank, one in enumerate(made):
+            one.begin(StepMessages(chain.expected(rank), ["s"] * 4, 7, window={99: 2}))
+        for edge in chain.forward(0):
+            made[0].send(edge, 1, payload_of(edge, step, (3,)))
+            assert made[1].wait([edge], who) == [edge]
+            made[1].take(edge)
+    assert [len(channel.under_way) for channel in made[0]._channels.values()] == [0]
 
 
-def test_memory_of_a_transport_that_was_closed_stayed_mapped_for_its_specs() -> None:
+def test_memory_of_a_transport_that_was_closed_stayed_mapped_for_its_specs(ends: Ends) -> None:
     chain = Chain(2, 1)
     made = ends(2, chain)
     for rank, one in enumerate(made):

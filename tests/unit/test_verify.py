@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -352,3 +353,84 @@ def test_statistics_of_another_stage_that_are_read_are_found(is_large: bool) -> 
     model = Between(lambda layer, x: layer(x), norm, nn.Linear(D, width), nn.Linear(width, D), reads)
     with pytest.raises(ps.VerifyError, match="sentence 2 of the contract"):
         piped(model, 2).verify(*batch())
+
+
+def square(*, scale: bool = False) -> nn.Module:
+    """Layers of width D, cut by a trace of the forward where there is a scale of its own."""
+    layers = nn.Sequential(*(nn.Sequential(nn.Linear(D, D), nn.Tanh()) for _ in range(2)))
+    if not scale:
+        return layers
+    model = Does(lambda own, x: own.layers(x) * own.scale)
+    model.layers, model.scale = layers, nn.Parameter(torch.ones(D))
+    return model
+
+
+def given(path: str, make: Callable[[], Any]) -> Callable[[nn.Module], object]:
+    """Gives a model something else at a path."""
+    parent, _, name = path.rpartition(".")
+    return lambda model: setattr(model.get_submodule(parent), name, make())
+
+
+def linear() -> nn.Module:
+    return nn.Linear(D, D)
+
+
+@pytest.mark.parametrize(
+    ("scale", "change", "said"),
+    [
+        pytest.param(False, given("0", linear), r"layer 0 of the model is another one than", id="a layer"),
+        pytest.param(
+            True, given("layers.0", linear), r"layer layers\.0 of the model is another", id="of a traced model"
+        ),
+        pytest.param(
+            False,  # as adapters do that wrap layers: no optimizer would train theirs
+            given("0.0", lambda: nn.Sequential(linear(), linear())),
+            r"layer 0\.0 of stage 0 is another one than when ps\.Pipeline was",
+            id="a layer within a layer",
+        ),
+        pytest.param(
+            False, given("1.1", nn.ReLU), r"layer 1\.1 of stage 1 is another one", id="one without parameters"
+        ),
+        pytest.param(
+            False,
+            given("1.0.weight", lambda: nn.Parameter(torch.zeros(D, D))),
+            r"parameter .* of stage 1 is another one .*make a new pipeline",
+            id="a parameter",
+        ),
+        pytest.param(
+            True,
+            given("scale", lambda: nn.Parameter(torch.zeros(D))),
+            r"parameter scale of the model is another one.*make a new pipeline",
+            id="a parameter of a traced model",
+        ),
+        pytest.param(
+            False,
+            given("1.0.scale", lambda: nn.Parameter(torch.ones(D))),
+            r"parameter 1\..* of stage 1 is another one than when ps\.Pipeline was made, or there was none",
+            id="a parameter more",
+        ),
+        pytest.param(
+            False,
+            lambda model: nn.utils.parametrizations.weight_norm(model[1][0]),
+            r"(parameter|layer) 1\..* of stage 1 is another one than when ps\.Pipeline was made, or there was none",
+            id="a parametrization",
+        ),
+    ],
+)
+def test_what_is_replaced_after_the_pipeline_was_made_is_found(scale: bool, change: Any, said: str) -> None:
+    model, (x, y) = square(scale=scale), batch()
+    with ps.Pipeline(model, ps.build("1f1b", 2, M), loss_fn=nn.MSELoss(), optimizer=torch.optim.SGD) as pipe:
+        pipe.step(x, y)
+        change(model)
+        with pytest.raises(ps.VerifyError, match=said):
+            pipe.verify(x, y)
+
+
+def test_a_layer_that_is_put_back_holds_again() -> None:
+    model, (x, y) = square(), batch()
+    with ps.Pipeline(model, ps.build("1f1b", 2, M), loss_fn=nn.MSELoss()) as pipe:
+        first, model[0] = model[0], linear()
+        with pytest.raises(ps.VerifyError, match="layer 0 of the model is another one than"):
+            pipe.verify(x, y)
+        model[0] = first
+        assert pipe.verify(x, y).holds
