@@ -39,6 +39,7 @@ class VersionsLoop:
     """Args:
     model: a stage a layer, some of which share parameters. clip_norm: of the gradient of a stage.
     num_replicas: of the pipelines, to which each window is dealt. autocast: of forwards and the loss.
+    loss: of a microbatch.
     """
 
     def __init__(
@@ -49,16 +50,18 @@ class VersionsLoop:
         clip_norm: float | None,
         num_replicas: int = 1,
         autocast: torch.dtype | None = None,
+        loss: Callable[[Tensor, Tensor], Tensor] = MSE,
     ) -> None:
         assert schedule.updates is not None
-        self.schedule, self.clip_norm, self.autocast = schedule, clip_norm, autocast
+        self.schedule, self.clip_norm, self.autocast, self.loss = schedule, clip_norm, autocast, loss
         self.rule, self.window = schedule.updates.rule, schedule.updates.window
         self.num_pipelines = schedule.placement.num_pipelines
         first: dict[int, str] = {}
         self.owned_as: dict[str, str] = {}
         """Name of a parameter of a stage -> that of the same one on the lowest stage."""
         for name, parameter in model.named_parameters(remove_duplicate=False):
-            self.owned_as[name] = first.setdefault(id(parameter), name)
+            if parameter.requires_grad:
+                self.owned_as[name] = first.setdefault(id(parameter), name)
         self.replicas = [
             [[copy.deepcopy(layer) for layer in model] for _ in range(self.num_pipelines)]
             for _ in range(num_replicas)
@@ -84,7 +87,8 @@ class VersionsLoop:
     def names(self, stage: int) -> list[tuple[str, str, str]]:
         """(name in the module, in the model, on the owner's stage) of a stage's parameters."""
         own = self.copies[0][stage].named_parameters()
-        return [(name, f"{stage}.{name}", self.owned_as[f"{stage}.{name}"]) for name, _ in own]
+        full = [(name, f"{stage}.{name}") for name, parameter in own if parameter.requires_grad]
+        return [(name, each, self.owned_as[each]) for name, each in full]
 
     def step(self, inputs: list[Tensor], targets: list[Tensor]) -> None:
         windows, num = self.schedule.windows, len(self.replicas)
@@ -226,7 +230,7 @@ class VersionsLoop:
                 return y
             windows = self.schedule.windows
             assert windows is not None
-            return MSE(y, self.targets[m]) / (len(windows.microbatches(m // self.window)) * len(self.replicas))
+            return self.loss(y, self.targets[m]) / (len(windows.microbatches(m // self.window)) * len(self.replicas))
 
     def R(self, op: Op, k: int) -> None:
         """The forward again, with the weights of the backward that follows."""
@@ -249,7 +253,8 @@ class VersionsLoop:
         self.held["g", s, m] = x.grad
         for name, full, owned in self.names(s):
             gradient = module.get_parameter(name).grad
-            assert gradient is not None
+            if gradient is None:
+                continue
             if (came := self.held.pop(("sum", owned, m), None)) is not None:
                 # Of what autocast makes of a parameter once, the uses are added up in its type.
                 gradient = (
@@ -316,19 +321,17 @@ class VersionsLoop:
         for name in own:
             sums = []
             for gradients in self.all_gradients:
-                total = gradients[0, name, update]
-                for other in range(1, self.num_pipelines):
-                    if (part := gradients.get((other, name, update))) is not None:
-                        total = total + part
-                sums.append(total)
-            self.masters[name].grad = sum(sums[1:], sums[0])
+                parts = [gradients.get((pipeline, name, update)) for pipeline in range(self.num_pipelines)]
+                found = [part for part in parts if part is not None]
+                sums += [sum(found[1:], found[0])] if found else []
+            self.masters[name].grad = sum(sums[1:], sums[0]) if sums else None
         if self.clip_norm is not None and own:
             torch.nn.utils.clip_grad_norm_([self.masters[name] for name in own], self.clip_norm)
         self.optimizer.step()
         for name in own:
             self.masters[name].grad = None
             self.versions[name].append(self.masters[name].detach().clone())
-            state = self.optimizer.state[self.masters[name]]
+            state = self.optimizer.state.get(self.masters[name], {})
             self.states[name].append({key: value.clone() for key, value in state.items() if torch.is_tensor(value)})
 
 
