@@ -136,3 +136,13 @@ def test_backwards_in_halves_and_schedules_without_updates_are_refused() -> None
         ps.schedule.with_tentative_updates(ps.schedule.with_updates(ps.build("zb-h1", 4, 8), 4))
     with pytest.raises(ps.ScheduleError, match="no updates as ops"):
         ps.schedule.with_tentative_updates(ps.build("1f1b", 4, 8))
+
+
+def test_a_predict_holds_the_optimizers_state_of_its_stage_twice() -> None:
+    costs = ps.Costs([1.0] * 4, [1.0] * 4, [1.0] * 4, weight_bytes=[1.0] * 4, optimizer_bytes=[4.0, 5.0, 6.0, 7.0])
+    plain = ps.build("pipedream-2bw", 4, 32, window=16)
+    schedule = ps.schedule.with_tentative_updates(plain)
+    held = ps.footprint(schedule, costs).ranks
+    # Stage 3 has no late forward. Others hold what is predicted, and what ops read; and weights and state twice.
+    assert [rank.optimizer for rank in held] == [4.0 + 5.0, 5.0 + 6.0, 6.0 + 7.0, 7.0]
+    assert [rank.versions for rank in held] == [2.0, 2.0, 2.0, 0.0]

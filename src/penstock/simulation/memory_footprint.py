@@ -20,7 +20,7 @@ from penstock.cost import CostError, Costs, Links
 from penstock.dispatch import Dispatch
 from penstock.engine import memory
 from penstock.schedule import Placement, Schedule, count_versions
-from penstock.schedule.op import BACKWARD, UPDATE, WEIGHT
+from penstock.schedule.op import BACKWARD, PREDICT, UPDATE, WEIGHT
 from penstock.schedule.short_repr import short_repr
 from penstock.schedule.staleness import PREDICTING
 from penstock.schedule.updates import OWNER
@@ -37,7 +37,7 @@ class RankFootprint(NamedTuple):
         weights: the newest parameters of each copy of a stage, as ops read them.
         versions: other versions of the parameters: older ones, predicted ones, and those that came with the weights.
         gradients: one buffer per copy; two if gradients of two windows are under way at once.
-        optimizer: moments, and parameters in full precision.
+        optimizer: moments, and parameters in full precision; while a PREDICT runs, those of its stage twice.
         activations: what forwards keep for their backwards.
         messages: messages that have been sent and not arrived, or have arrived and not been used.
 
@@ -152,8 +152,12 @@ def footprint(
     timeline = simulate(schedule, costs, links=links, dispatch=dispatch, memory_limit=memory_limit, channels=channels)
     versions, buffers = count_versions(schedule, sharding=sharding), count_buffers(schedule)
     if masters and schedule.updates is not None and schedule.updates.rule in PREDICTING:
-        versions |= {(stage, k): 1 for stage, k in versions if k == OWNER or sharding == "none"}
+        versions |= {(s, k): max(1, num - 1) for (s, k), num in versions.items() if k == OWNER or sharding == "none"}
     state = _state(schedule.placement, schedule.num_ranks, costs, sharding, versions, buffers)
+    state = [
+        mine._replace(optimizer=mine.optimizer + most)
+        for mine, most in zip(state, _stepped(schedule, costs, sharding), strict=True)
+    ]
     peaks = zip(state, timeline.peak_activations, _message_peaks(timeline, costs), strict=True)
     return Footprint(tuple(mine._replace(activations=held, messages=messages) for mine, held, messages in peaks))
 
@@ -276,6 +280,17 @@ def count_buffers(schedule: Schedule) -> dict[tuple[int, int], int]:
             most[copy] = max(most[copy], len(left))
             if not left[window] and copy[1] != OWNER:
                 del left[window]
+    return most
+
+
+def _stepped(schedule: Schedule, costs: Costs, sharding: str) -> list[float]:
+    """By rank the most that a PREDICT holds while it runs: the weights and the optimizer's state a second time."""
+    most = [0.0] * schedule.num_ranks
+    for rank, row in enumerate(schedule.order):
+        for op in row:
+            if op.kind == PREDICT and (schedule.pipeline_of(op) == OWNER or sharding == "none"):
+                held = sum(each[op.stage] for each in (costs.weight_bytes, costs.optimizer_bytes) if each)
+                most[rank] = max(most[rank], held)
     return most
 
 
