@@ -123,9 +123,6 @@ class _CopyRow:
         self.backwards = [op for op in mine if op.kind == BACKWARD]
         self.updates = [self.place[op] for op in mine if op.kind == UPDATE]
 
-    def ends_by(self, op: Op, moment: float, take: Callable[[Op], float]) -> bool:
-        return self.starts[self.place[op]] + take(op) <= moment
-
     def first_late(self, windows: Windows, update: int) -> int | None:
         """The place of the first forward of a later window between the update before this one and this one."""
         after, before = self.updates[update - 1] if update else -1, self.updates[update]
@@ -180,7 +177,8 @@ def _placed(
     until = owner.starts[slot] - message
     given = []
     for pipeline, copy in enumerate(copies[1:], start=1):
-        known = [op for op in copy.backwards if op.microbatch in window and copy.ends_by(op, until, take)]
+        mine = [op for op in copy.backwards if op.microbatch in window]
+        known = [op for op in mine if copy.starts[copy.place[op]] + take(op) <= until]
         if known:
             given.append((copy.rank, copy.place[known[-1]] + 1, Op(GIVE, stage, windows.number(update, pipeline))))
     if not given and not any(op.microbatch in window and owner.place[op] < slot for op in owner.backwards):
