@@ -40,7 +40,7 @@ from penstock.models import CrossEntropy, GPTConfig
 from penstock.models.gpt import build_layers
 from penstock.runtime.parameters.muon import mark_ends
 from penstock.runtime.tensors.dtensor import standing_for
-from penstock.schedule import Op, Schedule
+from penstock.schedule import Schedule
 from penstock.schedule.op import BACKWARD, FORWARD, UPDATE
 from penstock.schedule.staleness import backward_steps, forward_steps
 
@@ -48,7 +48,7 @@ RULES = ("none", "xpipe", "tentative", "pipedream", "vnag", "pipedream-2bw", "sp
 ASKS_LATE = ("feedback", "half")
 """Rules that treat what is late in another way than by what is read."""
 Known = Mapping[tuple[int, int], frozenset[int]]
-"""By (stage, update), the microbatches of its window whose backwards end before the first late forward starts."""
+"""By (stage, update), the microbatches whose gradients a tentative step is made of."""
 
 
 class Read(NamedTuple):
@@ -89,9 +89,9 @@ def plan_of(schedule: Schedule, rule: str, known: Known | None = None) -> Plan:
     """Reads the plan off an order.
 
     Args:
-        schedule: a schedule with updates as ops, each backward whole.
+        schedule: a schedule with updates as ops, each backward whole; for rule `tentative` one that has that rule.
         rule: one of `RULES`.
-        known: for rule `tentative`; `known_by_time` has it.
+        known: for rule `tentative`, in place of what the schedule's tentative steps know.
 
     Raises:
         ValueError: a rule of another name; or `tentative` for an order whose forwards lack two updates or more.
@@ -100,7 +100,8 @@ def plan_of(schedule: Schedule, rule: str, known: Known | None = None) -> Plan:
         raise ValueError(f"no rule {rule!r}; choose {', '.join(RULES)}")
     windows, stages = schedule.windows, range(schedule.num_stages)
     assert windows is not None
-    known = known or {}
+    if known is None:
+        known = {key: frozenset(members) for key, members in ps.schedule.known_to(schedule).items()}
     forward, backward = _newest_at_ops(schedule)
     plan = []
     for window in range(windows.num_updates):
@@ -158,28 +159,6 @@ def _reads(
             raise ValueError(f"a forward of stage {stage} lacks {ahead} updates; rule 'tentative' makes one step")
         return Read(at_forward, 1, is_tentative=True), Read(at_backward)
     return Read(at_forward), Read(at_backward)
-
-
-def known_by_time(schedule: Schedule, f: float = 1.0, b: float = 2.0) -> dict[tuple[int, int], frozenset[int]]:
-    """What is known to the late forwards of each stage when the ops of a schedule take these times.
-
-    A late forward of window k + 1 starts before update k. The first one of a stage, on any rank, says which backwards
-    of window k are known, whichever copy of the stage ran them.
-    """
-    windows = schedule.windows
-    assert windows is not None
-    half = b / 2
-    timeline = ps.simulate(schedule, ps.Costs.uniform(num_stages=schedule.num_stages, f=f, i=half, w=half))
-    timed = {each.op: each for each in timeline.ops}
-    newest, _ = _newest_at_ops(schedule)
-    found = {}
-    for stage in range(schedule.num_stages):
-        for update in range(windows.num_updates - 1):
-            late = [m for m in windows.microbatches(update + 1) if newest[stage, m] == update]
-            first = min((timed[Op(FORWARD, stage, m)].start for m in late), default=-math.inf)
-            ended = {m: timed[Op(BACKWARD, stage, m)].end for m in windows.microbatches(update)}
-            found[stage, update] = frozenset(m for m, end in ended.items() if end <= first + 1e-9)
-    return found
 
 
 @dataclass(frozen=True)

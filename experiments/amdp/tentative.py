@@ -61,7 +61,7 @@ import torch
 
 import penstock as ps
 from experiments.amdp import RESULTS
-from experiments.amdp.by_hand import Loop, Plan, Training, known_by_time, plan_of, trained
+from experiments.amdp.by_hand import Loop, Plan, Training, plan_of, trained
 from experiments.amdp.learning import Task, corpus, data_of
 from experiments.common.command import options
 from experiments.common.results import Row, known, runs, save, table
@@ -194,7 +194,9 @@ def _plan(name: str, d: int, n: int, num_updates: int) -> Plan:
     window = 1 if method.is_whole else n
     bound = {} if method.mismatch is None else {"max_mismatch": method.mismatch}
     schedule = ps.build(method.order, d, window * num_updates, window=window, **bound)
-    return plan_of(schedule, method.rule, known_by_time(schedule) if method.rule == "tentative" else None)
+    if method.rule == "tentative":
+        schedule = ps.schedule.with_tentative_updates(schedule)
+    return plan_of(schedule, method.rule)
 
 
 def ready_jobs(rows: Sequence[Row]) -> Iterator[Job]:

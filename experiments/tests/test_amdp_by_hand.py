@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import penstock as ps
-from experiments.amdp.by_hand import Known, Loop, Training, _rows_of, known_by_time, plan_of, trained
+from experiments.amdp.by_hand import Known, Loop, Training, _rows_of, plan_of, trained
 from experiments.amdp.learning import OPTIMIZERS, Batch, cut
 from penstock.models import CrossEntropy, GPTConfig, gpt_stage
 from tiers import others_nightly
@@ -23,6 +23,9 @@ RATES = [2e-3, 4e-3, 8e-3, 8e-3, 4e-3]
 
 
 def order(mismatch: int = 1, rule: str = "none", name: str = "amdp") -> ps.Schedule:
+    """The library's order, of four ranks and windows of 16, with this rule."""
+    if rule == "tentative":
+        return ps.schedule.with_tentative_updates(order(mismatch, "none", name))
     options: dict[str, Any] = {"max_mismatch": mismatch} if name == "amdp" else {}
     schedule = ps.build(name, STAGES, WINDOW * UPDATES, window=WINDOW, **options)
     return schedule if name != "amdp" else replace(schedule, updates=ps.schedule.Updates(WINDOW, mismatch, rule))
@@ -70,11 +73,14 @@ def by_pipeline(rule: str, name: str = "amdp", optimizer: str = "AdamW") -> list
         [
             ("none", "amdp", "AdamW"),
             ("xpipe", "amdp", "AdamW"),
+            ("tentative", "amdp", "AdamW"),
+            ("tentative", "pipedream-2bw", "AdamW"),
+            ("tentative", "amdp", "Muon"),
             ("pipedream", "amdp", "AdamW"),
             ("pipedream-2bw", "pipedream-2bw", "AdamW"),
             ("xpipe", "amdp", "Muon"),
         ],
-        [("none", "amdp", "AdamW"), ("xpipe", "amdp", "AdamW")],
+        [("none", "amdp", "AdamW"), ("xpipe", "amdp", "AdamW"), ("tentative", "amdp", "AdamW")],
     ),
 )
 def test_it_learns_as_a_pipeline_does(rule: str, name: str, optimizer: str) -> None:
@@ -113,10 +119,10 @@ def test_with_nothing_known_it_is_xpipe(optimizer: str) -> None:
 
 def test_what_is_known_of_a_window_is_what_ended_before_its_first_late_forward() -> None:
     """AMDP on eight ranks, windows of 32: the shares of the window that each stage knows, and how many are late."""
-    schedule = ps.build("amdp", 8, 32 * 6, window=32, max_mismatch=1)
-    known = known_by_time(schedule)
-    assert [len(known[stage, 3]) for stage in range(8)] == [24, 24, 24, 32, 32, 32, 0, 0]
-    groups = plan_of(schedule, "tentative", known)[3]
+    schedule = ps.schedule.with_tentative_updates(ps.build("amdp", 8, 32 * 6, window=32, max_mismatch=1))
+    known = ps.schedule.known_to(schedule)
+    assert [len(known.get((stage, 3), ())) for stage in range(8)] == [24, 24, 24, 32, 32, 32, 0, 0]
+    groups = plan_of(schedule, "tentative")[3]
     late = [sum(len(group.members) for group in groups if group.forward[stage].is_tentative) for stage in range(8)]
     assert late == [8, 8, 4, 4, 4, 4, 0, 0]
     assert [group.members for group in groups] == [
@@ -128,10 +134,9 @@ def test_what_is_known_of_a_window_is_what_ended_before_its_first_late_forward()
 
 
 def test_part_of_a_window_known_is_neither_synchronous_nor_xpipe() -> None:
-    schedule = order()
-    known = known_by_time(schedule)
-    assert 0 < len(known[0, 2]) < WINDOW
-    own = by_hand("tentative", schedule, known)
+    schedule = order(rule="tentative")
+    assert 0 < len(ps.schedule.known_to(schedule)[0, 2]) < WINDOW
+    own = by_hand("tentative", schedule)
     for other in (by_hand("none", order(0)), by_hand("xpipe", schedule), by_hand("none", schedule)):
         assert own != pytest.approx(other, rel=1e-5)
 
