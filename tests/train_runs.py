@@ -27,7 +27,7 @@ SMALL = (
 )
 START = 200.0
 """Seconds that torch may take to start four times on a busy machine."""
-ENDLESS = "--steps 100000 --lr-decay constant --lr-warmup 0"
+ENDLESS = "--steps 100000 --set lr_decay=constant --set lr_warmup=0"
 """Of a run that is stopped on its way: it does not end before, however late its test gets to that. Its losses do not
 depend on how many steps it would have made."""
 

@@ -81,7 +81,7 @@ def redis() -> Iterator[str]:
 @pytest.mark.slow
 def test_reports_go_by_redis_and_ctrl_c_ends_it(tmp_path: Path, costs: Path, redis: str) -> None:
     folder = tmp_path / "run"
-    more = f"--adapt --store {redis} --link 0:1=latency:steps:0ms/0ms,1s/40ms"
+    more = f"--adapt --set store={redis} --link 0:1=latency:steps:0ms/0ms,1s/40ms"
     with Run(folder, f"{options(folder, costs, 100_000)} {more} --json", EMULATE) as run:
         run.wait_for(lambda: len(metrics(folder)) >= 8)
         run.signal(signal.SIGINT)

@@ -25,7 +25,7 @@ pytestmark = [pytest.mark.multiproc, pytest.mark.alone, pytest.mark.nightly, nee
 
 EXAMPLES = ROOT / "examples"
 STEPS, SAVED = 24, 4
-WORDS = f"{SMALL} --schedule zb-h1 --steps {STEPS} --save-every {SAVED} --threads 1 --timeout 30".split()
+WORDS = f"{SMALL} --schedule zb-h1 --steps {STEPS} --save-every {SAVED} --threads 1 --set timeout=30".split()
 HOSTS = 2
 LATE = 240.0
 """Seconds that the rounds of two hosts may take on a busy machine."""

@@ -27,7 +27,7 @@ def test_losses_are_those_of_one_process(tmp_path: Path) -> None:
     """Also where replicas keep parts of frozen weights, and a run goes on upon another mesh."""
     model_of("llama").save_pretrained(tmp_path / "base")
     options = (
-        "--model base --context 16 --batch 8 --sample 0 --lr 0.05 --lr-decay constant --lr-warmup 0 "
+        "--model base --context 16 --batch 8 --sample 0 --lr 0.05 --set lr_decay=constant --set lr_warmup=0 "
         "--evaluate-every 0 --steps 4"
     )
     lora = """--lora {"r":4,"modules_to_save":["lm_head"]}"""

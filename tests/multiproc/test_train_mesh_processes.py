@@ -15,7 +15,7 @@ pytestmark = [pytest.mark.multiproc, pytest.mark.timeout(600)]
 
 GPT = (
     "--preset nano --depth 4 --width 16 --heads 2 --context 16 --batch 16 --evaluate-every 0 --sample 4 "
-    "--lr-decay constant --lr-warmup 0 --threads 1"
+    "--set lr_decay=constant --set lr_warmup=0 --threads 1"
 )
 CLIP = "--model clip --batch 32 --microbatches 2 --steps 3 --evaluate-every 0 --threads 1"
 
@@ -63,7 +63,9 @@ def test_a_run_changes_its_mesh_on_the_way(text: Path, tmp_path: Path) -> None:
 @pytest.mark.nightly
 def test_updates_among_the_ops_of_replicas(text: Path, tmp_path: Path) -> None:
     """Without mismatch both are the synchronous run; embedding and head share their weight."""
-    options = f"{GPT} --schedule amdp --tied --max-mismatch 0 --steps 4 --drain-every 2 --sample 0 --data {text}"
+    options = (
+        f"{GPT} --schedule amdp --set tied=true --max-mismatch 0 --steps 4 --drain-every 2 --sample 0 --data {text}"
+    )
     mesh, one = tmp_path / "mesh", tmp_path / "one"
     ended(mesh, f"{options} --pp 2 --dp 2 --microbatches 4 --sharding zero1 --out {mesh}")
     ended(one, f"{options} --ranks 2 --microbatches 8 --in-process --out {one}")
@@ -74,7 +76,9 @@ def test_updates_among_the_ops_of_replicas(text: Path, tmp_path: Path) -> None:
 @pytest.mark.nightly
 def test_predictions_of_tied_weights_over_replicas_however_these_share_out_state(text: Path, tmp_path: Path) -> None:
     """XPipe's rule on AMDP's order. A run may go on with state shared out in another way."""
-    options = f"{GPT} --schedule amdp --rule xpipe --tied --pp 2 --dp 2 --microbatches 4 --sample 0 --data {text}"
+    options = (
+        f"{GPT} --schedule amdp --rule xpipe --set tied=true --pp 2 --dp 2 --microbatches 4 --sample 0 --data {text}"
+    )
     for sharding in ("none", "zero1", "fsdp"):
         folder = tmp_path / sharding
         ended(folder, f"{options} --window 4 --steps 4 --drain-every 2 --sharding {sharding} --out {folder}")

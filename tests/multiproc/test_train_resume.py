@@ -98,8 +98,8 @@ def _killed(run: Run, rank: int, resumable: bool | None) -> None:
 def test_killed_with_all_that_has_state(text: Path, tmp_path: Path) -> None:
     """Dropout, tied embedding and head on different ranks, momentum and recomputation."""
     options = (
-        f"{SMALL} {ENDLESS} --save-every 3 --data {text} --dropout 0.2 --tied --recompute "
-        '--optimizer SGD --optimizer-options {"momentum":0.9,"nesterov":true}'
+        f"{SMALL} {ENDLESS} --save-every 3 --data {text} --set dropout=0.2 --set tied=true --recompute "
+        '--optimizer SGD --set optimizer_options={"momentum":0.9,"nesterov":true}'
     )
     folder = tmp_path / "run"
     with Run(folder, f"{options} --out {folder} --schedule zb-h1 --ranks 3") as run:
@@ -265,7 +265,7 @@ print(json.dumps(said | {"losses": [line["loss"] for line in lines]}))
 @pytest.mark.nightly  # as ranks whose disk is full in test_faults
 @needs_small_disk
 def test_a_full_disk_ends_a_run_that_goes_on_when_there_is_space(text: Path, tmp_path: Path) -> None:
-    options = f"{SMALL} --save-every 2 --keep 1 --lr-decay constant --data {text}"
+    options = f"{SMALL} --save-every 2 --set keep=1 --set lr_decay=constant --data {text}"
     disk = tmp_path / "disk"
     disk.mkdir()
     (tmp_path / "script.py").write_text(FULL)

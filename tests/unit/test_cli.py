@@ -357,16 +357,18 @@ def test_the_help_of_training_is_in_groups_and_leaves_nothing_out(penstock: Any)
     ]
     assert titles == list(GROUPS)
     options = options_of(Settings)
-    names = {name: option.flags[0] for name, option in options.items()}
-    own = inspect.signature(train).parameters.keys() - {"call", "as_json"} - names.keys()
+    names = {name: option.flags[0] for name, option in options.items() if not option.said.is_rare}
+    assert all(f"{name}: " in said for name, option in options.items() if option.said.is_rare)
+    own = inspect.signature(train).parameters.keys() - {"call", "as_json", "more"} - names.keys()
+    names |= {"more": "--set"}
     names |= {name: f"--{name.replace('_', '-')}" for name in own} | {"as_json": "--json"}
     assert all(f"{flag} " in said or f"{flag}," in said for flag in names.values())
     short = penstock("train --help").out
     assert len(short.splitlines()) <= 62
     common = [option for option in options.values() if option.said.is_common]
     assert all(f"{option.flags[0]} " in short or f"{option.flags[0]}," in short for option in common)
-    assert "--host-memory" not in short
-    hidden = len(options) - len(common) + len({"verify"})
+    assert "host_memory" not in short
+    hidden = len(names) - len(common) - len({"out", "resume", "export", "config", "as_json", "help_all"})
     assert f"{hidden} more options, with --help-all" in short
 
 
@@ -401,6 +403,12 @@ def test_the_settings_of_a_file_are_those_of_its_options(penstock: Any, tmp_path
         ("train --warmup 3,1", "No such option: --warmup; give --option warmup=[7,5,3,1]"),
         ("check zb --stages 4", "No such option: --stages; give --option num_stages=8"),
         ("plan --lengths 1,2", "No such option: --lengths; give --cost lengths=[512,2048]"),
+        ("train --keep 3", "No such option: --keep; give --set keep=4"),
+        ("train --set steps=3", "--set steps=3: give --steps"),
+        ("train --set keep", "--set keep: write NAME=VALUE with one of store, host_memory"),
+        ("train --set keep=1 --set keep=2", "--set keep=2: keep is given twice"),
+        ("train --set keep=many", "keep is 'many'; give a whole number"),
+        ("emulate zb --message-cap 1KB", "No such option: --message-cap; give --set message_cap=1MB"),
         ("show zb --warmup 3,1", "No such option: --warmup; give --option warmup=[7,5,3,1]"),
         ("plan --ranks 2 --microbatches 2 --b 3", "No such option: --b; give --cost b=20"),
         ("plan --ranks 2 --microbatches 2 --parts 8", "No such option: --parts; give --stages 16"),

@@ -100,7 +100,7 @@ def test_the_end_names_updates_and_the_simulated_speed(place: Path, capfd: Any) 
 
 
 def test_messages_are_cut_and_it_is_said(run: Run) -> None:
-    report = run("--steps 1 --message-cap 1KB --link 0:1=bandwidth:1MB/s")
+    report = run("--steps 1 --set message_cap=1KB --link 0:1=bandwidth:1MB/s")
     assert any("messages of more than 1KB" in notice for notice in report["notices"])
     whole, plan = ps.cost.costs_preset("gpt2-7b", 4), ps.build("zb", 4, 12)
     kept, is_cut = with_message_cap(whole, plan, "1GB")
@@ -112,7 +112,7 @@ def test_messages_are_cut_and_it_is_said(run: Run) -> None:
 
 
 def test_a_preset_is_emulated(place: Path, capfd: Any) -> None:
-    line = "zb --in-process --ranks 4 --microbatches 4 --costs gpt2-7b --stretch 0.1 --steps 1 --message-cap 1KB"
+    line = "zb --in-process --ranks 4 --microbatches 4 --costs gpt2-7b --stretch 0.1 --steps 1 --set message_cap=1KB"
     assert main(f"emulate {line} --out run --json".split()) == 0
     report = json.loads(capfd.readouterr().out)
     simulated = ps.simulate(ps.build("zb", 4, 4), ps.cost.costs_preset("gpt2-7b", 4))
@@ -172,7 +172,7 @@ def test_host_memory_is_activations_or_bytes(
 ) -> None:
     jobs: list[EmulatedJob] = []
     monkeypatch.setattr(start, "run_job", lambda job: jobs.append(job) or 0)
-    line = f"zb --ranks 4 --microbatches 4 --costs gpt2-7b --adapt --host-memory {given} --out run"
+    line = f"zb --ranks 4 --microbatches 4 --costs gpt2-7b --adapt --set host_memory={given} --out run"
     assert main(["emulate", *line.split()]) == 0
     largest = max(ps.cost.costs_preset("gpt2-7b", 4).activation)
     assert jobs[0].host_memory == (units * largest if units else {"8GB": 8e9, "1GiB": 2**30}[given])
@@ -188,16 +188,17 @@ BAD: dict[str, tuple[str, list[str]]] = {
     "a trace with gaps": ("--link 0:1=latency:trace:gaps.txt", ["gaps.txt, line 2", "is a gap"]),
     "a missing trace": ("--link 0:1=latency:trace:nowhere.txt", ["nowhere.txt", "No such file"]),
     "stretch": ("--stretch 0", ["stretch is 0", "above 0"]),
-    "cap": ("--message-cap lots", ["--message-cap lots", "2GiB"]),
+    "cap": ("--set message_cap=lots", ["--set message_cap lots", "2GiB"]),
     "steps": ("--steps 0", ["steps is 0", "at least 1"]),
     "transport": ("--transport smoke", ["no transport 'smoke'", "host, gloo, direct or delegate"]),
     "nccl": ("--transport nccl", ["no transport 'nccl'"]),
-    "delegates between threads": ("--transport delegate", ["processes", "--in-process"]),
-    "store without adapting": ("--store redis://localhost:6379", ["add --adapt"]),
-    "host memory without adapting": ("--host-memory 4", ["add --adapt"]),
-    "no store": ("--adapt --store localhost", ["write redis://HOST:PORT"]),
-    "host memory in words": ("--adapt --host-memory much", ["host_memory 'much'", "activations, like 4"]),
-    "host memory in bytes": ("--adapt --host-memory 8GB", ["how many bytes an activation has", "like 4"]),
+    "delegates between threads": ("--transport delegate", ["--transport delegate is between processes"]),
+    "gloo between threads": ("--transport gloo", ["--transport gloo is between processes", "--in-process"]),
+    "store without adapting": ("--set store=redis://localhost:6379", ["add --adapt"]),
+    "host memory without adapting": ("--set host_memory=4", ["add --adapt"]),
+    "no store": ("--adapt --set store=localhost", ["write redis://HOST:PORT"]),
+    "host memory in words": ("--adapt --set host_memory=much", ["host_memory 'much'", "activations, like 4"]),
+    "host memory in bytes": ("--adapt --set host_memory=8GB", ["how many bytes an activation has", "like 4"]),
     "dispatch": ("--dispatch eager", ["eager"]),
     "a schedule without a size": ("--ranks 0", ["0"]),
     "a file in the way": ("--out quick.json", ["quick.json", "--out"]),
@@ -222,9 +223,9 @@ def test_a_redis_that_refuses(place: Path, capfd: Any) -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))  # bound, and nobody listens: it refuses
         address = f"redis://127.0.0.1:{taken.getsockname()[1]}"
-        assert main(f"emulate {QUICK} --out run --adapt --store {address}".split()) == 2
+        assert main(f"emulate {QUICK} --out run --adapt --set store={address}".split()) == 2
     err = capfd.readouterr().err
-    assert "--store" in err
+    assert "--set store" in err
     assert address.removeprefix("redis://") in err
     assert not (place / "run").exists()
 

@@ -147,7 +147,7 @@ def test_masks_that_are_no_lengths_are_refused() -> None:
 
 SMALL = (
     "--context 64 --batch 16 --microbatches 4 --ranks 2 --threads 1 --evaluate-every 0 --sample 4 --steps 4 "
-    "--in-process --clip 0 --lr-decay constant --lr-warmup 0"
+    "--in-process --clip 0 --set lr_decay=constant --set lr_warmup=0"
 )
 
 

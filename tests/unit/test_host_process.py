@@ -87,7 +87,7 @@ def test_the_limit_behind_an_error_is_named_with_what_to_do() -> None:
 @pytest.mark.slow
 @pytest.mark.multiproc
 def test_a_run_with_too_few_files_says_how_many_it_may_open(tmp_path: Path) -> None:
-    done = shell(f"ulimit -n 20; {PENSTOCK} train --pp 2 {SMALL} --steps 1 --timeout 10 --out run", tmp_path)
+    done = shell(f"ulimit -n 20; {PENSTOCK} train --pp 2 {SMALL} --steps 1 --set timeout=10 --out run", tmp_path)
     assert done.returncode != 0
     assert "a process may have 20 files and connections open here (ulimit -n); raise that" in done.stderr, done.stderr
 

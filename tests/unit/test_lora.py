@@ -222,7 +222,7 @@ def test_at_the_prompt(text: Path, tmp_path: Path, capsys: pytest.CaptureFixture
     base, out = tmp_path / "base", tmp_path / "adapter"
     model_of("llama").save_pretrained(base)
     options = f"--data {text} --context 16 --batch 8 --sample 0 --lr 0.1 --threads 1 --in-process"
-    options += " --lr-decay constant --lr-warmup 0"
+    options += " --set lr_decay=constant --set lr_warmup=0"
     lora = """{"r":4,"target_modules":["q_proj","v_proj"]}"""
     train = f"train --model {base} {options} --lora {lora} --evaluate-every 0 --save-every 2"
     assert main(f"{train} --steps 6 --out {tmp_path / 'whole'} --export {out}".split()) == 0

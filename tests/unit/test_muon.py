@@ -143,7 +143,9 @@ def text(tmp_path: Path) -> Path:
     return path
 
 
-@pytest.mark.parametrize("options", ["--schedule 1f1b --tied", "--schedule amdp --rule xpipe", "--model bert"])
+@pytest.mark.parametrize(
+    "options", ["--schedule 1f1b --set tied=true", "--schedule amdp --rule xpipe", "--model bert"]
+)
 def test_trained_and_resumed_at_the_prompt(tmp_path: Path, text: Path, options: str) -> None:
     common = f"--optimizer muon --in-process --threads 1 --json --out {tmp_path / 'run'}"
     line = f"{SMALL} --data {text} --sample 0 --save-every 2 --drain-every 2 {options} {common} --steps 4"
@@ -160,7 +162,7 @@ def test_trained_and_resumed_at_the_prompt(tmp_path: Path, text: Path, options: 
         ("--tp 2", "with --tp 2 processes hold parts of them"),
         ("--dp 2 --sharding fsdp", "with --sharding fsdp processes hold parts of them"),
         ("--schedule spectrain", "no formula for MuonAdamW"),
-        ('--optimizer-options {"warmth":1}', "can't be used"),
+        ('--set optimizer_options={"warmth":1}', "can't be used"),
     ],
 )
 def test_what_muon_does_not_go_with(text: Path, capsys: pytest.CaptureFixture[str], options: str, said: str) -> None:

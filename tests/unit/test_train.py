@@ -86,7 +86,9 @@ def test_options_of_a_library_schedule_are_those_of_its_file(train: Train, tmp_p
 
 def test_what_a_run_leaves(train: Train, tmp_path: Path, text: Path) -> None:
     run, model = tmp_path / "run", tmp_path / "model.safetensors"
-    options = f"--save-every 2 --evaluate-every 4 --keep 2 --lr-warmup 4 --steps 9 --sample 20 --export {model}"
+    options = (
+        f"--save-every 2 --evaluate-every 4 --set keep=2 --set lr_warmup=4 --steps 9 --sample 20 --export {model}"
+    )
     report = train("run", options)
     assert sorted(p.name for p in run.iterdir() if p.name != "tensorboard") == [
         "checkpoints",
@@ -138,7 +140,7 @@ def test_what_a_run_leaves(train: Train, tmp_path: Path, text: Path) -> None:
 @pytest.mark.slow
 def test_a_run_learns_and_its_report_says_what_guessing_gives(train: Train) -> None:
     """A text in which a pair says little, and the letters before it all."""
-    report = train("run", "--steps 120 --lr 0.02 --lr-warmup 5 --sample 30")
+    report = train("run", "--steps 120 --lr 0.02 --set lr_warmup=5 --sample 30")
     assert report["loss"] < 0.5 * math.log(256)
     assert "5.545 by guessing" in report["unit"]
 
@@ -157,7 +159,7 @@ SAME = {
 
 KINDS = {
     "plain": "",
-    "tied": "--dropout 0.1 --tied",
+    "tied": "--set dropout=0.1 --set tied=true",
     "bfloat16": "--precision bfloat16",
     "float16": "--precision float16",
 }
@@ -193,8 +195,8 @@ def test_the_same_losses(train: Train, tmp_path: Path, expected: Any, way: str, 
 
 RESUMED = {
     "adamw": "",
-    "momentum": '--optimizer SGD --optimizer-options {"momentum":0.9}',
-    "dropout and tied": "--dropout 0.1 --tied",
+    "momentum": '--optimizer SGD --set optimizer_options={"momentum":0.9}',
+    "dropout and tied": "--set dropout=0.1 --set tied=true",
     "bfloat16": "--precision bfloat16",
     "float16": "--precision float16",
     "an optimizer with odd state": "--optimizer NAdam",
@@ -208,7 +210,7 @@ RESUMED = {
 )
 def test_resumed_elsewhere(train: Train, tmp_path: Path, expected: Any, kind: str) -> None:
     """Saved at step 2, gone on with under two other schedules and numbers of ranks."""
-    options = f"{RESUMED[kind]} --lr-decay constant"
+    options = f"{RESUMED[kind]} --set lr_decay=constant"
     train("run", f"{options} --steps 2")
     folder = tmp_path / "run"
     train("run", f"--resume {folder} --schedule zb-v --ranks 2 --steps 4", small="")

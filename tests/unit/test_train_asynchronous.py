@@ -128,12 +128,12 @@ def test_a_rule_that_predicts_with_a_tied_weight_whoever_has_the_optimizers_stat
 ) -> None:
     """All of this was refused."""
     for sharding in ("none", "copies"):
-        options = f"--schedule amdp --rule xpipe --tied --steps 4 --drain-every 2 --sharding {sharding}"
+        options = f"--schedule amdp --rule xpipe --set tied=true --steps 4 --drain-every 2 --sharding {sharding}"
         updating = train(sharding, options)["updating"]
         assert updating["one_copy_steps"] == (sharding == "copies")
         assert updating["versions"] == (3 if sharding == "copies" else 2)
     assert losses(tmp_path / "none") == losses(tmp_path / "copies")
-    report = train("spectrain", "--schedule spectrain --tied --steps 4 --drain-every 2")
+    report = train("spectrain", "--schedule spectrain --set tied=true --steps 4 --drain-every 2")
     assert report["updating"]["rule"] == "spectrain"
     assert len(losses(tmp_path / "spectrain")) == len(losses(tmp_path / "none")) == 4
 
@@ -210,7 +210,7 @@ def test_without_mismatch_it_is_the_synchronous_run(train: Train, tmp_path: Path
 
 def test_a_window_that_two_passes_fill(train: Train, tmp_path: Path) -> None:
     """It is the step of a batch twice as large."""
-    constant = "--lr-decay constant --lr-warmup 0 --clip 0"
+    constant = "--set lr_decay=constant --set lr_warmup=0 --clip 0"
     train("expected", f"--schedule 1f1b --steps 3 --batch 16 --microbatches 8 {constant}")
     report = train("run", f"--schedule pipedream --window 8 --drain-every 1 --steps 6 {constant}")
     assert report["updating"]["num_updates"] == 3
@@ -243,7 +243,7 @@ def back_to(folder: Path, steps: int) -> Path:
 
 
 RESUMED = {
-    "amdp": "--schedule amdp --max-mismatch 1 --dropout 0.1",
+    "amdp": "--schedule amdp --max-mismatch 1 --set dropout=0.1",
     "no ZeRO": "--schedule amdp --max-mismatch 1 --sharding none",
     "pipedream": "--schedule pipedream",
     "2bw": "--schedule pipedream-2bw",
@@ -268,7 +268,7 @@ def test_resumed_after_any_pass(train: Train, tmp_path: Path, how: str) -> None:
 def test_resumed_elsewhere(train: Train, tmp_path: Path) -> None:
     """Amid a window, and under another number of ranks: what is read does not depend on them where nothing is
     updated within a pass."""
-    train("run", "--schedule pipedream --window 16 --drain-every 1 --steps 8 --save-every 1 --keep 9 --clip 0")
+    train("run", "--schedule pipedream --window 16 --drain-every 1 --steps 8 --save-every 1 --set keep=9 --clip 0")
     copy = back_to(tmp_path / "run", 2)
     report = train("again", f"--resume {copy} --ranks 2 --drain-every 2")
     assert report["updating"]["num_updates"] == 2

@@ -61,7 +61,7 @@ def batches(folder: Path) -> list[dict[str, Any]]:
 def test_losses_are_those_of_the_plain_loop_over_the_microbatches_that_were_planned(
     train: Callable[..., Any], tmp_path: Path
 ) -> None:
-    report = train("run", "--packing planned --schedule zb-v --lr-decay constant --lr-warmup 0 --clip 0")
+    report = train("run", "--packing planned --schedule zb-v --set lr_decay=constant --set lr_warmup=0 --clip 0")
     settings = Settings.from_mapping(json.loads((tmp_path / "run" / "settings.json").read_text()))
     documents = gather_inputs(settings).data.documents
     assert documents is not None
@@ -96,7 +96,7 @@ def test_losses_are_those_of_the_plain_loop_over_the_microbatches_that_were_plan
 def test_a_run_is_repeated_from_its_record_and_goes_on_from_a_checkpoint_to_the_bit(
     train: Callable[..., Any], tmp_path: Path
 ) -> None:
-    options = "--schedule 1f1b --length-costs measured --steps 10 --save-every 4"
+    options = "--schedule 1f1b --set length_costs=measured --steps 10 --save-every 4"
     report = train("run", f"--packing planned {options}")
     assert any("costs by length, fitted to" in note for note in report["notices"])
     measured = CostsByLength.from_json(json.loads((tmp_path / "run" / "length-costs.json").read_text()))
@@ -158,12 +158,12 @@ def test_each_step_is_dispatched_as_is_best_for_its_lengths(
             "--packing planned --schedule pipedream-2bw --ranks 2",
             "order of microbatches says what each of its updates gathers",
         ),
-        ("--packing arrival --microbatch-tokens 100", "documents are taken as they come"),
-        ("--microbatch-tokens 100", "is for whole documents; add --packing planned"),
-        ("--length-costs measured", "is for whole documents; add --packing planned"),
-        ("--packing planned --microbatch-tokens 63", "no room for a document of the context's length, 64"),
+        ("--packing arrival --set microbatch_tokens=100", "documents are taken as they come"),
+        ("--set microbatch_tokens=100", "is for whole documents; add --packing planned"),
+        ("--set length_costs=measured", "is for whole documents; add --packing planned"),
+        ("--packing planned --set microbatch_tokens=63", "no room for a document of the context's length, 64"),
         ("--packing nowhere.jsonl", "no such file; give windows, arrival, planned"),
-        ("--packing planned --length-costs nowhere.json", "nowhere.json: No such file"),
+        ("--packing planned --set length_costs=nowhere.json", "nowhere.json: No such file"),
     ],
 )
 def test_what_does_not_go_together_is_refused_before_anything_starts(
@@ -205,10 +205,10 @@ def test_records_and_costs_of_other_runs_are_refused(train: Callable[..., Any], 
     costs = tmp_path / "costs.json"
     line = [LengthLine(1.0)] * 3
     costs.write_text(json.dumps(CostsByLength(line, line, line).to_json()))
-    said = train("costs", f"--packing planned --length-costs {costs}", code=2)
+    said = train("costs", f"--packing planned --set length_costs={costs}", code=2)
     assert "is for 3 stages, and the schedule has 2" in said
     costs.write_text("{")
-    assert "is not JSON" in train("costs", f"--packing planned --length-costs {costs}", code=2)
+    assert "is not JSON" in train("costs", f"--packing planned --set length_costs={costs}", code=2)
 
 
 def test_a_step_that_no_plan_fits_is_named(tmp_path: Path, texts: Path) -> None:

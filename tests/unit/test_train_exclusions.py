@@ -55,7 +55,7 @@ CASES: dict[str, list[dict[str, Any]]] = {
     "`--data` or `--tokenizer` with `--model clip`": [
         {"model": "clip", **given} for given in ({"data": "story.txt"}, {"tokenizer": "words.json"})
     ],
-    "`--tied` or `--context` with `--model clip`": [
+    "`--set tied` or `--context` with `--model clip`": [
         {"model": "clip", "tied": True},
         {"model": "clip", "context": 8},
     ],
@@ -66,7 +66,7 @@ CASES: dict[str, list[dict[str, Any]]] = {
     "`--model clip` with the `--schedule` of a chain of stages": [
         {"model": "clip", "preset": "nano", "schedule": "zb-v"}
     ],
-    "`--depth`, `--width`, `--heads`, `--dropout` or `--tied` with a Hugging Face model": [
+    "`--depth`, `--width`, `--heads`, `--set dropout` or `--set tied` with a Hugging Face model": [
         {"model": "t5/config.json", **given}
         for given in ({"depth": 2}, {"width": 8}, {"heads": 2}, {"dropout": 0.1}, {"tied": True})
     ],

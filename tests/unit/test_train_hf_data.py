@@ -54,7 +54,7 @@ class Kept:
 def unlabelled():
     return Batches([{{name: tensor for name, tensor in drawn(0).items() if name != "labels"}}])
 """
-OPTIONS = "--lr 0.02 --lr-decay constant --lr-warmup 0 --clip 0 --microbatches 4 --ranks 2"
+OPTIONS = "--lr 0.02 --set lr_decay=constant --set lr_warmup=0 --clip 0 --microbatches 4 --ranks 2"
 
 
 @pytest.fixture
@@ -118,7 +118,7 @@ def test_it_trains_as_the_plain_loop(train: Train, tmp_path: Path, name: str) ->
 @pytest.mark.slow
 def test_it_goes_on_where_its_data_stood(train: Train, tmp_path: Path) -> None:
     prepared(tmp_path, "llama")
-    options = f"--model model {OPTIONS} --steps 5 --save-every 3 --keep 4"
+    options = f"--model model {OPTIONS} --steps 5 --save-every 3 --set keep=4"
     for data in ("batches", "Kept"):
         train(f"part-{data}", f"{options} --data data.py:{data}")
         part = tmp_path / f"part-{data}"

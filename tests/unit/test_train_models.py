@@ -84,7 +84,7 @@ def test_it_learns_and_goes_on(train: Train, tmp_path: Path, model: str) -> None
     assert sum(whole[-2:]) < 0.9 * sum(whole[:2])
     assert (report["mesh"], report["sharding"]) == ({"pp": 4, "dp": 1, "tp": 1}, "copies")
     # The learning rate follows from the number of steps, so the break is one of the same run.
-    train("part", f"{options} --ranks 2 --save-every 5 --keep 3")
+    train("part", f"{options} --ranks 2 --save-every 5 --set keep=3")
     for name in ("step-00000012", "step-00000010"):
         for file in (tmp_path / "part/checkpoints" / name).iterdir():
             file.unlink()

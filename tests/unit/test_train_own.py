@@ -221,7 +221,7 @@ def test_a_run_goes_on_where_its_data_stood(train: Train, place: Path, tmp_path:
         options = f"--model resnet.py:ResNet --data loaders.py:{data} --microbatches 4 --batch 8 --steps 7 --ranks 2"
         if data == "samples":  # saving changes no number
             train(f"whole-{data}", options)
-        train(f"part-{data}", f"{options} --save-every 3 --keep 4")
+        train(f"part-{data}", f"{options} --save-every 3 --set keep=4")
         part = tmp_path / f"part-{data}"
         whole = losses(part)
         assert data != "samples" or whole == losses(tmp_path / f"whole-{data}")

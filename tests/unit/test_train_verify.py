@@ -48,7 +48,7 @@ def losses(folder: Path) -> list[float]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("where", ["--in-process --dropout 0.1", "--dp 2 --ranks 1"])
+@pytest.mark.parametrize("where", ["--in-process --set dropout=0.1", "--dp 2 --ranks 1"])
 def test_a_run_is_verified_first_and_learns_the_same(
     where: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], text: str
 ) -> None:

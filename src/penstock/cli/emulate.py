@@ -27,6 +27,8 @@ from penstock.train.folder import RunFolder, free_folder
 from penstock.train.options import LINKS, MACHINE, RUN, setting, with_options
 
 TRANSPORTS = (*BASE, "delegate")
+BETWEEN_PROCESSES = ("gloo", "delegate")
+"""Transports that threads of one process do not have: they hand messages over, at once or as "direct" does."""
 
 
 @dataclass(frozen=True)
@@ -41,34 +43,37 @@ class EmulationSettings:
     steps: int = setting(20, "How many steps to run.", RUN)
     stretch: float = setting(1.0, "Make ops and links slower by this factor, so that noise matters less.", MACHINE)
     message_cap: str = setting(
-        "1MB", "Most bytes of a message; larger ones are cut to this.", MACHINE, metavar="BYTES"
+        "1MB", "Most bytes of a message; larger ones are cut to this.", MACHINE, metavar="BYTES", is_rare=True
     )
     transport: str = setting("host", "What carries messages: host, gloo, direct or delegate.", LINKS)
     adapt: bool = setting(False, "Measure links, and change to a faster plan.", LINKS)
     store: str | None = setting(
-        None, "Where ranks that adapt report. [the job's own store]", LINKS, metavar="redis://HOST:PORT"
+        None, "Where ranks that adapt report. [the job's own store]", LINKS, metavar="redis://HOST:PORT", is_rare=True
     )
     host_memory: str | None = setting(
         None,
         "How many activations (4) or bytes (8GB) may wait in each host's memory while a link is delegated.",
         LINKS,
         metavar="N",
+        is_rare=True,
     )
     in_process: bool = setting(False, "Run all ranks in one process, as a thread each.", MACHINE)
-    timeout: float = setting(60.0, "Most seconds that any wait may last.", MACHINE)
+    timeout: float = setting(60.0, "Most seconds that any wait may last.", MACHINE, is_rare=True)
 
     def __post_init__(self) -> None:
         check_numbers(self, least={"steps": 1}, above_zero=("stretch", "timeout"))
         check_choices(self, {"transport": TRANSPORTS})
-        if self.in_process and self.transport == "delegate":
-            raise Misuse("delegates are processes beside a rank's; leave out --in-process")
+        if self.in_process and self.transport in BETWEEN_PROCESSES:
+            raise Misuse(
+                f"--transport {self.transport} is between processes, and --in-process has one; leave one of them out"
+            )
         for name in ("store", "host_memory"):
             if getattr(self, name) is not None and not self.adapt:
                 raise Misuse(f"--{name.replace('_', '-')} is for a run that adapts; add --adapt")
         if self.store is not None and STORES.fullmatch(self.store) is None:
             from penstock.runtime.adapt.store import without_password  # here, for it imports torch
 
-            raise Misuse(f"--store {without_password(self.store)}: write redis://HOST:PORT")
+            raise Misuse(f"--set store={without_password(self.store)}: write redis://HOST:PORT")
 
 
 @app.command(short_help="Run a schedule on emulated devices, beside what is simulated.")
@@ -153,7 +158,7 @@ def with_message_cap(costs: ps.Costs, schedule: ps.Schedule, cap: str) -> tuple[
     Raises:
         Misuse: a cap that is no size; messages above it that differ by microbatch.
     """
-    most = number_of_bytes("--message-cap", cap)
+    most = number_of_bytes("--set message_cap", cap)
     count, sizes = schedule.num_microbatches, costs.message_bytes
     heaviest = [costs.factors.table("message", kind, costs.num_stages, count).max(axis=1) for kind in "FB"]
     sent = [size * factor for row in heaviest for size, factor in zip(sizes, row.tolist(), strict=False)]
@@ -164,8 +169,8 @@ def with_message_cap(costs: ps.Costs, schedule: ps.Schedule, cap: str) -> tuple[
     is_cut = max(sent, default=0.0) > most
     if costs.factors.message and is_cut:
         raise Misuse(
-            f"some messages of these costs are larger than --message-cap {cap}, and they differ by microbatch; raise "
-            "--message-cap, or leave the message factors out of the costs"
+            f"some messages of these costs are larger than --set message_cap={cap}, and they differ by microbatch; "
+            "raise message_cap, or leave the message factors out of the costs"
         )
     capped = replace(
         costs,

@@ -48,6 +48,18 @@ LEFT = {
 }
 """Verbs that left, each with what to do now."""
 LEFT_OPTIONS = {
+    "--keep": "--set keep=4",
+    "--lr-decay": "--set lr_decay=constant",
+    "--lr-warmup": "--set lr_warmup=0",
+    "--dropout": "--set dropout=0.1",
+    "--optimizer-options": "--set optimizer_options={...}",
+    "--timeout": "--set timeout=60",
+    "--store": "--set store=redis://HOST:PORT",
+    "--host-memory": "--set host_memory=8GB",
+    "--length-costs": "--set length_costs=measured",
+    "--microbatch-tokens": "--set microbatch_tokens=4096",
+    "--tied": "--set tied=true",
+    "--message-cap": "--set message_cap=1MB",
     "--activation": "--cost activation=4",
     "--backward": "--times t=1,backward=3",
     "--b": "--cost b=20",

@@ -2,7 +2,7 @@
 
 links 2:3 are late by 120 ms: steps take 633 ms instead of 97
   why     nothing within the memory of each rank saves 2% (simulated 633 ms, at best 628)
-  helps   --host-memory 2   2 more activations per rank: 521 ms
+  helps   --set host_memory=2   2 more activations per rank: 521 ms
           --schedule zb-h2  holds up to 7 activations: 540 ms
 """
 
@@ -124,7 +124,7 @@ def what_would_help(job: Job, now: Configuration, measured: Measured) -> tuple[H
         ms = min(score(more_job, measured, each).ms for each in candidates(more_job, now, measured))
         if ms <= enough:
             many = "activation" if more == 1 else "activations"
-            found.append(Help(f"with {more} more {many} per rank", f"--host-memory {more:g}", ms))
+            found.append(Help(f"with {more} more {many} per rank", f"--set host_memory={more:g}", ms))
             break
     others = sorted(_others(job, measured), key=lambda each: each.ms)[:1]
     return tuple(sorted((*found, *(each for each in others if each.ms <= enough)), key=lambda each: each.ms))

@@ -41,6 +41,7 @@ class Declaration(NamedTuple):
         is_common: `--help` shows it, and not only `--help-all`.
         flags: its names on the command line; empty for `--` and the name of the field.
         metavar: what stands for its value in the help. is_repeated: the option may be given several times.
+        is_rare: it has no option of its own: `--set NAME=VALUE` gives it.
     """
 
     help: str
@@ -49,6 +50,7 @@ class Declaration(NamedTuple):
     flags: tuple[str, ...]
     metavar: str | None
     is_repeated: bool
+    is_rare: bool
 
 
 def setting(
@@ -60,9 +62,10 @@ def setting(
     flags: tuple[str, ...] = (),
     metavar: str | None = None,
     is_repeated: bool = False,
+    is_rare: bool = False,
 ) -> Any:
     """A field of a settings dataclass with an option. A mapping as the default is copied for each instance."""
-    said = Declaration(help, group, is_common, flags, metavar, is_repeated)
+    said = Declaration(help, group, is_common, flags, metavar, is_repeated, is_rare)
     if isinstance(default, dict):
         return dataclasses.field(default_factory=default.copy, metadata={"option": said})
     return dataclasses.field(default=default, metadata={"option": said})
@@ -78,6 +81,8 @@ class Option(NamedTuple):
 
     @property
     def flags(self) -> tuple[str, ...]:
+        if self.said.is_rare:
+            return (f"{SET} {self.name}",)
         return self.said.flags or (f"--{self.name.replace('_', '-')}",)
 
     @property
@@ -139,6 +144,51 @@ def _plain(hint: Any) -> Any:
     return dict if isinstance(origin, type) and issubclass(origin, Mapping) else origin
 
 
+SET = "--set"
+"""The option that gives settings without an option of their own."""
+
+
+def _rare(options: Mapping[str, Option]) -> dict[str, Option]:
+    return {name: option for name, option in options.items() if option.said.is_rare}
+
+
+def _set_parameter(rare: Mapping[str, Option]) -> inspect.Parameter:
+    """The parameter of `--set`, whose help lists what it gives."""
+    listed = "; ".join(f"{name}: {option.help}" for name, option in rare.items())
+    declared = typer.Option(SET, help=f"Another setting; may be repeated. {listed}", metavar="NAME=VALUE")
+    return inspect.Parameter(
+        "more", inspect.Parameter.KEYWORD_ONLY, default=None, annotation=Annotated[list[str] | None, declared]
+    )
+
+
+def _read_set(texts: Iterable[str], options: Mapping[str, Option]) -> dict[str, Any]:
+    """The settings that `--set NAME=VALUE` gives.
+
+    Raises:
+        SettingsError: a name that has an option of its own, or that is unknown.
+    """
+    rare, found = _rare(options), dict[str, Any]()
+    for text in texts:
+        given, equals, value = text.partition("=")
+        name = given.strip().replace("-", "_")
+        if name in options and name not in rare:
+            raise SettingsError(f"{SET} {text}: give {options[name].flags[0]}")
+        if not equals or name not in rare:
+            raise SettingsError(f"{SET} {text}: write NAME=VALUE with one of {', '.join(rare)}")
+        if name in found:
+            raise SettingsError(f"{SET} {text}: {name} is given twice")
+        found[name] = _value(value) if rare[name].kind in (int, float, bool) else value
+    return found
+
+
+def _value(text: str) -> Any:
+    """A number or a truth value, or the text if it is neither."""
+    try:
+        return json.loads(text)
+    except ValueError:
+        return text
+
+
 def with_options(*kinds: type) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Decorates a function for typer that takes `**given`: it gets the options of settings classes that are given."""
 
@@ -148,11 +198,15 @@ def with_options(*kinds: type) -> Callable[[Callable[..., Any]], Callable[..., A
             for each in inspect.signature(act, eval_str=True).parameters.values()
             if each.kind != each.VAR_KEYWORD
         ]
-        parameters = [*own, *(option.parameter() for option in options_of(*kinds).values())]
+        options = options_of(*kinds)
+        parameters = [*own, *(option.parameter() for option in options.values() if not option.said.is_rare)]
+        if rare := _rare(options):
+            parameters.append(_set_parameter(rare))
 
         @functools.wraps(act)
         def called(**arguments: Any) -> Any:
-            return act(**{name: value for name, value in arguments.items() if value is not None})
+            further = _read_set(arguments.pop("more", None) or (), options)
+            return act(**{name: value for name, value in arguments.items() if value is not None}, **further)
 
         called.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
         called.__annotations__ = {each.name: each.annotation for each in parameters}

@@ -168,7 +168,7 @@ class PlannedBatches:
         to these times.
 
         Args:
-            since: steps since the run began or resumed. file: where the costs are written, for `--length-costs`.
+            since: steps since the run began or resumed. file: where the costs are written, for `--set length_costs`.
         """
         for timed in timeline.ops:
             kind, stage, m = timed.op

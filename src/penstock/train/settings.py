@@ -53,13 +53,14 @@ class Settings:
     transport: str = setting("host", "What carries messages: host, gloo, direct, delegate or nccl.", LINKS)
     adapt: bool = setting(False, "Measure links, and change to a faster plan.", LINKS, is_common=True)
     store: str | None = setting(
-        None, "Where ranks that adapt report. [the job's own store]", LINKS, metavar="redis://HOST:PORT"
+        None, "Where ranks that adapt report. [the job's own store]", LINKS, metavar="redis://HOST:PORT", is_rare=True
     )
     host_memory: str | None = setting(
         None,
         "How many activations (4) or bytes (8GB) may wait in each host's memory while a link is delegated.",
         LINKS,
         metavar="N",
+        is_rare=True,
     )
     schedule: str = setting("1f1b", "Library schedule by name, or a schedule file.", SCHEDULE, is_common=True)
     ranks: int = setting(
@@ -90,7 +91,7 @@ class Settings:
         is_common=True,
     )
     in_process: bool = setting(False, "Run all ranks in one process, in turn.", SCHEDULE)
-    timeout: float = setting(60.0, "Most seconds that any wait may last.", MACHINE)
+    timeout: float = setting(60.0, "Most seconds that any wait may last.", MACHINE, is_rare=True)
     link: str | None = setting(
         None,
         "What messages between A and B meet, made slow on purpose: 0:1=latency:30ms+loss:1%; may be repeated.",
@@ -129,8 +130,10 @@ class Settings:
     width: int | None = setting(None, "Width of the blocks. [the preset's]", MODEL)
     heads: int | None = setting(None, "Attention heads per block. [the preset's]", MODEL)
     context: int | None = setting(None, "Tokens per sample. [the preset's]", MODEL)
-    dropout: float | None = setting(None, "Probability of dropout. [the preset's]", MODEL)
-    tied: bool | None = setting(None, "Let embedding and head share one weight, or not. [the preset's]", MODEL)
+    dropout: float | None = setting(None, "Probability of dropout. [the preset's]", MODEL, is_rare=True)
+    tied: bool | None = setting(
+        None, "Let embedding and head share one weight, or not. [the preset's]", MODEL, is_rare=True
+    )
     data: str | None = setting(
         None,
         "What the model learns from: text (a file, folder, .jsonl or .bin/.idx), or your own, data.py:make_data. "
@@ -151,17 +154,18 @@ class Settings:
         "Costs that plans of documents use: by the model's sizes, measured in the first steps, or a file.",
         DATA,
         metavar="HOW|FILE",
+        is_rare=True,
     )
-    microbatch_tokens: int | None = setting(None, "Most tokens in a planned microbatch.", DATA)
+    microbatch_tokens: int | None = setting(None, "Most tokens in a planned microbatch.", DATA, is_rare=True)
     batch: int = setting(16, "Samples per step, or as many tokens of whole documents.", DATA, is_common=True)
     lr: float = setting(4e-3, "Peak learning rate.", TRAINING, is_common=True)
-    lr_decay: str = setting("cosine", "How the learning rate goes on: cosine or constant.", TRAINING)
-    lr_warmup: int = setting(30, "Steps in which the learning rate rises to its peak.", TRAINING)
+    lr_decay: str = setting("cosine", "How the learning rate goes on: cosine or constant.", TRAINING, is_rare=True)
+    lr_warmup: int = setting(30, "Steps in which the learning rate rises to its peak.", TRAINING, is_rare=True)
     optimizer: str = setting(
         "AdamW", "A class of torch.optim, or muon: Muon for hidden matrices, AdamW for the rest.", TRAINING
     )
     optimizer_options: Mapping[str, Any] = setting(
-        {}, "Options of the optimizer other than lr, as JSON.", TRAINING, metavar="JSON"
+        {}, "Options of the optimizer other than lr, as JSON.", TRAINING, metavar="JSON", is_rare=True
     )
     clip: float = setting(1.0, "Largest norm of the gradient; 0 for no clipping.", TRAINING)
     precision: str = setting(
@@ -178,7 +182,7 @@ class Settings:
     seed: int = setting(0, "Seed of random numbers: weights, data order and dropout.", TRAINING, is_common=True)
     evaluate_every: int = setting(100, "Steps between evaluations; 0 evaluates only at the end.", RUN)
     save_every: int = setting(100, "Steps between checkpoints; 0 saves only at the end.", RUN)
-    keep: int = setting(2, "How many checkpoints to keep.", RUN)
+    keep: int = setting(2, "How many checkpoints to keep.", RUN, is_rare=True)
     threads: int | None = setting(
         None, "Threads per rank; the last digits of sums can depend on them. [its share of the cores]", MACHINE
     )
@@ -406,7 +410,7 @@ def check_ties(schedule: Schedule, tied: Sequence[Sequence[str]]) -> None:
     try:
         require_compatible(FeatureCombination(schedule, tied=tie))
     except RuntimeFailure as error:
-        raise SettingsError(str(error).replace("untie them", "give --no-tied")) from None
+        raise SettingsError(str(error).replace("untie them", "give --set tied=false")) from None
 
 
 def check_precision(precision: str, schedule: Schedule) -> None:

@@ -210,7 +210,7 @@ def check_store(address: str | None) -> None:
     try:
         RedisStore(address).close()
     except RuntimeFailure as error:
-        raise SettingsError(f"--store: {error}") from None
+        raise SettingsError(f"--set store: {error}") from None
 
 
 def start_ranks(

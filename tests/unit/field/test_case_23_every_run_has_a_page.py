@@ -21,7 +21,7 @@ SMALL = "--ranks 2 --microbatches 4 --batch 4 --depth 2 --width 16 --heads 2 --c
 RUNS = {
     "plain": f"--schedule zb-h1 --steps 6 {SMALL} --evaluate-every 2",
     "amdp": f"--schedule amdp --window 4 --steps 4 --drain-every 4 {SMALL}",
-    "emulated": "zb --ranks 2 --microbatches 4 --costs gpt2-7b --steps 4 --in-process --message-cap 10KB",
+    "emulated": "zb --ranks 2 --microbatches 4 --costs gpt2-7b --steps 4 --in-process --set message_cap=10KB",
     "mesh": f"--schedule 1f1b --dp 2 --steps 2 {SMALL.replace('microbatches 4', 'microbatches 2')}",
     "adapts": f"--schedule 1f1b --steps 12 {SMALL} --adapt",
     "adapts briefly": f"--schedule 1f1b --steps 2 {SMALL} --adapt",

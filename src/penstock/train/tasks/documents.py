@@ -98,8 +98,8 @@ def packed_documents(
     most = settings.microbatch_tokens
     if most is not None and most < context:
         raise SettingsError(
-            f"--microbatch-tokens {most} leaves no room for a document of the context's length, {context}; give at "
-            "least that"
+            f"--set microbatch_tokens={most} leaves no room for a document of the context's length, {context}; give "
+            "at least that"
         )
     corpus = corpus or open_corpus(settings.data, tokenizer)
     train = Sequences(
@@ -144,18 +144,18 @@ def costs_by_length(settings: Settings, sizes: CostsByLength) -> CostsByLength:
     try:
         found = CostsByLength.from_json(json.loads(path.read_text(encoding="utf-8")), str(path))
     except OSError as error:
-        raise SettingsError(f"--length-costs {path}: {error.strerror or error}") from None
+        raise SettingsError(f"--set length_costs={path}: {error.strerror or error}") from None
     except ValueError as error:
         what = str(error) if isinstance(error, CostError) else f"{path} is not JSON"
-        raise SettingsError(f"--length-costs: {what}") from None
+        raise SettingsError(f"--set length_costs: {what}") from None
     if found.towers:
         raise SettingsError(
-            f"--length-costs {path} is by lengths of {', '.join(found.tower_names)}, and documents have one length "
-            f"each; measure it for this model and schedule with --length-costs {MEASURED}"
+            f"--set length_costs={path} is by lengths of {', '.join(found.tower_names)}, and documents have one "
+            f"length each; measure it for this model and schedule with --set length_costs={MEASURED}"
         )
     if found.num_stages != sizes.num_stages:
         raise SettingsError(
-            f"--length-costs {path} is for {found.num_stages} stages, and the schedule has {sizes.num_stages}; "
-            f"measure it for this schedule with --length-costs {MEASURED}"
+            f"--set length_costs={path} is for {found.num_stages} stages, and the schedule has {sizes.num_stages}; "
+            f"measure it for this schedule with --set length_costs={MEASURED}"
         )
     return found
