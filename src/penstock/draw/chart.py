@@ -80,8 +80,8 @@ MARKERS = "osD^v"
 PAD, PHONE, MOST_COLUMNS = 16.0, 480, 400
 WITH_MARKERS = 24
 """Most points of a line that each get a marker."""
-SMALL = 11.0
-"""Pixels of a value's text."""
+SMALL, LEAST = 11.0, 9.5
+"""Pixels of a value's text, and of the narrowest bar whose value is written, turned on its side if need be."""
 ROW, CELL = 34.0, 20.0
 """Pixels of a row of parts, and of a row of a heat map."""
 
@@ -285,7 +285,8 @@ class Chart:
         _check("groups", groups, series)
         wide, room = 0.8 / len(series), (self.width - 2 * PAD - 40) / len(groups)
         shown = [self.show(value) for each in series for value in each.values if value is not None]
-        is_lying = max((text_width(each, SMALL) for each in shown), default=0.0) <= wide * room
+        longest = max((text_width(each, SMALL) for each in shown), default=0.0)
+        is_lying, is_told = longest <= wide * room, wide * room >= LEAST
         papers = [[math.nan if v is None else v for v in each.paper] or [math.nan] * len(groups) for each in series]
         highest = [v for each in series for row in (each.values, each.paper) for v in row if v is not None]
         with _axes() as axes:
@@ -296,7 +297,7 @@ class Chart:
                 axes.bar(at, heights, 0.94 * wide, color=color, label=name)
                 left, right = [x - wide / 2 for x in at], [x + wide / 2 for x in at]
                 axes.hlines(paper, left, right, color=COLORS["text"][0], lw=2)
-                for x, value, other in zip(at, each.values, paper, strict=True):
+                for x, value, other in zip(at, each.values, paper, strict=True) if is_told else ():
                     # A value is written above the stroke that its bar is compared with, if that is just above it.
                     top = 0.0 if value is None else max(value, 0.0)
                     top = other if 0 <= other - top < 0.08 * max(highest) else top
@@ -311,7 +312,8 @@ class Chart:
             axes.set_xticks(range(0, len(groups), every), ["\n".join(lines) for lines in names[::every]])
             axes.tick_params(axis="x", size=0)
             axes.set_xlim(-0.5, len(groups) - 0.5)
-            self._lay_values(axes, highest, 0.1 if is_lying else 0.06 + 7.0 * max(map(len, shown)) / self.height)
+            above = (SMALL if is_lying else longest) + 8 if is_told else 0.0
+            self._lay_values(axes, highest, 0.04 + above / (0.7 * self.height))
             what = f"{', '.join(each.name for each in series)} for {'; '.join(groups)}"
             return self._drawn(axes, [what], below=8 + 15.0 * max(map(len, names)))
 
@@ -381,7 +383,7 @@ class Chart:
 
     def _lay_values(self, axes: Any, values: Sequence[float], above: float = 0.04) -> None:
         """Lays the upright axis over values, with a share of its height free above the highest."""
-        low = min(0.0, *values, *([] if len(values) > 1 else [0.0])) if self.y.low is None else self.y.low
+        low = min([0.0, *values]) if self.y.low is None else self.y.low
         highest = max(values, default=low)
         high = highest + above / (1 - above) * (highest - low) if self.y.high is None else self.y.high
         axes.set_ylim(low, high if high > low else low + (abs(low) or 1.0))

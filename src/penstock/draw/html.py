@@ -105,10 +105,7 @@ def _timeline(panel: Panel, kinds: Sequence[str]) -> dict[str, Any]:
         "messages": {
             "source": [number[m.source] for m in messages],
             "target": [number[m.target] for m in messages],
-            "sent": [_ms(m.sent) for m in messages],
-            "left": [_ms(m.left) for m in messages],
-            "arrived": [_ms(m.arrived) for m in messages],
-            "taken": [_ms(m.taken) for m in messages],
+            **{name: [_ms(getattr(m, name)) for m in messages] for name in ("sent", "left", "arrived", "taken")},
             "posted": [_ms(m.posted) for m in messages if m.posted is not None],
         },
         "streams": [
