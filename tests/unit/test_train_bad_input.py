@@ -339,4 +339,4 @@ def test_options_of_one_chain_are_refused_for_towers(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     assert main(["train", "--model", "clip", "--option", "overlap=true", "--in-process"]) == 2
-    assert "--option overlap is for one chain of stages, and each tower has its own" in capfd.readouterr().err
+    assert "--option with --model clip: it is for one chain of stages" in capfd.readouterr().err

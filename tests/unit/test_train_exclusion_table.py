@@ -36,15 +36,24 @@ EXCLUDED: dict[str, list[dict[str, Any]]] = {
     "schedule with --in-process and --dp {dp}": [TWO | AMDP, TWO | {"schedule": "mine.json"}],
     "model_options with --model {model}": [{"model_options": {"width": 8}}],
     "depth with --model {model}": [
-        {"model": OWN, **given}
+        {"model": model, **given}
+        for model in (OWN, FOLDER)
         for given in ({"depth": 2}, {"width": 8}, {"heads": 2}, {"dropout": 0.1}, {"tied": True})
+    ],
+    "context with --model {model}": [
+        {"model": "clip", **given}
+        for given in ({"context": 8}, {"tied": False}, {"data": "story.txt"}, {"tokenizer": "words.json"})
+    ],
+    "stages with --model {model}": [
+        {"model": "clip", "schedule": "mixed", **given}
+        for given in ({"stages": 8}, {"cut": (1, 1, 1)}, {"schedule_options": {"overlap": True}})
     ],
     "context with --data {data}": [
         {"model": model, "data": BATCHES, **given}
         for model in (OWN, FOLDER)
         for given in ({"context": 8}, {"tokenizer": "words.json"})
     ],
-    "data with --model {model}": [{"model": name, "data": BATCHES} for name in ("gpt", "bert", "clip")],
+    "data with --model {model}": [{"model": name, "data": BATCHES} for name in ("gpt", "bert")],
     "packing with --model {model}": [
         {"model": model, "packing": name} for model in ("bert", "clip", OWN) for name in ("arrival", "planned")
     ],

@@ -52,23 +52,8 @@ CASES: dict[str, list[dict[str, Any]]] = {
     "`--model-options` with a `FILE.py:NAME` that is a module already": [
         {"model": "net.py:made", "model_options": {"width": 8}}
     ],
-    "`--data` or `--tokenizer` with `--model clip`": [
-        {"model": "clip", **given} for given in ({"data": "story.txt"}, {"tokenizer": "words.json"})
-    ],
-    "`--set tied` or `--context` with `--model clip`": [
-        {"model": "clip", "tied": True},
-        {"model": "clip", "context": 8},
-    ],
-    "`--stages`, `--option` or `--cut` with `--model clip`": [
-        {"model": "clip", "preset": "nano", "schedule": "mixed", **given}
-        for given in ({"stages": 8}, {"schedule_options": {"overlap": True}}, {"cut": (1, 1, 1)})
-    ],
     "`--model clip` with the `--schedule` of a chain of stages": [
         {"model": "clip", "preset": "nano", "schedule": "zb-v"}
-    ],
-    "`--depth`, `--width`, `--heads`, `--set dropout` or `--set tied` with a Hugging Face model": [
-        {"model": "t5/config.json", **given}
-        for given in ({"depth": 2}, {"width": 8}, {"heads": 2}, {"dropout": 0.1}, {"tied": True})
     ],
     "`--verify` with an asynchronous schedule": [AMDP | {"verify": True}],
     "`--resume` with another `--out`": [{"resume": "runs/one", "out": "runs/two"}],
@@ -85,11 +70,7 @@ WHY = dict(
             "GPU to GPU",
             "gather its statistics twice",
             "is made already",
-            "samples that are generated",
-            "samples that are generated",
-            "each tower has its own",
             "is for a chain of stages",
-            "has it in its config",
             "compares with a plain loop",
             "goes on in its own folder",
             "adapters are written as a folder",

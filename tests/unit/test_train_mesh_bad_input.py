@@ -69,7 +69,7 @@ BAD: dict[str, tuple[str, list[str]]] = {
     "an encoder with a decoder": ("--model t5", ["t5", "looked for", "one module per stage"]),
     "a config that is no JSON": ("--model broken/config.json", ["broken/config.json", "can't be read"]),
     "a config that is a list": ("--model listed", ["listed/config.json", "no JSON object"]),
-    "a decoder's sizes": ("--model llama --width 8", ["--width 8", "config", "leave it out"]),
+    "a decoder's sizes": ("--model llama --width 8", ["--width 8", "config", "leave --width out"]),
     "a decoder's context": ("--model llama --context 100", ["--context 100", "takes 64 tokens"]),
     "a decoder's vocabulary": ("--model small", ["tokenizer bytes has 256", "vocabulary of 200"]),
     "more stages than a decoder has layers": ("--model llama --ranks 8", ["8 stages", "4 layers"]),
@@ -89,7 +89,7 @@ BAD: dict[str, tuple[str, list[str]]] = {
     "more ranks than towers have layers": ("--model clip --pp 13", ["12 layers in all", "13 ranks", "--ranks 12"]),
     "an option that towers had": ("--model clip --tower text=ranks:2", ["No such option: --tower", "schedule file"]),
     "stages of towers": ("--model clip --stages 8", ["--stages 8", "each tower has its own", "schedule file"]),
-    "text for towers": ("--model clip --data text.txt", ["--data", "generated", "leave it out"]),
+    "text for towers": ("--model clip --data text.txt", ["--data", "generated", "leave --data out"]),
     "a preset of another model": ("--model bert --preset small", ["no preset of bert", "nano"]),
     "a context too short": ("--model bert --context 4", ["context 4", "at least 5"]),
 }

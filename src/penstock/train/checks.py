@@ -57,20 +57,6 @@ def check_choices(settings: Any, choices: Mapping[str, Sequence[str]]) -> None:
             raise SettingsError(f"no {name} {value!r}; choose {head} or {words[-1]}")
 
 
-def refuse_options(settings: Any, names: Sequence[str], why: str) -> None:
-    """Raises SettingsError if any of these options is given, that is, not None."""
-    for name in names:
-        value = getattr(settings, name)
-        if value is None:
-            continue
-        option = name.replace("_", "-")
-        if isinstance(value, bool):
-            shown = f"--{option}" if value else f"--no-{option}"
-        else:
-            shown = f"--{option} {','.join(map(str, value)) if isinstance(value, tuple) else value}"
-        raise SettingsError(f"{shown}: {why}; leave it out")
-
-
 def read_links(text: str | None, ranks: int) -> Links | None:
     """The conditions to inject. Raises SettingsError for those that make no sense."""
     if text is None:

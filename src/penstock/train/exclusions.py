@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from penstock.train.asynchronous import ASYNCHRONOUS, OPTIONS
 from penstock.train.checks import SettingsError, is_schedule_file
-from penstock.train.kinds import GPT, is_hugging_face, is_path
+from penstock.train.kinds import CLIP, GPT, is_hugging_face, is_path
 from penstock.train.options import Option, options_of
 from penstock.train.own_file import is_own
 
@@ -94,8 +94,20 @@ EXCLUSIONS = (
     Exclusion(
         ("depth", "width", "heads", "dropout", "tied"),
         "with --model {model}",
-        "your own model takes its sizes by --model-options",
-        lambda s: is_own(s.model),
+        "a model of your own takes its sizes by --model-options, and one of Hugging Face's has them in its config",
+        lambda s: is_path(s.model),
+    ),
+    Exclusion(
+        ("context", "tied", "data", "tokenizer"),
+        "with --model {model}",
+        "a CLIP learns from samples that are generated for it",
+        lambda s: s.model == CLIP,
+    ),
+    Exclusion(
+        ("stages", "cut", "schedule_options"),
+        "with --model {model}",
+        "it is for one chain of stages, and each tower has its own, which a schedule file can say",
+        lambda s: s.model == CLIP,
     ),
     Exclusion(
         ("context", "tokenizer"), "with --data {data}", "its batches are made already", lambda s: is_own(s.data)

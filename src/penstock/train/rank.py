@@ -309,7 +309,7 @@ class RankRun:
         return {
             "train_loss": self.train_loss,
             "loss": self.validation_loss,
-            "unit": task.unit,
+            "unit": self.inputs.data.unit,
             "model": settings.model,
             "num_parameters": sum(size for size, _ in sizes.values()),
             "num_trained": sum(size for size, is_trained in sizes.values() if is_trained),

@@ -34,7 +34,6 @@ class BERTTask(ChainTask):
             raise SettingsError(
                 f"context {config.context}: a sample of two parts and three special tokens needs at least {LEAST}"
             )
-        self.unit = "nats a sample of the validation text: a masked token, and whether the parts follow each other"
         tied = bert_tied_parameters(config)
         super().__init__(settings, schedule, config, bert_costs(config), BERTLoss(), tied, bert_stage)
 
@@ -47,7 +46,8 @@ class BERTTask(ChainTask):
             MaskedText(corpus.validation, corpus.vocab_size, context, settings.seed + 1), settings.batch
         )
         validation = [fresh[number] for number in range(VALIDATION_BATCHES)]
-        return TaskData(corpus.description, corpus.digest, batches, validation, corpus)
+        unit = "nats a sample of the validation text: a masked token, and whether the parts follow each other"
+        return TaskData(corpus.description, unit, corpus.digest, batches, validation, corpus)
 
 
 def masked_batches(text: MaskedText, batch: int) -> StepBatches:

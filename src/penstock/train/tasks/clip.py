@@ -36,7 +36,7 @@ from penstock.program import Branch, Rules, breadth_first, depth_first, placemen
 from penstock.runtime import Pipeline, partition
 from penstock.runtime.stage.branches import starts_of
 from penstock.schedule import Schedule, ScheduleError
-from penstock.train.checks import SettingsError, is_schedule_file, read_schedule, refuse_options
+from penstock.train.checks import SettingsError, is_schedule_file, read_schedule
 from penstock.train.kinds import CONTRAST, MIXED, STYLES
 from penstock.train.settings import Settings
 from penstock.train.tasks.layers import kept_sizes, preset_of, recomputed, require_one_end, require_shards
@@ -92,13 +92,9 @@ class CLIPTask:
         batches = CLIPBatches(samples, self._cut, settings.batch, settings.seed)
         fresh = [batches.fresh(number * settings.batch, settings.batch) for number in range(VALIDATION_BATCHES)]
         names = ", ".join(self.config.towers)
-        return TaskData(f"generated samples of {names}", f"paired-{settings.seed}", batches, fresh)
-
-    @property
-    def unit(self) -> str:
-        num_microbatches = self._counts[CONTRAST] * (self._settings.dp // self._settings.replicas_here)
-        by_chance = math.log(self._settings.batch / num_microbatches)
-        return f"nats to tell a sample's partner from those of its microbatch; {by_chance:.3f} by chance"
+        by_chance = math.log(settings.batch / (self._counts[CONTRAST] * (settings.dp // settings.replicas_here)))
+        unit = f"nats to tell a sample's partner from those of its microbatch; {by_chance:.3f} by chance"
+        return TaskData(f"generated samples of {names}", unit, f"paired-{settings.seed}", batches, fresh)
 
     def write(self, pipe: Pipeline) -> None:
         return None
@@ -141,15 +137,6 @@ FRESH = 1 << 20
 
 def clip_config(settings: Settings) -> CLIPConfig:
     """The preset with what the settings change in every tower. Raises SettingsError."""
-    refuse_options(
-        settings, ("context", "tied", "data", "tokenizer"), "a CLIP learns from samples that are generated for it"
-    )
-    refuse_options(settings, ("stages", "cut"), "each tower has its own; give a schedule file")
-    if settings.schedule_options:
-        raise SettingsError(
-            f"--option {min(settings.schedule_options)} is for one chain of stages, and each tower has its own; "
-            "leave it out, or give a schedule file"
-        )
     config: CLIPConfig = preset_of(settings, clip_presets)
     changes: dict[str, Any] = {
         name: value

@@ -18,6 +18,7 @@ from penstock.planning.batches import PackingError, pack_in_turn
 from penstock.train.checks import SettingsError
 from penstock.train.settings import MEASURED, SIZES, Settings
 from penstock.train.tasks.task import VALIDATION_BATCHES, Example, TaskData
+from penstock.train.tasks.text import next_token_unit
 
 BatchForm = Callable[[Tensor, Tensor], Any]
 """Makes a model's input of tokens[1, T] and the lengths[n] of the sequences in them."""
@@ -109,7 +110,13 @@ def packed_documents(
     documents = Documents(train, settings.dp, settings.microbatches, costs, form)
     documents.example([documents.of_step(0)])
     return TaskData(
-        corpus.description, corpus.digest, documents, _validation(settings, corpus, context, form), corpus, documents
+        corpus.description,
+        next_token_unit(tokenizer),
+        corpus.digest,
+        documents,
+        _validation(settings, corpus, context, form),
+        corpus,
+        documents,
     )
 
 

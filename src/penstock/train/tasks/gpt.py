@@ -18,7 +18,7 @@ from penstock.train.settings import Settings
 from penstock.train.tasks.documents import packed_documents
 from penstock.train.tasks.layers import ChainTask, changed, preset_of
 from penstock.train.tasks.task import TaskData
-from penstock.train.tasks.text import next_token_unit, next_tokens, tokenizer_of, write
+from penstock.train.tasks.text import next_tokens, tokenizer_of, write
 
 
 class GPTTask(ChainTask):
@@ -33,7 +33,6 @@ class GPTTask(ChainTask):
         config = gpt_config(settings, self._tokenizer.vocab_size)
         tied = tied_parameters(config)
         super().__init__(settings, schedule, config, gpt_costs(config), CrossEntropy(), tied, gpt_stage)
-        self.unit = next_token_unit(self._tokenizer)
 
     def read(self, corpus: Corpus | None) -> TaskData:
         if self._settings.is_packed:

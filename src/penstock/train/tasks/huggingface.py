@@ -6,9 +6,10 @@ import importlib.util
 import json
 import re
 from collections.abc import Callable
+from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -21,7 +22,7 @@ from penstock.models.huggingface.pictures import sees
 from penstock.runtime import Pipeline
 from penstock.runtime.checkpoint import Reader
 from penstock.schedule import Schedule
-from penstock.train.checks import SettingsError, refuse_options
+from penstock.train.checks import SettingsError
 from penstock.train.kinds import lora_of, place_of
 from penstock.train.own_file import is_own
 from penstock.train.settings import Settings
@@ -30,7 +31,7 @@ from penstock.train.tasks.layers import chain_bytes, recomputed, refuse_shared, 
 from penstock.train.tasks.masked import mask_token, masked
 from penstock.train.tasks.own_data import own_data
 from penstock.train.tasks.task import BYTES, TaskData
-from penstock.train.tasks.text import next_token_unit, next_tokens, tokenizer_of, write
+from penstock.train.tasks.text import next_tokens, tokenizer_of, write
 from penstock.train.tasks.token_batches import TOKENS, TokenBatchReader
 
 BY_HAND = (
@@ -51,15 +52,6 @@ UNREAD_TOKENIZERS = (
 """Files that say a folder has a tokenizer, in other forms than tokenizer.json."""
 
 
-class OwnBatches(NamedTuple):
-    """The user's own data, what it is evaluated on in words, and the tokens of a sample that are read and written."""
-
-    data: TaskData
-    unit: str
-    num_read: int
-    num_written: int
-
-
 class DecoderTask:
     """See `Task`.
 
@@ -70,9 +62,6 @@ class DecoderTask:
     """
 
     def __init__(self, settings: Settings, schedule: Schedule) -> None:
-        refuse_options(
-            settings, ("depth", "width", "heads", "dropout", "tied"), "a model of Hugging Face's has it in its config"
-        )
         self._settings, self._tokenizer = settings, tokenizer_of(settings)
         folder, has_weights = find(settings.model)
         self.decoder = decoder = decoder_of(folder, has_weights, settings)
@@ -140,21 +129,19 @@ class DecoderTask:
             self._mask = mask_token(tokenizer, config.vocab_size, settings.model)
 
     @cached_property
-    def _own(self) -> OwnBatches:
-        """The user's own batches, with the lengths of the first one."""
-        data, unit = own_data(self._settings, TokenBatchReader(self.decoder, self._settings.model))
+    def _own(self) -> tuple[TaskData, tuple[int, int]]:
+        """The user's own batches, and the tokens of a sample that are read and written in the first one."""
+        data = own_data(self._settings, TokenBatchReader(self.decoder, self._settings.model))
         inputs, labels = data.batches[0]
         if isinstance(inputs, list):  # of several replicas, cut already
             inputs, labels = inputs[0], labels[0]
-        return OwnBatches(data, f"nats a token, {unit}", inputs[TOKENS].shape[1], labels.shape[1])
+        lengths = inputs[TOKENS].shape[1], labels.shape[1]
+        return replace(data, unit=f"nats a token, {data.unit}"), lengths
 
     @property
     def _lengths(self) -> tuple[int, int]:
         """Tokens of a sample that are read, and that are written."""
-        if is_own(self._settings.data):
-            return self._own.num_read, self._own.num_written
-        assert self.num_tokens is not None
-        return self.num_tokens, self.num_tokens
+        return self._own[1] if self.num_tokens is None else (self.num_tokens, self.num_tokens)
 
     def stages(self) -> list[Callable[[], nn.Module]]:
         return [lambda part=part: self._built(part) for part in self._parts]  # type: ignore[misc]
@@ -198,7 +185,7 @@ class DecoderTask:
 
     def read(self, corpus: Corpus | None) -> TaskData:
         if is_own(self._settings.data):
-            return self._own.data
+            return self._own[0]
         assert self.num_tokens is not None
         if self._settings.is_packed:
             return packed_documents(
@@ -219,14 +206,6 @@ class DecoderTask:
             attended=heads * (getattr(config, "head_dim", None) or width // heads),
             vocab_size=config.vocab_size,
         )
-
-    @property
-    def unit(self) -> str:
-        if is_own(self._settings.data):
-            return self._own.unit
-        if self._mask is not None:
-            return "nats a masked token of the validation text"
-        return next_token_unit(self._tokenizer)
 
     def write(self, pipe: Pipeline) -> str | None:
         if self._mask is not None or self.num_tokens is None:

@@ -45,7 +45,7 @@ def masked(data: TaskData, mask: int, vocab_size: int, seed: int) -> TaskData:
     """
     batches = StepBatches(lambda step: _masked(data.batches[step], mask, vocab_size, (seed, 0, step)))
     fixed = [_masked(each, mask, vocab_size, (seed, 1, number)) for number, each in enumerate(data.validation)]
-    return replace(data, batches=batches, validation=fixed)
+    return replace(data, unit="nats a masked token of the validation text", batches=batches, validation=fixed)
 
 
 def _masked(example: Example, mask: int, vocab_size: int, draws: tuple[int, ...]) -> Example:

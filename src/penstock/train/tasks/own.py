@@ -27,7 +27,7 @@ from penstock.train.settings import Settings
 from penstock.train.tasks.layers import recomputed, refuse_shared, require_chain
 from penstock.train.tasks.own_data import own_data, require_samples, tensors_of
 from penstock.train.tasks.task import Example, TaskData
-from penstock.train.tasks.text import next_token_unit, next_tokens, tokenizer_of
+from penstock.train.tasks.text import next_tokens, tokenizer_of
 
 USUAL_CONTEXT = 128
 """Default tokens of a sample of text."""
@@ -66,7 +66,6 @@ class OwnTask:
         self.sizes: dict[str, Any] = {"name": self._own.name, **settings.model_options}
         self.tied: Sequence[Sequence[str]] = ()
         self.num_tokens = None if is_own(settings.data) else settings.context or USUAL_CONTEXT
-        self.unit = ""
         self._split: Split | None = None
         self.loss = self._find_loss()
 
@@ -119,11 +118,10 @@ class OwnTask:
         settings, model = self._settings, self.build()
         if is_own(settings.data):
             reader = BatchReader(model, str(self._own), not isinstance(self.loss, ModelLoss))
-            data, self.unit = own_data(settings, reader)
+            data = own_data(settings, reader)
         else:
             assert self.num_tokens is not None
-            tokenizer = tokenizer_of(settings)
-            data, self.unit = next_tokens(settings, tokenizer, self.num_tokens, corpus), next_token_unit(tokenizer)
+            data = next_tokens(settings, tokenizer_of(settings), self.num_tokens, corpus)
         return ModelTrial(model, data, *self._try(model, data.batches[0], data.is_dealt))
 
     def _try(self, model: nn.Module, first: Example, part: bool) -> Example:

@@ -11,9 +11,10 @@ from __future__ import annotations
 import inspect
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from itertools import islice
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -24,7 +25,7 @@ from penstock.runtime.tensors.digest import batch_digest
 from penstock.runtime.tensors.pytree import flatten
 from penstock.runtime.tensors.rng import mix
 from penstock.train.checks import SettingsError
-from penstock.train.own_file import ArgumentNames, OwnName, called, find, made, own_name, seeded
+from penstock.train.own_file import ArgumentNames, called, find, made, own_name, seeded
 from penstock.train.settings import Settings
 from penstock.train.tasks.task import Example, TaskData
 
@@ -51,7 +52,7 @@ class OwnSource:
     """
 
     def __init__(self, text: str, batch: int, seed: int, replica: int = 0, num_replicas: int = 1) -> None:
-        self.own: OwnName = own_name(text)
+        self.text, self.own = text, own_name(text)
         self.seed = seed
         module, self._found = find(text, OPTION)
         self.collate: Callable[[Any], Any] = getattr(module, COLLATE, default_collate)
@@ -255,14 +256,7 @@ class DatasetBatches:
             yield self.of(self._numbers[number * self._batch : (number + 1) * self._batch], number)
 
 
-class OwnData(NamedTuple):
-    """The user's own data as a run trains on it, and what it is evaluated on, in words."""
-
-    data: TaskData
-    unit: str
-
-
-def own_data(settings: Settings, read: ExampleReader) -> OwnData:
+def own_data(settings: Settings, read: ExampleReader) -> TaskData:
     """The data that `settings.data` names in a Python file.
 
     Args:
@@ -275,12 +269,10 @@ def own_data(settings: Settings, read: ExampleReader) -> OwnData:
     source = OwnSource(text, settings.batch, settings.seed)
     if source.is_dealt:
         return _dealt(settings, text, read)
-    found = opened(source, settings.batch, read)
-    data = TaskData(text, found.digest, found.batches, found.validation, stateful=found.stateful)
-    return OwnData(data, found.unit)
+    return opened(source, settings.batch, read)
 
 
-def _dealt(settings: Settings, text: str, read: ExampleReader) -> OwnData:
+def _dealt(settings: Settings, text: str, read: ExampleReader) -> TaskData:
     """The part of the data of this process's replica, if each replica loads its own."""
     dp = settings.dp
     if settings.is_asynchronous:
@@ -297,24 +289,9 @@ def _dealt(settings: Settings, text: str, read: ExampleReader) -> OwnData:
         raise SettingsError(f"--batch {settings.batch} cannot be dealt to {dp} replicas; give a multiple of {dp}")
     replica, batch = rank_of(os.environ) // settings.tp % dp, settings.batch // dp
     own = opened(OwnSource(text, batch, settings.seed, replica, dp), batch, read)
-    data = TaskData(text, own.form, own.batches, own.validation, stateful=own.stateful, is_dealt=dp > 1)
-    return OwnData(data, f"{own.unit}, of each replica's part")
-
-
-class OpenedData(NamedTuple):
-    """Batches of training, those to evaluate on, in words what these are, and a digest of the data."""
-
-    batches: IteratedBatches | DatasetBatches
-    validation: Iterable[Example]
-    unit: str
-    digest: str
-    form: str
-    """The properties that all replicas' parts have in common."""
-
-    @property
-    def stateful(self) -> dict[str, Any]:
-        """What of it has a place in a checkpoint."""
-        return {"data": self.batches} if isinstance(self.batches, IteratedBatches) else {}
+    form = _form(own.batches[0])  # unlike the samples, all replicas' parts have it in common
+    digest = f"{own_name(text).name} {form}"
+    return replace(own, unit=f"{own.unit}, of each replica's part", digest=digest, is_dealt=dp > 1)
 
 
 class Validation(Iterable[Example]):
@@ -327,7 +304,7 @@ class Validation(Iterable[Example]):
         return self._draw()
 
 
-def opened(source: OwnSource, batch: int, read: ExampleReader) -> OpenedData:
+def opened(source: OwnSource, batch: int, read: ExampleReader) -> TaskData:
     """The data of one replica.
 
     Args:
@@ -348,10 +325,10 @@ def opened(source: OwnSource, batch: int, read: ExampleReader) -> OpenedData:
     if source.takes_train:
         unit = f"on average over the batches of {own.name}(train=False)"
         others = Validation(lambda: _others(source, read))
-        return OpenedData(batches, others, unit, form, form)
+        return TaskData(source.text, unit, form, batches, others, stateful={"data": batches})
     again = list(islice(IteratedBatches(source, source.make(), read).first_pass(), SEEN_AGAIN))
     unit = f"on average over {len(again)} batches that it is trained on too ({own.name} takes no `train`)"
-    return OpenedData(batches, again, unit, form, form)
+    return TaskData(source.text, unit, form, batches, again, stateful={"data": batches})
 
 
 def _others(source: OwnSource, read: ExampleReader) -> Iterator[Example]:
@@ -370,7 +347,7 @@ def _require_kind(source: OwnSource, is_same: bool) -> None:
         )
 
 
-def _of_samples(source: OwnSource, found: Any, batch: int, read: ExampleReader) -> OpenedData:
+def _of_samples(source: OwnSource, found: Any, batch: int, read: ExampleReader) -> TaskData:
     own, num = source.own, len(found)
     if source.takes_train:
         other = source.make(train=False)
@@ -387,7 +364,8 @@ def _of_samples(source: OwnSource, found: Any, batch: int, read: ExampleReader) 
         raise SettingsError(f"{OPTION}: {own} has no sample with train=False to evaluate on; give at least one")
     kept = DatasetBatches(source, other, held, min(batch, len(held)), read)
     digest = f"{own.name} of {num} samples {batch_digest(tensors_of(source.collate([found[0]]))):x}"
-    return OpenedData(training, Validation(kept.in_order), unit, digest, f"{own.name} {_form(training[0])}")
+    _ = training[0]  # an error in a batch comes before the run
+    return TaskData(source.text, unit, digest, training, Validation(kept.in_order))
 
 
 def _form(example: Example) -> list[Any]:

@@ -52,15 +52,17 @@ class TaskData:
     """What a task learns from.
 
     Attributes:
-        description: in words. digest: short, and another one where the data is other.
-        batches: of the steps. validation: what is never trained on; at least one batch.
-        corpus: the text behind it, which a parent reads once for all its ranks; None where there is none.
-        documents: where whole documents are packed, what `batches` packs; else None.
-        stateful: by name, what keeps where it stands, for the checkpoint.
-        is_dealt: whether batches are this replica's part alone.
+        description: the data in words. unit: the unit of the loss on the validation data, in words.
+        digest: a short text, which differs if the data differs.
+        batches: the batches of the steps. validation: at least one batch on which the model is evaluated.
+        corpus: the text, which a parent reads once for all its ranks; None if there is none.
+        documents: the documents that `batches` packs if whole documents are packed; else None.
+        stateful: by name, the objects whose positions in the data a checkpoint has.
+        is_dealt: whether batches are only this replica's part.
     """
 
     description: str
+    unit: str
     digest: str
     batches: TaskBatches
     validation: Iterable[Example]
@@ -86,7 +88,6 @@ class Task(Protocol):
         config: its sizes. sizes: those of them that a resumed run must share, by name.
         num_tokens: of a sample: what its speed is counted in; None where a sample is no row of tokens.
         loss: of a microbatch.
-        unit: in words, of the loss on the validation data; known when the data is read.
         tied: groups of names of parameters that are one.
     """
 
@@ -98,8 +99,6 @@ class Task(Protocol):
     def sizes(self) -> Mapping[str, Any]: ...
     @property
     def loss(self) -> Callable[..., Tensor]: ...
-    @property
-    def unit(self) -> str: ...
     @property
     def tied(self) -> Sequence[Sequence[str]]: ...
 

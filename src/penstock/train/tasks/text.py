@@ -56,7 +56,7 @@ def next_tokens(settings: Settings, tokenizer: Tokenizer, context: int, corpus: 
     fixed = validation_batches(corpus.validation, settings.batch, context, VALIDATION_BATCHES, corpus.vocab_size)
     validation = [Example(*to_tensors(batch)) for batch in fixed]
     made = StepBatches(lambda step: Example(*to_tensors(batches[step])))
-    return TaskData(corpus.description, corpus.digest, made, validation, corpus)
+    return TaskData(corpus.description, next_token_unit(tokenizer), corpus.digest, made, validation, corpus)
 
 
 def next_token_unit(tokenizer: Tokenizer) -> str:
