@@ -86,6 +86,11 @@ def test_the_collection_is_whole() -> None:
     assert {name for name, given in BY_NAME.items() if len(given) > 1} >= OTHER_TYPES.keys()
 
 
+def test_options_are_at_most_190() -> None:
+    """Over all verbs; a new one replaces another, or is a value that `--set`, `--option` or `--cost` takes."""
+    assert len(EVERY) <= 190
+
+
 @pytest.mark.parametrize(
     "name", sorted(n for n, given in BY_NAME.items() if len(given) > 1 and n not in OTHER_MEANINGS)
 )

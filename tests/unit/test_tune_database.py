@@ -30,8 +30,8 @@ def ranks(monkeypatch: pytest.MonkeyPatch) -> tune_models.Ranks:
     return fake
 
 
-def measured(path: Path, settings: Settings = SMALL, fresh: bool = False) -> Meter:
-    meter = Meter(tuned_model(settings), settings, Measurements(path), fresh=fresh)
+def measured(path: Path, settings: Settings = SMALL) -> Meter:
+    meter = Meter(tuned_model(settings), settings, Measurements(path))
     meter.prepare(NEEDS, [1, 2])
     return meter
 
@@ -60,7 +60,6 @@ def test_the_second_time_nothing_is_measured(tmp_path: Path, ranks: tune_models.
     assert len(ranks.tasks) == 5
     assert second.profiles == first.profiles
     assert second.transfers == first.transfers
-    assert measured(tmp_path / "db", fresh=True).num_measured == 5
 
 
 @pytest.mark.parametrize(
@@ -112,7 +111,7 @@ def test_a_busy_machine_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(meter_module, "run_job", tune_models.Ranks(others=1.25))
     assert measured(tmp_path / "db").notices == [
         "other programs kept up to 1.2 cores busy while nano with depth 2, microbatches of 1, 1 rank and 4 more were "
-        "measured; --fresh measures anew"
+        f"measured; delete {tmp_path / 'db'} to measure again"
     ]
     assert measured(tmp_path / "db").notices == []
 
@@ -133,7 +132,9 @@ def test_a_damaged_file_is_named_with_the_way_out(tmp_path: Path, ranks: tune_mo
     with pytest.raises(TuneError, match=r"/[0-9a-f]{16}\.json is damaged .*delete it to measure again"):
         measured(tmp_path)
     assert all(path.read_text() == damage for path in tmp_path.iterdir())
-    assert measured(tmp_path, fresh=True).num_measured == 5
+    for path in tmp_path.iterdir():
+        path.unlink()
+    assert measured(tmp_path).num_measured == 5
 
 
 def test_a_place_that_can_not_be_written_is_told(tmp_path: Path) -> None:

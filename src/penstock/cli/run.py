@@ -96,6 +96,7 @@ LEFT_OF_VERBS = {
     "tune": dict.fromkeys(IN_CONFIG, "write it into a file for --config, such as depth = 8")
     | {
         "--database": "set XDG_CACHE_HOME to another folder",
+        "--fresh": "delete the folder penstock/measurements of your cache folder",
         "--option": "penstock plan and simulate take options of schedules",
         "--steps": "give --verify, which runs ten steps twice",
         "--tower": TOWERS,

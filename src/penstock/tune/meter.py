@@ -81,7 +81,7 @@ class Measurements:
     """
 
     def __init__(self, folder: Path | None = None) -> None:
-        self._folder = folder = folder or default_folder()
+        self.folder = folder = folder or default_folder()
         try:
             folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:
@@ -113,7 +113,7 @@ class Measurements:
 
     def _path(self, key: Mapping[str, Any]) -> Path:
         text = json.dumps(key, sort_keys=True, allow_nan=False)
-        return self._folder / f"{hashlib.sha256(text.encode()).hexdigest()[:16]}.json"
+        return self.folder / f"{hashlib.sha256(text.encode()).hexdigest()[:16]}.json"
 
 
 class Meter:
@@ -122,7 +122,6 @@ class Meter:
     Args:
         measurements: where results are kept.
         seconds: to measure each microbatch size and number of ranks.
-        fresh: whether to measure again what is known.
         say: is called with a line before something is measured.
 
     Attributes:
@@ -137,13 +136,12 @@ class Meter:
         settings: Settings,
         measurements: Measurements,
         seconds: float = 1.0,
-        fresh: bool = False,
         say: Callable[[str], None] | None = None,
     ) -> None:
         self.num_measured = self.num_reused = 0
         self._disturbed: list[tuple[float, str]] = []
         self.model, self._settings = model, settings
-        self._measurements, self._seconds, self._fresh = measurements, seconds, fresh
+        self._measurements, self._seconds = measurements, seconds
         self.say = say or (lambda line: None)
         self.threads = settings.threads or 1
         self.profiles: dict[NeededProfile, Profile] = {}
@@ -165,7 +163,7 @@ class Meter:
         if need in self.profiles if is_profile else need.num_parallel in self.transfers:
             return True
         form: type[Profile | MessageCosts] = Profile if is_profile else MessageCosts
-        known = None if self._fresh else self._measurements.get(self._key(need), form)
+        known = self._measurements.get(self._key(need), form)
         if known is None:
             return False
         self.num_reused += 1
@@ -211,7 +209,7 @@ class Meter:
         and_more = f" and {more} more" if more else ""
         return [
             f"other programs kept up to {busiest:.1f} cores busy while {first}{and_more} "
-            f"{'were' if more else 'was'} measured; --fresh measures anew"
+            f"{'were' if more else 'was'} measured; delete {self._measurements.folder} to measure again"
         ]
 
     def _set(self, need: NeededProfile | NeededMessages, value: Profile | MessageCosts) -> None:

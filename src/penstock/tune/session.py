@@ -102,7 +102,7 @@ def measure(asked: TuneSettings, say: Say = None) -> Meter:
 
 
 def _meter(model: TunedModel, asked: TuneSettings, settings: Settings, say: Say) -> Meter:
-    return Meter(model, settings, Measurements(), asked.seconds, asked.fresh, say)
+    return Meter(model, settings, Measurements(), asked.seconds, say)
 
 
 def _space(

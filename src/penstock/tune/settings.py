@@ -101,7 +101,6 @@ class TuneSettings:
         False, "Measure layers and messages, and search nothing. --ranks is then 1 if not given.", COSTS
     )
     seconds: float = setting(1.0, "For how many seconds to measure, each microbatch size.", COSTS)
-    fresh: bool = setting(False, "Measure again what was measured before.", COSTS)
     config: Path | None = None
     costs: str | None = None
     memory_limit: float | None = None
