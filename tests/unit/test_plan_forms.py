@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 import penstock as ps
-from penstock.planning.joint import moves
+from penstock.planning import row_walk
 from penstock.planning.joint.problem import pose_joint
 from penstock.planning.options import Limits, OpForms
 from penstock.schedule import Op
@@ -108,7 +108,7 @@ def test_a_forward_that_runs_again_comes_before_those_of_later_microbatches() ->
     ops = tuple(Op(kind[0], 0, int(kind[1])) for kind in ["F0", "F1", "R1", "I0", "W0", "I1", "W1"])
     orders = problem.read(ps.Schedule("by-hand", ps.placements.one_to_one(1), (ops,), (0, 0)))
     assert problem.fits(orders)
-    moves.run_again(problem.ops, orders, 0, 0)
+    row_walk.run_again(problem.ops, orders, 0, 0)
     again = problem.schedule(orders, "again")
     ps.check(again)
     assert [op.short() for op in again.order[0]] == ["F0", "F1", "R0", "R1", "I0", "W0", "I1", "W1"]

@@ -19,7 +19,7 @@ import pytest
 import penstock as ps
 from in_python import in_python
 from penstock.engine.list_by_values import ListSpace
-from penstock.planning import anneal, exact, forward_backward, repeat, strategy, threads
+from penstock.planning import anneal, exact, forward_backward, repeat, row_walk, strategy, threads
 from penstock.planning.annealing import annealed
 from penstock.planning.bounds import jackson_bound
 from penstock.planning.building_blocks import BlockSearch
@@ -27,7 +27,6 @@ from penstock.planning.graph import sequence
 from penstock.planning.graph.problem import pose_graph
 from penstock.planning.graph.search import SequenceWalk
 from penstock.planning.graph.search import begin as begin_graph
-from penstock.planning.joint import moves
 from penstock.planning.joint import search as joint
 from penstock.planning.joint.problem import pose_joint
 from penstock.planning.metropolis import Cooling
@@ -257,7 +256,7 @@ class Begun(Exception):
         (PerturbationSearch, forward_backward, "shaken"),
         (Walk, anneal, "anneal"),
         (BlockSearch, repeat, "drawn"),
-        (joint.JointWalk, moves, "anneal"),
+        (joint.JointWalk, row_walk, "anneal"),
         (SequenceWalk, sequence, "walk"),
     ],
 )

@@ -15,9 +15,9 @@ from penstock.planning import strategy
 from penstock.planning.joint.away import sent_away
 from penstock.planning.joint.bounds import lower_bound
 from penstock.planning.joint.problem import JointProblem, pose_joint
-from penstock.planning.joint.rows import Orders
 from penstock.planning.options import OpForms, in_turn, limits_of
 from penstock.planning.problem import pose
+from penstock.planning.row_walk import Orders
 from penstock.planning.search import greedy
 from penstock.schedule import Op, one_to_one
 from proof_cases import OFFLOADED, draw_free, in_host_memory, judge

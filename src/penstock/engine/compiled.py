@@ -32,11 +32,10 @@ KERNELS = {
     "penstock.planning.anneal": ("lay_out", "load", "line_up", "anneal", "seed"),
     "penstock.planning.forward_backward": ("trials", "shaken", "seed"),
     "penstock.planning.graph.sequence": ("placed", "walk", "seed"),
-    "penstock.planning.joint.moves": ("anneal", "seed"),
-    "penstock.planning.joint.rows": ("set_forms", "fits", "timed"),
     "penstock.planning.longest_paths": ("heads", "jackson", "jackson_all"),
     "penstock.planning.ramps": ("idle_till", "with_both_ends"),
     "penstock.planning.repeat": ("squeezed", "drawn", "improved", "seed"),
+    "penstock.planning.row_walk": ("set_forms", "fits", "timed", "anneal", "seed"),
     "penstock.planning.time_windows": ("refuted",),
 }
 """The functions that Python calls, by their modules."""

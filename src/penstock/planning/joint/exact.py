@@ -15,8 +15,8 @@ from penstock.engine.network import NONE, Array
 from penstock.planning.bounds import heads_and_tails, own_tails
 from penstock.planning.joint.bounds import relaxed, relaxed_waits
 from penstock.planning.joint.problem import JointProblem
-from penstock.planning.joint.rows import WHOLE, F, I, L, O, Orders, R, W
 from penstock.planning.order_model import ModelOp, OrderModel, TimeGrid
+from penstock.planning.row_walk import WHOLE, F, I, L, O, Orders, R, W
 
 if TYPE_CHECKING:
     from penstock.planning.joint.search import JointSearch

@@ -25,14 +25,14 @@ import numpy as np
 from penstock.cost import Costs, Links
 from penstock.engine.compiled import compiled
 from penstock.engine.network import NONE, Array
-from penstock.planning.joint import rows
-from penstock.planning.joint.rows import F, I, Ops, Orders, W
+from penstock.planning import row_walk
 from penstock.planning.options import Limits, OpForms, dealt
+from penstock.planning.row_walk import F, I, Ops, Orders, W
 from penstock.schedule import Op, Placement, Schedule
 from penstock.schedule.offload import OFFLOAD, RELOAD, with_offload
 
 _KINDS = ("F", "R", "I", "W", OFFLOAD, RELOAD)
-"""By number, as `rows` has them."""
+"""By number, as `row_walk` has them."""
 
 
 @dataclass(frozen=True)
@@ -73,7 +73,7 @@ class JointProblem:
 
     def fits(self, orders: Orders) -> bool:
         """Whether orders keep to the caps; what follows from their rows and forms is filled in."""
-        module: Any = compiled(rows)
+        module: Any = compiled(row_walk)
         module.set_forms(self.ops, orders)
         return all(module.fits(self.ops, orders, r) for r in range(self.num_ranks))
 
@@ -83,7 +83,7 @@ class JointProblem:
         Args:
             start: room for when each op starts.
         """
-        module: Any = compiled(rows)
+        module: Any = compiled(row_walk)
         start = np.empty(self.num_ops) if start is None else start
         return float(module.timed(self.ops, orders, start))
 

@@ -4,7 +4,7 @@ bound     `bounds.lower_bound`: true for every form
 starts    plans in which all ops have one form (`planning.search`); library schedules, with forwards run again
           where they hold too much (`passes.recompute`); where activations may go to host memory, plans for that
           memory too, of which those that are needed last go there (`away`)
-anneal    moves of order and form (`moves`), from the best so far
+anneal    moves of order and form (`row_walk`), from the best so far
 exact     CP-SAT with optional intervals, where the problem is small
 """
 
@@ -21,18 +21,18 @@ import numpy as np
 from penstock.engine.network import Array
 from penstock.engine.tolerance import EPSILON
 from penstock.passes import recompute
-from penstock.planning import order_model, strategy
+from penstock.planning import order_model, row_walk, strategy
 from penstock.planning.annealing import Annealer, annealed
-from penstock.planning.joint import exact, moves
+from penstock.planning.joint import exact
 from penstock.planning.joint.away import sent_away
 from penstock.planning.joint.bounds import lower_bound, relaxed
 from penstock.planning.joint.problem import JointProblem
-from penstock.planning.joint.rows import F, I, L, O, Orders, R, W
 from penstock.planning.library_starts import MOST_OPS, built
 from penstock.planning.metropolis import Cooling
 from penstock.planning.options import OpForms
 from penstock.planning.problem import Problem, pose
 from penstock.planning.progress import Incumbent, Progress
+from penstock.planning.row_walk import F, I, L, O, Orders, R, W
 from penstock.planning.search import Search, greedy
 from penstock.planning.threads import is_quick
 from penstock.schedule import Schedule, ScheduleError
@@ -283,7 +283,7 @@ def _take_library(search: JointSearch, name: str, made: Schedule, timed: bool) -
 class JointWalk(Annealer[JointSearch]):
     """One thread's walk. Temperatures are shares of the mean duration of an op."""
 
-    MODULE, MOVES, HOT, COLD = moves, (20_000.0, 2e7), 0.5, 0.1
+    MODULE, MOVES, HOT, COLD = row_walk, (20_000.0, 2e7), 0.5, 0.1
 
     def __init__(self, problem: JointProblem, seed: int) -> None:
         super().__init__(problem, seed)
