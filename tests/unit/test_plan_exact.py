@@ -106,6 +106,12 @@ def test_memory_keeps_a_rank_idle_at_both_ends(
     assert destructive_bound(problem, 0.0, 200.0) == pytest.approx(best, rel=2e-6)
 
 
+def test_idle_time_is_asked_for_at_some_moments_where_a_rank_has_many() -> None:
+    """With more than 256 moments on a rank every plan failed: the C core takes no array with gaps."""
+    problem = problem_of(0, 2, 200, 0.5)
+    assert work_bound(problem) <= ramp_bound(problem, work_bound(problem))
+
+
 def test_a_rank_with_too_many_states_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
     problem = problem_of(0, 2, 3, 0.5)
     known = work_bound(problem)

@@ -287,7 +287,7 @@ def ramp_bound(problem: Problem, known: float = 0.0, work: bool = True) -> float
         for network, head, turned in ((queues, ends[0], False), (queues.turned(), ends[1], True)):
             first = head[queues.row_first[r] : queues.row_first[r + 1]]
             asked = np.unique(first)
-            asked = asked[:: 1 + len(asked) // _MOST_MOMENTS]
+            asked = asked[:: 1 + len(asked) // _MOST_MOMENTS].copy()
             found = np.empty(len(asked))
             ways_over = RankWays(*_ways_over(problem, r, turned), turned, _late(network, mine), *room)
             module.idle_till(network, r, head, ways_over, asked, found)
