@@ -192,7 +192,7 @@ def test_nothing_is_searched_where_the_first_order_took_the_time(
         monkeypatch.setattr(strategy, name, lambda *_: pytest.fail("the time was over"))
     monkeypatch.setattr(Trials, "go", lambda *_: pytest.fail("the time was over"))
     monkeypatch.setattr(Walk, "go", lambda *_: pytest.fail("the time was over"))
-    monkeypatch.setattr(exact, "within", lambda *_, **__: pytest.fail("the time was over"))
+    monkeypatch.setattr(exact, "OrderModel", lambda *_: pytest.fail("the time was over"))
     strategy.run(search)
     assert search.row is before
 
