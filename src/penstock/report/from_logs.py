@@ -39,7 +39,7 @@ from penstock.control.advice import Unanswered
 from penstock.control.closed_loop_simulation import run_once
 from penstock.control.compute import Factors, scaled
 from penstock.control.configuration import Configuration, Job, peaks
-from penstock.control.decide import Action, predict, run_on
+from penstock.control.decide import Action, predict
 from penstock.control.errors import ControlError
 from penstock.control.events import (
     Dropped,
@@ -298,17 +298,17 @@ class ReadLog:
         then = self.configurations[decision]
         if seen.conditions is None or not seen.conditions.down <= set(then.delegated):
             return None
-        return run_on(self._costs(seen.conditions), self.job.transport, then, seen.conditions.links.links()).makespan
+        return predict(self._job_in(seen.conditions), then, [seen.conditions.links.links()])
 
     def timeline(self, seen: Iteration) -> Timeline | None:
         """An iteration as it ran, simulated in the same way."""
         if seen.conditions is None:
             return None
-        ran, costs = self.configurations[seen.decision], self._costs(seen.conditions)
-        return run_once(replace(self.job, costs=costs), ran, seen.conditions.links.links())
+        ran = self.configurations[seen.decision]
+        return run_once(self._job_in(seen.conditions), ran, seen.conditions.links.links())
 
-    def _costs(self, conditions: MeasuredConditions) -> Costs:
-        return scaled(self.job.costs, conditions.factors)
+    def _job_in(self, conditions: MeasuredConditions) -> Job:
+        return replace(self.job, costs=scaled(self.job.costs, conditions.factors))
 
 
 def records(lines: Iterable[str], file: str, kind: type[T]) -> list[T]:

@@ -42,7 +42,7 @@ from penstock.draw.report_page import (
 )
 from penstock.draw.scale import percent, short
 from penstock.report.run_record import RunRecord
-from penstock.report.run_story import DecisionOutcome, Iteration, RunMemory, RunStory
+from penstock.report.run_story import DecisionOutcome, RunMemory, RunStory
 from penstock.report.words import alarms, range_of, reaction, seconds, sentence, sentences, times, way_name
 from penstock.simulation import Timeline
 
@@ -50,8 +50,8 @@ _MEASURED = (
     "Measured: the median iteration since what the change answers began, and with it. Saved: measured iterations "
     "with the change against that median, while the same links are late."
 )
-MOST_ROWS, MOST_SPELLS = 400, 12
-"""Iterations that the table at the end lists, and times in which a link was late."""
+MOST_SPELLS = 12
+"""Times in which a link was late that the table of links lists."""
 MOST_POINTS = 200
 """Points of a line over steps."""
 MOST_OPS = 8000
@@ -255,7 +255,7 @@ def _sections(story: RunStory) -> list[str]:
     if (memory := story.memory) is not None:
         note = f"Most held by each rank at any time, {memory.source}."
         found.append(inline_section("Memory", partial(_memory, memory), note))
-    return [*found, _rows(story)]
+    return found
 
 
 def _ends(story: RunStory) -> tuple[float, float]:
@@ -368,11 +368,8 @@ def _spells(story: RunStory) -> str:
         (0, 1),
         "Late links",
     )
-    return found + _rest(len(story.spells) - MOST_SPELLS, "shorter spell", "left out")
-
-
-def _rest(count: int, noun: str, where: str) -> str:
-    return f'<p class="r-note">{times(count, noun)} {where}.</p>' if count > 0 else ""
+    rest = len(story.spells) - MOST_SPELLS
+    return found + (f'<p class="r-note">{times(rest, "shorter spell")} left out.</p>' if rest > 0 else "")
 
 
 def _decisions(decisions: Sequence[DecisionOutcome]) -> str:
@@ -413,30 +410,3 @@ def _faults(story: RunStory) -> str:
         counted = {"counted": lambda each: each[0], "number": lambda each: short(each[1])}
         found += table(story.counters, counted, (0,), "Counters")
     return found
-
-
-def _rows(story: RunStory) -> str:
-    """Every iteration as a row, folded away."""
-    rows = table(
-        story.iterations[:MOST_ROWS],
-        {
-            "iteration": lambda each: str(each.number),
-            "runs": lambda each: str(each.decision) if each.decision else "start",
-            "measured ms": lambda each: short(each.ms),
-            "simulated ms": lambda each: maybe(each.simulated, short),
-            "kept ms": lambda each: maybe(each.kept, short),
-            "slowest link": lambda each: _worst(each, story),
-        },
-        (),
-        "Iterations",
-    )
-    rest = _rest(len(story.iterations) - MOST_ROWS, "more iteration", "in the JSON")
-    return f"<section><details><summary>All iterations as a table</summary>{rows}{rest}</details></section>"
-
-
-def _worst(each: Iteration, story: RunStory) -> str | None:
-    known = [link for link in story.links if link in each.delays]
-    if not known:
-        return None
-    link = max(known, key=lambda link: each.delays[link])
-    return f"{way_name(link)}: {short(each.delays[link])} ms"
