@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import nn
 
 import penstock as ps
+from backends import Backend, backends
 from penstock.cost.links import Links
 from penstock.runtime import DeadlineExceeded, RuntimeFailure
 from penstock.runtime.mesh.peers import GroupPeers
@@ -144,9 +145,11 @@ def train(rank: int, dispatch: str) -> list[bool]:
 
 
 @pytest.mark.parametrize("dispatch", ["frozen", "dynamic"])
-def test_training_has_the_same_numbers_on_slow_links(dispatch: str) -> None:
-    outcomes = run_ranks_to_end(3, train, dispatch)
-    assert all(all(o.value) and len(o.value) > 8 for o in outcomes)
+@pytest.mark.parametrize("backend", backends(3))
+def test_training_has_the_same_numbers_on_slow_links(backend: Backend, dispatch: str) -> None:
+    for same in backend.values(train, dispatch):
+        assert all(same)
+        assert len(same) > 8
 
 
 def train_through_lines(rank: int) -> list[bool]:

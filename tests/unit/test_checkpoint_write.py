@@ -12,7 +12,6 @@ import resource
 import shutil
 import subprocess
 import sys
-import zlib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -20,7 +19,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
@@ -316,36 +315,6 @@ def test_latest_does_not_go_back_past_a_newer_format(tmp_path: Path) -> None:
     write(tmp_path, 1, {"a": torch.zeros(2)}, {})
     damaged(write(tmp_path, 2, {"a": torch.zeros(2)}, {}), version=5)
     assert latest(tmp_path) == tmp_path / "step-00000002"
-
-
-def earlier(folder: Path, tensors: dict[str, Tensor], meta: object) -> Path:
-    """A checkpoint as version 0.1 wrote it."""
-    path = folder / "step-00000003"
-    path.mkdir(parents=True)
-    save_file(tensors, path / "rank-00000.safetensors")
-    entries = {
-        name: {"shard": "rank-00000.safetensors", "shape": [*t.shape], "dtype": "F32", "crc32": zlib.crc32(t.numpy())}
-        for name, t in tensors.items()
-    }
-    index = {"step": 3, "meta": meta, "shards": {"rank-00000.safetensors": 0}, "tensors": entries}
-    checksum = zlib.crc32(json.dumps(index, separators=(",", ":")).encode())
-    whole = {"format": "penstock-checkpoint", "version": 2, "crc32": checksum, "index": index}
-    (path / "index.json").write_text(json.dumps(whole))
-    return path
-
-
-def test_a_checkpoint_of_an_earlier_version_is_refused(tmp_path: Path) -> None:
-    tensors = model(3)
-    stored = {"dict": [["a", {"tuple": [1, {"tensor": 0}]}]]}
-    packed = {
-        "extra/0#json": torch.frombuffer(bytearray(json.dumps(stored).encode()), dtype=torch.uint8),
-        "extra/0#0": torch.ones(2),
-    }
-    groups = [{"lr": 0.5, "betas": {"tuple": [0.8, 0.9]}}]
-    optimizer = {"class": "Adam", "groups": groups, "members": [["layers.0.weight"]]}
-    path = earlier(tmp_path / "old", tensors | packed, {"epoch": 4, "optimizer": optimizer})
-    with pytest.raises(CheckpointError, match=r"it has no manifest\.json that can be read"):
-        Reader(path)
 
 
 def test_tools_of_torch_read_it_by_plain_names(tmp_path: Path) -> None:

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import itertools
 import json
-import random
 from collections.abc import Sequence
 from dataclasses import replace
-from itertools import product
 
 import pytest
 
@@ -41,7 +39,6 @@ from penstock.control.evidence import BURST
 from penstock.cost import Links
 from penstock.planning import adapted_warmups
 from proof_cases import in_host_memory
-from tiers import others_nightly
 
 pytestmark = pytest.mark.unit
 
@@ -93,25 +90,6 @@ def test_the_new_plan_runs_at_most_six_iterations_after_the_slow_one(moment: flo
     assert first_new - first_slow <= 6
     # Of these the first was slow in part, and the last ran while all ranks agreed.
     assert run.iterations[-1].ms < run.iterations[first_new - 1].ms
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("noise", "seed"), others_nightly(product([0.03, 0.2], range(2)), [(0.2, 0)]))
-def test_noise_changes_the_plan_at_most_once_in_1000_iterations(seed: int, noise: float) -> None:
-    rng = random.Random(seed)
-    controller = Controller(JOB)
-    made: list[Decision] = []
-    for number in range(1000):
-        for link in ((0, 1), (1, 2), (2, 3), (1, 0), (2, 1), (3, 2)):
-            whole = 1.5 if rng.random() < 0.01 else 1.0  # the whole iteration is slow on this link
-            times = [
-                3.0 * whole * max(0.0, rng.gauss(1, noise)) * (1.5 if rng.random() < 0.01 else 1.0) for _ in range(12)
-            ]
-            controller.feed(Transfers(link, (2.0**24,) * 12, tuple(times)))
-        made += controller.feed(IterationEnded(number, 400.0))
-        if controller.waiting is not None:
-            controller.feed(Switched(controller.waiting.number))
-    assert len(made) <= 1
 
 
 def test_recovery_goes_back_once_and_late() -> None:

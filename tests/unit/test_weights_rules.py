@@ -12,7 +12,6 @@ from torch.optim import SGD, Adam, AdamW, NAdam, Optimizer
 import penstock as ps
 from penstock.runtime.errors import RuntimeFailure
 from penstock.runtime.parameters.rules import rule_of
-from penstock.runtime.parameters.versions import CopyWeights
 from penstock.schedule import Schedule, ScheduleError, Updates, count_mismatch
 from penstock.schedule.staleness import (
     backward_steps,
@@ -68,35 +67,6 @@ def test_an_unknown_rule_names_those_there_are() -> None:
 def with_rule(schedule: Schedule, rule: str) -> Schedule:
     assert schedule.updates is not None
     return replace(schedule, updates=Updates(schedule.updates.window, None, rule))
-
-
-def run_forwards(schedule: Schedule) -> None:
-    """What ops of the first stage ask its weights for, in their order."""
-    w = CopyWeights(nn.Linear(1, 1), schedule, 0, rule_of("pipedream-2bw"), True)
-    w.begin(SGD(w.masters.values(), lr=0.1), None, None)
-    for kind, _, m in schedule.order[0]:
-        if kind == "F":
-            w.before_forward(m)
-        elif kind == "B":
-            w.before_backward(m)
-            w.done(m)
-        else:
-            w.apply(m, [[None, None]])
-    assert w.versions.most == 2
-
-
-@pytest.mark.parametrize("p", [1, 2, 3, 5, 8])
-def test_2bw_finds_its_version_where_check_says_so(p: int) -> None:
-    for window in range(1, p + 3):
-        schedule = with_rule(ps.build("pipedream", p, 4 * p + 5, window=window), "pipedream-2bw")
-        if window >= p - 1:  # the first F of a window, m, comes after B(m - p): before it, m - p + 1 backwards
-            ps.check(schedule)
-            run_forwards(schedule)
-            continue
-        with pytest.raises(ScheduleError):
-            ps.check(schedule)
-        with pytest.raises(RuntimeFailure, match="the order does not fit the rule"):
-            run_forwards(schedule)
 
 
 def test_steps_ahead_are_those_between_a_forward_and_its_own_update() -> None:
