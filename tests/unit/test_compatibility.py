@@ -166,3 +166,12 @@ def test_rules_that_predict_go_with_every_other_feature_in_one_process() -> None
     """All four; those between processes are in tests/multiproc/test_compatibility_processes.py."""
     ended = {str(cell): cells.run_cell(cell) for cell in cells.some_cells(1, 4, "rules")}
     assert not {cell: outcome for cell, outcome in ended.items() if outcome != cells.Outcome("same", "bitwise")}
+
+
+def test_adapting_says_that_the_order_of_a_schedule_with_updates_stays() -> None:
+    stages = [torch.nn.Linear(4, 4) for _ in range(4)]
+    made = {"loss_fn": torch.nn.MSELoss(), "optimizer": torch.optim.SGD, "adapt": ps.AdaptOptions()}
+    with ps.Pipeline(stages, ps.build("amdp", 4, 8, window=4), **made) as pipe:
+        assert any("and never its order" in notice for notice in pipe.notices)
+    with ps.Pipeline(stages, ps.build("1f1b", 4, 8), **made) as pipe:
+        assert not any("never its order" in notice for notice in pipe.notices)

@@ -235,10 +235,18 @@ def allowed_adaptation(schedule: Schedule, adapt: AdaptOptions | None) -> AdaptO
     """
     if adapt is None:
         return None
-    # Orders are planned for a single chain of stages, without updates or ops that run beside others.
-    planned = schedule.updates is None and schedule.placement.num_pipelines == 1 and is_plain(schedule)
+    return replace(adapt, may_replan=adapt.may_replan and why_order_stays(schedule) is None)
+
+
+def why_order_stays(schedule: Schedule) -> str | None:
+    """Why adapting never changes the order of a schedule, in words; None if it may."""
     beside = schedule.has_shared_ops or schedule.asynchronous or schedule.pairs
-    return replace(adapt, may_replan=adapt.may_replan and planned and not beside)
+    if schedule.updates is None and schedule.placement.num_pipelines == 1 and is_plain(schedule) and not beside:
+        return None
+    return (
+        f"adapting may change the dispatch of {schedule.name} and what carries its messages, and never its order: "
+        "orders are planned for a single chain of stages, without updates or ops that run beside others"
+    )
 
 
 def why_never_fewer(schedule: Schedule, num_replicas: int = 1) -> str | None:

@@ -30,6 +30,7 @@ from penstock.runtime.compatibility import (
     require_compatible,
     require_runnable,
     why_never_fewer,
+    why_order_stays,
 )
 from penstock.runtime.errors import LinkLost, RuntimeFailure
 from penstock.runtime.execute.executors import StepExecutor
@@ -184,7 +185,8 @@ class LocalPipeline:
         require_compatible(self._combination)
         if precision.autocast is torch.float16 and precision.enabled_scaler is None:
             self.notices.note([_UNSCALED])
-        self.notices.note(filter(None, [why_none_is_predicted(schedule)]))
+        stays = why_order_stays(schedule) if given.adapt is not None and given.adapt.may_replan else None
+        self.notices.note(filter(None, [why_none_is_predicted(schedule), stays]))
         self.found = self.held()
         self.optimizer_state = OptimizerState(
             held,
