@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
 
 import penstock as ps
 from penstock.cli import main
-from penstock.cli.search import WORDS
+from penstock.cli.search import NAMES_IN_DOCS
 from penstock.formats.costs import read_costs
 from penstock.planning.programs import CONSTRUCTED, Found, fold, placements_of, rules_of
 
+ROOT = Path(__file__).parents[2]
 ONE = ("--placement", "one-to-one", "--placement", "one-to-one")
 """A search of one placement alone: two names are searched, and one is planned."""
 BIDIRECTIONAL = ("--placement", "wave+bidirectional", "--placement", "v-shape+bidirectional")
@@ -51,30 +53,22 @@ def test_json_holds_all_of_it_and_out_writes_a_valid_schedule(
     assert {found["placement"] for found in value["found"]} >= {"one-to-one", "v-shape+bidirectional"}
 
 
-def test_each_name_is_explained_where_it_stands_and_no_other(capsys: pytest.CaptureFixture[str]) -> None:
-    few = ("--ranks", "2", "--microbatches", "4")
-    code, out, _ = run(capsys, *few, "--placement", "one-to-one", "--placement", "one-to-one+bidirectional")
-    listed = "".join(line for line in out.splitlines() if " ms  bubble" in line)
-    explained = [line.split("  ")[0] for line in out.rpartition("\n\n")[2].splitlines()]
-    assert code == 0
-    assert {"one-to-one", "+bidirectional", "F, B", "breadth-first", "peak"} <= set(explained)
-    assert not {"wave", "circular", "v-shape", "shared-ends", "zb-v"} & set(explained)
-    assert all(word in listed for word in explained if word != "F, B")
-    _, out, _ = run(capsys, *few, "--placement", "wave", "--placement", "shared-ends")
-    assert {"wave", "shared-ends"} <= {line.split("  ")[0] for line in out.splitlines()}
-
-
-def test_there_is_no_name_that_is_not_explained() -> None:
+def test_the_docs_explain_every_name(capsys: pytest.CaptureFixture[str]) -> None:
+    _, out, _ = run(capsys, "--ranks", "2", "--microbatches", "4", *ONE)
+    assert out.endswith(f"names are explained in {NAMES_IN_DOCS}\n")
+    page, _, heading = NAMES_IN_DOCS.partition(", ")
+    section = (ROOT / page).read_text().partition(f"## {heading}\n")[2].partition("\n## ")[0]
+    explained = {word for name in re.findall("`([^`]*)`", section) for word in name.replace("F ", "").split(", ")}
     kinds, traversals = set(), set()
     for name, placement in placements_of(4, 16).items():
-        assert set(name.replace("+", " +").split()) <= WORDS.keys()
+        assert set(name.replace("+", " +").split()) <= explained
         for rules in rules_of(name, placement, 4, 8, None, ps.Costs.uniform(16), True):
             program = ps.Program(placement, 8, rules)
             _, kind, forward, backward, *warmup = Found(name, program, 0.0).name.split(", ")
             assert all(word.startswith("warm-up ") for word in warmup)
             kinds.add(kind)
             traversals |= {each[2:].removesuffix(" by 4") for each in (forward, backward)}
-    assert kinds | traversals | set(CONSTRUCTED) <= WORDS.keys()
+    assert kinds | traversals | set(CONSTRUCTED) <= explained
     assert len(kinds) == 3
     assert len(traversals) == 4
 
@@ -140,7 +134,7 @@ def test_placements_that_do_not_fit_are_named(capsys: pytest.CaptureFixture[str]
     given = ["--ranks", "4", "--microbatches", "8", "--costs", "gpt2-7b", "--memory-limit", "34GiB"]
     _, out, _ = run(capsys, *given)
     assert "nothing on wave+bidirectional: rank 1 holds 35.16 GiB of weights, gradients and optimizer state" in out
-    assert "the most that a rank holds in all" in out
+    assert "peak counts all that a rank holds" in out
     code, out, _ = run(capsys, "--ranks", "8", "--microbatches", "8", "--costs", "gpt2-7b", "--json")
     assert code == 0
     assert json.loads(out)["left_out"]["wave"] == "gpt2-7b in 32 stages: it has 24 layers; give 1 to 24 stages"

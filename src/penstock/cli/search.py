@@ -19,34 +19,8 @@ from penstock.simulation.memory_footprint import in_bytes as size_words
 PARTS_A_RANK = 4
 """What divides among one, two and four stages per rank."""
 
-WORDS = {
-    "one-to-one": "one stage per rank",
-    "circular": "two stages per rank, twice around: on four ranks 0 1 2 3 0 1 2 3",
-    "v-shape": "two stages per rank, down the ranks and back up: on four ranks 0 1 2 3 3 2 1 0",
-    "wave": "four stages per rank, the V twice",
-    "+bidirectional": "besides, a second copy of the model from the last rank to the first, for odd microbatches",
-    "shared-ends": "besides, a first and a last stage that all ranks run together",
-    "backward-first": "of what is ready, a backward goes before a forward; a W runs where neither is ready",
-    "forward-first": "of what is ready, a forward goes before a backward; a W runs where neither is ready",
-    "interleaved": "of what is ready, the kind goes first that did not run last; a W runs where neither is ready",
-    "F, B": "among forwards, and among backwards, which of its stages a rank runs first:",
-    "breadth-first": "the one nearest the model's front; by 8: eight ops of a stage, then the next stage's turn",
-    "depth-first": "the one nearest the model's end; by 8: eight ops of a stage, then the next stage's turn",
-    "earliest-first": "the one that has been ready longest",
-    "by microbatch": "the one with the lowest microbatch",
-    "warm-up": "so many forwards run on each rank before anything else, rank by rank",
-    "in flight": "of each stage at most so many forwards have started whose W has not ended, stage by stage",
-    "zb-v": "the library's schedule of that name, over a V",
-    "v-half": "the library's schedule of that name, over a V",
-    "v-min": "the library's schedule of that name, over a V",
-    "peak": "the most that a rank holds: an activation of a part is 1, or what --costs says",
-}
-"""What the names of placements, rules and traversals mean, in the order in which they are explained."""
-
-PEAK_IN_BYTES = "the most that a rank holds in all: weights, gradients, optimizer state, activations and messages"
-"""What "peak" means where the limit is one of bytes."""
-
-
+NAMES_IN_DOCS = "docs/planning.md, Searching every placement"
+"""Where names of placements and rules are explained."""
 SHARED_ENDS = "shared-ends"
 """The word of --placement for a first and a last stage that all ranks run together."""
 
@@ -115,7 +89,7 @@ def search(
 ) -> None:
     """Simulates every placement, rule and traversal; lists the shortest of each placement, and draws the best.
 
-    Costs are those of a part; stages are made of consecutive parts. Names are explained below the list.
+    Costs are those of a part; stages are made of consecutive parts.
     """
     given, model = replace(given, of="part"), space.model(ranks)
     chosen = space.costs(given, memory_limit, ranks)
@@ -140,7 +114,7 @@ def search(
     if json:
         print_json(_as_json(outcome, ranks, microbatches, assumed, out, in_bytes))
         return
-    _show(outcome, assumed, in_bytes, space.shared_ends)
+    _show(outcome, assumed, in_bytes)
     if out is not None:
         print(f"wrote {out}")
 
@@ -156,8 +130,8 @@ def _save(outcome: Outcome, out: str) -> None:
     save_either(outcome.best.schedule, outcome.best.timeline, out)
 
 
-def _show(outcome: Outcome, assumed: str | None, in_bytes: bool, shared_ends: bool) -> None:
-    """Prints the best schedule, the shortest of each placement, and what the words in their names mean."""
+def _show(outcome: Outcome, assumed: str | None, in_bytes: bool) -> None:
+    """Prints the best schedule, and the shortest of each placement."""
     from penstock.draw.terminal import to_terminal
 
     if assumed:
@@ -171,27 +145,12 @@ def _show(outcome: Outcome, assumed: str | None, in_bytes: bool, shared_ends: bo
         print(f"{found.makespan:>10.6g} ms  bubble {found.bubble_ratio:6.1%}  peak {peak:>{room}}  {found.name}")
     for name, why in outcome.left_out:
         print(f"nothing on {name}: {why}")
-    print()
-    words = _words_of([found.name for found in outcome.found], shared_ends)
-    width = max(map(len, words))
-    for word in words:
-        means = PEAK_IN_BYTES if in_bytes and word == "peak" else WORDS[word]
-        print(f"{word.ljust(width)}  {means}")
+    what = "all that a rank holds" if in_bytes else "the activations of a rank, in those of a part"
+    print(f"\npeak counts {what}; names are explained in {NAMES_IN_DOCS}")
 
 
 def _peak(found: Found) -> float:
     return max(found.timeline.peak_activations)
-
-
-def _words_of(names: Sequence[str], shared_ends: bool) -> list[str]:
-    """Which words to explain: those that the names have, and what the names of placements leave out."""
-    said = " ".join(names)
-    absent = {word for word in WORDS if word not in said} - {"peak"}
-    if shared_ends:
-        absent -= {"shared-ends"}
-    if not absent >= {"breadth-first", "depth-first", "earliest-first", "by microbatch"}:
-        absent -= {"F, B"}
-    return [word for word in WORDS if word not in absent]
 
 
 def _as_json(
