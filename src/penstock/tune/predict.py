@@ -119,6 +119,13 @@ def links_of(
     return Links(delays)
 
 
+def uniform_links(profile: Profile, transfer: MessageCosts) -> Links:
+    """The delay of the largest message between any two ranks, without the part that counts as time of the ops."""
+    size = max(profile.output)
+    own = transfer.gap + transfer.at("send", size) + transfer.at("receive", size)
+    return Links(default=max(0.0, transfer.at("delay", size) - own))
+
+
 def predict(
     schedule: Schedule,
     cut: Sequence[range],

@@ -7,11 +7,12 @@ this takes longer than building from the library, it is done only for the shapes
 
 from __future__ import annotations
 
-from penstock.cost import Costs, Links
+from penstock.cost import Costs
 from penstock.formats.profile import MessageCosts, Profile
 from penstock.planning.programs import placements_of, search_space
 from penstock.schedule import ScheduleError
 from penstock.train.tasks.layers import cut_layers
+from penstock.tune.predict import uniform_links
 from penstock.tune.space import Shape, TunePlan
 
 STAGES_A_RANK = (1, 2, 4)
@@ -37,7 +38,7 @@ def programs_for(
             for name, placement in placements_of(shape.pp, each * shape.pp, shared).items()
             if placement.num_stages == num_stages and not (shared and placement.num_pipelines > 1)
         ]  # the runtime has a shared stage in one pipeline
-        costs, links = _costs(profile, transfer, num_stages), _links(profile, transfer)
+        costs, links = _costs(profile, transfer, num_stages), uniform_links(profile, transfer)
         for limit in (None, *([] if memory_limit is None else [_left(profile, memory_limit, shape.pp)])):
             if not names or (limit is not None and limit <= 0):
                 continue
@@ -84,12 +85,6 @@ def _costs(profile: Profile, transfer: MessageCosts, num_stages: int) -> Costs:
         activation=activation,
         freed_by_input=share,
     )
-
-
-def _links(profile: Profile, transfer: MessageCosts) -> Links:
-    size = max(profile.output)
-    own = transfer.gap + transfer.at("send", size) + transfer.at("receive", size)
-    return Links(default=max(0.0, transfer.at("delay", size) - own))
 
 
 def _left(profile: Profile, memory_limit: float, num_ranks: int) -> float:

@@ -14,6 +14,8 @@ from rich.table import Table
 
 from penstock.formats.profile import MessageCosts, Profile
 from penstock.simulation.memory_footprint import in_bytes
+from penstock.train.kinds import GPT, is_path
+from penstock.train.settings import Settings
 from penstock.tune.search import SETTINGS, RankedCandidate, TuneCandidate, settings_of
 from penstock.tune.session import TuneOutcome
 from penstock.tune.verify import MeasuredCandidate
@@ -135,7 +137,7 @@ def train_command(outcome: TuneOutcome, config: Path | None = None, schedule_fil
     candidate = outcome.choice.candidate
     shape = candidate.shape
     settings = outcome.settings
-    words = ["penstock", "train", *([] if config is None else ["--config", str(config)]), *outcome.trained.options]
+    words = ["penstock", "train", *([] if config is None else ["--config", str(config)]), *_model_words(settings)]
     words += ["--batch", str(outcome.space.batch)]
     words += ["--schedule", schedule_file or candidate.plan.name, "--pp", str(shape.pp)]
     if shape.dp > 1:
@@ -152,6 +154,13 @@ def train_command(outcome: TuneOutcome, config: Path | None = None, schedule_fil
     words += ["--recompute"] if candidate.recompute else []
     words += [] if settings.device == "cpu" else ["--device", settings.device]
     return shlex.join([*words, "--threads", str(settings.threads)])
+
+
+def _model_words(settings: Settings) -> list[str]:
+    """The options of `penstock train` that say which model learns from which data."""
+    words = [] if settings.model == GPT else ["--model", settings.model]
+    words += [] if is_path(settings.model) else ["--preset", settings.preset]
+    return [*words, *([] if settings.data is None else ["--data", settings.data])]
 
 
 def _print_table(outcome: TuneOutcome, title: str, rows: Sequence[RankedCandidate]) -> None:

@@ -20,7 +20,7 @@ from typing import Any
 
 import msgspec
 
-from penstock.cost import Costs, Links
+from penstock.cost import Costs
 from penstock.formats.profile import ROWS, MessageCosts, Profile
 from penstock.models import CLIPConfig, tower_costs
 from penstock.planning import BranchLayout, rank_branches
@@ -43,6 +43,7 @@ from penstock.train.tasks.clip import (
 )
 from penstock.tune.errors import TuneError
 from penstock.tune.memory import POSTED
+from penstock.tune.predict import uniform_links
 from penstock.tune.search import SearchFound, TuneCandidate
 from penstock.tune.space import Shape, TunePlan, TuneSpace, counts
 
@@ -235,12 +236,11 @@ class _OneShape:
             states[stage % num_ranks] += 2 * weight + profile.total("state", layers) + 2 * POSTED * sent
             if stage < len(cut) - 1:
                 states[(stage + 1) % num_ranks] += 2 * POSTED * sent
-        own = transfer.gap + transfer.at("send", max(profile.output)) + transfer.at("receive", max(profile.output))
         return TowerLayout(
             replace(branch, ranks=None, feeds=(CONTRAST,)),
             _costs(cut, profile, transfer, num_ranks),
             num_ranks,
-            Links(default=max(0.0, transfer.at("delay", max(profile.output)) - own)),
+            uniform_links(profile, transfer),
             tail=max(updates),
             state=max(states) + profile.transient,
             tower=tower,

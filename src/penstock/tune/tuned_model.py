@@ -33,7 +33,6 @@ class TunedModel:
     Attributes:
         name: of it. layers: their names, first to last. costs: of each, by which a run cuts them unless told how.
         num_tokens: of a sample; None where a sample is no row of tokens.
-        options: of `penstock train`, that say which model it is.
         structure: what its times and bytes depend on, as plain data.
         blocks: layers of it that are all alike.
         not_again: why its forwards cannot be run again in the backward; empty where they can.
@@ -44,7 +43,6 @@ class TunedModel:
     layers: tuple[str, ...]
     costs: tuple[float, ...]
     num_tokens: int | None
-    options: tuple[str, ...]
     structure: Mapping[str, Any]
     blocks: range = field(default=range(0))
     not_again: str = ""
@@ -102,7 +100,6 @@ def _clip(settings: Settings) -> TunedModel:
         layers=(*(f"{name} {layer}" for name in config.towers for layer in parts[name].layers), CONTRAST),
         costs=tuple(cost for part in parts.values() for cost in part.costs),
         num_tokens=sum(tower.context for tower in config.towers.values()),
-        options=("--model", CLIP, "--preset", settings.preset),
         structure={name: part.structure for name, part in parts.items()},
     )
 
@@ -117,7 +114,6 @@ def parts_of(settings: Settings) -> dict[str, TunedModel]:
             layers=("embedding", *(f"block {number}" for number in range(tower.depth)), "summary"),
             costs=tuple(tower_costs(config, name)),
             num_tokens=tower.context,
-            options=(),
             structure={"tower": dataclasses.asdict(tower), "shared_width": config.shared_width},
             blocks=range(1, tower.num_layers - 1),
             part=name,
@@ -127,7 +123,6 @@ def parts_of(settings: Settings) -> dict[str, TunedModel]:
         layers=(CONTRAST,),
         costs=(0.0,),
         num_tokens=None,
-        options=(),
         structure={"contrast": len(config.towers), "shared_width": config.shared_width},
         part=CONTRAST,
     )
@@ -140,15 +135,11 @@ def _listed(settings: Settings) -> TunedModel:
     num_layers, path = len(task.layer_costs), settings.model if is_path(settings.model) else None
     known: Mapping[str, Mapping[str, object]] = {GPT: presets, BERT: bert_presets}
     sizes = words_of_sizes(settings, known.get(settings.model, {}).get(settings.preset))
-    options = [] if settings.model == GPT else ["--model", settings.model]
-    options += ["--preset", settings.preset] if path is None else []
-    options += [] if settings.data is None else ["--data", settings.data]
     return TunedModel(
         name=Path(path).resolve().stem if path else sizes if settings.model == GPT else f"{settings.model} {sizes}",
         layers=("embedding", *(f"block {number}" for number in range(num_layers - 2)), "head"),
         costs=tuple(task.layer_costs),
         num_tokens=task.num_tokens,
-        options=tuple(options),
         structure={
             "model": settings.model if path is None else "transformers",
             **task.sizes,
@@ -169,15 +160,11 @@ def _own(settings: Settings) -> TunedModel:
     files = sources_of(own.path)
     if is_own(settings.data):
         files |= sources_of(own_name(settings.data or "").path)
-    options = ["--model", settings.model]
-    if settings.data is not None:
-        options += ["--data", settings.data]
     return TunedModel(
         name=own.name,
         layers=tuple(path for paths in cut.layers for path in paths),
         costs=tuple(cut.costs),
         num_tokens=task.num_tokens,
-        options=tuple(options),
         structure={
             "name": own.name,
             "options": dict(settings.model_options),
