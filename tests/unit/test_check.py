@@ -122,21 +122,6 @@ def test_a_rank_may_have_nothing_to_do() -> None:
     assert ps.parse(str(idle)) == idle
 
 
-def test_two_pipelines_of_opposite_direction() -> None:
-    text = """\
-        schedule both: 2 ranks, 2 stages, 2 microbatches
-        pipeline 0: stages on ranks 0 1, microbatches 0
-        pipeline 1: stages on ranks 1 0, microbatches 1
-        rank 0 | 0F0 1F1 1B1 0B0
-        rank 1 | 0F1 1F0 1B0 0B1
-    """
-    schedule = ps.parse(text)
-    ps.check(schedule)
-    assert ps.parse(str(schedule)) == schedule
-    wrong = ps.parse(text.replace("0F0 1F1", "0F0 1F0"))
-    assert "stage 1 is placed on rank 1, so the op belongs there" in str(refusal(wrong))
-
-
 @pytest.mark.parametrize(
     ("schedule", "message"),
     [
