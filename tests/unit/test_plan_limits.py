@@ -19,7 +19,7 @@ import pytest
 import penstock as ps
 from in_python import in_python
 from penstock.engine.list_by_values import ListSpace
-from penstock.planning import anneal, exact, forward_backward, repeat, row_walk, strategy, threads
+from penstock.planning import exact, forward_backward, repeat, row_walk, strategy, threads
 from penstock.planning.annealing import annealed
 from penstock.planning.bounds import jackson_bound
 from penstock.planning.building_blocks import BlockSearch
@@ -130,7 +130,7 @@ def test_shaking_looks_whether_to_stop_after_every_listing(monkeypatch: pytest.M
 def test_a_walk_ends_where_it_is_stopped() -> None:
     problem = tight()
     walk = Walk(problem, 0)
-    walk._module = anneal
+    walk._module = row_walk
     walk.begin(begun(problem, 1.0, Clock()), 1.0)
     walk.moves_a_second = 1e6
     stop = StopAfter(5)
@@ -254,7 +254,7 @@ class Begun(Exception):
     [
         (Trials, forward_backward, "trials"),
         (PerturbationSearch, forward_backward, "shaken"),
-        (Walk, anneal, "anneal"),
+        (Walk, row_walk, "anneal"),
         (BlockSearch, repeat, "drawn"),
         (joint.JointWalk, row_walk, "anneal"),
         (SequenceWalk, sequence, "walk"),

@@ -29,7 +29,6 @@ KERNELS = {
     "penstock.engine.list_by_rules": ("run",),
     "penstock.engine.list_by_values": ("list_ops",),
     "penstock.engine.sweep": ("earliest",),
-    "penstock.planning.anneal": ("lay_out", "load", "line_up", "anneal", "seed"),
     "penstock.planning.forward_backward": ("trials", "shaken", "seed"),
     "penstock.planning.graph.sequence": ("placed", "walk", "seed"),
     "penstock.planning.longest_paths": ("heads", "jackson", "jackson_all"),

@@ -16,9 +16,12 @@ from penstock.engine.memory import peaks
 from penstock.engine.network import NONE, Array, Network
 from penstock.engine.tolerance import is_within
 from penstock.planning.options import dealt, in_turn
+from penstock.planning.row_walk import WHOLE, F, I, Ops, W
 from penstock.schedule import Placement, Schedule
 from penstock.schedule.columns import KINDS, Columns
 
+_NUMBER_OF = {"F": F, "I": I, "B": I, "W": W}
+"""By kind, its number in the rows of a walk."""
 FORWARD_CLASS, BACKWARD_CLASS, WEIGHT_CLASS = 1, 0, 2
 
 
@@ -73,12 +76,21 @@ class Problem:
             f"caps {queues.cap.tolist()}, tails {queues.tail.tolist()}"
         )
 
-    def schedule(self, row: Array, name: str, max_in_flight: float | None = None) -> Schedule:
-        """The schedule whose orders are `row` (queue ids, rank after rank)."""
-        queues = self.queues
+    def numbers(self, row: Array) -> Array:
+        """Of each place of orders, which op of its queue runs there."""
         by_queue = np.argsort(row, kind="stable")
         number = np.empty(len(row), np.int64)
-        number[by_queue] = np.arange(len(row)) - queues.op_first[row[by_queue]]
+        number[by_queue] = np.arange(len(row)) - self.queues.op_first[row[by_queue]]
+        return number
+
+    @cached_property
+    def walk_first(self) -> Array:
+        """Of each queue, its first op as a walk numbers them."""
+        return _walk_first(self, W + 1)
+
+    def schedule(self, row: Array, name: str, max_in_flight: float | None = None) -> Schedule:
+        """The schedule whose orders are `row` (queue ids, rank after rank)."""
+        queues, number = self.queues, self.numbers(row)
         pipeline = np.array(self.microbatch_pipeline, np.int64)
         dealt_to = np.argsort(pipeline, kind="stable")  # the microbatches of one pipeline after those of another
         begins = np.searchsorted(pipeline[dealt_to], np.arange(self.placement.num_pipelines))
@@ -192,3 +204,49 @@ def pose(
         **floats,
     )
     return Problem(queues, tuple(key[3] for key in keys), tuple(key[2] for key in keys), placement, pipeline_of)
+
+
+def _walk_first(problem: Problem, num_kinds: int) -> Array:
+    """Per queue, the number of its first op among those of all chains, each of `num_kinds` queues."""
+    size = problem.queues.size
+    num_queues = len(set(problem.kind))
+    chain_first = np.cumsum(num_kinds * size[::num_queues]) - num_kinds * size[::num_queues]
+    kind = np.array([_NUMBER_OF[kind] for kind in problem.kind], np.int64)
+    found: Array = np.repeat(chain_first, num_queues) + kind * size
+    return found
+
+
+def walk_ops(problem: Problem, num_kinds: int = W + 1) -> Ops:
+    """The ops as a walk takes them: each in the one form that it has.
+
+    Args:
+        num_kinds: of the ops of a chain; there is room for more kinds than those of the problem.
+    """
+    queues, num_queues = problem.queues, len(set(problem.kind))
+    forward = np.arange(0, len(queues.rank), num_queues)
+    size, chain_rank, first_of = queues.size[forward], queues.rank[forward], _walk_first(problem, num_kinds)
+    num_ops = num_kinds * int(size.sum())
+    chain = np.repeat(np.arange(len(forward)), num_kinds * size)
+    within = np.arange(num_ops) - first_of[forward][chain]
+    kind, number = within // np.maximum(1, size[chain]), within % np.maximum(1, size[chain])
+    message_from, message_to = np.full((2, num_ops), NONE, np.int64)
+    delay = np.zeros(num_ops)
+    for q in np.flatnonzero(queues.message_from != NONE).tolist():
+        mine = first_of[q] + np.arange(queues.size[q])
+        theirs = first_of[queues.message_from[q]] + np.arange(queues.size[q])
+        message_from[mine], message_to[theirs], delay[mine] = theirs, mine, queues.delay[q]
+    times = np.zeros((len(forward), WHOLE + 1))
+    for q, each in enumerate(problem.kind):
+        times[q // num_queues, _NUMBER_OF[each]] = times[q // num_queues, WHOLE] = queues.duration[q]
+    held = queues.memory[forward]
+    freed = np.divide(-queues.memory[forward + 1], held, out=np.zeros(len(held)), where=held > 0)
+    cell_first = np.cumsum(size) - size
+    never = np.zeros(len(forward), np.bool_)
+    return Ops(
+        chain=chain, kind=kind, number=number, cell=cell_first[chain] + number, rank=chain_rank[chain],
+        message_from=message_from, delay=delay, message_to=message_to, first=first_of[forward], size=size,
+        cell_first=cell_first, chain_rank=chain_rank,
+        chain_first=np.searchsorted(chain_rank, np.arange(queues.num_ranks + 1)), times=times, held=held, kept=held,
+        freed=freed, may_again=never, may_whole=never, may_split=never, may_away=never, cap=queues.cap,
+        host=np.zeros(queues.num_ranks), tail=queues.tail, num_kinds=num_kinds, is_open=False,
+    )  # fmt: skip

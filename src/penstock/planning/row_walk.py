@@ -1,6 +1,6 @@
-"""Rows of ops whose forms vary, moves on order and forms, and simulated annealing with them.
+"""Local search over rows of ops: moves on their order and on the forms they take, and simulated annealing with them.
 
-    shift     an op on the critical path goes before those it waited behind
+    shift     an op on the critical path goes before those it waited behind; mostly two neighbours change places
     again     a forward runs again, its R right before its backward, or no longer does
     whole     an I and its W become a B, or the other way round
     away      a microbatch goes to host memory between its F and its I, by an O and an L (reload), or stays
@@ -29,6 +29,10 @@ WHOLE = 6
 """The column of `Ops.times` with the length of a B."""
 CLOSE = 1e-7
 """Milliseconds within which a path counts as longest."""
+PAIRS, PAIRS_IF_OPEN = 0.9, 0.5
+"""How often a shift is of a pair that changes places; the second where ops may take other forms."""
+ANYWHERE = 0.15
+"""How often the op that moves is any, not one on a critical path."""
 
 
 class Ops(NamedTuple):
@@ -44,7 +48,9 @@ class Ops(NamedTuple):
         held, kept, freed: of each chain, what F holds, what it holds where R runs, and the share of it that I frees.
         may_again, may_whole, may_split, may_away: of each chain, the forms its microbatches may take.
         cap, host: most that each rank may hold, and have in host memory.
+        tail: ms that count after each rank's last op.
         num_kinds: how many ops a microbatch of a chain has at most.
+        is_open: whether any op may take another form.
     """
 
     chain: Ints
@@ -70,7 +76,9 @@ class Ops(NamedTuple):
     may_away: Flags
     cap: Floats
     host: Floats
+    tail: Floats
     num_kinds: int
+    is_open: bool
 
 
 class Orders(NamedTuple):
@@ -83,6 +91,7 @@ class Orders(NamedTuple):
             takes (at its end).
         place: of each op, where it stands in its row; -1 where it is not there.
         wait: of each op, that of its rank's stream whose end it waits for, or -1.
+        level: of each op, what its rank holds before it.
     """
 
     row: IntRows
@@ -94,6 +103,39 @@ class Orders(NamedTuple):
     change: Floats
     place: Ints
     wait: Ints
+    level: Floats
+
+    @classmethod
+    def of(cls, ops: Ops) -> Orders:
+        """Room for orders, with nothing in it."""
+        num_ops, num_ranks, cells = len(ops.chain), len(ops.cap), int(ops.size.sum())
+        again, whole, away = np.zeros((3, cells), np.bool_)
+        duration, change, level = np.zeros((3, num_ops))
+        place, wait = np.full((2, num_ops), -1, np.int64)
+        row = np.full((num_ranks, int(np.bincount(ops.rank, minlength=num_ranks).max(initial=1))), -1, np.int64)
+        return cls(row, np.zeros(num_ranks, np.int64), again, whole, away, duration, change, place, wait, level)
+
+
+class WalkSpace(NamedTuple):
+    """Where a walk stands, and working space.
+
+    Attributes:
+        start, trial: of each op, when it starts in the orders that count (ms), and in those that are tried.
+        path, pairs: ops on a critical path, and those of them that may change places with the op before them.
+        counts: how many of each there are.
+    """
+
+    start: Floats
+    trial: Floats
+    path: Ints
+    pairs: Ints
+    counts: Ints
+
+    @classmethod
+    def of(cls, ops: Ops) -> WalkSpace:
+        num_ops = len(ops.chain)
+        (start, trial), (path, pairs) = np.empty((2, num_ops)), np.empty((2, num_ops), np.int64)
+        return cls(start, trial, path, pairs, np.zeros(2, np.int64))
 
 
 def set_form(p: Ops, o: Orders, c: int, j: int) -> None:
@@ -131,6 +173,7 @@ def fits(p: Ops, o: Orders, r: int) -> bool:
     host, host_limit = 0.0, p.host[r] * (1 + EPSILON)
     for at in range(o.length[r]):
         op = o.row[r, at]
+        o.level[op] = level
         level += o.change[op]
         if level > limit and o.change[op] > 0:
             return False
@@ -190,7 +233,8 @@ def _most(o: Orders, stream: Ints, first: int, last: int) -> float:
 
 
 def timed(p: Ops, o: Orders, start: Floats) -> float:
-    """Starts every op of orders as soon as possible; returns the makespan, or -1 where ranks wait for one another.
+    """Starts every op of orders as soon as possible; returns the makespan with tails, or -1 where ranks wait for one
+    another.
 
     Ops that have no start are left at -1.
     """
@@ -249,7 +293,7 @@ def timed(p: Ops, o: Orders, start: Floats) -> float:
                     stack[depth] = other
                     stacked[other] = 1
                     depth += 1
-        makespan = max(makespan, free[r])
+        makespan = max(makespan, free[r] + p.tail[r])
     return makespan if missing == 0 else -1.0
 
 
@@ -369,21 +413,24 @@ def in_flight(p: Ops, o: Orders, r: int, at: int) -> int:
     return chosen
 
 
-def critical(p: Ops, o: Orders, start: Floats, found: Ints) -> int:
-    """Walks one critical path from its end; leaves its ops in `found` and returns how many there are.
+def critical(p: Ops, o: Orders, w: WalkSpace) -> None:
+    """Walks one critical path from its end, and notes its ops and pairs; one drawn by lot where there are several.
 
-    Where several paths are critical one is drawn by lot.
+    Pairs are ops that follow each other on a rank without a pause (N1 of van Laarhoven, Aarts and Lenstra 1992).
+    Those that cannot change places are left out: ops of one queue, an op and the one it needs, and a forward behind
+    what frees the memory it takes, unless another form may give room.
     """
+    start, path, pairs = w.start, w.path, w.pairs
     op, longest = -1, -1.0
     for r in range(len(o.length)):
         if o.length[r] > 0:
             last = o.row[r, o.length[r] - 1]
-            end = start[last] + o.duration[last]
+            end = start[last] + o.duration[last] + p.tail[r]
             if end > longest + CLOSE or (end > longest - CLOSE and np.random.random() < 0.5):
                 op, longest = last, end
-    count = 0
+    count, num_pairs = 0, 0
     while op >= 0:
-        found[count] = op
+        path[count] = op
         count += 1
         time = start[op] - CLOSE
         if time <= 0.0:
@@ -404,6 +451,10 @@ def critical(p: Ops, o: Orders, start: Floats, found: Ints) -> int:
         following, ways = -1, 0
         if before >= 0 and start[before] + o.duration[before] >= time:
             following, ways = before, 1
+            has_room = o.change[op] <= 0 or o.level[before] + o.change[op] <= p.cap[r] * (1 + EPSILON)
+            if (has_room or p.is_open) and may_pass(p, o, before, op):
+                pairs[num_pairs] = op
+                num_pairs += 1
         if message >= 0 and start[message] + o.duration[message] + p.delay[op] >= time:
             ways += 1
             if ways == 1 or np.random.random() < 0.5:
@@ -413,23 +464,50 @@ def critical(p: Ops, o: Orders, start: Floats, found: Ints) -> int:
             if np.random.randint(ways) == 0:
                 following = beside
         op = following
-    return count
+    w.counts[0], w.counts[1] = count, ends_of_blocks(p, o, pairs, num_pairs)
 
 
-def change(p: Ops, o: Orders, found: Ints, count: int) -> int:
+def ends_of_blocks(p: Ops, o: Orders, pairs: Ints, count: int) -> int:
+    """Keeps the pairs that have no neighbour on one side: only the first and the last of a block can help (N5 of
+    Nowicki and Smutnicki 1996). Returns how many there are."""
+    kept, later = 0, -1
+    for k in range(count):
+        op = pairs[k]
+        r, at = p.rank[op], o.place[op]
+        inside = (
+            k + 1 < count
+            and at > 0
+            and pairs[k + 1] == o.row[r, at - 1]
+            and later >= 0
+            and p.rank[later] == r
+            and o.place[later] == at + 1
+        )
+        later = op
+        if not inside:
+            pairs[kept] = op
+            kept += 1
+    return kept
+
+
+def drawn(o: Orders, w: WalkSpace, anywhere: bool) -> int:
+    """An op on the critical path, or any that is there."""
+    if not anywhere:
+        return w.path[np.random.randint(w.counts[0])]
+    op = -1
+    while op < 0:
+        op = np.random.randint(len(o.place))
+        if o.place[op] < 0:
+            op = -1
+    return op
+
+
+def change(p: Ops, o: Orders, w: WalkSpace) -> int:
     """Makes one move on orders that keep to all rules; returns its rank, or -1 - rank where it is not allowed."""
-    anywhere = np.random.random() < 0.15
-    if anywhere:
-        op = -1
-        while op < 0:
-            op = np.random.randint(len(p.chain))
-            if o.place[op] < 0:
-                op = -1
-    else:
-        op = found[np.random.randint(count)]
-    r, c, j, kind = p.rank[op], p.chain[op], p.number[op], p.kind[op]
-    cell = p.cell_first[c] + j
-    if np.random.random() < 0.35:
+    anywhere = np.random.random() < ANYWHERE
+    op = drawn(o, w, anywhere)
+    if p.is_open and np.random.random() < 0.35:
+        r, c, j, kind = p.rank[op], p.chain[op], p.number[op], p.kind[op]
+        cell = p.cell_first[c] + j
         if p.may_again[c] and (kind == R or (kind != W and (anywhere or np.random.random() < 0.3))):
             if o.away[cell]:
                 send_away(p, o, c, j)
@@ -442,10 +520,15 @@ def change(p: Ops, o: Orders, found: Ints, count: int) -> int:
             return r if fits(p, o, r) else -1 - r
         if kind in (I, W) and (p.may_split[c] if o.whole[cell] else p.may_whole[c]):
             return r if run_whole(p, o, c, j) and fits(p, o, r) else -1 - r
-    at = o.place[op]
+    if w.counts[1] > 0 and np.random.random() < (PAIRS_IF_OPEN if p.is_open else PAIRS):
+        return shift(p, o, w.pairs[np.random.randint(w.counts[1])], 1, False)
     far = 1 if np.random.random() < 0.6 else 1 + np.random.randint(6)
-    late = anywhere and np.random.random() < 0.5
-    moved = 0
+    return shift(p, o, op, far, anywhere and np.random.random() < 0.5)
+
+
+def shift(p: Ops, o: Orders, op: int, far: int, late: bool) -> int:
+    """Moves an op past up to `far` others of its row, to the front or `late`; returns what `change` does."""
+    r, at, moved = p.rank[op], o.place[op], 0
     while moved < far:
         to = at + 1 if late else at - 1
         if to < 0 or to >= o.length[r]:
@@ -461,7 +544,7 @@ def change(p: Ops, o: Orders, found: Ints, count: int) -> int:
         return -1 - r
     if fits(p, o, r):
         return r
-    for _ in range(2):
+    for _ in range(2 if p.is_open else 0):
         held = in_flight(p, o, r, at)
         if held < 0:
             return -1 - r
@@ -478,40 +561,35 @@ def change(p: Ops, o: Orders, found: Ints, count: int) -> int:
 
 
 def anneal(
-    p: Ops,
-    o: Orders,
-    undo: Orders,
-    best_orders: Orders,
-    start: Floats,
-    trial: Floats,
-    found: Ints,
-    now: float,
-    best: float,
-    cooling: Cooling,
+    p: Ops, o: Orders, undo: Orders, best_orders: Orders, w: WalkSpace, now: float, best: float, cooling: Cooling
 ) -> tuple[float, float, int]:
     """Moves while the temperature falls; returns the makespan it ends with, the best one, whose orders are in
-    `best_orders`, and the moves made: fewer at the target, or where it is stopped.
+    `best_orders`, and the moves made: fewer at the target, where no pair is left and no form is open, or where it is
+    stopped.
 
     Args:
         o: the orders to begin with, and to end with. undo: a copy of them.
-        start: of each op of `o`. trial, found: working space.
+        w: its `start` is that of `o`.
         now: the makespan of `o`. best: that of `best_orders`.
     """
-    count = -1
+    found = False
     for move in range(cooling.num_moves):
         if cooling.stop[0] != 0:
             return now, best, move
-        if count < 0:
-            count = critical(p, o, start, found)
-        r = change(p, o, found, count)
+        if not found:
+            critical(p, o, w)
+            found = True
+        if w.counts[1] == 0 and not p.is_open:
+            return now, best, move
+        r = change(p, o, w)
         allowed = r >= 0
         if not allowed:
             r = -1 - r
-        made = timed(p, o, trial) if allowed else -1.0
+        made = timed(p, o, w.trial) if allowed else -1.0
         if made >= 0 and is_kept(made - now, cooling, move):
             now = made
-            count = -1
-            start[:] = trial
+            found = False
+            w.start[:] = w.trial
             copy_rank(p, o, undo, r)
             if now < best * (1 - 1e-12):
                 best = now
@@ -540,3 +618,4 @@ def copy_rank(p: Ops, source: Orders, target: Orders, r: int) -> None:
             target.duration[op] = source.duration[op]
             target.change[op] = source.change[op]
             target.place[op] = source.place[op]
+            target.level[op] = source.level[op]

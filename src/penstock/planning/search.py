@@ -15,15 +15,15 @@ from penstock.engine import list_by_values, sweep
 from penstock.engine.compiled import compiled
 from penstock.engine.list_by_values import ListSpace
 from penstock.engine.network import Array
-from penstock.planning import anneal, forward_backward
-from penstock.planning.anneal import WalkArrays
-from penstock.planning.annealing import Annealer
+from penstock.planning import forward_backward, row_walk
+from penstock.planning.annealing import Annealer, S
 from penstock.planning.bounds import op_arrays
 from penstock.planning.in_step import in_step
 from penstock.planning.metropolis import Cooling
 from penstock.planning.op_arrays import OpArrays
-from penstock.planning.problem import BACKWARD_CLASS, Problem, fits
+from penstock.planning.problem import BACKWARD_CLASS, Problem, fits, walk_ops
 from penstock.planning.progress import Incumbent
+from penstock.planning.row_walk import Ops, Orders, WalkSpace
 from penstock.planning.threads import is_quick
 from penstock.schedule import Schedule
 
@@ -206,42 +206,64 @@ class PerturbationSearch(Trials):
         return int(moved)
 
 
-class Walk(Annealer[Search]):
-    """Step 3: local search, one thread's walk from the best order so far.
+class RowWalk(Annealer[S]):
+    """Step 3: local search, one thread's walk from the best orders so far, over rows of ops."""
 
-    Temperatures are shares of the mean duration of an op. It is stuck where no pair on the critical path can change
-    places.
-    """
+    MODULE = row_walk
 
-    MODULE, MOVES, HOT, COLD, BEGINNING = anneal, (50_000.0, 2e7), 0.6, 0.12, 5e-6
-
-    def __init__(self, problem: Problem, seed: int) -> None:
+    def __init__(self, problem: Any, ops: Ops, seed: int) -> None:
         super().__init__(problem, seed)
-        self.problem, self._arrays = problem, WalkArrays.of(problem.queues)
-        self._module.lay_out(problem.queues, self._arrays)
-        self.best_row = np.empty(problem.queues.num_ops, np.int64)
-        self.now = self.best = float("inf")
+        self._ops, self._space = ops, WalkSpace.of(ops)
+        self.orders, self._undo, self.best_orders = (Orders.of(ops) for _ in range(3))
+        self._now = self.best = math.inf
 
-    @property
-    def unit(self) -> float:
-        return mean_duration(self.problem)
-
-    def begin(self, search: Search, until: float) -> None:
-        queues, row, arrays = self.problem.queues, search.row, self._arrays
-        self.now = self.best = time_of(self.problem, row, arrays.start)
-        self.best_row[:] = row
-        head = np.empty(len(queues.rank), np.int64)
-        self._module.load(queues, row, head, arrays)
-        rank_order = np.empty(queues.num_ops, np.int64)
-        self._module.line_up(queues, row, head, arrays.needs, rank_order)
-        arrays.order[:] = np.lexsort((rank_order, arrays.start))
-        arrays.place[arrays.order] = np.arange(queues.num_ops)
+    def _begin(self) -> None:
+        """Takes up the rows and forms of `orders`."""
+        self._module.set_forms(self._ops, self.orders)
+        for r in range(len(self._ops.cap)):
+            self._module.fits(self._ops, self.orders, r)
+        for mine in (self._undo, self.best_orders):
+            for array, given in zip(mine, self.orders, strict=True):
+                array[:] = given
+        self._now = self.best = float(self._module.timed(self._ops, self.orders, self._space.start))
 
     def move(self, cooling: Cooling, done: float) -> int:
-        self.now, self.best, moved = self._module.anneal(
-            self.problem.queues, self._arrays, self.now, self.best, self.best_row, cooling
+        self._now, self.best, moved = self._module.anneal(
+            self._ops, self.orders, self._undo, self.best_orders, self._space, self._now, self.best, cooling
         )
         return int(moved)
 
+
+class Walk(RowWalk[Search]):
+    """The walk where every op has one form. Temperatures are shares of the mean duration of an op.
+
+    It is stuck where no pair on the critical path can change places.
+    """
+
+    MOVES, HOT, COLD, BEGINNING = (50_000.0, 2e7), 0.6, 0.12, 5e-6
+
+    def __init__(self, problem: Problem, seed: int) -> None:
+        super().__init__(problem, walk_ops(problem), seed)
+        self._problem = problem
+        self._queue_of = np.empty(len(self._ops.chain), np.int64)
+        for q, first in enumerate(problem.walk_first.tolist()):
+            self._queue_of[first : first + problem.queues.size[q]] = q
+
+    @property
+    def unit(self) -> float:
+        return mean_duration(self._problem)
+
+    def begin(self, search: Search, until: float) -> None:
+        queues = self._problem.queues
+        op = self._problem.walk_first[search.row] + self._problem.numbers(search.row)
+        for r in range(queues.num_ranks):
+            mine = op[queues.row_first[r] : queues.row_first[r + 1]]
+            self.orders.row[r, : len(mine)], self.orders.length[r] = mine, len(mine)
+        self.orders.whole[:] = "B" in self._problem.kind
+        self._begin()
+
     def bring(self, search: Search) -> None:
-        search.take(self.best, self.best_row, "local search")
+        if self.best < search.value:
+            made = self.best_orders
+            ops = np.concatenate([row[:length] for row, length in zip(made.row, made.length, strict=True)])
+            search.take(self.best, self._queue_of[ops], "local search")

@@ -177,7 +177,7 @@ def limit_rank(model: OrderModel, problem: JointProblem, r: int) -> None:
 def _orders_found(
     problem: JointProblem, model: OrderModel, made: dict[int, ModelOp], forms: dict[int, Forms]
 ) -> Orders:
-    ops, orders = problem.ops, problem.orders()
+    ops, orders = problem.ops, Orders.of(problem.ops)
     for cell, form in forms.items():
         orders.again[cell], orders.whole[cell], orders.away[cell] = map(model.value, form)
     for r in range(problem.num_ranks):

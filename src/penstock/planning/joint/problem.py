@@ -24,10 +24,11 @@ import numpy as np
 
 from penstock.cost import Costs, Links
 from penstock.engine.compiled import compiled
-from penstock.engine.network import NONE, Array
+from penstock.engine.network import Array
 from penstock.planning import row_walk
-from penstock.planning.options import Limits, OpForms, dealt
-from penstock.planning.row_walk import F, I, Ops, Orders, W
+from penstock.planning.options import Limits, OpForms
+from penstock.planning.problem import pose, walk_ops
+from penstock.planning.row_walk import I, Ops, Orders, W
 from penstock.schedule import Op, Placement, Schedule
 from penstock.schedule.offload import OFFLOAD, RELOAD, with_offload
 
@@ -87,23 +88,6 @@ class JointProblem:
         start = np.empty(self.num_ops) if start is None else start
         return float(module.timed(self.ops, orders, start))
 
-    def orders(self) -> Orders:
-        """Room for orders, with nothing in it."""
-        ops, n = self.ops, self.num_ops
-        on_rank = np.bincount(ops.rank, minlength=self.num_ranks)
-        cells = int(ops.size.sum())
-        return Orders(
-            row=np.full((self.num_ranks, int(on_rank.max(initial=1))), NONE, np.int64),
-            length=np.zeros(self.num_ranks, np.int64),
-            again=np.zeros(cells, np.bool_),
-            whole=np.zeros(cells, np.bool_),
-            away=np.zeros(cells, np.bool_),
-            duration=np.zeros(n),
-            change=np.zeros(n),
-            place=np.full(n, NONE, np.int64),
-            wait=np.full(n, NONE, np.int64),
-        )
-
     def schedule(self, orders: Orders, name: str) -> Schedule:
         """The schedule of orders."""
         ops = self.ops
@@ -133,7 +117,7 @@ class JointProblem:
 
     def read(self, schedule: Schedule) -> Orders:
         """The other way: a schedule of this placement and these forms as orders."""
-        ops, orders = self.ops, self.orders()
+        ops, orders = self.ops, Orders.of(self.ops)
         chain = {key: c for c, key in enumerate(self.chains)}
         number: dict[int, int] = {}
         counts = [0] * self.placement.num_pipelines
@@ -171,58 +155,26 @@ def pose_joint(
     Args:
         counts: how many microbatches each pipeline has.
     """
-    chains = sorted(
-        ((p, s) for p, hosts in enumerate(placement.pipelines) for s in range(len(hosts))),
-        key=lambda key: (placement.pipelines[key[0]][key[1]], key),
-    )
-    index = {key: c for c, key in enumerate(chains)}
-    size = np.array([counts[p] for p, _ in chains], np.int64)
-    chain_rank = np.array([placement.pipelines[p][s] for p, s in chains], np.int64)
-    num_kinds = len(_KINDS) if forms.away else W + 1
-    first = np.concatenate([[0], np.cumsum(num_kinds * size)]).astype(np.int64)
-    n = int(first[-1])
-    ints = {name: np.full(n, NONE, np.int64) for name in ("message_from", "message_to")}
-    delay = np.zeros(n)
-    chain = np.repeat(np.arange(len(chains)), num_kinds * size)
-    within = np.arange(n) - first[chain]
-    kind, number = within // np.maximum(1, size[chain]), within % np.maximum(1, size[chain])
-    for c, (p, s) in enumerate(chains):
-        for which, other in ((F, s - 1), (I, s + 1)):
-            if (p, other) in index:
-                before = index[p, other]
-                mine = first[c] + which * size[c] + np.arange(size[c])
-                theirs = first[before] + which * size[before] + np.arange(size[before])
-                ints["message_from"][mine], ints["message_to"][theirs] = theirs, mine
-                if chain_rank[c] != chain_rank[before]:
-                    delay[mine] = links.delay(int(chain_rank[before]), int(chain_rank[c]))
-    cell_first = np.concatenate([[0], np.cumsum(size)]).astype(np.int64)[:-1]
+    plain = pose(costs, placement, num_ranks, sum(counts), links, limits.held, limits.cap, forms.split, counts)
+    chains = [
+        (int(pipeline), stage)
+        for pipeline, stage, kind in zip(plain.queues.pipeline, plain.stage, plain.kind, strict=True)
+        if kind == "F"
+    ]
+    every = np.ones(len(chains), np.bool_)
     held = np.array([limits.held[s][0] for _, s in chains], np.float64)
-    ops = Ops(
-        chain=chain.astype(np.int64),
-        kind=kind.astype(np.int64),
-        number=number.astype(np.int64),
-        cell=(cell_first[chain] + number).astype(np.int64),
-        rank=chain_rank[chain],
-        delay=delay,
-        first=first[:-1].copy(),
-        size=size,
-        cell_first=cell_first,
-        chain_rank=chain_rank,
-        chain_first=np.searchsorted(chain_rank, np.arange(num_ranks + 1)).astype(np.int64),
+    ops = walk_ops(plain, len(_KINDS) if forms.away else W + 1)._replace(
         times=np.array([[costs.duration(k, s) for k in (*_KINDS, "B")] for _, s in chains], np.float64),
-        held=held,
         kept=held * costs.kept if forms.again else held,
         freed=np.array([limits.held[s][1] for _, s in chains], np.float64),
-        may_again=np.full(len(chains), forms.again),
+        may_again=forms.again & every,
         may_whole=np.array([forms.whole and (not forms.split or _gains(costs, s)) for _, s in chains]),
-        may_split=np.full(len(chains), forms.split),
+        may_split=forms.split & every,
         may_away=forms.away & (held > 0),
-        cap=np.array(limits.cap, np.float64),
         host=np.array(limits.host if forms.away else (0.0,) * num_ranks, np.float64),
-        num_kinds=num_kinds,
-        **ints,
+        is_open=True,
     )
-    return JointProblem(ops, tuple(chains), costs, links, limits, forms, placement, dealt(counts))
+    return JointProblem(ops, tuple(chains), costs, links, limits, forms, placement, plain.microbatch_pipeline)
 
 
 def _gains(costs: Costs, stage: int) -> bool:

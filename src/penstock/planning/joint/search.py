@@ -21,19 +21,18 @@ import numpy as np
 from penstock.engine.network import Array
 from penstock.engine.tolerance import EPSILON
 from penstock.passes import recompute
-from penstock.planning import order_model, row_walk, strategy
-from penstock.planning.annealing import Annealer, annealed
+from penstock.planning import order_model, strategy
+from penstock.planning.annealing import annealed
 from penstock.planning.joint import exact
 from penstock.planning.joint.away import sent_away
 from penstock.planning.joint.bounds import lower_bound, relaxed
 from penstock.planning.joint.problem import JointProblem
 from penstock.planning.library_starts import MOST_OPS, built
-from penstock.planning.metropolis import Cooling
 from penstock.planning.options import OpForms
 from penstock.planning.problem import Problem, pose
 from penstock.planning.progress import Incumbent, Progress
 from penstock.planning.row_walk import F, I, L, O, Orders, R, W
-from penstock.planning.search import Search, greedy
+from penstock.planning.search import RowWalk, Search, greedy
 from penstock.planning.threads import is_quick
 from penstock.schedule import Schedule, ScheduleError
 
@@ -114,7 +113,7 @@ def _plain_share(problem: JointProblem) -> float:
 def one_by_one(problem: JointProblem) -> Orders:
     """Every microbatch alone, each forward run again that may be, or all but those of a rank's last stage gone to
     host memory where they do not fit together: it fits wherever the limits leave room."""
-    ops, orders = problem.ops, problem.orders()
+    ops, orders = problem.ops, Orders.of(problem.ops)
     room = [_has_room(problem, r, ops.kept) for r in range(problem.num_ranks)]
     again = ops.may_again & np.array(room)[ops.chain_rank]
     for c in range(len(ops.size)):
@@ -225,7 +224,7 @@ def _has_room(problem: JointProblem, r: int, kept: Array) -> bool:
 
 def joined(problem: JointProblem, orders: Orders) -> Orders:
     """The same orders with B for every I that its W follows at once, where a B gains."""
-    ops, made = problem.ops, problem.orders()
+    ops, made = problem.ops, Orders.of(problem.ops)
     for r in range(problem.num_ranks):
         row = orders.row[r, : orders.length[r]].tolist()
         found: list[int] = []
@@ -280,36 +279,23 @@ def _take_library(search: JointSearch, name: str, made: Schedule, timed: bool) -
             search.take_schedule(again, f"{name}, recomputed")
 
 
-class JointWalk(Annealer[JointSearch]):
-    """One thread's walk. Temperatures are shares of the mean duration of an op."""
+class JointWalk(RowWalk[JointSearch]):
+    """The walk where forms are open. Temperatures are shares of the mean duration of an op."""
 
-    MODULE, MOVES, HOT, COLD = row_walk, (20_000.0, 2e7), 0.5, 0.1
+    MOVES, HOT, COLD = (20_000.0, 2e7), 0.5, 0.1
 
     def __init__(self, problem: JointProblem, seed: int) -> None:
-        super().__init__(problem, seed)
-        n = problem.num_ops
-        self.problem = problem
-        self._orders, self._undo, self.best_orders = (problem.orders() for _ in range(3))
-        self._start, self._trial, self._found = np.empty(n), np.empty(n), np.empty(n, np.int64)
-        self.now = self.best = math.inf
+        super().__init__(problem, problem.ops, seed)
 
     @property
     def unit(self) -> float:
-        return float(self.problem.ops.times[:, : W + 1].mean()) or 1.0
+        return float(self._ops.times[:, : W + 1].mean()) or 1.0
 
     def begin(self, search: JointSearch, until: float) -> None:
         assert search.orders is not None
-        for mine in (self._orders, self._undo, self.best_orders):
-            for array, given in zip(mine, search.orders, strict=True):
-                array[:] = given
-        self.now = self.best = self.problem.timed(self._orders, self._start)
-
-    def move(self, cooling: Cooling, done: float) -> int:
-        self.now, self.best, moved = self._module.anneal(
-            self.problem.ops, self._orders, self._undo, self.best_orders, self._start, self._trial, self._found,
-            self.now, self.best, cooling,
-        )  # fmt: skip
-        return int(moved)
+        for array, given in zip(self.orders, search.orders, strict=True):
+            array[:] = given
+        self._begin()
 
     def bring(self, search: JointSearch) -> None:
         search.take(self.best_orders, "local search")
