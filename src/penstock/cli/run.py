@@ -35,7 +35,7 @@ LEFT = {
     "bench": "run the scripts in benchmarks/ of the repository, which benchmarks/README.md lists",
     "compare": "give penstock simulate several schedules; penstock train --schedule tells the loss of each",
     "convert": "penstock show IN --out OUT writes a schedule in another format",
-    "data generate": "penstock.data.long_tailed draws lengths in Python",
+    "data generate": "experiments/uneven/long_tails.py draws lengths",
     "data images": "penstock train --data data.py:NAME takes a dataset of your own",
     **dict.fromkeys(("lab make", "lab plan"), "penstock lab run without a COMMAND makes a lab and shows its hosts"),
     **dict.fromkeys(
