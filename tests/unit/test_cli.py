@@ -413,7 +413,7 @@ def test_the_settings_of_a_file_are_those_of_its_options(penstock: Any, tmp_path
         ("plan --ranks 2 --microbatches 2 --b 3", "No such option: --b; give --cost b=20"),
         ("plan --ranks 2 --microbatches 2 --parts 8", "No such option: --parts; give --stages 16"),
         ("plan --ranks 2 --microbatches 2 --shared-ends", "give --placement shared-ends"),
-        ("data generate 5", "penstock data generate is gone since 0.2; experiments/uneven/long_tails.py draws lengths"),
+        ("data generate 5", "penstock data generate is gone since 0.2; experiments/uneven/long_tails.py"),
         ("layout Et|tL --ranks 2 --backward 3", "No such option: --backward; give --times t=1,backward=3"),
         ("split net.py:Net --first-layers a", "train --cut says how many layers each stage has"),
         ("tune --tflops 3", "No such option: --tflops; give --costs gpt2-7b:device=a100"),

@@ -227,9 +227,7 @@ def test_prepare_without_end_marks_and_with_a_tokenizer_file(tmp_path: Path) -> 
     inner.save(str(tmp_path / "t.json"))
     tokenizer = load_tokenizer(tmp_path / "t.json")
     (tmp_path / "a.jsonl").write_text('{"text": "one two two"}\n{"text": "zebra"}')
-    with pytest.raises(DataError, match=r"t\.json has no end-of-document token"):
-        prepare(tmp_path / "a.jsonl", tmp_path / "corpus", tokenizer)
-    prepare(tmp_path / "a.jsonl", tmp_path / "corpus", tokenizer, append_eod=False)
+    prepare(tmp_path / "a.jsonl", tmp_path / "corpus", tokenizer)
     pair = IndexedTokens(tmp_path / "corpus")
     assert [document.tolist() for document in pair] == [[0, 1, 1], [400]]
     assert pair.dtype == np.uint16

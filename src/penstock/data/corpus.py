@@ -103,7 +103,7 @@ def open_corpus(source: str | Path | None = None, tokenizer: Tokenizer | None = 
     train: list[Tokens] = []
     validation: list[Tokens] = []
     num_documents = 0
-    for document, tokens in _tokenized(source, tokenizer, tokenizer.end_of_document):
+    for document, tokens in _tokenized(source, tokenizer):
         (validation if document.is_validation else train).append(tokens)
         num_documents += 1
     dtype = token_dtype(tokenizer.vocab_size)
@@ -156,10 +156,8 @@ class Summary:
     seconds: float
 
 
-def prepare(
-    source: str | Path | None, output_prefix: str | Path, tokenizer: Tokenizer, append_eod: bool = True
-) -> Summary:
-    """Tokenises a source into `<output_prefix>.bin` and `.idx`.
+def prepare(source: str | Path | None, output_prefix: str | Path, tokenizer: Tokenizer) -> Summary:
+    """Tokenises a source into `<output_prefix>.bin` and `.idx`, as `open_corpus` would.
 
     If it fails, whatever was at the prefix before is untouched.
 
@@ -167,10 +165,9 @@ def prepare(
         source: as in `open_corpus`; None for Python's standard library.
         output_prefix: the path of the pair without `.bin` or `.idx`.
         tokenizer: makes tokens of the text.
-        append_eod: whether each document ends with the tokenizer's end-of-document token.
 
     Raises:
-        DataError: the source cannot be read, or the tokenizer has no such token.
+        DataError: the source cannot be read, or the pair cannot be written.
 
     Examples:
         >>> import penstock as ps
@@ -181,16 +178,10 @@ def prepare(
         >>> made.num_documents, (folder / "corpus.bin").exists()
         (1, True)
     """
-    end = tokenizer.end_of_document
-    if append_eod and end is None:
-        raise DataError(
-            f"tokenizer {tokenizer.name} has no end-of-document token such as <|endoftext|> to append. "
-            "Prepare without it."
-        )
     began = time.perf_counter()
     num_text_bytes = 0
     with IndexedWriter(output_prefix, tokenizer.vocab_size) as writer:
-        for document, tokens in _tokenized(source, tokenizer, end if append_eod else None):
+        for document, tokens in _tokenized(source, tokenizer):
             writer.add(tokens)
             num_text_bytes += len(document.text)
         counts = writer.num_documents, writer.num_tokens
@@ -204,10 +195,11 @@ def prepare(
     )
 
 
-def _tokenized(source: str | Path | None, tokenizer: Tokenizer, end: int | None) -> Iterator[tuple[Document, Tokens]]:
-    """The documents of a source with their tokens, each followed by the token `end` if one is given."""
+def _tokenized(source: str | Path | None, tokenizer: Tokenizer) -> Iterator[tuple[Document, Tokens]]:
+    """The documents of a source with their tokens, each with the tokenizer's end-of-document token if it has one."""
+    end = tokenizer.end_of_document
     for document in open_documents(source):
-        tokens = tokenizer.encode(document.text)
+        tokens = np.asarray(tokenizer.encode(document.text))
         yield document, tokens if end is None else np.append(tokens, np.asarray(end, tokens.dtype))
 
 
