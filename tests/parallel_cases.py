@@ -22,7 +22,7 @@ from penstock.models import (
     tower_stage,
 )
 from penstock.models.block import MLP
-from penstock.models.seeded import built, generator_of
+from penstock.models.listed import built, generator_of
 from penstock.runtime.tensor_parallel import Sharding
 from penstock.train.tasks.layers import recomputed
 

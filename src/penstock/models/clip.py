@@ -23,8 +23,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from penstock.models.block import TransformerBlock, dropout_layer
-from penstock.models.listed import ListedLayers
-from penstock.models.seeded import require_sizes
+from penstock.models.listed import ListedLayers, require_sizes
 from penstock.runtime import Stage
 
 __all__ = [

@@ -17,10 +17,9 @@ from torch import Tensor, nn
 from penstock.models.huggingface.anatomy import BY_STAGES, Anatomy, DecoderError, has_encoder
 from penstock.models.huggingface.frame import uncached
 from penstock.models.huggingface.layers import TARGETS, model_layers
-from penstock.models.huggingface.loss import COUNTED, POSITIONS, OwnLoss, split_batch
+from penstock.models.huggingface.loss import COUNTED, POSITIONS, OwnLoss, Shift, split_batch
 from penstock.models.huggingface.pictures import IMAGES, PictureForm, picture_form
 from penstock.models.huggingface.routers import Routers
-from penstock.models.huggingface.shift import Shift
 from penstock.models.huggingface.shrink import require_small, shrunken
 from penstock.models.huggingface.weights import require_unquantized, shapes_of
 from penstock.runtime import partition

@@ -27,6 +27,7 @@ from penstock.models.huggingface.lora import Adapters
 from penstock.models.huggingface.loss import (
     NextTokenLoss,
     OwnLoss,
+    Shift,
     WithRouterLoss,
     class_with_forward,
     default_loss,
@@ -38,7 +39,6 @@ from penstock.models.huggingface.packed import require_apart, require_usual, use
 from penstock.models.huggingface.pictures import PictureForm, picture_form
 from penstock.models.huggingface.routers import Routers, routers_of
 from penstock.models.huggingface.shards import Shards, shards_of
-from penstock.models.huggingface.shift import Shift
 from penstock.models.huggingface.weights import (
     AdaptedSource,
     FolderSource,

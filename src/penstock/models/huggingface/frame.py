@@ -1,37 +1,38 @@
-"""The model's own code without its weights: every module that has weights is replaced by a stand-in.
+"""The model's own code without its weights: a stand-in replaces every module that has weights.
 
-What a decoder's blocks are given besides the hidden states (masks, positions, rotary embeddings) is worked out by the
-model's own forward. Run with stand-ins it works out the same, without a weight:
+The model's own forward works out what a decoder's blocks take besides the hidden states: masks, positions, rotary
+embeddings. Run with stand-ins it works out the same, without a weight:
 
     model                               frame of a stage with blocks
-      embed_tokens  V x D                 ZeroEmbedding
-      layers        n blocks              n BlockRecorders: each notes what its block would be given
-      norm, lm_head                       IdentityStandIn
+      embed_tokens  V x D                 a stand-in that returns zeros
+      layers        n blocks              n BlockRecorders: each notes the arguments of its block
+      norm, lm_head                       stand-ins that return their input
       rotary_emb    (no weights)          rotary_emb
 
-An architecture is thereby cut as it is, and no forward is written anew.
+So an architecture is cut as it is, and no forward is written anew.
 """
 
 from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
-"""What a block is given besides the hidden states."""
+"""The arguments of a block besides the hidden states."""
 HOOKED = "_output_capturing_hooks_installed"
-"""What transformers notes on a model whose blocks have its hooks, which stand-ins of them do not have yet."""
+"""The mark that transformers leaves on a model whose blocks have its hooks. Stand-ins for them have none yet."""
 HOLLOW = "_is_hollow"
-"""Says of a module that it stands for one of the model, whose code it runs."""
+"""The mark of a module that stands for one of the model and runs its code."""
 
 
 class StoppedAtBlock(Exception):
-    """The model's code has come as far as it was to run."""
+    """The model's code has reached the block at which it was to stop."""
 
     def __init__(self, hidden: Tensor) -> None:
         super().__init__("stopped at a block")
@@ -49,12 +50,21 @@ class UnregisteredModule:
 
 
 class FrameStandIn(nn.Module):
-    """Has a module's plain attributes, which the code around it may ask for; of its weights only shapes and types."""
+    """Has a module's plain attributes, which the code around it may ask for, and the shapes and types of its weights.
 
-    def __init__(self, original: nn.Module) -> None:
+    Args:
+        answer: what the stand-in returns for its arguments.
+    """
+
+    def __init__(self, original: nn.Module, answer: Callable[..., Any] | None = None) -> None:
         super().__init__()
         self._elsewhere = UnregisteredModule(original)
+        self._answer = answer
         self.training = False
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        assert self._answer is not None
+        return self._answer(*args, **kwargs)
 
     def __getattr__(self, name: str) -> Any:
         try:
@@ -66,53 +76,32 @@ class FrameStandIn(nn.Module):
             return torch.empty_like(value, device="meta") if isinstance(value, Tensor) else value
 
 
-class ZeroEmbedding(FrameStandIn):
-    """In place of an embedding: zeros of a type."""
-
-    def __init__(self, original: nn.Module, dtype: torch.dtype) -> None:
-        super().__init__(original)
-        self._dtype = dtype
-
-    def forward(self, *args: Any, **kwargs: Any) -> Tensor:
-        given = (*args, *kwargs.values())
-        ids = next((value for value in given if isinstance(value, Tensor)), None)
-        if ids is None:  # some positions are looked up by the shape of the tokens
-            shape = next(value for value in given if isinstance(value, torch.Size))
-            return torch.zeros(shape[1], self.embedding_dim, dtype=self._dtype)
-        return torch.zeros(*ids.shape, self.embedding_dim, dtype=self._dtype, device=ids.device)
+def _zeros(width: int, dtype: torch.dtype, *args: Any, **kwargs: Any) -> Tensor:
+    """What an embedding would return, as zeros; or embeddings that are among the arguments."""
+    if isinstance(embedded := kwargs.get("inputs_embeds"), Tensor):
+        return embedded
+    given = (*args, *kwargs.values())
+    ids = next((value for value in given if isinstance(value, Tensor)), None)
+    if ids is None:  # some positions are looked up by the shape of the tokens
+        shape = next(value for value in given if isinstance(value, torch.Size))
+        return torch.zeros(shape[1], width, dtype=dtype)
+    return torch.zeros(*ids.shape, width, dtype=dtype, device=ids.device)
 
 
-class ZeroEmbeddings(ZeroEmbedding):
-    """In place of a module that embeds tokens, positions and more: embeddings that it is given, else zeros."""
-
-    def __init__(self, original: nn.Module, width: int, dtype: torch.dtype) -> None:
-        super().__init__(original, dtype)
-        self.embedding_dim = width
-
-    def forward(self, *args: Any, **kwargs: Any) -> Tensor:
-        given = kwargs.pop("inputs_embeds", None)
-        return given if isinstance(given, Tensor) else super().forward(*args, **kwargs)
+def _first_feature(width: int, hidden: Tensor) -> Tensor:
+    """The first number of each token, as often as a linear has outputs."""
+    return hidden[..., :1].expand(*hidden.shape[:-1], width)
 
 
-class IdentityStandIn(FrameStandIn):
-    """In place of a norm, a linear or whatever else has weights: what it is given."""
-
-    def forward(self, hidden: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        return hidden
-
-
-class WideningStandIn(FrameStandIn):
-    """In place of a linear that changes the width: the first number it is given, as often as it has outputs."""
-
-    def forward(self, hidden: Tensor) -> Tensor:
-        return hidden[..., :1].expand(*hidden.shape[:-1], self.out_features)
+def _same(hidden: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    return hidden
 
 
 class HiddenStatesStandIn(FrameStandIn):
-    """In place of what comes before a list of blocks: hidden states of the shape that they have there.
+    """In place of a module before a stack of blocks: returns given hidden states.
 
     Attributes:
-        instead: those.
+        instead: the hidden states.
     """
 
     instead: Tensor | None = None
@@ -122,18 +111,18 @@ class HiddenStatesStandIn(FrameStandIn):
 
 
 class BlockRecorder(FrameStandIn):
-    """In place of a block: notes what the block would be given.
+    """In place of a block: notes the arguments of the block.
 
-    What the block returns besides hidden states has stand-ins too, which are recognized where the next block is given
-    them.
+    The values that the block returns besides hidden states have stand-ins too, which the recorder recognizes among
+    the arguments of the next block.
 
     Args:
-        num_returned: 0 where the block returns hidden states alone, else the length of the tuple that it returns.
+        num_returned: 0 if the block returns hidden states alone, else the length of the tuple that it returns.
+        stops: whether the model's code stops at this block.
 
     Attributes:
-        given: that, after a run.
-        stops: whether the model's code shall run no further.
-        instead: hidden states to give on in place of those that came.
+        given: the arguments besides the hidden states, after a run.
+        instead: hidden states to return in place of the given ones.
     """
 
     def __init__(self, original: nn.Module, num_returned: int, stops: bool = False) -> None:
@@ -169,7 +158,7 @@ class BlockRecorder(FrameStandIn):
 
 
 def on_meta(model: nn.Module) -> Any:
-    """A copy on the meta device in which every weight has a gradient: for shapes, and for what follows from what."""
+    """A copy of a model on the meta device, for shapes. Every weight of it has a gradient."""
     memo: dict[int, Any] = {}
     for parameter in model.parameters():
         memo[id(parameter)] = nn.Parameter(parameter.detach().to("meta"), parameter.is_floating_point())
@@ -186,26 +175,24 @@ def encoded(hidden: Tensor) -> Any:
 
 
 def uncached(model: nn.Module) -> dict[str, bool]:
-    """What tells a model's forward to keep no cache; nothing where the forward takes no such argument."""
+    """The argument that tells a model's forward to keep no cache; none if the forward does not take it."""
     known = inspect.signature(type(model).forward).parameters
     takes_any = any(each.kind is inspect.Parameter.VAR_KEYWORD for each in known.values())
     return {"use_cache": False} if takes_any or "use_cache" in known else {}
 
 
 def stand_in(original: nn.Module, dtype: torch.dtype = torch.float32) -> nn.Module:
-    """What a module with weights is replaced by; embeddings give numbers of `dtype`."""
-    if isinstance(original, nn.Embedding):
-        return ZeroEmbedding(original, dtype)
+    """The stand-in for a module with weights. One for an embedding returns numbers of `dtype`."""
     if isinstance(original, nn.Linear) and original.in_features != original.out_features:
-        return WideningStandIn(original)
+        return FrameStandIn(original, partial(_first_feature, original.out_features))
     inside = next((each for each in original.modules() if isinstance(each, nn.Embedding)), None)
-    return IdentityStandIn(original) if inside is None else ZeroEmbeddings(original, inside.embedding_dim, dtype)
+    return FrameStandIn(original, _same if inside is None else partial(_zeros, inside.embedding_dim, dtype))
 
 
 def hollow(model: nn.Module, fill: Mapping[str, nn.Module], path: str = "", is_told: bool = True) -> nn.Module:
     """The model with other modules at the paths that `fill` names; the model itself stays as it is.
 
-    Where its forward can't be told to keep no cache (`is_told`), copies of the configs say so.
+    If its forward cannot be told to keep no cache (`is_told` is false), copies of the configs say so.
     """
     is_told = is_told if path else bool(uncached(model))
     new = object.__new__(type(model))

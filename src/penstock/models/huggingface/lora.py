@@ -25,7 +25,7 @@ from torch import Tensor, nn
 
 from penstock.models.huggingface.anatomy import Anatomy, DecoderError
 from penstock.models.huggingface.export import copy_kept, folder_in_place
-from penstock.models.seeded import generator_of
+from penstock.models.listed import generator_of
 from penstock.runtime.checkpoint import CheckpointError, Reader
 from penstock.runtime.stage.stage import place_at
 

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from penstock.models.huggingface.anatomy import DecoderError, has_encoder
-from penstock.models.seeded import generator_of
+from penstock.models.listed import generator_of
 
 if TYPE_CHECKING:
     from penstock.models.huggingface.lora import Adapters
