@@ -18,7 +18,7 @@ from penstock.models.huggingface.anatomy import BY_STAGES, Anatomy, DecoderError
 from penstock.models.huggingface.frame import uncached
 from penstock.models.huggingface.layers import TARGETS, model_layers
 from penstock.models.huggingface.loss import COUNTED, POSITIONS, OwnLoss, Shift, split_batch
-from penstock.models.huggingface.pictures import IMAGES, PictureForm, picture_form
+from penstock.models.huggingface.pictures import IMAGES, picture_form
 from penstock.models.huggingface.routers import Routers
 from penstock.models.huggingface.shrink import require_small, shrunken
 from penstock.models.huggingface.weights import require_unquantized, shapes_of
@@ -203,7 +203,7 @@ def require_equal(model: Any, anatomy: Anatomy, routers: Routers | None, loss_fn
     Raises DecoderError with what differs first.
     """
     what = f"a small copy of {_name(model)}" if model.training else _name(model)
-    layers = model_layers(model, anatomy, routers, _form(model))
+    layers = model_layers(model, anatomy, routers, picture_form(model))
     parts = partition([1.0] * len(layers), min(NUM_STAGES, len(layers)))
     stages = [nn.Sequential(*layers[part.start : part.stop]).train(model.training) for part in parts]
     batches = [sample_batch(model, seed, has_images=model.training) for seed in range(2)]
@@ -336,17 +336,9 @@ def _picture_size(config: Any) -> tuple[int, int]:
     return (size, size) if isinstance(size, int) else tuple(size)
 
 
-def _form(model: Any) -> PictureForm | None:
-    """Of the pictures; None where a model takes none, or pictures of no one size, which are refused later."""
-    try:
-        return picture_form(model)
-    except DecoderError:
-        return None
-
-
 def _images(model: Any, draw: torch.Generator) -> tuple[Tensor, int] | None:
     """Pictures, one a sample, and how many tokens each takes the place of; None where a model takes none."""
-    form = _form(model)
+    form = picture_form(model)
     if form is None:
         return None
     return torch.randn((NUM_SAMPLES, form.num_channels, form.size, form.size), generator=draw), form.num_tokens

@@ -257,11 +257,8 @@ class Decoder:
 
     @cached_property
     def pictures(self) -> PictureForm | None:
-        """What pictures it takes; None where it takes none, or pictures of no one size."""
-        try:
-            return picture_form(self._model)
-        except DecoderError:
-            return None
+        """The form of its pictures; None if it takes none, or pictures of no one size."""
+        return picture_form(self._model)
 
     @cached_property
     def _shift(self) -> Shift:

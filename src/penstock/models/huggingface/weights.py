@@ -1,7 +1,7 @@
-"""Where a decoder's weights come from: drawn by seed, read from a folder, or those of a model that is there.
+"""Where a decoder's weights come from: drawn by seed, read from a folder, or those of a given model.
 
-From a config or a folder the whole model exists only as shapes, on the meta device; the modules that a stage needs
-are copied off it and filled.
+From a config or a folder the whole model exists only as shapes, on the meta device. The modules of a stage are copied
+from it and filled.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from safetensors import safe_open
@@ -30,20 +30,22 @@ if TYPE_CHECKING:
     from penstock.models.huggingface.lora import Adapters
 
 LARGEST_BUFFER = 1 << 25
-"""Numbers."""
+"""The most numbers of a buffer that is made with storage."""
 
 
-class WeightSource(Protocol):
+class WeightSource:
     """Gives modules with their weights."""
 
-    def module(self, path: str) -> nn.Module: ...
+    def module(self, path: str) -> nn.Module:
+        """The module at a path of the model."""
+        raise NotImplementedError
+
     def fill(self, buffers: Sequence[str]) -> None:
-        """Fills the model's own buffers of these names with what the source has of them."""
-        ...
+        """Fills the model's own buffers of these names, unless they are as the architecture makes them."""
 
 
-class ModelSource:
-    """The modules of a model that is there."""
+class ModelSource(WeightSource):
+    """The modules of a given model."""
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
@@ -51,11 +53,8 @@ class ModelSource:
     def module(self, path: str) -> nn.Module:
         return self._model.get_submodule(path)
 
-    def fill(self, buffers: Sequence[str]) -> None:
-        """They are."""
 
-
-class RandomSource:
+class RandomSource(WeightSource):
     """Modules drawn as the architecture draws them, from the seed and the module's path alone."""
 
     def __init__(self, shapes: Any, seed: int, dtype: torch.dtype) -> None:
@@ -71,15 +70,12 @@ class RandomSource:
             _draw(self._shapes, path, module, {name for name, _ in module.named_parameters()})
         return module.to(self._dtype)
 
-    def fill(self, buffers: Sequence[str]) -> None:
-        """They are as the architecture makes them."""
 
+class FolderSource(WeightSource):
+    """Modules with the weights of a folder. Only the weights of these modules are read.
 
-class FolderSource:
-    """Modules with the weights of a folder, of which only those asked for are read.
-
-    A file may name weights otherwise than the model does, and have each expert of a mixture by itself, where the
-    model has one weight of all: transformers says how the one becomes the other.
+    A file may have other names than the model, and one weight per expert of a mixture where the model has one for all
+    experts. transformers says how to convert them.
     """
 
     def __init__(self, shapes: Any, folder: Path, dtype: torch.dtype) -> None:
@@ -106,7 +102,7 @@ class FolderSource:
         return module
 
     def _is_never_saved(self, name: str) -> bool:
-        """Whether the architecture makes a weight anew, like a table of sines, and the folder has none."""
+        """Whether the architecture itself makes a weight, such as a table of sines, and the folder has none."""
         patterns = self._shapes._keys_to_ignore_on_save or ()
         return name not in self._origins and any(re.search(pattern, name) for pattern in patterns)
 
@@ -134,16 +130,21 @@ class FolderSource:
 
     @cached_property
     def _origins(self) -> dict[str, _WeightOrigin]:
-        """By the model's name of a weight, what it is made of."""
+        """The origin of each weight, by the model's name for it."""
         from transformers.conversion_mapping import get_model_conversion_mapping
-        from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
+        from transformers.core_model_loading import (
+            WeightConverter,
+            WeightRenaming,
+            dot_natural_key,
+            rename_source_key,
+        )
 
         entries = get_model_conversion_mapping(self._shapes)
         renamings = [entry for entry in entries if isinstance(entry, WeightRenaming)]
         converters = [entry for entry in entries if isinstance(entry, WeightConverter)]
         known, prefix = self._shapes.state_dict(), self._shapes.base_model_prefix
         origins: dict[str, _WeightOrigin] = {}
-        for source in sorted(self._files, key=_by_number):
+        for source in sorted(self._files, key=dot_natural_key):
             name, pattern = rename_source_key(source, renamings, converters, prefix, known)
             if name not in known and source in known:
                 name, pattern = rename_source_key(source, [], [], prefix, known)
@@ -190,7 +191,7 @@ class FolderSource:
         return tensor
 
 
-class AdaptedSource:
+class AdaptedSource(WeightSource):
     """Modules of another source, given adapters."""
 
     def __init__(self, source: WeightSource, adapters: Adapters) -> None:
@@ -211,11 +212,11 @@ def folder_of(source: WeightSource) -> Path | None:
 
 
 class _StoredWeight(NamedTuple):
-    """A weight as a folder has it.
+    """A weight of a folder.
 
     Attributes:
-        is_fresh: it has memory of its own, like experts that became one weight, and is no part of a file that is
-            mapped, so a module may have it as it is.
+        is_fresh: whether it has memory of its own, as experts that became one weight have. A module may hold it as it
+            is then, because it is no part of a mapped file.
     """
 
     tensor: Tensor
@@ -223,12 +224,12 @@ class _StoredWeight(NamedTuple):
 
 
 class _WeightOrigin(NamedTuple):
-    """What of a file a weight is made of.
+    """The tensors of a file that a weight is made of.
 
     Attributes:
-        first: the first weight that is made of it.
-        converter: of transformers; None where nothing but the name differs.
-        sources: names in the file, each with the pattern of the converter that it fits.
+        first: the first weight that is made of them.
+        converter: of transformers; None if only the name differs.
+        sources: the names in the file, each with the pattern of the converter that it fits.
     """
 
     first: str
@@ -237,18 +238,14 @@ class _WeightOrigin(NamedTuple):
 
     @property
     def counts(self) -> Counter[str]:
-        """How many sources fit each pattern."""
+        """The number of sources for each pattern."""
         return Counter(pattern for _, pattern in self.sources)
 
 
-def _by_number(name: str) -> list[tuple[int, str]]:
-    """Sorts "experts.10" behind "experts.9"."""
-    return [(int(part), "") if part.isdigit() else (-1, part) for part in name.split(".")]
-
-
 def shapes_of(config: Any, kind: Callable[[Any], Any] | None = None) -> Any:
-    """The model of a config, of its class or of `kind`, with weights on the meta device. Buffers, which are small,
-    are filled.
+    """The model of a config, of its class or of `kind`, with weights on the meta device.
+
+    Buffers, which are small, have their values.
     """
     with _weights_without_storage():
         return (kind or model_of)(config)
@@ -291,7 +288,7 @@ def require_unquantized(config: Any) -> None:
 
 
 def tied_groups(model: nn.Module) -> list[list[str]]:
-    """Groups of names that are one parameter."""
+    """Groups of names of one parameter each."""
     seen: dict[int, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         seen.setdefault(id(parameter), []).append(name)
@@ -333,8 +330,12 @@ def _with_storage(shape: nn.Module, dtype: torch.dtype) -> nn.Module:
 
 
 def _draw(shapes: Any, path: str, module: nn.Module, names: Collection[str]) -> None:
-    """Fills the weights of a copy of the module at `path`. The innermost model around a weight says how it is drawn,
-    as a tower has its own rules. Raises DecoderError where a parameter of one of these names is not drawn.
+    """Draws the weights of a copy of the module at `path`.
+
+    The innermost model around a weight says how to draw it, because a tower has its own rules.
+
+    Raises:
+        DecoderError: transformers does not draw a parameter of one of these names.
     """
     from transformers import PreTrainedModel
 
@@ -361,7 +362,7 @@ def _draw(shapes: Any, path: str, module: nn.Module, names: Collection[str]) -> 
 
 
 class _LargeOnMeta(TorchFunctionMode):
-    """What is too large for a buffer is made on the meta device; memory may not suffice for it for a moment even."""
+    """Makes tensors that are too large for a buffer on the meta device, as memory may be too small for them."""
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -374,7 +375,7 @@ class _LargeOnMeta(TorchFunctionMode):
 
 @contextmanager
 def _weights_without_storage() -> Iterator[None]:
-    """Parameters made inside go to the meta device, buffers not."""
+    """Parameters that are made inside go to the meta device, and buffers do not."""
     register = nn.Module.register_parameter
 
     def on_meta(self: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
