@@ -1,7 +1,7 @@
-"""Whether an architecture, cut into stages, learns what it learns as a whole: tried on a small copy of its config.
+"""Compares an architecture as a whole with its stages, on a small copy of its config.
 
-The copy is trained for a step of two microbatches as a whole, with the model's own loss, and cut into stages, each of
-which sees only what the one before it passes on. Loss and all gradients must be equal to the last bit.
+The copy is trained twice for a step of two microbatches: as a whole, with the model's own loss, and cut into stages.
+Each stage sees only the output of the one before. The loss and all gradients must be equal to the last bit.
 """
 
 from __future__ import annotations
@@ -37,22 +37,22 @@ Batch = dict[str, Tensor]
 
 
 class CopyError(DecoderError):
-    """A config of which no small copy can be made."""
+    """A config that has no small copy."""
 
 
 class LossAndGradients(NamedTuple):
-    """What a step comes to: the loss over the batch, and the gradient of each parameter, None where there is none."""
+    """The results of a step: the loss over the batch, and each parameter's gradient, or None if it has none."""
 
     loss: Tensor
     gradients: dict[str, Tensor | None]
 
 
 def small_model(shapes: Any, anatomy: Anatomy) -> Any:
-    """A model of the same class, of a small copy of its config, with weights of its own and without dropout.
+    """A model of the same class with a small copy of the config, weights of its own and no dropout.
 
     Raises:
-        CopyError: there is none.
-        DecoderError: one would still be large; the weights are quantized.
+        CopyError: no small copy can be made.
+        DecoderError: a small copy would still be large, or the weights are quantized.
     """
     require_unquantized(shapes.config)
     try:
@@ -78,8 +78,9 @@ def small_model(shapes: Any, anatomy: Anatomy) -> Any:
 
 
 def sample_batch(model: Any, seed: int, has_images: bool = True) -> Batch:
-    """A few samples with labels, some of them padded; with an image in each where the model sees, and with labels
-    of another length where it has an encoder.
+    """A few samples with labels, some of them padded.
+
+    Each sample has an image if the model sees, and labels of another length if the model has an encoder.
     """
     config = model.config
     draw = torch.Generator().manual_seed(seed)
@@ -106,10 +107,10 @@ def sample_batch(model: Any, seed: int, has_images: bool = True) -> Batch:
 
 
 def own_batches(model: Any, labels: Sequence[str]) -> list[Batch]:
-    """Two batches with labels of the first form with which the model's own forward returns a loss.
+    """Two batches with labels of the first form for which the model's own forward returns a loss.
 
     Raises:
-        DecoderError: there is none.
+        DecoderError: it returns no loss for any form.
     """
     reason = ""
     for number in range(5):
@@ -128,8 +129,10 @@ def own_batches(model: Any, labels: Sequence[str]) -> list[Batch]:
 
 
 def _with_labels(model: Any, batch: Batch, labels: Sequence[str], number: int) -> Batch:
-    """A batch with labels of one of several forms: classes of samples, classes of tokens, numbers; tokens of a model
-    that writes some, and places of answers.
+    """A batch with labels of one of several forms.
+
+    The forms are classes of samples, classes of tokens, numbers, tokens if the model writes some, and places of
+    answers.
     """
     draw = torch.Generator(model.device).manual_seed(len(batch))
     count, classes = model.config.num_labels, torch.arange(NUM_SAMPLES, device=model.device)
@@ -146,7 +149,7 @@ def _with_labels(model: Any, batch: Batch, labels: Sequence[str], number: int) -
 
 
 def returned(model: Any, batch: Batch) -> Mapping[str, Any]:
-    """What a model's own forward returns. Raises ValueError where no loss is in it."""
+    """The output of a model's own forward. Raises ValueError if it has no loss."""
     out = model(**batch, **uncached(model))
     if not isinstance(out, Mapping) or out.get("loss") is None:
         raise ValueError("its forward returns no 'loss' by that name")
@@ -158,13 +161,15 @@ def _joined(batches: Sequence[Batch]) -> Batch:
 
 
 def own_loss(model: Any, anatomy: Anatomy, known: OwnLoss | None = None) -> OwnLoss:
-    """The model's own loss with what it is a mean over: the loss of both batches follows from those of each then.
+    """The model's own loss, and what it is a mean over.
+
+    The loss of two batches taken as one must follow from the losses of each.
 
     Args:
-        known: what was found for a small copy; only that is tried.
+        known: the result for a small copy; nothing else is tried then.
 
     Raises:
-        DecoderError: it does not follow, whatever is counted.
+        DecoderError: the loss does not follow, whatever is counted.
     """
     batches = own_batches(model, anatomy.labels)
     tried = model
@@ -196,11 +201,13 @@ def own_loss(model: Any, anatomy: Anatomy, known: OwnLoss | None = None) -> OwnL
 
 
 def require_equal(model: Any, anatomy: Anatomy, routers: Routers | None, loss_fn: Any) -> None:
-    """Cuts a small model into stages that share its weights, and compares loss and gradients with it.
+    """Cuts a small model into stages that share its weights, and compares their loss and gradients with its own.
 
-    Of the model that is trained itself rounding may differ, and gradients are compared where they are enabled.
+    If the model is the one that is trained, in evaluation, results may differ by rounding. Gradients are compared if
+    they are enabled.
 
-    Raises DecoderError with what differs first.
+    Raises:
+        DecoderError: names the first difference.
     """
     what = f"a small copy of {_name(model)}" if model.training else _name(model)
     layers = model_layers(model, anatomy, routers, picture_form(model))
@@ -249,7 +256,7 @@ def require_equal(model: Any, anatomy: Anatomy, routers: Routers | None, loss_fn
 
 @contextmanager
 def untouched(model: Any) -> Iterator[None]:
-    """Evaluates a model, and leaves it as it was: modes, gradients, buffers, settings, the generator."""
+    """Puts a model into evaluation, and restores its modes, gradients, buffers, settings and the generator."""
     modes = {module: module.training for module in model.modules()}
     gradients = {parameter: parameter.grad for parameter in model.parameters()}
     buffers = {buffer: buffer.clone() for buffer in model.buffers()}
@@ -281,7 +288,7 @@ def _said(error: Exception) -> str:
 
 
 def _learnt(model: Any, losses: Iterable[Tensor], shares: Sequence[float]) -> LossAndGradients:
-    """The losses' backwards one after another; gradients are summed microbatch by microbatch, as the runtime does."""
+    """Runs the backwards of the losses one after another. Gradients are summed by microbatch, as in the runtime."""
     total = torch.zeros((), device=model.device)
     sums: dict[str, Tensor | None] = {name: None for name, _ in model.named_parameters()}
     model.zero_grad(set_to_none=True)
@@ -301,10 +308,10 @@ def _learnt(model: Any, losses: Iterable[Tensor], shares: Sequence[float]) -> Lo
 def _through(
     stages: Sequence[nn.Module], batches: Sequence[tuple[Any, Any]], shift: Shift | None = None
 ) -> list[Any]:
-    """What the last stage returns for microbatches whose backwards go back through all stages.
+    """The outputs of the last stage for some microbatches, whose backwards go back through all stages.
 
-    Each stage runs all of them before the next one begins, so that what one leaves behind elsewhere than in its
-    output does not reach the next one unseen. `shift` makes of labels what a decoder is given.
+    Each stage runs all microbatches before the next stage begins. So a value that a stage leaves elsewhere than in
+    its output does not reach the next stage unseen. `shift` makes a decoder's input of labels.
     """
     values: list[Any] = [inputs for inputs, _ in batches]
     if shift is not None:
@@ -320,7 +327,7 @@ def _across(value: Any) -> Any:
 
 
 class _StageBoundary(torch.autograd.Function):
-    """What comes to the next stage: the same numbers, in memory of their own."""
+    """Passes the same numbers to the next stage, in memory of their own."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
@@ -337,7 +344,7 @@ def _picture_size(config: Any) -> tuple[int, int]:
 
 
 def _images(model: Any, draw: torch.Generator) -> tuple[Tensor, int] | None:
-    """Pictures, one a sample, and how many tokens each takes the place of; None where a model takes none."""
+    """A picture per sample, and the number of tokens whose place it takes; None if a model takes no pictures."""
     form = picture_form(model)
     if form is None:
         return None

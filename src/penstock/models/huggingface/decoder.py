@@ -60,42 +60,43 @@ __all__ = ["Decoder"]
 
 
 class Decoder:
-    """A decoder's embedding, blocks and head, `num_layers` layers in all, called by the model's own code. Those of an
-    encoder, where the model has one, come before them. A tower for images is a part of the first layer.
+    """A decoder's embedding, blocks and head, `num_layers` layers in all, called by the model's own code.
+
+    The layers of an encoder come before them if the model has one. A tower for images is a part of the first layer.
 
         decoder = Decoder("path/to/folder")                  # or a config, or a model
         pipe = ps.Pipeline(decoder.stages(4), ps.build("1f1b", 4, 8), loss_fn=NextTokenLoss(),
                            parallel=ps.ParallelOptions(tied=decoder.tied), ...)
         pipe.step(*decoder.inputs_and_targets(batch))        # input_ids, attention_mask, labels
 
-    The object that is given is the model that is trained, with its class, its forward and its loss. This holds for
+    The object that you give is the model that is trained, with its class, its forward and its loss. This holds for
     classifiers and for subclasses with a loss of their own. Parameters keep the names that they have in the model. A
-    batch may have an attention mask, position ids and whatever else the model's blocks follow from; these go along
-    from stage to stage.
+    batch may have an attention mask, position ids and other inputs of the model's blocks. They travel from stage to
+    stage.
 
     Args:
-        source: a local folder as `save_pretrained` leaves it, a transformers config, or a model. Of a folder or a
+        source: a local folder as `save_pretrained` leaves it, a transformers config, or a model. From a folder or a
             config each stage is built where it runs, and nothing else of the model.
-        blocks: path of the list of blocks in the model, where it can't be found.
-        seed: for the weights of a config: each module's follow from it and the module's name alone.
+        blocks: the path of the list of blocks in the model, if it cannot be found.
+        seed: for the weights of a config. Each module's weights follow from it and the module's name alone.
         dtype: of the weights of a config or a folder.
         lora: adapters of peft to train in place of the weights: a LoraConfig, its arguments, or a folder with a saved
             adapter. A PeftModel as `source` has its own.
-        compare: train a small copy for a step, as a whole and cut into stages, and refuse an architecture whose loss
-            or gradients differ in a bit. The loss of a model that is given is compared too.
-        packed: whether a row of tokens holds several sequences, none of which sees another; `packed_inputs` makes
-            what the stages then take, and padded samples are refused. A model that is given works so too from then
-            on. A small copy of the config is tried on such a row, whatever `compare` says, and an architecture in
-            which a sequence's logits are others than alone is refused.
+        compare: whether to train a small copy for a step, as a whole and cut into stages, and to refuse an
+            architecture whose loss or gradients differ in a bit. The loss of a given model is compared too.
+        packed: whether a row of tokens holds several sequences, none of which sees another. `packed_inputs` makes
+            the stages' inputs then, and padded samples are refused. A given model is changed in the same way. A small
+            copy of the config is tried on such a row, whatever `compare` says, and an architecture is refused if a
+            sequence's logits differ from those that it has alone.
 
     Attributes:
-        loss: the model's own, for `ps.Pipeline(loss_fn=)`: of its output and `labels`; that of a mixture's routers is
-            in it where the config has `output_router_logits`. See `has_own_loss` for classifiers and the like.
+        loss: the model's own loss of its output and `labels`, for `ps.Pipeline(loss_fn=)`. It includes the loss of a
+            mixture's routers if the config has `output_router_logits`. See `has_own_loss` for classifiers.
 
     Raises:
         ModuleNotFoundError: transformers is not installed.
-        DecoderError: a folder that is none, or an architecture that does not fit; says what was looked for, and how
-            to cut it by hand.
+        DecoderError: a folder without a model, or an architecture that does not fit. It says what was looked for, and
+            how to cut the model by hand.
     """
 
     def __init__(
@@ -178,7 +179,7 @@ class Decoder:
             use_each_sequence(self._model)
 
     def _call_own_loss(self, labels: tuple[str, ...]) -> None:
-        """Has the last layer call the model's own forward with labels."""
+        """Makes the last layer call the model's own forward with labels."""
         self.anatomy = replace(self.anatomy, labels=labels)
         self._own_loss = default_loss(self._model)
 
@@ -194,8 +195,10 @@ class Decoder:
         return self._compared(small, anatomy, labels) if compare else anatomy
 
     def _compared(self, small: Any, anatomy: Anatomy, labels: tuple[str, ...]) -> Anatomy:
-        """The anatomy with which a small copy learns the same: with its own loss, if need be. Raises DecoderError
-        where there is none.
+        """The anatomy with which a small copy learns the same, with its own loss if need be.
+
+        Raises:
+            DecoderError: there is no such anatomy.
         """
         try:
             require_equal(small, anatomy, self._routers, self.loss)
@@ -221,7 +224,7 @@ class Decoder:
 
     @property
     def model(self) -> Any:
-        """The model, or its shapes where it is no model that is there; of adapters that in which they lie."""
+        """The model that was given, or its shapes; with adapters the model in which they lie."""
         return self._model
 
     @property
@@ -271,7 +274,7 @@ class Decoder:
 
     @cached_property
     def shards(self) -> Shards:
-        """What of it can be sharded over tensor-parallel ranks."""
+        """The modules that tensor-parallel ranks can share."""
         return shards_of(self._model)
 
     @property
@@ -329,9 +332,10 @@ class Decoder:
         return "of a model with a head and a loss of its own" if self.anatomy.labels else ""
 
     def stages(self, num_stages: int, cut: Sequence[int] | None = None) -> list[Stage | Callable[[], Stage]]:
-        """For `ps.Pipeline`: the stages of a model that is there, else for each a function that builds it.
+        """The stages of a given model, or for each stage a function that builds it, for `ps.Pipeline`.
 
-        `cut` says how many layers each stage holds; without it they are cut by `costs`.
+        Args:
+            cut: how many layers each stage holds. By default `costs` decide.
 
         Raises:
             PartitionError: more stages than layers, or a cut that does not fit.
@@ -342,13 +346,13 @@ class Decoder:
         return ModelStages([lambda part=part: self.stage(part) for part in parts], self.pictures)
 
     def export(self, target: Path, checkpoint: Reader, tokenizer: Path | None = None) -> Path:
-        """Writes a checkpoint of it as a folder that `from_pretrained` opens; of adapters that of `PeftModel`.
+        """Writes a checkpoint as a folder that `from_pretrained` opens, or that of `PeftModel` if there are adapters.
 
         Args:
-            tokenizer: a folder whose tokenizer goes along; by default the one that it comes from.
+            tokenizer: a folder whose tokenizer is copied; by default the folder of the model.
 
         Raises:
-            CheckpointError: of another model, or the disk refuses.
+            CheckpointError: the checkpoint is of another model, or the disk refuses.
         """
         source = tokenizer or folder_of(self._source)
         if self.adapters is not None:
@@ -356,7 +360,7 @@ class Decoder:
         return write_folder(Path(target), checkpoint, self._model, self.anatomy.blocks, source)
 
     def costs(self) -> list[float]:
-        """Forward FLOPs a token of each layer: two for each weight that is not looked up."""
+        """Forward FLOPs per token of each layer: two for each weight that is not looked up."""
         return [
             max(1.0, sum(self._flops(path) for path in self.anatomy.paths(index))) for index in range(self.num_layers)
         ]
@@ -412,7 +416,7 @@ def _is_in(name: str, paths: Iterable[str]) -> bool:
 
 
 def _tie(names: Sequence[str], modules: dict[str, nn.Module]) -> None:
-    """Makes parameters one that were built apart."""
+    """Makes one parameter of several that were built apart."""
     shared: nn.Parameter | None = None
     for name in names:
         path = next(path for path in modules if name.startswith(f"{path}."))
