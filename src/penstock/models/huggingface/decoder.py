@@ -111,37 +111,7 @@ class Decoder:
         packed: bool = False,
     ) -> None:
         _require_transformers()
-        from transformers import PreTrainedConfig, PreTrainedModel
-
-        self._source: WeightSource
-        self.adapters: Adapters | None = None
-        if hasattr(source, "peft_config") and hasattr(source, "get_base_model"):
-            if lora is not None:
-                raise DecoderError("the model has an adapter already, so lora= is one too many; leave it out")
-            self.adapters = Adapters.on(source)
-            source = self.adapters.model
-        elif lora is not None and isinstance(source, PreTrainedModel):
-            raise DecoderError(
-                "a model that is there gets its adapters by peft: give Decoder(get_peft_model(model, config))"
-            )
-        if isinstance(source, PreTrainedModel):
-            require_usual(source)
-            self._model: Any = source
-            self._source = ModelSource(source)
-        elif isinstance(source, PreTrainedConfig):
-            self._model = shapes_of(source)
-            self._source = RandomSource(self._model, seed, dtype)
-        elif isinstance(source, str | Path):
-            self._model = shapes_of(_config_in(Path(source)))
-            self._source = FolderSource(self._model, Path(source), dtype)
-        else:
-            raise DecoderError(
-                f"no decoder can be made of a {type(source).__name__}; give a folder, a config of transformers or a "
-                "model"
-            )
-        if lora is not None:
-            self.adapters = Adapters(self._model, lora, seed)
-            self._source, self._model = AdaptedSource(self._source, self.adapters), self.adapters.model
+        self._model, self._source, self.adapters = _opened(source, lora, seed, dtype)
         self.config = self._model.config
         labels = label_names(self._model)
         self.anatomy = examine(self._model, blocks)
@@ -378,6 +348,39 @@ class Decoder:
             )
         ends = list(accumulate(cut))
         return [range(end - count, end) for end, count in zip(ends, cut, strict=True)]
+
+
+def _opened(source: Any, lora: Any, seed: int, dtype: torch.dtype) -> tuple[Any, WeightSource, Adapters | None]:
+    """The model of a source, or its shapes; where its weights come from; its adapters. Raises DecoderError."""
+    from transformers import PreTrainedConfig, PreTrainedModel
+
+    adapters: Adapters | None = None
+    if hasattr(source, "peft_config") and hasattr(source, "get_base_model"):
+        if lora is not None:
+            raise DecoderError("the model has an adapter already, so lora= is one too many; leave it out")
+        adapters = Adapters.on(source)
+        source = adapters.model
+    if isinstance(source, PreTrainedModel):
+        if lora is not None:
+            raise DecoderError(
+                "a model that is there gets its adapters by peft: give Decoder(get_peft_model(model, config))"
+            )
+        require_usual(source)
+        return source, ModelSource(source), adapters
+    if isinstance(source, PreTrainedConfig):
+        shapes = shapes_of(source)
+        weights: WeightSource = RandomSource(shapes, seed, dtype)
+    elif isinstance(source, str | Path):
+        shapes = shapes_of(_config_in(Path(source)))
+        weights = FolderSource(shapes, Path(source), dtype)
+    else:
+        raise DecoderError(
+            f"no decoder can be made of a {type(source).__name__}; give a folder, a config of transformers or a model"
+        )
+    if lora is None:
+        return shapes, weights, None
+    adapters = Adapters(shapes, lora, seed)
+    return adapters.model, AdaptedSource(weights, adapters), adapters
 
 
 class _DecoderStage(Stage):
