@@ -7,6 +7,7 @@ import pytest
 import penstock as ps
 from penstock.program.placements import multi_directional
 from penstock.schedule import peak_in_flight
+from penstock.schedule.staleness import updates_ahead
 
 pytestmark = pytest.mark.unit
 
@@ -102,6 +103,43 @@ def test_two_ranks_are_one_pipeline_that_reads_ahead(window: int | None) -> None
     schedule = ps.build("amdp", 2, 80, window=window)
     assert schedule.placement.pipelines == ((0, 1),)
     assert busy(schedule, ps.Costs.uniform(2, b=2.0)) > 0.97
+
+
+def unknown(schedule: ps.Schedule) -> int:
+    """Backwards of the window before that a late forward's PREDICT doesn't know, summed over late forwards."""
+    windows, known, found = schedule.windows, ps.schedule.known_to(schedule), 0
+    assert windows is not None
+    for stage in range(schedule.num_stages):
+        for m, ahead in updates_ahead(schedule, stage).items():
+            if ahead:
+                found += windows.window - len(known.get((stage, m // windows.window - 1), ()))
+    return found
+
+
+@pytest.mark.parametrize(("d", "blocks"), [(4, 4), (8, 1), (8, 4)])
+def test_tentative_updates_take_the_order_that_misses_least_among_equally_fast_ones(d: int, blocks: int) -> None:
+    costs, num, window = ps.Costs.uniform(d, i=1.0, w=1.0), 32 * d, blocks * d
+    plain = ps.build("amdp", d, num, window=window)
+    chosen = ps.build("amdp", d, num, window=window, rule="tentative")
+    same = ps.schedule.with_tentative_updates(
+        plain, lambda op: {"F": 1.0, "B": 2.0, "PREDICT": 2.0}.get(op.kind, 0), 1.0
+    )
+    assert ps.simulate(chosen, costs).makespan <= ps.simulate(plain, costs).makespan
+    assert unknown(chosen) <= unknown(same)
+    if (d, blocks) == (4, 4):
+        assert unknown(chosen) < unknown(same)
+
+
+def test_a_tentative_update_before_its_late_forwards_holds_no_rank_up() -> None:
+    """PREDICT takes a quarter of a forward: less than its own time a window is lost, where each is there in time."""
+    d, window, predict = 8, 32, 0.25
+    costs = ps.Costs.uniform(d, i=1.0, w=1.0).with_other({("PREDICT", stage): predict for stage in range(d)})
+    plain = ps.build("amdp", d, 8 * window, window=window)
+    least = ps.simulate(plain, costs).makespan
+    late = ps.simulate(ps.schedule.with_tentative_updates(plain), costs).makespan - least
+    lead = ps.simulate(ps.build("amdp", d, 8 * window, window=window, rule="tentative"), costs).makespan - least
+    assert lead < late
+    assert lead <= 2 * 7 * predict
 
 
 @pytest.mark.parametrize(

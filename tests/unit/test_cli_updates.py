@@ -118,8 +118,7 @@ def test_other_verbs_take_a_window_too(penstock: Any, verb: str) -> None:
             "amdp needs a window in a multiple of the 8 microbatches of a block, got 12; use 8 or 16"),
         ("amdp --ranks 8 --microbatches 64 --option window=0", "got 0; use 8"),
         ("amdp --ranks 7 --microbatches 64 --option window=14",
-            "got 7; use 6 or 8. Of an odd number d/2 is no number of pipelines, and two of opposite directions would "
-            "have copies of one stage on one rank"),
+            "amdp needs ranks in a multiple of the 2 that each pipeline takes, got 7; use 6 or 8"),
         ("pipedream --ranks 4 --microbatches 8 --option window=0", "needs at least 1 microbatch in a window, got 0"),
         ("pipedream-2bw --ranks 4 --microbatches 8 --option window=3", "at least 4 microbatches in a window"),
         ("1f1b --ranks 4 --microbatches 8 --option window=4", "1f1b has no option 'window'; it takes no options"),

@@ -61,11 +61,10 @@ class OrderOptions:
 
 
 class RanRows(NamedTuple):
-    """Each rank's forwards and backwards in the order in which they ran, their starts, and when each update ran."""
+    """Each rank's forwards and backwards in the order in which they ran, and when these and each update started."""
 
     rows: list[list[Op]]
     starts: dict[Op, float]
-    updates: dict[Op, float]
 
 
 class _ReadyOp(NamedTuple):
@@ -96,7 +95,7 @@ class OrderRun:
         self._num_ranks, self._num_pipelines = len(pipelines[0]), len(pipelines)
         self._read_ahead = (READ_AHEAD + options.read_ahead) * self._num_pipelines
         self._backward_first, self._turns = options.backward_first, turns
-        self._ran = RanRows([[] for _ in range(self._num_ranks)], {}, {})
+        self._ran = RanRows([[] for _ in range(self._num_ranks)], {})
         self._ready: list[list[_ReadyOp]] = [[] for _ in range(self._num_ranks)]
         self._events: list[tuple[float, int, Op, bool]] = []
         self._updating = None if updates is None else _UpdateState(pipelines, num_microbatches, updates)
@@ -108,9 +107,10 @@ class OrderRun:
         now = 0.0
         while True:
             for rank in sorted(idle):
-                op = self._next(rank, now)
+                op = self._next(rank)
                 if op is not None:
                     idle.remove(rank)
+                    self._ran.starts[op] = now
                     heapq.heappush(self._events, (now + self._times.of(op), rank, op, True))
             if not self._events:
                 return self._ran
@@ -123,27 +123,21 @@ class OrderRun:
                 else:
                     self._arrived(op, now)
 
-    def _next(self, rank: int, now: float) -> Op | None:
+    def _next(self, rank: int) -> Op | None:
         """What an idle rank runs: the first op that may run, but before a forward the update that it would miss."""
         updating, ready = self._updating, self._ready[rank]
         for place, op in enumerate(r.op for r in ready):
             if updating is not None and op.kind == "F":
-                if (update := updating.before(rank, op)) is not None:
-                    return self._updates(update, now)
+                if (update := updating.taken(rank, before=op)) is not None:
+                    return update
                 if not updating.may_start(op):
                     continue
             del ready[place]
             if updating is not None:
                 updating.started(op)
             self._ran.rows[rank].append(op)
-            self._ran.starts[op] = now
             return op
-        update = None if updating is None else updating.any_of(rank)
-        return None if update is None else self._updates(update, now)
-
-    def _updates(self, update: Op, now: float) -> Op:
-        self._ran.updates[update] = now
-        return update
+        return None if updating is None else updating.taken(rank)
 
     def _ended(self, op: Op, now: float) -> None:
         kind, stage, m = op
@@ -215,20 +209,19 @@ class _UpdateState:
         self._in_last = [0] * len(pipelines)
         """Microbatches of each pipeline between the F and the B of its last stage."""
 
-    def before(self, rank: int, forward: Op) -> Op | None:
-        """The pending update of the forward's copy that gathers earlier microbatches than it, if it may run."""
-        pipeline = forward.microbatch % self._num_pipelines
+    def taken(self, rank: int, before: Op | None = None) -> Op | None:
+        """Takes a rank's first pending update that may run, or the first that a given forward would miss."""
         for op in self._pending[rank]:
-            update, copy = self._windows.update_of(op.microbatch)
-            earlier = update < forward.microbatch // self._windows.window
-            if op.stage == forward.stage and copy == pipeline and earlier and self._may_run(op):
-                return self._take(rank, op)
+            if self._may_run(op) and (before is None or self._misses(before, op)):
+                self._pending[rank].remove(op)
+                return op
         return None
 
-    def any_of(self, rank: int) -> Op | None:
-        """The first pending update that may run, for a rank with nothing else to do."""
-        op = next((op for op in self._pending[rank] if self._may_run(op)), None)
-        return None if op is None else self._take(rank, op)
+    def _misses(self, forward: Op, update: Op) -> bool:
+        """Whether an update is the forward's copy's, and gathers earlier microbatches than it."""
+        number, copy = self._windows.update_of(update.microbatch)
+        _, stage, m = forward
+        return (stage, m % self._num_pipelines) == (update.stage, copy) and number < m // self._windows.window
 
     def may_start(self, forward: Op) -> bool:
         """Whether a forward's copy has taken over all updates that it waits for."""
@@ -268,10 +261,6 @@ class _UpdateState:
             self._owned[stage] += 1
             return [Op("U", stage, self._windows.number(update, OWNER))]
         return []
-
-    def _take(self, rank: int, op: Op) -> Op:
-        self._pending[rank].remove(op)
-        return op
 
     def _may_run(self, op: Op) -> bool:
         """Not between the F and the B of the last stage, where Lemma 1 has no mismatch."""
