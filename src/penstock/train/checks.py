@@ -97,15 +97,15 @@ def read_schedule(
         found = _read_file(schedule, ranks, microbatches, window)
     else:
         options: dict[str, Any] = {"num_stages": stages, "window": window, **(others or {})}
-        if "max_mismatch" in inspect.signature(SCHEDULES.get(schedule, build)).parameters:
-            options["max_mismatch"] = max_mismatch
+        takes = inspect.signature(SCHEDULES.get(schedule, build)).parameters
+        given = {"max_mismatch": max_mismatch, "rule": rule}
+        options |= {name: value for name, value in given.items() if name in takes}
         found = build(schedule, ranks, microbatches, **options)
     if max_mismatch is not None and found.updates is not None:
         found = replace(found, updates=replace(found.updates, max_mismatch=max_mismatch))
-    if rule == TENTATIVE and found.updates is not None:
-        found = with_tentative_updates(found)
-    elif rule is not None and found.updates is not None:
+    if found.updates is not None and rule not in (None, found.updates.rule):
         found = replace(found, updates=replace(found.updates, rule=rule))
+        found = with_tentative_updates(found) if rule == TENTATIVE else found
     check(found)
     return found
 
