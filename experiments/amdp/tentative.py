@@ -135,7 +135,7 @@ class Case:
         return replace(self, method=SYNCHRONOUS, n=4 * self.d)
 
 
-MAIN = (SYNCHRONOUS, "none", "xpipe", "tentative")
+MAIN = (SYNCHRONOUS, "none", "tentative", "xpipe")
 OTHERS = ("stashing", "error feedback", "half weight", "2BW", "PipeDream", "SpecTrain")
 BLOCKS: Sequence[Sequence[Case]] = (
     *(
