@@ -154,7 +154,7 @@ def _rare(options: Mapping[str, Option]) -> dict[str, Option]:
 
 def _set_parameter(rare: Mapping[str, Option]) -> inspect.Parameter:
     """The parameter of `--set`, whose help lists what it gives."""
-    listed = "; ".join(f"{name}: {option.help}" for name, option in rare.items())
+    listed = "; ".join(f"{name}: {option.help.removesuffix('.')}" for name, option in rare.items())
     declared = typer.Option(SET, help=f"Another setting; may be repeated. {listed}", metavar="NAME=VALUE")
     return inspect.Parameter(
         "more", inspect.Parameter.KEYWORD_ONLY, default=None, annotation=Annotated[list[str] | None, declared]
