@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from contextlib import closing
 from typing import Any
 
 import pytest
@@ -27,13 +28,11 @@ def values(outcomes: list[Ended]) -> list[Any]:
 def plain(rank: int, gather: Any, num_ranks: int, options: dict[str, Any]) -> tuple[int, int, int]:
     chain = Chain(num_ranks, 12)
     transport = DelegateTransport(rank, gather, chain.tags, PATIENCE, **options)
-    try:
+    with closing(transport):
         came = sum(exchange(transport, chain, rank, step, lambda m: (m + 1, 40)) for step in range(3))
         found = transport.crossings()
         assert all(one.target == rank and one.sent <= one.arrived and one.num_bytes > 0 for one in found)
         return came, transport.counters.messages, len(found)
-    finally:
-        transport.close()
 
 
 @pytest.mark.parametrize(
@@ -51,14 +50,12 @@ def changing(rank: int, gather: Any) -> tuple[int, int]:
     # 3 messages of 16 MB fill host memory: senders wait for room, receivers' delegates ask for more than their share.
     transport = DelegateTransport(rank, gather, chain.tags, PATIENCE, host_memory=56 << 20)
     shapes = [(4, 1 << 20), (7,), (3, 1), (1 << 21,)]
-    try:
+    with closing(transport):
         came = 0
         for step in range(4):
             came += exchange(transport, chain, rank, step, lambda m: shapes[(step + m) % 4])  # noqa: B023
         came += exchange(transport, chain, rank, 4, lambda m: shapes[0])
         return came, transport.counters.messages
-    finally:
-        transport.close()
 
 
 def test_messages_of_16_mb_and_of_changing_shapes() -> None:
@@ -69,7 +66,7 @@ def freed(rank: int, gather: Any) -> list[int]:
     chain = Chain(2, 1)
     transport = DelegateTransport(rank, gather, chain.tags, PATIENCE, host_memory=64 << 20)
     places = []
-    try:
+    with closing(transport):
         for step in range(4):
             chain.begin(transport, rank)
             gather(None)
@@ -84,8 +81,6 @@ def freed(rank: int, gather: Any) -> list[int]:
             transport.end()
             leaf = None  # after the step, as in a graph that is kept
         return places
-    finally:
-        transport.close()
 
 
 def test_a_step_took_memory_that_was_never_touched_though_slots_were_free_again() -> None:
@@ -98,13 +93,11 @@ def held(rank: int, gather: Any) -> list[tuple[int, int]]:
     chain = Chain(2, 6)
     conditions = Conditions(Links.parse("0:1=latency:40ms 1:0=occupancy:20ms"))
     transport = ConditionedTransport(DelegateTransport(rank, gather, chain.tags, PATIENCE), conditions)
-    try:
+    with closing(transport):
         exchange(transport, chain, rank, 0, lambda m: (100,))
         found = sorted(transport.crossings(), key=lambda one: one.arrived)
         first = min(one.sent for one in found)
         return [(one.duration, one.arrived - first) for one in found]
-    finally:
-        transport.close()
 
 
 def test_conditions_hold_messages_back() -> None:
@@ -175,7 +168,7 @@ def two_at_once(rank: int, gather: Any) -> list[str]:
     chain = Chain(2, 2)
     transport = DelegateTransport(rank, gather, chain.tags, PATIENCE)
     said = []
-    try:
+    with closing(transport):
         exchange(transport, chain, rank, 0, lambda m: (5,))
         chain.begin(transport, rank, digest=rank)
         gather(None)
@@ -190,8 +183,6 @@ def two_at_once(rank: int, gather: Any) -> list[str]:
             except RuntimeFailure as error:
                 said.append(str(error))
         gather(None)
-    finally:
-        transport.close()
     return said
 
 

@@ -12,6 +12,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable
+from contextlib import closing
 from typing import Any
 
 import pytest
@@ -116,13 +117,11 @@ def cut(rank: int, gather: Any, interfaces: tuple[str, ...], cuts: list[int]) ->
     chain = Chain(2, 5)
     meet = through(gather, rank, 0, list(cuts)) if rank == 0 else gather
     transport = DelegateTransport(rank, meet, chain.tags, PATIENCE, interfaces=interfaces, num_lanes=1)
-    try:
+    with closing(transport):
         came = sum(exchange(transport, chain, rank, step, lambda m: (1 << 22,)) for step in range(2))
         counters = transport.counters
         gather(None)
         return {"came": came, **vars(counters)}
-    finally:
-        transport.close()
 
 
 @pytest.mark.parametrize("interfaces", [("127.0.0.1",), ("127.0.0.2", "127.0.0.3")])
@@ -153,7 +152,7 @@ def other_interface(rank: int, gather: Any) -> dict[str, Any]:
     chain = Chain(2, 3)
     interfaces = ("127.0.0.2", "127.0.0.3")
     transport = DelegateTransport(rank, meet, chain.tags, PATIENCE, interfaces=interfaces, num_lanes=1)
-    try:
+    with closing(transport):
         came = exchange(transport, chain, rank, 0, lambda m: (100,))
         gather(None)
         return {
@@ -161,8 +160,6 @@ def other_interface(rank: int, gather: Any) -> dict[str, Any]:
             "events": [str(one) for one in transport.link_events()],
             "notices": transport.notices,
         }
-    finally:
-        transport.close()
 
 
 def test_an_interface_that_never_answers_is_left_for_the_next() -> None:
