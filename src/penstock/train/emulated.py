@@ -95,63 +95,38 @@ class EmulatedJob:
         return "\n".join(lines)
 
 
-@dataclass(frozen=True)
-class EmulatedIteration:
-    """One iteration: measured and simulated ms, idle shares of both, and the number of the plan that ran (0
-    is the start).
+def iteration_times(measured: Timeline, simulated: Timeline) -> dict[str, float]:
+    """The times of an iteration (ms) and its bubble ratios; `median_error` is the error of the measured time.
+
+    report.json has the median of each over all iterations.
     """
-
-    measured: float
-    simulated: float
-    bubble: float
-    simulated_bubble: float
-    number: int
-
-    @classmethod
-    def of(cls, measured: Timeline, simulated: Timeline, number: int) -> EmulatedIteration:
-        return cls(measured.makespan, simulated.makespan, measured.bubble_ratio, simulated.bubble_ratio, number)
-
-    def to_json(self) -> dict[str, float]:
-        return {
-            "ms": self.measured,
-            "simulated_ms": self.simulated,
-            "bubble": self.bubble,
-            "number": self.number,
-        }
-
-    @property
-    def error(self) -> float:
-        """How far the measured time is from the simulated one, relative to the latter."""
-        return abs(self.measured / self.simulated - 1) if self.simulated else 0.0
+    error = abs(measured.makespan / simulated.makespan - 1) if simulated.makespan else 0.0
+    return {
+        "measured": measured.makespan,
+        "simulated": simulated.makespan,
+        "median_error": error,
+        "measured_bubble_ratio": measured.bubble_ratio,
+        "simulated_bubble_ratio": simulated.bubble_ratio,
+    }
 
 
 PACE = 1.1
 """How many times as long as simulated an iteration may take before the machine has lost the pace."""
 
 
-def lost_pace(iterations: Sequence[EmulatedIteration]) -> list[str]:
-    """A notice if iterations took longer than simulated. Emulated ops take their time whatever else runs, so this is
-    the machine's doing, and the times say nothing about the devices.
+def lost_pace(measured: float, simulated: float) -> list[str]:
+    """A notice if iterations took longer than simulated (medians, in ms).
+
+    Emulated ops take their time whatever else runs. So the machine was too busy, and its times say nothing about the
+    devices.
     """
-    measured = median(each.measured for each in iterations)
-    simulated = median(each.simulated for each in iterations)
     if measured <= PACE * simulated:
         return []
     return [
         f"an iteration took {measured:.0f} ms where {simulated:.0f} ms were simulated: this machine did not keep the "
         "pace of the emulated devices, so do not take its times for theirs; let nothing else run, send less with "
-        "--set message_cap, or slow all down with a larger --stretch"
+        "--message-cap, or slow all down with a larger --stretch"
     ]
-
-
-MEDIANS = {
-    "measured": "measured",
-    "simulated": "simulated",
-    "median_error": "error",
-    "measured_bubble_ratio": "bubble",
-    "simulated_bubble_ratio": "simulated_bubble",
-}
-"""Values of report.json that are medians over iterations, each with its attribute of an `EmulatedIteration`."""
 
 
 class EmulatedRun:
@@ -179,7 +154,7 @@ class EmulatedRun:
             CostError, ControlError, RuntimeFailure: what `EmulatedPipeline` and its steps raise.
         """
         job = self.job
-        iterations: list[EmulatedIteration] = []
+        iterations: list[dict[str, float]] = []
         late: list[float] = []
         peaks = [0.0] * job.schedule.num_ranks
         pictures: list[tuple[float, list[Timeline]]] = []
@@ -200,12 +175,14 @@ class EmulatedRun:
                 peaks = [max(pair) for pair in zip(peaks, step.timeline.peak_activations, strict=True)]
                 if metrics is not None:
                     simulated = pipe.simulated([step])[0]
-                    iteration = EmulatedIteration.of(step.timeline, simulated, step.number)
-                    iterations.append(iteration)
-                    pictures = [*pictures[-4:], (iteration.measured, [simulated, step.timeline])]
-                    metrics.write(number, iteration.to_json())
+                    times = iteration_times(step.timeline, simulated)
+                    iterations.append(times)
+                    ms, simulated_ms = times["measured"], times["simulated"]
+                    pictures = [*pictures[-4:], (ms, [simulated, step.timeline])]
+                    line = {"ms": ms, "simulated_ms": simulated_ms, "bubble": step.timeline.bubble_ratio}
+                    metrics.write(number, line | {"number": step.number})
                     view.decisions(pipe.decisions)
-                    view.iteration(number + 1, iteration.measured, iteration.simulated, step.number)
+                    view.iteration(number + 1, ms, simulated_ms, step.number)
                 if any(self._peers.gather(self.stop.asked)):
                     interrupted = number + 1 < job.steps
                     if interrupted:
@@ -214,7 +191,6 @@ class EmulatedRun:
             seconds = time.perf_counter() - began
             notices = pipe.notices
         if self.first:
-            notices = [*lost_pace(iterations), *notices]
             report = self._report(iterations, late, peaks, seconds, notices, dispatch, interrupted)
             report.write(sorted(pictures, key=lambda each: each[0])[len(pictures) // 2][1])
             report.show(job.as_json)
@@ -244,7 +220,7 @@ class EmulatedRun:
 
     def _report(
         self,
-        iterations: Sequence[EmulatedIteration],
+        iterations: Sequence[Mapping[str, float]],
         late: Sequence[float],
         peaks: list[float],
         seconds: float,
@@ -255,15 +231,14 @@ class EmulatedRun:
         """The result of a run. Times are ms as if the stretch were 1, and medians over iterations.
 
         report.json has, in addition to what it has of every run: the costs and the transport by name, whether the run
-        adapts, microbatches, the stretch; the time of an iteration and its bubble ratio, measured and simulated, and
-        the median of `EmulatedIteration.error`; how much later than due an op ended (`late`, the median and the
-        worst); most activations that each rank held, in the units of the costs (`peaks`); if updates are ops, the
-        microbatches whose gradients an update adds up (`window`), and most updates between a microbatch's forward and
-        its backward, as proved (`mismatch`).
+        adapts, microbatches, the stretch; the medians of `iteration_times`; how much later than due an op ended (the
+        median and the worst, `late`); most activations that each rank held, in the units of the costs (`peaks`); if
+        updates are ops, the microbatches whose gradients an update adds up (`window`), and most updates between a
+        microbatch's forward and its backward, as proved (`mismatch`).
         """
         job, count, mismatch = self.job, self.job.schedule.num_microbatches, proved_mismatch(self.job.schedule)
         window = None if job.schedule.updates is None else job.schedule.updates.window
-        found = {name: median(getattr(each, of) for each in iterations) for name, of in MEDIANS.items()}
+        found = {name: median(each[name] for each in iterations) for name in iterations[0]}
         speed = "{:.1f} microbatches/s measured, {:.1f} simulated".format(
             *(count * 1e3 / (found[name] or 1.0) for name in ("measured", "simulated"))
         )
@@ -281,7 +256,7 @@ class EmulatedRun:
             steps=len(iterations),
             interrupted=interrupted,
             seconds=seconds,
-            notices=[*job.notices, *notices],
+            notices=[*job.notices, *lost_pace(found["measured"], found["simulated"]), *notices],
             said_before=len(job.notices),
             steered=read_adaptation(self.folder.path),
             details={

@@ -22,8 +22,7 @@ from penstock.planning.microbatch_order import DISPATCHES
 from penstock.planning.threads import num_cores
 from penstock.report.run_record import read_record
 from penstock.runtime.adapt import AdaptOptions
-from penstock.runtime.checkpoint import DamagedCheckpointError, Reader
-from penstock.runtime.checkpoint.save_load import export_model, find
+from penstock.runtime.checkpoint import DamagedCheckpointError
 from penstock.runtime.execute.timeline import measured_costs
 from penstock.runtime.transport.choose import TransportChoice
 from penstock.schedule import count_versions
@@ -31,7 +30,7 @@ from penstock.simulation import Timeline, simulate
 from penstock.simulation.simulator import AUTO
 from penstock.simulation.transport import as_transport
 from penstock.train.asynchronous import bound, one_every, proved_mismatch
-from penstock.train.folder import RunFolder, is_folder, write_whole
+from penstock.train.folder import RunFolder, write_whole
 from penstock.train.inputs import Inputs, build_pipeline, device_of
 from penstock.train.measured_dispatch import MeasuredDispatch
 from penstock.train.metrics import Metrics, ProgressView
@@ -40,7 +39,6 @@ from penstock.train.report import Report, read_adaptation, write_plan
 from penstock.train.resume import damaged
 from penstock.train.settings import ARRIVAL, MEASURED, Settings
 from penstock.train.start import StopRequest
-from penstock.train.tasks.task import ExportableTask
 from penstock.train.training import PassResult, Training
 
 NOT_FINITE = "look at the data of that step, or give a lower --lr or --clip"
@@ -174,7 +172,7 @@ class RankRun:
         """
         interrupted = self._train()
         if self.export is not None and self.first:
-            self._write_model(Path(self.export))
+            self.inputs.task.export(Path(self.export), self.folder.checkpoints)
         if self.validation_loss is None:
             self.validation_loss = self.evaluate()
         details = self._details()
@@ -236,13 +234,6 @@ class RankRun:
         if self.planned is not None and self.inputs.settings.length_costs == MEASURED and is_measured(since):
             file = self.folder.file("length-costs.json")
             self.planned.learn(since, self.pipe.timeline(), self.pipe.schedule.num_stages, file)
-
-    def _write_model(self, path: Path) -> None:
-        task = self.inputs.task
-        if isinstance(task, ExportableTask) and is_folder(path):
-            task.write_folder(path, Reader(find(self.folder.checkpoints)))
-        else:
-            export_model(path, self.folder.checkpoints)
 
     @property
     def _unit(self) -> str:

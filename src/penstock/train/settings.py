@@ -329,23 +329,12 @@ class Settings:
         """How steps form windows and passes. Without updates in the schedule, each step is a window and a pass."""
         return Passes(self.microbatches, self.drain_every or 1, self.window or self.microbatches)
 
-    def replica_schedule(self) -> Schedule:
-        """The schedule of a pass of one replica, checked. Raises ScheduleError."""
-        if not self.is_asynchronous:
-            return read_schedule(
-                self.schedule, self.ranks, self.microbatches, self.stages, others=self.schedule_options
-            )
-        passes = self.passes
-        return read_schedule(
-            self.schedule,
-            self.ranks,
-            passes.num_microbatches,
-            self.stages,
-            passes.window_in_pass,
-            self.max_mismatch,
-            self.rule,
-            self.schedule_options,
-        )
+    def replica_schedule(self, num_replicas: int = 1) -> Schedule:
+        """The schedule of a pass, checked, for the microbatches of so many replicas. Raises ScheduleError."""
+        count = self.passes.num_microbatches * num_replicas
+        window = self.passes.window_in_pass if self.is_asynchronous else None
+        updates = window, self.max_mismatch, self.rule
+        return read_schedule(self.schedule, self.ranks, count, self.stages, *updates, self.schedule_options)
 
     def to_json(self) -> str:
         """Everything except the store's password, which must be given again to resume the run."""

@@ -33,14 +33,14 @@ from penstock.models import (
 from penstock.models.block import TransformerBlock
 from penstock.models.clip_stages import CLIPStages
 from penstock.program import Branch, Rules, breadth_first, depth_first, placements
-from penstock.runtime import Pipeline, partition
+from penstock.runtime import partition
 from penstock.runtime.stage.branches import starts_of
 from penstock.schedule import Schedule, ScheduleError
 from penstock.train.checks import SettingsError, is_schedule_file, read_schedule
 from penstock.train.kinds import CONTRAST, MIXED, STYLES
 from penstock.train.settings import Settings
 from penstock.train.tasks.layers import kept_sizes, preset_of, recomputed, require_one_end, require_shards
-from penstock.train.tasks.task import BYTES, VALIDATION_BATCHES, Example, TaskData
+from penstock.train.tasks.task import BYTES, VALIDATION_BATCHES, Example, Task, TaskData
 
 SEEN = 152
 """How many of the 216 combinations of factors are trained on. The other 64 show whether it has
@@ -48,7 +48,7 @@ understood the factors.
 """
 
 
-class CLIPTask:
+class CLIPTask(Task):
     """See `Task`.
 
     Raises:
@@ -60,13 +60,12 @@ class CLIPTask:
         self.config = config = clip_config(settings)
         self._cut = cut_of(config, schedule)
         self._counts = counts_of(self._cut, schedule)
-        self.sizes: Mapping[str, Any] = {
+        self.sizes = {
             **{name: kept_sizes(tower) for name, tower in config.towers.items()},
             "shared_width": config.shared_width,
         }
         self.num_tokens = sum(tower.context for tower in config.towers.values())
         self.loss = ContrastiveLoss()
-        self.tied: list[list[str]] = []
         require_shards(settings, schedule, config)
 
     def stages(self) -> list[Callable[[], nn.Module]]:
@@ -95,9 +94,6 @@ class CLIPTask:
         by_chance = math.log(settings.batch / (self._counts[CONTRAST] * (settings.dp // settings.replicas_here)))
         unit = f"nats to tell a sample's partner from those of its microbatch; {by_chance:.3f} by chance"
         return TaskData(f"generated samples of {names}", unit, f"paired-{settings.seed}", batches, fresh)
-
-    def write(self, pipe: Pipeline) -> None:
-        return None
 
 
 class CLIPBatches:

@@ -21,8 +21,10 @@ from penstock.models.huggingface import AdapterError, Decoder, DecoderError, Wit
 from penstock.models.huggingface.pictures import sees
 from penstock.runtime import Pipeline
 from penstock.runtime.checkpoint import Reader
+from penstock.runtime.checkpoint.save_load import find as find_checkpoint
 from penstock.schedule import Schedule
 from penstock.train.checks import SettingsError
+from penstock.train.folder import is_folder
 from penstock.train.kinds import lora_of, place_of
 from penstock.train.own_file import is_own
 from penstock.train.settings import Settings
@@ -30,7 +32,7 @@ from penstock.train.tasks.documents import packed_documents
 from penstock.train.tasks.layers import chain_bytes, recomputed, refuse_shared, require_shards, stage_layers
 from penstock.train.tasks.masked import mask_token, masked
 from penstock.train.tasks.own_data import own_data
-from penstock.train.tasks.task import BYTES, TaskData
+from penstock.train.tasks.task import BYTES, Task, TaskData
 from penstock.train.tasks.text import next_tokens, tokenizer_of, write
 from penstock.train.tasks.token_batches import TOKENS, TokenBatchReader
 
@@ -52,7 +54,7 @@ UNREAD_TOKENIZERS = (
 """Files that say a folder has a tokenizer, in other forms than tokenizer.json."""
 
 
-class DecoderTask:
+class DecoderTask(Task):
     """See `Task`.
 
     Raises:
@@ -74,7 +76,6 @@ class DecoderTask:
         self.config = config = decoder.config.get_text_config(decoder=True)
         self.sizes = sizes_in(folder) | ({} if decoder.adapters is None else {"lora": decoder.adapters.sizes})
         self.loss: Callable[..., Tensor] = decoder.loss
-        self.num_tokens: int | None = None
         self._mask: int | None = None
         if decoder.has_encoder:
             self._check_encoder(schedule)
@@ -124,7 +125,7 @@ class DecoderTask:
                 f"the tokenizer {tokenizer.name} has {tokenizer.vocab_size} tokens, and {settings.model} "
                 f"a vocabulary of {config.vocab_size}; give the --tokenizer the model was made for"
             )
-        self.sizes["context"] = self.num_tokens
+        self.sizes = {**self.sizes, "context": self.num_tokens}
         if decoder.is_masked:
             self._mask = mask_token(tokenizer, config.vocab_size, settings.model)
 
@@ -146,8 +147,11 @@ class DecoderTask:
     def stages(self) -> list[Callable[[], nn.Module]]:
         return [lambda part=part: self._built(part) for part in self._parts]  # type: ignore[misc]
 
-    def write_folder(self, target: Path, checkpoint: Reader) -> None:
-        self.decoder.export(target, checkpoint, place_of(self._settings.model)[0])
+    def export(self, path: Path, checkpoints: Path) -> None:
+        if is_folder(path):
+            self.decoder.export(path, Reader(find_checkpoint(checkpoints)), place_of(self._settings.model)[0])
+        else:
+            super().export(path, checkpoints)
 
     def _built(self, part: range) -> nn.Module:
         stage = self.decoder.stage(part)

@@ -17,13 +17,13 @@ from torch.utils.checkpoint import checkpoint
 
 from penstock.models import ParallelError, require_parallel
 from penstock.models.parallel import require_vocabulary
-from penstock.runtime import PartitionError, Pipeline, partition
+from penstock.runtime import PartitionError, partition
 from penstock.runtime.stage.branches import is_plain, loss_stages
 from penstock.schedule import Schedule, StageGraph
 from penstock.train.checks import SettingsError
 from penstock.train.kinds import is_path
 from penstock.train.settings import Settings
-from penstock.train.tasks.task import BYTES
+from penstock.train.tasks.task import BYTES, Task
 from penstock.unknown_names import did_you_mean
 
 Config = TypeVar("Config")
@@ -155,7 +155,7 @@ def chain_bytes(settings: Settings, num_stages: int, numbers: int) -> list[float
     return [size] * (num_stages - 1) + [0.0]
 
 
-class ChainTask:
+class ChainTask(Task):
     """The common part of tasks whose model is one of ours, a chain of layers over samples of `context` tokens.
 
     Args:
@@ -163,8 +163,6 @@ class ChainTask:
         make_stage: makes a stage of some layers, like `gpt_stage`.
         parts: the layers of each stage. None: see `stage_layers`.
     """
-
-    num_tokens: int | None
 
     def __init__(
         self,
@@ -189,9 +187,6 @@ class ChainTask:
 
     def message_bytes(self, schedule: Schedule) -> list[float]:
         return chain_bytes(self._settings, schedule.num_stages, self.config.context * self.config.width)
-
-    def write(self, pipe: Pipeline) -> str | None:
-        return None
 
 
 def require_chain(schedule: Schedule) -> None:

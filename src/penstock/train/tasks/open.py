@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import TYPE_CHECKING, cast
+from importlib import import_module
+from typing import TYPE_CHECKING
 
 from penstock.library import build
 from penstock.schedule import Schedule
-from penstock.train.checks import read_schedule
-from penstock.train.kinds import CLIP
+from penstock.train.kinds import BERT, CLIP, GPT
 from penstock.train.own_file import is_own
 from penstock.train.settings import Settings
 
 if TYPE_CHECKING:  # which loads torch
-    from penstock.train.tasks.task import LayeredTask, Task
+    from penstock.train.tasks.task import Task
 
 
 def schedule_of(settings: Settings) -> Schedule:
@@ -26,43 +26,23 @@ def schedule_of(settings: Settings) -> Schedule:
         from penstock.train.tasks.clip import clip_config, clip_schedule
 
         return clip_schedule(clip_config(settings), settings)
-    if settings.replicas_here == 1:
-        return settings.replica_schedule()
-    count = settings.microbatches * settings.replicas_here
-    return read_schedule(settings.schedule, settings.ranks, count, settings.stages, others=settings.schedule_options)
+    return settings.replica_schedule(settings.replicas_here)
+
+
+_TASKS = {GPT: ("gpt", "GPTTask"), BERT: ("bert", "BERTTask"), CLIP: ("clip", "CLIPTask")}
+"""By the name of a model its module and class there. A module loads torch, so only the one of the run is imported."""
 
 
 def open_task(settings: Settings, schedule: Schedule) -> Task:
     """The task, checked, with nothing of the model built. Raises the errors of the tasks."""
-    if settings.model == "gpt":
-        from penstock.train.tasks.gpt import GPTTask
-
-        return GPTTask(settings, schedule)
-    if settings.model == "bert":
-        from penstock.train.tasks.bert import BERTTask
-
-        return BERTTask(settings, schedule)
-    if settings.model == CLIP:
-        from penstock.train.tasks.clip import CLIPTask
-
-        return CLIPTask(settings, schedule)
-    if is_own(settings.model):
-        from penstock.train.tasks.own import OwnTask
-
-        return OwnTask(settings, schedule)
-    from penstock.train.tasks.huggingface import DecoderTask
-
-    return DecoderTask(settings, schedule)
+    of_path = ("own", "OwnTask") if is_own(settings.model) else ("huggingface", "DecoderTask")
+    module, name = _TASKS.get(settings.model, of_path)
+    task: Task = getattr(import_module(f"penstock.train.tasks.{module}"), name)(settings, schedule)
+    return task
 
 
-def open_layers(settings: Settings) -> LayeredTask:
+def open_layers(settings: Settings) -> Task:
     """The task with one layer per stage; of a GPT, a BERT or a Hugging Face model."""
     whole = dataclasses.replace(settings, ranks=1, dp=1, tp=1, microbatches=1, cut=None, recompute=False)
-    num_layers = len(_layered(whole, build("gpipe", 1, 1)).layer_costs)
-    return _layered(dataclasses.replace(whole, cut=(1,) * num_layers), build("gpipe", num_layers, 1))
-
-
-def _layered(settings: Settings, schedule: Schedule) -> LayeredTask:
-    task = open_task(settings, schedule)
-    assert hasattr(task, "layer_costs"), f"{settings.model} is no known chain of layers"
-    return cast("LayeredTask", task)
+    num_layers = len(open_task(whole, build("gpipe", 1, 1)).layer_costs)
+    return open_task(dataclasses.replace(whole, cut=(1,) * num_layers), build("gpipe", num_layers, 1))

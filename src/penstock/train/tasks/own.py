@@ -7,7 +7,7 @@ from __future__ import annotations
 import copy
 import inspect
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from penstock.data import Corpus
 from penstock.models import CrossEntropy
-from penstock.runtime import Pipeline, Split
+from penstock.runtime import Split
 from penstock.runtime import split as cut_model
 from penstock.runtime.stage.batch_rules import split
 from penstock.runtime.stage.module_state import untouched
@@ -26,7 +26,7 @@ from penstock.train.own_file import ArgumentNames, called, find, is_own, made, o
 from penstock.train.settings import Settings
 from penstock.train.tasks.layers import recomputed, refuse_shared, require_chain
 from penstock.train.tasks.own_data import own_data, require_samples, tensors_of
-from penstock.train.tasks.task import Example, TaskData
+from penstock.train.tasks.task import Example, Task, TaskData
 from penstock.train.tasks.text import next_tokens, tokenizer_of
 
 USUAL_CONTEXT = 128
@@ -47,7 +47,7 @@ class ModelTrial(NamedTuple):
     targets: Any
 
 
-class OwnTask:
+class OwnTask(Task):
     """See `Task`.
 
     Raises:
@@ -62,9 +62,8 @@ class OwnTask:
         self._settings, self._schedule = settings, schedule
         self._own = own_name(settings.model)
         self._module, _ = find(settings.model, "--model")
-        self.config: Any = None
-        self.sizes: dict[str, Any] = {"name": self._own.name, **settings.model_options}
-        self.tied: Sequence[Sequence[str]] = ()
+        self.config = None
+        self.sizes = {"name": self._own.name, **settings.model_options}
         self.num_tokens = None if is_own(settings.data) else settings.context or USUAL_CONTEXT
         self._split: Split | None = None
         self.loss = self._find_loss()
@@ -163,9 +162,6 @@ class OwnTask:
             f"{forward} gets the whole batch and returns the loss, as neither the model's file nor that of the data "
             f"has a {LOSS}; name the loss {LOSS} if there is one, and the forward gets the inputs alone"
         )
-
-    def write(self, pipe: Pipeline) -> None:
-        return None
 
 
 def built(text: str, options: Mapping[str, Any], seed: int) -> nn.Module:

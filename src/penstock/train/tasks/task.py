@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from torch import Tensor, nn
 
 from penstock.data import Corpus
 from penstock.runtime import Pipeline
-from penstock.runtime.checkpoint import Reader
 from penstock.runtime.checkpoint.object_state import Stateful
+from penstock.runtime.checkpoint.save_load import export_model
 from penstock.schedule import Schedule
 
 if TYPE_CHECKING:
@@ -72,58 +73,40 @@ class TaskData:
     is_dealt: bool = False
 
 
-@runtime_checkable
-class ExportableTask(Protocol):
-    """A task whose model is exported as a folder."""
-
-    def write_folder(self, target: Path, checkpoint: Reader) -> None:
-        """Writes a checkpoint's model as a folder. Raises CheckpointError."""
-        ...
-
-
-class Task(Protocol):
-    """A model of some kind, cut into the stages of a schedule; checked when it is made, with nothing built yet.
+class Task(ABC):
+    """A model of some kind, cut into the stages of a schedule. It is checked when it is made, with nothing built yet.
 
     Attributes:
-        config: its sizes. sizes: those of them that a resumed run must share, by name.
-        num_tokens: of a sample: what its speed is counted in; None where a sample is no row of tokens.
-        loss: of a microbatch.
-        tied: groups of names of parameters that are one.
+        config: the sizes of the model. sizes: by name those on which its costs depend.
+        layer_costs: the cost of each layer, if the model is a known chain of layers. A run cuts it by these costs.
+        loss: the loss of a microbatch.
+        num_tokens: tokens of a sample, in which the speed is counted; None if a sample is no row of tokens.
+        tied: groups of names of parameters that are one parameter.
     """
 
     config: Any
+    sizes: Mapping[str, Any]
+    layer_costs: Sequence[float]
+    loss: Callable[..., Tensor]
+    num_tokens: int | None = None
+    tied: Sequence[Sequence[str]] = ()
 
-    @property
-    def num_tokens(self) -> int | None: ...
-    @property
-    def sizes(self) -> Mapping[str, Any]: ...
-    @property
-    def loss(self) -> Callable[..., Tensor]: ...
-    @property
-    def tied(self) -> Sequence[Sequence[str]]: ...
-
+    @abstractmethod
     def stages(self) -> list[Callable[[], nn.Module]]:
         """For each stage, the function that builds it, so that a rank holds only its own layers."""
-        ...
 
+    @abstractmethod
     def message_bytes(self, schedule: Schedule) -> list[float]:
         """By stage, the bytes that one of its microbatches sends on."""
-        ...
 
+    @abstractmethod
     def read(self, corpus: Corpus | None) -> TaskData:
         """The data. If `corpus` is given, it is not read again. Raises DataError."""
-        ...
 
     def write(self, pipe: Pipeline) -> str | None:
         """Text that the model writes; None for a model that writes none. Every rank must call it."""
-        ...
+        return None
 
-
-class LayeredTask(Task, Protocol):
-    """A task whose model is a known chain of layers.
-
-    Attributes:
-        layer_costs: of each layer, by which a run cuts them unless told how.
-    """
-
-    layer_costs: Sequence[float]
+    def export(self, path: Path, checkpoints: Path) -> None:
+        """Writes the newest checkpoint as a file, by plain names of parameters. Raises CheckpointError."""
+        export_model(path, checkpoints)
