@@ -145,7 +145,8 @@ def test_the_best_schedule_trains(
     assert list(settings.cut or ()) == best["cut"]
     assert (settings.clip, settings.optimizer_options, settings.threads) == (0.5, {"weight_decay": 0.0}, 1)
     inputs = gather_inputs(settings)
-    assert (inputs.schedule, inputs.config.depth, inputs.config.tied) == (schedule, 2, True)
+    config = inputs.task.config
+    assert (inputs.schedule, config.depth, config.tied) == (schedule, 2, True)
 
 
 class RanksByWork(tune_models.Ranks):

@@ -41,11 +41,6 @@ class Inputs:
     task: Task
     data: TaskData
 
-    @property
-    def config(self) -> Any:
-        """The sizes of the model."""
-        return self.task.config
-
 
 def gather_inputs(settings: Settings, corpus: Corpus | None = None) -> Inputs:
     """Reads and checks everything a run needs before it starts. If `corpus` is given, it is not read again.
