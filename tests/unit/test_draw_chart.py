@@ -174,6 +174,12 @@ def test_odd_data_is_drawn() -> None:
     line_chart([Line("broken", [0.0, 1.0, 2.0], [1.0, None, float("inf")])], x=Axis(low=0, high=10))
     bar_chart(["a"], [Bars("all the same", [0.0])])
     heat_map(["a"], [[None]])
+    bar_chart(["a"], [Bars("none", [None])])
+    assert "五" in texts(line_chart([Line("五", [0.0], [1.0]), Line("$a_1$", [0.0], [2.0])]))
+
+
+def test_text_is_no_formula() -> None:
+    assert "$x^2$ <b>" in texts(line_chart([Line("$x^2$ <b>", [0.0, 1.0], [1.0, 2.0])]))
 
 
 def test_files_hold_the_chart_and_how_it_was_made(tmp_path) -> None:

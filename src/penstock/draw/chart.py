@@ -28,6 +28,7 @@ from __future__ import annotations
 import io
 import math
 import re
+import warnings
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -77,7 +78,7 @@ DARK_ON_BOTH = "#16202d"
 STROKES = {"solid": "-", "dashed": (0, (4, 2.5)), "dotted": (0, (1, 2)), "none": ""}
 MARKERS = "osD^v"
 
-PAD, PHONE, MOST_COLUMNS = 16.0, 480, 400
+PAD, MOST_COLUMNS = 16.0, 400
 WITH_MARKERS = 24
 """Most points of a line that each get a marker."""
 SMALL, LEAST = 11.0, 9.5
@@ -469,7 +470,8 @@ def _axes() -> Iterator[Any]:
     from matplotlib import rc_context
     from matplotlib.figure import Figure as Canvas
 
-    with rc_context(_SETTINGS):
+    with rc_context(_SETTINGS), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Glyph")  # text stays text, and a browser has more fonts
         yield Canvas(dpi=72, facecolor="none").add_subplot(facecolor="none")
 
 

@@ -1,5 +1,5 @@
 // Schedules in torch's CSV, with their messages placed for what will carry them. Python's `simulation.arbiter`, which
-// explains the placement, and `formats.torch_csv_write` are the reference.
+// explains the placement, and `formats.torch_csv` are the reference.
 const torch = (() => {
   const { opText, ScheduleError, unitColumns } = schedules;
   const TOLERANCE = 1e-9, MOST_POSTED = 8, SHARED = ["nccl", "nccl-pair"];
