@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from experiments.common.command import options, run_all
 
-SIMULATED = ("table1", "theorem1", "figure6", "figure8", "table3", "table4", "mismatch")
+SIMULATED = ("table1", "theorem1", "figure6", "figure8", "table3", "table4", "mismatch", "pays")
 MEASURED = ("table3", "table4")
 LEARNING = ("tuning", "figure7", "rates", "table5", "convergence", "defaults", "own_rates", "delay")
 

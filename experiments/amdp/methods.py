@@ -140,12 +140,12 @@ def _amdp(method: str, setup: Setup, zero: bool) -> Trial:
     num_ranks, window = setup.num_ranks, setup.window
     costs = setup.costs(copies=num_ranks // 2, zero=zero)
     num = window * num_windows(window, num_ranks)
-    schedules = (ps.build(method, num_ranks, num, window=window, **times) for times in _guesses(costs))
+    schedules = (ps.build(method, num_ranks, num, window=window, **times) for times in guesses(costs))
     trials = [_of(method, setup, schedule, costs) for schedule in schedules]
     return max(trials, key=lambda trial: trial.ktokens(simulate(trial)))
 
 
-def _guesses(costs: ps.Costs) -> Iterator[dict[str, Any]]:
+def guesses(costs: ps.Costs) -> Iterator[dict[str, Any]]:
     """Times for which orders are made: the stages' own, and the same for all stages.
 
     An order is made from event to event, and which of two events comes first may change much that follows.

@@ -34,6 +34,9 @@ ADD_BYTES = 2 + 2 + 2
 PREDICT_BYTES = 4 + 4 + 4 + 2
 """Bytes of a parameter to predict it (XPipe): two moments and the parameter read, what is predicted written; in one
 kernel, the least there can be."""
+TENTATIVE_BYTES = 2 + 2 + PREDICT_BYTES
+"""Bytes of a parameter of a tentative update: the 16-bit gradient is read for its norm and again for the step, and
+the rest is as in a prediction."""
 
 
 @dataclass(frozen=True)
@@ -83,8 +86,10 @@ class Setup:
         parameters = [weights / 2 for weights in costs.weight_bytes]
         step = [self.move_ms(STEP_BYTES * count) for count in parameters]
         add = [self.move_ms(ADD_BYTES * (copies - 1) * count) for count in parameters]
+        tentative = [self.move_ms(TENTATIVE_BYTES * count) for count in parameters]
         updates = {("U", stage): step[stage] + add[stage] for stage in range(costs.num_stages)}
-        costs = costs.with_other(updates)
+        predictions = {("PREDICT", stage): tentative[stage] + add[stage] for stage in range(costs.num_stages)}
+        costs = costs.with_other(updates | predictions)
         if not zero:
             costs = replace(costs, take_over=step)
         return costs if self.head == 1 else self._with_head(costs)

@@ -6,15 +6,16 @@ schedule's whole run. Costs, links and updates are those of `setups.py`.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-import penstock as ps
 from experiments.amdp.learning import Method
 from experiments.amdp.methods import Trial, simulate, trial_of
+from experiments.amdp.pays import amdp
 from experiments.amdp.setups import Setup
 from penstock.cost.presets import CostPreset
+from penstock.schedule import TENTATIVE
 
 PAPER = Setup("GPT", 8, 128)
 """Figure 7's."""
@@ -42,7 +43,9 @@ def ktokens(method: Method, setup: Setup = PAPER, synchronous: Sequence[str] = S
     if method.is_synchronous:
         return max(_timed(trial_of(name, setup)) for name in synchronous)
     if method.schedule == "amdp" and method.options.get("max_mismatch") == 0:
-        return max(map(_timed, _without_mismatch(setup)))
+        return amdp(setup, "drained")[1]
+    if method.schedule == "amdp" and method.rule == TENTATIVE:
+        return amdp(setup, TENTATIVE)[1]
     if method.schedule == "amdp" and method.rule is not None:  # what predictions themselves take is left out
         return _timed(trial_of("amdp", setup, zero=False))
     if method.schedule in ("amdp", "xpipe", "pipedream-2bw"):
@@ -52,7 +55,10 @@ def ktokens(method: Method, setup: Setup = PAPER, synchronous: Sequence[str] = S
 
 
 def batch_seconds(method: Method, setup: Setup = PAPER) -> float:
-    """Of a batch."""
+    """Of a batch, which is an update of `setup.window` microbatches, on `setup.num_ranks` ranks.
+
+    `Setup("GPT", d, 4 * n)` has n microbatches an update: four samples are one microbatch of that model.
+    """
     return setup.window * setup.tokens / ktokens(method, setup) / 1000
 
 
@@ -63,13 +69,3 @@ def _timed(trial: Trial) -> float:
 def _one_by_one(setup: Setup) -> float:
     """An update after each microbatch without any mismatch: one alone in the pipeline."""
     return _timed(trial_of("1f1b", replace(setup, batch=setup.preset.shape.microbatch_size)))
-
-
-def _without_mismatch(setup: Setup) -> Iterator[Trial]:
-    """AMDP that drains at each update; its order made for the stages' own times, and for stages that are alike."""
-    like = trial_of("amdp", setup)
-    f, b, num = like.costs.f, like.costs.b, like.schedule.num_microbatches
-    mean = sum(f) / setup.num_ranks
-    for times in ({"f": f, "b": b}, {"f": mean, "b": 2.1 * mean}):
-        order = ps.build("amdp", setup.num_ranks, num, window=setup.window, max_mismatch=0, **times)
-        yield replace(like, schedule=order)

@@ -95,6 +95,26 @@ def test_without_zero_every_copy_steps(load: Any) -> None:
     assert on.duration("U", 1) == off.duration("U", 1) > off.take_over[1], "the owner also adds up"
 
 
+def test_tentative_updates_cost_less_than_draining_does_in_short_windows(load: Any) -> None:
+    timing, learning = load("timing"), load("learning")
+    setup = load("setups").Setup("GPT", 4, 16)
+    methods = {
+        "none": learning.Method("none", "amdp"),
+        "tentative": learning.Method("tentative", "amdp", rule="tentative"),
+        "drained": learning.Method("drained", "amdp", options={"max_mismatch": 0}),
+    }
+    seconds = {name: timing.batch_seconds(method, setup) for name, method in methods.items()}
+    assert seconds["none"] < seconds["tentative"] < 0.9 * seconds["drained"]
+
+
+def test_a_head_takes_as_long_as_so_many_layers(load: Any) -> None:
+    pays = load("pays")
+    none, one, three = (pays.setup_of(4, 1, head, 200.0).costs() for head in (0, 1, 3))
+    layer = none.f[0] / 12 + none.b[0] / 12
+    assert one.f[3] + one.b[3] - none.f[3] - none.b[3] == pytest.approx(layer, rel=1e-4)
+    assert three.f[3] + three.b[3] - none.f[3] - none.b[3] == pytest.approx(3 * layer, rel=1e-4)
+
+
 @pytest.mark.nightly
 def test_measured_on_emulated_devices(load: Any) -> None:
     methods, measured = load("methods"), load("measured")
