@@ -71,7 +71,7 @@ def planned_1f1b(warmup: Sequence[int], num_microbatches: int) -> Schedule:
         >>> print(planned_1f1b([3, 1], 4))
         schedule 1f1b: 2 ranks, 2 stages, 4 microbatches
         pipeline 0: stages on ranks 0 1
-        rank 0 | F0 F1 F2 B0 F3 B1 B2 B3
+        rank 0 | F0 F1 F2 B0 F3 B1 .  B2 .  B3
         rank 1 | .  F0 B0 F1 B1 F2 B2 F3 B3
     """
     counts = warmup_counts("1f1b", warmup, max(1, len(warmup)), num_microbatches)
