@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import socket
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,7 +17,8 @@ from penstock.cli import main
 from penstock.cli.emulate import with_message_cap
 from penstock.train import start
 from penstock.train.emulated import EmulatedJob, EmulatedRun, lost_pace
-from penstock.train.report import read_adaptation
+from penstock.train.folder import RunFolder
+from penstock.train.report import Report, read_adaptation
 
 pytestmark = pytest.mark.unit
 
@@ -260,3 +263,18 @@ def test_it_does_not_offer_to_resume_a_run_that_learned(place: Path, capsys: pyt
     (place / "run" / "checkpoints").mkdir(parents=True)
     assert main(f"emulate {QUICK} --out run".split()) == 2
     assert capsys.readouterr().err == "penstock: run holds a run; give another --out\n"
+
+
+def test_a_reader_that_has_left_is_no_failure_of_the_rank_that_prints(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As with `penstock train | head`: the first rank prints the report, behind the command line's back."""
+    reads, writes = os.pipe()
+    os.close(reads)
+    values = {"schedule": "1f1b", "dispatch": "frozen", "num_ranks": 2, "steps": 1, "interrupted": False}
+    more = {"seconds": 1.0, "notices": [], "said_before": 0, "steered": None, "details": {}, "pace": "", "rows": []}
+    report = Report(folder=RunFolder(tmp_path), **values, **more)
+    with os.fdopen(writes, "w") as nobody:
+        monkeypatch.setattr(sys, "stdout", nobody)
+        report.show(as_json=False)
+        print("more", flush=True)

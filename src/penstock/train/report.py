@@ -7,6 +7,8 @@ and what that saved. `penstock report` tells the same at length (`penstock.repor
 from __future__ import annotations
 
 import json
+import os
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -126,7 +128,10 @@ class Report:
 
     def show(self, as_json: bool) -> None:
         """Prints it, for people or as one JSON object."""
-        print(json.dumps(self.to_json(), allow_nan=False) if as_json else "\n" + self.to_text(), flush=True)
+        try:
+            print(json.dumps(self.to_json(), allow_nan=False) if as_json else "\n" + self.to_text(), flush=True)
+        except BrokenPipeError:  # the reader of our output, like `head`, has left; report.json has all
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def write_plan(folder: RunFolder, settings: str, schedule: Schedule) -> None:
