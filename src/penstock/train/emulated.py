@@ -125,7 +125,7 @@ def lost_pace(measured: float, simulated: float) -> list[str]:
     return [
         f"an iteration took {measured:.0f} ms where {simulated:.0f} ms were simulated: this machine did not keep the "
         "pace of the emulated devices, so do not take its times for theirs; let nothing else run, send less with "
-        "--message-cap, or slow all down with a larger --stretch"
+        "--set message_cap, or slow all down with a larger --stretch"
     ]
 
 
