@@ -8,7 +8,7 @@ import penstock as ps
 from experiments.flexpipe.flow import Block, BlockDependency, Flow
 from penstock.planning import order_model
 from penstock.planning import plan as planner
-from penstock.planning.graph.idle_bound import idle_bound
+from penstock.planning.graph.bounds import idle_bound
 from penstock.planning.graph.problem import pose_graph
 from penstock.planning.options import limits_of
 from penstock.planning.progress import Progress
