@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cache, partial
 from statistics import fmean
 
-from experiments.amdp import convergence, defaults, delay, own_rates, table1, table3, table4, table5
+from experiments.amdp import convergence, defaults, delay, own_rates, pays, table1, table3, table4, table5
 from experiments.amdp.command import simulated_row
 from experiments.amdp.methods import trial_of
 from experiments.amdp.setups import Setup
@@ -341,6 +341,19 @@ def distance_over_bound() -> str:
     return f"{max(row['distance'] / row['bound'] for row in found):.0f}"
 
 
+def pays_over(rival: str) -> str:
+    """AMDP's throughput by rule `tentative` over another's: 8 ranks, windows of 32, the preset's head, fast links."""
+    row = find(rows_of("amdp/pays"), d=8, n=32, head=pays.OWN_HEAD, link=pays.LINKS[0])
+    return f"{row['tentative'] / row[rival]:.3f}"
+
+
+def cells_that_pay() -> str:
+    """Cells of the table in which AMDP by rule `tentative` is faster than draining and than synchronous orders."""
+    rows = rows_of("amdp/pays")
+    won = sum(row["tentative"] > max(row["drained"], row["synchronous"]) for row in rows)
+    return f"{won} of the {len(rows)} cells"
+
+
 NUMBERS: Mapping[str, Callable[[], str]] = {
     "Table 1, AMDP's bubble": partial(table_1, "amdp"),
     "Theorem 1, distance over (18)": distance_over_bound,
@@ -392,6 +405,10 @@ NUMBERS: Mapping[str, Callable[[], str]] = {
             "AdamW, corrected": "AdamW, late, corrected",
         }.items()
     },
+    "Pays, d = 8, n = 32 over 2BW": partial(pays_over, "2bw"),
+    "Pays, d = 8, n = 32 over drained": partial(pays_over, "drained"),
+    "Pays, d = 8, n = 32 over synchronous": partial(pays_over, "synchronous"),
+    "Pays, cells": cells_that_pay,
     "Defaults, mismatch 1": partial(by_default, "amdp, mismatch 1", 400),
     "Defaults, mismatch 1, Muon": partial(by_default, "amdp, mismatch 1, Muon", 200),
     "Own rates, default": partial(own_rate_over, own_rates.DEFAULT),

@@ -115,6 +115,16 @@ def test_a_head_takes_as_long_as_so_many_layers(load: Any) -> None:
     assert three.f[3] + three.b[3] - none.f[3] - none.b[3] == pytest.approx(3 * layer, rel=1e-4)
 
 
+def test_the_raw_results_of_pays_make_its_table(load: Any) -> None:
+    rows = results.load(FOLDER / "results", "pays")
+    lines = list(load("pays").lines(rows))
+    assert len([line for line in lines if line[0:1].isdigit()]) == len(rows)
+    for row in rows:
+        assert 0 <= row["known"] <= 1
+        assert row["tentative"] <= 1.001 * row["none"], "a tentative update takes time and gains none"
+        assert row["order_gb"] <= row["gb"]
+
+
 @pytest.mark.nightly
 def test_measured_on_emulated_devices(load: Any) -> None:
     methods, measured = load("methods"), load("measured")
