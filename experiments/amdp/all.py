@@ -14,7 +14,7 @@ from experiments.common.command import options, run_all
 
 SIMULATED = ("table1", "theorem1", "figure6", "figure8", "table3", "table4", "mismatch", "pays")
 MEASURED = ("table3", "table4")
-LEARNING = ("tuning", "figure7", "rates", "table5", "convergence", "defaults", "own_rates", "delay")
+LEARNING = ("tuning", "figure7", "rates", "table5", "convergence", "defaults", "own_rates", "delay", "tentative")
 
 
 def main() -> None:
@@ -23,7 +23,7 @@ def main() -> None:
     parser.add_argument(
         "--learning",
         action="store_true",
-        help="learning rates, figure 7, table 5 and four minutes each of the last four",
+        help="learning rates, figure 7, table 5 and four minutes each of the last five",
     )
     given = parser.parse_args()
     runs = [[name, *(["--measured"] if given.measured and name in MEASURED else [])] for name in SIMULATED]

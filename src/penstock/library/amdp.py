@@ -88,10 +88,9 @@ def amdp(
         ... 2B7 1B6 1F10 2B9 1U0 2U1 2F11 1B8 1F12 2B11 1B10 2F13 ...
 
     By rule `tentative`, PREDICT stands a forward and a backward earlier than the first late forward that reads its
-    weights, and GIVE another forward earlier. Without this lead the late forwards know up to a tenth of the window
-    more, but ranks wait for one another. At the costs of the preset `amdp-gpt`, that takes another 1 to 2% of the
-    throughput over fast links, and 5% over slow ones. Of orders that take equally long, the builder chooses the one
-    whose late forwards miss least of their window's gradient.
+    weights, and GIVE another forward earlier. Without this lead the late forwards know more, but ranks wait for one
+    another. Of orders that take equally long, the builder chooses the one whose late forwards miss least of their
+    window's gradient.
 
     An odd d cannot be placed: d/2 is no number of pipelines, and two of opposite directions would have a stage's
     copies on one rank (2i = 2(j' - j) + 1 mod d then has a solution). d = 2 is one pipeline that reads ahead.
