@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cache, partial
 from statistics import fmean
 
-from experiments.amdp import convergence, defaults, delay, own_rates, pays, table1, table3, table4, table5
+from experiments.amdp import convergence, defaults, delay, own_rates, pays, table1, table3, table4, table5, tentative
 from experiments.amdp.command import simulated_row
 from experiments.amdp.methods import trial_of
 from experiments.amdp.setups import Setup
@@ -283,6 +283,22 @@ def late_over(name: str, digits: int = 0) -> str:
     return f"{over:.{digits}%}"
 
 
+def before_judging(method: str, step: int | None = None) -> str:
+    """What a method of `tentative.py` loses to mismatch 0 on the seeds that choose rates, AdamW at d = 8 and n = 32.
+
+    Both at the best of the rates that they were tried at, or both at that of `step`.
+    """
+    finals = tentative.finals_of(rows_of("amdp/tentative"))
+    own, beside = (
+        fmean(
+            finals[case, tentative.best_step(finals, case) if step is None else step][seed]
+            for seed in tentative.HELD_OUT
+        )
+        for case in (tentative.Case(method), tentative.Case(tentative.SYNCHRONOUS))
+    )
+    return above(own / beside - 1, digits=1)
+
+
 def by_default(name: str, steps: int) -> str:
     return above(fmean(defaults.over(rows_of("amdp/defaults"), name, steps)))
 
@@ -409,6 +425,11 @@ NUMBERS: Mapping[str, Callable[[], str]] = {
     "Pays, d = 8, n = 32 over drained": partial(pays_over, "drained"),
     "Pays, d = 8, n = 32 over synchronous": partial(pays_over, "synchronous"),
     "Pays, cells": cells_that_pay,
+    **{
+        f"Tentative weights, {method}{', at the first rate' * (step == 0)}": partial(before_judging, method, step)
+        for method in ("none", "tentative")
+        for step in (None, 0)
+    },
     "Defaults, mismatch 1": partial(by_default, "amdp, mismatch 1", 400),
     "Defaults, mismatch 1, Muon": partial(by_default, "amdp, mismatch 1, Muon", 200),
     "Own rates, default": partial(own_rate_over, own_rates.DEFAULT),
