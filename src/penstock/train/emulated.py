@@ -32,7 +32,7 @@ from penstock.train.start import StopRequest
 
 @dataclass(frozen=True, kw_only=True)
 class EmulatedJob:
-    """What a run on emulated devices was asked to do; a `Job` of `start`.
+    """What a run on emulated devices was asked to do; a `LaunchedJob` of `start`.
 
     Attributes:
         schedule: what an iteration runs. costs: of its stages, with the messages that are really sent.

@@ -73,7 +73,7 @@ def _of_rank(job: TrainJob, corpus: Corpus | None) -> TrainRun:
 
 
 class TrainRun:
-    """A training run that was checked; a `Job` of `start`.
+    """A training run that was checked; a `LaunchedJob` of `start`.
 
     Args:
         goes_on: where the run continues. None if it begins, and in ranks, whose job has the checkpoint.

@@ -55,7 +55,7 @@ class RunFailed(Exception):
         self.exit_code = exit_code
 
 
-class Job(Protocol):
+class LaunchedJob(Protocol):
     """A run that was checked and may start. It can be pickled.
 
     Attributes:
@@ -97,7 +97,7 @@ class Job(Protocol):
         ...
 
 
-def run_job(job: Job) -> int:
+def run_job(job: LaunchedJob) -> int:
     """Runs a job to its end, and returns the exit code.
 
     Raises:
@@ -116,18 +116,18 @@ def run_job(job: Job) -> int:
         return job.run(is_first=True) if job.in_process else _run_in_processes(job, folder)
 
 
-def _announce(job: Job, is_first: bool) -> None:
+def _announce(job: LaunchedJob, is_first: bool) -> None:
     if is_first and not job.as_json:
         print(job.announcement(), file=sys.stderr, flush=True)
 
 
-def _joined(job: Job) -> int:
+def _joined(job: LaunchedJob) -> int:
     """Joins this process to the others of the run, and returns its number."""
     warm_up_malloc()
     return init_process(job.timeout)[0]
 
 
-def _run_in_processes(job: Job, folder: RunFolder) -> int:
+def _run_in_processes(job: LaunchedJob, folder: RunFolder) -> int:
     folder.report.unlink(missing_ok=True)  # the report of an earlier part of the run
     with tempfile.TemporaryDirectory(prefix="penstock-", ignore_cleanup_errors=True) as handover:
         hand_over(Path(handover), job)
@@ -184,7 +184,7 @@ class _JobReader(pickle.Unpickler):
         return np.load(self._folder / name, mmap_mode="r", allow_pickle=False)
 
 
-def hand_over(folder: Path, job: Job) -> None:
+def hand_over(folder: Path, job: LaunchedJob) -> None:
     """Writes the files that `take_over` reads. Raises RuntimeFailure if the disk refuses."""
     try:
         with (folder / "job").open("wb") as file:
@@ -196,10 +196,10 @@ def hand_over(folder: Path, job: Job) -> None:
         ) from None
 
 
-def take_over(folder: Path) -> Job:
+def take_over(folder: Path) -> LaunchedJob:
     """The job. Its folder may be removed once every rank has it: mapped files stay readable."""
     with (folder / "job").open("rb") as file:
-        job: Job = _JobReader(folder, file).load()
+        job: LaunchedJob = _JobReader(folder, file).load()
         return job
 
 

@@ -484,8 +484,6 @@ class CopyWeights:
 
     def gradients(self, update: int) -> Gradients:
         """Gives away this copy's sums over an update's window, in the order of parameters. Of shards, its parts."""
-        if self._left_open(update):
-            return [None] * len(self._parameters)
         sums = self._gradients.take(update)
         self._sent = (update, sums) if self._rule.steps_tentatively else None
         return self._local(sums)
@@ -506,8 +504,6 @@ class CopyWeights:
         Args:
             to_step: gives what the optimizer steps in place of the masters, and its gradients. Default: the masters.
         """
-        if self._left_open(update):
-            return
         optimizer, total = self._with_optimizer(), self._clipped(summed(parts))
         rate = None if self._rates is None else self._rates[update]
         self.versions.advance()
@@ -561,8 +557,7 @@ class CopyWeights:
 
         The predictions for ops of this copy follow the values, as `VersionedParameters.copies` gives them.
         """
-        if not self._left_open(update):
-            self.versions.take(values)
+        self.versions.take(values)
 
     # -- between passes --------------------------------------------------------------------------------------
 
@@ -643,9 +638,6 @@ class CopyWeights:
         rate = group["lr"] if self._rates is None else self._rates[self.versions.num_in_pass]
         state = {key: local(value) for key, value in self._optimizer.state.get(stepped, {}).items()}
         self._rule.predict(out, memory(stepped), num_steps, float(rate), group, state)
-
-    def _left_open(self, update: int) -> bool:
-        return self._open and update == self._windows.num_updates - 1
 
 
 def _master_of(parameter: Parameter, apart: bool) -> Parameter:
