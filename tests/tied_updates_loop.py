@@ -199,7 +199,7 @@ class VersionsLoop:
             if self.rule == "spectrain":
                 back = owner // 2
                 made += (back if kinds == "BI" else back + len(self.copies[0]) - owner - 1) // self.window
-            elif kinds == "F":
+            elif kinds == "F" or self.rule == "tentative":
                 made = m // self.window
             found[full] = self.first_window + made
         return found

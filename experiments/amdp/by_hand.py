@@ -9,7 +9,8 @@
     none          a forward and a backward read the newest weights
     xpipe         a late forward reads the newest weights, moved by the optimizer's momentum
     tentative     a late forward reads the newest weights, moved by the optimizer's own step on the mean of the
-                  window's gradients that are known by then; where none is known, as under `xpipe`
+                  window's gradients that are known by then; where none is known, as under `xpipe`. A backward before
+                  the update reads the same
     pipedream     a backward reads what its forward read; so does `vnag`
     pipedream-2bw forwards and backwards of window t read the weights after t - 1 updates
     spectrain     forwards and backwards read the newest weights, moved by the momentum
@@ -152,12 +153,13 @@ def _reads(
         size = schedule.updates.window
         steps = forward_steps(stage, schedule.num_stages, size)
         return Read(at_forward, steps), Read(at_backward, backward_steps(stage, size))
-    if rule == "xpipe" or (rule == "tentative" and not known.get((stage, at_forward))):
+    if rule == "xpipe":
         return Read(at_forward, ahead), Read(at_backward)
     if rule == "tentative" and ahead:
         if ahead > 1:
             raise ValueError(f"a forward of stage {stage} lacks {ahead} updates; rule 'tentative' makes one step")
-        return Read(at_forward, 1, is_tentative=True), Read(at_backward)
+        is_known, later = bool(known.get((stage, at_forward))), window - at_backward
+        return Read(at_forward, 1, is_known), Read(at_backward, later, is_known and later > 0)
     return Read(at_forward), Read(at_backward)
 
 

@@ -427,7 +427,7 @@ NUMBERS: Mapping[str, Callable[[], str]] = {
     "Pays, cells": cells_that_pay,
     **{
         f"Tentative weights, {method}{', at the first rate' * (step == 0)}": partial(before_judging, method, step)
-        for method in ("none", "tentative")
+        for method in ("none",)
         for step in (None, 0)
     },
     "Defaults, mismatch 1": partial(by_default, "amdp, mismatch 1", 400),

@@ -113,7 +113,8 @@ def loss_in_double(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
 
 @pytest.mark.parametrize("optimizer", ["AdamW", "Muon"])
 def test_with_nothing_known_it_is_xpipe(optimizer: str) -> None:
-    schedule = order()
+    """In 2BW's order, where backwards of late forwards come after the update."""
+    schedule = order(name="pipedream-2bw")
     assert by_hand("tentative", schedule, {}, optimizer) == by_hand("xpipe", schedule, None, optimizer)
 
 

@@ -13,7 +13,6 @@ import pytest
 import torch
 
 from checkpoint_cases import on_ranks
-from penstock.cli import main
 from penstock.cli.failure import failure_of
 from penstock.data import ByteTokenizer, DataError, prepare
 from penstock.runtime.checkpoint import folder as checkpoint_folder
@@ -71,15 +70,6 @@ def test_prepared_data_on_a_full_disk_was_called_a_bug(tmp_path: Path) -> None:
     with files_of_at_most(4096), pytest.raises(DataError, match=r"corpus: cannot be written \(File too large\)"):
         prepare(text, tmp_path / "corpus", ByteTokenizer())
     assert list(tmp_path.iterdir()) == [text]
-
-
-def test_drawn_lengths_on_a_full_disk_were_called_a_bug(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    path = tmp_path / "lengths.json"
-    path.write_text("before")
-    with files_of_at_most(8):
-        assert main(["data", "generate", "10", "--out", str(path)]) == 2
-    assert capsys.readouterr().err == f"penstock: {path}: File too large\n"
-    assert path.read_text() == "before"
 
 
 def test_a_full_disk_that_names_no_file_is_no_bug() -> None:

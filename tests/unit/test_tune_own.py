@@ -161,7 +161,7 @@ def test_microbatches_larger_than_a_batch_of_the_data_are_refused(net: Path) -> 
         ("tune --profile-only --data net.py:data", "makes batches for a model of your own"),
         (
             "tune --model net.py:Net --data net.py:data --config deep.toml",
-            "net.py:Net: your own model takes its sizes by --model-options",
+            "net.py:Net: a model of your own takes its sizes by --model-options",
         ),
         (
             "tune --profile-only --model net.py:Net --data net.py:data --recompute --config norm.toml",

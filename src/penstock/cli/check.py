@@ -30,7 +30,7 @@ READS = {
     "spectrain": "forwards and backwards those that momentum predicts",
     "vnag": "a forward the newest, its backward the same again, with NAdam",
     "xpipe": "a forward those that Adam's step predicts, its backward the newest",
-    "tentative": "a late forward those that the known part of its window's gradient moves, its backward the newest",
+    "tentative": "a late forward those that a tentative update leads to, its backward the newest by then",
 }
 """Which weights ops read by the rules of `Updates.rule`, other than the newest for all of them."""
 

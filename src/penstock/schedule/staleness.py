@@ -122,12 +122,12 @@ def reads_of(schedule: Schedule, stage: int) -> dict[int, WeightReads]:
             if op.kind in (UPDATE, PREDICT):
                 moments[pipeline] = moment(newest + 1) if op.kind == UPDATE else moment(newest, True)
             elif op.kind == FORWARD:
-                reads.moments[m], reads.forward[m] = now, newest + ahead(m)
+                reads.moments[m], reads.forward[m] = now, newest + ahead(m, newest)
                 reads.note(now, reads.forward[m])
             else:
                 if op.kind != RECOMPUTE:
-                    reads.backward[m] = newest + backward
-                reads.note(now, newest + backward)
+                    reads.backward[m] = newest + backward(m, newest)
+                reads.note(now, newest + backward(m, newest))
     return found
 
 
@@ -204,13 +204,23 @@ def why_none_is_predicted(schedule: Schedule) -> str | None:
     )
 
 
-def _steps_of(schedule: Schedule, stage: int) -> tuple[Callable[[int], int], int] | None:
-    """How far ahead of the newest the forward of a microbatch reads, and every backward; None where nothing is."""
-    rule = None if schedule.updates is None else schedule.updates.rule
-    if schedule.updates is not None and rule in BY_MOMENTUM:
-        window, forward = schedule.updates.window, forward_steps(stage, schedule.num_stages, schedule.updates.window)
-        return lambda m: forward, backward_steps(stage, window)
-    return (updates_ahead(schedule, stage).__getitem__, 0) if rule in BY_ADAM else None
+Steps = Callable[[int, int], int]
+"""How far ahead of the newest weights an op reads, by its microbatch and the updates that these weights have."""
+
+
+def _steps_of(schedule: Schedule, stage: int) -> tuple[Steps, Steps] | None:
+    """How far ahead of the newest a forward reads, and a backward; None by a rule that predicts nothing."""
+    if schedule.updates is None or schedule.updates.rule not in PREDICTING:
+        return None
+    rule, window = schedule.updates.rule, schedule.updates.window
+    if rule in BY_MOMENTUM:
+        forward, backward = forward_steps(stage, schedule.num_stages, window), backward_steps(stage, window)
+        return lambda m, newest: forward, lambda m, newest: backward
+
+    def to_own_window(m: int, newest: int) -> int:
+        return m // window - newest
+
+    return to_own_window, to_own_window if rule == TENTATIVE else lambda m, newest: 0
 
 
 def _rows_of(schedule: Schedule, stage: int) -> list[Sequence[Op]]:

@@ -74,12 +74,9 @@ def with_tentative_updates(
 
     Examples:
         >>> import penstock as ps
-        >>> print(ps.schedule.with_tentative_updates(ps.build("pipedream-2bw", 2, 4, window=2)))
-        schedule pipedream-2bw: 2 ranks, 2 stages, 4 microbatches
-        pipeline 0: stages on ranks 0 1
-        updates every 2 microbatches, mismatch at most 1, weights by tentative
-        rank 0 | F0 F1 .  B0 PREDICT0 F2 B1 U0 F3 B2 .  B3 U1
-        rank 1 | .  F0 B0 F1 B1       U0 F2 B2 F3 B3 U1
+        >>> s = ps.schedule.with_tentative_updates(ps.build("pipedream-2bw", 2, 4, window=2))
+        >>> " ".join(op.short() for op in s.order[0])
+        'F0 F1 B0 PREDICT0 F2 B1 U0 F3 B2 B3 U1'
     """
     windows = schedule.windows
     if schedule.updates is None or windows is None:
@@ -97,7 +94,7 @@ def with_tentative_updates(
     schedule = replace(schedule, order=bare, updates=replace(schedule.updates, rule=TENTATIVE))
     take = duration or (lambda op: DURATIONS.get(op.kind, 0.0))
     placed: list[list[tuple[int, Op]]] = [[] for _ in bare]
-    for stage, copies in enumerate(_copies(schedule, take)):
+    for stage, copies in enumerate(_copies(schedule, windows, take)):
         for update in range(windows.num_updates - 1):
             for rank, slot, op in _placed(copies, windows, stage, update, take, message):
                 placed[rank].append((slot, op))
@@ -114,29 +111,38 @@ def with_tentative_updates(
 class _CopyRow:
     """The row of the rank that has a copy of a stage, and where the copy's own ops stand in it."""
 
-    def __init__(self, schedule: Schedule, rank: int, stage: int, pipeline: int, times: Mapping[Op, float]) -> None:
-        self.rank, row = rank, schedule.order[rank]
-        self.starts = [times[op] for op in row]
-        mine = [op for op in row if op.stage == stage and schedule.pipeline_of(op) == pipeline]
-        self.place = {op: step for step, op in enumerate(row) if op in set(mine)}
-        self.forwards = [op for op in mine if op.kind == FORWARD]
-        self.backwards = [op for op in mine if op.kind == BACKWARD]
-        self.updates = [self.place[op] for op in mine if op.kind == UPDATE]
+    def __init__(
+        self, schedule: Schedule, windows: Windows, rank: int, stage: int, pipeline: int, times: Mapping[Op, float]
+    ) -> None:
+        self.rank, self.row = rank, schedule.order[rank]
+        self.starts = [times[op] for op in self.row]
+        self.forwards: list[int] = []
+        """The places of forwards, ascending; and of updates."""
+        self.updates: list[int] = []
+        self.backwards: dict[int, list[int]] = {}
+        """By update, the places of the backwards of its window."""
+        for place, op in enumerate(self.row):
+            if op.stage != stage or schedule.pipeline_of(op) != pipeline:
+                continue
+            if op.kind == BACKWARD:
+                self.backwards.setdefault(op.microbatch // windows.window, []).append(place)
+            elif op.kind in (FORWARD, UPDATE):
+                (self.forwards if op.kind == FORWARD else self.updates).append(place)
 
     def first_late(self, windows: Windows, update: int) -> int | None:
         """The place of the first forward of a later window between the update before this one and this one."""
-        after, before = self.updates[update - 1] if update else -1, self.updates[update]
-        window = windows.microbatches(update)
-        places = (self.place[op] for op in self.forwards if op.microbatch >= window.stop)
-        return next((place for place in places if after < place < before), None)
+        first = bisect_left(self.forwards, self.updates[update - 1] if update else 0)
+        places = self.forwards[first : bisect_left(self.forwards, self.updates[update])]
+        stop = windows.microbatches(update).stop
+        return next((place for place in places if self.row[place].microbatch >= stop), None)
 
 
-def _copies(schedule: Schedule, take: Callable[[Op], float]) -> Iterator[list[_CopyRow]]:
+def _copies(schedule: Schedule, windows: Windows, take: Callable[[Op], float]) -> Iterator[list[_CopyRow]]:
     """Of each stage its copies, in the order of pipelines."""
     times = _start_times(schedule, take)
     for stage in range(schedule.num_stages):
         pipelines = enumerate(schedule.placement.pipelines)
-        yield [_CopyRow(schedule, ranks[stage], stage, pipeline, times) for pipeline, ranks in pipelines]
+        yield [_CopyRow(schedule, windows, ranks[stage], stage, pipeline, times) for pipeline, ranks in pipelines]
 
 
 def _start_times(schedule: Schedule, take: Callable[[Op], float]) -> dict[Op, float]:
@@ -168,7 +174,7 @@ def _placed(
     late = {k: place for k, copy in enumerate(copies) if (place := copy.first_late(windows, update)) is not None}
     if not late:
         return
-    owner, window = copies[OWNER], windows.microbatches(update)
+    owner = copies[OWNER]
     predict = Op(PREDICT, stage, windows.number(update, OWNER))
     first = min(copies[k].starts[place] for k, place in late.items())
     slot = bisect_left(owner.starts, first - (message + take(predict) if len(copies) > 1 else 0.0))
@@ -177,11 +183,11 @@ def _placed(
     until = owner.starts[slot] - message
     given = []
     for pipeline, copy in enumerate(copies[1:], start=1):
-        mine = [op for op in copy.backwards if op.microbatch in window]
-        known = [op for op in mine if copy.starts[copy.place[op]] + take(op) <= until]
+        mine = copy.backwards.get(update, ())
+        known = [place for place in mine if copy.starts[place] + take(copy.row[place]) <= until]
         if known:
-            given.append((copy.rank, copy.place[known[-1]] + 1, Op(GIVE, stage, windows.number(update, pipeline))))
-    if not given and not any(op.microbatch in window and owner.place[op] < slot for op in owner.backwards):
+            given.append((copy.rank, known[-1] + 1, Op(GIVE, stage, windows.number(update, pipeline))))
+    if not given and not any(place < slot for place in owner.backwards.get(update, ())):
         return
     yield from given
     yield owner.rank, slot, predict

@@ -15,7 +15,7 @@ An op reads a version, moved forward by a number of predicted updates. Each clas
 | `pipedream-2bw` | one before its window's | the same                | two                         |
 | `spectrain`     | predicted by momentum   | predicted by momentum   | one and the prediction      |
 | `xpipe`         | predicted by Adam       | newest                  | one and the prediction      |
-| `tentative`     | after a tentative step  | newest                  | one and the prediction      |
+| `tentative`     | after a tentative step  | newest, or as forwards  | one and two predictions     |
 """
 
 from __future__ import annotations
@@ -347,7 +347,7 @@ class StashingNesterov(WeightStashing):
 class TentativeStep(AdamPrediction):
     """Late forwards read what the optimizer makes of the known part of the window's gradient.
 
-        reads W(t) + step(g_known / w_known)         backwards read the newest weights
+        reads W(t) + step(g_known / w_known)         a backward reads alike until that update, then the newest
 
     g_known is the sum over the microbatches whose backwards have ended, w_known the sum of their losses' weights (1
     over the window). It is clipped as the window's gradient is. The step is the optimizer's own, with the rate of the
@@ -361,6 +361,9 @@ class TentativeStep(AdamPrediction):
 
     name = "tentative"
     steps_tentatively = True
+
+    def backward(self, context: ReadContext, forward: WeightRead) -> WeightRead:
+        return WeightRead(context.newest, context.window - context.newest)
 
     def predict(
         self, out: Tensor, weight: Tensor, steps: int, rate: float, group: Mapping[str, Any], state: Mapping[str, Any]

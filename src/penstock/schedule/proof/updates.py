@@ -60,13 +60,15 @@ def check_every_update(schedule: Schedule, spot: Mapping[Op, tuple[int, int]]) -
 def check_tentative(schedule: Schedule) -> None:
     """GIVE and PREDICT are of the rule `tentative`, stand before their copy's update, and have an owner's PREDICT."""
     windows, updates = schedule.windows, schedule.updates
+    if windows is None or updates is None:
+        return
     stepped = {op[1:] for row in schedule.order for op in row if op.kind == PREDICT}
     for rank, row in enumerate(schedule.order):
         past: set[tuple[int, int]] = set()
         for step, op in enumerate(row):
             if op.kind == UPDATE:
                 past.add(op[1:])
-            if op.kind not in (GIVE, PREDICT) or windows is None or updates is None:
+            if op.kind not in (GIVE, PREDICT):
                 continue
             update, pipeline = windows.update_of(op.microbatch)
             why = None
