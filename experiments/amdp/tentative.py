@@ -11,8 +11,8 @@ the schedule's order which version each op reads. What is known follows from the
 The protocol changed once, before any judged seed of any method had run. At first the late forwards knew all that had
 ended when the first of them ran. The order that trains (`amdp(rule="tentative")`) gives gradients and makes the step
 earlier, so that no rank waits, and knows less; the runs are by that order now. And a backward that comes before the
-update reads what its forward read (at d = 4 some do). Six runs by the first rule, on the seeds that are not judged, were
-dropped. They ended at 2.0623 and 2.0919 (rate 5.66e-3), 2.0506 and 2.1003 (8e-3), 2.1326 and 2.1369 (4e-3).
+update reads what its forward read (at d = 4 some do). Six runs by the first rule, on the seeds that are not judged,
+were dropped. They ended at 2.0623 and 2.0919 (rate 5.66e-3), 2.0506 and 2.1003 (8e-3), 2.1326 and 2.1369 (4e-3).
 
 The protocol, which changes for no result:
 

@@ -33,7 +33,7 @@ from penstock.library.options import at_least, whole_multiple
 from penstock.schedule import Op, Schedule, ScheduleError, Updates, Windows, known_to, with_tentative_updates
 from penstock.schedule.op import PREDICT
 from penstock.schedule.staleness import updates_ahead
-from penstock.schedule.updates import NEWEST, OWNER, TENTATIVE
+from penstock.schedule.updates import NEWEST, OWNER, TENTATIVE, with_ops_at
 
 _TRIED_BLOCKS, _TRIED_WINDOWS = 32, 4
 """How much of a run is timed, at least, to tell which way of ordering is best."""
@@ -158,7 +158,7 @@ class _Maker:
         num = self._num_microbatches if num_microbatches is None else num_microbatches
         placement, updates = self._placement, self._updates
         ran = ran_with(placement.pipelines, num, options, updates)
-        rows = ran.rows
+        rows: Sequence[Sequence[Op]] = ran.rows
         if updates is not None:
             windows = Windows(updates.window, num, placement.num_pipelines)
             rows = with_updates_at_once(ran, placement.pipelines, windows, updates, options.times)
@@ -215,7 +215,7 @@ def _per_stage(name: str, given: float | Sequence[float], num_stages: int, zero:
 
 def with_updates_at_once(
     ran: RanRows, pipelines: Pipelines, windows: Windows, updates: Updates, times: StageTimes
-) -> list[list[Op]]:
+) -> list[tuple[Op, ...]]:
     """The rows with all updates in them.
 
     An update goes before the first op that starts at its moment or later, so all rows are in one order of time: an
@@ -246,7 +246,8 @@ def with_updates_at_once(
                 slot, time = copies[stage, k].slot(min(wanted, owner_latest), window.stop + reach)
                 owner_latest = min(owner_latest, time)
                 placed[pipelines[k][stage]].append((slot, update, k != OWNER, u))
-    return [_merged(row, sorted(found)) for row, found in zip(ran.rows, placed, strict=True)]
+    in_order = ([(slot, u) for slot, _, _, u in sorted(found)] for found in placed)
+    return list(map(with_ops_at, ran.rows, in_order))
 
 
 def _summed(ran: RanRows, times: StageTimes, stage: int, window: range, num_pipelines: int) -> float:
@@ -285,12 +286,3 @@ class _Copy:
         while self._open[slot]:
             slot -= 1
         return slot, self._starts[slot] if slot < len(self._starts) else inf
-
-
-def _merged(row: Sequence[Op], placed: Sequence[tuple[int, int, bool, Op]]) -> list[Op]:
-    found: list[Op] = []
-    done = 0
-    for slot, _, _, op in placed:
-        found += [*row[done:slot], op]
-        done = slot
-    return [*found, *row[done:]]

@@ -37,11 +37,6 @@ def moment(num_updates: int, is_predicted: bool = False) -> int:
     return 2 * num_updates + is_predicted
 
 
-def follows_predict(when: int) -> bool:
-    """Whether a moment comes after the PREDICT on the weights that are the newest then."""
-    return bool(when % 2)
-
-
 def num_updates_at(when: int) -> int:
     """The updates that a copy has at a moment."""
     return when // 2
@@ -216,11 +211,10 @@ def _steps_of(schedule: Schedule, stage: int) -> tuple[Steps, Steps] | None:
     if rule in BY_MOMENTUM:
         forward, backward = forward_steps(stage, schedule.num_stages, window), backward_steps(stage, window)
         return lambda m, newest: forward, lambda m, newest: backward
-
-    def to_own_window(m: int, newest: int) -> int:
-        return m // window - newest
-
-    return to_own_window, to_own_window if rule == TENTATIVE else lambda m, newest: 0
+    return (
+        lambda m, newest: m // window - newest,
+        lambda m, newest: m // window - newest if rule == TENTATIVE else 0,
+    )
 
 
 def _rows_of(schedule: Schedule, stage: int) -> list[Sequence[Op]]:

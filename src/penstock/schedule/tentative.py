@@ -21,12 +21,10 @@ from typing import TYPE_CHECKING
 from penstock.schedule.dependencies import predecessors, run_rows
 from penstock.schedule.errors import ScheduleError
 from penstock.schedule.op import BACKWARD, FORWARD, GIVE, INPUT, PREDICT, UPDATE, WEIGHT, Op
-from penstock.schedule.updates import OWNER, TENTATIVE, Windows
+from penstock.schedule.updates import OWNER, TENTATIVE, Windows, with_ops_at
 
 if TYPE_CHECKING:
     from penstock.schedule.schedule import Schedule
-
-DURATIONS: Mapping[str, float] = {FORWARD: 1.0, BACKWARD: 2.0}
 
 
 def known_to(schedule: Schedule) -> dict[tuple[int, int], tuple[int, ...]]:
@@ -92,20 +90,15 @@ def with_tentative_updates(
         )
     bare = tuple(tuple(op for op in row if op.kind not in (GIVE, PREDICT)) for row in schedule.order)
     schedule = replace(schedule, order=bare, updates=replace(schedule.updates, rule=TENTATIVE))
-    take = duration or (lambda op: DURATIONS.get(op.kind, 0.0))
+    take = duration or (lambda op: {FORWARD: 1.0, BACKWARD: 2.0}.get(op.kind, 0.0))
     placed: list[list[tuple[int, Op]]] = [[] for _ in bare]
-    for stage, copies in enumerate(_copies(schedule, windows, take)):
+    pipelines, times = schedule.placement.pipelines, _start_times(schedule, take)
+    for stage in range(schedule.num_stages):
+        copies = [_CopyRow(schedule, windows, r[stage], stage, k, times) for k, r in enumerate(pipelines)]
         for update in range(windows.num_updates - 1):
             for rank, slot, op in _placed(copies, windows, stage, update, take, message):
                 placed[rank].append((slot, op))
-    rows = []
-    for row, found in zip(bare, placed, strict=True):
-        done, merged = 0, []
-        for slot, op in sorted(found, key=lambda each: each[0]):
-            merged += [*row[done:slot], op]
-            done = slot
-        rows.append((*merged, *row[done:]))
-    return replace(schedule, order=tuple(rows))
+    return replace(schedule, order=tuple(map(with_ops_at, bare, placed)))
 
 
 class _CopyRow:
@@ -135,14 +128,6 @@ class _CopyRow:
         places = self.forwards[first : bisect_left(self.forwards, self.updates[update])]
         stop = windows.microbatches(update).stop
         return next((place for place in places if self.row[place].microbatch >= stop), None)
-
-
-def _copies(schedule: Schedule, windows: Windows, take: Callable[[Op], float]) -> Iterator[list[_CopyRow]]:
-    """Of each stage its copies, in the order of pipelines."""
-    times = _start_times(schedule, take)
-    for stage in range(schedule.num_stages):
-        pipelines = enumerate(schedule.placement.pipelines)
-        yield [_CopyRow(schedule, windows, ranks[stage], stage, pipeline, times) for pipeline, ranks in pipelines]
 
 
 def _start_times(schedule: Schedule, take: Callable[[Op], float]) -> dict[Op, float]:

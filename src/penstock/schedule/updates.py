@@ -16,7 +16,7 @@ its copy says which parameters these meet: `count_mismatch` counts the updates b
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -244,15 +244,23 @@ def with_updates(schedule: Schedule, window: int, max_mismatch: int | None = Non
     rows = []
     for row in schedule.order:
         present = {op: step for step, op in enumerate(row)}
-        after: dict[int, list[Op]] = {}
+        placed: list[tuple[int, Op]] = []
         for stage in sorted({op.stage for op in row}):
             earliest = 0
             for update in range(windows.num_updates):
                 u = Op(UPDATE, stage, update)
                 earliest = max([earliest, *(present.get(op, 0) for op in windows.needed(u, present))])
-                after.setdefault(earliest, []).append(u)
-        rows.append(tuple(o for step, op in enumerate(row) for o in (op, *after.get(step, ()))))
+                placed.append((earliest + 1, u))
+        rows.append(with_ops_at(row, placed))
     return replace(schedule, order=tuple(rows), updates=updates)
+
+
+def with_ops_at(row: Sequence[Op], placed: Sequence[tuple[int, Op]]) -> tuple[Op, ...]:
+    """A row with more ops: each before the op that is at its place now, and those of one place in the order given."""
+    at: dict[int, list[Op]] = {}
+    for place, op in placed:
+        at.setdefault(place, []).append(op)
+    return tuple(each for place in range(len(row) + 1) for each in (*at.get(place, ()), *row[place : place + 1]))
 
 
 def require_no_updates(schedule: Schedule, what: str) -> None:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 from penstock.schedule.errors import ScheduleError
 from penstock.schedule.op import BACKWARD, FORWARD, INPUT, UPDATE
-from penstock.schedule.staleness import BY_ADAM, follows_predict, forward_steps, predictions_of, updates_ahead
+from penstock.schedule.staleness import predictions_of, reads_of
 from penstock.schedule.updates import NEWEST, OWNER
 
 if TYPE_CHECKING:
@@ -79,22 +79,17 @@ def count_versions(
     if rule == TWO_BUFFERS:
         return dict.fromkeys(copies, 2)
     sent = predictions_of(schedule, tied_stages, one_copy_steps=sharding != "none")
+    predicted = {
+        stage for stage in range(schedule.num_stages) for reads in reads_of(schedule, stage).values() if reads.needs
+    }
     in_parts = num_replicas > 1 and sharding in ("zero1", "fsdp")
     found = {}
     for stage, pipeline in copies:
         is_sent = in_parts or (pipeline != OWNER and sharding != "none")
-        # What a PREDICT makes is held even where it is made.
-        ahead = [s for when, s in sent.get((pipeline, stage), {}).items() if is_sent or follows_predict(when)]
-        found[stage, pipeline] = 1 + _predicts(schedule, rule, stage) + max(map(len, ahead), default=0)
+        # What a PREDICT makes is held even where it is made: after odd moments.
+        ahead = [s for when, s in sent.get((pipeline, stage), {}).items() if is_sent or when % 2]
+        found[stage, pipeline] = 1 + (stage in predicted) + max(map(len, ahead), default=0)
     return found
-
-
-def _predicts(schedule: Schedule, rule: str, stage: int) -> bool:
-    """Whether any op of the stage reads weights other than the newest."""
-    if rule in BY_ADAM:
-        return any(updates_ahead(schedule, stage).values())
-    window = 1 if schedule.updates is None else schedule.updates.window
-    return forward_steps(stage, schedule.num_stages, window) > 0
 
 
 def _stashed(schedule: Schedule, most: Copies) -> Copies:
