@@ -199,11 +199,11 @@ def why_none_is_predicted(schedule: Schedule) -> str | None:
     )
 
 
-Steps = Callable[[int, int], int]
+StepsAhead = Callable[[int, int], int]
 """How far ahead of the newest weights an op reads, by its microbatch and the updates that these weights have."""
 
 
-def _steps_of(schedule: Schedule, stage: int) -> tuple[Steps, Steps] | None:
+def _steps_of(schedule: Schedule, stage: int) -> tuple[StepsAhead, StepsAhead] | None:
     """How far ahead of the newest a forward reads, and a backward; None by a rule that predicts nothing."""
     if schedule.updates is None or schedule.updates.rule not in PREDICTING:
         return None
