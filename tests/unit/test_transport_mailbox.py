@@ -237,7 +237,8 @@ def test_bug_a_link_of_one_process_that_turns_late_had_no_records_of_when_it_was
     one.send(edge(0), 1, Payload([torch.zeros(100, dtype=torch.uint8)]))
     assert other.arrivals() == [edge(0)]
     (found,) = other.crossings()
-    assert (found.source, found.target, found.num_bytes, found.duration) == (0, 1, 100, 0)
+    assert (found.source, found.target, found.num_bytes) == (0, 1, 100)
+    assert 0 <= found.duration <= 1000, "nanoseconds, to the rounding of clocks"
 
 
 def test_a_log_that_nobody_reads_keeps_the_latest() -> None:
