@@ -189,6 +189,6 @@ def read_penstock(path: Path, *, name: str) -> RunTrace:
     notes = []
     if len(configurations) > 1:
         notes.append(
-            f"the run changed its plan {len(configurations) - 1} times: choose iterations of one with --steps"
+            f"the run changed its plan {len(configurations) - 1} times; choose iterations of one with --only-steps"
         )
     return trace_of(name, rows, kind_named, notes)
