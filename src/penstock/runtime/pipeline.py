@@ -538,7 +538,7 @@ class Pipeline:
             targets: the batch's targets, as for `step`.
 
         Returns:
-            The loss. Over a loader it is in float64, and `losses` has one share for each batch.
+            The loss. Over a loader it is in float64, and `losses` has one share for each batch; they add up to it.
 
         Raises:
             RuntimeFailure: no loss_fn, a batch that can't be cut, or a loader that gives no batch.

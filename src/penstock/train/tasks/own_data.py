@@ -251,9 +251,9 @@ class DatasetBatches:
         return self._read(batch, f"a batch of {own}")
 
     def in_order(self) -> Iterator[Example]:
-        """The whole batches of one pass, in the order of the samples."""
-        for number in range(self.num_batches):
-            yield self.of(self._numbers[number * self._batch : (number + 1) * self._batch], number)
+        """All samples in their order, in batches that are as large as each other, to a sample."""
+        parts = torch.tensor(self._numbers).tensor_split(-(-len(self._numbers) // self._batch))
+        yield from (self.of(part.tolist(), number) for number, part in enumerate(parts))
 
 
 def own_data(settings: Settings, read: ExampleReader) -> TaskData:
