@@ -110,6 +110,7 @@ def test_the_known_part_is_divided_by_the_weight_of_its_own_losses() -> None:
 
 REFUSED = {
     "belongs to the rule": ("F0 F1 B0 PREDICT0 B1 U0 F2 F3 B2 B3 U1", "none"),
+    "needs whole ones": ("F0 F1 I0 W0 PREDICT0 F2 B1 U0 F3 B2 B3 U1", "tentative"),
     "after its copy's update": ("F0 F1 B0 B1 U0 PREDICT0 F2 F3 B2 B3 U1", "tentative"),
     "from the owner to the owner": ("F0 F1 B0 GIVE0 PREDICT0 F2 B1 U0 F3 B2 B3 U1", "tentative"),
     "number goes from 0 to 1": ("F0 F1 B0 PREDICT7 F2 B1 U0 F3 B2 B3 U1", "tentative"),

@@ -352,10 +352,10 @@ class Costs:
         by_kind = {"F": self.f, "I": self.i, "W": self.w, "B": self.b}
         if kind in by_kind:
             return by_kind[kind][stage]
-        if kind == "R" and not {(kind, stage), (kind, None)} & self._other_by_key.keys():
-            return self.f[stage]
-        if kind == PREDICT and not {(kind, stage), (kind, None)} & self._other_by_key.keys():
-            kind = UPDATE
+        if not {(kind, stage), (kind, None)} & self._other_by_key.keys():
+            if kind == "R":
+                return self.f[stage]
+            kind = UPDATE if kind == PREDICT else kind
         return self._other_cost(kind, stage)[0]
 
     def _time_factor(self, kind: str, stage: int, microbatch: int) -> float:

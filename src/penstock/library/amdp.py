@@ -138,7 +138,7 @@ class _Maker:
     def best_options(self) -> OrderOptions:
         """The paper's way, or the one that is faster by more than a little, over the first blocks.
 
-        By rule `tentative`, of those that take no longer, the one whose late forwards miss least.
+        By rule `tentative`, of the ways that take no longer, the one whose late forwards know most of their window.
         """
         from penstock.simulation import simulate  # here, since other schedules do without
 

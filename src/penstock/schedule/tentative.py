@@ -8,7 +8,7 @@ nothing. GIVE sends what another copy of the stage knows to the owner.
                           /        |                    step from B0 B2 B4 and B1 B3 makes of the weights.
     other's rank    B1 B3 GIVE0 B5 PREDICT0 F9 B7 U0
 
-Both are numbered as U is. Without a PREDICT before it, a late forward reads what the momentum predicts.
+GIVE and PREDICT are numbered as U is. Without a PREDICT before it, a late forward reads what the momentum predicts.
 """
 
 from __future__ import annotations
@@ -78,16 +78,8 @@ def with_tentative_updates(
     """
     windows = schedule.windows
     if schedule.updates is None or windows is None:
-        raise ScheduleError(
-            f"{schedule.name} has no updates as ops, so no forward reads weights too early; give it a window",
-            rule="updates",
-        )
-    if any(op.kind in (INPUT, WEIGHT) for row in schedule.order for op in row):
-        raise ScheduleError(
-            f"{schedule.name} has backwards in halves (I and W), whose gradients come at different times; the rule "
-            f"{TENTATIVE!r} needs whole ones (B)",
-            rule="updates",
-        )
+        raise ScheduleError(f"{schedule.name} has no updates as ops; build it with a window", rule="updates")
+    require_whole_backwards(schedule)
     bare = tuple(tuple(op for op in row if op.kind not in (GIVE, PREDICT)) for row in schedule.order)
     schedule = replace(schedule, order=bare, updates=replace(schedule.updates, rule=TENTATIVE))
     take = duration or (lambda op: {FORWARD: 1.0, BACKWARD: 2.0}.get(op.kind, 0.0))
@@ -99,6 +91,16 @@ def with_tentative_updates(
             for rank, slot, op in _placed(copies, windows, stage, update, take, message):
                 placed[rank].append((slot, op))
     return replace(schedule, order=tuple(map(with_ops_at, bare, placed)))
+
+
+def require_whole_backwards(schedule: Schedule) -> None:
+    """Raises ScheduleError for backwards in halves: the gradients of a microbatch would be known in part."""
+    if any(op.kind in (INPUT, WEIGHT) for row in schedule.order for op in row):
+        raise ScheduleError(
+            f"{schedule.name} has backwards in halves (I and W), whose gradients come at different times; the rule "
+            f"{TENTATIVE!r} needs whole ones (B)",
+            rule="updates",
+        )
 
 
 class _CopyRow:
@@ -155,7 +157,7 @@ def _placed(
     take: Callable[[Op], float],
     message: float,
 ) -> Iterator[tuple[int, int, Op]]:
-    """(rank, slot, op) of each GIVE and PREDICT of an update of a stage; none if none is late, or none known."""
+    """(rank, slot, op) of each GIVE and PREDICT of an update of a stage; nothing if no forward is late."""
     late = {k: place for k, copy in enumerate(copies) if (place := copy.first_late(windows, update)) is not None}
     if not late:
         return

@@ -79,9 +79,7 @@ def count_versions(
     if rule == TWO_BUFFERS:
         return dict.fromkeys(copies, 2)
     sent = predictions_of(schedule, tied_stages, one_copy_steps=sharding != "none")
-    predicted = {
-        stage for stage in range(schedule.num_stages) for reads in reads_of(schedule, stage).values() if reads.needs
-    }
+    predicted = {s for s in range(schedule.num_stages) if any(each.needs for each in reads_of(schedule, s).values())}
     in_parts = num_replicas > 1 and sharding in ("zero1", "fsdp")
     found = {}
     for stage, pipeline in copies:

@@ -154,10 +154,7 @@ def footprint(
     if masters and schedule.updates is not None and schedule.updates.rule in PREDICTING:
         versions |= {(s, k): max(1, num - 1) for (s, k), num in versions.items() if k == OWNER or sharding == "none"}
     state = _state(schedule.placement, schedule.num_ranks, costs, sharding, versions, buffers)
-    state = [
-        mine._replace(optimizer=mine.optimizer + most)
-        for mine, most in zip(state, _stepped(schedule, costs, sharding), strict=True)
-    ]
+    state = _with_predicts(state, schedule, costs, sharding)
     peaks = zip(state, timeline.peak_activations, _message_peaks(timeline, costs), strict=True)
     return Footprint(tuple(mine._replace(activations=held, messages=messages) for mine, held, messages in peaks))
 
@@ -283,15 +280,17 @@ def count_buffers(schedule: Schedule) -> dict[tuple[int, int], int]:
     return most
 
 
-def _stepped(schedule: Schedule, costs: Costs, sharding: str) -> list[float]:
-    """By rank the most that a PREDICT holds while it runs: the weights and the optimizer's state a second time."""
+def _with_predicts(
+    state: Sequence[RankFootprint], schedule: Schedule, costs: Costs, sharding: str
+) -> list[RankFootprint]:
+    """Adds the most that a PREDICT of each rank holds: the weights and the optimizer's state a second time."""
     most = [0.0] * schedule.num_ranks
-    for rank, row in enumerate(schedule.order):
+    for rank, row in enumerate(schedule.order if schedule.updates is not None else ()):
         for op in row:
             if op.kind == PREDICT and (schedule.pipeline_of(op) == OWNER or sharding == "none"):
                 held = sum(each[op.stage] for each in (costs.weight_bytes, costs.optimizer_bytes) if each)
                 most[rank] = max(most[rank], held)
-    return most
+    return [mine._replace(optimizer=mine.optimizer + again) for mine, again in zip(state, most, strict=True)]
 
 
 def _copies(placement: Placement) -> Iterator[tuple[int, int, int]]:

@@ -140,10 +140,15 @@ class UpdatingOps:
         if self._one_copy_steps:
             _, pipeline = self._windows.update_of(edge.consumer.microbatch)
             steps = self._updating.needed(pipeline, stage, self._moment(edge.producer))
-            versions = self._of(OWNER, stage).versions
-            names = () if edge.producer.kind == PREDICT else None
-            return Payload.gradients([*versions.copies(names=names), *(v for s in steps for v in versions.ahead(s))])
+            return Payload.gradients([*self._values(self._of(OWNER, stage), edge.producer, steps)])
         return Payload.gradients(self._reduced[stage])
+
+    def _values(
+        self, weights: CopyWeights, op: Op, steps: Sequence[int], names: Sequence[str] | None = None
+    ) -> list[Tensor]:
+        """The weights that an update has made, and the predictions; after a PREDICT the predictions alone."""
+        made = [] if op.kind == PREDICT else weights.versions.copies(names)
+        return made + [value for each in steps for value in weights.versions.ahead(each, names)]
 
     def _moment(self, op: Op) -> int:
         """The moment that an update or a PREDICT brings."""
@@ -159,10 +164,7 @@ class UpdatingOps:
         self._select(pipeline, stage)
         name = self._updating.tied_name(edge)
         steps = self._updating.tied_needed(name, pipeline, edge.consumer.stage, self._moment(edge.producer))
-        versions = self._here[pipeline, stage].versions
-        if edge.producer.kind == PREDICT:
-            return [value for each in steps for value in versions.ahead(each, [name])]
-        return [*versions.copies(steps, [name])]
+        return [*self._values(self._here[pipeline, stage], edge.producer, steps, [name])]
 
     def _take_tied(self, weights: CopyWeights, edges: Sequence[Edge], came: Sequence[Payload]) -> None:
         for edge, payload in zip(edges, came, strict=True):

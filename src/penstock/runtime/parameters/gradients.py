@@ -67,7 +67,7 @@ class GradientSums:
         return self.aside.pop(number, None) or [None] * len(self._parameters)
 
     def held(self, number: int) -> Gradients:
-        """A sum that stays here."""
+        """A sum, which stays here."""
         if number == self._selected:
             return self.now()
         return self.aside.get(number) or [None] * len(self._parameters)

@@ -9,8 +9,8 @@ So a function makes the same groups on every replica, whichever parameters each 
 A step may be made for a while, to see where it leads:
 
     with step_for_now(optimizer, parameters):
-        optimizer.step()            works on copies of the state; the parameters hold what the step made
-    parameters and state are back
+        optimizer.step()            steps the parameters, and works on copies of the state
+    parameters and state are as before
 
 Besides the state of parameters, a class of the user's may keep something in attributes, such as `self.num_steps`.
 Checkpoints bring that back (`checkpoint/optimizer.py`).

@@ -197,17 +197,16 @@ class VersionedParameters:
         self._count()
 
     def take(self, values: Sequence[Tensor]) -> None:
-        """Adds the next version with its predictions, as `copies` of another process gave them."""
+        """Adds the next version with its predictions, as another process sent them."""
         num = len(self.named)
         self.advance(values[:num])
         if steps := self.needed():
             ahead = [value.clone() for value in values[num:]]
             self.give_ahead({each: ahead[n * num : (n + 1) * num] for n, each in enumerate(steps)})
 
-    def copies(self, steps: Sequence[int] = (), names: Sequence[str] | None = None) -> list[Tensor]:
-        """Copies of the newest version, of all parameters or of these names; then of the predictions by `steps`."""
-        newest = [value.clone() for name, value in self.newest_values().items() if names is None or name in names]
-        return newest + [value for each in steps for value in self.ahead(each, names)]
+    def copies(self, names: Sequence[str] | None = None) -> list[Tensor]:
+        """Copies of the newest version, of all parameters or of these names."""
+        return [value.clone() for name, value in self.newest_values().items() if names is None or name in names]
 
     # Predictions.
 
@@ -221,7 +220,7 @@ class VersionedParameters:
         return self._needs.get(moment(self.num_in_pass, is_predicted), ())
 
     def take_predicted(self, values: Sequence[Tensor]) -> None:
-        """Takes what a PREDICT of another copy has made."""
+        """Takes over the predictions that a PREDICT of another copy has made."""
         num = len(self.named)
         steps = self.needed(is_predicted=True)
         self.give_ahead({each: [v.clone() for v in values[n * num : (n + 1) * num]] for n, each in enumerate(steps)})
@@ -513,11 +512,13 @@ class CopyWeights:
         step_masters(optimizer, masters, total, rate)
 
     def predict(self, update: int, mean: Gradients, spread: Spread, to_step: ToStep | None = None) -> None:
-        """Predicts what ops will read by the step that the optimizer would make of this gradient; commits nothing.
+        """Predicts the weights that ops will read, by the step that the optimizer would make of a gradient.
+
+        Nothing is committed: weights and the optimizer's state stay as they are.
 
         Args:
-            mean: the gradient of an update, as far as it is known, over the weight of the losses that it is of. None
-                of it may be known: then the momentum predicts.
+            mean: the known part of an update's gradient, divided by the weight of its losses. If no parameter has a
+                gradient, the momentum predicts.
             spread, to_step: as in `look_ahead` and `apply`.
         """
         optimizer, masters = self._with_optimizer(), list(self.masters.values())
@@ -555,7 +556,7 @@ class CopyWeights:
     def take_over(self, update: int, values: Sequence[Tensor]) -> None:
         """Makes `values` the newest version of a copy without the optimizer's state.
 
-        The predictions for ops of this copy follow the values, as `VersionedParameters.copies` gives them.
+        The predictions for ops of this copy follow the values, step by step, in the order of parameters.
         """
         self.versions.take(values)
 

@@ -14,6 +14,7 @@ from penstock.schedule.error_context import error_at, name_of
 from penstock.schedule.errors import ScheduleError
 from penstock.schedule.op import BACKWARD, FORWARD, GIVE, INPUT, PREDICT, UPDATE, WEIGHT, Op
 from penstock.schedule.schedule import Schedule
+from penstock.schedule.tentative import require_whole_backwards
 from penstock.schedule.updates import OWNER, TENTATIVE, updates_between
 from penstock.schedule.weight_versions import TWO_BUFFERS, Copies
 
@@ -58,11 +59,14 @@ def check_every_update(schedule: Schedule, spot: Mapping[Op, tuple[int, int]]) -
 
 
 def check_tentative(schedule: Schedule) -> None:
-    """GIVE and PREDICT are of the rule `tentative`, stand before their copy's update, and have an owner's PREDICT."""
+    """Each GIVE and PREDICT belongs to the rule `tentative`, stands before its copy's update, and has an owner's
+    PREDICT; and backwards are whole.
+    """
     windows, updates = schedule.windows, schedule.updates
     if windows is None or updates is None:
         return
-    stepped = {op[1:] for row in schedule.order for op in row if op.kind == PREDICT}
+    if stepped := {op[1:] for row in schedule.order for op in row if op.kind == PREDICT}:
+        require_whole_backwards(schedule)
     for rank, row in enumerate(schedule.order):
         past: set[tuple[int, int]] = set()
         for step, op in enumerate(row):
