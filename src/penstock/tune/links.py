@@ -100,9 +100,9 @@ class MeasuredLinks:
         return levels[(len(levels) - 1) // 4]
 
     def usual_rate(self, link: Link) -> float | None:
-        """The median of both directions of these pairs, the upper one of two."""
+        """The median of both directions of these pairs. None: less than two of these pairs were measured."""
         rates = [rate for each in self._alike(link) for rate in self.pairs[each][2:] if rate is not None]
-        return median_high(rates) if rates else None
+        return median_high(rates) if len(rates) > 2 else None
 
     def is_late(self, link: Link) -> bool:
         return self.pairs[link].latency > LATE * self.usual_latency(link) + LATE_MS
