@@ -28,6 +28,7 @@ from experiments.amdp.timing import PAPER, batch_seconds
 from experiments.common.command import options
 from experiments.common.results import Row, facts, known, runs, save, table
 from penstock.draw.chart import Axis, Figure, Hue, Line, line_chart, save_chart
+from penstock.schedule import TENTATIVE
 
 TASK = Task()
 ADAM, SGD, NADAM = 2e-3, 0.05, 1e-3
@@ -35,7 +36,7 @@ ADAM, SGD, NADAM = 2e-3, 0.05, 1e-3
 
 Stroke = Literal["solid", "dashed", "dotted"]
 
-SYNC, AMDP, WITHOUT = "synchronous", "amdp", "amdp, mismatch 0"
+SYNC, AMDP, WITHOUT, LATE = "synchronous", "amdp", "amdp, mismatch 0", "amdp, tentative"
 WHOLE = TASK.batch
 """Samples of a microbatch that is a whole batch."""
 
@@ -44,6 +45,7 @@ METHODS = (
     Method(AMDP, "amdp", peak=ADAM),
     Method(WITHOUT, "amdp", peak=ADAM, options={"max_mismatch": 0}),
     Method("amdp, predicting", "amdp", peak=ADAM, rule="xpipe"),
+    Method(LATE, "amdp", peak=ADAM, rule=TENTATIVE),
     Method("pipedream-2bw", "pipedream-2bw", peak=ADAM),
     Method("xpipe", "xpipe", peak=ADAM),
     Method("pipedream", "pipedream", window=1, samples=WHOLE, peak=ADAM),
@@ -82,6 +84,7 @@ SHOWN: Mapping[str, tuple[Hue, Stroke]] = {
     SYNC: ("grey", "solid"),
     AMDP: ("navy", "solid"),
     WITHOUT: ("blue", "dashed"),
+    LATE: ("navy", "dashed"),
     "pipedream-2bw": ("green", "solid"),
     "xpipe": ("amber", "solid"),
     "pipedream": ("brick", "solid"),
@@ -137,7 +140,7 @@ def lines(rows: Sequence[Row]) -> Iterator[str]:
     yield from table([*head, *(f"s to {target:.3f}" for target in targets)], body)
     if AMDP in found:
         yield f"amdp's final loss: {_over(found[AMDP], sync)} (asked: within {WITHIN:.0%}; paper: +0.7%)"
-    for name in (AMDP, WITHOUT):
+    for name in (AMDP, WITHOUT, LATE):
         for target in targets if name in found else ():
             slow, fast = (reached(row, target) for row in (sync, found[name]))
             if slow is not None and fast is not None:

@@ -28,6 +28,7 @@ from penstock.data import Batches, Corpus, MaskedText, open_corpus, validation_b
 from penstock.models import BERTConfig, BERTLoss, CrossEntropy, GPTConfig, bert_stage, gpt_stage
 from penstock.runtime import MuonAdamW, Stage
 from penstock.runtime.stage.batch_rules import split
+from penstock.schedule import TENTATIVE
 from penstock.train.settings import learning_rate
 from penstock.train.tasks.bert import masked_batches
 
@@ -220,9 +221,8 @@ class Passes:
             schedule,
             loss_fn=self._sum or loss_fn,
             optimizer=_optimizer_of(methods),
-            parallel=ps.ParallelOptions(
-                sharding="copies" if method.rule is None else "none"
-            ),  # predictions are made on every copy
+            # Every copy of a stage predicts for itself, but the owner alone makes a tentative step.
+            parallel=ps.ParallelOptions(sharding="copies" if method.rule in (None, TENTATIVE) else "none"),
         )
 
     def _schedule(self) -> ps.Schedule:
@@ -230,6 +230,8 @@ class Passes:
         method, num = self._method, self._task.num_microbatches * self._task.every
         if method.is_synchronous:
             return ps.build(method.schedule, NUM_STAGES, self._window)
+        if method.rule == TENTATIVE:  # its ops are in the order
+            return ps.build(method.schedule, NUM_STAGES, num, window=self._window, rule=TENTATIVE)
         if method.rule is not None:
             found = ps.build(method.schedule, NUM_STAGES, num, window=self._window)
             return replace(found, updates=ps.schedule.Updates(self._window, rule=method.rule))
@@ -353,11 +355,11 @@ def _optimizer_of(methods: Sequence[Method]) -> Callable[..., torch.optim.Optimi
 def goes_together(method: Method, num_rates: int = 1) -> bool:
     """Whether runs of a method can be one model.
 
-    A rule that predicts reads the optimizer's state, and vNAG's asks for NAdam: of such a method only runs of one
-    rate go together, and of Muon none.
+    A rule that predicts or steps tentatively reads the optimizer's state, and vNAG's asks for NAdam. Of such a method
+    only runs of one rate go together, and of Muon none.
     """
     rule = method.rule or method.schedule
-    return rule not in ("xpipe", "spectrain", "vnag") or (num_rates == 1 and method.optimizer != "Muon")
+    return rule not in ("xpipe", "spectrain", "vnag", TENTATIVE) or (num_rates == 1 and method.optimizer != "Muon")
 
 
 def cut(config: GPTConfig | BERTConfig, num_stages: int = NUM_STAGES) -> list[list[int]]:

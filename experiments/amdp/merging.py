@@ -7,6 +7,9 @@
 A gradient depends on the samples and on the weights that its forward and its backward read, so microbatches that read
 the same ones may be one: their gradients are added up either way, in another order. An update of 32 microbatches then
 takes 4 to 12. What remains of the order is what it was, so that every op comes between the same updates as before.
+
+Under rule `tentative` it also comes between the same GIVE and PREDICT as before. A tentative step then knows the same
+samples, and the same forwards read the weights that it makes.
 """
 
 from __future__ import annotations
@@ -16,7 +19,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from penstock.schedule import Op, Schedule
-from penstock.schedule.op import UPDATE
+from penstock.schedule.op import OF_UPDATES
 from penstock.schedule.staleness import backward_steps, forward_steps
 
 
@@ -59,9 +62,9 @@ def merged(schedule: Schedule) -> Merged:
     number = {group[0]: place for place, group in enumerate(members)}
     order = tuple(
         tuple(
-            op if op.kind == UPDATE else Op(op.kind, op.stage, number[op.microbatch])
+            op if op.kind in OF_UPDATES else Op(op.kind, op.stage, number[op.microbatch])
             for op in row
-            if op.kind == UPDATE or op.microbatch in number
+            if op.kind in OF_UPDATES or op.microbatch in number
         )
         for row in schedule.order
     )
@@ -78,14 +81,14 @@ def merged(schedule: Schedule) -> Merged:
 
 
 def _places(schedule: Schedule) -> dict[int, object]:
-    """By microbatch, what tells how many updates its copies have taken over before each of its ops."""
+    """By microbatch, for each of its ops, how many U, GIVE and PREDICT its copy of the stage has run before it."""
     assert schedule.windows is not None
     found: dict[int, list[tuple[str, int, int, int]]] = defaultdict(list)
     for row in schedule.order:
         taken: Counter[tuple[int, int]] = Counter()
         for op in row:
             copy = schedule.pipeline_of(op), op.stage
-            if op.kind == UPDATE:
+            if op.kind in OF_UPDATES:
                 taken[copy] += 1
             else:
                 found[op.microbatch].append((op.kind, *copy, taken[copy]))

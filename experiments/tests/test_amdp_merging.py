@@ -10,20 +10,26 @@ import pytest
 
 import penstock as ps
 from experiments.amdp.convergence import MODELS, ROWS
+from experiments.amdp.figure7 import LATE, METHODS
 from experiments.amdp.learning import Method, Passes, Task
 from experiments.amdp.merging import merged
-from penstock.schedule import count_mismatch
+from penstock.schedule import TENTATIVE, count_mismatch, known_to
 from tiers import others_nightly
 
 pytestmark = pytest.mark.unit
 
-WINDOWED = {method.name: method for method in ROWS if not method.is_synchronous and method.window is None}
-SAMPLE = ("amdp", "amdp, predicting", "pipedream-2bw", "spectrain, windows", "amdp, Muon")
+WITH_RULE = tuple(method for method in METHODS if method.name == LATE)
+WINDOWED = {
+    method.name: method for method in (*ROWS, *WITH_RULE) if not method.is_synchronous and method.window is None
+}
+SAMPLE = ("amdp", "amdp, predicting", "pipedream-2bw", "spectrain, windows", "amdp, Muon", LATE)
 
 
 def built(method: Method, num: int, window: int) -> ps.Schedule:
     if method.rule is None:
         return ps.build(method.schedule, 4, num, window=window, **method.options)
+    if method.rule == TENTATIVE:
+        return ps.build(method.schedule, 4, num, window=window, rule=TENTATIVE)
     found = ps.build(method.schedule, 4, num, window=window)
     return replace(found, updates=ps.schedule.Updates(window, rule=method.rule))
 
@@ -44,11 +50,15 @@ def test_each_microbatch_is_in_one_group_of_its_window_and_the_order_is_still_ri
     before, after = count_mismatch(schedule), count_mismatch(found.schedule)
     for (stage, pipeline, place), count in after.items():
         assert {before[stage, pipeline, m] for m in found.members[place]} == {count}
+    all_known = known_to(schedule)
+    for key, places in known_to(found.schedule).items():
+        assert sorted(m for place in places for m in found.members[place]) == list(all_known.pop(key))
+    assert not any(all_known.values())
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("model", others_nightly(MODELS, ["GPT"]))
-@pytest.mark.parametrize("name", others_nightly(SAMPLE, ["amdp, Muon"]))
+@pytest.mark.parametrize("name", others_nightly(SAMPLE, ["amdp, Muon", LATE]))
 def test_a_run_of_merged_microbatches_learns_the_same(model: str, name: str) -> None:
     method = replace(WINDOWED[name], peak=3e-3)
     config: Any = replace(MODELS[model], width=16, num_heads=2)

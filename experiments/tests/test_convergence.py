@@ -56,7 +56,7 @@ def carried_out(loss: Any) -> list[dict[str, Any]]:
 
 
 def test_all_rows_are_there_with_the_optimizers_their_papers_name() -> None:
-    assert [each.name for each in ROWS[:20]] == [each.name for each in figure7.METHODS]
+    assert [each.name for each in ROWS[:20]] == [each.name for each in figure7.METHODS if each.name != figure7.LATE]
     by = {each.name: each.optimizer for each in ROWS}
     assert (by["pipedream"], by["pipedream, windows"], by["pipedream-2bw"]) == ("SGD", "SGD", "Adam")
     assert (by["xpipe"], by["vnag, each"], by["spectrain"], by["amdp"]) == ("Adam", "NAdam", "SGD", "AdamW")

@@ -62,7 +62,7 @@ def small(load: Any) -> Any:
 def test_figure_7(load: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     module = load("figure7")
     monkeypatch.setattr(load("methods"), "RATIOS", (2.1,), raising=False)
-    names = ("synchronous", "amdp", "amdp, mismatch 0", "pipedream-2bw", "vnag")
+    names = ("synchronous", "amdp", "amdp, mismatch 0", "amdp, tentative", "pipedream-2bw", "vnag")
     methods = [replace(method, samples=method.samples and 8) for method in module.METHODS if method.name in names]
     rows = list(module.rows(methods, small(load), load("setups").Setup("GPT", 4, 32)))
     results.save(tmp_path, "figure7", rows)
@@ -70,11 +70,12 @@ def test_figure_7(load: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     assert "amdp's final loss" in "\n".join(module.lines(rows))
     assert all("<svg" in str(chart(rows)) for chart in (module.by_update, module.by_time))
     by = {row["method"]: row for row in rows}
-    assert [by[name]["mismatch"] for name in ("synchronous", "amdp", "amdp, mismatch 0")] == [0, 1, 0]
+    assert [by[name]["mismatch"] for name in names[:4]] == [0, 1, 0, 1]
     assert by["vnag"]["mismatch"] > 1
     # The same sums in another grouping; with a mismatch other numbers.
     assert by["amdp, mismatch 0"]["final"] == pytest.approx(by["synchronous"]["final"], abs=2e-4)
     assert by["amdp"]["final"] != by["synchronous"]["final"]
+    assert by["amdp, tentative"]["final"] not in (by["amdp"]["final"], by["synchronous"]["final"])
     assert by["amdp"]["batch_seconds"] < min(by[name]["batch_seconds"] for name in ("pipedream-2bw", "synchronous"))
 
 
@@ -116,8 +117,8 @@ def test_table_5(load: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     ]
     text = "\n".join(module.lines(rows, times))
     assert "58.5" in text
-    sync, vnag, amdp = (row["ktokens"] for row in times)
-    assert sync < vnag < amdp
+    sync, vnag, amdp, tentative = (row["ktokens"] for row in times)
+    assert sync < vnag < tentative < amdp
     assert "4.93 (+34.3%)" in text
     assert "Model-1, vNAG" in (line := list(module.curve_lines(rows[1:2]))[-1])
     assert line.split()[-3:] == ["diverged", "2.9000", "2.2500"]
