@@ -58,14 +58,27 @@ def test_a_plain_process_is_a_rank_of_one(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.alone
 def test_a_silent_rank_ended_the_one_that_was_to_say_what_was_wrong(tmp_path: Path) -> None:
-    body = (
-        "import time\n"
-        "from penstock.train.command import run_command\n"
-        "time.sleep(2.0 * (rank == 0))\n"
-        "sys.exit(run_command(['--schedule', '1fb1', '--out', 'run']))\n"
-    )
+    """torchrun ends all ranks when one has ended. Rank 1 gets there first, and must leave rank 0 time to speak."""
+    body = f"""
+import time
+from pathlib import Path
+from types import SimpleNamespace
+from penstock.train import command
+
+leaves_time = Path({str(tmp_path / "leaves time")!r})
+
+def leave_time(seconds):
+    assert seconds == command.LET_SPEAK
+    leaves_time.touch()
+    time.sleep(200)  # until torchrun ends it
+
+command.time = SimpleNamespace(sleep=leave_time)
+while rank == 0 and not leaves_time.exists():
+    time.sleep(0.01)
+sys.exit(command.run_command(["--schedule", "1fb1", "--out", "run"]))
+"""
     code, _, mine = run(tmp_path, body)
     assert code == 1
     assert mine == ["penstock: no schedule named '1fb1'; did you mean 1f1b?"]
+    assert (tmp_path / "leaves time").exists()
