@@ -3,7 +3,6 @@
     python benchmarks/fuzz/run.py --cases 2000 --between 500 --out benchmarks/fuzz/fuzz.json
     python benchmarks/fuzz/run.py --planted               the known mistakes: which of them this source has
     python benchmarks/fuzz/run.py --case 17 --shape 2,2,1 --smaller
-    python benchmarks/fuzz/run.py --broken 200 --first 900000   whether `pipe.verify` finds a breach of the contract
     python benchmarks/fuzz/run.py --cases 500 --device cuda   the plain loop and the pipeline on a GPU
     python benchmarks/fuzz/run.py --cases 2000 --so-far ended.json --minutes 3 --out ...   in pieces, till it exits 0
 
@@ -37,7 +36,6 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from experiments.common.record import record
 from experiments.common.summary import save_summary
-from fuzz_broken import draw_broken, judge
 from fuzz_cases import PLANTED, Case, Outcome, draw, run, smaller, with_turns
 from fuzz_runs import SHAPES, between_processes
 from processes import forkserver
@@ -160,7 +158,6 @@ def main() -> None:
         "--turns", action="store_true", help="after the first update: another schedule, a checkpoint, an evaluation"
     )
     parser.add_argument("--planted", action="store_true", help="the known mistakes alone")
-    parser.add_argument("--broken", type=int, default=0, help="programs that break a sentence of the contract")
     parser.add_argument("--case", type=int, help="one seed alone")
     parser.add_argument("--shape", help="of its mesh: PP,DP,TP")
     parser.add_argument("--smaller", action="store_true", help="find a smaller case that goes wrong alike")
@@ -172,8 +169,6 @@ def main() -> None:
     _begin()
     if given.planted:
         sys.exit(planted(given.out))
-    if given.broken:
-        sys.exit(broken(given.broken, given.first, given.out))
     if given.case is not None:
         shape = tuple(map(int, given.shape.split(","))) if given.shape else None
         sys.exit(one(_drawn(given.case, shape, given.device, given.turns), given.smaller))
@@ -227,33 +222,6 @@ def one(case: Case, find_smaller: bool) -> int:
         small = smaller(case, lambda each: outcome_of(each).kind == outcome.kind)
         print(f"smaller: {small}\n    {outcome_of(small).detail}")
     return outcome.kind in ("different", "raw")
-
-
-def broken(num: int, first: int, out: Path | None) -> int:
-    """How many of the programs that break a sentence of the contract `pipe.verify` finds, by sentence."""
-    counts: dict[int, Counter[str]] = {sentence: Counter() for sentence in range(1, 8)}
-    rows = []
-    for number in range(num):
-        program = draw_broken(number, first)
-        judged = judge(program)
-        counts[program.sentence][judged.kind] += 1
-        counts[program.sentence]["named"] += judged.sentence == program.sentence
-        if judged.kind != "found":
-            rows.append({"number": number, "breach": program.breach, "kind": judged.kind, "said": judged.said[:300]})
-            print(f"{judged.kind}: {number} {program.breach} {judged.said[:200]}", flush=True)
-    total = sum(counts.values(), Counter())
-    by_sentence = {str(sentence): dict(sorted(each.items())) for sentence, each in counts.items()}
-    result = {
-        "programs": num,
-        "first": first,
-        **dict(sorted(total.items())),
-        "by_sentence": by_sentence,
-        "others": rows,
-    }
-    print(result)
-    if out is not None:
-        save_summary(out, {**record(), "broken": result})
-    return total["missed"] > 0.1 * num
 
 
 def planted(out: Path | None) -> int:
