@@ -97,6 +97,9 @@ def run_page(page: Path, folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: 
     for variable in ("FORCE_COLOR", "RANK"):
         monkeypatch.delenv(variable, raising=False)
     stop_before_running(monkeypatch)
+    from in_step import keep_in_step
+
+    keep_in_step(monkeypatch)
     for name, text in shown_files().items():
         (folder / name).write_text(text, encoding="utf-8")
     namespace: dict[str, Any] = {"__name__": "example"}

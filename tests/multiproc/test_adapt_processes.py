@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 import penstock as ps
+from in_step import count_time_in_steps
 from packed import packed
 from penstock.control import replay
 from penstock.cost import Links
@@ -24,11 +25,11 @@ from penstock.runtime.mesh import probe
 from processes import run_ranks, run_ranks_to_end
 from waiting import PATIENCE, keep_up
 
-pytestmark = [pytest.mark.multiproc, pytest.mark.alone]
+pytestmark = pytest.mark.multiproc
 
 NUM_RANKS, NUM_MICROBATCHES = 3, 6
-LATE = Links.parse("1:2=latency:steps:0ms/0ms,900ms/25ms,10min/0ms")
-"""The link to the last rank turns late while the job runs, after its costs have been measured."""
+LATE = Links.parse("1:2=latency:steps:0ms/0ms,1200ms/25ms,10min/0ms")
+"""The link to the last rank turns late after twelve steps, when costs have been measured."""
 
 
 class Busy(nn.Module):
@@ -71,6 +72,7 @@ MOST_STEPS = 150
 
 def adapting(rank: int, folder: str, num_steps: int) -> dict[str, Any]:
     """Trains for so many steps, and on until a switch has come, which all ranks see at the same step's end."""
+    begin = count_time_in_steps()
     pipe = pipeline(
         ps.AdaptOptions(folder=folder if rank == 0 else None, memory_limit=6.0), LATE, optimizer=torch.optim.AdamW
     )
@@ -84,6 +86,7 @@ def adapting(rank: int, folder: str, num_steps: int) -> dict[str, Any]:
         x = torch.randn(12, 8, generator=generator)
         if rank == 0:
             keep_up(Path(folder), step)
+        begin(step)
         numbers.append((agent_here.number, agent_here.digest, pipe.configuration.digest))
         got.append(pipe.step(x, x.cos()).loss)
     notices = pipe.notices
@@ -95,6 +98,7 @@ def adapting(rank: int, folder: str, num_steps: int) -> dict[str, Any]:
     return {"numbers": numbers, "same": same, "notices": notices}
 
 
+@pytest.mark.alone
 @pytest.mark.slow
 def test_a_model_is_trained_around_a_late_link_with_the_same_losses(tmp_path: Path) -> None:
     outcomes = run_ranks_to_end(NUM_RANKS, adapting, str(tmp_path), 24)
@@ -120,12 +124,14 @@ def test_a_model_is_trained_around_a_late_link_with_the_same_losses(tmp_path: Pa
 def hosting(rank: int, folder: str) -> dict[str, Any]:
     """Trains until activations wait in host memory, and two steps on; beside a pipeline that stays as it was."""
     adapt = ps.AdaptOptions(folder=folder if rank == 0 else None, host_memory=6.0)
-    late = Links.parse("1:2=latency:steps:0ms/0ms,900ms/60ms,10min/0ms")
+    late = Links.parse("1:2=latency:steps:0ms/0ms,1200ms/60ms,10min/0ms")
+    begin = count_time_in_steps()
     pipe = pipeline(adapt, late, optimizer=torch.optim.AdamW)
     start, got, left, ran = pipe.configuration, [], 3, []
     for step in range(MOST_STEPS):
         if rank == 0:
             keep_up(Path(folder), step)
+        begin(step)
         ran.append(any(op.kind == "OFFLOAD" for row in pipe.configuration.schedule.order for op in row))
         x = torch.randn(12, 8, generator=torch.Generator().manual_seed(step))
         got.append(pipe.step(x, x.cos()).loss)
@@ -140,6 +146,7 @@ def hosting(rank: int, folder: str) -> dict[str, Any]:
     return {"held": held, "moved": moved, "same": same, "caps": (caps, start.caps), "ran": ran}
 
 
+@pytest.mark.alone
 @pytest.mark.slow
 def test_a_decision_that_counts_on_host_memory_moves_real_activations_there(tmp_path: Path) -> None:
     """Regression: such a decision raised the caps, its schedule had no OFFLOAD, and `host_memory()` was 0."""
@@ -202,6 +209,7 @@ def emulated(rank: int, transport: str, folder: Path) -> tuple[list[Any], list[s
     """
     costs = ps.Costs([4.0] * NUM_RANKS, [4.0] * NUM_RANKS, [4.0] * NUM_RANKS, message_bytes=[50_000] * NUM_RANKS)
     links = Links.parse("1:2=latency:steps:0ms/0ms,1200ms/30ms,10min/0ms")
+    begin = count_time_in_steps()
     found: list[Any] = []
     with ps.runtime.EmulatedPipeline(
         ps.build("1f1b", NUM_RANKS, NUM_MICROBATCHES),
@@ -214,6 +222,7 @@ def emulated(rank: int, transport: str, folder: Path) -> tuple[list[Any], list[s
         for number in range(MOST_STEPS):
             if rank == 0:
                 keep_up(folder, number)
+            begin(number)
             step = pipe.step()
             found.append((step.number, step.configuration.digest, step.timeline.ops))
             if step.number and len(found) > 30:
@@ -222,6 +231,7 @@ def emulated(rank: int, transport: str, folder: Path) -> tuple[list[Any], list[s
     return found, notices
 
 
+@pytest.mark.alone
 @pytest.mark.slow
 @pytest.mark.parametrize("transport", ["direct", pytest.param("delegate", marks=pytest.mark.nightly)])
 def test_emulated_processes_switch_together(transport: str, tmp_path: Path) -> None:

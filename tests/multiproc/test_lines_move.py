@@ -17,6 +17,7 @@ from torch import nn
 
 import penstock as ps
 from device_queues import LateLines, stand_in_for_nccl
+from in_step import count_time_in_steps
 from plain_loop import plain_step
 from processes import run_ranks_to_end
 from waiting import PATIENCE, keep_up
@@ -128,8 +129,8 @@ def test_lines_of_nccl_and_of_shared_memory_never_moved_to_delegates(
 
 MOST_STEPS = 150
 """Steps within which a link must have moved. One does after some ten, later where the machine is busy."""
-TURNS_LATE = ps.Links.parse("1:2=latency:steps:0ms/0ms,900ms/40ms,10min/0ms")
-"""The link to the last rank turns late once costs have been measured."""
+TURNS_LATE = ps.Links.parse("1:2=latency:steps:0ms/0ms,1200ms/40ms,10min/0ms")
+"""The link to the last rank turns late after twelve steps, when costs have been measured."""
 
 
 class Busy(nn.Module):
@@ -147,6 +148,7 @@ class Busy(nn.Module):
 def adapt(rank: int, name: str, folder: str) -> tuple[list[tuple[tuple[int, int], ...]], list[bool], list[str]]:
     """Trains until the controller has delegated a link for three steps: what was delegated in each step."""
     stand_in_for_nccl()
+    begin = count_time_in_steps()
     torch.manual_seed(5)
     stages: list[nn.Module] = [Busy() for _ in range(NUM_RANKS)]
     plain, same = copy.deepcopy(stages), []
@@ -165,6 +167,7 @@ def adapt(rank: int, name: str, folder: str) -> tuple[list[tuple[tuple[int, int]
                 break
             if rank == 0:
                 keep_up(Path(folder), number - 1)
+            begin(number - 1)
             torch.manual_seed(number)
             x = torch.randn(8, 8)
             want = plain_step(plain, x, x.cos(), NUM_MICROBATCHES, nn.MSELoss(), step=number)

@@ -13,6 +13,7 @@ import penstock as ps
 from penstock.runtime.tensors.dtensor import local, whole
 from processes import run_ranks
 from scaled_loop import ADAMW, NUM, ScaledLoop, new_scaler, scaled_batch, scaled_model
+from waiting import PATIENCE
 
 pytestmark = pytest.mark.multiproc
 
@@ -29,7 +30,7 @@ def trained(rank: int, schedule: str, pp: int, dp: int, sharding: str, clip_norm
         loss_fn=nn.MSELoss(),
         optimizer=ADAMW,
         mesh=init_device_mesh("cpu", (pp, dp), mesh_dim_names=("pp", "dp")),
-        timeout=20,
+        timeout=PATIENCE,
         precision=ps.PrecisionOptions(autocast=torch.float16, clip_norm=clip_norm, scaler=scaler),
         parallel=ps.ParallelOptions(sharding=sharding),
     )

@@ -9,6 +9,7 @@ import compatibility_cells as cells
 from compatibility_cells import Cell
 from fuzz_cases import Outcome
 from fuzz_runs import between_processes
+from waiting import PATIENCE
 
 pytestmark = pytest.mark.multiproc
 
@@ -17,7 +18,7 @@ FOUND = "an interface is lost"
 
 def noticed(cell: Cell) -> Outcome:
     """Whether a process has a notice, once, that the last process alone took down."""
-    pipe = cells.pipeline_of(cell, cells.model_of(cell), cells.place_of(cell), timeout=20.0)
+    pipe = cells.pipeline_of(cell, cells.model_of(cell), cells.place_of(cell), timeout=PATIENCE)
     before = pipe.notices
     if dist.get_rank() == dist.get_world_size() - 1:
         pipe._local.notices.note([FOUND])

@@ -13,12 +13,13 @@ from compatibility_cells import Cell
 from fuzz_cases import Outcome
 from fuzz_runs import between_processes
 from penstock.runtime import RuntimeFailure
+from waiting import PATIENCE
 
 pytestmark = pytest.mark.multiproc
 
 
 def reconfigured_apart(cell: Cell) -> Outcome:
-    pipe = cells.pipeline_of(cell, cells.model_of(cell), cells.place_of(cell), timeout=15.0)
+    pipe = cells.pipeline_of(cell, cells.model_of(cell), cells.place_of(cell), timeout=PATIENCE)
     x, y = cells.batch_of(cell, 1)
     configuration = pipe.configuration
     if dist.get_rank() == 1:

@@ -19,6 +19,7 @@ from penstock.runtime import RuntimeFailure
 from penstock.runtime.tensors.dtensor import whole
 from plain_loop import plain_step
 from processes import run_ranks_to_end
+from waiting import PATIENCE
 
 pytestmark = pytest.mark.multiproc
 
@@ -45,7 +46,7 @@ def pipeline(module: nn.Module, sharding: str, optimizer: Any = ADAMW) -> ps.Pip
         loss_fn=nn.MSELoss(),
         optimizer=optimizer,
         mesh=init_device_mesh("cpu", (1, 2), mesh_dim_names=("pp", "dp")),
-        timeout=20,
+        timeout=PATIENCE,
         parallel=ps.ParallelOptions(sharding=sharding),
     )
 

@@ -109,7 +109,7 @@ def goes_on_after_a_failed_update(rank: int, apart: bool) -> list[str]:
     torch.manual_seed(0)
     layers = nn.Sequential(*(nn.Linear(4, 4) for _ in range(4)))
     schedule = ps.build("1f1b", 2, 4)
-    pipe = ps.Pipeline(layers, schedule, loss_fn=nn.MSELoss(), optimizer=FailsOnLast, timeout=5)
+    pipe = ps.Pipeline(layers, schedule, loss_fn=nn.MSELoss(), optimizer=FailsOnLast, timeout=PATIENCE)
     x, said = torch.randn(8, 4), []
     for _ in range(3):
         try:

@@ -12,6 +12,7 @@ from compatibility_cells import Cell
 from fuzz_cases import Outcome
 from fuzz_runs import between_processes
 from penstock.runtime import RuntimeFailure
+from waiting import PATIENCE
 
 pytestmark = pytest.mark.multiproc
 
@@ -21,7 +22,7 @@ STRANGER = 1
 
 def refused(what: str, cell: Cell) -> Outcome:
     """What a process says where one of them has another batch."""
-    pipe = cells.pipeline_of(cell, cells.model_of(cell), cells.place_of(cell), timeout=20.0)
+    pipe = cells.pipeline_of(cell, cells.model_of(cell), cells.place_of(cell), timeout=PATIENCE)
     x, y = cells.batch_of(cell, 1)
     x = x + (dist.get_rank() == STRANGER)
     try:

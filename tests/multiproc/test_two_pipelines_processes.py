@@ -9,6 +9,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import penstock as ps
 from processes import run_ranks
+from waiting import PATIENCE
 
 pytestmark = pytest.mark.multiproc
 
@@ -32,7 +33,7 @@ def trained(rank: int, pp: int, dp: int, meanwhile: bool) -> list[float]:
             loss_fn=nn.MSELoss(),
             optimizer=torch.optim.SGD,
             mesh=mesh,
-            timeout=20,
+            timeout=PATIENCE,
         )
 
     pipe = made("1f1b")

@@ -20,6 +20,7 @@ from plain_loop import differences, gradients
 from recomputed import with_recompute
 from runtime_cases import Case, Do, batches, compare_case, lin, plain_case
 from tiers import in_turn
+from waiting import PATIENCE
 
 RUNS = [("1f1b", 4, "dynamic"), ("zb-h1", 3, "frozen"), ("zb-v", 2, "frozen"), ("gpipe", 2, "frozen")]
 
@@ -284,7 +285,7 @@ def given_again(rank: int, batches: str) -> dict[str, str]:
                 model,
                 ps.build("1f1b", mesh.size(0), 4),
                 loss_fn=nn.MSELoss(),
-                timeout=20,
+                timeout=PATIENCE,
                 mesh=mesh,
                 parallel=ps.ParallelOptions(batches="replica" if replicas else "whole"),
             )

@@ -23,6 +23,7 @@ from penstock.control import (
     Job,
     Offered,
     Switched,
+    background,
     measured_events,
     replay,
     run_once,
@@ -167,9 +168,23 @@ def test_a_search_ends_when_links_change_and_what_it_found_is_dropped() -> None:
         assert planner.process is None, "links are healthy"
 
 
+AT_ONCE = """
+import os
+from functools import partial
+from penstock.control import background
+os.sched_setscheduler = lambda *policy: None
+background.better_plans = partial(background.better_plans, lengths=(1.0, 4.0, 16.0, 64.0))
+background._search()
+"""
+"""A search that gets its time on a busy machine too, which leaves none to processes that only take idle cores."""
+
+
 @pytest.mark.slow
-def test_the_controller_s_process_searches_and_offers_beside_its_loop() -> None:
+def test_the_controller_s_process_searches_and_offers_beside_its_loop(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing sent a better plan in. The log, with the offer in it, replays."""
+    start = subprocess.Popen
+    monkeypatch.setattr(subprocess, "Popen", lambda words, **pipes: start([words[0], "-c", AT_ONCE], **pipes))
+    monkeypatch.setattr(background, "SHARE", 1.0)
     job, late = case()
     mirror = Controller(job)
     log: list[str] = []

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 import penstock as ps
+from in_step import keep_in_step
 from penstock.cli import main
 from penstock.cli.emulate import with_message_cap
 from penstock.train import start
@@ -134,9 +135,9 @@ def test_a_folder_with_a_run_is_left_alone(run: Run, place: Path, capfd: Any) ->
 
 
 @pytest.mark.slow
-@pytest.mark.alone
-def test_a_slow_link_is_found_and_answered(run: Run, place: Path) -> None:
+def test_a_slow_link_is_found_and_answered(run: Run, place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The link turns late, the plan changes on all ranks, and the end says what was slow and what was decided."""
+    keep_in_step(monkeypatch)
     report = run(
         "--steps 80 --adapt --transport direct --dispatch auto --link 2:3=latency:steps:0ms/0ms,300ms/30ms",
         "zb --in-process --ranks 4 --microbatches 8 --costs quick.json",

@@ -13,6 +13,7 @@ from torch.distributed.device_mesh import init_device_mesh
 import penstock as ps
 from processes import run_ranks, run_ranks_to_end
 from tiers import others_nightly
+from waiting import PATIENCE
 
 pytestmark = pytest.mark.multiproc
 
@@ -125,7 +126,7 @@ def failing(rank: int) -> str:
     torch.manual_seed(0)
     given = [Called(0, ""), Fails(1, "")]
     try:
-        ps.Pipeline(given, ps.build("1f1b", 2, 4), loss_fn=nn.MSELoss(), timeout=20)
+        ps.Pipeline(given, ps.build("1f1b", 2, 4), loss_fn=nn.MSELoss(), timeout=PATIENCE)
     except Exception as error:
         return f"{type(error).__name__}: {error}"
     return "built"

@@ -23,6 +23,7 @@ import penstock as ps
 from penstock.runtime.tensors.dtensor import local, whole
 from processes import run_ranks
 from tiers import chosen
+from waiting import PATIENCE
 
 pytestmark = pytest.mark.multiproc
 
@@ -99,7 +100,14 @@ def pipeline(make: Any, sharding: str, pp: int, dp: int, **options: Any) -> ps.P
     parallel = ps.ParallelOptions(sharding=sharding)
     order = ps.build("1f1b", pp, 4 // dp)
     return ps.Pipeline(
-        model(), order, loss_fn=nn.MSELoss(), optimizer=make, mesh=mesh, timeout=20, parallel=parallel, **options
+        model(),
+        order,
+        loss_fn=nn.MSELoss(),
+        optimizer=make,
+        mesh=mesh,
+        timeout=PATIENCE,
+        parallel=parallel,
+        **options,
     )
 
 
