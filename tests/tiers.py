@@ -25,8 +25,8 @@ ALONE = "(alone or gpu)"
 
 
 def examples(num: int) -> int:
-    """How many examples Hypothesis tries where `num` are tried at night: a quarter, and ten at least."""
-    return num if NIGHTLY else min(num, max(FEWEST, num // 4))
+    """How many examples Hypothesis tries where `num` are tried at night: an eighth, and ten at least."""
+    return num if NIGHTLY else min(num, max(FEWEST, num // 8))
 
 
 def sample(num: int, by_day: int) -> int:

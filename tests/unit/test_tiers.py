@@ -28,7 +28,7 @@ def at_night(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("by_day")
 def test_by_day_a_sample_is_gone_through() -> None:
-    assert [tiers.examples(num) for num in (5, 25, 40, 200)] == [5, 10, 10, 50]
+    assert [tiers.examples(num) for num in (5, 25, 80, 200)] == [5, 10, 10, 25]
     assert tiers.sample(1000, 200) == 200
     assert tiers.chosen({"a": 1, "b": 2, "c": 3}, ["c", "a"]) == {"a": 1, "c": 3}
     assert [tiers.in_turn("xyz", number) for number in range(4)] == [["x"], ["y"], ["z"], ["x"]]
