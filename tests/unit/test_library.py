@@ -6,11 +6,12 @@ import pytest
 
 import penstock as ps
 from penstock.schedule import peak_in_flight
+from tiers import others_nightly
 
 pytestmark = pytest.mark.unit
 
-RANKS = range(1, 9)
-MICROBATCHES = (1, 2, 3, 5, 8, 12, 17, 24)
+RANKS = others_nightly(range(1, 9), (1, 2, 3, 5, 8))
+MICROBATCHES = others_nightly((1, 2, 3, 5, 8, 12, 17, 24), (1, 3, 8, 17))
 TIMES = ((1, 1, 1), (2, 3, 1), (10, 20, 10), (5, 7, 5), (1, 2, 3))
 """f, i, w of a stage; the last has a w longer than f and i."""
 
@@ -39,8 +40,8 @@ def test_1f1b(p: int, n: int) -> None:
     assert peak_in_flight(schedule) == tuple(min(p - rank, n) for rank in range(p))
 
 
-@pytest.mark.parametrize("p", range(1, 7))
-@pytest.mark.parametrize("v", [1, 2, 3, 4])
+@pytest.mark.parametrize("p", others_nightly(range(1, 7), (1, 2, 3, 5)))
+@pytest.mark.parametrize("v", others_nightly([1, 2, 3, 4], [1, 3]))
 @pytest.mark.parametrize("groups", [1, 2, 3])
 def test_interleaved(p: int, v: int, groups: int) -> None:
     n = groups * p
@@ -51,8 +52,8 @@ def test_interleaved(p: int, v: int, groups: int) -> None:
     assert peak_in_flight(schedule) == expected
 
 
-@pytest.mark.parametrize("p", range(1, 7))
-@pytest.mark.parametrize("v", [1, 2, 3, 4])
+@pytest.mark.parametrize("p", others_nightly(range(1, 7), (1, 2, 3, 5)))
+@pytest.mark.parametrize("v", others_nightly([1, 2, 3, 4], [1, 3]))
 @pytest.mark.parametrize("groups", [1, 2, 3])
 def test_interleaved_with_split_backwards_is_zb_h1_over_more_stages(p: int, v: int, groups: int) -> None:
     n = groups * p

@@ -8,6 +8,7 @@ import pytest
 
 import penstock as ps
 from penstock.schedule import peak_in_flight
+from tiers import others_nightly
 
 pytestmark = pytest.mark.unit
 
@@ -25,9 +26,9 @@ def bubble(schedule: ps.Schedule, f: float, i: float, w: float) -> float:
     return timeline.makespan - sum(timeline.busy) / schedule.num_ranks
 
 
-@pytest.mark.parametrize("p", range(1, 7))
+@pytest.mark.parametrize("p", others_nightly(range(1, 7), (1, 2, 4)))
 @pytest.mark.parametrize("v", [1, 2, 3])
-@pytest.mark.parametrize("n", [1, 2, 3, 5, 8, 12])
+@pytest.mark.parametrize("n", others_nightly([1, 2, 3, 5, 8, 12], [1, 3, 8]))
 def test_looped_bfs(p: int, v: int, n: int) -> None:
     schedule = ps.build("looped-bfs", p, n, num_stages=v * p)
     for f, i, w in TIMES:
@@ -35,7 +36,7 @@ def test_looped_bfs(p: int, v: int, n: int) -> None:
     assert peak_in_flight(schedule) == (v * n,) * p
 
 
-@pytest.mark.parametrize("p", range(1, 13))
+@pytest.mark.parametrize("p", others_nightly(range(1, 13), (1, 2, 3, 4, 5, 9, 12)))
 @pytest.mark.parametrize("rounds", [1, 2, 3])
 def test_v_half(p: int, rounds: int) -> None:
     n = rounds * p
@@ -49,7 +50,7 @@ def test_v_half(p: int, rounds: int) -> None:
         assert max(peak_in_flight(schedule)) == p + 2 - p % 2
 
 
-@pytest.mark.parametrize("p", range(1, 13))
+@pytest.mark.parametrize("p", others_nightly(range(1, 13), (1, 2, 3, 4, 5, 9, 12)))
 @pytest.mark.parametrize("rounds", [1, 2, 3])
 def test_v_min(p: int, rounds: int) -> None:
     n = rounds * p
@@ -112,8 +113,8 @@ def test_dualpipe_v_is_half_of_dualpipe() -> None:
 
 
 @pytest.mark.parametrize("name", ["pipedream", "pipedream-2bw", "spectrain", "xpipe", "vnag"])
-@pytest.mark.parametrize("p", range(1, 7))
-@pytest.mark.parametrize("n", [1, 3, 8, 24])
+@pytest.mark.parametrize("p", others_nightly(range(1, 7), (1, 2, 5)))
+@pytest.mark.parametrize("n", others_nightly([1, 3, 8, 24], [1, 3, 8]))
 def test_pipedream_fills_and_drains_once(name: str, p: int, n: int) -> None:
     schedule = ps.build(name, p, n)
     for f, i, w in TIMES:
@@ -201,6 +202,7 @@ ROUND_TRIPS = [
 ]
 """Schedule, options, stages a rank for a full stage, ranks."""
 SIZES = [(name, options, full, p) for name, options, full, ranks in ROUND_TRIPS for p in ranks]
+SMALL_SIZES = [row for row in SIZES if row[3] in (2, 3, 4, 6)]
 
 
 def factor(name: str, p: int) -> int:
@@ -209,7 +211,7 @@ def factor(name: str, p: int) -> int:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("name", "options", "full", "p"), SIZES)
+@pytest.mark.parametrize(("name", "options", "full", "p"), others_nightly(SIZES, SIZES[::3]))
 @pytest.mark.parametrize("rounds", [1, 2, 4])
 def test_deepest_first_with_whole_backwards(name: str, options: dict, full: int, p: int, rounds: int) -> None:
     schedule = ps.build(name, p, rounds * p, **options)
@@ -218,7 +220,7 @@ def test_deepest_first_with_whole_backwards(name: str, options: dict, full: int,
     assert max(peak_in_flight(schedule)) == full * p
 
 
-@pytest.mark.parametrize(("name", "options", "full", "p"), SIZES)
+@pytest.mark.parametrize(("name", "options", "full", "p"), others_nightly(SIZES, SIZES[::3]))
 @pytest.mark.parametrize("rounds", [1, 2, 4])
 def test_deepest_first_with_split_backwards(name: str, options: dict, full: int, p: int, rounds: int) -> None:
     schedule = ps.build(name, p, rounds * p, backward="split", **options)
@@ -226,8 +228,8 @@ def test_deepest_first_with_split_backwards(name: str, options: dict, full: int,
     assert max(peak_in_flight(schedule)) == full * p
 
 
-@pytest.mark.parametrize(("name", "options", "full", "p"), [row for row in SIZES if row[3] in (2, 3, 4, 6)])
-@pytest.mark.parametrize("n", [1, 2, 3, 5, 7, 9, 13])
+@pytest.mark.parametrize(("name", "options", "full", "p"), others_nightly(SMALL_SIZES, SMALL_SIZES[::2]))
+@pytest.mark.parametrize("n", others_nightly([1, 2, 3, 5, 7, 9, 13], [1, 2, 5, 9]))
 @pytest.mark.parametrize("backward", ["whole", "split"])
 def test_deepest_first_with_any_number_of_microbatches(
     name: str, options: dict, full: int, p: int, n: int, backward: str
