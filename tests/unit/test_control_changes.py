@@ -7,6 +7,7 @@ from collections.abc import Callable
 import pytest
 
 from penstock.control.changes import USUAL, Detector
+from tiers import others_nightly
 
 pytestmark = pytest.mark.unit
 
@@ -27,7 +28,7 @@ NOISES: dict[str, Noise] = {
 }
 
 
-@pytest.mark.parametrize("seed", range(10))
+@pytest.mark.parametrize("seed", others_nightly(range(10), range(3)))
 @pytest.mark.parametrize("noise", NOISES)
 def test_noise_alone_makes_at_most_one_change_in_1000_iterations(noise: str, seed: int) -> None:
     rng, detector = random.Random(f"{noise} {seed}"), Detector(least=1.0)

@@ -11,6 +11,7 @@ from penstock.control import Cause, ControlError, OpTimes, Transfers
 from penstock.control.events import event_from_json, event_to_json, rounded
 from penstock.control.link import cause_of, estimate
 from penstock.control.queueing import Row, busy_times, held_share
+from tiers import others_nightly
 
 pytestmark = pytest.mark.unit
 MB = 2.0**20
@@ -41,7 +42,7 @@ def test_a_busy_link_is_told_from_a_late_one(latency: float, busy: float, noise:
     assert sum(found.ms) / 32 == pytest.approx(latency + busy, rel=0.01 if not noise else 0.1)
 
 
-@pytest.mark.parametrize("seed", range(10))
+@pytest.mark.parametrize("seed", others_nightly(range(10), range(3)))
 @pytest.mark.parametrize("noise", [0.0, 0.03, 0.2])
 @pytest.mark.parametrize("latency", [15.0, 30.0, 60.0])
 def test_a_late_link_is_not_taken_for_a_busy_one(latency: float, noise: float, seed: int) -> None:

@@ -15,16 +15,20 @@ import penstock as ps
 from loss_forms import PAD, RIGHT, WIDTH, batch_of, model_of
 from penstock.runtime.errors import RuntimeFailure
 from penstock.runtime.stage.loss import adds_up
+from tiers import others_nightly
 
 pytestmark = pytest.mark.unit
 
 SIZES = (11, 8, 5)
 """Samples of each batch: the last is smaller than the others."""
 WHOLE = [name for name, form in RIGHT.items() if form.is_whole and isinstance(form.targets(2), Tensor)]
+SCHEDULES = ("1f1b", "zb-v", "chimera")
+FORMS = [(name, schedule) for name in WHOLE for schedule in SCHEDULES]
+BY_DAY = [(name, SCHEDULES[number % 3]) for number, name in enumerate(WHOLE)]
+"""Of each form of a loss, the one schedule under which it is evaluated by day."""
 
 
-@pytest.mark.parametrize("schedule", ["1f1b", "zb-v", "chimera"])
-@pytest.mark.parametrize("name", WHOLE)
+@pytest.mark.parametrize(("name", "schedule"), others_nightly(FORMS, BY_DAY))
 def test_the_mean_is_that_of_all_samples_in_one_piece(name: str, schedule: str) -> None:
     form, plan = RIGHT[name], ps.build(schedule, 2, 4)
     model, loss_fn = model_of(form, plan.num_stages), form.make()

@@ -36,7 +36,7 @@ def test_the_table_in_the_docs_is_what_is_tested_here() -> None:
     assert listed == table()
 
 
-@pytest.mark.parametrize("name", TRAINED)
+@pytest.mark.parametrize("name", others_nightly(TRAINED, TRAINED[::2]))
 def test_a_folder_trains_as_the_whole_model_does(name: str, tmp_path: Path) -> None:
     model, batch = model_of(name), batch_of(name)
     model.save_pretrained(tmp_path)
