@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from itertools import chain, pairwise
+from itertools import chain, pairwise, product
 from typing import Any
 
 import pytest
@@ -19,6 +19,7 @@ from penstock.runtime.transport.base import KEPT_CROSSINGS, CrossingLog, StepMes
 from penstock.runtime.transport.link_conditions import Conditions, sleep_until
 from penstock.runtime.transport.loopback import Mailbox, loopback_ends
 from penstock.schedule import Op
+from tiers import others_nightly
 from waiting import PATIENCE
 
 pytestmark = pytest.mark.unit
@@ -68,8 +69,7 @@ def test_a_full_channel_keeps_the_next_op_from_starting(name: str, depth: int, d
 
 @pytest.mark.slow
 @pytest.mark.alone
-@pytest.mark.parametrize("name", ["1f1b", "zb"])
-@pytest.mark.parametrize("depth", [1, 2])
+@pytest.mark.parametrize(("name", "depth"), others_nightly(product(("1f1b", "zb"), (1, 2)), [("1f1b", 1), ("zb", 2)]))
 def test_what_waits_for_what_is_as_in_the_simulator(name: str, depth: int) -> None:
     """Ops are short beside the delay: what lies most of a delay apart in the simulator has the same order here."""
     delay = 240.0
