@@ -24,7 +24,7 @@ from typing import NamedTuple
 import penstock as ps
 from experiments.flexpipe.flow import Block, BlockDependency, Flow
 from penstock.engine.network import of_queues
-from penstock.engine.timing import Timer
+from penstock.engine.sweep import Timer
 
 UNITS = 64
 """Whole numbers that the work of the busiest rank is told to the solver in, where durations are not whole; those of

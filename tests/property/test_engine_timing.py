@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 import penstock as ps
 from penstock.engine.network import NONE, Irregularities, Network, OpGraph, of_queues
-from penstock.engine.timing import OrderTimes, Timer
+from penstock.engine.sweep import OrderTimes, Timer
 from penstock.schedule.columns import edges_of, numbered
 from penstock.schedule.liveness import run_untimed
 from penstock.schedule.proof.arrays import are_in_local_order, run_to_their_ends

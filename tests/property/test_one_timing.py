@@ -20,7 +20,7 @@ import penstock as ps
 from penstock.dispatch.queues import queue_graph
 from penstock.engine.list_by_values import ListSpace, list_ops
 from penstock.engine.network import Network
-from penstock.engine.timing import Timer
+from penstock.engine.sweep import Timer
 from penstock.library.amdp_order import OrderOptions, StageTimes, ran_with
 from penstock.planning.graph.problem import pose_graph
 from penstock.planning.joint.problem import pose_joint

@@ -44,7 +44,7 @@ import numpy as np
 from penstock.analyze.messages import Messages, messages_of
 from penstock.analyze.whole import StepTable
 from penstock.engine.network import Array, of_queues
-from penstock.engine.timing import OrderTimes, Timer
+from penstock.engine.sweep import OrderTimes, Timer
 from penstock.formats.traces.op_names import PARAMETERS
 from penstock.formats.traces.run_trace import NONE, Scope, TraceError
 

@@ -13,7 +13,7 @@ waits for better ones, and proves at each op that its rank can finish, thousands
 classes take turns, intervals and units are counted, several rows run one op, needs unlock windows, streams give
 memory back late, and a user's function may be asked; room is kept by `reserves`, known ahead. Both read one
 `Network` and use `min_tree` to find the rank that can go on first. The starts by which they decide are those of
-`timing.Timer`, bit by bit.
+`sweep.Timer`, bit by bit.
 
 The arrays are those of `rule_tables`: `t` is what a run reads, `s` what it changes.
 """

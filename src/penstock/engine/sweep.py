@@ -1,15 +1,24 @@
-"""The earliest start of every op of given orders: as soon as its row comes to it and what it needs is there.
+"""The times of given orders: every op starts as soon as its row comes to it and what it needs is there.
 
     row 0 | 0 0 1 1         queue 2 waits for messages from queue 0, queue 1 for those from queue 3
     row 1 | 2 3 2 3         starts: 0 in row 0, then 0 and 2, then 3 and 1, ...
 
 Whatever the order in which rows are gone through, the starts are the same, and where the rows end: no op ever takes
-back that it is ready. So one sweep is a proof that orders end, or that they never do.
+back that it is ready. So one sweep is a proof that orders end, or that they never do. `earliest` is the sweep, and
+`Timer` runs it with the space that it works in.
 """
 
 from __future__ import annotations
 
-from penstock.engine.arrays import Floats, Ints
+import sys
+from dataclasses import dataclass
+from functools import cached_property
+from types import ModuleType
+
+import numpy as np
+
+from penstock.engine.arrays import Array, Floats, Ints, prepared, taken
+from penstock.engine.compiled import compiled, is_compiled
 from penstock.engine.needs import last_needed
 from penstock.engine.network import Irregularities, Network
 
@@ -146,3 +155,74 @@ def woken(
             stack[depth] = other
             depth += 1
     return depth
+
+
+@dataclass(frozen=True)
+class OrderTimes:
+    """When orders run.
+
+    Attributes:
+        start: of each op, ms; 0 where it never runs.
+        reached: how many places of each row were reached: all, or those before which the rows wait for one another.
+        makespan: ms until the last row has ended, tails counted; -1 where some never do.
+    """
+
+    start: Array
+    reached: list[int]
+    makespan: float
+
+    @property
+    def complete(self) -> bool:
+        """Whether every op has run."""
+        return self.makespan >= 0
+
+
+class Timer:
+    """Times orders of one network, one after the other.
+
+    Args:
+        compile: whether as C; by default where that can be had.
+    """
+
+    def __init__(
+        self, network: Network, irregular: Irregularities | None = None, compile: bool | None = None
+    ) -> None:
+        self._as_c = is_compiled() if compile is None else compile
+        self._network = prepared(network, self._as_c)
+        self._irregular = None if irregular is None else prepared(irregular, self._as_c)
+        own = sys.modules[__name__]
+        self._sweep: ModuleType = compiled(own) if self._as_c else own
+        self._num_queues, self._num_ops = len(network.rank), network.num_ops
+
+    def time(self, row: Array, duration: Array | None = None) -> OrderTimes:
+        """Times orders.
+
+        Args:
+            row: of each place of the rows, the queue whose next op runs there.
+            duration: ms of each queue's ops, an array; those of the network where not given.
+        """
+        space = self._new_space()
+        makespan = self._earliest(row, duration, space)
+        reached = np.asarray(space[2]) - np.asarray(self._network.row_first)[:-1]
+        return OrderTimes(space[0], reached.tolist(), makespan)
+
+    def makespan(self, row: Array, duration: Array | None = None) -> float:
+        """The makespan alone, in space that is used again; args as of `time`."""
+        return self._earliest(row, duration, self._space)
+
+    def _earliest(self, row: Array, duration: Array | None, space: list[Array]) -> float:
+        network = self._network
+        if duration is not None:
+            network = network._replace(duration=taken(duration, np.float64, self._as_c))
+        return float(self._sweep.earliest(network, self._irregular, taken(row, np.int64, self._as_c), *space))
+
+    @cached_property
+    def _space(self) -> list[Array]:
+        return self._new_space()
+
+    def _new_space(self) -> list[Array]:
+        """What the sweep writes: starts, then what it works in."""
+        num_rows, ints = self._network.num_ranks, np.int64
+        sizes = (self._num_ops, float), (self._num_queues, ints), (num_rows, ints), (num_rows, float)
+        space: list[Array] = [np.zeros(*each) for each in (*sizes, (2 * num_rows, ints), (num_rows, ints))]
+        return space if self._as_c else [each.tolist() for each in space]

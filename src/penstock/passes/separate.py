@@ -11,7 +11,7 @@ import numpy as np
 
 from penstock.cost import Costs, Links
 from penstock.dispatch import Graph
-from penstock.engine.timing import Timer
+from penstock.engine.sweep import Timer
 from penstock.engine.tolerance import slack
 from penstock.passes.memory import Memory, check_fits, memory_of
 from penstock.schedule import Op, Schedule, ScheduleError, check, require_no_updates

@@ -26,7 +26,7 @@ import numpy as np
 from penstock.cost import Costs, Links, Uneven
 from penstock.cost.costs import require_costs
 from penstock.dispatch import Dispatch, Policy
-from penstock.engine.timing import Timer
+from penstock.engine.sweep import Timer
 from penstock.engine.tolerance import EPSILON, is_within, slack
 from penstock.schedule import Op, Schedule, ScheduleError, check, declare_order, require_no_updates
 from penstock.schedule.columns import KINDS, Array

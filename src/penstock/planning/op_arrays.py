@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from penstock.engine.network import Array, OpGraph
-from penstock.engine.timing import Timer
+from penstock.engine.sweep import Timer
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,7 @@ from penstock.engine import list_by_rules
 from penstock.engine.arrays import prepared
 from penstock.engine.compiled import compiled, is_compiled
 from penstock.engine.rule_tables import Tables, new_state
-from penstock.engine.timing import Timer
+from penstock.engine.sweep import Timer
 from penstock.schedule import Schedule
 from penstock.schedule.async_ops import rows_of as rows_of_ops
 

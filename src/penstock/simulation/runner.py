@@ -28,7 +28,7 @@ from penstock.engine.compiled import compiled, is_compiled
 from penstock.engine.decider import RankState
 from penstock.engine.event_loop import LinkArrays, LoopState
 from penstock.engine.min_tree import leaves_for
-from penstock.engine.timing import Timer
+from penstock.engine.sweep import Timer
 from penstock.schedule import Schedule, ScheduleError
 from penstock.schedule.async_ops import in_executed_order, rows_of
 from penstock.simulation.link_arrays import Arrival, run_links

@@ -16,7 +16,7 @@ from penstock.dispatch.queues import QueueGraph, queue_graph
 from penstock.engine.compiled import compiled
 from penstock.engine.needs import last_needed
 from penstock.engine.network import Array, Irregularities, Network
-from penstock.engine.timing import Timer
+from penstock.engine.sweep import Timer
 from penstock.planning.graph import sequence as sequences
 from penstock.planning.graph.sequence import Placed
 from penstock.planning.options import Limits

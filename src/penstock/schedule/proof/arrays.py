@@ -11,7 +11,7 @@ import numpy as np
 
 from penstock.engine.memory import peaks
 from penstock.engine.network import OpGraph
-from penstock.engine.timing import Timer
+from penstock.engine.sweep import Timer
 from penstock.schedule.columns import NOTHING, B, Columns, F, I, OpNumbers, R, W
 from penstock.schedule.microbatch_order import places_of
 from penstock.schedule.schedule import Schedule
