@@ -1,7 +1,6 @@
 """The decision core: rules, priorities, memory caps; events in, decisions out."""
 
-from penstock.dispatch.dispatcher import Dispatcher, FrozenDispatcher
+from penstock.dispatch.dispatcher import Dispatch, Dispatcher, FrozenDispatcher, Policy
 from penstock.dispatch.graph import Graph, lower
-from penstock.dispatch.policy import Dispatch, Policy
 
 __all__ = ["Dispatch", "Dispatcher", "FrozenDispatcher", "Graph", "Policy", "lower"]
