@@ -66,7 +66,7 @@ class EmulatedRing:
         step dp - 1, ..., 2 (dp - 1)    the parts that are whole now go round once more, and replace what is there
 
     A chunk leaves when its part has come that far, when the chunk before has left, and when no more than a window of
-    chunks is under way: the rule of `penstock.cost.ring`, run by the clock. No sleep ends on time, so a chunk counts
+    chunks is under way: the rule of `penstock.cost.mesh`, run by the clock. No sleep ends on time, so a chunk counts
     as handed over at the moment when what it waited for was there; what a member is late does not add up over
     hundreds.
 

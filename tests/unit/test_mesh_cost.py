@@ -13,8 +13,7 @@ from hypothesis import strategies as st
 import penstock as ps
 from penstock.cost import LinkCondition, Links
 from penstock.cost.conditions import Constant, Trace
-from penstock.cost.mesh import LinkGroup, Mesh
-from penstock.cost.ring import Ring
+from penstock.cost.mesh import LinkGroup, Mesh, Ring
 from penstock.passes import add_reductions
 from penstock.simulation.mesh import simulate_mesh
 from tiers import examples

@@ -15,8 +15,7 @@ from penstock.control.configuration import peaks
 from penstock.control.reranking import MeshTimes, rerank
 from penstock.cost import LinkCondition, Links
 from penstock.cost.conditions import Constant
-from penstock.cost.mesh import LinkGroup, Mesh
-from penstock.cost.ring import Ring
+from penstock.cost.mesh import LinkGroup, Mesh, Ring
 from penstock.simulation.mesh import simulate_mesh
 from tiers import examples
 

@@ -5,10 +5,9 @@ from penstock.cost.conditions import LinkCondition
 from penstock.cost.costs import FREED_BY_INPUT, Costs
 from penstock.cost.errors import CostError
 from penstock.cost.links import Links
-from penstock.cost.mesh import Mesh
+from penstock.cost.mesh import Mesh, Ring
 from penstock.cost.overlap import Overlap
 from penstock.cost.presets import costs_preset
-from penstock.cost.ring import Ring
 from penstock.cost.uneven import Uneven
 
 __all__ = [

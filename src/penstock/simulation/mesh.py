@@ -15,8 +15,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from penstock.cost import CostError, Costs, Links
-from penstock.cost.mesh import Mesh
-from penstock.cost.ring import Ring
+from penstock.cost.mesh import Mesh, Ring
 from penstock.dispatch import Dispatch
 from penstock.schedule import Op, Schedule, ScheduleError
 from penstock.schedule.messages import remove_communication
