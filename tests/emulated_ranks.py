@@ -19,7 +19,7 @@ from penstock.runtime.transport.loopback import Mailbox, loopback_ends
 from penstock.runtime.transport.wiring import WiredOp, Wiring, wire
 from penstock.schedule import Op, Schedule
 from penstock.simulation import Timeline
-from penstock.simulation.memory import frozen_caps, memory_changes
+from penstock.simulation.lowered import frozen_caps, memory_changes
 from waiting import PATIENCE
 
 

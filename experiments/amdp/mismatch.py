@@ -43,7 +43,7 @@ from experiments.common.command import options
 from experiments.common.results import Row, known, runs, save, table
 from penstock.cost.presets import CostPreset, find_preset
 from penstock.draw.chart import Axis, Bars, Figure, bar_chart, save_chart
-from penstock.simulation.memory import frozen_caps
+from penstock.simulation.lowered import frozen_caps
 from penstock.simulation.memory_footprint import count_buffers
 from penstock.simulation.runner import Runner
 from penstock.simulation.transport import as_transport

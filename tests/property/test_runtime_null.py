@@ -20,7 +20,7 @@ from penstock.runtime.tensors.message import Edge, Payload
 from penstock.runtime.transport.loopback import LoopbackTransport, Mailbox
 from penstock.runtime.transport.wiring import Wiring, wire
 from penstock.schedule.liveness import needed_channel_depth
-from penstock.simulation.memory import frozen_peaks, memory_changes
+from penstock.simulation.lowered import frozen_peaks, memory_changes
 from penstock.simulation.simulator import as_dispatch
 from strategies import RUN_TOGETHER
 from tiers import sample

@@ -14,7 +14,7 @@ import penstock as ps
 from in_python import in_python
 from penstock.dispatch import Dispatch, Dispatcher, Policy, lower
 from penstock.schedule import Op
-from penstock.simulation.memory import frozen_caps, memory_changes
+from penstock.simulation.lowered import frozen_caps, memory_changes
 from strategies import library_schedules, problems
 from tiers import examples
 

@@ -9,7 +9,7 @@ import pytest
 
 import penstock as ps
 from penstock.dispatch import Dispatch, Dispatcher, FrozenDispatcher, Graph, lower
-from penstock.simulation.memory import frozen_caps, memory_changes
+from penstock.simulation.lowered import frozen_caps, memory_changes
 
 pytestmark = pytest.mark.unit
 

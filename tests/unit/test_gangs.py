@@ -29,7 +29,7 @@ from penstock.runtime.transport.wiring import wire
 from penstock.schedule import declare_shown_order
 from penstock.schedule.dependencies import predecessors
 from penstock.simulation.lister import Lister
-from penstock.simulation.memory import frozen_peaks, memory_changes
+from penstock.simulation.lowered import frozen_peaks, memory_changes
 from penstock.simulation.runner import Runner
 from penstock.simulation.simulator import as_dispatch
 from penstock.simulation.transport import Decoupled

@@ -31,7 +31,7 @@ from penstock.runtime.execute.worker import WAITS_FOR_NOBODY, Backend, Worker
 from penstock.runtime.tensors.message import Edge, Payload
 from penstock.runtime.transport.loopback import LoopbackTransport, Mailbox
 from penstock.runtime.transport.wiring import WiredOp, wire
-from penstock.simulation.memory import frozen_peaks, memory_changes
+from penstock.simulation.lowered import frozen_peaks, memory_changes
 from penstock.simulation.simulator import as_dispatch
 from plain_loop import plain_step
 

@@ -23,7 +23,7 @@ from penstock.runtime.execute.worker import Worker
 from penstock.runtime.transport.loopback import LoopbackTransport, Mailbox
 from penstock.runtime.transport.wiring import wire
 from penstock.schedule.dependencies import predecessors
-from penstock.simulation.memory import frozen_peaks, memory_changes
+from penstock.simulation.lowered import frozen_peaks, memory_changes
 from penstock.simulation.simulator import as_dispatch
 from plain_loop import differences, gradients, plain_evaluate, plain_step
 from registered_cases import (

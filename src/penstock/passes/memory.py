@@ -12,7 +12,7 @@ from penstock.engine.memory import levels
 from penstock.engine.tolerance import EPSILON
 from penstock.schedule import Schedule, ScheduleError
 from penstock.schedule.async_ops import activations_added
-from penstock.simulation.memory import given_caps, memory_changes
+from penstock.simulation.lowered import given_caps, memory_changes
 
 
 @dataclass(frozen=True)

@@ -29,7 +29,7 @@ from penstock.planning.microbatch_order import DISPATCHES, OrderCandidate, Order
 from penstock.schedule import Schedule, ScheduleError
 from penstock.schedule.columns import Array
 from penstock.schedule.short_repr import short_repr
-from penstock.simulation.memory import given_caps
+from penstock.simulation.lowered import given_caps
 
 ARRIVAL, IN_TURN, EVEN = "arrival", "in turn", "even"
 TAPERS = ((0.5, 0.6), (1.0, 0.4), (2.0, 0.25))

@@ -33,8 +33,7 @@ from penstock.schedule.columns import KINDS, Array
 from penstock.schedule.messages import remove_communication
 from penstock.schedule.pairs import require_no_pairs
 from penstock.schedule.short_repr import short_repr
-from penstock.simulation.lowered import Order, durations
-from penstock.simulation.memory import given_caps, memory_changes
+from penstock.simulation.lowered import Order, durations, given_caps, memory_changes
 from penstock.simulation.runner import PreparedRun, Runner, RunResult
 from penstock.simulation.transport import Decoupled, SimulatedTransport, as_transport
 

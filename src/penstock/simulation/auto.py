@@ -25,8 +25,7 @@ from penstock.engine.arrays import Array
 from penstock.engine.tolerance import EPSILON
 from penstock.schedule import Schedule
 from penstock.schedule.messages import remove_communication
-from penstock.simulation.lowered import Order
-from penstock.simulation.memory import frozen_caps
+from penstock.simulation.lowered import Order, frozen_caps
 from penstock.simulation.runner import Runner
 from penstock.simulation.transport import SimulatedTransport, as_transport
 

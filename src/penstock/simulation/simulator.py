@@ -16,8 +16,7 @@ from penstock.schedule.op import UPDATE
 from penstock.simulation.arbiter import place_messages
 from penstock.simulation.auto import choose
 from penstock.simulation.channels import run_channels
-from penstock.simulation.lowered import Order
-from penstock.simulation.memory import frozen_caps
+from penstock.simulation.lowered import Order, frozen_caps
 from penstock.simulation.runner import Runner
 from penstock.simulation.timeline import Timeline, timeline_of
 from penstock.simulation.transport import SimulatedTransport, as_transport

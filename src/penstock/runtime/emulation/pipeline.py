@@ -54,7 +54,7 @@ from penstock.schedule.messages import remove_communication
 from penstock.schedule.placement import ranks_together
 from penstock.schedule.short_repr import short_repr
 from penstock.simulation import Timeline, simulate
-from penstock.simulation.memory import frozen_caps, memory_changes
+from penstock.simulation.lowered import frozen_caps, memory_changes
 from penstock.unknown_names import refuse_unknown
 
 

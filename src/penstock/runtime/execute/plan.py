@@ -29,7 +29,7 @@ from penstock.schedule.liveness import most_ahead, run_untimed
 from penstock.schedule.offload import OFFLOAD, with_offload, without_offload
 from penstock.schedule.op import BACKWARD, FORWARD, RECOMPUTE
 from penstock.simulation.auto import WITHOUT_WAITING, choose_policy
-from penstock.simulation.memory import frozen_caps, frozen_peaks, memory_changes
+from penstock.simulation.lowered import frozen_caps, frozen_peaks, memory_changes
 from penstock.simulation.simulator import AUTO, as_dispatch
 
 EVALUATION_WINDOW = 4
