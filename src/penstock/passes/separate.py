@@ -13,7 +13,7 @@ from penstock.cost import Costs, Links
 from penstock.dispatch import Graph
 from penstock.engine.sweep import Timer
 from penstock.engine.tolerance import slack
-from penstock.passes.memory import Memory, check_fits, memory_of
+from penstock.passes.recomputation import Memory, check_fits, memory_of
 from penstock.schedule import Op, Schedule, ScheduleError, check, require_no_updates
 from penstock.schedule.async_ops import require_no_streams
 from penstock.simulation.lowered import lowered
