@@ -3,10 +3,9 @@ ops."""
 
 from penstock.passes.communication import add_communication, remove_communication
 from penstock.passes.overlap import overlap_pairs, separate_pairs
-from penstock.passes.plain import in_plain_order
 from penstock.passes.recomputation import recompute
 from penstock.passes.reduce import add_reductions
-from penstock.passes.reorder import reorder_microbatches
+from penstock.passes.reorder import in_plain_order, reorder_microbatches
 from penstock.passes.repeated import repeat_windows
 from penstock.passes.separate import separate_gradients
 

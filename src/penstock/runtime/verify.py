@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from penstock.dispatch import Dispatch
-from penstock.passes.plain import in_plain_order
+from penstock.passes.reorder import in_plain_order
 from penstock.runtime.arguments import PipelineArguments
 from penstock.runtime.errors import BrokenContract, DeadlineExceeded, LinkLost, PeerLost, RuntimeFailure, VerifyError
 from penstock.runtime.execute.plan import ActivePlan, start_of
