@@ -29,8 +29,8 @@ from experiments.flexpipe.clip import (
     shares,
 )
 from experiments.flexpipe.methods import MEMORY
+from penstock.dispatch.queues import Lister
 from penstock.planning import BranchLayout, search_branches
-from penstock.simulation.lister import Lister
 
 DISTMM = "DistMM-Pipe"
 STAGES_A_RANK = (1, 2, 3, 5)

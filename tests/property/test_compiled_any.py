@@ -21,6 +21,7 @@ import pytest
 
 import penstock as ps
 from in_python import in_python
+from penstock.dispatch.queues import Lister
 from penstock.engine import compiled as compiling
 from penstock.engine import sweep
 from penstock.planning.bounds import jackson_bound, ramp_bound, span_bound, work_bound
@@ -35,7 +36,6 @@ from penstock.planning.options import Limits, OpForms
 from penstock.planning.problem import Problem, pose
 from penstock.planning.search import PerturbationSearch, Search, Trials, Walk, greedy
 from penstock.schedule import circular, one_to_one, v_shape
-from penstock.simulation.lister import Lister
 from penstock.simulation.runner import Runner
 from penstock.simulation.transport import Blocking, Decoupled
 from penstock.translate.subset import SubsetError

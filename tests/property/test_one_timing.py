@@ -17,7 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import penstock as ps
-from penstock.dispatch.queues import queue_graph
+from penstock.dispatch.queues import Lister, queue_graph
 from penstock.engine.list_by_values import ListSpace, list_ops
 from penstock.engine.network import Network
 from penstock.engine.sweep import Timer
@@ -27,7 +27,6 @@ from penstock.planning.joint.problem import pose_joint
 from penstock.planning.options import OpForms, limits_of
 from penstock.planning.problem import pose
 from penstock.program.placements import multi_directional
-from penstock.simulation.lister import Lister
 from tiers import examples
 
 pytestmark = pytest.mark.property

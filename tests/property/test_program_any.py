@@ -10,10 +10,10 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 import penstock as ps
+from penstock.dispatch.queues import Lister
 from penstock.formats import native
 from penstock.program import Traversal
 from penstock.schedule import peak_in_flight
-from penstock.simulation.lister import Lister
 from strategies import times
 from tiers import examples
 

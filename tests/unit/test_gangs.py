@@ -17,6 +17,7 @@ from null_backend import NullBackend
 from penstock import passes
 from penstock.cost import Costs
 from penstock.dispatch import Dispatcher
+from penstock.dispatch.queues import Lister
 from penstock.formats.native import from_json, to_json
 from penstock.runtime import DeadlineExceeded, RuntimeFailure
 from penstock.runtime.execute.async_ops import RegisteredAsyncOp
@@ -28,7 +29,6 @@ from penstock.runtime.transport.loopback import LoopbackTransport, Mailbox
 from penstock.runtime.transport.wiring import wire
 from penstock.schedule import declare_shown_order
 from penstock.schedule.dependencies import predecessors
-from penstock.simulation.lister import Lister
 from penstock.simulation.lowered import frozen_peaks, memory_changes
 from penstock.simulation.runner import Runner
 from penstock.simulation.simulator import as_dispatch

@@ -9,14 +9,13 @@ from typing import Any
 import pytest
 
 import penstock as ps
-from penstock.dispatch.queues import queue_graph
+from penstock.dispatch.queues import Lister, queue_graph
 from penstock.library import SCHEDULES
 from penstock.planning import library_starts
 from penstock.planning.joint import search as joint
 from penstock.planning.joint.problem import pose_joint
 from penstock.planning.options import OpForms, limits_of
 from penstock.schedule import peak_in_flight
-from penstock.simulation.lister import Lister
 
 PLACEMENTS = [
     ps.placements.one_to_one(4),

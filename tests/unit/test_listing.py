@@ -7,12 +7,11 @@ import random
 import pytest
 
 import penstock as ps
-from penstock.dispatch.queues import QueueGraph, queue_graph
+from penstock.dispatch.queues import Lister, QueueGraph, queue_graph, rows_of
 from penstock.engine.min_tree import fill, least_of, leaves_for, sift
 from penstock.engine.needs import last_needed
 from penstock.engine.rule_tables import Tables
 from penstock.schedule import one_to_one, v_shape
-from penstock.simulation.lister import Lister, rows_of
 
 
 def with_rules(graph: QueueGraph, **rules: list[float]) -> Tables:

@@ -12,8 +12,8 @@ import torch
 from torch import nn
 
 import penstock as ps
+from penstock.dispatch.queues import Lister
 from penstock.draw import to_svg
-from penstock.simulation.lister import Lister
 from waiting import PATIENCE
 
 

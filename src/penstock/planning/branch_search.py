@@ -22,11 +22,11 @@ from math import inf
 from typing import Any
 
 from penstock.cost import CostError, Costs, Links
+from penstock.dispatch.queues import Lister
 from penstock.program import Branch, NewOp, Program
 from penstock.schedule import Schedule, ScheduleError
 from penstock.schedule.short_repr import short_repr
 from penstock.simulation import Timeline, simulate
-from penstock.simulation.lister import Lister
 
 __all__ = ["BranchLayout", "FoundLayout", "rank_branches", "search_branches"]
 

@@ -31,7 +31,7 @@ import numpy as np
 from penstock.cost import CostError, Costs, Links
 from penstock.cost.conditions import LinkQueue
 from penstock.cost.links import LinkQueues
-from penstock.dispatch.queues import QueueGraph
+from penstock.dispatch.queues import QueueGraph, rows_of
 from penstock.engine.network import NONE, Array, of_queues
 from penstock.passes import add_communication
 from penstock.planning.graph import search as searches
@@ -44,7 +44,6 @@ from penstock.schedule import Op, Placement, Schedule, check
 from penstock.schedule.messages import BUFFERED, GLOO, NCCL, require_channel, send_of, stream_of
 from penstock.simulation import simulate
 from penstock.simulation.arbiter import arbitrate, crossings_of, write_rows
-from penstock.simulation.lister import rows_of
 from penstock.simulation.runner import Runner
 
 _SHARE_WITHOUT_STREAMS = 0.15

@@ -31,7 +31,7 @@ from math import ceil, inf
 from typing import Any
 
 from penstock.cost import CostError, Costs, Links
-from penstock.dispatch.queues import QueueGraph
+from penstock.dispatch.queues import Lister, QueueGraph, rows_of
 from penstock.engine.list_by_rules import EARLIEST, IN_ORDER
 from penstock.engine.memory import peaks
 from penstock.engine.tolerance import is_within
@@ -43,7 +43,6 @@ from penstock.schedule import Placement, Schedule, ScheduleError
 from penstock.schedule.op import UPDATE
 from penstock.schedule.short_repr import short_repr
 from penstock.simulation import Footprint, Timeline, footprint, room_for_activations, simulate
-from penstock.simulation.lister import Lister, rows_of
 from penstock.simulation.memory_footprint import in_bytes
 from penstock.unknown_names import refuse_unknown
 

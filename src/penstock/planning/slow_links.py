@@ -12,12 +12,12 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from penstock.cost import CostError, Costs, Links
+from penstock.dispatch.queues import Lister
 from penstock.engine.tolerance import EPSILON
 from penstock.planning.options import per_rank
 from penstock.planning.warmup import adapted_warmups
 from penstock.program import Program, Rules
 from penstock.schedule import Schedule, ScheduleError, one_to_one
-from penstock.simulation.lister import Lister
 
 RULES = {
     "priority": (Rules("backward-first"), "slow-links"),

@@ -21,7 +21,7 @@ from typing import Any
 
 from penstock.cost import CostError, Costs, Links
 from penstock.cost.costs import require_costs
-from penstock.dispatch.queues import Label, QueueGraph, queue_graph
+from penstock.dispatch.queues import Label, Lister, QueueGraph, queue_graph
 from penstock.engine.rule_tables import (
     BACKWARD,
     FORWARD,
@@ -38,7 +38,6 @@ from penstock.program.rules import KINDS, Rules
 from penstock.program.stepper import Stepper
 from penstock.schedule import Needs, Placement, Registered, Schedule, ScheduleError, StageGraph, check
 from penstock.schedule.short_repr import short_repr
-from penstock.simulation.lister import Lister
 from penstock.unknown_names import refuse_unknown
 
 

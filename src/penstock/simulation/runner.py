@@ -31,9 +31,8 @@ from penstock.engine.min_tree import leaves_for
 from penstock.engine.sweep import Timer
 from penstock.schedule import Schedule, ScheduleError
 from penstock.schedule.async_ops import in_executed_order, rows_of
-from penstock.simulation.link_arrays import Arrival, run_links
 from penstock.simulation.lowered import Order, lowered
-from penstock.simulation.transport import SimulatedTransport
+from penstock.simulation.transport import Arrival, SimulatedTransport, run_links
 
 
 @dataclass(frozen=True, eq=False)

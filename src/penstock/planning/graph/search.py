@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from penstock.cost import CostError, Costs, Links
+from penstock.dispatch.queues import Lister, rows_of
 from penstock.engine.memory import peaks_in_sequence
 from penstock.engine.network import Array
 from penstock.library import SCHEDULES
@@ -25,7 +26,6 @@ from penstock.planning.progress import Incumbent, Progress
 from penstock.program import Program, Rules, breadth_first, by_microbatch, depth_first, earliest_first
 from penstock.program.placements import num_ranks_of
 from penstock.schedule import Schedule, ScheduleError
-from penstock.simulation.lister import Lister, rows_of
 
 _WALKED_SHARE, _EXACT_SHARE = 0.2, 0.8
 """Shares of the time left that a step takes; what is left after them goes to local search again."""
