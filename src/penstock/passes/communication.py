@@ -13,7 +13,7 @@ torch's pipelining among them.
              rank 1 | RECV_F0 F0 RECV_F1 B0 SEND_B0 F1 B1 SEND_B1
 
 A receive that is posted late delays its message on gloo; one that is posted early blocks the stream of NCCL. So
-the place of a message depends on the channel, see `schedule.messages`. `simulation.arbiter` chooses it.
+the place of a message depends on the channel, see `schedule.messages`. `simulation.channels` chooses it.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from penstock.cost import Costs, Links
 from penstock.cost.links import LinkQueues
 from penstock.schedule import Schedule, ScheduleError, check
 from penstock.schedule.messages import NCCL, remove_communication, require_channel
-from penstock.simulation.arbiter import place_messages
+from penstock.simulation.channels import place_messages
 from penstock.simulation.runner import Runner
 
 __all__ = ["add_communication", "remove_communication"]

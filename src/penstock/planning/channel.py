@@ -43,7 +43,7 @@ from penstock.planning.result import Plan
 from penstock.schedule import Op, Placement, Schedule, check
 from penstock.schedule.messages import BUFFERED, GLOO, NCCL, require_channel, send_of, stream_of
 from penstock.simulation import simulate
-from penstock.simulation.arbiter import arbitrate, crossings_of, write_rows
+from penstock.simulation.channels import arbitrate, crossings_of, write_rows
 from penstock.simulation.runner import Runner
 
 _SHARE_WITHOUT_STREAMS = 0.15

@@ -1,4 +1,4 @@
-// Schedules in torch's CSV, with their messages placed for what will carry them. Python's `simulation.arbiter`, which
+// Schedules in torch's CSV, with their messages placed for what will carry them. Python's `simulation.channels`, which
 // explains the placement, and `formats.torch_csv` are the reference.
 const torch = (() => {
   const { opText, ScheduleError, unitColumns } = schedules;

@@ -13,9 +13,8 @@ from penstock.dispatch import Dispatch, Policy
 from penstock.schedule import Schedule, ScheduleError
 from penstock.schedule.messages import BUFFERED, has_communication, remove_communication, require_channel
 from penstock.schedule.op import UPDATE
-from penstock.simulation.arbiter import place_messages
 from penstock.simulation.auto import choose
-from penstock.simulation.channels import run_channels
+from penstock.simulation.channels import place_messages, run_channels
 from penstock.simulation.lowered import Order, frozen_caps
 from penstock.simulation.runner import Runner
 from penstock.simulation.timeline import Timeline, timeline_of
