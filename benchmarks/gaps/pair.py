@@ -30,7 +30,7 @@ WORKER = """
 import importlib, json, sys
 import numpy as np
 import penstock as ps
-from penstock.program.placements import bidirectional
+from penstock.schedule.placement import bidirectional
 from penstock.schedule import circular, one_to_one, v_shape
 
 PLACEMENTS = {

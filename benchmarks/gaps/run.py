@@ -35,8 +35,8 @@ from penstock.planning.destructive_bound import DestructiveBound
 from penstock.planning.options import limits_of
 from penstock.planning.problem import pose
 from penstock.planning.threads import Threads
-from penstock.program.placements import bidirectional
 from penstock.schedule import Placement, circular, one_to_one, v_shape
+from penstock.schedule.placement import bidirectional
 
 RESULTS = Path(__file__).parent / "results.json"
 ROWS = Path(__file__).resolve().parents[2] / "runs/gaps.json"

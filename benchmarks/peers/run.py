@@ -29,8 +29,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 import penstock as ps
 from experiments.common.record import commit, record
 from experiments.common.summary import save_summary
-from penstock.program.placements import bidirectional
 from penstock.schedule import Op, Placement, circular, declare_shown_order, one_to_one, v_shape
+from penstock.schedule.placement import bidirectional
 
 HERE = Path(__file__).resolve().parent
 ROWS = HERE.parents[1] / "runs/peers"

@@ -26,7 +26,7 @@ from penstock.planning.graph.problem import pose_graph
 from penstock.planning.joint.problem import pose_joint
 from penstock.planning.options import OpForms, limits_of
 from penstock.planning.problem import pose
-from penstock.program.placements import multi_directional
+from penstock.schedule.placement import multi_directional
 from tiers import examples
 
 pytestmark = pytest.mark.property

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 import penstock as ps
-from penstock.program.placements import multi_directional
 from penstock.schedule import peak_in_flight
+from penstock.schedule.placement import multi_directional
 from penstock.schedule.staleness import updates_ahead
 
 pytestmark = pytest.mark.unit

@@ -14,8 +14,8 @@ from penstock.planning.library_starts import STARTS
 from penstock.planning.metropolis import Cooling
 from penstock.planning.problem import Problem, fits, pose
 from penstock.planning.search import Search, greedy, time_of
-from penstock.program.placements import bidirectional
 from penstock.schedule import Placement, circular, one_to_one, v_shape
+from penstock.schedule.placement import bidirectional
 
 
 def posed(placement: Placement, num_ranks: int, num_microbatches: int, cap: float, split: bool = True) -> Problem:

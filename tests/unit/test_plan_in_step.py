@@ -11,8 +11,8 @@ from penstock.planning.bounds import jackson_bound
 from penstock.planning.in_step import SHARES, in_step
 from penstock.planning.problem import Problem, fits, pose
 from penstock.planning.search import list_by_class, time_of
-from penstock.program.placements import bidirectional, wave
 from penstock.schedule import Placement, circular, one_to_one, v_shape
+from penstock.schedule.placement import bidirectional, wave
 
 PLACEMENTS = {
     "one-to-one": one_to_one(4),

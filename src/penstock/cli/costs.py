@@ -20,7 +20,7 @@ from penstock.cli.options import limits_of, numbers
 from penstock.cost.conditions import LinkCondition, LinkQueue
 from penstock.cost.presets import PRESETS
 from penstock.formats.costs import are_of_a_model, read_costs
-from penstock.program.placements import num_ranks_of
+from penstock.schedule.placement import num_ranks_of
 from penstock.train.options import COSTS, setting
 
 COSTS_SOURCE = (

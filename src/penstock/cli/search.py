@@ -12,8 +12,8 @@ from penstock.cli.failure import Misuse
 from penstock.cli.options import limits_of
 from penstock.cli.output import in_colour, print_json
 from penstock.planning.programs import Found, Outcome, search_space
-from penstock.program.placements import circular
-from penstock.program.placements import shared_ends as with_shared_ends
+from penstock.schedule.placement import circular
+from penstock.schedule.placement import shared_ends as with_shared_ends
 from penstock.simulation.memory_footprint import in_bytes as size_words
 
 PARTS_A_RANK = 4

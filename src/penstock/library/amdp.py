@@ -32,6 +32,7 @@ from penstock.library.amdp_order import OrderOptions, Pipelines, RanRows, StageT
 from penstock.library.options import at_least, whole_multiple
 from penstock.schedule import Op, Schedule, ScheduleError, Updates, Windows, known_to, with_tentative_updates
 from penstock.schedule.op import PREDICT
+from penstock.schedule.placement import multi_directional
 from penstock.schedule.staleness import updates_ahead
 from penstock.schedule.updates import NEWEST, OWNER, TENTATIVE, with_ops_at
 
@@ -126,8 +127,6 @@ class _Maker:
     def __init__(
         self, num_ranks: int, num_microbatches: int, times: StageTimes, u: tuple[float, ...], updates: Updates | None
     ) -> None:
-        from penstock.program.placements import multi_directional  # here, since other schedules do without
-
         self._placement = multi_directional(num_ranks)
         self._num_microbatches, self._times, self._updates = num_microbatches, times, updates
         window = 0 if updates is None else updates.window

@@ -21,7 +21,7 @@ from typing import Literal, get_args
 from penstock.cost import Costs
 from penstock.library.options import at_least, whole_multiple
 from penstock.schedule import Placement, Schedule, ScheduleError
-from penstock.schedule.placement import circular, one_to_one, v_shape
+from penstock.schedule.placement import bidirectional, circular, one_to_one, v_shape, wave
 
 Backward = Literal["whole", "split"]
 
@@ -68,8 +68,6 @@ def chimera(num_ranks: int, num_microbatches: int, backward: Backward = "whole")
         backward: "whole", or "split" into I and W.
     """
     whole_multiple("chimera", "ranks", num_ranks, "pipelines", 2)
-    from penstock.program.placements import bidirectional  # here, since other schedules do without
-
     placement = bidirectional(one_to_one(num_ranks))
     return deepest_first("chimera", placement, num_ranks, num_microbatches, backward)
 
@@ -90,8 +88,6 @@ def hanayo(num_ranks: int, num_microbatches: int, waves: int = 2, backward: Back
         backward: "whole", or "split" into I and W.
     """
     at_least("hanayo", "waves", waves, 1)
-    from penstock.program.placements import wave  # here, since other schedules do without
-
     return deepest_first("hanayo", wave(num_ranks, waves), num_ranks, num_microbatches, backward)
 
 
@@ -110,8 +106,6 @@ def bitpipe(num_ranks: int, num_microbatches: int, backward: Backward = "whole")
         backward: "whole", or "split" into I and W.
     """
     whole_multiple("bitpipe", "ranks", num_ranks, "pipelines", 2)
-    from penstock.program.placements import bidirectional  # here, since other schedules do without
-
     placement = bidirectional(circular(num_ranks, 2 * num_ranks))
     return deepest_first("bitpipe", placement, num_ranks, num_microbatches, backward)
 
@@ -127,7 +121,5 @@ def vchimera(num_ranks: int, num_microbatches: int, backward: Backward = "whole"
     Bubble, peak and options are those of `bitpipe`; a V saves the message between its two middle stages.
     """
     whole_multiple("vchimera", "ranks", num_ranks, "pipelines", 2)
-    from penstock.program.placements import bidirectional  # here, since other schedules do without
-
     placement = bidirectional(v_shape(num_ranks))
     return deepest_first("vchimera", placement, num_ranks, num_microbatches, backward)

@@ -10,8 +10,8 @@ from penstock.library import build
 from penstock.planning.building_blocks import hosts_several
 from penstock.planning.problem import fits
 from penstock.planning.search import Search, stepwise, time_of
-from penstock.program.placements import bidirectional, multi_directional, wave
 from penstock.schedule import Placement, Schedule, ScheduleError, circular, one_to_one, v_shape
+from penstock.schedule.placement import bidirectional, multi_directional, wave
 
 MOST_OPS = 20_000
 """Above this building them takes longer than it is worth; where ranks host several stages orders in step stand for

@@ -33,10 +33,10 @@ from penstock.engine.rule_tables import (
     Tables,
 )
 from penstock.program.new_op import Branch, NewOp, StageName
-from penstock.program.placements import check_all_used, num_ranks_of
 from penstock.program.rules import KINDS, Rules
 from penstock.program.stepper import Stepper
 from penstock.schedule import Needs, Placement, Registered, Schedule, ScheduleError, StageGraph, check
+from penstock.schedule.placement import check_all_used, num_ranks_of
 from penstock.schedule.short_repr import short_repr
 from penstock.unknown_names import refuse_unknown
 

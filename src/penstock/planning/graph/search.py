@@ -24,8 +24,8 @@ from penstock.planning.op_arrays import OpArrays
 from penstock.planning.options import Limits
 from penstock.planning.progress import Incumbent, Progress
 from penstock.program import Program, Rules, breadth_first, by_microbatch, depth_first, earliest_first
-from penstock.program.placements import num_ranks_of
 from penstock.schedule import Schedule, ScheduleError
+from penstock.schedule.placement import num_ranks_of
 
 _WALKED_SHARE, _EXACT_SHARE = 0.2, 0.8
 """Shares of the time left that a step takes; what is left after them goes to local search again."""
