@@ -7,7 +7,7 @@ import pytest
 
 import penstock as ps
 from penstock.library import ASYNCHRONOUS, SCHEDULES
-from penstock.library.v_shape import from_pattern
+from penstock.library.zero_bubble import from_pattern
 from penstock.planning import search as planning_search
 from penstock.planning.building_blocks import BlockSearch, hosts_several, steps_before
 from penstock.planning.library_starts import STARTS

@@ -5,9 +5,11 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from numbers import Integral
-from typing import Any
+from typing import Any, Literal, get_args
 
 from penstock.schedule import ScheduleError
+
+Backward = Literal["whole", "split"]
 
 
 def read_options(texts: Sequence[str], option: str = "--option") -> dict[str, Any]:
@@ -42,6 +44,12 @@ def yes_or_no(name: str, what: str, value: object) -> None:
             f"{name}: {what} is {value!r}; give True or False, on the command line {what}=true or {what}=false",
             rule="options",
         )
+
+
+def check_backward(name: str, backward: object) -> None:
+    """Raises ScheduleError where that is neither "whole" nor "split"."""
+    if backward not in get_args(Backward):
+        raise ScheduleError(f"{name}: backward is {backward!r}; give 'whole' or 'split'", rule="options")
 
 
 def whole_multiple(name: str, what: str, count: int, of: str, unit: int) -> None:

@@ -7,14 +7,21 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from penstock.library.amdp import amdp
-from penstock.library.dualpipe import dualpipe, dualpipe_v
-from penstock.library.in_turn import gpipe, interleaved, looped_bfs, one_f_one_b
+from penstock.library.in_turn import (
+    gpipe,
+    interleaved,
+    looped_bfs,
+    one_f_one_b,
+    pipedream,
+    pipedream_2bw,
+    spectrain,
+    vnag,
+    xpipe,
+)
 from penstock.library.modalities import distmm, mllm
 from penstock.library.options import whole_number
-from penstock.library.pipedream import pipedream, pipedream_2bw, spectrain, vnag, xpipe
-from penstock.library.two_ways import bitpipe, chimera, hanayo, vchimera
-from penstock.library.v_shape import v_half, v_min, zb_v
-from penstock.library.zero_bubble import zb, zb_h1, zb_h2
+from penstock.library.two_ways import bitpipe, chimera, dualpipe, dualpipe_v, hanayo, vchimera
+from penstock.library.zero_bubble import v_half, v_min, zb, zb_h1, zb_h2, zb_v
 from penstock.schedule import Schedule, ScheduleError, check
 from penstock.unknown_names import did_you_mean, refuse_unknown
 

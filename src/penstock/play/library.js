@@ -127,7 +127,7 @@ const library = (() => {
     return make("zb-v", vShape(p), order, zeros(n));
   }
 
-  // ---- patterns over a V: what one microbatch does, repeated every six slots and squeezed; see library/v_blocks.py
+  // ---- patterns over a V: what one microbatch does, repeated every six slots and squeezed; see library/zero_bubble.py
 
   const PERIOD = 6, HELD = { F: 1, I: 0, W: -1 };
   const slotsOf = (row) => [...row.keys()].sort((a, b) => a - b);
@@ -215,7 +215,7 @@ const library = (() => {
     return fromPattern("v-min", range(p).map((i) => [i, 2 * p - i - 1, 2 * p + shift + i, 4 * p + shift - i - 1]), n);
   }
 
-  // ---- one rule: backwards first, deepest stage first, p in flight; see library/deepest_first.py
+  // ---- one rule: backwards first, deepest stage first, p in flight; see library/two_ways.py
 
   // Runs the engine's list scheduler by these rules, in which every op takes a unit of time.
   function deepestFirst(name, pipelines, p, n, options) {
