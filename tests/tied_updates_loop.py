@@ -27,7 +27,7 @@ import tie_runs
 from packed import packed
 from penstock.runtime.tensors.dtensor import whole
 from penstock.schedule import Op
-from penstock.schedule.staleness import PREDICTING, predictions_of
+from penstock.schedule.weight_versions import PREDICTING, predictions_of
 from waiting import PATIENCE
 
 MSE = nn.MSELoss()

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 import compatibility_cells as cells
 import penstock as ps
 from penstock.runtime.tensors.dtensor import whole
-from penstock.schedule.staleness import predictions_of
+from penstock.schedule.weight_versions import predictions_of
 from waiting import PATIENCE
 
 WINDOW, NUM_WINDOWS = 4, 3

@@ -43,7 +43,7 @@ from penstock.runtime.parameters.muon import mark_ends
 from penstock.runtime.tensors.dtensor import standing_for
 from penstock.schedule import Schedule
 from penstock.schedule.op import BACKWARD, FORWARD, UPDATE
-from penstock.schedule.staleness import backward_steps, forward_steps
+from penstock.schedule.weight_versions import backward_steps, forward_steps
 
 RULES = ("none", "xpipe", "tentative", "pipedream", "vnag", "pipedream-2bw", "spectrain", "feedback", "half")
 ASKS_LATE = ("feedback", "half")

@@ -20,7 +20,7 @@ from dataclasses import dataclass, replace
 
 from penstock.schedule import Op, Schedule
 from penstock.schedule.op import OF_UPDATES
-from penstock.schedule.staleness import backward_steps, forward_steps
+from penstock.schedule.weight_versions import backward_steps, forward_steps
 
 
 @dataclass(frozen=True)

@@ -35,7 +35,7 @@ from experiments.amdp.synchronous import LIBRARY
 from experiments.common.command import options
 from experiments.common.results import Row, known, load, runs, save, table
 from penstock.cost.presets import A800
-from penstock.schedule.staleness import updates_ahead
+from penstock.schedule.weight_versions import updates_ahead
 
 DEPTHS, PER_RANK, HEADS, LINKS = (4, 8, 16), (1, 2, 4), (0, 1, 3), (A800.link_gb, 25.0)
 OWN_HEAD = 2.37

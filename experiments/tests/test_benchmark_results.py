@@ -18,7 +18,7 @@ from compatibility_cells import read_cells
 from documents import ROOT, broken_links
 from experiments.common.readme import between
 from experiments.common.summary import MOST_LINES
-from penstock.schedule.staleness import predictions_of
+from penstock.schedule.weight_versions import predictions_of
 
 pytestmark = pytest.mark.unit
 

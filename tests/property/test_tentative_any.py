@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 import asynchronous_runs as runs
 import penstock as ps
 import tied_updates_loop as loop
-from penstock.schedule.staleness import predictions_of
+from penstock.schedule.weight_versions import predictions_of
 from tiers import sample
 
 pytestmark = pytest.mark.property

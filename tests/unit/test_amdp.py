@@ -7,7 +7,7 @@ import pytest
 import penstock as ps
 from penstock.schedule import peak_in_flight
 from penstock.schedule.placement import multi_directional
-from penstock.schedule.staleness import updates_ahead
+from penstock.schedule.weight_versions import updates_ahead
 
 pytestmark = pytest.mark.unit
 

@@ -13,7 +13,8 @@ import penstock as ps
 from penstock.runtime.errors import RuntimeFailure
 from penstock.runtime.parameters.rules import rule_of
 from penstock.schedule import Schedule, ScheduleError, Updates, count_mismatch
-from penstock.schedule.staleness import (
+from penstock.schedule.updates import RULES
+from penstock.schedule.weight_versions import (
     backward_steps,
     forward_steps,
     moment,
@@ -23,7 +24,6 @@ from penstock.schedule.staleness import (
     updates_ahead,
     why_none_is_predicted,
 )
-from penstock.schedule.updates import RULES
 
 pytestmark = pytest.mark.unit
 

@@ -17,8 +17,8 @@ from penstock.cli.failure import MISUSE, Failure, failure_of
 from penstock.cli.options import Channels, Json, taken
 from penstock.cli.output import plural, print_json
 from penstock.schedule import needed_channel_depth, peak_in_flight
-from penstock.schedule.staleness import why_none_is_predicted
 from penstock.schedule.updates import NEWEST
+from penstock.schedule.weight_versions import why_none_is_predicted
 from penstock.train.options import with_options
 
 COUNT_DEPTH_BELOW = 20_000

@@ -15,8 +15,8 @@ from penstock.cost.overlap import Overlap
 from penstock.cost.uneven import ALL, EVEN, Array, Factors, Uneven
 from penstock.schedule.op import BACKWARD, FORWARD, GIVE, INPUT, OF_UPDATES, PREDICT, UPDATE, WEIGHT
 from penstock.schedule.short_repr import short_repr
-from penstock.schedule.staleness import moment, predictions_of
 from penstock.schedule.updates import OWNER
+from penstock.schedule.weight_versions import moment, predictions_of
 from penstock.unknown_names import refuse_unknown
 
 if TYPE_CHECKING:

@@ -33,8 +33,8 @@ from penstock.library.options import at_least, whole_multiple
 from penstock.schedule import Op, Schedule, ScheduleError, Updates, Windows, known_to, with_tentative_updates
 from penstock.schedule.op import PREDICT
 from penstock.schedule.placement import multi_directional
-from penstock.schedule.staleness import updates_ahead
 from penstock.schedule.updates import NEWEST, OWNER, TENTATIVE, with_ops_at
+from penstock.schedule.weight_versions import updates_ahead
 
 _TRIED_BLOCKS, _TRIED_WINDOWS = 32, 4
 """How much of a run is timed, at least, to tell which way of ordering is best."""

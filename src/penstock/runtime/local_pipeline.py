@@ -77,7 +77,7 @@ from penstock.runtime.transport.wiring import Wiring
 from penstock.schedule import Schedule, check
 from penstock.schedule.messages import remove_communication
 from penstock.schedule.offload import MOVES, without_offload
-from penstock.schedule.staleness import why_none_is_predicted
+from penstock.schedule.weight_versions import why_none_is_predicted
 
 R = TypeVar("R")
 _SAME = "every rank must make the same ps.Pipeline(...)"

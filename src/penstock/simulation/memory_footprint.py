@@ -22,9 +22,8 @@ from penstock.engine import memory
 from penstock.schedule import Placement, Schedule, count_versions
 from penstock.schedule.op import BACKWARD, PREDICT, UPDATE, WEIGHT
 from penstock.schedule.short_repr import short_repr
-from penstock.schedule.staleness import PREDICTING
 from penstock.schedule.updates import OWNER
-from penstock.schedule.weight_versions import SHARDINGS
+from penstock.schedule.weight_versions import PREDICTING, SHARDINGS
 from penstock.simulation.simulator import simulate
 from penstock.simulation.timeline import Timeline
 from penstock.unknown_names import refuse_unknown

@@ -21,7 +21,7 @@ from math import lcm
 from typing import TYPE_CHECKING, Any
 
 from penstock.schedule import TENTATIVE, Schedule, count_mismatch
-from penstock.schedule.staleness import PREDICTING
+from penstock.schedule.weight_versions import PREDICTING
 from penstock.train.checks import SettingsError
 
 if TYPE_CHECKING:

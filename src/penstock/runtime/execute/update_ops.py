@@ -27,8 +27,8 @@ from penstock.runtime.tensors.message import Edge, Payload
 from penstock.runtime.transport.wiring import WiredOp
 from penstock.schedule import Op
 from penstock.schedule.op import BACKWARD, FORWARD, GIVE, INPUT, OF_UPDATES, PREDICT, UPDATE, WEIGHT
-from penstock.schedule.staleness import moment
 from penstock.schedule.updates import OWNER
+from penstock.schedule.weight_versions import moment
 
 
 class UpdatingOps:

@@ -32,7 +32,7 @@ from torch.optim import SGD, Adam, Muon, NAdam, Optimizer
 from penstock.runtime.errors import RuntimeFailure
 from penstock.runtime.parameters.muon import MUON, MuonAdamW
 from penstock.schedule import Schedule, ScheduleError
-from penstock.schedule.staleness import backward_steps, forward_steps, updates_ahead
+from penstock.schedule.weight_versions import backward_steps, forward_steps, updates_ahead
 
 
 @dataclass(frozen=True)
@@ -381,8 +381,9 @@ class TiedPrediction(VersionRule):
     """Of a tied parameter that another stage owns: the newest that came, moved on by `ReadContext.ahead`.
 
     So each op reads what stands for the same moment as what the owner's stage reads in the same op of the microbatch
-    (`schedule/staleness.py`), under any rule that predicts. In a forward it is the same to the bit, as all stages
-    have the same version of it there. In a backward the owner's stage will have made updates that have not come here.
+    (`schedule/weight_versions.py`), under any rule that predicts. In a forward it is the same to the bit, as all
+    stages have the same version of it there. In a backward the owner's stage will have made updates that have not
+    come here.
     """
 
     name = "tied"

@@ -25,9 +25,9 @@ from penstock.runtime.tensors.dtensor import as_shard, local, memory
 from penstock.runtime.tensors.message import Edge
 from penstock.runtime.transport.wiring import first_of_tied_values, twins_of
 from penstock.schedule import Schedule
-from penstock.schedule.staleness import Needs, moment, predictions_of, tied_reads_of
 from penstock.schedule.tentative import known_to
 from penstock.schedule.updates import OWNER
+from penstock.schedule.weight_versions import Needs, moment, predictions_of, tied_reads_of
 
 GRADIENTS = "gradients/"
 PREFIX = "asynchronous/"
@@ -100,7 +100,7 @@ class ScheduledUpdates:
         )
 
     def needed(self, pipeline: int, stage: int, when: int) -> Sequence[int]:
-        """How many updates ahead a copy must know its weights at a moment of a pass (`staleness.moment`)."""
+        """How many updates ahead a copy must know its weights at a moment of a pass (`weight_versions.moment`)."""
         return self._needs.get((pipeline, stage), {}).get(when, ())
 
     def tied_needed(self, name: str, pipeline: int, stage: int, when: int) -> Sequence[int]:

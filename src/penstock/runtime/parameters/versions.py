@@ -57,7 +57,7 @@ from penstock.runtime.parameters.rules import ReadContext, VersionRule, WeightRe
 from penstock.runtime.tensors.autograd import added
 from penstock.runtime.tensors.dtensor import as_shard, is_sharded, laid_like, local, memory, own_shard, standing_for
 from penstock.schedule import Schedule
-from penstock.schedule.staleness import Needs, WeightReads, moment
+from penstock.schedule.weight_versions import Needs, WeightReads, moment
 
 Predict = Callable[[Tensor, Parameter, int], None]
 """Writes into a tensor where a master will be after so many more updates."""
