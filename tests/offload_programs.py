@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import penstock as ps
 from penstock.schedule import Op
-from penstock.schedule.offload import with_offload
+from penstock.schedule.async_ops import with_offload
 
 
 def offloads(stages: Sequence[int], last: int, time: float = 1.5, share: float = 1.0) -> list[ps.NewOp]:

@@ -22,7 +22,7 @@ from penstock.runtime.errors import RuntimeFailure
 from penstock.runtime.stage.host_memory import SavedSlot
 from penstock.runtime.stage.registered_ops import require_round_trips
 from penstock.schedule import Op
-from penstock.schedule.offload import without_offload
+from penstock.schedule.async_ops import without_offload
 from plain_loop import differences, gradients, plain_step
 from runtime_cases import CASES, compare
 from tiers import in_turn

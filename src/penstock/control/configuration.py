@@ -20,8 +20,8 @@ from penstock.dispatch import Dispatch
 from penstock.engine.tolerance import is_within
 from penstock.formats.native import from_json, to_json
 from penstock.schedule import Schedule, check
+from penstock.schedule.async_ops import OFFLOAD, RELOAD
 from penstock.schedule.messages import remove_communication
-from penstock.schedule.offload import OFFLOAD, RELOAD
 from penstock.schedule.short_repr import short_repr
 from penstock.simulation.lowered import Order
 from penstock.simulation.runner import Runner

@@ -14,7 +14,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from penstock.schedule import Needs, Op, Registered, Schedule, require_no_updates
-from penstock.schedule.offload import OFFLOAD, RELOAD
+from penstock.schedule.async_ops import OFFLOAD, RELOAD
 
 __all__ = ["REDUCE", "add_reductions", "reduced_stages"]
 

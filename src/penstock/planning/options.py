@@ -14,8 +14,8 @@ from penstock.dispatch import Dispatch
 from penstock.engine.tolerance import is_within
 from penstock.planning.progress import Progress
 from penstock.schedule import Placement, ScheduleError, StageGraph
+from penstock.schedule.async_ops import OFFLOAD, RELOAD
 from penstock.schedule.messages import BUFFERED
-from penstock.schedule.offload import OFFLOAD, RELOAD
 from penstock.simulation.simulator import as_dispatch
 
 MOST_AGAIN = 6

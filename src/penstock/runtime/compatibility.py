@@ -25,8 +25,8 @@ from penstock.runtime.parameters.copies import require_one_copy_a_rank
 from penstock.runtime.stage.branches import has_many_ends, is_plain, require_matching
 from penstock.runtime.transport.wiring import tied_sums
 from penstock.schedule import Schedule, StageGraph
+from penstock.schedule.async_ops import without_offload
 from penstock.schedule.liveness import run_on
-from penstock.schedule.offload import without_offload
 
 
 @dataclass(frozen=True)

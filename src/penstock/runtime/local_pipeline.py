@@ -75,8 +75,8 @@ from penstock.runtime.transport.link_conditions import Conditions, LateRing
 from penstock.runtime.transport.repeat import MOST_ATTEMPTS, Attempts, GuardedGroup, guard
 from penstock.runtime.transport.wiring import Wiring
 from penstock.schedule import Schedule, check
+from penstock.schedule.async_ops import MOVES, without_offload
 from penstock.schedule.messages import remove_communication
-from penstock.schedule.offload import MOVES, without_offload
 from penstock.schedule.weight_versions import why_none_is_predicted
 
 R = TypeVar("R")

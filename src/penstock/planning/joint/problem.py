@@ -30,7 +30,7 @@ from penstock.planning.options import Limits, OpForms
 from penstock.planning.problem import pose, walk_ops
 from penstock.planning.row_walk import I, Ops, Orders, W
 from penstock.schedule import Op, Placement, Schedule
-from penstock.schedule.offload import OFFLOAD, RELOAD, with_offload
+from penstock.schedule.async_ops import OFFLOAD, RELOAD, with_offload
 
 _KINDS = ("F", "R", "I", "W", OFFLOAD, RELOAD)
 """By number, as `row_walk` has them."""

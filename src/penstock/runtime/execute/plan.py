@@ -25,8 +25,8 @@ from penstock.runtime.transport.channel import ExpectedMessages, Tags, expected_
 from penstock.runtime.transport.choose import TransportChoice
 from penstock.runtime.transport.wiring import Wiring, wire
 from penstock.schedule import Op, Schedule, check
+from penstock.schedule.async_ops import OFFLOAD, with_offload, without_offload
 from penstock.schedule.liveness import most_ahead, run_untimed
-from penstock.schedule.offload import OFFLOAD, with_offload, without_offload
 from penstock.schedule.op import BACKWARD, FORWARD, RECOMPUTE
 from penstock.simulation.auto import WITHOUT_WAITING, choose_policy
 from penstock.simulation.lowered import frozen_caps, frozen_peaks, memory_changes

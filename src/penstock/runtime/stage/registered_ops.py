@@ -33,8 +33,8 @@ from penstock.runtime.stage.host_memory import SavedTensors
 from penstock.runtime.stage.ops import StageRunner
 from penstock.runtime.stage.stage import Copy
 from penstock.schedule import Op, Schedule
+from penstock.schedule.async_ops import MOVES, OFFLOAD, RELOAD
 from penstock.schedule.dependencies import predecessors
-from penstock.schedule.offload import MOVES, OFFLOAD, RELOAD
 from penstock.schedule.op import BUILT_IN, FORWARD
 from penstock.schedule.short_repr import short_repr
 from penstock.schedule.updates import OWNER
