@@ -1,4 +1,7 @@
-"""The exception for a schedule that must not run: where it is wrong, which rule it breaks, and what is missing."""
+"""The exception for a schedule that must not run: where it is wrong, which rule it breaks, and what is missing.
+
+`text.error_at` makes one that shows the row around the op that is wrong.
+"""
 
 from __future__ import annotations
 
@@ -53,3 +56,15 @@ class ScheduleError(ValueError):
             line=self.line,
             column=self.column,
         )
+
+
+def name_of(op: Op) -> str:
+    """An op in words."""
+    return f"{op.short()} of stage {op.stage}"
+
+
+def only(count: int, noun: str) -> str:
+    """Says how many stages or microbatches there are, where an op names another."""
+    if count == 1:
+        return f"there is only 1 {noun}, {noun} 0"
+    return f"there are only {count} {noun}{'es' if noun.endswith('h') else 's'}, 0 to {count - 1}"

@@ -23,6 +23,7 @@ from dataclasses import MISSING, fields
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from penstock.schedule.dependencies import predecessors, run_rows
+from penstock.schedule.errors import ScheduleError, name_of
 from penstock.schedule.microbatch_order import grouped
 from penstock.schedule.op import Op
 from penstock.schedule.pairs import JOIN, paired_steps
@@ -248,3 +249,26 @@ def unit_columns(schedule: Schedule) -> list[list[int]]:
 def _is_joined(graph: StageGraph, row: Sequence[Op], place: int) -> bool:
     """Whether the op at a place of a row is the backward of a pair whose forward comes right before it."""
     return bool(graph.pairs) and place > 0 and graph.forward_of.get(row[place]) == row[place - 1]
+
+
+_SHOWN_EACH_SIDE = 6
+"""Ops before and after the one that is wrong."""
+
+
+def spot_of(schedule: Schedule, rank: int, step: int) -> str:
+    """The row around one op, with an arrow under it."""
+    cells = cell_texts(schedule, rank)
+    first, last = max(0, step - _SHOWN_EACH_SIDE), min(len(cells), step + _SHOWN_EACH_SIDE + 1)
+    before = "... " if first else ""
+    lead = f"  rank {rank} | {before}" + "".join(c + " " for c in cells[first:step])
+    cell = cells[step] if step < len(cells) else "(end)"
+    row = lead + " ".join([cell, *cells[step + 1 : last]]) + (" ..." if last < len(cells) else "")
+    return f"{row}\n{' ' * len(lead)}{'^' * len(cell)}"
+
+
+def error_at(
+    schedule: Schedule, rule: str, rank: int, step: int, op: Op, message: str, peer: str | None = None
+) -> ScheduleError:
+    """The error at one op, with the row around it and an arrow under it."""
+    text = f"rank {rank}, step {step}, {name_of(op)}: {message} (rule: {rule})\n{spot_of(schedule, rank, step)}"
+    return ScheduleError(text, rule=rule, rank=rank, step=step, op=op, peer=peer)

@@ -19,8 +19,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, NoReturn, TypeVar
 
-from penstock.schedule.error_context import only
-from penstock.schedule.errors import ScheduleError
+from penstock.schedule.errors import ScheduleError, only
 from penstock.schedule.microbatch_order import ungrouped
 from penstock.schedule.op import KINDS, RECOMPUTE, Op, parse_op
 from penstock.schedule.pairs import JOIN, of_steps

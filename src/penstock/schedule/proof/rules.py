@@ -33,8 +33,7 @@ from penstock.schedule import messages
 from penstock.schedule.async_ops import activations_added, rows_of, walk_memory
 from penstock.schedule.columns import edges_of, numbered
 from penstock.schedule.dependencies import predecessors
-from penstock.schedule.error_context import error_at, name_of, only, spot_of
-from penstock.schedule.errors import ScheduleError
+from penstock.schedule.errors import ScheduleError, name_of, only
 from penstock.schedule.liveness import UntimedRun, run_untimed
 from penstock.schedule.microbatch_order import MicrobatchOrder, order_kind, places_of, queue_name, shown
 from penstock.schedule.op import (
@@ -53,6 +52,7 @@ from penstock.schedule.pairs import wrong_pair
 from penstock.schedule.proof import arrays, updates
 from penstock.schedule.schedule import Schedule, require_schedule
 from penstock.schedule.stage_graph import Needs
+from penstock.schedule.text import error_at, spot_of
 from penstock.unknown_names import refuse_unknown
 
 

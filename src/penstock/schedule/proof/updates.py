@@ -10,11 +10,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import NoReturn
 
-from penstock.schedule.error_context import error_at, name_of
-from penstock.schedule.errors import ScheduleError
+from penstock.schedule.errors import ScheduleError, name_of
 from penstock.schedule.op import BACKWARD, FORWARD, GIVE, INPUT, PREDICT, UPDATE, WEIGHT, Op
 from penstock.schedule.schedule import Schedule
 from penstock.schedule.tentative import require_whole_backwards
+from penstock.schedule.text import error_at
 from penstock.schedule.updates import OWNER, TENTATIVE, updates_between
 from penstock.schedule.weight_versions import TWO_BUFFERS, Copies
 
