@@ -15,7 +15,7 @@ from penstock.engine.network import NONE, Irregularities, Network, OpGraph, of_q
 from penstock.engine.sweep import OrderTimes, Timer
 from penstock.schedule.columns import edges_of, numbered
 from penstock.schedule.liveness import run_untimed
-from penstock.schedule.proof.arrays import are_in_local_order, run_to_their_ends
+from penstock.schedule.proof_columns import are_in_local_order, run_to_their_ends
 from tiers import examples
 
 Needs = list[list[tuple[int, float, int, int]]]

@@ -13,8 +13,8 @@
     versions      by pipedream-2bw's rule, what a microbatch reads is in one of two buffers
     memory        no rank holds more activations than the limit, or gives back more than it holds
 
-Each rule is asked of all ops at once where the schedule has columns (`arrays`). Where it has none, or a rule is
-broken, the ops are gone through one by one, which says where.
+Each rule is asked of all ops at once where the schedule has columns (`proof_columns`). Where it has none, or a rule
+is broken, the ops are gone through one by one, which says where.
 
 The deadlock rule is decided by running the order without time or tensors. By default a channel holds what its
 schedule keeps in flight, which is how the runtime sizes its buffers, so sends alone never block and a deadlock is a
@@ -29,7 +29,7 @@ from dataclasses import replace
 from typing import Any
 
 from penstock.engine.tolerance import is_within, slack
-from penstock.schedule import messages
+from penstock.schedule import messages, proof_columns, proof_updates
 from penstock.schedule.async_ops import activations_added, rows_of, walk_memory
 from penstock.schedule.columns import edges_of, numbered
 from penstock.schedule.dependencies import predecessors
@@ -49,7 +49,6 @@ from penstock.schedule.op import (
     Op,
 )
 from penstock.schedule.pairs import wrong_pair
-from penstock.schedule.proof import arrays, updates
 from penstock.schedule.schedule import Schedule, require_schedule
 from penstock.schedule.stage_graph import Needs
 from penstock.schedule.text import error_at, spot_of
@@ -104,19 +103,24 @@ def check(
     require_schedule(schedule)
     _check_ranges(schedule)
     columns, found = schedule.columns, numbered(schedule)
-    if found is None or not arrays.are_covered(found):
+    if found is None or not proof_columns.are_covered(found):
         _check_coverage(schedule)
     if columns is None:
         _check_messages(schedule)
-    updates.check_tentative(schedule)
+    proof_updates.check_tentative(schedule)
     if (wrong := wrong_pair(schedule)) is not None:
         raise error_at(schedule, "pairs", *wrong)
     edges = None if found is None else edges_of(found, schedule.graph.targets)
-    if columns is None or edges is None or not arrays.are_in_local_order(columns, edges):
+    if columns is None or edges is None or not proof_columns.are_in_local_order(columns, edges):
         _check_local_order(schedule)
-    if found is None or not arrays.are_in_microbatch_order(schedule, found):
+    if found is None or not proof_columns.are_in_microbatch_order(schedule, found):
         check_microbatch_order(schedule)
-    if columns is None or edges is None or channel_depth is not None or not arrays.run_to_their_ends(columns, edges):
+    if (
+        columns is None
+        or edges is None
+        or channel_depth is not None
+        or not proof_columns.run_to_their_ends(columns, edges)
+    ):
         run = run_untimed(schedule, channel_depth)
         if run.blocked:
             raise _deadlock_error(schedule, run, channel_depth)
@@ -124,12 +128,12 @@ def check(
         _check_channels(schedule, messages.require_channel(channels))
     most = schedule.updates.max_mismatch if max_mismatch is None and schedule.updates else max_mismatch
     if most is not None:
-        updates.check_mismatch(schedule, most)
-    updates.check_two_buffers(schedule)
+        proof_updates.check_mismatch(schedule, most)
+    proof_updates.check_two_buffers(schedule)
     limit = schedule.max_in_flight if max_in_flight is None else max_in_flight
     if schedule.graph.holds:
         _check_given_back(schedule)
-    if limit is not None and (columns is None or not arrays.are_within(columns, limit)):
+    if limit is not None and (columns is None or not proof_columns.are_within(columns, limit)):
         _check_memory(schedule, limit)
 
 
@@ -145,8 +149,8 @@ def _check_ranges(schedule: Schedule) -> None:
         text = f"a microbatch is given to pipeline {bad[0]}, but there are {placement.num_pipelines}"
         raise _error("placement", text)
     _check_counts(schedule)
-    updates.check_windows(schedule)
-    alike = None if schedule.columns is None else arrays.one_of_each(schedule, schedule.columns)
+    proof_updates.check_windows(schedule)
+    alike = None if schedule.columns is None else proof_columns.one_of_each(schedule, schedule.columns)
     if alike is None or any(_misplaced(schedule, *spot) for spot in alike):
         for rank, row in enumerate(schedule.order):
             for step in range(len(row)):
@@ -166,7 +170,7 @@ def _misplaced(schedule: Schedule, rank: int, step: int) -> ScheduleError | None
     if not 0 <= op.stage < schedule.num_stages:
         return error_at(schedule, "range", rank, step, op, only(schedule.num_stages, "stage"))
     if op.kind in OF_UPDATES:
-        num_ops = updates.num_updates_of(schedule, rank, step, op)
+        num_ops = proof_updates.num_updates_of(schedule, rank, step, op)
     elif registered:
         num_ops = registered.num_ops
         if registered.microbatches:
@@ -280,7 +284,7 @@ def _check_coverage(schedule: Schedule) -> None:
                 )
             if i not in spot or w not in spot:
                 raise _missing(schedule, i if i not in spot else w, spot[w if i not in spot else i])
-    updates.check_every_update(schedule, spot)
+    proof_updates.check_every_update(schedule, spot)
 
 
 def _missing(schedule: Schedule, op: Op, near: tuple[int, int] | None, what: str | None = None) -> ScheduleError:
