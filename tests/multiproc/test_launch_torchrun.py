@@ -20,12 +20,15 @@ assert dist.get_rank() == rank and dist.get_world_size() == num_ranks
 """
 
 
-def run(tmp_path: Path, body: str, num_ranks: int = 2) -> tuple[int, str, list[str]]:
+def run(
+    tmp_path: Path, body: str, num_ranks: int = 2, head: str = HEAD, max_restarts: int = 0
+) -> tuple[int, str, list[str]]:
     """Exit code, stdout, and the lines of stderr that are not torchrun's own."""
     script = tmp_path / "ranks.py"
-    script.write_text(HEAD + body)
+    script.write_text(head + body)
+    words = ["--standalone", f"--nproc-per-node={num_ranks}", f"--max-restarts={max_restarts}"]
     done = subprocess.run(
-        [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={num_ranks}", str(script)],
+        [sys.executable, "-m", "torch.distributed.run", *words, str(script)],
         capture_output=True,
         text=True,
         timeout=250,
@@ -82,3 +85,23 @@ sys.exit(command.run_command(["--schedule", "1fb1", "--out", "run"]))
     assert code == 1
     assert mine == ["penstock: no schedule named '1fb1'; did you mean 1f1b?"]
     assert (tmp_path / "leaves time").exists()
+
+
+@pytest.mark.slow
+def test_one_restart_is_enough_after_a_kill(tmp_path: Path) -> None:
+    """A rank that starts first does not connect to the address of the process that was killed."""
+    body = """
+if not is_restarted:
+    if rank == 1:
+        os.kill(os.getpid(), 9)
+    dist.recv(torch.zeros(1), 1)
+print(rank, flush=True)
+"""
+    late = """
+import os, time
+is_restarted = os.environ["TORCHELASTIC_RESTART_COUNT"] != "0"
+if is_restarted and os.environ["RANK"] == "1":
+    time.sleep(2.0)
+"""
+    code, out, _ = run(tmp_path, body, head=late + HEAD, max_restarts=1)
+    assert (code, sorted(out.split())) == (0, ["0", "1"])

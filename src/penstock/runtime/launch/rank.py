@@ -16,6 +16,7 @@ import sys
 import threading
 import time
 import traceback
+import uuid
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -209,7 +210,8 @@ def init_process(timeout: float) -> tuple[int, int]:
     try:
         if environment is not None:
             rank, num_ranks = environment.rank, environment.num_ranks
-            store = next(dist.rendezvous("env://", timeout=deadline))[0]
+            shared = next(dist.rendezvous("env://", timeout=deadline))[0]
+            store = store_of_this_start(shared, rank, num_ranks, timeout)
         if num_ranks > 1 and not isinstance(sys.excepthook, Reporter):
             sys.excepthook = Reporter(rank, print_report)
         hook = sys.excepthook
@@ -225,6 +227,44 @@ def init_process(timeout: float) -> tuple[int, int]:
         raise
     atexit.register(_leave_group)
     return rank, num_ranks
+
+
+POLL = 0.01
+"""Seconds between two looks of rank 0 for ranks that have started."""
+
+
+def store_of_this_start(store: dist.Store, rank: int, num_ranks: int, timeout: float) -> dist.Store:
+    """The part of a store that belongs to the processes of one start alone.
+
+    torchrun keeps one store for all its restarts, and the addresses of the processes that ended stay in it. If a rank
+    reads such an address before the new process has written its own, it connects to nobody, and the restart fails.
+    Here each process writes a number of its own. Rank 0 answers each number with the name of this start, and goes on
+    until every rank has the name: the number that it finds first may be that of a process that ended.
+
+    Raises:
+        DeadlineExceeded: a rank has not started within `timeout` seconds.
+        RuntimeError: the store is gone, or rank 0 has not answered in time.
+    """
+    own = uuid.uuid4().hex
+    if rank:
+        store.set(f"process/{rank}", own)
+        start = store.get(f"start/{own}").decode()
+        store.set(f"{start}/joined/{rank}", "")
+        return dist.PrefixStore(start, store)
+    answered: dict[int, bytes] = {}
+    missing, deadline = list(range(1, num_ranks)), time.monotonic() + timeout
+    while missing:
+        for other in missing:
+            if store.check([f"process/{other}"]) and (number := store.get(f"process/{other}")) != answered.get(other):
+                answered[other] = number
+                store.set(f"start/{number.decode()}", own)
+        missing = [other for other in missing if not store.check([f"{own}/joined/{other}"])]
+        if missing and time.monotonic() > deadline:
+            raise DeadlineExceeded(
+                f"rank 0 waited {timeout:g} s for rank {missing[0]} of {num_ranks} to start{_advice()}"
+            )
+        time.sleep(POLL if missing else 0)
+    return dist.PrefixStore(own, store)
 
 
 def _advice() -> str:
