@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import Parameter
 from torch.optim import Optimizer
+from torch.utils.data import Dataset, IterableDataset
 
 from penstock.control import Configuration
 from penstock.cost import Links
@@ -541,10 +542,15 @@ class Pipeline:
             The loss. Over a loader it is in float64, and `losses` has one share for each batch; they add up to it.
 
         Raises:
-            RuntimeFailure: no loss_fn, a batch that can't be cut, or a loader that gives no batch.
+            RuntimeFailure: no loss_fn, a batch that can't be cut, a loader that gives no batch, or a Dataset alone.
         """
         if self._loss_fn is None and not has_many_ends(self.schedule.graph):
             raise RuntimeFailure(NO_LOSS.format("evaluate"))
+        if isinstance(inputs, Dataset) and not isinstance(inputs, IterableDataset):
+            raise RuntimeFailure(
+                f"evaluate was given a {type(inputs).__name__}, a Dataset of single samples, and takes a batch or a "
+                "loader of batches; wrap it in a DataLoader(dataset, batch_size=...)"
+            )
         is_batch = isinstance(inputs, Tensor | list | tuple | Mapping) or is_dataclass(inputs)
         if targets is None and isinstance(inputs, Iterable) and not is_batch:
             return self._mean_loss(inputs)
