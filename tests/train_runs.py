@@ -7,6 +7,7 @@ import functools
 import importlib
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -226,6 +227,11 @@ class Run:
         left = [pid for pid in self.pids if _is_rank(pid)]
         assert not left, f"processes {left} are left"
         return Ended(self._process.returncode, out, err)
+
+
+def error_in(err: str) -> str:
+    """The error that `penstock train` printed, without the line that says that it starts."""
+    return re.sub(r"\Astarting .* \.\.\.\n", "", err)
 
 
 def losses(folder: Path) -> list[float]:

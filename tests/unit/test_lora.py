@@ -202,6 +202,21 @@ def test_what_is_refused_says_why(case: str) -> None:
         Decoder(transformers_config(), lora=given)
 
 
+def test_our_own_calls_of_peft_warn_of_nothing(tmp_path: Path) -> None:
+    """A model that peft itself has wrapped warns its user once, and neither cutting nor exporting it warns again."""
+    model = model_of("llama")
+    model.save_pretrained(tmp_path / "base")
+    wrapped = peft.get_peft_model(model, peft.LoraConfig(target_modules=["q_proj"]))
+    wrapped.save_pretrained(tmp_path / "adapter")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for decoder in (Decoder(wrapped), Decoder(tmp_path / "base", lora=tmp_path / "adapter")):
+            with pipeline(decoder, ps.build("1f1b", 2, 2), optimizer=None) as pipe:
+                tokens = torch.randint(0, 16, (2, 6))
+                pipe.step(*decoder.inputs_and_targets({"input_ids": tokens, "labels": tokens}))
+                decoder.export(tmp_path / f"out{id(decoder)}", Reader(pipe.save(tmp_path / f"saved{id(decoder)}")))
+
+
 def test_layers_with_adapters_are_not_sharded() -> None:
     stage = Decoder(transformers_config(), lora={}).stage(range(6))
     with pytest.raises(ParallelError, match="adapters are not shared out"):

@@ -385,11 +385,13 @@ def test_the_report_for_people(train: Train, tmp_path: Path, text: Path, capfd: 
     assert main(["train", *line.split()]) == 0
     out, err = capfd.readouterr()
     told = err.splitlines()
-    assert told[0].startswith(f"data    {text}: 1 documents")
-    assert told[1] == "plan    1f1b over 4 ranks (in one process), 4 microbatches of 2 samples, frozen"
-    assert told[2] == f"folder  {folder}"
-    assert told[3].startswith("note    4 ranks took turns in one process")
-    assert [t.split("  ")[0] for t in told[4:]] == ["step 1/3", "step 2/3", "step 3/3"]
+    assert told[0] == "starting 4 ranks: reading the data, cutting the model ..."
+    assert told[1].startswith(f"data    {text}: 1 documents")
+    assert told[2] == "plan    1f1b over 4 ranks (in one process), 4 microbatches of 2 samples, frozen"
+    assert told[3] == f"folder  {folder}"
+    assert told[4].startswith("note    4 ranks took turns in one process")
+    assert told[5] == "building the stages ..."
+    assert [t.split("  ")[0] for t in told[6:]] == ["step 1/3", "step 2/3", "step 3/3"]
     assert [row.split("  ")[0] for row in out.splitlines()] == ["", "run", "loss", "one step", "wrote"]
     assert not any(c for c in out if not c.isprintable() and c != "\n")
     loss = next(row for row in out.splitlines() if row.startswith("loss")).removeprefix("loss").strip()

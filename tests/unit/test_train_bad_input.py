@@ -16,7 +16,7 @@ import penstock as ps
 from checkpoint_cases import flip_tensor
 from penstock.cli import main
 from penstock.train.settings import Settings
-from train_runs import losses
+from train_runs import error_in, losses
 
 pytestmark = pytest.mark.unit
 
@@ -181,6 +181,7 @@ def tell(
         out, err = capfd.readouterr()
         assert got in codes, err
         assert out == ""
+        err = error_in(err)
         assert err.startswith("penstock: "), err
         lines = err.removeprefix("penstock: ").splitlines()
         got_json = main([*arguments, "--json"])

@@ -16,6 +16,7 @@ from penstock.cli import main
 from penstock.models import clip_presets
 from penstock.runtime import launch
 from penstock.train.tasks.clip import Tower, schedule_of_towers
+from train_runs import error_in
 
 pytestmark = pytest.mark.unit
 
@@ -154,7 +155,7 @@ def tell(place: Path, monkeypatch: pytest.MonkeyPatch, capfd: Any) -> Tell:
         code = main(arguments)
         out, err = capfd.readouterr()
         assert (code in (1, 2), out) == (True, ""), err
-        lines: list[str] = err.removeprefix("penstock: ").splitlines()
+        lines: list[str] = error_in(err).removeprefix("penstock: ").splitlines()
         assert main([*arguments, "--json"]) == code
         out, err = capfd.readouterr()
         assert err == ""

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from penstock.cli import main
+from train_runs import error_in
 
 pytestmark = pytest.mark.unit
 
@@ -244,6 +245,7 @@ def test_a_mistake_is_told(place: Path, capfd: Any, options: str, words: list[st
     code = main(["train", *shlex.split(line), *shlex.split(options)])
     out, err = capfd.readouterr()
     assert (code, out) == (2, ""), err
+    err = error_in(err)
     assert err.startswith("penstock: ")
     assert "bug in penstock" not in err
     assert len(err.splitlines()) <= 3, err

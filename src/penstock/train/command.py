@@ -64,10 +64,14 @@ def train(
 
 
 def _carry_out(order: TrainJob, is_program: bool) -> int:
+    settings = order.settings
     # Light checks first: most mistakes are told before torch is loaded.
-    schedule_of(order.settings)
+    schedule_of(settings)
+    if not order.as_json and os.environ.get("RANK", "0") == "0":
+        ranks = "1 rank" if settings.num_processes == 1 else f"{settings.num_processes} ranks"
+        print(f"starting {ranks}: reading the data, cutting the model ...", file=sys.stderr, flush=True)
     forks = is_program and sys.platform == "linux"
-    if forks and "RANK" not in os.environ and not order.settings.in_process:
+    if forks and "RANK" not in os.environ and not settings.in_process:
         start_rank_server(["penstock.train.run_job"], {})  # it loads torch while this process does
     from penstock.train.run_job import checked
     from penstock.train.start import run_job

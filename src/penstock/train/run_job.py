@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import torch
 
 from penstock.data import Corpus
 from penstock.runtime.checkpoint import UNWRITTEN, CheckpointError
+from penstock.simulation.simulator import AUTO
 from penstock.train.asynchronous import bound, one_every, proved_mismatch
 from penstock.train.folder import RunFolder, check_place, is_folder
 from penstock.train.inputs import Inputs, gather_inputs
@@ -99,6 +101,9 @@ class TrainRun:
     def run(self, is_first: bool) -> int:
         job = self.job
         torch.set_num_threads(job.settings.num_threads)
+        if is_first and not job.as_json:
+            plans = job.settings.adapt or job.settings.dispatch == AUTO
+            print(f"building the stages{', planning' if plans else ''} ...", file=sys.stderr, flush=True)
         run = RankRun(self._inputs, RunFolder(Path(job.folder)), is_first, job.as_json, job.export, job.notices)
         if job.resume:
             run.resume(job.checkpoint)
