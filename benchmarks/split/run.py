@@ -29,8 +29,8 @@ from torch import Tensor, nn
 
 from experiments.common.record import record
 from experiments.common.summary import save_summary
-from penstock.runtime.launch import warm_up_malloc
 from penstock.runtime.split_backward import SplitStage, Tape, prepare
+from penstock.train.start import warm_up_malloc
 
 Row = dict[str, Any]
 Timing = tuple[float, float, float]  # forward, first half (or all), second half; ms

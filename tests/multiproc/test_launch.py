@@ -7,7 +7,6 @@ import io
 import json
 import os
 import signal
-import socket
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -19,7 +18,6 @@ import pytest
 from penstock.rank_environment import SIGNALS
 from penstock.runtime.launch import launch
 from processes import forkserver
-from stores import free_port
 from waiting import PATIENCE, wait_until
 
 pytestmark = [pytest.mark.multiproc]
@@ -70,9 +68,7 @@ write_at_once(folder / f"pid-{rank}", str(os.getpid()))
 """In place of the head, for ranks that never join."""
 
 
-def launch_there(
-    folder: Path, num_ranks: int, port: int | None, start_method: str, grace: float, environment: dict[str, str]
-) -> None:
+def launch_there(folder: Path, num_ranks: int, start_method: str, grace: float, environment: dict[str, str]) -> None:
     """The parent of the ranks, in a session of its own; what it says goes to files.
 
     With the `start_method` "fork" ranks are forked from this process, which has loaded torch. With "forkserver" an
@@ -86,7 +82,7 @@ def launch_there(
         with (folder / name).open("w") as file:
             os.dup2(file.fileno(), number)
     words = [str(folder / "ranks.py"), str(folder)]
-    code = launch(words, num_ranks, port=port, start_method=start_method, grace=grace)
+    code = launch(words, num_ranks, start_method=start_method, grace=grace)
     left = alive(pids_of(folder))
     sys.exit(f"ranks {left} outlived the launch" if left else code)
 
@@ -150,12 +146,11 @@ def start_parent(tmp_path: Path) -> Iterator[Callable[..., tuple[Run, int]]]:
         body: str,
         head: str = HEAD,
         num_ranks: int = NUM_RANKS,
-        port: int | None = None,
         start_method: str = "fork",
         grace: float = 3.0,
     ) -> tuple[Run, int]:
         (tmp_path / "ranks.py").write_text(f"import sys\nsys.path.append({TESTS!r})\n{head}{body}")
-        words = (tmp_path, num_ranks, port, start_method, grace, dict(os.environ))
+        words = (tmp_path, num_ranks, start_method, grace, dict(os.environ))
         process = forkserver().Process(target=launch_there, args=words)
         processes.append(process)
         process.start()
@@ -184,17 +179,16 @@ def once(err: str, words: str) -> None:
 
 
 def test_all_well(start, tmp_path: Path) -> None:
-    """On a chosen port; stdout and stderr are the parent's, and the process that loaded torch is the same for all."""
-    port = free_port()
+    """Stdout and stderr are the parent's, and the process that loaded torch is the same for all."""
     body = (
-        "told = [rank, torch.get_num_threads(), os.getsid(0) == os.getpid(), os.environ['MASTER_PORT']]\n"
+        "told = [rank, torch.get_num_threads(), os.getsid(0) == os.getpid()]\n"
         "print('rank', *told, flush=True)\n"
         "(folder / f'loaded-by-{os.getppid()}').touch()\n"
         "if rank == 1: print('now', file=sys.stderr); os.write(2, b'raw\\n')\n"
     )
-    code, out, err = start(body, port=port, start_method="forkserver").finish()
+    code, out, err = start(body, start_method="forkserver").finish()
     threads = os.environ.get("OMP_NUM_THREADS", max(1, len(os.sched_getaffinity(0)) // NUM_RANKS))
-    expected = [f"rank {rank} {threads} True {port}" for rank in range(NUM_RANKS)]
+    expected = [f"rank {rank} {threads} True" for rank in range(NUM_RANKS)]
     assert (code, sorted(out.splitlines()), err) == (0, expected, "now\nraw\n")
     assert len(list(tmp_path.glob("loaded-by-*"))) == 1
 
@@ -424,15 +418,3 @@ def test_what_fails_before_it_can_report_is_told_once(capfd: pytest.CaptureFixtu
     script.write_text("import sys; print('by the way', file=sys.stderr)")
     assert launch([str(script)], 2) == 0
     assert capfd.readouterr().err == "by the way\n" * 2
-
-
-def test_a_port_in_use(start) -> None:
-    with socket.socket() as other:
-        other.bind(("", 0))
-        other.listen()
-        port = other.getsockname()[1]
-        run = start("", port=port)
-        code, _, err = run.finish()
-    assert code == 2
-    once(err, f"port {port} cannot be used: [Errno 98] Address already in use; choose another")
-    assert run.pids() == []

@@ -118,6 +118,9 @@ def test_a_loader_without_a_batch_is_refused() -> None:
 def test_a_dataset_is_refused_with_the_loader_that_it_needs() -> None:
     data = TensorDataset(torch.randn(8, WIDTH), torch.randn(8, 1))
     with ps.Pipeline(Dropped(), ps.build("1f1b", 2, 4), loss_fn=nn.MSELoss()) as pipe:
-        with pytest.raises(RuntimeFailure, match=r"a TensorDataset, .* DataLoader\(dataset, batch_size=\.\.\.\)"):
+        with pytest.raises(
+            RuntimeFailure,
+            match=r"inputs is a TensorDataset; give batches: wrap it in a DataLoader\(dataset, batch_size=\.\.\.\)",
+        ):
             pipe.evaluate(data)
         assert pipe.evaluate(DataLoader(data, batch_size=4)).losses.shape == (2,)

@@ -12,7 +12,6 @@ import torch
 
 import penstock as ps
 from penstock.cli import main
-from penstock.cost import CostsByLength, LengthLine
 from penstock.data import ByteTokenizer
 from penstock.models import CrossEntropy, build_layers
 from penstock.runtime import RuntimeFailure
@@ -96,11 +95,7 @@ def test_losses_are_those_of_the_plain_loop_over_the_microbatches_that_were_plan
 def test_a_run_is_repeated_from_its_record_and_goes_on_from_a_checkpoint_to_the_bit(
     train: Callable[..., Any], tmp_path: Path
 ) -> None:
-    options = "--schedule 1f1b --set length_costs=measured --steps 10 --save-every 4"
-    report = train("run", f"--packing planned {options}")
-    assert any("costs by length, fitted to" in note for note in report["notices"])
-    measured = CostsByLength.from_json(json.loads((tmp_path / "run" / "length-costs.json").read_text()))
-    assert measured.num_stages == 2
+    train("run", "--packing planned --schedule 1f1b --steps 10 --save-every 4")
     record = tmp_path / "run" / "batches.jsonl"
     train("again", f"--packing {record} --steps 10")
     assert losses(tmp_path / "again") == losses(tmp_path / "run")
@@ -160,10 +155,8 @@ def test_each_step_is_dispatched_as_is_best_for_its_lengths(
         ),
         ("--packing arrival --set microbatch_tokens=100", "documents are taken as they come"),
         ("--set microbatch_tokens=100", "is for whole documents; add --packing planned"),
-        ("--set length_costs=measured", "is for whole documents; add --packing planned"),
         ("--packing planned --set microbatch_tokens=63", "no room for a document of the context's length, 64"),
         ("--packing nowhere.jsonl", "no such file; give windows, arrival, planned"),
-        ("--packing planned --set length_costs=nowhere.json", "nowhere.json: No such file"),
     ],
 )
 def test_what_does_not_go_together_is_refused_before_anything_starts(
@@ -192,7 +185,7 @@ def test_a_run_whose_last_batch_was_cut_off_where_it_was_killed_could_not_go_on(
         BatchRecord(path)
 
 
-def test_records_and_costs_of_other_runs_are_refused(train: Callable[..., Any], tmp_path: Path) -> None:
+def test_records_of_other_runs_are_refused(train: Callable[..., Any], tmp_path: Path) -> None:
     train("run", "--packing planned --steps 2")
     record = tmp_path / "run" / "batches.jsonl"
     assert "has no batch of step 2 with the" in train("more", f"--packing {record}", code=2)
@@ -202,13 +195,6 @@ def test_records_and_costs_of_other_runs_are_refused(train: Callable[..., Any], 
     assert "line 3 is no batch" in train("damaged", f"--packing {record} --steps 2", code=2)
     (tmp_path / "no.jsonl").write_bytes(bytes(range(128, 256)))  # a record that is no text was a traceback
     assert "has no batch of step 0" in train("text", f"--packing {tmp_path / 'no.jsonl'} --steps 2", code=2)
-    costs = tmp_path / "costs.json"
-    line = [LengthLine(1.0)] * 3
-    costs.write_text(json.dumps(CostsByLength(line, line, line).to_json()))
-    said = train("costs", f"--packing planned --set length_costs={costs}", code=2)
-    assert "is for 3 stages, and the schedule has 2" in said
-    costs.write_text("{")
-    assert "is not JSON" in train("costs", f"--packing planned --set length_costs={costs}", code=2)
 
 
 def test_a_step_that_no_plan_fits_is_named(tmp_path: Path, texts: Path) -> None:

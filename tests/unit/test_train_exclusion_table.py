@@ -62,7 +62,7 @@ EXCLUDED: dict[str, list[dict[str, Any]]] = {
     ],
     "packing with --schedule {schedule}": [AMDP | {"packing": name} for name in ("arrival", "planned")],
     "microbatch_tokens with --packing {packing}": [{"packing": "arrival", "microbatch_tokens": 512}],
-    "length_costs without --packing planned": [{"length_costs": "measured"}, {"microbatch_tokens": 512}],
+    "microbatch_tokens without --packing planned": [{"microbatch_tokens": 512}],
 }
 """Settings that each row of the table of exclusions refuses, by its first setting and what stands beside it."""
 

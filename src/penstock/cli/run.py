@@ -56,7 +56,6 @@ LEFT_OPTIONS = {
     "--timeout": "--set timeout=60",
     "--store": "--set store=redis://HOST:PORT",
     "--host-memory": "--set host_memory=8GB",
-    "--length-costs": "--set length_costs=measured",
     "--microbatch-tokens": "--set microbatch_tokens=4096",
     "--tied": "--set tied=true",
     "--message-cap": "--set message_cap=1MB",

@@ -33,7 +33,7 @@ from penstock.runtime.checkpoint import save_load
 from penstock.runtime.checkpoint.object_state import Stateful
 from penstock.runtime.checkpoint.state_transfer import hand_over
 from penstock.runtime.checkpoint.training_state import TrainingState
-from penstock.runtime.errors import DeadlineExceeded, PeerLost, RuntimeFailure
+from penstock.runtime.errors import DeadlineExceeded, PeerLost, RuntimeFailure, require_value
 from penstock.runtime.execute.plan import ActivePlan, require_free
 from penstock.runtime.execute.step_end import StepEnd, StepResult, SummedValues
 from penstock.runtime.execute.timeline import gathered_timeline, idle_share, measured_of
@@ -546,11 +546,8 @@ class Pipeline:
         """
         if self._loss_fn is None and not has_many_ends(self.schedule.graph):
             raise RuntimeFailure(NO_LOSS.format("evaluate"))
-        if isinstance(inputs, Dataset) and not isinstance(inputs, IterableDataset):
-            raise RuntimeFailure(
-                f"evaluate was given a {type(inputs).__name__}, a Dataset of single samples, and takes a batch or a "
-                "loader of batches; wrap it in a DataLoader(dataset, batch_size=...)"
-            )
+        has_samples = isinstance(inputs, Dataset) and not isinstance(inputs, IterableDataset)
+        require_value(not has_samples, "inputs", inputs, "batches: wrap it in a DataLoader(dataset, batch_size=...)")
         is_batch = isinstance(inputs, Tensor | list | tuple | Mapping) or is_dataclass(inputs)
         if targets is None and isinstance(inputs, Iterable) and not is_batch:
             return self._mean_loss(inputs)

@@ -138,7 +138,7 @@ EXCLUSIONS = (
         lambda s: s.packing == "arrival",
     ),
     Exclusion(
-        ("length_costs", "microbatch_tokens"),
+        ("microbatch_tokens",),
         "without --packing planned",
         "it is for whole documents",
         lambda s: not s.is_packed,

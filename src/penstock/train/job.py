@@ -15,7 +15,7 @@ from penstock.train.checks import SettingsError, said_by_file
 from penstock.train.folder import RunFolder, free_folder
 from penstock.train.kinds import GPT, check_lora_words, check_model, is_path, usual_of
 from penstock.train.own_file import is_own, own_name
-from penstock.train.settings import MEASURED, SIZES, Settings, is_record, read_settings, share_out
+from penstock.train.settings import Settings, is_record, read_settings, share_out
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,8 +92,6 @@ def order_of(
     paths = ["data", "tokenizer", *(["model"] if is_path(given.get("model", GPT)) else [])]
     if is_record(given.get("packing")):
         paths.append("packing")
-    if given.get("length_costs", SIZES) not in (SIZES, MEASURED):
-        paths.append("length_costs")
     if "lora" in given:
         check_lora_words(given["lora"])  # before a folder is a whole path
         paths += ["lora"] if not given["lora"].lstrip().startswith("{") else []

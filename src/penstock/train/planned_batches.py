@@ -14,13 +14,11 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any, NamedTuple
 
-from penstock.cost import CostError, LengthSample, fit_costs
 from penstock.dispatch import Dispatch
 from penstock.planning.batches import BatchPlan
 from penstock.runtime.errors import RuntimeFailure
-from penstock.simulation import Timeline
 from penstock.train.checks import SettingsError
-from penstock.train.folder import write_whole, writing
+from penstock.train.folder import writing
 from penstock.train.tasks.documents import Documents
 from penstock.train.tasks.task import Example
 
@@ -33,10 +31,6 @@ class StepBatch(NamedTuple):
 
     microbatches: Microbatches
     dispatches: tuple[str, ...]
-
-
-FIRST_MEASURED, LAST_MEASURED = 2, 7
-"""First and last step of a run to whose ops costs by length are fitted. The steps before are for warming up."""
 
 
 class BatchRecord:
@@ -131,11 +125,8 @@ class PlannedBatches:
         run: Callable[[Sequence[str]], None],
     ) -> None:
         self._documents, self._plan, self._record = documents, plan, record
-        self._share, self._run, self._costs = share, run, documents.costs
+        self._share, self._run = share, run
         self._plans: list[BatchPlan] = []
-        self._ran: list[list[int]] = []
-        self._samples: list[LengthSample] = []
-        self._notices: list[str] = []
 
     def __getitem__(self, step: int) -> Example:
         """The batch of a step. Raises RuntimeFailure if no plan keeps the limits."""
@@ -143,7 +134,6 @@ class PlannedBatches:
         microbatches, dispatches = chosen
         if dispatches:
             self._run(dispatches)
-        self._ran = microbatches[0]
         return self._documents.example(list(chain(*microbatches)))
 
     def _chosen(self, step: int, record: BatchRecord) -> StepBatch:
@@ -153,7 +143,7 @@ class PlannedBatches:
         assert self._plan is not None
         own = self._documents.of_step(step)
         try:
-            plan = self._plan(self._documents.lengths(own), costs=self._costs)
+            plan = self._plan(self._documents.lengths(own), costs=self._documents.costs)
         except ValueError as error:
             raise RuntimeFailure(f"the batch of step {step} can't be planned: {error}") from None
         microbatches = [[[own[k] for k in each] for each in replica] for replica in plan.microbatches]
@@ -163,51 +153,12 @@ class PlannedBatches:
         record.write(step, found, values)
         return found
 
-    def learn(self, since: int, timeline: Timeline, num_stages: int, file: Path) -> None:
-        """Takes the times of a step's ops. After the last step that is measured, plans use costs fitted
-        to these times.
-
-        Args:
-            since: steps since the run began or resumed. file: where the costs are written, for `--set length_costs`.
-        """
-        for timed in timeline.ops:
-            kind, stage, m = timed.op
-            if kind in "FIWB":
-                lengths = self._documents.lengths(self._ran[m])
-                self._samples.append(LengthSample(kind, stage, lengths, timed.end - timed.start))
-        if since != LAST_MEASURED or self._plan is None:
-            return
-        known = self._documents.costs
-        try:
-            fitted = fit_costs(
-                self._samples,
-                num_stages,
-                activation=known.activation,
-                message_bytes=known.message_bytes,
-            )
-        except CostError as error:
-            self._notices.append(f"costs by length stay those of the model's sizes: {error}")
-            return
-        self._costs = fitted.costs
-        write_whole(file, json.dumps(fitted.costs.to_json(), indent=1) + "\n")
-        worst = max(fitted.errors, key=lambda each: each.median)
-        self._notices.append(
-            f"costs by length, fitted to {len(self._samples)} ops, are {fitted.median_error:.0%} off in the median "
-            f"({worst.kind} of stage {worst.stage} most, {worst.median:.0%}); they are in {file}"
-        )
-
     def told(self) -> list[str]:
-        """Notices about the run: on measured costs, and on its plans."""
+        """A notice about the plans of the run, if it made any."""
         if not self._plans:
-            return self._notices
+            return []
         gain, ms = fmean(plan.gain for plan in self._plans), 1e3 * fmean(plan.seconds for plan in self._plans)
-        planned = (
+        return [
             f"batches were planned from lengths, {len(self._plans)} of them in {ms:.0f} ms each: predicted "
             f"{1 + gain:.2f} times as fast as in order of arrival"
-        )
-        return [*self._notices, planned]
-
-
-def is_measured(since: int) -> bool:
-    """Whether ops of a step are measured, by the number of steps since the run began or resumed."""
-    return FIRST_MEASURED <= since <= LAST_MEASURED
+        ]

@@ -34,12 +34,12 @@ from penstock.train.folder import RunFolder, write_whole
 from penstock.train.inputs import Inputs, build_pipeline, device_of
 from penstock.train.measured_dispatch import MeasuredDispatch
 from penstock.train.metrics import Metrics, ProgressView
-from penstock.train.planned_batches import BatchRecord, PlannedBatches, is_measured
+from penstock.train.planned_batches import BatchRecord, PlannedBatches
 from penstock.train.report import Report, read_adaptation, write_plan
 from penstock.train.resume import damaged
-from penstock.train.settings import ARRIVAL, MEASURED, Settings
+from penstock.train.settings import ARRIVAL, Settings
 from penstock.train.start import StopRequest
-from penstock.train.training import PassResult, Training
+from penstock.train.training import Training
 
 NOT_FINITE = "look at the data of that step, or give a lower --lr or --clip"
 PROFILED_PASSES = 5
@@ -211,7 +211,8 @@ class RankRun:
                 last = training.steps >= settings.steps
                 if training.steps + PROFILED_PASSES * len(done.losses) > settings.steps or asked:
                     self._profile.append(ProfiledStep(self.pipe.timeline(), running))
-                self._learn_times(done, start)
+                if self.measured is not None and (chosen := self.measured.after_pass()) is not None:
+                    self._dispatch = chosen.value
                 if asked and not last:
                     view.say(f"stopping after step {training.steps}: saving a checkpoint")
                 at_end = {}
@@ -225,15 +226,6 @@ class RankRun:
                 if asked:
                     return not last
         return False
-
-    def _learn_times(self, done: PassResult, start: int) -> None:
-        """Uses the times of a pass for later passes: for the dispatch, or for plans of batches."""
-        if self.measured is not None and (chosen := self.measured.after_pass()) is not None:
-            self._dispatch = chosen.value
-        since = done.first - start
-        if self.planned is not None and self.inputs.settings.length_costs == MEASURED and is_measured(since):
-            file = self.folder.file("length-costs.json")
-            self.planned.learn(since, self.pipe.timeline(), self.pipe.schedule.num_stages, file)
 
     @property
     def _unit(self) -> str:

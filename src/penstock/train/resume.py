@@ -16,7 +16,7 @@ from penstock.train.settings import Settings, SettingsError, read_settings
 from penstock.train.training import position
 
 MAY_CHANGE = {
-    "steps", "data", "tokenizer", "packing", "length_costs", "microbatch_tokens", "sample", "recompute",
+    "steps", "data", "tokenizer", "packing", "microbatch_tokens", "sample", "recompute",
 }  # fmt: skip
 """Settings of the model, the data and the training that a resumed run may have otherwise: its length, paths, and
 what changes no gradient. The content of a path is compared instead.

@@ -40,8 +40,6 @@ if TYPE_CHECKING:
 
 WINDOWS, ARRIVAL, PLANNED = "windows", "arrival", "planned"
 """Fixed lengths of the text; whole documents as they come; whole documents, planned for the schedule."""
-SIZES, MEASURED = "sizes", "measured"
-"""Where costs by length come from: the model's sizes, or the first steps of the run."""
 
 
 @dataclass(frozen=True)
@@ -148,13 +146,6 @@ class Settings:
         "schedule, or a run's batches.jsonl.",
         DATA,
         metavar="HOW|FILE",
-    )
-    length_costs: str = setting(
-        "sizes",
-        "Costs that plans of documents use: by the model's sizes, measured in the first steps, or a file.",
-        DATA,
-        metavar="HOW|FILE",
-        is_rare=True,
     )
     microbatch_tokens: int | None = setting(None, "Most tokens in a planned microbatch.", DATA, is_rare=True)
     batch: int = setting(16, "Samples per step, or as many tokens of whole documents.", DATA, is_common=True)

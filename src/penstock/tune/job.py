@@ -24,8 +24,9 @@ import torch
 import torch.distributed as dist
 
 from penstock.formats.files import replaced
-from penstock.runtime.launch import init_process, launch, warm_up_malloc
+from penstock.runtime.launch import init_process, launch
 from penstock.train.settings import Settings
+from penstock.train.start import warm_up_malloc
 from penstock.tune import layers, transfer, trial
 from penstock.tune.device import Clock, others
 from penstock.tune.errors import RanksFailed

@@ -282,13 +282,9 @@ class EmulatedPipeline:
         self._plan, self.number = plan, self.number + 1
         self.configuration = configuration
 
-    def simulated(self, steps: Sequence[EmulatedStep], base: float = 0.0) -> tuple[Timeline, ...]:
-        """Simulates steps, one after another, each under the conditions of its time.
-
-        Args:
-            base: ms that every message takes in addition.
-        """
-        lines = LinkQueues(replace(self.link_conditions, base=base))
+    def simulated(self, steps: Sequence[EmulatedStep]) -> tuple[Timeline, ...]:
+        """Simulates steps, one after another, each under the conditions of its time."""
+        lines = LinkQueues(self.link_conditions)
         return tuple(
             simulate(
                 step.configuration.schedule,
@@ -340,7 +336,6 @@ class Emulation:
     Attributes:
         timelines: the measured timeline of each step.
         simulated: the simulated timeline of each step, under the conditions at that time.
-        calibrated: as `simulated`, with `own_latency` added to every link.
         own_latency: milliseconds that a message took in addition to the conditions: the median over messages that a
             rank waited for on links without conditions; 0 if there were none.
         conditions: the conditions of the links.
@@ -361,7 +356,6 @@ class Emulation:
 
     timelines: tuple[Timeline, ...]
     simulated: tuple[Timeline, ...]
-    calibrated: tuple[Timeline, ...]
     own_latency: float
     conditions: Links
     starts: tuple[float, ...]
@@ -376,21 +370,13 @@ class Emulation:
     @property
     def errors(self) -> tuple[float, ...]:
         """`measured / simulated - 1` of each step's makespan."""
-        return _errors(self.timelines, self.simulated)
-
-    @property
-    def calibrated_errors(self) -> tuple[float, ...]:
-        """`measured / calibrated - 1` of each step's makespan."""
-        return _errors(self.timelines, self.calibrated)
+        pairs = zip(self.timelines, self.simulated, strict=True)
+        return tuple(m.makespan / s.makespan - 1 if s.makespan else 0.0 for m, s in pairs)
 
     @property
     def median_error(self) -> float:
         """The median over the steps of the error of the simulated makespan, in either direction, as a share."""
         return statistics.median(map(abs, self.errors))
-
-
-def _errors(measured: Sequence[Timeline], simulated: Sequence[Timeline]) -> tuple[float, ...]:
-    return tuple(m.makespan / s.makespan - 1 if s.makespan else 0.0 for m, s in zip(measured, simulated, strict=True))
 
 
 @refuse_unknown(RuntimeFailure)
@@ -455,13 +441,11 @@ def emulate(
     ) as pipe:
         steps = [pipe.step() for _ in range(num_steps)]
     measured = tuple(step.timeline for step in steps)
-    own = _own_latency(measured, pipe.link_conditions)
     late = [ms for step in steps for ms in step.late]
     return Emulation(
         measured,
         pipe.simulated(steps),
-        pipe.simulated(steps, base=own),
-        own,
+        _own_latency(measured, pipe.link_conditions),
         pipe.link_conditions,
         tuple(step.start for step in steps),
         Lateness(statistics.median(late), max(late)) if late else Lateness(0.0, 0.0),

@@ -10,6 +10,6 @@ failure that caused the others. `rank` is what a rank does before and after its 
 """
 
 from penstock.runtime.launch.launcher import launch
-from penstock.runtime.launch.rank import init_process, warm_up_malloc
+from penstock.runtime.launch.rank import init_process
 
-__all__ = ["init_process", "launch", "warm_up_malloc"]
+__all__ = ["init_process", "launch"]

@@ -27,8 +27,7 @@ from penstock.planning.threads import num_cores
 from penstock.rank_environment import SIGNALS, start_rank_server
 from penstock.runtime.errors import RuntimeFailure
 from penstock.runtime.launch.rank import FailureReport, run_rank
-from penstock.runtime.mesh import interfaces
-from penstock.runtime.mesh.interfaces import LOOPBACK
+from penstock.runtime.mesh.interfaces import LOOPBACK, listen
 
 START_METHOD = "forkserver" if sys.platform == "linux" else "spawn"
 """Elsewhere not every system's libraries survive a fork, and ranks load torch for themselves."""
@@ -50,7 +49,6 @@ def launch(
     num_ranks: int,
     *,
     preload: Sequence[str] = ("penstock.runtime",),
-    port: int | None = None,
     env: Mapping[str, str] | None = None,
     grace: float = 3.0,
     patience: float = TERM_GRACE,
@@ -71,13 +69,11 @@ def launch(
     `patience` seconds (code 143). If this process is killed the ranks end too. A job that was started to ignore a
     signal goes on ignoring it.
 
-    `port` is the store's (any free one without), `env` is added to the environment. Each rank gets a fair share
-    of the cores in OMP_NUM_THREADS unless it is set.
+    `env` is added to the environment. Each rank gets a fair share of the cores in OMP_NUM_THREADS unless it is set.
     """
-    threads = str(max(1, num_cores() // num_ranks))
-    environment = {"OMP_NUM_THREADS": threads, **os.environ, **(env or {})}
+    environment = {"OMP_NUM_THREADS": str(max(1, num_cores() // num_ranks)), **os.environ, **(env or {})}
     try:
-        with listen(port) as listener:
+        with listen(0, LOOPBACK) as listener:
             environment |= {
                 "MASTER_ADDR": LOOPBACK,
                 "MASTER_PORT": str(listener.getsockname()[1]),
@@ -98,16 +94,6 @@ def launch(
     if said:
         print(f"penstock: {said}", file=sys.stderr, flush=True)
     return code
-
-
-def listen(port: int | None) -> socket.socket:
-    """A listening socket on loopback; any free port for None. Raises `RuntimeFailure` when the port can't be had."""
-    try:
-        return interfaces.listen(port or 0, LOOPBACK)
-    except (OSError, OverflowError) as error:
-        raise RuntimeFailure(
-            f"port {port} cannot be used: {error}; choose another from 1 to 65535, or leave it out for any free one"
-        ) from None
 
 
 @contextlib.contextmanager

@@ -210,10 +210,10 @@ def init_process(timeout: float) -> tuple[int, int]:
     try:
         if environment is not None:
             rank, num_ranks = environment.rank, environment.num_ranks
+            if num_ranks > 1 and not isinstance(sys.excepthook, Reporter):
+                sys.excepthook = Reporter(rank, print_report)
             shared = next(dist.rendezvous("env://", timeout=deadline))[0]
             store = store_of_this_start(shared, rank, num_ranks, timeout)
-        if num_ranks > 1 and not isinstance(sys.excepthook, Reporter):
-            sys.excepthook = Reporter(rank, print_report)
         hook = sys.excepthook
         dist.init_process_group(_backend(environment), store=store, rank=rank, world_size=num_ranks, timeout=deadline)
         sys.excepthook = hook  # torch puts one around it that writes "[rank2]:" before every line
@@ -229,10 +229,6 @@ def init_process(timeout: float) -> tuple[int, int]:
     return rank, num_ranks
 
 
-POLL = 0.01
-"""Seconds between two looks of rank 0 for ranks that have started."""
-
-
 def store_of_this_start(store: dist.Store, rank: int, num_ranks: int, timeout: float) -> dist.Store:
     """The part of a store that belongs to the processes of one start alone.
 
@@ -242,28 +238,23 @@ def store_of_this_start(store: dist.Store, rank: int, num_ranks: int, timeout: f
     until every rank has the name: the number that it finds first may be that of a process that ended.
 
     Raises:
-        DeadlineExceeded: a rank has not started within `timeout` seconds.
-        RuntimeError: the store is gone, or rank 0 has not answered in time.
+        DeadlineExceeded: a rank has not joined within `timeout` seconds.
+        RuntimeError: the store is gone, or has no number of a rank, or no answer, within its own deadline.
     """
-    own = uuid.uuid4().hex
+    own, deadline = uuid.uuid4().hex, time.monotonic() + timeout
     if rank:
         store.set(f"process/{rank}", own)
         start = store.get(f"start/{own}").decode()
         store.set(f"{start}/joined/{rank}", "")
         return dist.PrefixStore(start, store)
-    answered: dict[int, bytes] = {}
-    missing, deadline = list(range(1, num_ranks)), time.monotonic() + timeout
-    while missing:
-        for other in missing:
-            if store.check([f"process/{other}"]) and (number := store.get(f"process/{other}")) != answered.get(other):
-                answered[other] = number
-                store.set(f"start/{number.decode()}", own)
-        missing = [other for other in missing if not store.check([f"{own}/joined/{other}"])]
-        if missing and time.monotonic() > deadline:
-            raise DeadlineExceeded(
-                f"rank 0 waited {timeout:g} s for rank {missing[0]} of {num_ranks} to start{_advice()}"
-            )
-        time.sleep(POLL if missing else 0)
+    for other in range(1, num_ranks):
+        while not store.check([f"{own}/joined/{other}"]):
+            if time.monotonic() > deadline:
+                raise DeadlineExceeded(
+                    f"rank 0 waited {timeout:g} s for rank {other} of {num_ranks} to start{_advice()}"
+                )
+            store.set(f"start/{store.get(f'process/{other}').decode()}", own)
+            time.sleep(0.01)
     return dist.PrefixStore(own, store)
 
 
@@ -299,17 +290,3 @@ def write_whole_lines() -> None:
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(line_buffering=True, write_through=False)
-
-
-MALLOC_WARMUP_BYTES = 28 << 20
-"""Bytes; glibc's limit grows up to 32 MiB."""
-
-
-def warm_up_malloc() -> None:
-    """Keeps the memory that a step frees in the process, since the next step needs it again.
-
-    glibc keeps freed memory once a program has freed one large tensor.
-    Otherwise each step returns its activations to the system and faults them in again, page by page. On one core of
-    an AMD EPYC that was 800 to 1800 faults per step of a small GPT, or 3% of its time.
-    """
-    torch.empty(MALLOC_WARMUP_BYTES, dtype=torch.uint8)  # freed at once

@@ -4,19 +4,17 @@ others.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from penstock.cost import CostError, CostsByLength
+from penstock.cost import CostsByLength
 from penstock.data import Corpus, Sequences, Tokenizer, open_corpus
 from penstock.planning.batches import PackingError, pack_in_turn
 from penstock.train.checks import SettingsError
-from penstock.train.settings import MEASURED, SIZES, Settings
+from penstock.train.settings import Settings
 from penstock.train.tasks.task import VALIDATION_BATCHES, Example, TaskData
 from penstock.train.tasks.text import next_token_unit
 
@@ -81,7 +79,7 @@ def packed_documents(
     tokenizer: Tokenizer,
     context: int,
     corpus: Corpus | None,
-    sizes: CostsByLength,
+    costs: CostsByLength,
     form: BatchForm = as_gpt_takes_it,
 ) -> TaskData:
     """The documents of a text.
@@ -89,12 +87,12 @@ def packed_documents(
     Args:
         context: tokens beyond which a document is cut.
         corpus: the text, if it is open already.
-        sizes: costs by length, if settings name no others.
+        costs: of the stages, by the lengths of the documents in a microbatch.
         form: how rows are given to the model.
 
     Raises:
         DataError, PackingError: a text that is too short.
-        SettingsError: costs by length that can't be read or do not fit, or microbatches with no room for a document.
+        SettingsError: microbatches with no room for a document.
     """
     most = settings.microbatch_tokens
     if most is not None and most < context:
@@ -106,7 +104,6 @@ def packed_documents(
     train = Sequences(
         corpus.train, corpus.train_starts, context, settings.batch * context, settings.seed, corpus.vocab_size
     )
-    costs = costs_by_length(settings, sizes)
     documents = Documents(train, settings.dp, settings.microbatches, costs, form)
     documents.example([documents.of_step(0)])
     return TaskData(
@@ -140,29 +137,4 @@ def _validation(settings: Settings, corpus: Corpus, context: int, form: BatchFor
             )
         bins = pack_in_turn(whole.lengths[own], num)
         found.append(packed_example(whole, [[own[k] for k in each] for each in bins], form))
-    return found
-
-
-def costs_by_length(settings: Settings, sizes: CostsByLength) -> CostsByLength:
-    """Those of a file, if one is named. Raises SettingsError."""
-    if settings.length_costs in (SIZES, MEASURED):
-        return sizes
-    path = Path(settings.length_costs)
-    try:
-        found = CostsByLength.from_json(json.loads(path.read_text(encoding="utf-8")), str(path))
-    except OSError as error:
-        raise SettingsError(f"--set length_costs={path}: {error.strerror or error}") from None
-    except ValueError as error:
-        what = str(error) if isinstance(error, CostError) else f"{path} is not JSON"
-        raise SettingsError(f"--set length_costs: {what}") from None
-    if found.towers:
-        raise SettingsError(
-            f"--set length_costs={path} is by lengths of {', '.join(found.tower_names)}, and documents have one "
-            f"length each; measure it for this model and schedule with --set length_costs={MEASURED}"
-        )
-    if found.num_stages != sizes.num_stages:
-        raise SettingsError(
-            f"--set length_costs={path} is for {found.num_stages} stages, and the schedule has {sizes.num_stages}; "
-            f"measure it for this schedule with --set length_costs={MEASURED}"
-        )
     return found
