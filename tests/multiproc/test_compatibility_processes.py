@@ -51,8 +51,8 @@ def _ended(cells_by_name: dict[str, Cell]) -> dict[str, str]:
 @pytest.mark.parametrize(
     ("num_processes", "num"),
     [
-        (2, sample(12, 6)),
-        pytest.param(4, sample(20, 5), marks=pytest.mark.slow),
+        (2, sample(12, 4)),
+        pytest.param(4, sample(20, 3), marks=pytest.mark.slow),
         pytest.param(8, 8, marks=pytest.mark.nightly),
     ],
 )
@@ -66,8 +66,8 @@ def test_cells_of_the_array_are_the_plain_loop(num_processes: int, num: int) -> 
 @pytest.mark.parametrize(
     ("num_processes", "num"),
     [
-        pytest.param(2, sample(4, 2), marks=pytest.mark.slow),
-        pytest.param(4, sample(24, 4), marks=pytest.mark.slow),
+        pytest.param(2, sample(4, 1), marks=pytest.mark.slow),
+        pytest.param(4, sample(24, 2), marks=pytest.mark.slow),
         pytest.param(8, 4, marks=pytest.mark.nightly),
     ],
 )
