@@ -20,19 +20,19 @@ def test_a_mistake_that_was_there_once(name: str) -> None:
     assert outcome.kind == "same", outcome.detail
 
 
-@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("seed", others_nightly(range(20), range(10)))
 def test_random_runs_are_the_plain_loop_to_the_bit(seed: int) -> None:
     _right_or_refused(seed)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seed", others_nightly(range(20, 100), range(20, 35)))
+@pytest.mark.parametrize("seed", others_nightly(range(20, 100), range(20, 30)))
 def test_more_random_runs_are_the_plain_loop_to_the_bit(seed: int) -> None:
     _right_or_refused(seed)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seed", others_nightly(range(200, 260), range(200, 220)))
+@pytest.mark.parametrize("seed", others_nightly(range(200, 260), range(200, 212)))
 def test_so_are_runs_that_turn_to_another_schedule_or_are_resumed(seed: int) -> None:
     _right_or_refused(seed, turns=True)
 
