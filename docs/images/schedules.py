@@ -15,7 +15,7 @@ from penstock.draw import to_svg
 RANKS, MICROBATCHES = 4, 8
 
 
-def pictures(width: int = 1200) -> dict[str, str]:
+def pictures(width: int = 760) -> dict[str, str]:
     """1F1B, ZB and ZB-V, `width` pixels wide. ZB-V cuts the same model into twice as many stages of half the time."""
     whole = ps.Costs.uniform(RANKS, f=10, i=10, w=10)
     halves = ps.Costs.uniform(2 * RANKS, f=5, i=5, w=5)

@@ -5,6 +5,7 @@ All but the words is made by the library itself when the site is built, so nothi
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,6 +18,7 @@ RANKS = 4
 WIDTH = 960
 ON_PHONES = 400
 """The width in pixels of the pictures that narrow screens show, where numbers in a wide one would be too small."""
+_LANE = re.compile(r'<rect class="lane" x="[^"]*" y="([^"]*)" width="[^"]*" height="([^"]*)"')
 NOT_IN_THE_PLAYGROUND = ("distmm", "mllm", *ASYNCHRONOUS)
 """It draws neither branches, nor stages that ranks share, nor updates as ops."""
 
@@ -276,14 +278,15 @@ def gallery() -> tuple[str, dict[str, str]]:
             updates = "asynchronous" if one.name in ASYNCHRONOUS else "synchronous"
             cells = (one.microbatches, waits, bubble, peak, copies, updates)
             small = " small" if float(peak) <= usual else ""
+            narrow = to_svg(schedule, width=ON_PHONES)
             cards += [
                 f'<a class="card all family-{number}{small}" href="#{one.name}">',
-                f'<img class="thumb" alt="{one.name}" loading="lazy" src="gallery/{one.name}-phone.svg">',
+                _rows(narrow, f'<img class="thumb" alt="" loading="lazy" src="gallery/{one.name}-phone.svg">'),
                 f"<b>{one.name}</b> <span>bubble {bubble}, memory {peak}</span></a>",
             ]
             table.append(f"| [`{one.name}`](#{one.name}) | {' | '.join(map(str, cells))} |")
             pictures[f"{one.name}.svg"] = to_svg(schedule, width=WIDTH)
-            pictures[f"{one.name}-phone.svg"] = to_svg(schedule, width=ON_PHONES)
+            pictures[f"{one.name}-phone.svg"] = narrow
             body += [
                 f"### {one.name}",
                 "",
@@ -305,6 +308,15 @@ def gallery() -> tuple[str, dict[str, str]]:
                 address = f"playground.html#s={one.name}&p={RANKS}&n={one.microbatches}{options}"
                 body += [f"[Change it in the playground]({address})", ""]
     return "\n".join([HEAD, *_thumbnails(cards), LEGEND, *table, "", *body]), pictures
+
+
+def _rows(picture: str, image: str) -> str:
+    """The image in a frame that shows the rows of the picture alone, without its title and legend."""
+    lanes = [(float(y), float(height)) for y, height in _LANE.findall(picture)][:RANKS]  # the legend has one more
+    top, bottom = min(y for y, _ in lanes) - 2, max(y + height for y, height in lanes) + 2
+    shift = f"margin-top: {-top / ON_PHONES:.2%}"  # such margins are shares of the frame's width
+    frame = f'<span class="rows" style="aspect-ratio: {ON_PHONES} / {bottom - top:g}">'
+    return frame + image.replace("<img ", f'<img style="{shift}" ') + "</span>"
 
 
 def _thumbnails(cards: list[str]) -> list[str]:

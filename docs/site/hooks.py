@@ -16,6 +16,8 @@ from penstock.play import page as playground
 
 _LANGUAGE = re.compile(r"^```(python|sh) (?:file|from|torchrun)=\S+$|^```python \w+$", re.MULTILINE)
 _PICTURE = re.compile(r'<img [^>]*?src="(?P<name>[^"]+)\.svg"[^>]*>')
+_INLINE_CODE = re.compile(r"<code>(?P<text>[^<\n]+)</code>")
+_HYPHENATED = re.compile(r"(?<![^ ])(?=\S*-)\S{2,24}(?![^ ])")
 _FRAME = """
 <div class="playground" markdown="0">
 <p><a class="md-button" href="playground.html" target="_blank">Open the playground in a page of its own</a></p>
@@ -69,4 +71,10 @@ def on_page_content(html: str, page: Any, config: Any, files: Files) -> str:
             return f'<span class="wide-picture">{match[0]}</span>'
         return f'<picture><source media="(max-width: 44.9em)" srcset="{narrow}">{match[0]}</picture>'
 
-    return _PICTURE.sub(with_narrow, html)
+    return _INLINE_CODE.sub(_unbroken, _PICTURE.sub(with_narrow, html))
+
+
+def _unbroken(code: re.Match[str]) -> str:
+    """Browsers may break a line after a hyphen; short names such as `--out` stay in one piece."""
+    whole = _HYPHENATED.sub(r'<span class="whole">\g<0></span>', code["text"])
+    return f"<code>{whole}</code>"

@@ -167,7 +167,12 @@ def test_the_page_opens_with_a_late_link_and_tells_what_planning_saves(browser: 
         )
         play.after(lambda: play.page.click("#take"))
         planned = ps.simulate(ps.schedule.parse(play.grid), costs, links=late).makespan
+        held = [
+            max(ps.simulate(order, costs, links=late).peak_activations)
+            for order in (ps.schedule.parse(play.grid), ps.build("zb-h1", 4, 8))
+        ]
         assert f"a plan {planned:g}: {1 - planned / frozen:.0%} less" in said
+        assert said.endswith("with at most {:g} activations on a rank instead of {:g}.".format(*held))
         assert play.page.is_hidden("#offer")
         play.after(lambda: play.page.click("h1 a"))  # the way back to the beginning
         assert play.makespans()["frozen"] == frozen

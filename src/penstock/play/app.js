@@ -298,14 +298,24 @@
     let message = error.message;
     if (shown && state.grid !== null) message += "\nThe timelines show the last grid that was right.";
     tell();
-    const words = document.createElement("pre");
-    words.textContent = told = message;
-    $("proof").className = "bad";
-    $("proof").replaceChildren(words);
+    told = message;
+    $("proof").className = state.grid === null ? "bad" : "bad of-grid";
+    $("proof").replaceChildren(...inParts(message));
     $("offer").hidden = true;
     if (shown && shown.place) paint();
     mark(placeOfError(error));
     $("reset").hidden = state.grid === null;
+  }
+
+  // An error's sentences, which may wrap, and the indented lines between them, whose arrow points at a cell of the row above.
+  function inParts(message) {
+    const parts = [];
+    for (const line of message.split("\n")) {
+      const name = line.startsWith("  ") ? "PRE" : "DIV", last = parts[parts.length - 1];
+      if (last && last.tagName === name) last.textContent += `\n${line}`;
+      else parts.push(Object.assign(document.createElement(name), { textContent: line }));
+    }
+    return parts;
   }
 
   // Where in the text an error is: [line, column, length], or null. An op that is missing is missed after its row's last.
@@ -465,7 +475,8 @@
       if (address !== write() || share < 1) return;
       offered = { address, text: schedules.toText(found.schedule) };
       $("saves").textContent = `Messages between ranks ${link.replace(">", " and ")} are ${short(ms)} ms late. ${frozen.schedule.name} takes ` +
-        `${short(frozen.makespan)} ms with that, a plan ${short(found.makespan)}: ${share}% less.`;
+        `${short(frozen.makespan)} ms with that, a plan ${short(found.makespan)}: ${share}% less, with at most ` +
+        `${Math.max(...schedules.peaks(found.schedule))} activations on a rank instead of ${Math.max(...frozen.peaks)}.`;
       $("offer").hidden = false;
     });
   }
