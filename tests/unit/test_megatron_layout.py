@@ -73,8 +73,8 @@ def test_strings_in_use_are_read_and_written(text: str, ranks: int, stages: int,
     judged = judge_layout(layout, ranks, 2 * ranks, TIMES)
     each = [sum(TIMES.forward[letter] for letter in stage) for stage in layout.stages]
     busy = [3 * 2 * ranks * sum(each[rank::ranks]) for rank in range(ranks)]
-    assert judged.busy == pytest.approx(busy)
-    assert judged.makespan >= max(busy) - 1e-9
+    assert judged.step.busy == pytest.approx(busy)
+    assert judged.step.makespan >= max(busy) - 1e-9
 
 
 def test_what_the_documentation_spells_out() -> None:
@@ -111,7 +111,7 @@ def test_stages_that_ranks_do_not_share_evenly_are_refused() -> None:
         MegatronLayout.parse("E|t|L").check_ranks(2)
     with pytest.raises(ScheduleError, match="m is in stage 1: Megatron has it in the last stage of its rank only"):
         MegatronLayout.parse("Et|m||L").check_ranks(2)
-    assert judge_layout(MegatronLayout.parse("E|t|t|L"), 2, 3, TIMES).makespan > 0
+    assert judge_layout(MegatronLayout.parse("E|t|t|L"), 2, 3, TIMES).step.makespan > 0
 
 
 def test_times_that_make_no_sense_are_refused() -> None:
@@ -141,8 +141,8 @@ def test_a_better_layout_is_never_slower_nor_fuller(
     layout = MegatronLayout((f"E{stages[0]}", *stages[1:]))
     times = LayerTimes(forward)
     before, after = judge_layout(layout, ranks, 2 * ranks, times), better_layout(layout, ranks, 2 * ranks, times)
-    assert after.makespan <= before.makespan
-    assert max(after.peak) <= max(before.peak)
+    assert after.step.makespan <= before.step.makespan
+    assert max(after.step.peak_activations) <= max(before.step.peak_activations)
     assert sum(after.layout.counts) == sum(counts)
     assert judge_layout(after.layout, ranks, 2 * ranks, times) == after
     after.layout.check_ranks(ranks)

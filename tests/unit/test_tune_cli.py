@@ -286,6 +286,25 @@ def test_recompute_is_tried_where_memory_is_limited(
     assert all(max(each["memory_bytes"]) < least for each in tight["best"])
 
 
+def test_full_asynchrony_is_chosen_by_name_alone(
+    ranks: tune_models.Ranks, capsys: pytest.CaptureFixture[str]
+) -> None:
+    common = ("tune", *NANO, "--ranks", "2", "--pp", "2")
+    named = told(capsys, *common, "--schedule", "amdp")
+    assert {(each["schedule"], each["mismatch"]) for each in named["best"]} == {("amdp", 1)}
+    choice = named["choice"]
+    assert f"--schedule amdp --pp 2 --microbatches {choice['num_microbatches']} --rule tentative" in named["train"]
+    assert f"--window {choice['num_microbatches']}" in named["train"]
+    assert main([*common, "--schedule", "amdp"]) == 0
+    printed = capsys.readouterr().out
+    assert "amdp mismatch 1" in printed
+    assert "at most 1 update between F and B" in printed
+    free = told(capsys, *common, "--no-programs")
+    assert {each["mismatch"] for each in free["best"]} == {0}
+    assert free["asynchronous"] is None or free["asynchronous"]["step_ms"] < free["best"][0]["step_ms"]
+    assert "leave one of them out" in refused(capsys, *common, "--schedule", "amdp", "--verify", "1")
+
+
 def test_an_impossible_memory_limit_says_the_least(
     ranks: tune_models.Ranks, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -307,7 +326,7 @@ def test_an_impossible_memory_limit_says_the_least(
         (["--ranks", "2", "--pp", "4"], "no way to spread the batch is left"),
         (["--ranks", "2", "--pp", "two"], "--pp two: whole numbers are needed"),
         (["--ranks", "2", "--schedule", "zbv"], "did you mean"),
-        (["--ranks", "2", "--schedule", "pipedream"], "never flushes"),
+        (["--ranks", "2", "--schedule", "pipedream"], "only amdp is tuned"),
         (["--database", "here"], "No such option: --database; set XDG_CACHE_HOME to another folder"),
         (["--config", "nowhere.toml"], "--config nowhere.toml: No such file"),
         (["--costs", "gpt2-7b"], "give --ranks"),

@@ -168,7 +168,7 @@ def test_bug_the_optimizer_ran_for_copies_that_others_step() -> None:
     told = plain()
     one, both = (predict(ps.build(name, 2, 4), ranges(1, 1), told, transfer()) for name in ("1f1b", "chimera"))
     assert both.update == one.update == 5.0
-    assert [memory.state for memory in both.memory] == [memory.state for memory in one.memory] == [20.0, 40.0]
+    assert [memory.optimizer for memory in both.memory] == [memory.optimizer for memory in one.memory] == [20.0, 40.0]
     assert [memory.weights for memory in both.memory] == [30.0, 30.0]
 
 
@@ -196,8 +196,8 @@ def test_memory_follows_the_order_of_the_ops() -> None:
 
 def test_memory_counts_weights_gradients_state_and_messages() -> None:
     first, second = memory_of(ps.build("1f1b", 2, 4), ranges(1, 1), plain())
-    assert (first.weights, first.gradients, first.state, first.activations) == (10, 10, 20, 200)
-    assert (second.weights, second.gradients, second.state, second.activations) == (20, 20, 40, 60)
+    assert (first.weights, first.gradients, first.optimizer, first.activations) == (10, 10, 20, 200)
+    assert (second.weights, second.gradients, second.optimizer, second.activations) == (20, 20, 40, 60)
     assert first.messages == second.messages == 4 * 8
     assert first.total == 10 + 10 + 20 + 200 + 32
     (alone,) = memory_of(ps.build("1f1b", 1, 4), ranges(2), plain())
@@ -206,7 +206,7 @@ def test_memory_counts_weights_gradients_state_and_messages() -> None:
 
 def test_a_tied_weight_counts_once_on_one_rank() -> None:
     (alone,) = memory_of(ps.build("1f1b", 1, 4), ranges(2), plain(tied=6.0))
-    assert (alone.weights, alone.gradients, alone.state) == (24, 24, 48)
+    assert (alone.weights, alone.gradients, alone.optimizer) == (24, 24, 48)
     assert sum(m.weights for m in memory_of(ps.build("1f1b", 2, 4), ranges(1, 1), plain(tied=6.0))) == 30
 
 

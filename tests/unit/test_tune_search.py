@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
 
 import pytest
 
 import penstock as ps
-from penstock.formats.profile import Profile
+from penstock.formats.profile import MessageCosts, Profile
 from penstock.simulation.memory_footprint import in_bytes
 from penstock.train.settings import Settings
 from penstock.tune.errors import TuneError
+from penstock.tune.memory import owned_by
 from penstock.tune.predict import Prediction, predict
 from penstock.tune.programs import programs_for
 from penstock.tune.search import SearchFound, TuneCandidate, candidates, search, settings_of
@@ -180,7 +183,7 @@ def test_values_that_make_no_sense_are_refused() -> None:
         TuneSpace(2, 8, pp=[0])
     with pytest.raises(ps.ScheduleError, match="did you mean"):
         TuneSpace(2, 8, schedules=["zbv"])
-    with pytest.raises(TuneError, match="never flushes"):
+    with pytest.raises(TuneError, match="only amdp is tuned"):
         TuneSpace(2, 8, schedules=[ASYNCHRONOUS[0]])
 
 
@@ -224,3 +227,57 @@ def test_bytes_are_shown_for_people(value: float, shown: str) -> None:
 def test_microbatches_of_a_shape_in_words() -> None:
     assert Shape(2, 1, 16, 1).microbatches == "1 microbatch of 16"
     assert Shape(2, 1, 2, 8).microbatches == "8 microbatches of 2"
+
+
+def costly_head(num_blocks: int) -> Profile:
+    """Layers of F 2 and B 4, and a head of seven times as much."""
+    f = [*[2.0] * num_blocks, 14.0]
+    rows: dict[str, Any] = {
+        "f": f,
+        "f_split": f,
+        "b": [2 * each for each in f],
+        "i": f,
+        "w": f,
+        "update": [0.1] * (num_blocks + 1),
+    }
+    return profile(num_blocks + 1, 3, **rows)
+
+
+def test_full_asynchrony_is_mentioned_where_it_is_faster_and_chosen_only_by_name() -> None:
+    model, free = costly_head(7), transfer()
+    space = TuneSpace(8, 8, pp=[8], dp=[1], microbatch_sizes=[1])
+    found = search(space, lambda shape, again: model, lambda shape: free, SearchFound(8))
+    beside = found.asynchronous
+    assert beside is not None
+    assert beside.prediction.step < found.best[0].prediction.step
+    assert not any(each.candidate.is_asynchronous for each in found.best)
+
+    asked = replace(space, schedules=["amdp"])
+    named = search(asked, lambda shape, again: model, lambda shape: free, SearchFound(8))
+    assert [each.prediction for each in named.best] == [beside.prediction]
+    assert named.asynchronous is None
+    settings = settings_of(named.best[0].candidate, Settings())
+    assert (settings.schedule, settings.rule, settings.window) == ("amdp", "tentative", 8)
+    run = replace(settings, drain_every=8)
+    assert run.replica_schedule() == named.best[0].candidate.plan.schedule, "penstock train runs what was timed"
+
+    limit = beside.prediction.peak_bytes - 1
+    tight = search(space, lambda shape, again: model, lambda shape: free, SearchFound(8, limit))
+    assert tight.asynchronous is None, "it does not fit"
+
+
+def test_steps_that_do_not_drain_have_their_updates_among_their_ops() -> None:
+    (candidate,) = candidates(Shape(4, 1, 1, 16), profile(4), False, ["amdp"])
+    schedule = candidate.plan.schedule
+    assert schedule.windows is not None
+    assert schedule.windows.num_updates == 8
+    quick, slow = (profile(4, update=[each] * 4) for each in (0.0, 5.0))
+    one, other = (predict(schedule, candidate.cut, each, transfer()) for each in (quick, slow))
+    assert one.update == one.reduce == 0
+    assert other.makespan >= one.makespan + 10, "an update and a tentative one of each step"
+    late = predict(schedule, candidate.cut, quick, MessageCosts.assumed(bandwidth=10.0))
+    assert late.makespan > one.makespan, "gradients and parameters take their time on the links"
+    held, state = one.memory[0], profile(4).state
+    assert held.weights == sum(profile(4).weight[stage] for stage in schedule.stages_of(0))
+    assert held.versions > 0
+    assert held.optimizer > sum(state[stage] for stage in owned_by(schedule.placement, 0)), "PREDICT has it twice"

@@ -106,26 +106,21 @@ def _show(
             [
                 f"rank {rank}",
                 *(facts.layout.stages[chunk * ranks + rank] or "-" for chunk in range(chunks)),
-                f"{facts.busy[rank]:.6g}",
-                f"{facts.peak[rank]:.6g}",
+                f"{facts.step.busy[rank]:.6g}",
+                f"{facts.step.peak_activations[rank]:.6g}",
             ]
             for rank in range(ranks)
         ]
         print(table(["", *(f"chunk {chunk}" for chunk in range(chunks)), "busy", "activations"], rows))
-        print(f"\nstep      {facts.makespan:.6g}, bubble ratio {facts.bubble:.1%} (simulated)")
-    gain = judged.makespan / better.makespan
+        print(f"\nstep      {facts.step.makespan:.6g}, bubble ratio {facts.step.bubble_ratio:.1%} (simulated)")
+    gain = judged.step.makespan / better.step.makespan
     print(
-        f"gain      {gain:.3f} times as fast, with no rank fuller than {max(judged.peak):.6g}"
+        f"gain      {gain:.3f} times as fast, with no rank fuller than {max(judged.step.peak_activations):.6g}"
         if gain > 1
         else f"better    nothing found: none of the layouts tried, {MOST_TRIALS:,} at most, has a shorter step"
     )
 
 
 def _as_json(judged: SimulatedLayout) -> dict[str, Any]:
-    return {
-        "layout": str(judged.layout),
-        "makespan": judged.makespan,
-        "bubble_ratio": judged.bubble,
-        "busy": judged.busy,
-        "peak_activations": judged.peak,
-    }
+    shown = ("makespan", "bubble_ratio", "busy", "peak_activations")
+    return {"layout": str(judged.layout), **{name: getattr(judged.step, name) for name in shown}}

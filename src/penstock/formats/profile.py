@@ -116,6 +116,15 @@ class Profile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
         row: Sequence[float] = getattr(self, name)
         return sum(row[layer] for layer in layers) if row else 0.0
 
+    def layer_costs(self, is_split: bool) -> list[float]:
+        """Milliseconds of a microbatch in each layer, by which layers are cut into stages.
+
+        Args:
+            is_split: whether backwards run in halves, I and W.
+        """
+        rows = [getattr(self, name) for name in (("f_split", "i", "w") if is_split else ("f", "b"))]
+        return [sum(times) for times in zip(*rows, strict=True)]
+
 
 class MessageCosts(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """What the runtime and its messages cost around the ops, by the message's size.
@@ -264,9 +273,8 @@ def costs_of_profile(value: Any, num_stages: int) -> Costs:
         CostError: as `read_profile`; also profiles of several microbatch sizes, and more stages than layers.
     """
     profile = _chosen(read_profile(value).profiles, num_stages)
-    layers = [f + i + w for f, i, w in zip(profile.f_split, profile.i, profile.w, strict=True)]
     try:
-        parts = partition(layers, num_stages)
+        parts = partition(profile.layer_costs(is_split=True), num_stages)
     except PartitionError as error:
         raise CostError(str(error)) from None
 

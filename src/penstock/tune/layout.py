@@ -15,10 +15,8 @@ from penstock.cost import Costs
 from penstock.formats.megatron_layout import LETTERS, MegatronLayout
 from penstock.library import build
 from penstock.schedule import Schedule
-from penstock.simulation import simulate
+from penstock.simulation import Timeline, simulate
 from penstock.tune.errors import TuneError
-
-__all__ = ["MOST_TRIALS", "SimulatedLayout", "LayerTimes", "better_layout", "judge_layout"]
 
 MOST_TRIALS = 2000
 """Most layouts that are simulated in the search for a better one."""
@@ -56,18 +54,10 @@ class LayerTimes:
 
 @dataclass(frozen=True)
 class SimulatedLayout:
-    """A layout and its simulated step.
-
-    Attributes:
-        makespan: of the step, in the unit of the times. bubble: the mean share of it in which ranks are idle.
-        busy: time that each rank computes. peak: most activations that each rank holds, in blocks.
-    """
+    """A layout and its simulated step, in the unit of the times. Its activations are counted in blocks."""
 
     layout: MegatronLayout
-    makespan: float
-    bubble: float
-    busy: tuple[float, ...]
-    peak: tuple[float, ...]
+    step: Timeline
 
 
 def judge_layout(layout: MegatronLayout, num_ranks: int, num_microbatches: int, times: LayerTimes) -> SimulatedLayout:
@@ -93,7 +83,7 @@ def better_layout(
     layout.check_ranks(num_ranks)
     schedule = _schedule(layout, num_ranks, num_microbatches)
     best = _judged(layout, schedule, times)
-    room, trials, tried = max(best.peak), 0, {best.layout.counts}
+    room, trials, tried = max(best.step.peak_activations), 0, {best.layout.counts}
     improved = True
     while improved and trials < MOST_TRIALS:
         improved = False
@@ -103,7 +93,7 @@ def better_layout(
             tried.add(counts)
             trials += 1
             found = _judged(layout.with_counts(counts), schedule, times)
-            if found.makespan < best.makespan * (1 - 1e-12) and max(found.peak) <= room:
+            if found.step.makespan < best.step.makespan * (1 - 1e-12) and max(found.step.peak_activations) <= room:
                 best, improved = found, True
                 break
     return best
@@ -116,14 +106,7 @@ def _schedule(layout: MegatronLayout, num_ranks: int, num_microbatches: int) -> 
 
 
 def _judged(layout: MegatronLayout, schedule: Schedule, times: LayerTimes) -> SimulatedLayout:
-    timeline = simulate(schedule, times.costs(layout))
-    return SimulatedLayout(
-        layout,
-        timeline.makespan,
-        timeline.bubble_ratio,
-        timeline.busy,
-        timeline.peak_activations,
-    )
+    return SimulatedLayout(layout, simulate(schedule, times.costs(layout)))
 
 
 def _moves(judged: SimulatedLayout, num_ranks: int, times: LayerTimes) -> Iterator[tuple[int, ...]]:
@@ -135,7 +118,7 @@ def _moves(judged: SimulatedLayout, num_ranks: int, times: LayerTimes) -> Iterat
     last = next((s for s, stage in enumerate(judged.layout.stages) if "m" in stage), len(counts) - 1)
 
     def weight(stage: int) -> tuple[float, float]:
-        return judged.busy[stage % num_ranks], f[stage]
+        return judged.step.busy[stage % num_ranks], f[stage]
 
     for giver in sorted((s for s in range(len(counts)) if counts[s]), key=weight, reverse=True):
         for taker in sorted(range(last + 1), key=weight):

@@ -11,38 +11,26 @@ leaves only what W still needs:
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import replace
 
+from penstock.cost import Costs
 from penstock.engine.memory import peaks
 from penstock.formats.profile import Profile
 from penstock.schedule import Op, Placement, Schedule
 from penstock.schedule.updates import OWNER
+from penstock.simulation.memory_footprint import RankFootprint, footprint
 
 POSTED = 2
 """Buffers that the runtime keeps at each end of each channel of messages."""
 
 
-@dataclass(frozen=True)
-class RankMemory:
-    """Bytes of one rank."""
-
-    weights: float
-    gradients: float
-    state: float
-    activations: float
-    messages: float
-
-    @property
-    def total(self) -> float:
-        return self.weights + self.gradients + self.state + self.activations + self.messages
-
-
-def memory_of(schedule: Schedule, cut: Sequence[range], profile: Profile) -> list[RankMemory]:
+def memory_of(schedule: Schedule, cut: Sequence[range], profile: Profile) -> list[RankFootprint]:
     """Each rank's bytes at its fullest moment; `cut[stage]` are the layers of a stage.
 
     A weight that two layers share counts at each stage that holds one of them, as each keeps a copy. If several
     pipelines have copies of a stage, what the optimizer keeps counts only at the owner, which makes the updates. For
-    a stage that ranks share, the profile says what a rank's part is.
+    a stage that ranks share, the profile says what a rank's part is. If updates are ops of the schedule, versions of
+    the weights, gradients of two windows and the state of a PREDICT count as in `ps.footprint`.
     """
     kept = [profile.total("activation", layers) for layers in cut]
     held = [profile.total("held", layers) for layers in cut]
@@ -61,15 +49,23 @@ def memory_of(schedule: Schedule, cut: Sequence[range], profile: Profile) -> lis
         for edge in graph.edges if schedule.num_ranks > 1 else ():
             remote += _num_channels(schedule.placement, edge, rank, stages) * profile.output[cut[edge[0]][-1]]
         found.append(
-            RankMemory(
-                weights=weights,
+            RankFootprint(
+                weights,
+                versions=0.0,
                 gradients=weights,
-                state=state,
+                optimizer=state,
                 activations=peak_bytes(row, kept, held) + (profile.transient if row else 0.0),
                 messages=POSTED * remote,
             )
         )
-    return found
+    if schedule.updates is None:
+        return found
+    totals = {name: [profile.total(name, layers) for layers in cut] for name in ("weight", "state")}
+    costs = replace(Costs.uniform(len(cut)), weight_bytes=totals["weight"], optimizer_bytes=totals["state"])
+    return [
+        mine._replace(versions=more.versions, gradients=more.gradients, optimizer=more.optimizer)
+        for mine, more in zip(found, footprint(schedule, costs).ranks, strict=True)
+    ]
 
 
 def owned_by(placement: Placement, rank: int) -> list[int]:

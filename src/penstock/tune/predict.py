@@ -2,6 +2,8 @@
 
     step  =  fixed costs of a step  +  makespan  +  reducing gradients  +  the slowest rank's update
 
+If updates are ops of the schedule, both lie within the makespan, which is that of all its steps over their number.
+
 If several pipelines have copies of a stage, the copies' gradients first go to the owner. Only the owner updates, and
 its values then go to the copies (`sharding="copies"`, the default of `penstock train`).
 
@@ -18,17 +20,20 @@ any of them. The inputs of the stage are sent to each.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from statistics import fmean
 
-from penstock.cost import Costs, Links
+from penstock.cost import Costs, LinkCondition, Links
+from penstock.cost.conditions import Constant
 from penstock.dispatch import Dispatch, Policy
 from penstock.formats.profile import MessageCosts, Profile
 from penstock.schedule import Placement, Schedule
+from penstock.schedule.op import UPDATE
 from penstock.simulation import simulate
 from penstock.simulation.auto import WITHOUT_WAITING, choose_policy
+from penstock.simulation.memory_footprint import RankFootprint
 from penstock.simulation.simulator import AUTO
-from penstock.tune.memory import RankMemory, memory_of, owned_by
+from penstock.tune.memory import memory_of, owned_by
 
 
 @dataclass(frozen=True)
@@ -49,7 +54,7 @@ class Prediction:
     update: float
     reduce: float
     bubble_ratio: float
-    memory: tuple[RankMemory, ...]
+    memory: tuple[RankFootprint, ...]
     work: float
 
     @property
@@ -147,27 +152,57 @@ def predict(
     crowded = num_devices is not None and schedule.num_ranks * num_copies >= num_devices
     costs = stage_costs(schedule, cut, profile, transfer, crowded)
     links = links_of(schedule, cut, profile, transfer, crowded)
-    policy = Policy.of(dispatch) if dispatch != AUTO else None
+    num_steps = 1 if schedule.windows is None else schedule.windows.num_updates
+    if schedule.windows is not None:
+        costs, links = with_updates(costs, schedule, cut, profile, transfer, num_copies)
+    policy = None if dispatch == AUTO else Policy.of(dispatch)
     if policy is None:
         policy = choose_policy(schedule, costs, links=links, policies=WITHOUT_WAITING).policy
     timeline = simulate(schedule, costs, links=links, dispatch=policy)
-    makespan = timeline.makespan
+    makespan, busy = timeline.makespan / num_steps, fmean(timeline.busy) / num_steps
     if num_devices is not None:
-        makespan = max(makespan, num_copies * sum(timeline.busy) / num_devices)
+        makespan = max(makespan, num_copies * sum(timeline.busy) / num_devices / num_steps)
     memory = memory_of(schedule, cut, profile)
-    updates = [
-        sum(profile.total("update", cut[stage]) for stage in owned_by(schedule.placement, rank))
-        for rank in range(schedule.num_ranks)
-    ]
+    updates, reduce = [0.0], 0.0
+    if schedule.windows is None:
+        updates = [
+            sum(profile.total("update", cut[stage]) for stage in owned_by(schedule.placement, rank))
+            for rank in range(schedule.num_ranks)
+        ]
+        reduce = reduce_time(schedule, cut, profile, transfer, num_copies)
     update = max(updates)
-    reduce = reduce_time(schedule, cut, profile, transfer, num_copies)
     alone = schedule.num_ranks * num_copies == 1
     around = transfer.step_alone if alone else transfer.step
-    work = around + profile.step + fmean(timeline.busy) + fmean(updates)
+    work = around + profile.step + busy + fmean(updates)
     if profile.tied and _apart(schedule):
         around += transfer.at("delay", profile.tied)  # the sum goes back to the other copy
     step = around + profile.step + makespan + reduce + update
     return Prediction(step, makespan, update, reduce, timeline.bubble_ratio, tuple(memory), work)
+
+
+def with_updates(
+    costs: Costs, schedule: Schedule, cut: Sequence[range], profile: Profile, transfer: MessageCosts, num_copies: int
+) -> tuple[Costs, Links]:
+    """The costs with those of updates as ops, and links that carry the messages of updates beside the ops.
+
+    The owner of a stage adds up the gradients of all copies and replicas, and the optimizer makes its step, both in U
+    and in PREDICT. Another copy takes in the owner's values. The delay of these messages is the links'.
+    """
+    weights, tensors = ([profile.total(name, layers) for layers in cut] for name in ("weight", "tensors"))
+
+    def on_rank(what: str, stage: int) -> float:
+        delay = transfer.at("delay", weights[stage])
+        return max(0.0, transfer.of_stage(what, weights[stage], tensors[stage]) - delay)
+
+    owned, others = {}, schedule.placement.num_pipelines - 1
+    for stage, layers in enumerate(cut):
+        owned[UPDATE, stage] = profile.total("update", layers) + others * on_rank("sums", stage)
+        if num_copies > 1:
+            owned[UPDATE, stage] += transfer.over_replicas(weights[stage], tensors[stage], num_copies)
+    taken = [on_rank("values", stage) for stage in range(len(cut))]
+    latency = Constant(uniform_links(profile, transfer).delay(0, 1))
+    links = Links(default=LinkCondition(latency, bandwidth=Constant(transfer.bandwidth * 1e3)))
+    return replace(costs.with_other(owned), take_over=taken, update_bytes=weights), links
 
 
 def reduce_time(

@@ -65,14 +65,9 @@ def programs_for(
     return found
 
 
-def split_costs(profile: Profile) -> list[float]:
-    """Milliseconds of a microbatch in each layer, by which layers are divided into stages if backwards are split."""
-    return [sum(times) for times in zip(profile.f_split, profile.i, profile.w, strict=True)]
-
-
 def _costs(profile: Profile, transfer: MessageCosts, num_stages: int) -> Costs:
     """Costs of stages that all send and receive. What a placement changes in this is predicted afterwards."""
-    cut = cut_layers(split_costs(profile), num_stages, profile.num_sharing > 1)
+    cut = cut_layers(profile.layer_costs(is_split=True), num_stages, profile.num_sharing > 1)
     size = max(profile.output)
     around = transfer.gap + transfer.at("send", size) + transfer.at("receive", size)
     activation = [profile.total("activation", layers) for layers in cut]

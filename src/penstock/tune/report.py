@@ -14,6 +14,7 @@ from rich.table import Table
 
 from penstock.formats.profile import MessageCosts, Profile
 from penstock.simulation.memory_footprint import in_bytes
+from penstock.train.asynchronous import bound, proved_mismatch
 from penstock.train.kinds import GPT, is_path
 from penstock.train.settings import Settings
 from penstock.tune.search import SETTINGS, RankedCandidate, TuneCandidate, settings_of
@@ -35,6 +36,7 @@ def as_json(outcome: TuneOutcome) -> dict[str, Any]:
         "interrupted": outcome.interrupted,
         "best": [_ranked_json(outcome, ranked) for ranked in found.best],
         "choice": None if outcome.choice is None else _choice_json(outcome, outcome.choice),
+        "asynchronous": None if found.asynchronous is None else _ranked_json(outcome, found.asynchronous),
         "refused": dict(found.refused),
         "notices": outcome.notices,
     }
@@ -47,6 +49,7 @@ def _ranked_json(outcome: TuneOutcome, ranked: RankedCandidate) -> dict[str, Any
         "schedule": candidate.plan.name,
         "options": dict(candidate.plan.options),
         "program": candidate.plan.program,
+        "mismatch": proved_mismatch(candidate.plan.schedule),
         "towers": {name: dataclasses.asdict(each) for name, each in candidate.plan.towers},
         "pp": candidate.shape.pp,
         "dp": candidate.shape.dp,
@@ -93,6 +96,8 @@ def show(outcome: TuneOutcome, num_shown: int) -> None:
     print(_summary(outcome))
     for notice in outcome.notices:
         print(f"note  {notice}")
+    if found.asynchronous is not None:
+        print(f"note  {_asynchronous_words(found.asynchronous, found.best[0])}")
     if outcome.choice is not None:
         print(f"\nchoice  {choice_words(outcome, outcome.choice)}")
 
@@ -110,6 +115,7 @@ def choice_words(outcome: TuneOutcome, ranked: RankedCandidate) -> str:
         f"{shape.microbatches}{each}",
         f"{' '.join(str(len(layers)) for layers in candidate.cut)} layers",
         *(["recompute"] if candidate.recompute else []),
+        *([bound(proved_mismatch(candidate.plan.schedule))] if candidate.is_asynchronous else []),
         *([f"embedding and head shared by {shape.pp} ranks"] if candidate.has_shared_ends else []),
         f"sharding {settings.sharding}",
         f"dispatch {settings.dispatch}",
@@ -123,6 +129,15 @@ def choice_words(outcome: TuneOutcome, ranked: RankedCandidate) -> str:
             f"{in_bytes(max(measured.peak_bytes, default=0.0))} measured"
         )
     return f"{', '.join(said)}; {took}"
+
+
+def _asynchronous_words(ranked: RankedCandidate, best: RankedCandidate) -> str:
+    """By how much an asynchronous candidate that was not asked for is faster than the best one, and what it costs."""
+    candidate, faster = ranked.candidate, best.prediction.step / ranked.prediction.step - 1
+    return (
+        f"{candidate} would be {faster:.1%} faster by prediction, with {in_bytes(ranked.prediction.peak_bytes)} per "
+        f"rank and {bound(proved_mismatch(candidate.plan.schedule))}; --schedule {candidate.plan.name} chooses it"
+    )
 
 
 def train_command(outcome: TuneOutcome, config: Path | None = None, schedule_file: str | None = None) -> str | None:
@@ -213,7 +228,9 @@ def _short_name(candidate: TuneCandidate) -> str:
             words.append(f"{value} stages")
         elif name == "warmup" and isinstance(value, tuple):
             words.append(f"warm-up {value[0]}..{value[-1]}")
-        else:
+        elif name == "rule":
+            words.append(f"mismatch {proved_mismatch(plan.schedule)}")
+        elif name != "window":
             words.append(f"{name} {value}")
     return " ".join([*words, *(["+recompute"] if candidate.recompute else [])])
 

@@ -28,10 +28,10 @@ from penstock.train.tasks.own import OwnTask
 from penstock.tune.errors import TuneError
 from penstock.tune.memory import memory_of
 from penstock.tune.predict import Prediction, predict, stage_costs
-from penstock.tune.programs import programs_for, split_costs
-from penstock.tune.space import Shape, TunePlan, TuneSpace, schedules_for, why_none
+from penstock.tune.programs import programs_for
+from penstock.tune.space import NEVER_DRAINS, Shape, TunePlan, TuneSpace, schedules_for, why_none
 
-SETTINGS = {"num_stages": "stages"}
+SETTINGS = {"num_stages": "stages", "rule": "rule", "window": "window"}
 """Options of a plan that are settings of their own in `penstock train`."""
 
 NUM_SHAPES = 4
@@ -74,6 +74,11 @@ class TuneCandidate:
         """Whether all ranks of the pipeline hold a part of its first and its last stage."""
         return bool(self.plan.schedule.placement.shared)
 
+    @property
+    def is_asynchronous(self) -> bool:
+        """Whether it trains with a mismatch: updates may fall between a microbatch's forward and its backward."""
+        return self.plan.schedule.updates is not None
+
     def __str__(self) -> str:
         shape = self.shape
         recompute = ", recompute" if self.recompute else ""
@@ -102,6 +107,7 @@ class SearchFound:
         num_tried: candidates looked at. num_too_large: how many of them are above the memory limit.
         refused: how many of them `penstock train` would refuse, by its error message.
         smallest: the least memory that any candidate needs, and which candidate that is.
+        asynchronous: the fastest asynchronous candidate, if none was asked for and it is faster than all of `best`.
     """
 
     batch: int
@@ -116,6 +122,7 @@ class SearchFound:
     refused: Counter[str] = field(default_factory=Counter)
     smallest: tuple[float, TuneCandidate] | None = None
     interrupted: bool = False
+    asynchronous: RankedCandidate | None = None
 
     @contextmanager
     def until_interrupted(self) -> Iterator[None]:
@@ -230,10 +237,19 @@ def search(
             for profile, transfer in costs_of(shape, recompute):
                 for plan in programs_for(shape, profile, transfer, found.memory_limit):
                     shared = bool(plan.schedule.placement.shared)
-                    cut = tuple(cut_layers(split_costs(profile), plan.schedule.num_stages, shared))
+                    cut = tuple(cut_layers(profile.layer_costs(is_split=True), plan.schedule.num_stages, shared))
                     candidate = TuneCandidate(shape, plan, cut, recompute)
                     if not found.has(candidate):
                         consider(candidate, profile, transfer)
+        if not space.schedules:
+            beside = SearchFound(found.batch, found.memory_limit, 1, found.dispatch, found.num_devices)
+            for shape, recompute in found.best_shapes:
+                for profile, transfer in costs_of(shape, recompute):
+                    for candidate in candidates(shape, profile, recompute, (NEVER_DRAINS,)):
+                        if refusal(candidate, run) is None:
+                            beside.add(candidate, profile, transfer)
+            faster = (each for each in beside.best if each.prediction.step < found.best[0].prediction.step)
+            found.asynchronous = next(faster, None)
     _require_some(found, space, shapes[0])
     return found
 
@@ -285,9 +301,7 @@ def candidates(
     for plan in schedules_for(shape.pp, shape.num_microbatches, profile.num_layers, names, shared):
         key = plan.schedule.num_stages, plan.schedule.splits_backward()
         if key not in cuts:
-            rows = ("f_split", "i", "w") if key[1] else ("f", "b")
-            costs = [sum(getattr(profile, row)[layer] for row in rows) for layer in range(profile.num_layers)]
-            cuts[key] = tuple(cut_layers(costs, key[0], shared))
+            cuts[key] = tuple(cut_layers(profile.layer_costs(key[1]), key[0], shared))
         yield TuneCandidate(shape, plan, cuts[key], recompute)
 
 
@@ -318,19 +332,22 @@ def refusal(candidate: TuneCandidate, settings: Settings) -> str | None:
         require_runnable(candidate.plan.schedule)
         if is_own(settings.model):
             OwnTask(settings_of(candidate, settings), candidate.plan.schedule)
+        elif candidate.is_asynchronous:
+            settings_of(candidate, settings)
     except (SettingsError, RuntimeFailure) as error:
         return str(error)
     return None
 
 
 def _busiest(candidate: TuneCandidate, profile: Profile, transfer: MessageCosts) -> float:
-    """A lower bound in milliseconds for any order of the ops: the work of the busiest rank."""
+    """A lower bound in milliseconds for any order of the ops: the work of the busiest rank, without its updates."""
     schedule = candidate.plan.schedule
     costs = stage_costs(schedule, candidate.cut, profile, transfer)
     cost: Mapping[tuple[str, int], float] = {
         (kind, stage): costs.duration(kind, stage) for kind in "FBIW" for stage in range(costs.num_stages)
     }
-    return max(sum(cost[op.kind, op.stage] for op in row) for row in schedule.order)
+    num_steps = 1 if schedule.windows is None else schedule.windows.num_updates
+    return max(sum(cost.get((op.kind, op.stage), 0.0) for op in row) for row in schedule.order) / num_steps
 
 
 def _short(value: object) -> str:

@@ -6,7 +6,6 @@ import contextlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from penstock.formats.profile import Profile
 from penstock.train.kinds import CLIP, CONTRAST
 from penstock.train.settings import Settings
 from penstock.tune.device import num_devices
@@ -15,7 +14,7 @@ from penstock.tune.given_costs import given_costs
 from penstock.tune.meter import Measurements, Meter, NeededProfile, prepare_together
 from penstock.tune.search import RankedCandidate, SearchFound, TuneCandidate, search
 from penstock.tune.settings import TuneSettings
-from penstock.tune.space import SHARED_ENDS, Shape, TuneSpace
+from penstock.tune.space import NEVER_DRAINS, SHARED_ENDS, Shape, TuneSpace
 from penstock.tune.towers import TowerSpace, search_towers
 from penstock.tune.tuned_model import TunedModel, parts_of, tuned_model, why_no_shared_ends
 from penstock.tune.verify import MeasuredCandidate, verify
@@ -68,6 +67,8 @@ def tune(asked: TuneSettings, say: Say = None, progress: ShowProgress = None) ->
         RanksFailed: measuring or verifying failed.
     """
     settings = asked.run_settings()
+    if asked.verify and NEVER_DRAINS in (asked.schedules or ()):
+        raise TuneError(f"--verify times steps that drain, and those of {NEVER_DRAINS} do not; leave one of them out")
     if asked.costs is not None:
         return _tune_given(asked, settings, asked.costs, progress)
     outcome = (_tune_towers if settings.model == CLIP else _tune_chain)(asked, settings, say, progress)
@@ -212,12 +213,9 @@ def _tune_given(asked: TuneSettings, settings: Settings, source: str, progress: 
         )
     space = _space(asked, settings.batch, asked.ranks, costs.has_recompute, sizes)
 
-    def profile_of(shape: Shape, recompute: bool) -> Profile | None:
-        return costs.profile(shape.microbatch_size, shape.pp * shape.dp, recompute)
-
     found = search(
         space,
-        profile_of,
+        lambda shape, again: costs.profile(shape.microbatch_size, shape.pp * shape.dp, again),
         lambda shape: costs.transfer(shape.pp * shape.dp),
         _wanted(asked, settings, None, progress),
         asked.programs and not asked.schedules,

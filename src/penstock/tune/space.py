@@ -16,18 +16,21 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from penstock.library import ASYNCHRONOUS, SCHEDULES, build
-from penstock.schedule import Schedule, ScheduleError
+from penstock.schedule import TENTATIVE, Schedule, ScheduleError
+from penstock.schedule.op import KINDS, OF_UPDATES
+from penstock.train.asynchronous import USUAL_STEPS
 from penstock.tune.errors import TuneError
 
 if TYPE_CHECKING:
     from penstock.train.tasks.clip import Tower
 
-KINDS = frozenset("FBIW")
-
 MOST_STAGES_A_RANK = 4
 
 SHARED_ENDS = ("mllm",)
 """Library schedules whose first and last stage are shared by all ranks."""
+
+NEVER_DRAINS = "amdp"
+"""The asynchronous schedule that is searched, under rule `tentative`. It is a candidate only if it is asked for."""
 
 
 @dataclass(frozen=True)
@@ -60,8 +63,10 @@ class TuneSpace:
         for name in self.schedules or ():
             if name not in SCHEDULES:
                 build(name, 1, 1)  # says which names are near
-            if name in ASYNCHRONOUS:
-                raise TuneError(f"{name} never flushes, so it has no step to time; leave it out")
+            if name in ASYNCHRONOUS and name != NEVER_DRAINS:
+                raise TuneError(
+                    f"{name} never drains, and of such schedules only {NEVER_DRAINS} is tuned; leave it out"
+                )
 
     def shapes(self) -> list[Shape]:
         """Every (pp, dp, microbatch size) that fits the devices and divides the batch.
@@ -139,7 +144,9 @@ def schedules_for(
     names: Sequence[str] | None = None,
     shared_ends: bool = False,
 ) -> list[TunePlan]:
-    """Every library schedule of a chain of stages that these counts allow, each order once.
+    """Every synchronous library schedule of a chain of stages that these counts allow, each order once.
+
+    `NEVER_DRAINS` is among them only by name. It has as many steps as `penstock train` runs without draining.
 
     Args:
         shared_ends: take those whose first and last stage are shared by all ranks, and not those with a rank
@@ -148,11 +155,12 @@ def schedules_for(
     found: list[TunePlan] = []
     seen: set[tuple[object, ...]] = set()
     for name in names or SCHEDULES:
-        if name in ASYNCHRONOUS:
+        if name in ASYNCHRONOUS and not names:
             continue
-        for options in _variants(name, num_ranks):
+        num_steps = USUAL_STEPS if name == NEVER_DRAINS else 1
+        for options in _variants(name, num_ranks, num_microbatches):
             try:
-                schedule = build(name, num_ranks, num_microbatches, **options)
+                schedule = build(name, num_ranks, num_steps * num_microbatches, **options)
             except ScheduleError:
                 continue
             key = schedule.placement, schedule.order
@@ -176,8 +184,11 @@ def why_none(space: TuneSpace, shape: Shape) -> str:
     return ""
 
 
-def _variants(name: str, num_ranks: int) -> Iterator[dict[str, Any]]:
+def _variants(name: str, num_ranks: int, num_microbatches: int) -> Iterator[dict[str, Any]]:
     """Values of the options that change the shape of a schedule."""
+    if name == NEVER_DRAINS:
+        yield {"rule": TENTATIVE, "window": num_microbatches}
+        return
     takes = inspect.signature(SCHEDULES[name]).parameters
     yield {}
     if "num_stages" in takes and num_ranks > 1:
@@ -190,4 +201,4 @@ def _variants(name: str, num_ranks: int) -> Iterator[dict[str, Any]]:
 
 def _is_chain(schedule: Schedule, shared_ends: bool) -> bool:
     plain = schedule.stage_graph is None and bool(schedule.placement.shared) == shared_ends
-    return plain and all(op.kind in KINDS for row in schedule.order for op in row)
+    return plain and all(op.kind in (*KINDS, *OF_UPDATES) for row in schedule.order for op in row)
