@@ -56,7 +56,7 @@ BAD: dict[str, tuple[str, list[str]]] = {
     ),
     "adapters for layers that are not there": (
         """--model llama --lora '{"target_modules": ["qkv_proj"]}'""",
-        ["'qkv_proj'", "not found", "linear layers are q_proj, k_proj, v_proj, o_proj, gate_proj", "all-linear"],
+        ["'qkv_proj'", "not found", "all-linear"],
     ),
     "an unknown architecture": (
         "--model unknown",

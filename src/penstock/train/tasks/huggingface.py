@@ -5,13 +5,12 @@ from __future__ import annotations
 import importlib.util
 import json
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from penstock.cost import CostsByLength
@@ -31,10 +30,9 @@ from penstock.train.settings import Settings
 from penstock.train.tasks.documents import packed_documents
 from penstock.train.tasks.layers import chain_bytes, recomputed, refuse_shared, require_shards, stage_layers
 from penstock.train.tasks.masked import mask_token, masked
-from penstock.train.tasks.own_data import own_data
-from penstock.train.tasks.task import BYTES, Task, TaskData
+from penstock.train.tasks.own_data import OPTION, own_data, require_samples, tensors_of
+from penstock.train.tasks.task import BYTES, Example, Task, TaskData
 from penstock.train.tasks.text import next_tokens, tokenizer_of, write
-from penstock.train.tasks.token_batches import TOKENS, TokenBatchReader
 
 BY_HAND = (
     "looked for a language model of transformers with one list of blocks between an embedding and a head, or one in "
@@ -45,6 +43,7 @@ MOST = 300
 """Most letters of a reason that are shown."""
 UNREAD = ("pytorch_model*.bin", "*.pt", "*.pth", "*.gguf", "tf_model*.h5", "*.msgpack")
 """Files that hold weights in other forms than safetensors."""
+TOKENS, LABELS = "input_ids", "labels"
 USUAL_CONTEXT = 128
 """Default tokens of a sample, if the model takes as many."""
 UNREAD_TOKENIZERS = (
@@ -217,6 +216,37 @@ class DecoderTask(Task):
         return write(self._settings, self._tokenizer, self.num_tokens, pipe)
 
 
+class TokenBatchReader:
+    """Turns a batch of the user's data, as the collators of transformers make it, into inputs and labels.
+
+    A batch is a dict of tensors: `input_ids` [B, T], `labels`, and whatever else the model's forward takes. Labels
+    are as the model's own loss takes them. For a decoder they are the tokens themselves, not shifted, and -100 for a
+    token that does not count. A model with an encoder has labels of their own length.
+
+    Args:
+        model: as it was given, for errors.
+    """
+
+    def __init__(self, decoder: Decoder, model: str) -> None:
+        self._decoder, self._model = decoder, model
+
+    def __call__(self, batch: Any, what: str) -> Example:
+        """Raises SettingsError for a batch without tokens or labels; `what` says in errors which batch it is."""
+        given = tensors_of(batch) if isinstance(batch, Mapping) else {}
+        if missing := [name for name in (TOKENS, LABELS) if not isinstance(given.get(name), Tensor)]:
+            has = f"has {', '.join(map(str, given))}" if given else f"is a {type(batch).__name__}"
+            raise SettingsError(
+                f"{OPTION}: {what} {has}, and {self._model} takes dicts of tensors [samples, tokens]; give "
+                f"{' and '.join(missing)} as the collators of transformers do. {LABELS} are the {TOKENS} themselves "
+                "where the model writes on, with -100 where a token does not count"
+            )
+        require_samples(given, None, what)
+        try:
+            return Example(*self._decoder.inputs_and_targets(given))
+        except DecoderError as error:
+            raise SettingsError(f"{OPTION}: {what}: {error}") from None
+
+
 def require_readable_tokenizer(folder: Path, settings: Settings) -> None:
     """Raises SettingsError if a folder has a tokenizer that can't be read, so that text would be read as bytes."""
     if settings.tokenizer is not None or (folder / "tokenizer.json").is_file():
@@ -298,23 +328,7 @@ def _refused(settings: Settings, error: DecoderError) -> SettingsError:
     if len(reason) > MOST:
         reason = reason[:MOST].rsplit(" ", 1)[0] + " ..."
     if isinstance(error, AdapterError):
-        targets = _linear_layers(settings) if "target" in reason.lower() else ""
+        targets = '; "target_modules": "all-linear" takes all linear layers' if "target" in reason.lower() else ""
         return SettingsError(f"--model {settings.model}: {reason}{targets}")
     by_hand = "" if "ps.Pipeline" in reason else "\n" + BY_HAND
     return SettingsError(f"--model {settings.model}: {reason}{by_hand}")
-
-
-def _linear_layers(settings: Settings) -> str:
-    """The layers that can have adapters, by the names that peft uses. peft itself reports names that do not exist."""
-    from transformers import AutoConfig, AutoModelForCausalLM
-
-    try:
-        config = AutoConfig.from_pretrained(place_of(settings.model)[0], local_files_only=True)
-        with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(config)
-    except Exception:  # of a model of another kind; the reason is said all the same
-        return ""
-    linear = [path for path, part in model.named_modules() if type(part).__name__ in ("Linear", "Conv1D")]
-    head = [path for path, part in model.named_modules() if part is model.get_output_embeddings()]
-    names = dict.fromkeys(path.rpartition(".")[2] for path in linear if path not in head)
-    return f'\n--lora: its linear layers are {", ".join(names)}; "target_modules": "all-linear" takes all of them'
