@@ -30,7 +30,7 @@ from penstock.runtime import MuonAdamW, Stage
 from penstock.runtime.stage.batch_rules import split
 from penstock.schedule import TENTATIVE
 from penstock.train.settings import learning_rate
-from penstock.train.tasks.bert import masked_batches
+from penstock.train.tasks.chain import masked_batches
 
 NUM_STAGES = 8
 

@@ -17,9 +17,9 @@ from penstock.models import CrossEntropy, build_layers
 from penstock.runtime import RuntimeFailure
 from penstock.train.checks import SettingsError
 from penstock.train.inputs import gather_inputs
-from penstock.train.planned_batches import BatchRecord, PlannedBatches, StepBatch
 from penstock.train.settings import Settings
-from penstock.train.tasks.gpt import gpt_config
+from penstock.train.tasks.chain import gpt_config
+from penstock.train.tasks.documents import BatchRecord, PlannedBatches, StepBatch
 from train_runs import losses, metrics
 
 pytestmark = pytest.mark.unit

@@ -12,16 +12,17 @@ from penstock.models.bert import (
 from penstock.models.clip import (
     CLIP,
     CLIPConfig,
+    CLIPStages,
     Contrast,
     ContrastiveLoss,
     TowerConfig,
     clip_presets,
+    clip_program,
     retrieval_accuracy,
     tower_costs,
     tower_layers,
     tower_stage,
 )
-from penstock.models.clip_stages import CLIPStages, clip_program
 from penstock.models.costs import (
     decoder_costs_by_length,
     gpt_costs,

@@ -22,7 +22,7 @@ from penstock.planning.microbatch_order import DISPATCHES
 from penstock.planning.threads import num_cores
 from penstock.report.run_record import read_record
 from penstock.runtime.adapt import AdaptOptions
-from penstock.runtime.checkpoint import DamagedCheckpointError
+from penstock.runtime.checkpoint import CheckpointError, DamagedCheckpointError
 from penstock.runtime.execute.timeline import measured_costs
 from penstock.runtime.transport.choose import TransportChoice
 from penstock.schedule import count_versions
@@ -34,11 +34,10 @@ from penstock.train.folder import RunFolder, write_whole
 from penstock.train.inputs import Inputs, build_pipeline, device_of
 from penstock.train.measured_dispatch import MeasuredDispatch
 from penstock.train.metrics import Metrics, ProgressView
-from penstock.train.planned_batches import BatchRecord, PlannedBatches
 from penstock.train.report import Report, read_adaptation, write_plan
-from penstock.train.resume import damaged
 from penstock.train.settings import ARRIVAL, Settings
 from penstock.train.start import StopRequest
+from penstock.train.tasks.documents import BatchRecord, PlannedBatches
 from penstock.train.training import Training
 
 NOT_FINITE = "look at the data of that step, or give a lower --lr or --clip"
@@ -451,3 +450,13 @@ def _peak_memory(settings: Settings) -> list[int]:
     if settings.device != "cpu":
         return [torch.cuda.max_memory_allocated()]
     return [resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)]
+
+
+def damaged(error: DamagedCheckpointError, folder: RunFolder) -> CheckpointError:
+    """The same error, and what can be done about it in a run."""
+    if error.older is None:
+        return CheckpointError(f"{error.damage}; no older checkpoint is whole: copy one there, or start a new run")
+    return CheckpointError(
+        f"{error.damage}; {error.older.name} before it is whole: remove or rename the damaged one, and go on from "
+        f"there with penstock train --resume {folder.path}"
+    )

@@ -31,7 +31,7 @@ from penstock.models import (
     tower_costs,
 )
 from penstock.models.block import TransformerBlock
-from penstock.models.clip_stages import CLIPStages
+from penstock.models.clip import CLIPStages
 from penstock.program import Branch, Rules, breadth_first, depth_first, placements
 from penstock.runtime import partition
 from penstock.runtime.stage.branches import starts_of

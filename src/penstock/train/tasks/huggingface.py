@@ -29,10 +29,9 @@ from penstock.train.own_file import is_own
 from penstock.train.settings import Settings
 from penstock.train.tasks.documents import packed_documents
 from penstock.train.tasks.layers import chain_bytes, recomputed, refuse_shared, require_shards, stage_layers
-from penstock.train.tasks.masked import mask_token, masked
 from penstock.train.tasks.own_data import OPTION, own_data, require_samples, tensors_of
 from penstock.train.tasks.task import BYTES, Example, Task, TaskData
-from penstock.train.tasks.text import next_tokens, tokenizer_of, write
+from penstock.train.tasks.text import mask_token, masked, next_tokens, tokenizer_of, write
 
 BY_HAND = (
     "looked for a language model of transformers with one list of blocks between an embedding and a head, or one in "

@@ -7,12 +7,11 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Mapping, Sequence
-from functools import partial
+from collections.abc import Mapping, Sequence
 from itertools import accumulate
 from typing import Any, TypeVar
 
-from torch import Tensor, nn
+from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from penstock.models import ParallelError, require_parallel
@@ -23,7 +22,7 @@ from penstock.schedule import Schedule, StageGraph
 from penstock.train.checks import SettingsError
 from penstock.train.kinds import is_path
 from penstock.train.settings import Settings
-from penstock.train.tasks.task import BYTES, Task
+from penstock.train.tasks.task import BYTES
 from penstock.unknown_names import did_you_mean
 
 Config = TypeVar("Config")
@@ -153,40 +152,6 @@ def chain_bytes(settings: Settings, num_stages: int, numbers: int) -> list[float
     """
     size = float(BYTES * numbers * math.ceil(settings.batch / (settings.dp * settings.microbatches)))
     return [size] * (num_stages - 1) + [0.0]
-
-
-class ChainTask(Task):
-    """The common part of tasks whose model is one of ours, a chain of layers over samples of `context` tokens.
-
-    Args:
-        config: of the model. costs: of its layers. loss, tied: see `Task`.
-        make_stage: makes a stage of some layers, like `gpt_stage`.
-        parts: the layers of each stage. None: see `stage_layers`.
-    """
-
-    def __init__(
-        self,
-        settings: Settings,
-        schedule: Schedule,
-        config: Any,
-        costs: Sequence[float],
-        loss: Callable[..., Tensor],
-        tied: Sequence[Sequence[str]],
-        make_stage: Callable[..., nn.Module],
-        parts: Sequence[range] | None = None,
-    ) -> None:
-        self.config, self.sizes, self.num_tokens = config, kept_sizes(config), config.context
-        self.loss, self.tied, self.layer_costs = loss, tied, costs
-        self._settings, self._make_stage = settings, make_stage
-        self._parts = stage_layers(costs, schedule, settings.cut) if parts is None else parts
-        require_shards(settings, schedule, config, config.vocab_size)
-
-    def stages(self) -> list[Callable[[], nn.Module]]:
-        settings, wrap = self._settings, recomputed if self._settings.recompute else None
-        return [partial(self._make_stage, self.config, list(p), settings.seed, wrap=wrap) for p in self._parts]
-
-    def message_bytes(self, schedule: Schedule) -> list[float]:
-        return chain_bytes(self._settings, schedule.num_stages, self.config.context * self.config.width)
 
 
 def require_chain(schedule: Schedule) -> None:

@@ -1,0 +1,156 @@
+"""Models of ours that are a chain of layers over text: a GPT, which is trained by default, and a BERT, which guesses
+masked tokens, and whether the second part of a sample follows the first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from penstock.data import Corpus, MaskedText, open_corpus
+from penstock.models import (
+    BERTConfig,
+    BERTLoss,
+    CrossEntropy,
+    GPTConfig,
+    bert_costs,
+    bert_presets,
+    bert_stage,
+    bert_tied_parameters,
+    gpt_costs,
+    gpt_costs_by_length,
+    gpt_stage,
+    presets,
+    tied_parameters,
+)
+from penstock.runtime import Pipeline
+from penstock.schedule import Schedule
+from penstock.train.checks import SettingsError
+from penstock.train.settings import Settings
+from penstock.train.tasks.documents import packed_documents
+from penstock.train.tasks.layers import (
+    chain_bytes,
+    changed,
+    kept_sizes,
+    preset_of,
+    recomputed,
+    require_shards,
+    stage_layers,
+)
+from penstock.train.tasks.task import VALIDATION_BATCHES, Example, StepBatches, Task, TaskData
+from penstock.train.tasks.text import next_tokens, tokenizer_of, write
+
+
+class ChainTask(Task):
+    """The common part of tasks whose model is one of ours, a chain of layers over samples of `context` tokens.
+
+    Args:
+        config: of the model. costs: of its layers. loss, tied: see `Task`.
+        make_stage: makes a stage of some layers, like `gpt_stage`.
+        parts: the layers of each stage. None: see `stage_layers`.
+    """
+
+    def __init__(
+        self,
+        settings: Settings,
+        schedule: Schedule,
+        config: Any,
+        costs: Sequence[float],
+        loss: Callable[..., Tensor],
+        tied: Sequence[Sequence[str]],
+        make_stage: Callable[..., nn.Module],
+        parts: Sequence[range] | None = None,
+    ) -> None:
+        self.config, self.sizes, self.num_tokens = config, kept_sizes(config), config.context
+        self.loss, self.tied, self.layer_costs = loss, tied, costs
+        self._settings, self._make_stage = settings, make_stage
+        self._parts = stage_layers(costs, schedule, settings.cut) if parts is None else parts
+        require_shards(settings, schedule, config, config.vocab_size)
+
+    def stages(self) -> list[Callable[[], nn.Module]]:
+        settings, wrap = self._settings, recomputed if self._settings.recompute else None
+        return [partial(self._make_stage, self.config, list(p), settings.seed, wrap=wrap) for p in self._parts]
+
+    def message_bytes(self, schedule: Schedule) -> list[float]:
+        return chain_bytes(self._settings, schedule.num_stages, self.config.context * self.config.width)
+
+
+class GPTTask(ChainTask):
+    """See `Task`.
+
+    Raises:
+        SettingsError, PartitionError, DataError: sizes that do not go together, or with the schedule.
+    """
+
+    def __init__(self, settings: Settings, schedule: Schedule) -> None:
+        self._tokenizer = tokenizer_of(settings)
+        config = gpt_config(settings, self._tokenizer.vocab_size)
+        tied = tied_parameters(config)
+        super().__init__(settings, schedule, config, gpt_costs(config), CrossEntropy(), tied, gpt_stage)
+
+    def read(self, corpus: Corpus | None) -> TaskData:
+        if self._settings.is_packed:
+            costs = gpt_costs_by_length(self.config, self._parts)
+            return packed_documents(self._settings, self._tokenizer, self.config.context, corpus, costs)
+        return next_tokens(self._settings, self._tokenizer, self.config.context, corpus)
+
+    def write(self, pipe: Pipeline) -> str:
+        return write(self._settings, self._tokenizer, self.config.context, pipe)
+
+
+def gpt_config(settings: Settings, vocab_size: int) -> GPTConfig:
+    """The preset with what the settings change in it. Raises SettingsError."""
+    config: GPTConfig = changed(preset_of(settings, presets), settings, vocab_size=vocab_size)
+    return config
+
+
+NUM_SPECIAL = 3
+"""Tokens that `MaskedText` adds behind the vocabulary."""
+LEAST = 5
+"""Tokens of its shortest sample."""
+
+
+class BERTTask(ChainTask):
+    """See `Task`.
+
+    Raises:
+        SettingsError, PartitionError, DataError: sizes that do not go together, or with the schedule.
+    """
+
+    def __init__(self, settings: Settings, schedule: Schedule) -> None:
+        self._tokenizer = tokenizer_of(settings)
+        vocab_size = self._tokenizer.vocab_size + NUM_SPECIAL
+        config: BERTConfig = changed(preset_of(settings, bert_presets), settings, vocab_size=vocab_size)
+        if config.context < LEAST:
+            raise SettingsError(
+                f"context {config.context}: a sample of two parts and three special tokens needs at least {LEAST}"
+            )
+        tied = bert_tied_parameters(config)
+        super().__init__(settings, schedule, config, bert_costs(config), BERTLoss(), tied, bert_stage)
+
+    def read(self, corpus: Corpus | None) -> TaskData:
+        settings, context = self._settings, self.config.context
+        corpus = corpus or open_corpus(settings.data, self._tokenizer)
+        batches = masked_batches(MaskedText(corpus.train, corpus.vocab_size, context, settings.seed), settings.batch)
+        _ = batches[0]
+        fresh = masked_batches(
+            MaskedText(corpus.validation, corpus.vocab_size, context, settings.seed + 1), settings.batch
+        )
+        validation = [fresh[number] for number in range(VALIDATION_BATCHES)]
+        unit = "nats a sample of the validation text: a masked token, and whether the parts follow each other"
+        return TaskData(corpus.description, unit, corpus.digest, batches, validation, corpus)
+
+
+def masked_batches(text: MaskedText, batch: int) -> StepBatches:
+    """Batches of masked text, as tensors."""
+
+    def made(step: int) -> Example:
+        rows = text.samples(range(step * batch, (step + 1) * batch))
+        tokens, segments, labels, follows = (torch.from_numpy(part) for part in rows)
+        return Example({"tokens": tokens, "segments": segments}, {"tokens": labels, "next": follows})
+
+    return StepBatches(made)
