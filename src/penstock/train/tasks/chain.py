@@ -6,7 +6,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -19,14 +18,11 @@ from penstock.models import (
     GPTConfig,
     bert_costs,
     bert_presets,
-    bert_stage,
-    bert_tied_parameters,
     gpt_costs,
     gpt_costs_by_length,
-    gpt_stage,
     presets,
-    tied_parameters,
 )
+from penstock.models.listed import ListedConfig, tied_ends
 from penstock.runtime import Pipeline
 from penstock.schedule import Schedule
 from penstock.train.checks import SettingsError
@@ -49,31 +45,26 @@ class ChainTask(Task):
     """The common part of tasks whose model is one of ours, a chain of layers over samples of `context` tokens.
 
     Args:
-        config: of the model. costs: of its layers. loss, tied: see `Task`.
-        make_stage: makes a stage of some layers, like `gpt_stage`.
-        parts: the layers of each stage. None: see `stage_layers`.
+        config: of the model. costs: of its layers. loss: see `Task`.
     """
 
     def __init__(
         self,
         settings: Settings,
         schedule: Schedule,
-        config: Any,
+        config: ListedConfig,
         costs: Sequence[float],
         loss: Callable[..., Tensor],
-        tied: Sequence[Sequence[str]],
-        make_stage: Callable[..., nn.Module],
-        parts: Sequence[range] | None = None,
     ) -> None:
         self.config, self.sizes, self.num_tokens = config, kept_sizes(config), config.context
-        self.loss, self.tied, self.layer_costs = loss, tied, costs
-        self._settings, self._make_stage = settings, make_stage
-        self._parts = stage_layers(costs, schedule, settings.cut) if parts is None else parts
+        self.loss, self.tied, self.layer_costs = loss, tied_ends(config), costs
+        self._settings, self._layers = settings, config.listed
+        self._parts = stage_layers(costs, schedule, settings.cut)
         require_shards(settings, schedule, config, config.vocab_size)
 
     def stages(self) -> list[Callable[[], nn.Module]]:
         settings, wrap = self._settings, recomputed if self._settings.recompute else None
-        return [partial(self._make_stage, self.config, list(p), settings.seed, wrap=wrap) for p in self._parts]
+        return [partial(self._layers.stage, list(part), settings.seed, wrap) for part in self._parts]
 
     def message_bytes(self, schedule: Schedule) -> list[float]:
         return chain_bytes(self._settings, schedule.num_stages, self.config.context * self.config.width)
@@ -89,8 +80,7 @@ class GPTTask(ChainTask):
     def __init__(self, settings: Settings, schedule: Schedule) -> None:
         self._tokenizer = tokenizer_of(settings)
         config = gpt_config(settings, self._tokenizer.vocab_size)
-        tied = tied_parameters(config)
-        super().__init__(settings, schedule, config, gpt_costs(config), CrossEntropy(), tied, gpt_stage)
+        super().__init__(settings, schedule, config, gpt_costs(config), CrossEntropy())
 
     def read(self, corpus: Corpus | None) -> TaskData:
         if self._settings.is_packed:
@@ -129,8 +119,7 @@ class BERTTask(ChainTask):
             raise SettingsError(
                 f"context {config.context}: a sample of two parts and three special tokens needs at least {LEAST}"
             )
-        tied = bert_tied_parameters(config)
-        super().__init__(settings, schedule, config, bert_costs(config), BERTLoss(), tied, bert_stage)
+        super().__init__(settings, schedule, config, bert_costs(config), BERTLoss())
 
     def read(self, corpus: Corpus | None) -> TaskData:
         settings, context = self._settings, self.config.context
