@@ -29,12 +29,12 @@ import penstock as ps
 from experiments.common.record import commit, record
 from experiments.common.summary import save_summary
 from penstock.engine.tolerance import EPSILON
-from penstock.planning import order_model
+from penstock.planning import exact
+from penstock.planning.annealing import Threads
 from penstock.planning.bounds import work_bound
 from penstock.planning.destructive_bound import DestructiveBound
 from penstock.planning.options import limits_of
 from penstock.planning.problem import pose
-from penstock.planning.threads import Threads
 from penstock.schedule import Placement, circular, one_to_one, v_shape
 from penstock.schedule.placement import bidirectional
 
@@ -89,7 +89,7 @@ def planned(family: str, number: int) -> dict[str, Any]:
         "family": family,
         "number": number,
         "num_ranks": num_ranks,
-        "ortools": order_model.available(),
+        "ortools": exact.available(),
         "value": found.value,
         "bound": found.lower_bound,
         "gap": found.gap,
@@ -196,7 +196,7 @@ def main() -> None:
         print(table(json.loads(RESULTS.read_text())["rows"]))
         return
     if given.without_ortools:
-        order_model.available = lambda: False
+        exact.available = lambda: False
     first, last = map(int, given.numbers.split("-"))
     for family in given.family or PLACEMENTS:
         for number in range(first, last + 1):

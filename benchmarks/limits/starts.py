@@ -27,10 +27,10 @@ from experiments.common.readme import markdown, write_between
 from experiments.common.record import record
 from experiments.common.summary import save_summary
 from penstock.engine.list_by_values import ListSpace
-from penstock.planning.in_step import in_step
 from penstock.planning.options import limits_of
 from penstock.planning.problem import pose
-from penstock.planning.search import list_by_class, time_of
+from penstock.planning.search import time_of
+from penstock.planning.starts import in_step, list_by_class
 from penstock.schedule import one_to_one
 
 LIBRARY = ("1f1b", "zb-h1", "zb")

@@ -32,7 +32,8 @@ from penstock.engine.list_by_values import ListSpace
 from penstock.planning import plan
 from penstock.planning.bounds import jackson_bound
 from penstock.planning.problem import Problem, pose
-from penstock.planning.search import Search, greedy, list_by_class, time_of
+from penstock.planning.search import Search, time_of
+from penstock.planning.starts import greedy, list_by_class
 from penstock.schedule import one_to_one
 
 SPEED_SIZES = ((8, 32), (32, 128), (128, 1024), (1024, 4096))

@@ -34,7 +34,8 @@ from penstock.planning.joint import search as joint
 from penstock.planning.joint.problem import pose_joint
 from penstock.planning.options import Limits, OpForms
 from penstock.planning.problem import Problem, pose
-from penstock.planning.search import PerturbationSearch, Search, Trials, Walk, greedy
+from penstock.planning.search import PerturbationSearch, Search, Trials, Walk
+from penstock.planning.starts import greedy
 from penstock.schedule import circular, one_to_one, v_shape
 from penstock.simulation.runner import Runner
 from penstock.simulation.transport import Blocking, Decoupled

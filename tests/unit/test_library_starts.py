@@ -11,7 +11,7 @@ import pytest
 import penstock as ps
 from penstock.dispatch.queues import Lister, queue_graph
 from penstock.library import SCHEDULES
-from penstock.planning import library_starts
+from penstock.planning import starts
 from penstock.planning.joint import search as joint
 from penstock.planning.joint.problem import pose_joint
 from penstock.planning.options import OpForms, limits_of
@@ -51,8 +51,8 @@ def test_every_library_schedule_of_a_placement_is_a_start_and_no_other_is_built(
         asked.append(name)
         return ps.build(name, *given, **options)
 
-    monkeypatch.setattr(library_starts, "build", recorded)
-    found = list(library_starts.built(placement, num_ranks, 8))
+    monkeypatch.setattr(starts, "build", recorded)
+    found = list(starts.built(placement, num_ranks, 8))
     assert fitting <= {made.order for _, made in found}
     assert set(asked) == {name for name, _ in found}
 
@@ -75,7 +75,7 @@ def test_a_plan_is_never_longer_than_a_library_schedule_in_the_same_memory(
             raise KeyboardInterrupt
 
     found = []
-    for name, (_, forms) in library_starts.STARTS.items():
+    for name, (_, forms) in starts.STARTS.items():
         for form in forms:
             for stages in ({}, {"num_stages": placement.num_stages}, {"waves": 1}):
                 with suppress(ps.ScheduleError):
@@ -113,7 +113,7 @@ def test_the_clock_is_looked_at_within_a_library_schedule(monkeypatch: pytest.Mo
         again.append(schedule.name)
         return ps.passes.recompute(schedule, *given)
 
-    monkeypatch.setattr(library_starts, "build", slow)
+    monkeypatch.setattr(starts, "build", slow)
     monkeypatch.setattr(joint, "recompute", noted)
     joint.library(search)
     assert len(built) == 2  # the time is over when the second has been built

@@ -9,11 +9,11 @@ import penstock as ps
 from penstock.library import ASYNCHRONOUS, SCHEDULES
 from penstock.library.zero_bubble import from_pattern
 from penstock.planning import search as planning_search
-from penstock.planning.building_blocks import BlockSearch, hosts_several, steps_before
-from penstock.planning.library_starts import STARTS
+from penstock.planning.building_blocks import BlockSearch, steps_before
 from penstock.planning.metropolis import Cooling
 from penstock.planning.problem import Problem, fits, pose
-from penstock.planning.search import Search, greedy, time_of
+from penstock.planning.search import Search, time_of
+from penstock.planning.starts import STARTS, greedy
 from penstock.schedule import Placement, circular, one_to_one, v_shape
 from penstock.schedule.placement import bidirectional
 
@@ -54,7 +54,7 @@ def test_steps_of_a_v_go_up_and_down_and_back() -> None:
 )
 def test_blocks_are_orders_within_the_caps(placement: Placement, num_ranks: int, cap: float, several: bool) -> None:
     problem = posed(placement, num_ranks, 8, cap)
-    assert hosts_several(problem) == several
+    assert problem.hosts_several == several
     blocks = drawn(problem)
     assert fits(problem, blocks.row)
     assert time_of(problem, blocks.row) == blocks.best

@@ -14,8 +14,8 @@ import penstock as ps
 from penstock.planning import exact
 from penstock.planning.graph import search as searches
 from penstock.planning.graph import sequence as sequences
-from penstock.planning.graph.plan import placements_of
 from penstock.planning.graph.problem import pose_graph
+from penstock.planning.graph.search import placements_of
 from penstock.planning.metropolis import Cooling
 from penstock.planning.options import limits_of
 

@@ -8,9 +8,9 @@ import pytest
 import penstock as ps
 from penstock.engine.list_by_values import ListSpace
 from penstock.planning.bounds import jackson_bound
-from penstock.planning.in_step import SHARES, in_step
 from penstock.planning.problem import Problem, fits, pose
-from penstock.planning.search import list_by_class, time_of
+from penstock.planning.search import time_of
+from penstock.planning.starts import SHARES, in_step, list_by_class
 from penstock.schedule import Placement, circular, one_to_one, v_shape
 from penstock.schedule.placement import bidirectional, wave
 

@@ -19,8 +19,8 @@ import pytest
 import penstock as ps
 from in_python import in_python
 from penstock.engine.list_by_values import ListSpace
-from penstock.planning import exact, forward_backward, repeat, row_walk, strategy, threads
-from penstock.planning.annealing import annealed
+from penstock.planning import annealing, building_blocks, exact, forward_backward, row_walk, strategy
+from penstock.planning.annealing import Threads, annealed
 from penstock.planning.bounds import jackson_bound
 from penstock.planning.building_blocks import BlockSearch
 from penstock.planning.graph import sequence
@@ -32,8 +32,8 @@ from penstock.planning.joint.problem import pose_joint
 from penstock.planning.metropolis import Cooling
 from penstock.planning.options import Limits, OpForms
 from penstock.planning.problem import Problem, pose
-from penstock.planning.search import PerturbationSearch, Search, Trials, Walk, greedy, time_of
-from penstock.planning.threads import Threads
+from penstock.planning.search import PerturbationSearch, Search, Trials, Walk, time_of
+from penstock.planning.starts import greedy
 from penstock.schedule import one_to_one
 
 pytestmark = pytest.mark.unit
@@ -158,7 +158,7 @@ def test_threads_are_stopped_by_an_interrupt(monkeypatch: pytest.MonkeyPatch) ->
     def interrupted(*_: Any, **__: Any) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("penstock.planning.threads.wait", interrupted)
+    monkeypatch.setattr("penstock.planning.annealing.wait", interrupted)
     with Threads(1) as threads:
 
         def until_stopped() -> None:
@@ -228,7 +228,7 @@ def test_what_a_proof_takes_is_spared(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("without_library")
 @pytest.mark.parametrize("placement", [one_to_one(4), ps.placements.v_shape(4)], ids=["one-to-one", "V"])
 def test_a_large_plan_in_python_is_made_in_step(monkeypatch: pytest.MonkeyPatch, placement: ps.Placement) -> None:
-    monkeypatch.setattr(threads, "MOST_UNCOMPILED", 100)
+    monkeypatch.setattr(annealing, "MOST_UNCOMPILED", 100)
     costs = ps.Costs.uniform(placement.num_stages, f=90.0, i=110.0, w=80.0)
     p = ps.plan(costs, 4, 24, ps.Links({(1, 2): 50.0}), placement=placement, max_in_flight=6, time_limit=0.2)
     assert p.how == "in step"
@@ -255,7 +255,7 @@ class Begun(Exception):
         (Trials, forward_backward, "trials"),
         (PerturbationSearch, forward_backward, "shaken"),
         (Walk, row_walk, "anneal"),
-        (BlockSearch, repeat, "drawn"),
+        (BlockSearch, building_blocks, "drawn"),
         (joint.JointWalk, row_walk, "anneal"),
         (SequenceWalk, sequence, "walk"),
     ],
@@ -275,7 +275,7 @@ def test_no_step_of_a_large_problem_begins_in_python(
     else:
         search = begun(tight(), np.inf, Clock())
     search.clock, search.began, search.lower_bound = time.perf_counter, time.perf_counter(), 0.0
-    monkeypatch.setattr(threads, "MOST_UNCOMPILED", 100)
+    monkeypatch.setattr(annealing, "MOST_UNCOMPILED", 100)
 
     def begins(*_: Any) -> None:
         raise Begun(f"{function} runs without the library")
@@ -283,6 +283,6 @@ def test_no_step_of_a_large_problem_begins_in_python(
     monkeypatch.setattr(module, function, begins)
 
     annealed(search, step, search.seconds + 0.1)
-    monkeypatch.setattr(threads, "MOST_UNCOMPILED", 10_000)
+    monkeypatch.setattr(annealing, "MOST_UNCOMPILED", 10_000)
     with pytest.raises(Begun):
         annealed(search, step, search.seconds + 60.0)

@@ -6,12 +6,12 @@ import pytest
 
 import penstock as ps
 from experiments.flexpipe.flow import Block, BlockDependency, Flow
-from penstock.planning import order_model
+from penstock.planning import exact
 from penstock.planning import plan as planner
 from penstock.planning.graph.bounds import idle_bound
 from penstock.planning.graph.problem import pose_graph
 from penstock.planning.options import limits_of
-from penstock.planning.progress import Progress
+from penstock.planning.result import Progress
 from tiers import others_nightly
 
 pytest.importorskip("ortools", reason="needs the extra `exact`")
@@ -181,7 +181,7 @@ def test_an_interrupt_keeps_the_best_so_far(nth: int) -> None:
 
 def test_without_the_solver_local_search_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
     """A plan of shared stages that simple steady states did not prove was refused."""
-    monkeypatch.setattr(order_model, "available", lambda: False)
+    monkeypatch.setattr(exact, "available", lambda: False)
     found = ps.plan(random_costs(4, 0), 2, 4, placement=shared_ends(2), time_limit=0.2)
     ps.check(found.schedule)
     assert found.how not in ("exact", "")

@@ -8,7 +8,8 @@ from dataclasses import replace
 import pytest
 
 import penstock as ps
-from penstock.planning import span_objective, strategy
+from penstock.planning import search as planning_search
+from penstock.planning import strategy
 from penstock.planning.graph import bounds as graph_bounds
 from penstock.schedule import Op
 from penstock.schedule.microbatch_order import MicrobatchOrder
@@ -76,7 +77,7 @@ def test_a_span_that_a_late_beginning_makes_shorter_is_of_another_family() -> No
 
 def test_a_bound_above_a_value_is_an_error_and_not_a_gap_of_0(monkeypatch: pytest.MonkeyPatch) -> None:
     """Such a bound was cut to the value: a mistake in a bound looked like a proof."""
-    for goal, module in (("makespan", strategy), ("span", span_objective)):
+    for goal, module in (("makespan", strategy), ("span", planning_search)):
         with monkeypatch.context() as patch:
             patch.setattr(module, "jackson_bound", lambda problem: 1000.0)
             with pytest.raises(
@@ -198,7 +199,7 @@ def test_memory_counts_in_what_is_proved_of_uneven_microbatches(
 ) -> None:
     """Their bound counted no memory: of 76 ms, the least there is, 47 were proved."""
     pytest.importorskip("ortools", reason="needs the extra `exact`")
-    from penstock.planning import order_model
+    from penstock.planning import exact
     from proof_cases import UNEVEN, draw_uneven, solve_tasks
 
     case = draw_uneven(seed, UNEVEN[seed % len(UNEVEN)])
@@ -214,7 +215,7 @@ def test_memory_counts_in_what_is_proved_of_uneven_microbatches(
     plan = ps.plan(**given, time_limit=10.0)
     assert plan.value == pytest.approx(solved.value * unit)
     assert plan.lower_bound == pytest.approx(solved.value * unit, rel=1e-4)
-    monkeypatch.setattr(order_model, "available", lambda: False)
+    monkeypatch.setattr(exact, "available", lambda: False)
     without = ps.plan(**given, time_limit=0.2)
     assert without.lower_bound < 0.99 * plan.lower_bound
 

@@ -9,8 +9,8 @@ import pytest
 
 import penstock as ps
 from penstock.dispatch import lower
-from penstock.planning.in_step import in_step
 from penstock.planning.problem import pose
+from penstock.planning.starts import in_step
 from penstock.schedule.columns import columns_of
 
 pytestmark = pytest.mark.unit

@@ -40,7 +40,7 @@ from penstock.engine.tolerance import EPSILON
 from penstock.passes.reorder import with_orders_of
 from penstock.planning import initial_warmups, slow_link_schedule
 from penstock.planning.joint.away import with_host_memory
-from penstock.planning.slow_links import RULES
+from penstock.planning.warmup import RULES
 from penstock.schedule import Schedule, ScheduleError, one_to_one
 from penstock.schedule.async_ops import without_offload
 from penstock.simulation.runner import RunResult

@@ -33,9 +33,9 @@ KERNELS = {
     "penstock.planning.graph.sequence": ("placed", "walk", "seed"),
     "penstock.planning.longest_paths": ("heads", "jackson", "jackson_all"),
     "penstock.planning.ramps": ("idle_till", "with_both_ends"),
-    "penstock.planning.repeat": ("squeezed", "drawn", "improved", "seed"),
+    "penstock.planning.building_blocks": ("squeezed", "drawn", "improved", "seed"),
     "penstock.planning.row_walk": ("set_forms", "fits", "timed", "anneal", "seed"),
-    "penstock.planning.time_windows": ("refuted",),
+    "penstock.planning.destructive_bound": ("refuted",),
 }
 """The functions that Python calls, by their modules."""
 CALLED = ("penstock.planning.metropolis",)

@@ -5,10 +5,15 @@ from penstock.planning.branch_search import BranchLayout, FoundLayout, rank_bran
 from penstock.planning.microbatch_order import OrderedMicrobatches, order_microbatches
 from penstock.planning.planner import plan
 from penstock.planning.programs import Found, Outcome, search_space
-from penstock.planning.progress import Progress
-from penstock.planning.result import Certificate, Plan
-from penstock.planning.slow_links import slow_link_schedule
-from penstock.planning.warmup import adapted_warmups, initial_warmups, needed_slack, tolerance, tolerances
+from penstock.planning.result import Certificate, Plan, Progress
+from penstock.planning.warmup import (
+    adapted_warmups,
+    initial_warmups,
+    needed_slack,
+    slow_link_schedule,
+    tolerance,
+    tolerances,
+)
 
 __all__ = [
     "BatchPlan", "BranchLayout", "Certificate", "Found", "FoundLayout", "OrderedMicrobatches", "Outcome",

@@ -1,21 +1,175 @@
-"""Simulated annealing on several threads: each goes on for a slice of time, then all bring back what they found."""
+"""What every search has: the best found so far, its bound and its time; threads; and simulated annealing on them.
+
+Each thread anneals for a slice of time. Then all of them bring back what they found.
+"""
 
 from __future__ import annotations
 
+import math
+import os
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor, wait
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from functools import partial
-from types import ModuleType
+from types import ModuleType, TracebackType
 from typing import Any, Generic, TypeVar
 
 import numpy as np
 
 from penstock.engine.compiled import compiled, is_compiled
 from penstock.engine.network import Array
+from penstock.engine.tolerance import EPSILON
 from penstock.planning.metropolis import Cooling
-from penstock.planning.progress import Incumbent
-from penstock.planning.threads import Threads, is_quick
+from penstock.planning.result import Progress, certain
+
+MOST_THREADS = 16
+"""Above this what threads find is what others found."""
+
+MOST_UNCOMPILED = 30_000
+"""Ops above which nothing is searched where functions run as Python: a single order takes longer than most limits."""
+
+
+def num_cores() -> int:
+    """How many processors this process may use."""
+    try:
+        return len(os.sched_getaffinity(0))
+    except AttributeError:  # not every system says
+        return os.cpu_count() or 1
+
+
+def is_quick(num_ops: int) -> bool:
+    """Whether a step of the search may begin: its functions run as C, or the problem is small."""
+    return num_ops <= MOST_UNCOMPILED or is_compiled()
+
+
+class Threads:
+    """Threads that run calls side by side, each of them until it ends or `stop` is no longer 0.
+
+    Compiled functions look at `stop` and let other threads run meanwhile, this one among them, which looks at the
+    clock. Uncompiled ones share one processor, and draw from numpy's own random numbers: they get one thread, and the
+    numbers are put back.
+    """
+
+    def __init__(self, num_threads: int | None) -> None:
+        self.num = (num_threads or min(MOST_THREADS, num_cores())) if is_compiled() else 1
+        self.stop: Array = np.zeros(1, np.int64)
+        self._pool = ThreadPoolExecutor(self.num)
+
+    def __enter__(self) -> Threads:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, where: TracebackType | None
+    ) -> None:
+        self.stop[0] = 1
+        self._pool.shutdown()
+
+    def run(self, calls: Sequence[Callable[[], None]], seconds: float) -> None:
+        """Runs all calls to their ends; those that run after `seconds` are told to stop."""
+        self.stop[0] = 0
+        with random_numbers_kept():
+            under_way = [self._pool.submit(call) for call in calls]
+            try:
+                wait(under_way, timeout=max(0.0, seconds))
+            finally:
+                self.stop[0] = 1
+                for each in under_way:
+                    each.result()
+
+
+@contextmanager
+def random_numbers_kept() -> Iterator[None]:
+    """Leaves numpy's random numbers, which may be the user's, as they were: what runs as Python draws them."""
+    state = None if is_compiled() else np.random.get_state()
+    try:
+        yield
+    finally:
+        if state is not None:
+            np.random.set_state(state)
+
+
+P = TypeVar("P", bound=Any)
+"""A problem, which `described` says in words."""
+
+
+@dataclass
+class Incumbent(Generic[P]):
+    """The best that a search has found, what it has proved, and its time.
+
+    Attributes:
+        problem: what to plan.
+        lower_bound: ms; `improve_bound` raises it.
+        seed: of the random numbers.
+        stop_at_gap: the gap that is good enough.
+        on_progress: is called with every report.
+        began: when the search began, by `clock`.
+        until: seconds, since the search began, at which it must have come to its end.
+        clock: what says the time, in seconds.
+        value: of the best so far (ms); how: the step that found it.
+    """
+
+    problem: P
+    lower_bound: float
+    seed: int = 0
+    stop_at_gap: float = 0.0
+    on_progress: Callable[[Progress], None] | None = None
+    began: float = field(default_factory=time.perf_counter)
+    until: float = math.inf
+    clock: Callable[[], float] = field(default_factory=lambda: time.perf_counter)
+    value: float = math.inf
+    how: str = ""
+
+    @property
+    def seconds(self) -> float:
+        return self.clock() - self.began
+
+    @property
+    def left(self) -> float:
+        """Seconds till the search must have come to its end; below 0 where it should have."""
+        return self.until - self.seconds
+
+    @property
+    def shift(self) -> float:
+        """ms that value and bound are above those of the objective."""
+        return 0.0
+
+    @property
+    def target(self) -> float:
+        """The value (ms) at which the search may stop."""
+        return self.shift + (self.lower_bound - self.shift) * (1 + max(self.stop_at_gap, EPSILON))
+
+    @property
+    def closed(self) -> bool:
+        """Whether the best is proved good enough."""
+        return self.value <= self.target
+
+    def improves(self, value: float, how: str) -> bool:
+        """Whether a value (ms) is the best so far, which then counts.
+
+        Raises:
+            ScheduleError: it is below the bound, so one of the two is wrong.
+        """
+        if not 0 <= value < self.value * (1 - 1e-12):
+            return False
+        self.lower_bound = certain(self.lower_bound, value, self.problem.described, self.shift)
+        self.value, self.how = float(value), how
+        return True
+
+    def report(self, how: str) -> None:
+        if self.on_progress is not None:
+            self.on_progress(Progress(how, self.seconds, self.value - self.shift, self.lower_bound - self.shift))
+
+    def improve_bound(self, bound: float) -> None:
+        """Takes a bound if it is the best so far.
+
+        Raises:
+            ScheduleError: it is above the value of the best so far.
+        """
+        self.lower_bound = certain(max(self.lower_bound, bound), self.value, self.problem.described, self.shift)
+
 
 _SLICE = 0.1
 """Seconds after which threads meet, and say where they stand."""

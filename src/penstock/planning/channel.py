@@ -36,10 +36,9 @@ from penstock.engine.network import NONE, Array, of_queues
 from penstock.passes import add_communication
 from penstock.planning.graph import search as searches
 from penstock.planning.graph.problem import GraphProblem, pose_graph
-from penstock.planning.library_starts import MOST_OPS, built
 from penstock.planning.options import PlanRequest, family_of, in_turn, limits_of
-from penstock.planning.progress import certain
-from penstock.planning.result import Plan
+from penstock.planning.result import Plan, certain
+from penstock.planning.starts import MOST_OPS, built
 from penstock.schedule import Op, Placement, Schedule, check
 from penstock.schedule.messages import BUFFERED, GLOO, NCCL, require_channel, send_of, stream_of
 from penstock.simulation import simulate

@@ -12,7 +12,7 @@ from typing import Any, TypedDict, TypeVar
 from penstock.cost import CostError, Costs, Links
 from penstock.dispatch import Dispatch
 from penstock.engine.tolerance import is_within
-from penstock.planning.progress import Progress
+from penstock.planning.result import Progress
 from penstock.schedule import Placement, ScheduleError, StageGraph
 from penstock.schedule.async_ops import OFFLOAD, RELOAD
 from penstock.schedule.messages import BUFFERED

@@ -37,10 +37,9 @@ from penstock.engine.tolerance import is_within, slack
 from penstock.library import build
 from penstock.passes import separate_pairs
 from penstock.passes.overlap import joinable_pairs, weigh_pairs
-from penstock.planning.library_starts import MOST_OPS, built
 from penstock.planning.options import PlanRequest, limits_of
-from penstock.planning.progress import certain
-from penstock.planning.result import Plan
+from penstock.planning.result import Plan, certain
+from penstock.planning.starts import MOST_OPS, built
 from penstock.schedule import Op, Placement, Schedule, ScheduleError, check
 from penstock.schedule.op import BACKWARD, FORWARD, WEIGHT
 from penstock.simulation import simulate

@@ -6,26 +6,37 @@ The roads, by what is asked (`planned`):
     total_limit     again with less room, till messages fit      `_within_total`
     overlap         a forward and a backward as one              `paired.plan_pairs`
     uneven          microbatches that differ                     `uneven.plan_uneven`
-    stages, shared  stages that branch, or that ranks share      `graph.plan.plan_graph`
+    stages, shared  stages that branch, or that ranks share      `graph.search.plan_graph`
     otherwise       a chain: each deal of microbatches searched  `_plan_chain`
       one form      all backwards split, or all whole            `strategy`
       joint         forms decided with the order                 `joint.search`
 
 The first four change what is asked, and come back to `planned` for the rest. Whatever the road, the schedule is
 checked, its value must be that of its simulation, and its bound may not be above that.
+
+**Deals.** A deal is how many microbatches each pipeline gets; they are alike, so it is a count for each. A quick
+bound of every deal (the way to each rank, and its work) says which are likely. The likeliest are posed as problems of
+their own and searched one after the other, as long as they may hold a better schedule than the best so far. The least
+of all bounds holds for any deal: so a search that finds nothing better still proves more.
 """
 
 from __future__ import annotations
 
 import math
 import time
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, Unpack
+from itertools import combinations, pairwise
+from typing import TYPE_CHECKING, Any, TypeVar, Unpack
+
+import numpy as np
 
 from penstock.cost import CostError, Costs, Links
 from penstock.cost.costs import require_costs
 from penstock.engine.compiled import is_compiled
+from penstock.engine.network import Array
+from penstock.engine.tolerance import EPSILON
 from penstock.planning.options import (
     MOST_AGAIN,
     Limits,
@@ -40,8 +51,7 @@ from penstock.planning.options import (
     require_plannable,
     require_weights,
 )
-from penstock.planning.progress import certain, confirmed, measured
-from penstock.planning.result import Certificate, Plan
+from penstock.planning.result import Certificate, Plan, certain, confirmed, measured
 from penstock.program import placements
 from penstock.schedule import Placement, Schedule, ScheduleError, StageGraph, check, one_to_one
 from penstock.schedule.messages import BUFFERED
@@ -50,6 +60,7 @@ from penstock.simulation.memory_footprint import in_bytes
 from penstock.unknown_names import refuse_unknown
 
 if TYPE_CHECKING:
+    from penstock.planning.annealing import Incumbent
     from penstock.planning.joint.search import JointSearch
     from penstock.planning.search import Search
 
@@ -64,6 +75,18 @@ the time that it took is spared for the last."""
 _PROOF_SECONDS, _PROOF_SECONDS_AN_OP = 0.01, 2.5e-5
 _SPARED = 1.2
 """Of what a proof took, the share spared for the next."""
+
+MOST_LISTED = 20_000
+"""Deals above which only the deal in turn is searched, and the others are bounded by their work alone."""
+_MOST_POSED = 33
+"""Deals that are made problems of their own at most."""
+_FIRST_SHARE, _OTHERS_SHARE = 0.4, 0.2
+"""Shares of the time for the deal in turn, which comes first, and then for the other deals together."""
+
+Deal = tuple[int, ...]
+
+
+S = TypeVar("S", bound="Incumbent[Any]")
 
 
 @refuse_unknown(ScheduleError)
@@ -177,7 +200,7 @@ def planned(request: PlanRequest) -> Plan:
 
         return plan_uneven(request, planned)
     if not request.is_chain:
-        from penstock.planning.graph.plan import plan_graph
+        from penstock.planning.graph.search import plan_graph
 
         return plan_graph(request)
     return _plan_chain(request)
@@ -186,11 +209,10 @@ def planned(request: PlanRequest) -> Plan:
 def _plan_chain(request: PlanRequest) -> Plan:
     """Searches the deals of microbatches to pipelines, each as one problem."""
     from penstock.planning import strategy
-    from penstock.planning.deals import likely_deals, search_deals
     from penstock.planning.joint import search as joint
     from penstock.planning.joint.problem import pose_joint
     from penstock.planning.problem import pose
-    from penstock.planning.search import greedy
+    from penstock.planning.starts import greedy
 
     began, time_limit = time.perf_counter(), float(request.time_limit)
     costs, num_ranks, num_microbatches = request.costs, request.num_ranks, request.num_microbatches
@@ -353,3 +375,85 @@ def _placement(costs: Costs, num_ranks: int, placement: Placement | str | None) 
         if rank >= num_ranks:
             raise ScheduleError(f"{who} rank {rank}, but ranks go to {num_ranks - 1}", rule="placement")
     return placement
+
+
+def quick_bound(deals: Array, costs: Costs, placement: Placement, num_ranks: int, links: Links) -> Array:
+    """Of each deal, ms that no schedule ends before: for each rank, the way to it and its work."""
+    work = np.zeros((num_ranks, placement.num_pipelines))
+    to = np.full(num_ranks, np.inf)
+    for p, hosts in enumerate(placement.pipelines):
+        way = 0.0
+        for s, r in enumerate(hosts):
+            if s:
+                way += costs.duration("F", s - 1) + links.delay(hosts[s - 1], r) * (hosts[s - 1] != r)
+            to[r] = min(to[r], way)
+            work[r, p] += _work(costs, s)
+    taken = deals @ work.T
+    return np.where(taken > 0, taken + np.where(np.isinf(to), 0.0, to), 0.0).max(axis=1, initial=0.0)
+
+
+def _work(costs: Costs, stage: int) -> float:
+    """ms of a microbatch on a stage at least."""
+    return costs.duration("F", stage) + min(
+        costs.duration("B", stage), costs.duration("I", stage) + costs.duration("W", stage)
+    )
+
+
+def all_deals(num_microbatches: int, num_pipelines: int) -> Iterator[Deal]:
+    """Every deal, once: each share ends at one of so many bars among the microbatches."""
+    end = num_microbatches + num_pipelines - 1
+    for bars in combinations(range(end), num_pipelines - 1):
+        yield tuple(after - before - 1 for before, after in pairwise((-1, *bars, end)))
+
+
+def likely_deals(
+    costs: Costs, placement: Placement, num_ranks: int, num_microbatches: int, links: Links
+) -> tuple[list[tuple[Deal, float]], float]:
+    """Deals beside that in turn, the likeliest first, with their quick bounds; and a bound of all that are left."""
+    num_pipelines = placement.num_pipelines
+    if math.comb(num_microbatches + num_pipelines - 1, num_pipelines - 1) > MOST_LISTED:
+        # Every pipeline has all stages, so whatever the deal, the ranks share the same work.
+        return [], num_microbatches * sum(_work(costs, s) for s in range(placement.num_stages)) / num_ranks
+    plain = in_turn(num_microbatches, num_pipelines)
+    deals = np.array(list(all_deals(num_microbatches, num_pipelines)), np.int64)
+    bounds = quick_bound(deals, costs, placement, num_ranks, links)
+    order = np.lexsort((np.abs(deals - np.array(plain)).sum(axis=1), bounds))
+    likely = [(tuple(deals[k].tolist()), float(bounds[k])) for k in order[:_MOST_POSED]]
+    rest = float(bounds[order[_MOST_POSED:]].min(initial=math.inf))
+    return [(deal, bound) for deal, bound in likely if deal != plain], rest
+
+
+def search_deals(
+    first: S,
+    likely: Sequence[tuple[Deal, float]],
+    rest: float,
+    begin: Callable[[Deal], S],
+    run: Callable[[S, float], None],
+    time_limit: float,
+) -> S:
+    """Searches until the bound of all deals is met or `time_limit` (seconds since the first began) is over.
+
+    Returns the search with the best schedule, its bound that of all deals.
+
+    Args:
+        first: the search of the first deal, begun.
+        likely, rest: the other deals, as `likely_deals` gives them.
+    """
+    best, others = first, list[S]()
+    if likely:
+        run(first, _FIRST_SHARE * time_limit)
+    until = (_FIRST_SHARE + _OTHERS_SHARE) * time_limit
+    for deal, bound in likely:
+        if first.seconds > until:
+            rest = min(rest, bound)
+        else:
+            others.append(begin(deal))
+    others.sort(key=lambda each: each.lower_bound)
+    for number, each in enumerate(others):
+        if each.lower_bound < best.value * (1 - EPSILON):
+            run(each, each.seconds + max(0.0, until - each.seconds) / (len(others) - number))
+            if each.value < best.value * (1 - EPSILON):
+                best = each
+    run(best, time_limit)
+    best.lower_bound = min(rest, first.lower_bound, *(each.lower_bound for each in others))
+    return best

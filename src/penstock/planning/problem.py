@@ -57,6 +57,12 @@ class Problem:
         keys = zip(self.kind, self.stage, self.queues.pipeline.tolist(), strict=True)
         return {key: q for q, key in enumerate(keys)}
 
+    @cached_property
+    def hosts_several(self) -> bool:
+        """Whether a rank hosts several stages, of one pipeline or of several."""
+        takers = self.queues.rank[self.queues.memory > 0]
+        return len(takers) > len(np.unique(takers))
+
     def described(self) -> str:
         """The problem in words, all its numbers given, for a report."""
         queues = self.queues

@@ -1,17 +1,91 @@
-"""The result of planning: a schedule, how good it is, and the family of schedules in which it is that good."""
+"""The result of planning: a schedule, how good it is, and the family of schedules in which it is that good.
+
+A search says by `Progress` where it stands, and `certain` and `confirmed` hold its claims against each other.
+"""
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from importlib import import_module
 from pathlib import Path
 
-from penstock.planning.progress import gap
+from penstock.engine.tolerance import EPSILON, slack
 from penstock.program import placements
 from penstock.schedule import Placement, Schedule, ScheduleError, StageGraph, picture
 from penstock.schedule.messages import BUFFERED
 from penstock.schedule.short_repr import short_repr
 from penstock.simulation import Timeline
+
+
+@dataclass(frozen=True)
+class Progress:
+    """Where a search stands.
+
+    Attributes:
+        how: the step that runs: "greedy", "justified", "local search", "exact".
+        seconds: since the start.
+        value, lower_bound: of the objective (ms).
+
+    Examples:
+        >>> import penstock as ps
+        >>> seen, late = [], ps.Links({(0, 1): 20.0})
+        >>> plan = ps.plan(ps.Costs.uniform(2, f=10, i=10, w=10), 2, 4, late, progress=seen.append)
+        >>> all(each.lower_bound <= each.value for each in seen)
+        True
+    """
+
+    how: str
+    seconds: float
+    value: float
+    lower_bound: float
+
+    @property
+    def gap(self) -> float:
+        """`value / lower_bound - 1`."""
+        return gap(self.value, self.lower_bound)
+
+
+def gap(value: float, lower_bound: float) -> float:
+    """`value / lower_bound - 1`; 0 where both are 0."""
+    if lower_bound <= 0:
+        return 0.0 if value <= 0 else float("inf")
+    return value / lower_bound - 1
+
+
+def certain(lower_bound: float, value: float, described: Callable[[], str], shift: float = 0.0) -> float:
+    """The bound, cut to the value of a schedule where rounding alone puts it above.
+
+    Args:
+        described: the problem in words.
+        shift: ms that both are above what the user sees.
+
+    Raises:
+        ScheduleError: the bound is above the value by more than rounding, so that one of the two is wrong.
+    """
+    if lower_bound > value + slack(value):
+        raise ScheduleError(
+            f"the lower bound is {lower_bound - shift!r} ms, but a schedule takes {value - shift!r} ms, so one of "
+            f"the two is wrong (rule: bound). A bug in penstock: please report it with the problem, {described()}",
+            rule="bound",
+        )
+    return min(lower_bound, value)
+
+
+def measured(timeline: Timeline, goal: str) -> float:
+    return timeline.span if goal == "span" else timeline.makespan
+
+
+def confirmed(goal: str, value: float, timeline: Timeline) -> float:
+    """The simulator's value of the objective, which must be the search's."""
+    found = measured(timeline, goal)
+    if not math.isclose(found, value, rel_tol=EPSILON, abs_tol=EPSILON):
+        raise ScheduleError(
+            f"the plan says {value!r} ms, its simulation {found!r} ms (rule: confirmed); this is a bug in penstock",
+            rule="confirmed",
+        )
+    return found
 
 
 @dataclass(frozen=True)

@@ -7,17 +7,15 @@ from contextlib import suppress
 from functools import partial
 
 from penstock.engine.compiled import is_compiled
-from penstock.planning import exact, order_model
-from penstock.planning.annealing import annealed
+from penstock.planning import exact
+from penstock.planning.annealing import Threads, annealed, is_quick
 from penstock.planning.bounds import busy_bound, jackson_bound, ramp_bound, work_bound, work_seconds
-from penstock.planning.building_blocks import BlockSearch, hosts_several
+from penstock.planning.building_blocks import BlockSearch
 from penstock.planning.destructive_bound import DestructiveBound
-from penstock.planning.library_starts import named
 from penstock.planning.problem import Problem
-from penstock.planning.progress import Progress
-from penstock.planning.search import PerturbationSearch, Search, Trials, Walk
-from penstock.planning.span_objective import Span, span_of
-from penstock.planning.threads import Threads, is_quick
+from penstock.planning.result import Progress
+from penstock.planning.search import PerturbationSearch, Search, Span, Trials, Walk, span_of
+from penstock.planning.starts import named
 
 JUSTIFIED_SHARE, _REPEATED_SHARE, _WALKED_SHARE = 0.1, 0.3, 0.35
 """Shares of the time left that a step takes; the last is for problems that are left to CP-SAT then."""
@@ -77,15 +75,15 @@ def run(search: Search) -> None:
         if not search.closed and search.left > 0:
             named(search)
         _refute(search, _REFUTED_SHARE * search.left)
-        if not search.closed and hosts_several(search.problem):
+        if not search.closed and search.problem.hosts_several:
             until = search.seconds + _REPEATED_SHARE * search.left
             annealed(search, BlockSearch, until, "building block", again=False)
         annealed(search, Trials, search.seconds + min(JUSTIFIED_SHARE * search.left, _MOST_JUSTIFIED), "justified")
-        several, num_ops = hosts_several(search.problem), search.problem.queues.num_ops
+        several, num_ops = search.problem.hosts_several, search.problem.queues.num_ops
         if several:
             until = search.seconds + _AGAIN_SHARE_IF_SEVERAL * search.left
             annealed(search, PerturbationSearch, until, "justified", again=False)
-        if num_ops <= (exact.MOST_OPS_IF_SEVERAL if several else exact.MOST_OPS) and order_model.available():
+        if num_ops <= (exact.MOST_OPS_IF_SEVERAL if several else exact.MOST_OPS) and exact.available():
             share = _WALKED_SHARE_IF_SEVERAL if several else _WALKED_SHARE
             annealed(search, Walk, search.seconds + share * search.left)
             exact.lessen(search, search.until)

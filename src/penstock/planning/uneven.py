@@ -16,13 +16,12 @@ import numpy as np
 from penstock.cost import Costs, Links, Uneven
 from penstock.dispatch import Dispatch
 from penstock.engine.tolerance import slack
-from penstock.planning import order_model
+from penstock.planning import exact
+from penstock.planning.bounds import OpArrays, paths
+from penstock.planning.exact import OrderModel, TimeGrid
 from penstock.planning.microbatch_order import DISPATCHES, OrderCandidate, OrderSearch
-from penstock.planning.op_arrays import OpArrays, paths
 from penstock.planning.options import PlanRequest
-from penstock.planning.order_model import OrderModel, TimeGrid
-from penstock.planning.progress import certain, gap
-from penstock.planning.result import Certificate, Plan
+from penstock.planning.result import Certificate, Plan, certain, gap
 from penstock.schedule import ScheduleError, check
 from penstock.simulation import simulate
 
@@ -73,7 +72,7 @@ def plan_uneven(request: PlanRequest, planned: Callable[[PlanRequest], Plan]) ->
     costs, links, placement, split = request.costs, request.links, request.placement, request.split is not False
     assert placement is not None
     num_ops = request.num_microbatches * costs.num_stages * (3 if split else 2)
-    asks = order_model.available() and num_ops <= EXACT_OPS
+    asks = exact.available() and num_ops <= EXACT_OPS
     candidate, search, how = _best(request, planned, time_limit * (1 - EXACT_SHARE) if asks else time_limit)
     schedule = search.schedule(candidate) if request.mode.is_dynamic else search.executed(candidate)
     check(schedule)
@@ -88,7 +87,7 @@ def plan_uneven(request: PlanRequest, planned: Callable[[PlanRequest], Plan]) ->
             rule="confirmed",
         )
     bound = uneven_bound(candidate, links)
-    left = time_limit - (time.perf_counter() - began) - order_model.STOPPING
+    left = time_limit - (time.perf_counter() - began) - exact.STOPPING
     if asks and left > 0 and gap(value, bound) > request.stop_at_gap:
         bound = max(bound, exact_uneven_bound(candidate, links, search.caps, value, left, request.seed))
     bound = certain(bound, value, lambda: f"costs {costs!r} over {placement!r}")

@@ -17,9 +17,9 @@ import torch.distributed as dist
 
 from penstock.control import Configuration
 from penstock.dispatch import Dispatch
+from penstock.planning.annealing import num_cores
 from penstock.planning.batches import plan_batch
 from penstock.planning.microbatch_order import DISPATCHES
-from penstock.planning.threads import num_cores
 from penstock.report.run_record import read_record
 from penstock.runtime.adapt import AdaptOptions
 from penstock.runtime.checkpoint import CheckpointError, DamagedCheckpointError

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-from penstock.planning.threads import num_cores
+from penstock.planning.annealing import num_cores
 from penstock.train.settings import Settings
 
 

@@ -9,7 +9,7 @@ from statistics import fmean, median
 from typing import Any, NamedTuple
 
 from penstock.formats.native import to_json
-from penstock.planning.threads import num_cores
+from penstock.planning.annealing import num_cores
 from penstock.train.settings import Settings
 from penstock.tune.device import others
 from penstock.tune.job import WorkerAnswer, run_job

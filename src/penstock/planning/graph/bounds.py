@@ -44,9 +44,8 @@ from typing import NamedTuple
 import numpy as np
 
 from penstock.engine.needs import last_needed
-from penstock.planning.bounds import lags
+from penstock.planning.bounds import OpArrays, lags, paths
 from penstock.planning.graph.problem import GraphProblem
-from penstock.planning.op_arrays import OpArrays, paths
 
 _MOST_QUEUES = 250
 """Queues above which the bound that counts idle time takes longer than it is worth."""
