@@ -39,7 +39,7 @@ from penstock.control.configuration import peaks
 from penstock.cost import Mesh, Ring
 from penstock.cost.mesh import LinkGroup
 from penstock.draw.chart import Axis, Figure, Hue, Line, line_chart
-from penstock.draw.scale import short
+from penstock.draw.style import short
 from penstock.planning import slow_link_schedule
 
 MODEL = MODELS["7B"]

@@ -48,7 +48,7 @@ from experiments.common.command import options
 from experiments.common.results import Row, draw, find, save, table
 from experiments.pipemorph import RESULTS
 from penstock.draw.chart import Axis, Figure, Line, line_chart
-from penstock.draw.scale import percent
+from penstock.draw.style import percent
 
 TRANSPORTS = ("host", "delegate")
 ALONE = "one process"

@@ -26,7 +26,7 @@ from penstock.draw.chart import (
     stacked_chart,
     steps_for,
 )
-from penstock.draw.palette import rgb
+from penstock.draw.style import rgb
 from report_cases import story_of
 
 pytestmark = pytest.mark.unit

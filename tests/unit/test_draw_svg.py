@@ -11,9 +11,8 @@ import pytest
 
 import penstock as ps
 from penstock.draw import to_svg
-from penstock.draw.palette import ink, rgb, shade
 from penstock.draw.panel import Panel
-from penstock.draw.scale import percent, short, ticks
+from penstock.draw.style import ink, percent, rgb, shade, short, ticks
 from penstock.simulation import Timeline
 
 pytestmark = pytest.mark.unit

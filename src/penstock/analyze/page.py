@@ -15,7 +15,7 @@ from penstock.analyze.run_analysis import RunAnalysis
 from penstock.analyze.what_if import WhatIf
 from penstock.draw.chart import Axis, Bars, Figure, Hue, Level, Line, heat_map, line_chart, stacked_chart
 from penstock.draw.report_page import PageNumber, inline_section, maybe, section, sides, table, timelines, whole_page
-from penstock.draw.scale import percent, short
+from penstock.draw.style import percent, short
 from penstock.schedule import Op
 from penstock.simulation import TimedOp, Timeline, simulate
 

@@ -45,8 +45,7 @@ from penstock.analyze.messages import Messages, messages_of
 from penstock.analyze.whole import StepTable
 from penstock.engine.network import Array, of_queues
 from penstock.engine.sweep import OrderTimes, Timer
-from penstock.formats.traces.op_names import PARAMETERS
-from penstock.formats.traces.run_trace import NONE, Scope, TraceError
+from penstock.formats.traces.run_trace import NONE, PARAMETERS, Scope, TraceError
 
 
 class StepNetwork:

@@ -17,7 +17,7 @@ from penstock.cli.failure import Misuse
 from penstock.cli.options import Json, Out, taken
 from penstock.cli.output import in_colour, print_json
 from penstock.formats import save as save_schedule
-from penstock.formats.files import DIALECTS
+from penstock.formats.native import DIALECTS
 from penstock.train.options import with_options
 
 

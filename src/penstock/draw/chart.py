@@ -40,8 +40,7 @@ from typing import Any, Literal
 from xml.sax.saxutils import escape
 
 from penstock.cost import CostError
-from penstock.draw.palette import LIGHT_INK, ink
-from penstock.draw.scale import num, short, text_width, wrapped
+from penstock.draw.style import LIGHT_INK, ink, num, short, text_width, wrapped
 from penstock.formats.files import write_whole
 
 __all__ = [

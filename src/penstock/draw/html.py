@@ -14,8 +14,8 @@ from html import escape
 from importlib.resources import files
 from typing import Any
 
-from penstock.draw.palette import ink, kind_label, kind_name, kind_order, shade
 from penstock.draw.panel import Drawable, Panel, colors_used, panels
+from penstock.draw.style import ink, kind_label, kind_name, kind_order, shade
 from penstock.draw.svg import MESSAGE_LINES, RECEIVE_POSTED
 from penstock.formats.perfetto import held_over_time
 

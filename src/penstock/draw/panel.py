@@ -13,8 +13,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from penstock.cost import Costs
-from penstock.draw.palette import kind_order, shade
-from penstock.draw.scale import percent, short
+from penstock.draw.style import kind_order, percent, shade, short
 from penstock.formats.perfetto import messages_of
 from penstock.schedule import Op, Schedule, ScheduleError
 from penstock.schedule.op import OF_UPDATES

@@ -14,9 +14,8 @@ from hashlib import sha256
 from itertools import zip_longest
 from xml.sax.saxutils import escape
 
-from penstock.draw.palette import ink, kind_label, kind_order, shade
 from penstock.draw.panel import Drawable, Panel, colors_used, panels
-from penstock.draw.scale import num, short, text_width, ticks, wrapped
+from penstock.draw.style import ink, kind_label, kind_order, num, shade, short, text_width, ticks, wrapped
 from penstock.schedule.op import OF_UPDATES
 from penstock.simulation import TimedOp
 

@@ -14,9 +14,8 @@ import sys
 from bisect import bisect_right
 from collections.abc import Sequence
 
-from penstock.draw.palette import kind_label, kind_order
 from penstock.draw.panel import Panel, panels
-from penstock.draw.scale import short, ticks
+from penstock.draw.style import kind_label, kind_order, short, ticks
 from penstock.schedule import Op, Schedule
 from penstock.schedule.text import grid_cells
 from penstock.simulation import TimedOp, Timeline

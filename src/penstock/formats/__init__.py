@@ -2,8 +2,7 @@
 
 from typing import TYPE_CHECKING, Any
 
-from penstock.formats.files import load, save
-from penstock.formats.native import from_json, to_json
+from penstock.formats.native import from_json, load, save, to_json
 from penstock.formats.torch_csv import from_torch_csv, to_torch_csv
 
 __all__ = ["from_json", "from_torch_csv", "load", "save", "to_json", "to_perfetto", "to_torch_csv"]

@@ -24,7 +24,7 @@ from penstock.cost import CostError, Costs, Overlap, Uneven
 from penstock.cost.costs import BY_MICROBATCH
 from penstock.cost.presets import PRESETS, is_preset, parse_preset
 from penstock.cost.uneven import ALL
-from penstock.formats.checked_json import converted, read_json
+from penstock.formats.files import converted, read_json
 from penstock.formats.profile import costs_of_profile, is_profile
 
 FORMAT, VERSION = "penstock-costs", 1

@@ -1,136 +1,23 @@
-"""Schedules as files. The ending decides the format; for torch's CSV, a dialect decides the form.
+"""Files that are written whole and JSON that is read strictly.
 
-ps.save(s, "s.json")     ps.save(s, "s.txt")     ps.save(s, "s.csv")     ps.load("s.csv", dialect="torch")
+`write_whole` leaves the old file or the new one, never half of one. `read_json` refuses a field that is given twice,
+and NaN; `converted` allows only what a type allows. Its errors name the place and its value.
 """
 
 from __future__ import annotations
 
 import contextlib
 import errno
+import json
 import os
 import re
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any, TypeVar, get_args, get_type_hints
 
-from penstock.formats.native import from_json, to_json
-from penstock.formats.torch_csv import CsvForm, from_torch_csv, to_torch_csv
-from penstock.schedule import Schedule, ScheduleError, declare_shown_order, parse, to_text
-from penstock.schedule.messages import NCCL, has_communication, remove_communication
-from penstock.schedule.schedule import require_schedule
+import msgspec
 
-DIALECTS: dict[str, CsvForm | None] = {
-    "torch": None,
-    "torch:compute_only": "compute_only",
-    "torch:compute_comms": "compute_comms",
-    "torch:compute_comms_waits": "compute_comms_waits",
-}
-"""The dialects of `.csv`: torch's CSV as the schedule is, without messages as ops, or with them."""
-
-ENDINGS = (".json", ".txt", ".csv")
-
-
-def save(schedule: Schedule, path: str | Path, dialect: str | None = None, channels: str = NCCL) -> None:
-    """Writes a schedule to a file. The ending decides the format.
-
-    Args:
-        schedule: the schedule to write.
-        path: a path that ends with `.json` (native JSON), `.txt` (the text grid) or `.csv` (torch's CSV).
-        dialect: the form of a `.csv`. "torch" (the default) writes the ops as they are, "torch:compute_only" leaves
-            communication ops out, "torch:compute_comms" adds them if the schedule has none, and
-            "torch:compute_comms_waits" also has the waits that torch 2.15 and newer ask for.
-        channels: what will carry the messages of a `.csv` in torch: "nccl", "gloo", "nccl-pair" or "nccl-edge".
-            Messages are placed for it where the schedule has none, and proved for it.
-
-    Raises:
-        ScheduleError: another ending or dialect, or a file that can't be written. For `.csv` also a schedule that is
-            not valid, or that needs what torch lacks.
-
-    Examples:
-        >>> import tempfile, penstock as ps
-        >>> with tempfile.TemporaryDirectory() as folder:
-        ...     ps.save(ps.build("1f1b", 2, 4), f"{folder}/mine.txt")
-        ...     print(ps.load(f"{folder}/mine.txt") == ps.build("1f1b", 2, 4))
-        True
-    """
-    path = path_of(path)
-    _check_ending(path, dialect, "written as")
-    require_schedule(schedule)
-    if path.suffix == ".csv":
-        text = to_torch_csv(schedule, DIALECTS[dialect or "torch"], channels)
-    else:
-        text = to_json(schedule) if path.suffix == ".json" else to_text(schedule) + "\n"
-    write_whole(path, text)
-
-
-def load(path: str | Path, dialect: str | None = None, declare_order: bool = False) -> Schedule:
-    """Reads a schedule that `save` wrote. It does not prove the schedule; `ps.check` does.
-
-    Args:
-        path: a path that ends with `.json`, `.txt` or `.csv`.
-        declare_order: whether the schedule declares the order of microbatches that its rows show, if that is not the
-            ascending one that `check` expects. A CSV can't declare it. Gradients are then summed in the rows' order.
-        dialect: the form of a `.csv`. "torch" (the default) keeps its communication ops, "torch:compute_only" leaves
-            them out, and "torch:compute_comms" adds them if there are none, like "torch:compute_comms_waits". A CSV
-            holds no name, so the schedule gets the file's.
-
-    Raises:
-        ScheduleError: another ending or dialect, or a file that can't be read. The error names the file and what is
-            wrong in it.
-
-    Examples:
-        >>> import tempfile, penstock as ps
-        >>> with tempfile.TemporaryDirectory() as folder:
-        ...     ps.save(ps.build("zb-v", 4, 8), f"{folder}/zb-v.csv", dialect="torch:compute_only")
-        ...     print(ps.load(f"{folder}/zb-v.csv").name)
-        zb-v
-    """
-    path = path_of(path)
-    _check_ending(path, dialect, "read from")
-    try:
-        return _read(path, dialect, declare_order)
-    except OSError as error:
-        raise ScheduleError(f"{path}: {error.strerror or error}", rule="file") from None
-    except UnicodeDecodeError:
-        raise ScheduleError(f"{path}: not text", rule="file") from None
-    except ScheduleError as error:
-        raise error.in_file(path) from None
-
-
-def _read(path: Path, dialect: str | None, declare_order: bool) -> Schedule:
-    text = path.read_text(encoding="utf-8-sig")
-    if path.suffix == ".csv":
-        found = from_torch_csv(text, name=_name_of(path))
-    else:
-        found = from_json(text) if path.suffix == ".json" else parse(text)
-    if declare_order:
-        found = declare_shown_order(found)
-    return _in_form(found, DIALECTS[dialect or "torch"]) if path.suffix == ".csv" else found
-
-
-def _check_ending(path: Path, dialect: str | None, done: str) -> None:
-    if path.suffix not in ENDINGS:
-        raise ScheduleError(f"{path}: schedules are {done} .json, .txt or .csv, not {path.suffix!r}", rule="file")
-    if dialect is None:
-        return
-    if not isinstance(dialect, str) or dialect not in DIALECTS:
-        raise ScheduleError(f"no dialect {dialect!r}; there are {', '.join(DIALECTS)}", rule="options")
-    if path.suffix != ".csv":
-        raise ScheduleError(f"{path}: dialect {dialect!r} is for .csv files; leave it out", rule="options")
-
-
-def _in_form(schedule: Schedule, form: CsvForm | None) -> Schedule:
-    if form == "compute_only":
-        return remove_communication(schedule)
-    if form is None or has_communication(schedule):
-        return schedule
-    from penstock.passes.communication import add_communication  # here, since other forms need no passes
-
-    return add_communication(schedule)
-
-
-def _name_of(path: Path) -> str:
-    """A name for a schedule, made from the file's name."""
-    return re.sub(r"[^A-Za-z0-9._+-]+", "-", path.stem).lstrip("._+-") or "torch"
+from penstock.schedule import ScheduleError
 
 
 def path_of(given: object) -> Path:
@@ -212,3 +99,77 @@ def _beside(path: Path) -> Path:
 def _cannot_write(path: Path, error: OSError) -> ScheduleError:
     hint = "; name a file in a folder that is there" if isinstance(error, FileNotFoundError) else ""
     return ScheduleError(f"{path}: {error.strerror or error}{hint}", rule="file")
+
+
+T = TypeVar("T")
+
+
+def read_json(text: str) -> Any:
+    """Reads JSON. Raises ValueError for what is not JSON, NaN, an infinity, or a field given twice in an object."""
+    try:
+        return json.loads(text, object_pairs_hook=_without_repeats, parse_constant=_no_constant)
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"not JSON: {error}") from None
+
+
+def converted(value: Any, form: type[T]) -> T:
+    """Makes a msgspec struct, or a list of structs, of what `read_json` read.
+
+    Args:
+        form: the type. The descriptions of its fields (`msgspec.Meta`) say in errors what was expected.
+
+    Raises:
+        ValueError: names the field, what it holds and what it should hold.
+    """
+    try:
+        return msgspec.convert(value, form)
+    except msgspec.ValidationError as error:
+        why, _, at = str(error).partition(" - at `$")
+    place = at.removesuffix("`").removesuffix("[...]").removeprefix(".")
+    struct, expected = _described(form, place)
+    if named := re.fullmatch(r"Object (missing required|contains unknown) field `(.*)`", why):
+        inside = f"{place}.{named[2]}" if place else named[2]
+        problem = "is missing" if named[1].startswith("missing") else "is unknown"
+        raise ValueError(f"field {inside!r} {problem}; the fields are {', '.join(struct.__struct_fields__)}")
+    got = json.dumps(_found(value, place))
+    shown = got if len(got) <= 60 else f"{got[:60]}..."
+    field = f"field {place!r}: " if place else ""
+    raise ValueError(f"{field}expected {expected or why.removeprefix('Expected ')}, got {shown}")
+
+
+def _described(form: Any, place: str) -> tuple[Any, str]:
+    """The innermost struct on the way to a place, and the description of the innermost field that has one."""
+    form, said = next(_structs(form), form), ""
+    for name in re.findall(r"[a-z_]\w*", place):
+        hint = get_type_hints(form, include_extras=True).get(name)
+        said = next((each.description for each in getattr(hint, "__metadata__", ()) if each.description), said)
+        form = next(_structs(hint), form)
+    return form, said
+
+
+def _structs(hint: Any) -> Iterator[Any]:
+    """The structs that a type hint names."""
+    if isinstance(hint, type) and issubclass(hint, msgspec.Struct):
+        yield hint
+    for each in get_args(hint):
+        yield from _structs(each)
+
+
+def _found(value: Any, place: str) -> Any:
+    """What stands at a place. msgspec writes [...] for a key of an object, so the search ends at that object."""
+    for name, index in re.findall(r"([a-z_]\w*)|\[(\d+)\]", place.partition("[...]")[0]):
+        value = value[name or int(index)]
+    return value
+
+
+def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """The object of its fields; `json.loads` would take the last of two."""
+    value = dict(pairs)
+    if len(value) < len(pairs):
+        names = [name for name, _ in pairs]
+        raise ValueError(f"field {next(n for n in names if names.count(n) > 1)!r} is given twice")
+    return value
+
+
+def _no_constant(text: str) -> Any:
+    raise ValueError(f"{text} is not a JSON number")

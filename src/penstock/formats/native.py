@@ -1,4 +1,8 @@
-"""The native JSON of a schedule: versioned and strict.
+"""Schedules as files, and their native JSON, which is versioned and strict.
+
+    ps.save(s, "s.json")     ps.save(s, "s.txt")     ps.save(s, "s.csv")     ps.load("s.csv", dialect="torch")
+
+The ending decides the format; for torch's CSV, a dialect decides the form. The native JSON:
 
 {"format": "penstock-schedule", "version": 1, "name": "1f1b",
  "placement": [[0, 1]], "microbatch_pipeline": [0, 0], "memory_limit": null,
@@ -18,14 +22,17 @@ in one place of its row, "0F3+3B1". Only where a schedule has them, there are:
 from __future__ import annotations
 
 import json
+import re
 import sys
 from dataclasses import astuple, fields
+from pathlib import Path
 from typing import Annotated, Any
 
 import msgspec
 from msgspec import Meta
 
-from penstock.formats.checked_json import converted, read_json
+from penstock.formats.files import converted, path_of, read_json, write_whole
+from penstock.formats.torch_csv import CsvForm, from_torch_csv, to_torch_csv
 from penstock.schedule import (
     NEWEST,
     Needs,
@@ -36,9 +43,14 @@ from penstock.schedule import (
     ScheduleError,
     StageGraph,
     Updates,
+    declare_shown_order,
+    parse,
+    to_text,
 )
+from penstock.schedule.messages import NCCL, has_communication, remove_communication
 from penstock.schedule.microbatch_order import grouped, ungrouped
 from penstock.schedule.pairs import JOIN, of_steps, paired_steps
+from penstock.schedule.schedule import require_schedule
 from penstock.schedule.text_parser import parse_step
 
 FORMAT, VERSION = "penstock-schedule", 1
@@ -175,3 +187,118 @@ def _step(text: str, rank: int, step: int) -> tuple[Op, ...]:
         return parse_step(text)
     except ValueError as error:
         raise ScheduleError(f"order, rank {rank}, step {step}: {error}", rule="json") from None
+
+
+DIALECTS: dict[str, CsvForm | None] = {
+    "torch": None,
+    "torch:compute_only": "compute_only",
+    "torch:compute_comms": "compute_comms",
+    "torch:compute_comms_waits": "compute_comms_waits",
+}
+"""The dialects of `.csv`: torch's CSV as the schedule is, without messages as ops, or with them."""
+
+ENDINGS = (".json", ".txt", ".csv")
+
+
+def save(schedule: Schedule, path: str | Path, dialect: str | None = None, channels: str = NCCL) -> None:
+    """Writes a schedule to a file. The ending decides the format.
+
+    Args:
+        schedule: the schedule to write.
+        path: a path that ends with `.json` (native JSON), `.txt` (the text grid) or `.csv` (torch's CSV).
+        dialect: the form of a `.csv`. "torch" (the default) writes the ops as they are, "torch:compute_only" leaves
+            communication ops out, "torch:compute_comms" adds them if the schedule has none, and
+            "torch:compute_comms_waits" also has the waits that torch 2.15 and newer ask for.
+        channels: what will carry the messages of a `.csv` in torch: "nccl", "gloo", "nccl-pair" or "nccl-edge".
+            Messages are placed for it where the schedule has none, and proved for it.
+
+    Raises:
+        ScheduleError: another ending or dialect, or a file that can't be written. For `.csv` also a schedule that is
+            not valid, or that needs what torch lacks.
+
+    Examples:
+        >>> import tempfile, penstock as ps
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     ps.save(ps.build("1f1b", 2, 4), f"{folder}/mine.txt")
+        ...     print(ps.load(f"{folder}/mine.txt") == ps.build("1f1b", 2, 4))
+        True
+    """
+    path = path_of(path)
+    _check_ending(path, dialect, "written as")
+    require_schedule(schedule)
+    if path.suffix == ".csv":
+        text = to_torch_csv(schedule, DIALECTS[dialect or "torch"], channels)
+    else:
+        text = to_json(schedule) if path.suffix == ".json" else to_text(schedule) + "\n"
+    write_whole(path, text)
+
+
+def load(path: str | Path, dialect: str | None = None, declare_order: bool = False) -> Schedule:
+    """Reads a schedule that `save` wrote. It does not prove the schedule; `ps.check` does.
+
+    Args:
+        path: a path that ends with `.json`, `.txt` or `.csv`.
+        declare_order: whether the schedule declares the order of microbatches that its rows show, if that is not the
+            ascending one that `check` expects. A CSV can't declare it. Gradients are then summed in the rows' order.
+        dialect: the form of a `.csv`. "torch" (the default) keeps its communication ops, "torch:compute_only" leaves
+            them out, and "torch:compute_comms" adds them if there are none, like "torch:compute_comms_waits". A CSV
+            holds no name, so the schedule gets the file's.
+
+    Raises:
+        ScheduleError: another ending or dialect, or a file that can't be read. The error names the file and what is
+            wrong in it.
+
+    Examples:
+        >>> import tempfile, penstock as ps
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     ps.save(ps.build("zb-v", 4, 8), f"{folder}/zb-v.csv", dialect="torch:compute_only")
+        ...     print(ps.load(f"{folder}/zb-v.csv").name)
+        zb-v
+    """
+    path = path_of(path)
+    _check_ending(path, dialect, "read from")
+    try:
+        return _read(path, dialect, declare_order)
+    except OSError as error:
+        raise ScheduleError(f"{path}: {error.strerror or error}", rule="file") from None
+    except UnicodeDecodeError:
+        raise ScheduleError(f"{path}: not text", rule="file") from None
+    except ScheduleError as error:
+        raise error.in_file(path) from None
+
+
+def _read(path: Path, dialect: str | None, declare_order: bool) -> Schedule:
+    text = path.read_text(encoding="utf-8-sig")
+    if path.suffix == ".csv":
+        found = from_torch_csv(text, name=_name_of(path))
+    else:
+        found = from_json(text) if path.suffix == ".json" else parse(text)
+    if declare_order:
+        found = declare_shown_order(found)
+    return _in_form(found, DIALECTS[dialect or "torch"]) if path.suffix == ".csv" else found
+
+
+def _check_ending(path: Path, dialect: str | None, done: str) -> None:
+    if path.suffix not in ENDINGS:
+        raise ScheduleError(f"{path}: schedules are {done} .json, .txt or .csv, not {path.suffix!r}", rule="file")
+    if dialect is None:
+        return
+    if not isinstance(dialect, str) or dialect not in DIALECTS:
+        raise ScheduleError(f"no dialect {dialect!r}; there are {', '.join(DIALECTS)}", rule="options")
+    if path.suffix != ".csv":
+        raise ScheduleError(f"{path}: dialect {dialect!r} is for .csv files; leave it out", rule="options")
+
+
+def _in_form(schedule: Schedule, form: CsvForm | None) -> Schedule:
+    if form == "compute_only":
+        return remove_communication(schedule)
+    if form is None or has_communication(schedule):
+        return schedule
+    from penstock.passes.communication import add_communication  # here, since other forms need no passes
+
+    return add_communication(schedule)
+
+
+def _name_of(path: Path) -> str:
+    """A name for a schedule, made from the file's name."""
+    return re.sub(r"[^A-Za-z0-9._+-]+", "-", path.stem).lstrip("._+-") or "torch"

@@ -25,7 +25,7 @@ from msgspec import Meta
 
 from penstock.cost import CostError, Costs
 from penstock.cost.cut import PartitionError, partition
-from penstock.formats.checked_json import converted
+from penstock.formats.files import converted
 
 FORMAT, VERSION = "penstock-profile", 2
 

@@ -15,7 +15,7 @@ from html import escape
 from importlib.resources import files
 from pathlib import Path
 
-from penstock.draw import palette
+from penstock.draw import style
 from penstock.draw.html import filled, script_json
 from penstock.engine import (
     decider,
@@ -53,10 +53,10 @@ def page(home: str | None = None) -> str:
         home: the address of the pages about Penstock, to which the page then links.
     """
     colours = {
-        "kinds": palette.KINDS,
-        "lightest": palette.LIGHTEST,
-        "light": palette.LIGHT_INK,
-        "dark": palette.DARK_INK,
+        "kinds": style.KINDS,
+        "lightest": style.LIGHTEST,
+        "light": style.LIGHT_INK,
+        "dark": style.DARK_INK,
     }
     shown = [f"const palette = {script_json(colours)};", _own("view.js"), _own("app.js")]
     link = "" if home is None else f'<a class="home" href="{escape(home)}">Penstock\'s pages</a>\n'

@@ -40,7 +40,7 @@ from penstock.draw.report_page import (
     timelines,
     whole_page,
 )
-from penstock.draw.scale import percent, short
+from penstock.draw.style import percent, short
 from penstock.report.run_record import RunRecord
 from penstock.report.run_story import DecisionOutcome, RunMemory, RunStory
 from penstock.report.words import alarms, range_of, reaction, seconds, sentence, sentences, times, way_name

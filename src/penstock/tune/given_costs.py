@@ -16,8 +16,8 @@ from pathlib import Path
 
 from penstock.cost import Costs
 from penstock.cost.presets import is_preset, parse_preset
-from penstock.formats.checked_json import read_json
 from penstock.formats.costs import read_costs
+from penstock.formats.files import read_json
 from penstock.formats.profile import MessageCosts, Profile, is_profile, read_profile
 from penstock.tune.errors import TuneError
 

@@ -22,8 +22,7 @@ from typing import Any, TypeVar
 import msgspec
 import torch
 
-from penstock.formats.checked_json import converted
-from penstock.formats.files import replaced
+from penstock.formats.files import converted, replaced
 from penstock.formats.profile import BYTES, KINDS, TIMES, MessageCosts, Profile
 from penstock.train.settings import Settings
 from penstock.tune.device import device_name
