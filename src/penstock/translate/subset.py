@@ -30,7 +30,6 @@ class ParsedModule:
     Attributes:
         imports: of each name taken from another module, that module and the name there.
         constants: the numbers among its names.
-        aliases: names for types.
         functions: by name. classes: of each class, the names of its fields and their annotations.
     """
 
@@ -38,7 +37,6 @@ class ParsedModule:
         self.name = name
         self.imports: dict[str, tuple[str, str]] = {}
         self.constants: dict[str, int | float] = {}
-        self.aliases: dict[str, ast.expr] = {}
         self.functions: dict[str, ast.FunctionDef] = {}
         self.classes: dict[str, dict[str, ast.expr]] = {}
         for node in ast.parse(text).body:
@@ -50,8 +48,6 @@ class ParsedModule:
                 case ast.ClassDef(name=name, body=body):
                     fields = [each for each in body if isinstance(each, ast.AnnAssign)]
                     self.classes[name] = {ast.unparse(each.target): each.annotation for each in fields}
-                case ast.Assign(targets=[ast.Name(id=name)], value=ast.Subscript() as value):
-                    self.aliases[name] = value
                 case ast.Assign(targets=[ast.Name(id=name)], value=value):
                     self._keep(name, _number(value))
                 case ast.Assign(targets=[ast.Tuple(elts=names)], value=ast.Call(func=ast.Name(id="range"))):
@@ -135,8 +131,6 @@ class Writer(ABC):
                 self.write("break;")
             case ast.Continue():
                 self.write("continue;")
-            case ast.FunctionDef():
-                self.function(node)
             case ast.If(test=test, body=body, orelse=[]):
                 self.block(f"if ({self.expr(test)}) {{", body)
             case ast.If(test=test, body=body, orelse=orelse):
@@ -181,8 +175,8 @@ class Writer(ABC):
                 else:
                     for name, each in zip(names, values, strict=True):
                         self.assign([name], each)
-            case ast.Tuple(elts=names), _:
-                self.take_apart(names, value)
+            case ast.Tuple(), _:
+                raise self.refused(value)
             case _:
                 self.write(f"{' = '.join(self.expr(target) for target in targets)} = {self.expr(value)};")
 
@@ -237,9 +231,6 @@ class Writer(ABC):
     def other(self, node: ast.expr) -> str:
         """All other expressions."""
 
-    @abstractmethod
-    def function(self, node: ast.FunctionDef) -> None: ...
-
     def returned(self, value: ast.expr | None) -> None:
         self.write("return;" if value is None else f"return {self.expr(value)};")
 
@@ -254,10 +245,6 @@ class Writer(ABC):
     @abstractmethod
     def exchange(self, names: Sequence[ast.expr], values: Sequence[ast.expr]) -> None:
         """Assigns several values, some of which read what others write."""
-
-    @abstractmethod
-    def take_apart(self, names: Sequence[ast.expr], value: ast.expr) -> None:
-        """Assigns the fields of a named tuple."""
 
 
 def own_nodes(function: ast.FunctionDef) -> Iterator[ast.AST]:

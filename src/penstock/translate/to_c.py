@@ -8,9 +8,8 @@ and the C gives what the Python gives, bit by bit:
     p.duration[q]                          p->duration.at[q]
     start[:] = trial                       for (...) start.at[k] = trial.at[k];
 
-A named tuple is a struct of its fields, which may be named tuples too. An inner function becomes a function of its
-own, which takes the variables of the outer one that it reads. No index is checked. A negative index counts from the
-end only where it is written as a number.
+A named tuple is a struct of its fields, which may be named tuples too. No index is checked. A negative index counts
+from the end only where it is written as a number.
 """
 
 from __future__ import annotations
@@ -38,20 +37,8 @@ FUNCTIONS = {
 NUMPY_TYPES = {"np.int64": "Ints", "np.bool_": "Flags"}
 MAKERS = ("np.zeros", "np.empty")
 KEYWORDS = {
-    "auto",
-    "case",
-    "char",
-    "const",
-    "default",
-    "do",
-    "double",
-    "float",
-    "int",
-    "long",
-    "short",
-    "signed",
-    "switch",
-}
+    "auto", "case", "char", "const", "default", "do", "double", "float", "int", "long", "short", "signed", "switch",
+}  # fmt: skip
 
 
 class TranslationUnit:
@@ -104,8 +91,6 @@ class TranslationUnit:
                 return "void"
             case ast.Name(id=name) if name in SCALARS or name in ELEMENTS or name in ROWS or name == "Heap":
                 return name
-            case ast.Name(id=name) if name in source.aliases:
-                return self.type_of(source, source.aliases[name])
             case ast.Name(id=name) if name in source.classes:
                 return self._struct(source, name)
             case ast.Name(id=name) if name in source.imports:
@@ -200,26 +185,15 @@ class FunctionWriter(Writer):
 
     Attributes:
         c_name: in C. parameters: their names and types. defaults: of the last of them. returns: its type.
-        captured: of an inner function, what it reads of the outer one.
         types: of all its variables.
     """
 
     LANGUAGE, HERE = "C", "penstock.translate.to_c"
     COUNTER, NULL = "int64_t", "NULL"
 
-    def __init__(
-        self,
-        program: TranslationUnit,
-        source: ParsedModule,
-        node: ast.FunctionDef,
-        name: str,
-        outer: FunctionWriter | None = None,
-    ) -> None:
+    def __init__(self, program: TranslationUnit, source: ParsedModule, node: ast.FunctionDef, name: str) -> None:
         super().__init__(source)
-        self._program, self._node, self._outer = program, node, outer
-        self._inner: dict[str, FunctionWriter] = {} if outer is None else dict(outer._inner)
-        self._inner_returns: dict[str, str] = {name: each.returns for name, each in self._inner.items()}
-        self._above: list[str] = []
+        self._program, self._node = program, node
         if node.args.vararg or node.args.kwarg or node.args.kwonlyargs or node.decorator_list:
             raise self.refused(node)
         parameters = {each.arg: program.type_of(source, each.annotation) for each in node.args.args}
@@ -233,27 +207,19 @@ class FunctionWriter(Writer):
         self.c_name, self.parameters = name, dict(self.types)
         self.returns: str = returns
         self.defaults = node.args.defaults
-        self.captured: list[str] = []
-        if outer is not None:
-            own = {each.id for each in ast.walk(node) if isinstance(each, ast.Name)}
-            for called in own & set(self._inner):
-                own |= set(self._inner[called].captured)
-            self.captured = sorted(own & set(outer.types) - set(self.types))
-            self.types |= {each: outer.types[each] for each in self.captured}
         self._infer()
 
     def text(self) -> str:
-        """The function, behind those inside it."""
-        given = {**self.parameters, **{each: self.types[each] for each in self.captured}}
-        parameters = [self._declared(each, kind) for each, kind in given.items() if kind != "nothing"]
+        """The function."""
+        parameters = [self._declared(each, kind) for each, kind in self.parameters.items() if kind != "nothing"]
         self.body(self._node.body)
         own = []
         for each, kind in self.types.items():
-            if each not in given:
+            if each not in self.parameters:
                 own += [f"  OWN Heap own_{each} = {{0}};"] if kind == "Heap" else []
                 own.append(f"  {self._declared(each, kind)} = {f'&own_{each}' if kind == 'Heap' else '{0}'};")
         head = f"static inline {spelled(self.returns)} {self.c_name}({', '.join(parameters) or 'void'}) {{"
-        return "\n".join([*self._above, head, *own, *self.lines, "}\n"])
+        return "\n".join([head, *own, *self.lines, "}\n"])
 
     def _declared(self, name: str, kind: str) -> str:
         pointer = "const " if kind in self._program._structs else ""
@@ -268,8 +234,6 @@ class FunctionWriter(Writer):
             before = dict(self.types)
             for node in own_nodes(self._node):
                 match node:
-                    case ast.FunctionDef(name=name, returns=returns):
-                        self._inner_returns[name] = str(self._program.type_of(self.source, returns))
                     case ast.Assign(targets=targets, value=value):
                         for target in targets:
                             self._note(target, value)
@@ -294,10 +258,6 @@ class FunctionWriter(Writer):
             case ast.Tuple(elts=names), ast.Tuple(elts=values):
                 for each, given in zip(names, values, strict=True):
                     self._note(each, given)
-            case ast.Tuple(elts=names), _ if (kind := self.type_of(value)) in self._program._structs:
-                for each, part in zip(names, self._program.fields(str(kind)).values(), strict=True):
-                    if isinstance(each, ast.Name):
-                        self.types[each.id] = part
 
     def type_of(self, node: ast.expr) -> str | None:
         """The type of an expression; None while it is not known."""
@@ -315,8 +275,6 @@ class FunctionWriter(Writer):
                 return self.type_of(operand)
             case ast.IfExp(body=body, orelse=orelse):
                 return joined([self.type_of(body), self.type_of(orelse)])
-            case ast.BinOp(left=ast.List(elts=[only]), op=ast.Mult()):
-                return "Floats" if self.type_of(only) == "float" else "Ints"
             case ast.BinOp(op=ast.Div() | ast.Pow()):
                 return "float"
             case ast.BinOp(left=left, right=right):
@@ -354,8 +312,6 @@ class FunctionWriter(Writer):
             case name, _ if name in FUNCTIONS:
                 return "float"
         match node.func:
-            case ast.Name(id=name) if name in self._inner_returns:
-                return self._inner_returns[name]
             case ast.Name(id=name) if (function := self._program.function(self.source, name)) is not None:
                 return function.returns
             case ast.Attribute(value=array, attr="max"):
@@ -379,9 +335,6 @@ class FunctionWriter(Writer):
         match targets[0], value:
             case ast.Name(id=name), ast.List(elts=[ast.Tuple(elts=[time, code])]):
                 self.write(f"heap_push({name}, {self.expr(time)}, {self.expr(code)});")
-            case ast.Name(id=name), ast.BinOp(left=ast.List(elts=[only]), right=count):
-                self._make(name, count, self.type_of(value))
-                self.fill(targets[0], only)
             case ast.Name(id=name), ast.Call(func=func, args=[count, *_]) if ast.unparse(func) in MAKERS:
                 self._make(name, count, self.type_of(value))
             case _:
@@ -395,11 +348,6 @@ class FunctionWriter(Writer):
         array = f"made{self.num_counters}"
         self.write(f"OWN void *{array} = calloc({self.expr(count)} + 1, 8);")
         self.write(f"{self.name(name)} = ({kind}){{{array}, {self.expr(count)}}};")
-
-    def function(self, node: ast.FunctionDef) -> None:
-        writer = FunctionWriter(self._program, self.source, node, f"{self.c_name}_{node.name}", self)
-        self._inner[node.name] = writer
-        self._above.append(writer.text())
 
     def returned(self, value: ast.expr | None) -> None:
         if isinstance(value, ast.Tuple):
@@ -437,10 +385,6 @@ class FunctionWriter(Writer):
         for target, each in zip(names, kept, strict=True):
             self.write(f"{self.expr(target)} = {each};")
 
-    def take_apart(self, names: Sequence[ast.expr], value: ast.expr) -> None:
-        for name, part in zip(names, self._program.fields(str(self.type_of(value))), strict=True):
-            self.write(f"{self.expr(name)} = {self.expr(value)}->{part};")
-
     # ---- expressions
 
     def name(self, name: str) -> str:
@@ -471,8 +415,6 @@ class FunctionWriter(Writer):
                         return f"pow({a}, {b})"
                     case ast.FloorDiv() | ast.Mod() if both == "int":
                         return f"floor_{'div' if isinstance(op, ast.FloorDiv) else 'mod'}({a}, {b})"
-                    case ast.LShift():
-                        return f"((int64_t){a} << {b})"
             case ast.Attribute(value=value, attr=attr) if self.type_of(node) is not None:
                 return f"{self.expr(value)}{'->' if isinstance(value, ast.Name) else '.'}{attr}"
             case ast.Subscript():
@@ -536,7 +478,7 @@ class FunctionWriter(Writer):
             case ast.Attribute(value=array, attr="sort"), [] if self.type_of(array) == "Floats":
                 return f"sort_floats({self.expr(array)})"
             case ast.Name(id=each), _:
-                function = self._inner.get(each) or self._program.function(self.source, each)
+                function = self._program.function(self.source, each)
                 if function is not None:
                     return self._called(function, args, given, node)
         raise self.refused(node)
@@ -550,7 +492,7 @@ class FunctionWriter(Writer):
         for kind, each in zip(wanted, args, strict=False):
             if self.type_of(each) != kind and not (kind in SCALARS and self.type_of(each) in SCALARS):
                 raise self.refused(node)
-        return f"{function.c_name}({', '.join([*given, *defaults, *map(self.name, function.captured)])})"
+        return f"{function.c_name}({', '.join([*given, *defaults])})"
 
 
 def joined(kinds: Sequence[str | None]) -> str | None:

@@ -7,8 +7,7 @@ What they are written in is read by `penstock.translate.subset`, for this and fo
     node //= 2                                     node = Math.floor(node / 2);
     low, high = late_first[k], late_first[k + 1]   low = late_first[k]; high = late_first[(k + 1)];
 
-A module becomes an object of its functions and constants. Views of arrays (`times[:n]`) are `subarray`s, so arrays
-that a function slices are typed arrays.
+A module becomes an object of its functions and constants.
 """
 
 from __future__ import annotations
@@ -157,10 +156,6 @@ class _Module(Writer):
     def exchange(self, names: Sequence[ast.expr], values: Sequence[ast.expr]) -> None:
         self.write(f"[{', '.join(map(self.expr, names))}] = [{', '.join(map(self.expr, values))}];")
 
-    def take_apart(self, names: Sequence[ast.expr], value: ast.expr) -> None:
-        """A named tuple is an object here, taken apart by its names."""
-        self.write(f"({{ {', '.join(map(self.expr, names))} }} = {self.expr(value)});")
-
     # ---- expressions
 
     def name(self, name: str) -> str:
@@ -204,10 +199,6 @@ class _Module(Writer):
         match node:
             case ast.Subscript(value=ast.Attribute(value=array, attr="shape"), slice=ast.Constant(value=1)):
                 return f"columnsOf({self.expr(array)})"
-            case ast.Subscript(value=array, slice=ast.Slice(lower=low, upper=high, step=None)):
-                first = "0" if low is None else self.expr(low)
-                last = "" if high is None else f", {self.expr(high)}"
-                return f"{self.expr(array)}.subarray({first}{last})"
             case ast.Subscript(value=array, slice=ast.Tuple(elts=[row, column])):
                 return f"{self.expr(array)}[{self.expr(row)}][{self.expr(column)}]"
             case ast.Subscript(value=array, slice=place):
