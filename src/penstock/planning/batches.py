@@ -14,8 +14,8 @@ that by prediction no plan is slower.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -145,59 +145,23 @@ def plan_batch(
     num_bins = schedule.num_microbatches * num_replicas
     tokens, sums = _read(lengths, costs, num_bins)
     batch = _Batch(schedule, costs, links, sums)
-    bins = pack_in_turn(tokens, num_bins)
-    in_turn = [bins[k : k + schedule.num_microbatches] for k in range(0, num_bins, schedule.num_microbatches)]
-    first = [batch.search(bins).arrival for bins in in_turn]
-    arrival = max(each.makespan for each in first)
-    cap = max(each.peak for each in first) if memory_limit is None else float(memory_limit)
+    arrived = batch.as_arrived(tokens, num_bins)
+    cap = arrived.peak if memory_limit is None else float(memory_limit)
     given_caps(cap, schedule.num_ranks)
-
-    def planned(packed: list[Bins], moves: float = 0.0) -> list[OrderCandidate]:
-        return [batch.search(bins, memory_limit=cap, dispatches=dispatches).best(seconds=moves) for bins in packed]
-
-    found: list[tuple[float, str, list[Bins]]] = []
-    refused: ScheduleError | None = None
-    for name, bins in _packings(tokens, costs.work_by_tower(sums), schedule, num_replicas, token_limit):
-        packed = batch.assigned(bins, num_replicas)
-        try:
-            tried = planned(sorted(packed, key=batch.work_of, reverse=True)[:TRIED])
-        except ScheduleError as error:
-            refused = refused or error
-            continue
-        found.append((max(each.makespan for each in tried), name, packed))
-    most_tokens = max(int(tokens[own].sum()) for bins in in_turn for own in bins)
-    fits = (token_limit is None or most_tokens <= token_limit) and all(is_within(each.peak, cap) for each in first)
-    chosen = None
-    for _, name, packed in sorted(found, key=lambda each: each[0]):
-        try:  # of the replicas that were not tried one may hold more than the cap
-            chosen = name, packed, planned(packed, moves)
-            break
-        except ScheduleError as error:
-            refused = refused or error
+    options = {"memory_limit": cap, "dispatches": dispatches}
+    packings = _packings(tokens, costs.work_by_tower(sums), schedule, num_replicas, token_limit)
+    chosen, refused = batch.fastest(packings, num_replicas, moves, options)
+    most_tokens = max(int(tokens[list(own)].sum()) for bins in arrived.microbatches for own in bins)
+    fits = (token_limit is None or most_tokens <= token_limit) and is_within(arrived.peak, cap)
     if chosen is None and not fits:
         raise refused or PackingError(
             f"{len(tokens)} sequences with {tokens.sum()} tokens find no room in {num_bins} microbatches "
             f"of at most {token_limit:g}; raise the limit, or give more microbatches"
         )
-    name, packed, best = chosen or (ARRIVAL, in_turn, first)
-    makespan = max(each.makespan for each in best)
-    if fits and arrival - makespan <= max(noise * makespan, slack(makespan)):
-        name, packed, best, makespan = ARRIVAL, in_turn, first, arrival
-    loads = np.array([batch.work_of(bins) for bins in packed])
-    return BatchPlan(
-        microbatches=tuple(
-            tuple(tuple(bins[m]) for m in each.order.tolist()) for bins, each in zip(packed, best, strict=True)
-        ),
-        packing=name,
-        rules=tuple(each.rule for each in best),
-        dispatches=tuple(each.dispatch for each in best),
-        makespan=makespan,
-        arrival=arrival,
-        busiest=float(loads.max() / loads.mean()),
-        peak=max(each.peak for each in best),
-        cap=cap,
-        seconds=time.perf_counter() - began,
-    )
+    best = chosen or arrived
+    if fits and arrived.makespan - best.makespan <= max(noise * best.makespan, slack(best.makespan)):
+        best = arrived
+    return replace(best, arrival=arrived.makespan, cap=cap, seconds=time.perf_counter() - began)
 
 
 @dataclass(frozen=True)
@@ -212,6 +176,60 @@ class _Batch:
     costs: CostsByLength
     links: Links | None
     sums: Array
+
+    def as_arrived(self, tokens: Array, num_bins: int) -> BatchPlan:
+        """The batch as it arrived, run frozen."""
+        bins, size = pack_in_turn(tokens, num_bins), self.schedule.num_microbatches
+        in_turn = [bins[k : k + size] for k in range(0, num_bins, size)]
+        return self.plan(ARRIVAL, in_turn, [self.search(bins).arrival for bins in in_turn])
+
+    def fastest(
+        self, packings: Iterable[tuple[str, Bins]], num_replicas: int, moves: float, options: dict[str, Any]
+    ) -> tuple[BatchPlan | None, ScheduleError | None]:
+        """The packing that is fastest by its busiest replicas, if any is in the limits; and the first refusal of one.
+
+        Args:
+            moves: seconds for moving microbatches of each replica.
+            options: of `OrderSearch`.
+        """
+
+        def ordered(packed: list[Bins], seconds: float) -> list[OrderCandidate]:
+            return [self.search(bins, **options).best(seconds=seconds) for bins in packed]
+
+        found: list[tuple[float, str, list[Bins]]] = []
+        refused: ScheduleError | None = None
+        for name, bins in packings:
+            packed = self.assigned(bins, num_replicas)
+            busiest = sorted(packed, key=self.work_of, reverse=True)[:TRIED]
+            try:
+                found.append((max(each.makespan for each in ordered(busiest, 0.0)), name, packed))
+            except ScheduleError as error:
+                refused = refused or error
+        for _, name, packed in sorted(found, key=lambda each: each[0]):
+            try:  # of the replicas that were not tried one may hold more than the cap
+                return self.plan(name, packed, ordered(packed, moves)), refused
+            except ScheduleError as error:
+                refused = refused or error
+        return None, refused
+
+    def plan(self, packing: str, packed: list[Bins], orders: list[OrderCandidate]) -> BatchPlan:
+        """The plan of a packing, the bins of each replica in an order, as if it had arrived so."""
+        loads = np.array([self.work_of(bins) for bins in packed])
+        makespan = max(each.makespan for each in orders)
+        return BatchPlan(
+            microbatches=tuple(
+                tuple(tuple(bins[m]) for m in each.order.tolist()) for bins, each in zip(packed, orders, strict=True)
+            ),
+            packing=packing,
+            rules=tuple(each.rule for each in orders),
+            dispatches=tuple(each.dispatch for each in orders),
+            makespan=makespan,
+            arrival=makespan,
+            busiest=float(loads.max() / loads.mean()),
+            peak=max(each.peak for each in orders),
+            cap=np.inf,
+            seconds=0.0,
+        )
 
     def of_bins(self, bins: Bins) -> Array:
         found = np.array([self.sums[own].sum(axis=0) for own in bins])

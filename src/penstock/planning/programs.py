@@ -217,32 +217,22 @@ def search_space(
     require_one_limit(memory_limit=memory_limit, total_limit=total_limit)
     caps = None if memory_limit is None else per_rank("memory_limit", memory_limit, num_ranks)
     totals = None if total_limit is None else per_rank("total_limit", total_limit, num_ranks)
-    spaces: list[_Space] = []
-    left_out: dict[str, str] = {}
     chosen = _chosen(costs, num_ranks, asked.shapes, asked.shared_ends)
-    uncut: list[CostError] = []
-    for name, placement in chosen.items():
-        try:
-            own = _costs_of(costs, placement.num_stages, asked.shared_ends)
-        except CostError as error:
-            if isinstance(costs, Costs):
-                raise
-            left_out[name] = str(error)  # a model of fewer layers
-            uncut.append(error)
-            continue
+    left_out: dict[str, str] = {}
+    costs_of = _costs_by_placement(costs, chosen, asked.shared_ends, left_out)
+    spaces: list[_Space] = []
+    for name, own in costs_of.items():
         room = caps
         if totals is not None:
             require_weights(own)
             try:
-                room = room_for_activations(placement, own, totals)
+                room = room_for_activations(chosen[name], own, totals)
             except CostError as error:
                 left_out[name] = str(error).partition(";")[0]
                 continue
-        first = Program(placement, num_microbatches, Rules(), asked.split, own, asked.links, name=name)
+        first = Program(chosen[name], num_microbatches, Rules(), asked.split, own, asked.links, name=name)
         if least_ms(first) < below:
             spaces.append(_Space(name, first, room, totals, asked))
-    if len(uncut) == len(chosen):
-        raise uncut[0]
     found: list[Found] = []
     for space in spaces:
         best = space.search()
@@ -324,17 +314,37 @@ def _chosen(
     return {name: placement for name, placement in layouts.items() if not names or name in names}
 
 
-def _costs_of(costs: Costs | Callable[[int], Costs], num_stages: int, shared_ends: bool) -> Costs:
-    """Costs of the stages of a placement. Raises CostError for uneven ones, and if the model can't be
-    cut in this way.
+def _costs_by_placement(
+    costs: Costs | Callable[[int], Costs], chosen: dict[str, Placement], shared_ends: bool, left_out: dict[str, str]
+) -> dict[str, Costs]:
+    """By the name of each placement, the costs of its stages.
+
+    Args:
+        left_out: out, by name, why a model can't be cut for a placement.
+
+    Raises:
+        CostError: uneven costs, or a model that can be cut for none of the placements.
     """
-    given = costs if isinstance(costs, Costs) else costs(num_stages)
-    if given.factors:
-        raise CostError(
-            "search_space needs microbatches that all cost the same; leave `uneven` out, and order the microbatches "
-            "of the result with ps.planning.order_microbatches"
-        )
-    return fold(costs, num_stages, shared_ends) if isinstance(costs, Costs) else given
+    found: dict[str, Costs] = {}
+    uncut: list[CostError] = []
+    for name, placement in chosen.items():
+        num_stages = placement.num_stages
+        try:
+            given = costs if isinstance(costs, Costs) else costs(num_stages)
+            if given.factors:
+                raise CostError(
+                    "search_space needs microbatches that all cost the same; leave `uneven` out, and order the "
+                    "microbatches of the result with ps.planning.order_microbatches"
+                )
+            found[name] = fold(given, num_stages, shared_ends) if isinstance(costs, Costs) else given
+        except CostError as error:
+            if isinstance(costs, Costs):
+                raise
+            left_out[name] = str(error)  # a model of fewer layers
+            uncut.append(error)
+    if not found:
+        raise uncut[0]
+    return found
 
 
 def fold(costs: Costs, num_stages: int, shared_ends: bool = False) -> Costs:
