@@ -85,7 +85,7 @@ def test_a_bound_above_a_value_is_an_error_and_not_a_gap_of_0(monkeypatch: pytes
             ) as told:
                 ps.plan(ps.Costs([5, 7], [3, 9], [2, 1]), 2, 4, max_in_flight=1, objective=goal, time_limit=0.05)
             assert told.value.rule == "bound"
-            assert "2 ranks, 4 microbatches" in str(told.value)
+            assert "'num_ranks': 2, 'num_microbatches': 4" in str(told.value)
             assert "report" in str(told.value)
 
 

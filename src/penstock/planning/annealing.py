@@ -91,8 +91,8 @@ def random_numbers_kept() -> Iterator[None]:
             np.random.set_state(state)
 
 
-P = TypeVar("P", bound=Any)
-"""A problem, which `described` says in words."""
+P = TypeVar("P")
+"""A problem."""
 
 
 @dataclass
@@ -154,7 +154,7 @@ class Incumbent(Generic[P]):
         """
         if not 0 <= value < self.value * (1 - 1e-12):
             return False
-        self.lower_bound = certain(self.lower_bound, value, self.problem.described, self.shift)
+        self.lower_bound = certain(self.lower_bound, value, self.shift)
         self.value, self.how = float(value), how
         return True
 
@@ -168,7 +168,7 @@ class Incumbent(Generic[P]):
         Raises:
             ScheduleError: it is above the value of the best so far.
         """
-        self.lower_bound = certain(max(self.lower_bound, bound), self.value, self.problem.described, self.shift)
+        self.lower_bound = certain(max(self.lower_bound, bound), self.value, self.shift)
 
 
 _SLICE = 0.1

@@ -114,7 +114,7 @@ def plan_on_channel(request: PlanRequest, planned: Callable[[PlanRequest], Plan]
     how, schedule = candidates[best]
     check(schedule, channels=channel)
     value = runs[best].makespan
-    bound = certain(bound, value, lambda: f"costs {costs!r} over {placement!r} with {links!r} on {channel}")
+    bound = certain(bound, value)
     certificate = replace(first.certificate, channel=channel)
     return replace(
         first, schedule=schedule, makespan=value, value=value, lower_bound=bound, certificate=certificate,

@@ -167,7 +167,7 @@ def plan_pairs(
     assert best is not None
     check(best.schedule)
     lower = max(bound.lower_bound, busy_bound(costs, request.num_ranks, request.num_microbatches, placement, split))
-    lower = certain(lower, best.value, lambda: f"costs {costs!r} over {placement!r}")
+    lower = certain(lower, best.value)
     certificate = replace(bound.certificate, pairs="none" if split is True else "any")
     return replace(best, lower_bound=lower, certificate=certificate, seconds=clock() - began)
 

@@ -25,7 +25,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from functools import partial
 from itertools import combinations, pairwise
 from typing import TYPE_CHECKING, Any, TypeVar, Unpack
@@ -98,7 +98,8 @@ def plan(
 
     The search computes lower bounds, builds greedy orders, improves them forward and backward, and searches around
     them. It solves small problems with CP-SAT if that is installed (extra `exact`). It stops when the gap is closed
-    or the time is spent.
+    or the time is spent. Plan and bound belong to the family of schedules that `Certificate` names: those with the
+    given placement, within what `split`, `recompute` and `deal` allow.
 
     If microbatches differ (`Costs.uneven`), the schedule is made for the mean microbatch, or for a heavier one if
     memory is short. The microbatches then run in the best order found (`microbatch_order`); the bound holds for any
@@ -106,10 +107,7 @@ def plan(
     to the pipelines in turn.
 
     If the costs have an `overlap`, a forward and a full backward that follow each other on a rank may run as a pair.
-    The bound then holds for schedules with pairs too. Pairs are planned for the makespan of a frozen order.
-
-    Plan and bound belong to the family of schedules that `Certificate` names: those with the given placement, within
-    what `split`, `recompute` and `deal` allow. What these leave open is decided op by op, together with the order.
+    The bound then holds for schedules with pairs too.
 
     Args:
         costs: costs of each stage.
@@ -121,14 +119,12 @@ def plan(
         total_limit: most bytes that a rank may hold in all, as `ps.footprint` counts them: weights, gradients, the
             optimizer's state, activations and messages. If messages need more than the plan leaves for them, the
             search starts again with less room for activations. The bound considers activations alone.
-        time_limit: seconds for everything, including proving the result. A first order is built and proved whatever
-            the limit.
+        time_limit: seconds for everything, proofs included. A first order is built and proved whatever the limit.
         objective: "makespan"; or "span", the longest time from a rank's first start to its last end.
         dispatch: how the schedule will be run. With "hinted" or "dynamic", candidates are timed under that dispatch.
         channels: what carries the messages in the framework that runs the plan, see `schedule.messages`. With any
             other than "buffered" the plan has its messages as ops, placed for this channel, and its makespan is what
-            `simulate` says with the same channels. Links may have a bandwidth there. Such plans are for the makespan
-            of a frozen order.
+            `simulate` says with the same channels. Links may have a bandwidth there.
         placement: which rank hosts which stage, or a name from `ps.placements.NAMES`, like "v-shape". Default: stage
             i on rank i; stages of a graph go where the first orders are shortest.
         split: True for I and W everywhere, False for B everywhere. By default each op may be a B if that takes less
@@ -141,8 +137,7 @@ def plan(
             other. `costs.other` gives their times. By default nothing is offloaded.
         deal: how many microbatches each pipeline gets: "any", "in turn" (as evenly as possible), or their counts.
         stages: how the stages depend on one another, with registered ops. Default: a chain.
-        seed: seed of the random numbers. Results may still differ from run to run, because the time left decides how
-            far the search gets.
+        seed: of the random numbers. Results may still differ, as the time left decides how far the search gets.
         stop_at_gap: the gap, as a share of the bound, at which the search ends.
         progress: called with `Progress` now and then, unless the costs have an overlap. If it raises
             KeyboardInterrupt, or the user presses Ctrl-C, the search ends and returns the best plan so far.
@@ -151,10 +146,8 @@ def plan(
         The best plan found, with its bound.
 
     Raises:
-        ScheduleError: invalid counts, limits or options, or limits that no schedule meets. Recomputing and offloading
-            are planned for the makespan of a frozen order only. To ask for them with another objective or dispatch,
-            with shared stages or with stages that branch, is an error. Shared and branching stages are planned for
-            the makespan of a frozen order only, too.
+        ScheduleError: invalid counts, limits or options, or limits that no schedule meets. Channels, recompute,
+            offload, pairs, and shared and branching stages are planned for the makespan of a frozen order only.
         CostError: costs or links for other stages or ranks, costs that do not say how long the way to host memory
             takes, or an overlap of pairs or uneven microbatches in a case that is planned without them.
 
@@ -169,6 +162,28 @@ def plan(
         Zero Bubble Pipeline Parallelism (ICLR 2024) splits backwards. PipeMorph (NSDI 2026), section 4, plans for
         late links. docs/planning.md explains the bound.
     """
+    request = _request(costs, num_ranks, num_microbatches, links, options)
+    is_compiled()  # a checkout whose sources changed builds its library now, and not in the time of the search
+    try:
+        return planned(request)
+    except ScheduleError as error:
+        if error.rule in ("bound", "confirmed"):
+            raise _with_problem(error, request) from error
+        raise
+
+
+def _with_problem(error: ScheduleError, request: PlanRequest) -> ScheduleError:
+    """The error of a wrong bound or value, with all that the planner was asked, so that it can be asked again."""
+    given = asdict(replace(request, progress=None))
+    return ScheduleError(
+        f"{error}. This is a bug in penstock: please report it with the problem, {given}", rule=error.rule
+    )
+
+
+def _request(
+    costs: Costs, num_ranks: int, num_microbatches: int, links: Links | None, options: PlanOptions
+) -> PlanRequest:
+    """What was asked, if it can be planned."""
     require_costs(costs)
     for name, count in (("num_ranks", num_ranks), ("num_microbatches", num_microbatches)):
         if not isinstance(count, int) or isinstance(count, bool) or count < 1:
@@ -179,8 +194,7 @@ def plan(
         given["placement"] = _placement(costs, num_ranks, options.get("placement"))
     request = PlanRequest(costs, num_ranks, num_microbatches, Links.of(links), **given)
     require_plannable(request)
-    is_compiled()  # a checkout whose sources changed builds its library now, and not in the time of the search
-    return planned(request)
+    return request
 
 
 def planned(request: PlanRequest) -> Plan:
@@ -271,7 +285,7 @@ def _plan_chain(request: PlanRequest) -> Plan:
     else:
         schedule, timeline = proved(search.schedule("plan", limits.in_flight))
     value = confirmed(request.objective, value, timeline)
-    bound = certain(search.lower_bound - search.shift, value, search.problem.described)
+    bound = certain(search.lower_bound - search.shift, value)
     dealt = "any" if counts is None else "in turn" if request.deal in ("any", "in turn") else f"as given {counts}"
     certificate = Certificate(placement, family.backward, dealt, family.recompute, family.offload)
     seconds = time.perf_counter() - began

@@ -63,25 +63,6 @@ class Problem:
         takers = self.queues.rank[self.queues.memory > 0]
         return len(takers) > len(np.unique(takers))
 
-    def described(self) -> str:
-        """The problem in words, all its numbers given, for a report."""
-        queues = self.queues
-        ms = "; ".join(
-            f"{kind} {[float(d) for d, k in zip(queues.duration, self.kind, strict=True) if k == kind]}"
-            for kind in dict.fromkeys(self.kind)
-        )
-        held = [float(m) for m, kind in zip(queues.memory, self.kind, strict=True) if kind == "F"]
-        late = {
-            (int(queues.rank[before]), int(queues.rank[q])): float(queues.delay[q])
-            for q, before in enumerate(queues.message_from.tolist())
-            if before != NONE and queues.delay[q] > 0
-        }
-        return (
-            f"{queues.num_ranks} ranks, {len(self.microbatch_pipeline)} microbatches, placement "
-            f"{self.placement.pipelines}, ms of each queue: {ms}; delays {late}, a forward's memory {held}, "
-            f"caps {queues.cap.tolist()}, tails {queues.tail.tolist()}"
-        )
-
     def numbers(self, row: Array) -> Array:
         """Of each place of orders, which op of its queue runs there."""
         by_queue = np.argsort(row, kind="stable")

@@ -6,7 +6,6 @@ A search says by `Progress` where it stands, and `certain` and `confirmed` hold 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from importlib import import_module
 from pathlib import Path
@@ -54,11 +53,10 @@ def gap(value: float, lower_bound: float) -> float:
     return value / lower_bound - 1
 
 
-def certain(lower_bound: float, value: float, described: Callable[[], str], shift: float = 0.0) -> float:
+def certain(lower_bound: float, value: float, shift: float = 0.0) -> float:
     """The bound, cut to the value of a schedule where rounding alone puts it above.
 
     Args:
-        described: the problem in words.
         shift: ms that both are above what the user sees.
 
     Raises:
@@ -67,7 +65,7 @@ def certain(lower_bound: float, value: float, described: Callable[[], str], shif
     if lower_bound > value + slack(value):
         raise ScheduleError(
             f"the lower bound is {lower_bound - shift!r} ms, but a schedule takes {value - shift!r} ms, so one of "
-            f"the two is wrong (rule: bound). A bug in penstock: please report it with the problem, {described()}",
+            f"the two is wrong (rule: bound)",
             rule="bound",
         )
     return min(lower_bound, value)
@@ -82,7 +80,7 @@ def confirmed(goal: str, value: float, timeline: Timeline) -> float:
     found = measured(timeline, goal)
     if not math.isclose(found, value, rel_tol=EPSILON, abs_tol=EPSILON):
         raise ScheduleError(
-            f"the plan says {value!r} ms, its simulation {found!r} ms (rule: confirmed); this is a bug in penstock",
+            f"the plan says {value!r} ms, its simulation {found!r} ms (rule: confirmed)",
             rule="confirmed",
         )
     return found

@@ -83,14 +83,14 @@ def plan_uneven(request: PlanRequest, planned: Callable[[PlanRequest], Plan]) ->
     value = timeline.makespan
     if value > candidate.makespan + slack(value):
         raise ScheduleError(
-            f"the plan says {candidate.makespan!r} ms, its simulation {value!r} ms: a bug in penstock",
+            f"the plan says {candidate.makespan!r} ms, its simulation {value!r} ms (rule: confirmed)",
             rule="confirmed",
         )
     bound = uneven_bound(candidate, links)
     left = time_limit - (time.perf_counter() - began) - exact.STOPPING
     if asks and left > 0 and gap(value, bound) > request.stop_at_gap:
         bound = max(bound, exact_uneven_bound(candidate, links, search.caps, value, left, request.seed))
-    bound = certain(bound, value, lambda: f"costs {costs!r} over {placement!r}")
+    bound = certain(bound, value)
     certificate = Certificate(placement, "split" if split else "whole", order="any")
     return Plan(
         schedule, value, value, bound, certificate, time.perf_counter() - began, how, timeline,

@@ -58,20 +58,6 @@ class GraphProblem:
         """ms of an op in the mean."""
         return float(np.repeat(self.network.duration, self.network.size).mean())
 
-    def described(self) -> str:
-        """The problem in words, all its numbers given, for a report."""
-        network = self.network
-        queues = [
-            (*label, float(ms), size, self.graph.hosts(q), self.needs(q), float(self.takes[q]), float(self.gives[q]))
-            for q, (label, ms, size) in enumerate(
-                zip(self.graph.labels, network.duration, network.size.tolist(), strict=True)
-            )
-        ]
-        return (
-            f"queues (pipeline, kind, stage, ms, ops, rows, needs, takes, gives) {queues}, caps {self.cap.tolist()}, "
-            f"placement {self.graph.placement!r}, stages {self.graph.stage_graph!r}"
-        )
-
     def needs(self, queue: int) -> list[tuple[int, float, int, int]]:
         """(queue, ms late, before, after) of all that a queue needs."""
         more = self.more

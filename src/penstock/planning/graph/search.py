@@ -319,7 +319,7 @@ def plan_graph(request: PlanRequest) -> Plan:
     check(schedule)
     timeline = simulate(schedule, costs, links=links)
     took = confirmed("makespan", search.value, timeline)
-    proved = certain(search.lower_bound, took, search.problem.described)
+    proved = certain(search.lower_bound, took)
     certificate = Certificate(placement, "split" if form else "whole", stages=request.stages)
     return Plan(schedule, took, took, proved, certificate, time.perf_counter() - began, search.how, timeline)
 

@@ -64,14 +64,6 @@ class JointProblem:
             return self.limits.cap
         return tuple(cap + host for cap, host in zip(self.limits.cap, self.limits.host, strict=True))
 
-    def described(self) -> str:
-        """The problem in words, all its numbers given, for a report."""
-        return (
-            f"{self.num_ranks} ranks, placement {self.placement.pipelines}, pipelines of the microbatches "
-            f"{self.microbatch_pipeline}, {self.costs!r}, {self.links!r}, {self.forms!r}, holds {self.limits.held}, "
-            f"caps {self.limits.cap}, host memory {self.limits.host}"
-        )
-
     def fits(self, orders: Orders) -> bool:
         """Whether orders keep to the caps; what follows from their rows and forms is filled in."""
         module: Any = compiled(row_walk)
