@@ -15,6 +15,8 @@ from exact_solver import Instance, Solved, Task, solve, solve_tasks
 from penstock.planning.bounds import (
     busy_bound,
     jackson_bound,
+    least_work,
+    quick_bound,
     ramp_bound,
     span_bound,
     work_bound,
@@ -23,7 +25,7 @@ from penstock.planning.destructive_bound import destructive_bound
 from penstock.planning.joint.bounds import lower_bound, memory_bound, relaxed
 from penstock.planning.joint.problem import pose_joint
 from penstock.planning.options import Family, Limits, PlanRequest, family_of, in_turn, limits_of
-from penstock.planning.planner import all_deals, quick_bound
+from penstock.planning.planner import all_deals
 from penstock.planning.problem import pose
 from penstock.planning.search import span_of
 
@@ -312,7 +314,7 @@ def bounds(case: Case) -> dict[str, float]:
     found: dict[str, float] = {}
     deals = list(all_deals(number, len(one.pipelines))) if one.any_deal else [in_turn(number, len(one.pipelines))]
     if one.any_deal:
-        quick = quick_bound(np.array(deals), costs, placement, ranks, given["links"])
+        quick = quick_bound(np.array(deals), placement, ranks, costs.f, least_work(costs), given["links"])
         found["quick"] = float(quick.min())
     for counts in deals:
         made = _joint_bounds(case, counts, limits, family) if family.joint else _plain_bounds(case, counts, limits)

@@ -26,6 +26,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from penstock.cost import Costs, Links
 from penstock.engine.compiled import compiled
 from penstock.engine.network import NONE, Array, Network, OpGraph
 from penstock.engine.sweep import Timer
@@ -33,6 +34,7 @@ from penstock.engine.tolerance import EPSILON
 from penstock.planning import longest_paths, ramps
 from penstock.planning.problem import Problem
 from penstock.planning.ramps import RankWays
+from penstock.schedule import Placement
 
 
 @dataclass(frozen=True)
@@ -243,6 +245,41 @@ def _heads(queues: Network, given: QueueWaits, floor: Array, work: Array, first_
     return head
 
 
+def quick_bound(
+    deals: Array,
+    placement: Placement,
+    num_ranks: int,
+    way: Sequence[float],
+    work: Sequence[float],
+    links: Links | None = None,
+) -> Array:
+    """Of each deal, ms that no schedule ends before: for each rank, the way to its first stage, and its work.
+
+    Args:
+        deals: rows of counts, how many microbatches each pipeline has.
+        way: of each stage, ms that pass there before a rank of the next one can begin.
+        work: ms of a microbatch on each stage.
+        links: between ranks, if messages take time.
+    """
+    links = links or Links()
+    works, to = np.zeros((num_ranks, placement.num_pipelines)), np.full(num_ranks, np.inf)
+    for p, hosts in enumerate(placement.pipelines):
+        passed = 0.0
+        for s, r in enumerate(hosts):
+            if s:
+                passed += way[s - 1] + links.delay(hosts[s - 1], r) * (hosts[s - 1] != r)
+            for each in placement.hosts(p, s):
+                to[each] = min(to[each], passed)
+                works[each, p] += work[s]
+    taken = deals @ works.T
+    return np.where(taken > 0, taken + np.where(np.isinf(to), 0.0, to), 0.0).max(axis=1, initial=0.0)
+
+
+def least_work(costs: Costs) -> list[float]:
+    """ms of a microbatch on each stage at least."""
+    return [f + min(b, i + w) for f, b, i, w in zip(costs.f, costs.b, costs.i, costs.w, strict=True)]
+
+
 def busy_bound(problem: Problem) -> float:
     """For each rank: the shortest way to one of its ops, all its work, the shortest way on from one of its ops."""
     queues = problem.queues
@@ -291,11 +328,6 @@ def work_seconds(problem: Problem) -> float:
     return float((on_rank**2).sum()) / 2e8
 
 
-def work_is_cheap(problem: Problem) -> bool:
-    """Whether `work_bound` takes less than about a second."""
-    return work_seconds(problem) < 1.0
-
-
 def _jackson(problem: Problem, work: bool) -> float:
     queues = problem.queues
     head, tail = heads_and_tails(problem, work=work)
@@ -307,7 +339,7 @@ def op_arrays(problem: Problem) -> OpArrays:
     """A problem's ops one by one: needs within queues and between them, and forwards that wait for memory."""
     queues = problem.queues
     given = waits(problem)
-    head, tail = heads_and_tails(problem, given, work=work_is_cheap(problem))
+    head, tail = heads_and_tails(problem, given, work=work_seconds(problem) < 1.0)
     cap, release = queues.cap.copy(), given.release.copy()
     for r in range(queues.num_ranks):
         mine = slice(queues.rank_first[r], queues.rank_first[r + 1])

@@ -21,10 +21,14 @@ from itertools import accumulate
 from math import inf
 from typing import Any
 
+import numpy as np
+
 from penstock.cost import CostError, Costs, Links
 from penstock.dispatch.queues import Lister
+from penstock.planning.bounds import quick_bound
 from penstock.program import Branch, NewOp, Program
 from penstock.schedule import Schedule, ScheduleError
+from penstock.schedule.placement import num_ranks_of
 from penstock.schedule.short_repr import short_repr
 from penstock.simulation import Timeline, simulate
 
@@ -89,15 +93,10 @@ class BranchLayout:
         last op is a backward of its lowest stage, and those of the stages before that come after it.
         """
         costs, n = self.costs, self.branch.num_microbatches
-        (hosts,) = self.branch.placement.pipelines
-        backward = [costs.i[s] + costs.w[s] if split else costs.duration("B", s) for s in range(costs.num_stages)]
-        found = 0.0
-        for rank in set(hosts):
-            own = [stage for stage, host in enumerate(hosts) if host == rank]
-            before = range(own[0])
-            waits = sum(costs.f[s] + (0.0 if split else backward[s]) for s in before)
-            found = max(found, waits + n * sum(costs.f[s] + backward[s] for s in own))
-        return found + self.tail
+        placement = self.branch.placement
+        work = [f + (i + w if split else b) for f, i, w, b in zip(costs.f, costs.i, costs.w, costs.b, strict=True)]
+        bound = quick_bound(np.array([[n]]), placement, num_ranks_of(placement), costs.f if split else work, work)
+        return float(bound[0]) + self.tail
 
 
 @dataclass(frozen=True)

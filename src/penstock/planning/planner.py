@@ -35,8 +35,8 @@ import numpy as np
 from penstock.cost import CostError, Costs, Links
 from penstock.cost.costs import require_costs
 from penstock.engine.compiled import is_compiled
-from penstock.engine.network import Array
 from penstock.engine.tolerance import EPSILON
+from penstock.planning.bounds import least_work, quick_bound
 from penstock.planning.options import (
     MOST_AGAIN,
     Limits,
@@ -391,28 +391,6 @@ def _placement(costs: Costs, num_ranks: int, placement: Placement | str | None) 
     return placement
 
 
-def quick_bound(deals: Array, costs: Costs, placement: Placement, num_ranks: int, links: Links) -> Array:
-    """Of each deal, ms that no schedule ends before: for each rank, the way to it and its work."""
-    work = np.zeros((num_ranks, placement.num_pipelines))
-    to = np.full(num_ranks, np.inf)
-    for p, hosts in enumerate(placement.pipelines):
-        way = 0.0
-        for s, r in enumerate(hosts):
-            if s:
-                way += costs.duration("F", s - 1) + links.delay(hosts[s - 1], r) * (hosts[s - 1] != r)
-            to[r] = min(to[r], way)
-            work[r, p] += _work(costs, s)
-    taken = deals @ work.T
-    return np.where(taken > 0, taken + np.where(np.isinf(to), 0.0, to), 0.0).max(axis=1, initial=0.0)
-
-
-def _work(costs: Costs, stage: int) -> float:
-    """ms of a microbatch on a stage at least."""
-    return costs.duration("F", stage) + min(
-        costs.duration("B", stage), costs.duration("I", stage) + costs.duration("W", stage)
-    )
-
-
 def all_deals(num_microbatches: int, num_pipelines: int) -> Iterator[Deal]:
     """Every deal, once: each share ends at one of so many bars among the microbatches."""
     end = num_microbatches + num_pipelines - 1
@@ -427,10 +405,10 @@ def likely_deals(
     num_pipelines = placement.num_pipelines
     if math.comb(num_microbatches + num_pipelines - 1, num_pipelines - 1) > MOST_LISTED:
         # Every pipeline has all stages, so whatever the deal, the ranks share the same work.
-        return [], num_microbatches * sum(_work(costs, s) for s in range(placement.num_stages)) / num_ranks
+        return [], num_microbatches * sum(least_work(costs)) / num_ranks
     plain = in_turn(num_microbatches, num_pipelines)
     deals = np.array(list(all_deals(num_microbatches, num_pipelines)), np.int64)
-    bounds = quick_bound(deals, costs, placement, num_ranks, links)
+    bounds = quick_bound(deals, placement, num_ranks, costs.f, least_work(costs), links)
     order = np.lexsort((np.abs(deals - np.array(plain)).sum(axis=1), bounds))
     likely = [(tuple(deals[k].tolist()), float(bounds[k])) for k in order[:_MOST_POSED]]
     rest = float(bounds[order[_MOST_POSED:]].min(initial=math.inf))

@@ -30,13 +30,16 @@ from itertools import accumulate
 from math import ceil, inf
 from typing import Any
 
+import numpy as np
+
 from penstock.cost import CostError, Costs, Links
 from penstock.dispatch.queues import Lister, QueueGraph, rows_of
 from penstock.engine.list_by_rules import EARLIEST, IN_ORDER
 from penstock.engine.memory import peaks
-from penstock.engine.tolerance import is_within
+from penstock.engine.tolerance import EPSILON, is_within
 from penstock.library import build
-from penstock.planning.options import MOST_AGAIN, names_options, per_rank, require_one_limit, require_weights
+from penstock.planning.bounds import least_work, quick_bound
+from penstock.planning.options import MOST_AGAIN, in_turn, names_options, per_rank, require_one_limit, require_weights
 from penstock.program import Program, Rules, breadth_first, by_microbatch, depth_first, earliest_first, placements
 from penstock.program.rules import Traversal
 from penstock.schedule import Placement, Schedule, ScheduleError
@@ -454,16 +457,10 @@ def _stage_caps(
 def least_ms(program: Program) -> float:
     """A lower bound (ms) for every schedule of a program: the way to a rank's first stage, and the rank's work."""
     costs, placement = program.all_costs, program.placement
-    busy, way = [0.0] * program.num_ranks, [inf] * program.num_ranks
-    for pipeline in range(placement.num_pipelines):
-        count = len(range(pipeline, program.num_microbatches, placement.num_pipelines))
-        for stage in range(program.num_stages):
-            halves, whole = costs.i[stage] + costs.w[stage], costs.duration("B", stage)
-            backward = halves if program.split is True else min(halves, whole)
-            for rank in placement.hosts(pipeline, stage):
-                busy[rank] += count * (costs.f[stage] + backward)
-                way[rank] = min(way[rank], sum(costs.f[:stage]))
-    return max(work + ahead for work, ahead in zip(busy, way, strict=True) if ahead < inf)
+    halves = [f + i + w for f, i, w in zip(costs.f, costs.i, costs.w, strict=True)]
+    work = halves if program.split is True else least_work(costs)
+    deal = np.array([in_turn(program.num_microbatches, placement.num_pipelines)])
+    return float(quick_bound(deal, placement, program.num_ranks, costs.f, work)[0])
 
 
 @dataclass
@@ -564,7 +561,7 @@ class _Space:
                 found.append(Found(self.name, program, listed.makespan))
         found.sort(key=lambda each: each.makespan)
         in_halves = self.first.split is True and not self.first.placement.shared
-        beatable = not found or found[0].makespan > least_ms(self.first)
+        beatable = not found or found[0].makespan > least_ms(self.first) * (1 + EPSILON)
         if self.name == V and room is not None and in_halves and beatable:
             found += self._constructed(graph, room)
             found.sort(key=lambda each: each.makespan)

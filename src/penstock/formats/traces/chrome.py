@@ -36,7 +36,6 @@ from penstock.formats.traces.run_trace import (
     Scope,
     TracedOp,
     TraceError,
-    kind_named,
     kinds_named,
     preset_for,
     trace_of,
@@ -241,7 +240,7 @@ def read_chrome(
     if (absent := int(max(said_sizes)) - len({event.worker for event in events})) > 0:
         notes.append(f"{absent} of the job's {int(max(said_sizes))} processes have no file here and are left out")
     rows = _located(matched, reader, steps, pipelines, num_ranks, num_microbatches, name)
-    return trace_of(name, rows, kind_named, notes)
+    return trace_of(name, rows, notes)
 
 
 def _nameless(name: str, events: Sequence[ProfileEvent]) -> TraceError:

@@ -345,4 +345,4 @@ def read_penstock(path: Path, *, name: str) -> RunTrace:
         notes.append(
             f"the run changed its plan {len(configurations) - 1} times; choose iterations of one with --only-steps"
         )
-    return trace_of(name, rows, kind_named, notes)
+    return trace_of(name, rows, notes)

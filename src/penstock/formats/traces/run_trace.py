@@ -184,9 +184,7 @@ def whole_numbers(what: str, values: Array) -> Array:
     return filled.astype(np.int64)
 
 
-def trace_of(
-    name: str, ops: Iterable[TracedOp], kind_of: Callable[[str], TracedKind], notes: Sequence[str] = ()
-) -> RunTrace:
+def trace_of(name: str, ops: Iterable[TracedOp], notes: Sequence[str] = ()) -> RunTrace:
     """The columns of ops that were read one by one."""
     found = list(ops)
     columns = list(zip(*found, strict=True)) if found else [()] * len(TracedOp._fields)
@@ -196,7 +194,7 @@ def trace_of(
             raise TraceError(f"{name}: {what} {max(column, key=abs)} of an op: numbers count from 0")
     ints = [np.array(column, np.int64) for column in columns[1:6]]
     floats = [np.array(column, np.float64) for column in columns[6:]]
-    kinds = tuple(kind_of(str(each)) for each in names)
+    kinds = tuple(kind_named(str(each)) for each in names)
     step, replica, rank, stage, microbatch = ints
     start, end = floats
     return RunTrace(

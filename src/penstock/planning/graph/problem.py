@@ -74,11 +74,7 @@ class GraphProblem:
 
     def sorted_by_start(self, sequence: Array, start: Array) -> Array:
         """The same rows as a sequence in which ops start one after the other."""
-        return np.asarray(sequence)[np.argsort(self._of_places(sequence, start), kind="stable")]
-
-    def _of_places(self, sequence: Array, per_op: Array) -> Array:
-        """What each place of a sequence has of what each op has."""
-        return per_op[self.ops_of(sequence)]
+        return np.asarray(sequence)[np.argsort(start[self.ops_of(sequence)], kind="stable")]
 
     def ops_of(self, sequence: Array) -> Array:
         """The number of the op at each place."""

@@ -29,7 +29,7 @@ from penstock.engine.tolerance import EPSILON
 from penstock.planning import longest_paths
 from penstock.planning.bounds import QueueWaits, heads_and_tails, waits, ways, work_seconds
 from penstock.planning.joint.problem import JointProblem
-from penstock.planning.problem import Problem, pose
+from penstock.planning.problem import Problem
 from penstock.planning.row_walk import F
 
 _WORK_SECONDS = 0.5
@@ -51,12 +51,8 @@ def relaxed(problem: JointProblem) -> Problem:
         i = [min(i[s], b[s]) for s in stages]
         w = [max(0.0, least[s] - i[s]) for s in stages]
         costs = replace(costs, i=i, w=w, b=least)
-    counts = [problem.microbatch_pipeline.count(p) for p in range(problem.placement.num_pipelines)]
     held = [(0.0, 0.0)] * len(stages) if forms.again else problem.limits.held
-    return pose(
-        costs, problem.placement, problem.num_ranks, len(problem.microbatch_pipeline), problem.links, held,
-        problem.total_cap, forms.split, counts,
-    )  # fmt: skip
+    return problem.of_one_form(problem.total_cap, forms.split, costs, held)
 
 
 def lower_bound(problem: JointProblem) -> float:

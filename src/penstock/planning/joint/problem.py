@@ -27,7 +27,7 @@ from penstock.engine.compiled import compiled
 from penstock.engine.network import Array
 from penstock.planning import row_walk
 from penstock.planning.options import Limits, OpForms
-from penstock.planning.problem import pose, walk_ops
+from penstock.planning.problem import Problem, pose, walk_ops
 from penstock.planning.row_walk import I, Ops, Orders, W
 from penstock.schedule import Op, Placement, Schedule
 from penstock.schedule.async_ops import OFFLOAD, RELOAD, with_offload
@@ -63,6 +63,21 @@ class JointProblem:
         if not self.forms.away:
             return self.limits.cap
         return tuple(cap + host for cap, host in zip(self.limits.cap, self.limits.host, strict=True))
+
+    @property
+    def counts(self) -> list[int]:
+        """How many microbatches each pipeline has."""
+        return [self.microbatch_pipeline.count(p) for p in range(self.placement.num_pipelines)]
+
+    def of_one_form(
+        self, cap: Sequence[float], split: bool, costs: Costs | None = None,
+        held: Sequence[tuple[float, float]] | None = None,
+    ) -> Problem:  # fmt: skip
+        """The problem in which all ops have one form, under other caps; costs and what is held may be others too."""
+        return pose(
+            costs or self.costs, self.placement, self.num_ranks, len(self.microbatch_pipeline), self.links,
+            held or self.limits.held, cap, split, self.counts,
+        )  # fmt: skip
 
     def fits(self, orders: Orders) -> bool:
         """Whether orders keep to the caps; what follows from their rows and forms is filled in."""

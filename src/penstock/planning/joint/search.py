@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
@@ -31,7 +31,7 @@ from penstock.planning.joint.away import sent_away
 from penstock.planning.joint.bounds import lower_bound, relaxed, relaxed_waits
 from penstock.planning.joint.problem import JointProblem
 from penstock.planning.options import OpForms
-from penstock.planning.problem import Problem, pose
+from penstock.planning.problem import Problem
 from penstock.planning.result import Progress
 from penstock.planning.row_walk import WHOLE, F, I, L, O, Orders, R, W
 from penstock.planning.search import RowWalk, Search
@@ -153,11 +153,11 @@ def of_one_form(search: JointSearch, until: float) -> None:
     splits = ((True,) if forms.split else ()) + ((False,) if forms.whole else ())
     if forms.away:
         # Of what is on its way, room is taken at both ends.
-        plain += [_posed(problem, cap, split) for cap in _less_what_moves(problem) for split in splits]
+        plain += [problem.of_one_form(cap, split) for cap in _less_what_moves(problem) for split in splits]
         for split in splits[forms.whole != forms.split and bounding :]:
-            plain.append(_posed(problem, problem.total_cap, split))
+            plain.append(problem.of_one_form(problem.total_cap, split))
     if all(_has_room(problem, r, problem.ops.held) for r in range(problem.num_ranks)):
-        plain += [_posed(problem, problem.limits.cap, split) for split in splits]
+        plain += [problem.of_one_form(problem.limits.cap, split) for split in splits]
     for number, each in enumerate(plain):
         # However short the time, a small problem has the first orders of its plain forms: one microbatch at a time,
         # which the search begins with, takes several times as long.
@@ -176,15 +176,6 @@ def of_one_form(search: JointSearch, until: float) -> None:
         if forms.split and forms.whole and each.kind.count("W"):
             search.take(joined(problem, made), inner.how)
         search.report(inner.how)
-
-
-def _posed(problem: JointProblem, cap: Sequence[float], split: bool) -> Problem:
-    """The problem in which all ops have one form, under other caps."""
-    counts = [problem.microbatch_pipeline.count(p) for p in range(problem.placement.num_pipelines)]
-    return pose(
-        problem.costs, problem.placement, problem.num_ranks, len(problem.microbatch_pipeline), problem.links,
-        problem.limits.held, cap, split, counts,
-    )  # fmt: skip
 
 
 def _planned(search: JointSearch, problem: Problem, seconds: float | None) -> Search:
