@@ -16,8 +16,7 @@ from penstock.planning.joint.away import sent_away
 from penstock.planning.joint.bounds import lower_bound
 from penstock.planning.joint.problem import JointProblem, pose_joint
 from penstock.planning.options import OpForms, in_turn, limits_of
-from penstock.planning.problem import pose
-from penstock.planning.row_walk import Orders
+from penstock.planning.problem import Orders, pose
 from penstock.planning.starts import greedy
 from penstock.schedule import Op, one_to_one
 from proof_cases import OFFLOADED, draw_free, in_host_memory, judge

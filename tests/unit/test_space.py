@@ -9,7 +9,8 @@ import pytest
 
 import penstock as ps
 from penstock.library import ASYNCHRONOUS
-from penstock.planning.programs import Outcome, fold, least_ms, placements_of, search_space
+from penstock.planning.bounds import least_ms
+from penstock.planning.programs import Outcome, fold, placements_of, search_space
 
 SYNCHRONOUS = [n for n in ps.library.SCHEDULES if n not in ("distmm", "mllm", *ASYNCHRONOUS)]
 

@@ -38,8 +38,8 @@ KERNELS = {
     "penstock.planning.destructive_bound": ("refuted",),
 }
 """The functions that Python calls, by their modules."""
-CALLED = ("penstock.planning.metropolis",)
-"""Modules outside this folder of which C alone calls functions."""
+CALLED = ("penstock.planning.metropolis", "penstock.planning.problem")
+"""Modules outside this folder of which C alone calls functions, or takes the forms of arrays."""
 
 
 def is_compiled() -> bool:

@@ -32,8 +32,10 @@ from penstock.engine.network import NONE, Array, Network, OpGraph
 from penstock.engine.sweep import Timer
 from penstock.engine.tolerance import EPSILON
 from penstock.planning import longest_paths, ramps
+from penstock.planning.options import in_turn
 from penstock.planning.problem import Problem
 from penstock.planning.ramps import RankWays
+from penstock.program import Program
 from penstock.schedule import Placement
 
 
@@ -278,6 +280,15 @@ def quick_bound(
 def least_work(costs: Costs) -> list[float]:
     """ms of a microbatch on each stage at least."""
     return [f + min(b, i + w) for f, b, i, w in zip(costs.f, costs.b, costs.i, costs.w, strict=True)]
+
+
+def least_ms(program: Program) -> float:
+    """A lower bound (ms) for every schedule of a program: the way to a rank's first stage, and the rank's work."""
+    costs, placement = program.all_costs, program.placement
+    halves = [f + i + w for f, i, w in zip(costs.f, costs.i, costs.w, strict=True)]
+    work = halves if program.split is True else least_work(costs)
+    deal = np.array([in_turn(program.num_microbatches, placement.num_pipelines)])
+    return float(quick_bound(deal, placement, program.num_ranks, costs.f, work)[0])
 
 
 def busy_bound(problem: Problem) -> float:

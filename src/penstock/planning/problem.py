@@ -8,17 +8,23 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import NamedTuple
 
 import numpy as np
 
 from penstock.cost import Costs, Links
+from penstock.engine.arrays import Flags, FloatRows, Floats, IntRows, Ints
 from penstock.engine.memory import peaks
 from penstock.engine.network import NONE, Array, Network
 from penstock.engine.tolerance import is_within
 from penstock.planning.options import dealt, in_turn
-from penstock.planning.row_walk import WHOLE, F, I, Ops, W
 from penstock.schedule import Placement, Schedule
 from penstock.schedule.columns import KINDS, Columns
+
+F, R, I, W, O, L = 0, 1, 2, 3, 4, 5
+"""Kinds of ops. O, an offload, and L, its reload, run beside the others on the stream of their rank."""
+WHOLE = 6
+"""The column of `Ops.times` with the length of a B."""
 
 _NUMBER_OF = {"F": F, "I": I, "B": I, "W": W}
 """By kind, its number in the rows of a walk."""
@@ -191,6 +197,87 @@ def pose(
         **floats,
     )
     return Problem(queues, tuple(key[3] for key in keys), tuple(key[2] for key in keys), placement, pipeline_of)
+
+
+class Ops(NamedTuple):
+    """What is given. C chains over K ranks, n ops, M cells: a chain and one of its microbatches.
+
+    Attributes:
+        chain, kind, number, cell, rank: of each op; `number` counts the chain's microbatches.
+        message_from, delay: the op on another stage that an op needs, or -1, and ms until its message is there.
+        message_to: the same seen from the other side.
+        first, size, cell_first: of each chain, its first op, its microbatches, its first cell.
+        chain_rank, chain_first: of each chain; rank r has chains `chain_first[r]` to `chain_first[r + 1] - 1`.
+        times: of each chain, ms of F, R, I, W, O, L and B.
+        held, kept, freed: of each chain, what F holds, what it holds where R runs, and the share of it that I frees.
+        may_again, may_whole, may_split, may_away: of each chain, the forms its microbatches may take.
+        cap, host: most that each rank may hold, and have in host memory.
+        tail: ms that count after each rank's last op.
+        num_kinds: how many ops a microbatch of a chain has at most.
+        is_open: whether any op may take another form.
+    """
+
+    chain: Ints
+    kind: Ints
+    number: Ints
+    cell: Ints
+    rank: Ints
+    message_from: Ints
+    delay: Floats
+    message_to: Ints
+    first: Ints
+    size: Ints
+    cell_first: Ints
+    chain_rank: Ints
+    chain_first: Ints
+    times: FloatRows
+    held: Floats
+    kept: Floats
+    freed: Floats
+    may_again: Flags
+    may_whole: Flags
+    may_split: Flags
+    may_away: Flags
+    cap: Floats
+    host: Floats
+    tail: Floats
+    num_kinds: int
+    is_open: bool
+
+
+class Orders(NamedTuple):
+    """What is decided, and what follows from it.
+
+    Attributes:
+        row: of each rank, its ops in their order; `length` says how many there are.
+        again, whole, away: of each cell.
+        duration, change: of each op in its form: ms, and what it adds (at its start) to what its rank holds, or
+            takes (at its end).
+        place: of each op, where it stands in its row; -1 where it is not there.
+        wait: of each op, that of its rank's stream whose end it waits for, or -1.
+        level: of each op, what its rank holds before it.
+    """
+
+    row: IntRows
+    length: Ints
+    again: Flags
+    whole: Flags
+    away: Flags
+    duration: Floats
+    change: Floats
+    place: Ints
+    wait: Ints
+    level: Floats
+
+    @classmethod
+    def of(cls, ops: Ops) -> Orders:
+        """Room for orders, with nothing in it."""
+        num_ops, num_ranks, cells = len(ops.chain), len(ops.cap), int(ops.size.sum())
+        again, whole, away = np.zeros((3, cells), np.bool_)
+        duration, change, level = np.zeros((3, num_ops))
+        place, wait = np.full((2, num_ops), -1, np.int64)
+        row = np.full((num_ranks, int(np.bincount(ops.rank, minlength=num_ranks).max(initial=1))), -1, np.int64)
+        return cls(row, np.zeros(num_ranks, np.int64), again, whole, away, duration, change, place, wait, level)
 
 
 def _walk_first(problem: Problem, num_kinds: int) -> Array:

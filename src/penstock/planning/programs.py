@@ -14,9 +14,8 @@ traversals, the order in which work became ready and the order of microbatches. 
 there are also caps on each stage in proportion to how long its activations live, and the library's own
 schedules for such memory.
 
-A limit of bytes counts all that a rank holds. Weights, gradients and the optimizer's state follow from the placement,
-and the rest of the limit is the cap for activations. How much messages take is known only when a program has run. If
-the fastest program exceeds the limit with them, the placement is searched again with that much less room.
+Under a limit of bytes, what messages take is known only when a program has run. If the fastest one exceeds the limit
+with them, its placement is searched again with that much less room for activations.
 """
 
 from __future__ import annotations
@@ -26,20 +25,16 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from itertools import accumulate
 from math import ceil, inf
 from typing import Any
 
-import numpy as np
-
 from penstock.cost import CostError, Costs, Links
-from penstock.dispatch.queues import Lister, QueueGraph, rows_of
+from penstock.dispatch.queues import Lister
 from penstock.engine.list_by_rules import EARLIEST, IN_ORDER
-from penstock.engine.memory import peaks
 from penstock.engine.tolerance import EPSILON, is_within
 from penstock.library import build
-from penstock.planning.bounds import least_work, quick_bound
-from penstock.planning.options import MOST_AGAIN, in_turn, names_options, per_rank, require_one_limit, require_weights
+from penstock.planning.bounds import least_ms
+from penstock.planning.options import MOST_AGAIN, names_options, per_rank, require_one_limit, require_weights
 from penstock.program import Program, Rules, breadth_first, by_microbatch, depth_first, earliest_first, placements
 from penstock.program.rules import Traversal
 from penstock.schedule import Placement, Schedule, ScheduleError
@@ -454,15 +449,6 @@ def _stage_caps(
             return
 
 
-def least_ms(program: Program) -> float:
-    """A lower bound (ms) for every schedule of a program: the way to a rank's first stage, and the rank's work."""
-    costs, placement = program.all_costs, program.placement
-    halves = [f + i + w for f, i, w in zip(costs.f, costs.i, costs.w, strict=True)]
-    work = halves if program.split is True else least_work(costs)
-    deal = np.array([in_turn(program.num_microbatches, placement.num_pipelines)])
-    return float(quick_bound(deal, placement, program.num_ranks, costs.f, work)[0])
-
-
 @dataclass
 class _Space:
     """The programs of one placement.
@@ -563,25 +549,21 @@ class _Space:
         in_halves = self.first.split is True and not self.first.placement.shared
         beatable = not found or found[0].makespan > least_ms(self.first) * (1 + EPSILON)
         if self.name == V and room is not None and in_halves and beatable:
-            found += self._constructed(graph, room)
+            found += self._constructed(room)
             found.sort(key=lambda each: each.makespan)
         return found
 
-    def _constructed(self, graph: QueueGraph, room: Sequence[float]) -> Iterator[Found]:
+    def _constructed(self, room: Sequence[float]) -> Iterator[Found]:
         """The library's schedules that hold no more than the caps."""
-        lister = Lister(graph)
         for name in CONSTRUCTED:
             try:
                 schedule = build(name, self.first.num_ranks, self.first.num_microbatches)
             except ScheduleError:  # too few microbatches for it
                 continue
             self.num_tried += 1
-            rows = rows_of(graph, schedule)
-            if not all(map(is_within, _peaks(graph, rows), room)):
-                continue
-            makespan = lister.time_rows(rows).makespan
-            if makespan < self.asked.below:
-                yield Found(V, self.first, makespan, schedule)
+            ran = simulate(schedule, self.first.all_costs, links=self.first.links)
+            if all(map(is_within, ran.peak_activations, room)) and ran.makespan < self.asked.below:
+                yield Found(V, self.first, ran.makespan, schedule)
 
 
 def _numbered(found: Iterable[Found]) -> Iterator[Found]:
@@ -597,13 +579,6 @@ def _keep(best: list[Found], found: Found, keep: int) -> None:
     if all(found.makespan != other.makespan for other in best):
         insort(best, found, key=lambda each: each.makespan)
         del best[keep:]
-
-
-def _peaks(graph: QueueGraph, rows: list[list[int]]) -> Sequence[float]:
-    """Most memory that each rank holds."""
-    changes = graph.tables.queues.memory
-    first = list(accumulate(map(len, rows), initial=0))
-    return peaks([changes[q] for row in rows for q in row], first)
 
 
 def _numbers(values: float | Iterable[float]) -> str:

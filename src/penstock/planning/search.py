@@ -30,8 +30,8 @@ from penstock.planning import forward_backward, row_walk
 from penstock.planning.annealing import Annealer, Incumbent, S
 from penstock.planning.bounds import OpArrays, jackson_bound, op_arrays, span_bound, ways
 from penstock.planning.metropolis import Cooling
-from penstock.planning.problem import BACKWARD_CLASS, Problem, fits, walk_ops
-from penstock.planning.row_walk import Ops, Orders, WalkSpace
+from penstock.planning.problem import BACKWARD_CLASS, Ops, Orders, Problem, fits, walk_ops
+from penstock.planning.row_walk import WalkSpace
 from penstock.schedule import Schedule
 
 

@@ -18,7 +18,7 @@ from penstock.cost import Costs, Links
 from penstock.engine.tolerance import EPSILON
 from penstock.planning.joint.problem import JointProblem, pose_joint
 from penstock.planning.options import Limits, OpForms
-from penstock.planning.row_walk import WHOLE, F, I, L, O, Orders, R, W
+from penstock.planning.problem import WHOLE, F, I, L, O, Orders, R, W
 from penstock.schedule import Schedule, StageGraph
 
 _LEADS = (1.0, 2.0, 0.0)

@@ -29,8 +29,7 @@ from penstock.engine.tolerance import EPSILON
 from penstock.planning import longest_paths
 from penstock.planning.bounds import QueueWaits, heads_and_tails, waits, ways, work_seconds
 from penstock.planning.joint.problem import JointProblem
-from penstock.planning.problem import Problem
-from penstock.planning.row_walk import F
+from penstock.planning.problem import F, Problem
 
 _WORK_SECONDS = 0.5
 """The most that the bound which counts a rank's own work may take."""

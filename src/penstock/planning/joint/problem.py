@@ -27,8 +27,7 @@ from penstock.engine.compiled import compiled
 from penstock.engine.network import Array
 from penstock.planning import row_walk
 from penstock.planning.options import Limits, OpForms
-from penstock.planning.problem import Problem, pose, walk_ops
-from penstock.planning.row_walk import I, Ops, Orders, W
+from penstock.planning.problem import I, Ops, Orders, Problem, W, pose, walk_ops
 from penstock.schedule import Op, Placement, Schedule
 from penstock.schedule.async_ops import OFFLOAD, RELOAD, with_offload
 

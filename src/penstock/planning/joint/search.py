@@ -31,9 +31,8 @@ from penstock.planning.joint.away import sent_away
 from penstock.planning.joint.bounds import lower_bound, relaxed, relaxed_waits
 from penstock.planning.joint.problem import JointProblem
 from penstock.planning.options import OpForms
-from penstock.planning.problem import Problem
+from penstock.planning.problem import WHOLE, F, I, L, O, Orders, Problem, R, W
 from penstock.planning.result import Progress
-from penstock.planning.row_walk import WHOLE, F, I, L, O, Orders, R, W
 from penstock.planning.search import RowWalk, Search
 from penstock.planning.starts import MOST_OPS, built, greedy
 from penstock.schedule import Schedule, ScheduleError
