@@ -17,7 +17,6 @@ from penstock.planning.joint.bounds import lower_bound
 from penstock.planning.joint.problem import JointProblem, pose_joint
 from penstock.planning.options import OpForms, in_turn, limits_of
 from penstock.planning.problem import Orders, pose
-from penstock.planning.starts import greedy
 from penstock.schedule import Op, one_to_one
 from proof_cases import OFFLOADED, draw_free, in_host_memory, judge
 
@@ -228,7 +227,6 @@ def _plain(problem: JointProblem, cap: Sequence[float]) -> Orders:
         problem.limits.held, cap, True, counts,
     )  # fmt: skip
     search = strategy.begin(each, "makespan", 0, 0.0, None, 0.0)
-    greedy(search)
     return problem.read(each.schedule(search.row, "plan"))
 
 

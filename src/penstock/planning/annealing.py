@@ -53,7 +53,7 @@ class Threads:
     numbers are put back.
     """
 
-    def __init__(self, num_threads: int | None) -> None:
+    def __init__(self, num_threads: int | None = None) -> None:
         self.num = (num_threads or min(MOST_THREADS, num_cores())) if is_compiled() else 1
         self.stop: Array = np.zeros(1, np.int64)
         self._pool = ThreadPoolExecutor(self.num)
@@ -249,7 +249,6 @@ def annealed(
     until: float,
     how: str = "local search",
     again: bool = True,
-    num_threads: int | None = None,
 ) -> None:
     """Anneals on several threads from the best so far, until `until` (seconds since the search began).
 
@@ -264,7 +263,7 @@ def annealed(
         return
     if not is_quick(num_ops):
         return
-    with Threads(num_threads) as threads:
+    with Threads() as threads:
         if search.seconds + kind.BEGINNING * num_ops * threads.num >= until:
             return
         each = [kind(search.problem, search.seed + k) for k in range(threads.num)]

@@ -390,15 +390,16 @@ _MOST_MOMENTS = 256
 """At both ends, the moments till which a rank's idle time is asked for."""
 
 
-def ramp_bound(problem: Problem, known: float = 0.0, work: bool = True) -> float:
+def ramp_bound(problem: Problem, known: float = 0.0) -> float:
     """For each rank: all its work, and how long it must stand idle while pipelines fill and drain under its cap.
+
+    Heads and tails are those of `work_bound`.
 
     Args:
         known: a lower bound (ms), which is raised.
-        work: whether heads and tails are those of `work_bound`.
     """
     queues = problem.queues
-    ends = heads_and_tails(problem, work=work)
+    ends = heads_and_tails(problem, work=True)
     module = compiled(ramps)
     room = np.empty(len(queues.rank)), np.empty(len(queues.rank)), np.empty(4 * len(queues.rank))
     bound = known

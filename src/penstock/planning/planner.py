@@ -226,7 +226,6 @@ def _plan_chain(request: PlanRequest) -> Plan:
     from penstock.planning.joint import search as joint
     from penstock.planning.joint.problem import pose_joint
     from penstock.planning.problem import pose
-    from penstock.planning.starts import greedy
 
     began, time_limit = time.perf_counter(), float(request.time_limit)
     costs, num_ranks, num_microbatches = request.costs, request.num_ranks, request.num_microbatches
@@ -250,12 +249,9 @@ def _plan_chain(request: PlanRequest) -> Plan:
         problem = pose(
             costs, placement, num_ranks, num_microbatches, links, limits.held, limits.cap, family.forms.split, counts
         )
-        search = strategy.begin(
-            problem, request.objective, request.seed, request.stop_at_gap, request.progress, began
+        return strategy.begin(
+            problem, request.objective, request.seed, request.stop_at_gap, request.progress, began, time_limit
         )
-        search.until = time_limit
-        greedy(search)
-        return search
 
     def run(search: Search | JointSearch, until: float) -> None:
         search.until = until

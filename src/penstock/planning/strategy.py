@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
@@ -15,7 +16,7 @@ from penstock.planning.destructive_bound import DestructiveBound
 from penstock.planning.problem import Problem
 from penstock.planning.result import Progress
 from penstock.planning.search import PerturbationSearch, Search, Span, Trials, Walk, span_of
-from penstock.planning.starts import named
+from penstock.planning.starts import greedy, named
 
 JUSTIFIED_SHARE, _REPEATED_SHARE, _WALKED_SHARE = 0.1, 0.3, 0.35
 """Shares of the time left that a step takes; the last is for problems that are left to CP-SAT then."""
@@ -47,8 +48,9 @@ def begin(
     stop_at_gap: float,
     on_progress: Callable[[Progress], None] | None,
     began: float,
+    until: float = math.inf,
 ) -> Search:
-    """A search for the objective, with its bound."""
+    """A search for the objective, with its bound and a first order."""
     span: Span | None = None
     if goal == "span":
         span = span_of(problem)
@@ -57,7 +59,9 @@ def begin(
         bound = jackson_bound(problem)
     else:
         bound = busy_bound(problem)
-    return Search(problem, bound, seed, stop_at_gap, on_progress, began, span=span)
+    search = Search(problem, bound, seed, stop_at_gap, on_progress, began, until, span=span)
+    greedy(search)
+    return search
 
 
 def run(search: Search) -> None:

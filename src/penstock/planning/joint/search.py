@@ -34,7 +34,7 @@ from penstock.planning.options import OpForms
 from penstock.planning.problem import WHOLE, F, I, L, O, Orders, Problem, R, W
 from penstock.planning.result import Progress
 from penstock.planning.search import RowWalk, Search
-from penstock.planning.starts import MOST_OPS, built, greedy
+from penstock.planning.starts import MOST_OPS, built
 from penstock.schedule import Schedule, ScheduleError
 
 _PLAIN_SHARE, _WALKED_SHARE = 0.25, 0.5
@@ -180,7 +180,6 @@ def of_one_form(search: JointSearch, until: float) -> None:
 def _planned(search: JointSearch, problem: Problem, seconds: float | None) -> Search:
     """A plan for another problem, in `seconds`; its first order where these are None."""
     inner = strategy.begin(problem, "makespan", search.seed, search.stop_at_gap, None, time.perf_counter())
-    greedy(inner)
     if seconds is not None:
         inner.until = seconds
         strategy.run(inner)
