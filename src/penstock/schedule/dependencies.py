@@ -17,8 +17,9 @@ pairs         the F of a pair also after all that its B needs; that B after the 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Generic, TypeVar
 
 from penstock.schedule.op import BACKWARD, FORWARD, INPUT, KINDS, OF_UPDATES, RECOMPUTE, WEIGHT, Op
 from penstock.schedule.stage_graph import StageGraph
@@ -104,8 +105,12 @@ def carries_message(producer: Op, consumer: Op) -> bool:
     return producer.stage != consumer.stage or consumer.kind in OF_UPDATES
 
 
+Node = TypeVar("Node", bound=Hashable)
+"""An op, or what else stands in rows that are run."""
+
+
 @dataclass(frozen=True)
-class UntimedRun:
+class UntimedRun(Generic[Node]):
     """Where a run without time ended: `steps[row]` ops done, and what each unfinished row waits for.
 
     Rows are the ranks and, where ops are asynchronous, their streams (`async_ops.rows_of`). `blocked[row]` is (op,
@@ -114,16 +119,16 @@ class UntimedRun:
     """
 
     steps: tuple[int, ...]
-    blocked: dict[int, tuple[Op, int, bool]]
+    blocked: dict[int, tuple[Node, int, bool]]
 
 
 def run_rows(
-    rows: Sequence[Sequence[Op]],
-    needs: Callable[[Op], list[Op]],
-    together: Mapping[Op, tuple[int, ...]],
+    rows: Sequence[Sequence[Node]],
+    needs: Callable[[Node], list[Node]],
+    together: Mapping[Node, tuple[int, ...]],
     begun: Sequence[int] = (),
-    ran: Callable[[Op, int, list[Op]], None] | None = None,
-) -> UntimedRun:
+    ran: Callable[[Node, int, list[Node]], None] | None = None,
+) -> UntimedRun[Node]:
     """Runs all rows until none can go on. The end does not depend on the way there.
 
     Args:
@@ -135,8 +140,8 @@ def run_rows(
     row_of_op = {op: number for number, row in enumerate(rows) for op in row}
     steps = [*begun] or [0] * len(rows)
     done = {op for row, count in zip(rows, steps, strict=True) for op in row[:count]}
-    waiting: dict[Op, list[int]] = {}
-    blocked: dict[int, tuple[Op, int, bool]] = {}
+    waiting: dict[Node, list[int]] = {}
+    blocked: dict[int, tuple[Node, int, bool]] = {}
     ready = list(range(len(rows)))
     while ready:
         number = ready.pop()

@@ -7,7 +7,7 @@ one run is a proof.
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections import deque
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from itertools import accumulate
@@ -21,7 +21,7 @@ from penstock.schedule.placement import ranks_together
 from penstock.schedule.schedule import Schedule
 
 
-def run_untimed(schedule: Schedule, channel_depth: int | None) -> UntimedRun:
+def run_untimed(schedule: Schedule, channel_depth: int | None) -> UntimedRun[Op]:
     """Runs the frozen order until no rank can go on, over channels of bounded depth or, where the depth is
     None, over channels that hold all that is in flight and so never fill up.
 
@@ -29,7 +29,7 @@ def run_untimed(schedule: Schedule, channel_depth: int | None) -> UntimedRun:
     return run_on(schedule, ()) if channel_depth is None else _run_bounded(schedule, channel_depth)
 
 
-def run_on(schedule: Schedule, begun: Sequence[int], also: Iterable[tuple[Op, Op]] = ()) -> UntimedRun:
+def run_on(schedule: Schedule, begun: Sequence[int], also: Iterable[tuple[Op, Op]] = ()) -> UntimedRun[Op]:
     """The same from a place that a run of it reached, or of it with more to wait for, over channels that never fill
     up. Where a run ends does not depend on the way there, so it ends where one from the beginning does.
 
@@ -56,81 +56,60 @@ def run_on(schedule: Schedule, begun: Sequence[int], also: Iterable[tuple[Op, Op
     return run_rows(rows, needs, together, begun)
 
 
-def _run_bounded(schedule: Schedule, channel_depth: int) -> UntimedRun:
-    rank_of_op = {op: r for r, row in enumerate(schedule.order) for op in row}
-    graph, pairs = replace(schedule.graph, pairs=()), schedule.graph.backward_of
+def _run_bounded(schedule: Schedule, channel_depth: int) -> UntimedRun[Op]:
+    """Runs rows in which the messages of an op stand after it, by their numbers, and wait for room in their channel.
+
+    A channel has room for its message number n once the op that uses its message number n - `channel_depth` has run.
+    """
     if schedule.has_shared_ops or schedule.asynchronous:
         raise ScheduleError(
             "channels of bounded depth are not defined for ops that several ranks run together, nor for asynchronous "
             "ones; leave channel_depth unset",
             rule="deadlock",
         )
-    needs = {op: predecessors(op, graph, rank_of_op) for op in rank_of_op}
-    receivers: dict[Op, list[Op]] = {}
-    for op, needed in needs.items():
-        for producer in needed:
-            if (
-                op.kind not in OF_UPDATES
-                and carries_message(producer, op)
-                and rank_of_op.get(producer) != rank_of_op[op]
-            ):
-                receivers.setdefault(producer, []).append(op)
-    steps = [0] * schedule.num_ranks
-    unsent: list[deque[Op]] = [deque() for _ in schedule.order]
-    held: dict[tuple[int, int, bool], int] = {}
-    arrived: set[tuple[Op, Op]] = set()
-    done: set[Op] = set()
-    awaited: dict[Op, set[int]] = {}
-    blocked: dict[int, tuple[Op, int, bool]] = {}
+    rank_of_op = {op: rank for rank, row in enumerate(schedule.order) for op in row}
+    graph = replace(schedule.graph, pairs=())
+    needs: dict[Op | int, list[Op | int]] = {}
+    messages: list[tuple[Op, Op]] = []  # the op that makes it, and the op that uses it
+    sent: dict[Op, list[int]] = {}
+    users: dict[tuple[int, int, bool], list[Op]] = {}  # of each channel, in the order of their row
 
-    def channel(producer: Op, consumer: Op) -> tuple[int, int, bool]:
+    def channel(message: int) -> tuple[int, int, bool]:
+        producer, consumer = messages[message]
         return rank_of_op[producer], rank_of_op[consumer], producer.kind == FORWARD
 
-    def advance(rank: int) -> set[int]:
-        """Runs one rank as far as it goes; returns the ranks this may have woken."""
-        woken: set[int] = set()
-        row = schedule.order[rank]
-        while True:
-            while unsent[rank]:
-                consumer = unsent[rank][0]
-                producer = row[steps[rank] - 1]
-                key = channel(producer, consumer)
-                if held.get(key, 0) >= channel_depth:
-                    blocked[rank] = producer, key[1], True
-                    return woken
-                held[key] = held.get(key, 0) + 1
-                arrived.add((producer, consumer))
-                unsent[rank].popleft()
-                woken.add(key[1])
-            if steps[rank] == len(row):
-                blocked.pop(rank, None)
-                return woken
-            op = row[steps[rank]]
-            waits = [(producer, op) for producer in needs[op]]
-            if pairs.get(op) in needs:  # what its backward needs has to be there, but is taken by that
-                waits += [(producer, pairs[op]) for producer in needs[pairs[op]] if producer != op]
-            for producer, user in waits:
-                remote = rank_of_op.get(producer, rank) != rank
-                if producer not in done if not remote or op.kind in OF_UPDATES else (producer, user) not in arrived:
-                    blocked[rank] = producer, rank_of_op.get(producer, rank), False
-                    if op.kind in OF_UPDATES:
-                        awaited.setdefault(producer, set()).add(rank)
-                    return woken
-            for producer in needs[op]:
-                if (producer, op) in arrived:
-                    key = channel(producer, op)
-                    held[key] -= 1
-                    woken.add(key[0])
-            done.add(op)
-            steps[rank] += 1
-            unsent[rank].extend(receivers.get(op, ()))
-            woken |= awaited.pop(op, set())
-
-    pending = deque(range(schedule.num_ranks))
-    while pending:
-        for rank in sorted(advance(pending.popleft())):
-            if rank not in pending:
-                pending.append(rank)
+    for op, rank in rank_of_op.items():
+        needs[op] = []
+        for producer in predecessors(op, graph, rank_of_op):
+            if op.kind in OF_UPDATES or not carries_message(producer, op) or rank_of_op.get(producer, rank) == rank:
+                needs[op].append(producer)
+                continue
+            messages.append((producer, op))
+            needs[op].append(len(messages) - 1)
+            sent.setdefault(producer, []).append(len(messages) - 1)
+            users.setdefault(channel(len(messages) - 1), []).append(op)
+    for forward, backward in schedule.graph.pairs:
+        if forward in needs and backward in needs:  # what its backward needs has to be there, but is taken by that
+            needs[forward] += [each for each in needs[backward] if each != forward]
+    rows: list[list[Op | int]] = [[each for op in row for each in (op, *sent.get(op, ()))] for row in schedule.order]
+    num_sent = Counter[tuple[int, int, bool]]()
+    for message in (each for row in rows for each in row if isinstance(each, int)):
+        key = channel(message)
+        full = num_sent[key] - channel_depth
+        needs[message] = [users[key][full]] if full >= 0 else []
+        num_sent[key] += 1
+    run = run_rows(rows, needs.__getitem__, {})
+    steps: list[int] = []
+    blocked: dict[int, tuple[Op, int, bool]] = {}
+    for rank, (row, step) in enumerate(zip(rows, run.steps, strict=True)):
+        steps.append(sum(isinstance(each, Op) for each in row[:step]))
+        if rank in run.blocked:
+            missing, peer, _ = run.blocked[rank]
+            at = row[step]
+            if isinstance(at, int):
+                blocked[rank] = messages[at][0], channel(at)[1], True
+            else:
+                blocked[rank] = messages[missing][0] if isinstance(missing, int) else missing, peer, False
     return UntimedRun(tuple(steps), blocked)
 
 

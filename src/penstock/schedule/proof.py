@@ -327,7 +327,7 @@ def _check_local_order(schedule: Schedule) -> None:
                     raise error_at(schedule, "order", rank, step, op, message, peer=name_of(needed))
 
 
-def _deadlock_error(schedule: Schedule, run: UntimedRun, channel_depth: int | None) -> ScheduleError:
+def _deadlock_error(schedule: Schedule, run: UntimedRun[Op], channel_depth: int | None) -> ScheduleError:
     """Follows who waits for whom from the first blocked rank to the cycle, and tells the cycle."""
     path, rank = [], min(run.blocked)
     while rank in run.blocked and rank not in path:
