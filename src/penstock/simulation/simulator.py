@@ -93,37 +93,41 @@ def simulate(
     policy = None if dispatch == AUTO else Policy.of(dispatch)
     runner = Runner(costs)
     order = runner.lowered(schedule)
-    if (policy is not None and not policy.dispatch.is_dynamic and placed is not schedule) or (
-        require_channel(channels) != BUFFERED
-    ):
-        if policy is None or policy.dispatch.is_dynamic or transport != "decoupled":
+    follows = policy is not None and not policy.dispatch.is_dynamic
+    if (follows and placed is not schedule) or require_channel(channels) != BUFFERED:
+        if not follows or transport != "decoupled":
             raise ScheduleError(
                 f"channels {channels!r} are those of frameworks that follow their rows; give dispatch='frozen' and "
                 "leave transport out",
                 rule="options",
             )
         return _through_channels(placed, order, costs, through_lines, channels, links_at)
-    caps = None
     if warmup is not None:
         _check_warmup(warmup, order.num_ranks, policy)
-    if (
-        policy is None or policy.dispatch.is_dynamic or memory_limit is not None
-    ):  # what a frozen run holds is known: under the cap, or not
+    return _decoupled(runner, order, through_lines, policy, transport, memory_limit, warmup, links_at)
+
+
+def _decoupled(
+    runner: Runner,
+    order: Order,
+    links: Links | LinkQueues,
+    policy: Policy | None,
+    transport: SimulatedTransport | str,
+    memory_limit: float | Sequence[float] | None,
+    warmup: Sequence[int] | None,
+    links_at: float,
+) -> Timeline:
+    """The timeline of a run that sends a message when its op ends; a policy of None stands for the fastest."""
+    caps = None
+    # What a frozen run holds is known: under the cap, or not.
+    if policy is None or policy.dispatch.is_dynamic or memory_limit is not None:
         caps = frozen_caps(order.graph, order.change.tolist(), memory_limit)
     through = as_transport(transport)
     considered: tuple[tuple[str, float], ...] = ()
     if policy is None:
-        choice = choose(runner, order, through_lines, through, caps or (), links_at=links_at)
+        choice = choose(runner, order, links, through, caps or (), links_at=links_at)
         policy, considered = choice.policy, tuple(choice.means.items())
-    ran = runner.run(
-        order,
-        through_lines,
-        dispatch=policy,
-        transport=through,
-        caps=caps,
-        warmup=warmup,
-        links_at=links_at,
-    )
+    ran = runner.run(order, links, dispatch=policy, transport=through, caps=caps, warmup=warmup, links_at=links_at)
     return timeline_of(ran, str(policy), considered)
 
 
