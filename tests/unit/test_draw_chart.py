@@ -111,6 +111,12 @@ def test_lines_lie_to_scale() -> None:
     assert points[-1][0] == pytest.approx(right, abs=0.02)
 
 
+@pytest.mark.parametrize(("count", "marked"), [(1, ["0"]), (3, ["0", "1", "2"])])
+def test_an_axis_of_whole_numbers_marks_no_fractions(count: int, marked: list[str]) -> None:
+    columns = heat_map(["rank 0"], [[1.0] * count], x=Axis("replica", is_whole=True), first=-0.5, unit="times")
+    assert [text for text in texts(columns) if re.fullmatch(r"-?[0-9.]+", text)] == marked
+
+
 def test_series_levels_and_marks_are_named() -> None:
     said = texts(slowdown())
     assert {"frozen", "re-planned", "short <s>", "paper", "simulated", "Slowdown & delay", "first"} <= set(said)

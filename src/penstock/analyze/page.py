@@ -184,7 +184,7 @@ def _over_steps(width: int, rows: Mapping[str, Sequence[float]], hues: Sequence[
         Line(name, range(len(row)), row, hue, "dotted" if name == "replayed" else "solid")
         for (name, row), hue in zip(rows.items(), hues, strict=True)
     ]
-    x = Axis("recorded steps, in order", low=-0.5, high=len(lines[0].x) - 0.5)
+    x = Axis("recorded steps, in order", low=-0.5, high=len(lines[0].x) - 0.5, is_whole=True)
     return line_chart(lines, x=x, **sides(width, LEFT), **more)
 
 
@@ -206,7 +206,7 @@ def _workers(found: RunAnalysis, width: int) -> Figure:
     return heat_map(
         [f"rank {rank}" for rank in range(by.shape[1])],
         by.T.tolist(),
-        x=Axis("replica"),
+        x=Axis("replica", is_whole=True),
         first=-0.5,
         steps=FACTORS,
         **sides(width, LEFT),

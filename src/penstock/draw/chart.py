@@ -118,6 +118,7 @@ class Axis:
         low, high: its ends. An axis of values begins at 0, or at the smallest value if some are negative.
         ticks: values with a mark, by default round ones.
         show: a value as text.
+        is_whole: whether only whole numbers, such as those of steps, have a mark.
     """
 
     label: str = ""
@@ -125,6 +126,7 @@ class Axis:
     high: float | None = None
     ticks: Sequence[float] | None = None
     show: Callable[[float], str] = short
+    is_whole: bool = False
 
 
 @dataclass(frozen=True)
@@ -249,6 +251,7 @@ class Chart:
     width: int = 760
     height: int = 360
     show: Callable[[float], str] = short
+    is_whole: bool = False
     paper: str = "paper"
     unit: str = ""
     label: str = ""
@@ -481,7 +484,10 @@ def _mark(axis: Any, given: Axis, most: int) -> None:
     if given.ticks is not None:
         axis.set_ticks(list(given.ticks))
     else:
-        axis.set_major_locator(MaxNLocator(max(2, most), steps=[1, 2, 5, 10]))
+        fewest = 1 if given.is_whole else 2
+        axis.set_major_locator(
+            MaxNLocator(max(2, most), steps=[1, 2, 5, 10], integer=given.is_whole, min_n_ticks=fewest)
+        )
     axis.set_major_formatter(FuncFormatter(lambda value, _: given.show(value)))
 
 

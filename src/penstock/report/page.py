@@ -140,7 +140,7 @@ def _curves(record: RunRecord) -> list[str]:
     found = []
     many = -(-len(record.steps) // MOST_POINTS)
     note = f"Each point is the mean of {many} {record.noun}s." if many > 1 else ""
-    x = Axis(record.noun, low=record.steps[0] - 0.5, high=record.steps[-1] + 0.5)
+    x = Axis(record.noun, low=record.steps[0] - 0.5, high=record.steps[-1] + 0.5, is_whole=True)
     for title, label, metrics, show in CURVES:
         known = {name: steps for metric, name in metrics.items() if (steps := record.known(metric))}
         if not known:
@@ -294,7 +294,7 @@ def _iteration_times(story: RunStory, width: int) -> Figure:
     values = [value for part in parts for value in part.y if value is not None]
     return line_chart(
         parts,
-        x=Axis("iteration", low=low, high=high),
+        x=Axis("iteration", low=low, high=high, is_whole=True),
         y=Axis("ms an iteration", low=None if max(values) > 1.4 * story.undisturbed else 0.8 * min(values)),
         marks=_marks(story),
         levels=[Level(story.undisturbed, f"undisturbed {short(story.undisturbed)}")],
@@ -333,7 +333,7 @@ def _link_heat(story: RunStory, width: int) -> Figure:
         first=low,
         per_column=per_column,
         unit="ms a message",
-        x=Axis("iteration", low=low, high=high),
+        x=Axis("iteration", low=low, high=high, is_whole=True),
         marks=_marks(story),
         **sides(width),
         label="Median transfer time of each direction of each link, by iteration",
