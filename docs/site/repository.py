@@ -2,6 +2,9 @@
 
 In the repository a link leads to the file itself (`../benchmarks/tune/README.md`), as everybody expects there.
 The site has these files below `repository/`, Markdown as pages and all else as it is, and links lead there.
+
+Pages that only the site has are named behind `docs/site/README.md`, which tells a reader of the repository how to get
+them: `site/README.md#papers/amdp.md/figure-6` is `papers/amdp.md#figure-6` in the site.
 """
 
 from __future__ import annotations
@@ -13,6 +16,8 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
 AWAY = "repository"
+INSTEAD = DOCS / "site" / "README.md"
+"""What links to pages that only the site has lead to in the repository."""
 
 _LINK = re.compile(r"(?P<before>\]\()(?P<target>[^)\s#]+)(?P<anchor>#[^)\s]*)?(?P<after>\))")
 _FENCE = re.compile(r"^```.*?^```$", re.DOTALL | re.MULTILINE)
@@ -64,14 +69,23 @@ def relinked(text: str, here: str) -> str:
         file = _file(page, target)
         if ROOT not in file.parents or not (file.is_file() or DOCS in file.parents):
             return match[0]
-        link = os.path.relpath(place(file), os.path.dirname(here) or ".")
-        return f"{match['before']}{link}{match['anchor'] or ''}{match['after']}"
+        target, anchor = place(file), match["anchor"] or ""
+        if file == INSTEAD and anchor:
+            target, anchor = made_page(anchor)
+        link = os.path.relpath(target, os.path.dirname(here) or ".")
+        return f"{match['before']}{link}{anchor}{match['after']}"
 
     pieces, end = [], 0
     for fence in _FENCE.finditer(text):
         pieces += [_LINK.sub(moved, text[end : fence.start()]), fence[0]]
         end = fence.end()
     return "".join([*pieces, _LINK.sub(moved, text[end:])])
+
+
+def made_page(anchor: str) -> tuple[str, str]:
+    """The page that only the site has, and its heading, as `#PAGE/HEADING` names them: `#papers/amdp.md/figure-6`."""
+    page, _, heading = anchor.removeprefix("#").partition(".md")
+    return f"{page}.md", heading.replace("/", "#", 1)
 
 
 def _is_ours(target: str) -> bool:

@@ -11,13 +11,16 @@ import pytest
 from typer.main import get_command
 
 import penstock as ps
-from documents import PAGES, ROOT, Block, blocks, broken_links, missing_paths, prose, run_page
+from documents import PAGES, ROOT, SITE, Block, blocks, broken_links, missing_paths, prose, run_page
 from penstock.cli.run import application
 from penstock.train.asynchronous import ASYNCHRONOUS
 from processes import as_under_torchrun, run_ranks_to_end
 
 OTHERS = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md")]
 TORCHRUN = [block for page in [*PAGES, *OTHERS] for block in blocks(page) if block.more.startswith("torchrun=")]
+READMES = sorted(
+    [*(ROOT / "experiments").rglob("README.md"), *(ROOT / "benchmarks").rglob("README.md"), SITE / "README.md"]
+)
 RUN_HERE = ("python", "sh", "console")
 EXAMPLES = [page for page in PAGES if any(each.language in RUN_HERE and not each.more for each in blocks(page))]
 NOT_LISTED = {
@@ -63,9 +66,22 @@ def test_shown_parts_of_examples_are_in_them(page: Path) -> None:
             assert block.text in file.read_text(encoding="utf-8"), block.where
 
 
-@every_page
+@pytest.mark.parametrize("page", [*PAGES, *OTHERS, *READMES], ids=lambda page: str(page.relative_to(ROOT)))
 def test_links_exist(page: Path) -> None:
     assert broken_links(page) == []
+
+
+def test_a_page_that_only_the_site_has_is_no_target_by_itself() -> None:
+    """As "gallery.md", on which a reader of the repository finds nothing."""
+    page = ROOT / "docs" / "not-there.md"
+    targets = [
+        "gallery.md",
+        "site/README.md#gallery.md",
+        "site/README.md#galery.md",
+        "site/README.md#papers/amdp.md/x",
+    ]
+    text = " ".join(f"[a]({target})" for target in targets)
+    assert broken_links(page, text) == ["gallery.md", "site/README.md#galery.md"]
 
 
 @every_page
