@@ -48,6 +48,32 @@ def test_a_plan_for_a_channel_is_written_with_its_messages(
     assert "SEND" not in said, "the grid shows ops alone"
 
 
+EXCHANGE = ps.NewOp("EXCHANGE", stage=1, after={("F", 1): 2}, before={("B", 1): 2}, time=5)
+
+
+def test_a_schedule_file_as_the_placement_brings_its_own_ops(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    own, costs = tmp_path / "own.json", tmp_path / "costs.json"
+    program = ps.Program(ps.placements.one_to_one(2), 4, ops=[EXCHANGE])
+    ps.save(program.build(), own)
+    costs.write_text(json.dumps({"f": 10, "i": 10, "w": 10, "other": {"EXCHANGE": 5}}))
+    words = ["plan", "--ranks", "2", "--microbatches", "4", "--costs", str(costs), "--time", "1"]
+    assert main([*words, "--placement", str(own), "--out", str(tmp_path / "plan.json"), "--json"]) == 0
+    found, planned = json.loads(capsys.readouterr().out), ps.load(tmp_path / "plan.json")
+    assert [op.kind for op in planned.order[1]].count("EXCHANGE") == 2
+    assert found["makespan"] == ps.simulate(planned, read_costs(str(costs), 2)).makespan
+    assert main(words) == 2
+    assert "has times of EXCHANGE, and the plan would have no such ops" in capsys.readouterr().err
+    for more, said in (
+        (["--placement", str(own), "--placement", "all"], "a search tries placements by name"),
+        (["--placement", str(own), "--stages", "4"], "says how many stages there are"),
+        (["--placement", str(own), "--ranks", "4"], "places its stages on 2; give as many"),
+    ):
+        assert main([*words, *more]) == 2
+        assert said in capsys.readouterr().err
+
+
 def test_text_shows_grid_and_gap(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", "--ranks", "2", "--microbatches", "3", "--placement", "v-shape", "--time", "0.2"]) == 0
     said = capsys.readouterr().out
@@ -77,7 +103,7 @@ def test_what_waits_in_host_memory_is_asked_for_by_its_amount(
         (["--max-in-flight", "0.5"], 1, "no schedule fits"),
         (["--time", "0"], 2, "time_limit is 0"),
         (["--placement", "w"], 2, "no placement is named 'w': choose among one-to-one"),
-        (["--placement", "all", "--max-in-flight", "8"], 2, "--max-in-flight is for a plan with one placement"),
+        (["--placement", "all", "--max-in-flight", "8"], 2, "a search of placements takes --memory-limit, such as"),
         (["--placement", "wave", "--stages", "6"], 2, "wave over 4 ranks has a multiple of 8 stages, and 6"),
         (["--stages", "8"], 2, "one-to-one over 4 ranks has 4 stages, and 8 are given"),
         (["--f", "1,2"], 2, "--f has 2 entries"),

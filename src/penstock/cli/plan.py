@@ -3,6 +3,7 @@
 penstock plan --ranks 4 --microbatches 12 --f 10 --i 10 --w 10 --link 0:1=20 --max-in-flight 7
 penstock plan --ranks 4 --microbatches 12 --f 10 --i 10 --w 10 --link 0:1=20 --channels nccl-edge --out plan.csv
 penstock plan --ranks 8 --microbatches 32 --memory-limit 32 --placement all
+penstock plan --ranks 2 --microbatches 4 --placement own.json --costs costs.json
 """
 
 from __future__ import annotations
@@ -19,9 +20,14 @@ from penstock.cli.app import app
 from penstock.cli.failure import Misuse
 from penstock.cli.options import Json, Out, limits_of, numbers, taken
 from penstock.cli.output import in_colour, print_json
-from penstock.cli.search import SHARED_ENDS, SearchSpace, search
+from penstock.cli.search import PARTS_A_RANK, SHARED_ENDS, SearchSpace, search
+from penstock.cli.source import is_file
+from penstock.formats import load
 from penstock.planning import Progress
 from penstock.program import placements
+from penstock.schedule import StageGraph
+from penstock.schedule.async_ops import MOVES
+from penstock.schedule.op import BUILT_IN
 from penstock.train.options import LINKS, RUN, SCHEDULE, setting, with_options
 
 
@@ -47,10 +53,11 @@ class PlanSettings:
     placement: tuple[str, ...] | None = setting(
         None,
         "Which ranks host which stages: one-to-one, circular, v-shape or wave; with +bidirectional behind it, a "
-        "second pipeline runs the other way. Several, all, or shared-ends (all, with a first and a last stage that "
-        "all ranks run together) are searched. [one-to-one]",
+        "second pipeline runs the other way. A schedule file stands for its placement, with the stages that branch "
+        "and the ops of your own that it has. Several names, all, or shared-ends (all, with a first and a last stage "
+        "that all ranks run together) are searched. [one-to-one]",
         SCHEDULE,
-        metavar="NAME",
+        metavar="NAME|FILE",
         is_repeated=True,
     )
     stages: int | None = setting(
@@ -99,6 +106,8 @@ class PlanSettings:
         names = self.placement or ()
         if len(names) < 2 and not {"all", SHARED_ENDS} & {*names}:
             return None
+        if files := [name for name in names if is_file(name)]:
+            raise Misuse(f"--placement {files[0]}: a search tries placements by name; give the file alone")
         named = () if "all" in names else tuple(name for name in names if name != SHARED_ENDS)
         return SearchSpace(named, self.stages, SHARED_ENDS in names, self.split is not False)
 
@@ -109,16 +118,50 @@ class PlanSettings:
         only = ["--" + name.replace("_", "-") for name in names if getattr(self, name) != getattr(default, name)]
         if "lengths" in given.others:
             only.insert(0, "--cost lengths")
-        if only:
-            raise Misuse(f"{only[0]} is for a plan with one placement; leave it out, or give one --placement alone")
+        if not only:
+            return
+        instead = "leave it out"
+        if only[0] == "--max-in-flight":
+            instead = (
+                "a search of placements takes --memory-limit, such as --memory-limit 28, which counts activations of "
+                f"parts, {PARTS_A_RANK} of which make a rank's share of the model"
+            )
+        raise Misuse(f"{only[0]} is for a plan with one placement; {instead}, or give one --placement alone")
 
-    def found(self, given: costs_options.GivenCosts, ranks: int, microbatches: int, where: ps.Placement) -> ps.Plan:
+    def place(self, ranks: int) -> tuple[ps.Placement, StageGraph | None]:
+        """The one placement, and the graph of the stages where a schedule file gives it; None for a chain.
+
+        Raises:
+            Misuse, ScheduleError: no rank, no such placement, or a file that is no valid schedule.
+        """
+        if ranks < 1:
+            raise Misuse(f"--ranks {ranks}: at least 1 is needed")
+        name = self.placement[0] if self.placement else "one-to-one"
+        if not is_file(name):
+            return placements.named(name, ranks, self.stages), None
+        if self.stages is not None:
+            raise Misuse(f"--stages {self.stages}: {name} says how many stages there are; leave --stages out")
+        schedule = load(name)
+        ps.check(schedule)
+        if ranks != schedule.num_ranks:
+            raise Misuse(f"--ranks {ranks}: {name} places its stages on {schedule.num_ranks}; give as many")
+        return schedule.placement, schedule.stage_graph
+
+    def found(
+        self,
+        given: costs_options.GivenCosts,
+        ranks: int,
+        microbatches: int,
+        where: ps.Placement,
+        graph: StageGraph | None,
+    ) -> ps.Plan:
         """The plan with one placement. Ctrl-C ends the search with the best so far.
 
         Raises:
             Misuse, CostError, ScheduleError: values that do not go together, or limits within which nothing fits.
         """
         chosen = given.read(ranks, where)
+        _require_planned(given.source, chosen, graph)
         links = costs_options.read_links(self.links)
         if self.channels == "buffered":
             links = costs_options.late_links(self.links, chosen)
@@ -142,6 +185,7 @@ class PlanSettings:
                 split=self.split,
                 recompute=self.recompute,
                 offload=True if self.offload == "any" else _limit("--offload", self.offload),
+                stages=graph,
                 progress=show,
             )
 
@@ -165,8 +209,8 @@ def plan(
         settings.require_for_search(given)
         search(ranks, microbatches, given, settings.links, settings.memory_limit, space, out, json)
         return
-    where = _placement(settings.placement, ranks, settings.stages)
-    found = settings.found(given, ranks, microbatches, where)
+    where, graph = settings.place(ranks)
+    found = settings.found(given, ranks, microbatches, where, graph)
     if out is not None:
         found.save(out)
     assumed = given.assumed(ranks, where)
@@ -253,10 +297,14 @@ class ProgressLine:
             self._progress.stop()
 
 
-def _placement(names: tuple[str, ...] | None, ranks: int, stages: int | None) -> ps.Placement:
-    if ranks < 1:
-        raise Misuse(f"--ranks {ranks}: at least 1 is needed")
-    return placements.named(names[0] if names else "one-to-one", ranks, stages)
+def _require_planned(source: str | None, costs: ps.Costs, graph: StageGraph | None) -> None:
+    """Raises Misuse for costs of a user's own kind of op that the plan would not have."""
+    planned = {*BUILT_IN, *MOVES, *(each.kind for each in (graph.registered if graph is not None else ()))}
+    if missing := sorted({kind for kind, *_ in costs.other_entries} - planned):
+        raise Misuse(
+            f"--costs {source} has times of {' and '.join(missing)}, and the plan would have no such ops: give a "
+            "schedule file that has them, as --placement FILE, or leave these times out"
+        )
 
 
 def _limit(option: str, text: str | None) -> float | list[float] | None:
