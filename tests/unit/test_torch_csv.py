@@ -263,3 +263,23 @@ def test_written_as_a_csv_and_back(tmp_path: Path, capsys: pytest.CaptureFixture
     assert main(["show", native, "--out", csv, "--dialect", "torch:compute_comms", "--json"]) == 0
     assert json.loads(capsys.readouterr().out.splitlines()[-1])["left_out"] == ["max_in_flight"]
     assert "0SEND_F0" in Path(csv).read_text()
+
+
+@pytest.mark.parametrize(
+    ("channels", "carry"), [("nccl", ["nccl"]), ("gloo", ["gloo"]), ("nccl-edge", ["nccl-edge"])]
+)
+def test_show_writes_a_plan_for_another_channel_as_plan_does(
+    channels: str, carry: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    costs = ps.Costs.uniform(4, f=10, i=10, w=10)
+    plan = ps.plan(costs, 4, 8, channels=channels, time_limit=0.5)
+    for ending in ("json", "csv"):
+        plan.save(tmp_path / f"plan.{ending}")
+    line = ["show", str(tmp_path / "plan.json"), "--out", str(tmp_path / "shown.csv")]
+    assert main(line) == 0
+    said = capsys.readouterr().out
+    assert (tmp_path / "shown.csv").read_text() == (tmp_path / "plan.csv").read_text()
+    assert main([*line, "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)["channels"]
+    assert set(carry) <= set(found)
+    assert ("its messages are placed for" in said) == ("nccl" not in found)

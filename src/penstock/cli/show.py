@@ -7,6 +7,7 @@ penstock show theirs.csv --declare-order --out theirs.json
 
 from __future__ import annotations
 
+import contextlib
 from typing import Annotated, Any
 
 import typer
@@ -18,6 +19,8 @@ from penstock.cli.options import Json, Out, taken
 from penstock.cli.output import in_colour, print_json
 from penstock.formats import save as save_schedule
 from penstock.formats.native import DIALECTS
+from penstock.schedule import Schedule, ScheduleError, check
+from penstock.schedule.messages import BUFFERED, CHANNELS, NCCL, has_communication
 from penstock.train.options import with_options
 
 
@@ -54,11 +57,12 @@ def show(
     if dialect is not None and not of_csv and not to_csv:
         raise Misuse(f"--dialect {dialect} is for .csv files; read or write one, or leave it out")
     plan = source.read_or_build(schedule, given_counts, dialect if of_csv else None, declare_order)
+    channels = carrying_channels(plan) if to_csv and not (dialect or "").endswith("compute_only") else ()
     if out is not None:
         from penstock.draw import save
 
         if to_csv:
-            save_schedule(plan, out, dialect)
+            save_schedule(plan, out, dialect, channels[0] if channels else NCCL)
         else:
             save(plan, out)
     left_out = {}
@@ -81,11 +85,30 @@ def show(
                 "grid": str(plan),
                 "out": out,
                 "left_out": list(left_out),
+                "channels": list(channels),
             }
         )
     elif out is not None:
         print("\n".join([f"wrote {out}", *(f"left out: {each}" for each in left_out.values())]))
+        if channels and NCCL not in channels:
+            print(f"its messages are placed for {' and '.join(channels)}; on {NCCL} they would wait for one another")
     else:
         from penstock.draw.terminal import to_terminal
 
         print(to_terminal(plan, color=in_colour()))
+
+
+def carrying_channels(schedule: Schedule) -> tuple[str, ...]:
+    """The channels of torch on which a schedule's placed messages are proved to arrive, "nccl" first.
+
+    None of a schedule without messages as ops, and none if no channel carries them: then the error of writing says
+    which messages wait for one another.
+    """
+    if not has_communication(schedule):
+        return ()
+    found = []
+    for channel in (NCCL, *(each for each in CHANNELS if each not in (NCCL, BUFFERED))):
+        with contextlib.suppress(ScheduleError):
+            check(schedule, channels=channel)
+            found.append(channel)
+    return tuple(found)
