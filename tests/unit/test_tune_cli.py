@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import queue
+import re
 import shlex
+import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -23,7 +26,7 @@ from penstock.train.settings import Settings
 from penstock.tune import meter, session, verify
 from penstock.tune import search as tune_search
 from penstock.tune.errors import TuneError
-from penstock.tune.job import Task
+from penstock.tune.job import Task, announced
 from penstock.tune.search import RankedCandidate, SearchFound, TuneCandidate, search
 from penstock.tune.settings import TuneSettings
 from penstock.tune.space import TuneSpace
@@ -95,6 +98,28 @@ def test_the_best_run_and_are_shown_beside_their_prediction(
     assert {name: result["choice"][name] for name in verified[0]} == verified[0]
     assert main(["tune", *NANO, "--verify", "2"]) == 0
     assert "measured ms" in capsys.readouterr().out
+
+
+def test_verification_says_which_run_begins_and_how_long_each_takes(
+    ranks: tune_models.Ranks, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["tune", *NANO, "--pp", "2", "--dp", "1", "--verify", "2"]) == 0
+    said = [line for line in capsys.readouterr().err.splitlines() if line.startswith("run ")]
+    runs = [re.match(r"run (\d) of 4, about \d+ s each: candidate (\d) of 2, \S", line) for line in said]
+    assert [(each[1], each[2]) for each in runs if each] == [("1", "1"), ("2", "2"), ("3", "2"), ("4", "1")]
+
+
+def test_a_task_is_announced_when_those_before_it_are_done() -> None:
+    """As "run 2 of 8", which was said with all others before the first had begun."""
+    said: queue.Queue[str] = queue.Queue()
+    done: set[int] = set()
+    with announced(["first", "second", "third"], done.__contains__, said.put, every=0.001):
+        assert said.get(timeout=10) == "first"
+        time.sleep(0.02)
+        assert said.empty()
+        done.add(0)
+        assert said.get(timeout=10) == "second"
+    assert said.empty()
 
 
 def test_more_to_verify_than_there_is_is_told(ranks: tune_models.Ranks, capsys: pytest.CaptureFixture[str]) -> None:

@@ -11,7 +11,9 @@ from __future__ import annotations
 import hashlib
 import signal
 import sys
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -63,9 +65,7 @@ def tune(
         return
     from penstock.tune import report, session
 
-    outcome = session.tune(
-        settings, None if json else say_line, _show_progress if not json and sys.stderr.isatty() else None
-    )
+    outcome = session.tune(settings, _teller(json), _show_progress if not json and sys.stderr.isatty() else None)
     choice = outcome.choice
     if out is None and choice is not None and choice.candidate.plan.needs_file and outcome.trained is not None:
         out = _place_of(choice.candidate)
@@ -96,7 +96,7 @@ def _profile(settings: TuneSettings, out: str | None, json: bool) -> None:
 
     if settings.costs is not None:
         raise Misuse("--profile-only measures the layers here; leave out --costs")
-    meter = measure(settings, None if json else say_line)
+    meter = measure(settings, _teller(json))
     profiles = list(meter.profiles.values())
     if out is not None:
         write_whole(Path(out), profile_to_json(profiles, meter.transfers))
@@ -128,8 +128,9 @@ def _place_of(candidate: TuneCandidate) -> str:
     return str(folder / f"program-{candidate.shape.pp}x{candidate.shape.num_microbatches}-{digest}.json")
 
 
-def say_line(line: str) -> None:
-    print(line, file=sys.stderr, flush=True)
+def _teller(json: bool) -> Callable[[str], None] | None:
+    """What writes a line on the work to stderr, as that is now; None where only JSON is wanted."""
+    return None if json else partial(print, file=sys.stderr, flush=True)
 
 
 def _show_progress(found: SearchFound) -> None:

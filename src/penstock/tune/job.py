@@ -11,11 +11,13 @@ from __future__ import annotations
 
 import contextlib
 import io
+import itertools
 import json
 import os
 import sys
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -60,21 +62,24 @@ def run_job(
     """Starts one process per rank on this machine, lets them do the tasks, and returns their answers.
 
     Args:
-        say: is called with the text of each task before the ranks start.
+        say: is called with the text of each task when the tasks before it are done. It is called from a thread, and
+            must not use `sys.stderr`, which takes what the ranks write.
         keep: is called with the number and answer of each task that was done, even if the job is interrupted.
 
     Raises:
         RanksFailed: a rank ended without an answer; the message names the first.
         KeyboardInterrupt: the ranks were interrupted.
     """
-    if say is not None:
-        for task in tasks:
-            say(str(task["text"]))
     said = io.StringIO()
     with tempfile.TemporaryDirectory(prefix="penstock-", ignore_cleanup_errors=True) as name:
         folder = Path(name)
         (folder / "job.json").write_text(json.dumps({"tasks": list(tasks), "num_threads": num_threads}))
-        with contextlib.redirect_stderr(said):
+        texts = [] if say is None else [str(task["text"]) for task in tasks]
+
+        def is_done(number: int) -> bool:
+            return all((folder / f"{number}-{rank}.json").exists() for rank in range(num_ranks))
+
+        with announced(texts, is_done, say or str), contextlib.redirect_stderr(said):
             code = launch(
                 ["-m", "penstock.tune", str(folder)],
                 num_ranks,
@@ -82,11 +87,8 @@ def run_job(
                 env={"OMP_NUM_THREADS": str(num_threads), **QUIET},
             )
         answers = []
-        for number in range(len(tasks)):
-            paths = [folder / f"{number}-{rank}.json" for rank in range(num_ranks)]
-            if not all(path.exists() for path in paths):
-                break
-            contents = [json.loads(path.read_text()) for path in paths]
+        for number in itertools.takewhile(is_done, range(len(tasks))):
+            contents = [json.loads((folder / f"{number}-{rank}.json").read_text()) for rank in range(num_ranks)]
             answers.append(
                 WorkerAnswer([each["answer"] for each in contents], others([each["clock"] for each in contents]))
             )
@@ -98,6 +100,34 @@ def run_job(
         reason = said.getvalue().strip().removeprefix("penstock: ") or f"the ranks ended with code {code}"
         raise RanksFailed(reason)
     return answers
+
+
+@contextlib.contextmanager
+def announced(
+    texts: Sequence[str], is_done: Callable[[int], bool], say: Callable[[str], object], every: float = 0.1
+) -> Iterator[None]:
+    """Around tasks that are carried out one after another: says the text of each when those before it are done.
+
+    Args:
+        is_done: whether the task of a number is done.
+        every: seconds from one look to the next.
+    """
+    ended = threading.Event()
+
+    def watch() -> None:
+        for number, text in enumerate(texts):
+            while number and not is_done(number - 1):
+                if ended.wait(every):
+                    return
+            say(text)
+
+    watcher = threading.Thread(target=watch, name="progress of tasks", daemon=True)
+    watcher.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        watcher.join()
 
 
 def run_rank(folder: Path) -> None:

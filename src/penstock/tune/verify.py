@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from statistics import fmean, median
@@ -14,6 +15,7 @@ from penstock.train.settings import Settings
 from penstock.tune.device import others
 from penstock.tune.job import WorkerAnswer, run_job
 from penstock.tune.search import RankedCandidate, TuneCandidate, settings_of
+from penstock.tune.trial import WARM_UPS
 
 DISTURBED = 0.25
 """Cores that other programs may take from the ranks in a step that counts. A step is too short to measure fewer."""
@@ -63,9 +65,13 @@ def verify(
 
     An interrupt returns what was measured so far.
 
+    Args:
+        say: is told which run begins, and how long each takes.
+
     Raises:
         RanksFailed: a run failed.
     """
+    progress = None if say is None else VerifyProgress(best, num_steps, rounds, say).begin
     answers: dict[TuneCandidate, list[WorkerAnswer]] = {}
     by_ranks: dict[int, list[TuneCandidate]] = {}
     for ranked in best:
@@ -77,13 +83,40 @@ def verify(
                 [trial_task(candidate, settings, num_steps) for candidate in order],
                 num_ranks,
                 settings.threads or 1,
-                None if say is None else lambda text: say(f"running {text}"),
+                progress,
                 lambda number, answer, order=order: answers.setdefault(order[number], []).append(answer),  # type: ignore[misc]
             )
     except KeyboardInterrupt:
         if not answers:
             raise
     return {candidate: measured_of(each) for candidate, each in answers.items()}
+
+
+class VerifyProgress:
+    """Says of each run which it is, and about how long each takes: as predicted, or as those before it took.
+
+    Args:
+        best: what runs, `rounds` times each, `num_steps` steps and the warm-up every time.
+    """
+
+    def __init__(
+        self, best: Sequence[RankedCandidate], num_steps: int, rounds: int, say: Callable[[str], None]
+    ) -> None:
+        self._names = [str(each.candidate) for each in best]
+        self._num_runs, self._say = rounds * len(best), say
+        steps = WARM_UPS + num_steps + 1
+        self._predicted = steps * fmean(each.prediction.step for each in best) / 1e3
+        self._num_begun, self._start = 0, time.monotonic()
+
+    def begin(self, name: str) -> None:
+        """Says that the next run begins, that of the candidate of this name."""
+        elapsed = time.monotonic() - self._start
+        each = elapsed / self._num_begun if self._num_begun else self._predicted
+        self._num_begun += 1
+        self._say(
+            f"run {self._num_begun} of {self._num_runs}, about {max(1, round(each))} s each: candidate "
+            f"{self._names.index(name) + 1} of {len(self._names)}, {name}"
+        )
 
 
 def trial_task(candidate: TuneCandidate, settings: Settings, num_steps: int) -> dict[str, Any]:
