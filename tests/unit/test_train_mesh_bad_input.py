@@ -88,7 +88,7 @@ BAD: dict[str, tuple[str, list[str]]] = {
         ["batch of 20", "text 4", "each of 2 replicas", "multiple of 8"],
     ),
     "more ranks than towers have layers": ("--model clip --pp 13", ["12 layers in all", "13 ranks", "--ranks 12"]),
-    "an option that towers had": ("--model clip --tower text=ranks:2", ["No such option: --tower", "schedule file"]),
+    "an option that there is not": ("--model clip --tower text=ranks:2", ["No such option: --tower"]),
     "stages of towers": ("--model clip --stages 8", ["--stages 8", "each tower has its own", "schedule file"]),
     "text for towers": ("--model clip --data text.txt", ["--data", "generated", "leave --data out"]),
     "a preset of another model": ("--model bert --preset small", ["no preset of bert", "nano"]),

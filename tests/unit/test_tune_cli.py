@@ -352,7 +352,6 @@ def test_an_impossible_memory_limit_says_the_least(
         (["--ranks", "2", "--pp", "two"], "--pp two: whole numbers are needed"),
         (["--ranks", "2", "--schedule", "zbv"], "did you mean"),
         (["--ranks", "2", "--schedule", "pipedream"], "only amdp is tuned"),
-        (["--database", "here"], "No such option: --database; set XDG_CACHE_HOME to another folder"),
         (["--config", "nowhere.toml"], "--config nowhere.toml: No such file"),
         (["--costs", "gpt2-7b"], "give --ranks"),
         (["--costs", "gpt2-7b", "--ranks", "2", "--verify", "1"], "--verify runs the model on this machine"),

@@ -268,7 +268,6 @@ def test_the_closing_line_is_one_that_train_takes(
         ),
         ("tune --model clip --schedule zb --ranks 4", "--schedule zb is for a chain of stages; a tower's is 1f1b"),
         ("tune --model clip --pp 4 --ranks 4 --microbatch-size 5", "fits the ranks, schedules and microbatch sizes"),
-        ("tune --tower text=ranks:2", "No such option: --tower; give a schedule file, as penstock tune --model clip"),
     ],
 )
 def test_what_is_refused_says_why(

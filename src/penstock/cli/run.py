@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import io
 import os
+import re
 import signal
 import sys
 from collections.abc import Callable, Sequence
@@ -47,61 +49,6 @@ LEFT = {
     "search": "penstock plan --placement all searches all placements",
 }
 """Verbs that left, each with what to do now."""
-LEFT_OPTIONS = {
-    "--keep": "--set keep=4",
-    "--lr-decay": "--set lr_decay=constant",
-    "--lr-warmup": "--set lr_warmup=0",
-    "--dropout": "--set dropout=0.1",
-    "--optimizer-options": "--set optimizer_options={...}",
-    "--timeout": "--set timeout=60",
-    "--store": "--set store=redis://HOST:PORT",
-    "--host-memory": "--set host_memory=8GB",
-    "--microbatch-tokens": "--set microbatch_tokens=4096",
-    "--tied": "--set tied=true",
-    "--message-cap": "--set message_cap=1MB",
-    "--activation": "--cost activation=4",
-    "--backward": "--times t=1,backward=3",
-    "--b": "--cost b=20",
-    "--default-delay": "--link default=0.2",
-    "--freed-by-input": "--cost freed_by_input=0.5",
-    "--latency": "--link default=0.2",
-    "--lengths": "--cost lengths=[512,2048]",
-    "--max-in-flight": "--option max_in_flight=7",
-    "--max-mismatch": "--option max_mismatch=1",
-    "--message-bytes": "--cost message_bytes=2e6",
-    "--parts": "--stages 16",
-    "--shared-ends": "--placement shared-ends",
-    "--stages": "--option num_stages=8",
-    "--tflops": "--costs gpt2-7b:device=a100,link_gb=25",
-    "--warmup": "--option warmup=[7,5,3,1]",
-    "--window": "--option window=4",
-}
-"""Options that verbs no longer take, each with the option that says the same where a verb has that."""
-EMULATE = "penstock emulate runs a schedule on emulated devices, with the options of simulate"
-TOWERS = "give a schedule file, as penstock tune --model clip or ps.Program.of_branches makes one"
-IN_CONFIG = (
-    "--clip", "--context", "--depth", "--dispatch", "--dropout", "--heads", "--model-options", "--optimizer",
-    "--optimizer-options", "--precision", "--threads", "--tied", "--tokenizer", "--width",
-)  # fmt: skip
-LEFT_OF_VERBS = {
-    "simulate": dict.fromkeys(("--emulate", "--message-cap", "--steps", "--stretch"), EMULATE),
-    "train": dict.fromkeys(("--costs", "--message-cap", "--stretch"), EMULATE) | {"--tower": TOWERS},
-    "analyze": {"--message-bytes": "give a link a delay alone, or message_bytes to penstock.analyze.predict"},
-    "split": {
-        "--batch": "the batches of --data say it, else 16",
-        "--first-layers": "penstock train --cut says how many layers each stage has",
-        "--seed": "the cut does not depend on it",
-    },
-    "tune": dict.fromkeys(IN_CONFIG, "write it into a file for --config, such as depth = 8")
-    | {
-        "--database": "set XDG_CACHE_HOME to another folder",
-        "--fresh": "delete the folder penstock/measurements of your cache folder",
-        "--option": "penstock plan and simulate take options of schedules",
-        "--steps": "give --verify, which runs ten steps twice",
-        "--tower": TOWERS,
-    },
-}
-"""Options that one verb no longer takes, each with what to do now, by the verb."""
 
 TRACEBACK = "PENSTOCK_TRACEBACK"
 """Environment variable: when set, failures that are bugs of ours show where they happened."""
@@ -265,12 +212,24 @@ def _usage_failure(error: Exception) -> Failure:
 
 
 def _instead(option: str, context: Any) -> str | None:
-    """What to do in place of an option which the verb no longer has; None if it never had it."""
-    if instead := LEFT_OF_VERBS.get(context.info_name, {}).get(option):
-        return instead
-    now = LEFT_OPTIONS.get(option, "")
-    taken = {flag for parameter in context.command.params for flag in parameter.opts}
-    return f"give {now}" if now.partition(" ")[0] in taken else None
+    """How the verb takes a value that has no option of its own: as a KEY=VALUE, which the help of the option with
+    such values names, or from a file. None if it takes no such value.
+    """
+    key = option.removeprefix("--").replace("-", "_")
+    for parameter in context.command.params:
+        flag, said = parameter.opts[0], getattr(parameter, "help", None) or ""
+        if not (parameter.metavar or "").endswith("=VALUE"):
+            continue
+        if example := re.search(rf"\b(num_)?{key}=(\[[^]]*\]|\w+)", said):
+            return f"give {flag} {example[0]}"
+        if re.search(rf"\b{key}: ", said):
+            return f"give {flag} {key}=VALUE"
+    if any("--config" in parameter.opts for parameter in context.command.params):
+        from penstock.train.settings import Settings  # here, as few mistakes need it
+
+        if key in {field.name for field in dataclasses.fields(Settings)}:
+            return "write it into a file for --config, such as depth = 8"
+    return None
 
 
 def _report(failure: Failure, as_json: bool) -> int:
