@@ -248,6 +248,34 @@ def test_penstocks_run_folder_is_read(tmp_path: Path) -> None:
     agrees(trace, runs)
 
 
+def test_of_a_run_that_changed_its_plan_the_steps_of_one_plan_are_read(tmp_path: Path) -> None:
+    """As `penstock train --adapt`, whose figures were means over the plans before and after a change."""
+    first, then = timeline(), ps.simulate(ps.build("zb-h1", 4, 8))
+    ran = [(0, 0, first), (7, 0, first), (9, 1, then), (30, 1, then), (32, 2, first)]
+    lines = []
+    for iteration, number, run in ran:
+        ops = [[t.rank, *t.op[:3], t.start, t.end] for t in run.ops]
+        lines.append(json.dumps({"iteration": iteration, "number": number, "why": "", "ops": ops}))
+    (tmp_path / "timelines.jsonl").write_text("\n".join([*lines, lines[0]]))
+    assert read_trace(tmp_path).steps.tolist() == [9, 30], "of as many recorded steps those of the later plan"
+    ended = {0: 8, 1: 23, 2: 60}
+    each = [
+        json.dumps({"iteration": 0, "number": number, "ms": 1.0}) for number in ended for _ in range(ended[number])
+    ]
+    (tmp_path / "iterations.jsonl").write_text("\n".join(each))
+    found = read_trace(tmp_path)
+    assert found.steps.tolist() == [32]
+    (note,) = found.notes
+    assert "shown is plan 2, which 60 iterations ran, by its steps 32" in note
+    assert "--only-steps chooses steps of another: 0,7 (plan 0), 9,30 (plan 1)" in note
+    assert read_trace(tmp_path, steps=[9, 30]).notes == ()
+    agrees(read_trace(tmp_path, steps=[0, 7]), [first, first])
+    (mixed,) = read_trace(tmp_path, steps=[7, 9]).notes
+    assert mixed.startswith("these steps ran 2 plans, and figures are means over them")
+    with pytest.raises(TraceError, match="has no step 8; it has 0, 7, 9"):
+        read_trace(tmp_path, steps=[8])
+
+
 def test_a_table_with_columns_of_other_names_is_read(tmp_path: Path) -> None:
     runs = [timeline(), timeline(1)]
     with (tmp_path / "ops.csv").open("w", newline="") as file:

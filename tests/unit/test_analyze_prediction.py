@@ -202,6 +202,34 @@ def test_the_error_bar_is_as_wide_as_steps_differ(tmp_path: Path) -> None:
     assert widths[0] < 0.05 < widths[1]
 
 
+@pytest.mark.parametrize("late", [0.0, 4.0])
+def test_the_table_and_try_say_the_same(tmp_path: Path, late: float) -> None:
+    """As of one run, zb of which was 1.11 times as fast in the table and 1.40 times by --try."""
+    steps = [run("1f1b", uneven(seed, 0.2), ps.Links({(1, 2): 3.0})) for seed in range(4)]
+    for timeline in steps:  # which starts late: between its ops more passes than usual
+        object.__setattr__(timeline, "ops", tuple(_late(timeline.ops, late)))
+    found = analyze_trace(read_trace([write_trace(tmp_path / "run.csv", steps, 0.5)]), layers=(4, 5, 5, 2))
+    measured = found.metrics.measured
+    assert (predict(found).time, predict(found).speedup) == (pytest.approx(measured), pytest.approx(1.0))
+    by_kind = {kind: [each for each in found.what_ifs if each.kind == kind] for kind in ("schedule", "cut")}
+    assert {each.what.split()[0] for each in by_kind["schedule"]} == {"zb-h1", "zb-v", "v-half"}
+    for each in by_kind["schedule"]:
+        tried = predict(found, each.what.split()[0])
+        assert (each.time, each.speedup, each.bar) == (tried.time, tried.speedup, tried.bar)
+    (cut,) = by_kind["cut"]
+    layers = [int(part) for part in cut.what.removeprefix("layers ").partition(" to ")[0].split(",")]
+    assert predict(found, layers=(4, 5, 5, 2), cut=layers).time == cut.time
+
+
+def _late(ops: Sequence[Any], ms: float) -> list[Any]:
+    """The ops of a step, in which those of one rank stop for `ms` in its middle."""
+    middle = max(timed.end for timed in ops) / 2
+    return [
+        replace(timed, start=timed.start + ms, end=timed.end + ms) if timed.start >= middle else timed
+        for timed in ops
+    ]
+
+
 @pytest.mark.parametrize(
     ("call", "said"),
     [

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -58,6 +58,11 @@ class FittedPipelines:
     @property
     def num_replicas(self) -> int:
         return len(self.workers)
+
+    @property
+    def recorded(self) -> Schedule:
+        """The schedule, by the library's name for it."""
+        return replace(self.schedule, name=self.name)
 
     @property
     def usual_between(self) -> float:

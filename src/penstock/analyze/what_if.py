@@ -1,19 +1,22 @@
 """What would help, each tried by simulation: what a step would take, and how many times as fast that is.
 
-Packing, cuts and healthy workers are tried on the whole recorded steps, collectives and all. Other orders, dispatch,
-schedules, assignments and links are tried on the pipelines: what the slowest replica takes, the step takes.
+Packing, even cuts and healthy workers are tried on the whole recorded steps, collectives and all. Other orders,
+dispatch and assignments are tried on the pipelines of some steps: what the slowest replica takes, the step takes.
+Schedules, links, channels and cuts in whole layers are tried by a `StepModel`, in the table of an analysis as by
+`predict`, so that both say the same:
 
     trace of 1f1b --> ms of each op, ms between ops, ms of each link --> simulate zb over gloo --> 812 ms, 795 to 829
 
-For a prediction the ops of a step are drawn from the recorded steps many times, each microbatch's from one of them.
-The middle of the simulated times is the prediction, and their spread and the model's own error are its error bar.
+The ops of a step are drawn from the recorded steps many times, each microbatch's from one of them. The middle of the
+simulated times is the prediction, and their spread and the model's own error are its error bar. The order that ran is
+simulated alike. The time by which recorded steps differ from that, as by late starts, is added to what is predicted.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
-from functools import partial
+from functools import cached_property
 from statistics import median
 from typing import TYPE_CHECKING
 
@@ -41,7 +44,10 @@ MOST_STEPS = 3
 """Steps whose pipelines are simulated: those whose times lie evenly among all."""
 SCHEDULES = ("1f1b", "zb-h1", "zb-v", "interleaved-1f1b", "zb", "v-half")
 DEALT = "microbatches dealt out to replicas by their work"
-DRAWS = 20
+DRAWS, FEWEST_DRAWS = 20, 5
+"""Steps that are drawn for a prediction, of all replicas together, and the fewest of each."""
+SMALLEST_REST = 1e-4
+"""Share of a step below which a time that stays is not told."""
 MODEL_ERROR = 0.02
 """Share by which a prediction may be wrong besides the spread of steps. `benchmarks/arrive` measures it, on gloo."""
 HALVES = (0.4, 0.6)
@@ -91,40 +97,44 @@ def what_ifs(
         layers: of each stage, in order; then a better cut is one that can be made.
     """
     measured = float(run.measured.mean())
-    tried = [*_whole_steps(run, effects, layers), *([] if fit is None else _pipelines(run, fit))]
-    found = [
-        WhatIf(kind, what, measured - won, measured / (measured - won), memory) for kind, what, won, memory in tried
-    ]
+    tried = [*_whole_steps(run, effects, layers, fit), *([] if fit is None else _pipelines(run, fit))]
+    found = [WhatIf(kind, what, measured - won, measured / (measured - won)) for kind, what, won in tried]
+    if fit is not None:
+        found += _schedules(StepModel(run, fit), effects, layers)
     return tuple(sorted(found, key=lambda each: -each.speedup))
 
 
-Tried = tuple[str, str, float, float | None]
-"""A change: its kind, the change in words, by how many ms a step is shorter then, and the most that a rank holds if
-that changes.
-"""
+Tried = tuple[str, str, float]
+"""A change: its kind, the change in words, and by how many ms a step is shorter then."""
 
 
-def _whole_steps(run: ReplayedRun, effects: Effects, layers: Sequence[int]) -> Iterator[Tried]:
+def _whole_steps(
+    run: ReplayedRun, effects: Effects, layers: Sequence[int], fit: FittedPipelines | None
+) -> Iterator[Tried]:
     """Changes to what the parts of whole steps take."""
 
     def without(factor: Array) -> float:
         return run.won(effects.without(run.own, factor))
 
-    yield "packing", "microbatches packed so that all take as long", without(effects.microbatch), None
+    yield "packing", "microbatches packed so that all take as long", without(effects.microbatch)
     if (effects.worker > 1).any():
-        yield "workers", "every rank as fast as its like", without(np.maximum(effects.worker, 1.0)), None
+        yield "workers", "every rank as fast as its like", without(np.maximum(effects.worker, 1.0))
     num_stages = run.table.trace.num_stages
     if num_stages < 2:
         return
     work = np.nansum(effects.by_stage, axis=0)
-    if layers:
+    if not layers:
+        move = 1 - work.mean() / work.max()
+        what = f"an even cut: {move:.0%} of stage {int(np.argmax(work))}'s work moved to other stages"
+        yield "cut", what, without(effects.stage)
+    elif fit is None:  # else a StepModel tries it
         better = better_cut(work, layers)
         factor = (work / cut_anew(work[:, None], layers, better, num_stages)[:, 0])[run.table.stage[effects.ops]]
-        what = f"layers {', '.join(map(str, better))} to the stages instead of {', '.join(map(str, layers))}"
-    else:
-        factor, move = effects.stage, 1 - work.mean() / work.max()
-        what = f"an even cut: {move:.0%} of stage {int(np.argmax(work))}'s work moved to other stages"
-    yield "cut", what, without(factor), None
+        yield "cut", _new_cut(better, layers), without(factor)
+
+
+def _new_cut(better: Sequence[int], layers: Sequence[int]) -> str:
+    return f"layers {', '.join(map(str, better))} to the stages instead of {', '.join(map(str, layers))}"
 
 
 def better_cut(work: Array, layers: Sequence[int]) -> list[int]:
@@ -144,44 +154,46 @@ def better_cut(work: Array, layers: Sequence[int]) -> list[int]:
 
 
 def _pipelines(run: ReplayedRun, fit: FittedPipelines) -> Iterator[Tried]:
-    """Changes to the pipelines."""
+    """Changes to dispatch, to the order of microbatches and to their assignment to replicas."""
     order = np.argsort(run.replayed, kind="stable")
     steps = [int(order[round(q)]) for q in np.linspace(0, len(order) - 1, min(MOST_STEPS, len(order)) + 2)[1:-1]]
-    replicas = range(fit.num_replicas)
-    own = {(k, d): fit.costs(k, d) for k in steps for d in replicas}
+    own = [[fit.costs(step, replica) for replica in range(fit.num_replicas)] for step in steps]
 
-    def runs(schedule: Schedule, costs: Costs, dispatch: str = "frozen") -> float:
-        return simulate(schedule, costs, links=fit.links, dispatch=dispatch).makespan
+    def frozen(costs: Costs, dispatch: str = "frozen") -> float:
+        return simulate(fit.schedule, costs, links=fit.links, dispatch=dispatch).makespan
 
     def ordered(costs: Costs) -> float:
         return order_microbatches(fit.schedule, costs, links=fit.links).makespan
 
-    def instead(schedule: Schedule, step: int, replica: int) -> float:
-        return runs(schedule, fit.costs_of(schedule, np.array(step), replica))
-
-    def longest(time: Callable[[int, int], float]) -> float:
+    def longest(time: Callable[[Costs], float], costs: Sequence[Sequence[Costs]] = own) -> float:
         """Mean over the steps of what the slowest replica takes."""
-        return float(np.mean([max(time(k, d) for d in replicas) for k in steps]))
+        return float(np.mean([max(map(time, of_step)) for of_step in costs]))
 
-    before = longest(lambda k, d: runs(fit.schedule, own[k, d]))
-    hinted = longest(lambda k, d: min(runs(fit.schedule, own[k, d], each) for each in ("frozen", "hinted")))
-    yield "dispatch", "whatever op is ready first (hinted dispatch), where that is faster", before - hinted, None
-    has_own_order = bool(fit.schedule.microbatch_orders)
-    if not has_own_order:
-        best = longest(lambda k, d: ordered(own[k, d]))
-        yield "order", "each replica's microbatches in the best order, their lengths known", before - best, None
-    if len(replicas) > 1:
-        dealt = {(k, d): costs for k in steps for d, costs in enumerate(_dealt(fit, k))}
-        yield "assignment", DEALT, before - longest(lambda k, d: runs(fit.schedule, dealt[k, d])), None
-        if not has_own_order:
-            both = longest(lambda k, d: ordered(dealt[k, d]))
-            yield "assignment", f"{DEALT}, then in the best order", before - both, None
+    before = longest(frozen)
+    hinted = longest(lambda costs: min(frozen(costs), frozen(costs, "hinted")))
+    yield "dispatch", "whatever op is ready first (hinted dispatch), where that is faster", before - hinted
+    is_free = not fit.schedule.microbatch_orders
+    if is_free:
+        yield "order", "each replica's microbatches in the best order, their lengths known", before - longest(ordered)
+    if fit.num_replicas > 1:
+        dealt = [_dealt(fit, step) for step in steps]
+        yield "assignment", DEALT, before - longest(frozen, dealt)
+        if is_free:
+            yield "assignment", f"{DEALT}, then in the best order", before - longest(ordered, dealt)
+
+
+def _schedules(model: StepModel, effects: Effects, layers: Sequence[int]) -> Iterator[WhatIf]:
+    """Other schedules, and a better cut in whole layers."""
+    fit = model.fit
+    if len(layers) > 1:
+        better = better_cut(np.nansum(effects.by_stage, axis=0), layers)
+        change = Change(fit.recorded, layers=layers, cut=better)
+        yield replace(model.predicted(change), kind="cut", what=_new_cut(better, layers), memory=None)
     for schedule in _others(fit):
-        time = longest(partial(instead, schedule))
         what = f"{schedule.name} instead of {fit.name}"
         if "B" in fit.times and any(op.kind == "I" for op in schedule.order[0]):
             what += ", a backward's two halves taking half of it each"
-        yield "schedule", what, before - time, most_held(schedule)
+        yield replace(model.predicted(Change(schedule)), kind="schedule", what=what)
 
 
 def _others(fit: FittedPipelines) -> Iterator[Schedule]:
@@ -263,7 +275,7 @@ def predict(
         )
     require_channel(channels)
     if schedule is None:
-        schedule = replace(fit.schedule, name=fit.name)
+        schedule = fit.recorded
     elif isinstance(schedule, str):
         schedule = build(schedule, fit.schedule.num_ranks, fit.schedule.num_microbatches)
     check(schedule)
@@ -273,58 +285,135 @@ def predict(
             "a link with a bandwidth needs the bytes of a message: give a delay alone, or message_bytes to "
             "penstock.analyze.predict"
         )
-    there, in_torch = _links(fit, links), channels != BUFFERED
+    return StepModel(found.run, fit).predicted(
+        Change(schedule, links, channels, tuple(cut), tuple(layers) if cut else (), message_bytes)
+    )
 
-    def costs_of(steps: Array, replica: int, share: float) -> Costs:
-        return fit.costs_of(
-            schedule, steps, replica, layers=layers if cut else (), cut=cut, input_share=share,
-            is_first_whole=in_torch, with_between=True, message_bytes=message_bytes,
-        )  # fmt: skip
 
-    num_steps = len(found.run.table.steps)
-    middle = np.argsort(found.run.replayed, kind="stable")[num_steps // 2]
-    placed = schedule
-    if in_torch and not has_communication(schedule):
-        placed = add_communication(schedule, costs_of(middle, 0, 0.5), there, channels=channels)
+@dataclass(frozen=True)
+class Change:
+    """What runs in place of what was recorded; see `predict`. `layers` are given with a cut alone."""
 
-    def takes(steps: Array, share: float = 0.5) -> float:
-        return max(
-            simulate(placed, costs_of(steps, replica, share), there, channels=channels).makespan
-            for replica in range(fit.num_replicas)
+    schedule: Schedule
+    links: Links | None = None
+    channels: str = BUFFERED
+    cut: Sequence[int] = ()
+    layers: Sequence[int] = ()
+    message_bytes: float = 0.0
+
+    @property
+    def is_in_torch(self) -> bool:
+        """Whether messages are ops, and the first stage's I does nothing."""
+        return self.channels != BUFFERED
+
+
+class StepModel:
+    """Steps of the recorded ranks and microbatches, simulated with the recorded ops.
+
+    Args:
+        run, fit: the recorded steps, and their pipelines.
+    """
+
+    def __init__(self, run: ReplayedRun, fit: FittedPipelines) -> None:
+        self.run, self.fit = run, fit
+        num_steps, num = len(run.table.steps), fit.schedule.num_microbatches
+        random = np.random.default_rng(0)
+        num_draws = max(FEWEST_DRAWS, DRAWS // fit.num_replicas) if num_steps > 1 else 1
+        self._draws = [random.integers(num_steps, size=num) for _ in range(num_draws)]
+        """Of each drawn step, the recorded step that each microbatch's ops are from, (N,)."""
+        self._middle = np.argsort(run.replayed, kind="stable")[num_steps // 2]
+
+    @cached_property
+    def measured(self) -> float:
+        """Ms of a recorded step, the mean."""
+        return float(self.run.measured.mean())
+
+    @cached_property
+    def unexplained(self) -> float:
+        """Ms by which recorded steps are longer than the simulation of what ran in them."""
+        return self.measured - median(self._drawn(Change(self.fit.recorded)))
+
+    @cached_property
+    def besides(self) -> float:
+        """Ms of a step before the first op of a microbatch and after the last: collectives, the optimizer."""
+        table = self.run.table
+        span = table.end[:, table.compute].max(axis=1) - table.start[:, table.compute].min(axis=1)
+        return float((self.run.measured - span).mean())
+
+    def predicted(self, change: Change) -> WhatIf:
+        """What a step would take with a change, within which error bar, and what that takes for granted."""
+        placed = self._placed(change)
+        # Where messages stood in the recorded run is not known, so that run cannot be simulated on torch's channels.
+        rest = self.besides if change.is_in_torch else self.unexplained
+        drawn = self._drawn(placed)
+        time = median(drawn)
+        low, high = np.quantile(drawn, [0.05, 0.95])
+        is_halved = "I" not in self.fit.times and any(op.kind == "I" for row in change.schedule.order for op in row)
+        if is_halved:
+            usual = self._time(placed, self._middle)
+            ends = [time - usual + self._time(placed, self._middle, share) for share in HALVES]
+            low, high = min(low, *ends), max(high, *ends)
+        return WhatIf(
+            "try",
+            change.schedule.name,
+            time + rest,
+            self.measured / (time + rest),
+            most_held(remove_communication(change.schedule)),
+            (float(low) * (1 - MODEL_ERROR) + rest, float(high) * (1 + MODEL_ERROR) + rest),
+            self._assumed(change, placed, rest, is_halved),
         )
 
-    random, num = np.random.default_rng(0), fit.schedule.num_microbatches
-    drawn = [takes(random.integers(num_steps, size=num)) for _ in range(DRAWS if num_steps > 1 else 1)]
-    time = median(drawn)
-    low, high = np.quantile(drawn, [0.05, 0.95])
-    is_halved = "I" not in fit.times and any(op.kind == "I" for row in schedule.order for op in row)
-    if is_halved:
-        ends = [time - takes(middle) + takes(middle, share) for share in HALVES]
-        low, high = min(low, *ends), max(high, *ends)
-    measured, besides, between = float(found.run.measured.mean()), _besides(found.run), fit.usual_between
-    given = "" if links is None else " but those given"
-    place = "the file has them" if placed is schedule else "PlannedSchedule puts them, often sooner than torch does"
-    is_divided = schedule.num_stages != fit.schedule.num_stages and not cut
-    assumed = {
-        f"an op takes what it took in the recorded steps, and {between:.2g} ms pass before the next one": True,
-        "one step was recorded, so the error bar does not hold how much steps differ": num_steps == 1,
-        f"links{given} are as late as the trace shows, whatever the number of messages": True,
-        f"messages stand where {place}, and {channels} carries them; the first stage's I does nothing": in_torch,
-        f"the error bar was measured on gloo; no run on {channels} was compared": channels not in (BUFFERED, GLOO),
-        "I takes half of a backward, 40% to 60% in the error bar, and both halves as long as the whole": is_halved,
-        "a layer takes as long in any stage; what stages take besides layers stays there": bool(cut),
-        "recorded stages divide evenly; --layers and --cut say how they do": is_divided,
-        f"what a step does before and after its microbatches ({besides:.3g} ms) stays the same": besides > 0,
-    }
-    return WhatIf(
-        "try",
-        schedule.name,
-        time + besides,
-        measured / (time + besides),
-        most_held(remove_communication(schedule)),
-        (float(low) * (1 - MODEL_ERROR) + besides, float(high) * (1 + MODEL_ERROR) + besides),
-        tuple(text for text, holds in assumed.items() if holds),
-    )
+    def _drawn(self, change: Change) -> list[float]:
+        """Ms of each drawn step."""
+        return [self._time(change, steps) for steps in self._draws]
+
+    def _time(self, change: Change, steps: Array, input_share: float = 0.5) -> float:
+        """Ms of a step: of its slowest replica. `steps` and `input_share` are as for `FittedPipelines.costs_of`."""
+        links = _links(self.fit, change.links)
+        return max(
+            simulate(
+                change.schedule, self._costs(change, steps, replica, input_share), links, channels=change.channels
+            ).makespan
+            for replica in range(self.fit.num_replicas)
+        )
+
+    def _costs(self, change: Change, steps: Array, replica: int, input_share: float = 0.5) -> Costs:
+        return self.fit.costs_of(
+            change.schedule, steps, replica, layers=change.layers, cut=change.cut, input_share=input_share,
+            is_first_whole=change.is_in_torch, with_between=True, message_bytes=change.message_bytes,
+        )  # fmt: skip
+
+    def _placed(self, change: Change) -> Change:
+        """The same with its messages as ops, where torch's channels carry them."""
+        if not change.is_in_torch or has_communication(change.schedule):
+            return change
+        costs, links = self._costs(change, self._middle, 0), _links(self.fit, change.links)
+        return replace(change, schedule=add_communication(change.schedule, costs, links, channels=change.channels))
+
+    def _assumed(self, change: Change, placed: Change, rest: float, is_halved: bool) -> tuple[str, ...]:
+        """What a prediction takes for granted, in sentences."""
+        channels, between = change.channels, self.fit.usual_between
+        given = "" if change.links is None else " but those given"
+        place = "the file has them" if placed is change else "PlannedSchedule puts them, often sooner than torch does"
+        is_divided = change.schedule.num_stages != self.fit.schedule.num_stages and not change.cut
+        is_untried = channels not in (BUFFERED, GLOO)
+        kept = "by how much recorded steps differ from the simulation of what ran in them"
+        if change.is_in_torch:
+            kept = "what a step does before and after its microbatches"
+        assumed = {
+            f"an op takes what it took in the recorded steps, and {between:.2g} ms pass before the next one": True,
+            "one step was recorded, so the error bar does not hold how much steps differ": len(self._draws) == 1,
+            f"links{given} are as late as the trace shows, whatever the number of messages": True,
+            f"messages stand where {place}, and {channels} carries them; the first stage's I does nothing": (
+                change.is_in_torch
+            ),
+            f"the error bar was measured on gloo; no run on {channels} was compared": is_untried,
+            "I takes half of a backward, 40% to 60% in the error bar; both halves add up to the whole": is_halved,
+            "a layer takes as long in any stage; what stages take besides layers stays there": bool(change.cut),
+            "recorded stages divide evenly; --layers and --cut say how they do": is_divided,
+            f"{kept} ({rest:.3g} ms) stays the same": abs(rest) > SMALLEST_REST * self.measured,
+        }
+        return tuple(text for text, holds in assumed.items() if holds)
 
 
 def _require_fit(
@@ -359,10 +448,3 @@ def _links(fit: FittedPipelines, given: Links | None) -> Links:
     given.check_ranks(fit.schedule.num_ranks)
     kept = {link: ms for link, ms in shown.items() if not {link, link[::-1]} & given.conditions.keys()}
     return Links({**kept, **given.conditions}, given.default or usual)
-
-
-def _besides(run: ReplayedRun) -> float:
-    """Ms of a step before the first op of a microbatch and after the last: collectives, the optimizer."""
-    table = run.table
-    span = table.end[:, table.compute].max(axis=1) - table.start[:, table.compute].min(axis=1)
-    return float((run.measured - span).mean())

@@ -25,8 +25,10 @@ from __future__ import annotations
 import csv
 import gzip
 import zlib
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
+from typing import TypeVar
 
 import msgspec
 import numpy as np
@@ -228,7 +230,7 @@ def read_trace(
     if form == "table":
         trace = read_table(given[0], columns, unit)
     elif form == "penstock":
-        trace = read_penstock(given[0], name=name)
+        return read_penstock(given[0], name=name, steps=None if steps is None else set(steps))
     else:
         trace = read_chrome(
             given,
@@ -298,8 +300,9 @@ def _only(trace: RunTrace, steps: set[int]) -> RunTrace:
     return trace.take(np.isin(trace.step, sorted(steps)))
 
 
-TIMELINES = "timelines.jsonl"
-"""What a run with `--adapt` records; of iterations before and after each change."""
+R = TypeVar("R", bound=msgspec.Struct)
+TIMELINES, ITERATIONS = "timelines.jsonl", "iterations.jsonl"
+"""What a run with `--adapt` records: the ops of iterations before and after each change, and each iteration."""
 TIMELINE = "timeline.json"
 """What other runs leave: the trace of one step, measured and simulated."""
 
@@ -318,31 +321,68 @@ class TimelineRecord(msgspec.Struct):
     why: str = ""
 
 
-def read_penstock(path: Path, *, name: str) -> RunTrace:
-    """Reads the timelines of a run.
+class IterationNumbers(msgspec.Struct):
+    """What a line of iterations.jsonl says here: an iteration, and the number of the decision in force."""
+
+    iteration: int
+    number: int
+
+
+def read_penstock(path: Path, *, name: str, steps: set[int] | None = None) -> RunTrace:
+    """Reads the timelines of a run: of the steps given or, without them, of the plan that most of its iterations ran.
+
+    Steps of several plans have other orders, links and dispatches, so that figures over all would be those of none.
 
     Raises:
-        TraceError: a line that is no record of an iteration.
+        TraceError: a line that is no record of an iteration, or a step that is not there.
     """
-    rows, configurations = [], set()
+    records = {record.iteration: record for record in _records(path, TimelineRecord)}.values()
+    if not records:
+        raise TraceError(f"{path.name} has no record of an iteration; train for more steps")
+    rows = []
+    for record in records:
+        for rank, op, stage, microbatch, start, end in record.ops:
+            number_of = microbatch if kind_named(op).scope is Scope.COMPUTE else NONE
+            rows.append(TracedOp(op, record.iteration, 0, rank, stage, number_of, start, end))
+    trace = trace_of(name, rows)
+    by_plan: dict[int, list[int]] = {}
+    for record in records:
+        by_plan.setdefault(record.number, []).append(record.iteration)
+    if steps is not None:
+        plans = [number for number, recorded in by_plan.items() if steps & set(recorded)]
+        found = _only(trace, steps)
+        mixed = (
+            f"these steps ran {len(plans)} plans, and figures are means over them; --only-steps chooses those of one"
+        )
+        return found.with_note(mixed) if len(plans) > 1 else found
+    if len(by_plan) == 1:
+        return trace
+    beside = path.with_name(ITERATIONS)
+    ran = Counter(each.number for each in (_records(beside, IterationNumbers) if beside.is_file() else records))
+    longest = max(by_plan, key=lambda number: (ran[number], number))
+    others = ", ".join(f"{_listed(by_plan[number])} (plan {number})" for number in by_plan if number != longest)
+    return _only(trace, set(by_plan[longest])).with_note(
+        f"the run changed its plan: shown is plan {longest}, which {ran[longest]} iterations ran, by its steps "
+        f"{_listed(by_plan[longest])}; --only-steps chooses steps of another: {others}"
+    )
+
+
+def _listed(steps: Sequence[int]) -> str:
+    return ",".join(map(str, steps))
+
+
+def _records(path: Path, kind: type[R]) -> list[R]:
+    """The lines of a run's file; the last one may be cut off where the run was."""
     try:
         lines = [line for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
     except UnicodeDecodeError:
         raise TraceError(f"{path.name} is no text") from None
+    found = []
     for number, line in enumerate(lines, start=1):
         try:
-            record = msgspec.json.decode(line, type=TimelineRecord)
+            found.append(msgspec.json.decode(line, type=kind))
         except msgspec.DecodeError:
-            if number == len(lines) and number > 1:  # cut off where the run was
+            if number == len(lines) and number > 1:
                 break
             raise TraceError(f"{path.name}, line {number}, is no record of an iteration: {line[:60]!r}") from None
-        configurations.add(record.number)
-        for rank, op, stage, microbatch, start, end in record.ops:
-            number_of = microbatch if kind_named(op).scope is Scope.COMPUTE else NONE
-            rows.append(TracedOp(op, record.iteration, 0, rank, stage, number_of, start, end))
-    notes = []
-    if len(configurations) > 1:
-        notes.append(
-            f"the run changed its plan {len(configurations) - 1} times; choose iterations of one with --only-steps"
-        )
-    return trace_of(name, rows, notes)
+    return found
