@@ -79,11 +79,7 @@ def _proved(name: str, wanted: source.GivenCounts, channels: str | None) -> dict
     return {
         "schedule": name,
         "valid": True,
-        "name": plan.name,
-        "num_ranks": plan.num_ranks,
-        "num_stages": plan.num_stages,
-        "num_microbatches": plan.num_microbatches,
-        "num_ops": plan.num_ops,
+        **source.counts_of(plan),
         "peak_in_flight": peak_in_flight(plan),
         "max_in_flight": limit,
         "channels": channels,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import errno
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from penstock.cost import CostError
@@ -37,16 +37,7 @@ class Failure:
     column: int | None = None
 
     def as_json(self) -> dict[str, Any]:
-        return {
-            "rule": self.rule,
-            "rank": self.rank,
-            "step": self.step,
-            "op": self.op,
-            "peer": self.peer,
-            "line": self.line,
-            "column": self.column,
-            "message": self.message,
-        }
+        return {name: value for name, value in asdict(self).items() if name != "exit_code"}
 
 
 class Misuse(Exception):

@@ -31,3 +31,9 @@ def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     widths = [max(map(len, column)) for column in zip(head, *rows, strict=True)]
     lines = ["  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in [head, *rows]]
     return "\n".join(lines)
+
+
+def show_progress(said: str) -> None:
+    """Shows how far the work is, in a line of a terminal that the next call overwrites; "" clears it."""
+    if sys.stderr.isatty():
+        print(f"\r{said}\x1b[K", end="\r", file=sys.stderr, flush=True)

@@ -19,7 +19,7 @@ from penstock.cli import costs as costs_options
 from penstock.cli.app import app
 from penstock.cli.failure import Misuse
 from penstock.cli.options import Json, Out, limits_of, numbers, taken
-from penstock.cli.output import in_colour, print_json
+from penstock.cli.output import in_colour, print_json, show_progress
 from penstock.cli.search import PARTS_A_RANK, SHARED_ENDS, SearchSpace, search
 from penstock.cli.source import is_file
 from penstock.formats import load
@@ -168,26 +168,25 @@ class PlanSettings:
         most, in_bytes = limits_of("--memory-limit", self.memory_limit, ranks)
         if in_bytes:
             given.require_weights(self.memory_limit, chosen)
-        with ProgressLine(self.time) as show:
-            return ps.plan(
-                chosen,
-                ranks,
-                microbatches,
-                links,
-                max_in_flight=_limit("--max-in-flight", self.max_in_flight),
-                memory_limit=None if in_bytes else most,
-                total_limit=most if in_bytes else None,
-                time_limit=self.time,
-                objective=self.objective,
-                dispatch=self.dispatch,
-                channels=self.channels,
-                placement=where,
-                split=self.split,
-                recompute=self.recompute,
-                offload=True if self.offload == "any" else _limit("--offload", self.offload),
-                stages=graph,
-                progress=show,
-            )
+        return ps.plan(
+            chosen,
+            ranks,
+            microbatches,
+            links,
+            max_in_flight=_limit("--max-in-flight", self.max_in_flight),
+            memory_limit=None if in_bytes else most,
+            total_limit=most if in_bytes else None,
+            time_limit=self.time,
+            objective=self.objective,
+            dispatch=self.dispatch,
+            channels=self.channels,
+            placement=where,
+            split=self.split,
+            recompute=self.recompute,
+            offload=True if self.offload == "any" else _limit("--offload", self.offload),
+            stages=graph,
+            progress=_show_search if sys.stderr.isatty() else None,
+        )
 
 
 @app.command(short_help="Find the best schedule, with a proof of how good it is.")
@@ -211,6 +210,7 @@ def plan(
         return
     where, graph = settings.place(ranks)
     found = settings.found(given, ranks, microbatches, where, graph)
+    show_progress("")
     if out is not None:
         found.save(out)
     assumed = given.assumed(ranks, where)
@@ -225,26 +225,18 @@ def plan(
 
 
 def _as_json(found: ps.Plan) -> dict[str, Any]:
-    certificate = found.certificate
+    family, names = (
+        found.certificate,
+        ("makespan", "value", "lower_bound", "gap", "seconds", "how", "microbatch_order"),
+    )
+    allowed = ("backward", "microbatches", "recompute", "offload", "pairs", "order", "channel")
     return {
-        "makespan": found.makespan,
-        "value": found.value,
-        "lower_bound": found.lower_bound,
+        **{name: getattr(found, name) for name in names},
         "certificate": {
-            "placement": certificate.placement.pipelines,
-            "shared": certificate.placement.shared,
-            "backward": certificate.backward,
-            "microbatches": certificate.microbatches,
-            "recompute": certificate.recompute,
-            "offload": certificate.offload,
-            "pairs": certificate.pairs,
-            "order": certificate.order,
-            "channel": certificate.channel,
+            "placement": family.placement.pipelines,
+            "shared": family.placement.shared,
+            **{name: getattr(family, name) for name in allowed},
         },
-        "gap": found.gap,
-        "seconds": found.seconds,
-        "how": found.how,
-        "microbatch_order": found.microbatch_order,
         "grid": str(found.schedule),
     }
 
@@ -267,34 +259,9 @@ def _show(found: ps.Plan, objective: str, assumed: str | None) -> None:
     print(f"found by     {found.how}, {found.seconds:.2g} s")
 
 
-class ProgressLine:
-    """A line on stderr that says where the search stands, where that is a terminal."""
-
-    def __init__(self, time_limit: float) -> None:
-        self._time_limit = time_limit
-        self._progress: Any = None
-
-    def __enter__(self) -> Any:
-        if not sys.stderr.isatty():
-            return None
-        from rich.console import Console
-        from rich.progress import BarColumn, TextColumn
-        from rich.progress import Progress as Bar
-
-        console = Console(stderr=True)
-        self._progress = Bar(TextColumn("{task.description}"), BarColumn(), console=console, transient=True)
-        self._progress.start()
-        task = self._progress.add_task("planning", total=self._time_limit)
-
-        def show(now: Progress) -> None:
-            said = f"{now.how}: {now.value:.6g} ms, gap {now.gap:.2%}"
-            self._progress.update(task, completed=min(now.seconds, self._time_limit), description=said)
-
-        return show
-
-    def __exit__(self, *_: object) -> None:
-        if self._progress is not None:
-            self._progress.stop()
+def _show_search(now: Progress) -> None:
+    """Shows on a terminal where the search stands."""
+    show_progress(f"{now.seconds:.0f} s, {now.how}: {now.value:.6g} ms, gap {now.gap:.2%}")
 
 
 def _require_planned(source: str | None, costs: ps.Costs, graph: StageGraph | None) -> None:

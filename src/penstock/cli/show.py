@@ -77,11 +77,7 @@ def show(
     if json:
         print_json(
             {
-                "name": plan.name,
-                "num_ranks": plan.num_ranks,
-                "num_stages": plan.num_stages,
-                "num_microbatches": plan.num_microbatches,
-                "num_ops": plan.num_ops,
+                **source.counts_of(plan),
                 "grid": str(plan),
                 "out": out,
                 "left_out": list(left_out),

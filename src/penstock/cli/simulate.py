@@ -193,10 +193,8 @@ def _compared(
         limits = limit if isinstance(limit, list) else [limit or math.inf] * plan.num_ranks
         rows.append(
             {
+                **source.counts_of(plan),
                 "name": Path(name).stem if source.is_file(name) else name,
-                "num_ranks": plan.num_ranks,
-                "num_stages": plan.num_stages,
-                "num_microbatches": plan.num_microbatches,
                 "makespan": timeline.makespan,
                 "bubble_ratio": timeline.bubble_ratio,
                 "microbatches_per_second": plan.num_microbatches / timeline.makespan * 1e3,
@@ -261,26 +259,15 @@ def _as_json(
     transport: str,
 ) -> dict[str, Any]:
     plan = timeline.schedule
+    rows = ("f", "i", "w", "b", "activation", "freed_by_input", "message_bytes")
     return {
-        "name": plan.name,
-        "num_ranks": plan.num_ranks,
-        "num_stages": plan.num_stages,
-        "num_microbatches": plan.num_microbatches,
-        "num_ops": plan.num_ops,
-        "dispatch": timeline.dispatch,
+        **source.counts_of(plan),
+        **{name: getattr(timeline, name) for name in ("dispatch", "makespan", "span", "bubble_ratio", "busy")},
         "considered": dict(timeline.considered),
         "transport": transport,
-        "makespan": timeline.makespan,
-        "span": timeline.span,
-        "bubble_ratio": timeline.bubble_ratio,
-        "busy": timeline.busy,
         "blocked": [sum(t.blocked for t in row) for row in timeline.rows],
         "peak_activations": timeline.peak_activations,
-        "costs": {
-            name: getattr(costs, name)
-            for name in ("f", "i", "w", "b", "activation", "freed_by_input", "message_bytes")
-        }
-        | {"uneven": uneven_json(costs)},
+        "costs": {name: getattr(costs, name) for name in rows} | {"uneven": uneven_json(costs)},
         "assumed": assumed,
         "untimed": untimed_kinds(plan, costs),
         "links": _links_json(links),

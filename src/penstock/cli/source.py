@@ -52,6 +52,12 @@ class GivenCounts:
         return GivenCounts(options={name: self.options[name] for name in self.options if name in (BOUND, LIMIT)})
 
 
+def counts_of(schedule: Schedule) -> dict[str, Any]:
+    """The name and the counts of a schedule, as verbs write them in JSON."""
+    names = ("name", "num_ranks", "num_stages", "num_microbatches", "num_ops")
+    return {name: getattr(schedule, name) for name in names}
+
+
 BOUND, LIMIT = "max_mismatch", "max_in_flight"
 """Options that a schedule file takes too: most updates between a microbatch's forward and its backward, and most
 activations that a rank may hold.

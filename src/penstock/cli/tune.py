@@ -23,7 +23,7 @@ from penstock.cli.app import app
 from penstock.cli.costs import CostsSource, MemoryLimit
 from penstock.cli.failure import Misuse
 from penstock.cli.options import Json, bytes_of, result_option, taken
-from penstock.cli.output import print_json
+from penstock.cli.output import print_json, show_progress
 from penstock.formats.files import write_whole
 from penstock.train.options import with_options
 from penstock.tune.settings import TuneSettings
@@ -65,7 +65,7 @@ def tune(
         return
     from penstock.tune import report, session
 
-    outcome = session.tune(settings, _teller(json), _show_progress if not json and sys.stderr.isatty() else None)
+    outcome = session.tune(settings, _teller(json), None if json else _show_progress)
     choice = outcome.choice
     if out is None and choice is not None and choice.candidate.plan.needs_file and outcome.trained is not None:
         out = _place_of(choice.candidate)
@@ -136,4 +136,4 @@ def _teller(json: bool) -> Callable[[str], None] | None:
 def _show_progress(found: SearchFound) -> None:
     """Shows on a terminal how far the search is."""
     best = f", best {found.best[0].prediction.step:.1f} ms a step" if found.best else ""
-    print(f"\rsimulating: {found.num_tried} candidates{best}\x1b[K", end="\r", file=sys.stderr, flush=True)
+    show_progress(f"simulating: {found.num_tried} candidates{best}")

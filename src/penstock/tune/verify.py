@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -71,7 +72,7 @@ def verify(
     Raises:
         RanksFailed: a run failed.
     """
-    progress = None if say is None else VerifyProgress(best, num_steps, rounds, say).begin
+    progress = None if say is None else progress_of(best, num_steps, rounds, say)
     answers: dict[TuneCandidate, list[WorkerAnswer]] = {}
     by_ranks: dict[int, list[TuneCandidate]] = {}
     for ranked in best:
@@ -92,31 +93,23 @@ def verify(
     return {candidate: measured_of(each) for candidate, each in answers.items()}
 
 
-class VerifyProgress:
-    """Says of each run which it is, and about how long each takes: as predicted, or as those before it took.
-
-    Args:
-        best: what runs, `rounds` times each, `num_steps` steps and the warm-up every time.
+def progress_of(
+    best: Sequence[RankedCandidate], num_steps: int, rounds: int, say: Callable[[str], None]
+) -> Callable[[str], None]:
+    """What says, with the text of a candidate whose run begins, which run it is, and about how long each takes: as
+    predicted, or as those before it took.
     """
+    names, num_runs = [str(each.candidate) for each in best], rounds * len(best)
+    predicted = (WARM_UPS + num_steps + 1) * fmean(each.prediction.step for each in best) / 1e3
+    begun, start = itertools.count(), time.monotonic()
 
-    def __init__(
-        self, best: Sequence[RankedCandidate], num_steps: int, rounds: int, say: Callable[[str], None]
-    ) -> None:
-        self._names = [str(each.candidate) for each in best]
-        self._num_runs, self._say = rounds * len(best), say
-        steps = WARM_UPS + num_steps + 1
-        self._predicted = steps * fmean(each.prediction.step for each in best) / 1e3
-        self._num_begun, self._start = 0, time.monotonic()
+    def begin(name: str) -> None:
+        number = next(begun)
+        each = (time.monotonic() - start) / number if number else predicted
+        said = f"run {number + 1} of {num_runs}, about {max(1, round(each))} s each"
+        say(f"{said}: candidate {names.index(name) + 1} of {len(names)}, {name}")
 
-    def begin(self, name: str) -> None:
-        """Says that the next run begins, that of the candidate of this name."""
-        elapsed = time.monotonic() - self._start
-        each = elapsed / self._num_begun if self._num_begun else self._predicted
-        self._num_begun += 1
-        self._say(
-            f"run {self._num_begun} of {self._num_runs}, about {max(1, round(each))} s each: candidate "
-            f"{self._names.index(name) + 1} of {len(self._names)}, {name}"
-        )
+    return begin
 
 
 def trial_task(candidate: TuneCandidate, settings: Settings, num_steps: int) -> dict[str, Any]:
