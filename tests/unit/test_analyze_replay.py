@@ -110,14 +110,6 @@ def test_clocks_of_hosts_are_brought_together(tmp_path: Path) -> None:
     assert right.notes == ()
 
 
-def test_shares_of_the_critical_path_sum_to_the_step(tmp_path: Path) -> None:
-    found, _ = analysis_of(tmp_path, lengths=0.4)
-    assert sum(found.critical.by_kind.values()) == pytest.approx(1.0)
-    compute = found.critical.by_kind["forward-compute"] + found.critical.by_kind["backward-compute"]
-    assert sum(found.critical.by_rank.values()) == pytest.approx(compute)
-    assert sum(found.critical.by_link.values()) == pytest.approx(found.critical.by_kind["messages"])
-
-
 def test_layers_are_moved_to_where_the_longest_stage_is_shortest() -> None:
     assert better_cut(np.array([8.0, 8.0, 8.0, 12.0]), [8, 8, 8, 8]) == [9, 9, 9, 5]
     assert better_cut(np.array([4.0, 4.0]), [4, 4]) == [4, 4]

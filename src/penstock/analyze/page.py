@@ -13,7 +13,7 @@ import numpy as np
 from penstock.analyze.causes import SlowdownCause
 from penstock.analyze.run_analysis import RunAnalysis
 from penstock.analyze.what_if import WhatIf
-from penstock.draw.chart import Axis, Bars, Figure, Hue, Level, Line, heat_map, line_chart, stacked_chart
+from penstock.draw.chart import Axis, Figure, Hue, Level, Line, heat_map, line_chart
 from penstock.draw.report_page import PageNumber, inline_section, maybe, section, sides, table, timelines, whole_page
 from penstock.draw.style import percent, short
 from penstock.schedule import Op
@@ -53,11 +53,6 @@ def more(found: RunAnalysis) -> list[str]:
     if helps:
         listed = "; ".join(f"{each.what}, {each.speedup:.2f} times as fast" for each in helps)
         lines.append(f"By simulation would help most: {listed}.")
-    kinds = list(found.critical.by_kind.items())[:2]
-    if kinds:
-        lines.append(
-            "Of the longest chain of a step " + " and ".join(f"{share:.0%} is {name}" for name, share in kinds) + "."
-        )
     return lines
 
 
@@ -115,7 +110,6 @@ def _sections(found: RunAnalysis) -> list[str]:
     parts.append(inline_section("Microbatches", partial(_microbatches, found), MICROBATCHES))
     if drawn := _timelines(found):
         parts.append(section("One step", drawn, ONE_STEP))
-    parts.append(inline_section("Where a step's time goes", partial(_critical, found), CRITICAL))
     notes = "".join(f" Note: {note}." for note in found.notes)
     return [*parts, section("The study's measures", _measures(found), escape(f"{STUDY}{notes}"))]
 
@@ -134,10 +128,6 @@ MICROBATCHES = (
 ONE_STEP = (
     "The step whose time is the middle one, of the replica that computes longest: as measured, and with every op as "
     "long as its mean."
-)
-CRITICAL = (
-    "Shares of the longest chain of ops of which each began when the one before had ended. Only what is on it is "
-    "worth making faster."
 )
 STUDY = "As defined in Understanding Stragglers in Large Model Training Using What-if Analysis (OSDI 2025)."
 
@@ -248,20 +238,6 @@ def _timelines(found: RunAnalysis) -> str:
     even = simulate(fit.schedule, fit.even_costs(), links=fit.links)
     return timelines(
         [measured, even], [f"step {int(table_.steps[step])}, replica {replica}", "all ops of a kind alike"]
-    )
-
-
-def _critical(found: RunAnalysis, width: int) -> Figure:
-    shares = dict(list(found.critical.by_kind.items())[:6])
-    shares |= {f"compute of rank {rank}": share for rank, share in sorted(found.critical.by_rank.items())[:10]}
-    label = "share of the longest chain"
-    return stacked_chart(
-        [*shares],
-        [Bars(label, [*shares.values()], hue="blue")],
-        x=Axis(label, low=0.0),
-        show=percent,
-        width=width,
-        label="Shares of the longest chain by kind of op and by rank",
     )
 
 

@@ -24,20 +24,14 @@ S_t  = T_ideal with ops of type t / T_ideal  what one type of op does to an idea
 S_w  = min(S_replica, S_rank)               what one worker does, as the study takes it
 M_W  = (T - T_fixed) / (T - T_ideal)        what fixing the 3% of workers with the highest S_w would win back
 M_S                                         what fixing the ranks of the last stage would win back
-
-Where a step's time goes is the chain of ops and messages of which each began when the one before had ended. Ops that
-are not on it can be made faster without any gain. An op that has a tenth of it wins a hundredth for each tenth by
-which it is made faster, until another chain is the longest.
 """
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections import defaultdict
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TypeVar
 
 import numpy as np
 
@@ -103,14 +97,6 @@ class StepNetwork:
                 "waits for what waits for it; do the clocks of hosts differ, or is a rank's file from another run?"
             )
         return timed
-
-    def predecessors(self) -> list[list[int]]:
-        """Of each queue, all that it waits for: its needs, and what its rows run before it."""
-        found = [list(needs) for needs in self.needs]
-        for row in self._rows.values():
-            for before, after in itertools.pairwise(row):
-                found[after].append(before)
-        return found
 
     def _lay_out(self) -> dict[int, list[int]]:
         """Puts all ops but messages into rows, and gives the ops of each."""
@@ -377,58 +363,3 @@ def study_metrics(run: ReplayedRun) -> StudyMetrics:
         won_back(is_worst),
         won_back(np.isin(run.rank, last)),
     )
-
-
-K = TypeVar("K")
-MOST_STEPS = 16
-"""Steps whose chains are followed: of more, as many from all over the run."""
-
-
-@dataclass(frozen=True)
-class CriticalShares:
-    """Shares of a step's time, the largest first, the mean over steps.
-
-    Attributes:
-        by_kind: by the trace's name for the kind of op; messages are "messages".
-        by_rank: of compute, over all replicas.
-        by_link: of messages, by source and target, like "2>3".
-    """
-
-    by_kind: dict[str, float]
-    by_rank: dict[int, float]
-    by_link: dict[str, float]
-
-
-def critical_shares(run: ReplayedRun) -> CriticalShares:
-    """Follows the longest chain of each step, as it is replayed."""
-    table, sent = run.table, run.messages
-    by_kind: defaultdict[str, float] = defaultdict(float)
-    by_rank: defaultdict[int, float] = defaultdict(float)
-    by_link: defaultdict[str, float] = defaultdict(float)
-    compute = table.is_scope(Scope.COMPUTE)
-    picked = np.unique(np.linspace(0, len(table.steps) - 1, min(MOST_STEPS, len(table.steps))).astype(int))
-    for net in run.networks:
-        before = net.predecessors()
-        for step in np.intersect1d(net.steps, picked).tolist():
-            durations = net.durations(run.own[step])
-            end = np.asarray(net.time(durations).start) + durations
-            total = float(end.max()) * len(picked)
-            queues = [int(np.argmax(end))]
-            while before[queues[-1]]:
-                queues.append(max(before[queues[-1]], key=lambda each: float(end[each])))
-            for queue in queues:
-                share, part = float(durations[queue]) / total, int(net.part[queue])
-                if part >= table.num_ops:
-                    by_kind["messages"] += share
-                    message = part - table.num_ops
-                    source, target = table.rank[sent.producer[message]], table.rank[sent.consumer[message]]
-                    by_link[f"{source}>{target}"] += share
-                elif part != NONE:
-                    by_kind[run.kinds[table.kind[part]]] += share
-                    if compute[part]:
-                        by_rank[int(table.rank[part])] += share
-    return CriticalShares(_sorted(by_kind), _sorted(by_rank), _sorted(by_link))
-
-
-def _sorted(shares: dict[K, float]) -> dict[K, float]:
-    return dict(sorted(((name, share) for name, share in shares.items() if share > 0), key=lambda each: -each[1]))

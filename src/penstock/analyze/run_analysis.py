@@ -11,7 +11,7 @@ import numpy as np
 from penstock.analyze.causes import Effects, SlowdownCause, causes_of, effects_of
 from penstock.analyze.fitted_pipelines import FittedPipelines, fitted
 from penstock.analyze.messages import aligned
-from penstock.analyze.replay import CriticalShares, ReplayedRun, StudyMetrics, critical_shares, study_metrics
+from penstock.analyze.replay import ReplayedRun, StudyMetrics, study_metrics
 from penstock.analyze.what_if import WhatIf, what_ifs
 from penstock.analyze.whole import whole_steps
 from penstock.formats.traces import RunTrace, Scope, TraceError
@@ -26,7 +26,6 @@ class RunAnalysis:
         metrics: the study's, and by link.
         causes: the costliest first.
         what_ifs: the greatest gain first.
-        critical: where a step's time goes.
         effects: the factors of stages, workers and microbatches.
         fit: the pipelines as a schedule with costs; None where ranks did not run one order in all steps.
         notes: what was assumed, left out or aligned.
@@ -49,7 +48,6 @@ class RunAnalysis:
     metrics: StudyMetrics
     causes: tuple[SlowdownCause, ...]
     what_ifs: tuple[WhatIf, ...]
-    critical: CriticalShares
     effects: Effects = field(repr=False)
     fit: FittedPipelines | None = field(repr=False)
     notes: tuple[str, ...] = ()
@@ -110,7 +108,6 @@ class RunAnalysis:
             "op_ms": self.op_times,
             "causes": [each.to_json() for each in self.causes],
             "what_ifs": [each.to_json() for each in self.what_ifs],
-            "critical_path": asdict(self.critical),
             "schedule": None if self.fit is None else self.fit.name,
             **{f"num_{noun}": count for noun, count in self.counts.items()},
             "steps": {
@@ -168,7 +165,6 @@ def analyze_trace(trace: RunTrace, *, layers: Sequence[int] = (), drop_incomplet
         study_metrics(run),
         causes_of(run, effects),
         what_ifs(run, effects, fit, layers),
-        critical_shares(run),
         effects,
         fit,
         tuple(notes),

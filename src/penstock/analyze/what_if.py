@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from penstock.analyze.causes import Effects
-from penstock.analyze.fitted_pipelines import FittedPipelines, cut_anew, layer_times, most_held
+from penstock.analyze.fitted_pipelines import FittedPipelines, layer_times, most_held
 from penstock.analyze.replay import ReplayedRun
 from penstock.cost import Costs, Links
 from penstock.engine.network import Array
@@ -97,10 +97,10 @@ def what_ifs(
         layers: of each stage, in order; then a better cut is one that can be made.
     """
     measured = float(run.measured.mean())
-    tried = [*_whole_steps(run, effects, layers, fit), *([] if fit is None else _pipelines(run, fit))]
+    tried = [*_whole_steps(run, effects, layers), *([] if fit is None else _pipelines(run, fit))]
     found = [WhatIf(kind, what, measured - won, measured / (measured - won)) for kind, what, won in tried]
     if fit is not None:
-        found += _schedules(StepModel(run, fit), effects, layers)
+        found += _schedules(run, effects, fit, layers)
     return tuple(sorted(found, key=lambda each: -each.speedup))
 
 
@@ -108,9 +108,7 @@ Tried = tuple[str, str, float]
 """A change: its kind, the change in words, and by how many ms a step is shorter then."""
 
 
-def _whole_steps(
-    run: ReplayedRun, effects: Effects, layers: Sequence[int], fit: FittedPipelines | None
-) -> Iterator[Tried]:
+def _whole_steps(run: ReplayedRun, effects: Effects, layers: Sequence[int]) -> Iterator[Tried]:
     """Changes to what the parts of whole steps take."""
 
     def without(factor: Array) -> float:
@@ -123,18 +121,10 @@ def _whole_steps(
     if num_stages < 2:
         return
     work = np.nansum(effects.by_stage, axis=0)
-    if not layers:
+    if not layers:  # else a cut that can be made is tried
         move = 1 - work.mean() / work.max()
         what = f"an even cut: {move:.0%} of stage {int(np.argmax(work))}'s work moved to other stages"
         yield "cut", what, without(effects.stage)
-    elif fit is None:  # else a StepModel tries it
-        better = better_cut(work, layers)
-        factor = (work / cut_anew(work[:, None], layers, better, num_stages)[:, 0])[run.table.stage[effects.ops]]
-        yield "cut", _new_cut(better, layers), without(factor)
-
-
-def _new_cut(better: Sequence[int], layers: Sequence[int]) -> str:
-    return f"layers {', '.join(map(str, better))} to the stages instead of {', '.join(map(str, layers))}"
 
 
 def better_cut(work: Array, layers: Sequence[int]) -> list[int]:
@@ -182,18 +172,19 @@ def _pipelines(run: ReplayedRun, fit: FittedPipelines) -> Iterator[Tried]:
             yield "assignment", f"{DEALT}, then in the best order", before - longest(ordered, dealt)
 
 
-def _schedules(model: StepModel, effects: Effects, layers: Sequence[int]) -> Iterator[WhatIf]:
+def _schedules(run: ReplayedRun, effects: Effects, fit: FittedPipelines, layers: Sequence[int]) -> Iterator[WhatIf]:
     """Other schedules, and a better cut in whole layers."""
-    fit = model.fit
+    ran = StepModel(run, fit, fit.recorded)
     if len(layers) > 1:
         better = better_cut(np.nansum(effects.by_stage, axis=0), layers)
-        change = Change(fit.recorded, layers=layers, cut=better)
-        yield replace(model.predicted(change), kind="cut", what=_new_cut(better, layers), memory=None)
+        what = f"layers {', '.join(map(str, better))} to the stages instead of {', '.join(map(str, layers))}"
+        found = replace(ran, cut=better, layers=layers).predicted(ran.unexplained)
+        yield replace(found, kind="cut", what=what, memory=None)
     for schedule in _others(fit):
         what = f"{schedule.name} instead of {fit.name}"
         if "B" in fit.times and any(op.kind == "I" for op in schedule.order[0]):
             what += ", a backward's two halves taking half of it each"
-        yield replace(model.predicted(Change(schedule)), kind="schedule", what=what)
+        yield replace(replace(ran, schedule=schedule).predicted(ran.unexplained), kind="schedule", what=what)
 
 
 def _others(fit: FittedPipelines) -> Iterator[Schedule]:
@@ -285,15 +276,22 @@ def predict(
             "a link with a bandwidth needs the bytes of a message: give a delay alone, or message_bytes to "
             "penstock.analyze.predict"
         )
-    return StepModel(found.run, fit).predicted(
-        Change(schedule, links, channels, tuple(cut), tuple(layers) if cut else (), message_bytes)
-    )
+    model = StepModel(found.run, fit, schedule, links, channels, cut, layers if cut else (), message_bytes)
+    return model.predicted(StepModel(found.run, fit, fit.recorded).unexplained)
 
 
 @dataclass(frozen=True)
-class Change:
-    """What runs in place of what was recorded; see `predict`. `layers` are given with a cut alone."""
+class StepModel:
+    """A step of the recorded ranks and microbatches, simulated with the recorded ops.
 
+    Attributes:
+        run, fit: the recorded steps, and their pipelines.
+        schedule: what runs in the step. links, channels, cut, layers, message_bytes: as for `predict`; `layers` with
+            a cut alone.
+    """
+
+    run: ReplayedRun
+    fit: FittedPipelines
     schedule: Schedule
     links: Links | None = None
     channels: str = BUFFERED
@@ -301,37 +299,28 @@ class Change:
     layers: Sequence[int] = ()
     message_bytes: float = 0.0
 
-    @property
-    def is_in_torch(self) -> bool:
-        """Whether messages are ops, and the first stage's I does nothing."""
-        return self.channels != BUFFERED
-
-
-class StepModel:
-    """Steps of the recorded ranks and microbatches, simulated with the recorded ops.
-
-    Args:
-        run, fit: the recorded steps, and their pipelines.
-    """
-
-    def __init__(self, run: ReplayedRun, fit: FittedPipelines) -> None:
-        self.run, self.fit = run, fit
-        num_steps, num = len(run.table.steps), fit.schedule.num_microbatches
-        random = np.random.default_rng(0)
-        num_draws = max(FEWEST_DRAWS, DRAWS // fit.num_replicas) if num_steps > 1 else 1
-        self._draws = [random.integers(num_steps, size=num) for _ in range(num_draws)]
-        """Of each drawn step, the recorded step that each microbatch's ops are from, (N,)."""
-        self._middle = np.argsort(run.replayed, kind="stable")[num_steps // 2]
-
     @cached_property
     def measured(self) -> float:
         """Ms of a recorded step, the mean."""
         return float(self.run.measured.mean())
 
     @cached_property
+    def is_in_torch(self) -> bool:
+        """Whether messages are ops, and the first stage's I does nothing."""
+        return self.channels != BUFFERED
+
+    @cached_property
+    def drawn(self) -> list[float]:
+        """Ms of each drawn step, in which each microbatch's ops are those of one of the recorded steps."""
+        num_steps, num = len(self.run.table.steps), self.fit.schedule.num_microbatches
+        random = np.random.default_rng(0)
+        num_draws = max(FEWEST_DRAWS, DRAWS // self.fit.num_replicas) if num_steps > 1 else 1
+        return [self._time(random.integers(num_steps, size=num)) for _ in range(num_draws)]
+
+    @cached_property
     def unexplained(self) -> float:
-        """Ms by which recorded steps are longer than the simulation of what ran in them."""
-        return self.measured - median(self._drawn(Change(self.fit.recorded)))
+        """Ms by which recorded steps are longer than this one; that of what ran in them, if this is its model."""
+        return self.measured - median(self.drawn)
 
     @cached_property
     def besides(self) -> float:
@@ -340,76 +329,83 @@ class StepModel:
         span = table.end[:, table.compute].max(axis=1) - table.start[:, table.compute].min(axis=1)
         return float((self.run.measured - span).mean())
 
-    def predicted(self, change: Change) -> WhatIf:
-        """What a step would take with a change, within which error bar, and what that takes for granted."""
-        placed = self._placed(change)
+    def predicted(self, unexplained: float) -> WhatIf:
+        """What the step would take, within which error bar, and what that takes for granted.
+
+        Args:
+            unexplained: that of the model of what ran.
+        """
+        placed = self._placed()
         # Where messages stood in the recorded run is not known, so that run cannot be simulated on torch's channels.
-        rest = self.besides if change.is_in_torch else self.unexplained
-        drawn = self._drawn(placed)
-        time = median(drawn)
-        low, high = np.quantile(drawn, [0.05, 0.95])
-        is_halved = "I" not in self.fit.times and any(op.kind == "I" for row in change.schedule.order for op in row)
+        rest = self.besides if self.is_in_torch else unexplained
+        time = median(placed.drawn)
+        low, high = np.quantile(placed.drawn, [0.05, 0.95])
+        is_halved = "I" not in self.fit.times and any(op.kind == "I" for row in self.schedule.order for op in row)
         if is_halved:
-            usual = self._time(placed, self._middle)
-            ends = [time - usual + self._time(placed, self._middle, share) for share in HALVES]
+            ends = [time - placed._time(self._middle) + placed._time(self._middle, share) for share in HALVES]
             low, high = min(low, *ends), max(high, *ends)
         return WhatIf(
             "try",
-            change.schedule.name,
+            self.schedule.name,
             time + rest,
             self.measured / (time + rest),
-            most_held(remove_communication(change.schedule)),
+            most_held(remove_communication(self.schedule)),
             (float(low) * (1 - MODEL_ERROR) + rest, float(high) * (1 + MODEL_ERROR) + rest),
-            self._assumed(change, placed, rest, is_halved),
+            self._assumed(placed is self, rest, is_halved),
         )
 
-    def _drawn(self, change: Change) -> list[float]:
-        """Ms of each drawn step."""
-        return [self._time(change, steps) for steps in self._draws]
+    @property
+    def _middle(self) -> Array:
+        """The step whose time is the middle one."""
+        return np.argsort(self.run.replayed, kind="stable")[len(self.run.table.steps) // 2]
 
-    def _time(self, change: Change, steps: Array, input_share: float = 0.5) -> float:
+    @cached_property
+    def _links(self) -> Links:
+        return _links(self.fit, self.links)
+
+    def _time(self, steps: Array, input_share: float = 0.5) -> float:
         """Ms of a step: of its slowest replica. `steps` and `input_share` are as for `FittedPipelines.costs_of`."""
-        links = _links(self.fit, change.links)
         return max(
             simulate(
-                change.schedule, self._costs(change, steps, replica, input_share), links, channels=change.channels
+                self.schedule, self._costs(steps, replica, input_share), links=self._links, channels=self.channels
             ).makespan
             for replica in range(self.fit.num_replicas)
         )
 
-    def _costs(self, change: Change, steps: Array, replica: int, input_share: float = 0.5) -> Costs:
+    def _costs(self, steps: Array, replica: int, input_share: float = 0.5) -> Costs:
         return self.fit.costs_of(
-            change.schedule, steps, replica, layers=change.layers, cut=change.cut, input_share=input_share,
-            is_first_whole=change.is_in_torch, with_between=True, message_bytes=change.message_bytes,
+            self.schedule, steps, replica, layers=self.layers, cut=self.cut, input_share=input_share,
+            is_first_whole=self.is_in_torch, with_between=True, message_bytes=self.message_bytes,
         )  # fmt: skip
 
-    def _placed(self, change: Change) -> Change:
+    def _placed(self) -> StepModel:
         """The same with its messages as ops, where torch's channels carry them."""
-        if not change.is_in_torch or has_communication(change.schedule):
-            return change
-        costs, links = self._costs(change, self._middle, 0), _links(self.fit, change.links)
-        return replace(change, schedule=add_communication(change.schedule, costs, links, channels=change.channels))
+        if not self.is_in_torch or has_communication(self.schedule):
+            return self
+        costs = self._costs(self._middle, 0)
+        return replace(self, schedule=add_communication(self.schedule, costs, self._links, channels=self.channels))
 
-    def _assumed(self, change: Change, placed: Change, rest: float, is_halved: bool) -> tuple[str, ...]:
+    def _assumed(self, is_placed: bool, rest: float, is_halved: bool) -> tuple[str, ...]:
         """What a prediction takes for granted, in sentences."""
-        channels, between = change.channels, self.fit.usual_between
-        given = "" if change.links is None else " but those given"
-        place = "the file has them" if placed is change else "PlannedSchedule puts them, often sooner than torch does"
-        is_divided = change.schedule.num_stages != self.fit.schedule.num_stages and not change.cut
+        channels, between = self.channels, self.fit.usual_between
+        given = "" if self.links is None else " but those given"
+        place = "the file has them" if is_placed else "PlannedSchedule puts them, often sooner than torch does"
+        is_divided = self.schedule.num_stages != self.fit.schedule.num_stages and not self.cut
         is_untried = channels not in (BUFFERED, GLOO)
         kept = "by how much recorded steps differ from the simulation of what ran in them"
-        if change.is_in_torch:
+        if self.is_in_torch:
             kept = "what a step does before and after its microbatches"
         assumed = {
             f"an op takes what it took in the recorded steps, and {between:.2g} ms pass before the next one": True,
-            "one step was recorded, so the error bar does not hold how much steps differ": len(self._draws) == 1,
+            "one step was recorded, so the error bar does not hold how much steps differ": len(self.run.table.steps)
+            == 1,
             f"links{given} are as late as the trace shows, whatever the number of messages": True,
             f"messages stand where {place}, and {channels} carries them; the first stage's I does nothing": (
-                change.is_in_torch
+                self.is_in_torch
             ),
             f"the error bar was measured on gloo; no run on {channels} was compared": is_untried,
             "I takes half of a backward, 40% to 60% in the error bar; both halves add up to the whole": is_halved,
-            "a layer takes as long in any stage; what stages take besides layers stays there": bool(change.cut),
+            "a layer takes as long in any stage; what stages take besides layers stays there": bool(self.cut),
             "recorded stages divide evenly; --layers and --cut say how they do": is_divided,
             f"{kept} ({rest:.3g} ms) stays the same": abs(rest) > SMALLEST_REST * self.measured,
         }

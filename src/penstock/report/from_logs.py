@@ -31,9 +31,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from statistics import fmean, median
-from typing import Any, TypeVar
-
-import msgspec
+from typing import Any
 
 from penstock.control.advice import Unanswered
 from penstock.control.closed_loop_simulation import run_once
@@ -63,7 +61,7 @@ from penstock.control.orchestrator import Orchestrator
 from penstock.control.robust_statistics import AS_DEVIATION, deviation
 from penstock.cost import Costs, Links
 from penstock.cost.mesh import LinkGroup
-from penstock.formats.traces.reader import TimelineRecord
+from penstock.formats.traces.reader import IterationRecord
 from penstock.report.run_story import (
     FEWEST,
     DecisionOutcome,
@@ -83,24 +81,10 @@ from penstock.report.run_story import (
 from penstock.schedule import Op, ScheduleError
 from penstock.simulation import TimedOp, Timeline
 
-T = TypeVar("T")
 WARM_UP = 2
 """The first iterations of a run, in which memory is allotted and connections are made: no median counts them."""
 _AS_ASSUMED = 0.005
 """Share of its assumed time that an op may differ by and still count as taking just that."""
-
-
-class IterationRecord(msgspec.Struct):
-    """A line of iterations.jsonl: an iteration, the decision in force, each link's median delay, the most that each
-    rank held, and what its delegates had counted.
-    """
-
-    iteration: int
-    number: int
-    ms: float
-    links: dict[str, float]
-    peaks: list[float] | None = None
-    counters: dict[str, int | float] | None = None
 
 
 class ReadLog:
@@ -264,7 +248,7 @@ class ReadLog:
             delays = {read_link(name): ms for name, ms in record.links.items()}
             self.iterations[number] = Iteration(number, record.ms, in_force, delays, is_clean=number >= WARM_UP)
 
-    def measured(self, record: TimelineRecord) -> Timeline:
+    def measured(self, record: IterationRecord) -> Timeline:
         """The ops of a line of timelines.jsonl."""
         configuration = self._configuration(record.number, "timelines.jsonl")
         ops = [TimedOp(rank, Op(kind, *where), start, end) for rank, kind, *where, start, end in record.ops]
@@ -311,12 +295,12 @@ class ReadLog:
         return replace(self.job, costs=scaled(self.job.costs, conditions.factors))
 
 
-def records(lines: Iterable[str], file: str, kind: type[T]) -> list[T]:
+def records(lines: Iterable[str], file: str) -> list[IterationRecord]:
     """The lines of a run's file. Raises ControlError for a line of another kind."""
     found = []
     for value in json_lines(lines, file):
         try:
-            found.append(as_type(value, kind))
+            found.append(as_type(value, IterationRecord))
         except ControlError as error:
             raise ControlError(f"{file}: a line that does not fit the log: {error}") from None
     return found
@@ -381,13 +365,10 @@ def read_story(
         ControlError: no log, one of another version, or a run without an iteration.
     """
     read = ReadLog(log)
-    rows = records(iterations, "iterations.jsonl", IterationRecord)
+    rows = records(iterations, "iterations.jsonl")
     for row in rows:
         read.add_record(row)
-    recorded = {
-        each.why: (each.iteration, read.measured(each))
-        for each in records(timelines, "timelines.jsonl", TimelineRecord)
-    }
+    recorded = {each.why: (each.iteration, read.measured(each)) for each in records(timelines, "timelines.jsonl")}
     if not read.iterations:
         raise ControlError("the log has no iteration that ended: there is nothing to report yet")
     found = _simulated(read, most)

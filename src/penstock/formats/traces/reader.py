@@ -28,7 +28,6 @@ import zlib
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import TypeVar
 
 import msgspec
 import numpy as np
@@ -300,32 +299,30 @@ def _only(trace: RunTrace, steps: set[int]) -> RunTrace:
     return trace.take(np.isin(trace.step, sorted(steps)))
 
 
-R = TypeVar("R", bound=msgspec.Struct)
 TIMELINES, ITERATIONS = "timelines.jsonl", "iterations.jsonl"
 """What a run with `--adapt` records: the ops of iterations before and after each change, and each iteration."""
 TIMELINE = "timeline.json"
 """What other runs leave: the trace of one step, measured and simulated."""
 
 
-class TimelineRecord(msgspec.Struct):
-    """A line of timelines.jsonl: an iteration, and the decision in force.
+class IterationRecord(msgspec.Struct):
+    """A line of timelines.jsonl or of iterations.jsonl: an iteration, and the number of the decision in force.
 
     Attributes:
-        ops: of each its rank, kind, stage, microbatch, start and end (ms).
-        why: what the iteration is recorded for.
+        ops: timelines have of each its rank, kind, stage, microbatch, start and end (ms).
+        why: what the timeline is recorded for.
+        ms, links, peaks, counters: iterations have how long each took, each link's median delay (ms), the most that
+            each rank held, and what the delegates of all ranks had counted.
     """
 
     iteration: int
     number: int
-    ops: list[tuple[int, str, int, int, float, float]]
+    ops: list[tuple[int, str, int, int, float, float]] = []
     why: str = ""
-
-
-class IterationNumbers(msgspec.Struct):
-    """What a line of iterations.jsonl says here: an iteration, and the number of the decision in force."""
-
-    iteration: int
-    number: int
+    ms: float = 0.0
+    links: dict[str, float] = {}
+    peaks: list[float] | None = None
+    counters: dict[str, int | float] | None = None
 
 
 def read_penstock(path: Path, *, name: str, steps: set[int] | None = None) -> RunTrace:
@@ -336,7 +333,7 @@ def read_penstock(path: Path, *, name: str, steps: set[int] | None = None) -> Ru
     Raises:
         TraceError: a line that is no record of an iteration, or a step that is not there.
     """
-    records = {record.iteration: record for record in _records(path, TimelineRecord)}.values()
+    records = {record.iteration: record for record in _records(path)}.values()
     if not records:
         raise TraceError(f"{path.name} has no record of an iteration; train for more steps")
     rows = []
@@ -358,7 +355,7 @@ def read_penstock(path: Path, *, name: str, steps: set[int] | None = None) -> Ru
     if len(by_plan) == 1:
         return trace
     beside = path.with_name(ITERATIONS)
-    ran = Counter(each.number for each in (_records(beside, IterationNumbers) if beside.is_file() else records))
+    ran = Counter(each.number for each in (_records(beside) if beside.is_file() else records))
     longest = max(by_plan, key=lambda number: (ran[number], number))
     others = ", ".join(f"{_listed(by_plan[number])} (plan {number})" for number in by_plan if number != longest)
     return _only(trace, set(by_plan[longest])).with_note(
@@ -371,8 +368,8 @@ def _listed(steps: Sequence[int]) -> str:
     return ",".join(map(str, steps))
 
 
-def _records(path: Path, kind: type[R]) -> list[R]:
-    """The lines of a run's file; the last one may be cut off where the run was."""
+def _records(path: Path) -> list[IterationRecord]:
+    """The lines of a run's timelines, or of its iterations; the last one may be cut off where the run was."""
     try:
         lines = [line for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
     except UnicodeDecodeError:
@@ -380,7 +377,7 @@ def _records(path: Path, kind: type[R]) -> list[R]:
     found = []
     for number, line in enumerate(lines, start=1):
         try:
-            found.append(msgspec.json.decode(line, type=kind))
+            found.append(msgspec.json.decode(line, type=IterationRecord))
         except msgspec.DecodeError:
             if number == len(lines) and number > 1:
                 break
