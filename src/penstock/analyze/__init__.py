@@ -1,6 +1,6 @@
 """A trace of a run -> costs, how much slower it was than it should be, the causes, and what would help.
 
-trace --> whole --> messages, clocks --> network of the engine --> replay, measures --> causes, what-ifs --> page
+trace --> table of steps, messages --> network of the engine --> replay, measures --> causes, what-ifs --> page
 """
 
 from penstock.analyze.causes import SlowdownCause

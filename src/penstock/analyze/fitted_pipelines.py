@@ -16,9 +16,8 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from penstock.analyze.causes import Effects
-from penstock.analyze.messages import BACKWARDS, free_at
 from penstock.analyze.replay import ReplayedRun
-from penstock.analyze.whole import StepTable
+from penstock.analyze.step_table import BACKWARDS, StepTable, free_at
 from penstock.cost import Costs, Links
 from penstock.engine.network import Array
 from penstock.formats.traces.run_trace import NONE, Scope

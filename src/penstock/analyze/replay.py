@@ -35,8 +35,7 @@ from functools import cached_property
 
 import numpy as np
 
-from penstock.analyze.messages import Messages, messages_of
-from penstock.analyze.whole import StepTable
+from penstock.analyze.step_table import Messages, StepTable, messages_of
 from penstock.engine.network import Array, of_queues
 from penstock.engine.sweep import OrderTimes, Timer
 from penstock.formats.traces.run_trace import NONE, PARAMETERS, Scope, TraceError

@@ -10,10 +10,9 @@ import numpy as np
 
 from penstock.analyze.causes import Effects, SlowdownCause, causes_of, effects_of
 from penstock.analyze.fitted_pipelines import FittedPipelines, fitted
-from penstock.analyze.messages import aligned
 from penstock.analyze.replay import ReplayedRun, StudyMetrics, study_metrics
+from penstock.analyze.step_table import aligned, whole_steps
 from penstock.analyze.what_if import WhatIf, what_ifs
-from penstock.analyze.whole import whole_steps
 from penstock.formats.traces import RunTrace, Scope, TraceError
 
 

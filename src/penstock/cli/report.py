@@ -111,7 +111,7 @@ def _story(folder: Path, run: Path) -> RunStory | None:
 
 def _record(folder: Path, run: Path) -> RunRecord | None:
     """The steps of a run and its end; None if no step of it is on record."""
-    from penstock.report.run_record import read_record
+    from penstock.report.run_story import read_record
 
     ended = _object(folder / ENDED)
     text = folder / TEXT

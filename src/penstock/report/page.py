@@ -41,8 +41,7 @@ from penstock.draw.report_page import (
     whole_page,
 )
 from penstock.draw.style import percent, short
-from penstock.report.run_record import RunRecord
-from penstock.report.run_story import DecisionOutcome, RunMemory, RunStory
+from penstock.report.run_story import DecisionOutcome, RunMemory, RunRecord, RunStory
 from penstock.report.words import alarms, range_of, reaction, seconds, sentence, sentences, times, way_name
 from penstock.simulation import Timeline
 

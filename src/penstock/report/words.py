@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from penstock.draw.style import percent, short
-from penstock.report.run_record import RunRecord
-from penstock.report.run_story import SURE, DecisionOutcome, RunPlan, RunStory, link_name, main_spells
+from penstock.report.run_story import SURE, DecisionOutcome, RunPlan, RunRecord, RunStory, link_name, main_spells
 
 FEW = 3
 """Links that a sentence names."""

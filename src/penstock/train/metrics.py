@@ -16,7 +16,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from penstock.report.run_record import strict_json
+from penstock.report.run_story import strict_json
 from penstock.train.folder import write_whole, writing
 
 if TYPE_CHECKING:

@@ -20,7 +20,7 @@ from penstock.dispatch import Dispatch
 from penstock.planning.annealing import num_cores
 from penstock.planning.batches import plan_batch
 from penstock.planning.microbatch_order import DISPATCHES
-from penstock.report.run_record import read_record
+from penstock.report.run_story import read_record
 from penstock.runtime.adapt import AdaptOptions
 from penstock.runtime.checkpoint import CheckpointError, DamagedCheckpointError
 from penstock.runtime.execute.timeline import measured_costs

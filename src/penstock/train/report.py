@@ -19,7 +19,7 @@ from penstock.control import ControlError
 from penstock.draw import save_picture
 from penstock.formats import save as save_schedule
 from penstock.report.from_logs import read_story
-from penstock.report.run_record import strict_json
+from penstock.report.run_story import strict_json
 from penstock.report.words import headline, times
 from penstock.schedule import Schedule
 from penstock.simulation import Timeline

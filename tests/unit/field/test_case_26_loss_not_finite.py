@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from penstock.cli import main
-from penstock.report.run_record import read_record
+from penstock.report.run_story import read_record
 from report_cases import Page
 
 NETS = """

@@ -10,7 +10,7 @@ A range of torch's schedules also holds the wait for its op's message, so the op
     |-- gloo:recv ---|             .            ends when the wait for the message ends
                      |== F1 =======|= loss =|   the op, and on the last stage the loss, which GPipe computes after it
 
-If a profile shows no receives, `analyze.messages` lets an op begin when its message was sent.
+If a profile shows no receives, `analyze.step_table` lets an op begin when its message was sent.
 """
 
 from __future__ import annotations
