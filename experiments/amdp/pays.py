@@ -1,7 +1,7 @@
 """When asynchrony pays: AMDP under four rules beside 2BW and the best synchronous order within its memory.
 
     python -m experiments.amdp.pays               an hour of one core; what is there already is gone on with
-    python -m experiments.amdp.pays --ranks 8     some of it
+    python -m experiments.amdp.pays --ranks 16    some of it, here a quarter of an hour
     python -m experiments.amdp.pays --show        what was found last
 
 There are d ranks, and an update gathers n microbatches of the GPT-style model. A head of h layers takes as long as h
@@ -15,6 +15,10 @@ an update is.
                                 order or by dynamic dispatch
     1f1b, zb-h1, zb-v           these by themselves, whatever they hold
 
+AMDP's orders are made for several guesses at the times of F and B, and the fastest counts. On 16 ranks there are two
+guesses instead of four, because the builder tries 8 to 16 ways of ordering for each, one op at a time. So AMDP may be
+somewhat faster there than the table says.
+
 Bytes are those of weights, their versions, gradients, optimizer state and activations, of the fullest rank at its
 peak.
 """
@@ -24,7 +28,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Sequence
 from functools import cache
-from itertools import product
+from itertools import islice, product
 
 import penstock as ps
 from experiments.amdp import RESULTS
@@ -42,6 +46,8 @@ OWN_HEAD = 2.37
 """Layers whose time the preset's own head takes."""
 AMDP = {"drained": {"max_mismatch": 0}, "none": {}, "tentative": {"rule": "tentative"}}
 SHOWN = ("1f1b", "zb-h1", "zb-v")
+NUM_GUESSES = {4: 4, 8: 4, 16: 2}
+"""By ranks, for how many guesses at the times AMDP's orders are made."""
 CLOSE = 1e-3
 """A difference of throughput that counts as none: of orders so close, that whose late forwards know most is taken."""
 
@@ -77,7 +83,7 @@ def amdp(setup: Setup, name: str) -> tuple[Trial, float]:
     """AMDP by one of the rules, in the fastest of its orders for several guesses at its times, and its speed."""
     costs, d = setup.costs(copies=setup.num_ranks // 2), setup.num_ranks
     found = []
-    for guess in guesses(costs):
+    for guess in islice(guesses(costs), NUM_GUESSES[d]):
         f, b = (tuple(each) if isinstance(each, Sequence) else (each,) * d for each in (guess["f"], guess["b"]))
         trial = Trial(name, _order(d, setup.window, name, f, b), costs, setup.links, setup.window, setup.tokens)
         found.append((trial.ktokens(simulate(trial)), trial))
@@ -87,12 +93,18 @@ def amdp(setup: Setup, name: str) -> tuple[Trial, float]:
     return trial, speed
 
 
+@cache
+def _repeated(name: str, num_ranks: int, n: int) -> ps.Schedule:
+    """An order of the library, window after window. Costs do not shape it, so it serves all heads and links."""
+    one = ps.build(name, num_ranks, n, **LIBRARY[name])
+    return ps.passes.repeat_windows(one, 2 * max(3, -(-2 * num_ranks // n)) + 3)
+
+
 def synchronous(setup: Setup) -> Iterator[tuple[str, float, float]]:
     """Name, speed and GB of each order of the library, window after window, frozen and by dynamic dispatch."""
-    for name, given in LIBRARY.items():
+    for name in LIBRARY:
         try:
-            one = ps.build(name, setup.num_ranks, setup.window, **given)
-            schedule = ps.passes.repeat_windows(one, 2 * max(3, -(-2 * setup.num_ranks // setup.window)) + 3)
+            schedule = _repeated(name, setup.num_ranks, setup.window)
             costs = setup.costs(schedule.num_stages, schedule.placement.num_pipelines)
         except (ps.ScheduleError, ps.CostError):
             continue  # not for so few microbatches, or so many stages

@@ -6,7 +6,20 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cache, partial
 from statistics import fmean
 
-from experiments.amdp import convergence, defaults, delay, own_rates, pays, table1, table3, table4, table5, tentative
+from experiments.amdp import (
+    convergence,
+    defaults,
+    delay,
+    figure7,
+    figure8,
+    own_rates,
+    pays,
+    table1,
+    table3,
+    table4,
+    table5,
+    tentative,
+)
 from experiments.amdp.command import simulated_row
 from experiments.amdp.methods import trial_of
 from experiments.amdp.setups import Setup
@@ -72,6 +85,55 @@ def over_synchronous(method: str) -> Value:
         return by[method] / by["synchronous"] - 1 if method in by and by[method] is not None else None
 
     return value
+
+
+def sooner(method: str) -> Value:
+    """The time in which the fastest synchronous schedule reaches AMDP's last loss, over that of a method, by training
+    and simulated ranks.
+    """
+
+    def value(rows: Sequence[Row], how: str) -> float | None:
+        if how == "simulated":
+            return None
+        by = {row["method"]: row for row in rows}
+        target = max(by[name]["final"] for name in (figure7.SYNC, figure7.AMDP))
+        slow, fast = (
+            (figure7.reached(by[name], target) or float("nan")) * by[name]["batch_seconds"]
+            for name in (figure7.SYNC, method)
+        )
+        return slow / fast
+
+    return value
+
+
+def beside_vnag(model: str, method: str) -> Value:
+    """A method's throughput over vNAG's, by simulation."""
+
+    def value(rows: Sequence[Row], how: str) -> float | None:
+        if how != "simulated":
+            return None
+        times = facts_of("amdp/table5")["throughput"]
+        one, other = (find(times, model=model, method=each)["ktokens"] for each in (method, "vNAG"))
+        return float(one / other)
+
+    return value
+
+
+def loss_of_small(model: str, method: str) -> Value:
+    """The last loss of a small model over that of the synchronous pipeline, by training."""
+
+    def value(rows: Sequence[Row], how: str) -> float | None:
+        if how == "simulated":
+            return None
+        mine, like = (find(rows, model=model, method=each)["final"] for each in (method, table5.SYNC))
+        return float(mine / like - 1)
+
+    return value
+
+
+def memory_without_zero(model: str, num_ranks: int) -> Value:
+    """By how much the average memory grows without ZeRO, by simulation."""
+    return lambda rows, how: figure8.rise(rows, model, num_ranks, "amdp") if how == "simulated" else None
 
 
 def by_protocol(model: str, method: str) -> Value:
@@ -177,6 +239,60 @@ CLAIMS = (
             ("xpipe", None),
             ("pipedream", None),
         )
+    ),
+    *(
+        Claim(
+            "Figure 7",
+            f"time to AMDP's last loss, the best of the paper's synchronous schedules over {method}",
+            paper,
+            "amdp/figure7",
+            sooner(method),
+            trained="amdp/figure7",
+        )
+        for method, paper in (("amdp", 1.23),)
+    ),
+    *(
+        Claim(
+            "Table 5",
+            f"throughput over vNAG's, {method}, {model}",
+            None
+            if (model, method) not in table5.PAPER
+            else table5.PAPER[model, method][0] / table5.PAPER[model, "vNAG"][0],
+            "amdp/table5",
+            beside_vnag(model, method),
+        )
+        for model in table5.MODELS
+        for method in ("AMDP", table5.LATE)
+    ),
+    *(
+        Claim(
+            "Table 5",
+            f"last loss over Sync. PP's, {method}, {model}",
+            table5.PAPER[model, method][1] / table5.PAPER[model, table5.SYNC][1] - 1
+            if (model, method) in table5.PAPER
+            else None,
+            "amdp/table5",
+            loss_of_small(model, method),
+            trained="amdp/table5",
+            digits=3,
+            show="{:+.1%}",
+        )
+        for model, method in (
+            *((model, method) for model in table5.MODELS for method in ("AMDP", "vNAG")),
+            ("Model-1", table5.LATE),
+        )
+    ),
+    *(
+        Claim(
+            "Figure 8",
+            f"growth of the average memory without ZeRO, {model}, d = {num_ranks}",
+            paper,
+            "amdp/figure6",
+            memory_without_zero(model, num_ranks),
+            digits=3,
+            show="{:.1%}",
+        )
+        for (model, num_ranks), paper in figure8.PAPER.items()
     ),
     *(
         Claim(
@@ -356,11 +472,44 @@ def pays_over(rival: str) -> str:
     return f"{row['tentative'] / row[rival]:.3f}"
 
 
-def cells_that_pay() -> str:
-    """Cells of the table in which AMDP by rule `tentative` is faster than draining and than synchronous orders."""
-    rows = rows_of("amdp/pays")
+def cells_that_pay(link: float | None = None) -> str:
+    """Cells of the table in which AMDP by rule `tentative` is faster than draining and than synchronous orders.
+
+    Args:
+        link: counts only cells with links of so many GB/s.
+    """
+    rows = [row for row in rows_of("amdp/pays") if link in (None, row["link"])]
     won = sum(row["tentative"] > max(row["drained"], row["synchronous"]) for row in rows)
     return f"{won} of the {len(rows)} cells"
+
+
+def cells_of_2bw() -> str:
+    """Cells of the table in which PipeDream-2BW is faster than AMDP by rule `tentative`."""
+    rows = rows_of("amdp/pays")
+    return f"{sum(row['2bw'] > row['tentative'] for row in rows)} of the {len(rows)} cells"
+
+
+def most_it_pays() -> str:
+    """The largest gain of AMDP by rule `tentative` over the best synchronous order."""
+    return f"{max(row['tentative'] / row['synchronous'] for row in rows_of('amdp/pays')) - 1:.0%}"
+
+
+def small_model_over(method: str) -> str:
+    """How far a method of Table 5 ends above the synchronous loss, for the small Model-1."""
+    over = loss_of_small("Model-1", method)(rows_of("amdp/table5"), "trained")
+    assert over is not None
+    return f"{over:.1%}"
+
+
+def slower_by_tentative() -> str:
+    """The share of AMDP's throughput that rule `tentative` costs at Table 5's two models, by simulation."""
+    times = facts_of("amdp/table5")["throughput"]
+    shares = [
+        1
+        - find(times, model=model, method=table5.LATE)["ktokens"] / find(times, model=model, method="AMDP")["ktokens"]
+        for model in table5.MODELS
+    ]
+    return f"{min(shares):.1%} to {max(shares):.1%}"
 
 
 NUMBERS: Mapping[str, Callable[[], str]] = {
@@ -418,6 +567,13 @@ NUMBERS: Mapping[str, Callable[[], str]] = {
     "Pays, d = 8, n = 32 over drained": partial(pays_over, "drained"),
     "Pays, d = 8, n = 32 over synchronous": partial(pays_over, "synchronous"),
     "Pays, cells": cells_that_pay,
+    "Pays, cells, fast links": partial(cells_that_pay, pays.LINKS[0]),
+    "Pays, cells, slow links": partial(cells_that_pay, pays.LINKS[1]),
+    "Pays, cells, 2BW": cells_of_2bw,
+    "Pays, most over synchronous": most_it_pays,
+    "Table 5, tentative over synchronous": partial(small_model_over, table5.LATE),
+    "Table 5, none over synchronous": partial(small_model_over, "AMDP"),
+    "Table 5, tentative slower": slower_by_tentative,
     **{
         f"Tentative weights, {method}{', bound' * bound}": partial(over_no_mismatch, method, bound)
         for method, bound in (("none", False), ("xpipe", False), ("tentative", False), ("tentative", True))
