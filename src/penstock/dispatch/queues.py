@@ -21,6 +21,7 @@ from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from graphlib import TopologicalSorter
 from math import gcd, inf
 from types import ModuleType
 from typing import Any
@@ -371,15 +372,8 @@ def _delay(links: Links, source: tuple[int, ...], target: tuple[int, ...], async
 def depths(graph: StageGraph) -> list[int]:
     """Of each stage, the most stages on a path to it."""
     depth = [0] * graph.num_stages
-    waiting = [len(sources) for sources in graph.sources]
-    ready = [s for s, left in enumerate(waiting) if not left]
-    while ready:
-        stage = ready.pop()
-        for target in graph.targets[stage]:
-            depth[target] = max(depth[target], depth[stage] + 1)
-            waiting[target] -= 1
-            if not waiting[target]:
-                ready.append(target)
+    for stage in TopologicalSorter(dict(enumerate(graph.sources))).static_order():
+        depth[stage] = max((depth[source] + 1 for source in graph.sources[stage]), default=0)
     return depth
 
 

@@ -18,6 +18,7 @@ import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, cached_property
+from graphlib import CycleError, TopologicalSorter
 from math import gcd
 from numbers import Real
 
@@ -222,9 +223,12 @@ class StageGraph:
                 f"num_microbatches is {self.num_microbatches}: give one count per stage, each at least 1",
                 rule="stages",
             )
-        if cycle := _cycle(self.targets):
-            path = " -> ".join(map(str, cycle))
-            raise ScheduleError(f"the stages form a cycle, {path}; activations must flow one way", rule="stages")
+        try:
+            TopologicalSorter(dict(enumerate(self.sources))).prepare()
+        except CycleError as error:
+            path = " -> ".join(map(str, error.args[1]))
+            message = f"the stages form a cycle, {path}; activations must flow one way"
+            raise ScheduleError(message, rule="stages") from None
         self._check_registered()
 
     def _check_registered(self) -> None:
@@ -332,25 +336,3 @@ def _grouped(num_stages: int, pairs: Iterable[tuple[int, int]]) -> tuple[tuple[i
     for key, value in pairs:
         rows[key].append(value)
     return tuple(tuple(sorted(row)) for row in rows)
-
-
-def _cycle(targets: tuple[tuple[int, ...], ...]) -> list[int]:
-    """Some cycle of the graph as a path that ends where it began; empty where there is none."""
-    state = [0] * len(targets)
-    for root in range(len(targets)):
-        if state[root]:
-            continue
-        path, walk = [root], [iter(targets[root])]
-        state[root] = 1
-        while walk:
-            following = next(walk[-1], None)
-            if following is None:
-                state[path.pop()] = 2
-                walk.pop()
-            elif state[following] == 1:
-                return [*path[path.index(following) :], following]
-            elif state[following] == 0:
-                state[following] = 1
-                path.append(following)
-                walk.append(iter(targets[following]))
-    return []
