@@ -5,7 +5,6 @@ Every process imports the file itself, once, with random numbers from the same s
 
 from __future__ import annotations
 
-import ast
 import contextlib
 import importlib.util
 import inspect
@@ -58,14 +57,12 @@ def find(text: str, option: str) -> tuple[ModuleType, Any]:
             f"{option} {text}: there is no file {own.path} in {os.getcwd()}; give the path of a Python file and a "
             "name in it, like nets.py:Net"
         )
-    if not own.name:
-        names = _names_in(own.path)
-        names_there = f"it defines {', '.join(names)}" if names else "it defines none yet"
-        raise SettingsError(f"{option} {text}: which name in it? Give {own.path.name}:NAME; {names_there}")
     module = _imported(own.path, option)
+    there = f"it defines {', '.join(_names_in(module)) or 'nothing'}"
+    if not own.name:
+        raise SettingsError(f"{option} {text}: which name in it? Give {own.path.name}:NAME; {there}")
     if not hasattr(module, own.name):
-        otherwise = f"it defines {', '.join(_names_in(own.path)) or 'nothing'}"
-        hint = did_you_mean(own.name, [name for name in vars(module) if name[0] != "_"], otherwise)
+        hint = did_you_mean(own.name, [name for name in vars(module) if name[0] != "_"], there)
         raise SettingsError(f"{option}: {own.path} has no {own.name!r}; {hint}")
     return module, getattr(module, own.name)
 
@@ -207,17 +204,14 @@ _MODULES: dict[Path, ModuleType] = {}
 """The files that this process has imported."""
 
 
-def _names_in(path: Path) -> list[str]:
-    """The names that a file defines. The file is parsed and not run."""
-    try:
-        body = ast.parse(path.read_text(encoding="utf-8")).body
-    except (OSError, ValueError, SyntaxError):
-        return []
-    names = [node.name for node in body if isinstance(node, ast.ClassDef | ast.FunctionDef)]
-    for node in body:
-        if isinstance(node, ast.Assign):
-            names += [target.id for target in node.targets if isinstance(target, ast.Name)]
-    return [name for name in names if not name.startswith("_")]
+def _names_in(module: ModuleType) -> list[str]:
+    """The names that a file itself defines, without those that it imports."""
+    public = {name: value for name, value in vars(module).items() if not name.startswith("_")}
+    return [
+        name
+        for name, value in public.items()
+        if not hasattr(value, "__name__") or getattr(value, "__module__", "") == module.__name__
+    ]
 
 
 def _at(found: Any, own: OwnName) -> str:
