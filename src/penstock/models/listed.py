@@ -10,16 +10,19 @@ head is built, it gets the numbers that the embedding would have drawn.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, fields
+from itertools import accumulate
 from typing import Any, ClassVar
 
 import torch
 from torch import nn
 
-from penstock.runtime import Stage
+from penstock.runtime import PartitionError, Stage
 
-__all__ = ["ListedConfig", "ListedLayers", "Wrap", "built", "generator_of", "require_sizes", "tied_ends"]
+__all__ = [
+    "ListedConfig", "ListedLayers", "Wrap", "built", "cut_by_counts", "generator_of", "require_sizes", "tied_ends",
+]  # fmt: skip
 
 Wrap = Callable[[nn.Module], nn.Module]
 """Puts something around a block, such as activation checkpointing."""
@@ -144,6 +147,17 @@ class ListedConfig:
     def make(self, index: int) -> nn.Module:
         """The layer of a number, its weights not filled."""
         raise NotImplementedError
+
+
+def cut_by_counts(num_layers: int, num_stages: int, cut: Sequence[int]) -> list[range]:
+    """The layers of each stage if `cut` says how many each holds. Raises PartitionError if it does not fit."""
+    if len(cut) != num_stages or min(cut) < 1 or sum(cut) != num_layers:
+        raise PartitionError(
+            f"cut {','.join(map(str, cut))} is for {len(cut)} stages and {sum(cut)} layers; give each of the "
+            f"{num_stages} stages at least one of the {num_layers} layers (embedding and head are two)"
+        )
+    ends = accumulate(cut)
+    return [range(end - count, end) for end, count in zip(ends, cut, strict=True)]
 
 
 def tied_ends(config: ListedConfig) -> list[list[str]]:

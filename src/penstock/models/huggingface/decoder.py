@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
-from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -49,9 +48,10 @@ from penstock.models.huggingface.weights import (
     shapes_of,
     tied_groups,
 )
+from penstock.models.listed import cut_by_counts
 from penstock.models.loss import CrossEntropy
 from penstock.models.parallel import ParallelError
-from penstock.runtime import PartitionError, Stage, partition
+from penstock.runtime import Stage, partition
 from penstock.runtime.checkpoint import Reader
 from penstock.runtime.tensor_parallel import Sharding
 from penstock.runtime.tensors.digest import hash_of
@@ -310,7 +310,8 @@ class Decoder:
         Raises:
             PartitionError: more stages than layers, or a cut that does not fit.
         """
-        parts = partition(self.costs(), num_stages) if cut is None else self._parts(num_stages, cut)
+        costs = self.costs()
+        parts = partition(costs, num_stages) if cut is None else cut_by_counts(len(costs), num_stages, cut)
         if isinstance(self._source, ModelSource):
             return ModelStages([self.stage(part) for part in parts], self.pictures)
         return ModelStages([lambda part=part: self.stage(part) for part in parts], self.pictures)
@@ -339,15 +340,6 @@ class Decoder:
         modules = self._model.get_submodule(path).modules()
         multiplied = [module for module in modules if not isinstance(module, nn.Embedding)]
         return 2.0 * sum(p.numel() for module in multiplied for p in module.parameters(recurse=False))
-
-    def _parts(self, num_stages: int, cut: Sequence[int]) -> list[range]:
-        if len(cut) != num_stages or min(cut) < 1 or sum(cut) != self.num_layers:
-            raise PartitionError(
-                f"cut {','.join(map(str, cut))} is for {len(cut)} stages and {sum(cut)} layers; give each of the "
-                f"{num_stages} stages at least one of the {self.num_layers} layers (embedding and head are two)"
-            )
-        ends = list(accumulate(cut))
-        return [range(end - count, end) for end, count in zip(ends, cut, strict=True)]
 
 
 def _opened(source: Any, lora: Any, seed: int, dtype: torch.dtype) -> tuple[Any, WeightSource, Adapters | None]:

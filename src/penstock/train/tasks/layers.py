@@ -8,13 +8,13 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Mapping, Sequence
-from itertools import accumulate
 from typing import Any, TypeVar
 
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from penstock.models import ParallelError, require_parallel
+from penstock.models.listed import cut_by_counts
 from penstock.models.parallel import require_vocabulary
 from penstock.runtime import PartitionError, partition
 from penstock.runtime.stage.branches import is_plain, loss_stages
@@ -110,12 +110,12 @@ def stage_layers(costs: Sequence[float], schedule: Schedule, cut: Sequence[int] 
         cut: how many layers each stage holds.
 
     Raises:
-        PartitionError: more stages than layers. SettingsError: a cut that does not fit, stages that are no chain.
+        PartitionError: more stages than layers, a cut that does not fit. SettingsError: stages that are no chain.
     """
     num = schedule.num_stages
     require_chain(schedule)
     if cut is not None:
-        return _parts(len(costs), num, cut)
+        return cut_by_counts(len(costs), num, cut)
     shared = {stage for stage, _ in schedule.placement.shared}
     if not shared:
         return cut_layers(costs, num, shared_ends=False)
@@ -181,16 +181,6 @@ def require_one_end(graph: StageGraph, name: str) -> None:
             f"{name}: stages {_listed(ends)} feed no other stage, and the loss is one stage's; lead every branch to "
             "the stage with the loss"
         )
-
-
-def _parts(num_layers: int, num_stages: int, cut: Sequence[int]) -> list[range]:
-    if len(cut) != num_stages or min(cut) < 1 or sum(cut) != num_layers:
-        raise SettingsError(
-            f"cut {','.join(map(str, cut))} is for {len(cut)} stages and {sum(cut)} layers; give each of the "
-            f"{num_stages} stages at least one of the {num_layers} layers (embedding and head are two)"
-        )
-    ends = list(accumulate(cut))
-    return [range(end - count, end) for end, count in zip(ends, cut)]
 
 
 def _listed(values: set[int] | list[int]) -> str:
