@@ -16,12 +16,24 @@ from penstock.play import page as playground
 
 _LANGUAGE = re.compile(r"^```(python|sh) (?:file|from|torchrun)=\S+$|^```python \w+$", re.MULTILINE)
 _PICTURE = re.compile(r'<img [^>]*?src="(?P<name>[^"]+)\.svg"[^>]*>')
+_LONG_COMMAND = re.compile(r"^\$ .{100,}$", re.MULTILINE)
 _INLINE_CODE = re.compile(r"<code>(?P<text>[^<\n]+)</code>")
 _HYPHENATED = re.compile(r"(?<![^ ])(?=\S*-)\S{2,24}(?![^ ])")
 _FRAME = """
 <div class="playground" markdown="0">
 <p><a class="md-button" href="playground.html" target="_blank">Open the playground in a page of its own</a></p>
 <iframe src="playground.html" title="The playground" loading="lazy"></iframe>
+<script>
+{
+  const frame = document.querySelector(".playground iframe");
+  const tell = () => {
+    const scheme = document.body.dataset.mdColorScheme === "slate" ? "dark" : "light";
+    frame.contentWindow.postMessage({ scheme }, "*");
+  };
+  frame.addEventListener("load", tell);
+  new MutationObserver(tell).observe(document.body, { attributeFilter: ["data-md-color-scheme"] });
+}
+</script>
 </div>
 """
 
@@ -52,8 +64,19 @@ def on_page_markdown(markdown: str, page: Any, config: Any, files: Files) -> str
         title, _, rest = markdown.partition("\n")
         markdown = f"{title}\n{_FRAME}\n{rest}"
     markdown = _LANGUAGE.sub(lambda match: f"```{match[0][3:].split()[0]}", markdown)
+    markdown = _LONG_COMMAND.sub(_folded, markdown)
     is_ours = (DOCS / here).is_file() or here.startswith(("repository/", "papers/"))
     return relinked(markdown, here) if is_ours else markdown
+
+
+def _folded(command: re.Match[str]) -> str:
+    """A long command goes on in further lines, as a shell reads them; each begins with an option."""
+    lines = [""]
+    for part in re.split(" (?=-)", command[0]):
+        if len(lines[-1]) + len(part) > 100:
+            lines.append("   ")
+        lines[-1] += f" {part}"
+    return " \\\n".join(lines).strip()
 
 
 def on_page_content(html: str, page: Any, config: Any, files: Files) -> str:

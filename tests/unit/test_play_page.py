@@ -155,6 +155,16 @@ def test_a_person_edits_drags_plans_and_comes_back(
         assert play.errors == []
 
 
+def test_a_page_around_this_one_says_whether_it_is_dark(browser: Any, file: str) -> None:
+    ground = "getComputedStyle(document.body).backgroundColor"
+    with Playground(browser, file) as play:
+        assert play.page.evaluate(ground) == "rgb(255, 255, 255)"
+        play.after(lambda: play.page.evaluate("postMessage({ scheme: 'dark' })"))
+        assert play.page.evaluate(ground) == "rgb(15, 21, 29)"
+        play.after(lambda: play.page.evaluate("postMessage({ scheme: 'light' })"))
+        assert play.page.evaluate(ground) == "rgb(255, 255, 255)"
+
+
 def test_the_page_opens_with_a_late_link_and_tells_what_planning_saves(browser: Any, file: str) -> None:
     with Playground(browser, file) as play:
         late, costs = ps.Links({(1, 2): 30, (2, 1): 30}), ps.Costs.uniform(4, 10, 10, 10)

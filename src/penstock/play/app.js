@@ -583,7 +583,14 @@
   $("chart").addEventListener("pointerleave", tell);
   $("controls").addEventListener("submit", (event) => event.preventDefault());
   addEventListener("resize", () => shown && ask("draw"));
-  matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => shown && ask("draw"));
+  const prefersDark = matchMedia("(prefers-color-scheme: dark)");
+  function colour(isDark) {
+    document.documentElement.dataset.scheme = isDark ? "dark" : "light";
+    if (shown) ask("draw");
+  }
+  prefersDark.addEventListener("change", () => colour(prefersDark.matches));
+  addEventListener("message", ({ data }) => { if (data && (data.scheme === "dark" || data.scheme === "light")) colour(data.scheme === "dark"); });
+  colour(prefersDark.matches);
   addEventListener("hashchange", () => { past = []; Object.assign(state, read(location.hash)); put(state.grid); showControls(); ask("build"); });
   showControls();
   ask("build");
