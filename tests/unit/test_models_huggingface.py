@@ -352,6 +352,7 @@ def test_quantized_weights_are_refused() -> None:
         Decoder(config)
 
 
+@pytest.mark.slow
 def test_wrong_sources_and_inputs_are_refused_by_name(tmp_path: Path) -> None:
     with pytest.raises(DecoderError, match=r"not a folder with a config\.json"):
         Decoder(tmp_path)
