@@ -359,8 +359,7 @@ def op_arrays(problem: Problem) -> OpArrays:
             cap[r] = np.inf
         else:
             release[:, mine] = NONE
-    queue_of = np.repeat(np.arange(len(queues.rank)), queues.size)
-    number = np.arange(queues.num_ops) - queues.op_first[queue_of]
+    queue_of, number = problem.queue_of, problem.number_of
     before = [queue_of, queues.message_from[queue_of], queues.local_from[queue_of], *release[:, queue_of]]
     lag = [np.ones_like(number), np.zeros_like(number), np.zeros_like(number), *given.lag[:, queue_of]]
     late = [np.zeros(len(number)), queues.delay[queue_of], *np.zeros((3, len(number)))]

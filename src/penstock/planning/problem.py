@@ -77,9 +77,14 @@ class Problem:
         return number
 
     @cached_property
-    def walk_first(self) -> Array:
-        """Of each queue, its first op as a walk numbers them."""
-        return _walk_first(self, W + 1)
+    def queue_of(self) -> Array:
+        """The queue of each op."""
+        return np.repeat(np.arange(len(self.queues.rank)), self.queues.size)
+
+    @cached_property
+    def number_of(self) -> Array:
+        """The number of each op in its queue."""
+        return np.arange(self.num_ops) - self.queues.op_first[self.queue_of]
 
     def schedule(self, row: Array, name: str, max_in_flight: float | None = None) -> Schedule:
         """The schedule whose orders are `row` (queue ids, rank after rank)."""
@@ -114,10 +119,8 @@ class Problem:
 
     def row_of_starts(self, start: Array) -> Array:
         """The orders in which ops start at some moments (one per op); those that start together in queue order."""
-        queues = self.queues
-        queue_of = np.repeat(np.arange(len(queues.rank)), queues.size)
-        number = np.arange(queues.num_ops) - queues.op_first[queue_of]
-        found: Array = queue_of[np.lexsort((queue_of, number, start, queues.rank[queue_of]))]
+        queue_of = self.queue_of
+        found: Array = queue_of[np.lexsort((queue_of, self.number_of, start, self.queues.rank[queue_of]))]
         return found
 
 
@@ -280,13 +283,10 @@ class Orders(NamedTuple):
         return cls(row, np.zeros(num_ranks, np.int64), again, whole, away, duration, change, place, wait, level)
 
 
-def _walk_first(problem: Problem, num_kinds: int) -> Array:
-    """Per queue, the number of its first op among those of all chains, each of `num_kinds` queues."""
-    size = problem.queues.size
-    num_queues = len(set(problem.kind))
-    chain_first = np.cumsum(num_kinds * size[::num_queues]) - num_kinds * size[::num_queues]
+def walk_first(problem: Problem, chain_first: Array) -> Array:
+    """Of each queue, its first op as a walk numbers them, given the first op of each chain."""
     kind = np.array([_NUMBER_OF[kind] for kind in problem.kind], np.int64)
-    found: Array = np.repeat(chain_first, num_queues) + kind * size
+    found: Array = np.repeat(chain_first, len(set(problem.kind))) + kind * problem.queues.size
     return found
 
 
@@ -298,7 +298,9 @@ def walk_ops(problem: Problem, num_kinds: int = W + 1) -> Ops:
     """
     queues, num_queues = problem.queues, len(set(problem.kind))
     forward = np.arange(0, len(queues.rank), num_queues)
-    size, chain_rank, first_of = queues.size[forward], queues.rank[forward], _walk_first(problem, num_kinds)
+    size, chain_rank = queues.size[forward], queues.rank[forward]
+    cell_first = np.cumsum(size) - size
+    first_of = walk_first(problem, num_kinds * cell_first)
     num_ops = num_kinds * int(size.sum())
     chain = np.repeat(np.arange(len(forward)), num_kinds * size)
     within = np.arange(num_ops) - first_of[forward][chain]
@@ -314,7 +316,6 @@ def walk_ops(problem: Problem, num_kinds: int = W + 1) -> Ops:
         times[q // num_queues, _NUMBER_OF[each]] = times[q // num_queues, WHOLE] = queues.duration[q]
     held = queues.memory[forward]
     freed = np.divide(-queues.memory[forward + 1], held, out=np.zeros(len(held)), where=held > 0)
-    cell_first = np.cumsum(size) - size
     never = np.zeros(len(forward), np.bool_)
     return Ops(
         chain=chain, kind=kind, number=number, cell=cell_first[chain] + number, rank=chain_rank[chain],

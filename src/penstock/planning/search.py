@@ -30,7 +30,7 @@ from penstock.planning import forward_backward, row_walk
 from penstock.planning.annealing import Annealer, Incumbent, S
 from penstock.planning.bounds import OpArrays, jackson_bound, op_arrays, span_bound, ways
 from penstock.planning.metropolis import Cooling
-from penstock.planning.problem import BACKWARD_CLASS, Ops, Orders, Problem, fits, walk_ops
+from penstock.planning.problem import BACKWARD_CLASS, Ops, Orders, Problem, fits, walk_first, walk_ops
 from penstock.planning.row_walk import WalkSpace
 from penstock.schedule import Schedule
 
@@ -345,8 +345,8 @@ class Walk(RowWalk[Search]):
         super().__init__(problem, walk_ops(problem), seed)
         self._problem = problem
         self._queue_of = np.empty(len(self._ops.chain), np.int64)
-        for q, first in enumerate(problem.walk_first.tolist()):
-            self._queue_of[first : first + problem.queues.size[q]] = q
+        self._first = walk_first(problem, self._ops.first)
+        self._queue_of[self._first[problem.queue_of] + problem.number_of] = problem.queue_of
 
     @property
     def unit(self) -> float:
@@ -354,7 +354,7 @@ class Walk(RowWalk[Search]):
 
     def begin(self, search: Search, until: float) -> None:
         queues = self._problem.queues
-        op = self._problem.walk_first[search.row] + self._problem.numbers(search.row)
+        op = self._first[search.row] + self._problem.numbers(search.row)
         for r in range(queues.num_ranks):
             mine = op[queues.row_first[r] : queues.row_first[r + 1]]
             self.orders.row[r, : len(mine)], self.orders.length[r] = mine, len(mine)

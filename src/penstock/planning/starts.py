@@ -36,9 +36,16 @@ from penstock.planning.search import Search, time_of
 from penstock.schedule import Placement, Schedule, ScheduleError, circular, one_to_one, v_shape
 from penstock.schedule.placement import bidirectional, multi_directional, wave
 
+SHARES = (0.75, 0.5, 0.6, 0.4)
+"""Steps that are tried, as shares of the work of a microbatch on a stage: with a half, a rank with one stage has its
+forwards and its backwards half an interval apart, as in 1F1B. Which is best depends on placement and delays."""
+
+_HALVINGS = 8
+"""How often the search for the least interval halves its range of logarithms. That leaves some percent of error."""
+
 MOST_OPS = 20_000
-"""Above this building them takes longer than it is worth; where ranks host several stages orders in step stand for
-them."""
+"""Above this, building the library's schedules takes longer than it is worth. Where ranks host several stages, orders
+in step stand for them."""
 
 _WHOLE_OR_SPLIT: tuple[dict[str, Any], ...] = ({}, {"backward": "split"})
 
@@ -67,6 +74,85 @@ STARTS: dict[str, Start] = {
 }
 """Library schedules of a chain without updates: their placement, by the numbers of ranks and stages, and the forms in
 which they are built. Where looking at the clock matters the first of them comes first."""
+
+
+def greedy(search: Search) -> None:
+    """Takes the first order, so that there is a plan however short the time: backward before forward before weight
+    gradients. Microbatches go in step if that gets stuck, or if it would take too long without machine code.
+    """
+    problem, space = search.problem, ListSpace.of(search.problem.queues)
+    listed = -1.0
+    if is_quick(problem.queues.num_ops):
+        listed = list_by_class(problem, problem.priority_class, space)
+    if listed >= 0:
+        search.take(listed, space.row, "greedy")
+    else:
+        stepwise(search)
+    search.report("greedy")
+
+
+def list_by_class(problem: Problem, classes: Array, space: ListSpace) -> float:
+    """List scheduling by class, then by microbatch. The result is in `space.row`."""
+    queues = problem.queues
+    class_value = classes * (queues.size.max(initial=0) + 1)
+    space.values[:] = np.arange(queues.num_ops) + np.repeat(class_value - queues.op_first[:-1], queues.size)
+    space.wait[:] = 0.0
+    module: Any = compiled(list_by_values)
+    return float(module.list_ops(queues, space, False, False))
+
+
+def stepwise(search: Search) -> None:
+    """Takes orders in which microbatches begin at even intervals; the first of them even if no time is left."""
+    for row in in_step(search.problem):
+        search.take(time_of(search.problem, row), row, "in step")
+        if search.closed or search.left <= 0:
+            break
+
+
+def in_step(problem: Problem) -> Iterator[Array]:
+    """Orders (queue ids, rank after rank): for each step the one with about the least interval within the caps.
+
+    Where even one microbatch alone is above a cap, they are those of one microbatch alone.
+    """
+    queues = problem.queues
+    if queues.num_ops == 0:
+        yield np.empty(0, np.int64)
+        return
+    place = np.empty(len(queues.rank), np.int64)
+    place[topological(queues)] = np.arange(len(queues.rank))
+    by_place = np.lexsort((place[problem.queue_of], queues.rank[problem.queue_of]))
+    queue, number = problem.queue_of[by_place], problem.number_of[by_place]
+    pipeline = np.array(problem.microbatch_pipeline, np.int64)
+    microbatch = np.empty(queues.num_ops, np.int64)
+    for p in range(problem.placement.num_pipelines):
+        mine = queues.pipeline[queue] == p
+        microbatch[mine] = np.flatnonzero(pipeline == p)[number[mine]]
+    work = float(np.bincount(queues.rank, queues.duration * queues.size).max()) / max(1, len(pipeline))
+    is_weight = np.array([kind == "W" for kind in problem.kind])
+    rows = [slice(*ends) for ends in zip(queues.row_first[:-1], queues.row_first[1:], strict=True)]
+
+    def at(interval: float, way: Array) -> Array:
+        moment = microbatch * interval + way[queue]
+        # Stable, so that of two ops at one moment the one stands first that the other may wait for.
+        return np.concatenate([queue[row][np.argsort(moment[row], kind="stable")] for row in rows])
+
+    for share in SHARES:
+        step = share * work * queues.num_ranks / problem.placement.num_stages
+        stepping = queues._replace(duration=np.where(is_weight, queues.duration, step))
+        way = np.array(ways(stepping))
+        longest = float((way + stepping.duration).max()) + 1.0
+        least = max(work, 1e-6 * longest)
+        best = at(least, way)
+        if not fits(problem, best):
+            best = at(longest, way)
+            for _ in range(_HALVINGS):
+                middle = math.sqrt(least * longest)
+                row = at(middle, way)
+                if fits(problem, row):
+                    best, longest = row, middle
+                else:
+                    least = middle
+        yield best
 
 
 def named(search: Search) -> None:
@@ -106,94 +192,3 @@ def built(placement: Placement, num_ranks: int, num_microbatches: int) -> Iterat
                 made = build(name, num_ranks, num_microbatches, **counts, **form)
                 if made.placement == placement:
                     yield name, made
-
-
-SHARES = (0.75, 0.5, 0.6, 0.4)
-"""Steps that are tried, as shares of the work of a microbatch on a stage: with a half, a rank with one stage has its
-forwards and its backwards half an interval apart, as in 1F1B. Which is best depends on placement and delays."""
-
-_HALVINGS = 8
-"""How often the interval is halved in (by its logarithm): then it is within some percent of the least."""
-
-
-def in_step(problem: Problem) -> Iterator[Array]:
-    """Orders (queue ids, rank after rank): for each step the one with about the least interval within the caps.
-
-    Where even one microbatch alone is above a cap, they are those of one microbatch alone.
-    """
-    queues = problem.queues
-    if queues.num_ops == 0:
-        yield np.empty(0, np.int64)
-        return
-    place = np.empty(len(queues.rank), np.int64)
-    place[topological(queues)] = np.arange(len(queues.rank))
-    queue = np.repeat(np.arange(len(queues.rank)), queues.size)
-    number = np.arange(queues.num_ops) - queues.op_first[queue]
-    by_place = np.lexsort((place[queue], queues.rank[queue]))
-    queue, number = queue[by_place], number[by_place]
-    pipeline = np.array(problem.microbatch_pipeline, np.int64)
-    microbatch = np.empty(queues.num_ops, np.int64)
-    for p in range(problem.placement.num_pipelines):
-        mine = queues.pipeline[queue] == p
-        microbatch[mine] = np.flatnonzero(pipeline == p)[number[mine]]
-    work = float(np.bincount(queues.rank, queues.duration * queues.size).max()) / max(1, len(pipeline))
-    is_weight = np.array([kind == "W" for kind in problem.kind])
-    rows = [slice(*ends) for ends in zip(queues.row_first[:-1], queues.row_first[1:], strict=True)]
-
-    def at(interval: float, way: Array) -> Array:
-        moment = microbatch * interval + way[queue]
-        # Stable, so that of two ops at one moment the one stands first that the other may wait for.
-        return np.concatenate([queue[row][np.argsort(moment[row], kind="stable")] for row in rows])
-
-    for share in SHARES:
-        step = share * work * queues.num_ranks / problem.placement.num_stages
-        stepping = queues._replace(duration=np.where(is_weight, queues.duration, step))
-        way = np.array(ways(stepping))
-        longest = float((way + stepping.duration).max()) + 1.0
-        least = max(work, 1e-6 * longest)
-        best = at(least, way)
-        if not fits(problem, best):
-            best = at(longest, way)
-            for _ in range(_HALVINGS):
-                middle = math.sqrt(least * longest)
-                row = at(middle, way)
-                if fits(problem, row):
-                    best, longest = row, middle
-                else:
-                    least = middle
-        yield best
-
-
-def list_by_class(problem: Problem, classes: Array, space: ListSpace) -> float:
-    """List scheduling by class, then by microbatch. The result is in `space.row`."""
-    queues = problem.queues
-    class_value = classes * (queues.size.max(initial=0) + 1)
-    space.values[:] = np.arange(queues.num_ops) + np.repeat(class_value - queues.op_first[:-1], queues.size)
-    space.wait[:] = 0.0
-    module: Any = compiled(list_by_values)
-    return float(module.list_ops(queues, space, False, False))
-
-
-def greedy(search: Search) -> None:
-    """Step 1, from which on there is a plan, however short the time: backward before forward before weight gradients.
-    Microbatches go in step if that gets stuck, or if it would take too long without machine code.
-    """
-    problem, space = search.problem, ListSpace.of(search.problem.queues)
-    listed = -1.0
-    if is_quick(problem.queues.num_ops):
-        listed = list_by_class(problem, problem.priority_class, space)
-    if listed >= 0:
-        search.take(listed, space.row, "greedy")
-    else:
-        stepwise(search)
-    search.report("greedy")
-
-
-def stepwise(search: Search) -> None:
-    """Takes orders in which microbatches begin at even intervals, and the first of them however little time is
-    left.
-    """
-    for row in in_step(search.problem):
-        search.take(time_of(search.problem, row), row, "in step")
-        if search.closed or search.left <= 0:
-            break
