@@ -1,11 +1,11 @@
 """All tables and figures one after the other.
 
-    python -m experiments.amdp.all                what is simulated: half an hour
+    python -m experiments.amdp.all                what is simulated: four hours, or minutes with the results there
     python -m experiments.amdp.all --measured     tables 3 and 4 on emulated devices too
     python -m experiments.amdp.all --learning     and what is learnt: an hour of one core more
 
-Of `figure7.py`, `rates.py`, `table5.py` and `mismatch.py` what is there already is kept: move `results/` away to
-begin anew.
+Of `figure7.py`, `rates.py`, `table5.py`, `mismatch.py` and `pays.py` what is there already is kept: move
+`results/` away to begin anew.
 """
 
 from __future__ import annotations

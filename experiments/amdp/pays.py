@@ -1,7 +1,7 @@
 """When asynchrony pays: AMDP under four rules beside 2BW and the best synchronous order within its memory.
 
     python -m experiments.amdp.pays               an hour of one core; what is there already is gone on with
-    python -m experiments.amdp.pays --ranks 16    some of it, here a quarter of an hour
+    python -m experiments.amdp.pays --ranks 16    some of it, here half an hour
     python -m experiments.amdp.pays --show        what was found last
 
 There are d ranks, and an update gathers n microbatches of the GPT-style model. A head of h layers takes as long as h
