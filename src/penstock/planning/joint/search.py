@@ -318,11 +318,12 @@ def solve(search: JointSearch) -> None:
     start: dict[int, ModelOp] = {}
     forms: dict[int, Forms] = {}
     for c in range(len(problem.chains)):
-        add_chain(model, problem, c, window, start, forms)
+        _add_chain(model, problem, c, window, start, forms)
     for op in np.flatnonzero(ops.message_from != NONE).tolist():
         model.need(start[int(ops.message_from[op])], start[op], float(ops.delay[op]))
     for r in range(problem.num_ranks):
-        limit_rank(model, problem, r)
+        model.limit(r, float(ops.cap[r]))
+        model.limit(("host", r), float(ops.host[r]))
     model.minimize(start.values(), search.lower_bound)
     _hint(model, problem, search.orders, start, forms)
     answer = model.solve(seconds - (time.perf_counter() - began), search.seed)
@@ -349,7 +350,7 @@ def _windows(problem: JointProblem) -> Window:
     return window
 
 
-def add_chain(
+def _add_chain(
     model: OrderModel,
     problem: JointProblem,
     c: int,
@@ -434,12 +435,6 @@ def _hold(model: OrderModel, problem: JointProblem, c: int, made: list[ModelOp |
     model.change(r, model.either(form.away, home.start, f.start), held)
     model.change(("host", r), model.either(form.away, out.start, 0), held)
     model.change(("host", r), model.either(form.away, home.end, 0), -held)
-
-
-def limit_rank(model: OrderModel, problem: JointProblem, r: int) -> None:
-    """Caps what a rank holds, and what it has in host memory."""
-    model.limit(r, float(problem.ops.cap[r]))
-    model.limit(("host", r), float(problem.ops.host[r]))
 
 
 def _orders_found(
