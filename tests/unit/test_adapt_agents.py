@@ -191,7 +191,7 @@ def test_a_plan_that_one_rank_cannot_run_is_dropped_everywhere(tmp_path: Path) -
         assert set(ranks.numbers) == {0}
         assert [each.digest for each in ranks.running] == [START.digest] * NUM_RANKS
         assert "no room here" in ranks.agents[2].notices[0]
-        assert ranks.agents[0].notices[0] == "plan 1 is dropped: rank 2 cannot run it"
+        assert ranks.agents[0].notices[0].startswith("change 1 is not made: rank 2 cannot run its plan")
         assert len(replay(ranks.log())) >= 1
         assert len(tried) >= 1
 
@@ -264,8 +264,8 @@ def test_one_rank_without_the_store_ends_adapting_for_all_and_says_so_once(tmp_p
         for _ in range(5):
             ranks.step(HEALTHY, heard=False)
         assert [len(one.notices) for one in ranks.agents] == [1] * NUM_RANKS
-        assert "gone for 2 s: the cable is out" in ranks.agents[2].notices[0]
-        assert "training goes on with plan 0: rank 2 adapts no more" in ranks.agents[0].notices[0]
+        assert "out of reach for more than 2 s: the cable is out" in ranks.agents[2].notices[0]
+        assert "training goes on with plan 0: rank 2 has ended adapting" in ranks.agents[0].notices[0]
         assert set(ranks.numbers) == {0}
         assert replay(ranks.log()) == ()
 

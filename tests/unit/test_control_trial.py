@@ -27,7 +27,7 @@ from penstock.control.advice import Obstacle
 from penstock.control.changes import USUAL
 from penstock.control.configuration import peaks
 from penstock.control.evidence import BURST, Evidence
-from penstock.control.steps import NO_LINKS, Steps, TimedStep
+from penstock.control.steps import NO_LINKS, OpsFrom, Steps, TimedStep
 from penstock.control.trial import LATER, MOST, RETURNS, WORSE, Trial, explained
 from penstock.dispatch import Dispatch
 
@@ -105,7 +105,7 @@ def test_a_change_that_makes_steps_slower_is_taken_back_within_10_and_not_tried_
         assert change.action is not Action.TAKE_BACK
         assert back.action is Action.TAKE_BACK
         assert back.configuration == JOB.start
-        assert "790 with it" in back.reason
+        assert "takes 790 ms with it" in back.reason
         assert (back.ms_now, back.ms_then) == (790.0, 700.0)
     for change in machine.tried():
         assert 0 < machine.ran.count(change.configuration) <= 10
@@ -179,7 +179,7 @@ def test_a_step_that_is_no_slower_is_no_reason_for_a_change() -> None:
     assert machine.made == []
     (said,) = machine.controller.unanswered
     assert said.obstacle is Obstacle.ABSORBED
-    assert "took 400 ms before and take 400 since" in str(said)
+    assert "took 400 ms before and take 400 ms since" in str(said)
     assert [link for link, _ in said.cause] == [(2, 3)]
 
 
@@ -224,7 +224,7 @@ def test_where_nothing_helps_within_memory_what_would_is_said() -> None:
     options = {help.option.split()[0]: help for help in said.helps}
     assert "--schedule" in options
     assert all(help.ms < said.simulated * 0.98 for help in said.helps)
-    assert "it would be" in str(said)
+    assert "would take" in str(said)
 
 
 # The trial alone
@@ -314,7 +314,7 @@ def test_no_change_stays_that_is_slower_where_links_change_in_every_step(
             def simulated(
                 configuration: Configuration,
                 sooner: Delays = NO_LINKS,
-                usual_ops: bool = False,
+                ops: OpsFrom = OpsFrom.VERIFIED,
                 level: float = level,
                 said: float = said,
             ) -> float:
@@ -388,6 +388,80 @@ def test_what_delegates_add_is_not_laid_to_the_links(added: float) -> None:
     assert any(each.configuration.delegated for each in machine.tried())
     assert any(not verdict.kept for verdict in machine.controller.verdicts)
     assert sum(machine.ms) <= 1.15 * sum(instead)
+
+
+def on_a_machine(seed: int, noise: float, gain: float, slows: float = 1.0) -> bool:
+    """Whether a change stays that makes steps shorter by a share, and ops slower by a factor.
+
+    A link has turned late, and the change answers that. Ops take longer and shorter for reasons of the machine's own:
+    by a walk, and in spells. None begins or ends around the switch, where the change itself might have done it.
+    """
+    draw, before, lag = random.Random(f"{seed} {noise} {gain}"), 24 + (3, 5, 9, 16)[seed % 4], 4
+    walk, spell, steps, preparing = draw.gauss(0, noise), 0.0, Steps(JOB.start), []
+    then, trial = Configuration(ZB, "dynamic", (), JOB.start.caps), None
+    for step in range(before + lag + LATER):
+        walk = 0.95 * walk + draw.gauss(0, noise) * math.sqrt(1 - 0.95**2)
+        if draw.random() < 1 / 60 and noise and not before - 4 <= step < before + lag + 4:
+            spell = draw.choice((0.0, 0.3, 0.6))
+        is_new, late = step >= before + lag, 1.3 if step >= 24 else 1.0
+        load = math.exp(walk + spell) * (slows if is_new else 1.0)
+
+        def simulated(
+            ran: Configuration,
+            sooner: Delays = NO_LINKS,
+            ops: OpsFrom = OpsFrom.VERIFIED,
+            load: float = load,
+            late: float = late,
+        ) -> float:
+            return 600 * late * (load if ops is OpsFrom.STEP else 1.0) * (1 if ran == JOB.start else 1 - gain)
+
+        ms = 100 + simulated(then if is_new else JOB.start, ops=OpsFrom.STEP) * math.exp(draw.gauss(0, 0.03))
+        taken = TimedStep(ms, simulated, None, load)
+        if step == before:
+            steps.open(before - 24)
+        if step < before:
+            steps.add(taken)
+        elif not is_new:
+            preparing.append(taken)
+        else:
+            trial = trial or Trial(1, steps, 600 * gain, {}, then, preparing=preparing)
+            verdict = trial.add(step, taken)
+            if verdict is not None and not verdict.kept:
+                return False
+    return True
+
+
+@pytest.mark.parametrize("noise", [0.0, 0.1, 0.2])
+def test_regression_a_change_that_helped_was_taken_back_because_the_machine_was_busier_than_before(
+    noise: float,
+) -> None:
+    """Steps before and since had other op times, and were compared as they were: of changes that saved 15%, 4 in 10
+    were taken back. Now hardly 1 in 100 is, and the verdict says what a step would take without the change."""
+    backs = sum(not on_a_machine(seed, noise, gain=0.15) for seed in range(150))
+    assert backs <= 1
+    assert not any(on_a_machine(seed, noise, gain=-0.1) for seed in range(30)), "what harms is still found"
+
+
+def test_a_change_that_slows_ops_by_more_than_it_saves_is_taken_back() -> None:
+    """Delegates may take a core from the ranks: ops measured since the switch must not excuse the change."""
+    assert not any(on_a_machine(seed, 0.0, gain=0.1, slows=1.3) for seed in range(30))
+
+
+def test_a_verdict_says_what_a_step_would_take_without_the_change() -> None:
+    steps, then = Steps(JOB.start), Configuration(ZB, "dynamic", (), JOB.start.caps)
+
+    def taken(ms: float, load: float) -> TimedStep:
+        return TimedStep(ms, lambda ran, *_, **__: 1000.0 * load * (1.0 if ran == JOB.start else 0.8), None, load)
+
+    for load in (1.0, 1.1, 1.2, 1.3) * 4:
+        steps.add(taken(1000 * load, load))
+    trial = Trial(5, steps, 200.0, {}, then)
+    said = [trial.add(step, taken(800 * load, load)) for step, load in enumerate((1.5, 1.6, 1.5, 1.6, 1.5, 1.6))]
+    verdict = next(each for each in said if each is not None)
+    assert verdict.kept
+    assert verdict.after > verdict.before
+    assert verdict.without == pytest.approx(verdict.after / 0.8, rel=0.05)
+    assert f"a step would take {verdict.without:.4g} ms without it" in str(verdict)
 
 
 def test_steps_that_do_not_differ_are_explained_by_nothing() -> None:
@@ -512,7 +586,7 @@ def test_row_3_a_rise_that_no_link_explains_is_said_once_with_its_size() -> None
     machine.run(40, {}, lambda now: 1060.0)
     (said,) = machine.controller.unanswered
     assert (said.obstacle, said.before, said.now, said.cause) == (Obstacle.UNKNOWN, 255.0, 1060.0, ())
-    assert "805 ms (316%)" in str(said)
+    assert "255 ms before and take 1060 ms now (316% more)" in str(said)
     machine.run(20, {}, lambda now: 2000.0)
     assert len(machine.controller.unanswered) == 2
     assert machine.made == []
@@ -537,4 +611,4 @@ def test_row_6_of_links_that_are_all_a_bit_late_the_one_that_rose_moves_and_is_n
     assert decision.configuration.delegated == ((2, 3),)
     assert "link 2:3 goes by delegates" in decision.reason
     dispatch = decision.configuration.dispatch
-    assert dispatch is JOB.start.dispatch or f"dispatch {dispatch.value}" in decision.reason
+    assert dispatch is JOB.start.dispatch or f"dispatch becomes {dispatch.value}" in decision.reason

@@ -63,7 +63,10 @@ def test_the_headline_names_every_link_that_was_delegated_and_the_dispatch_that_
     late = [iteration(n, 400, 0, None, 60.0, 0.1, 0.1) for n in range(6, 10)]
     after = [iteration(n, 102, 1, 400, 60.0, 0.1, 0.1) for n in range(10, 20)]
     plan = RunPlan("zb", "dynamic", ((0, 1), (1, 2), (2, 3)))
-    said = headline(told([*calm, *late, *after], [decided(1, 8, 10, plan=plan)]))
+    story = told([*calm, *late, *after], [decided(1, 8, 10, plan=plan)])
+    said = headline(story)
+    assert "was 60 ms late from iteration 6 on; from iteration 10 on links" in said
+    assert "from iteration 7 on; from iteration 11 on links" in headline(story, first=1), "as train counts steps"
     assert "links 0–1, 1–2 and 2–3 went by delegates and dispatch became dynamic" in said
 
 
@@ -109,7 +112,7 @@ def test_what_is_within_the_noise_of_steps_is_not_called_saved() -> None:
     assert story.saved is not None
     about = replace(story, saved_error=story.saved / 4)
     assert about.saved is None
-    assert "as far as iterations that vary tell" in headline(about)
+    assert "iterations vary too much to say it more exactly" in headline(about)
     assert "saved -" in headline(replace(story, saved_error=story.lost))
     assert about.saved_about is not None
     assert to_page(about).count(range_of(*about.saved_about)) == 2, "the headline and the large number say the same"
@@ -156,7 +159,7 @@ def test_a_cause_without_an_answer_is_said_with_its_size() -> None:
     cause = Unanswered(20, Obstacle.NOISE, "too noisy", (((2, 3), 60.0),), 284.0, 523.0, 500.0)
     found = read_story([*log_of(), json.dumps({"unanswered": msgspec.to_builtins(cause)})], name="not answered")
     (said,) = (each for each in more(found) if "too noisy" in each)
-    assert "2:3 by 60 ms" in said
+    assert "link 2:3 is 60 ms late" in said
     assert "284 to 523 ms" in said
 
 
@@ -164,21 +167,24 @@ def test_a_cause_without_an_answer_is_said_with_its_size() -> None:
     ("story", "said"),
     [
         (told([iteration(n, 100, 0, None, 0.2) for n in range(5)]), ["no link was late by 1 ms or more"]),
-        (told([iteration(n, 100.1, 0, None, 10.0) for n in range(5)]), ["link 0–1 was 10 ms late in 5 of 5", "0 ms"]),
+        (
+            told([iteration(n, 100.1, 0, None, 10.0) for n in range(5)]),
+            ["link 0–1 was 10 ms late from iteration 0 on", "0 ms"],
+        ),
         (
             told([iteration(n, 200, 0, None, 30.0 + 20 * (n == 4)) for n in range(5)]),
             ["(at most 50)", "500 ms"],
         ),
         (
             told([iteration(n, 200, 0, None, 30.0, 30.0, 40.0, 1.0) for n in range(5)]),
-            ["links 0–1 and 1–2 were 30 to 40 ms late", "what runs was never changed", "none of it saved"],
+            ["links 0–1 and 1–2 were 30 to 40 ms late", "the plan was never changed", "none of it was saved"],
         ),
         (
             told(
                 [iteration(n, 200, 0, None, 30.0 if n in (1, 9) else 0.0) for n in range(12)],
                 [decided(1, 5, None, outcome="given up")],
             ),
-            ["late in 2 of 12 iterations", "what runs was never changed"],
+            ["late from iteration 1 to 9, in 2 of 12 iterations", "the plan was never changed"],
         ),
     ],
 )
@@ -211,7 +217,7 @@ def test_a_change_that_was_tried_and_taken_back_is_no_answer() -> None:
     change = replace(decided(1, 4, 6), taken_back=True, verdict="it is slower")
     story = told([*calm, *tried, *after], [change, decided(2, 11, 12, "take back")])
     assert (
-        "1 change of what runs was tried and taken back; the changes cost 180 ms, by measured iterations"
+        "1 change of the plan was tried and taken back; the changes cost 180 ms, by measured iterations"
         in headline(story)
     )
     assert "1 of them taken back because measured iterations were no faster" in more(story)[0]

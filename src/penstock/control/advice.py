@@ -1,9 +1,9 @@
 """Links that are late and for which nothing is changed: the reason, and what would help, by simulation.
 
-links 2:3 are late by 120 ms: steps take 633 ms instead of 97
-  why     nothing within the memory of each rank saves 2% (simulated 633 ms, at best 628)
-  helps   --set host_memory=2   2 more activations per rank: 521 ms
-          --schedule zb-h2  holds up to 7 activations: 540 ms
+link 2:3 is 120 ms late, and the plan stays:
+  why     no other plan within the ranks' caps saves 2% (by simulation 633 ms a step now, 628 at best)
+  helps   521 ms with 2 more activations per rank (--set host_memory=2)
+          540 ms with schedule zb-h2, up to 7 activations held (--schedule zb-h2)
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class Help:
     ms: float
 
     def __str__(self) -> str:
-        return f"{self.what} ({self.option}) it would be {self.ms:.4g} ms"
+        return f"{self.ms:.4g} ms {self.what} ({self.option})"
 
 
 @dataclass(frozen=True)
@@ -96,21 +96,20 @@ class Unanswered:
         late = [causes_in_words(dict(self.cause))] if self.cause else []
         late += [self.nodes] if self.nodes else []
         if self.obstacle is Obstacle.UNKNOWN:
-            said = f"steps are slower by {self.now - self.before:.3g} ms for an unknown cause: {self.why}"
+            said = f"steps are slower, and the cause is not known: {self.why}"
             return f"{said}; {' and '.join(late)}" if late else said
-        said = f"{' and '.join(late)}, and nothing is changed: {self.why}"
+        said = f"{' and '.join(late)}, and the plan stays: {self.why}"
         if self.helps:
-            said += f"; simulated {self.simulated:.4g} ms a step now, " + ", ".join(map(str, self.helps))
+            said += f"; a step takes {self.simulated:.4g} ms by simulation, and would take "
+            said += " or ".join(map(str, self.helps))
         return said
 
 
 def causes_in_words(cause: Mapping[Link, float]) -> str:
     """The late links and slow stages of a cause."""
-    links = [f"{show_link(key)} by {ms:.3g} ms" for key, ms in sorted(cause.items()) if key[0] != key[1]]
-    stages = [str(key[0]) for key in sorted(cause) if key[0] == key[1]]
-    parts = ["link " + ", ".join(links) + " late"] if links else []
-    parts += ["ops of stage " + ", ".join(stages) + " slow"] if stages else []
-    return " and ".join(parts)
+    links = [f"link {show_link(key)} is {ms:.3g} ms late" for key, ms in sorted(cause.items()) if key[0] != key[1]]
+    stages = [f"ops of stage {key[0]} are slow" for key in sorted(cause) if key[0] == key[1]]
+    return " and ".join(links + stages)
 
 
 def what_would_help(job: Job, now: Configuration, measured: Measured) -> tuple[Help, ...]:

@@ -12,9 +12,9 @@ own: how many times as long it takes as before the first change. What the job as
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from statistics import median
+from statistics import fmean, median
 
 from penstock.control.changes import USUAL, Change, Detector, Watch
 from penstock.control.events import OpTimes
@@ -24,6 +24,9 @@ COMPUTE = "compute"
 """The cause in decisions that slow ops lead to; the others are causes of links."""
 _SAME = 0.05
 """A factor this near to 1 counts as 1: the stage is as it was."""
+
+_AS_ASSUMED = 0.005
+"""Share of its assumed time that an op may differ by and still count as taking just that."""
 
 Factors = tuple[tuple[int, str, float], ...]
 """(stage, kind, factor): ops take `factor` times as long as assumed. Ops that are not named take as long as
@@ -51,7 +54,8 @@ class ComputeChange:
 
     def __str__(self) -> str:
         before, after = self.change.before, self.change.after
-        return f"stage {self.stage} on rank {self.rank}: one op of each kind {before:.3g} -> {after:.3g} ms (compute)"
+        where = f"stage {self.stage} on rank {self.rank}"
+        return f"ops of {where} take {after:.3g} ms instead of {before:.3g}, one of each kind together (compute)"
 
 
 class ComputeWatch(Watch[OpTimes, ComputeChange]):
@@ -98,6 +102,32 @@ def _levels(reports: Sequence[OpTimes]) -> dict[str, float]:
     for kind, halves in (each for report in reports for each in report.ms):
         times.setdefault(kind, []).extend(halves)
     return {kind: median(each) for kind, each in times.items()}
+
+
+def factors_of(ops: Iterable[OpTimes], costs: Costs) -> Factors:
+    """How many times as long as the costs say each kind of op took on each stage in one step. Kinds that took as long
+    as the costs say are left out.
+    """
+    found = [
+        (each.stage, kind, fmean(halves) / assumed)
+        for each in ops
+        for kind, halves in each.ms
+        if (assumed := _assumed(costs, each.stage, kind)) > 0
+    ]
+    return tuple(sorted(each for each in found if abs(each[2] - 1) > _AS_ASSUMED and each[2] > 0))
+
+
+def load_of(ops: Iterable[OpTimes], costs: Costs) -> float | None:
+    """How many times as long as the costs say all ops of one step took together; None where none were reported."""
+    rows = [(fmean(halves), _assumed(costs, each.stage, kind)) for each in ops for kind, halves in each.ms]
+    assumed = sum(usual for _, usual in rows if usual > 0)
+    return sum(ms for ms, usual in rows if usual > 0) / assumed if assumed else None
+
+
+def _assumed(costs: Costs, stage: int, kind: str) -> float:
+    """What the costs say that an op takes (ms); 0 for a stage or kind that they do not have."""
+    rows = {"F": costs.f, "I": costs.i, "W": costs.w, "B": costs.b}
+    return rows[kind][stage] if kind in rows and stage < costs.num_stages else 0.0
 
 
 def scaled(costs: Costs, factors: Factors) -> Costs:

@@ -21,7 +21,7 @@ from statistics import median
 from penstock.control import events
 from penstock.control.advice import Help, Obstacle, Unanswered, causes_in_words, what_would_help
 from penstock.control.changes import MOST_FALL, USUAL
-from penstock.control.compute import ComputeChange, Factors, scaled
+from penstock.control.compute import ComputeChange, Factors, factors_of, load_of, scaled
 from penstock.control.configuration import Configuration, Job, fits, in_host, peaks
 from penstock.control.decide import (
     Action,
@@ -43,7 +43,7 @@ from penstock.control.measured import JobMonitor, LateCauses
 from penstock.control.orchestrator import Orchestrator
 from penstock.control.question import Question, what_of
 from penstock.control.report_sampler import CLOSELY
-from penstock.control.steps import NO_LINKS, Steps, TimedStep
+from penstock.control.steps import NO_LINKS, OpsFrom, Steps, TimedStep
 from penstock.control.trial import Trial, Verdict
 from penstock.cost import Links
 from penstock.schedule import Schedule, check
@@ -295,25 +295,31 @@ class Controller:
 
     def _timed(self, ms: float) -> TimedStep:
         """The step that has just ended, with the links and op times that it had, so that it can be simulated."""
-        step, factors = self._monitor.latest(ms), self._monitor.factors
+        step, reported = self._monitor.latest(ms), self._monitor.reported
+        ops = [each for each in reported if isinstance(each, events.OpTimes)]
+        verified = self._monitor.factors
+        factors = {OpsFrom.JOB: (), OpsFrom.VERIFIED: verified}
+        factors[OpsFrom.STEP] = factors_of(ops, self.job.costs) if ops else verified
 
         def simulated(
-            configuration: Configuration, sooner: Mapping[Link, float] = NO_LINKS, usual_ops: bool = False
+            configuration: Configuration,
+            sooner: Mapping[Link, float] = NO_LINKS,
+            ops_from: OpsFrom = OpsFrom.VERIFIED,
         ) -> float:
-            job = self.job if usual_ops else self._job_as_measured(factors)
-            return predict(job, configuration, [step.links(sooner)])
+            return predict(self._job_as_measured(factors[ops_from]), configuration, [step.links(sooner)])
 
-        return TimedStep(ms, simulated, step)
+        return TimedStep(ms, simulated, step, load_of(ops, self.job.costs), bool(reported))
 
     def _charge(self, trial: Trial | None) -> None:
         """Charges the prepared change with its price as measured: how much longer the steps took in which ranks
         prepared the change than clean steps take.
         """
         steps = self._steps if trial is None else trial.before
-        cost, self._preparing = steps.excess(self._preparing), []
+        cost = steps.excess(self._preparing)
         self.paid, self._spent = self.paid + cost, self._spent + cost
         if trial is not None:
-            trial.paid = cost
+            trial.paid, trial.preparing = cost, self._preparing[:-1]
+        self._preparing = []
 
     @property
     def _is_on_trial(self) -> bool:
@@ -495,7 +501,7 @@ class Controller:
     def _simulated_rise(self) -> float:
         """How much longer steps are (ms), by simulation, for what is late."""
         found = [
-            each.simulated(self.now) - each.simulated(self.now, self._causes.rises, True)
+            each.simulated(self.now) - each.simulated(self.now, self._causes.rises, OpsFrom.JOB)
             for each in list(self._steps.since)[-BURST:]
             if each.simulated is not None
         ]
@@ -534,16 +540,21 @@ class Controller:
             # What runs where nodes lie is for their messages to say. Of rings, messages say nothing.
             if found.ring_ms >= self.job.least_gain * found.ms_now:
                 stay = self.job.nodes_stay or "no other place of the nodes is faster"
-                cost = f"rings on it cost {found.ring_ms:.3g} of {found.ms_now:.4g} ms a step by simulation"
+                cost = (
+                    f"gradient rings over it cost {found.ring_ms:.3g} of {found.ms_now:.4g} ms a step by simulation"
+                )
                 self._explain_nodes(Obstacle.NODES, f"{stay}; {cost}", nodes, found.ms_now)
             return None
         then = replace(found.configuration, nodes=found.mesh.nodes)
         gain, price = found.ms_now - found.ms_then, self.job.prices.move
         lost = gain * (self._iteration - nodes.late_since)
         if self._question.bars(what_of(Action.MOVE, then), nodes.excess, self._iteration):
-            why: tuple[Obstacle, str] | None = Obstacle.TAKEN_BACK, "moving nodes was tried and taken back"
+            why: tuple[Obstacle, str] | None = (
+                Obstacle.TAKEN_BACK,
+                "moving nodes was tried, and taken back because steps were not shorter",
+            )
         elif lost < price:
-            why = Obstacle.PRICE, f"moving costs {price:.3g} ms, and late links have cost {lost:.3g} ms so far"
+            why = Obstacle.PRICE, f"moving nodes takes {price:.3g} ms, and late links have cost {lost:.3g} ms so far"
         else:
             why = self._question.doubt(self._steps, self._iteration, gain, self._simulated_rise())
         if why is not None:
@@ -554,7 +565,7 @@ class Controller:
         moved = ", ".join(map(str, nodes.mesh.moved(found.mesh)))
         reason = (
             f"{nodes.in_words}; nodes {moved} change places: {found.mesh}; "
-            f"simulated {found.ms_then:.4g} ms an iteration instead of {found.ms_now:.4g}"
+            f"by simulation {found.ms_then:.4g} ms a step instead of {found.ms_now:.4g}"
         )
         cause = str(Cause.BANDWIDTH if nodes.slow else Cause.LATENCY)
         return self._propose(Action.MOVE, then, reason, (found.ms_now, found.ms_then), price, (cause,))
@@ -567,16 +578,20 @@ class Controller:
         best, _ = choose(allowed, float("inf"), least_gain)
         least = min(each.ms for each in self._scored)
         if best is not now:
-            lost = max(0.0, self.lost - self._spent)
-            why = f"switching costs {best.price:.3g} ms, and late links have cost {lost:.3g} ms so far"
+            why = (
+                f"a change takes {best.price:.3g} ms; late links have cost {self.lost:.3g} ms so far, and changes "
+                f"{self._spent:.3g} ms, so it is not worth that yet"
+            )
             self._explain(Obstacle.PRICE, why)
         elif len(allowed) < len(self._scored) and least <= now.ms * (1 - least_gain):
             numbers = ", ".join(str(each.number) for each in self._question.taken_back)
-            self._explain(Obstacle.TAKEN_BACK, f"what would help by simulation was tried and taken back ({numbers})")
+            self._explain(
+                Obstacle.TAKEN_BACK, f"what would help by simulation was tried and taken back (change {numbers})"
+            )
         else:
             caps = ", ".join(f"{cap:.4g}" for cap in self.now.caps)
-            why = f"no order, dispatch or delegate within the caps of {caps} activations saves {least_gain:.0%}"
-            self._explain(Obstacle.MEMORY, f"{why} (simulated {now.ms:.4g} ms a step, at best {least:.4g})")
+            why = f"no other plan within the ranks' caps of {caps} activations saves {least_gain:.0%}"
+            self._explain(Obstacle.MEMORY, f"{why} (by simulation {now.ms:.4g} ms a step now, {least:.4g} at best)")
 
     def _explain(self, obstacle: Obstacle, why: str) -> None:
         """Reports once for each cause and obstacle that nothing is changed, and why."""
@@ -616,8 +631,8 @@ class Controller:
         if by_cause < rise / 2 and calm + rise > self._told_level * _AGAIN:
             self._told_level = calm + rise
             why = (
-                f"steps take {rise:.4g} ms ({rise / calm:.0%}) longer than the {calm:.4g} ms before, and links and "
-                f"ops as measured account for {max(0.0, by_cause):.3g} ms"
+                f"they took {calm:.4g} ms before and take {calm + rise:.4g} ms now ({rise / calm:.0%} more), and "
+                f"late links and slow ops explain {max(0.0, by_cause):.3g} of the {rise:.4g} ms"
             )
             words = self._nodes.in_words if self._nodes is not None and self._nodes.excess else ""
             self._say_unanswered(Obstacle.UNKNOWN, why, self._causes.ms, calm + by_cause, nodes=words)

@@ -457,6 +457,7 @@ def reason_of(
     parts += map(str, news)
     for link in sorted(set(now.delegated) ^ set(then.delegated)):
         parts.append(f"link {show_link(link)} goes by {'delegates' if link in then.delegated else 'its own path'}")
-    parts += [f"dispatch {then.dispatch.value}"] if then.dispatch is not now.dispatch else []
-    times = f"{ms[1]:.4g} ms an iteration" + ("" if ms[0] is None else f" instead of {ms[0]:.4g}")
-    return "; ".join([*parts, f"simulated {times}"])
+    parts += ["ops run in another order"] if then.schedule != now.schedule else []
+    parts += [f"dispatch becomes {then.dispatch.value}"] if then.dispatch is not now.dispatch else []
+    times = f"{ms[1]:.4g} ms a step" + ("" if ms[0] is None else f" instead of {ms[0]:.4g}")
+    return "; ".join([*parts, f"by simulation {times}"])

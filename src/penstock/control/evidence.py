@@ -87,6 +87,11 @@ class Evidence:
             self._start()
 
 
+def chance(evidence: float) -> str:
+    """What evidence means, in words: by chance it reaches x at most about once in x cases."""
+    return f"chance alone makes such steps once in {evidence:.3g} cases"
+
+
 def explains(simulated: float, measured: float) -> bool:
     """Whether a simulated difference (ms) explains a measured one: they are of the same size, within `FACTOR`."""
     return 0 < measured <= FACTOR * simulated and simulated <= FACTOR * measured

@@ -157,8 +157,10 @@ class LinkChange:
     def __str__(self) -> str:
         before, after = self.change.before, self.change.after
         if self.of_share:
-            return f"link {show_link(self.link)}: late messages {before:.0%} -> {after:.0%} (loss)"
-        return f"link {show_link(self.link)}: {before:.3g} -> {after:.3g} ms ({self.cause})"
+            return (
+                f"{after:.0%} of the messages of link {show_link(self.link)} are late instead of {before:.0%} (loss)"
+            )
+        return f"messages of link {show_link(self.link)} take {after:.3g} ms instead of {before:.3g} ({self.cause})"
 
 
 def looked_at_again(change: LinkChange, now: LinkEstimate | None) -> LinkChange:

@@ -67,16 +67,19 @@ class JobMonitor:
     Attributes:
         down: links whose own path is dead.
         risen: links that became later, as was verified, and still are.
+        reported: the measurements of the latest iteration; none where only its time is known.
     """
 
     def __init__(self, job: Job) -> None:
         self.job = job
         self.down: set[Link] = set()
         self.risen: set[Link] = set()
+        self.reported: list[Transfers | OpTimes] = []
         self._delegated = set(job.start.delegated)
         self._links: dict[Link, LinkWatch] = {}
         self._stages: dict[tuple[int, int], ComputeWatch] = {}
         self._known: dict[Link, tuple[float, ...]] = {}
+        self._reported: list[Transfers | OpTimes] = []
 
     @property
     def alarms(self) -> tuple[int, ...]:
@@ -104,6 +107,7 @@ class JobMonitor:
 
     def feed(self, event: Transfers | OpTimes) -> None:
         """Takes a measurement. Raises ControlError for a rank or a stage that is not there."""
+        self._reported.append(event)
         if isinstance(event, OpTimes):
             self._stage(event).feed(event)
             return
@@ -114,6 +118,7 @@ class JobMonitor:
 
     def end_iteration(self) -> list[LinkChange | ComputeChange]:
         """The changes that the measurements of an iteration verify."""
+        self.reported, self._reported = self._reported, []
         news: list[LinkChange | ComputeChange] = []
         for _, link in sorted(self._links.items()):
             if change := link.end_iteration():

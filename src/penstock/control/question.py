@@ -17,12 +17,14 @@ from penstock.control.advice import Obstacle
 from penstock.control.configuration import Configuration
 from penstock.control.decide import Action
 from penstock.control.events import Link
-from penstock.control.evidence import EXPLAINED, FEWEST, UNEXPLAINED, WINDOW, explains
+from penstock.control.evidence import EXPLAINED, FEWEST, UNEXPLAINED, WINDOW, chance, explains
 from penstock.control.steps import Steps
 from penstock.control.trial import RevertedChange
 
 _TELLS = 0.7
 """Deviations of a step by which it must become shorter, where nothing turned late: a trial shows no less."""
+_CALM = 5
+"""Steps that say how much steps vary, where nothing turned late and so nothing presses."""
 _ASKED = 16
 """An answer takes as much evidence again for each so many steps of an open question: chance has had more turns."""
 _MOST = 12
@@ -85,16 +87,16 @@ class Question:
         if level is None or calm is None or not steps.is_open or len(steps.usual) < FEWEST:
             return None
         if len(steps.since) <= steps.burst:
-            return Obstacle.PAUSE, f"it is late for {len(steps.since)} steps so far, and may be a burst"
-        said = f"steps took {calm:.4g} ms before and take {level:.4g} since"
+            return Obstacle.PAUSE, f"it has been late for {len(steps.since)} steps, and may soon be over"
+        said = f"steps took {calm:.4g} ms before and take {level:.4g} ms since"
         if steps.rise < self._least_gain * calm:
-            return Obstacle.ABSORBED, f"measured steps are no slower for it: {said}"
+            return Obstacle.ABSORBED, f"{said}, and a change is tried if they take {self._least_gain:.0%} longer"
         needed = EXPLAINED * self._caution(steps, iteration)
         if steps.evidence >= needed:
             return None
         return Obstacle.NOISE, (
-            f"{said}, with a noise of {steps.noise:.3g} ms: evidence of {steps.evidence:.3g}, and a change is tried "
-            f"from {needed:.3g} on"
+            f"{said}, where {steps.noise:.3g} ms more or less are usual; {chance(steps.evidence)}, and a change is "
+            f"tried from once in {needed:.3g} on"
         )
 
     def _caution(self, steps: Steps, iteration: int) -> float:
@@ -111,10 +113,12 @@ class Question:
             simulated_rise: how much longer steps are (ms) for what turned late, by simulation.
         """
         level = steps.level
+        few = Obstacle.NOISE, "too few steps have run to tell how much they vary"
         if level is None or len(steps.present) < steps.fewest:
-            return Obstacle.NOISE, "too few steps have run to tell how much they vary"
+            return few
         if not steps.is_open or len(steps.usual) < FEWEST:
-            return self._improves(steps, iteration, gain, level)
+            calm = -(-_CALM // steps.ran.num_updates)
+            return few if len(steps.present) < calm else self._improves(steps, iteration, gain, level)
         found = self.too_early(steps, iteration)
         if found is not None:
             return found
@@ -123,8 +127,9 @@ class Question:
         if steps.evidence >= needed:
             return None
         return Obstacle.NOISE, (
-            f"steps take {steps.rise:.4g} ms longer than before, and by simulation {simulated_rise:.3g} ms: there is "
-            f"evidence of {steps.evidence:.3g}, and a change is tried from {needed:.3g} on"
+            f"steps take {steps.rise:.4g} ms longer than before, of which simulation explains "
+            f"{max(0.0, simulated_rise):.3g} ms; {chance(steps.evidence)}, and a change is tried from once in "
+            f"{needed:.3g} on"
         )
 
     def least(self, steps: Steps) -> float:
@@ -134,11 +139,11 @@ class Question:
     def _improves(self, steps: Steps, iteration: int, gain: float, level: float) -> Doubt | None:
         """What speaks against a change that does not answer what turned late."""
         if self.waits(iteration):
-            return Obstacle.PAUSE, "what runs was changed a short time ago, and is left in peace"
+            return Obstacle.PAUSE, "the plan was changed a short time ago"
         needed = self.least(steps)
         if gain >= needed:
             return None
         return Obstacle.NOISE, (
-            f"the best change promises {gain:.3g} of {level:.4g} ms a step, and with a noise of {steps.noise:.3g} ms "
-            f"one is tried from {needed:.3g} ms on"
+            f"the best plan would save {gain:.3g} of {level:.4g} ms a step by simulation; steps vary by "
+            f"{steps.noise:.3g} ms anyway, and a plan is tried if it saves {needed:.3g} ms or more"
         )

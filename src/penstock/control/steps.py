@@ -18,6 +18,7 @@ import math
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from enum import StrEnum
 from statistics import median
 from types import MappingProxyType
 
@@ -36,9 +37,20 @@ PRESENT = 16
 NO_LINKS: Mapping[Link, float] = MappingProxyType({})
 
 
+class OpsFrom(StrEnum):
+    """Which op times a step is simulated with."""
+
+    JOB = "job"
+    """Those that the job assumes."""
+    VERIFIED = "verified"
+    """Those after all verified changes of stages."""
+    STEP = "step"
+    """Those that were measured in the step itself."""
+
+
 StepSimulation = Callable[..., float]
-"""Says how long a step would take (ms) by simulation, with the links that were measured in it: of a configuration,
-with links `sooner` by so much (ms) than measured, and with ops as the job assumes them where `usual_ops`.
+"""Simulates a step (ms) with the links that were measured in it. Takes a configuration; by how much (ms) links are
+`sooner` than measured, none by default; and an `OpsFrom`, verified op times by default.
 """
 
 
@@ -50,11 +62,15 @@ class TimedStep:
         ms: how long it took.
         simulated: its simulation; None where links were not measured.
         links: the links in it, as measured.
+        load: how many times as long as assumed its ops took together; None where that was not measured.
+        is_reported: whether links and ops were measured in this step itself, rather than in one before it.
     """
 
     ms: float
     simulated: StepSimulation | None = None
     links: LinksOfStep | None = None
+    load: float | None = None
+    is_reported: bool = True
 
 
 class Steps:
@@ -142,6 +158,11 @@ class Steps:
     def known(self) -> Sequence[TimedStep]:
         """The latest steps, whether something turned late among them or not."""
         return (*self.usual, *self.since)[-PRESENT:]
+
+    @property
+    def reported(self) -> Sequence[TimedStep]:
+        """The latest steps whose own links and ops were measured."""
+        return [step for step in (*self.usual, *self.since) if step.is_reported][-PRESENT:]
 
     @property
     def present(self) -> Sequence[TimedStep]:

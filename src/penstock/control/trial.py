@@ -13,22 +13,26 @@ After every step the one test (`Evidence`) is asked whether steps are faster tha
 Where neither is shown within `MOST` steps, the change stays if there is some evidence that they are faster. One that
 stays goes on being watched for a while, since harm may show later.
 
-Where links change all the time, or one turned late since the switch, steps before and after had different links. If
-simulation explains how the steps differ, each step is therefore compared with what ran before, simulated with the
-links of this step, and the test is fed the differences in place of the times.
+Links and the machine may have changed between the steps before and the steps after: another link turned late, or a
+busy neighbour made all ops slower. If simulation explains at least half of how steps vary, each step is therefore
+compared with what ran before, simulated with the links and op times of this step, and the test is fed the
+differences in place of the times. The verdict then names what a step would take now without the change.
+
+A change may slow ops itself, as delegates do that take a core. If ops become slower right at the switch, by more than
+they varied before, that is laid to the change: the steps are then compared with op times as the job assumes them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import median
 
 from penstock.control.configuration import Configuration
 from penstock.control.events import Link
-from penstock.control.evidence import FEWEST, HARMED, HARMED_LATER, HELPED, Evidence
+from penstock.control.evidence import FEWEST, HARMED, HARMED_LATER, HELPED, Evidence, chance
 from penstock.control.robust_statistics import deviation
-from penstock.control.steps import NO_LINKS, Steps, TimedStep, times
+from penstock.control.steps import NO_LINKS, OpsFrom, Steps, TimedStep, times
 
 RETURNS = 5
 """Steps after which going back to what is no slower stays."""
@@ -39,10 +43,14 @@ LATER = 48
 """Steps with a change up to which it is watched for harm."""
 WORSE = 0.02
 """Share of a step that counts as a difference."""
-_LEFT = 0.5
-"""Share of the deviation of steps that simulation may leave unexplained, to be believed."""
+_LEFT = 0.7
+"""Share of the deviation of steps that simulation may leave unexplained, to be believed: half of the variance."""
 _ENOUGH = 6
 """Steps that are enough to say whether simulation explains them."""
+_AT_SWITCH = 8
+"""Steps after a switch that show whether ops became slower with it."""
+_CLEARLY = 3.0
+"""Deviations by which op times differ clearly."""
 _AGAIN = 64
 """Clean steps after which a change that was taken back may be tried again, while its cause is there; each time it was
 taken back doubles them.
@@ -63,6 +71,8 @@ class Verdict:
         num_before: how many steps `before` rests on.
         num_after: how many steps `after` rests on.
         paid: ms that steps took longer than before from the decision up to the first step with the change.
+        without: what a step since the change would take (ms) without it, under the links and op times since; None
+            where steps before and since are compared as measured.
 
     Examples:
         >>> import penstock as ps
@@ -80,14 +90,40 @@ class Verdict:
     num_before: int
     num_after: int
     paid: float = 0.0
+    without: float | None = None
 
     def __str__(self) -> str:
         said = "stays" if self.kept else "is taken back"
         cost = f"; preparing it cost {self.paid:.3g} ms" if self.paid >= WORSE * self.before else ""
+        now = ""
+        if self.without is not None:
+            now = f"; with links and ops as they are now a step would take {self.without:.4g} ms without it"
         return (
-            f"change {self.number} {said}: {self.before:.4g} ms a step before ({self.num_before} steps), "
-            f"{self.after:.4g} with it ({self.num_after}); {self.why}{cost}"
+            f"change {self.number} {said}: a step took {self.before:.4g} ms before (median of {self.num_before}) and "
+            f"takes {self.after:.4g} ms with it (median of {self.num_after}){now}; {self.why}{cost}"
         )
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Steps before a change and with it, as the test compares them.
+
+    Attributes:
+        before, after: of each step its time (ms), or by how much it was longer than what ran before takes by
+            simulation under the links and op times of that step.
+        promised: the simulated gain (ms) under the links and op times since.
+        is_simulated: whether steps are compared with their simulation.
+    """
+
+    before: Sequence[float]
+    after: Sequence[float]
+    promised: float
+    is_simulated: bool = False
+
+    @property
+    def gain(self) -> float:
+        """By how much steps became shorter (ms), in the median."""
+        return median(self.before) - median(self.after)
 
 
 @dataclass
@@ -101,6 +137,7 @@ class Trial:
         cause: the links that were late, and by how much (ms), by which the change was called for.
         runs: what runs now; None where its links cannot be compared with those before.
         paid: ms that steps took longer than before from the decision up to the first step with the change.
+        preparing: the steps from the decision up to the switch.
         links_changed: whether something else turned late since the switch.
         is_decided: whether it is known if the change stays.
         is_over: whether nothing more can be learned of it.
@@ -112,6 +149,7 @@ class Trial:
     cause: Mapping[Link, float]
     runs: Configuration | None = None
     paid: float = 0.0
+    preparing: Sequence[TimedStep] = ()
     links_changed: bool = False
     is_decided: bool = False
     is_over: bool = False
@@ -141,46 +179,72 @@ class Trial:
             return None
         if not self._rows:
             return self._end(iteration, True, "no step before it is known") if num == RETURNS else None
-        before, after, promised = self._compared()
-        helped, harmed = (Evidence(before, after, sign) for sign in (-1, 1))
-        gain, least = median(before) - median(after), WORSE * median(times(self._rows))
-        loss = median(after[-max(1, harmed.num) :]) - median(before)
+        found = self._compared()
+        helped, harmed = (Evidence(found.before, found.after, sign) for sign in (-1, 1))
+        gain, least = found.gain, WORSE * median(times(self._rows))
+        loss = median(found.after[-max(1, harmed.num) :]) - median(found.before)
         if harmed.value >= (HARMED_LATER if self.is_decided else HARMED) and loss > least:
-            said = f"it is slower{' after all' if self.is_decided else ''} by {loss:.3g} ms"
-            return self._end(iteration, False, said)
+            said = f"its last {harmed.num} steps are {loss:.3g} ms longer than without it"
+            return self._end(iteration, False, said, found)
         if self.is_decided:
             return None
+        shorter = f"steps are {abs(gain):.3g} ms {'longer' if gain < 0 else 'shorter'} with it"
         if self.promised <= 0 and num >= RETURNS:
-            said = "it is no slower" if gain >= -least else f"it is slower by {loss:.3g} ms"
-            return self._end(iteration, gain >= -least, said)
-        said = f"simulated gain {promised:.3g} ms, measured {gain:.3g}"
+            return self._end(iteration, gain >= -least, shorter, found)
+        shorter += f", where simulation expects {found.promised:.3g} ms less"
         if gain > least and helped.value >= (HELPED if num < MOST else _SOME):
             now, calm = median(times(self._after)), self.before.calm
             if self.cause and not is_there and calm is not None and now > calm * (1 + WORSE):
-                said = f"its cause has passed, and {calm:.4g} ms were usual before"
-                return self._end(iteration, False, said)
-            return self._end(iteration, True, said)
+                said = f"what it was made for has passed, and steps took {calm:.4g} ms before that began"
+                return self._end(iteration, False, said, found)
+            return self._end(iteration, True, shorter, found)
+        if num < MOST:
+            return None
         # Where nothing is to be gained with these links, when to go back is chosen as at any other time.
-        kept = promised <= least and gain >= -least
-        return self._end(iteration, kept, said) if num == MOST else None
+        kept = found.promised <= least and gain >= -least
+        if not kept and gain > least:
+            shorter += f"; {chance(helped.value)}, and a change stays from once in {_SOME:g} on"
+        elif not kept:
+            shorter += f"; after {MOST} steps a change stays only if they are {WORSE:.0%} shorter"
+        return self._end(iteration, kept, shorter, found)
 
-    def _compared(self) -> tuple[list[float], list[float], float]:
-        """The steps before and since, as the test compares them, and what simulation promises of the latter."""
-        plain = times(self._rows), times(self._after), self.promised
+    def _compared(self) -> Comparison:
+        """The steps before and since, under the same links and op times if simulation explains how steps differ."""
+        plain = Comparison(times(self._rows), times(self._after), self.promised)
         ran, added = self.before.ran, self._added()
-        known, since, instead = (
-            paired(rows, ran, more)
-            for rows, more in ((self.before.known, NO_LINKS), (self._rows, NO_LINKS), (self._after, added))
-        )
-        if self.runs is None or len(instead) < len(self._after) or not explained(known):
+        ops = OpsFrom.JOB if self._slows_ops() else OpsFrom.STEP
+        reported = [step for step in self._after if step.is_reported]
+        known = paired(self.before.reported, ran, ops)
+        instead = paired(reported, ran, ops, added)
+        if self.runs is None or len(instead) < FEWEST or not (explained(known, instead) or self._load_moved()):
             return plain
-        by_links = [simulated for _, simulated in (*since, *instead)]
-        if deviation(by_links) < WORSE * median(by_links):
+        by_conditions = [simulated for _, simulated in (*paired(self._rows, ran, ops), *instead)]
+        if deviation(by_conditions) < WORSE * median(by_conditions):
             return plain
         promised = median(
-            then - now for (_, then), (_, now) in zip(instead, paired(self._after, self.runs), strict=True)
+            then - now for (_, then), (_, now) in zip(instead, paired(reported, self.runs, ops), strict=True)
         )
-        return [ms - simulated for ms, simulated in known], [ms - simulated for ms, simulated in instead], promised
+        before, after = ([ms - simulated for ms, simulated in rows] for rows in (known, instead))
+        return Comparison(before, after, promised, True)
+
+    def _load_moved(self) -> bool:
+        """Whether ops as measured take clearly longer or shorter than before the change."""
+        before, after = loads(self.before.reported), loads(self._after)
+        if min(len(before), len(after)) < FEWEST:
+            return False
+        noise = max(deviation(ms) / median(ms) for ms in (times(self._rows), times(self._after)))
+        return abs(median(after) / median(before) - 1) >= _CLEARLY * noise
+
+    def _slows_ops(self) -> bool:
+        """Whether ops became slower right at the switch and stay so, by more than they varied before. Then the change
+        is taken to have slowed them.
+        """
+        known, began = loads((*self.before.usual, *self.before.since)), loads(self._after[:FEWEST])
+        ended = loads((*self.before.reported, *self.preparing))[-FEWEST:]
+        if min(map(len, (known, ended, began))) < FEWEST:
+            return False
+        rise = max(_CLEARLY * deviation(known), WORSE * median(known))
+        return min(began) > min(ended) + rise and median(loads(self._after[:_AT_SWITCH])) > median(known) + rise
 
     def _added(self) -> Mapping[Link, float]:
         """How much later (ms) messages are of links that go by delegates since the change: what the delegates add."""
@@ -195,33 +259,48 @@ class Trial:
                 rises.append(median(rows[1]) - median(rows[0]))
         return dict.fromkeys(moved, max(0.0, median(rises) if rises else 0.0))
 
-    def _end(self, iteration: int, kept: bool, why: str) -> Verdict:
+    def _end(self, iteration: int, kept: bool, why: str, found: Comparison | None = None) -> Verdict:
         self.is_decided, self.is_over = True, not kept
         after = median(times(self._after))
         level = after if self._level is None else self._level
-        return Verdict(self.number, iteration, kept, why, level, after, len(self._rows), len(self._after), self.paid)
+        without = after + found.gain if found is not None and found.is_simulated else None
+        nums = len(self._rows), len(self._after)
+        return Verdict(self.number, iteration, kept, why, level, after, *nums, self.paid, without)
+
+
+def loads(steps: Iterable[TimedStep]) -> list[float]:
+    """How many times as long as assumed the ops of each step took together, where that was measured."""
+    return [step.load for step in steps if step.load is not None]
 
 
 def paired(
-    steps: Sequence[TimedStep], ran: Configuration | None, sooner: Mapping[Link, float] = NO_LINKS
+    steps: Sequence[TimedStep],
+    ran: Configuration | None,
+    ops: OpsFrom,
+    sooner: Mapping[Link, float] = NO_LINKS,
 ) -> list[tuple[float, float]]:
     """Each step as measured and as simulated with `ran`, in ms. Steps that cannot be simulated are left out."""
     if ran is None:
         return []
-    return [(step.ms, step.simulated(ran, sooner)) for step in steps if step.simulated is not None]
+    return [(step.ms, step.simulated(ran, sooner, ops)) for step in steps if step.simulated is not None]
 
 
-def explained(steps: Sequence[tuple[float, float]]) -> bool:
-    """Whether simulation accounts for most of how steps differ, and they differ at all.
+def explained(*groups: Sequence[tuple[float, float]]) -> bool:
+    """Whether simulation accounts for most of how the steps of each group differ, and they differ at all.
 
     Args:
-        steps: each as measured and as simulated (ms). What all of them take longer than simulated is usual.
+        groups: steps, each as measured and as simulated (ms). What all steps of a group take longer than simulated is
+            usual.
     """
-    if len(steps) < _ENOUGH:
+    ms, left = [], []
+    for steps in groups:
+        times, rest = [each for each, _ in steps], [measured - simulated for measured, simulated in steps]
+        ms += [each - median(times) for each in times]
+        left += [each - median(rest) for each in rest]
+    if min(map(len, groups)) < FEWEST or len(ms) < _ENOUGH:
         return False
-    ms = [measured for measured, _ in steps]
-    differ, left = deviation(ms), deviation([measured - simulated for measured, simulated in steps])
-    return differ >= WORSE * median(ms) and left <= _LEFT * differ
+    usual = median(measured for steps in groups for measured, _ in steps)
+    return deviation(ms) >= WORSE * usual and deviation(left) <= _LEFT * deviation(ms)
 
 
 @dataclass

@@ -30,12 +30,12 @@ import json
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
-from statistics import fmean, median
+from statistics import median
 from typing import Any
 
 from penstock.control.advice import Unanswered
 from penstock.control.closed_loop_simulation import run_once
-from penstock.control.compute import Factors, scaled
+from penstock.control.compute import factors_of, scaled
 from penstock.control.configuration import Configuration, Job, peaks
 from penstock.control.decide import Action, predict
 from penstock.control.errors import ControlError
@@ -59,7 +59,7 @@ from penstock.control.log import json_lines, read_header
 from penstock.control.measured import JobMonitor
 from penstock.control.orchestrator import Orchestrator
 from penstock.control.robust_statistics import AS_DEVIATION, deviation
-from penstock.cost import Costs, Links
+from penstock.cost import Links
 from penstock.cost.mesh import LinkGroup
 from penstock.formats.traces.reader import IterationRecord
 from penstock.report.run_story import (
@@ -83,8 +83,6 @@ from penstock.simulation import TimedOp, Timeline
 
 WARM_UP = 2
 """The first iterations of a run, in which memory is allotted and connections are made: no median counts them."""
-_AS_ASSUMED = 0.005
-"""Share of its assumed time that an op may differ by and still count as taking just that."""
 
 
 class ReadLog:
@@ -304,21 +302,6 @@ def records(lines: Iterable[str], file: str) -> list[IterationRecord]:
         except ControlError as error:
             raise ControlError(f"{file}: a line that does not fit the log: {error}") from None
     return found
-
-
-def factors_of(ops: Iterable[OpTimes], costs: Costs) -> Factors:
-    """How many times as long as the costs say each kind of op took on each stage; kinds that took as long as the
-    costs say are left out.
-    """
-    rows = {"F": costs.f, "I": costs.i, "W": costs.w, "B": costs.b}
-    found = []
-    for each in ops:
-        for kind, halves in each.ms:
-            assumed = rows[kind][each.stage] if kind in rows and each.stage < costs.num_stages else 0.0
-            factor = fmean(halves) / assumed if assumed > 0 else 1.0
-            if abs(factor - 1) > _AS_ASSUMED and factor > 0:
-                found.append((each.stage, kind, factor))
-    return tuple(sorted(found))
 
 
 MOST = 300

@@ -41,11 +41,14 @@ def sentences(story: RunStory | None, record: RunRecord | None = None) -> list[s
     return [headline(story), *(of_steps if learned else ()), *more(story)]
 
 
-def headline(story: RunStory) -> str:
-    """The one sentence that the page begins with: what was late, what was done about it, and what that saved. If
-    the run ended slower than it began, it says that first.
+def headline(story: RunStory, first: int = 0) -> str:
+    """The one sentence that the page begins with: which link was late, how much and when, what was done about it, and
+    what that saved. If the run ended slower than it began, it says that first.
+
+    Args:
+        first: the number of the first iteration: 0 as on the page, 1 as a run that trains counts its steps.
     """
-    parts = [_slower(story), _broken(story), _late(story), _answer(story), _saved(story)]
+    parts = [_slower(story), _broken(story, first), _late(story, first), _answer(story, first), _saved(story)]
     return sentence("; ".join(part for part in parts if part))
 
 
@@ -53,7 +56,7 @@ def more(story: RunStory) -> list[str]:
     """The sentences below it."""
     found = [f"{times(len(story.iterations), 'iteration')} in {seconds(story.total)}"]
     ran = [each for each in story.decisions if each.outcome == "ran"]
-    found[0] += f", {times(len(ran), 'change')} of what runs"
+    found[0] += f", {times(len(ran), 'change')} of the plan"
     if (given_up := sum(each.outcome == "given up" for each in story.decisions)) > 0:
         found[0] += f", {given_up} given up because not all ranks could take it"
     tried = sum(each.taken_back for each in ran)
@@ -106,17 +109,17 @@ def _slower(story: RunStory) -> str:
     return f"iterations take {short(now)} ms at the end, {short(then)} {since}"
 
 
-def _broken(story: RunStory) -> str:
+def _broken(story: RunStory, first: int) -> str:
     if not story.faults:
         return ""
-    first = story.faults[0]
-    where = "" if first.iteration is None else f" in iteration {first.iteration}"
+    fault = story.faults[0]
+    where = "" if fault.iteration is None else f" in iteration {fault.iteration + first}"
     others = f" ({len(story.faults)} events in all)" if len(story.faults) > 1 else ""
-    return f"{first.what}{where}{others}"
+    return f"{fault.what}{where}{others}"
 
 
-def _late(story: RunStory) -> str:
-    """Which links were late, by how much in the median (and at most, where that is far above), and how often."""
+def _late(story: RunStory, first: int) -> str:
+    """Which links were late, by how much in the median (and at most, where that is far above), and when."""
     spells = main_spells(story.spells)
     count = times(len(story.iterations), "iteration")
     if not spells:
@@ -128,26 +131,29 @@ def _late(story: RunStory) -> str:
     most = max(spell.most for spell in spells)
     if most > FAR * float(high):
         by += f" (at most {short(float(f'{most:.3g}'))})"
-    how_often = len({number for spell in spells for number in spell.numbers})
-    return f"{named} {'were' if len(names) > 1 else 'was'} {by} late in {how_often} of {count}"
+    numbers = {number for spell in spells for number in spell.numbers}
+    began, ended, end = min(numbers), max(numbers), max(each.number for each in story.iterations)
+    when = f"from iteration {began + first} " + ("on" if ended >= end else f"to {ended + first}")
+    often = "" if len(numbers) == ended - began + 1 else f", in {len(numbers)} of {count}"
+    return f"{named} {'were' if len(names) > 1 else 'was'} {by} late {when}{often}"
 
 
 def listed(names: Sequence[str]) -> str:
     return names[0] if len(names) == 1 else f"{', '.join(names[:-1])} and {names[-1]}"
 
 
-def _answer(story: RunStory) -> str:
+def _answer(story: RunStory, first: int) -> str:
     """What was done: every link that moved and by which path, the dispatch, nodes that changed places."""
     ran = [each for each in story.decisions if each.outcome == "ran"]
     stayed = [each for each in ran if each.stayed]
     if stayed:
         done = changes([story.start, *(each.plan for each in stayed)], ran[-1].plan)
-        first = next((each for each in stayed if reaction(story, each) is not None), stayed[0])
-        after = reaction(story, first)
-        return done + (f" after {times(after, 'iteration')}" if after else f" in iteration {first.first}")
+        ran_first = min(each.first for each in stayed if each.first is not None)
+        return f"from iteration {ran_first + first} on {done}"
     if ran:
-        return f"{times(sum(each.taken_back for each in ran), 'change')} of what runs was tried and taken back"
-    return "what runs was never changed" if story.decisions or story.spells else ""
+        tried = sum(each.taken_back for each in ran)
+        return f"{times(tried, 'change')} of the plan {'was' if tried == 1 else 'were'} tried and taken back"
+    return "the plan was never changed" if story.decisions or story.spells else ""
 
 
 def changes(plans: Sequence[RunPlan], last: RunPlan) -> str:
@@ -192,17 +198,18 @@ def reaction(story: RunStory, decided: DecisionOutcome) -> int | None:
 def _saved(story: RunStory) -> str:
     """What was saved, as measured, or that it cannot be told."""
     if not any(each.outcome == "ran" for each in story.decisions):
-        return f"{seconds(story.lost)} were lost, none of it saved" if story.spells else ""
+        return f"late links cost {seconds(story.lost)}, and none of it was saved" if story.spells else ""
     if story.saved_about is None:
         return "too few iterations ran under the same links before the change to measure what it saved"
     if story.saved is None:
         done = "cost" if story.saved_about[0] < 0 else "saved"
-        return f"the changes {done} {range_of(*story.saved_about)}, as far as iterations that vary tell"
+        return f"the changes {done} {range_of(*story.saved_about)}: iterations vary too much to say it more exactly"
     if story.saved < 0:
         return f"the changes cost {seconds(-story.saved)}, by measured iterations"
     if not story.saved and not story.spells:
         return ""
-    return f"{seconds(story.saved)} of {seconds(story.lost)} lost time was saved, by measured iterations"
+    lost = f"of {seconds(story.lost)} that late links would have cost"
+    return f"{lost}, {seconds(story.saved)} were saved, by measured iterations"
 
 
 def range_of(ms: float, error: float) -> str:

@@ -18,6 +18,7 @@ from penstock.control import Configuration, Link
 from penstock.control.events import LinkTime
 from penstock.control.orchestrator import link_times
 from penstock.runtime.adapt import Agent, RunSetting
+from penstock.runtime.adapt.report import STARTING_STEPS
 from penstock.runtime.arguments import PipelineArguments
 from penstock.runtime.checkpoint.state_transfer import hand_over
 from penstock.runtime.checkpoint.training_state import TrainingState
@@ -46,7 +47,8 @@ def run_setting(local: LocalPipeline, given: PipelineArguments, may_move: bool) 
         _note_nodes(local, first.nodes)
         weighs = gradient_bytes(local.model.copies.stages, local.peers, first.schedule.num_stages)
     copies, mesh = place.num_replicas * place.num_shards, None if nodes is None else nodes.mesh
-    return RunSetting(first, local.costs, local.choice, 1.0, copies, mesh, stay, weighs)
+    starting = -(-STARTING_STEPS // first.num_updates)
+    return RunSetting(first, local.costs, local.choice, 1.0, copies, mesh, stay, weighs, starting)
 
 
 def _why_nodes_stay(

@@ -130,8 +130,9 @@ class ProgressView:
     def decisions(self, made: Sequence[Mapping[str, Any]]) -> None:
         """Shows those decisions that were not shown before."""
         for each in made[self._num_decisions :]:
-            number, iteration, action = each["number"], each["iteration"] + 1, each["action"]
-            self.say(f"decided {number} after iteration {iteration}, {action}: {each['reason']}")
+            self.say(
+                f"change {each['number']} after iteration {each['iteration'] + 1}, {each['action']}: {each['reason']}"
+            )
         self._num_decisions = len(made)
 
     def __enter__(self) -> ProgressView:

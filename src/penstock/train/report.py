@@ -55,7 +55,13 @@ def read_adaptation(folder: Path) -> dict[str, Any] | None:
     for each in value["decisions"]:
         each |= {"made": each["made"] + 1, "first": None if each["first"] is None else each["first"] + 1}
     alarms = {name: value["alarms"][name] for name in ("suspected", "false")}
-    found = {"headline": headline(story), "links": delays, **alarms, "lost": story.lost, "saved": story.saved}
+    found = {
+        "headline": headline(story, first=1),
+        "links": delays,
+        **alarms,
+        "lost": story.lost,
+        "saved": story.saved,
+    }
     return found | {name: value[name] for name in ("spells", "decisions")}
 
 

@@ -229,7 +229,8 @@ class Agent:
         running = self.number, short_digest(self.digest)
         patience = self._options.patience
         if self._stopped is None and self._rendezvous.silent() > patience:
-            self._stopped = f"the store was gone for {patience:g} s: {self._rendezvous.error}"
+            gone = f"the store through which ranks report was out of reach for more than {patience:g} s"
+            self._stopped = f"{gone}: {self._rendezvous.error}"
         if self._stopped is not None:
             return Vote(*running, STOPPED, us=us)
         self._unsaid += [event for each in measured for event in each.events]
@@ -273,7 +274,9 @@ class Agent:
         if votes[0].asks & 2:
             self._wanted.set()
         if outcome.stopped is not None:
-            self.end(self._stopped or f"rank {outcome.stopped} adapts no more")
+            self.end(
+                self._stopped or f"rank {outcome.stopped} has ended adapting, and a notice of that rank says why"
+            )
             return None
         if outcome.switch is not None:
             chosen = self._voted_for
@@ -312,7 +315,9 @@ class Agent:
         if refused is None and now - self._since < GIVE_UP_S:
             return
         if refused is not None:
-            self.notices.append(f"plan {number} is dropped: rank {refused} cannot run it")
+            self.notices.append(
+                f"change {number} is not made: rank {refused} cannot run its plan; a notice of that rank says why"
+            )
         self._forget(number)
         coordinator.note(self._iteration, Dropped(number))
 
@@ -327,7 +332,9 @@ class Agent:
     def end(self, reason: str) -> None:
         """Adapts no more, on every process alike; training goes on with what runs now."""
         if not self._closed.is_set():
-            self.notices.append(f"adapting has ended, training goes on with plan {self.number}: {reason}")
+            self.notices.append(
+                f"slow links are not answered any more, and training goes on with plan {self.number}: {reason}"
+            )
             self._closed.set()
             self._out.put(None)
             if self._coordinator is not None:
@@ -345,7 +352,7 @@ class Agent:
         try:
             work()
         except Exception as error:
-            self._stop_later(f"rank {self._rendezvous.first} could not go on: {error!r}")
+            self._stop_later(f"rank {self._rendezvous.first} failed to report or to read a plan: {error!r}")
 
     def _send(self) -> None:
         while (put := self._out.get()) is not None and not self._closed.is_set():
@@ -380,7 +387,7 @@ class Agent:
             configuration = Configuration.from_json(json.dumps(decision["configuration"]))
             return PreparedPlan(number, configuration, self._ready(configuration))
         except Exception as error:  # whatever it is, the others must hear that it will not run
-            self.notices.append(f"plan {number} cannot run here: {error!r}")
+            self.notices.append(f"the plan of change {number} cannot run on rank {self._rendezvous.first}: {error!r}")
             return PreparedPlan(number)
 
 

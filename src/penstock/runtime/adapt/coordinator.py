@@ -34,7 +34,7 @@ from penstock.control.log import event_line, header
 from penstock.cost import Costs, Mesh
 from penstock.cost.measured import WARMUP_ITERATIONS, MeasuredCosts
 from penstock.runtime.adapt.options import AdaptOptions
-from penstock.runtime.adapt.report import RankReport, ReportCollector, lines_of
+from penstock.runtime.adapt.report import RankReport, ReportCollector, heard, lines_of
 from penstock.runtime.adapt.store import Rendezvous
 from penstock.runtime.errors import RuntimeFailure
 from penstock.runtime.transport.choose import TransportChoice
@@ -126,6 +126,8 @@ class RunSetting:
         num_copies: of the pipeline, over a mesh.
         mesh: whose nodes are probed; None for none. nodes_stay: why they cannot move, empty if they may.
         gradient_bytes: of each stage, where there is a mesh.
+        num_starting: the first iterations, in which memory is allotted and connections are made: the controller hears
+            neither how long they took nor what was measured in them.
     """
 
     start: Configuration
@@ -136,6 +138,7 @@ class RunSetting:
     mesh: Mesh | None = None
     nodes_stay: str = ""
     gradient_bytes: tuple[float, ...] = ()
+    num_starting: int = 0
 
     def job(self, options: AdaptOptions, costs: Costs) -> Job:
         """What the controller works on, with these costs.
@@ -246,12 +249,12 @@ class Coordinator:
                 if complete is not None:
                     self._take(complete)
         except Exception as error:
-            self._stop(f"rank 0 could not go on deciding: {error!r}")
+            self._stop(f"rank 0 failed while it gathered reports: {error!r}")
 
     def _take(self, reports: Sequence[RankReport]) -> None:
         """Hands on what one iteration brought."""
         self._learn(reports[0].iteration)
-        lines = lines_of(reports)
+        lines = heard(lines_of(reports), reports[0].iteration, self._setting.num_starting)
         if not self._controller_process.has_begun:
             rows = ((kind, stage, end - start) for each in reports for kind, stage, _, start, end in each.ops)
             if (costs := self._measured_costs.feed(rows, lines)) is not None:
@@ -398,7 +401,7 @@ class ControllerProcess:
             except Exception as error:
                 # Nobody reads what it says from here on: it would stand still, and whoever feeds it, too.
                 self._process.kill()
-                reason = f"what the controller said could not be taken in: {error!r}"
+                reason = f"rank 0 failed to read what the controller wrote: {error!r}"
             else:
                 reason = f"the controller's process ended with exit code {self._process.wait()}"
         if not self._closed:

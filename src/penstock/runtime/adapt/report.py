@@ -113,6 +113,18 @@ def lines_of(reports: Sequence[RankReport]) -> list[str]:
     return [*lines, event_line(IterationEnded(reports[0].iteration, round(longest, 4)))]
 
 
+STARTING_STEPS = 8
+"""Steps at the start of a run that trains which are neither what is usual nor evidence."""
+_MEASUREMENTS = tuple(f'{{"event":{{"{name}"' for name in ("transfers", "ops", "iteration"))
+
+
+def heard(lines: Sequence[str], iteration: int, num_starting: int) -> Sequence[str]:
+    """What the controller hears of an iteration: all lines, but of the first `num_starting` iterations no
+    measurements. Links that died or came back are never kept from the controller.
+    """
+    return lines if iteration >= num_starting else [line for line in lines if not line.startswith(_MEASUREMENTS)]
+
+
 def as_one(reports: Sequence[RankReport]) -> list[RankReport]:
     """What all copies of a pipeline report of an iteration, as one pipeline's, by rank: of each link and stage what
     the slowest says, and the ops of the pipeline that took longest.
