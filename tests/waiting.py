@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from penstock.control.report_sampler import CLOSELY, REST
+from penstock.control.steps import CLOSELY, REST
 from penstock.formats.files import replaced
 
 PATIENCE = 100.0

@@ -32,7 +32,7 @@ from penstock.control import (
 )
 from penstock.control.configuration import fits, in_host, peaks
 from penstock.control.decide import choose, score
-from penstock.control.evidence import WINDOW
+from penstock.control.steps import WINDOW
 from penstock.cost import LinkCondition, Links
 from penstock.cost.conditions import Trace
 from tiers import examples

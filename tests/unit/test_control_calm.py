@@ -7,7 +7,7 @@ import pytest
 import penstock as ps
 from penstock.control import Configuration, Controller, IterationEnded, Job, Transfers
 from penstock.control.configuration import peaks
-from penstock.control.report_sampler import CLOSELY
+from penstock.control.steps import CLOSELY
 
 pytestmark = pytest.mark.unit
 

@@ -23,8 +23,8 @@ from penstock.control import (
     replay,
     run_once,
 )
-from penstock.control.compute import ComputeWatch, scaled
 from penstock.control.configuration import peaks
+from penstock.control.watches import ComputeWatch, scaled
 from penstock.cost import Links
 
 pytestmark = pytest.mark.unit

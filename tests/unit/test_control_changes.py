@@ -38,8 +38,6 @@ def test_noise_alone_makes_at_most_one_change_in_1000_iterations(noise: str, see
         value = 10 * NOISES[noise](rng)
         changes += sum(detector.feed(half) is not None for half in (value, value * rng.gauss(1, 0.01)))
     assert changes <= 1
-    assert detector.num_verified == changes
-    assert detector.num_suspected - detector.num_false - changes in (0, 1)  # one may be pending
 
 
 @pytest.mark.parametrize("seed", range(5))
@@ -48,10 +46,8 @@ def test_a_link_60_ms_late_is_verified_by_the_third_number(noise: str, seed: int
     rng, detector = random.Random(f"{noise} {seed}"), Detector(least=1.0)
     for _ in range(200):
         detector.feed(10 * NOISES[noise](rng))
-    verified = detector.num_verified
     found = [detector.feed(60 + 10 * NOISES[noise](rng)) for _ in range(3)]
-    assert detector.num_verified == verified + 1
-    change = next(change for change in found if change)
+    (change,) = [change for change in found if change]
     assert change.rose
     assert change.before == pytest.approx(10, rel=0.2)
     assert change.after == pytest.approx(70, rel=0.2)
@@ -66,18 +62,17 @@ def test_a_rise_by_half_is_verified_within_three_iterations(seed: int) -> None:
     assert found == [False, False, False, False, True]
 
 
-def test_one_slow_iteration_is_a_false_alarm_and_counted() -> None:
+def test_one_slow_iteration_is_no_change() -> None:
     detector = Detector(least=1.0)
     for value in [5.0] * 10 + [50.0] * 2 + [5.0] * 10:
         assert detector.feed(value) is None
-    assert (detector.num_suspected, detector.num_verified, detector.num_false) == (1, 0, 1)
 
 
 def test_a_change_too_small_to_matter_is_none() -> None:
     detector = Detector(least=1.0)
     for value in [0.0] * 10 + [0.9] * 20:
         assert detector.feed(value) is None
-    assert detector.num_suspected == 0
+        assert detector.pending == 0
 
 
 def test_a_fall_needs_more_than_a_rise() -> None:

@@ -35,7 +35,7 @@ from penstock.control import (
 )
 from penstock.control.configuration import fits, in_host, job_from_json, job_to_json, peaks
 from penstock.control.decide import Candidate, choose, score
-from penstock.control.evidence import BURST
+from penstock.control.steps import BURST
 from penstock.cost import Links
 from penstock.planning import adapted_warmups
 from proof_cases import in_host_memory

@@ -5,7 +5,7 @@ import random
 import pytest
 
 from penstock.control import Cause, ControlError, Transfers
-from penstock.control.link import LinkWatch, estimate
+from penstock.control.watches import LinkWatch, estimate
 
 pytestmark = pytest.mark.unit
 MB = 2.0**20

@@ -33,7 +33,7 @@ from penstock.control.events import (
     slowest_of,
 )
 from penstock.control.orchestrator import Orchestrator
-from penstock.control.report_sampler import CLOSELY
+from penstock.control.steps import CLOSELY
 from penstock.cost import Links, Ring
 from penstock.cost.mesh import LinkGroup
 

@@ -8,9 +8,8 @@ import random
 import pytest
 
 from penstock.control import Cause, ControlError, OpTimes, Transfers
-from penstock.control.events import event_from_json, event_to_json, rounded
-from penstock.control.link import cause_of, estimate
-from penstock.control.queueing import Row, busy_times, held_share
+from penstock.control.events import Row, busy_times, event_from_json, event_to_json, held_share, rounded
+from penstock.control.watches import cause_of, estimate
 from tiers import others_nightly
 
 pytestmark = pytest.mark.unit

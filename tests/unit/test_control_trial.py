@@ -26,8 +26,7 @@ from penstock.control import (
 from penstock.control.advice import Obstacle
 from penstock.control.changes import USUAL
 from penstock.control.configuration import peaks
-from penstock.control.evidence import BURST, Evidence
-from penstock.control.steps import NO_LINKS, OpsFrom, Steps, TimedStep
+from penstock.control.steps import BURST, NO_LINKS, Evidence, OpsFrom, Steps, TimedStep
 from penstock.control.trial import LATER, MOST, RETURNS, WORSE, Trial, explained
 from penstock.dispatch import Dispatch
 
@@ -314,7 +313,7 @@ def test_no_change_stays_that_is_slower_where_links_change_in_every_step(
             def simulated(
                 configuration: Configuration,
                 sooner: Delays = NO_LINKS,
-                ops: OpsFrom = OpsFrom.VERIFIED,
+                ops: OpsFrom = "verified",
                 level: float = level,
                 said: float = said,
             ) -> float:
@@ -409,13 +408,13 @@ def on_a_machine(seed: int, noise: float, gain: float, slows: float = 1.0) -> bo
         def simulated(
             ran: Configuration,
             sooner: Delays = NO_LINKS,
-            ops: OpsFrom = OpsFrom.VERIFIED,
+            ops: OpsFrom = "verified",
             load: float = load,
             late: float = late,
         ) -> float:
-            return 600 * late * (load if ops is OpsFrom.STEP else 1.0) * (1 if ran == JOB.start else 1 - gain)
+            return 600 * late * (load if ops == "step" else 1.0) * (1 if ran == JOB.start else 1 - gain)
 
-        ms = 100 + simulated(then if is_new else JOB.start, ops=OpsFrom.STEP) * math.exp(draw.gauss(0, 0.03))
+        ms = 100 + simulated(then if is_new else JOB.start, ops="step") * math.exp(draw.gauss(0, 0.03))
         taken = TimedStep(ms, simulated, None, load)
         if step == before:
             steps.open(before - 24)

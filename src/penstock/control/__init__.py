@@ -5,8 +5,8 @@ from penstock.control.closed_loop_simulation import measured_events, rehearse, r
 from penstock.control.configuration import Configuration, Job, Prices
 from penstock.control.controller import Controller
 from penstock.control.decide import Action, Decision, Measured, candidates, predict
-from penstock.control.errors import ControlError
 from penstock.control.events import (
+    ControlError,
     Dropped,
     Event,
     IterationEnded,
@@ -18,11 +18,11 @@ from penstock.control.events import (
     Switched,
     Transfers,
 )
-from penstock.control.link import Cause
 from penstock.control.log_replay import replay
 from penstock.control.orchestrator import Orchestrator
 from penstock.control.reranking import rerank
 from penstock.control.trial import Verdict
+from penstock.control.watches import Cause
 
 __all__ = [
     "Action",

@@ -23,8 +23,7 @@ from typing import Any
 from penstock.control.background import BackgroundPlanner
 from penstock.control.controller import Controller
 from penstock.control.decide import predict
-from penstock.control.errors import ControlError
-from penstock.control.events import Event, event_from_json, read_link
+from penstock.control.events import ControlError, Event, event_from_json, read_link
 from penstock.control.log import read_header
 from penstock.cost import Links
 

@@ -14,6 +14,8 @@ The level is the median since the last verified change, and the deviation comes 
 single wild value moves neither. A rise that does not double the level needs more evidence than one that does, since
 waiting costs less. A fall needs most evidence: to give up a remedy too early costs more than to keep it a while. Each
 time the number rises again soon after it fell, the next fall needs twice as many.
+
+Medians and deviations here are those that a few wild values do not change.
 """
 
 from __future__ import annotations
@@ -25,7 +27,30 @@ from dataclasses import dataclass
 from statistics import median
 from typing import Generic, TypeVar
 
-from penstock.control.robust_statistics import deviation
+AS_DEVIATION = 1.4826
+"""Median absolute deviation times this is the standard deviation, where noise is normal."""
+TENTHS_APART = 2.5631
+"""How many standard deviations lie between the first and the last tenth, where noise is normal."""
+
+
+def deviation(values: Sequence[float]) -> float:
+    """The standard deviation, estimated from the middle of the values; 0 for one value.
+
+    It is the larger of two: one follows from the median absolute deviation, which half of the values may not move.
+    The other follows from the distance between the first and the last tenth, which shows values that keep jumping
+    between two levels.
+    """
+    middle = median(values)
+    tenth, ordered = len(values) // 10, sorted(values)
+    span = ordered[-1 - tenth] - ordered[tenth] if len(values) >= 10 else 0.0
+    return max(AS_DEVIATION * median(abs(value - middle) for value in values), span / TENTHS_APART)
+
+
+def slope(points: Sequence[tuple[float, float]]) -> float | None:
+    """The middle of the slopes between all pairs of points with different x (Theil and Sen); None without any."""
+    slopes = [(b[1] - a[1]) / (b[0] - a[0]) for at, a in enumerate(points) for b in points[at + 1 :] if a[0] != b[0]]
+    return median(slopes) if slopes else None
+
 
 SUSPICIOUS = 2
 """Numbers in a row after which a change is suspected. A single one is usually noise."""
@@ -86,11 +111,6 @@ class Detector:
         least: the smallest change that matters, in the unit of the number.
         sensitivity: how many numbers must differ, and by how much.
 
-    Attributes:
-        num_suspected: alarms so far.
-        num_verified: alarms that turned out to be changes.
-        num_false: alarms that nothing followed.
-
     Examples:
         >>> from penstock.control.changes import Detector
         >>> detector = Detector(least=1.0)
@@ -104,7 +124,6 @@ class Detector:
     def __init__(self, least: float, sensitivity: Sensitivity = USUAL) -> None:
         self.least = least
         self.sensitivity = sensitivity
-        self.num_suspected = self.num_verified = self.num_false = 0
         self._regime: deque[float] = deque(maxlen=self.WINDOW)
         self._pending: list[float] = []
         self._fall = self.sensitivity.fall
@@ -114,11 +133,6 @@ class Detector:
     def level(self) -> float | None:
         """The median since the last verified change; None before the first number."""
         return median(self._regime) if self._regime else None
-
-    @property
-    def alarms(self) -> tuple[int, int, int]:
-        """How many were suspected, verified and false."""
-        return self.num_suspected, self.num_verified, self.num_false
 
     @property
     def pending(self) -> int:
@@ -148,8 +162,6 @@ class Detector:
         if self._pending and (self._pending[-1] > level) != (distance > 0):
             self._end_alarm()
         self._pending.append(value)
-        if len(self._pending) == SUSPICIOUS:
-            self.num_suspected += 1
         needed = self._fall
         if distance > 0:
             doubles = min(self._pending) >= max(2 * level, level + 1.5 * self.threshold(), self._rare())
@@ -171,7 +183,6 @@ class Detector:
 
     def _verify(self, before: float) -> Change:
         change = Change(before, median(self._pending), len(self._pending))
-        self.num_verified += 1
         self._regime.clear()
         self._regime.extend(self._pending)
         self._pending = []
@@ -185,10 +196,8 @@ class Detector:
         return change
 
     def _end_alarm(self) -> None:
-        if self._pending:
-            self.num_false += len(self._pending) >= SUSPICIOUS
-            self._regime.extend(self._pending)
-            self._pending = []
+        self._regime.extend(self._pending)
+        self._pending = []
 
 
 class Watch(Generic[Report, Verified]):

@@ -13,8 +13,7 @@ from functools import cached_property, lru_cache
 from itertools import accumulate
 from typing import Any
 
-from penstock.control.errors import ControlError
-from penstock.control.events import Link, require_amount, undirected
+from penstock.control.events import ControlError, Link, require_amount, undirected
 from penstock.cost import Costs, Links, Mesh, Ring
 from penstock.dispatch import Dispatch
 from penstock.engine.tolerance import is_within

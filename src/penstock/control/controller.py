@@ -1,10 +1,10 @@
 """The controller: events in, decisions out. It knows no clock, thread or socket, so its log replays.
 
-Transfers, OpTimes      measure     each direction of each link, each stage, on its own (link.py, compute.py)
+Transfers, OpTimes      measure     each direction of each link, each stage, on its own (watches.py)
 IterationEnded    --->  verify      what is late now, since when (changes.py, measured.py)
-                        ask         are clean steps slower since then (steps.py), with every step (evidence.py)
+                        ask         are steps slower since then (steps.py)
                         choose      the best candidate that is worth its price (decide.py)
-                        doubt       is the evidence enough for a trial (question.py)
+                        doubt       is the evidence enough for a trial (trial.py)
 Probed            --->  move        nodes of a mesh to where a late link costs least (orchestrator.py)
 Decision          <---  propose     number and digest; all ranks switch or none does
 Switched, Dropped --->  from then on that is what runs, or it never was
@@ -21,7 +21,6 @@ from statistics import median
 from penstock.control import events
 from penstock.control.advice import Help, Obstacle, Unanswered, causes_in_words, what_would_help
 from penstock.control.changes import MOST_FALL, USUAL
-from penstock.control.compute import ComputeChange, Factors, factors_of, load_of, scaled
 from penstock.control.configuration import Configuration, Job, fits, in_host, peaks
 from penstock.control.decide import (
     Action,
@@ -34,17 +33,13 @@ from penstock.control.decide import (
     reason_of,
     score,
 )
-from penstock.control.errors import ControlError
-from penstock.control.events import Event, Link, undirected
-from penstock.control.evidence import BURST, UNEXPLAINED
-from penstock.control.link import Cause, LinkChange
+from penstock.control.events import ControlError, Event, Link, undirected
 from penstock.control.log import event_line, header, outcome_line
 from penstock.control.measured import JobMonitor, LateCauses
 from penstock.control.orchestrator import Orchestrator
-from penstock.control.question import Question, what_of
-from penstock.control.report_sampler import CLOSELY
-from penstock.control.steps import NO_LINKS, OpsFrom, Steps, TimedStep
-from penstock.control.trial import Trial, Verdict
+from penstock.control.steps import BURST, CLOSELY, NO_LINKS, UNEXPLAINED, OpsFrom, Steps, TimedStep
+from penstock.control.trial import Question, Trial, Verdict, what_of
+from penstock.control.watches import Cause, ComputeChange, Factors, LinkChange, factors_of, load_of, scaled
 from penstock.cost import Links
 from penstock.schedule import Schedule, check
 
@@ -298,13 +293,13 @@ class Controller:
         step, reported = self._monitor.latest(ms), self._monitor.reported
         ops = [each for each in reported if isinstance(each, events.OpTimes)]
         verified = self._monitor.factors
-        factors = {OpsFrom.JOB: (), OpsFrom.VERIFIED: verified}
-        factors[OpsFrom.STEP] = factors_of(ops, self.job.costs) if ops else verified
+        measured = factors_of(ops, self.job.costs) if ops else verified
+        factors: dict[OpsFrom, Factors] = {"job": (), "verified": verified, "step": measured}
 
         def simulated(
             configuration: Configuration,
             sooner: Mapping[Link, float] = NO_LINKS,
-            ops_from: OpsFrom = OpsFrom.VERIFIED,
+            ops_from: OpsFrom = "verified",
         ) -> float:
             return predict(self._job_as_measured(factors[ops_from]), configuration, [step.links(sooner)])
 
@@ -501,7 +496,7 @@ class Controller:
     def _simulated_rise(self) -> float:
         """How much longer steps are (ms), by simulation, for what is late."""
         found = [
-            each.simulated(self.now) - each.simulated(self.now, self._causes.rises, OpsFrom.JOB)
+            each.simulated(self.now) - each.simulated(self.now, self._causes.rises, "job")
             for each in list(self._steps.since)[-BURST:]
             if each.simulated is not None
         ]

@@ -31,9 +31,9 @@ from functools import lru_cache
 from statistics import fmean
 from typing import Any
 
-from penstock.control.compute import Factors
 from penstock.control.configuration import Configuration, Job, fits, fits_within, order_of, runner_of
 from penstock.control.events import Link, show_link
+from penstock.control.watches import Factors
 from penstock.cost import CostError, Costs, Links
 from penstock.dispatch import Dispatch
 from penstock.engine.tolerance import EPSILON
@@ -99,7 +99,7 @@ class Measured:
         typical, harshest: the median and the largest delay of every link; the same where they hardly differ.
         late: links (lower rank first) with a delay that matters.
         down: links whose own path is dead.
-        factors: how many times as long ops take as the job's costs say; see `compute`.
+        factors: how many times as long ops take as the job's costs say.
 
     Examples:
         >>> import penstock as ps

@@ -21,8 +21,7 @@ import msgspec
 from penstock.control.advice import Unanswered
 from penstock.control.configuration import Job, job_from_json, job_to_json
 from penstock.control.decide import Decision
-from penstock.control.errors import ControlError
-from penstock.control.events import Event, event_to_json
+from penstock.control.events import ControlError, Event, event_to_json
 from penstock.control.trial import Verdict
 
 VERSION = 6

@@ -7,8 +7,7 @@ from collections.abc import Iterable
 
 from penstock.control.controller import Controller
 from penstock.control.decide import Decision
-from penstock.control.errors import ControlError
-from penstock.control.events import event_from_json
+from penstock.control.events import ControlError, event_from_json
 from penstock.control.log import json_lines, read_header
 
 

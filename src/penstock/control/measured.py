@@ -10,14 +10,20 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from statistics import fmean, median
 
-from penstock.control.changes import SUSPICIOUS, USUAL, Detector
-from penstock.control.compute import ComputeChange, ComputeWatch, Factors, scaled
+from penstock.control.changes import SUSPICIOUS, USUAL, Detector, deviation
 from penstock.control.configuration import Configuration, Job
 from penstock.control.decide import Measured
-from penstock.control.errors import ControlError
-from penstock.control.events import Link, OpTimes, Transfers, show_link, undirected
-from penstock.control.link import Cause, LinkChange, LinkWatch, looked_at_again
-from penstock.control.robust_statistics import deviation
+from penstock.control.events import ControlError, Link, OpTimes, Transfers, show_link, undirected
+from penstock.control.watches import (
+    Cause,
+    ComputeChange,
+    ComputeWatch,
+    Factors,
+    LinkChange,
+    LinkWatch,
+    looked_at_again,
+    scaled,
+)
 from penstock.cost import LinkCondition, Links
 from penstock.cost.conditions import Constant, Trace
 from penstock.planning.warmup import MIN_SLACK, tolerance, tolerances
@@ -80,11 +86,6 @@ class JobMonitor:
         self._stages: dict[tuple[int, int], ComputeWatch] = {}
         self._known: dict[Link, tuple[float, ...]] = {}
         self._reported: list[Transfers | OpTimes] = []
-
-    @property
-    def alarms(self) -> tuple[int, ...]:
-        """How many changes were suspected so far, how many of these were verified, and how many came to nothing."""
-        return tuple(map(sum, zip((0, 0, 0), *(each.alarms for each in self._detectors), strict=True)))
 
     @property
     def is_suspicious(self) -> bool:

@@ -21,8 +21,7 @@ from itertools import combinations
 
 from penstock.control.changes import Change, Detector, Sensitivity
 from penstock.control.configuration import Configuration, Job
-from penstock.control.errors import ControlError
-from penstock.control.events import Link, LinkTime, Probed, Reranked, Transfers, show_link, undirected
+from penstock.control.events import ControlError, Link, LinkTime, Probed, Reranked, Transfers, show_link, undirected
 from penstock.control.reranking import MeshTimes, Reranking, rerank
 from penstock.cost import LinkCondition, Links, Mesh
 from penstock.cost.conditions import Constant, LinkQueue

@@ -10,23 +10,121 @@
 While links and ops are as they were, `Evidence` watches for steps that become slower by themselves. Steps that it has
 forgotten are usual ones. While steps stay slower, the usual steps from before are kept. The cause may be found many
 steps later, since links between nodes are only probed now and then.
+
+One sequential test for every question about steps: are they slower now, did a change help, did it do harm.
+
+    reference    97  103   99  101   98  100     steps that ran before
+    new steps   131, rank 7 of 7;  128, rank 7 of 8;  96, rank 1 of 9;  130, rank 9 of 10;  ...
+
+Where nothing has changed, a new step is as likely to take any rank among the steps so far as any other, however
+noisy the machine is and whatever shape its noise has. So a bet on high ranks wins nothing over many steps. The test
+stakes 1, bets on each new step, and multiplies: what the stake has grown to is the evidence. By chance it reaches x
+at most about once in x steps, so it may be looked at after every step, and adds up while a question is open. Where
+it falls to 1, the test starts anew, and the steps that spoke for nothing are forgotten: so a change that comes
+late is seen as soon as one that comes at once.
+
+Ranks are bounded, so a wild step weighs no more than a slow one, and the bets are two at once: half of the stake wins
+most where steps overlap, nearly all of it where they lie apart.
+
+References: Vovk, Gammerman and Shafer, Algorithmic Learning in a Random World (conformal test martingales); Shin,
+Ramdas and Rinaldo, E-detectors (arXiv 2203.03532).
+
+Which steps the ranks report in full. Of all other steps only the time is known, which costs the ranks nothing.
+
+step       0 to 15   16   17 ... 23   24   ...   41 takes longer than the 16 before it   42   43   44   45
+reported   all       x                x          x                                       x    x    x    x
 """
 
 from __future__ import annotations
 
 import math
+from bisect import bisect_left, bisect_right, insort
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from enum import StrEnum
 from statistics import median
 from types import MappingProxyType
+from typing import Literal
 
+from penstock.control.changes import deviation
 from penstock.control.configuration import Configuration
 from penstock.control.events import Link
-from penstock.control.evidence import BURST, EXPLAINED, FEWEST, Evidence
 from penstock.control.measured import LinksOfStep
-from penstock.control.robust_statistics import deviation
+
+STAKES = (0.5, 0.95)
+"""Shares of the stake that are bet on each step; the evidence is their mean."""
+FEWEST = 3
+"""Clean steps on either side without which nothing is decided and no verdict is given."""
+BURST = 3
+"""Slow steps that lead to nothing: a burst is over before a change for it could run."""
+EXPLAINED, UNEXPLAINED = 3.0, 30.0
+"""Evidence that steps are slower from which on a change is tried: where simulation says as much, and where it does
+not; from the latter on a rise without a known cause is reported. Each decision among the latest `WINDOW` steps
+doubles what a change takes, and one that was taken back doubles it twice.
+"""
+WINDOW = 1024
+FACTOR = 2.5
+"""Simulation explains a rise if the rise is at most so many times as large as simulated, and not smaller by more."""
+HELPED, HARMED = 4.0, 4.0
+"""Evidence with which a change stays, or is taken back."""
+HARMED_LATER = 20.0
+"""Evidence with which a change that stayed is taken back after all: it is asked for with many steps more."""
+
+
+class Evidence:
+    """Evidence that values are higher than those of a reference, or lower.
+
+    Args:
+        reference: values from before.
+        values: values since, added one by one.
+        sign: 1 to bet on higher values, -1 to bet on lower ones.
+
+    Attributes:
+        value: what a stake of 1 has grown to, at least 1.
+        num: values since the test last started anew.
+
+    Examples:
+        >>> from penstock.control.steps import Evidence
+        >>> round(Evidence([97, 103, 99, 101, 98, 100], [131, 128, 130, 129]).value, 1)
+        5.0
+        >>> Evidence([97, 103, 99, 101, 98, 100], [99.5, 97.5, 102, 98.5]).value
+        1.0
+    """
+
+    def __init__(self, reference: Iterable[float], values: Iterable[float] = (), sign: int = 1) -> None:
+        self._sign = sign
+        self._reference = sorted(sign * each for each in reference)
+        self._start()
+        for each in values:
+            self.add(each)
+
+    def _start(self) -> None:
+        self.value, self.num = 1.0, 0
+        self._known, self._stakes = list(self._reference), [1.0] * len(STAKES)
+
+    def add(self, value: float) -> None:
+        """Bets on the rank of the next value."""
+        value *= self._sign
+        below, not_above = bisect_left(self._known, value), bisect_right(self._known, value)
+        rank = (below + not_above + 1) / 2 / (len(self._known) + 1)  # 0 to 1; equal values share their ranks
+        insort(self._known, value)
+        self._stakes = [
+            stake * (1 + share * (2 * rank - 1)) for stake, share in zip(self._stakes, STAKES, strict=True)
+        ]
+        self.value, self.num = sum(self._stakes) / len(STAKES), self.num + 1
+        if self.value <= 1:
+            self._start()
+
+
+def chance(evidence: float) -> str:
+    """What evidence means, in words: by chance it reaches x at most about once in x cases."""
+    return f"chance alone makes such steps once in {evidence:.3g} cases"
+
+
+def explains(simulated: float, measured: float) -> bool:
+    """Whether a simulated difference (ms) explains a measured one: they are of the same size, within `FACTOR`."""
+    return 0 < measured <= FACTOR * simulated and simulated <= FACTOR * measured
+
 
 _MOST = 32
 """Steps that are remembered of either kind."""
@@ -37,17 +135,10 @@ PRESENT = 16
 NO_LINKS: Mapping[Link, float] = MappingProxyType({})
 
 
-class OpsFrom(StrEnum):
-    """Which op times a step is simulated with."""
-
-    JOB = "job"
-    """Those that the job assumes."""
-    VERIFIED = "verified"
-    """Those after all verified changes of stages."""
-    STEP = "step"
-    """Those that were measured in the step itself."""
-
-
+OpsFrom = Literal["job", "verified", "step"]
+"""Which op times a step is simulated with: those that the job assumes, those after all verified changes of stages, or
+those that were measured in the step itself.
+"""
 StepSimulation = Callable[..., float]
 """Simulates a step (ms) with the links that were measured in it. Takes a configuration; by how much (ms) links are
 `sooner` than measured, none by default; and an `OpsFrom`, verified op times by default.
@@ -209,3 +300,56 @@ class Steps:
 def times(steps: Iterable[TimedStep]) -> list[float]:
     """How long each step took (ms)."""
     return [step.ms for step in steps]
+
+
+CLOSELY = 16
+"""Steps from the start, or from a switch on, of which all are reported."""
+REST = 8
+"""While nothing changes, one step in so many is reported."""
+ALARM = 4
+"""Steps that are reported after one that took longer than the `CLOSELY` before it, which is reported as well."""
+SLOWER = 1.02
+"""A step counts as longer if the step takes at least so many times as long as the longest of those before."""
+
+
+class ReportSampler:
+    """Finds after each step whether the ranks report the step. All ranks are told the same times, so all agree.
+
+    Args:
+        num_updates: how many steps are measured as one: those of a pass, where updates are among a schedule's ops.
+
+    Examples:
+        >>> from penstock.control.steps import ReportSampler
+        >>> sampler, reported = ReportSampler(), []
+        >>> for step in range(40):
+        ...     reported += [step] if sampler.ended(120.0 if step == 33 else 100.0, False) else []
+        >>> reported[16:]
+        [16, 24, 32, 33, 34, 35, 36, 37]
+    """
+
+    def __init__(self, num_updates: int = 1) -> None:
+        self._is_reported = True
+        self._rest = max(1, REST // num_updates)
+        self._num, self._closely_until = 0, CLOSELY
+        self._recent: deque[float] = deque(maxlen=CLOSELY)
+
+    def ended(self, ms: float, asked: bool) -> bool:
+        """Whether the step that has ended is reported.
+
+        Args:
+            ms: how long the step took.
+            asked: whether a rank asks for the next one.
+        """
+        is_alarm = len(self._recent) == CLOSELY and ms > SLOWER * max(self._recent)
+        is_reported = self._is_reported or is_alarm
+        if is_alarm:
+            self._closely_until = max(self._closely_until, self._num + 1 + ALARM)
+        self._recent.append(ms)
+        self._num += 1
+        self._is_reported = asked or self._num < self._closely_until or self._num % self._rest == 0
+        return is_reported
+
+    def switched(self) -> None:
+        """Something else runs from the next step on."""
+        self._closely_until, self._is_reported = self._num + CLOSELY, True
+        self._recent.clear()

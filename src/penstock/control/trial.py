@@ -20,6 +20,16 @@ differences in place of the times. The verdict then names what a step would take
 
 A change may slow ops itself, as delegates do that take a core. If ops become slower right at the switch, by more than
 they varied before, that is laid to the change: the steps are then compared with op times as the job assumes them.
+
+Whether a change is worth a trial, from clean steps: the question that stays open while something is late.
+
+    steps rose, and simulation with the late links says as much    evidence of 3 is enough
+    steps rose, and simulation does not say so                      30
+    nothing turned late, and simulation promises a shorter step     more than a trial could take for noise
+
+Each decision among the latest 1,024 steps doubles the evidence that the next one takes, and one that was taken back
+doubles it twice. So whatever is measured, the number of changes in so many steps is bounded. A dead link waits for
+nothing, and neither does taking back.
 """
 
 from __future__ import annotations
@@ -28,11 +38,28 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import median
 
+from penstock.control.advice import Obstacle
+from penstock.control.changes import deviation
 from penstock.control.configuration import Configuration
+from penstock.control.decide import Action
 from penstock.control.events import Link
-from penstock.control.evidence import FEWEST, HARMED, HARMED_LATER, HELPED, Evidence, chance
-from penstock.control.robust_statistics import deviation
-from penstock.control.steps import NO_LINKS, OpsFrom, Steps, TimedStep, times
+from penstock.control.steps import (
+    EXPLAINED,
+    FEWEST,
+    HARMED,
+    HARMED_LATER,
+    HELPED,
+    NO_LINKS,
+    UNEXPLAINED,
+    WINDOW,
+    Evidence,
+    OpsFrom,
+    Steps,
+    TimedStep,
+    chance,
+    explains,
+    times,
+)
 
 RETURNS = 5
 """Steps after which going back to what is no slower stays."""
@@ -104,28 +131,6 @@ class Verdict:
         )
 
 
-@dataclass(frozen=True)
-class Comparison:
-    """Steps before a change and with it, as the test compares them.
-
-    Attributes:
-        before, after: of each step its time (ms), or by how much it was longer than what ran before takes by
-            simulation under the links and op times of that step.
-        promised: the simulated gain (ms) under the links and op times since.
-        is_simulated: whether steps are compared with their simulation.
-    """
-
-    before: Sequence[float]
-    after: Sequence[float]
-    promised: float
-    is_simulated: bool = False
-
-    @property
-    def gain(self) -> float:
-        """By how much steps became shorter (ms), in the median."""
-        return median(self.before) - median(self.after)
-
-
 @dataclass
 class Trial:
     """One change on trial, from the switch on.
@@ -157,7 +162,7 @@ class Trial:
 
     def __post_init__(self) -> None:
         self._rows = list(self.before.present)
-        self._level = self.before.level
+        self._level, self._is_simulated = self.before.level, False
 
     def add(self, iteration: int, step: TimedStep, is_there: bool = True) -> Verdict | None:
         """Takes a clean step that ran the change.
@@ -179,40 +184,44 @@ class Trial:
             return None
         if not self._rows:
             return self._end(iteration, True, "no step before it is known") if num == RETURNS else None
-        found = self._compared()
-        helped, harmed = (Evidence(found.before, found.after, sign) for sign in (-1, 1))
-        gain, least = found.gain, WORSE * median(times(self._rows))
-        loss = median(found.after[-max(1, harmed.num) :]) - median(found.before)
+        before, after, promised = self._compared()
+        helped, harmed = (Evidence(before, after, sign) for sign in (-1, 1))
+        gain, least = median(before) - median(after), WORSE * median(times(self._rows))
+        loss = median(after[-max(1, harmed.num) :]) - median(before)
         if harmed.value >= (HARMED_LATER if self.is_decided else HARMED) and loss > least:
             said = f"its last {harmed.num} steps are {loss:.3g} ms longer than without it"
-            return self._end(iteration, False, said, found)
+            return self._end(iteration, False, said, gain)
         if self.is_decided:
             return None
         shorter = f"steps are {abs(gain):.3g} ms {'longer' if gain < 0 else 'shorter'} with it"
         if self.promised <= 0 and num >= RETURNS:
-            return self._end(iteration, gain >= -least, shorter, found)
-        shorter += f", where simulation expects {found.promised:.3g} ms less"
+            return self._end(iteration, gain >= -least, shorter, gain)
+        shorter += f", where simulation expects {promised:.3g} ms less"
         if gain > least and helped.value >= (HELPED if num < MOST else _SOME):
             now, calm = median(times(self._after)), self.before.calm
             if self.cause and not is_there and calm is not None and now > calm * (1 + WORSE):
                 said = f"what it was made for has passed, and steps took {calm:.4g} ms before that began"
-                return self._end(iteration, False, said, found)
-            return self._end(iteration, True, shorter, found)
+                return self._end(iteration, False, said, gain)
+            return self._end(iteration, True, shorter, gain)
         if num < MOST:
             return None
         # Where nothing is to be gained with these links, when to go back is chosen as at any other time.
-        kept = found.promised <= least and gain >= -least
+        kept = promised <= least and gain >= -least
         if not kept and gain > least:
             shorter += f"; {chance(helped.value)}, and a change stays from once in {_SOME:g} on"
         elif not kept:
             shorter += f"; after {MOST} steps a change stays only if they are {WORSE:.0%} shorter"
-        return self._end(iteration, kept, shorter, found)
+        return self._end(iteration, kept, shorter, gain)
 
-    def _compared(self) -> Comparison:
-        """The steps before and since, under the same links and op times if simulation explains how steps differ."""
-        plain = Comparison(times(self._rows), times(self._after), self.promised)
+    def _compared(self) -> tuple[list[float], list[float], float]:
+        """The steps before and since, as the test compares them, and the gain (ms) that simulation promises.
+
+        They are their times; or, if simulation explains how steps differ, by how much each was longer than what ran
+        before takes by simulation under the links and op times of that step.
+        """
+        plain, self._is_simulated = (times(self._rows), times(self._after), self.promised), False
         ran, added = self.before.ran, self._added()
-        ops = OpsFrom.JOB if self._slows_ops() else OpsFrom.STEP
+        ops = "job" if self._slows_ops() else "step"
         reported = [step for step in self._after if step.is_reported]
         known = paired(self.before.reported, ran, ops)
         instead = paired(reported, ran, ops, added)
@@ -224,8 +233,9 @@ class Trial:
         promised = median(
             then - now for (_, then), (_, now) in zip(instead, paired(reported, self.runs, ops), strict=True)
         )
+        self._is_simulated = True
         before, after = ([ms - simulated for ms, simulated in rows] for rows in (known, instead))
-        return Comparison(before, after, promised, True)
+        return before, after, promised
 
     def _load_moved(self) -> bool:
         """Whether ops as measured take clearly longer or shorter than before the change."""
@@ -259,11 +269,11 @@ class Trial:
                 rises.append(median(rows[1]) - median(rows[0]))
         return dict.fromkeys(moved, max(0.0, median(rises) if rises else 0.0))
 
-    def _end(self, iteration: int, kept: bool, why: str, found: Comparison | None = None) -> Verdict:
+    def _end(self, iteration: int, kept: bool, why: str, gain: float = 0.0) -> Verdict:
         self.is_decided, self.is_over = True, not kept
         after = median(times(self._after))
         level = after if self._level is None else self._level
-        without = after + found.gain if found is not None and found.is_simulated else None
+        without = after + gain if self._is_simulated else None
         nums = len(self._rows), len(self._after)
         return Verdict(self.number, iteration, kept, why, level, after, *nums, self.paid, without)
 
@@ -330,3 +340,131 @@ class RevertedChange:
     def bars(self, what: object, cause: Mapping[Link, float], iteration: int) -> bool:
         """Whether `what` may not be tried again yet: for as long as nothing is late, or for some steps."""
         return self.is_of(what, cause) and (not cause or iteration - self.iteration < _AGAIN * 2 ** (self.num - 1))
+
+
+_TELLS = 0.7
+"""Deviations of a step by which it must become shorter, where nothing turned late: a trial shows no less."""
+_CALM = 5
+"""Steps that say how much steps vary, where nothing turned late and so nothing presses."""
+_ASKED = 16
+"""An answer takes as much evidence again for each so many steps of an open question: chance has had more turns."""
+_MOST = 12
+"""Doublings of what a decision takes."""
+
+Doubt = tuple[Obstacle, str]
+"""What stands in the way of a change, and the reason in words."""
+
+
+def what_of(action: Action, then: Configuration) -> tuple[Action, object]:
+    """What identifies a change, so that it is not tried again for the same cause."""
+    return action, then.nodes if action is Action.MOVE else then.delegated
+
+
+class Question:
+    """Counts decisions, and says what speaks against the next one.
+
+    Args:
+        least_gain: share of a step that a change must save.
+
+    Attributes:
+        taken_back: changes that were tried and taken back.
+    """
+
+    def __init__(self, least_gain: float) -> None:
+        self.taken_back: list[RevertedChange] = []
+        self._least_gain = least_gain
+        self._made: list[int] = []
+
+    def decided(self, iteration: int) -> None:
+        """Counts a decision. One that is taken back counts once more."""
+        self._made = [*(made for made in self._made if made > iteration - WINDOW), iteration]
+
+    def failed(self, number: int, what: object, cause: Mapping[Link, float], iteration: int) -> None:
+        """A change was taken back: it is not tried again soon for the same cause."""
+        self.decided(iteration)
+        same = next((each for each in self.taken_back if each.is_of(what, cause)), None)
+        if same is None:
+            self.taken_back.append(RevertedChange(number, what, cause, iteration))
+        else:
+            same.number, same.iteration, same.num = number, iteration, same.num + 1
+
+    def bars(self, what: object, cause: Mapping[Link, float], iteration: int) -> bool:
+        """Whether a change was tried for this cause and taken back."""
+        return any(each.bars(what, cause, iteration) for each in self.taken_back)
+
+    def num_recent(self, iteration: int) -> int:
+        """Decisions that count."""
+        return min(sum(made > iteration - WINDOW for made in self._made), _MOST)
+
+    def waits(self, iteration: int) -> bool:
+        """Whether it is too soon for a change for which nothing turned late."""
+        return bool(self._made) and iteration < self._made[-1] + 2 ** self.num_recent(iteration)
+
+    def too_early(self, steps: Steps, iteration: int) -> Doubt | None:
+        """What speaks against any answer to something that turned late, whatever it would gain: it may be a burst, or
+        measured steps are hardly slower for it.
+        """
+        level, calm = steps.level, steps.calm
+        if level is None or calm is None or not steps.is_open or len(steps.usual) < FEWEST:
+            return None
+        if len(steps.since) <= steps.burst:
+            return Obstacle.PAUSE, f"it has been late for {len(steps.since)} steps, and may soon be over"
+        said = f"steps took {calm:.4g} ms before and take {level:.4g} ms since"
+        if steps.rise < self._least_gain * calm:
+            return Obstacle.ABSORBED, f"{said}, and a change is tried if they take {self._least_gain:.0%} longer"
+        needed = EXPLAINED * self._caution(steps, iteration)
+        if steps.evidence >= needed:
+            return None
+        return Obstacle.NOISE, (
+            f"{said}, where {steps.noise:.3g} ms more or less are usual; {chance(steps.evidence)}, and a change is "
+            f"tried from once in {needed:.3g} on"
+        )
+
+    def _caution(self, steps: Steps, iteration: int) -> float:
+        """How many times the usual evidence an answer takes."""
+        return float(2 ** self.num_recent(iteration) * (1 + steps.num_open / _ASKED))
+
+    def doubt(self, steps: Steps, iteration: int, gain: float, simulated_rise: float) -> Doubt | None:
+        """What speaks against a change.
+
+        Args:
+            steps: of what runs.
+            iteration: now.
+            gain: how much shorter (ms) each step would be, by simulation.
+            simulated_rise: how much longer steps are (ms) for what turned late, by simulation.
+        """
+        level = steps.level
+        few = Obstacle.NOISE, "too few steps have run to tell how much they vary"
+        if level is None or len(steps.present) < steps.fewest:
+            return few
+        if not steps.is_open or len(steps.usual) < FEWEST:
+            calm = -(-_CALM // steps.ran.num_updates)
+            return few if len(steps.present) < calm else self._improves(steps, iteration, gain, level)
+        found = self.too_early(steps, iteration)
+        if found is not None:
+            return found
+        needed = EXPLAINED if explains(simulated_rise, steps.rise) else UNEXPLAINED
+        needed *= self._caution(steps, iteration)
+        if steps.evidence >= needed:
+            return None
+        return Obstacle.NOISE, (
+            f"steps take {steps.rise:.4g} ms longer than before, of which simulation explains "
+            f"{max(0.0, simulated_rise):.3g} ms; {chance(steps.evidence)}, and a change is tried from once in "
+            f"{needed:.3g} on"
+        )
+
+    def least(self, steps: Steps) -> float:
+        """How much shorter (ms) a step must become for a change that answers nothing."""
+        return max(self._least_gain * (steps.level or 0.0), _TELLS * steps.noise) * 3 ** len(self.taken_back)
+
+    def _improves(self, steps: Steps, iteration: int, gain: float, level: float) -> Doubt | None:
+        """What speaks against a change that does not answer what turned late."""
+        if self.waits(iteration):
+            return Obstacle.PAUSE, "the plan was changed a short time ago"
+        needed = self.least(steps)
+        if gain >= needed:
+            return None
+        return Obstacle.NOISE, (
+            f"the best plan would save {gain:.3g} of {level:.4g} ms a step by simulation; steps vary by "
+            f"{steps.noise:.3g} ms anyway, and a plan is tried if it saves {needed:.3g} ms or more"
+        )

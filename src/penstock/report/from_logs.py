@@ -17,8 +17,8 @@ longer than undisturbed ones counts as lost by the change.
     iterations.jsonl   one line an iteration, from the first one on                     if there
     timelines.jsonl    when the ops of some iterations ran                              if there
 
-Links, stages and nodes are watched again, as the controller watched them, so that alarms and late links are those
-that the controller saw. Nothing is decided again.
+Links, stages and nodes are watched again, as the controller watched them, so that late links are those that the
+controller saw. Nothing is decided again.
 
 Each iteration is also simulated under links and op times as they were measured in it, once with what ran and once
 with the first configuration. Both are called simulated.
@@ -34,12 +34,12 @@ from statistics import median
 from typing import Any
 
 from penstock.control.advice import Unanswered
+from penstock.control.changes import AS_DEVIATION, deviation
 from penstock.control.closed_loop_simulation import run_once
-from penstock.control.compute import factors_of, scaled
 from penstock.control.configuration import Configuration, Job, peaks
 from penstock.control.decide import Action, predict
-from penstock.control.errors import ControlError
 from penstock.control.events import (
+    ControlError,
     Dropped,
     Event,
     IterationEnded,
@@ -58,7 +58,7 @@ from penstock.control.events import (
 from penstock.control.log import json_lines, read_header
 from penstock.control.measured import JobMonitor
 from penstock.control.orchestrator import Orchestrator
-from penstock.control.robust_statistics import AS_DEVIATION, deviation
+from penstock.control.watches import factors_of, scaled
 from penstock.cost import Links
 from penstock.cost.mesh import LinkGroup
 from penstock.formats.traces.reader import IterationRecord
@@ -372,7 +372,6 @@ def read_story(
         decisions=decided,
         spells=spells_of(late),
         memory=_memory(read, rows),
-        alarms=read.monitor.alarms,
         smallest_delay=least,
         undisturbed=undisturbed,
         undisturbed_from=source,

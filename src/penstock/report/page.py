@@ -42,7 +42,7 @@ from penstock.draw.report_page import (
 )
 from penstock.draw.style import percent, short
 from penstock.report.run_story import DecisionOutcome, RunMemory, RunRecord, RunStory
-from penstock.report.words import alarms, range_of, reaction, seconds, sentence, sentences, times, way_name
+from penstock.report.words import range_of, reaction, seconds, sentence, sentences, times, way_name
 from penstock.simulation import Timeline
 
 _MEASURED = (
@@ -244,7 +244,7 @@ def _sections(story: RunStory) -> list[str]:
     if story.links:
         found.append(section("Links", _hover(_link_heat, story) + _spells(story)))
     said = _decisions(story.decisions) + "".join(f"<p>{escape(each)}.</p>" for each in story.unanswered)
-    found.append(section("Decisions", said, f"{escape(alarms(story))}. {_MEASURED}"))
+    found.append(section("Decisions", said, _MEASURED))
     if story.faults or story.counters:
         found.append(section("Faults", _faults(story)))
     if drawn := _one_above_the_other(story.shown):

@@ -20,10 +20,10 @@ from functools import cached_property
 from statistics import median
 from typing import Any
 
-from penstock.control.compute import Factors
+from penstock.control.changes import deviation
 from penstock.control.log import json_lines
 from penstock.control.measured import LinksOfStep
-from penstock.control.robust_statistics import deviation
+from penstock.control.watches import Factors
 from penstock.simulation import Timeline
 
 Link = tuple[int, int]
@@ -234,7 +234,6 @@ class RunStory:
         decisions: what was decided, in order.
         spells: times in which a link was late, the costliest first.
         memory: what ranks held; None if it was not recorded.
-        alarms: how many changes were suspected, how many of them verified, and how many came to nothing.
         smallest_delay: from which delay on a link counts as late (ms).
         undisturbed: how long an iteration takes with no link late (ms).
         undisturbed_from: how that is known.
@@ -253,7 +252,6 @@ class RunStory:
     decisions: tuple[DecisionOutcome, ...]
     spells: tuple[LatePeriod, ...]
     memory: RunMemory | None
-    alarms: tuple[int, ...]
     smallest_delay: float
     undisturbed: float
     undisturbed_from: str
@@ -343,7 +341,6 @@ class RunStory:
         value["spells"] = [each.to_json() for each in self.spells]
         for each, decision in zip(value["decisions"], self.decisions, strict=True):
             each["what"] = str(decision.plan)
-        value["alarms"] = dict(zip(("suspected", "verified", "false"), self.alarms, strict=True))
         value["facts"], value["counters"] = dict(self.facts), dict(self.counters)
         value |= {"num_iterations": len(self.iterations), "num_late": len(self.late), "total_ms": self.total}
         value |= {"lost_ms": self.lost, "saved_ms": self.saved, "error": self.error}

@@ -62,7 +62,6 @@ def more(story: RunStory) -> list[str]:
     tried = sum(each.taken_back for each in ran)
     if tried:
         found[0] += f", {tried} of them taken back because measured iterations were no faster"
-    found.append(alarms(story))
     if story.error is not None:
         found.append(f"Simulated and measured iteration time differ by {percent(story.error)} in the median")
     return [*(sentence(each) for each in found), *(sentence(each) for each in story.unanswered)]
@@ -88,17 +87,6 @@ def words_of(record: RunRecord) -> list[str]:
         loss = "not finite" if ended["loss"] is None else f"{ended['loss']:.3f} {ended['unit']}"
         found.append(sentence(f"The loss is {loss}"))
     return found
-
-
-def alarms(story: RunStory) -> str:
-    """Alarms in a sentence."""
-    suspected, verified, false = story.alarms
-    if not suspected:
-        return "No change of a link was suspected"
-    return (
-        f"{times(suspected, 'change')} of links suspected: {verified} verified, "
-        f"{times(false, 'false alarm')} that led to nothing"
-    )
 
 
 def _slower(story: RunStory) -> str:

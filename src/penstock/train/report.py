@@ -36,9 +36,9 @@ def read_adaptation(folder: Path) -> dict[str, Any] | None:
     Returns:
         A JSON object with iterations that count from 1: the run in one sentence (`headline`); the median delay (ms)
         of each direction's latest messages, as in {"6>7": 60.1} (`links`); the times in which a link was late
-        (`spells`); what was decided, and the ms measured before and after it (`decisions`); alarms, and how many led
-        to nothing (`suspected`, `false`); the ms that late links would have cost if nothing had been changed, and how
-        much of it was saved, or null if that cannot be told (`lost`, `saved`).
+        (`spells`); what was decided, and the ms measured before and after it (`decisions`); the ms that late links
+        would have cost if nothing had been changed, and how much of it was saved, or null if that cannot be told
+        (`lost`, `saved`).
     """
     try:
         lines = {name: (folder / name).read_text(encoding="utf-8").splitlines() for name in (CONTROL, ITERATIONS)}
@@ -54,14 +54,7 @@ def read_adaptation(folder: Path) -> dict[str, Any] | None:
         each |= {"link": "{}:{}".format(*each["link"]), "first": each["first"] + 1, "last": each["last"] + 1}
     for each in value["decisions"]:
         each |= {"made": each["made"] + 1, "first": None if each["first"] is None else each["first"] + 1}
-    alarms = {name: value["alarms"][name] for name in ("suspected", "false")}
-    found = {
-        "headline": headline(story, first=1),
-        "links": delays,
-        **alarms,
-        "lost": story.lost,
-        "saved": story.saved,
-    }
+    found = {"headline": headline(story, first=1), "links": delays, "lost": story.lost, "saved": story.saved}
     return found | {name: value[name] for name in ("spells", "decisions")}
 
 

@@ -19,7 +19,7 @@ has not reached every rank costs nothing, and a store that is gone cannot hold u
 fails, the step fails on every rank.
 
 The votes tell how long a step took, too, and who asks for the next step's report: see
-`penstock.control.report_sampler`.
+`penstock.control.steps`.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from typing import Any, NamedTuple
 
 from penstock.control import Configuration, Dropped, Event, IterationEnded, Switched
 from penstock.control.events import Link, LinkTime, Probed
-from penstock.control.report_sampler import ReportSampler
+from penstock.control.steps import ReportSampler
 from penstock.cost import Costs
 from penstock.runtime.adapt.coordinator import Coordinator, RunSetting
 from penstock.runtime.adapt.options import AdaptOptions
