@@ -265,7 +265,7 @@ def test_one_rank_without_the_store_ends_adapting_for_all_and_says_so_once(tmp_p
             ranks.step(HEALTHY, heard=False)
         assert [len(one.notices) for one in ranks.agents] == [1] * NUM_RANKS
         assert "out of reach for more than 2 s: the cable is out" in ranks.agents[2].notices[0]
-        assert "training goes on with plan 0: rank 2 has ended adapting" in ranks.agents[0].notices[0]
+        assert "and plan 0 stays: rank 2 can no longer adapt" in ranks.agents[0].notices[0]
         assert set(ranks.numbers) == {0}
         assert replay(ranks.log()) == ()
 

@@ -174,8 +174,8 @@ def test_a_store_that_is_gone_for_good_is_said_once() -> None:
             for _ in range(3):
                 pipe.step()
             (notice,) = unexpected(pipe.notices)
-            assert "the store through which ranks report was out of reach for more than 2 s: the Redis at" in notice
-            assert "training goes on with plan 0" in notice
+            assert "the store was out of reach for more than 2 s: the Redis at" in notice
+            assert "and plan 0 stays" in notice
 
 
 def test_by_hand_switches_and_switches_back() -> None:

@@ -3,7 +3,7 @@
 from penstock.control.advice import Unanswered
 from penstock.control.closed_loop_simulation import measured_events, rehearse, run_once
 from penstock.control.configuration import Configuration, Job, Prices
-from penstock.control.controller import Controller
+from penstock.control.controller import Controller, replay
 from penstock.control.decide import Action, Decision, Measured, candidates, predict
 from penstock.control.events import (
     ControlError,
@@ -18,7 +18,6 @@ from penstock.control.events import (
     Switched,
     Transfers,
 )
-from penstock.control.log_replay import replay
 from penstock.control.orchestrator import Orchestrator
 from penstock.control.reranking import rerank
 from penstock.control.trial import Verdict

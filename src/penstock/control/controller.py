@@ -14,7 +14,8 @@ Unanswered        <---  say so      something is late or steps are slow, and not
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import json
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from statistics import median
 
@@ -33,8 +34,8 @@ from penstock.control.decide import (
     reason_of,
     score,
 )
-from penstock.control.events import ControlError, Event, Link, undirected
-from penstock.control.log import event_line, header, outcome_line
+from penstock.control.events import ControlError, Event, Link, event_from_json, undirected
+from penstock.control.log import event_line, header, json_lines, outcome_line, read_header
 from penstock.control.measured import JobMonitor, LateCauses
 from penstock.control.orchestrator import Orchestrator
 from penstock.control.steps import BURST, CLOSELY, NO_LINKS, UNEXPLAINED, OpsFrom, Steps, TimedStep
@@ -60,8 +61,8 @@ class Controller:
     """Decides what a job runs. The same events give the same decisions.
 
     After a decision it waits for `Switched` or `Dropped` before it makes another. After `Dropped` it decides nothing
-    for some iterations, unless a link dies. Only clean steps are evidence: neither those between a decision and its
-    switch nor the first one after it.
+    for some iterations, unless a link dies. Steps between a decision and its switch are no evidence,
+    nor is the first one after it. All other steps are called clean.
 
     Args:
         job: what runs at the start, its costs, and what may change.
@@ -76,6 +77,7 @@ class Controller:
         changes: verified changes of links and stages, each with the iteration in which it was verified.
         verdicts: what measured steps said of decisions.
         unanswered: causes for which nothing was changed, and why.
+        waiting: the decision of which it is not yet known whether all ranks run it.
 
     Examples:
         >>> import penstock as ps
@@ -111,7 +113,7 @@ class Controller:
         self._due, self._rate, self._spent, self._looked_at = False, 0.0, 0.0, -1
         self._measured: Measured | None = None
         self._scored: tuple[Candidate, ...] = ()
-        self._waiting: Decision | None = None
+        self.waiting: Decision | None = None
         self._delegated_at = self._quiet_until = self._switched_at = -(10**9)
         self._moved_for: Mapping[Link, float] = NO_LINKS
         self._said: list[Verdict | Unanswered] = []
@@ -121,16 +123,11 @@ class Controller:
             log(header(job))
 
     @property
-    def waiting(self) -> Decision | None:
-        """The decision of which it is not yet known whether all ranks run it."""
-        return self._waiting
-
-    @property
     def is_calm(self) -> bool:
         """Whether the time of an iteration alone says enough. Nothing is suspected, prepared or on trial then, and
         what is late has made no step slower for so long that only slower steps would lead to an answer.
         """
-        busy = self._waiting is not None or self._revert is not None or self._is_on_trial
+        busy = self.waiting is not None or self._revert is not None or self._is_on_trial
         if busy or self._monitor.is_suspicious or (self._nodes is not None and self._nodes.excess):
             return False
         if not self._causes.ms and not self._steps.is_open:
@@ -233,7 +230,7 @@ class Controller:
         news = self._monitor.end_iteration()
         self.changes += [(event.number, change) for change in news]
         step = self._timed(event.ms)
-        is_clean = self._waiting is None and not self._is_first
+        is_clean = self.waiting is None and not self._is_first
         if is_clean:
             self._steps.add(step)
         else:
@@ -241,7 +238,7 @@ class Controller:
         self._note(news)
         if is_clean and self._trial is not None and self._revert is None:
             self._try(self._trial, step)
-        if self._is_first and self._waiting is None:
+        if self._is_first and self.waiting is None:
             self._is_first = False
             self._charge(self._trial)
         self._report_unknown()
@@ -249,7 +246,7 @@ class Controller:
         ages = _AGES if self._causes.ms else _AGES[:3]
         self._due = self._due or bool(news) or self._age in ages or returns
         before = self._rate
-        if self._waiting is not None or (self._revert is None and self._is_on_trial):
+        if self.waiting is not None or (self._revert is None and self._is_on_trial):
             self._lose(before, news)
             return None  # until it is known what the last change brought, nothing else is changed
         if self._revert is not None:
@@ -297,9 +294,7 @@ class Controller:
         factors: dict[OpsFrom, Factors] = {"job": (), "verified": verified, "step": measured}
 
         def simulated(
-            configuration: Configuration,
-            sooner: Mapping[Link, float] = NO_LINKS,
-            ops_from: OpsFrom = "verified",
+            configuration: Configuration, sooner: Mapping[Link, float] = NO_LINKS, ops_from: OpsFrom = "verified"
         ) -> float:
             return predict(self._job_as_measured(factors[ops_from]), configuration, [step.links(sooner)])
 
@@ -335,10 +330,10 @@ class Controller:
 
     def _ended(self, number: int) -> Decision:
         """Returns the decision that was waiting, and stops waiting for it."""
-        if self._waiting is None or self._waiting.number != number:
-            known = "none is" if self._waiting is None else f"{self._waiting.number} is"
+        if self.waiting is None or self.waiting.number != number:
+            known = "none is" if self.waiting is None else f"{self.waiting.number} is"
             raise ControlError(f"news of decision {number}, but {known} waiting")
-        decision, self._waiting = self._waiting, None
+        decision, self.waiting = self.waiting, None
         return decision
 
     def _switch(self, decision: Decision) -> None:
@@ -416,14 +411,14 @@ class Controller:
         self._number += 1
         waits = in_host(then.schedule, self.job.costs)
         made = action, then, reason, *ms, price, causes, held, waits
-        self._waiting = Decision(self._number, self._iteration, *made)
-        return self._waiting
+        self.waiting = Decision(self._number, self._iteration, *made)
+        return self.waiting
 
     # The choice.
 
     def _forced(self) -> Decision | None:
         """Decides about a dead link at once, since it cannot wait for the end of the iteration."""
-        if self._waiting is not None or self._monitor.down <= set(self.now.delegated):
+        if self.waiting is not None or self._monitor.down <= set(self.now.delegated):
             return None
         self._look()
         return self._decide([])
@@ -519,7 +514,7 @@ class Controller:
         elif num := nodes.follow(event, self._iteration, self._switched_at):
             self._steps.open(num)
         self._close()
-        if not nodes.excess or self._waiting is not None or self._revert is not None or self._is_on_trial:
+        if not nodes.excess or self.waiting is not None or self._revert is not None or self._is_on_trial:
             return None
         return None if self._is_left_in_peace else self._move(nodes)
 
@@ -573,11 +568,8 @@ class Controller:
         best, _ = choose(allowed, float("inf"), least_gain)
         least = min(each.ms for each in self._scored)
         if best is not now:
-            why = (
-                f"a change takes {best.price:.3g} ms; late links have cost {self.lost:.3g} ms so far, and changes "
-                f"{self._spent:.3g} ms, so it is not worth that yet"
-            )
-            self._explain(Obstacle.PRICE, why)
+            cost = f"late links have cost {self.lost:.3g} ms so far, and changes {self._spent:.3g} ms"
+            self._explain(Obstacle.PRICE, f"a change takes {best.price:.3g} ms; {cost}, so it is not worth that yet")
         elif len(allowed) < len(self._scored) and least <= now.ms * (1 - least_gain):
             numbers = ", ".join(str(each.number) for each in self._question.taken_back)
             self._explain(
@@ -605,11 +597,8 @@ class Controller:
     def _explain_nodes(self, obstacle: Obstacle, why: str, nodes: Orchestrator, simulated: float) -> None:
         """Reports once for each set of late nodes that they stay, and why, unless waiting may still change that."""
         key = obstacle, frozenset(nodes.excess)
-        if (
-            obstacle in (Obstacle.PRICE, Obstacle.PAUSE)
-            or key in self._told
-            or len(self._steps.present) < self._steps.fewest
-        ):
+        is_early = len(self._steps.present) < self._steps.fewest
+        if is_early or key in self._told or obstacle in (Obstacle.PRICE, Obstacle.PAUSE):
             return
         self._told.add(key)
         self._say_unanswered(obstacle, why, {}, simulated, nodes=nodes.in_words)
@@ -617,7 +606,9 @@ class Controller:
     def _report_unknown(self) -> None:
         """Reports, once for each level, that steps are slower and that nothing known explains half of it."""
         steps, calm, level = self._steps, self._steps.calm, self._steps.level
-        if self._waiting is not None or self._is_on_trial or calm is None or level is None or not steps.can_tell:
+        if self.waiting is not None or self._is_on_trial or calm is None or level is None:
+            return
+        if len(steps.usual) < steps.fewest or len(steps.since) <= steps.burst:
             return
         rise = steps.rise
         if steps.evidence < UNEXPLAINED or rise < max(_SLOWER * calm, steps.noise):
@@ -647,3 +638,42 @@ class Controller:
         late = tuple(sorted(cause.items()))
         times = (self._ms if before is None else before), (self._ms if since is None else since)
         self._said.append(Unanswered(self._iteration, obstacle, why, late, *times, simulated, helps, nodes))
+
+
+def replay(lines: Iterable[str]) -> tuple[Decision, ...]:
+    """Feeds a log's events to a new controller, and compares its decisions with those of the log.
+
+    If a log was cut off in the middle of its last line, or before the decision of its last event, it is read up to
+        there.
+
+    Args:
+        lines: the lines of the log.
+
+    Raises:
+        ControlError: it is no log, or one of another version, or a decision differs; the message names the line.
+
+    Examples:
+        >>> import penstock as ps
+        >>> costs, zb = ps.Costs.uniform(4, f=10, i=10, w=10), ps.build("zb", 4, 8)
+        >>> start = ps.control.Configuration(zb, "frozen", caps=ps.simulate(zb, costs).peak_activations)
+        >>> job = ps.control.Job(costs, start)
+        >>> lines = []
+        >>> late = ps.Links.parse("2:3=latency:steps:0ms/0ms,1600ms/60ms")
+        >>> run = ps.control.rehearse(ps.control.Controller(job, log=lines.append), late, until=8_000)
+        >>> ps.control.replay(lines) == run.decisions
+        True
+    """
+    controller: Controller | None = None
+    made: list[Decision] = []
+    again: list[str] = []
+    for number, value in enumerate(json_lines(lines, "the log"), start=1):
+        if controller is None:
+            controller = Controller(read_header(value), log=again.append)
+        elif "event" in value and len(again) < number:
+            made += controller.feed(event_from_json(value["event"]))
+        replayed = again[number - 1] if len(again) >= number else "null"
+        if json.loads(replayed) != value:
+            raise ControlError(f"line {number}: the log has {str(value)[:200]}, replayed: {replayed[:200]}")
+    if controller is None:
+        raise ControlError("an empty log: its first line must name the job")
+    return tuple(made)

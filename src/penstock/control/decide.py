@@ -287,7 +287,7 @@ def score(job: Job, measured: Measured, candidate: Candidate) -> Candidate:
         measured: what has been measured of links and ops, with its scenarios.
         candidate: what would run.
     """
-    found = [_tried(job, candidate.configuration, links) for links in measured.scenarios]
+    found = [_one(job.costs, job.transport, candidate.configuration, Links.of(links)) for links in measured.scenarios]
     times = tuple(ms for ms, _ in found)
     peaks = tuple(map(max, zip(*(peaks for _, peaks in found), strict=True)))
     return replace(candidate, ms=fmean(times), each=times, peaks=peaks)
@@ -309,11 +309,7 @@ def predict(job: Job, configuration: Configuration, scenarios: Sequence[Links]) 
         >>> ps.control.predict(job, start, [ps.Links(), ps.Links({(2, 3): 60.0})])
         425.0
     """
-    return fmean(_tried(job, configuration, links)[0] for links in scenarios)
-
-
-def _tried(job: Job, configuration: Configuration, links: Links) -> tuple[float, tuple[float, ...]]:
-    return _one(job.costs, job.transport, configuration, Links.of(links))
+    return fmean(_one(job.costs, job.transport, configuration, Links.of(links))[0] for links in scenarios)
 
 
 @lru_cache(maxsize=4096)

@@ -140,12 +140,10 @@ class JobMonitor:
         """If one direction of a link does not show the cause, the other one may."""
         news = list(changes)
         causes = {change.link: change.cause for change in news if isinstance(change, LinkChange)}
-        return [
-            replace(change, cause=causes.get(change.link[::-1], Cause.DELAY))
-            if isinstance(change, LinkChange) and change.cause is Cause.DELAY
-            else change
-            for change in news
-        ]
+        for place, change in enumerate(news):
+            if isinstance(change, LinkChange) and change.cause is Cause.DELAY:
+                news[place] = replace(change, cause=causes.get(change.link[::-1], Cause.DELAY))
+        return news
 
     def move(self, moved: Collection[Link]) -> None:
         """Messages of these links take the other path from now on, by delegates or their own."""

@@ -241,16 +241,6 @@ class Steps:
         return self._evidence.value
 
     @property
-    def can_tell(self) -> bool:
-        """Whether there are enough steps on both sides."""
-        return len(self.usual) >= self.fewest and len(self.since) > self.burst
-
-    @property
-    def known(self) -> Sequence[TimedStep]:
-        """The latest steps, whether something turned late among them or not."""
-        return (*self.usual, *self.since)[-PRESENT:]
-
-    @property
     def reported(self) -> Sequence[TimedStep]:
         """The latest steps whose own links and ops were measured."""
         return [step for step in (*self.usual, *self.since) if step.is_reported][-PRESENT:]
@@ -261,7 +251,7 @@ class Steps:
         if self.is_open:
             rows = tuple(self.since)
             return (rows[1:] if len(rows) > self.fewest else rows)[-PRESENT:]
-        return self.known
+        return (*self.usual, *self.since)[-PRESENT:]
 
     @property
     def level(self) -> float | None:

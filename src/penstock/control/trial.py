@@ -284,10 +284,7 @@ def loads(steps: Iterable[TimedStep]) -> list[float]:
 
 
 def paired(
-    steps: Sequence[TimedStep],
-    ran: Configuration | None,
-    ops: OpsFrom,
-    sooner: Mapping[Link, float] = NO_LINKS,
+    steps: Sequence[TimedStep], ran: Configuration | None, ops: OpsFrom, sooner: Mapping[Link, float] = NO_LINKS
 ) -> list[tuple[float, float]]:
     """Each step as measured and as simulated with `ran`, in ms. Steps that cannot be simulated are left out."""
     if ran is None:
@@ -337,10 +334,6 @@ class RevertedChange:
             return False
         return all(self.cause[link] / 2 <= ms <= 2 * self.cause[link] for link, ms in cause.items())
 
-    def bars(self, what: object, cause: Mapping[Link, float], iteration: int) -> bool:
-        """Whether `what` may not be tried again yet: for as long as nothing is late, or for some steps."""
-        return self.is_of(what, cause) and (not cause or iteration - self.iteration < _AGAIN * 2 ** (self.num - 1))
-
 
 _TELLS = 0.7
 """Deviations of a step by which it must become shorter, where nothing turned late: a trial shows no less."""
@@ -389,8 +382,9 @@ class Question:
             same.number, same.iteration, same.num = number, iteration, same.num + 1
 
     def bars(self, what: object, cause: Mapping[Link, float], iteration: int) -> bool:
-        """Whether a change was tried for this cause and taken back."""
-        return any(each.bars(what, cause, iteration) for each in self.taken_back)
+        """Whether a change that was taken back may not be tried again yet: while nothing is late, or a while."""
+        same = [each for each in self.taken_back if each.is_of(what, cause)]
+        return any(not cause or iteration - each.iteration < _AGAIN * 2 ** (each.num - 1) for each in same)
 
     def num_recent(self, iteration: int) -> int:
         """Decisions that count."""

@@ -42,7 +42,7 @@ from penstock.draw.report_page import (
 )
 from penstock.draw.style import percent, short
 from penstock.report.run_story import DecisionOutcome, RunMemory, RunRecord, RunStory
-from penstock.report.words import range_of, reaction, seconds, sentence, sentences, times, way_name
+from penstock.report.words import range_of, seconds, sentence, sentences, times, way_name
 from penstock.simulation import Timeline
 
 _MEASURED = (
@@ -222,10 +222,6 @@ def _numbers(story: RunStory) -> list[PageNumber]:
     else:
         saved = seconds(story.saved) if story.saved > 0 else "none"
         found.append(PageNumber(saved, "of it saved, measured", "saved"))
-    first = next((each for each in story.decisions if each.stayed), None)
-    after = None if first is None else reaction(story, first)
-    if after is not None:
-        found.append(PageNumber(times(after, "iteration"), "from late to the new plan running"))
     if story.error is not None:
         found.append(PageNumber(percent(story.error), "median error of the simulation"))
     return found

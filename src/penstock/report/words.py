@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from penstock.draw.style import percent, short
-from penstock.report.run_story import SURE, DecisionOutcome, RunPlan, RunRecord, RunStory, link_name, main_spells
+from penstock.report.run_story import SURE, RunPlan, RunRecord, RunStory, link_name, main_spells
 
 FEW = 3
 """Links that a sentence names."""
@@ -172,15 +172,6 @@ def changes(plans: Sequence[RunPlan], last: RunPlan) -> str:
 def _links(links: Iterable[tuple[int, int]]) -> str:
     names = [link_name(link) for link in sorted(links)]
     return f"link{'s' * (len(names) > 1)} {listed(names)}"
-
-
-def reaction(story: RunStory, decided: DecisionOutcome) -> int | None:
-    """Late iterations that still ran what ran before, from the first that was late until the switch."""
-    if decided.first is None:
-        return None
-    began = [spell.first for spell in story.spells if spell.first <= decided.made and spell.last >= decided.made]
-    start = decided.began if decided.began is not None else max(began, default=None)
-    return None if start is None else decided.first - start
 
 
 def _saved(story: RunStory) -> str:

@@ -47,8 +47,7 @@ def run_setting(local: LocalPipeline, given: PipelineArguments, may_move: bool) 
         _note_nodes(local, first.nodes)
         weighs = gradient_bytes(local.model.copies.stages, local.peers, first.schedule.num_stages)
     copies, mesh = place.num_replicas * place.num_shards, None if nodes is None else nodes.mesh
-    starting = -(-STARTING_STEPS // first.num_updates)
-    return RunSetting(first, local.costs, local.choice, 1.0, copies, mesh, stay, weighs, starting)
+    return RunSetting(first, local.costs, local.choice, 1.0, copies, mesh, stay, weighs, STARTING_STEPS)
 
 
 def _why_nodes_stay(

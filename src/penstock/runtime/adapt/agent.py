@@ -36,7 +36,7 @@ from penstock.control import Configuration, Dropped, Event, IterationEnded, Swit
 from penstock.control.events import Link, LinkTime, Probed
 from penstock.control.steps import ReportSampler
 from penstock.cost import Costs
-from penstock.runtime.adapt.coordinator import Coordinator, RunSetting
+from penstock.runtime.adapt.coordinator import ABANDONED_EXIT_S, THREAD_EXIT_S, Coordinator, RunSetting
 from penstock.runtime.adapt.options import AdaptOptions
 from penstock.runtime.adapt.report import MeasuredStep, report_of
 from penstock.runtime.adapt.store import Rendezvous, meet
@@ -47,14 +47,10 @@ POLL_S = 0.1
 """Seconds that one look at the queue of plans may last."""
 CLOCK_COMPARISON_ITERATIONS = 64
 """Iterations after which clocks of several hosts are compared again: they drift by some milliseconds in a minute."""
-THREAD_EXIT_S, ABANDONED_EXIT_S = 1.0, 10.0
-"""Seconds that threads have to end, and other processes to say that they have; and once the store is closed."""
 GIVE_UP_S = 15.0
 """Seconds after which a plan that not all ranks hold is dropped."""
-STOPPED = -1
-"""What a rank holds that adapts no more."""
-REFUSED = 0
-"""The digest that a rank gives for a plan that it cannot run."""
+STOPPED, REFUSED = -1, 0
+"""What a rank holds that adapts no more, and the digest that a rank gives for a plan that it cannot run."""
 _DIGITS = 12
 """Hexadecimal digits of a digest that are compared: as many as a double carries exactly."""
 
@@ -229,8 +225,7 @@ class Agent:
         running = self.number, short_digest(self.digest)
         patience = self._options.patience
         if self._stopped is None and self._rendezvous.silent() > patience:
-            gone = f"the store through which ranks report was out of reach for more than {patience:g} s"
-            self._stopped = f"{gone}: {self._rendezvous.error}"
+            self._stopped = f"the store was out of reach for more than {patience:g} s: {self._rendezvous.error}"
         if self._stopped is not None:
             return Vote(*running, STOPPED, us=us)
         self._unsaid += [event for each in measured for event in each.events]
@@ -274,9 +269,7 @@ class Agent:
         if votes[0].asks & 2:
             self._wanted.set()
         if outcome.stopped is not None:
-            self.end(
-                self._stopped or f"rank {outcome.stopped} has ended adapting, and a notice of that rank says why"
-            )
+            self.end(self._stopped or f"rank {outcome.stopped} can no longer adapt, and says why")
             return None
         if outcome.switch is not None:
             chosen = self._voted_for
@@ -310,14 +303,11 @@ class Agent:
 
     def _drop_if_late(self, coordinator: Coordinator, number: int, refused: int | None) -> None:
         """Rank 0 drops a plan that some rank cannot run, or that not all ranks hold in time."""
-        now = time.monotonic()
-        self._since = now if self._since is None else self._since
-        if refused is None and now - self._since < GIVE_UP_S:
+        self._since = self._since or time.monotonic()
+        if refused is None and time.monotonic() - self._since < GIVE_UP_S:
             return
         if refused is not None:
-            self.notices.append(
-                f"change {number} is not made: rank {refused} cannot run its plan; a notice of that rank says why"
-            )
+            self.notices.append(f"change {number} is not made: rank {refused} cannot run its plan, and says why")
         self._forget(number)
         coordinator.note(self._iteration, Dropped(number))
 
@@ -332,9 +322,7 @@ class Agent:
     def end(self, reason: str) -> None:
         """Adapts no more, on every process alike; training goes on with what runs now."""
         if not self._closed.is_set():
-            self.notices.append(
-                f"slow links are not answered any more, and training goes on with plan {self.number}: {reason}"
-            )
+            self.notices.append(f"slow links are no longer answered, and plan {self.number} stays: {reason}")
             self._closed.set()
             self._out.put(None)
             if self._coordinator is not None:

@@ -112,7 +112,9 @@ def _put_aside(folder: Path) -> None:
 POLL_S = 0.05
 """Seconds that one look at the reports may last."""
 THREAD_EXIT_S, ABANDONED_EXIT_S = 1.0, 10.0
-"""Seconds that the thread has to end: it may wait for a controller that is far behind; and once nothing holds it."""
+"""Seconds that threads have to end, and other processes to say that they have; and once nothing holds them: the
+coordinator's may wait for a controller that is far behind, the agent's for the store.
+"""
 
 
 @dataclass(frozen=True)
@@ -126,7 +128,7 @@ class RunSetting:
         num_copies: of the pipeline, over a mesh.
         mesh: whose nodes are probed; None for none. nodes_stay: why they cannot move, empty if they may.
         gradient_bytes: of each stage, where there is a mesh.
-        num_starting: the first iterations, in which memory is allotted and connections are made: the controller hears
+        num_starting: the first steps, in which memory is allotted and connections are made: the controller hears
             neither how long they took nor what was measured in them.
     """
 
@@ -254,7 +256,8 @@ class Coordinator:
     def _take(self, reports: Sequence[RankReport]) -> None:
         """Hands on what one iteration brought."""
         self._learn(reports[0].iteration)
-        lines = heard(lines_of(reports), reports[0].iteration, self._setting.num_starting)
+        num_ran = reports[0].iteration * self._setting.start.num_updates
+        lines = heard(lines_of(reports), num_ran, self._setting.num_starting)
         if not self._controller_process.has_begun:
             rows = ((kind, stage, end - start) for each in reports for kind, stage, _, start, end in each.ops)
             if (costs := self._measured_costs.feed(rows, lines)) is not None:
@@ -322,10 +325,6 @@ class Coordinator:
 
 END, START = 2.0, 20.0
 """Seconds that the process has to end by itself: once a record has come back, and while it may still be starting."""
-
-
-_RECORD = '{"record"'
-"""How a line of a record begins."""
 
 
 class ControllerProcess:
@@ -396,7 +395,7 @@ class ControllerProcess:
         with self._output as lines:
             try:
                 for line in lines:
-                    self._has_answered = self._has_answered or line.startswith(_RECORD)
+                    self._has_answered = self._has_answered or line.startswith('{"record"')
                     self._take(line.rstrip("\n"))
             except Exception as error:
                 # Nobody reads what it says from here on: it would stand still, and whoever feeds it, too.

@@ -91,8 +91,7 @@ class AdaptOptions:
         for name in ("least_delay", "host_copy_ms"):
             value = getattr(self, name)
             require_value(value is None or is_amount(value), name, value, "milliseconds, at least 0, or None")
-        fits = is_amount(self.patience) and self.patience > 0
-        require_value(fits, "patience", self.patience, "seconds, above 0")
+        require_value(is_amount(self.patience) and self.patience > 0, "patience", self.patience, "seconds, above 0")
 
     def with_host_copies(self, costs: Costs) -> Costs:
         """The costs, with the time of copies to host memory if activations may wait there."""

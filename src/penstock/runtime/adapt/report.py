@@ -78,17 +78,16 @@ def report_of(
     """
     rank, begin, end, ops, crossings, events, peak, counters = measured
     scale, own = 1e6 * stretch, clock_offsets_ns[rank]
-    found: list[Event] = list(events)
     by_link: dict[tuple[int, int], list[tuple[float, float, float]]] = {}
     for crossing in crossings:
         row = (float(crossing.num_bytes), began(crossing, clock_offsets_ns) / scale, crossing.arrived / scale)
         by_link.setdefault((crossing.source, crossing.target), []).append(row)
-    transfers = [Transfers.of(link, rows) for link, rows in sorted(by_link.items())]
+    transfers = [Transfers.of(*each) for each in sorted(by_link.items())]
     by_stage: dict[int, list[tuple[str, float]]] = {}
     for op, start, stop in ops:
         if op.kind in OP_KINDS:
             by_stage.setdefault(op.stage, []).append((op.kind, (stop - start) / scale))
-    found += transfers
+    found: list[Event] = [*events, *transfers]
     found += [OpTimes.of(rank, stage, rows) for stage, rows in sorted(by_stage.items())]
     return RankReport(
         iteration,
@@ -108,9 +107,8 @@ def report_of(
 
 def lines_of(reports: Sequence[RankReport]) -> list[str]:
     """What the controller is told of an iteration, in an order that is always the same: by rank, then its end."""
-    longest = max(report.ms for report in reports)
-    lines = [line for report in reports for line in report.events]
-    return [*lines, event_line(IterationEnded(reports[0].iteration, round(longest, 4)))]
+    ended = IterationEnded(reports[0].iteration, round(max(report.ms for report in reports), 4))
+    return [*(line for report in reports for line in report.events), event_line(ended)]
 
 
 STARTING_STEPS = 8
@@ -118,11 +116,11 @@ STARTING_STEPS = 8
 _MEASUREMENTS = tuple(f'{{"event":{{"{name}"' for name in ("transfers", "ops", "iteration"))
 
 
-def heard(lines: Sequence[str], iteration: int, num_starting: int) -> Sequence[str]:
-    """What the controller hears of an iteration: all lines, but of the first `num_starting` iterations no
-    measurements. Links that died or came back are never kept from the controller.
+def heard(lines: Sequence[str], num_ran: int, num_starting: int) -> Sequence[str]:
+    """What the controller hears of an iteration before which `num_ran` steps ran: all lines, but of the first
+    `num_starting` steps no measurements. Links that died or came back are never kept from the controller.
     """
-    return lines if iteration >= num_starting else [line for line in lines if not line.startswith(_MEASUREMENTS)]
+    return lines if num_ran >= num_starting else [line for line in lines if not line.startswith(_MEASUREMENTS)]
 
 
 def as_one(reports: Sequence[RankReport]) -> list[RankReport]:
