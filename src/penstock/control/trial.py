@@ -221,7 +221,7 @@ class Trial:
         """
         plain, self._is_simulated = (times(self._rows), times(self._after), self.promised), False
         ran, added = self.before.ran, self._added()
-        ops = "job" if self._slows_ops() else "step"
+        ops: OpsFrom = "job" if self._slows_ops() else "step"
         reported = [step for step in self._after if step.is_reported]
         known = paired(self.before.reported, ran, ops)
         instead = paired(reported, ran, ops, added)
