@@ -117,7 +117,7 @@ START, THEN = RunPlan("zb", "frozen"), RunPlan("zb", "dynamic", ((0, 1),))
 def told(iterations: list[Iteration], decisions: list[DecisionOutcome] | None = None) -> RunStory:
     return RunStory(
         "run", (), tuple(iterations[0].delays), START, tuple(iterations), tuple(decisions or ()),
-        spells_of(late_links(iterations, 1.0)), None, (0, 0, 0), 1.0, 100.0, "given",
+        spells_of(late_links(iterations, 1.0)), None, 1.0, 100.0, "given",
     )  # fmt: skip
 
 
