@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gzip
 import json
 from pathlib import Path
 
@@ -40,21 +39,6 @@ def test_the_page_and_the_json_may_be_had_together(run: Path, capsys: pytest.Cap
     assert value.pop("out") == str(target)
     value.pop("headline")
     assert Page(target.read_text(encoding="utf-8")).data == value
-
-
-@pytest.mark.parametrize("given", ["", "control.jsonl.gz"])
-def test_a_log_that_gzip_has_been_over_is_read(run: Path, given: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["report", str(run), "--json"]) == 0
-    plain = json.loads(capsys.readouterr().out)
-    log = run / "control.jsonl"
-    packed = gzip.compress(log.read_bytes())
-    log.unlink()
-    (run / "control.jsonl.gz").write_bytes(packed)
-    assert main(["report", str(run / given), "--json"]) == 0
-    assert json.loads(capsys.readouterr().out) == plain
-    (run / "control.jsonl.gz").write_bytes(packed[:-20])
-    assert main(["report", str(run / given)]) == 1
-    assert "gzip can't read it" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -387,18 +387,18 @@ class StepModel:
 
     def _assumed(self, is_placed: bool, rest: float, is_halved: bool) -> tuple[str, ...]:
         """What a prediction takes for granted, in sentences."""
-        channels, between = self.channels, self.fit.usual_between
+        channels, between, num_steps = self.channels, self.fit.usual_between, len(self.run.table.steps)
         given = "" if self.links is None else " but those given"
         place = "the file has them" if is_placed else "PlannedSchedule puts them, often sooner than torch does"
         is_divided = self.schedule.num_stages != self.fit.schedule.num_stages and not self.cut
         is_untried = channels not in (BUFFERED, GLOO)
-        kept = "by how much recorded steps differ from the simulation of what ran in them"
+        longer = f"{abs(rest):.3g} ms {'longer' if rest > 0 else 'shorter'} than the simulation of what ran"
+        kept = f"recorded steps are {longer}, and so is this one"
         if self.is_in_torch:
-            kept = "what a step does before and after its microbatches"
+            kept = f"what a step does before and after its microbatches ({rest:.3g} ms) stays the same"
         assumed = {
             f"an op takes what it took in the recorded steps, and {between:.2g} ms pass before the next one": True,
-            "one step was recorded, so the error bar does not hold how much steps differ": len(self.run.table.steps)
-            == 1,
+            "one step was recorded, so the error bar does not hold how much steps differ": num_steps == 1,
             f"links{given} are as late as the trace shows, whatever the number of messages": True,
             f"messages stand where {place}, and {channels} carries them; the first stage's I does nothing": (
                 self.is_in_torch
@@ -407,7 +407,7 @@ class StepModel:
             "I takes half of a backward, 40% to 60% in the error bar; both halves add up to the whole": is_halved,
             "a layer takes as long in any stage; what stages take besides layers stays there": bool(self.cut),
             "recorded stages divide evenly; --layers and --cut say how they do": is_divided,
-            f"{kept} ({rest:.3g} ms) stays the same": abs(rest) > SMALLEST_REST * self.measured,
+            kept: abs(rest) > SMALLEST_REST * self.measured,
         }
         return tuple(text for text, holds in assumed.items() if holds)
 

@@ -5,9 +5,7 @@ penstock report runs/tiny-1f1b-4          penstock report runs/tiny-1f1b-4 --out
 
 from __future__ import annotations
 
-import gzip
 import json as json_format
-import zlib
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Annotated, Any
@@ -29,7 +27,7 @@ from penstock.simulation import Timeline
 
 LOG, ITERATIONS, TIMELINES, SETTINGS = "control.jsonl", "iterations.jsonl", "timelines.jsonl", "settings.json"
 METRICS, ENDED, PLAN, TRACE, TEXT = "metrics.jsonl", "report.json", "schedule.txt", "timeline.json", "sample.txt"
-LOGS = (LOG, f"{LOG}.gz", METRICS)
+LOGS = (LOG, METRICS)
 TOLD = ("model", "device", "costs", "transport", "store", "link", "links")
 """Settings of a run that its report names, where they are there."""
 OF_STEPS = ("schedule", "ranks", "dp", "tp", "microbatches", "batch", "dispatch", "optimizer", "precision")
@@ -105,7 +103,7 @@ def _story(folder: Path, run: Path) -> RunStory | None:
         name=_name(run),
         iterations=_lines(folder / ITERATIONS),
         timelines=_lines(folder / TIMELINES),
-        facts=_facts(folder, run, TOLD),
+        facts=_facts(folder, TOLD),
     )
 
 
@@ -118,7 +116,7 @@ def _record(folder: Path, run: Path) -> RunRecord | None:
     return read_record(
         _lines(folder / METRICS),
         name=_name(run),
-        facts=_facts(folder, run, OF_STEPS + TOLD),
+        facts=_facts(folder, OF_STEPS + TOLD),
         asked=_object(folder / SETTINGS).get("steps"),
         ended=ended,
         shown=_shown(folder) if ended else (),
@@ -138,29 +136,17 @@ def _shown(folder: Path) -> list[tuple[str, Timeline]]:
 
 
 def _lines(path: Path) -> list[str]:
-    """A file's lines, or those of the same with `.gz` behind its name, as `gzip` leaves it; none where there is
-    neither."""
-    packed = path.with_name(f"{path.name}.gz")
-    if not path.exists() and packed.exists():
-        path = packed
-    elif not path.exists():
-        return []
+    """A file's lines; none where there is no such file."""
     try:
-        if path is packed:
-            return gzip.decompress(path.read_bytes()).decode().splitlines()
-        return path.read_text(encoding="utf-8").splitlines()
-    except (EOFError, gzip.BadGzipFile, zlib.error) as error:
-        raise ReportError(f"{path}: gzip can't read it: {error}") from None
+        return path.read_text(encoding="utf-8").splitlines() if path.exists() else []
     except UnicodeDecodeError:
         raise ReportError(f"{path}: not text") from None
 
 
-def _facts(folder: Path, run: Path, names: Iterable[str]) -> list[tuple[str, str]]:
+def _facts(folder: Path, names: Iterable[str]) -> list[tuple[str, str]]:
     """What the run's settings say of it; nothing where there are none that can be read."""
-    for path in (folder / SETTINGS, run / SETTINGS, folder.parent / SETTINGS):
-        if value := _object(path):
-            return [(name, _said(value[name])) for name in names if value.get(name)]
-    return []
+    value = _object(folder / SETTINGS)
+    return [(name, _said(value[name])) for name in names if value.get(name)]
 
 
 def _object(path: Path) -> dict[str, Any]:

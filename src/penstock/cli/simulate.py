@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import operator
 import shlex
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, partial
 from pathlib import Path
@@ -223,27 +223,24 @@ def _shortened(name: str) -> str:
 def _print_compared(rows: Sequence[dict[str, Any]], assumed: str | None, links: ps.Links) -> None:
     if assumed is not None:
         print(f"assumed  {assumed}\n")
-    in_bytes, shows_fits = rows[0]["peak_bytes"] is not None, rows[0]["fits"] is not None
     shows_updates = any(row["mismatch"] or row["versions"] > 1 for row in rows)
-    shows_rate = not shows_updates  # all columns together do not fit a terminal of 80, and the speed says as much
-    head = ["", "makespan ms", *(["microbatches/s"] * shows_rate), "speed", "bubbles"]
-    head += ["MiB" if in_bytes else "activations", *(["fits"] * shows_fits)]
-    head += ["mismatch", "versions"] * shows_updates
     width = min(MOST_NAME, max(len(each["name"]) for each in rows))
-    cells = [
-        [
-            _shortened(row["name"]).ljust(width),
-            f"{row['makespan']:.6g}",
-            *([f"{row['microbatches_per_second']:.4g}"] * shows_rate),
-            f"{row['speedup']:.2f}x",
-            f"{row['bubble_ratio']:.1%}",
-            f"{row['peak_bytes'] / 2**20:,.0f}" if in_bytes else f"{row['peak_activations']:.6g}",
-            *(["yes" if row["fits"] else "no"] * shows_fits),
-            *([str(row["mismatch"]), str(row["versions"])] * shows_updates),
-        ]
-        for row in rows
-    ]
-    print(table(head, cells))
+    columns: dict[str, Callable[[dict[str, Any]], str]] = {
+        "": lambda row: _shortened(row["name"]).ljust(width),
+        "makespan ms": lambda row: f"{row['makespan']:.6g}",
+    }
+    if not shows_updates:  # all columns together do not fit a terminal of 80, and the speed says as much
+        columns["microbatches/s"] = lambda row: f"{row['microbatches_per_second']:.4g}"
+    columns |= {"speed": lambda row: f"{row['speedup']:.2f}x", "bubbles": lambda row: f"{row['bubble_ratio']:.1%}"}
+    if rows[0]["peak_bytes"] is not None:
+        columns["MiB"] = lambda row: f"{row['peak_bytes'] / 2**20:,.0f}"
+    else:
+        columns["activations"] = lambda row: f"{row['peak_activations']:.6g}"
+    if rows[0]["fits"] is not None:
+        columns["fits"] = lambda row: "yes" if row["fits"] else "no"
+    if shows_updates:
+        columns |= {"mismatch": lambda row: str(row["mismatch"]), "versions": lambda row: str(row["versions"])}
+    print(table([*columns], [[show(row) for show in columns.values()] for row in rows]))
     for text in links.texts():
         print(f"link  {text}")
     for row in rows:

@@ -15,7 +15,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 from statistics import median
 from typing import Any
@@ -451,12 +451,12 @@ class RunRecord:
     """
 
     name: str
-    facts: tuple[tuple[str, str], ...]
     steps: tuple[int, ...]
-    asked: int | None
     columns: Mapping[str, tuple[float | None, ...]]
-    ended: Mapping[str, Any]
-    shown: tuple[tuple[str, Timeline], ...] = ()
+    facts: Sequence[tuple[str, str]] = ()
+    asked: int | None = None
+    ended: Mapping[str, Any] = field(default_factory=dict)
+    shown: Sequence[tuple[str, Timeline]] = ()
     text: str = ""
 
     def known(self, metric: str) -> list[tuple[int, float]]:
@@ -493,20 +493,11 @@ class RunRecord:
         return found
 
 
-def read_record(
-    metrics: Iterable[str],
-    *,
-    name: str,
-    facts: Sequence[tuple[str, str]] = (),
-    asked: int | None = None,
-    ended: Mapping[str, Any] | None = None,
-    shown: Sequence[tuple[str, Timeline]] = (),
-    text: str = "",
-) -> RunRecord | None:
+def read_record(metrics: Iterable[str], **known: Any) -> RunRecord | None:
     """Makes a record of the lines of metrics.jsonl; None if no step has ended.
 
     Args:
-        The others are attributes of the record.
+        known: the other attributes of the record, at least its name.
 
     Raises:
         ControlError: a line that is no JSON object, unless it is the last one and was cut off.
@@ -517,8 +508,7 @@ def read_record(
     names = dict.fromkeys(name for row in rows for name in row if name != "step")
     columns = {name: tuple(_number(row.get(name)) for row in rows) for name in names}
     first = 0 if "ms" in columns else 1  # iterations count from 0 here as in stories
-    steps = tuple(first + row["step"] for row in rows)
-    return RunRecord(name, tuple(facts), steps, asked, columns, ended or {}, tuple(shown), text)
+    return RunRecord(steps=tuple(first + row["step"] for row in rows), columns=columns, **known)
 
 
 def strict_json(value: Any) -> Any:
