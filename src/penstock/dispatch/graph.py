@@ -181,7 +181,12 @@ def lower(schedule: Schedule, extra: Sequence[tuple[Op, Op]] = ()) -> Graph:
     if lost := next((op for pair in schedule.pairs for op in pair if op not in number), None):
         raise _refused(lost, "is missing, and is in a pair")
     between: Iterator[tuple[int, int]]
-    needs = [*edges, *_of_forwards(schedule, [*_accumulation_order(schedule), *version_order(schedule), *extra])]
+    row_of, firsts = np.array(rank, np.int64), np.array(first, np.int64)
+    stage = np.array([op.stage for op in ops], np.int64)
+    kind = np.array([COLUMN_KINDS.index(op.kind) if op.kind in COLUMN_KINDS else MISSING for op in ops], np.int64)
+    before, after = accumulation_edges(kind, row_of, stage)
+    accumulated = [(ops[a], ops[b]) for a, b in zip(before.tolist(), after.tolist(), strict=True)]
+    needs = [*edges, *_of_forwards(schedule, [*accumulated, *version_order(schedule), *extra])]
     needs += [] if schedule.max_in_flight is None else memory_edges(schedule, schedule.max_in_flight)
     if numbers or schedule.asynchronous:
         between = _between_gangs(schedule, needs, number, numbers, rank)
@@ -191,11 +196,9 @@ def lower(schedule: Schedule, extra: Sequence[tuple[Op, Op]] = ()) -> Graph:
     priority = np.array([PRIORITY.get(op.kind, 0) for op in ops], np.int64)
     kinds = {kind: n for n, kind in enumerate(sorted({op.kind for op in ops} - {*KINDS}), start=1)}
     own_kind = np.array([kinds.get(op.kind, 0) for op in ops], np.int64)
-    stage = np.array([op.stage for op in ops], np.int64)
     backward_of = {number[forward]: number[backward] for forward, backward in schedule.pairs}
     in_turn = [[member] for pair in backward_of.items() for member in pair]
     gangs, place = [*numbers.values(), *in_turn], _places(schedule, rows)
-    row_of, firsts = np.array(rank, np.int64), np.array(first, np.int64)
     arrays = _network(row_of, firsts, producer, consumer, priority, stage, own_kind, place, gangs)
     return Graph(
         lambda: rows,
@@ -217,7 +220,7 @@ def _lower_columns(schedule: Schedule) -> Graph | None:
     if np.any(producer == MISSING):
         return None
     columns = found.columns
-    more = accumulation_edges(columns)
+    more = accumulation_edges(columns.kind, columns.rank, columns.stage)
     producer, consumer = np.concatenate([producer, more[0]]), np.concatenate([consumer, more[1]])
     priority = np.array([PRIORITY[kind] for kind in COLUMN_KINDS], np.int64)[columns.kind]
     own_kind, place = (columns.kind == R).astype(np.int64), np.arange(columns.num_ops)
@@ -361,23 +364,6 @@ def _check_closed(number: dict[Op, int], edges: list[tuple[Op, Op]]) -> None:
 
 def _refused(op: Op, what: str) -> ScheduleError:
     return ScheduleError(f"{op} {what} (rule: coverage); ps.check(schedule) shows where", rule="coverage", op=op)
-
-
-def _accumulation_order(schedule: Schedule) -> list[tuple[Op, Op]]:
-    """Edges that keep weight gradients in frozen order on stages which mix B with I and W.
-
-    B and W then add to the same gradients from different queues, and a sum of floats depends on its order.
-    """
-    edges: list[tuple[Op, Op]] = []
-    for row in schedule.order:
-        by_stage: dict[int, list[Op]] = {}
-        for op in row:
-            if op.kind in "BW":
-                by_stage.setdefault(op.stage, []).append(op)
-        for adding in by_stage.values():
-            if len({op.kind for op in adding}) > 1:
-                edges.extend(pair for pair in itertools.pairwise(adding) if pair[0].kind != pair[1].kind)
-    return edges
 
 
 def version_order(schedule: Schedule, bringing: Collection[Op] = ()) -> list[tuple[Op, Op]]:

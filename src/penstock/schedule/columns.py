@@ -189,14 +189,17 @@ def _slices(targets: tuple[tuple[int, ...], ...]) -> list[tuple[slice, slice]]:
     return [(slice(a, a + 1), slice(b, b + 1)) for a, each in enumerate(targets) for b in each]
 
 
-def accumulation_edges(columns: Columns) -> tuple[Array, Array]:
+def accumulation_edges(kind: Array, rank: Array, stage: Array) -> tuple[Array, Array]:
     """Edges that keep weight gradients in the order of the row on stages which mix B with I and W.
 
     B and W then add to the same gradients from different queues, and a sum of floats depends on its order.
+
+    Args:
+        kind, rank, stage: of each op, as in `Columns`.
     """
-    adding = np.flatnonzero((columns.kind == B) | (columns.kind == W))
-    place = columns.rank[adding] * (int(columns.stage.max(initial=0)) + 1) + columns.stage[adding]
+    adding = np.flatnonzero((kind == B) | (kind == W))
+    place = rank[adding] * (int(stage.max(initial=0)) + 1) + stage[adding]
     adding = adding[np.argsort(place, kind="stable")]
-    place, kind = np.sort(place), columns.kind[adding]
-    pairs = np.flatnonzero((place[1:] == place[:-1]) & (kind[1:] != kind[:-1]))
+    place, added = np.sort(place), kind[adding]
+    pairs = np.flatnonzero((place[1:] == place[:-1]) & (added[1:] != added[:-1]))
     return adding[pairs], adding[pairs + 1]
