@@ -15,8 +15,8 @@ from penstock.schedule.op import BACKWARD, FORWARD, GIVE, INPUT, PREDICT, UPDATE
 from penstock.schedule.schedule import Schedule
 from penstock.schedule.tentative import require_whole_backwards
 from penstock.schedule.text import error_at
-from penstock.schedule.updates import OWNER, TENTATIVE, updates_between
-from penstock.schedule.weight_versions import TWO_BUFFERS, Copies
+from penstock.schedule.updates import OWNER, TENTATIVE, updates_between, with_updates_before
+from penstock.schedule.weight_versions import TWO_BUFFERS
 
 
 def check_windows(schedule: Schedule) -> None:
@@ -106,20 +106,15 @@ def check_two_buffers(schedule: Schedule) -> None:
     windows, updates = schedule.windows, schedule.updates
     if windows is None or updates is None or updates.rule != TWO_BUFFERS:
         return
-    for rank, row in enumerate(schedule.order):
-        made: Copies = {}
-        for step, op in enumerate(row):
-            copy = op.stage, schedule.pipeline_of(op)
-            if op.kind == UPDATE:
-                made[copy] = made.get(copy, 0) + 1
-            elif op.kind == FORWARD and made.get(copy, 0) < (window := op.microbatch // windows.window) - 1:
-                message = (
-                    f"by the rule {TWO_BUFFERS} microbatch {op.microbatch}, of window {window}, reads what update "
-                    f"{window - 2} makes, but this copy has that update later; with windows of {windows.window} two "
-                    f"versions of the weights are not enough for this order. Give windows of at least "
-                    f"{_least_window(schedule)}"
-                )
-                raise error_at(schedule, "versions", rank, step, op, message)
+    for rank, step, op, passed in with_updates_before(schedule):
+        if op.kind == FORWARD and len(passed) < (window := op.microbatch // windows.window) - 1:
+            message = (
+                f"by the rule {TWO_BUFFERS} microbatch {op.microbatch}, of window {window}, reads what update "
+                f"{window - 2} makes, but this copy has that update later; with windows of {windows.window} two "
+                f"versions of the weights are not enough for this order. Give windows of at least "
+                f"{_least_window(schedule)}"
+            )
+            raise error_at(schedule, "versions", rank, step, op, message)
 
 
 def _least_window(schedule: Schedule) -> int:

@@ -16,7 +16,7 @@ its copy says which parameters these meet: `count_mismatch` counts the updates b
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -172,19 +172,25 @@ def one_message_a_rank(needed: list[Op], rank: int, place: Mapping[Op, tuple[int
 def updates_between(schedule: Schedule) -> dict[tuple[int, int], tuple[Op, ...]]:
     """By (stage, microbatch), the U ops of its copy between its forward and its backward (B or I), in their order."""
     found: dict[tuple[int, int], tuple[Op, ...]] = {}
-    for row in schedule.order:
-        passed: dict[tuple[int, int], list[Op]] = {}
-        begun: dict[tuple[int, int], int] = {}
-        for op in row:
-            copy = op.stage, schedule.pipeline_of(op)
-            if op.kind == UPDATE:
-                passed.setdefault(copy, []).append(op)
-            elif op.kind == FORWARD:
-                begun[op.stage, op.microbatch] = len(passed.get(copy, ()))
-            elif op.kind in (BACKWARD, INPUT) and (op.stage, op.microbatch) in begun:
-                since = begun[op.stage, op.microbatch]
-                found[op.stage, op.microbatch] = tuple(passed.get(copy, ())[since:])
+    begun: dict[tuple[int, int, int], int] = {}
+    for rank, _, op, passed in with_updates_before(schedule):
+        own = rank, op.stage, op.microbatch
+        if op.kind == FORWARD:
+            begun[own] = len(passed)
+        elif op.kind in (BACKWARD, INPUT) and own in begun:
+            found[op.stage, op.microbatch] = tuple(passed[begun[own] :])
     return found
+
+
+def with_updates_before(schedule: Schedule) -> Iterator[tuple[int, int, Op, Sequence[Op]]]:
+    """(rank, step, op, the U ops of the op's copy before it in its row) of each op of a schedule."""
+    for rank, row in enumerate(schedule.order):
+        passed: dict[tuple[int, int], list[Op]] = {}
+        for step, op in enumerate(row):
+            own = passed.setdefault((op.stage, schedule.pipeline_of(op)), [])
+            yield rank, step, op, own
+            if op.kind == UPDATE:
+                own.append(op)
 
 
 def count_mismatch(schedule: Schedule) -> dict[tuple[int, int, int], int]:

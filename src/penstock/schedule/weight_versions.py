@@ -29,7 +29,7 @@ from typing import TYPE_CHECKING
 
 from penstock.schedule.errors import ScheduleError
 from penstock.schedule.op import BACKWARD, FORWARD, INPUT, PREDICT, RECOMPUTE, UPDATE, Op
-from penstock.schedule.updates import NEWEST, OWNER, TENTATIVE
+from penstock.schedule.updates import NEWEST, OWNER, TENTATIVE, with_updates_before
 
 if TYPE_CHECKING:
     from penstock.schedule.schedule import Schedule
@@ -62,20 +62,11 @@ def updates_ahead(schedule: Schedule, stage: int) -> dict[int, int]:
     Empty for a schedule without updates. An order that `check` accepts is taken for granted.
     """
     windows = schedule.windows
-    ahead: dict[int, int] = {}
-    if windows is None:
-        return ahead
-    for row in _rows_of(schedule, stage):
-        passed: dict[int, int] = {}
-        for op in row:
-            if op.stage != stage:
-                continue
-            pipeline = schedule.pipeline_of(op)
-            if op.kind == UPDATE:
-                passed[pipeline] = passed.get(pipeline, 0) + 1
-            elif op.kind == FORWARD:
-                ahead[op.microbatch] = op.microbatch // windows.window - passed.get(pipeline, 0)
-    return ahead
+    return {
+        op.microbatch: op.microbatch // windows.window - len(passed)
+        for _, _, op, passed in with_updates_before(schedule)
+        if windows is not None and op[:2] == (FORWARD, stage)
+    }
 
 
 def forward_steps(stage: int, num_stages: int, window_size: int) -> int:
